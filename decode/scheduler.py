@@ -199,6 +199,10 @@ class DecodeScheduler:
                 request.collect(prompts[chunk.row])
         for row in rows[~batch.live[rows]].tolist():
             requests.release(requests.by_row[row], now)
+        actions: list[Action] = []
+        for row in [row for row in result.failed if batch.live[row]]:
+            requests.growth.cancelled()
+            actions += requests.end(requests.by_row[row], Failed.of(result.failed[row]), now)
         embedded = [requests.by_row[row] for row in result.embeddings if batch.live[row]]
         embeddings = [request.embedded(result.embeddings[request.row]) for request in embedded if request.row is not None]
         for request in embedded:
@@ -227,7 +231,7 @@ class DecodeScheduler:
             answered[at].told = ending
             requests.growth.ended(int(sampled[at]), stopped=bool(stopped[at]))
             requests.end(answered[at], None, now)
-        return [*emit_tokens([*embeddings, *deltas], [request.pipeline for request in (*embedded, *answered)])]
+        return [*emit_tokens([*embeddings, *deltas], [request.pipeline for request in (*embedded, *answered)]), *actions]
 
     # --- planning --------------------------------------------------------------------------------------------------------
 

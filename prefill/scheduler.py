@@ -197,6 +197,8 @@ class PrefillScheduler:
                 request.collect(prompts[chunk.row])
             if request.phase is Phase.ENDED:
                 self._release(request, now)
+            elif chunk.row in result.failed:
+                actions += self._end(request, Failed.of(result.failed[chunk.row]), now)
             elif chunk.last:
                 request.times.last_chunk_s = now
                 pipelines.append(request.pipeline)

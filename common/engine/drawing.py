@@ -22,6 +22,7 @@ from common.engine.raw_logprobs import Told, measure_logprobs
 from common.engine.rows import HostStep, StepArrays
 from common.engine.sampler import RowSampling, Sampler, row_parts
 from common.engine.staging import Staging
+from common.errors import TandemError
 from common.ids import Int32Array, Int64Array
 
 
@@ -52,6 +53,11 @@ class Special:
     prompt: _Asked
     prompt_at: Tensor
     prompt_tokens: Tensor
+
+    @property
+    def failed(self) -> dict[int, TandemError]:
+        """Once its tokens are drawn: rows whose answers cannot go on, and why."""
+        return {row: error for _, rows in self.processed for row, error in rows.failed.items()}
 
 
 class Drawing:

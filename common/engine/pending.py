@@ -3,6 +3,8 @@
 Owns the events and the pinned memory through which tokens come back. Knows no threads: `wait` blocks whoever calls it.
 """
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
@@ -11,13 +13,15 @@ from common.engine.logprobs import NO_LOGPROBS, Logprobs
 from common.engine.plan import Plan, StepResult
 from common.engine.pooling import Pooled
 from common.engine.raw_logprobs import Told
+from common.errors import TandemError
 from common.ids import Int32Array
 
 
 class PendingStep:
     """tokens: [sampled] int64 on the device, in the order of `Plan.sampled_rows`. told, prompt_told: the log probabilities of a
-    `StepResult`; None: of nothing. pooled: its embeddings; None: it has none. Make it when all of the step's work has been
-    started: its event comes behind that. A thread that waits for the event sleeps, and keeps no core busy."""
+    `StepResult`; None: of nothing. pooled: its embeddings; None: it has none. failed: as in a `StepResult`. Make it when
+    all of the step's work has been started: its event comes behind that. A thread that waits for the event sleeps, and keeps no
+    core busy."""
 
     def __init__(
         self,
@@ -27,8 +31,10 @@ class PendingStep:
         told: Told | None = None,
         prompt_told: Told | None = None,
         pooled: Pooled | None = None,
+        failed: Mapping[int, TandemError] | None = None,
     ) -> None:
         self._plan = plan
+        self._failed = failed or {}
         self._progress = progress
         self._told = None if told is None else (told, _to_host(told.packed))
         self._prompt_told = None if prompt_told is None else (prompt_told, _to_host(prompt_told.packed))
@@ -52,9 +58,9 @@ class PendingStep:
             self._event.synchronize()
         tokens: Int32Array = self._tokens.numpy()
         if self._told is None and self._prompt_told is None and self._pooled is None:
-            return StepResult(self._plan, tokens)
+            return StepResult(self._plan, tokens, failed=self._failed)
         embeddings = {} if self._pooled is None else self._pooled[0].read(self._pooled[1])
-        return StepResult(self._plan, tokens, _read(self._told), _read(self._prompt_told), embeddings)
+        return StepResult(self._plan, tokens, _read(self._told), _read(self._prompt_told), embeddings, self._failed)
 
 
 def _to_host(tensor: Tensor) -> Tensor:

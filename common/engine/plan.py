@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from common.engine.logprobs import NO_LOGPROBS, Logprobs
+from common.errors import TandemError
 from common.ids import Int32Array
 from common.sampling_params import SamplingParams
 
@@ -109,6 +110,8 @@ class StepResult:
 
     embeddings: row -> the embedding of its prompt, float32, little-endian; of the last chunks whose rows ask for it
     (`SamplingParams.pooling`). What such a row samples counts for nothing.
+
+    failed: row -> why its answer cannot go on: its grammar cannot be followed. What it samples counts for nothing.
     """
 
     plan: Plan
@@ -116,3 +119,4 @@ class StepResult:
     logprobs: Logprobs = NO_LOGPROBS
     prompt_logprobs: Logprobs = NO_LOGPROBS
     embeddings: Mapping[int, bytes] = field(default_factory=dict)
+    failed: Mapping[int, TandemError] = field(default_factory=dict)

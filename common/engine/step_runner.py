@@ -146,7 +146,8 @@ class StepRunner:
         sampling = self.rows.sampling(step.sampled_rows[step.noisy]) if len(step.noisy) else None
         tokens = self._drawing.draw(logits, sampling, step, host.filter_width, special, likeliest)
         self.rows.last_token[step.sampled_rows] = tokens
-        return PendingStep(plan, tokens, progress, self._drawing.told(logits, tokens, special), prompt_told, pooled)
+        told = self._drawing.told(logits, tokens, special)
+        return PendingStep(plan, tokens, progress, told, prompt_told, pooled, None if special is None else special.failed)
 
     def _decode_inputs(self, rows: Tensor) -> Inputs:
         batch = self.rows
@@ -272,7 +273,8 @@ class StepRunner:
             sampling = self.rows.sampling(rows)
             if self._drawing.redraw(tokens, logits, sampling, step, host.filter_width, special):
                 self.rows.last_token[rows] = tokens
-        return PendingStep(plan, tokens, progress, self._drawing.told(logits, tokens, special))
+        told = self._drawing.told(logits, tokens, special)
+        return PendingStep(plan, tokens, progress, told, failed=None if special is None else special.failed)
 
 
 def _segments(plan: Plan) -> tuple[Segment, ...]:

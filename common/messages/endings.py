@@ -7,7 +7,7 @@ from typing import Annotated, Literal, TypeAlias
 
 from msgspec import Meta
 
-from common.errors import TandemError
+from common.errors import BadRequest, TandemError
 from common.messages.base import Message
 from common.ranges import TokenId
 
@@ -39,10 +39,13 @@ class Failed(Message, frozen=True):
     """HTTP status."""
     retryable: bool = False
     """The same request may succeed when it is tried again."""
+    field: str | None = None
+    """What the client must change, if the request is at fault."""
 
     @classmethod
     def of(cls, error: TandemError) -> "Failed":
-        return cls(message=str(error), kind=error.kind, status=error.status, retryable=error.retryable)
+        field = error.field if isinstance(error, BadRequest) else None
+        return cls(message=str(error), kind=error.kind, status=error.status, retryable=error.retryable, field=field)
 
 
 Ending: TypeAlias = Finished | Failed

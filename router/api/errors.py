@@ -79,7 +79,7 @@ def error_json(detail: ErrorDetail) -> bytes:
 
 
 def detail_of_failure(failed: Failed) -> ErrorDetail:
-    return ErrorDetail(failed.message, failed.kind)
+    return ErrorDetail(failed.message, failed.kind, failed.field)
 
 
 def error_response(status: int, detail: ErrorDetail, retry_after_s: int | None = None) -> Response:

@@ -68,6 +68,22 @@ def test_an_embedding_ends_its_request_beside_rows_that_decode() -> None:
     assert made.report().load.running_requests == 1 and made.report().counters.tokens_generated == 1
 
 
+def test_a_row_that_cannot_go_on_ends_with_its_error_beside_rows_that_decode() -> None:
+    """Its token counts for nothing, also that of the step that was launched before the failure was known."""
+    made = scheduler()
+    made.receive(ROUTER, generate("a", 4), 0.0)
+    made.receive(ROUTER, generate("b", 4), 0.0)
+    made.step_done(result(planned(made.decide(0.0)), [50, 51]), 0.1)
+    plan, next_plan = planned(made.decide(0.1)), planned(made.decide(0.1))
+    row = int(plan.sampled_rows[0])
+    error = BadRequest("regex: it takes too long to follow", field="regex")
+    (going, ended) = deltas(made.step_done(replace(result(plan, [EOS, 52]), failed={row: error}), 0.2))
+    assert going == TokenDelta(key("b"), 1, (52,), None)
+    assert ended == TokenDelta(key("a"), 1, (), Failed.of(error)) and Failed.of(error).field == "regex"
+    (last,) = deltas(made.step_done(replace(result(next_plan, [EOS, 53]), failed={row: error}), 0.3))
+    assert last.key == key("b") and made.report().load.running_requests == 1
+
+
 def test_a_direct_request_is_prefilled_in_chunks_between_decode_steps() -> None:
     made = scheduler(chunk_tokens=8)
     made.receive(WRITER, handoff(reserved(made)), 0.0)

@@ -71,6 +71,17 @@ def test_an_embedding_ends_its_request_in_place_of_a_token_and_can_be_told_again
     assert deltas(made.receive(ROUTER, Repeat(tokens=((key("a"), 0),)), 0.3)) == told
 
 
+def test_a_prompt_whose_answer_cannot_begin_ends_with_its_error_and_gives_its_pages_back() -> None:
+    made = scheduler()
+    made.receive(ROUTER, generate("a", 4, decodes=(), max_new_tokens=1), 0.0)
+    plan = made.decide(0.0).plan
+    assert plan is not None
+    error = BadRequest("regex: no token of the model can follow", field="regex")
+    failed = replace(result(plan, [EOS]), failed={plan.chunks[0].row: error})
+    assert deltas(made.step_done(failed, 0.1)) == [TokenDelta(key("a"), 0, (), Failed.of(error))]
+    assert is_home(made)
+
+
 def test_several_prompts_share_one_forward_under_the_token_budget() -> None:
     made = scheduler(chunk_tokens=8)
     for name, tokens in (("a", 3), ("b", 3), ("c", 20)):

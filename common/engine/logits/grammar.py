@@ -4,11 +4,15 @@ Owns a matcher for each such row. A row begins with the answer's tokens so far, 
 reads tokens and makes masks on the host. So the masks of a step wait for the tokens of the step before, while the device computes
 the forward that this step has given it already.
 
-Grammars are tried before rows use them, but no trial meets every text. A row whose token takes too much time here would stop all
-others. It ends with a stop token, as one ends whose tokens its grammar refuses; its answer is the beginning of a match.
+Where no mask can be made the row fails, and its request ends with an error: a stop token says that the answer matches. Grammars
+are tried before rows use them, but no trial meets every text. A row whose token takes too much work would stop all others. Work
+is counted, not timed: every rank, and an instance that carries the answer on, fails the row at the same token.
+
+The count sees what the parser shows: its states. It does not see rules of an EBNF grammar that end in very many ways at once. So
+a row also fails when a token takes CPU seconds. That is no verdict of this rank: it changes no token, and only rank 0's is heard.
 """
 
-import logging
+import re
 import time
 import weakref
 from collections.abc import Sequence
@@ -24,7 +28,7 @@ from common.engine.logits.port import SampledRows
 from common.engine.logits.utf8 import Utf8
 from common.engine.plan import RowStart
 from common.engine.staging import Staging
-from common.errors import BadRequest
+from common.errors import BadRequest, TandemError
 from common.ids import Int64Array
 from common.sampling_params import Grammar
 
@@ -33,10 +37,21 @@ if TYPE_CHECKING:
 
 FEW_ROWS = 4
 """Masks of so few rows are made one after the other: that takes less time than waking threads."""
-TOKEN_S, REPLAYED_S = 0.1, 0.001
-"""CPU time that a row's token may take, and that each further one may take which a row reads at once when it is carried on."""
+MAX_WORK = 2**17
+"""Of a row's next token, as `count_work` counts it: about 0.1 s of a processor (`tests/common/engine/logits/grammar_cost.py`)."""
+SLOW_S = 1.0
+"""CPU time of a row's token that no count explains."""
+_FEW_STATES = 64
+_STATE, _BEGINS = "ParserState(", re.compile(r"rule_start_pos=(-?\d+)")
 
-_log = logging.getLogger(__name__)
+
+def count_work(matcher: "GrammarMatcher") -> int:
+    """What the next token costs: the states of the parser, times the places of the answer where their rules began. Each state
+    reads the token's bytes, and each end of a rule looks at what waits for it where it began. The same for the same grammar and
+    the same answer, on every machine."""
+    states = matcher._debug_print_internal_state()  # xgrammar 0.2 has no other way to say
+    count = states.count(_STATE)
+    return count if count <= _FEW_STATES else count * len(set(_BEGINS.findall(states)))
 
 
 class Compiled(Protocol):
@@ -46,35 +61,56 @@ class Compiled(Protocol):
 
 @dataclass(slots=True, eq=False)
 class _Row:
-    """matcher: None when its grammar cannot be had. unread: tokens of the answer that it has not read. stop_ids: end the answer
-    where the grammar allows it. is_over: nothing but these may follow; so a row that can only go wrong ends. last: token of the
-    answer that it has read. needed: dead when the request has ended."""
+    """A row whose answer must match a grammar."""
 
     matcher: "GrammarMatcher | None"
+    """None when the row has failed from the start."""
     unread: list[int]
+    """Tokens of the answer that the matcher has not read."""
     stop_ids: list[int]
+    """Tokens that end the answer where the grammar allows it."""
+    kind: str
+    """The grammar's, for messages."""
     needed: "weakref.ref[Grammar] | None" = None
+    """Dead when the request has ended."""
     is_over: bool = False
+    """A stop token has ended the answer."""
+    failed: TandemError | None = None
+    """Why the answer cannot go on. No masks are made for it any more."""
     last: int | None = None
+    """The latest token of the answer that was read."""
+    slowest_s: float = 0.0
+    """CPU time that the slowest token has taken."""
 
-    def read(self, token_s: float) -> None:
-        left_s = token_s + REPLAYED_S * len(self.unread)
+    @property
+    def goes_on(self) -> bool:
+        return not self.is_over and self.failed is None
+
+    def read(self) -> None:
         for token in self.unread:
+            if not self.goes_on or self.matcher is None:
+                break
             begun = time.thread_time()
-            if self.is_over or self.matcher is None or not self.matcher.accept_token(token) or self.matcher.is_terminated():
+            if not self.matcher.accept_token(token):
+                self.failed = TandemError(f"{self.kind}: the answer so far does not match it")
+            elif self.matcher.is_terminated():
                 self.is_over = True
-                break
-            left_s -= (spent_s := time.thread_time() - begun)
-            if spent_s > token_s or left_s < 0:
-                self.end()
-                break
+            elif count_work(self.matcher) > MAX_WORK:
+                self.failed = self.too_slow()
+            self.took(begun)
         self.last = self.unread[-1] if self.unread else self.last
         self.unread = []
 
-    def end(self) -> None:
-        """It takes too long."""
-        _log.warning("an answer ends early: its grammar takes too long to follow")
-        self.is_over = True
+    def took(self, begun: float) -> None:
+        """One token, since this CPU time of the thread."""
+        self.slowest_s = max(self.slowest_s, time.thread_time() - begun)
+
+    def too_slow(self) -> BadRequest:
+        return BadRequest(
+            f"{self.kind}: it takes too long to follow with this answer: write it so that a text matches in fewer ways, with "
+            "fewer repetitions within each other",
+            field=self.kind,
+        )
 
 
 @dataclass(slots=True, eq=False)
@@ -104,7 +140,7 @@ def _mask(logits: Tensor, mask: Tensor, vocab_size: int, at: Tensor | list[int])
 
 class GrammarProcessor:
     """Implements `LogitsProcessor`. max_rows: of the batch. vocab_size: of the logits. eos_token_ids: end every answer, besides
-    its request's own stop tokens. token_s: CPU time that a row's token may take."""
+    its request's own stop tokens."""
 
     def __init__(
         self,
@@ -113,10 +149,8 @@ class GrammarProcessor:
         vocab_size: int,
         eos_token_ids: tuple[int, ...],
         device: torch.device,
-        token_s: float = TOKEN_S,
     ) -> None:
         self._compiled = compiled
-        self._token_s = token_s
         self._one_by_one = False
         self._vocab_size = vocab_size
         self._eos_token_ids = eos_token_ids
@@ -147,8 +181,12 @@ class GrammarProcessor:
         self._hear()
         some = self._of(rows)
         for row in some:
-            row.read(self._token_s)
+            row.read()
         masks = self._masks(some)
+        for number, row in zip(rows.host.tolist(), some, strict=True):
+            failed = row.failed or (row.too_slow() if row.slowest_s > SLOW_S else None)
+            if failed is not None:
+                rows.failed[number] = failed
         (sent,) = self._staging.send([masks.ravel()])
         mask = torch.empty(len(logits), self._words, dtype=torch.int64, device=self._device)
         mask[rows.at] = sent.view(len(some), self._words)
@@ -164,7 +202,7 @@ class GrammarProcessor:
 
     def _of(self, rows: SampledRows) -> list[_Row]:
         """A plan may name rows whose requests have ended since it was made. What they sample counts for nothing."""
-        return [self._rows.get(row) or _Row(None, [], list(self._eos_token_ids), is_over=True) for row in rows.host.tolist()]
+        return [self._rows.get(row) or _failed("grammar", "it is not held any more") for row in rows.host.tolist()]
 
     def _begin(self, start: RowStart) -> _Row:
         """The answer's tokens are read later, while the device computes the row's first forward."""
@@ -177,10 +215,10 @@ class GrammarProcessor:
         needed = weakref.ref(sampling.grammar)
         try:
             compiled = self._compiled(sampling.grammar)
-        except BadRequest:  # it was compiled before the row was planned
-            return _Row(None, answer, stop_ids, needed, is_over=True)
+        except BadRequest as error:  # it was compiled before the row was planned
+            return _Row(None, [], stop_ids, sampling.grammar.kind, needed, failed=error)
         self._utf8 = self._utf8 or Utf8(compiled.tokenizer_info.decoded_vocab, self._words)
-        return _Row(GrammarMatcher(compiled, override_stop_tokens=stop_ids), answer, stop_ids, needed)
+        return _Row(GrammarMatcher(compiled, override_stop_tokens=stop_ids), answer, stop_ids, sampling.grammar.kind, needed)
 
     def _hear(self) -> None:
         """Take in what the steps before have sampled. A row that has begun anew since then is another `_Row`."""
@@ -192,32 +230,38 @@ class GrammarProcessor:
         self._sampled.clear()
 
     def _masks(self, rows: list[_Row]) -> Int64Array:
-        """A bit for each token that may follow, [rows, words]."""
+        """A bit for each token that may follow, [rows, words]. All may follow in a row that has failed."""
         from xgrammar import BatchGrammarMatcher
 
         masks = np.zeros((len(rows), self._words), dtype=np.int64)
         bits = masks.view(np.int32)
-        going = [at for at, row in enumerate(rows) if not row.is_over]
+        going = [at for at, row in enumerate(rows) if row.goes_on]
         matchers = [matcher for at in going if (matcher := rows[at].matcher) is not None]
         if len(matchers) <= FEW_ROWS or self._one_by_one:
             self._one_by_one = False
             for at, matcher in zip(going, matchers, strict=True):
                 begun = time.thread_time()
                 matcher.fill_next_token_bitmask(bits, at)
-                if time.thread_time() - begun > self._token_s:
-                    rows[at].end()
-                    masks[at] = 0
+                rows[at].took(begun)
         else:
             self._batch = self._batch or BatchGrammarMatcher()
             begun = time.monotonic()
             self._batch.batch_fill_next_token_bitmask(matchers, bits, going)
-            self._one_by_one = time.monotonic() - begun > self._token_s  # which row it was shows in the next step
+            self._one_by_one = time.monotonic() - begun > SLOW_S  # which row it was shows in the next step
         for at in going:
             if self._utf8 is not None:
                 self._utf8.narrow(masks[at], rows[at].last)
         for at in np.flatnonzero(~masks.any(axis=1)).tolist():
             row = rows[at]
-            row.is_over = True
+            if row.goes_on:
+                row.failed = BadRequest(f"{row.kind}: no token of the model can follow: allow other texts", field=row.kind)
+            if row.failed is not None:
+                masks[at] = -1
+                continue
             for token in row.stop_ids:
                 bits[at, token // 32] |= np.int32(1 << (token % 32)) if token % 32 < 31 else np.int32(-(2**31))
         return masks
+
+
+def _failed(kind: str, why: str) -> _Row:
+    return _Row(None, [], [], kind, failed=TandemError(f"{kind}: {why}"))

@@ -5,7 +5,7 @@ each token that the row samples. Rows that no processor concerns cost nothing, a
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from common.engine.plan import RowStart
+from common.errors import TandemError
 from common.ids import Int64Array
 
 
@@ -27,6 +28,8 @@ class SampledRows:
     device: Tensor
     host_at: Int64Array
     at: Tensor
+    failed: dict[int, TandemError] = field(default_factory=dict)
+    """Rows whose answers cannot go on, and why. What they sample counts for nothing; a processor adds to it in `apply`."""
 
 
 class LogitsProcessor(Protocol):

@@ -143,5 +143,5 @@ class RankedExecutor:
 def _refuse(refused: Failed) -> NoReturn:
     """Raise what a follower's preparation raised."""
     if refused.status == BadRequest.status:
-        raise BadRequest(refused.message)
+        raise BadRequest(refused.message, field=refused.field)
     raise Unavailable(refused.message)

@@ -9,12 +9,15 @@ import numpy as np
 import pytest
 import torch
 from transformers import PreTrainedTokenizerFast
+from xgrammar import GrammarMatcher
 
 from common.engine.grammar_compiler import Compiler, vocabulary_of
+from common.engine.logits import grammar
 from common.engine.logits.grammar import GrammarProcessor
 from common.engine.logits.port import SampledRows
 from common.engine.logits.utf8 import Utf8
 from common.engine.plan import RowStart
+from common.errors import BadRequest, TandemError
 from common.model_path import resolve_model_path
 from common.sampling_params import Grammar, SamplingParams
 
@@ -28,24 +31,35 @@ DATE = Grammar("regex", "[0-9]{4}-[0-9]{2}")
 POINT = Grammar("json_schema", json.dumps({"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]}))
 
 
-def processor(token_s: float = 60.0) -> GrammarProcessor:
-    return GrammarProcessor(cache(COMPILER.compile), 16, VOCAB, (EOS,), torch.device("cpu"), token_s)
+AMBIGUOUS = Grammar("regex", "((.*a.*){3}b.*){5}")
+"""It can be followed in ever more ways: five times three "a" and a "b", anywhere."""
 
 
-def start(row: int, grammar: Grammar | None, answer: list[int], stops: tuple[int, ...] = ()) -> RowStart:
-    sampling = SamplingParams(max_new_tokens=64, grammar=grammar, stop_token_ids=stops)
+def processor() -> GrammarProcessor:
+    return GrammarProcessor(cache(COMPILER.compile), 16, VOCAB, (EOS,), torch.device("cpu"))
+
+
+def start(row: int, asked: Grammar | None, answer: list[int], stops: tuple[int, ...] = ()) -> RowStart:
+    sampling = SamplingParams(max_new_tokens=64, grammar=asked, stop_token_ids=stops)
     token_ids = np.array([7, 8, 9, *answer], dtype=np.int32)
     return RowStart(row, _NO_PAGES, sampling, token_ids=token_ids, answer_tokens=len(answer))
 
 
-def step(one: GrammarProcessor, rows: list[int], seed: int, at: list[int] | None = None) -> list[int]:
-    """The likeliest tokens of random logits. at: where the rows' logits are; None: in their order."""
+def step(
+    one: GrammarProcessor, rows: list[int], seed: int, at: list[int] | None = None, failed: dict[int, TandemError] | None = None
+) -> list[int]:
+    """The likeliest tokens of random logits. at: where the rows' logits are; None: in their order. failed: gets the rows that
+    cannot go on; None: there are none."""
     places = np.array(at or range(len(rows)))
     logits = torch.randn(int(places.max()) + 1, VOCAB, generator=torch.Generator().manual_seed(seed))
     before = logits.clone()
     host = np.array(rows)
     sampled = SampledRows(host, torch.from_numpy(host), places, torch.from_numpy(places))
     one.apply(logits, sampled)
+    if failed is None:
+        assert sampled.failed == {}
+    else:
+        failed |= sampled.failed
     others = [place for place in range(len(logits)) if place not in places]
     assert torch.equal(logits[others], before[others]), "rows of others are as they were"
     tokens = logits[sampled.at].argmax(dim=-1)
@@ -77,7 +91,7 @@ def test_an_answer_to_random_logits_matches_its_grammar_and_ends() -> None:
 
 
 @pytest.mark.parametrize(
-    ("grammar", "begin"),
+    ("asked", "begin"),
     [
         (Grammar("json_schema", '{"type": "string"}'), b'"'),
         (Grammar("json_schema", '{"type": "string", "maxLength": 9}'), b'"'),
@@ -85,10 +99,10 @@ def test_an_answer_to_random_logits_matches_its_grammar_and_ends() -> None:
         (Grammar("regex", ".{9}"), b""),
     ],
 )
-def test_an_answer_stays_utf_8(grammar: Grammar, begin: bytes) -> None:
+def test_an_answer_stays_utf_8(asked: Grammar, begin: bytes) -> None:
     one = processor()
     for first in range(0xC2, 0xF5):
-        one.start([start(0, grammar, [VOCABULARY.index(bytes([byte])) for byte in (*begin, first)])])
+        one.start([start(0, asked, [VOCABULARY.index(bytes([byte])) for byte in (*begin, first)])])
         left = allowed(one, 0)
         rest = bytes([0x80] * ((first >= 0xE0) + (first >= 0xF0)))
         for byte in range(0x80, 0xC0):
@@ -155,34 +169,83 @@ def test_a_row_that_begins_anew_hears_nothing_of_the_row_before() -> None:
 
 
 def test_rows_whose_requests_have_ended_keep_no_grammar() -> None:
-    one = GrammarProcessor(COMPILER.compile, 4, VOCAB, (EOS,), torch.device("cpu"), 60.0)
+    one = GrammarProcessor(COMPILER.compile, 4, VOCAB, (EOS,), torch.device("cpu"))
     ended, open = Grammar("regex", "[a-z]+"), Grammar("regex", "[0-9]+")
     one.start([start(0, ended, []), start(1, open, [])])
     del ended
     one.start([start(2, None, [])])
     assert set(one._rows) == {1}
-    last, going = step(one, [0, 1], seed=0)
-    assert last == EOS and text([going]).isdigit(), "a plan may still name the ended row"
+    failed: dict[int, TandemError] = {}
+    _, going = step(one, [0, 1], seed=0, failed=failed)
+    assert set(failed) == {0} and text([going]).isdigit(), "a plan may still name the ended row"
     assert open is not None
 
 
-def test_a_token_that_the_grammar_refuses_ends_the_row_and_nothing_else() -> None:
-    one = processor()
+def test_a_token_that_the_grammar_refuses_fails_the_row_and_nothing_else() -> None:
+    one, failed = processor(), dict[int, TandemError]()
     letters = [5, 6]  # special to the tokenizer or letters: no digits in any case
     one.start([start(0, DATE, letters), start(1, DATE, [])])
-    ended, going = step(one, [0, 1], seed=0)
-    assert ended == EOS and going != EOS
-    assert step(one, [0, 1], seed=1)[0] == EOS, "also when it is asked again"
+    _, going = step(one, [0, 1], seed=0, failed=failed)
+    assert set(failed) == {0} and "does not match" in str(failed[0]) and going != EOS
+    failed.clear()
+    step(one, [0, 1], seed=1, failed=failed)
+    assert set(failed) == {0}, "also when it is asked again"
 
 
-def test_a_row_whose_grammar_takes_too_long_ends_and_the_others_go_on() -> None:
-    """No mask takes less than no time."""
-    for rows in (1, 6):
-        one = processor(token_s=-1.0)
-        one.start([start(row, Grammar("regex", "[a-z]+"), []) for row in range(rows)])
-        for number in range(2):
-            last = step(one, list(range(rows)), number)
-        assert last == [EOS] * rows
+@pytest.mark.parametrize("rows", [1, 6])
+def test_a_row_whose_grammar_takes_too_much_work_fails_with_its_field_and_the_others_go_on(
+    rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, failed = processor(), dict[int, TandemError]()
+    one.start([start(row, AMBIGUOUS if row == 0 else DATE, []) for row in range(rows)])
+    monkeypatch.setattr(grammar, "_FEW_STATES", 0)
+    monkeypatch.setattr(grammar, "MAX_WORK", 20)
+    for number in range(6):
+        last = step(one, list(range(rows)), number, failed=failed)
+    assert list(failed) == [0] and isinstance(failed[0], BadRequest) and failed[0].field == "regex"
+    assert all(token != EOS for token in last[1:])
+
+
+def test_an_answer_never_stops_where_it_does_not_match_and_fails_at_the_same_token_when_it_is_carried_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Python's `re` judges. A smaller limit than the product's makes it fast."""
+    monkeypatch.setattr(grammar, "MAX_WORK", 2**11)
+    verdicts = []
+    for seed in range(8):
+        answer, failed = carried_on(seed, [])
+        verdicts.append(failed)
+        assert failed or re.fullmatch(AMBIGUOUS.text, text(answer))
+        for cut in (1, len(answer) // 2, len(answer)):
+            assert carried_on(seed, answer[: cut - failed]) == (answer, failed)
+    assert any(verdicts)
+
+
+def carried_on(seed: int, so_far: list[int]) -> tuple[list[int], bool]:
+    """The answer, and whether it failed in place of a next token."""
+    one, answer, failed = processor(), list(so_far), dict[int, TandemError]()
+    one.start([start(0, AMBIGUOUS, answer)])
+    while not answer or answer[-1] != EOS:
+        (token,) = step(one, [0], seed * 1000 + len(answer), failed=failed)
+        if failed:
+            return answer, True
+        answer.append(token)
+    return answer, False
+
+
+def test_the_count_of_work_is_small_for_everyday_grammars() -> None:
+    """Far below the limit, so that none of them ever meets it."""
+    everyday = (DATE, POINT, Grammar("json_schema", '{"type":"object"}'), Grammar("regex", r"[a-z]{3,12}( [a-z]{2,9}){2,6}"))
+    for asked in everyday:
+        matcher = GrammarMatcher(COMPILER.compile(asked))
+        mask = np.zeros((1, (VOCAB + 31) // 32), dtype=np.int32)
+        for number in range(60):
+            matcher.fill_next_token_bitmask(mask, 0)
+            may = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")[:VOCAB])
+            assert matcher.accept_token(int(may[number % len(may)]))
+            if matcher.is_terminated():
+                break
+            assert grammar.count_work(matcher) <= 64
 
 
 def test_stop_tokens_of_the_request_end_the_answer_where_the_grammar_allows_it() -> None:
@@ -211,13 +274,13 @@ def test_special_tokens_are_text_to_no_grammar_but_to_one_that_names_them() -> N
         _tag({"type": "token", "token": "<|im_start|>"}): True,
         _tag(begun): True,
     }
-    for grammar, is_allowed in allowed.items():
+    for asked, is_allowed in allowed.items():
         one = processor()
-        one.start([start(0, grammar, TOKENIZER.encode('"') if grammar.kind == "json_schema" else [])])
+        one.start([start(0, asked, TOKENIZER.encode('"') if asked.kind == "json_schema" else [])])
         logits = torch.zeros(1, VOCAB)
         host = np.array([0])
         one.apply(logits, SampledRows(host, torch.from_numpy(host), host, torch.from_numpy(host)))
-        assert torch.isfinite(logits[0, :2]).tolist() == [False, is_allowed], grammar
+        assert torch.isfinite(logits[0, :2]).tolist() == [False, is_allowed], asked
 
 
 def _tag(format: Mapping[str, object]) -> Grammar:

@@ -4,13 +4,16 @@ import re
 from collections.abc import Sequence
 
 import numpy as np
+import pytest
 import torch
 
 from common.engine.executor import EngineDescription
 from common.engine.grammars import CompiledSoon, Grammars
+from common.engine.logits import grammar as grammar_rows
 from common.engine.logits.grammar import GrammarProcessor
 from common.engine.logits.port import SampledRows
 from common.engine.plan import Plan, RowStart, StepResult
+from common.errors import TandemError
 from common.ids import Int32Array
 from common.sampling_params import Grammar, SamplingParams
 from tests.builders import engine
@@ -58,7 +61,7 @@ class GrammarExecutor:
         tokens = logits.argmax(dim=-1)
         if len(at):
             self.processor.sampled(concerned, tokens[concerned.at])
-        return DoneStep(StepResult(plan, tokens.numpy().astype(np.int32)))
+        return DoneStep(StepResult(plan, tokens.numpy().astype(np.int32), failed=concerned.failed))
 
     def prepare(self, grammar: Grammar, owner: str = "") -> CompiledSoon:
         soon = self.grammars.prepare(grammar, lambda: None, owner)
@@ -73,11 +76,12 @@ class GrammarExecutor:
 
 
 class Leader:
-    """Steps of a leader with followers, one by one. answers: of each row."""
+    """Steps of a leader with followers, one by one. answers: of each row. failed: rows whose answers cannot go on."""
 
     def __init__(self, followers: int) -> None:
         self.rig = RanksOf(GrammarExecutor, *[0.0] * followers)
         self.answers: dict[int, list[int]] = {}
+        self.failed: dict[int, TandemError] = {}
         self._step = 0
 
     def begins(self, row: int, grammar: Grammar | None) -> RowStart:
@@ -99,6 +103,7 @@ class Leader:
         assert result is not None
         for row, token in zip(rows, result.tokens.tolist(), strict=True):
             self.answers[row].append(token)
+        self.failed |= result.failed
 
     def close(self) -> None:
         for executor in (self.rig.own, *self.rig.executors):
@@ -129,4 +134,29 @@ def test_of_two_requests_with_equal_grammars_one_goes_on_when_the_other_ends() -
     while EOS not in leader.answers[1]:
         leader.step([1])
     assert re.fullmatch(WORDS, text(leader.answers[1]))
+    leader.close()
+
+
+def test_a_grammar_that_takes_too_much_work_fails_its_row_on_every_rank_at_the_same_token(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(grammar_rows, "MAX_WORK", 2**11)
+    leader, words = Leader(followers=2), Grammar("regex", WORDS)
+    ambiguous = Grammar("regex", "((.*a.*){3}b.*){5}")
+    leader.step([0, 1], [leader.begins(0, ambiguous), leader.begins(1, words)])
+    for _ in range(12):
+        leader.step([0, 1])
+    assert set(leader.failed) == {0} and EOS not in leader.answers[1][:3]
+    leader.close()
+
+
+def test_a_follower_on_which_a_token_took_seconds_does_as_the_leader_says() -> None:
+    leader, words = Leader(followers=1), Grammar("regex", WORDS)
+    leader.step([0], [leader.begins(0, words)])
+    (follower,) = leader.rig.executors
+    assert isinstance(follower, GrammarExecutor)
+    follower.processor._rows[0].slowest_s = 2 * grammar_rows.SLOW_S
+    while EOS not in leader.answers[0]:
+        leader.step([0])
+    assert not leader.failed and re.fullmatch(WORDS, text(leader.answers[0]))
     leader.close()
