@@ -38,7 +38,8 @@ if TYPE_CHECKING:
 FEW_ROWS = 4
 """Masks of so few rows are made one after the other: that takes less time than waking threads."""
 MAX_WORK = 2**17
-"""Of a row's next token, as `count_work` counts it: about 0.1 s of a processor (`tests/common/engine/logits/grammar_cost.py`)."""
+"""Of a row's next token, as `count_work` counts it. The dearest grammar that was tried, `s ::= "a" s "b" s | "a" s | [a-z]`,
+takes 30 ms a token at half of it and 137 ms at twice (one core of an AMD EPYC); everyday schemas stay below 100."""
 SLOW_S = 1.0
 """CPU time of a row's token that no count explains."""
 _FEW_STATES = 64
