@@ -13,6 +13,7 @@ from msgspec import Meta
 from common.ids import Incarnation, InstanceId, Role
 from common.messages.base import UNNAMED, WIRE_VERSION, Message
 from common.messages.timelines import Timeline
+from common.names import ROUTER_NAME
 from common.pages.layout import KVLayout
 from common.ranges import Count, Interval, Size
 
@@ -164,8 +165,9 @@ class Welcome(Message, frozen=True):
     """router → instance: you are a member. It answers every Register, and every Heartbeat unless
     the last answer is younger than `dead_after_s` / 4, so it is the router's own heartbeat."""
 
-    router: InstanceId
-    """The name of this life of the router: when another life answers, the instance ends what the former one had sent."""
+    router: Annotated[InstanceId, Meta(pattern=f"^{ROUTER_NAME}")]
+    """The name of this life of the router, which no instance can have. When another life answers, the instance ends what the
+    former one had sent."""
     detokenizers: Annotated[tuple[str, ...], Meta(min_length=1)]
     """ZeroMQ addresses to send TokenBatch to: the tokens of a key go to number `shard_of` (`common.ids`)."""
     heartbeat_s: Interval
