@@ -30,6 +30,8 @@ class FakeMail(Generic[Inbox]):
         self.asked: list[str] = []
         self.gone: list[InstanceId] = []
         """Whom `refused` will name."""
+        self.broken: set[InstanceId] = set()
+        """Whom `reaches` does not reach."""
         self.frames_refused: dict[str, int] = {}
         self.messages_lost: dict[str, int] = {}
 
@@ -42,7 +44,7 @@ class FakeMail(Generic[Inbox]):
         return arrived
 
     def reaches(self, to: InstanceId) -> bool:
-        return True
+        return to not in self.broken
 
     def refused(self) -> list[InstanceId]:
         gone, self.gone = self.gone, []

@@ -93,6 +93,23 @@ def test_the_requests_of_a_router_whose_process_is_gone_end_at_once(rig: FakedRi
     assert rig.scheduler.told == ["RouterLost"]
 
 
+def test_a_peer_is_dead_when_its_host_refuses_connections_or_another_life_has_its_address(rig: FakedRig) -> None:
+    rig.turn(0.0, WELCOME, THERE)
+    rig.mail.gone = [D]
+    rig.turn(0.1)
+    assert rig.scheduler.told == ["PeersChanged"], "a successor listens there, so it is not proven who was meant"
+    rig.mail.gone, rig.mail.broken = [D], {D}
+    rig.turn(0.2)
+    assert rig.scheduler.told == ["PeersChanged", "PeerDied"]
+    former = instance("d", "decode")
+    successor = msgspec.structs.replace(former, incarnation=Incarnation("2"))
+    elsewhere = msgspec.structs.replace(successor, incarnation=Incarnation("3"), inbox="tcp://127.0.0.1:77")
+    rig.turn(0.3, Peers(version=2, since=1, joined=(successor,)))
+    assert rig.scheduler.told[2:] == ["PeerDied", "PeersChanged"]
+    rig.turn(0.4, Peers(version=3, since=2, joined=(elsewhere,)))
+    assert rig.scheduler.told[4:] == ["PeersChanged"], "its predecessor may live"
+
+
 # --- steps -----------------------------------------------------------------------------------------------------------------
 
 
