@@ -311,7 +311,7 @@ def test_the_scheduler_hears_when_a_grammar_is_ready_and_the_loop_is_due_then(ri
     assert "Prepared" not in rig.scheduler.told and rig.worker.next_deadline() == 0.3
     rig.executor.now = 0.3
     rig.turn(0.3)
-    unknown = Failed.of(BadRequest("regex: the fake knows no grammars: serve a model to use them"))
+    unknown = Failed.of(BadRequest("regex: the fake knows no grammars: serve a model to use them", field="regex"))
     assert rig.scheduler.prepared == {"a": None, "b": unknown}
     rig.turn(0.4)
     assert rig.scheduler.told.count("Prepared") == 2
