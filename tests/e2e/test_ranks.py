@@ -9,6 +9,7 @@ import os
 import re
 import signal
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -67,6 +68,7 @@ def test_the_tokens_are_those_of_transformers_whatever_the_numbers_of_ranks(
     prompts = demo_prompts(16, 1500, seed=prefill_ranks)
     with unequal_fleet(prefill_ranks, decode_ranks, 1) as fleet:
         found = answers(fleet, prompts)
+        goes_on_with_its_grammar_beside_others(fleet)
         fleet.wait_until_home()
         prefill, decode = members(fleet)["prefill-0"], members(fleet)["decode-0"]
         assert (len(prefill["ranks"]), len(decode["ranks"])) == (prefill_ranks, decode_ranks)
@@ -75,6 +77,19 @@ def test_the_tokens_are_those_of_transformers_whatever_the_numbers_of_ranks(
     for prompt, answer in zip(prompts, found, strict=True):
         assert len(answer) == model.length(answer, ANSWER_TOKENS)
         assert answer == model.greedy(prompt, answer), prompt
+
+
+def goes_on_with_its_grammar_beside_others(fleet: RunningFleet) -> None:
+    """Each other request starts in a step of its own while the words come."""
+    words, before = "[a-z]{3,8}( [a-z]{3,8}){8,12}", {name: each["incarnation"] for name, each in members(fleet).items()}
+    asked = {"max_tokens": 200, "temperature": 0, "structured_outputs": {"regex": words}}
+    with ThreadPoolExecutor(6) as pool:
+        structured = [pool.submit(fleet.complete, "Write words. ", **asked) for _ in range(2)]  # type: ignore[arg-type]
+        for number in range(12):
+            pool.submit(fleet.complete, f"hello {number}", max_tokens=3, temperature=0).result()
+        choices = [each.result()["choices"][0] for each in structured]
+    assert all(choice["finish_reason"] == "stop" and re.fullmatch(words, choice["text"]) for choice in choices), choices
+    assert {name: each["incarnation"] for name, each in members(fleet).items()} == before
 
 
 def test_an_engine_of_two_ranks_answers_as_one_process_does(model: Reference) -> None:
