@@ -119,6 +119,11 @@ class EngineConfig:
         "auto",
         "batch sizes of the CUDA graphs, such as 1,2,4,8; larger batches run without one; auto: a ladder up to the largest batch",
     )
+    grammar: Switch = option(
+        "on",
+        "on: answers can be held to grammars (JSON schemas, regular expressions, required tool calls); their compiler, a process "
+        "of 270 MB, is there before the instance serves; off: such requests are refused; the same in the whole fleet",
+    )
     threads: int = option(0, "CPU threads of this instance; 0: all cores of the host (launch local shares them out)")
     lent_cores: str = option("", "file by which instances of a host lend each other idle cores; launch local makes it")
     memory_part: int = option(

@@ -87,7 +87,7 @@ def serve(
                 executor, transfers = ranks.join(executor, own, pool)
         finally:
             timer.cancel()
-        info = _describe(role, name, life, instance, executor, pool, reachable(mailbox.address, host_for_peers()), ranks)
+        info = _describe(role, name, life, instance, engine, executor, pool, reachable(mailbox.address, host_for_peers()), ranks)
         now = time.monotonic()
         worker: InstanceWorker[Any] = InstanceWorker(
             Memberships(info, instance.routers, max(0.0, starts_until - now), now),
@@ -157,6 +157,7 @@ def _describe(
     name: InstanceId,
     life: Incarnation,
     instance: InstanceConfig,
+    config: EngineConfig,
     executor: Executor,
     pool: PoolDescriptor,
     inbox: str,
@@ -175,4 +176,5 @@ def _describe(
         started_ns=time.time_ns(),
         caches_prefixes=instance.prefix_cache == "on",
         verifies_pages=instance.verify_pages == "on",
+        holds_grammars=config.grammar == "on",
     )

@@ -15,6 +15,7 @@ from common.pages.heads import heads_of
 ADVICE = {
     "context": ": give every instance the same --context-tokens",
     "--verify-pages": ": give every instance the same one; it must be off where an instance has several ranks (--tp)",
+    "--grammar": ": give every instance the same",
 }
 """What to do about a property that differs."""
 MAX_WIRE_BYTES = 2**20
@@ -95,6 +96,7 @@ def likeness(info: InstanceInfo) -> tuple[tuple[str, Hashable], ...]:
         ("KV layout", (layout.layers, _kv_heads(info), layout.head_dim)),
         ("transport", pool.backend),
         ("--verify-pages", "on" if info.verifies_pages else "off"),
+        ("--grammar", "on" if info.holds_grammars else "off"),
     )
 
 

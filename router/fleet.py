@@ -156,8 +156,9 @@ class Fleet:
         self.flush = self._acquaintance.flush
         """What the members are to be told of each other now: call it at the end of each turn."""
         self.model: ModelIdentity | None = None
-        """What every member serves: the first member decides it for those that follow, unless a majority differs that was here
-        before. None when there is no member."""
+        """What every member serves: as the first one does, unless a majority that was here before differs. None: no member."""
+        self.holds_grammars = True
+        """Whether every member can hold answers to grammars."""
         self.stale = 0
         """Messages from incarnations that are not members."""
         self.refusals = 0
@@ -357,7 +358,7 @@ class Fleet:
             _remember(self._replaced, former.member.life, None, REPLACED_REMEMBERED)
         self._members[info.id] = member
         self._set_pace()
-        self.model = info.model
+        self.model, self.holds_grammars = info.model, info.holds_grammars
         self._heard(member, now)
         self._moved[info.id] = None
         self._acquaintance.join(member)

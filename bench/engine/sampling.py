@@ -78,7 +78,7 @@ def _model(task: MeasureSampling) -> Iterator[tuple[ModelConfig, EngineConfig]]:
 
 def _plans(runner: ModelRunner, sampling: SamplingParams) -> list[Plan]:
     """A step in which all rows start, and those that are timed. Nobody has computed the rows' context."""
-    if sampling.grammar is not None:
+    if sampling.grammar is not None and runner.grammars is not None:
         runner.grammars.prepare(sampling.grammar, lambda: None).wait()
     described = runner.description
     pages = described.layout.pages_for(PROMPT_TOKENS + STEPS_AT_ONCE + 1)

@@ -280,6 +280,13 @@ class CompiledSoon:
         _outcome(self._future)
 
 
+def refused(error: TandemError) -> CompiledSoon:
+    """The preparation of a grammar that is refused without a look."""
+    future: Future[CompiledGrammar] = Future()
+    future.set_exception(error)
+    return CompiledSoon(future)
+
+
 def _outcome(future: "Future[CompiledGrammar]") -> "CompiledGrammar":
     """Wait for it. An error is raised as a copy: each raise adds frames to an error, and the cache would keep what they hold."""
     error = future.exception()

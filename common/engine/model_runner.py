@@ -8,6 +8,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
+from pathlib import Path
 
 import torch
 
@@ -44,8 +45,9 @@ from common.errors import ConfigError, MemoryShort
 from common.ids import Int32Array
 from common.messages import EngineChoices, ModelIdentity
 from common.model_path import model_name, resolve_model_path
+from common.options import Switch
 from common.pages.heads import heads_of
-from common.pages.layout import KVLayout
+from common.pages.layout import KVDtype, KVLayout
 
 Progress = Callable[[str], None]
 _log = logging.getLogger(__name__)
@@ -54,6 +56,7 @@ _log = logging.getLogger(__name__)
 class ModelRunner:
     """Loads a checkpoint and runs plans. Raises ConfigError for a checkpoint that it cannot serve, and MemoryShort.
 
+    warms_grammars: load the compiler of grammars meanwhile, on threads and a process of its own.
     group: the ranks that compute the model together. Each has a runner, which loads its share of the weights and has its share of
     the KV heads in its pages; all run the same plans in the same order. agree: of a number of pages that differs between ranks,
     the least of all ranks. Every rank calls it equally often, with numbers of the same meaning.
@@ -65,7 +68,13 @@ class ModelRunner:
     """Which attention was had first: its name and kernels. What has failed then is not tried, nor told, again."""
 
     def __init__(
-        self, model: ModelConfig, engine: EngineConfig, progress: Progress, group: Group = ALONE, agree: Agree = as_offered
+        self,
+        model: ModelConfig,
+        engine: EngineConfig,
+        progress: Progress,
+        group: Group = ALONE,
+        agree: Agree = as_offered,
+        warms_grammars: bool = False,
     ) -> None:
         path = resolve_model_path(model.model, weights=engine.load_format != "dummy")
         self._engine = engine = with_device_defaults(engine)
@@ -77,14 +86,9 @@ class ModelRunner:
         self._dtype = torch_dtype(dtype_name)
         shape = read_served_shape(path)
         check_ranks(shape, group.ranks, engine.quantization)
-        self.grammars = Grammars(partial(vocabulary_of, path, shape.vocab_size, shape.eos_token_ids), CompilerProcess)
-        layout = KVLayout(
-            layers=shape.layers,
-            kv_heads=len(heads_of(group.rank, group.ranks, shape.kv_heads)),
-            head_dim=shape.head_dim,
-            page_size=engine.page_size,
-            dtype=kv_dtype_of(engine, dtype_name),
-        )
+        self.grammars = _grammars_of(path, shape, engine.grammar)
+        self.warming = self.grammars.warm() if self.grammars is not None and warms_grammars else None
+        layout = _layout_of(shape, engine, group, dtype_name)
         check_attention(engine.attention, layout, self._dtype, self._device)
         given = given_kv_bytes(engine.kv_memory, str(self._device), total_bytes(self._device))
         check_context(shape.context_tokens, engine.context_tokens)  # refused before the weights are loaded
@@ -95,9 +99,7 @@ class ModelRunner:
         maker = self._graph_maker()
         with self.on_device():
             self._kernels = make_kernels(self._device)
-            asked_context = engine.context_tokens or shape.context_tokens
-            sharers = sharers_of_host(engine.sharers, engine.threads, group.ranks)
-            loading = Loading(self._dtype, self._device, asked_context, engine.load_format, engine.quantization, group, sharers)
+            loading = self._loading(engine.context_tokens or shape.context_tokens)
             self.model = load_model(path, shape, loading, self._kernels, progress)
             budget = self._budget(shape, layout, given, maker, progress)
             progress(f"making {budget.total_pages} KV pages of {layout.page_bytes} bytes")
@@ -139,6 +141,11 @@ class ModelRunner:
         return self._memory.digest_pages(pages)
 
     # --- making ------------------------------------------------------------------------------------------------------------
+
+    def _loading(self, context_tokens: int) -> Loading:
+        engine, group = self._engine, self._group
+        sharers = sharers_of_host(engine.sharers, engine.threads, group.ranks)
+        return Loading(self._dtype, self._device, context_tokens, engine.load_format, engine.quantization, group, sharers)
 
     def _budget(
         self, shape: ServedShape, layout: KVLayout, given: int | None, maker: GraphMaker | None, progress: Progress
@@ -229,14 +236,19 @@ class ModelRunner:
             layer_groups=engine.layer_groups,
             vocab_size=shape.vocab_size,
             processors=make_processors(
-                engine.max_running, shape.vocab_size, shape.eos_token_ids, self._device, self.grammars.compiled
+                engine.max_running,
+                shape.vocab_size,
+                shape.eos_token_ids,
+                self._device,
+                None if self.grammars is None else self.grammars.compiled,
             ),
         )
 
     def _warm_up(self, steps: StepRunner, layout: KVLayout, context_tokens: int) -> None:
         if self._device.type == "cuda":
             warm_up(steps, layout.page_size, self._engine.chunk_tokens, self._engine.max_running, context_tokens)
-            load_mask_kernel(steps.vocab_size, self._device)
+            if self.grammars is not None:
+                load_mask_kernel(steps.vocab_size, self._device)
 
     def _prepare_replays(self, maker: GraphMaker | None, progress: Progress) -> None:
         if maker is not None and self._graphs == "on":
@@ -279,3 +291,20 @@ class ModelRunner:
 
     def _graph_maker(self) -> GraphMaker | None:
         return CudaGraphs() if self._device.type == "cuda" and self._engine.graphs != "off" else None
+
+
+def _layout_of(shape: ServedShape, engine: EngineConfig, group: Group, dtype_name: KVDtype) -> KVLayout:
+    """That of one rank's pages."""
+    return KVLayout(
+        layers=shape.layers,
+        kv_heads=len(heads_of(group.rank, group.ranks, shape.kv_heads)),
+        head_dim=shape.head_dim,
+        page_size=engine.page_size,
+        dtype=kv_dtype_of(engine, dtype_name),
+    )
+
+
+def _grammars_of(path: Path, shape: ServedShape, grammar: Switch) -> Grammars | None:
+    if grammar == "off":
+        return None
+    return Grammars(partial(vocabulary_of, path, shape.vocab_size, shape.eos_token_ids), CompilerProcess)

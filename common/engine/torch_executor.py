@@ -16,7 +16,7 @@ import torch
 from common.config import EngineConfig, ModelConfig
 from common.engine.device import device_of
 from common.engine.executor import ExecutorFailed
-from common.engine.grammars import CompiledSoon
+from common.engine.grammars import CompiledSoon, refused
 from common.engine.kv_budget import Agree, as_offered
 from common.engine.lent_cores import LentCores
 from common.engine.model_runner import ModelRunner
@@ -24,6 +24,7 @@ from common.engine.parallel import ALONE, Group
 from common.engine.pending import PendingStep
 from common.engine.plan import Plan, StepResult
 from common.engine.thread_pool import end_own_pool
+from common.errors import BadRequest, TandemError
 from common.ids import Int32Array
 from common.options import refuse_without_effect
 from common.sampling_params import Grammar
@@ -72,7 +73,7 @@ class TorchExecutor:
         if not on_cpu:
             refuse_without_effect(engine, ("lent_cores", "memory_part"), "on a GPU")
         self._cores = LentCores(engine.lent_cores, self._threads_now) if engine.lent_cores else None
-        self._runner = ModelRunner(model, engine, progress, group, agree)
+        self._runner = ModelRunner(model, engine, progress, group, agree, warms_grammars=True)
         if on_cpu:
             end_own_pool()  # the engine thread computes from now on
         self.description = self._runner.description
@@ -85,6 +86,7 @@ class TorchExecutor:
         ]
         for thread in self._threads:
             thread.start()
+        self._await_grammars(progress)
 
     def launch(self, plan: Plan) -> _Step:
         step = _Step(plan)
@@ -92,13 +94,16 @@ class TorchExecutor:
         return step
 
     def prepare(self, grammar: Grammar, owner: str = "") -> CompiledSoon:
+        if self._runner.grammars is None:
+            return refused(BadRequest(f"{grammar.kind}: this instance runs with --grammar off: leave it out", grammar.kind))
         return self._runner.grammars.prepare(grammar, self._wake, owner)
 
     def digest_pages(self, pages: Int32Array) -> bytes:
         return self._runner.digest_pages(pages)
 
     def close(self) -> None:
-        self._runner.grammars.close()
+        if self._runner.grammars is not None:
+            self._runner.grammars.close()
         if self._threads[0].is_alive():
             self._steps.put(None)
         until = time.monotonic() + STOP_S
@@ -106,6 +111,16 @@ class TorchExecutor:
             thread.join(max(0.0, until - time.monotonic()))
         if self._cores is not None:
             self._cores.close()
+
+    def _await_grammars(self, progress: Callable[[str], None]) -> None:
+        """Their compiler is there before a request can come. A model that cannot have one is served without."""
+        if self._runner.warming is None:
+            return
+        progress("waiting for the compiler of grammars")
+        try:
+            self._runner.warming.wait()
+        except TandemError as error:
+            progress(f"no answer can be held to a grammar: {error}")
 
     def _launch_steps(self) -> None:
         torch.set_num_threads(self._threads_now)

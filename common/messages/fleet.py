@@ -127,6 +127,8 @@ class InstanceInfo(msgspec.Struct, frozen=True, kw_only=True):
     """Whether it has a prefix cache."""
     verifies_pages: bool = False
     """Whether it sends the digests of pages that it pushes, and compares those of pages that it receives."""
+    holds_grammars: bool = True
+    """Whether it can hold answers to grammars."""
 
     @property
     def total_pages(self) -> int:

@@ -166,6 +166,11 @@ class ReadRequest:
     pooling: Pooling | None = None
 
     @property
+    def grammar_field(self) -> str:
+        """The field that says what the answer must match."""
+        return next((name for name, _ in self.fields.asked()), "")
+
+    @property
     def choices(self) -> int:
         """How many the answer has."""
         return self.fields.n

@@ -144,7 +144,7 @@ class Intake:
         opened = plan.opens_thoughts(self._tokenizer.decode(tail, skip_special_tokens=False))
         specs = plan.completed(accepted.specs, opened)
         specs[0].sampling.validate()
-        self._check_stops(specs[0].sampling)
+        self._check_grammar(specs[0].sampling, "tools" if request.grammar is None else request.grammar_field)
         return dataclasses.replace(accepted, specs=specs, reading=plan.reading(opened))
 
     async def accept_completion(self, request: CompletionRequest, answer: AnswerId) -> Accepted:
@@ -369,7 +369,7 @@ class Intake:
             grammar=request.grammar,
             pooling=request.pooling,
         )
-        self._check_stops(sampling)
+        self._check_grammar(sampling, request.grammar_field)
         return sampling
 
     def _bad_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
@@ -386,9 +386,15 @@ class Intake:
                 sequences.append(tuple(behind))
         return tuple(dict.fromkeys(sequences))
 
-    def _check_stops(self, sampling: SamplingParams) -> None:
-        """Raises BadRequest when a stop token has text: an answer that a grammar describes would end in its middle."""
-        for token_id in sampling.stop_token_ids if sampling.grammar is not None else ():
+    def _check_grammar(self, sampling: SamplingParams, field: str) -> None:
+        """field: what asks for a grammar, if there is one. Raises BadRequest when the fleet has none, and when a stop token has
+        text: an answer that a grammar describes would end in its middle."""
+        if sampling.grammar is None:
+            return
+        if not self._core.fleet.holds_grammars:
+            fix = "leave it out, or start the instances with --grammar on"
+            raise BadRequest(f"{field}: the instances run with --grammar off, so no answer can be held to it: {fix}", field=field)
+        for token_id in sampling.stop_token_ids:
             if text := self._tokenizer.decode([token_id], skip_special_tokens=True):
                 rule = f"{token_id} is the text {text!r}: leave it out: the grammar says where the answer ends"
                 raise BadRequest(f"stop_token_ids: {rule}", field="stop_token_ids")

@@ -150,6 +150,10 @@ class ResponseRequest(ChatRequest):
 
     body: ResponseFields
 
+    @property
+    def grammar_field(self) -> str:
+        return "text.format"
+
 
 def read_response(body: bytes, context_tokens: int | None = None) -> ResponseRequest:
     """The body of POST /v1/responses. Raises BadRequest."""

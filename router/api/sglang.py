@@ -148,6 +148,10 @@ class GenerateRequest(CompletionRequest):
     logprob_start: int
     with_texts: bool
 
+    @property
+    def grammar_field(self) -> str:
+        return "" if self.grammar is None else f"sampling_params.{self.grammar.kind}"
+
     def choice_ids(self, answer_id: str, choices: int) -> tuple[str, ...]:
         """The id of each choice."""
         if not self.is_batch:

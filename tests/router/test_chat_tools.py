@@ -11,6 +11,7 @@ from typing import Any
 import openai
 import pydantic
 import pytest
+from msgspec.structs import replace
 
 from common.messages import ExpectAnswer
 from tests.router.calls import assert_error, chat, post, sent_to_fleet
@@ -173,6 +174,25 @@ async def test_what_would_end_a_call_that_must_come_in_its_middle_is_refused(fie
         assert (await post(site, "/v1/chat/completions", asked)).status_code == 200
         refused = await post(site, "/v1/chat/completions", asked | {"tool_choice": "required"})
     assert "grammar" in assert_error(refused, 400, "invalid_request_error", field)
+
+
+@pytest.mark.parametrize(
+    ("path", "asked", "field"),
+    [
+        ("chat/completions", chat(response_format={"type": "json_object"}), "response_format"),
+        ("chat/completions", chat(tools=TOOLS, tool_choice="required"), "tools"),
+        ("completions", {"model": MODEL, "prompt": "a", "guided_json": {}}, "guided_json"),
+        ("responses", {"model": MODEL, "input": "a", "text": {"format": {"type": "json_object"}}}, "text.format"),
+        ("/generate", {"text": "a", "sampling_params": {"regex": "a"}}, "sampling_params.regex"),
+    ],
+)
+async def test_a_fleet_with_grammar_off_refuses_what_needs_one_by_name(path: str, asked: dict[str, Any], field: str) -> None:
+    fleet = EchoFleet(context_tokens=2_000)
+    fleet.prefill, fleet.decode = (replace(each, holds_grammars=False) for each in (fleet.prefill, fleet.decode))
+    async with Site(fleet, chat_template=TEMPLATE) as site:
+        assert (await post(site, "/v1/chat/completions", chat(tools=TOOLS))).status_code == 200
+        refused = await post(site, path if path.startswith("/") else f"/v1/{path}", asked)
+        assert f"{field}: the instances run with --grammar off" in assert_error(refused, 400, "invalid_request_error", field)
 
 
 async def test_the_grammar_of_all_choices_is_made_once() -> None:

@@ -115,6 +115,7 @@ def test_an_instance_without_a_valid_address_is_refused_where_people_see_it(inbo
         (d1("pools.layout.kv_heads", 4), "KV layout is (2, 4, 4)"),
         (d1("pools.backend", "other"), "transport is other"),
         (d1("verifies_pages", True), "--verify-pages is on, but that of p0 in this fleet is off: give every instance the same"),
+        (d1("holds_grammars", False), "--grammar is off, but that of p0 in this fleet is on: give every instance the same"),
         (d1("wire_version", WIRE_VERSION + 2), f"wire version {WIRE_VERSION + 2}"),
     ],
 )

@@ -29,6 +29,7 @@ MODEL: Path = resolve_model_path("demo")
 def runner() -> Iterator[ModelRunner]:
     """Its grammars are compiled in a process of their own."""
     runner = ModelRunner(ModelConfig(), EngineConfig(kv_memory="16MiB", context_tokens=512, max_running=8), lambda text: None)
+    assert runner.grammars is not None
     for sampling in ASKED:
         if sampling.grammar is not None:
             runner.grammars.prepare(sampling.grammar, lambda: None).wait()

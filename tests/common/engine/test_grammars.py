@@ -55,6 +55,16 @@ def test_a_grammar_is_ready_when_it_is_compiled_and_the_loop_is_woken_then() -> 
     rig.grammars.close()
 
 
+def test_warming_loads_the_vocabulary_before_the_first_request_asks() -> None:
+    rig = Rig()
+    warming = rig.grammars.warm()
+    assert not warming.poll() and rig.made == 0
+    rig.let.set()
+    warming.wait()
+    assert rig.made == 1 and rig.ended(rig.prepare(Grammar("regex", "[0-9]"))) and rig.made == 1
+    rig.grammars.close()
+
+
 @pytest.mark.parametrize(
     ("grammar", "where"),
     [
