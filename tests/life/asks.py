@@ -38,7 +38,7 @@ class Choice:
 @dataclass(frozen=True, kw_only=True)
 class Ask:
     """What a client does. leaves_s: when it hangs up, if it does. timeout_s: what it gives the request, or None. router: the
-    number of the router that it asks, as long as that one lives."""
+    number of the router that it asks, as long as that one lives. owner: whose it is, see `Terms`."""
 
     at_s: float
     choices: tuple[Choice, ...]
@@ -46,6 +46,7 @@ class Ask:
     timeout_s: float | None = None
     leaves_s: float | None = None
     router: int = 0
+    owner: str = ""
 
 
 def draw_asks(random: Random, window_s: float) -> tuple[Ask, ...]:
@@ -117,4 +118,20 @@ def with_shared_prompts(asks: tuple[Ask, ...], random: Random) -> tuple[Ask, ...
             kept = before[: random.choice((len(before), random.randint(1, len(before))))]
             prompt = (*kept, *prompt[: random.choice((0, 1, LONGEST_PROMPT))])[:LONGEST_PROMPT]
         done.append(replace(ask, choices=tuple(replace(choice, prompt=prompt, salt=salt) for choice in ask.choices)))
+    return tuple(done)
+
+
+def with_owners(asks: tuple[Ask, ...], random: Random, floods: bool) -> tuple[Ask, ...]:
+    """In most schedules clients have keys, and some of these ask for more than others. floods: the first key asks early,
+    and three times for everything."""
+    owners = random.choice((("",), ("alice", "bob"), ("alice", "alice", "alice", "bob"), ("alice", "bob", "carol", "")))
+    done: list[Ask] = []
+    for ask in asks:
+        done.append(replace(ask, owner=random.choice(owners)))
+        if not floods or done[-1].owner != "alice":
+            continue
+        done[-1] = replace(done[-1], at_s=0.1 * ask.at_s)
+        for turn in range(2):
+            again = (replace(choice, request_id=RequestId(f"{choice.request_id}.{turn}")) for choice in ask.choices)
+            done.append(replace(done[-1], choices=tuple(again)))
     return tuple(done)

@@ -110,5 +110,6 @@ def spec_of(choice: Choice, expected: Expected, ask: Ask, index: int) -> Request
         ask.priority,
         ask.timeout_s,
         include_stop=choice.include_stop,
+        owner=ask.owner,
         salt=choice.salt,
     )

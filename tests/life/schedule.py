@@ -13,7 +13,7 @@ from common.sampling_params import ANSWER_TOKENS
 from router.partners import AT_LEAST
 from simulation.network import KNOCKS_S
 from simulation.size import Size
-from tests.life.asks import Ask, draw_asks, with_embeddings, with_extras, with_shared_prompts
+from tests.life.asks import Ask, draw_asks, with_embeddings, with_extras, with_owners, with_shared_prompts
 from tests.life.deeds import (
     Deed,
     Flush,
@@ -101,13 +101,14 @@ def draw_schedule(seed: int) -> Schedule:
     schedule = _with_routers(_draw(seed), Random(f"routers {seed}"))
     asks = with_embeddings(with_extras(schedule.asks, Random(f"extras {seed}")), Random(f"embeddings {seed}"))
     asks = with_shared_prompts(asks, Random(f"shared {seed}"))
+    schedule = _with_owners(replace(schedule, asks=asks), Random(f"owners {seed}"))
     text_faults = _text_faults(schedule, Random(f"detokenizer {seed}"))
     slowness, returns = _slowness(schedule, Random(f"slow {seed}")), _returns(schedule, Random(f"returns {seed}"))
     watches = _watches(schedule, Random(f"watches {seed}"))
     flushes = _flushes(schedule, Random(f"flushes {seed}"))
     faults = (*schedule.faults, *text_faults, *slowness, *returns, *watches, *flushes)
     strangers = Random(f"strangers {seed}").choice((0, 0, 1, 3))
-    schedule = replace(schedule, asks=asks, faults=faults, strangers=strangers)
+    schedule = replace(schedule, faults=faults, strangers=strangers)
     schedule = _with_caches(_with_grammars(schedule, Random(f"grammars {seed}")), Random(f"caches {seed}"))
     return _with_ranks(schedule, Random(f"ranks {seed}"))
 
@@ -233,6 +234,13 @@ def _with_grammars(schedule: Schedule, random: Random) -> Schedule:
         asks.append(replace(ask, choices=tuple(replace(choice, has_grammar=has_grammar) for choice in ask.choices)))
     size = replace(schedule.size, prepare_s=random.choice((0.0, 0.05, random.uniform(0.1, 1.0), random.uniform(1.0, 5.0))))
     return replace(schedule, asks=tuple(asks), size=size)
+
+
+def _with_owners(schedule: Schedule, random: Random) -> Schedule:
+    """In a quarter of the schedules there are few rows, steps are slow, and one key takes them all."""
+    floods = random.random() < 0.25
+    size = replace(schedule.size, rows=2, cost=SLOW_STEPS) if floods else schedule.size
+    return replace(schedule, size=size, asks=with_owners(schedule.asks, random, floods))
 
 
 def _with_caches(schedule: Schedule, random: Random) -> Schedule:

@@ -17,6 +17,7 @@ import time
 from collections import Counter
 from pathlib import Path
 from urllib.parse import urlsplit
+from urllib.request import Request, urlopen
 
 from common.processes.local_fleet import local_fleet
 from tests.chaos.report import percentile
@@ -27,7 +28,7 @@ WORDS = "the red fox runs over green hills while quiet rivers turn slow stones "
 
 
 class Clients:
-    """Of one router. url: of the router. keys: by name."""
+    """Of one router. url: of the router. keys: by name, with the one for control."""
 
     def __init__(self, url: str, keys: dict[str, str]) -> None:
         self._netloc = urlsplit(url).netloc
@@ -52,6 +53,13 @@ class Clients:
             return status
         finally:
             writer.close()
+
+    async def steps(self) -> dict[str, int]:
+        """How many forwards each instance has computed, as it last said."""
+        headers = {"Authorization": f"Bearer {self._keys['control']}"}
+        request = Request(f"http://{self._netloc}/cluster", headers=headers)
+        told = await asyncio.to_thread(lambda: json.load(urlopen(request)))
+        return {each["id"]: each["counters"]["steps"] for each in told["instances"]}
 
     async def flood(self, streams: int, words: int) -> None:
         async def stream(number: int) -> None:
@@ -87,11 +95,14 @@ async def run(url: str, keys: dict[str, str], flags: argparse.Namespace) -> None
     tell("idle", await clients.chats(0, 50))
     flood = asyncio.create_task(clients.flood(flags.streams, flags.words))
     await asyncio.sleep(flags.before)
-    events, began_s = clients.events, time.monotonic()
+    events, steps, began_s = clients.events, await clients.steps(), time.monotonic()
     took_s = await clients.chats(flags.seconds, 1)
     tell("in the flood", took_s)
-    rate = (clients.events - events) / (time.monotonic() - began_s)
+    seconds = time.monotonic() - began_s
+    rate = (clients.events - events) / seconds
     say(f"alice: streams by status {dict(clients.statuses)}, {rate:.0f} tokens/s meanwhile")
+    for name, count in (await clients.steps()).items():
+        say(f"{name}: {1000 * seconds / max(1, count - steps[name]):.0f} ms from forward to forward")
     flood.cancel()
 
 
@@ -114,12 +125,12 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=60.0, help="for which bob asks (default: %(default)s)")
     parser.add_argument("fleet", nargs="*", help="flags of `launch local`, behind --")
     flags = parser.parse_args()
-    keys = {name: secrets.token_hex(12) for name in ("alice", "bob")}
+    keys = {name: secrets.token_hex(12) for name in ("alice", "bob", "control")}
     with tempfile.TemporaryDirectory() as folder:
         api_keys, control_key = Path(folder) / "api-keys", Path(folder) / "control-key"
         for path, text in (
-            (api_keys, "".join(f"{name} {key}\n" for name, key in keys.items())),
-            (control_key, secrets.token_hex(16)),
+            (api_keys, "".join(f"{name} {keys[name]}\n" for name in ("alice", "bob"))),
+            (control_key, keys["control"]),
         ):
             path.touch(0o600)
             path.write_text(text)
