@@ -25,7 +25,7 @@ from launch import local, signals
 from launch.local import ROLES, LocalPlan, OnEvent, Role
 from launch.rank_host import LONG_POLL_S, HostEvent, RankHost
 from launch.ray_instance import HostLost, RayInstance
-from launch.ray_plan import Bundle, RayConfig, bundles_of
+from launch.ray_plan import Bundle, RayConfig, bundles_of, check_gpus
 
 ANSWER_S = 30.0
 """How long an actor may take to answer, after which it counts as lost."""
@@ -205,6 +205,7 @@ def run(plan: RayPlan) -> int:
             f"--ray-address {plan.ray.ray_address}: no Ray cluster answers ({error}). Start one with `ray start --head` here and "
             "`ray start --address HEAD:6379` on the other nodes"
         ) from error
+    check_gpus(plan.bundles()[0], plan.engine.device, ray.nodes())
     here = str(ray.util.get_node_ip_address())
     only = here if is_loopback(f"tcp://{plan.router.host}:0") else ""
     places = {name: RayPlace(ray, name, plan.bundles(), only) for role in ROLES for name in plan.names(role)}

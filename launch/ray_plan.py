@@ -3,7 +3,9 @@
 Owns the flags and the arithmetic of ranks and nodes. Imports nothing heavy: Ray is not needed to read the flags.
 """
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from common.errors import ConfigError
 from common.options import option, require, require_at_least
@@ -50,3 +52,14 @@ def bundles_of(config: RayConfig, ranks: int, on_gpus: bool) -> list[Bundle]:
     return [
         Bundle(first, first + each - 1, each * config.cpus_per_rank, each if on_gpus else 0) for first in range(0, ranks, each)
     ]
+
+
+def check_gpus(bundle: Bundle, device: str, nodes: Iterable[Mapping[str, Any]]) -> None:
+    """nodes: as `ray.nodes()` lists them. Raises ConfigError for a bundle with GPUs where no node has one, unless the device is
+    given as cuda: then somebody, such as Ray's autoscaler, will add such nodes, and they are waited for."""
+    resources = [node["Resources"] for node in nodes if node["Alive"]]
+    if bundle.gpus and device == "auto" and not any(each.get("GPU") for each in resources):
+        raise ConfigError(
+            f"no node of the Ray cluster has a GPU (alive nodes: {len(resources)}): give --device cpu to serve without, or "
+            "--device cuda to wait until nodes with GPUs join; a node that has some says how many with `ray start --num-gpus N`"
+        )

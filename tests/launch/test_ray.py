@@ -17,7 +17,7 @@ from launch.main import main
 from launch.processes import ChildEvent
 from launch.rank_host import Ended, HostEvent, RankHost
 from launch.ray_instance import HostLost, RayInstance
-from launch.ray_plan import Bundle, RayConfig, bundles_of
+from launch.ray_plan import Bundle, RayConfig, bundles_of, check_gpus
 from launch.reports import Progress, Ready
 from tests.launch.stub import stub_command
 from tests.launch.waiting import PATIENCE_S
@@ -42,6 +42,16 @@ def test_an_instance_asks_each_of_its_nodes_for_an_equal_part_of_its_ranks(ranks
 def test_ranks_that_do_not_divide_are_refused_by_the_names_of_the_flags() -> None:
     with pytest.raises(ConfigError, match=r"--tp 4 ranks .* --nodes-per-instance 3"):
         bundles_of(RayConfig(nodes_per_instance=3), 4, on_gpus=False)
+
+
+def test_a_cluster_without_gpus_is_refused_at_once_unless_they_are_not_needed_or_will_come() -> None:
+    ours, cpus = Bundle(0, 1, cpus=2, gpus=2), {"Alive": True, "Resources": {"CPU": 4.0, "memory": 1e9}}
+    gone, gpus = ({"Alive": alive, "Resources": {"CPU": 4.0, "GPU": 2.0}} for alive in (False, True))
+    with pytest.raises(ConfigError, match=r"no node of the Ray cluster has a GPU \(alive nodes: 2\): give --device cpu .*--device cuda"):
+        check_gpus(ours, "auto", [cpus, gone, cpus])
+    check_gpus(ours, "auto", [cpus, gpus])
+    check_gpus(ours, "cuda", [cpus])
+    check_gpus(Bundle(0, 1, cpus=2, gpus=0), "cpu", [cpus])
 
 
 def test_without_ray_the_command_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
