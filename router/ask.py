@@ -17,7 +17,7 @@ class Ask:
 
     prompt_tokens: of the prompt and what the answer has so far. max_new_tokens: how many tokens may still follow. overlap: who
     has how much of the prompt in its cache. session: requests of one session follow each other, and share what came before;
-    "": it has none. avoid: where it failed before, or had to give up memory.
+    "": it has none. avoid: where it failed before, or had to give up memory. owner: see `Terms`.
     """
 
     prompt_tokens: int
@@ -25,6 +25,7 @@ class Ask:
     overlap: Overlap = NO_OVERLAP
     session: str = ""
     avoid: Set[Life] = frozenset()
+    owner: str = ""
 
     growth_tokens: int = field(init=False)
     """How many tokens its answer is expected to have."""

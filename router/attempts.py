@@ -88,11 +88,10 @@ class Attempt:
         self._assigned = {self.first: self._computing}
         if self._bearer.info.role == "decode":
             self._assigned[self._bearer] = ask.prompt_tokens
+        self._owner = ask.owner
         for member, tokens in self._assigned.items():
-            member.assigned_tokens += tokens
-            member.assigned_requests += 1
-        self.first.computing_tokens += self._computing
-        self.first.computing[key] = None
+            member.assign(ask.owner, tokens)
+        self.first.compute(key, ask.owner, self._computing)
         self._growth_tokens = ask.growth_tokens
         self._bearer.growth_tokens += self._growth_tokens
         self._asked_where = False
@@ -140,8 +139,7 @@ class Attempt:
             return
         self.decode = decode
         tokens = self._unassign(self._bearer)
-        decode.assigned_tokens += tokens
-        decode.assigned_requests += 1
+        decode.assign(self._owner, tokens)
         self._assigned[decode] = tokens
         self._bearer.growth_tokens -= self._growth_tokens
         decode.growth_tokens += self._growth_tokens
@@ -211,14 +209,12 @@ class Attempt:
     def _unassign(self, member: Member) -> int:
         """Take it off this member. Returns how many tokens that was."""
         tokens = self._assigned.pop(member)
-        member.assigned_tokens -= tokens
-        member.assigned_requests -= 1
+        member.unassign(self._owner, tokens)
         return tokens
 
     def _computed(self) -> None:
         """Nothing of its prompt is to be computed any more."""
-        self.first.computing_tokens -= self._computing
-        del self.first.computing[self.key]
+        self.first.computed(self.key, self._owner, self._computing)
         self._computing = 0
 
     def _grow_less(self, tokens: int) -> None:

@@ -85,11 +85,17 @@ def is_measured(first: Member) -> bool:
 
 def predict_ttft(first: Member, ask: Ask, since_s: float = 0.0) -> float | None:
     """Seconds until the first token, if this member computes the prompt; None: nobody has measured how fast prompts are. since_s:
-    for how long it has computed what is first in its queue."""
+    for how long it has computed what is first in its queue. Owners share the member: the requests of others delay this one only
+    as far as `Member` says."""
     if not is_measured(first):
         return None
-    done_s = min(since_s, first.tokens_to_compute * _chunk_token_s(first))
-    return (at_prefill(first, ask) if first.info.role == "prefill" else alone(first, ask).ttft_s) - done_s
+    queue_s = first.tokens_to_compute * _chunk_token_s(first)
+    front_s = first.tokens_in_front(ask.owner, to_compute(first, ask)) * _chunk_token_s(first)
+    gone_s = max(min(since_s, queue_s), queue_s - front_s)
+    if first.info.role == "prefill":
+        return at_prefill(first, ask) - gone_s
+    room_s = _beside(first, ask).room_s if first.has_part_for(ask.owner, ask.held_tokens) else 0.0
+    return alone(first, ask).ttft_s - gone_s - room_s
 
 
 class _Beside(NamedTuple):

@@ -4,6 +4,7 @@ Owns the rule by which a member gets requests. Does not know who else is a membe
 number of tokens that the request book has assigned to it.
 """
 
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -73,6 +74,7 @@ class Member:
     in the order in which it got them. computing_tokens: of these prompts. computing_before: as many when it last reported.
     computes_since_s: since when it computes the first of them, as far as this router knows: then it was given one while it had
     none, or another one was computed or given up.
+    requests_of, prompts_of: of the assigned requests, and of the tokens that are to be computed, how many each owner has.
     chosen: number of the last choice of this member. Among equally loaded members, the one with the lowest number is next.
     """
 
@@ -100,6 +102,8 @@ class Member:
     computing_tokens: int = 0
     computing_before: int = 0
     computes_since_s: float = 0.0
+    requests_of: Counter[str] = field(default_factory=Counter)
+    prompts_of: Counter[str] = field(default_factory=Counter)
     chosen: int = 0
     life: Life = field(init=False)
     page_size: int = field(init=False)
@@ -129,6 +133,25 @@ class Member:
         """Prompt tokens in front of a new request, counted as `tokens_to_do`."""
         return max(self.load.tokens_to_compute + self.computing_tokens - self.computing_before, self.computing_tokens)
 
+    def tokens_in_front(self, owner: str, tokens: int) -> int:
+        """Of `tokens_to_compute`, those that come before the end of a new prompt of this owner that has so many tokens. Forwards
+        are shared: until then each other owner gets no more than this one. What other routers have assigned counts as another
+        owner's, unless there are no keys."""
+        if not owner:
+            return self.tokens_to_compute
+        mine = self.prompts_of[owner]
+        others = [count for other, count in self.prompts_of.items() if other != owner]
+        return mine + sum(min(each, mine + tokens) for each in (*others, self.tokens_to_compute - self.computing_tokens))
+
+    def has_part_for(self, owner: str, tokens: int) -> bool:
+        """Whether this owner holds less than an equal part of the rows and the memory, with one more request of so many tokens:
+        then it need not wait for room. Its others are taken to be as long. What other routers have assigned is as above."""
+        if not owner:
+            return False
+        requests = self.requests_of[owner] + 1
+        owners = len(self.requests_of.keys() | {owner}) + (self.requests_to_do > self.assigned_requests)
+        return requests * owners <= self.info.max_running and requests * tokens * owners <= self.capacity_tokens
+
     @property
     def requests_to_do(self) -> int:
         """Those that wait or run there, counted as `tokens_to_do`."""
@@ -146,6 +169,32 @@ class Member:
         """For how long it has computed what `tokens_to_compute` counts. What a report counts was there when it came."""
         counts_reported = self.load.tokens_to_compute > self.computing_before
         return now - (max(self.computes_since_s, self.reported_s) if counts_reported else self.computes_since_s)
+
+    def assign(self, owner: str, tokens: int) -> None:
+        """Another request of this owner, with so many tokens."""
+        self.assigned_tokens += tokens
+        self.assigned_requests += 1
+        self.requests_of[owner] += 1
+
+    def unassign(self, owner: str, tokens: int) -> None:
+        self.assigned_tokens -= tokens
+        self.assigned_requests -= 1
+        self.requests_of[owner] -= 1
+        if not self.requests_of[owner]:
+            del self.requests_of[owner]
+
+    def compute(self, key: Key, owner: str, tokens: int) -> None:
+        """It is to compute so many tokens of this attempt's prompt."""
+        self.computing[key] = None
+        self.computing_tokens += tokens
+        self.prompts_of[owner] += tokens
+
+    def computed(self, key: Key, owner: str, tokens: int) -> None:
+        del self.computing[key]
+        self.computing_tokens -= tokens
+        self.prompts_of[owner] -= tokens
+        if not self.prompts_of[owner]:
+            del self.prompts_of[owner]
 
     def take_report(self, report: Heartbeat, now: float) -> None:
         self.reported_s = now

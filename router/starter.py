@@ -92,6 +92,7 @@ class Starter:
             self._fleet.caches.match(names) if names and _can_share(record) else NO_OVERLAP,
             record.spec.session,
             record.avoid | record.crowded,
+            record.spec.owner,
         )
 
     def _block_names(self, record: Record) -> Sequence[int]:

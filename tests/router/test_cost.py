@@ -157,3 +157,22 @@ def test_what_was_computed_of_the_queue_since_is_not_waited_for() -> None:
     at_once_s = 2 * STEP_S + 0.100
     assert predict_ttft(busy, ask(100), since_s=0.200) == pytest.approx(at_once_s + 0.100)
     assert predict_ttft(busy, ask(100), since_s=9.0) == pytest.approx(at_once_s), "the queue is over, but not more"
+
+
+def test_an_owner_that_has_less_than_its_part_of_rows_and_memory_is_predicted_to_wait_for_neither() -> None:
+    full = member("d0", "decode", running_requests=ROWS, waiting_requests=30, running_tokens=800)
+    for _ in range(ROWS + 30):
+        full.assign("alice", 20)
+    full.requests_before, full.assigned_before = full.assigned_requests, full.assigned_tokens
+    waits_s = 31 / ROWS * 20 * (STEP_S + ROWS * ROW_S)
+
+    def predicted(owner: str, tokens: int = 100) -> float:
+        found = predict_ttft(full, Ask(tokens, 20, owner=owner))
+        assert found is not None
+        return found
+
+    assert predicted("bob") == pytest.approx(predicted("alice") - waits_s)
+    assert predicted("alice") == predicted("")
+    assert predicted("bob", PAGES * 3) - predicted("alice", PAGES * 3) == pytest.approx(0.0), (
+        "its part of the memory is half of it"
+    )

@@ -151,3 +151,23 @@ def test_a_request_that_another_member_serves_in_time_goes_there_instead_of_bein
     assert sent == [P0.id] * 4 and bench.core.requests.predictions.rejected == 0
     with pytest.raises(Overloaded, match="too late"):
         bench.submit(replace(spec("late"), timeout_s=1.0))
+
+
+def test_one_keys_long_queue_refuses_no_short_prompt_of_another_key() -> None:
+    """Forwards are shared, so alice's queue delays bob's prompt by its own length, whichever router assigned it."""
+    bench = Bench(P0, D0, config=RouterConfig(early_rejection="on"))
+    bench.report(P0, 0.0, measured(waiting_tokens=1000, tokens_to_compute=1000))
+    fair_s = 2 * STEP_S + (20 + 20 + 20) * TOKEN_S  # as much of another router's queue, of alice's, and its own
+    for number in range(10):
+        bench.submit(replace(spec(f"a{number}"), owner="alice", timeout_s=1000.0))
+    with pytest.raises(Overloaded, match="too late"):
+        bench.submit(replace(spec("a"), owner="alice", timeout_s=fair_s + 1))
+    with pytest.raises(Overloaded, match="too late"):
+        bench.submit(replace(spec("nobody"), timeout_s=fair_s + 1))
+    with pytest.raises(Overloaded, match="too late"):
+        bench.submit(replace(spec("b"), owner="bob", timeout_s=fair_s - 0.1))
+    bench.submit(replace(spec("b"), owner="bob", timeout_s=fair_s + 0.1))
+    with pytest.raises(Overloaded, match="too late"):
+        bench.submit(replace(spec("b2"), owner="bob", timeout_s=fair_s + 0.1))
+    bench.core.requests.cancel([record.spec.request_id for record in bench.core.requests.records()], 1.0)
+    assert not any(member.requests_of or member.prompts_of for member in bench.core.fleet.members())
