@@ -9,10 +9,12 @@ elsewhere. Does not know HTTP.
                    ▼  │
               in progress ──► answered: rests ──(the server's own keep-alive)──► closed
                    │             └─ more rest than may: the one that rests for longest is dropped
-                   └─ body awaited: of too many, the oldest is dropped; of too many bytes, those that are held for longest
+                   └─ body awaited: of too many, the oldest of the key with the most is dropped;
+                      of too many bytes, those that are held for longest
 """
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
@@ -29,6 +31,10 @@ MAX_BODY_BYTES = 256 * 2**20
 
 
 class Connection(Protocol):
+    @property
+    def owner(self) -> str:
+        """Name of the API key of the request whose body it awaits; "" before that is known."""
+
     def drop(self) -> None:
         """Close it at once, whatever has not been sent."""
 
@@ -83,7 +89,9 @@ class WaitingConnections:
         self._body_bytes += body_bytes - body.bytes
         body.bytes = body_bytes
         if len(self._bodies) > self._most:
-            self.drop(next(iter(self._bodies)), Dropped.MANY_BODIES)
+            of_keys = Counter(each.owner for each in self._bodies)
+            oldest = max(self._bodies, key=lambda each: of_keys[each.owner])  # the first of several
+            self.drop(oldest, Dropped.MANY_BODIES)
         while self._body_bytes > self._most_body_bytes:
             costliest = max(self._bodies.items(), key=lambda item: item[1].bytes * (now - item[1].since_s))
             self.drop(costliest[0], Dropped.LARGE_BODIES)

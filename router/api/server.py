@@ -21,6 +21,7 @@ from common.errors import BadRequest, ConfigError
 from router.api import connections
 from router.api.connections import HEAD_S, WaitingConnections
 from router.api.errors import ErrorDetail, error_json
+from router.api.request_ids import OWNER
 from router.metrics import Dropped
 
 GRACE_S = 5
@@ -225,6 +226,11 @@ class _Protocol(HttpToolsProtocol):
 
     def timeout_keep_alive_handler(self) -> None:
         self.drop()
+
+    @property
+    def owner(self) -> str:
+        """The guard has noted it in the turn of the loop after that of the head."""
+        return str(self.scope.get(OWNER, ""))
 
     def drop(self) -> None:
         """Close it at once: a client that reads nothing would keep it open for ever."""

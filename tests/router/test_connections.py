@@ -5,6 +5,7 @@ import json
 
 import pytest
 
+from common.access import Access, KeyRing
 from common.config import RouterConfig
 from router.api import app, connections
 from router.metrics import Dropped
@@ -141,6 +142,25 @@ async def test_of_too_many_bodies_that_do_not_come_the_oldest_is_dropped() -> No
             assert await ended(reader) == b""
         assert await dropped(site, Dropped.MANY_BODIES) == 3
         assert b"[DONE]" in await answered(port, QUESTION)
+        for _, writer in clients:
+            writer.close()
+
+
+async def test_of_too_many_bodies_that_do_not_come_one_of_the_key_with_the_most_is_dropped() -> None:
+    keys = {name: name[0] * 20 for name in ("alice", "bob")}
+    access = Access(KeyRing({key: name for name, key in keys.items()}), KeyRing({"c" * 20: "control"}))
+    async with Site(access=access) as site, listening(site, most_waiting=3) as port:
+        clients = []
+        for name in ("bob", "alice", "alice", "alice", "alice"):
+            head = f"Host: localhost\r\nAuthorization: Bearer {keys[name]}\r\n".encode()
+            clients.append(await asyncio.open_connection("127.0.0.1", port))
+            clients[-1][1].write(unfinished(0).replace(b"Host: localhost\r\n", head))
+            await until(lambda: site.api.door.inside == min(len(clients), 3))
+        for reader, _ in clients[1:3]:
+            assert await ended(reader) == b"", "these are alice's oldest"
+        assert await dropped(site, Dropped.MANY_BODIES) == 2
+        clients[0][1].write(b"}")
+        assert b" 400 " in await asyncio.wait_for(clients[0][0].readline(), 5), "bob's body is read"
         for _, writer in clients:
             writer.close()
 
