@@ -117,7 +117,7 @@ def admit(requests: DecodeRequests, rounds: Rounds, now: float) -> Admission:
             waiting.leave(request.key)
             request.lease, request.row = pool.lease(request.pages, hit), rows.take()
             assert request.lease is not None
-            shares.hold(request, 1, own)
+            shares.hold(request, 1, own + unheld)
             shares.given(request.owner, len(request.prompt) + limit)
             if request.peer is None:
                 requests.prompts.begin(request)
@@ -140,7 +140,8 @@ def _victims(request: DecodeRequest, hit: Hit, requests: DecodeRequests, now: fl
     waits for its turn."""
     pool, growth, held_rows = requests.pool, requests.growth, requests.by_row.values()
     own, limit = request.pages - len(hit), request.asked.sampling.max_new_tokens
-    if not requests.table.shares.may_take(request.owner, 1, own):
+    taken = own + hit.unheld
+    if not requests.table.shares.may_take(request.owner, 1, taken):
         return None
     going = [each for each in requests.holders() if requests.comes_home(each, now)]
     free_rows = requests.rows.free_count + sum(each.phase is Phase.ENDED for each in held_rows)
@@ -149,12 +150,15 @@ def _victims(request: DecodeRequest, hit: Hit, requests: DecodeRequests, now: fl
         closing = Closing()
         available = pool.available_pages + sum(closing.add(each.lease) for each in (*going, *victims) if each.lease is not None)
         forecast = growth.forecast(available, [each.row for each in victims if each.row is not None])
-        has_room = free_rows + len(victims) > 0 and own + hit.unheld + forecast.running <= available
+        has_room = free_rows + len(victims) > 0 and taken + forecast.running <= available
         return has_room and forecast.admits(own, len(request.prompt), limit, len(hit), hit.unheld)
 
     def order() -> list[DecodeRequest]:
-        """Reservations come last: their room is free only when their writers have let go."""
-        running = [r for r in held_rows if r.phase is not Phase.ENDED and r.rank.priority >= request.rank.priority]
-        return sorted(running, key=lambda each: (each.phase is not Phase.RESERVED, each.rank), reverse=True)
+        """Reservations come later: their room is free only when their writers have let go. An owner's oldest comes last, so that
+        it advances whoever comes."""
+        running = sorted((r for r in held_rows if r.phase is not Phase.ENDED), key=lambda each: each.rank, reverse=True)
+        oldest = {each.owner: each for each in running}
+        least = [each for each in running if each.rank.priority >= request.rank.priority]
+        return sorted(least, key=lambda each: (each is oldest[each.owner], each.phase is Phase.RESERVED))
 
-    return who_gives_way(request, 1, own, requests.table.shares, order, fits)
+    return who_gives_way(request, 1, taken, requests.table.shares, order, fits)

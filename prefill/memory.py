@@ -32,10 +32,12 @@ class PromptMemory:
 
     def lease(self, request: PrefillRequest, requests: RequestTable[PrefillRequest]) -> bool:
         """Lease the pages for its prompt, which is computed next. False: there is no room for it now."""
-        request.lease = self.pool.lease(request.pages, self.prompts.find(request))
+        hit = self.prompts.find(request)
+        takes = self.pool.takes(request.pages, hit)
+        request.lease = self.pool.lease(request.pages, hit)
         if request.lease is None:
             return False
-        requests.shares.hold(request, 0, request.pages - len(request.hit))
+        requests.shares.hold(request, 0, takes)
         requests.shares.given(request.owner, self.prompts.missing_tokens(request))
         self.prompts.begin(request)
         return True
@@ -46,8 +48,7 @@ class PromptMemory:
         """Whose prompts of other owners are given up so that this one has room: those for which nobody has granted a reservation
         yet, the youngest first. None: it waits for its turn. is_stuck: whether the pages of one that has ended stay away."""
         takes = self.pool.takes(request.pages, self.prompts.find(request))
-        pages = request.pages - len(request.hit)
-        if not requests.shares.may_take(request.owner, 0, pages):
+        if not requests.shares.may_take(request.owner, 0, takes):
             return None
         going = [each for each in requests if each.phase is Phase.ENDED and not is_stuck(each)]
 
@@ -60,7 +61,7 @@ class PromptMemory:
             coming = sum(closing.add(each.lease) for each in (*going, *victims) if each.lease is not None)
             return takes <= self.pool.available_pages + coming
 
-        return who_gives_way(request, 0, pages, requests.shares, order, fits)
+        return who_gives_way(request, 0, takes, requests.shares, order, fits)
 
     def quarantine(self, request: PrefillRequest) -> None:
         """A push that is not proven to have stopped may still read its pages: nobody ever writes them again."""

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from common.ids import ROUTER, pack_ids, unpack_ids
-from common.messages import Generate, Terms
+from common.messages import Cancel, Generate, Terms
 from decode.scheduler import DecodeScheduler
 from tests.builders import key, result
 from tests.decode.rig import WRITER, handoff, reserve, scheduler, step
@@ -171,6 +171,36 @@ def test_a_reservation_takes_room_when_it_may_wait_and_is_granted_at_once_where_
     assert list(failures(actions)) == ["a3"] and not declined(actions)
     (grant,) = grants(actions)
     assert grant.key.request_id == "b" and made.receive(WRITER, handoff(grant), now) == []
+
+
+def test_cached_pages_that_nobody_else_has_count_as_those_of_the_owner_that_takes_them() -> None:
+    """Else one that asks again and again for the same would hold the instance's memory as if it were nothing."""
+    owners = Owners(scheduler(64, 4, chunk_tokens=64))
+    for name in ("first", "second", "third"):
+        message = generate(name, 20, 40, terms=Terms(owner="alice"), salt="alice's")
+        owners.asked[name] = message, owners.now
+        owners.hear(message)
+        owners.step(2)
+        if name == "first":
+            owners.made.receive(ROUTER, Cancel(key=key(name)), owners.now)
+            owners.step(2)
+    lease = next(request.lease for request in owners.made._requests.by_row.values() if request.key == key("second"))
+    assert lease is not None and lease.found, "it is cached"
+    assert owners.made._table.shares.pages["alice"] == 64 - owners.made.pool.available_pages
+
+
+def test_the_oldest_of_an_owner_goes_on_whatever_reservations_it_has_beside() -> None:
+    """Room of running requests is free sooner than that of reservations, but the oldest must advance."""
+    owners = flooded(rows=4, count=1)
+    for number in range(3):
+        late = reserve(f"r{number}", 4, sent_s=owners.now, terms=Terms(owner="alice"))
+        owners.made.receive(WRITER, late, owners.now)
+        owners.now += 0.001
+    owners.step()
+    assert owners.rows() == {"alice": 4}
+    owners.made.receive(ROUTER, generate("b", 3, 3, terms=Terms(owner="bob")), owners.now)
+    actions = step(owners.made, owners.now)
+    assert "a0" not in failures(actions) and declined(actions).keys() == {"r2"}
 
 
 ASKS = st.lists(
