@@ -239,7 +239,7 @@ def _with_grammars(schedule: Schedule, random: Random) -> Schedule:
 def _with_owners(schedule: Schedule, random: Random) -> Schedule:
     """In a quarter of the schedules there are few rows, steps are slow, and one key takes them all."""
     floods = random.random() < 0.25
-    size = replace(schedule.size, rows=2, cost=SLOW_STEPS) if floods else schedule.size
+    size = replace(schedule.size, rows=2, max_waiting=64, cost=SLOW_STEPS) if floods else schedule.size
     return replace(schedule, size=size, asks=with_owners(schedule.asks, random, floods))
 
 
