@@ -62,5 +62,5 @@ def prompt_tokens(chunks: int, engine: EngineConfig) -> int:
 
 
 QUICK: dict[str, Any] = {"model": RANDOM, "repeat": 1, "layers": 2, "hidden": 64, "kv_heads": 2, "head_dim": 32}
-QUICK_ENGINE: dict[str, Any] = {"chunk_tokens": 64}
+QUICK_ENGINE: dict[str, Any] = {"chunk_tokens": 64, "grammar": "off"}
 """What `--quick` measures."""

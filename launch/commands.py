@@ -6,7 +6,10 @@ Owns no command. Imports nothing heavy.
 
 import argparse
 import difflib
+import shutil
+import sys
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any, NoReturn
 
 from common.access import read_access, require_guarded
@@ -89,3 +92,11 @@ def read_guarded_access(flags: argparse.Namespace, security: SecurityConfig) -> 
     address = f"tcp://{bind_address(flags.host, '--host')}:0"
     require_guarded(config, address, insecure=security.insecure == "on")
     return config
+
+
+def where_launch_is(message: str) -> str:
+    """What to add to a message that says to run `launch`, where a shell would not find it; "" when it would."""
+    ours = Path(sys.executable).with_name("launch")
+    if "`launch " not in message or shutil.which("launch") is not None or not ours.exists():
+        return ""
+    return f" (`launch` is not on PATH: it is {ours}; or run `source {ours.with_name('activate')}` once in each shell)"

@@ -2,10 +2,11 @@
 (https://docs.sglang.io/basic_usage/offline_engine_api.html).
 
 Owns the fleet, which is `launch local` in a child process: the same routers, prefill and decode instances that serve. Does not
-know tokens: prompts and answers are those of POST /generate.
+know tokens: prompts and answers are those of POST /generate, chats those of POST /v1/chat/completions.
 
     with Engine(model="demo", prefill=1, decode=1) as engine:
-        for answer in engine.generate(["Hello", "12 + 30 ="], {"temperature": 0, "max_new_tokens": 16}):
+        print(engine.chat([{"role": "user", "content": "Hello!"}], temperature=0)["choices"][0]["message"]["content"])
+        for answer in engine.generate(["1 2 3", "3 + 4 ="], {"temperature": 0, "max_new_tokens": 16}):
             print(answer["text"])
 """
 
@@ -25,7 +26,9 @@ Prompt: TypeAlias = str | Sequence[int]
 Parameters: TypeAlias = Mapping[str, Any]
 """`sampling_params` of POST /generate: max_new_tokens, temperature, top_p, stop, json_schema and the others."""
 Answer: TypeAlias = dict[str, Any]
-"""As POST /generate sends it: text, output_ids, meta_info."""
+"""As POST /generate sends it: text, output_ids, meta_info. Of a chat, as POST /v1/chat/completions sends it."""
+Chat: TypeAlias = Sequence[Mapping[str, Any]]
+"""Messages, as OpenAI's: {"role": "user", "content": "Hello!"}."""
 
 CONCURRENT = 256
 """How many whole answers the fleet makes at once. More prompts wait here; a stream does not wait."""
@@ -119,6 +122,24 @@ class Engine:
             raise BadRequest("stream is for a single prompt: call async_generate for each", field="stream")
         bodies = _bodies(prompt, sampling_params, fields)
         return list(await asyncio.gather(*(loop.run_in_executor(self._pool, self._one, body) for body in bodies)))
+
+    @overload
+    def chat(self, messages: Chat, **fields: Any) -> Answer: ...
+
+    @overload
+    def chat(self, messages: Sequence[Chat], **fields: Any) -> list[Answer]: ...
+
+    def chat(self, messages: Chat | Sequence[Chat], **fields: Any) -> Answer | list[Answer]:
+        """The model's answer to a conversation, or to each of a list of them, in their order, by its chat template; `generate`
+        continues a text without one. fields: others of POST /v1/chat/completions, such as temperature, max_tokens or tools.
+        Raises RequestFailed, BadRequest."""
+        if fields.get("stream"):
+            raise BadRequest("stream is not of chat: ask the router at `url` with OpenAI's client", field="stream")
+        fields = {"model": self._client.get("/v1/models")["data"][0]["id"]} | fields
+        several = bool(messages) and not isinstance(messages[0], Mapping)
+        bodies = [{"messages": list(each), **fields} for each in (messages if several else [messages])]
+        answers: list[Answer] = list(self._pool.map(lambda body: self._client.post("/v1/chat/completions", body), bodies))
+        return answers if several else answers[0]
 
     @overload
     def encode(self, prompt: Prompt) -> Answer: ...  # type: ignore[overload-overlap]  # a str is a sequence of str too

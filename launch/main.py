@@ -29,7 +29,7 @@ from common.flags import C, ConfigClass, add_flags, read_config, to_flags, with_
 from common.trust import write_key
 from launch import chat, environment, fleets, instance_command
 from launch.child import ChildProcess, run_process
-from launch.commands import Command, CommandParser, ShowVersion, add_command, read_guarded_access, read_security
+from launch.commands import Command, CommandParser, ShowVersion, add_command, read_guarded_access, read_security, where_launch_is
 from launch.reports import BAD_FLAG
 from simulation import plan as simulation_plan
 
@@ -70,7 +70,7 @@ STATUSES = (
 DETOKENIZER = "detokenizer"
 
 BENCH_SWITCHES = {
-    "--quick": "take only a few seconds, to show that everything works: flags that are not given get small values",
+    "--quick": "take less than a minute, to show that everything works: flags that are not given get small values",
     "--markdown": "print the report as Markdown, with the command and the machine",
 }
 TRANSFER_SWITCHES = {
@@ -216,7 +216,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return command(flags)
     except ConfigError as error:
-        print(f"{flags.prog}: {error}", file=sys.stderr)
+        print(f"{flags.prog}: {error}{where_launch_is(str(error))}", file=sys.stderr)
         return BAD_FLAG
 
 

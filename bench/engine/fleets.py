@@ -174,5 +174,5 @@ def _bench(name: str, first: Sequence[str], more: Sequence[str], say: Say) -> di
 
 
 def _on_device(task: Task) -> EngineConfig:
-    """The engine with its device by name, so that all instances are on the same one."""
-    return replace(task.engine, device=str(device_of(task.engine.device)))
+    """The engine with its device by name, so that all instances are on the same one; without grammars, which nobody asks for."""
+    return replace(task.engine, device=str(device_of(task.engine.device)), grammar="off")

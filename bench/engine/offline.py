@@ -25,7 +25,7 @@ def measure(task: MeasureOffline, say: Callable[[str], None]) -> Iterator[Offlin
     prompts, answers = lengths_of(task.sequences, task.fewest, task.most, seed=1)
     ready = threading.Event()
     with shape_folder(task.model) as model:
-        engine = with_device_defaults(replace(task.engine, load_format="dummy"))
+        engine = with_device_defaults(replace(task.engine, load_format="dummy", grammar="off"))
         with closing(TorchExecutor(model, engine, ready.set, say)) as executor:
             for in_flight in task.steps_in_flight:
                 say(f"{task.sequences} sequences, {in_flight} steps in flight")

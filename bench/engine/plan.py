@@ -66,7 +66,11 @@ class EngineBench:
     sequences: int = option(256, "offline: how many sequences")
     sequence_tokens: str = option("100,1024", "offline: fewest and most tokens of a prompt, and of an answer")
     rounds: int = option(20, "decode steps timed for each batch and context; fewer repeats elsewhere")
-    only: str = option("", f"sections, with commas between them, of {', '.join(SECTIONS)}; default: all")
+    only: str = option(
+        "",
+        f"sections, with commas between them, of {', '.join(SECTIONS)}; default: all; "
+        "with --quick on CPU, no exposed and one ring of two",
+    )
     budget_s: float = option(540.0, "seconds for everything; what does not fit is reported as not measured")
     json: str = option("", "write every figure to this file")
 
@@ -297,6 +301,7 @@ def tasks(bench: EngineBench, engine: EngineConfig, is_quick: bool, on_cuda: boo
 
 
 def _tasks_of(section: Section, bench: EngineBench, engine: EngineConfig, is_quick: bool, on_cuda: bool) -> Iterator[AnyTask]:
+    is_short = is_quick and not on_cuda and not bench.only  # most of its time would go into starting fleets
     match section:
         case "ceilings":
             yield MeasureCeilings(engine=engine, is_quick=is_quick)
@@ -326,11 +331,13 @@ def _tasks_of(section: Section, bench: EngineBench, engine: EngineConfig, is_qui
             yield from (task for name in bench.offline_shapes for task in _offline(bench, engine, is_quick, on_cuda, name))
         case "ring":
             yield CheckRing(engine=engine, is_quick=is_quick, dtype="float32")
-            yield CheckRing(engine=engine, is_quick=is_quick, dtype="bfloat16")
+            if not is_short:
+                yield CheckRing(engine=engine, is_quick=is_quick, dtype="bfloat16")
         case "push":
             yield MeasurePush(engine=engine, is_quick=is_quick)
         case "exposed":
-            yield MeasureExposed(engine=engine, is_quick=is_quick)
+            if not is_short:
+                yield MeasureExposed(engine=engine, is_quick=is_quick)
 
 
 def _steps(kind: type[Steps], bench: EngineBench, engine: EngineConfig, is_quick: bool, model: str) -> Steps:

@@ -275,6 +275,17 @@ def test_tasks_come_in_the_order_of_their_sections_and_graphs_are_left_out_where
     assert on_cpu == ["ceilings", "offline Qwen3-0.6B"]
 
 
+def test_a_quick_run_on_cpu_leaves_out_fleets_that_show_nothing_new_unless_they_are_asked_for() -> None:
+    def fleets(only: str, is_quick: bool, on_cuda: bool) -> list[str]:
+        found = [task.label for task in tasks(EngineBench(only=only), EngineConfig(), is_quick, on_cuda)]
+        return [label for label in found if label.split()[0] in ("ring", "push", "exposed")]
+
+    every = ["ring float32", "ring bfloat16", "push", "exposed"]
+    assert fleets("", is_quick=True, on_cuda=False) == ["ring float32", "push"]
+    assert fleets("", is_quick=False, on_cuda=False) == fleets("", is_quick=True, on_cuda=True) == every
+    assert fleets("ring,push,exposed", is_quick=True, on_cuda=False) == every
+
+
 @pytest.mark.parametrize(
     ("flags", "named"),
     [

@@ -109,7 +109,9 @@ def test_ranks_share_a_node_when_they_fit_and_take_whole_nodes_otherwise(start: 
 def test_outside_of_a_job_it_names_sbatch_and_makes_no_keys(start: Start, programs: Path, tmp_path: Path) -> None:
     write_program(programs / "launch", note_call(programs))
     script = start(SLURM_JOB_NODELIST="")
-    assert script.status() == 2 and re.fullmatch(r"this runs in a Slurm job: start it with MODEL=\.\.\. sbatch .*\n", script.errors)
+    assert script.status() == 2 and re.fullmatch(
+        r"this runs in a Slurm job: start it with MODEL=\.\.\. sbatch .*\n", script.errors
+    )
     assert not (tmp_path / "keys").exists() and not (programs / "calls").exists()
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModel
+from transformers import AutoModel, AutoTokenizer
 
 from common.errors import BadRequest
 from common.model_path import resolve_model_path
@@ -33,6 +33,20 @@ def test_answers_come_in_the_order_of_their_prompts_and_alone_as_together(engine
     assert all(answer["meta_info"]["completion_tokens"] <= 6 for answer in answers)
     lengths = engine.generate(["a", [60, 61]], [{"max_new_tokens": tokens, "ignore_eos": True} for tokens in (2, 5)])
     assert [len(answer["output_ids"]) for answer in lengths] == [2, 5]
+
+
+def test_a_chat_is_answered_by_the_template_as_generate_answers_its_text(engine: Engine) -> None:
+    chats = [[{"role": "user", "content": f"What is 3 + {number}?"}] for number in (4, 5)]
+    tokenizer = AutoTokenizer.from_pretrained(resolve_model_path("demo"))
+    ids = [tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False) for chat in chats]
+    expected = [answer["text"] for answer in engine.generate(ids, GREEDY | {"max_new_tokens": 12})]
+    answers = engine.chat(chats, temperature=0, max_tokens=12)
+    assert [answer["choices"][0]["message"]["content"] for answer in answers] == expected == ["3 + 4 = 7", "3 + 5 = 8"]
+    assert engine.chat(chats[1], temperature=0)["choices"][0]["message"]["content"] == expected[1]
+    with pytest.raises(RequestFailed, match="role"):
+        engine.chat([{"content": "no role"}])
+    with pytest.raises(BadRequest, match="OpenAI's client"):
+        engine.chat(chats[0], stream=True)
 
 
 def test_embeddings_are_those_of_transformers_scaled_to_length_1(engine: Engine) -> None:

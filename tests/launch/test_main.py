@@ -119,3 +119,18 @@ def test_a_new_key_is_explained_for_both_of_its_uses(tmp_path: Path, capsys: pyt
     said = capsys.readouterr().out
     assert "every host" in said and "--cluster-key FILE" in said
     assert "for the routers alone" in said and "--control-key FILE" in said
+
+
+def test_a_message_that_names_launch_says_where_it_is_when_the_shell_would_not_find_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ours = tmp_path / "launch"
+    ours.touch(0o755)
+    monkeypatch.setattr("sys.executable", str(tmp_path / "python"))
+    refused, no_launch = ["router", "--host", "10.0.0.1", "--model", "demo"], ["router", "--port", "99999"]
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert main(refused) == 2
+    assert f"`launch` is not on PATH: it is {ours}; or run `source {tmp_path}/activate`" in capsys.readouterr().err
+    assert main(no_launch) == 2 and "PATH" not in capsys.readouterr().err
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert main(refused) == 2 and "not on PATH" not in capsys.readouterr().err

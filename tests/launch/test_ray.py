@@ -47,7 +47,9 @@ def test_ranks_that_do_not_divide_are_refused_by_the_names_of_the_flags() -> Non
 def test_a_cluster_without_gpus_is_refused_at_once_unless_they_are_not_needed_or_will_come() -> None:
     ours, cpus = Bundle(0, 1, cpus=2, gpus=2), {"Alive": True, "Resources": {"CPU": 4.0, "memory": 1e9}}
     gone, gpus = ({"Alive": alive, "Resources": {"CPU": 4.0, "GPU": 2.0}} for alive in (False, True))
-    with pytest.raises(ConfigError, match=r"no node of the Ray cluster has a GPU \(alive nodes: 2\): give --device cpu .*--device cuda"):
+    with pytest.raises(
+        ConfigError, match=r"no node of the Ray cluster has a GPU \(alive nodes: 2\): give --device cpu .*--device cuda"
+    ):
         check_gpus(ours, "auto", [cpus, gone, cpus])
     check_gpus(ours, "auto", [cpus, gpus])
     check_gpus(ours, "cuda", [cpus])

@@ -40,7 +40,7 @@ def test_a_chat_ends_within_a_few_steps_whatever_another_key_has_running_and_wai
         asked_s = fleet.clock.now
         prompt = [20 + number, 30, 40]
         chat = ask(fleet, "bob", f"b{number}", prompt, 3)
-        fleet.turn_until(lambda: chat.ended)
+        fleet.turn_until(lambda chat=chat: chat.ended)  # type: ignore[misc]
         assert fleet.clock.now - asked_s < FEW_STEPS * STEP_S
         assert chat.token_ids == undisturbed(prompt, 3)
     fleet.turn_until(lambda: all(client.ended for client in flood), 60.0)
