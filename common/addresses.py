@@ -48,6 +48,18 @@ def is_loopback(address: str) -> bool:
         return False
 
 
+def on_one_host(one: str, other: str) -> bool:
+    """Whether two addresses tcp://host:port surely belong to one host: the same number, or both on the loopback interface. No
+    name is looked up, for names move."""
+    if is_loopback(one) and is_loopback(other):
+        return True
+    hosts = [address.removeprefix("tcp://").rsplit(":", 1)[0] for address in (one, other)]
+    try:
+        return ipaddress.ip_address(hosts[0]) == ipaddress.ip_address(hosts[1])
+    except ValueError:
+        return False
+
+
 def reachable(address: str, host: str) -> str:
     """An address as it is told to others: one that was bound on every interface names none, and gets `host` instead."""
     return address.replace(f"//{ANY}:", f"//{host}:")

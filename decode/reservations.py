@@ -4,6 +4,7 @@ Owns the counters of handoffs, and how many writes of peers are expected. Knows 
 plans or steps.
 """
 
+from common.addresses import on_one_host
 from common.engine.executor import EngineDescription
 from common.errors import InstanceFailed, Unavailable
 from common.ids import InstanceId, Key, Life
@@ -26,6 +27,7 @@ class Reservations:
     """digest: with --verify-pages, what the pages that landed are compared with."""
 
     def __init__(self, me: InstanceInfo, engine: EngineDescription, requests: DecodeRequests, digest: Digest | None) -> None:
+        self._inbox = me.inbox
         self._hosts = {rank.host for rank in me.ranks}
         self._engine = engine
         self._page_bytes = me.page_bytes
@@ -50,12 +52,14 @@ class Reservations:
         return [action for request in self._requests.table.meet(change) for action in self._requests.end(request, None, now)]
 
     def bury(self, peer: InstanceInfo, now: float) -> list[Action]:
-        """A writer's process is gone, as `kv_transfer/write_lease.py` says. Its other ranks, if it has any, may still write: an
-        instance of several ranks is fenced by its silence."""
-        if len(peer.ranks) > 1:
-            return []
+        """A writer's process is gone; `kv_transfer/write_lease.py` says what that proves. Its other ranks, if it has any, may
+        still write: an instance of several ranks is fenced by its silence."""
         writer = Life(peer.id, peer.incarnation)
-        self._target.bury(writer, now + (MARGIN_S if self._is_distant(peer) else ORPHANED_S))
+        fenced_s: float | None = None
+        if len(peer.ranks) <= 1:
+            is_near = on_one_host(peer.inbox, self._inbox) and not self._is_distant(peer)
+            fenced_s = now + (ORPHANED_S if is_near and all(pool.device == "cpu" for pool in peer.pools) else MARGIN_S)
+        self._target.bury(writer, fenced_s)
         waiting = [request for request in self._requests.table.waiting if request.peer == writer]
         return [action for request in waiting for action in self._requests.end(request, None, now)]
 

@@ -91,11 +91,13 @@ class HandoffTarget:
             self._heard[writer] = _Heard(sent_s, now)
             self._silence.set(writer, now + WRITE_LEASE_S + MARGIN_S)
 
-    def bury(self, writer: Life, fenced_s: float) -> None:
-        """The writer's process is gone: nothing of it lands after `fenced_s`."""
+    def bury(self, writer: Life, fenced_s: float | None) -> None:
+        """The writer's process is gone, and nothing of it lands after `fenced_s`; None: its other ranks may write until its lease
+        ends."""
         if writer in self._heard and writer not in self._buried:
             self._buried.add(writer)
-            self._silence.hasten(writer, fenced_s)
+            if fenced_s is not None:
+                self._silence.hasten(writer, fenced_s)
 
     def hears(self, writer: Life) -> bool:
         """Whether the writer has been heard lately. Only then may it be granted anything."""
@@ -151,6 +153,8 @@ class HandoffTarget:
     def renew(self, sender: InstanceId, renew: Renew, now: float, waits: Callable[[Key], bool]) -> Renewal:
         """A writer said which handoffs it holds open. waits: whether a key is waiting for a reservation here."""
         writer = Life(sender, renew.incarnation)
+        if writer in self._buried:  # its last mail; were it alive after all, its lease would end unrenewed
+            return Renewal([], [], [], [])
         self.heard(writer, renew.sent_s, now)
         claims = {claim.key: claim for claim in renew.claims if not claim.moved}
         moved_keys = {claim.key for claim in renew.claims if claim.moved}

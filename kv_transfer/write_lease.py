@@ -18,9 +18,11 @@ which none does within a system call:
                                                          writes it to the pages when it reads it
 
 So only TCP brings bytes of the dead. On one host its buffers (megabytes) empty as fast as we read, and were empty 16 ms after
-a SIGKILL: the pages come home after ORPHANED_S. Between hosts lost packets are sent again until the connection's timeout of 10 s:
-the pages come home after MARGIN_S, and meanwhile count as in use, not as quarantined. In both cases what has arrived by then
-is taken in first (`Settle`). Only the process of rank 0 is proven to be gone, so writers of several ranks are fenced by silence.
+a SIGKILL: the pages come home after ORPHANED_S, if they are in main memory and both inboxes have one address. Otherwise lost
+packets are sent again until the connection's timeout of 10 s, or a device may copy a little longer than its process lives: the
+pages come home after MARGIN_S. What has arrived by then is taken in first (`Settle`). Only the process of rank 0 is proven to be
+gone, so writers of several ranks are fenced by silence. Until then pages of the dead count as in use, not as quarantined, for
+they say nothing of this instance. A dead writer's last mail renews nothing: should it be alive after all, its lease runs out.
 """
 
 WRITE_LEASE_S = 5.0

@@ -158,7 +158,6 @@ class Fleet:
         self.model: ModelIdentity | None = None
         """What every member serves: as the first one does, unless a majority that was here before differs. None: no member."""
         self.holds_grammars = True
-        """Whether every member can hold answers to grammars."""
         self.stale = 0
         """Messages from incarnations that are not members."""
         self.refusals = 0
@@ -407,7 +406,8 @@ class Fleet:
         if name not in self.refused or self.refused[name].inbox != inbox:
             self._moved[name] = None
         self._moved |= dict.fromkeys(_remember(self.refused, name, Refusal(inbox, reason), REFUSED_REMEMBERED))
-        refused = Refused(reason=reason, address=message.address, incarnation=info.incarnation, final=self._is_replaced(info))
+        ends, life = self._is_replaced(info), info.incarnation
+        refused = Refused(reason=reason, address=message.address, incarnation=life, id=info.id, final=ends)
         return [] if inbox is None else [Send(name, refused)]
 
     def _is_replaced(self, info: InstanceInfo) -> bool:

@@ -103,7 +103,7 @@ class Memberships:
         return []
 
     def _refused(self, message: Refused, now: float) -> list[RouterNews]:
-        if not fits(message.incarnation, self.info.incarnation):
+        if not fits(message.incarnation, self.info.incarnation) or message.id not in ("", self.info.id):
             self.stale += 1
             return []
         if message.final:

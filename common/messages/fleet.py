@@ -190,6 +190,8 @@ class Refused(Message, frozen=True):
     """That of the Register."""
     incarnation: Incarnation = UNNAMED
     """The life that is refused. Its successor may listen at the same address."""
+    id: InstanceId = InstanceId("")
+    """Who is refused: a Register may be wrong about who listens at its address. "" comes from versions that did not say."""
     final: bool = False
     """A newer incarnation has taken its place: it must exit, whatever other routers say."""
 

@@ -151,7 +151,6 @@ def test_hostile_mail_raises_nothing_is_counted_and_heals(inbox: str, kind: type
 def test_hostile_mail_of_all_kinds_together_raises_nothing_and_heals(seed: int) -> None:
     random = Random(seed)
     target = Target("router")
-    target.may_end = True  # a Register in its name may have the router refuse it
     hostile = Hostile(random, target.known())
     for number in range(5 * MESSAGES):
         target.inbox, kind = random.choice(BETWEEN_PROCESSES)

@@ -106,10 +106,11 @@ def test_the_reservations_of_a_killed_writer_come_home_when_nothing_of_it_can_la
         fleet.run_for(0.05)
         quarantined = quarantined or decode.report().load.pages_quarantined > 0
     took_s = fleet.clock.now - killed_s
+    assert not quarantined, "it says nothing of this instance that its writer died"
     if after_s is None:
-        assert quarantined and took_s > MARGIN_S + WRITE_LEASE_S / 2
+        assert took_s > MARGIN_S + WRITE_LEASE_S / 2
     else:
-        assert not quarantined and after_s < took_s < after_s + 1.0, "and the time to find out that nobody listens there"
+        assert after_s < took_s < after_s + 1.0, "and the time to find out that nobody listens there"
     fleet.turn_until(lambda: client.ended and fleet.is_home())
     assert_answered(client)
 
