@@ -20,6 +20,7 @@ from common.options import (
     require_between,
     require_choices,
 )
+from common.ranges import MOST_SECONDS
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 LoadFormat = Literal["auto", "safetensors", "dummy"]
@@ -208,7 +209,7 @@ class InstanceConfig:
         require(len(set(self.routers)) == len(self.routers), "router", "addresses that differ", self.router)
         require_between(self, 0, MOST_PORT, "inbox_port")
         require_at_least(self, max_waiting=1, drain_timeout_s=0)
-        require(0 < self.max_request_timeout_s < math.inf, "max-request-timeout-s", "above 0", self.max_request_timeout_s)
+        require_between(self, 0.001, MOST_SECONDS, "max_request_timeout_s")
         require_above_0(self, "startup_timeout_s")
         require_choices(self)
 
@@ -301,10 +302,9 @@ class RouterConfig:
         require_at_least(self, max_requests=1, default_max_tokens=0, max_attempts=1, peers_per_instance=0)
         require_at_least(self, drain_timeout_s=0, keep_alive_s=0, resume_wait_s=0)
         require_between(self, 1, 64, "detokenizers")
-        require_above_0(self, "heartbeat_s")
+        require_between(self, 0.001, MOST_SECONDS, "heartbeat_s", "dead_after_s", "max_request_timeout_s")
         require(self.dead_after_s > 2 * self.heartbeat_s, "dead-after-s", "more than two heartbeats", self.dead_after_s)
         limit_s = self.max_request_timeout_s
-        require(0 < limit_s < math.inf, "max-request-timeout-s", "above 0", limit_s)
         rule = f"above 0 and at most --max-request-timeout-s ({limit_s:g})"
         require(0 < self.request_timeout_s <= limit_s, "request-timeout-s", rule, self.request_timeout_s)
         require(parse_bytes(self.max_body, "max-body") is not None, "max-body", "an amount such as 16MiB", self.max_body)

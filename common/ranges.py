@@ -8,6 +8,8 @@ from typing import Annotated, TypeAlias
 
 from msgspec import Meta
 
+MOST_SECONDS = 1e9
+"""Of a time limit that a flag sets: thirty years."""
 _FINITE = 1e15
 """Seconds and bytes are far below it."""
 Count: TypeAlias = Annotated[int, Meta(ge=0, le=2**63 - 1)]

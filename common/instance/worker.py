@@ -287,7 +287,7 @@ class InstanceWorker(Generic[M]):
             self._former.clear(peer.id)
             before, self._routed[peer.id] = self._routed.get(peer.id), peer
             self._mail.route(peer.id, peer.inbox, watch=True)
-            if before is not None and before.inbox == peer.inbox and before.incarnation != peer.incarnation:
+            if before is not None and before.inbox == peer.inbox and before.began_before(peer):
                 self._act(self._scheduler.handle(PeerDied(before), now))  # two cannot listen at one address
         self._act(self._scheduler.handle(change, now))
 

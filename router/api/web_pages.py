@@ -30,6 +30,10 @@ class NotAsked(BadRequest):
     status = 403
 
 
+_PROBED_PATHS = ("/health", "/ready")
+"""Load balancers ask here by whatever name they know, and learn nothing else."""
+
+
 class WebPages:
     """Refuses requests of web pages. hosts: names and addresses that the router was told to listen on. origins: pages from there
     may do everything, "*": all pages; a router that is reached by the name of one has that name too."""
@@ -43,14 +47,15 @@ class WebPages:
         """Raises NotAsked, UnsupportedBody."""
         headers = {name: value.decode("latin-1") for name, value in reversed(scope["headers"])}
         host = headers.get(b"host", "").lower()
-        self._require_name(host)
+        if scope["path"] not in _PROBED_PATHS:
+            self._require_name(host)
         if scope["method"] in EFFECTLESS_METHODS:
             return
         origin, site = headers.get(b"origin"), headers.get(b"sec-fetch-site", "none")
         if origin is None:
             if site not in ("same-origin", "none"):
                 raise NotAsked(f"a web page from elsewhere (Sec-Fetch-Site: {shown(site)}) may not do this: {_FIX}")
-        elif origin not in self._origins and _host_in(origin) != host:
+        elif origin not in self._origins and (not host or _host_in(origin) != host):
             raise NotAsked(f"a web page from {shown(origin)} may not do this: {_FIX}")
         _require_json(headers)
 
@@ -68,8 +73,9 @@ _FIX = "start the router with --allow-origin and the page's origin, such as http
 
 
 def _require_json(headers: dict[bytes, str]) -> None:
-    """A page may send any other type without asking first, or none. A body without a length comes in chunks."""
-    has_body = headers.get(b"content-length", "0") != "0" or b"transfer-encoding" in headers
+    """A page may send any other type without asking first, or none, and an old browser says nothing else of it: so an empty body
+    of another type is refused too. A body without a length comes in chunks."""
+    has_body = headers.get(b"content-length", "0").strip("0") != "" or b"transfer-encoding" in headers
     given = headers.get(b"content-type", "" if has_body else _JSON)
     if given.partition(";")[0].strip().lower() != _JSON:
         sent = f"is {shown(given)!r}" if given else "is missing"

@@ -91,6 +91,8 @@ def test_no_two_slices_of_an_instance_share_a_flag() -> None:
         (RouterConfig, "request_timeout_s", 86_401.0),
         (RouterConfig, "max_request_timeout_s", 0.0),
         (RouterConfig, "max_request_timeout_s", float("inf")),
+        (RouterConfig, "max_request_timeout_s", 1e17),
+        (RouterConfig, "dead_after_s", 1e16),
         (RouterConfig, "keep_alive_s", -0.1),
         (RouterConfig, "drain_timeout_s", -0.1),
         (RouterConfig, "max_attempts", 0),

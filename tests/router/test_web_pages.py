@@ -83,12 +83,20 @@ async def test_the_page_that_the_router_itself_serves_may_do_everything(host: st
 @pytest.mark.parametrize(
     "host", ["evil.example", "evil.example:8000", "127.0.0.1.evil.example", "localhost.evil.example", "0.0.0.0"]
 )
-@pytest.mark.parametrize("path", ["/cluster", "/v1/models", "/metrics", "/health", "/docs", "/openapi.json", "/requests/x"])
+@pytest.mark.parametrize("path", ["/cluster", "/v1/models", "/metrics", "/docs", "/openapi.json", "/requests/x"])
 async def test_a_name_that_leads_here_does_not_make_answers_readable(path: str, host: str) -> None:
     """DNS rebinding: the page's own name is made to lead to this host, so the browser takes the answers for the page's own."""
     async with Site() as site, site.client() as client:
         message = assert_error(await client.get(path, headers={"host": host}), 403, "invalid_request_error", None)
         assert re.search(r"localhost.*127\.0\.0\.1.*--host", message)
+
+
+async def test_load_balancers_ask_for_health_by_any_name() -> None:
+    async with Site() as site, site.client() as client:
+        for path in ("/health", "/ready"):
+            assert (await client.get(path, headers={"host": "10.1.2.3:8000"})).status_code == 200
+        refused = await client.post("/health", headers={"host": "10.1.2.3:8000", "origin": PAGE})
+        assert_error(refused, 403, "invalid_request_error", None)
 
 
 async def test_with_host_its_name_is_served_and_where_every_address_is_served_every_name() -> None:

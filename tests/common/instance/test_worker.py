@@ -106,8 +106,10 @@ def test_a_peer_is_dead_when_its_host_refuses_connections_or_another_life_has_it
     elsewhere = msgspec.structs.replace(successor, incarnation=Incarnation("3"), inbox="tcp://127.0.0.1:77")
     rig.turn(0.3, Peers(version=2, since=1, joined=(successor,)))
     assert rig.scheduler.told[2:] == ["PeerDied", "PeersChanged"]
-    rig.turn(0.4, Peers(version=3, since=2, joined=(elsewhere,)))
-    assert rig.scheduler.told[4:] == ["PeersChanged"], "its predecessor may live"
+    rig.turn(0.4, Peers(version=3, since=2, joined=(former,)))
+    assert rig.scheduler.told[4:] == ["PeersChanged"], "old news of a router: the successor lives"
+    rig.turn(0.5, Peers(version=4, since=3, joined=(elsewhere,)))
+    assert rig.scheduler.told[5:] == ["PeersChanged"], "its predecessor may live"
 
 
 # --- steps -----------------------------------------------------------------------------------------------------------------
