@@ -121,6 +121,7 @@ class Fleet:
         flags = [
             f"--router={self._control}", f"--name={name}", "--device=cpu", "--dtype=float32", "--threads=1",
             f"--kv-memory={shape.kv_memory}", f"--drain-timeout-s={shape.drain_timeout_s}", f"--tp={shape.tp}",
+            "--grammar=off",
         ]  # fmt: skip
         await self._start(name, name.partition("-")[0], flags)
 

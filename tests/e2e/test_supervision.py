@@ -136,7 +136,7 @@ def resumed(fleet: RunningFleet) -> float:
 @pytest.fixture(scope="module")
 def fleet() -> Iterator[RunningFleet]:
     before = shared_files()
-    with running_fleet("--dtype", "float32", "--decode", "2") as running:
+    with running_fleet("--dtype", "float32", "--decode", "2", "--grammar", "off") as running:
         yield running
         running.wait_until_home()
     assert not left_behind(before)

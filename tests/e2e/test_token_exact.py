@@ -95,7 +95,7 @@ def check(model: Reference, prompts: Sequence[list[int]], *flags: str, colocated
 
     No instance is given up for its silence: on a busy machine that would compute a prompt twice, and the counters would tell.
     """
-    common = ("--dtype", "float32", "--dead-after-s", "60", *flags)
+    common = ("--dtype", "float32", "--dead-after-s", "60", "--grammar", "off", *flags)
     with running_fleet(*common) as fleet:
         found = answers(fleet, prompts)
         again = list(range(0, len(prompts), 4))

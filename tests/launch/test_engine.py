@@ -72,7 +72,7 @@ def test_a_stream_that_is_left_while_it_is_silent_ends_its_request(fleet: Endles
         waiting.cancel()
         assert await asyncio.to_thread(fleet.left.acquire, timeout=PATIENCE_S)
 
-    with Engine() as engine:
+    with Engine(grammar="off") as engine:
         asyncio.run(leave())
 
 
@@ -87,14 +87,14 @@ def test_events_are_not_read_before_they_are_asked_for(fleet: Endless) -> None:
             await asyncio.sleep(0.3)
 
     fleet.sends = 1_000
-    with Engine() as engine:
+    with Engine(grammar="off") as engine:
         asyncio.run(take_one())
         assert fleet.sent < 500
 
 
 def test_a_shutdown_waits_for_no_answer(fleet: Endless) -> None:
     with ThreadPoolExecutor(1) as pool:
-        with Engine() as engine:
+        with Engine(grammar="off") as engine:
             answers = pool.submit(engine.generate, ["a", "b"])
             assert all(fleet.asked.acquire(timeout=PATIENCE_S) for _ in range(2))
         assert fleet.stopped
