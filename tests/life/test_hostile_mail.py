@@ -138,13 +138,20 @@ def test_hostile_mail_raises_nothing_is_counted_and_heals(inbox: str, kind: type
     random = Random(f"{inbox} {kind.__name__}")
     hostile = Hostile(random, target.known())
     for number in range(MESSAGES):
-        if number % 30 == 0:
-            hostile.known = target.known()
-            with suppress(TandemError):  # as false figures have it, there may be nobody
-                target.ask()
-        target.throw(random.choice(target.senders()), hostile.body(kind, broken=random.random() < 0.3))
-        target.supervise()
+        attack(target, hostile, random, number, kind, 0.3)
     heal(target)
+
+
+def attack(
+    target: Target, hostile: Hostile, random: Random, number: int, kind: type[msgspec.Struct], broken_share: float
+) -> None:
+    """One hostile message, and now and then a request before it."""
+    if number % 30 == 0:
+        hostile.known = target.known()
+        with suppress(TandemError):  # as false figures have it, there may be nobody
+            target.ask()
+    target.throw(random.choice(target.senders()), hostile.body(kind, broken=random.random() < broken_share))
+    target.supervise()
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -155,12 +162,7 @@ def test_hostile_mail_of_all_kinds_together_raises_nothing_and_heals(seed: int) 
     for number in range(5 * MESSAGES):
         target.inbox, kind = random.choice(BETWEEN_PROCESSES)
         target.union = INBOXES[target.inbox]
-        if number % 30 == 0:
-            hostile.known = target.known()
-            with suppress(TandemError):  # as false figures have it, there may be nobody
-                target.ask()
-        target.throw(random.choice(target.senders()), hostile.body(kind, broken=random.random() < 0.1))
-        target.supervise()
+        attack(target, hostile, random, number, kind, 0.1)
     heal(target)
 
 
