@@ -21,7 +21,6 @@ from bench.offline import plan as offline_plan
 from bench.ranks import plan as ranks_plan
 from bench.router import plan as router_plan
 from bench.serve import plan as serve_plan
-from bench.streams import plan as streams_plan
 from bench.trace import plan as trace_plan
 from common.config import AccessConfig, EngineConfig, InstanceConfig, LogConfig, ModelConfig, RouterConfig, SecurityConfig
 from common.errors import ConfigError
@@ -168,19 +167,12 @@ def _add_bench(commands: Any) -> None:
     )
     add_flags(offline, offline_plan.OfflineBench, ModelConfig)
     add_flags(offline, EngineConfig, without=OF_TIMED)
-    streams = add_command(
-        benches,
-        "streams",
-        "measure answers that are written while prompts arrive, of 1 + 1 and of colocated serving",
-        _bench_streams,
-    )
-    add_flags(streams, streams_plan.StreamsBench)
     cpu_peers = add_command(
         benches, "cpu-peers", "measure this engine on a CPU beside OpenVINO, vLLM, llama.cpp and transformers", _bench_cpu_peers
     )
     add_flags(cpu_peers, cpu_peers_plan.CpuPeersBench)
     _add_loads(benches)
-    parsers = (transfer, overlap, engine, control, router, ranks, offline, streams, cpu_peers)
+    parsers = (transfer, overlap, engine, control, router, ranks, offline, cpu_peers)
     for parser in parsers:
         for flag, explanation in (TRANSFER_SWITCHES if parser is transfer else BENCH_SWITCHES).items():
             parser.add_argument(flag, action="store_true", help=explanation)
@@ -311,13 +303,6 @@ def _bench_offline(flags: argparse.Namespace) -> int:
     if flags.quick:
         bench, engine = with_defaults(bench, offline_plan.QUICK), with_defaults(engine, offline_plan.QUICK_ENGINE)
     return run(bench, model, engine, command, flags.markdown)
-
-
-def _bench_streams(flags: argparse.Namespace) -> int:
-    environment.prepare(1)
-    from bench.streams.run import run
-
-    return _run_bench(flags, streams_plan.StreamsBench, streams_plan.QUICK, run)
 
 
 def _bench_cpu_peers(flags: argparse.Namespace) -> int:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-FILE_LINES = 450
+FILE_LINES = 600
 FUNCTION_LINES = 60
 UNFINISHED = re.compile(r"\b(TO" + r"DO|FIX" + r"ME|XX" + r"X)\b")
 BLANKET_IGNORE = re.compile(r"type:\s*ignore(?!\[)|noqa(?!:)")
@@ -61,7 +61,7 @@ class Fault:
 
 
 Rule = Callable[[Source], Iterator[Fault]]
-FOLDERS = ("common", "prefill", "decode", "kv_transfer", "router", "simulation", "bench", "launch", "demo", "tests")
+FOLDERS = ("common", "prefill", "decode", "kv_transfer", "router", "simulation", "bench", "benchmarks", "launch", "demo", "tests")
 
 
 def sources(root: Path) -> list[Source]:

@@ -1,4 +1,4 @@
-"""`launch bench streams`: what is compared, and what is counted."""
+"""`python -m benchmarks.streams`: what is compared, and what is counted."""
 
 from array import array
 
@@ -6,8 +6,8 @@ import pytest
 
 from bench.hardware import this_hardware
 from bench.serve.answers import Answer
-from bench.streams.figures import StreamsOutcome, StreamsRun, report, run_of
-from bench.streams.plan import PAIR, StreamsBench
+from bench.tables import markdown_table
+from benchmarks.streams import PAIR, StreamsBench, StreamsOutcome, StreamsRun, figures, ratios, run_of
 from common.errors import ConfigError
 
 
@@ -42,10 +42,10 @@ def test_a_layout_that_stands_still_has_no_figures_and_breaks_no_report() -> Non
         prompt_tokens_per_s=100.0, first_token_s=5.0, prompts=4,
     )  # fmt: skip
     outcome = StreamsOutcome(
-        command="launch bench streams", hardware=this_hardware(), goals=[], seconds=10.0, streams=8, prompt_tokens=512,
+        command="python -m benchmarks.streams", hardware=this_hardware(), goals=[], seconds=10.0, streams=8, prompt_tokens=512,
         layouts={PAIR: "", "colocated, chunks of 32": "", "colocated, chunks of 512": ""}, runs=[pair, still, other],
     )  # fmt: skip
-    text = report(outcome, markdown=True)
+    text = "\n".join(map(markdown_table, (figures(outcome), ratios(outcome))))
     assert "| 1 prefill + 1 decode | 100 | 150 | 200 | 80.0 | 120 | 4.00 |" in text
     assert "| colocated, chunks of 512 | 0.25 | 0.25 | 0.25 | 2.00 | 1.20 | 0.80 |" in text
     assert "| colocated, chunks of 32 | – |" in text

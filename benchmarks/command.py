@@ -1,0 +1,84 @@
+"""What the instruments share: how one is started, as `python -m benchmarks.NAME`, and how its report is published.
+
+Owns the switches that each instrument has beside its own flags. Knows no instrument.
+"""
+
+import argparse
+import shlex
+import sys
+from collections.abc import Callable, Mapping, Sequence
+
+from bench.figures import Outcome
+from bench.tables import markdown_report, markdown_table, publish, text_report, text_table
+from common.errors import ConfigError
+from common.flags import C, ConfigClass, add_flags, read_config, to_flags, with_defaults
+from launch.commands import CommandParser
+from launch.reports import BAD_FLAG
+
+SWITCHES = {
+    "quick": "take less than a minute, to show that everything works: flags that are not given get small values",
+    "markdown": "print the report as Markdown, with the command and the machine",
+}
+
+
+class Invocation:
+    """The command line of an instrument that was started."""
+
+    def __init__(
+        self, program: str, flags: argparse.Namespace, configs: Sequence[type[ConfigClass]], switches: Sequence[str]
+    ) -> None:
+        """Raises ConfigError for a value that no config takes."""
+        self._flags = flags
+        self.is_quick, self.is_markdown = bool(flags.quick), bool(flags.markdown)
+        words = [f"--{switch}" for switch in switches if vars(flags)[switch]]
+        words += to_flags(*(read_config(config, flags) for config in configs))
+        self.command = f"{program} {shlex.join(words)}".rstrip()
+        """Repeats the measurement."""
+
+    def config(self, config: type[C], quick: Mapping[str, object]) -> C:
+        """The config that the flags make. quick: what takes the place of its defaults with --quick."""
+        return with_defaults(read_config(config, self._flags), quick if self.is_quick else {})
+
+    def has(self, switch: str) -> bool:
+        """Whether this switch was given."""
+        return bool(vars(self._flags)[switch])
+
+    def table(self, lines: Sequence[Sequence[str]]) -> str:
+        """The first line is the head."""
+        return markdown_table(lines) if self.is_markdown else text_table(lines)
+
+    def publish(self, outcome: Outcome, settings: str, steady: str, body: Sequence[str], json: str) -> None:
+        """Print the report, and write the file.
+
+        settings: what to know besides the machine. steady: which figures other work affects least. body: paragraphs and tables.
+        json: the file that gets every figure; empty for none.
+        """
+        report = markdown_report if self.is_markdown else text_report
+        publish(outcome, report(outcome, settings, steady, body), json)
+
+
+def start(
+    name: str,
+    explanation: str,
+    run: Callable[[Invocation], int],
+    *configs: type[ConfigClass],
+    without: Sequence[str] = (),
+    switches: Mapping[str, str] | None = None,
+    arguments: Sequence[str] | None = None,
+) -> int:
+    """Run an instrument. Returns the exit status: 2 for a bad flag, which is named on stderr.
+
+    without: fields of the configs that are no flags. switches: further ones, with their help texts. arguments: those of this
+    process unless given.
+    """
+    program, all_switches = f"python -m benchmarks.{name}", {**(switches or {}), **SWITCHES}
+    parser = CommandParser(prog=program, description=explanation, allow_abbrev=False)
+    add_flags(parser, *configs, without=without)
+    for switch, help_text in all_switches.items():
+        parser.add_argument(f"--{switch}", action="store_true", help=help_text)
+    flags = parser.parse_args(arguments)
+    try:
+        return run(Invocation(program, flags, configs, list(all_switches)))
+    except ConfigError as error:
+        print(f"{program}: {error}", file=sys.stderr)
+        return BAD_FLAG

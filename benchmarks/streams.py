@@ -1,0 +1,287 @@
+"""`python -m benchmarks.streams`: answers that are written while prompts arrive, of 1 + 1 and of colocated serving.
+
+Starts each layout in its turn, lets answers be written, and sends prompts all the while. Owns the layouts, their order, the
+figures and the table. `bench.serve` is the client. Prints its progress on stderr.
+"""
+
+import asyncio
+import json
+import random
+import shlex
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from bench.figures import Outcome
+from bench.hardware import this_hardware
+from bench.serve.answers import Answer
+from bench.serve.client import HttpClient
+from bench.serve.requests import COUNTED_STREAM, completion_of_ids
+from bench.tables import say
+from benchmarks.command import Invocation, start
+from common.config import DEMO_MODEL
+from common.options import option, parse_numbers, require, require_above_0, require_at_least
+from common.processes.local_fleet import FleetFailed, connected, local_fleet
+from common.text.tokenizer_manager import TokenizerManager
+from launch import environment
+
+PAIR = "1 prefill + 1 decode"
+PATH = "/v1/completions"
+STREAM_TOKENS = 3000
+"""An answer that is longer than any run."""
+ANSWER_TOKENS = 2
+"""Tokens of the answer to a prompt: the second one is the first that a decode instance computes, so the KV moves."""
+TIMEOUT_S = 600.0
+LOOK_S = 0.05
+HEAD = ("layout", "inter-token p50, ms", "p95, ms", "p99, ms", "stream tokens/s", "prompt tokens/s", "first token p50, s")
+STEADY = "Ratios within a round are affected least."
+HOW = (
+    "Median of the rounds, with the least and the most in brackets. Prompt tokens/s are those of whole prompts, from the first "
+    "that arrived to the last that was computed."
+)
+RATIOS = f"{PAIR} / each layout, round by round: below 1 is better for times, above 1 for rates:"
+
+
+@dataclass(frozen=True, kw_only=True)
+class StreamsBench:
+    """What runs, and for how long."""
+
+    model: str = option(
+        DEMO_MODEL, "the checkpoint that is served; `python -m benchmarks.cpu_peers` makes one in the shape of Qwen3-0.6B"
+    )
+    chunks: str = option("32,128,512", "colocated serving is measured with each of these --chunk-tokens")
+    prefill_chunk: int = option(512, "--chunk-tokens of the prefill instance beside a decode instance")
+    threads: int = option(
+        0, "CPU threads of a colocated instance, and of the two others together, half each; 0: as launch local divides the cores"
+    )
+    streams: int = option(8, "answers that are written all the time")
+    stream_tokens: int = option(128, "tokens of their prompts")
+    prompts: int = option(1, "prompts that are open at a time: when one has its first tokens, the next one arrives")
+    prompt_tokens: int = option(512, "tokens of each, all different")
+    seconds: float = option(20.0, "how long each layout is measured in each round, once all streams run")
+    rounds: int = option(3, "how often each layout has its turn: A B C, A B C and so on")
+    json: str = option("", "write the figures of every run to this file")
+
+    def __post_init__(self) -> None:
+        require(self.threads != 1 and self.threads >= 0, "threads", "at least 2, or 0", self.threads)
+        require_at_least(self, prefill_chunk=1, streams=1, stream_tokens=1, prompts=1, prompt_tokens=1, rounds=1)
+        require_above_0(self, "seconds")
+        require(min(self.chunk_sizes) >= 1, "chunks", "at least 1 each", self.chunks)
+
+    @property
+    def chunk_sizes(self) -> tuple[int, ...]:
+        return tuple(sorted(set(parse_numbers(self.chunks, "chunks", int))))
+
+    def layouts(self) -> dict[str, tuple[str, ...]]:
+        """Flags of `launch local` by the layout's name, the pair first."""
+        common = (f"--model={self.model}", "--log-level=warning", "--prefix-cache=off")
+        half, whole = ((f"--threads={self.threads // 2}",), (f"--threads={self.threads}",)) if self.threads else ((), ())
+        found = {PAIR: (*common, "--prefill=1", f"--chunk-tokens={self.prefill_chunk}", *half)}
+        for chunk in self.chunk_sizes:
+            found[f"colocated, chunks of {chunk}"] = (*common, "--prefill=0", f"--chunk-tokens={chunk}", *whole)
+        return found
+
+    def turns(self) -> Iterator[tuple[int, str]]:
+        """Round and layout: what changes slowly about the machine meets every layout."""
+        yield from product(range(1, self.rounds + 1), self.layouts())
+
+
+QUICK: dict[str, Any] = {"streams": 2, "stream_tokens": 16, "prompt_tokens": 64, "chunks": "32", "seconds": 1.0, "rounds": 1}
+
+
+class StreamsRun(msgspec.Struct, frozen=True, kw_only=True):
+    """The figures of a layout in one round."""
+
+    layout: str
+    round: int
+    gaps_ms: tuple[float, float, float]
+    """p50, p95 and p99 of the times between tokens of all streams."""
+    stream_tokens_per_s: float
+    prompt_tokens_per_s: float
+    first_token_s: float
+    prompts: int
+
+
+class StreamsOutcome(Outcome, frozen=True, kw_only=True):
+    """All that is known at the end."""
+
+    layouts: dict[str, str]
+    """The flags of each layout, the pair first."""
+    seconds: float
+    streams: int
+    prompt_tokens: int
+    runs: list[StreamsRun]
+
+
+FIGURES: tuple[tuple[Callable[[StreamsRun], float], str], ...] = (
+    (lambda run: run.gaps_ms[0], "{:.0f}"),
+    (lambda run: run.gaps_ms[1], "{:.0f}"),
+    (lambda run: run.gaps_ms[2], "{:.0f}"),
+    (lambda run: run.stream_tokens_per_s, "{:.1f}"),
+    (lambda run: run.prompt_tokens_per_s, "{:.0f}"),
+    (lambda run: run.first_token_s, "{:.2f}"),
+)
+
+
+def run(invocation: Invocation) -> int:
+    """Measure, and publish the report. Returns the exit status: 1 when a layout failed."""
+    environment.prepare(1)
+    bench = invocation.config(StreamsBench, QUICK)
+    hardware, layouts = this_hardware(), bench.layouts()
+    vocab_size = TokenizerManager(bench.model).vocab_size
+    runs: list[StreamsRun] = []
+    failed = False
+    for number, name in bench.turns():
+        say(f"round {number} of {bench.rounds}, {name}")
+        try:
+            with local_fleet(*layouts[name]) as fleet:
+                runs.append(asyncio.run(_StreamsLoad(bench, fleet.url, vocab_size, number).measure(name)))
+        except FleetFailed as error:
+            say(f"{name} failed: {error}")
+            failed = True
+    outcome = StreamsOutcome(
+        command=invocation.command,
+        hardware=hardware,
+        goals=[],
+        layouts={name: shlex.join(flags) for name, flags in layouts.items()},
+        seconds=bench.seconds,
+        streams=bench.streams,
+        prompt_tokens=bench.prompt_tokens,
+        runs=runs,
+    )
+    settings = f"{bench.streams} streams, prompts of {bench.prompt_tokens} tokens, {bench.seconds:g} s for each run"
+    table, flags = invocation.table, [("layout", "launch local"), *outcome.layouts.items()]
+    body = [table(flags), HOW, table(figures(outcome)), RATIOS, table(ratios(outcome))]
+    invocation.publish(outcome, settings, STEADY, body, bench.json)
+    return int(failed)
+
+
+class _StreamsLoad:
+    """Streams and prompts for one fleet. Make it in the loop's thread."""
+
+    def __init__(self, bench: StreamsBench, url: str, vocab_size: int, number: int) -> None:
+        self._bench, self._number, self._vocab_size = bench, number, vocab_size
+        self._random = random.Random(number)  # all layouts of a round get the same prompts
+        self._new_client: Callable[[], HttpClient] = lambda: HttpClient(url, PATH, {}, TIMEOUT_S)
+        with connected(url) as connection:
+            connection.request("GET", "/v1/models")
+            self._model = str(json.loads(connection.getresponse().read())["data"][0]["id"])
+        self._failure = ""
+
+    async def measure(self, layout: str) -> StreamsRun:
+        """Raises FleetFailed when an answer fails or a stream ends."""
+        bench, client = self._bench, self._new_client()
+        try:
+            await self._prompt(client, [])
+            streams = [self._send(client, bench.stream_tokens, STREAM_TOKENS, self._stream_ended) for _ in range(bench.streams)]
+            while not all(stream.counted > 1 for stream in streams):
+                self._check()
+                await asyncio.sleep(LOOK_S)
+            began_s = time.perf_counter()
+            until_s = began_s + bench.seconds
+            sent: list[Answer] = []
+            lines = [asyncio.create_task(self._prompts(client, until_s, sent)) for _ in range(bench.prompts)]
+            await asyncio.sleep(max(0.0, until_s - time.perf_counter()))
+            for line in lines:
+                line.cancel()
+            self._check()
+            return run_of(layout, self._number, streams, sent, began_s, until_s)
+        finally:
+            client.close()
+
+    async def _prompts(self, client: HttpClient, until_s: float, sent: list[Answer]) -> None:
+        """One after the other."""
+        while time.perf_counter() < until_s and not self._failure:
+            await self._prompt(client, sent)
+
+    async def _prompt(self, client: HttpClient, sent: list[Answer]) -> None:
+        ended: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        sent.append(self._send(client, self._bench.prompt_tokens, ANSWER_TOKENS, ended.set_result))
+        answer = await ended
+        if answer.error:
+            self._failure = f"a prompt failed: {answer.error}: {answer.message}"
+
+    def _send(self, client: HttpClient, tokens: int, answer_tokens: int, ended: Callable[[Answer], object]) -> Answer:
+        now_s = time.perf_counter()
+        answer = Answer(0, 0, now_s, answer_tokens, tokens)
+        answer.sent(now_s, counts_from_due=False)
+        prompt = self._random.choices(range(self._vocab_size // 8, self._vocab_size), k=tokens)
+        client.send(answer, completion_of_ids(self._model, prompt, answer_tokens, **COUNTED_STREAM), ended)
+        return answer
+
+    def _stream_ended(self, answer: Answer) -> None:
+        self._failure = f"a stream ended: {answer.error or 'its answer was whole'} {answer.message}"
+
+    def _check(self) -> None:
+        if self._failure:
+            raise FleetFailed(self._failure)
+
+
+def run_of(
+    layout: str, number: int, streams: Sequence[Answer], prompts: Sequence[Answer], began_s: float, ended_s: float
+) -> StreamsRun:
+    """Tokens that came from began_s to ended_s, and prompts whose first token came in this time; the first one was sent at its
+    beginning. A time between tokens belongs where it ends."""
+    gaps = np.concatenate([*(_gaps(answer, began_s, ended_s) for answer in streams), np.zeros(0)])
+    done = [answer for answer in prompts if answer.counted and answer.first_s <= ended_s]
+    whole_s = max((answer.first_s for answer in done), default=ended_s) - began_s
+    p50, p95, p99 = (1e3 * np.percentile(gaps, (50, 95, 99))).tolist() if len(gaps) else (0.0, 0.0, 0.0)
+    return StreamsRun(
+        layout=layout,
+        round=number,
+        gaps_ms=(p50, p95, p99),
+        stream_tokens_per_s=len(gaps) / (ended_s - began_s),
+        prompt_tokens_per_s=sum(answer.prompt_tokens for answer in done) / whole_s,
+        first_token_s=statistics.median(answer.ttft_s for answer in done) if done else 0.0,
+        prompts=len(done),
+    )
+
+
+def _gaps(answer: Answer, began_s: float, ended_s: float) -> "np.ndarray[tuple[int], np.dtype[np.float64]]":
+    gaps = np.frombuffer(answer.gaps_s, np.float64) if answer.gaps_s else np.zeros(0)
+    at_s = answer.first_s + np.cumsum(gaps)
+    return gaps[(at_s > began_s) & (at_s <= ended_s)]
+
+
+def figures(outcome: StreamsOutcome) -> list[tuple[str, ...]]:
+    """A row for each layout: its medians."""
+    rows: list[tuple[str, ...]] = [HEAD]
+    for layout in outcome.layouts:
+        runs = [run for run in outcome.runs if run.layout == layout]
+        rows.append((layout, *(_spread([figure(run) for run in runs], form) for figure, form in FIGURES)))
+    return rows
+
+
+def ratios(outcome: StreamsOutcome) -> list[tuple[str, ...]]:
+    """A row for each layout that ran beside the pair. A round with nothing to divide by is left out."""
+    rows: list[tuple[str, ...]] = [HEAD]
+    pairs = {run.round: run for run in outcome.runs if run.layout == PAIR}
+    for layout in outcome.layouts:
+        both = [(pairs[run.round], run) for run in outcome.runs if run.layout == layout != PAIR and run.round in pairs]
+        if both:
+            divided = ([of(pair) / of(run) for pair, run in both if of(run) > 0] for of, _ in FIGURES)
+            rows.append((layout, *(_spread(values, "{:.2f}") for values in divided)))
+    return rows
+
+
+def _spread(values: Sequence[float], form: str) -> str:
+    if not values:
+        return "–"
+    middle = form.format(statistics.median(values))
+    return middle if len(values) == 1 else f"{middle} ({form.format(min(values))} … {form.format(max(values))})"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    explanation = "Measure answers that are written while prompts arrive, of 1 + 1 and of colocated serving."
+    return start("streams", explanation, run, StreamsBench, arguments=arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
