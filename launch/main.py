@@ -18,7 +18,6 @@ from bench.control import plan as control_plan
 from bench.cpu_peers import plan as cpu_peers_plan
 from bench.engine import plan as engine_plan
 from bench.offline import plan as offline_plan
-from bench.ranks import plan as ranks_plan
 from bench.router import plan as router_plan
 from bench.serve import plan as serve_plan
 from bench.trace import plan as trace_plan
@@ -158,10 +157,6 @@ def _add_bench(commands: Any) -> None:
         benches, "router", "measure what a router adds to requests and tokens, and how many streams it carries", _bench_router
     )
     add_flags(router, router_plan.RouterBench)
-    ranks = add_command(
-        benches, "ranks", "measure what a step costs the processors beside the computing, for several ranks", _bench_ranks
-    )
-    add_flags(ranks, ranks_plan.RanksBench)
     offline = add_command(
         benches, "offline", "measure the throughput of one engine, with its scheduler and without HTTP", _bench_offline
     )
@@ -172,7 +167,7 @@ def _add_bench(commands: Any) -> None:
     )
     add_flags(cpu_peers, cpu_peers_plan.CpuPeersBench)
     _add_loads(benches)
-    parsers = (transfer, overlap, engine, control, router, ranks, offline, cpu_peers)
+    parsers = (transfer, overlap, engine, control, router, offline, cpu_peers)
     for parser in parsers:
         for flag, explanation in (TRANSFER_SWITCHES if parser is transfer else BENCH_SWITCHES).items():
             parser.add_argument(flag, action="store_true", help=explanation)
@@ -284,13 +279,6 @@ def _bench_router(flags: argparse.Namespace) -> int:
     from bench.router.run import run
 
     return _run_bench(flags, router_plan.RouterBench, router_plan.QUICK, run)
-
-
-def _bench_ranks(flags: argparse.Namespace) -> int:
-    environment.prepare(1)
-    from bench.ranks.run import run
-
-    return _run_bench(flags, ranks_plan.RanksBench, ranks_plan.QUICK, run)
 
 
 def _bench_offline(flags: argparse.Namespace) -> int:

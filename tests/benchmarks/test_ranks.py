@@ -1,12 +1,11 @@
-"""`launch bench ranks` measures real ranks: processes that obey the leader in this one, and end with the measurement."""
+"""`python -m benchmarks.ranks` measures real ranks: processes that obey the leader in this one, and end with the measurement."""
 
 from pathlib import Path
 
 import msgspec
 import pytest
 
-from bench.ranks.plan import RanksBench
-from bench.ranks.run import RanksFigures, run
+from benchmarks.ranks import RanksBench, RanksFigures, main
 from common.errors import ConfigError
 
 
@@ -14,7 +13,7 @@ def test_one_and_two_ranks_are_measured_and_only_the_second_has_a_follower(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "figures.json"
-    assert run(RanksBench(ranks="1,2", rows="3", steps=20, json=str(file)), "launch bench ranks", markdown=True) == 0
+    assert main(["--ranks=1,2", "--rows=3", "--steps=20", f"--json={file}", "--markdown"]) == 0
     assert "| 2 | 3 |" in capsys.readouterr().out
     alone, two = msgspec.json.decode(file.read_bytes(), type=list[RanksFigures])
     assert (alone.ranks, two.ranks) == (1, 2) and alone.follower_cpu_us == 0 < two.follower_cpu_us
