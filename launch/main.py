@@ -14,11 +14,9 @@ from typing import TYPE_CHECKING, Any
 from bench import overlap_plan
 from bench import plan as transfer_plan
 from bench.compare import plan as compare_plan
-from bench.control import plan as control_plan
 from bench.cpu_peers import plan as cpu_peers_plan
 from bench.engine import plan as engine_plan
 from bench.offline import plan as offline_plan
-from bench.router import plan as router_plan
 from bench.serve import plan as serve_plan
 from bench.trace import plan as trace_plan
 from common.config import AccessConfig, EngineConfig, InstanceConfig, LogConfig, ModelConfig, RouterConfig, SecurityConfig
@@ -149,14 +147,6 @@ def _add_bench(commands: Any) -> None:
         benches, "engine", "build, check and time the engine on one device: decode steps, prefill, memory, pushes", _bench_engine
     )
     add_flags(engine, engine_plan.EngineBench, EngineConfig, without=OF_TIMED)
-    control = add_command(
-        benches, "control", "measure what the control plane costs at the router, for fleets of different sizes", _bench_control
-    )
-    add_flags(control, control_plan.ControlBench)
-    router = add_command(
-        benches, "router", "measure what a router adds to requests and tokens, and how many streams it carries", _bench_router
-    )
-    add_flags(router, router_plan.RouterBench)
     offline = add_command(
         benches, "offline", "measure the throughput of one engine, with its scheduler and without HTTP", _bench_offline
     )
@@ -167,7 +157,7 @@ def _add_bench(commands: Any) -> None:
     )
     add_flags(cpu_peers, cpu_peers_plan.CpuPeersBench)
     _add_loads(benches)
-    parsers = (transfer, overlap, engine, control, router, offline, cpu_peers)
+    parsers = (transfer, overlap, engine, offline, cpu_peers)
     for parser in parsers:
         for flag, explanation in (TRANSFER_SWITCHES if parser is transfer else BENCH_SWITCHES).items():
             parser.add_argument(flag, action="store_true", help=explanation)
@@ -265,20 +255,6 @@ def _bench_engine(flags: argparse.Namespace) -> int:
     if flags.quick:
         bench, engine = with_defaults(bench, engine_plan.QUICK), with_defaults(engine, engine_plan.QUICK_ENGINE)
     return run(bench, engine, flags.quick, command, flags.markdown)
-
-
-def _bench_control(flags: argparse.Namespace) -> int:
-    environment.prepare(1)
-    from bench.control.run import run
-
-    return _run_bench(flags, control_plan.ControlBench, control_plan.QUICK, run)
-
-
-def _bench_router(flags: argparse.Namespace) -> int:
-    environment.prepare(1)
-    from bench.router.run import run
-
-    return _run_bench(flags, router_plan.RouterBench, router_plan.QUICK, run)
 
 
 def _bench_offline(flags: argparse.Namespace) -> int:

@@ -1,4 +1,4 @@
-"""`launch bench control` with a router that runs: a quick run, and what it leaves."""
+"""`python -m benchmarks.control` with a router that runs: a quick run, and what it leaves."""
 
 import json
 import subprocess
@@ -21,10 +21,10 @@ FIGURES = {
 
 def test_a_quick_run_measures_prints_and_writes_what_was_asked_for(tmp_path: Path) -> None:
     figures = tmp_path / "figures.json"
-    command = [sys.executable, "-m", "launch.main", "bench", "control", "--quick", "--markdown", "--seconds", "0.3"]
+    command = [sys.executable, "-m", "benchmarks.control", "--quick", "--markdown", "--seconds", "0.3"]
     done = subprocess.run([*command, "--json", str(figures)], capture_output=True, text=True, timeout=280, check=False)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("```sh\nlaunch bench control --quick --markdown --seconds=0.3 --json=")
+    assert done.stdout.startswith("```sh\npython -m benchmarks.control --quick --markdown --seconds=0.3 --json=")
     assert "\n| 6 | " in done.stdout
     (fleet,) = json.loads(figures.read_text())
     assert fleet["instances"] == 6 and fleet["trouble"] == ""

@@ -1,4 +1,4 @@
-"""`launch bench router` with fleets that run: a quick run, and what it leaves; what its load generator makes of bad answers."""
+"""`python -m benchmarks.router` with fleets that run, and what its load generator makes of bad answers."""
 
 import asyncio
 import json
@@ -10,20 +10,18 @@ from typing import Any
 
 import pytest
 
-from bench.router import load
-from bench.router.figures import open_of
-from bench.router.lines import Load
-from bench.router.load import carry_out
+from benchmarks import router
+from benchmarks.router import RouterLoad, carry_out, open_streams
 
 pytestmark = pytest.mark.anyio
 
 
 def test_a_quick_run_measures_prints_and_writes_what_was_asked_for(tmp_path: Path) -> None:
     figures = tmp_path / "figures.json"
-    command = [sys.executable, "-m", "launch.main", "bench", "router", "--quick", "--markdown", "--requests", "24"]
+    command = [sys.executable, "-m", "benchmarks.router", "--quick", "--markdown", "--requests", "24"]
     done = subprocess.run([*command, "--json", str(figures)], capture_output=True, text=True, timeout=280, check=False)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("```sh\nlaunch bench router --quick --markdown --requests=24 --json=")
+    assert done.stdout.startswith("```sh\npython -m benchmarks.router --quick --markdown --requests=24 --json=")
     outcome = json.loads(figures.read_text())
     assert [each["beside"] for each in outcome["first_token"]] == [0, 64]
     assert all(0 < each["p50_ms"] <= each["p99_ms"] for each in outcome["first_token"] if not each["beside"])
@@ -49,7 +47,7 @@ async def test_an_answer_that_is_refused_cut_or_too_short_is_a_failure_with_its_
 
     async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
         url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-        loaded = await carry_out(Load(url=url, model="m", requests=2, parallel=2, tokens=3, pids=()))
+        loaded = await carry_out(RouterLoad(url=url, requests=2, parallel=2, tokens=3, pids=()))
     assert loaded.failed == 2 and all(reason in each for each in loaded.reasons)
 
 
@@ -74,12 +72,12 @@ async def test_the_rate_of_opening_counts_the_time_in_which_connections_wait_for
             for each in waiting:
                 each.write(b'data: {"text":" two"}\n\n0\r\n\r\n')
 
-    monkeypatch.setattr(load, "CONNECTING", 1)
+    monkeypatch.setattr(router, "CONNECTING", 1)
     monkeypatch.setattr(loop, "create_connection", slow)
     async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
         url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-        loaded = await carry_out(Load(url=url, model="m", requests=streams, parallel=streams, tokens=2, pids=(os.getpid(),)))
+        loaded = await carry_out(RouterLoad(url=url, requests=streams, parallel=streams, tokens=2, pids=(os.getpid(),)))
         for each in waiting:
             each.close()
     assert loaded.failed == 0, loaded.reasons
-    assert 0 < open_of(loaded, streams).opened_per_s <= 1 / pause_s
+    assert 0 < open_streams(loaded, streams).opened_per_s <= 1 / pause_s

@@ -1,0 +1,453 @@
+"""What the control plane of a fleet costs its router: `launch router` under instances that are played, phase by phase.
+
+Owns the phases, what is counted in each, and the figures. The instances are of `benchmarks/played_fleet.py`. Only the choice of
+instances is measured inside the router's core: a request over HTTP takes a hundred times as long. Run it as
+`python -m benchmarks.control`.
+"""
+
+import contextlib
+import http.client
+import multiprocessing
+import statistics
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from multiprocessing.pool import AsyncResult
+from multiprocessing.sharedctypes import Synchronized
+from typing import Any, TypeAlias
+from urllib.parse import urlsplit
+
+import msgspec
+
+from bench.figures import Goal, Outcome
+from bench.hardware import this_hardware
+from bench.processes import cpu_s, resident_mb
+from bench.tables import say, write_figures
+from benchmarks.command import Invocation, start
+from benchmarks.played_fleet import PlayedFleet, describe, played_model
+from common.config import POLICIES, RouterConfig
+from common.ids import ROUTER, InstanceId
+from common.messages import Counters, Heartbeat, InstanceInfo, LinkReport, Load, Peers, Register
+from common.messages.heartbeats import LinkInfo
+from common.options import option, parse_numbers, require, require_above_0
+from common.processes.child import KILL_S, ChildEnded, Respondent, stop_children
+from common.processes.lines import Broken, IntakeClosed, Progress, Ready
+from common.processes.local_fleet import FleetFailed
+from common.processes.open_files import allow_many_files
+from router.ask import Ask
+from router.core import RouterCore
+from router.metrics import RouterMetrics
+from router.placer import Placer
+
+START_S, STOP_S, ANSWER_S = 60.0, 20.0, 300.0
+PING_EVERY_S = 0.01
+"""Between an answer and the next ping. A pause may seem shorter than it is by as much."""
+AT_ONCE = 50
+"""So many instances join at once while the fleet is filled."""
+MOST_LOST = 10
+CALM_S = 1.0
+"""For this long a phase is watched after it seems to be over, unless `--seconds` is less."""
+PAGES = 3
+BEATS = ("Heartbeat", "Welcome")
+SPAWN = multiprocessing.get_context("spawn")
+RouterReport: TypeAlias = Progress | Ready | IntakeClosed | Broken
+STEADY = "Bytes are not affected, CPU times little."
+PROMPT_TOKENS, ANSWER_TOKENS, BLOCKS = 1000, 200, 7
+ROUNDS, CHOICES = 5, 100
+HELD = 10
+"""One instance in so many has a prompt in its cache."""
+GOAL_INSTANCES = 1000
+QUICK: dict[str, Any] = {"instances": "6", "seconds": 1.0}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ControlBench:
+    """What is measured, and for how long."""
+
+    instances: str = option("10,100,1000", "sizes of the fleet, one after the other: half prefill, half decode")
+    seconds: float = option(10.0, "how long a fleet at rest is watched")
+    patience_s: float = option(120.0, "how long a phase may take; a fleet that needs longer is reported as too large")
+    json: str = option("", "write the figures to this file: a list with an object for each size")
+
+    def __post_init__(self) -> None:
+        require(min(self.sizes) >= 2, "instances", "at least 2 each", self.instances)
+        require_above_0(self, "seconds", "patience_s")
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        return parse_numbers(self.instances, "instances", int)
+
+
+class ControlFigures(msgspec.Struct, kw_only=True):
+    """A fleet of one size. None: not measured, and `trouble` says why. CPU figures are of the router's process."""
+
+    instances: int
+    heartbeat_core_share: float | None = None
+    """The share of a core that a fleet at rest takes, beyond that of a router without instances."""
+    heartbeat_bytes_per_s: float | None = None
+    """All messages in both directions, at rest."""
+    join_bytes: int | None = None
+    """Messages in both directions that one more instance causes."""
+    losses_bytes: int | None = None
+    """Messages in both directions that `lost` deaths at once cause."""
+    losses_ms: float | None = None
+    """The CPU time of these deaths."""
+    restart_s: float | None = None
+    """From the start of a router on the ports of a killed one until all instances are members with their links."""
+    choose_us: float | None = None
+    """The CPU time of the choice of instances for one request, by the default policy."""
+    metrics_ms: float | None = None
+    cluster_ms: float | None = None
+    router_mb: float | None = None
+    """Resident memory."""
+    longest_pause_ms: float | None = None
+    """The slowest answer to a ping in any phase but the restart."""
+    lost: int = 0
+    fill_s: float | None = None
+    start_s: float | None = None
+    """The part of `restart_s` in which nothing listened."""
+    metrics_bytes: int | None = None
+    cluster_bytes: int | None = None
+    choose_us_by: dict[str, float] = {}
+    """The choice by each policy, and with conditional dispatch."""
+    pauses_ms: dict[str, float] = {}
+    """The slowest answer to a ping by phase."""
+    trouble: str = ""
+
+
+class ControlOutcome(Outcome, frozen=True, kw_only=True):
+    """All that is known at the end."""
+
+    seconds: float
+    fleets: list[ControlFigures]
+
+
+COLUMNS = (
+    ("instances", "instances", 0, 1.0),
+    ("heartbeat_core_share", "heartbeats, % of a core", 1, 100),
+    ("heartbeat_bytes_per_s", "heartbeats, kB/s", 0, 1e-3),
+    ("join_bytes", "a join, kB", 0, 1e-3),
+    ("losses_bytes", "losses, kB", 0, 1e-3),
+    ("losses_ms", "losses, ms of CPU", 0, 1.0),
+    ("restart_s", "restart, s", 1, 1.0),
+    ("choose_us", "choose, us", 0, 1.0),
+    ("metrics_ms", "/metrics, ms", 0, 1.0),
+    ("cluster_ms", "/cluster, ms", 0, 1.0),
+    ("router_mb", "memory, MB", 0, 1.0),
+    ("longest_pause_ms", "longest pause, ms", 0, 1.0),
+)
+"""Figure, head, digits, and what the figure is multiplied by."""
+LIMITS = (
+    ("heartbeats", "heartbeat_core_share", 5, "% of a core", 100.0),
+    ("heartbeats", "heartbeat_bytes_per_s", 2, " MB/s", 1e-6),
+    ("a join", "join_bytes", 1, " MB", 1e-6),
+    ("ten losses at once", "losses_bytes", 2, " MB", 1e-6),
+    ("ten losses at once", "losses_ms", 50, " ms", 1.0),
+    ("choose, by default", "choose_us", 50, " us", 1.0),
+    ("/metrics", "metrics_ms", 50, " ms", 1.0),
+    ("the longest pause", "longest_pause_ms", 100, " ms", 1.0),
+)
+"""Goals for a fleet of GOAL_INSTANCES: name, figure, most, unit, and what the figure is multiplied by."""
+
+
+def run(invocation: Invocation) -> int:
+    """Returns the exit status: 0 also when a goal is not met."""
+    allow_many_files()
+    bench = invocation.config(ControlBench, QUICK)
+    hardware = this_hardware()
+    fleets = [measure(bench, instances) for instances in bench.sizes]
+    outcome = ControlOutcome(
+        command=invocation.command, hardware=hardware, goals=list(goals(fleets)), seconds=bench.seconds, fleets=fleets
+    )
+    body = [invocation.table(table(fleets))]
+    for fleet in fleets:
+        if fleet.choose_us_by:
+            by_name = ", ".join(f"{name} {figure:.0f}" for name, figure in fleet.choose_us_by.items())
+            body.append(f"{fleet.instances} instances: choose, us: {by_name}")
+    body += [f"{fleet.instances} instances: {fleet.trouble}" for fleet in fleets if fleet.trouble]
+    invocation.publish(outcome, f"each fleet was watched at rest for {bench.seconds:g} s", STEADY, body, "")
+    write_figures(fleets, bench.json)
+    return 0
+
+
+def table(fleets: Sequence[ControlFigures]) -> list[tuple[str, ...]]:
+    """A line for each size, below the heads."""
+    lines = [tuple(head for _, head, _, _ in COLUMNS)]
+    for fleet in fleets:
+        values = msgspec.structs.asdict(fleet)
+        lines.append(
+            tuple("" if values[name] is None else f"{values[name] * scale:,.{digits}f}" for name, _, digits, scale in COLUMNS)
+        )
+    return lines
+
+
+def goals(fleets: Sequence[ControlFigures]) -> Iterator[Goal]:
+    fleet = next((each for each in fleets if each.instances == GOAL_INSTANCES), ControlFigures(instances=GOAL_INSTANCES))
+    values = msgspec.structs.asdict(fleet)
+    for what, name, limit, unit, scale in LIMITS:
+        value = values[name]
+        yield Goal(
+            rule=f"{GOAL_INSTANCES} instances: {what}: at most {limit:g}{unit}",
+            met=None if value is None else value * scale <= limit,
+            figure="not measured" if value is None else f"{float(f'{value * scale:.3g}'):g}{unit}",
+        )
+
+
+def measure(bench: ControlBench, instances: int) -> ControlFigures:
+    """What could be measured of a fleet of this size."""
+    figures, model = ControlFigures(instances=instances), played_model()
+    with contextlib.closing(MeasuredRouter()) as router, contextlib.closing(PlayedFleet(router.control, model)) as fleet:
+        try:
+            ControlSession(bench, figures, router, fleet).run()
+        except FleetFailed as error:
+            figures.trouble = str(error).splitlines()[0]
+            say(f"{instances} instances: {error}")
+        figures.choose_us_by = choose_us([describe(number, model, 1) for number in range(instances)])
+        figures.choose_us = figures.choose_us_by[RouterConfig().prefill_policy]
+    return figures
+
+
+class ControlSession:
+    """The phases for one size. Each fills its figures."""
+
+    def __init__(self, bench: ControlBench, figures: ControlFigures, router: "MeasuredRouter", fleet: PlayedFleet) -> None:
+        self._bench, self._figures, self._router, self._fleet = bench, figures, router, fleet
+        self._calm_s = min(CALM_S, bench.seconds)
+        self._idle_share = 0.0
+        self._rest_share = 0.0
+        self._rest_bytes_per_s = 0.0
+        """The bytes of a fleet at rest, without heartbeats and their answers."""
+
+    def run(self) -> None:
+        """Raises FleetFailed."""
+        pauses = self._figures.pauses_ms
+        for phase in (self._fill, self._rest, self._join, self._lose, self._pages, self._restart):
+            name = phase.__name__.strip("_")
+            say(f"{self._figures.instances} instances: {name}")
+            self._router.longest_pause_s()
+            phase()
+            pauses[name] = round(1e3 * self._router.longest_pause_s(), 1)
+        self._figures.longest_pause_ms = max(pause for name, pause in pauses.items() if name != "restart")
+
+    def _fill(self) -> None:
+        time.sleep(self._calm_s)
+        began, cpu_s = time.monotonic(), self._router.cpu_s()
+        time.sleep(self._bench.seconds)
+        self._idle_share = (self._router.cpu_s() - cpu_s) / (time.monotonic() - began)
+        began, left = time.monotonic(), self._figures.instances
+        while left:
+            self._fleet.add(min(left, AT_ONCE))
+            left -= min(left, AT_ONCE)
+            self._settle("joining")
+        self._figures.fill_s = time.monotonic() - began
+
+    def _rest(self) -> None:
+        self._fleet.run(self._calm_s)
+        began, cpu_s, before = time.monotonic(), self._router.cpu_s(), self._fleet.moved_bytes.copy()
+        self._fleet.run(self._bench.seconds)
+        elapsed_s, moved = time.monotonic() - began, self._fleet.moved_bytes - before
+        self._rest_share = (self._router.cpu_s() - cpu_s) / elapsed_s
+        self._rest_bytes_per_s = without_beats(moved) / elapsed_s
+        self._figures.heartbeat_core_share = max(0.0, self._rest_share - self._idle_share)
+        self._figures.heartbeat_bytes_per_s = moved.total() / elapsed_s
+        self._figures.router_mb = self._router.resident_mb()
+
+    def _join(self) -> None:
+        self._figures.join_bytes, _ = self._cost(lambda: self._fleet.add(1), "a join")
+
+    def _lose(self) -> None:
+        lost = self._figures.lost = min(MOST_LOST, self._figures.instances // 2)
+        self._figures.losses_bytes, self._figures.losses_ms = self._cost(lambda: self._fleet.lose(lost), "losses")
+
+    def _cost(self, act: Callable[[], object], what: str) -> tuple[int, float]:
+        """Bytes and milliseconds of CPU that this costs beyond those of a fleet at rest."""
+        began, cpu_s, before = time.monotonic(), self._router.cpu_s(), self._fleet.moved_bytes.copy()
+        act()
+        self._settle(what)
+        self._fleet.run(self._calm_s)
+        elapsed_s, moved = time.monotonic() - began, without_beats(self._fleet.moved_bytes - before)
+        used_s = self._router.cpu_s() - cpu_s - elapsed_s * self._rest_share
+        return max(0, int(moved - elapsed_s * self._rest_bytes_per_s)), 1e3 * max(0.0, used_s)
+
+    def _pages(self) -> None:
+        self._figures.metrics_ms, self._figures.metrics_bytes = self._page("/metrics")
+        self._figures.cluster_ms, self._figures.cluster_bytes = self._page("/cluster")
+
+    def _page(self, path: str) -> tuple[float, int]:
+        """The median time in milliseconds, and the size in bytes."""
+        pages: list[tuple[float, int]] = []
+        for _ in range(PAGES):
+            self._fleet.run(self._calm_s)
+            page = self._router.page(path)
+            self._fleet.run_until(page.ready, ANSWER_S, path)
+            pages.append(page.get())
+        return 1e3 * statistics.median(took_s for took_s, _ in pages), pages[-1][1]
+
+    def _restart(self) -> None:
+        former = self._fleet.routers()
+        self._router.kill()
+        began = time.monotonic()
+        self._router.start()
+        self._figures.start_s = time.monotonic() - began
+        self._settle("coming back after a restart", lambda: not former & self._fleet.routers())
+        self._figures.restart_s = time.monotonic() - began
+
+    def _settle(self, what: str, also: Callable[[], bool] = lambda: True) -> None:
+        self._fleet.run_until(lambda: also() and self._fleet.is_settled, self._bench.patience_s, what)
+
+
+def without_beats(moved: Counter[str]) -> int:
+    return sum(size for name, size in moved.items() if name not in BEATS)
+
+
+# --- the router and its pings ------------------------------------------------------------------------------------------------
+
+
+class MeasuredRouter:
+    """`launch router` with the demo model. Who pings it and gets its pages does so in processes of their own, so that the work of
+    playing instances does not count as a pause of the router."""
+
+    def __init__(self) -> None:
+        """Raises FleetFailed."""
+        self.url = self.control = ""
+        self._ports = 0, 0
+        self._processes = contextlib.ExitStack()
+        self.start()
+        self._longest_pause_s: Synchronized[float] = SPAWN.Value("d", 0.0)
+        pings = SPAWN.Process(target=ping, args=(self.url, self._longest_pause_s), daemon=True)
+        pings.start()
+        self._processes.callback(pings.kill)
+        self._pages = self._processes.enter_context(SPAWN.Pool(1))
+
+    def start(self) -> None:
+        """Start it, later again on the same ports, and wait until it serves. Raises FleetFailed."""
+        flags = [f"--{name}={port}" for name, port in zip(("port", "control-port"), self._ports, strict=True)]
+        command = [sys.executable, "-P", "-m", "launch.main", "router", *flags]
+        self._child: Respondent[Progress, RouterReport] = Respondent("router", command, msgspec.json.Decoder(RouterReport))
+        report, until = None, time.monotonic() + START_S
+        while not isinstance(report, Ready):
+            try:
+                report = self._child.next_report(until - time.monotonic())
+            except ChildEnded as error:
+                raise FleetFailed(str(error)) from error
+            if report is None or isinstance(report, Broken):
+                raise FleetFailed(f"the router did not start: {self._child.account()}")
+        self.url, self.control = report.addresses["http"], report.addresses["control"]
+        self._ports = urlsplit(self.url).port or 0, urlsplit(self.control).port or 0
+
+    def kill(self) -> None:
+        """End it as a crash does."""
+        self._child.kill()
+        self._child.wait(KILL_S)
+
+    def close(self) -> None:
+        self._processes.close()
+        stop_children([self._child], STOP_S)
+
+    def cpu_s(self) -> float:
+        """The CPU time of all its threads so far, in user and system mode, without the detokenizer's process."""
+        return cpu_s(self._child.pid)
+
+    def resident_mb(self) -> float:
+        return resident_mb(self._child.pid)
+
+    def longest_pause_s(self) -> float:
+        """The time of the slowest answer to a ping since the last call."""
+        with self._longest_pause_s.get_lock():
+            longest_s, self._longest_pause_s.value = self._longest_pause_s.value, 0.0
+        return longest_s
+
+    def page(self, path: str) -> "AsyncResult[tuple[float, int]]":
+        """Get this page; its seconds until the last byte, and its size, when they are there."""
+        return self._pages.apply_async(get_page, (self.url, path))
+
+
+def get_page(url: str, path: str) -> tuple[float, int]:
+    with contextlib.closing(http.client.HTTPConnection(urlsplit(url).netloc, timeout=ANSWER_S)) as connection:
+        began = time.monotonic()
+        connection.request("GET", path)
+        page = connection.getresponse().read()
+        return time.monotonic() - began, len(page)
+
+
+def ping(url: str, longest_s: "Synchronized[float]") -> None:
+    """A process that asks for `/health` as long as its parent lives. longest_s: gets the time of the slowest answer."""
+    parent, connection = multiprocessing.parent_process(), http.client.HTTPConnection(urlsplit(url).netloc, timeout=ANSWER_S)
+    while parent is not None and parent.is_alive():
+        time.sleep(PING_EVERY_S)
+        began = time.monotonic()
+        try:
+            connection.request("GET", "/health")
+            connection.getresponse().read()
+        except (OSError, http.client.HTTPException):
+            connection.close()  # the router is gone; the next ping connects anew
+            continue
+        with longest_s.get_lock():
+            longest_s.value = max(longest_s.value, time.monotonic() - began)
+
+
+# --- the choice of instances -------------------------------------------------------------------------------------------------
+
+
+def choose_us(infos: Sequence[InstanceInfo]) -> dict[str, float]:
+    """Microseconds of CPU for one choice among these instances, each linked with all of the other role, by the policy of both
+    roles, and with conditional dispatch: the best of some rounds."""
+    core = filled_core(infos)
+    configs: dict[str, RouterConfig] = {each: RouterConfig(prefill_policy=each, decode_policy=each) for each in POLICIES}
+    configs["conditional"] = RouterConfig(dispatch="conditional")
+    taken: dict[str, float] = {}
+    for name, config in configs.items():
+        placer, rounds, caches = Placer(core.fleet.candidates, config), list[float](), core.fleet.caches
+        overlaps = [caches.match(blocks_of(number)) for number in range(CHOICES)]
+        asks = [Ask(PROMPT_TOKENS, ANSWER_TOKENS, each, session=f"session {number}") for number, each in enumerate(overlaps)]
+        for _ in range(ROUNDS):
+            began = time.thread_time()
+            for ask in asks:
+                placer.choose(ask)
+            rounds.append((time.thread_time() - began) / CHOICES)
+        taken[name] = 1e6 * min(rounds)
+    return taken
+
+
+def filled_core(infos: Sequence[InstanceInfo]) -> RouterCore:
+    """A router's core without sockets, whose members are all linked."""
+    core = RouterCore(ROUTER, ["tcp://127.0.0.1:1"], RouterConfig(dispatch="conditional"), RouterMetrics())
+    for info in infos:
+        core.receive(Register(instance=info), 0.0)
+    sets: dict[InstanceId, Peers] = {}
+    while not core.fleet.settled:
+        sets.update((send.to, send.message) for send in core.flush(0.0) if isinstance(send.message, Peers))
+    for info in infos:
+        links = tuple(LinkInfo(peer=peer.id, incarnation=peer.incarnation, state="ready") for peer in sets[info.id].joined)
+        core.receive(LinkReport(id=info.id, incarnation=info.incarnation, version=1, links=links), 0.0)
+        pages = info.total_pages
+        load = Load(pages_free=pages, pages_total=pages, step_s=0.006, chunk_token_s=0.00004, decode_row_s=0.0001)
+        beat = Heartbeat(
+            id=info.id,
+            incarnation=info.incarnation,
+            load=load,
+            counters=Counters(),
+            peers_version=sets[info.id].version,
+            links_version=1,
+        )
+        core.receive(beat, 0.0)
+    for number, member in enumerate(core.fleet.members()):
+        for prompt in range(number % HELD, CHOICES, HELD):
+            core.fleet.caches.expect(member, blocks_of(prompt), 0.0)
+    return core
+
+
+def blocks_of(prompt: int) -> range:
+    """The names of a prompt's blocks."""
+    return range(BLOCKS * prompt, BLOCKS * (prompt + 1))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    explanation = "Measure what the control plane costs at the router, for fleets of different sizes."
+    return start("control", explanation, run, ControlBench, arguments=arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
