@@ -324,7 +324,8 @@ async def carry_out(load: RouterLoad) -> LoadResult:
 
 def generate(load: RouterLoad) -> LoadResult:
     """The work of the load generator's process."""
-    return uvloop.run(carry_out(load))
+    result: LoadResult = uvloop.run(carry_out(load))
+    return result
 
 
 # --- what is measured --------------------------------------------------------------------------------------------------------
@@ -349,7 +350,7 @@ class LoadedFleet:
 
 def ended(load: "AsyncResult[LoadResult]") -> LoadResult:
     """Raises FleetFailed when no request had an answer."""
-    result: LoadResult = load.get(LOAD_S)
+    result = load.get(LOAD_S)
     if not result.ttft_s:
         raise FleetFailed(f"the load came to nothing: {'; '.join(result.reasons)}")
     for reason in result.reasons:
