@@ -1,1 +1,1 @@
-"""Tests of what `deploy/` holds, the Containerfile and `docs/deployment.md`: held against the code and against schemas."""
+"""Tests of what `deploy/` holds and of the Containerfile: held against the code and against schemas."""

@@ -20,7 +20,7 @@ def copied() -> dict[str, str]:
 
 
 def test_every_package_and_every_file_that_the_build_reads_is_copied_by_name() -> None:
-    packages = {name.removesuffix("*") for name in PROJECT["tool"]["setuptools"]["packages"]["find"]["include"]}
+    packages = {name.rstrip(".*") for name in PROJECT["tool"]["setuptools"]["packages"]["find"]["include"]}
     files = {"pyproject.toml", "constraints.txt", "LICENSE", PROJECT["project"]["readme"]}
     assert copied().keys() == packages | files
     assert all((ROOT / source).exists() for source in copied())
