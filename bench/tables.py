@@ -30,6 +30,14 @@ def text_table(lines: Sequence[Sequence[str]]) -> str:
     return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in lines)
 
 
+def bytes_text(number: int) -> str:
+    """65536 as 64 KiB; the number itself where it is no whole number of KiB."""
+    for unit, size in (("MiB", 2**20), ("KiB", 2**10)):
+        if number % size == 0:
+            return f"{number // size} {unit}"
+    return str(number)
+
+
 def text_report(outcome: Outcome, settings: str, steady: str, body: Sequence[str]) -> str:
     """A report for a terminal. settings: what to know besides the machine. steady: which figures other work affects least."""
     goals = [f"{_VERDICTS[goal.met]:>12}: {goal.rule}: {goal.figure}" for goal in outcome.goals]

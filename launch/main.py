@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from bench import overlap_plan
-from bench import plan as transfer_plan
 from bench.compare import plan as compare_plan
 from bench.cpu_peers import plan as cpu_peers_plan
 from bench.engine import plan as engine_plan
@@ -69,9 +68,6 @@ BENCH_SWITCHES = {
     "--quick": "take less than a minute, to show that everything works: flags that are not given get small values",
     "--markdown": "print the report as Markdown, with the command and the machine",
 }
-TRANSFER_SWITCHES = {
-    "--namespaces": "also measure between two network namespaces, which stand for two hosts (needs root)",
-} | BENCH_SWITCHES
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -132,10 +128,6 @@ def _add_simulate(commands: Any) -> None:
 def _add_bench(commands: Any) -> None:
     bench = commands.add_parser("bench", help="measure this machine, or a server", allow_abbrev=False)
     benches = bench.add_subparsers(title="benchmarks", metavar="WHAT", required=True)
-    transfer = add_command(
-        benches, "transfer", "measure how fast each transport moves KV pages between two processes", _bench_transfer
-    )
-    add_flags(transfer, transfer_plan.TransferBench)
     overlap = add_command(
         benches,
         "overlap",
@@ -157,9 +149,9 @@ def _add_bench(commands: Any) -> None:
     )
     add_flags(cpu_peers, cpu_peers_plan.CpuPeersBench)
     _add_loads(benches)
-    parsers = (transfer, overlap, engine, offline, cpu_peers)
+    parsers = (overlap, engine, offline, cpu_peers)
     for parser in parsers:
-        for flag, explanation in (TRANSFER_SWITCHES if parser is transfer else BENCH_SWITCHES).items():
+        for flag, explanation in BENCH_SWITCHES.items():
             parser.add_argument(flag, action="store_true", help=explanation)
 
 
@@ -225,19 +217,10 @@ def _simulate(flags: argparse.Namespace) -> int:
     return run(fleet, load, dataclasses.replace(router, max_requests=fleet.max_requests), command, flags.markdown)
 
 
-def _bench_transfer(flags: argparse.Namespace) -> int:
-    environment.prepare(1)
-    from bench.transfer import run
-
-    bench = read_config(transfer_plan.TransferBench, flags)
-    command = _bench_command(flags, TRANSFER_SWITCHES, bench)
-    return run(with_defaults(bench, transfer_plan.QUICK if flags.quick else {}), command, flags.namespaces, flags.markdown)
-
-
 def _bench_overlap(flags: argparse.Namespace) -> int:
     environment.prepare(1)
     from bench.overlap import run
-    from engine.device import with_device_defaults
+    from common.engine.device import with_device_defaults
 
     bench, engine = read_config(overlap_plan.OverlapBench, flags), read_config(EngineConfig, flags)
     command = _bench_command(flags, BENCH_SWITCHES, bench, engine)

@@ -4,7 +4,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from common.executor import EngineDescription, Plan, StepResult
+from common.engine.executor import EngineDescription
+from common.engine.plan import Plan, StepResult
 from common.ids import ROUTER, Incarnation, InstanceId, Key, RequestId, Role
 from common.instance.limits import InstanceLimits
 from common.messages import EngineChoices, InstanceInfo, ModelIdentity, PoolDescriptor, RankInfo

@@ -9,7 +9,8 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from common.executor import Chunk, EngineDescription, Plan, RowStart
+from common.engine.executor import EngineDescription
+from common.engine.plan import Chunk, Plan, RowStart
 from common.ids import Int32Array, Int64Array
 from common.sampling_params import SamplingParams
 

@@ -24,10 +24,10 @@ from bench.engine.figures import Agreement, Check, Exposed, Figure, Pushed
 from bench.engine.plan import CheckRing, MeasureExposed, MeasurePush, Task
 from bench.serve.requests import completion_of_ids
 from common.config import EngineConfig
+from common.engine.device import device_of
 from common.errors import TandemError
 from common.flags import to_flags
 from common.processes.local_fleet import FleetFailed, connected, local_fleet
-from engine.device import device_of
 
 AT_ONCE = 4
 COUNTED_S, LOOK_EVERY_S = 5.0, 0.1
@@ -165,7 +165,8 @@ def _bench(name: str, first: Sequence[str], more: Sequence[str], say: Say) -> di
     say(f"launch bench {name}")
     with tempfile.TemporaryDirectory(prefix="tandem-bench-") as folder:
         figures = Path(folder) / "figures.json"
-        command = [sys.executable, "-P", "-m", "launch.main", "bench", name, *first, *more, f"--json={figures}"]
+        program = ["benchmarks.transfer"] if name == "transfer" else ["launch.main", "bench", name]
+        command = [sys.executable, "-m", *program, *first, *more, f"--json={figures}"]
         done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
         if done.returncode != 0:
             raise BenchFailed(f"launch bench {name} ended with {done.returncode}: {' / '.join(done.stdout.splitlines()[-8:])}")

@@ -23,8 +23,7 @@ from bench.engine.figures import (
     TaskRun,
 )
 from bench.figures import Spread
-from bench.report import bytes_text
-from bench.tables import markdown_report, markdown_table, text_report, text_table
+from bench.tables import bytes_text, markdown_report, markdown_table, text_report, text_table
 
 STEADY = "Shares are of what the device did in the same run."
 Table = list[tuple[str, ...]]

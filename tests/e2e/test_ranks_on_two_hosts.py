@@ -18,7 +18,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from bench.namespaces import Namespace, two_namespaces
+from benchmarks.namespaces import Namespace, two_namespaces
 from common.errors import TransferError
 from common.processes.child import Exited, Reported
 from common.trust import write_key

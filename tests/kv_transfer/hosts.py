@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
 
-from bench.namespaces import Namespace, await_links
+from benchmarks.namespaces import Namespace, await_links
 from tests.kv_transfer.agent_process import Plan
 from tests.kv_transfer.agents import Kind, open_files, running_threads
 from tests.kv_transfer.local_agent import WAIT_S

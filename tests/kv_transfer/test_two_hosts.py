@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from bench.namespaces import two_namespaces
+from benchmarks.namespaces import two_namespaces
 from common.errors import TransferError
 from common.instance.ports import PushDone, PushFailed
 from kv_transfer.links import RETRY_S

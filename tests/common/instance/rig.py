@@ -8,7 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from common.executor import EngineDescription, Plan, StepResult
+from common.engine.executor import EngineDescription
+from common.engine.grammars import AnythingGoes
+from common.engine.plan import Plan, StepResult
 from common.ids import ROUTER, InstanceId, Int32Array, Key
 from common.instance.memberships import Memberships
 from common.instance.ports import (
@@ -26,7 +28,6 @@ from common.instance.ports import (
 from common.instance.worker import InstanceWorker
 from common.messages import Counters, Drain, Failed, Heartbeat, Load, Peers, Refused, Timeline, Trace, Welcome
 from common.sampling_params import Grammar
-from engine.grammar.grammars import AnythingGoes
 from prefill.scheduler import PrefillMessage, PrefillScheduler
 from tests.builders import engine, instance, limits
 from tests.common.mailboxes import FakeMail

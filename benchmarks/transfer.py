@@ -1,0 +1,493 @@
+"""`python -m benchmarks.transfer`: every way to move KV pages between two processes of this machine.
+
+Owns the grid of points, the order of measurements, the figures, the goals and the tables. Each round covers the whole grid, with
+the ways in turn, so that other work of the machine affects all of them alike. The processes are `benchmarks/transfer_agent.py`.
+Prints its progress on stderr.
+"""
+
+import contextlib
+import os
+import re
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from multiprocessing import Pipe
+from typing import Any, Concatenate, ParamSpec, TypeAlias, TypeVar, cast, get_args
+
+import msgspec
+
+from bench.figures import Goal, Outcome, Spread
+from bench.hardware import this_hardware
+from bench.tables import bytes_text, markdown_table, say, text_table
+from benchmarks.command import Invocation, start
+from benchmarks.namespaces import Spot, two_namespaces
+from benchmarks.transfer_agent import AgentPlan, PushShape, TransferAgent, TransferWay
+from common.addresses import LOOPBACK
+from common.amounts import parse_bytes
+from common.config import TransportName
+from common.errors import ConfigError, TransferError
+from common.messages import PoolDescriptor
+from common.options import Switch, option, parse_numbers, require, require_above_0
+from launch import environment
+
+P = ParamSpec("P")
+T = TypeVar("T")
+ALL = "all"
+SMALLEST_PAGE_BYTES = 512
+GPU = re.compile(r"cuda(:\d+)?")
+RESULT_S = 120.0
+KILL_S = 5.0
+LEAST_PUSHES = 3
+LEAST_PUSHES_OF_ONE_PAGE = 200
+"""Enough for a 99th percentile."""
+SETTLE_S = 0.5
+"""After this time, nothing that connecting started is still running."""
+Spots: TypeAlias = tuple[Spot, Spot]
+"""Where the source and the target are."""
+ONE_HOST: Spots = (Spot((), LOOPBACK), Spot((), LOOPBACK))
+CPUS = ("cpu", "cpu")
+NETWORK_ENVIRONMENT = {"UCX_TLS": "tcp"}
+"""Two namespaces of one kernel can still write into each other's memory; two hosts cannot."""
+ONE_HOST_TRANSPORTS: tuple[TransportName, ...] = ("cma",)
+"""Transports that cannot reach another host."""
+LARGE_PAGE_BYTES = 64 * 2**10
+NETWORK_PAGE_BYTES = 256 * 2**10
+MEMMOVE, SOCKET, COPY = TransferWay("memmove"), TransferWay("socket"), TransferWay("copy")
+NIXL, NIXL_THREAD = TransferWay("transport", "nixl"), TransferWay("thread", "nixl")
+STEADY = "CPU-s/GB is affected least."
+SWITCHES = {"namespaces": "also measure between two network namespaces, which stand for two hosts (needs root)"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class TransferBench:
+    """What is measured, and how long."""
+
+    transport: str = option(ALL, f"which KV transport: {ALL}, or one of {', '.join(get_args(TransportName))}")
+    page_bytes: str = option(
+        "16KiB,64KiB,256KiB,1MiB,2MiB", "page sizes, with commas between them; each must be a multiple of the smallest"
+    )
+    pages: str = option("1,32,1024", "pages in one push, with commas between them; --memory sets the most")
+    device: str = option("cpu", "where the pools are: cpu, cuda, cuda:N, or cuda:N,cuda:M for source and target")
+    memory: str = option("256MiB", "size of each pool; each pair of processes has two")
+    huge_pages: Switch = option("on", "ask the system for huge pages for the pools, as instances do for theirs on CPU")
+    seconds: float = option(0.2, "how long to measure each point in each round, in seconds")
+    repeat: int = option(5, "how many rounds over all points and transports")
+    idle_s: float = option(3.0, "how long to measure the CPU time of idle pairs, in seconds")
+    json: str = option("", "write every figure of every round to this file")
+
+    def __post_init__(self) -> None:
+        known = get_args(TransportName)
+        require(self.transport in (ALL, *known), "transport", f"{ALL} or one of {', '.join(known)}", self.transport)
+        require_above_0(self, "seconds", "idle_s", "repeat")
+        for page_bytes in self.page_sizes:
+            if page_bytes % self.unit_bytes or page_bytes > self.pool_bytes:
+                raise ConfigError(f"--page-bytes {page_bytes} must be a multiple of the smallest and no more than --memory")
+        if self.unit_bytes < SMALLEST_PAGE_BYTES or self.unit_bytes % 8:
+            raise ConfigError(
+                f"--page-bytes must be multiples of 8 from {SMALLEST_PAGE_BYTES}, the smallest is {self.unit_bytes}"
+            )
+        is_device = self.devices == CPUS or all(map(GPU.fullmatch, self.devices))
+        require(is_device, "device", "cpu, cuda, cuda:N or cuda:N,cuda:M", self.device)
+        require(min(self.page_counts) >= 1, "pages", "at least 1 each", self.pages)
+
+    @property
+    def transports(self) -> tuple[TransportName, ...]:
+        return tuple(name for name in get_args(TransportName) if self.transport in (ALL, name))
+
+    @property
+    def devices(self) -> tuple[str, str]:
+        """Where the source's pool is, and the target's."""
+        source, comma, target = self.device.partition(",")
+        return source, target if comma else source
+
+    @property
+    def page_sizes(self) -> tuple[int, ...]:
+        return tuple(sorted({_bytes_of(part, "page-bytes") for part in self.page_bytes.split(",")}))
+
+    @property
+    def page_counts(self) -> tuple[int, ...]:
+        return tuple(sorted(set(parse_numbers(self.pages, "pages", int))))
+
+    @property
+    def unit_bytes(self) -> int:
+        """The smallest page: pools are registered in pages of this size, and a larger one is several in a row."""
+        return self.page_sizes[0]
+
+    @property
+    def pool_bytes(self) -> int:
+        """A whole number of the largest pages."""
+        return _bytes_of(self.memory, "memory") // self.page_sizes[-1] * self.page_sizes[-1]
+
+    def points(self) -> Iterator[PushShape]:
+        """The grid, each point once. One page has no arrangement."""
+        for page_bytes in self.page_sizes:
+            for pages in sorted({min(count, self.pool_bytes // page_bytes) for count in self.page_counts}):
+                yield PushShape(page_bytes, pages, "contiguous")
+                if pages > 1:
+                    yield PushShape(page_bytes, pages, "scattered")
+
+
+QUICK: dict[str, Any] = {"page_bytes": "64KiB", "pages": "1,16", "memory": "4MiB", "seconds": 0.02, "repeat": 1, "idle_s": 0.2}
+
+
+def _bytes_of(text: str, flag: str) -> int:
+    """An amount of memory that must be said."""
+    amount = parse_bytes(text.strip(), flag)
+    if amount is None:
+        raise ConfigError(f"--{flag} must be an amount such as 64KiB, is {text!r}")
+    return amount
+
+
+class PushSample(msgspec.Struct, frozen=True, kw_only=True):
+    """A way at a point in one round. GB: 10^9 bytes."""
+
+    pushes: int
+    gb_per_s: float
+    median_s: float
+    p99_s: float
+    cpu_s_per_gb: float
+    """User and system time of both processes."""
+
+    @classmethod
+    def of(cls, shape: PushShape, pushes: Sequence[float], cpu_s: float) -> "PushSample":
+        """pushes: how long each took, one after the other, in seconds."""
+        gigabytes = len(pushes) * shape.push_bytes / 1e9
+        ordered = sorted(pushes)
+        return cls(
+            pushes=len(pushes),
+            gb_per_s=gigabytes / sum(pushes),
+            median_s=statistics.median(ordered),
+            p99_s=ordered[min(len(ordered) - 1, int(0.99 * len(ordered)))],
+            cpu_s_per_gb=cpu_s / gigabytes,
+        )
+
+
+class TransferRow(msgspec.Struct, frozen=True, kw_only=True):
+    """A way at a point: one sample for each round."""
+
+    way: TransferWay
+    point: PushShape
+    samples: list[PushSample]
+
+    def spread(self, of: Callable[[PushSample], float]) -> Spread:
+        return Spread.of(of(sample) for sample in self.samples)
+
+
+class TransferPlace(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything measured in one place, such as one host."""
+
+    name: str
+    rows: list[TransferRow] = []
+    idle_cores: dict[str, float] = {}
+    """The share of a core that each connected pair uses while it is idle."""
+    skipped: dict[str, str] = {}
+    """What could not be measured, and why."""
+
+    def row(self, way: TransferWay, point: PushShape) -> TransferRow | None:
+        return next((row for row in self.rows if (row.way, row.point) == (way, point)), None)
+
+
+class TransferOutcome(Outcome, frozen=True, kw_only=True):
+    """All that is known at the end."""
+
+    pool_bytes: int
+    host: TransferPlace
+    network: TransferPlace
+
+
+def run(invocation: Invocation) -> int:
+    """Measure, and publish the report. Returns the exit status: 0 also when a goal is not met."""
+    environment.prepare(1)
+    bench, with_network = invocation.config(TransferBench, QUICK), invocation.has("namespaces")
+    if with_network and bench.devices != CPUS:
+        raise ConfigError(f"--namespaces measures pools on the CPU only, and --device is {bench.device}")
+    hardware = this_hardware()
+    host = measure_host(bench)
+    skipped = TransferPlace(name="network", skipped={"namespaces": "--namespaces was not given"})
+    network = measure_network(bench) if with_network else skipped
+    outcome = TransferOutcome(
+        command=invocation.command,
+        hardware=hardware,
+        goals=judge(host, network),
+        pool_bytes=bench.pool_bytes,
+        host=host,
+        network=network,
+    )
+    body = [part for place in (host, network) for part in report(place, invocation.is_markdown)]
+    invocation.publish(outcome, f"pools of {bytes_text(bench.pool_bytes)}", STEADY, body, bench.json)
+    return 0
+
+
+class AgentProcess:
+    """One process of a pair, whose agent is called through a pipe. What it prints goes to stderr."""
+
+    def __init__(self, plan: AgentPlan, spot: Spot, variables: Mapping[str, str]) -> None:
+        self._pipe, theirs = Pipe()
+        command = [*spot.prefix, sys.executable, "-m", "benchmarks.transfer_agent", str(theirs.fileno())]
+        with theirs:
+            self._process = subprocess.Popen(command, stdout=2, pass_fds=(theirs.fileno(),), env={**os.environ, **variables})
+        with contextlib.suppress(BrokenPipeError):  # it has ended already: the next result says so
+            self._pipe.send(plan)
+
+    def call(self, method: Callable[Concatenate[TransferAgent, P], T], *arguments: P.args, **named: P.kwargs) -> T:
+        """Call this method of the agent. Raises TransferError with the reason when that fails."""
+        with contextlib.suppress(BrokenPipeError):
+            self._pipe.send((method.__name__, arguments, named))
+        return cast(T, self.result())
+
+    def result(self) -> object:
+        """The result of the last call; first, when it has started, its pool. Raises TransferError with the reason."""
+        if not self._pipe.poll(RESULT_S):
+            raise TransferError(f"an agent did not answer for {RESULT_S:g} s")
+        try:
+            result = self._pipe.recv()
+        except (EOFError, ConnectionError):
+            raise TransferError(f"an agent ended with exit status {self._process.wait(KILL_S)}") from None
+        if isinstance(result, TransferError):
+            raise result
+        return result
+
+    def close(self) -> None:
+        """Let it end; kill it when it does not."""
+        self._pipe.close()
+        try:
+            self._process.wait(KILL_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait(KILL_S)
+
+
+class AgentPair(contextlib.AbstractContextManager["AgentPair"]):
+    """The processes of one way: the source pushes, the target is written to. For the speed of the memory one is both."""
+
+    def __init__(self, bench: TransferBench, way: TransferWay, spots: Spots, variables: Mapping[str, str]) -> None:
+        self.way = way
+        self._pool_bytes = bench.pool_bytes
+        source, target = bench.devices
+        ends = list(zip(spots, ((source, target), (target, source)), strict=True))
+        self._agents = []
+        for spot, (device, other_device) in ends[:1] if way.is_local else ends:
+            plan = AgentPlan(
+                way=way,
+                host=spot.host,
+                unit_bytes=bench.unit_bytes,
+                pool_bytes=bench.pool_bytes,
+                huge_pages=bench.huge_pages == "on",
+                device=device,
+                other_device=other_device,
+            )
+            self._agents.append(AgentProcess(plan, spot, variables))
+        self._source, self._target = self._agents[0], self._agents[-1]
+
+    def __exit__(self, *_: object) -> None:
+        for agent in self._agents:
+            agent.close()
+
+    def connect(self) -> None:
+        """Wait until both have started, and link them. Raises TransferError."""
+        pools = [cast(PoolDescriptor, agent.result()) for agent in self._agents]
+        self._target.call(TransferAgent.expect, True)
+        self._source.call(TransferAgent.connect, pools[-1])
+        self._target.call(TransferAgent.expect, False)
+
+    def check(self, point: PushShape, seed: int) -> None:
+        """Push one turn, which also warms up the way, and compare what landed. Raises TransferError."""
+        turn = point.pushes_in_turn(self._pool_bytes)
+        self._target.call(TransferAgent.expect, True)
+        self._source.call(TransferAgent.push, point, seed, seconds=0.0, least_pushes=turn)
+        sent = self._source.call(TransferAgent.checksum, point, seed, landed=False)
+        landed = self._target.call(TransferAgent.checksum, point, seed, landed=True)
+        self._target.call(TransferAgent.expect, False)
+        if sent != landed:
+            raise TransferError(f"{self.way.label} wrote other bytes than were sent")
+
+    def measure(self, point: PushShape, seed: int, seconds: float) -> PushSample:
+        """Push for this many seconds. CPU time is that of all threads of both processes. Raises TransferError."""
+        least = LEAST_PUSHES_OF_ONE_PAGE if point.pages == 1 else LEAST_PUSHES
+        before = self.cpu_s(pushes=True)
+        pushes = self._source.call(TransferAgent.push, point, seed, seconds, least)
+        after = self.cpu_s(pushes=False)
+        return PushSample.of(point, pushes, after - before)
+
+    def cpu_s(self, pushes: bool) -> float:
+        """CPU time of both processes so far. pushes: whether some will come from here on. Raises TransferError."""
+        return sum(agent.call(TransferAgent.cpu_s, pushes and agent is self._target) for agent in self._agents)
+
+
+class WorkingPairs:
+    """The pairs that have not failed."""
+
+    def __init__(self, pairs: Sequence[AgentPair]) -> None:
+        self.pairs = list(pairs)
+        self.skipped: dict[str, str] = {}
+        """Why the others have failed."""
+
+    def each(self, act: Callable[[AgentPair], T]) -> list[tuple[TransferWay, T]]:
+        """Act on one pair after the other, so that each has the machine to itself. A pair that fails is not used again."""
+        results = []
+        for pair in list(self.pairs):
+            try:
+                results.append((pair.way, act(pair)))
+            except TransferError as error:
+                self.pairs.remove(pair)
+                self.skipped[pair.way.label] = str(error)
+                say(f"{pair.way.label} is skipped: {error}")
+        return results
+
+
+def measure_host(bench: TransferBench) -> TransferPlace:
+    """Every way on this host."""
+    through = [TransferWay(kind, name) for name in bench.transports for kind in ("transport", "thread")]
+    yardsticks = [MEMMOVE, SOCKET] if bench.devices == CPUS else [COPY]
+    return _measure(bench, "host", [*yardsticks, *through], ONE_HOST, {})
+
+
+def measure_network(bench: TransferBench) -> TransferPlace:
+    """Every way that works over a network, between two network namespaces; or why namespaces cannot be made."""
+    names = [name for name in bench.transports if name not in ONE_HOST_TRANSPORTS]
+    ways = [SOCKET, *(TransferWay(kind, name) for name in names for kind in ("transport", "thread"))]
+    try:
+        with two_namespaces() as spots:
+            return _measure(bench, "network", ways, spots, NETWORK_ENVIRONMENT)
+    except TransferError as error:
+        return TransferPlace(name="network", skipped={"namespaces": str(error)})
+
+
+def _measure(
+    bench: TransferBench, name: str, ways: Sequence[TransferWay], spots: Spots, variables: Mapping[str, str]
+) -> TransferPlace:
+    points = list(bench.points())
+    samples: dict[tuple[TransferWay, PushShape], list[PushSample]] = {}
+    with contextlib.ExitStack() as stack:
+        working = WorkingPairs([stack.enter_context(AgentPair(bench, way, spots, variables)) for way in ways])
+        working.each(AgentPair.connect)
+        idle_cores = _watch_idle(working.pairs, bench.idle_s)
+        say(f"{name}: the first pushes")
+        for point in points:
+            working.each(partial(AgentPair.check, point=point, seed=0))
+        for number in range(1, bench.repeat + 1):
+            for point in points:
+                say(f"{name}, round {number} of {bench.repeat}: {point.pages} {point.arrangement} pages of {point.page_bytes} B")
+                for way, sample in working.each(partial(AgentPair.measure, point=point, seed=number, seconds=bench.seconds)):
+                    samples.setdefault((way, point), []).append(sample)
+    measured = [pair.way for pair in working.pairs]
+    rows = [TransferRow(way=way, point=point, samples=samples[way, point]) for point in points for way in measured]
+    return TransferPlace(name=name, rows=rows, idle_cores=idle_cores, skipped=working.skipped)
+
+
+def _watch_idle(pairs: Sequence[AgentPair], idle_s: float) -> dict[str, float]:
+    """The share of a core that the two processes of each pair use while they are idle."""
+    time.sleep(SETTLE_S)
+    began, before = time.monotonic(), [pair.cpu_s(pushes=False) for pair in pairs]
+    time.sleep(idle_s)
+    after, elapsed_s = [pair.cpu_s(pushes=False) for pair in pairs], time.monotonic() - began
+    return {pair.way.label: (end - start) / elapsed_s for pair, start, end in zip(pairs, before, after, strict=True)}
+
+
+def judge(host: TransferPlace, network: TransferPlace) -> list[Goal]:
+    """The goals of NIXL, through the port alone and through a transfer thread, as an instance uses it."""
+    return [goal for way in (NIXL, NIXL_THREAD) for goal in _goals_of(way, host, network)]
+
+
+def _goals_of(way: TransferWay, host: TransferPlace, network: TransferPlace) -> Iterator[Goal]:
+    large = [row for row in _fullest(host) if row.way == way and row.point.page_bytes >= LARGE_PAGE_BYTES]
+    one_page = [row for row in host.rows if row.way == way and row.point.pages == 1 and row.point.page_bytes <= LARGE_PAGE_BYTES]
+    far = [row for row in _fullest(network) if row.way == way and row.point.page_bytes == NETWORK_PAGE_BYTES]
+    shares = [100 * share for row in large for share in _ratio(row, host.row(MEMMOVE, row.point))]
+    leads = [lead for row in far for lead in _ratio(row, network.row(SOCKET, row.point))]
+    latencies = [1e6 * row.spread(lambda sample: sample.median_s).median for row in one_page]
+    costs = [row.spread(lambda sample: sample.cpu_s_per_gb).median for row in large]
+    idle = [100 * host.idle_cores[way.label]] if way.label in host.idle_cores else []
+    for at_least, limit, unit, what, values in (
+        (True, 75, " %", "of a scattered memmove, pages of 64 KiB and more", shares),
+        (False, 50, " us", "for one page of up to 64 KiB", latencies),
+        (False, 0.4, " CPU-s/GB", "for scattered pages of 64 KiB and more", costs),
+        (False, 0.5, " %", "of a core for a pair that is idle", idle),
+        (True, 1, " times", "the speed of a TCP socket between network namespaces, pages of 256 KiB", leads),
+    ):
+        worst = min(values, default=None) if at_least else max(values, default=None)
+        yield Goal(
+            rule=f"{way.label}: at {'least' if at_least else 'most'} {limit:g}{unit} {what}",
+            met=None if worst is None else (worst >= limit if at_least else worst <= limit),
+            figure="not measured" if worst is None else f"{float(f'{worst:.3g}'):g}{unit}",
+        )
+
+
+def _fullest(place: TransferPlace) -> list[TransferRow]:
+    """The rows with the most scattered pages, for each way and page size."""
+    scattered = [row for row in place.rows if row.point.arrangement == "scattered"]
+    in_order = sorted(scattered, key=lambda row: row.point.pages)
+    return list({(row.way, row.point.page_bytes): row for row in in_order}.values())
+
+
+def _ratio(row: TransferRow, other: TransferRow | None) -> list[float]:
+    """The speed of one row in that of another, round by round, so that both have seen the same noise. Their median, if any."""
+    if other is None:
+        return []
+    pairs = zip(row.samples, other.samples, strict=True)
+    return [statistics.median(ours.gb_per_s / theirs.gb_per_s for ours, theirs in pairs)]
+
+
+def report(place: TransferPlace, is_markdown: bool) -> Iterator[str]:
+    """The figures of a place: in Markdown a table for each, with the ways side by side, and for a terminal one table of all."""
+    if place.rows and is_markdown:
+        for title, cell in TABLES.items():
+            yield f"### {place.name.capitalize()}: {title}"
+            yield markdown_table(side_by_side(place, cell))
+    elif place.rows:
+        lines = [(*_point(row), row.way.label, *(cell(row) for cell in TABLES.values())) for row in place.rows]
+        yield f"{place.name}:"
+        yield text_table([("page", "pages", "arrangement", "way", *TABLES), *lines])
+    bullet = "- " if is_markdown else ""
+    if place.idle_cores:
+        idle = (f"{label} {cores:.2%}" for label, cores in place.idle_cores.items())
+        yield f"{bullet}an idle pair uses of one core: {', '.join(idle)}"
+    yield from (f"{bullet}{label} was skipped: {reason}" for label, reason in place.skipped.items())
+
+
+def side_by_side(place: TransferPlace, cell: Callable[[TransferRow], str]) -> list[tuple[str, ...]]:
+    """A line for each point, a column for each way."""
+    labels = list(dict.fromkeys(row.way.label for row in place.rows))
+    cells: dict[tuple[str, ...], dict[str, str]] = {}
+    for row in place.rows:
+        cells.setdefault(_point(row), {})[row.way.label] = cell(row)
+    lines = [(*point, *(by_label[label] for label in labels)) for point, by_label in cells.items()]
+    return [("page", "pages", "", *labels), *lines]
+
+
+def _point(row: TransferRow) -> tuple[str, str, str]:
+    return bytes_text(row.point.page_bytes), str(row.point.pages), row.point.arrangement
+
+
+def _speed(row: TransferRow) -> str:
+    speed = row.spread(lambda sample: sample.gb_per_s)
+    return f"{speed.median:.2f} ({speed.least:.2f} … {speed.most:.2f})"
+
+
+def _latency(row: TransferRow) -> str:
+    median, p99 = row.spread(lambda sample: 1e6 * sample.median_s), row.spread(lambda sample: 1e6 * sample.p99_s)
+    return f"{median.median:.0f} / {p99.median:.0f}"
+
+
+def _cost(row: TransferRow) -> str:
+    return f"{row.spread(lambda sample: sample.cpu_s_per_gb).median:.2f}"
+
+
+TABLES: dict[str, Callable[[TransferRow], str]] = {
+    "GB/s, median (least … most of the rounds)": _speed,
+    "microseconds of a push, median / p99": _latency,
+    "CPU-s/GB, both processes": _cost,
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    explanation = "Measure how fast each transport moves KV pages between two processes."
+    return start("transfer", explanation, run, TransferBench, switches=SWITCHES, arguments=arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

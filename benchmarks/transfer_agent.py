@@ -1,0 +1,478 @@
+"""One of the two processes of a way to move KV pages: a pool and one end over it, whose methods its parent calls.
+
+Owns the memory, what a push is on each way, and the clock around pushes. Run as `python -m benchmarks.transfer_agent FD`: its
+plan and then calls come through that end of a pipe. It ends when a call fails, or when the parent has closed the pipe. Does not
+know what is worth measuring.
+"""
+
+import contextlib
+import ctypes
+import itertools
+import socket
+import sys
+import threading
+import time
+import zlib
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any, Literal, TypeAlias
+
+import msgspec
+import numpy as np
+
+from common.addresses import LOOPBACK
+from common.config import TransportName
+from common.errors import TransferError
+from common.ids import ROUTER, Incarnation, InstanceId, Int32Array, Int64Array, Key, RequestId, Ticket
+from common.instance.ports import Allow, Connect, Expect, LinkChanged, Push, PushDone, PushFailed
+from common.messages import InstanceInfo, ModelIdentity, PoolDescriptor
+from common.pages.host_memory import host_memory
+from common.pages.layout import KVLayout, MemoryRegion
+from kv_transfer.backends import make_transport
+from kv_transfer.planner import PageSlice, plan_runs
+from kv_transfer.transfer_loop import TransferLoop
+from kv_transfer.transfer_thread import BUSY_S, EXPECT_S, IDLE_S, TransferThread
+from kv_transfer.transport import AgentLost, Connected, ConnectFailed, RunsDone, RunsFailed
+
+PUSH_S = 60.0
+"""A push that takes longer has failed."""
+WRITE_LEASE_S = 86_400.0
+TARGET = InstanceId("target")
+LIFE = Incarnation("1")
+NO_REQUEST = Key(RequestId("bench"), 0, ROUTER)
+PushOnce: TypeAlias = Callable[[], None]
+
+
+class PushShape(msgspec.Struct, frozen=True):
+    """What one push moves: `pages` pages of `page_bytes`, next to each other on both sides or anywhere in the pools."""
+
+    page_bytes: int
+    pages: int
+    arrangement: Literal["contiguous", "scattered"]
+
+    @property
+    def push_bytes(self) -> int:
+        return self.page_bytes * self.pages
+
+    def pushes_in_turn(self, pool_bytes: int) -> int:
+        """Each push takes other pages than the one before, and after so many they begin again."""
+        return max(2, min(16, pool_bytes // self.push_bytes))
+
+
+class TransferWay(msgspec.Struct, frozen=True):
+    """How bytes get from one process to the other."""
+
+    kind: Literal["transport", "thread", "socket", "memmove", "copy"]
+    """transport: through the port alone, polled without a pause. thread: through a TransferThread, as an instance does it.
+    socket: one TCP connection. memmove: a loop in one process, which is the speed of the memory. copy: the same for GPUs, a copy
+    of each run on one stream."""
+    transport: TransportName | None = None
+
+    @property
+    def is_local(self) -> bool:
+        """Whether one process has both ends."""
+        return self.kind in ("memmove", "copy")
+
+    @property
+    def label(self) -> str:
+        through = {"transport": f"{self.transport}", "thread": f"{self.transport} thread"}
+        return {**through, "socket": "tcp socket", "memmove": "memmove", "copy": "device copy"}[self.kind]
+
+
+@dataclass(frozen=True, kw_only=True)
+class AgentPlan:
+    """One end of a way."""
+
+    way: TransferWay
+    host: str
+    """The address to listen on."""
+    unit_bytes: int
+    """The size of a page of its pool."""
+    pool_bytes: int
+    huge_pages: bool
+    device: str = "cpu"
+    other_device: str = "cpu"
+    """Where the other end's pool is."""
+
+
+class BenchPool:
+    """Memory like that of an instance's pool, on the CPU. Every page of the system is already touched."""
+
+    bytes: Any
+    """[pool_bytes] uint8: an array, or a tensor on a GPU."""
+
+    def __init__(self, pool_bytes: int, huge_pages: bool) -> None:
+        self.bytes = host_memory(pool_bytes, huge_pages)
+        self.bytes[:] = 0
+        self.region = MemoryRegion(address=self.bytes.ctypes.data, region_bytes=pool_bytes, device="cpu")
+
+    def fill(self) -> None:
+        """Write numbers, of which no two are alike."""
+        self.bytes.view(np.int64)[:] = np.arange(len(self.bytes) // 8)
+
+    def checksum(self, pages: Int32Array, page_bytes: int) -> int:
+        """CRC-32 of these pages, one after the other."""
+        return zlib.crc32(self.bytes.reshape(-1, page_bytes)[pages].tobytes())
+
+    def copies(self, landing: "BenchPool", runs: Int64Array) -> PushOnce:
+        """A loop that copies the runs with one core. landing: a pool of the same kind."""
+        to_address, from_address = landing.region.address, self.region.address
+        moves = [(to_address + there, from_address + here, length) for here, there, length in runs.tolist()]
+
+        def push() -> None:
+            for to, start, length in moves:
+                ctypes.memmove(to, start, length)
+
+        return push
+
+
+class DevicePool(BenchPool):
+    """The same on a GPU: a copy is one of each run on one stream, and a wait for the stream."""
+
+    def __init__(self, pool_bytes: int, device: str) -> None:
+        """device: cuda or cuda:N. Raises TransferError when the memory cannot be had."""
+        import torch  # takes a second, and only pools on a GPU need it
+
+        self._torch = torch
+        try:
+            self.bytes = torch.zeros(pool_bytes, dtype=torch.uint8, device=device)
+        except (RuntimeError, AssertionError) as error:
+            raise TransferError(f"no pool of {pool_bytes} bytes on {device}: {str(error).splitlines()[0]}") from error
+        self.region = MemoryRegion(address=self.bytes.data_ptr(), region_bytes=pool_bytes, device=str(self.bytes.device))
+        self._wait()
+
+    def fill(self) -> None:
+        self._torch.arange(len(self.bytes) // 8, out=self.bytes.view(self._torch.int64))
+        self._wait()
+
+    def checksum(self, pages: Int32Array, page_bytes: int) -> int:
+        indices = self._torch.from_numpy(pages.astype(np.int64)).to(self.bytes.device)
+        return zlib.crc32(self.bytes.view(-1, page_bytes)[indices].cpu().numpy().tobytes())
+
+    def copies(self, landing: BenchPool, runs: Int64Array) -> PushOnce:
+        to, source = landing.bytes, self.bytes
+        parts = [(to[there : there + length], source[here : here + length]) for here, there, length in runs.tolist()]
+
+        def push() -> None:
+            for target_run, source_run in parts:
+                target_run.copy_(source_run, non_blocking=True)
+            self._wait()
+
+        return push
+
+    def _wait(self) -> None:
+        """A push is no work of torch's stream, so nothing of it may still run."""
+        if self.bytes.is_cuda:
+            self._torch.cuda.current_stream(self.bytes.device).synchronize()
+
+
+def make_pool(device: str, pool_bytes: int, huge_pages: bool) -> BenchPool:
+    """device: cpu, cuda or cuda:N. Raises TransferError."""
+    return BenchPool(pool_bytes, huge_pages) if device == "cpu" else DevicePool(pool_bytes, device)
+
+
+class TransferAgent:
+    """A pool and one end of a way over it. An end that needs no turns and holds nothing inherits that.
+
+    Raises TransferError from any method for what cannot be done.
+    """
+
+    def __init__(self, plan: AgentPlan) -> None:
+        self.plan = plan
+        self.pool = self.landing = make_pool(plan.device, plan.pool_bytes, plan.huge_pages)
+        """`landing` is what pushes write into."""
+        self.layout = layout_of(plan.unit_bytes)
+        self.is_distant = plan.host != LOOPBACK  # the other process is on another host, or stands for one that is
+        self.descriptor = self.describe()
+
+    def describe(self, backend: str = "", agent: str = "", wire: bytes = b"") -> PoolDescriptor:
+        """What the other end must know of the pool."""
+        return PoolDescriptor(
+            backend=backend,
+            agent=agent,
+            address=self.pool.region.address,
+            total_pages=self.plan.pool_bytes // self.plan.unit_bytes,
+            device=self.pool.region.device,
+            layout=self.layout,
+            wire=wire,
+        )
+
+    def connect(self, pool: PoolDescriptor) -> None:
+        """Get ready to push there."""
+        self.pool.fill()
+
+    def prepare(self, source_pages: Int32Array, target_pages: Int32Array) -> PushOnce:
+        """A call that writes our pages into the other end's, and returns when every byte is there."""
+        raise NotImplementedError
+
+    def expect(self, pushes: bool) -> None:
+        """Whether pushes are on their way to this end."""
+
+    def turn(self) -> float | None:
+        """Make progress. Returns after how many seconds to call it again; None: never."""
+        return None
+
+    def close(self) -> None:
+        """Give up what is held."""
+
+    def runs(self, source_pages: Int32Array, target_pages: Int32Array) -> Int64Array:
+        """[runs, 3] int64: source offset, target offset and length of each, in bytes."""
+        return plan_runs(source_pages, target_pages, PageSlice(self.layout), PageSlice(self.layout))
+
+    def cpu_s(self, pushes: bool) -> float:
+        """CPU time of this process so far, user and system. pushes: whether some will come to this end from here on."""
+        self.expect(pushes)
+        return time.process_time()
+
+    def push(self, shape: PushShape, seed: int, seconds: float, least_pushes: int) -> list[float]:
+        """Push again and again, for this many seconds and at least this many times. Returns the seconds of each push."""
+        pages = pages_of(shape, self.plan.unit_bytes, self.plan.pool_bytes, seed)
+        pushes = [self.prepare(source, target) for source, target in pages]
+        taken: list[float] = []
+        began = before = time.perf_counter()
+        while len(taken) < least_pushes or before - began < seconds:
+            pushes[len(taken) % len(pushes)]()
+            now = time.perf_counter()
+            taken.append(now - before)
+            before = now
+        return taken
+
+    def checksum(self, shape: PushShape, seed: int, landed: bool) -> int:
+        """The checksum of what the last push of a turn read on this end or, if `landed`, wrote there: no later push of that turn
+        has overwritten its pages."""
+        source, target = pages_of(shape, self.plan.unit_bytes, self.plan.pool_bytes, seed)[-1]
+        pool, pages = (self.landing, target) if landed else (self.pool, source)
+        return pool.checksum(pages, self.plan.unit_bytes)
+
+
+def pages_of(shape: PushShape, unit_bytes: int, pool_bytes: int, seed: int) -> list[tuple[Int32Array, Int32Array]]:
+    """The pages of each push of a turn, as units of the pool: (source, target), [units] int32 each. Equal in all processes."""
+    random = np.random.default_rng([seed, shape.page_bytes, shape.pages])
+    total, units = pool_bytes // shape.page_bytes, shape.page_bytes // unit_bytes
+
+    def side() -> Int32Array:
+        if shape.arrangement == "contiguous":
+            pages = random.integers(total - shape.pages + 1) + np.arange(shape.pages)
+        else:
+            pages = random.permutation(total)[: shape.pages]
+        return (pages[:, None] * units + np.arange(units)).reshape(-1).astype(np.int32)
+
+    return [(side(), side()) for _ in range(shape.pushes_in_turn(pool_bytes))]
+
+
+def layout_of(page_bytes: int) -> KVLayout:
+    """A layout whose pages have this size."""
+    return KVLayout(layers=1, kv_heads=1, head_dim=page_bytes // 2, page_size=1, dtype="uint8")
+
+
+def _has(events: Iterable[object], is_awaited: Callable[[object], bool]) -> bool:
+    """Whether one of the events is awaited. Raises TransferError when one of them is a failure."""
+    found = False
+    for event in events:
+        match event:
+            case RunsFailed() | AgentLost() | ConnectFailed() | PushFailed():
+                raise TransferError(event.reason)
+            case LinkChanged() if event.link.state == "lost":
+                raise TransferError(event.link.detail)
+        found = found or is_awaited(event)
+    return found
+
+
+def _wait(poll: Callable[[], Iterable[object]], is_awaited: Callable[[object], bool], pause: Callable[[], object]) -> None:
+    """Poll until an awaited event comes. One push or connection is under way at a time, so no event of another one can."""
+    until = time.monotonic() + PUSH_S
+    while not _has(poll(), is_awaited):
+        if time.monotonic() > until:
+            raise TransferError(f"nothing happened for {PUSH_S:g} s")
+        pause()
+
+
+class PortAgent(TransferAgent):
+    """The transport's port alone: every call comes from this thread, which polls without a pause after a push."""
+
+    def __init__(self, plan: AgentPlan) -> None:
+        super().__init__(plan)
+        assert plan.way.transport is not None
+        self._transport = make_transport(plan.way.transport, plan.host)
+        self.descriptor = self.describe(plan.way.transport, *self._transport.register(self.pool.region))
+        self._peer = ""
+        self._tickets = map(Ticket, itertools.count())
+        self._turn_s = IDLE_S
+
+    def connect(self, pool: PoolDescriptor) -> None:
+        super().connect(pool)
+        self._peer = pool.agent
+        self._transport.connect(pool)
+        _wait(self._transport.poll, lambda event: isinstance(event, Connected), lambda: time.sleep(BUSY_S))
+
+    def prepare(self, source_pages: Int32Array, target_pages: Int32Array) -> PushOnce:
+        runs = self.runs(source_pages, target_pages)
+
+        def push() -> None:
+            self._transport.push(next(self._tickets), self._peer, runs)
+            _wait(self._transport.poll, lambda event: isinstance(event, RunsDone), lambda: None)
+
+        return push
+
+    def expect(self, pushes: bool) -> None:
+        expect_s = BUSY_S if self.is_distant else EXPECT_S
+        self._turn_s = expect_s if pushes else IDLE_S
+
+    def turn(self) -> float:
+        _has(self._transport.poll(), lambda event: False)
+        return self._turn_s
+
+    def close(self) -> None:
+        self._transport.close()
+
+
+class ThreadAgent(TransferAgent):
+    """A transfer thread with its pace, links and leases: what an instance uses."""
+
+    def __init__(self, plan: AgentPlan) -> None:
+        super().__init__(plan)
+        name, total_pages = plan.way.transport, self.descriptor.total_pages
+        assert name is not None
+
+        def make_loop() -> TransferLoop:
+            return TransferLoop(make_transport(name, plan.host), name, self.pool.region, self.layout, total_pages, time.monotonic)
+
+        self._events = threading.Event()
+        self._thread = TransferThread(make_loop, self._events.set)
+        self._tickets = map(Ticket, itertools.count())
+        self.descriptor = self._thread.start(PUSH_S)
+
+    def connect(self, pool: PoolDescriptor) -> None:
+        super().connect(pool)
+        self._thread.submit(Connect((_instance_of(pool),)))
+        self._wait(lambda event: isinstance(event, LinkChanged) and event.link.state == "ready")
+        self._thread.submit(Allow(TARGET, LIFE, time.monotonic() + WRITE_LEASE_S))
+
+    def prepare(self, source_pages: Int32Array, target_pages: Int32Array) -> PushOnce:
+        def push() -> None:
+            self._thread.submit(Push(next(self._tickets), TARGET, LIFE, source_pages, target_pages, NO_REQUEST))
+            self._wait(lambda event: isinstance(event, PushDone))
+
+        return push
+
+    def expect(self, pushes: bool) -> None:
+        self._thread.submit(Expect(int(pushes), distant=self.is_distant))
+
+    def close(self) -> None:
+        self._thread.close()
+
+    def _wait(self, is_awaited: Callable[[object], bool]) -> None:
+        def pause() -> None:
+            self._events.wait(PUSH_S)
+            self._events.clear()
+
+        _wait(self._thread.poll, is_awaited, pause)
+
+
+def _instance_of(pool: PoolDescriptor) -> InstanceInfo:
+    """The owner of a pool, as a transfer loop needs it."""
+    model = ModelIdentity(name="bench", fingerprint="", architecture="", dtype="uint8", vocab_size=1, context_tokens=1)
+    return InstanceInfo(id=TARGET, incarnation=LIFE, role="decode", inbox="", ranks=(), model=model, pools=(pool,), max_running=1)
+
+
+class SocketAgent(TransferAgent):
+    """One TCP connection. A push sends where its runs go, then their bytes; one byte comes back when all have arrived."""
+
+    def __init__(self, plan: AgentPlan) -> None:
+        super().__init__(plan)
+        self._bytes = memoryview(self.pool.bytes)
+        try:
+            self._listener = socket.create_server((plan.host, 0))
+        except OSError as error:
+            raise TransferError(f"nothing can listen on {plan.host}: {error}") from error
+        self._connection: socket.socket | None = None
+        threading.Thread(target=self._receive, name="receiver", daemon=True).start()
+        self.descriptor = self.describe(agent=plan.host, wire=str(self._listener.getsockname()[1]).encode())
+
+    def connect(self, pool: PoolDescriptor) -> None:
+        super().connect(pool)
+        address = pool.agent, int(pool.wire)
+        try:
+            self._connection = socket.create_connection(address, PUSH_S)
+            self._connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        except OSError as error:
+            raise TransferError(f"no connection to {address}: {error}") from error
+
+    def prepare(self, source_pages: Int32Array, target_pages: Int32Array) -> PushOnce:
+        runs = self.runs(source_pages, target_pages)
+        head = np.int64(len(runs)).tobytes() + np.ascontiguousarray(runs[:, 1:]).tobytes()
+        pieces = [self._bytes[start : start + length] for start, _, length in runs.tolist()]
+        connection = self._connection
+        assert connection is not None, "connect comes before prepare"
+
+        def push() -> None:
+            try:
+                connection.sendall(head)
+                for piece in pieces:
+                    connection.sendall(piece)
+                if not connection.recv(1):
+                    raise TransferError("the connection was closed")
+            except OSError as error:
+                raise TransferError(f"the connection failed: {error}") from error
+
+        return push
+
+    def close(self) -> None:
+        if self._connection is not None:
+            self._connection.close()
+        self._listener.close()
+
+    def _receive(self) -> None:
+        try:
+            connection, _ = self._listener.accept()
+        except OSError:
+            return  # closed before anybody connected
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        with connection:
+            while head := connection.recv(8, socket.MSG_WAITALL):
+                table = bytearray(16 * int.from_bytes(head, "little"))
+                connection.recv_into(table, len(table), socket.MSG_WAITALL)
+                for start, length in np.frombuffer(table, dtype="<i8").reshape(-1, 2).tolist():
+                    connection.recv_into(self._bytes[start : start + length], length, socket.MSG_WAITALL)
+                connection.sendall(b"!")
+
+
+class LocalAgent(TransferAgent):
+    """Both pools in one process: the speed of the memory."""
+
+    def __init__(self, plan: AgentPlan) -> None:
+        super().__init__(plan)
+        self.landing = make_pool(plan.other_device, plan.pool_bytes, plan.huge_pages)
+
+    def prepare(self, source_pages: Int32Array, target_pages: Int32Array) -> PushOnce:
+        return self.pool.copies(self.landing, self.runs(source_pages, target_pages))
+
+
+AGENTS: dict[str, type[TransferAgent]] = {
+    "transport": PortAgent,
+    "thread": ThreadAgent,
+    "socket": SocketAgent,
+    "memmove": LocalAgent,
+    "copy": LocalAgent,
+}
+
+
+def serve(parent: Connection) -> None:
+    """Make the agent of a plan, and do what the parent calls, until it closes the pipe."""
+    with contextlib.suppress(EOFError):
+        try:
+            plan: AgentPlan = parent.recv()
+            with contextlib.closing(AGENTS[plan.way.kind](plan)) as agent:
+                parent.send(agent.descriptor)
+                while True:
+                    while not parent.poll(agent.turn()):
+                        continue
+                    method, arguments, named = parent.recv()
+                    parent.send(getattr(agent, method)(*arguments, **named))
+        except TransferError as error:
+            parent.send(error)
+
+
+if __name__ == "__main__":
+    serve(Connection(int(sys.argv[1])))

@@ -1,0 +1,170 @@
+"""The decoder of Llama, Mistral, Qwen2 and Qwen3: embedding, layers of attention and an mlp, final norm and output head.
+
+Owns the weights of attention and the order of the layers; an mlp is a callable, SwiGLU here. Implements `Model`; knows nothing of
+pages, rows or requests. The architectures differ in biases, windows, rotary scaling and in the norm on queries and keys (Qwen3).
+Sources: Touvron et al. 2023, Jiang et al. 2023 (Mistral 7B), Qwen2 technical report 2024, Qwen3 technical report 2025.
+
+Each of several ranks has some heads and a part of every mlp (`shares.py`). What attention and mlps add to the hidden states is
+summed over the ranks, so hidden states are whole on each.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from common.engine.attention.port import LayerAttention
+from common.engine.kernels.port import HeadNorm, Kernels
+from common.engine.models.linear import AnyLinear
+from common.engine.models.port import StepAttention
+from common.engine.models.rotary import Rotary
+from common.engine.models.shape import ModelShape
+from common.engine.models.shares import Share, share_of
+from common.engine.models.vocabulary import Embedding, OutputHead
+from common.engine.models.weights import Part, WeightSlots
+from common.engine.parallel import ALONE, Group
+
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+Mlp = Callable[[Tensor], Tensor]
+"""[tokens, hidden] → [tokens, hidden]: this rank's part of the sum."""
+MlpMaker = Callable[[int], Mlp]
+"""Makes the mlp of a layer, given its number."""
+
+
+@dataclass(slots=True)
+class GatedMlp:
+    """SwiGLU (Shazeer 2020). gate_up: a gated layer, both in one product."""
+
+    gate_up: AnyLinear
+    down: AnyLinear
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.down(self.gate_up(x))
+
+
+@dataclass(slots=True)
+class Layer:
+    """qkv: queries, keys and values in one product."""
+
+    input_norm: Tensor
+    qkv: AnyLinear
+    head_norm: HeadNorm | None
+    output: AnyLinear
+    post_norm: Tensor
+    mlp: Mlp
+
+
+class Decoder:
+    """A model whose weights are in `slots`, to be filled before it computes.
+
+    context_tokens: the longest sequence that the instance was asked for. make_mlp: None: SwiGLU in every layer. capturable: that
+    its mlps are. group: the ranks that compute the model.
+    """
+
+    def __init__(
+        self,
+        shape: ModelShape,
+        slots: WeightSlots,
+        kernels: Kernels,
+        context_tokens: int,
+        make_mlp: MlpMaker | None = None,
+        capturable: bool = True,
+        group: Group = ALONE,
+    ) -> None:
+        self.shape = shape
+        self.capturable = capturable
+        self.spared_bytes = 0
+        self._group = group
+        share = share_of(shape, group.rank, group.ranks)
+        self.attention = [LayerAttention(shape.head_dim**-0.5, window) for window in shape.windows]
+        self._kernels = kernels
+        make_mlp = make_mlp or (lambda number: gated_mlp(shape, share, slots, number))
+        held, rows = share.vocabulary, share.vocabulary_rows
+        embedding = slots.rows(EMBEDDING, held, rows, shape.vocab_size, shape.hidden)
+        self._embedding = Embedding(embedding, held, group, kernels)
+        self._layers = [_layer(shape, share, slots, number, make_mlp(number)) for number in range(shape.layers)]
+        self._norm = slots.tensor("model.norm.weight", shape.hidden)
+        if shape.tied:
+            slots.tie(HEAD, EMBEDDING, embedding[: len(held)])
+            head = slots.head(embedding, shared=True)
+        else:
+            head = slots.head(slots.rows(HEAD, held, rows, shape.vocab_size, shape.hidden))
+        self._head = OutputHead(head, shape.vocab_size, group)
+        self._rotary = Rotary(shape.rope, shape.head_dim, context_tokens, embedding.device, kernels)
+
+    def hidden(self, token_ids: Tensor, positions: Tensor, attention: StepAttention, wanted: Tensor | None = None) -> Tensor:
+        """token_ids, positions: [tokens] int64. wanted: [count] int64, or None for all. Returns [count, hidden], normed. From the
+        last layer's attention on, it computes the wanted tokens alone: of most tokens of a chunk only the KV is of use."""
+        rotation, kernels, eps = self._rotary(positions), self._kernels, self.shape.norm_eps
+        total, tokens = self._group.sum, token_ids.shape[0]  # len() of a tensor takes longer
+        residual = self._embedding(token_ids)
+        x = kernels.rms_norm(residual, self._layers[0].input_norm, eps)
+        following = [*(layer.input_norm for layer in self._layers[1:]), self._norm]
+        for number, (layer, next_norm) in enumerate(zip(self._layers, following, strict=True)):
+            heads = layer.qkv(x).view(tokens, -1, self.shape.head_dim)
+            out = attention.rotate_and_attend(number, heads, rotation, layer.head_norm).reshape(tokens, -1)
+            if wanted is not None and number == len(self._layers) - 1:
+                if not len(wanted):
+                    return residual[:0]
+                out, residual = out[wanted], residual[wanted]
+            x = total(layer.output(out))
+            x, residual = kernels.add_rms_norm(x, residual, layer.post_norm, eps)
+            x = total(layer.mlp(x))
+            x, residual = kernels.add_rms_norm(x, residual, next_norm, eps)
+        return x
+
+    def products(self) -> list[tuple[AnyLinear, int, bool]]:
+        """The linear layers of one forward in their order: each with its inputs, and whether it computes the wanted tokens alone.
+        Those of a mixture of experts are not among them."""
+        shape, found = self.shape, list[tuple[AnyLinear, int, bool]]()
+        for number, layer in enumerate(self._layers):
+            wanted = number == len(self._layers) - 1
+            found.append((layer.qkv, shape.hidden, False))
+            found.append((layer.output, shape.heads * shape.head_dim // self._group.ranks, wanted))
+            if isinstance(layer.mlp, GatedMlp):
+                found.append((layer.mlp.gate_up, shape.hidden, wanted))
+                found.append((layer.mlp.down, shape.intermediate // self._group.ranks, wanted))
+        return [*found, (self._head.product, shape.hidden, True)]
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[rows, hidden] → [rows, vocab] float32."""
+        return self._head(hidden)
+
+
+def gated_mlp(shape: ModelShape, share: Share, slots: WeightSlots, number: int) -> GatedMlp:
+    """The mlp of layer `number`."""
+    prefix, width = f"model.layers.{number}.mlp.", share.intermediate
+    gate_up = [Part(prefix + name, shape.intermediate, width) for name in ("gate_proj", "up_proj")]
+    down = [Part(prefix + "down_proj", shape.hidden)]
+    return GatedMlp(
+        gate_up=slots.linear(gate_up, shape.hidden, shape.mlp_bias, gated=True),
+        down=slots.linear(down, shape.intermediate, shape.mlp_bias, width, share.adds_biases),
+    )
+
+
+def _layer(shape: ModelShape, share: Share, slots: WeightSlots, number: int, mlp: Mlp) -> Layer:
+    prefix = f"model.layers.{number}."
+    attention = prefix + "self_attn."
+    queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    queries_here, keys_here = (
+        range(heads.start * shape.head_dim, heads.stop * shape.head_dim) for heads in (share.heads, share.kv_heads)
+    )
+    qkv = [
+        Part(attention + "q_proj", queries, queries_here),
+        Part(attention + "k_proj", keys, keys_here),
+        Part(attention + "v_proj", keys, keys_here),
+    ]
+    head_norm = None
+    if shape.qk_norm:
+        query_norm = slots.tensor(attention + "q_norm.weight", shape.head_dim)
+        head_norm = HeadNorm(query_norm, slots.tensor(attention + "k_norm.weight", shape.head_dim), shape.norm_eps)
+    return Layer(
+        input_norm=slots.tensor(prefix + "input_layernorm.weight", shape.hidden),
+        qkv=slots.linear(qkv, shape.hidden, shape.qkv_bias),
+        head_norm=head_norm,
+        output=slots.linear(
+            [Part(attention + "o_proj", shape.hidden)], queries, shape.output_bias, queries_here, share.adds_biases
+        ),
+        post_norm=slots.tensor(prefix + "post_attention_layernorm.weight", shape.hidden),
+        mlp=mlp,
+    )

@@ -1,0 +1,1 @@
+"""Products of rows with packed weights, for linear layers on CPU."""

@@ -1,0 +1,1 @@
+"""Tests of what changes logits before a token is drawn."""

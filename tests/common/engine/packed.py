@@ -1,0 +1,24 @@
+"""Models whose decode steps are recorded on CPU, however small they are.
+
+Owns how the measurement of products is replaced by one that chooses C for everything.
+"""
+
+import pytest
+
+from common.engine.models import packing
+from common.engine.models.packing import Measured
+from common.engine.native.recording import load_recorder
+from common.engine.products.panel_product import load_panel_product
+
+IN_C = load_panel_product()
+CAN_RECORD = IN_C is not None and load_recorder() is not None
+
+
+def pack_everything(monkeypatch: pytest.MonkeyPatch, ratios: dict[int, float] | None = None) -> None:
+    """Every layer in float32 that is loaded from now on is packed for the product in C. ratios: its times beside torch's."""
+    assert IN_C is not None
+    product = IN_C
+    measured = Measured(product, ratios or dict.fromkeys(packing.ROWS, 0.5))
+    monkeypatch.setattr(packing, "_LEAST_ITEMS", 0)
+    monkeypatch.setattr(packing, "_LEAST_OUTPUTS", 0)
+    monkeypatch.setattr(packing, "measure", lambda samples, products: measured)
