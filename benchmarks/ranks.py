@@ -22,9 +22,7 @@ from bench.processes import cpu_s
 from bench.tables import say, write_figures
 from benchmarks.command import Invocation, start
 from common.config import MOST_RANKS
-from common.engine.executor import EngineDescription, Executor, StepHandle
-from common.engine.plan import Plan
-from common.engine.timed import Pace, StepCost, TimedExecutor
+from common.executor import EngineDescription, Executor, Plan, StepHandle
 from common.ids import Incarnation
 from common.instance.ports import TransferCommand, TransferEvent
 from common.instance.ranks.executor import RankedExecutor
@@ -39,6 +37,7 @@ from common.messages.ranks import RankHello, ToFollower, ToLeader, rank_name
 from common.options import option, parse_numbers, require, require_at_least
 from common.pages.layout import KVLayout, MemoryRegion
 from common.wire import Mailbox
+from engine.timed import Pace, StepCost, TimedExecutor
 
 ADDRESS = "tcp://127.0.0.1:0"
 END_S = 10.0

@@ -3,6 +3,7 @@
 Owns names, defaults, help and limits. Reads no files, flags or environment. What a slice is made of is in `common/options.py`.
 """
 
+import dataclasses
 import math
 import re
 from dataclasses import dataclass
@@ -406,3 +407,29 @@ def parse_step_cost(text: str) -> tuple[float, float, float]:
     costs = (step_s, chunk_token_s, decode_row_s)
     require(all(0 <= cost < math.inf for cost in costs), "step-cost", f"three numbers of seconds such as {STEP_COST}", text)
     return costs
+
+
+CHUNK_TOKENS = {"cpu": 512, "cuda": 8192}
+"""A GPU needs thousands of tokens in a forward to be busy; on a CPU, shorter chunks overlap better with pushes."""
+
+
+SHARED_CHUNK_TOKENS = 2048
+"""Where instances share a GPU, it runs their kernels in turns: a decode step beside a long chunk waits for many of them."""
+
+
+MAX_RUNNING = {"cpu": 64, "cuda": 256}
+
+
+def with_step_size(engine: EngineConfig, kind: Literal["cpu", "cuda"]) -> EngineConfig:
+    """The config with numbers where it says 0. kind: of the device."""
+    chunk_tokens = SHARED_CHUNK_TOKENS if shares_gpu(engine, kind) else CHUNK_TOKENS[kind]
+    return dataclasses.replace(
+        engine,
+        chunk_tokens=engine.chunk_tokens or chunk_tokens,
+        max_running=engine.max_running or MAX_RUNNING[kind],
+    )
+
+
+def shares_gpu(engine: EngineConfig, kind: str) -> bool:
+    """Whether other instances are on its GPU, as --sharers says. kind: of the device."""
+    return kind == "cuda" and engine.sharers > 1

@@ -5,7 +5,7 @@ Owns the checks: what a writer says is verified wherever that is possible. Chang
 
 from dataclasses import dataclass
 
-from common.engine.executor import EngineDescription
+from common.executor import EngineDescription
 from common.messages import Handoff
 from kv_transfer.digests import Digest, corrupt_pages
 from kv_transfer.handoff_target import Reservation

@@ -8,8 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import chain
 
-from common.engine.executor import EngineDescription
-from common.engine.plan import RowStart
+from common.executor import EngineDescription, RowStart
 from common.ids import Key, Life, pack_ids
 from common.instance.limits import InstanceLimits
 from common.instance.ports import Action, Send

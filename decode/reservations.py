@@ -5,8 +5,8 @@ plans or steps.
 """
 
 from common.addresses import on_one_host
-from common.engine.executor import EngineDescription
 from common.errors import InstanceFailed, Unavailable
+from common.executor import EngineDescription
 from common.ids import InstanceId, Key, Life
 from common.instance.ports import Action, Expect, PeersChanged, Settle
 from common.instance.request import Phase

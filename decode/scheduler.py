@@ -20,9 +20,8 @@ import msgspec
 import numpy as np
 
 from common.deadlines import earliest
-from common.engine.executor import EngineDescription
-from common.engine.plan import Plan, StepResult
 from common.errors import NoRoom, Preempted, Unavailable
+from common.executor import EngineDescription, Plan, StepResult
 from common.ids import InstanceId, Key, Life
 from common.instance.cache_teller import CacheTeller
 from common.instance.emit import emit_tokens

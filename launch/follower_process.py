@@ -40,7 +40,7 @@ from launch.reports import Ready
 if TYPE_CHECKING:
     import torch
 
-    from common.engine.parallel import Group, TorchGroup
+    from engine.parallel import Group, TorchGroup
 
 
 class _Meeting:
@@ -54,7 +54,7 @@ class _Meeting:
         self.welcome: RankWelcome | None = None
 
     def meet(self, device: "torch.device") -> "Group":
-        from common.engine.parallel import TorchGroup, reach_store
+        from engine.parallel import TorchGroup, reach_store
 
         assert self.welcome is not None
         host, _, port = self.welcome.meeting.rpartition(":")

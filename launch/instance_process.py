@@ -22,7 +22,7 @@ from typing import Any
 
 from common.addresses import bind_address, check_address, host_for_peers, reachable
 from common.config import EngineConfig, InstanceConfig, ModelConfig
-from common.engine.executor import Executor
+from common.executor import Executor
 from common.ids import Incarnation, InstanceId, Role
 from common.instance.limits import InstanceLimits
 from common.instance.memberships import Memberships

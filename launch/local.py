@@ -27,13 +27,13 @@ from common.addresses import LOOPBACK, port_of, reachable, require_free
 from common.amounts import parse_share
 from common.config import AccessConfig, EngineConfig, InstanceConfig, LogConfig, ModelConfig, RouterConfig, SecurityConfig
 from common.cores import core_count, divide_cores, place_on_gpus
-from common.engine.kv_host import memory_part
-from common.engine.lent_cores import make_file
 from common.errors import ConfigError, TandemError
 from common.flags import to_flags
 from common.options import refuse_without_effect, require_at_least, require_between
 from common.processes.child import Exited, Reported, Running, stop_children
 from common.processes.parent import Parent
+from engine.cpu.lent_cores import make_file
+from engine.kv_budget import memory_part
 from launch import signals
 from launch.fleet_page import FleetPage, curl_line
 from launch.local_cores import CoresConfig, divide_by_work

@@ -1,6 +1,6 @@
 """How `launch local` divides the cores of a host without GPUs among its instances.
 
-Owns the flags and the arithmetic. What instances lend each other while they serve is `common/engine/lent_cores.py`.
+Owns the flags and the arithmetic. What instances lend each other while they serve is `engine/cpu/lent_cores.py`.
 """
 
 from dataclasses import dataclass

@@ -220,7 +220,7 @@ def _simulate(flags: argparse.Namespace) -> int:
 def _bench_overlap(flags: argparse.Namespace) -> int:
     environment.prepare(1)
     from bench.overlap import run
-    from common.engine.device import with_device_defaults
+    from engine.device import with_device_defaults
 
     bench, engine = read_config(overlap_plan.OverlapBench, flags), read_config(EngineConfig, flags)
     command = _bench_command(flags, BENCH_SWITCHES, bench, engine)

@@ -5,10 +5,9 @@ process nor a word from each of them. A name of Hugging Face is left to those wh
 """
 
 from common.config import EngineConfig, ModelConfig
-from common.engine.models.shape import DEFAULTS, read_architecture, read_shape
-from common.engine.models.shares import check_ranks, refuse_ranks
 from common.errors import ConfigError
 from common.model_path import model_folder
+from engine.models.shape import DEFAULTS, check_ranks, read_architecture, read_shape, refuse_ranks
 
 
 def check_model(model: ModelConfig, engine: EngineConfig, ranks: int, *, on_cpu: bool) -> None:

@@ -8,12 +8,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from common.config import EngineConfig, InstanceConfig, ModelConfig
-from common.engine.executor import EngineDescription, Executor
-from common.engine.kv_budget import Agree, as_offered
-from common.engine.step_size import with_step_size
+from common.config import EngineConfig, InstanceConfig, ModelConfig, with_step_size
+from common.executor import EngineDescription, Executor
 from common.ids import Role
 from common.pages.heads import heads_of
+from engine.kv_budget import Agree, as_offered
 from kv_transfer.backends import make_transport
 from kv_transfer.target_ranks import TargetRanks
 from kv_transfer.transfer_loop import TransferLoop
@@ -22,7 +21,7 @@ from kv_transfer.transfer_thread import TransferThread
 if TYPE_CHECKING:
     import torch
 
-    from common.engine.parallel import Group
+    from engine.parallel import Group
 
 Wake = Callable[[], None]
 Progress = Callable[[str], None]
@@ -47,13 +46,13 @@ def make_executor(
 ) -> tuple[EngineConfig, Executor]:
     """The executor, and the config that it follows."""
     if engine.executor == "timed":
-        from common.engine.timed_checkpoint import TimedCheckpoint
+        from engine.timed import TimedCheckpoint
 
         engine = with_step_size(engine, "cpu")
         return engine, TimedCheckpoint(model, engine, wake, progress, parallel.rank, parallel.ranks, parallel.agree)
-    from common.engine.device import device_of, with_device_defaults
-    from common.engine.parallel import ALONE
-    from common.engine.torch_executor import TorchExecutor
+    from engine.device import device_of, with_device_defaults
+    from engine.parallel import ALONE
+    from engine.torch_executor import TorchExecutor
 
     engine = with_device_defaults(engine)
     if role == "prefill":  # it computes no decode steps

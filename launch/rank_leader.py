@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING
 
 from common.addresses import LOOPBACK, among_ranks, bind_address, host_for_peers, is_loopback, port_of, reachable
 from common.config import EngineConfig, InstanceConfig, ModelConfig
-from common.engine.executor import Executor
 from common.errors import AddressTaken, MeetingFailed
+from common.executor import Executor
 from common.ids import Incarnation, InstanceId, Role
 from common.instance.ports import Transfers
 from common.instance.ranks.executor import RankedExecutor
@@ -38,7 +38,7 @@ from launch.rank_start import StartThread
 if TYPE_CHECKING:
     import torch
 
-    from common.engine.parallel import Group, TorchGroup
+    from engine.parallel import Group, TorchGroup
 
 REMIND_S = 5.0
 """How often the start says which ranks are missing."""
@@ -161,7 +161,7 @@ class LeaderRanks:
             self._process.progress(text)
 
     def _meet(self, device: "torch.device") -> "Group":
-        from common.engine.parallel import TorchGroup, open_store
+        from engine.parallel import TorchGroup, open_store
 
         store = open_store(self._host)
         self._start.say(lambda: self._gathering.open(f"{self._host}:{store.port}"))

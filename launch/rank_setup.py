@@ -7,14 +7,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from importlib.metadata import PackageNotFoundError, version
 
-from common.config import EngineConfig, InstanceConfig, LogConfig, ModelConfig, SecurityConfig
+from common.config import EngineConfig, InstanceConfig, LogConfig, ModelConfig, SecurityConfig, shares_gpu
 from common.cores import core_count, devices_of_ranks, divide_cores
-from common.engine.checkpoint import fingerprint
-from common.engine.kv_host import memory_part
-from common.engine.step_size import shares_gpu
 from common.errors import ConfigError
 from common.flags import flag_of, to_flags
 from common.model_path import resolve_model_path
+from engine.checkpoint import fingerprint
+from engine.kv_budget import memory_part
 from launch.gpus import count_gpus
 from launch.processes import launch_command
 from launch.rank_children import RankCommands

@@ -6,7 +6,7 @@ rows, plans, pushes or messages.
 
 from collections.abc import Callable, Iterable
 
-from common.engine.executor import EngineDescription
+from common.executor import EngineDescription
 from common.instance.prompt_cache import PromptCache
 from common.instance.request import Phase
 from common.instance.requests import RequestTable

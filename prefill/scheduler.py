@@ -23,9 +23,8 @@ from typing import assert_never
 import msgspec
 
 from common.deadlines import earliest
-from common.engine.executor import EngineDescription
-from common.engine.plan import Plan, RowStart, StepResult
 from common.errors import BadRequest, TandemError, Unavailable
+from common.executor import EngineDescription, Plan, RowStart, StepResult
 from common.ids import ROUTER, InstanceId, Key, Life
 from common.instance.cache_teller import CacheTeller
 from common.instance.emit import emit_tokens

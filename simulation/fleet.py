@@ -9,13 +9,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from common.config import RouterConfig
-from common.engine.executor import Executor
-from common.engine.timed import Pace
-from common.engine.toy import ToyExecutor, ToyRanks
 from common.errors import Unavailable
+from common.executor import Executor
 from common.ids import InstanceId, RequestId, Role, pack_ids
 from common.sampling_params import SamplingParams
 from common.text.detokenizer import Detokenizer
+from engine.timed import Pace
+from engine.toy import ToyExecutor, ToyRanks
 from kv_transfer.memory import MemoryNetwork, MemoryTransport
 from kv_transfer.transport import Transport
 from router.core import RouterCore

@@ -7,9 +7,8 @@ how ranks find each other is not simulated. Whoever made it is told when it ends
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from common.engine.executor import Executor
-from common.engine.toy import ToyRanks
 from common.errors import TandemError
+from common.executor import Executor
 from common.instance.memberships import Memberships
 from common.instance.ports import Transfers
 from common.instance.ranks.executor import RankedExecutor
@@ -20,6 +19,7 @@ from common.messages import DecodeInbox, InstanceInfo, PrefillInbox
 from common.messages.ranks import ToLeader, rank_name
 from common.pages.pool import PagePool
 from decode.scheduler import DecodeScheduler
+from engine.toy import ToyRanks
 from kv_transfer.ranked_transfers import RankedTransfers
 from prefill.scheduler import PrefillScheduler
 from simulation.clock import Clock, LocalClock, Loop

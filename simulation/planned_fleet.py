@@ -9,13 +9,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from common.config import RouterConfig, parse_step_cost
-from common.engine.executor import EngineDescription, Executor
-from common.engine.plan import Plan
-from common.engine.timed import Pace, StepCost, TimedExecutor
-from common.engine.toy import ToyRanks
+from common.executor import EngineDescription, Executor, Plan
 from common.ids import Role
 from common.messages import ModelIdentity
 from common.pages.layout import KVLayout, MemoryRegion
+from engine.timed import Pace, StepCost, TimedExecutor
+from engine.toy import ToyRanks
 from kv_transfer.transport import Transport
 from simulation.client import Observer
 from simulation.clock import Clock, LocalClock

@@ -11,13 +11,13 @@ from tokenizers import Tokenizer, models
 
 from common.config import RouterConfig
 from common.deadlines import earliest
-from common.engine.toy import TOY_VOCAB
 from common.ids import ROUTER, InstanceId, RequestId, text_name
 from common.instance.ports import Send
 from common.messages import DetokenizerHeartbeat, DetokenizerInbox, RouterInbox, TextDelta, Trace
 from common.text.batches import cut
 from common.text.detokenizer import Detokenizer
 from common.tracing import Tracer
+from engine.toy import TOY_VOCAB
 from router.core import RouterCore
 from router.requests import RequestSpec
 from simulation.client import Client, Observer

@@ -7,15 +7,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from common.engine.executor import Executor
-from common.engine.toy import ToyRanks
 from common.errors import TandemError
+from common.executor import Executor
 from common.ids import Incarnation, InstanceId, Role
 from common.instance.ranks.follower import FollowerLoop
 from common.instance.ranks.line import Line
 from common.messages import RankInfo
 from common.messages.ranks import ToFollower, rank_name
 from common.pages.heads import heads_of
+from engine.toy import ToyRanks
 from kv_transfer.target_ranks import TargetRanks
 from kv_transfer.transfer_loop import TransferLoop
 from kv_transfer.transport import Transport

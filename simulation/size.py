@@ -5,8 +5,8 @@ Owns the numbers. Pure data.
 
 from dataclasses import dataclass
 
-from common.engine.timed import StepCost
 from common.instance.limits import InstanceLimits
+from engine.timed import StepCost
 
 
 @dataclass(frozen=True, kw_only=True)

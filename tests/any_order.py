@@ -11,7 +11,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from common.engine.plan import Plan
+from common.executor import Plan
 from common.ids import ROUTER, InstanceId
 from common.instance.ports import Action, Scheduler
 from common.messages import Cancel, Generate, Probe, Reserve

@@ -4,8 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from common.engine.executor import EngineDescription
-from common.engine.plan import Plan, StepResult
+from common.executor import EngineDescription, Plan, StepResult
 from common.ids import ROUTER, Incarnation, InstanceId, Key, RequestId, Role
 from common.instance.limits import InstanceLimits
 from common.messages import EngineChoices, InstanceInfo, ModelIdentity, PoolDescriptor, RankInfo

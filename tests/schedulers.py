@@ -8,7 +8,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from common.engine.plan import Plan
+from common.executor import Plan
 from common.ids import ROUTER, Incarnation, InstanceId, pack_ids
 from common.instance.ports import Action, Decision, LinkChanged, PeersChanged, RouterLost, Scheduler, Send, Settle, Settled
 from common.messages import (

@@ -15,12 +15,12 @@ from bench.engine.batch import Batch
 from bench.engine.figures import Agreement, Check
 from bench.engine.plan import CheckAnswers
 from common.config import DEMO_MODEL, EngineConfig, ModelConfig
-from common.engine.model_runner import ModelRunner
-from common.engine.plan import Chunk
 from common.errors import ConfigError
+from common.executor import Chunk
 from common.ids import Int32Array
 from common.sampling_params import SamplingParams
 from common.text.tokenizer_manager import TokenizerManager
+from engine.model_runner import ModelRunner
 
 GREEDY = SamplingParams(max_new_tokens=1, temperature=0.0, ignore_eos=True)
 SAMPLED = SamplingParams(max_new_tokens=1, temperature=0.8, top_p=0.95, top_k=50, seed=5, ignore_eos=True)

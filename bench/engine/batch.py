@@ -9,8 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from common.engine.executor import EngineDescription
-from common.engine.plan import Chunk, Plan, RowStart
+from common.executor import Chunk, EngineDescription, Plan, RowStart
 from common.ids import Int32Array, Int64Array
 from common.sampling_params import SamplingParams
 

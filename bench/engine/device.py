@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from common.engine.device import device_of
 from common.pages.layout import MemoryRegion
+from engine.device import device_of
 
 _FILL_ELEMENTS = 2**27
 _CYCLES_PER_S = 2e9

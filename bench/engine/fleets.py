@@ -24,10 +24,10 @@ from bench.engine.figures import Agreement, Check, Exposed, Figure, Pushed
 from bench.engine.plan import CheckRing, MeasureExposed, MeasurePush, Task
 from bench.serve.requests import completion_of_ids
 from common.config import EngineConfig
-from common.engine.device import device_of
 from common.errors import TandemError
 from common.flags import to_flags
 from common.processes.local_fleet import FleetFailed, connected, local_fleet
+from engine.device import device_of
 
 AT_ONCE = 4
 COUNTED_S, LOOK_EVERY_S = 5.0, 0.1

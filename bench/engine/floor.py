@@ -20,13 +20,13 @@ from bench.engine.models import products_flop, shape_folder
 from bench.engine.plan import MeasureFloor
 from bench.engine.steps import WARM_STEPS, Say, decode_plans, start, why_not_decoded
 from bench.figures import Spread
-from common.engine.kv_memory import torch_dtype
-from common.engine.model_runner import ModelRunner
-from common.engine.models.decoder import Decoder
-from common.engine.models.served_shape import ServedShape, read_served_shape
-from common.engine.native.recording import CannotRecord, load_recorder
-from common.engine.plan import Chunk, Plan, RowStart
+from common.executor import Chunk, Plan, RowStart
 from common.model_path import resolve_model_path
+from engine.cpu.recording import CannotRecord, load_recorder
+from engine.kv_memory import torch_dtype
+from engine.model_runner import ModelRunner
+from engine.models.decoder import Decoder
+from engine.models.shape import ServedShape, read_served_shape
 
 READ_BYTES = 2**29
 """Far more than the caches of a core hold."""

@@ -15,17 +15,17 @@ from bench.engine.device import current
 from bench.engine.figures import HostWork
 from bench.engine.plan import MeasureHost
 from bench.figures import Spread
-from common.engine.attention.choice import AttentionNeeds, make_attention
-from common.engine.attention.port import Attention, LayerAttention
-from common.engine.executor import EngineDescription
-from common.engine.graphs import CudaGraphs
-from common.engine.kernels.choice import make_kernels
-from common.engine.kv_memory import KVMemory
-from common.engine.models.port import StepAttention
-from common.engine.sampler import Sampler
-from common.engine.step_runner import StepRunner
+from common.executor import EngineDescription
 from common.messages import ModelIdentity
 from common.pages.layout import KVLayout
+from engine.attention.choice import AttentionNeeds, make_attention
+from engine.attention.port import Attention, LayerAttention
+from engine.graphs import CudaGraphs
+from engine.kernels.choice import make_kernels
+from engine.kv_memory import KVMemory
+from engine.models.port import StepAttention
+from engine.sampler import Sampler
+from engine.step_runner import StepRunner
 
 ROWS, CONTEXT, VOCAB = 256, 1024, 8
 WARM_STEPS = 20

@@ -13,9 +13,9 @@ import numpy as np
 
 from bench.engine.plan import SHAPES
 from common.config import EngineConfig, ModelConfig
-from common.engine.models.served_shape import ServedShape
 from common.ids import Int64Array
 from common.model_path import model_name
+from engine.models.shape import ServedShape
 
 
 @contextlib.contextmanager

@@ -14,9 +14,9 @@ from bench.engine.batch import OfflinePlanner
 from bench.engine.figures import Offline
 from bench.engine.models import lengths_of, shape_folder
 from bench.engine.plan import MeasureOffline
-from common.engine.device import with_device_defaults
-from common.engine.executor import Executor, StepHandle
-from common.engine.torch_executor import TorchExecutor
+from common.executor import Executor, StepHandle
+from engine.device import with_device_defaults
+from engine.torch_executor import TorchExecutor
 
 WAIT_S = 60.0
 

@@ -14,14 +14,14 @@ from bench.engine.device import current
 from bench.engine.figures import Check
 from bench.engine.plan import CheckOperations
 from common.config import AttentionName
-from common.engine.attention.choice import AttentionNeeds, make_attention
-from common.engine.attention.port import LayerAttention, Segment, StepTokens
-from common.engine.kernels.choice import make_kernels
-from common.engine.kernels.port import HeadNorm, Kernels, PagePlaces, Rotation
-from common.engine.kernels.torch_kernels import TorchKernels
-from common.engine.kv_memory import KVMemory
 from common.errors import ConfigError
 from common.pages.layout import KVDtype, KVLayout
+from engine.attention.choice import AttentionNeeds, make_attention
+from engine.attention.port import LayerAttention, Segment, StepTokens
+from engine.kernels.choice import make_kernels
+from engine.kernels.port import HeadNorm, Kernels, PagePlaces, Rotation
+from engine.kernels.torch_kernels import TorchKernels
+from engine.kv_memory import KVMemory
 
 MOST_APART = {torch.bfloat16: 1e-2, torch.float32: 1e-4}
 """||ours - reference|| / ||reference||, of one operation."""

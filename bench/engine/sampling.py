@@ -17,9 +17,9 @@ from bench.engine.plan import MeasureSampling
 from bench.engine.steps import in_flight
 from bench.figures import Spread
 from common.config import DEMO_MODEL, EngineConfig, ModelConfig
-from common.engine.model_runner import ModelRunner
-from common.engine.plan import Plan, RowStart
+from common.executor import Plan, RowStart
 from common.sampling_params import Grammar, SamplingParams
+from engine.model_runner import ModelRunner
 
 PROMPT_TOKENS, STEPS_AT_ONCE = 128, 3
 _NOTHING = SamplingParams(max_new_tokens=99, temperature=0.0)

@@ -18,14 +18,13 @@ from bench.engine.models import prefill_flop, shape_folder, step_weight_bytes
 from bench.engine.plan import Build, MeasureSteps
 from bench.figures import Spread
 from common.config import DEMO_MODEL, ModelConfig
-from common.engine.executor import EngineDescription
-from common.engine.kv_memory import torch_dtype
-from common.engine.model_runner import ModelRunner
-from common.engine.models.served_shape import ServedShape, read_served_shape
-from common.engine.pending import PendingStep
-from common.engine.plan import Chunk, Plan, RowStart
+from common.executor import Chunk, EngineDescription, Plan, RowStart
 from common.model_path import resolve_model_path
 from common.pages.layout import ITEM_BYTES, KVDtype
+from engine.kv_memory import torch_dtype
+from engine.model_runner import ModelRunner
+from engine.models.shape import ServedShape, read_served_shape
+from engine.step_runner import PendingStep
 
 WARM_STEPS, ALONE_STEPS = 4, 7
 PREFILL_REPEATS = 3

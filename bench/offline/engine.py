@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from bench.offline.workload import Asked
-from common.engine.executor import EngineDescription, Executor, StepHandle
 from common.errors import Preempted, TandemError
+from common.executor import EngineDescription, Executor, StepHandle
 from common.ids import ROUTER, Incarnation, InstanceId, Key, RequestId, pack_ids
 from common.instance.limits import InstanceLimits
 from common.instance.ports import Action, RouterJoined, Send

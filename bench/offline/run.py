@@ -17,9 +17,9 @@ from bench.offline.plan import OfflineBench
 from bench.offline.workload import Asked, sequences
 from bench.tables import markdown_report, markdown_table, publish, say, text_report, text_table
 from common.config import EngineConfig, ModelConfig
-from common.engine.device import with_device_defaults
-from common.engine.torch_executor import TorchExecutor
 from common.errors import ConfigError
+from engine.device import with_device_defaults
+from engine.torch_executor import TorchExecutor
 
 WARM_UP = Asked(np.arange(8, dtype=np.int32), 4)
 STEADY = "The number of steps is not affected."

@@ -20,7 +20,7 @@ from itertools import chain, combinations
 import numpy as np
 from numpy.typing import NDArray
 
-from common.engine.plan import Plan
+from common.executor import Plan
 
 Vector = NDArray[np.float64]
 """[3]: of a step, a prompt token and a decode row. A matrix is [3, 3]."""

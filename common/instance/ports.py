@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias, TypeVar
 
-from common.engine.plan import Plan, StepResult
+from common.executor import Plan, StepResult
 from common.ids import Incarnation, InstanceId, Int32Array, Key, Ticket
 from common.messages import AnyMessage, Counters, Failed, InstanceInfo, LinkInfo, Load, Timeline
 from common.sampling_params import Grammar

@@ -7,7 +7,7 @@ request, the decode role for requests that it serves alone.
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from common.engine.plan import Chunk
+from common.executor import Chunk
 from common.ids import Int32Array
 
 

@@ -9,7 +9,7 @@ from enum import Enum, auto
 import numpy as np
 from msgspec.structs import replace
 
-from common.engine.plan import RowStart
+from common.executor import RowStart
 from common.ids import InstanceId, Int32Array, Key, Life
 from common.instance.prompts import PromptProgress
 from common.instance.token_memory import Emitted

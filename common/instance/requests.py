@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from typing import Generic, TypeVar
 
 from common.deadlines import DeadlineWheel, earliest
-from common.engine.executor import EngineDescription
 from common.errors import BadRequest, DeadlinePassed, Overloaded, TandemError, Unavailable
+from common.executor import EngineDescription
 from common.ids import Incarnation, InstanceId, Int32Array, Key, Life, shard_of, text_name, unpack_ids
 from common.instance.drain import Drainage
 from common.instance.emit import emit_ending, emit_tokens

@@ -12,7 +12,7 @@ Times are those of the turns that saw it happen.
 
 from collections.abc import Callable, Sequence
 
-from common.engine.plan import Plan
+from common.executor import Plan
 from common.ids import InstanceId, Key, Ticket
 from common.instance.ports import Action, Push, PushDone, PushFailed, Send, TransferEvent
 from common.messages import Cancel, Handoff, InstanceInfo, TokenBatch, Trace, Withdraw

@@ -13,9 +13,7 @@ from typing import Generic, TypeVar, assert_never
 import msgspec
 
 from common.deadlines import DeadlineWheel, earliest
-from common.engine.executor import Executor, StepHandle
-from common.engine.grammars import Preparation, take_prepared
-from common.engine.plan import Plan
+from common.executor import Executor, Plan, Preparation, StepHandle, take_prepared
 from common.ids import ROUTER, InstanceId, Key, text_name
 from common.instance.membership import State
 from common.instance.memberships import Lost, Memberships, Met, RouterNews

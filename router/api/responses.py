@@ -11,9 +11,9 @@ from typing import Annotated, Any, Literal, TypeAlias
 import msgspec
 from msgspec import Meta
 
-from common.engine.grammars import check_text
 from common.errors import BadRequest
 from common.sampling_params import Grammar
+from engine.grammar.grammars import check_text
 from router.api.chat import ChatRequest, Effort
 from router.api.chat_messages import arguments_of
 from router.api.fields import (

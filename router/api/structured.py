@@ -12,9 +12,9 @@ from typing import Annotated, Any, TypeAlias
 import msgspec
 from msgspec import Meta
 
-from common.engine.grammars import check_text
 from common.errors import BadRequest
 from common.sampling_params import Grammar
+from engine.grammar.grammars import check_text
 from router.api.bodies import json_in
 
 MAX_CHOICES = 1024

@@ -27,14 +27,14 @@ from bench.engine.steps import phases
 from bench.figures import Spread
 from bench.hardware import this_hardware
 from common.config import EngineConfig
-from common.engine.kv_memory import KVMemory
-from common.engine.models.served_shape import read_served_shape
-from common.engine.plan import Plan, StepResult
-from common.engine.toy import ToyExecutor, ToyStep
 from common.errors import ConfigError
+from common.executor import Plan, StepResult
 from common.pages.layout import KVLayout
 from common.sampling_params import SamplingParams
-from tests.common.engine.driver import Driver
+from engine.kv_memory import KVMemory
+from engine.models.shape import read_served_shape
+from engine.toy import ToyExecutor, ToyStep
+from tests.engine.driver import Driver
 
 CPU = EngineConfig(device="cpu", max_running=2, kv_memory="1MiB")
 SAMPLING = "sampling tiny, vocabulary of 512"

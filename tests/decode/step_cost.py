@@ -11,7 +11,7 @@ from dataclasses import replace
 import msgspec
 import numpy as np
 
-from common.engine.plan import StepResult
+from common.executor import StepResult
 from common.ids import ROUTER
 from common.instance.ports import RouterJoined, Send
 from decode.scheduler import DecodeScheduler

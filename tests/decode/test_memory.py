@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from common.engine.plan import Plan
+from common.executor import Plan
 from common.ids import DETOKENIZER, ROUTER, Generation
 from common.instance.waiting_line import Rank
 from common.messages import Cancel, Claim, Grant, Renew, Terms, Times, Withdraw

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 from msgspec.structs import replace
 
-from common.engine.plan import RowStart
+from common.executor import RowStart
 from common.ids import ROUTER, pack_ids, unpack_ids
 from common.messages import Cancel, Failed, FlushCache, Generate, Grant, Repeat, Reserve, Terms, TokenDelta, Withdraw
 from decode.scheduler import DecodeScheduler

@@ -6,11 +6,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from common.engine.grammars import ANY_TEXT
 from common.errors import BadRequest
 from common.ids import ROUTER, Generation, Incarnation, InstanceId, unpack_ids
 from common.instance.ports import Prepare, Prepared, Send
 from common.messages import Cancel, Decline, Failed, Finished, Generate, Handoff, Reserve, TokenDelta, Withdraw
+from engine.grammar.grammars import ANY_TEXT
 from tests.builders import EOS, key, result, sampling
 from tests.decode.rig import WRITER, WRITERS_LIFE, decoding, handoff, renew, reserve, reserved, scheduler, with_reservation
 from tests.schedulers import declined, deltas, failures, generate, granted, grants, is_home, planned, prompt_of, renewed, settle

@@ -8,10 +8,10 @@ import torch
 
 from bench.serve.requests import completion_of_ids
 from common.config import AttentionName, EngineConfig, ModelConfig
-from common.engine import compilers
-from common.engine.model_runner import ModelRunner
 from common.errors import ConfigError
 from common.processes.local_fleet import connected, local_fleet
+from engine.cpu import build
+from engine.model_runner import ModelRunner
 from launch.environment import find_programs
 
 
@@ -19,7 +19,7 @@ from launch.environment import find_programs
 def clean_host(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", "/nonexistent")
     monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.setattr(compilers, "CUDA", tmp_path)
+    monkeypatch.setattr(build, "CUDA", tmp_path)
     for name in ("CC", "CXX", "CUDA_HOME", "CUDA_PATH", "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
 

@@ -6,13 +6,13 @@ import pytest
 import torch
 
 from common.config import AttentionName
-from common.engine.attention.choice import AttentionNeeds, flashinfer_refusal, host_of, make_attention
-from common.engine.attention.port import Attention, LayerAttention
-from common.engine.graphs import CudaGraphs
-from common.engine.kernels.choice import make_kernels
-from common.engine.kv_memory import KVMemory
 from common.pages.layout import KVDtype, PageOrder
-from tests.common.engine.attention.steps import Shape, Step
+from engine.attention.choice import AttentionNeeds, flashinfer_refusal, host_of, make_attention
+from engine.attention.port import Attention, LayerAttention
+from engine.graphs import CudaGraphs
+from engine.kernels.choice import make_kernels
+from engine.kv_memory import KVMemory
+from tests.engine.attention.steps import Shape, Step
 
 CUDA = torch.device("cuda:0")
 LAYERS = (LayerAttention(0.1), LayerAttention(0.1, window=100), LayerAttention(0.1, softcap=5.0), LayerAttention(0.1))

@@ -12,16 +12,16 @@ import torch
 from transformers import PreTrainedModel
 
 from common.config import EngineConfig, ModelConfig
-from common.engine.graphs import CudaGraphs
-from common.engine.model_runner import ModelRunner
-from common.engine.models.decoder import Decoder
-from common.engine.plan import Chunk, Plan, RowStart, StepResult
 from common.errors import ConfigError
-from tests.common.engine import exact
-from tests.common.engine.checkpoints import VOCAB, llama, qwen3, saved
-from tests.common.engine.device_contract import GREEDY, SAMPLED, EngineContract
-from tests.common.engine.driver import Driver
-from tests.common.engine.test_graphs import EVERY_KIND, Engine, prompts
+from common.executor import Chunk, Plan, RowStart, StepResult
+from engine.graphs import CudaGraphs
+from engine.model_runner import ModelRunner
+from engine.models.decoder import Decoder
+from tests.engine import exact
+from tests.engine.checkpoints import VOCAB, llama, qwen3, saved
+from tests.engine.device_contract import GREEDY, SAMPLED, EngineContract
+from tests.engine.driver import Driver
+from tests.engine.test_graphs import EVERY_KIND, Engine, prompts
 
 CARD = "cuda:0"
 GIB = 2**30
@@ -32,9 +32,9 @@ PARTNER = """
 import json, sys
 import numpy as np
 from common.config import EngineConfig, ModelConfig
-from common.engine.model_runner import ModelRunner
-from tests.common.engine.device_contract import GREEDY
-from tests.common.engine.driver import Driver
+from engine.model_runner import ModelRunner
+from tests.engine.device_contract import GREEDY
+from tests.engine.driver import Driver
 made = ModelRunner(ModelConfig(), EngineConfig(device="cuda:0", sharers=2, attention="torch"), lambda text: None)
 (answer,) = Driver(made.run, made.description).answers([np.arange(300, 340, dtype=np.int32)], 8, GREEDY)
 print(json.dumps({"pool_bytes": made.description.memory.region_bytes, "answer": answer}), flush=True)

@@ -4,10 +4,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from common.engine.kernels.choice import make_kernels
-from common.engine.kernels.port import PagePlaces, Rotation
-from common.engine.kernels.torch_kernels import TorchKernels
-from tests.common.engine.kernels.contract import (
+from engine.kernels.choice import make_kernels
+from engine.kernels.port import PagePlaces, Rotation
+from engine.kernels.torch_kernels import TorchKernels
+from tests.engine.kernels.contract import (
     DTYPES,
     FP8,
     HeadSizes,

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from common.engine.kernels.choice import make_kernels
-from common.engine.models.linear import Fp8Linear, check_fp8
 from common.errors import ConfigError
+from engine.kernels.choice import make_kernels
+from engine.models.linear import Fp8Linear, check_fp8
 
 CUDA = torch.device("cuda", 0)
 

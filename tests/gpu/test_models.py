@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from common.engine.kernels.choice import make_kernels
-from common.engine.models.moe import MixtureOfExperts, grouped, one_by_one
-from tests.common.engine.checkpoints import VOCAB, qwen3_moe, saved
-from tests.common.engine.exact import answers, assert_exact, runner
-from tests.common.engine.models.test_transformers_model import gemma2
+from engine.kernels.choice import make_kernels
+from engine.models.moe import MixtureOfExperts, grouped, one_by_one
+from tests.engine.checkpoints import VOCAB, qwen3_moe, saved
+from tests.engine.exact import answers, assert_exact, runner
+from tests.engine.models.test_transformers_model import gemma2
 
 CUDA = torch.device("cuda:0")
 PROMPTS = [np.random.default_rng(5).integers(3, VOCAB, length).astype(np.int32) for length in (1, 30, 120)]

@@ -8,12 +8,12 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from common.engine.plan import Chunk, Plan, RowStart
-from common.engine.toy import ToyExecutor, ToyRanks
+from common.executor import Chunk, Plan, RowStart
 from common.ids import Incarnation, InstanceId, Int32Array
 from common.instance.ports import TransferEvent, Transfers
 from common.messages import InstanceInfo, ModelIdentity, RankInfo
 from common.sampling_params import SamplingParams
+from engine.toy import ToyExecutor, ToyRanks
 from kv_transfer.ranked_transfers import RankedTransfers
 from kv_transfer.target_ranks import TargetRanks
 from kv_transfer.transfer_loop import TransferLoop

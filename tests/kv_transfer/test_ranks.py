@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from common.engine.toy import ToyExecutor
 from common.ids import Int32Array, Ticket
 from common.instance.ports import Allow, Connect, LinkChanged, Push, PushDone, TransferEvent
+from engine.toy import ToyExecutor
 from kv_transfer.backends import make_transport
 from kv_transfer.memory import MemoryNetwork, MemoryTransport
 from kv_transfer.transport import Transport

@@ -39,7 +39,7 @@ def main(which: str, router: str) -> int:
 
 
 def break_threads(which: str) -> None:
-    from common.engine.step_runner import StepRunner
+    from engine.step_runner import StepRunner
     from kv_transfer.transfer_loop import TransferLoop
 
     stepped = threading.Event()

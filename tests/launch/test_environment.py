@@ -12,9 +12,9 @@ import pytest
 
 from common.config import EngineConfig, InstanceConfig, LogConfig, ModelConfig, RouterConfig, TransportName
 from common.cores import core_count, devices_of_ranks, divide_cores, place_on_gpus
-from common.engine import kv_host
 from common.errors import ConfigError
 from common.host_limits import HostMemory
+from engine import kv_budget
 from launch import environment, rank_setup
 from launch.gpus import count_gpus
 from launch.local import LocalPlan
@@ -90,7 +90,7 @@ def test_cores_go_to_the_roles_by_the_work_that_each_has(
 def test_all_instances_and_ranks_that_are_started_together_get_one_part_of_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """Decided from what is free then: later readings differ."""
     free_gib = iter((9, 5))
-    monkeypatch.setattr(kv_host, "host_memory_now", lambda: HostMemory(16 * 2**30, next(free_gib) * 2**30))
+    monkeypatch.setattr(kv_budget, "host_memory_now", lambda: HostMemory(16 * 2**30, next(free_gib) * 2**30))
     plan = LocalPlan(
         prefill=1, decode=3, router=RouterConfig(), instance=InstanceConfig(), model=ModelConfig(), engine=EngineConfig(),
         log=LogConfig(),
@@ -173,9 +173,9 @@ def test_shares_of_a_memory_that_do_not_fit_on_one_device_are_refused_before_any
             engine=EngineConfig(kv_memory=kv_memory), log=LogConfig(), gpus=gpus,
         )  # fmt: skip
 
-    for kv_memory, gpus, most in (("60%", 0, 33), ("33.5%", 1, 33), ("60%", 2, 50)):
-        with pytest.raises(ConfigError, match=f"--kv-memory {kv_memory} .* at most {most}%"):
-            plan(kv_memory, gpus)
+    for share, gpus, most in (("60%", 0, 33), ("33.5%", 1, 33), ("60%", 2, 50)):
+        with pytest.raises(ConfigError, match=f"--kv-memory {share} .* at most {most}%"):
+            plan(share, gpus)
         plan(f"{most}%", gpus)
     plan("60%", gpus=3)
 

@@ -8,12 +8,12 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from common.engine.grammars import ANY_TEXT
-from common.engine.plan import Chunk, Plan, RowStart
-from common.engine.toy import ToyExecutor, toy_logprob
+from common.executor import Chunk, Plan, RowStart
 from common.ids import Int32Array, pack_ids
 from common.messages import Finished, TokenLogprob
 from common.sampling_params import SamplingParams
+from engine.grammar.grammars import ANY_TEXT
+from engine.toy import ToyExecutor, toy_logprob
 from router.requests import RequestSpec
 from tests.life.asks import Ask, Choice
 

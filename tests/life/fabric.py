@@ -13,9 +13,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from random import Random
 
-from common.engine.toy import ToyExecutor
 from common.ids import InstanceId, Int64Array
 from common.pages.layout import MemoryRegion
+from engine.toy import ToyExecutor
 from kv_transfer.memory import MemoryNetwork, MemoryTransport, Write
 from kv_transfer.transport import TransportEvent
 from simulation.clock import NEVER, Clock

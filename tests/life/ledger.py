@@ -8,12 +8,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from common.engine.plan import Chunk, Plan, RowStart
-from common.engine.toy import ToyExecutor
+from common.executor import Chunk, Plan, RowStart
 from common.ids import Int32Array, unpack_ids
 from common.pages.pool import PageLease, PagePool
 from common.pages.radix_cache import CachedPage, Hit
 from common.sampling_params import SamplingParams
+from engine.toy import ToyExecutor
 
 POISON = 0xA5
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 from random import Random
 
 from common.config import Dispatch, PolicyName
-from common.engine.timed import StepCost
 from common.ids import DETOKENIZER, ROUTER, Role
 from common.sampling_params import ANSWER_TOKENS
+from engine.timed import StepCost
 from router.partners import AT_LEAST
 from simulation.network import KNOCKS_S
 from simulation.size import Size

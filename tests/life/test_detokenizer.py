@@ -3,8 +3,8 @@
 from random import Random
 
 from common.config import RouterConfig
-from common.engine.timed import StepCost
 from common.messages import Finished
+from engine.timed import StepCost
 from simulation.client import Client
 from simulation.fleet import Fleet
 from simulation.size import Size

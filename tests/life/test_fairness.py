@@ -3,9 +3,9 @@
 import pytest
 
 from common.config import Dispatch, RouterConfig
-from common.engine.timed import StepCost
 from common.ids import RequestId, pack_ids
 from common.sampling_params import SamplingParams
+from engine.timed import StepCost
 from router.requests import RequestSpec
 from simulation.client import Client
 from simulation.fleet import Fleet

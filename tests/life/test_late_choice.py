@@ -3,9 +3,9 @@ neither an attempt nor a page."""
 
 from dataclasses import dataclass, field
 
-from common.engine.timed import StepCost
 from common.ids import ROUTER, InstanceId
 from common.messages import AnyMessage, Placed, Reserve
+from engine.timed import StepCost
 from router.attempts import ResumeReason
 from simulation.client import Client
 from simulation.fleet import Fleet, World

@@ -3,10 +3,10 @@
 from random import Random
 
 from common.config import RouterConfig
-from common.engine.timed import StepCost
 from common.ids import RequestId, pack_ids
 from common.messages import Finished
 from common.sampling_params import SamplingParams
+from engine.timed import StepCost
 from router.requests import RequestSpec
 from simulation.client import Client
 from simulation.fleet import Fleet

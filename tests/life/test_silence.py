@@ -2,9 +2,9 @@
 
 import pytest
 
-from common.engine.timed import StepCost
 from common.ids import DETOKENIZER
 from common.messages import Finished, LinkTraffic
+from engine.timed import StepCost
 from kv_transfer.memory import MemoryNetwork
 from kv_transfer.write_lease import MARGIN_S, ORPHANED_S, WRITE_LEASE_S
 from prefill.scheduler import PrefillScheduler

@@ -8,9 +8,9 @@ from random import Random
 
 import pytest
 
-from common.engine.timed import StepCost
 from common.ids import InstanceId, RequestId, Role
 from common.messages import Times
+from engine.timed import StepCost
 from router.attempts import ResumeReason
 from router.timelines import AttemptTimes, RequestTimes
 from simulation.clock import TURN_S

@@ -2,7 +2,7 @@
 
 import pytest
 
-from common.engine.timed import StepCost
+from engine.timed import StepCost
 from simulation.clock import TURN_S
 from simulation.fleet import Fleet
 from simulation.network import DELAY_S

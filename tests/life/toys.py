@@ -3,7 +3,7 @@
 Owns nothing: it gives them their types.
 """
 
-from common.engine.toy import ToyExecutor
+from engine.toy import ToyExecutor
 from kv_transfer.memory import MemoryTransport
 from simulation.instance import Instance
 

@@ -27,7 +27,6 @@ from types import CodeType, FrameType
 from typing import Any
 
 from common.config import EngineConfig, ModelConfig, RouterConfig
-from common.engine.torch_executor import TorchExecutor
 from common.ids import DETOKENIZER, ROUTER, Incarnation, InstanceId, Role
 from common.instance.limits import InstanceLimits
 from common.instance.memberships import Memberships
@@ -38,6 +37,7 @@ from common.text.detokenizer_manager import DetokenizerManager
 from common.text.tokenizer_manager import TokenizerManager
 from common.wire import Mailbox
 from decode.scheduler import DecodeScheduler
+from engine.torch_executor import TorchExecutor
 from kv_transfer import transfer_thread
 from kv_transfer.memory import MemoryNetwork, MemoryTransport
 from kv_transfer.pushes import Pushes

@@ -5,7 +5,7 @@ Owns their shapes. Knows no test.
 
 from functools import partial
 
-from common.engine.plan import Plan
+from common.executor import Plan
 from common.ids import ROUTER, Generation, Incarnation, InstanceId, pack_ids, unpack_ids
 from common.instance.ports import Action, Decision, Push, PushDone, RouterJoined
 from common.messages import Generate, Grant, Handoff, Reserve

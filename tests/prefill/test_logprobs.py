@@ -4,12 +4,11 @@ again."""
 import msgspec
 import pytest
 
-from common.engine.logprobs import Logprobs
-from common.engine.plan import Plan, StepResult
-from common.engine.toy import toy_logprob
+from common.executor import Logprobs, Plan, StepResult
 from common.ids import ROUTER, unpack_ids
 from common.messages import Repeat, TokenDelta, TokenLogprobs
 from common.sampling_params import MAX_PROMPT_LOGPROBS, SamplingParams
+from engine.toy import toy_logprob
 from prefill.scheduler import PrefillScheduler
 from tests.builders import key, result
 from tests.prefill.rig import begun, finish_pushes, generate, handoffs, scheduler

@@ -2,7 +2,7 @@
 
 from msgspec.structs import replace
 
-from common.engine.plan import Plan
+from common.executor import Plan
 from common.ids import ROUTER, Ticket
 from common.instance.ports import Push, PushDone
 from common.messages import Cancel, Generate

@@ -6,7 +6,6 @@ from typing import Any
 import msgspec
 import pytest
 
-from common.engine.grammars import ANY_TEXT
 from common.errors import BadRequest
 from common.ids import ROUTER, InstanceId, pack_ids
 from common.instance.ports import Prepare, Prepared, Send
@@ -23,6 +22,7 @@ from common.messages import (
     TokenDelta,
     Withdraw,
 )
+from engine.grammar.grammars import ANY_TEXT
 from tests.builders import EOS, LAYOUT, key, result, sampling
 from tests.prefill.rig import DECODE, begun, finish_pushes, generate, grant_for, scheduler, spans
 from tests.schedulers import deltas, failures, is_home, kinds, meet, messages

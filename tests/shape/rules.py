@@ -19,9 +19,9 @@ PICKLES = frozenset({"pickle", "cPickle", "cloudpickle", "dill", "marshal", "she
 PICKLING_CALLS = frozenset({"send_pyobj", "recv_pyobj"})
 
 BLIND_EXCEPT_ALLOWED = {
-    ("common/engine/torch_executor.py", "_launch_steps"): "the outermost door of a thread: the next poll raises what it caught",
-    ("common/engine/torch_executor.py", "_complete"): "the outermost door of a thread: the next poll raises what it caught",
-    ("common/engine/grammars.py", "_work"): "the outermost door of a thread: the next poll raises what it caught",
+    ("engine/torch_executor.py", "_launch_steps"): "the outermost door of a thread: the next poll raises what it caught",
+    ("engine/torch_executor.py", "_complete"): "the outermost door of a thread: the next poll raises what it caught",
+    ("engine/grammar/grammars.py", "_work"): "the outermost door of a thread: the next poll raises what it caught",
     ("common/text/tokenizer_manager.py", "_encode"): "a panic of Rust has a class that cannot be named; all else is raised again",
     ("kv_transfer/transfer_thread.py", "_run"): "the outermost door of a thread: the next call of the port raises what it caught",
     (
@@ -61,7 +61,20 @@ class Fault:
 
 
 Rule = Callable[[Source], Iterator[Fault]]
-FOLDERS = ("common", "prefill", "decode", "kv_transfer", "router", "simulation", "bench", "benchmarks", "launch", "demo", "tests")
+FOLDERS = (
+    "common",
+    "engine",
+    "prefill",
+    "decode",
+    "kv_transfer",
+    "router",
+    "simulation",
+    "bench",
+    "benchmarks",
+    "launch",
+    "demo",
+    "tests",
+)
 
 
 def sources(root: Path) -> list[Source]:

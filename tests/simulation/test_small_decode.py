@@ -3,7 +3,7 @@
 from random import Random
 
 from common.config import RouterConfig
-from common.engine.timed import StepCost
+from engine.timed import StepCost
 from simulation.fleet import Fleet
 from simulation.size import Size
 

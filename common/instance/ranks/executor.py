@@ -1,6 +1,6 @@
 """The executor of an instance with several ranks: a step is complete when every rank has returned it.
 
-Owns the join of the leader's own steps and grammars with those of its followers. Implements `common.engine.executor.Executor`, so
+Owns the join of the leader's own steps and grammars with those of its followers. Implements `common.executor.Executor`, so
 neither worker nor scheduler knows of ranks. Its tokens, log probabilities and embeddings are the leader's.
 """
 
@@ -8,10 +8,8 @@ import weakref
 from functools import partial
 from typing import NoReturn
 
-from common.engine.executor import EngineDescription, Executor, ExecutorFailed, StepHandle
-from common.engine.grammars import Preparation
-from common.engine.plan import Plan, StepResult
 from common.errors import BadRequest, TandemError, Unavailable
+from common.executor import EngineDescription, Executor, ExecutorFailed, Plan, Preparation, StepHandle, StepResult
 from common.ids import Int32Array
 from common.instance.ranks.leader import Follower, Followers
 from common.instance.ranks.line import RankLost

@@ -8,8 +8,7 @@ from collections import deque
 from typing import assert_never
 
 from common.deadlines import earliest
-from common.engine.executor import Executor, StepHandle
-from common.engine.grammars import Preparation, take_prepared
+from common.executor import Executor, Preparation, StepHandle, take_prepared
 from common.instance.ports import Mail, Transfers
 from common.instance.ranks.line import SILENCE_S, START_SILENCE_S, Line, RankLost
 from common.instance.ranks.orders import pack_event, unpack_order

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import assert_never
 
-from common.engine.plan import Plan
+from common.executor import Plan
 from common.ids import InstanceId
 from common.instance.ports import Mail, TransferCommand, TransferEvent
 from common.instance.ranks.line import PING_S, SILENCE_S, Line, RankLost

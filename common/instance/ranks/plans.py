@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 
 from msgspec.structs import replace
 
-from common.engine.plan import Chunk, Plan, RowStart
+from common.executor import Chunk, Plan, RowStart
 from common.ids import Int32Array, pack_ids, unpack_ids
 from common.instance.ranks.line import RankLost
 from common.messages.ranks import Launch, PromptChunk, RowBegins

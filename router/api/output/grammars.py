@@ -10,9 +10,9 @@ from typing import Any, TypeAlias, assert_never
 
 import msgspec
 
-from common.engine.grammars import check_text
 from common.errors import BadRequest
 from common.sampling_params import Grammar
+from engine.grammar.grammars import check_text
 from router.api.output.parser import THINK, THINK_END
 from router.api.output.tool_formats import ARGS, CALL, CALL_END, PYTHON_TAG, TOOL_CALLS
 from router.api.tools import Function, ToolUse

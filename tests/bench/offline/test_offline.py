@@ -10,12 +10,12 @@ import pytest
 from bench.offline.engine import OfflineFailed, serve
 from bench.offline.plan import OfflineBench
 from bench.offline.workload import Asked, sequences
-from common.engine.plan import Plan, StepResult
-from common.engine.toy import ToyExecutor
 from common.errors import ConfigError
+from common.executor import Plan, StepResult
 from common.sampling_params import SamplingParams
+from engine.toy import ToyExecutor
 from launch.main import main
-from tests.common.engine.driver import Driver
+from tests.engine.driver import Driver
 
 GREEDY = SamplingParams(max_new_tokens=1, temperature=0.0, ignore_eos=True)
 

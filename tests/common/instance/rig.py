@@ -8,9 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from common.engine.executor import EngineDescription
-from common.engine.grammars import AnythingGoes
-from common.engine.plan import Plan, StepResult
+from common.executor import EngineDescription, Plan, StepResult
 from common.ids import ROUTER, InstanceId, Int32Array, Key
 from common.instance.memberships import Memberships
 from common.instance.ports import (
@@ -28,6 +26,7 @@ from common.instance.ports import (
 from common.instance.worker import InstanceWorker
 from common.messages import Counters, Drain, Failed, Heartbeat, Load, Peers, Refused, Timeline, Trace, Welcome
 from common.sampling_params import Grammar
+from engine.grammar.grammars import AnythingGoes
 from prefill.scheduler import PrefillMessage, PrefillScheduler
 from tests.builders import engine, instance, limits
 from tests.common.mailboxes import FakeMail

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from common.engine.plan import Chunk, Plan
-from common.engine.timed import StepCost
+from common.executor import Chunk, Plan
 from common.instance.pace import HALF_LIFE_STEPS, LEAST_STEPS, PaceMeter, StepPace
+from engine.timed import StepCost
 
 COST = StepCost(step_s=0.006, chunk_token_s=0.00004, decode_row_s=0.0001)
 WORK = ((0, 1), (500, 0), (0, 60), (8000, 0), (0, 20), (2000, 30))

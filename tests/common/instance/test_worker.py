@@ -3,7 +3,6 @@
 import msgspec
 import pytest
 
-from common.engine.grammars import ANY_TEXT
 from common.errors import BadRequest, PeerRefused, TransferError
 from common.ids import DETOKENIZER, ROUTER, Incarnation, InstanceId, Ticket, pack_ids, text_name
 from common.instance.membership import ABANDON_AFTER_S
@@ -11,6 +10,7 @@ from common.instance.ports import Connect, LinkChanged, Prepare, PushDone, Settl
 from common.instance.worker import ROUTE_MEMORY_S, run
 from common.messages import Cancel, Drain, Failed, Generate, LinkInfo, LinkReport, LinkState, Peers, Refused, Reserve, TokenBatch
 from common.sampling_params import Grammar
+from engine.grammar.grammars import ANY_TEXT
 from tests.builders import instance, key, sampling
 from tests.common.instance.rig import ADDRESS, WELCOME, FakedRig, Rig
 

@@ -7,18 +7,17 @@ import numpy as np
 import pytest
 import torch
 
-from common.engine.executor import EngineDescription
-from common.engine.grammars import CompiledSoon, Grammars
-from common.engine.logits import grammar as grammar_rows
-from common.engine.logits.grammar import GrammarProcessor
-from common.engine.logits.port import SampledRows
-from common.engine.plan import Plan, RowStart, StepResult
 from common.errors import TandemError
+from common.executor import EngineDescription, Plan, RowStart, StepResult
 from common.ids import Int32Array
 from common.sampling_params import Grammar, SamplingParams
+from engine.grammar import masks as grammar_rows
+from engine.grammar.grammars import CompiledSoon, Grammars
+from engine.grammar.masks import GrammarProcessor
+from engine.logits.processors import SampledRows
 from tests.builders import engine
-from tests.common.engine.logits.test_grammar import COMPILER, EOS, TOKENS, VOCAB, text
 from tests.common.instance.ranks.rig import RanksOf
+from tests.engine.grammar.test_masks import COMPILER, EOS, TOKENS, VOCAB, text
 
 NO_PAGES = np.empty(0, dtype=np.int32)
 WORDS = "[a-z]{3,8}( [a-z]{3,8}){3,5}"

@@ -5,10 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.engine.executor import ExecutorFailed
-from common.engine.grammars import ANY_TEXT, Preparation, take_prepared
-from common.engine.plan import Chunk, Plan, RowStart, StepResult
 from common.errors import BadRequest
+from common.executor import Chunk, ExecutorFailed, Plan, Preparation, RowStart, StepResult, take_prepared
 from common.ids import ROUTER, Incarnation, InstanceId, Key, RequestId, Ticket
 from common.instance.ports import (
     Allow,
@@ -29,6 +27,7 @@ from common.instance.ranks.plans import pack_plan, unpack_plan
 from common.messages import LinkInfo, RankInfo
 from common.messages.ranks import Launch, RankHello, RankRefused, StepReturned, ToLeader, rank_name
 from common.sampling_params import Grammar, SamplingParams
+from engine.grammar.grammars import ANY_TEXT
 from tests.builders import instance
 from tests.common.instance.ranks.rig import Rig, take, travelled
 

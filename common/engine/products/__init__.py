@@ -1,1 +1,0 @@
-"""Products of rows with packed weights, for linear layers on CPU."""

@@ -1,0 +1,288 @@
+"""The port of the engine: plans in, sampled tokens out.
+
+Owns no implementation: `torch_executor` (CPU and CUDA), `toy` (its next token depends on every byte of its KV) and `timed`
+(computes nothing) do.
+
+The log probabilities that a step reports, as the host gets them.
+
+Owns their shape and how they become messages. Does not know how they are computed; knows no torch.
+
+Plans and their results: what a scheduler decided for the next forward, as pure data.
+
+Owns the vocabulary between scheduler and executor. Knows no tensors, requests, messages or time.
+
+A *row* is a place in the executor's persistent batch. A row's life:
+
+    RowStart ─► Chunk, Chunk, … Chunk(last) ─► in decode_rows, step after step
+    RowStart(with last_token) ────────────────► in decode_rows, step after step
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, Self, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from common.errors import TandemError
+from common.ids import Int32Array
+from common.messages import EngineChoices, Failed, ModelIdentity, TokenLogprob
+from common.messages.logprobs import LEAST_LOGPROB
+from common.pages.layout import KVLayout, MemoryRegion
+from common.sampling_params import Grammar, SamplingParams
+
+
+def _none() -> Int32Array:
+    return np.empty(0, dtype=np.int32)
+
+
+def _no_shares() -> NDArray[np.float32]:
+    return np.empty(0, dtype=np.float32)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Logprobs:
+    """How likely some tokens were; by default of none. Those of a row are side by side, in the order of the sequence.
+
+    rows: [tokens] int32, the row of each. token_ids, ranks: [tokens] int32. logprobs: [tokens] float32. asked: [tokens] int32,
+    how many of the likeliest tokens the row asks for. top_ids, top_logprobs: [tokens, the most asked for] int32 and float32,
+    the likeliest first. See `TokenLogprob`.
+    """
+
+    rows: Int32Array = field(default_factory=_none)
+    token_ids: Int32Array = field(default_factory=_none)
+    logprobs: NDArray[np.float32] = field(default_factory=_no_shares)
+    ranks: Int32Array = field(default_factory=_none)
+    asked: Int32Array = field(default_factory=_none)
+    top_ids: Int32Array = field(default_factory=_none)
+    top_logprobs: NDArray[np.float32] = field(default_factory=_no_shares)
+
+    @classmethod
+    def of(cls, rows: Sequence[int], told: Sequence[TokenLogprob]) -> Self:
+        """The inverse of `by_row`, for executors that compute no tensors. rows: the row of each."""
+        if not rows:
+            return cls()
+        asked = np.array([len(each.top) for each in told], dtype=np.int32)
+        shape = len(told), int(asked.max())
+        top_ids, top_logprobs = np.zeros(shape, dtype=np.int32), np.zeros(shape, dtype=np.float32)
+        for at, each in enumerate(told):
+            for place, (token_id, logprob) in enumerate(each.top):
+                top_ids[at, place], top_logprobs[at, place] = token_id, logprob
+        return cls(
+            rows=np.array(rows, dtype=np.int32),
+            token_ids=np.array([each.token_id for each in told], dtype=np.int32),
+            logprobs=np.array([each.logprob for each in told], dtype=np.float32),
+            ranks=np.array([each.rank for each in told], dtype=np.int32),
+            asked=asked,
+            top_ids=top_ids,
+            top_logprobs=top_logprobs,
+        )
+
+    def by_row(self) -> dict[int, tuple[TokenLogprob, ...]]:
+        """The messages of each row that is here. Made anew by each call: call it once for a step."""
+        if not len(self.rows):
+            return {}
+        made: dict[int, list[TokenLogprob]] = {row: [] for row in self.rows.tolist()}
+        tops = zip(self.asked.tolist(), self.top_ids.tolist(), _finite(self.top_logprobs), strict=True)
+        top = (tuple(zip(ids[:asked], logprobs[:asked], strict=True)) for asked, ids, logprobs in tops)
+        columns = self.token_ids.tolist(), _finite(self.logprobs), self.ranks.tolist()
+        for row, token_id, logprob, rank, likeliest in zip(self.rows.tolist(), *columns, top, strict=True):
+            made[row].append(TokenLogprob(token_id, logprob, rank, likeliest))
+        return {row: tuple(told) for row, told in made.items()}
+
+
+def _finite(logprobs: NDArray[np.float32]) -> list[Any]:
+    """As a message may carry them. What is not a number cannot come."""
+    finite: list[Any] = np.maximum(np.nan_to_num(logprobs, nan=LEAST_LOGPROB), LEAST_LOGPROB).tolist()
+    return finite
+
+
+NO_LOGPROBS = Logprobs()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RowStart:
+    """Put a request into a row.
+
+    pages: [pages] int32, the page ids that the row holds so far, in token order; `Plan.grown_pages` adds to them. length: tokens
+    whose KV is in those pages. last_token: the token to feed at position `length` if the row decodes at once (its KV is not in
+    the pages yet); None if chunks come first.
+
+    token_ids: [tokens] int32, all that is known of the request, last_token included; None if the sampling parameters do not need
+    them (`SamplingParams.needs_tokens`). answer_tokens: how many of them, the last ones, are the answer's so far.
+    """
+
+    row: int
+    pages: Int32Array
+    sampling: SamplingParams
+    length: int = 0
+    last_token: int | None = None
+    token_ids: Int32Array | None = None
+    answer_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Chunk:
+    """Compute prompt tokens [start, start + len(token_ids)) of a row. The last chunk samples the row's next token.
+
+    token_ids: [tokens] int32.
+    """
+
+    row: int
+    start: int
+    token_ids: Int32Array
+    last: bool
+
+
+def _no_rows() -> Int32Array:
+    return np.empty(0, dtype=np.int32)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Plan:
+    """One forward. Applied in this order: starts, growth, then chunks and decode rows in one forward.
+
+    grown_rows, grown_pages: [grown] int32; row grown_rows[i] gets page grown_pages[i] after those that it holds. A row occurs at
+    most once. decode_rows: [rows] int32; each feeds its last sampled token at its length, writes that token's KV, and samples the
+    next. The plan before may still be computing that token: executors run plans in order.
+    """
+
+    step: int
+    starts: tuple[RowStart, ...] = ()
+    chunks: tuple[Chunk, ...] = ()
+    decode_rows: Int32Array = field(default_factory=_no_rows)
+    grown_rows: Int32Array = field(default_factory=_no_rows)
+    grown_pages: Int32Array = field(default_factory=_no_rows)
+
+    @property
+    def sampled_rows(self) -> Int32Array:
+        """Rows that sample a token, in the order of `StepResult.tokens`: last chunks first, then decode rows. [rows] int32."""
+        if not self.chunks:
+            return self.decode_rows
+        last = np.array([chunk.row for chunk in self.chunks if chunk.last], dtype=np.int32)
+        return np.concatenate([last, self.decode_rows])
+
+    @property
+    def rows(self) -> Int32Array:
+        """Rows that the forward computes, each once. [rows] int32."""
+        if not self.chunks:
+            return self.decode_rows
+        chunks = np.array([chunk.row for chunk in self.chunks], dtype=np.int32)
+        return np.concatenate([chunks, self.decode_rows])
+
+    @property
+    def chunk_tokens(self) -> int:
+        return sum(len(chunk.token_ids) for chunk in self.chunks)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepResult:
+    """tokens: [rows] int32, aligned with the plan's `sampled_rows`.
+
+    logprobs: of the sampled tokens whose rows ask for them (`SamplingParams.logprobs`), one for each such row.
+
+    prompt_logprobs: for rows that ask for them and have no answer yet. A chunk [start, end) tells of the tokens behind its own,
+    which are [start + 1, end + 1), and the last one of [start + 1, end): a prompt's are complete with its first token.
+
+    Read both with `by_row()`, which is {} when nobody asks:
+
+        sampled = result.logprobs.by_row()  # row -> (the TokenLogprob of its token,)
+        prompts = result.prompt_logprobs.by_row()  # row -> (TokenLogprob, …), to put behind those of the chunks before
+
+    embeddings: row -> the embedding of its prompt, float32, little-endian; of the last chunks whose rows ask for it
+    (`SamplingParams.pooling`). What such a row samples counts for nothing.
+
+    failed: row -> why its answer cannot go on: its grammar cannot be followed. What it samples counts for nothing.
+    """
+
+    plan: Plan
+    tokens: Int32Array
+    logprobs: Logprobs = NO_LOGPROBS
+    prompt_logprobs: Logprobs = NO_LOGPROBS
+    embeddings: Mapping[int, bytes] = field(default_factory=dict)
+    failed: Mapping[int, TandemError] = field(default_factory=dict)
+
+
+K = TypeVar("K")
+
+
+class ExecutorFailed(TandemError):
+    """A step could not be computed; the instance cannot go on."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineDescription:
+    """What an executor holds. Known when it is loaded, and constant from then on."""
+
+    model: ModelIdentity
+    layout: KVLayout
+    total_pages: int
+    max_rows: int
+    memory: MemoryRegion
+    eos_token_ids: tuple[int, ...]
+    device: str
+    choices: EngineChoices = EngineChoices()
+
+
+class Preparation(Protocol):
+    """A grammar that is being made ready."""
+
+    @property
+    def ends_s(self) -> float | None:
+        """When it ends, if that is known in advance; None: its process's loop is woken then."""
+
+    def poll(self) -> bool:
+        """Whether rows with this grammar can be launched now. Raises an error of the tree when they never can."""
+
+
+def take_prepared(preparing: dict[K, Preparation]) -> Iterator[tuple[K, Failed | None]]:
+    """Take out those that are over, each with why it can never be used, or None when it is ready."""
+    for key, preparation in list(preparing.items()):
+        refused: Failed | None = None
+        try:
+            if not preparation.poll():
+                continue
+        except TandemError as error:
+            refused = Failed.of(error)
+        del preparing[key]
+        yield key, refused
+
+
+class StepHandle(Protocol):
+    """A step in flight."""
+
+    @property
+    def ends_s(self) -> float | None:
+        """When the step ends, if that is known in advance; None: the executor wakes its process's loop then."""
+
+    @property
+    def layers_done(self) -> int:
+        """How many layers, from the first on, have the KV of the plan's chunks in the pages.
+
+        The executor wakes its process's loop a few times while this grows, not at every layer. It may stay 0 until the step is
+        complete."""
+
+    def poll(self) -> StepResult | None:
+        """The result once the step is complete (its KV is in the pages), None before. Raises ExecutorFailed."""
+
+
+class Executor(Protocol):
+    """Runs plans in the order of their launch. Launching never blocks. When a step completes, the implementation wakes its
+    process's loop by the `wake` callable that it got at construction."""
+
+    @property
+    def description(self) -> EngineDescription: ...
+
+    def launch(self, plan: Plan) -> StepHandle: ...
+
+    def prepare(self, grammar: Grammar, owner: str = "") -> Preparation:
+        """Begin to make the grammar ready, at this owner's turn (see `Terms`). Never blocks. A row with a grammar is launched
+        only when it is ready; the implementation wakes its process's loop then."""
+
+    def digest_pages(self, pages: Int32Array) -> bytes:
+        """The CRC-32 of each page's bytes, little-endian uint32. pages: [pages] int32. Blocks; for --verify-pages and tests.
+
+        No step in flight may write these pages."""
+
+    def close(self) -> None:
+        """Stop after the steps in flight. Idempotent."""

@@ -1,0 +1,257 @@
+"""Which implementation of attention an instance gets, and why.
+
+Owns the choice and what each backend supports. Imports FlashInfer only where it is taken. Does not know models, rows or plans.
+"""
+
+import logging
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
+from subprocess import SubprocessError
+
+import torch
+
+from common.config import AttentionName
+from common.errors import ConfigError
+from common.pages.layout import KVLayout
+from engine.attention.flashinfer import FlashInfer, FlashInferAttention, FlashInferShape, PrefillKernels, decodes_on_tensor_cores
+from engine.attention.paged import PagedAttention
+from engine.attention.port import Attention, LayerAttention
+from engine.cpu import build
+from engine.cpu.attention import DTYPES, NativeAttention, native_library
+from engine.cpu.build import processor_flags
+from engine.device import check_device, first_reason
+from engine.kernels.port import Kernels
+from engine.kv_memory import KVMemory, torch_dtype
+
+_log = logging.getLogger(__name__)
+
+HEAD_DIMS = (64, 128, 256)
+"""That FlashInfer's kernels are written for."""
+FP8_CAPABILITY = (8, 9)
+"""Compute capability from which on kernels convert to FP8."""
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionNeeds:
+    """What attention must handle. layers: how each layer attends. dtype: of queries and results. max_rows: most decode rows of a
+    step. pages_per_row: most pages of a row. prefill: which of FlashInfer's kernels compute chunks; None: the fastest that can be
+    had."""
+
+    memory: KVMemory
+    query_heads: int
+    layers: Sequence[LayerAttention]
+    dtype: torch.dtype
+    max_rows: int
+    pages_per_row: int
+    prefill: PrefillKernels | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    """What FlashInfer needs of the host. capability: of the GPU, (major, minor); None on CPU. version: of FlashInfer; None if it
+    is not installed. lacking: what it compiles with and is not there; nothing where there is the package of compiled kernels."""
+
+    capability: tuple[int, int] | None
+    version: str | None
+    lacking: tuple[build.Lacking, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """Why a backend cannot be used, and what to do for it to be."""
+
+    reason: str
+    fix: str
+
+    def as_error(self, asked: AttentionName) -> ConfigError:
+        return ConfigError(f"--attention {asked}: {self.reason}: {self.fix}, or take --attention torch, which is slower")
+
+
+@dataclass(frozen=True, slots=True)
+class ChosenAttention:
+    """name: of the implementation, for people. prefill: as in the needs; None where it is not FlashInfer."""
+
+    attention: Attention
+    name: str
+    prefill: PrefillKernels | None = None
+
+
+NOT_COMPILED = Refusal("attention in C could not be compiled (the log says why)", "install gcc or clang")
+
+
+def check_attention(asked: AttentionName, layout: KVLayout, dtype: torch.dtype, device: torch.device) -> None:
+    """Raise ConfigError if attention cannot be what was asked for, or what a GPU is for. dtype: of queries.
+
+    Call it before the weights are loaded, which takes long."""
+    refusal = None
+    _check_fp8_pages(layout, device)
+    if asked == "torch" and device.type == "cuda":
+        _log.warning("attention by torch is many times slower on %s than FlashInfer's, and has no CUDA graphs", device)
+    if asked == "flashinfer" or (asked == "auto" and device.type == "cuda"):
+        refusal = flashinfer_refusal(layout, dtype, host_of(device))
+    elif asked == "native":
+        refusal = native_refusal(layout, dtype, device) or (None if native_library() is not None else NOT_COMPILED)
+    if refusal is not None:
+        raise refusal.as_error(asked)
+
+
+def _check_fp8_pages(layout: KVLayout, device: torch.device) -> None:
+    """Of whatever attention: what writes keys and values cannot convert to FP8 on older GPUs. Raises ConfigError."""
+    if device.type != "cuda" or torch_dtype(layout.dtype) != torch.float8_e4m3fn:
+        return
+    capability = torch.cuda.get_device_capability(device)
+    if capability < FP8_CAPABILITY:
+        have, need = (".".join(map(str, each)) for each in (capability, FP8_CAPABILITY))
+        raise ConfigError(
+            f"--kv-dtype fp8_e4m3: the GPU's compute capability is {have}, and FP8 needs {need} (Ada, Hopper or later): give "
+            f"--kv-dtype auto"
+        )
+
+
+def make_attention(
+    needs: AttentionNeeds, asked: AttentionName, kernels: Kernels, progress: Callable[[str], None]
+) -> ChosenAttention:
+    """asked: the flag --attention. Says through `progress` what it took and why. Raises ConfigError when FlashInfer or C cannot
+    be used and is asked for, which on CUDA `auto` does: an instance at a tenth of the speed would call itself ready."""
+    device = needs.memory.pool.device
+    if asked == "torch":
+        progress("attention: torch, as --attention says")
+        return ChosenAttention(_torch(needs), "torch, as --attention says")
+    if asked == "native" or (asked == "auto" and device.type == "cpu"):
+        return _native_or_torch(needs, asked, progress)
+    return make_flashinfer(needs, asked, kernels, progress, host_of(device), _imported)
+
+
+def make_flashinfer(
+    needs: AttentionNeeds,
+    asked: AttentionName,
+    kernels: Kernels,
+    progress: Callable[[str], None],
+    host: Host,
+    load: Callable[[], FlashInfer],
+) -> ChosenAttention:
+    """As `make_attention`, on a known host, with the kernels compiled. load: imports FlashInfer.
+
+    FA3 is Hopper's; it does not read FP8 pages for queries in half precision. Where it fails, FA2 is tried."""
+    refusal = flashinfer_refusal(needs.memory.layout, needs.dtype, host)
+    if refusal is not None:
+        raise refusal.as_error(asked)
+    kv_dtype = needs.memory.pool.dtype
+    on = "tensor" if decodes_on_tensor_cores(needs.query_heads // needs.memory.layout.kv_heads, kv_dtype) else "CUDA"
+    cache = Path(os.environ.get("FLASHINFER_WORKSPACE_BASE") or Path.home()) / ".cache" / "flashinfer"
+    failures: list[str] = []
+    kinds: tuple[PrefillKernels, ...] = ("fa3", "fa2") if host.capability == (9, 0) and kv_dtype == needs.dtype else ("fa2",)
+    for kind in kinds if needs.prefill is None else (needs.prefill,):
+        name = f"FlashInfer {host.version}, chunks by {kind}, decode on {on} cores"
+        progress(
+            f"attention: {name}; its first start with a shape of heads compiles kernels into {cache}, which can take minutes"
+        )
+        made = _flashinfer(needs, kind, kernels, load)
+        if isinstance(made, FlashInferAttention):
+            if failures:
+                _log.warning("attention on chunks is by FlashInfer's %s, which is slower here, because %s", kind, failures[0])
+                name += f", because {failures[0]}"
+            return ChosenAttention(made, name, kind)
+        failures.append(f"{kind} fails with: {made}")
+    raise Refusal(f"FlashInfer cannot be used: {'; '.join(failures)}", "see the whole errors in the log").as_error(asked)
+
+
+def host_of(device: torch.device) -> Host:
+    try:
+        installed = version("flashinfer-python")
+    except PackageNotFoundError:
+        installed = None
+    return Host(
+        capability=torch.cuda.get_device_capability(device) if device.type == "cuda" else None,
+        version=installed,
+        lacking=() if find_spec("flashinfer_jit_cache") is not None else build.for_flashinfer(),
+    )
+
+
+def flashinfer_refusal(layout: KVLayout, dtype: torch.dtype, host: Host) -> Refusal | None:
+    """None if FlashInfer can be used. dtype: of queries."""
+    kv_dtype = torch_dtype(layout.dtype)
+    dtypes = (torch.float16, torch.bfloat16)
+    if host.capability is None:
+        return Refusal("FlashInfer needs a CUDA device and this instance computes on CPU", "give --device cuda")
+    if host.version is None:
+        return Refusal("FlashInfer is not installed", "install it, as with pip install '.[flashinfer]'")
+    if host.capability < (8, 0):
+        major, minor = host.capability
+        return Refusal(f"the GPU's compute capability is {major}.{minor} and FlashInfer needs 8.0", "take a newer GPU")
+    if host.lacking:
+        lacking = build.none_of(host.lacking)
+        return Refusal(f"FlashInfer compiles its kernels, and there is {lacking} here", build.fixes(host.lacking))
+    if dtype not in dtypes:
+        return Refusal(f"FlashInfer has no kernels for {_name(dtype)}", "give --dtype bfloat16")
+    if kv_dtype not in (dtype, torch.float8_e4m3fn):
+        return Refusal(f"FlashInfer has no kernels for {_name(dtype)} over {_name(kv_dtype)} pages", "give --kv-dtype auto")
+    if layout.head_dim not in HEAD_DIMS:
+        dims = ", ".join(map(str, HEAD_DIMS))
+        return Refusal(f"the model's heads have {layout.head_dim} elements and FlashInfer has {dims}", "take another model")
+    return None
+
+
+def native_refusal(layout: KVLayout, dtype: torch.dtype, device: torch.device) -> Refusal | None:
+    """None if attention in C can be used where it compiles. dtype: of queries."""
+    kv_dtype = torch_dtype(layout.dtype)
+    if device.type != "cpu":
+        return Refusal(f"attention in C is for CPU and this instance computes on {device.type}", "give --device cpu")
+    if dtype not in DTYPES:
+        return Refusal(f"attention in C has no {_name(dtype)}", "give --dtype float32 or bfloat16")
+    if kv_dtype not in DTYPES:
+        return Refusal(f"attention in C does not read {_name(kv_dtype)} pages", "give --kv-dtype auto")
+    return None
+
+
+def _native_or_torch(needs: AttentionNeeds, asked: AttentionName, progress: Callable[[str], None]) -> ChosenAttention:
+    refusal = native_refusal(needs.memory.layout, needs.dtype, needs.memory.pool.device)
+    library = native_library() if refusal is None else None
+    if library is not None:
+        # oneDNN's products on matrix units are twice as fast as ours on vectors, though torch gathers the pages for them.
+        of_chunks = _torch(needs) if needs.dtype == torch.bfloat16 and "amx_bf16" in processor_flags() else None
+        name = "in C over the pages" + ("" if of_chunks is None else ", chunks by torch on the matrix units")
+        progress(f"attention: {name}")
+        made = NativeAttention(needs.memory, needs.query_heads, needs.layers, needs.dtype, library, of_chunks)
+        return ChosenAttention(made, name)
+    refusal = refusal or NOT_COMPILED
+    if asked == "native":
+        raise refusal.as_error(asked)
+    progress(f"attention: torch, which is slower than C, because {refusal.reason}; to use C, {refusal.fix}")
+    return ChosenAttention(_torch(needs), f"torch, because {refusal.reason}")
+
+
+def _torch(needs: AttentionNeeds) -> PagedAttention:
+    return PagedAttention(needs.memory, needs.query_heads, needs.layers, needs.dtype)
+
+
+def _flashinfer(
+    needs: AttentionNeeds, kind: PrefillKernels, kernels: Kernels, load: Callable[[], FlashInfer]
+) -> FlashInferAttention | str:
+    """FlashInfer with its kernels compiled, or why it cannot be. Raises ExecutorFailed if the device cannot go on after that."""
+    shape = FlashInferShape(needs.query_heads, tuple(needs.layers), needs.dtype, needs.max_rows, needs.pages_per_row, kind)
+    try:
+        made = FlashInferAttention(needs.memory, shape, kernels, load())
+        made.load_kernels()
+    except torch.OutOfMemoryError:
+        raise
+    except (ImportError, OSError, RuntimeError, SubprocessError) as error:  # compilers and kernels that fail are RuntimeErrors
+        _log.warning("FlashInfer with chunks by %s cannot be used", kind, exc_info=True)
+        check_device(needs.memory.pool.device, error)
+        return first_reason(error)
+    return made
+
+
+def _imported() -> FlashInfer:
+    import flashinfer
+
+    library: FlashInfer = flashinfer
+    return library
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,184 @@
+"""Recordings: what a function computed in C, to be computed again by one call.
+
+Owns how calls are noted, and the memory of what they return. Does not know what they compute. As a CUDA graph does, a recording
+starts the same functions on the same memory each time.
+
+Between two calls of C, Python takes a few microseconds, and ten times that where a layer's weights have just gone through the
+caches. docs/measurements/cpu.md has what that was of a step.
+"""
+
+import contextlib
+import ctypes
+import itertools
+import math
+import weakref
+from bisect import bisect_left, insort_left
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from engine.cpu.build import LISTENING, load
+
+SOURCE = Path(__file__).with_name("replay.c")
+_LINE = 64
+"""Bytes of a cache line: blocks are whole ones."""
+_aten = torch.ops.aten
+
+
+class CannotRecord(Exception):
+    """Something is computed outside of C. The message says what."""
+
+
+class _Recorded(ctypes.Structure):
+    """`recorded` in C."""
+
+    _fields_ = (("function", ctypes.c_void_p), ("call", ctypes.c_void_p))
+
+
+class Recorder:
+    """Makes recordings that run one after the other, on one thread, and share the memory of what is computed.
+
+    So what a recording returns lasts until the next one runs.
+    """
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._replay = library.replay
+        self._replay.argtypes, self._replay.restype = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int], None
+        self._memory = _Memory()
+
+    def record(self, function: Callable[[Callable[[int], None]], tuple[Tensor, ...]]) -> "Recording":
+        """The recording of a function that computes in C alone, from the same tensors each time. It is not computed now, so
+        what the function reads of it does not count.
+
+        It is given a function to call where others may have their say: see `Recording.run`. Raises CannotRecord.
+        """
+        listener = _Listener(self._memory)
+        LISTENING.to = listener
+        try:
+            with listener:
+                results = function(listener.mark)
+        finally:
+            LISTENING.to = None
+        return Recording(self._replay, self._memory, listener.calls, listener.marks, results)
+
+
+class Recording:
+    """Computes what was recorded."""
+
+    def __init__(
+        self,
+        replay: Callable[[int, int, int], None],
+        memory: "_Memory",
+        calls: list[tuple[int, bytes]],
+        marks: list[int],
+        results: tuple[Tensor, ...],
+    ) -> None:
+        self._replay, self._results = replay, tuple(map(memory.lasting, results))
+        self._memory = memory  # the calls point to it
+        begins = itertools.accumulate((len(call) for _, call in calls), initial=0)
+        self._structures = ctypes.create_string_buffer(b"".join(call for _, call in calls))
+        address = ctypes.addressof(self._structures)
+        recorded = [_Recorded(function, address + begin) for (function, _), begin in zip(calls, begins, strict=False)]
+        self._calls = (_Recorded * len(calls))(*recorded)
+        ends = [*marks, len(calls)]
+        self._parts = [(begin, end - begin) for begin, end in itertools.pairwise([0, *ends])]
+
+    def run(self, between: Callable[[], None] | None = None) -> tuple[Tensor, ...]:
+        """between: called where the recorded function called what it was given; None: all is one call of C. Threads are torch's
+        of the moment. Returns the results, in the same memory each time."""
+        if between is None:
+            self._replay(ctypes.addressof(self._calls), len(self._calls), torch.get_num_threads())
+            return self._results
+        for number, (begin, count) in enumerate(self._parts):
+            if number:
+                between()
+            address = ctypes.addressof(self._calls) + begin * ctypes.sizeof(_Recorded)
+            self._replay(address, count, torch.get_num_threads())
+        return self._results
+
+
+class _Listener(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes the calls of C, gives torch the recorder's memory, and refuses whatever else torch computes."""
+
+    def __init__(self, memory: "_Memory") -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._memory = memory
+        self.calls: list[tuple[int, bytes]] = []
+        self.marks: list[int] = []
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Nothing is compiled by torch here, and to skip its compiler loads it, which takes a second and 100 MB."""
+        return False
+
+    def called(self, address: int, call: ctypes.Structure) -> None:
+        self.calls.append((address, bytes(call)))
+
+    def mark(self, _: int) -> None:
+        self.marks.append(len(self.calls))
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is _aten.new_empty.default:
+            return self._memory.empty(args[1], kwargs.get("dtype") or args[0].dtype)
+        if func is _aten.empty.memory_format:
+            return self._memory.empty(args[0], kwargs.get("dtype") or torch.get_default_dtype())
+        if not func._schema.is_mutable:
+            with contextlib.suppress(RuntimeError, IndexError, ValueError):  # of what is not computed yet
+                made = func(*args, **kwargs)
+                if _is_view(made, args[0]):
+                    return made  # a recording does without it
+        raise CannotRecord(f"torch computes {func}")
+
+
+def _is_view(made: Any, of: Any) -> bool:
+    first = made[0] if isinstance(made, list | tuple) else made
+    if not isinstance(of, Tensor) or not isinstance(first, Tensor):
+        return False
+    storage, other = first.untyped_storage(), of.untyped_storage()
+    return storage.data_ptr() == other.data_ptr() and storage.nbytes() > 0
+
+
+class _Memory:
+    """Gives tensors, takes back the memory of those that are gone, and never gives it back itself: recordings point to it."""
+
+    def __init__(self) -> None:
+        self._free: list[Tensor] = []  # the smallest first
+        self._blocks: dict[int, Tensor] = {}
+
+    def empty(self, shape: Any, dtype: torch.dtype) -> Tensor:
+        """In the smallest block that no tensor uses and that is large enough: so whoever records the largest step first, records
+        all others in the same memory."""
+        count = math.prod(shape)
+        nbytes = -(-max(1, count * dtype.itemsize) // _LINE) * _LINE
+        at = bisect_left(self._free, nbytes, key=len)
+        block = self._free.pop(at) if at < len(self._free) else self._made(nbytes)
+        lent = block.numpy()[:nbytes]  # torch keeps this object for as long as a tensor or a view of it lives
+        weakref.finalize(lent, self._take, block).atexit = False
+        return torch.from_numpy(lent)[: count * dtype.itemsize].view(dtype).view(*shape)
+
+    def _made(self, nbytes: int) -> Tensor:
+        block = torch.empty(nbytes, dtype=torch.uint8)
+        self._blocks[block.data_ptr()] = block
+        return block
+
+    def _take(self, block: Tensor) -> None:
+        insort_left(self._free, block, key=len)  # of equal ones, what was used last is in the caches and comes first
+
+    def lasting(self, tensor: Tensor) -> Tensor:
+        """The same numbers in the same memory, which others may be given too."""
+        block = self._blocks.get(tensor.untyped_storage().data_ptr())
+        if block is None:  # not made by the function
+            return tensor
+        at = tensor.storage_offset(), tensor.shape, tensor.stride()
+        return torch.empty(0, dtype=tensor.dtype).set_(block.untyped_storage(), *at)
+
+
+def load_recorder() -> Recorder | None:
+    """None, and the log says why, where C cannot be compiled."""
+    library = load(SOURCE)
+    return None if library is None else Recorder(library)

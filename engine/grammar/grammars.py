@@ -1,0 +1,425 @@
+"""Grammars, compiled for the model's vocabulary by xgrammar: off the loop, each once, the latest ones and those in use kept.
+
+Owns the cache, the threads, and what is refused before xgrammar sees it. Does not know requests, rows or logits, nor whose
+grammar is next (`grammar_queue.py`), nor where the compiler runs (`grammar_process.py`). The tokenizer and a compiler are loaded
+for the first grammar, or ahead of it (`warm`); a second compiler when two grammars are there at once.
+
+Which grammar is compiled next: owners take turns by the work that they ask for, and each may have only so much waiting.
+
+Owns the order and the bounds. Pure: knows no threads, compilers or clocks.
+
+An owner's turn begins where its turn before has ended, on a clock that counts work instead of time, but not in the past. The turn
+that begins first is next; among equals the shorter, then the older (start-time fair queueing; Goyal, Vin and Cheng, 1996). So who
+has asked for nothing yet comes before all who have, however much they have waiting.
+"""
+
+import contextlib
+import copy
+import logging
+import math
+import threading
+import time
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+
+import msgspec
+
+from common.errors import BadRequest, Overloaded, TandemError, Unavailable
+from common.sampling_params import Grammar
+from engine.grammar.json_schemas import check_regex, check_schema
+from engine.grammar.strings import check_size
+from engine.grammar.structural_tags import check_structural_tag
+
+if TYPE_CHECKING:
+    from xgrammar import CompiledGrammar, TokenizerInfo
+
+
+T = TypeVar("T")
+
+MAX_OWNED, MAX_OWNED_S = 64, 120.0
+"""So many grammars of one owner wait at most, and so much work, as it is estimated."""
+LEAST_WORK_S, CHARACTER_S = 0.02, 1e-4
+"""Estimated work of a grammar: its least, and what each character adds."""
+
+
+def work_of(grammar: Grammar) -> float:
+    """The estimated work of compiling it, in seconds of a processor."""
+    return LEAST_WORK_S + CHARACTER_S * len(grammar.text)
+
+
+@dataclass(frozen=True, slots=True)
+class _Waiting:
+    """A grammar that waits. serial: counts all of them, in the order in which they came."""
+
+    work_s: float
+    serial: int
+
+
+@dataclass(slots=True, eq=False)
+class _Owner(Generic[T]):
+    waiting: dict[T, _Waiting] = field(default_factory=dict)
+    """First come, first served."""
+    begins_s: float = 0.0
+    """When its next turn begins, on the clock of work."""
+    compiling: int = 0
+
+    @property
+    def waiting_s(self) -> float:
+        return sum(asked.work_s for asked in self.waiting.values())
+
+
+class CompileQueue(Generic[T]):
+    """Items that wait for one of so many compilers. One that several owners wait for is compiled at the first of their turns.
+
+    The owner "" stands for everybody when nobody has a key: it has no bounds of its own, and all compilers. Every other owner
+    leaves one compiler to the others, where there are several: what it has there may take long."""
+
+    def __init__(self, compilers: int) -> None:
+        self._compilers = compilers
+        self._owners: dict[str, _Owner[T]] = {}
+        self._taken: dict[T, tuple[str, float]] = {}
+        """What is being compiled: at whose turn, and the work that was estimated."""
+        self._now_s = 0.0
+        self._serial = 0
+
+    def __len__(self) -> int:
+        """How many wait or are being compiled."""
+        return len({item for owner in self._owners.values() for item in owner.waiting}) + len(self._taken)
+
+    def turns(self) -> list[tuple[str, T]]:
+        """Who waits for what."""
+        return [(name, item) for name, owner in self._owners.items() for item in owner.waiting]
+
+    def join(self, item: T, owner: str, work_s: float) -> None:
+        """Wait for a compiler. An item that waits for this owner already, or is being compiled, stays where it is. Raises
+        Overloaded when the owner has too much waiting."""
+        mine = self._owners.setdefault(owner, _Owner())
+        if item in mine.waiting or item in self._taken:
+            return
+        waiting, waiting_s = len(mine.waiting), mine.waiting_s
+        if owner and (waiting >= MAX_OWNED or (waiting and waiting_s + work_s > MAX_OWNED_S)):
+            bounds = f"{waiting} grammars wait to be compiled for the API key {owner}, about {waiting_s:.0f} s of work"
+            raise Overloaded(f"{bounds}: send this one when they are done, or send smaller ones")
+        self._serial += 1
+        mine.waiting[item] = _Waiting(work_s, self._serial)
+
+    def leave(self, item: T, owner: str) -> bool:
+        """This owner waits for it no longer. Returns whether another does."""
+        self._owners[owner].waiting.pop(item, None)
+        return any(item in each.waiting for each in self._owners.values())
+
+    def take(self) -> T | None:
+        """The next one, which is compiled now; None while there is none that may be."""
+        ready = [
+            (max(owner.begins_s, self._now_s), asked.work_s, asked.serial, name)
+            for name, owner in self._owners.items()
+            if owner.waiting and owner.compiling < self._most_compilers(name)
+            for asked in [next(iter(owner.waiting.values()))]
+        ]
+        if not ready:
+            return None
+        self._now_s, work_s, _, name = min(ready)
+        mine = self._owners[name]
+        item = next(iter(mine.waiting))
+        for owner in self._owners.values():
+            owner.waiting.pop(item, None)
+        mine.begins_s = self._now_s + work_s
+        mine.compiling += 1
+        self._taken[item] = name, work_s
+        return item
+
+    def finish(self, item: T, spent_s: float) -> None:
+        """It is compiled, or never will be. spent_s: the work that it was, which is counted in place of the estimate."""
+        name, work_s = self._taken.pop(item)
+        mine = self._owners[name]
+        mine.compiling -= 1
+        mine.begins_s += spent_s - work_s
+        if len(self) == 0:
+            self._owners.clear()
+            self._now_s = 0.0
+
+    def _most_compilers(self, owner: str) -> int:
+        return max(1, self._compilers - 1) if owner else self._compilers
+
+
+_log = logging.getLogger(__name__)
+COMPILERS = 2
+MAX_QUEUED = 256
+"""So many grammars wait at most to be compiled."""
+KEPT_GRAMMARS, KEPT_BYTES = 256, 512 * 2**20
+
+
+class Compiling(Protocol):
+    """Compiles grammars, one at a time."""
+
+    def compile(self, grammar: Grammar) -> "CompiledGrammar":
+        """Raises BadRequest for a grammar that cannot be used, now or later, and other errors of the tree."""
+
+    def close(self) -> None:
+        """End what it does. Any thread may call it."""
+
+
+class _Entry:
+    """A grammar of the cache. holders: the grammars of the requests that need it, by owner. It is kept while one of them
+    exists."""
+
+    def __init__(self, grammar: Grammar) -> None:
+        self.grammar = Grammar(grammar.kind, grammar.text)  # its own, which keeps no request's alive
+        self.future: Future[CompiledGrammar] = Future()
+        self.holders: dict[str, list[weakref.ref[Grammar]]] = {}
+
+    @property
+    def is_held(self) -> bool:
+        return any(map(self.is_held_by, self.holders))
+
+    def is_held_by(self, owner: str) -> bool:
+        return any(holder() is not None for holder in self.holders.get(owner, ()))
+
+    def hold(self, grammar: Grammar, owner: str) -> None:
+        held = [holder for holder in self.holders.get(owner, ()) if holder() is not None]
+        self.holders[owner] = [*held, weakref.ref(grammar)]
+
+    @property
+    def bytes(self) -> int:
+        """0 before it is compiled, and for one that is refused."""
+        if not self.future.done() or self.future.exception() is not None:
+            return 0
+        return self.future.result().memory_size_bytes
+
+
+class Grammars:
+    """make_vocabulary: called once, for the first grammar; may take seconds. make_compiler: called once for each thread."""
+
+    def __init__(
+        self, make_vocabulary: "Callable[[], TokenizerInfo]", make_compiler: "Callable[[TokenizerInfo], Compiling]"
+    ) -> None:
+        self._make_vocabulary, self._make_compiler = make_vocabulary, make_compiler
+        self._lock = threading.Lock()
+        self._making = threading.Lock()
+        self._vocabulary: TokenizerInfo | None = None
+        self._compilers: list[Compiling] = []
+        self._queue: CompileQueue[_Entry] = CompileQueue(COMPILERS)
+        self._changed = threading.Condition(self._lock)
+        """Of the queue."""
+        self._threads = 0
+        self._closed = False
+        self._known: OrderedDict[Grammar, _Entry] = OrderedDict()
+        """By use, the latest last. Those that are being compiled too, so that equal ones are compiled once, and those that are
+        refused, so that they are refused at once the next time."""
+
+    def warm(self) -> "CompiledSoon":
+        """Load the vocabulary and a compiler before a request needs them. Waits for nothing."""
+        return self.prepare(ANY_TEXT, lambda: None)
+
+    def prepare(self, grammar: Grammar, wake: Callable[[], None], owner: str = "") -> "CompiledSoon":
+        """Begin to compile, unless it is compiled. Waits for nothing. wake: called when it has ended, on any thread. What is
+        compiled is kept while this object `grammar` exists, which is as long as its request is open. owner: at whose turn."""
+        future = self._future(grammar, owner)
+        future.add_done_callback(lambda _: wake())
+        return CompiledSoon(future)
+
+    def compiled(self, grammar: Grammar) -> "CompiledGrammar":
+        """The compiled grammar, which was prepared. Waits for nothing. Raises BadRequest when it is not there."""
+        with self._lock:
+            entry = self._known.get(grammar)
+        if entry is None or not entry.future.done():
+            raise BadRequest(f"{grammar.kind}: it was not prepared", field=grammar.kind)
+        return _outcome(entry.future)
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+            compilers, waiting = list(self._compilers), self._leave_queue(lambda entry, owner: True)
+            self._changed.notify_all()
+        for compiler in compilers:
+            compiler.close()
+        for entry in waiting:
+            entry.future.set_exception(Unavailable("the instance stops"))
+
+    def _future(self, grammar: Grammar, owner: str) -> "Future[CompiledGrammar]":
+        with self._lock:
+            unwanted = self._leave_queue(lambda entry, owner: not entry.is_held_by(owner))
+            entry = self._known.get(grammar) or _Entry(grammar)
+            try:
+                self._wait_in_line(entry, owner)
+            except TandemError as error:
+                entry = _Entry(grammar)
+                entry.future.set_exception(error)
+            else:
+                entry.hold(grammar, owner)
+                self._known[entry.grammar] = entry
+                self._known.move_to_end(entry.grammar)
+        _end(unwanted)
+        return entry.future
+
+    def _wait_in_line(self, entry: _Entry, owner: str) -> None:
+        """Until it is compiled, if it is not. Raises Overloaded when too many wait, Unavailable."""
+        if entry.future.done():
+            return
+        if self._closed:
+            raise Unavailable("the instance stops")
+        waiting = len(self._queue)
+        if waiting >= MAX_QUEUED and entry.grammar not in self._known:
+            raise Overloaded(f"{waiting} grammars wait to be compiled: try again")
+        self._queue.join(entry, owner, work_of(entry.grammar))
+        if self._threads < min(COMPILERS, len(self._queue)):
+            self._threads += 1
+            threading.Thread(target=self._work, name="grammars", daemon=True).start()
+        self._changed.notify()
+
+    def _work(self) -> None:
+        """Compile until the end. A daemon: it never delays the end of the process."""
+        compiler: Compiling | None = None
+        with contextlib.suppress(Exception):  # what fails here fails for the first grammar, which says so
+            compiler = self._new_compiler()
+            compiler.compile(ANY_TEXT)
+        while (entry := self._next()) is not None:
+            compiled: CompiledGrammar | None = None
+            begun_s = time.monotonic()
+            try:
+                compiler = compiler or self._new_compiler()
+                compiled = compiler.compile(entry.grammar)
+            except TandemError as raised:
+                error = raised
+            except Exception as raised:  # noqa: BLE001 - the thread's outermost door; the preparation's poll raises it
+                _log.exception("a grammar could not be compiled")
+                error = TandemError(f"{entry.grammar.kind}: the compiler failed: {raised}")
+            with self._lock:
+                if compiled is None and not isinstance(error, BadRequest):
+                    self._forget(entry)
+            if compiled is None:
+                entry.future.set_exception(copy.copy(error))
+            else:
+                entry.future.set_result(compiled)
+            with self._lock:
+                self._queue.finish(entry, time.monotonic() - begun_s)
+                self._make_room()
+
+    def _next(self) -> _Entry | None:
+        """Wait for the next grammar that an open request needs; None at the end. One that none needs gives up its turn. It is
+        forgotten at once, so a request that comes now begins anew."""
+        while True:
+            with self._lock:
+                unwanted = self._leave_queue(lambda entry, owner: not entry.is_held_by(owner))
+                taken = self._queue.take()
+                if taken is None and not unwanted and not self._closed:
+                    self._changed.wait()
+                    continue
+            _end(unwanted)
+            if taken is not None or self._closed:
+                return taken
+
+    def _leave_queue(self, leaves: "Callable[[_Entry, str], bool]") -> list[_Entry]:
+        """Take out the turns for which this holds. Returns the grammars that have none left, which are forgotten."""
+        left = [entry for owner, entry in self._queue.turns() if leaves(entry, owner) and not self._queue.leave(entry, owner)]
+        for entry in left:
+            self._forget(entry)
+        return left
+
+    def _forget(self, entry: _Entry) -> None:
+        if self._known.get(entry.grammar) is entry:
+            del self._known[entry.grammar]
+
+    def _new_compiler(self) -> Compiling:
+        with self._making:
+            if self._vocabulary is None:
+                self._vocabulary = self._make_vocabulary()
+            compiler = self._make_compiler(self._vocabulary)
+        with self._lock:
+            self._compilers.append(compiler)
+            if self._closed:
+                compiler.close()
+        return compiler
+
+    def _make_room(self) -> None:
+        """Forget the oldest, but none that an open request needs."""
+        excess_bytes = sum(entry.bytes for entry in self._known.values()) - KEPT_BYTES
+        for key, entry in list(self._known.items()):
+            if len(self._known) <= KEPT_GRAMMARS and excess_bytes <= 0:
+                return
+            if entry.future.done() and not entry.is_held:
+                excess_bytes -= entry.bytes
+                del self._known[key]
+
+
+def _end(unwanted: list[_Entry]) -> None:
+    for entry in unwanted:
+        entry.future.set_exception(Unavailable("its request has ended"))
+
+
+class CompiledSoon:
+    """Implements `Preparation`."""
+
+    ends_s: float | None = None
+
+    def __init__(self, future: "Future[CompiledGrammar]") -> None:
+        self._future = future
+
+    def poll(self) -> bool:
+        if not self._future.done():
+            return False
+        self.wait()
+        return True
+
+    def wait(self) -> None:
+        """Wait until it has ended. Raises what `poll` raises."""
+        _outcome(self._future)
+
+
+def refused(error: TandemError) -> CompiledSoon:
+    """The preparation of a grammar that is refused without a look."""
+    future: Future[CompiledGrammar] = Future()
+    future.set_exception(error)
+    return CompiledSoon(future)
+
+
+def _outcome(future: "Future[CompiledGrammar]") -> "CompiledGrammar":
+    """Wait for it. An error is raised as a copy: each raise adds frames to an error, and the cache would keep what they hold."""
+    error = future.exception()
+    if error is not None:
+        raise copy.copy(error)
+    return future.result()
+
+
+class AnythingGoes:
+    """The preparations of an executor that has no grammars. Only one can be met: that of any text."""
+
+    def __init__(
+        self, grammar: Grammar, executor: str, ends_s: float | None = None, clock: Callable[[], float] = lambda: math.inf
+    ) -> None:
+        """ends_s: when the preparation ends, on the clock."""
+        self._grammar = grammar
+        self._executor = executor
+        self.ends_s = ends_s
+        self._clock = clock
+
+    def poll(self) -> bool:
+        if self.ends_s is not None and self._clock() < self.ends_s:
+            return False
+        if self._grammar != ANY_TEXT:
+            message = f"{self._grammar.kind}: {self._executor} knows no grammars: serve a model to use them"
+            raise BadRequest(message, field=self._grammar.kind)
+        return True
+
+
+ANY_TEXT = Grammar("regex", ".*")
+
+
+def check_text(grammar: Grammar, name: str | None = None) -> None:
+    """Raises BadRequest for what would take too long to compile, and for a schema that answers could not be held to. name: of the
+    field that brought it; None: its kind."""
+    kind, text, name = grammar.kind, grammar.text, name or grammar.kind
+    if kind == "regex":
+        check_regex(text, name)
+        return
+    check_size(name, kind, text)
+    if kind != "ebnf":
+        try:
+            parsed: Any = msgspec.json.decode(text)
+        except (msgspec.DecodeError, UnicodeEncodeError) as error:
+            raise BadRequest(f"{name} is not JSON: {error}", field=name) from error
+        check_schema(parsed, name) if kind == "json_schema" else check_structural_tag(parsed, name)

@@ -1,0 +1,149 @@
+"""The engine's small operations in plain torch: what every other implementation builds on, and the reference for it.
+
+Owns their arithmetic. Knows tensors only.
+
+The noise of sampling: a hash of (seed, position, token), so an answer does not depend on its batch or on a resume.
+
+Owns the hash and the temperature below which there is no noise. Knows tensors only. `triton_sampling` computes the same numbers.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from engine.kernels.port import HeadNorm, PagePlaces, Rotation
+
+GREEDY_BELOW = 1e-5
+"""At a temperature below this, any difference between two logits is far larger than the noise."""
+_MASK = 0xFFFFFFFF
+
+
+def token_noise(vocab_size: int, device: torch.device) -> Tensor:
+    """The part of the noise that is the same in every step. [vocab] int64."""
+    return _mix(torch.arange(vocab_size, device=device))
+
+
+def gumbel(seed: Tensor, position: Tensor, of_tokens: Tensor) -> Tensor:
+    """Gumbel noise by (seed, position, token): the largest logit plus noise is a sample.
+
+    seed, position: [rows] int64. of_tokens: as `token_noise` returns it. Returns [rows, vocab] float32.
+    """
+    key = _mix(_mix(seed & _MASK) ^ _mix((seed >> 32) & _MASK) * 3 & _MASK)
+    key = _mix(key ^ _mix(position & _MASK))
+    bits = _mix(of_tokens[None, :] ^ key[:, None])
+    uniform = (bits.double() + 0.5) / 2.0**32
+    return -torch.log(-torch.log(uniform)).float()
+
+
+def _mix(x: Tensor) -> Tensor:
+    """A 32-bit mixing function in int64 (lowbias32, https://nullprogram.com/blog/2018/07/31/)."""
+    x = (x + 0x9E3779B9) & _MASK
+    x = ((x ^ (x >> 16)) * 0x7FEB352D) & _MASK
+    x = ((x ^ (x >> 15)) * 0x846CA68B) & _MASK
+    return x ^ (x >> 16)
+
+
+FP8_LARGEST = torch.finfo(torch.float8_e4m3fn).max
+SMALLEST_ROW = 1e-30
+"""A row whose largest number is below this is quantised as if it were this: nothing is divided by zero."""
+
+
+class TorchKernels:
+    """Implements `Kernels`. Holds the part of the noise that is the same in every step."""
+
+    def __init__(self) -> None:
+        self._token_noise: Tensor | None = None
+
+    def decode_inputs(
+        self, rows: Tensor, last_token: Tensor, length: Tensor, table: Tensor, page_size: int, null: int
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        positions = length[rows]
+        length[rows] = (positions + 1).masked_fill(rows == null, 0)
+        return last_token[rows], positions, table[rows, positions // page_size].long(), positions % page_size
+
+    def embed(self, token_ids: Tensor, table: Tensor) -> Tensor:
+        return F.embedding(token_ids, table)
+
+    def rotation(self, positions: Tensor, frequencies: Tensor, factor: float) -> Rotation:
+        angles = positions[:, None].float() * frequencies
+        if factor == 1.0:
+            return Rotation(angles.cos(), angles.sin())
+        return Rotation(angles.cos() * factor, angles.sin() * factor)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        wide = x.float()
+        normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+        return weight * normed.to(x.dtype)
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        total = x + residual
+        return self.rms_norm(total, weight, eps), total
+
+    def silu_and_mul(self, gate_up: Tensor) -> Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        return F.silu(gate) * up
+
+    def quantise(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        wide = x.float()
+        scale = wide.abs().amax(-1, keepdim=True).clamp_min(SMALLEST_ROW) * (1.0 / FP8_LARGEST)
+        return _fp8(wide / scale), scale
+
+    def quantise_int8(self, x: Tensor, largest: int) -> tuple[Tensor, Tensor]:
+        wide = x.float()
+        scale = wide.abs().amax(-1, keepdim=True).clamp_min(SMALLEST_ROW) * (1.0 / largest)
+        return (wide / scale).round().add_(largest + 1).to(torch.uint8), scale
+
+    def rotate_and_write(self, heads: Tensor, rotation: Rotation, norm: HeadNorm | None, places: PagePlaces) -> Tensor:
+        kv_heads = places.keys.shape[1]
+        query_heads = heads.shape[1] - 2 * kv_heads
+        turning, value = heads.tensor_split([query_heads + kv_heads], dim=1)  # queries and keys together: half the operations
+        if norm is not None:
+            weight = torch.cat([norm.query.expand(query_heads, -1), norm.key.expand(kv_heads, -1)])
+            turning = self.rms_norm(turning, weight, norm.eps)
+        query, key = _rotated(turning, rotation).tensor_split([query_heads], dim=1)
+        write(places, key, value)
+        return query
+
+    def sample(self, logits: Tensor, temperature: Tensor, seed: Tensor, position: Tensor) -> Tensor:
+        if self._token_noise is None or len(self._token_noise) != logits.shape[1]:
+            self._token_noise = token_noise(logits.shape[1], logits.device)
+        first = logits.argmax(dim=-1)
+        greedy = temperature < GREEDY_BELOW
+        scaled = (logits - logits.gather(1, first[:, None])) / torch.where(greedy, 1.0, temperature)[:, None]
+        noisy = scaled + gumbel(seed, position, self._token_noise)
+        return torch.where(greedy, first, noisy.argmax(dim=-1))
+
+    def likeliest(self, logits: Tensor) -> Tensor:
+        return logits.argmax(dim=-1)
+
+    def page_indices(self, table: Tensor, rows: Tensor, indptr: Tensor, out: Tensor) -> None:
+        if len(rows) == 0:
+            return
+        at = torch.arange(len(out), dtype=indptr.dtype, device=out.device)
+        entry = torch.searchsorted(indptr[1:], at, right=True)
+        within = entry < len(rows)
+        entry = entry.clamp(max=len(rows) - 1)
+        column = (at - indptr[entry]).clamp(max=table.shape[1] - 1)
+        out.copy_(torch.where(within, table[rows[entry], column], out))
+
+
+def write(places: PagePlaces, key: Tensor, value: Tensor) -> None:
+    """Put each token's KV in its page and slot, in the pages' dtype. key, value: [tokens, kv_heads, head_dim]. FP8 saturates."""
+    for pages, x in ((places.keys, key), (places.values, value)):
+        if pages.dtype == torch.float8_e4m3fn:  # as bytes, because not every version of torch can index FP8
+            pages, x = pages.view(torch.uint8), _fp8(x).view(torch.uint8)
+        pages[places.pages, :, places.slots] = x.to(pages.dtype)
+
+
+def _fp8(x: Tensor) -> Tensor:
+    """x in FP8, saturated: the conversion of some versions of torch makes NaN of what is too large."""
+    return x.clamp(-FP8_LARGEST, FP8_LARGEST).to(torch.float8_e4m3fn)
+
+
+def _rotated(x: Tensor, rotation: Rotation) -> Tensor:
+    """x: [tokens, heads, head_dim]. Eq. 34 of Su et al. 2021, halves paired."""
+    half = rotation.cos.shape[-1]
+    cos, sin = rotation.cos.to(x.dtype)[:, None], rotation.sin.to(x.dtype)[:, None]
+    first, second, rest = x.tensor_split([half, 2 * half], dim=-1)
+    turned = torch.addcmul(first * cos, second, sin, value=-1), torch.addcmul(second * cos, first, sin)
+    return torch.cat([*turned, rest], dim=-1)

@@ -1,0 +1,134 @@
+"""The engine's small operations as Triton kernels: what runs on CUDA.
+
+Owns how a call becomes programs: block sizes, warps, outputs. Does not know what a program computes (`triton_source`). The block
+sizes follow two rules: a thread moves 16 bytes at a time, and a row that is much shorter than a block shares it with others.
+"""
+
+import torch
+import triton
+from torch import Tensor
+
+from engine.kernels import triton_source as source
+from engine.kernels.port import HeadNorm, PagePlaces, Rotation
+from engine.kernels.torch_kernels import TorchKernels
+
+_NORM_ELEMENTS = 1024
+"""Elements that a program norms at least, in as many rows as it takes."""
+_SILU_COLUMNS = 1024
+_HEADS = 8
+_SLICE = 2048
+"""Tokens of the vocabulary for each program: one row of 150,000 is work for half the multiprocessors of an H100."""
+_PAGES = 1024
+
+
+class TritonKernels(TorchKernels):
+    """Implements `Kernels`; torch computes what is no kernel here. The kernels start on the current CUDA device, which must be
+    that of the tensors. Their number and shapes depend on the shapes of tensors alone, so that calls may be captured in a CUDA
+    graph."""
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        x = _rows_of(x)
+        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        if len(x):
+            rows, block, warps = _norm_blocks(x.shape[1])
+            grid = (triton.cdiv(len(x), rows),)
+            source.rms_norm[grid](x, weight, out, len(x), x.stride(0), eps, x.shape[1], rows, block, num_warps=warps)
+        return out
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        x, residual = _rows_of(x), _rows_of(residual)
+        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        total = torch.empty_like(out)
+        if len(x):
+            rows, block, warps = _norm_blocks(x.shape[1])
+            grid = (triton.cdiv(len(x), rows),)
+            strides = (x.stride(0), residual.stride(0))
+            source.add_rms_norm[grid](
+                x, residual, weight, out, total, len(x), *strides, eps, x.shape[1], rows, block, num_warps=warps
+            )
+        return out, total
+
+    def silu_and_mul(self, gate_up: Tensor) -> Tensor:
+        gate_up = _rows_of(gate_up)
+        tokens, width = len(gate_up), gate_up.shape[1] // 2
+        out = torch.empty((tokens, width), dtype=gate_up.dtype, device=gate_up.device)
+        if tokens:
+            block = min(_SILU_COLUMNS, triton.next_power_of_2(width))
+            grid = (tokens, triton.cdiv(width, block))
+            source.silu_and_mul[grid](gate_up, out, gate_up.stride(0), width, block, num_warps=_warps(block, 8))
+        return out
+
+    def quantise(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        x = _rows_of(x)
+        rows, width = x.shape
+        out = torch.empty((rows, width), dtype=torch.float8_e4m3fn, device=x.device)
+        scales = torch.empty((rows, 1), dtype=torch.float32, device=x.device)
+        if rows:
+            block = triton.next_power_of_2(width)
+            source.quantise[(rows,)](x, out, scales, x.stride(0), width, block, num_warps=_warps(block, 16))
+        return out, scales
+
+    def rotate_and_write(self, heads: Tensor, rotation: Rotation, norm: HeadNorm | None, places: PagePlaces) -> Tensor:
+        heads, cos, sin = _rows_of(heads), rotation.cos.contiguous(), rotation.sin.contiguous()
+        keys, values = places.keys, places.values
+        assert keys.stride(3) == values.stride(3) == 1, "a head of a token is one run of elements in a page"
+        tokens, all_heads, dim = heads.shape
+        kv_heads, half = keys.shape[1], cos.shape[1]
+        query_heads = all_heads - 2 * kv_heads
+        queries = torch.empty((tokens, query_heads, dim), dtype=heads.dtype, device=heads.device)
+        if not tokens:
+            return queries
+        block_heads = min(_HEADS, triton.next_power_of_2(query_heads))
+        blocks = [triton.next_power_of_2(max(size, 1)) for size in (half, dim - 2 * half, dim)]
+        grid = (tokens, triton.cdiv(query_heads, block_heads) + 2 * triton.cdiv(kv_heads, block_heads))
+        weights = (norm.query, norm.key, norm.eps) if norm is not None else (cos, cos, 0.0)
+        strides = (*heads.stride()[:2], half, *keys.stride()[:3], *values.stride()[:3])
+        source.rotate_and_write[grid](
+            heads, cos, sin, *weights, places.pages, places.slots, queries, keys, values, *strides,
+            query_heads, kv_heads, dim, half, norm is not None, block_heads, *blocks,
+            num_warps=_warps(block_heads * blocks[2], 16),
+        )  # fmt: skip
+        return queries
+
+    def sample(self, logits: Tensor, temperature: Tensor, seed: Tensor, position: Tensor) -> Tensor:
+        logits = _rows_of(logits)
+        rows, vocab = logits.shape
+        slices = triton.cdiv(vocab, _SLICE)
+        out = torch.empty(rows, dtype=torch.int64, device=logits.device)
+        if not rows:
+            return out
+        maxima, best = torch.empty((2, rows, slices), dtype=torch.float32, device=logits.device)
+        firsts, tokens = torch.empty((2, rows, slices), dtype=torch.int32, device=logits.device)
+        grid, block = (rows, slices), triton.next_power_of_2(slices)
+        per_row = (temperature.contiguous(), seed.contiguous(), position.contiguous())
+        source.slice_maxima[grid](logits, maxima, firsts, logits.stride(0), vocab, _SLICE, num_warps=8)
+        source.slice_samples[grid](
+            logits, *per_row, maxima, firsts, best, tokens, logits.stride(0), vocab, slices, _SLICE, block, num_warps=8
+        )
+        source.best_of_slices[(rows,)](best, tokens, out, slices, block, num_warps=1)
+        return out
+
+    def likeliest(self, logits: Tensor) -> Tensor:
+        return logits.argmax(dim=-1)
+
+    def page_indices(self, table: Tensor, rows: Tensor, indptr: Tensor, out: Tensor) -> None:
+        assert table.stride(1) == out.stride(0) == 1
+        if len(rows):
+            grid = (len(rows), triton.cdiv(table.shape[1], _PAGES))
+            source.page_indices[grid](table, rows.contiguous(), indptr.contiguous(), out, table.stride(0), _PAGES)
+
+
+def _norm_blocks(hidden: int) -> tuple[int, int, int]:
+    """Rows of a program, its columns, and its warps: 16 elements for each thread."""
+    block = triton.next_power_of_2(hidden)
+    rows = max(1, _NORM_ELEMENTS // block)
+    return rows, block, _warps(rows * block, 16)
+
+
+def _warps(elements: int, per_thread: int) -> int:
+    return min(32, max(1, elements // (32 * per_thread)))
+
+
+def _rows_of(x: Tensor) -> Tensor:
+    """x itself where the elements of a row lie side by side, however far the rows are apart; else a copy."""
+    return x if x.stride(-1) == 1 else x.contiguous()

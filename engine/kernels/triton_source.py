@@ -1,0 +1,247 @@
+"""The Triton source of the kernels: what one program of each computes. It runs on CUDA, and in Triton's interpreter on CPU.
+
+Owns the arithmetic on the device, which rounds where `torch_kernels` rounds. Does not know how many programs are started
+(`triton_kernels`). Python never runs these functions itself: Triton compiles them, so their arguments have Triton's types.
+
+A tensor argument is a pointer to its first element. Strides are in elements; those that are missing are 1.
+
+Triton compiles a kernel anew for a number that is 1 or a multiple of 16, and for a pointer that is a multiple of 16. Where that
+depends on how many rows a step has, it is told not to look: a first such step would wait for the compiler.
+"""
+
+import triton
+import triton.language as tl
+
+from engine.kernels.torch_kernels import FP8_LARGEST, GREEDY_BELOW, SMALLEST_ROW
+
+_GREEDY_BELOW = tl.constexpr(GREEDY_BELOW)
+_FP8_LARGEST = tl.constexpr(FP8_LARGEST)
+_SMALLEST_ROW = tl.constexpr(SMALLEST_ROW)
+
+
+@triton.jit
+def _rounded(x, pointer):
+    """float32 x as the pointer's dtype holds it, in float32 again."""
+    return x.to(pointer.dtype.element_ty).to(tl.float32)
+
+
+@triton.jit
+def _write(pointer, x, inside):
+    """FP8 saturates; NaN stays NaN."""
+    if pointer.dtype.element_ty == tl.float8e4nv:
+        x = tl.where(x > _FP8_LARGEST, _FP8_LARGEST, tl.where(x < -_FP8_LARGEST, -_FP8_LARGEST, x))
+    tl.store(pointer, x.to(pointer.dtype.element_ty), inside)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def rms_norm(x, weight, out, rows, x_row, eps, HIDDEN: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """A program norms ROWS rows. x: [rows, HIDDEN], x_row apart."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    column = tl.arange(0, BLOCK)[None, :]
+    inside = (row < rows) & (column < HIDDEN)
+    wide = tl.load(x + row * x_row + column, inside, other=0.0).to(tl.float32)
+    _norm(wide, weight, out + row * HIDDEN + column, column, inside, eps, HIDDEN)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def add_rms_norm(
+    x, residual, weight, out, total, rows, x_row, residual_row, eps, HIDDEN: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
+):
+    """As `rms_norm`, of x + residual, which it also writes to `total`."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    column = tl.arange(0, BLOCK)[None, :]
+    inside = (row < rows) & (column < HIDDEN)
+    wide = tl.load(x + row * x_row + column, inside, other=0.0).to(tl.float32)
+    wide += tl.load(residual + row * residual_row + column, inside, other=0.0).to(tl.float32)
+    at = total + row * HIDDEN + column
+    tl.store(at, wide.to(total.dtype.element_ty), inside)
+    _norm(_rounded(wide, total), weight, out + row * HIDDEN + column, column, inside, eps, HIDDEN)
+
+
+@triton.jit
+def _norm(wide, weight, out, column, inside, eps, HIDDEN: tl.constexpr):
+    factor = tl.load(weight + column, column < HIDDEN, other=0.0).to(tl.float32)
+    normed = wide * tl.rsqrt(tl.sum(wide * wide, axis=1) / HIDDEN + eps)[:, None]
+    _write(out, _rounded(normed, weight) * factor, inside)
+
+
+@triton.jit
+def silu_and_mul(gate_up, out, gate_up_row, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """A program computes BLOCK columns of a row."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < WIDTH
+    gate = tl.load(gate_up + row * gate_up_row + column, inside, other=0.0).to(tl.float32)
+    up = tl.load(gate_up + row * gate_up_row + WIDTH + column, inside, other=0.0).to(tl.float32)
+    _write(out + row * WIDTH + column, _rounded(gate * tl.sigmoid(gate), out) * up, inside)
+
+
+@triton.jit
+def quantise(x, out, scales, x_row, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """A program takes a row."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    inside = column < WIDTH
+    wide = tl.load(x + row * x_row + column, inside, other=0.0).to(tl.float32)
+    scale = tl.maximum(tl.max(tl.abs(wide), 0), _SMALLEST_ROW) * (1.0 / _FP8_LARGEST)
+    tl.store(scales + row, scale)
+    _write(out + row * WIDTH + column, tl.div_rn(wide, tl.zeros_like(wide) + scale), inside)
+
+
+@triton.jit
+def rotate_and_write(
+    heads, cos, sin, query_norm, key_norm, eps, pages, slots, queries, keys, values,
+    heads_token, heads_head, angle_token, key_page, key_head, key_slot, value_page, value_head, value_slot,
+    QUERY_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr, NORM: tl.constexpr,
+    HEADS: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_REST: tl.constexpr, BLOCK_DIM: tl.constexpr,
+):  # fmt: skip
+    """A program takes HEADS heads of one token: queries, keys or values. HALF: half of the rotated part of a head.
+
+    heads: [tokens, QUERY_HEADS + 2 * KV_HEADS, DIM]. cos, sin: [tokens, HALF]. queries: [tokens, QUERY_HEADS, DIM], contiguous.
+    keys, values: [pages, KV_HEADS, slots, DIM].
+    """
+    token = tl.program_id(0).to(tl.int64)
+    group = tl.program_id(1)
+    query_groups = (QUERY_HEADS + HEADS - 1) // HEADS
+    kv_groups = (KV_HEADS + HEADS - 1) // HEADS
+    heads += token * heads_token
+    cos += token * angle_token
+    sin += token * angle_token
+    if group < query_groups:
+        _rotate(
+            heads, heads_head, group, query_norm, cos, sin, queries + token * QUERY_HEADS * DIM, DIM, eps,
+            QUERY_HEADS, DIM, HALF, NORM, HEADS, BLOCK_HALF, BLOCK_REST,
+        )  # fmt: skip
+    else:
+        page, slot = tl.load(pages + token).to(tl.int64), tl.load(slots + token).to(tl.int64)
+        heads += QUERY_HEADS * heads_head
+        group -= query_groups
+        if group < kv_groups:
+            _rotate(
+                heads, heads_head, group, key_norm, cos, sin, keys + page * key_page + slot * key_slot, key_head, eps,
+                KV_HEADS, DIM, HALF, NORM, HEADS, BLOCK_HALF, BLOCK_REST,
+            )  # fmt: skip
+        else:
+            head = (group - kv_groups) * HEADS + tl.arange(0, HEADS)[:, None]
+            column = tl.arange(0, BLOCK_DIM)[None, :]
+            inside = (head < KV_HEADS) & (column < DIM)
+            value = tl.load(heads + (KV_HEADS + head) * heads_head + column, inside, other=0.0)
+            _write(values + page * value_page + slot * value_slot + head * value_head + column, value.to(tl.float32), inside)
+
+
+@triton.jit
+def _rotate(
+    source, source_head, group, weight, cos, sin, target, target_head, eps,
+    COUNT: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr, NORM: tl.constexpr,
+    HEADS: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_REST: tl.constexpr,
+):  # fmt: skip
+    """Norm, rotate and write the heads of a group. source and target: of COUNT heads of one token."""
+    REST: tl.constexpr = DIM - 2 * HALF
+    head = group * HEADS + tl.arange(0, HEADS)[:, None]
+    column = tl.arange(0, BLOCK_HALF)[None, :]
+    inside = (head < COUNT) & (column < HALF)
+    source += head * source_head
+    target += head * target_head
+    first = tl.load(source + column, inside, other=0.0).to(tl.float32)
+    second = tl.load(source + HALF + column, inside, other=0.0).to(tl.float32)
+    beyond = 2 * HALF + tl.arange(0, BLOCK_REST)[None, :]
+    inside_rest = (head < COUNT) & (beyond < DIM)
+    rest = tl.load(source + beyond, inside_rest, other=0.0).to(tl.float32) if REST > 0 else tl.zeros((HEADS, 1), tl.float32)
+    if NORM:
+        squares = tl.sum(first * first, axis=1) + tl.sum(second * second, axis=1) + tl.sum(rest * rest, axis=1)
+        scale = tl.rsqrt(squares / DIM + eps)[:, None]
+        half = column < HALF
+        first = _rounded(_rounded(first * scale, weight) * tl.load(weight + column, half, other=0.0), weight)
+        second = _rounded(_rounded(second * scale, weight) * tl.load(weight + HALF + column, half, other=0.0), weight)
+        if REST > 0:
+            rest = _rounded(rest * scale, weight) * tl.load(weight + beyond, beyond < DIM, other=0.0)
+    c = tl.load(cos + column, column < HALF, other=0.0)
+    s = tl.load(sin + column, column < HALF, other=0.0)
+    _write(target + column, _rounded(first * c - second * s, source), inside)
+    _write(target + HALF + column, _rounded(second * c + first * s, source), inside)
+    if REST > 0:
+        _write(target + beyond, _rounded(rest, source), inside_rest)
+
+
+@triton.jit(do_not_specialize_on_alignment=["maxima", "firsts"])
+def slice_maxima(logits, maxima, firsts, logits_row, VOCAB: tl.constexpr, BLOCK: tl.constexpr):
+    """The largest logit of BLOCK tokens of a row, and the first token that has it. maxima, firsts: [rows, slices].
+
+    NaN counts as minus infinity. The first token of a slice is in the vocabulary, and the first of equal ones wins: so every
+    token that is found is in the vocabulary.
+    """
+    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    token = part * BLOCK + tl.arange(0, BLOCK)
+    values = tl.load(logits + row * logits_row + token, token < VOCAB, other=float("-inf"))
+    values = tl.where(values == values, values, float("-inf"))
+    largest, at = tl.max(values, 0, return_indices=True, return_indices_tie_break_left=True)
+    place = row * tl.num_programs(1) + part
+    tl.store(maxima + place, largest)
+    tl.store(firsts + place, part * BLOCK + at)
+
+
+@triton.jit(do_not_specialize_on_alignment=["temperature", "seed", "position", "maxima", "firsts", "best", "tokens"])
+def slice_samples(
+    logits, temperature, seed, position, maxima, firsts, best, tokens, logits_row,
+    VOCAB: tl.constexpr, SLICES: tl.constexpr, BLOCK: tl.constexpr, BLOCK_SLICES: tl.constexpr,
+):  # fmt: skip
+    """The largest noisy logit of BLOCK tokens of a row, and its token; of a greedy row, what `slice_maxima` found."""
+    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    place = row * SLICES + part
+    heat = tl.load(temperature + row)
+    if heat < _GREEDY_BELOW:
+        tl.store(best + place, tl.load(maxima + place))
+        tl.store(tokens + place, tl.load(firsts + place))
+    else:
+        among = tl.arange(0, BLOCK_SLICES)
+        largest = tl.max(tl.load(maxima + row * SLICES + among, among < SLICES, other=float("-inf")), 0)
+        token = part * BLOCK + tl.arange(0, BLOCK)
+        values = tl.load(logits + row * logits_row + token, token < VOCAB, other=float("-inf"))
+        # Equal ones apart: infinity minus itself is no number. div_rn rounds as torch does, `/` does not.
+        scaled = tl.where(values == largest, 0.0, tl.div_rn(values - largest, tl.zeros_like(values) + heat))
+        noisy = scaled + _gumbel(tl.load(seed + row), tl.load(position + row), token)
+        noisy = tl.where((noisy == noisy) & (token < VOCAB), noisy, float("-inf"))
+        most, at = tl.max(noisy, 0, return_indices=True, return_indices_tie_break_left=True)
+        tl.store(best + place, most)
+        tl.store(tokens + place, part * BLOCK + at)
+
+
+@triton.jit(do_not_specialize_on_alignment=["best", "tokens"])
+def best_of_slices(best, tokens, out, SLICES: tl.constexpr, BLOCK_SLICES: tl.constexpr):
+    """The token of the best slice of a row, the first of equal ones."""
+    row = tl.program_id(0).to(tl.int64)
+    among = tl.arange(0, BLOCK_SLICES)
+    values = tl.load(best + row * SLICES + among, among < SLICES, other=float("-inf"))
+    _, at = tl.max(values, 0, return_indices=True, return_indices_tie_break_left=True)
+    tl.store(out + row, tl.load(tokens + row * SLICES + at).to(tl.int64))
+
+
+@triton.jit
+def _gumbel(seed, position, token):
+    """As `noise.gumbel`. seed, position: int64 scalars."""
+    zero = token.to(tl.uint32) * 0  # the key as a block: Triton computes it once all the same
+    key = _mix(zero + (seed & 0xFFFFFFFF).to(tl.uint32)) ^ (_mix(zero + ((seed >> 32) & 0xFFFFFFFF).to(tl.uint32)) * 3)
+    key = _mix(_mix(key) ^ _mix(zero + (position & 0xFFFFFFFF).to(tl.uint32)))
+    uniform = (_mix(_mix(token.to(tl.uint32)) ^ key).to(tl.float64) + 0.5) * (1.0 / 4294967296.0)
+    return (-tl.log(-tl.log(uniform))).to(tl.float32)
+
+
+@triton.jit
+def _mix(x):
+    """lowbias32, as in `noise`. x: uint32, which wraps."""
+    x += 0x9E3779B9
+    x = (x ^ (x >> 16)) * 0x7FEB352D
+    x = (x ^ (x >> 15)) * 0x846CA68B
+    return x ^ (x >> 16)
+
+
+@triton.jit(do_not_specialize_on_alignment=["rows"])
+def page_indices(table, rows, indptr, out, table_row, BLOCK: tl.constexpr):
+    """A program copies up to BLOCK pages of a row. Programs beyond the row's last page have nothing to do."""
+    entry, part = tl.program_id(0), tl.program_id(1)
+    begin = tl.load(indptr + entry)
+    count = tl.load(indptr + entry + 1) - begin
+    if part * BLOCK < count:
+        at = part * BLOCK + tl.arange(0, BLOCK)
+        table += tl.load(rows + entry).to(tl.int64) * table_row
+        tl.store(out + begin + at, tl.load(table + at, at < count, other=0), at < count)

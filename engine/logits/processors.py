@@ -1,0 +1,342 @@
+"""Penalties: tokens that were there before become less likely, or more.
+
+Owns what each row's prompt and answer hold, on the device: one number for each token of the vocabulary, and, as long as they are
+few, the tokens themselves. Then only their logits are touched, else all of the row.
+
+Repetition, as in Hugging Face's transformers (Keskar et al. 2019): the logit of a token that the prompt or the answer holds is
+divided by the penalty if it is positive, else multiplied by it. Then come OpenAI's two, which heed the answer alone: frequency
+times how often the answer holds the token is taken off, and presence once if it holds it at all.
+
+The port of a logits processor: what changes the logits of some rows before their tokens are drawn.
+
+Owns no implementation. A processor keeps state for each row, begins it anew at the row's `RowStart`, and brings it forward with
+each token that the row samples. Rows that no processor concerns cost nothing, and take the graph's token.
+
+Numbers that belong to some logits of some rows, side by side on the device.
+
+Owns when they are copied there: only after the set of rows, or what one of them holds, has changed. Does not know what they mean.
+
+What is added to the logits of named tokens: OpenAI's logit_bias.
+
+Owns the biases of the rows.
+
+Bad words: sequences of tokens that an answer must not contain.
+
+Owns the last tokens of each answer that has bad words, on the device. A word's last token is banned while the answer ends with
+the tokens before it, as in vLLM: the prompt does not count.
+
+The least tokens of an answer: while it has fewer, it cannot end.
+
+Owns how many tokens each such answer has, which the host knows without waiting for them.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from common.errors import TandemError
+from common.executor import RowStart
+from common.ids import Int64Array
+from common.sampling_params import MAX_BAD_WORD
+from engine.rows import Staging
+from engine.sampler import row_parts
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SampledRows:
+    """Some rows that sample, as the host and as the device name them. All [rows] int64, in the same order.
+
+    host, device: the rows of the batch. host_at, at: which rows of the logits are theirs.
+    """
+
+    host: Int64Array
+    device: Tensor
+    host_at: Int64Array
+    at: Tensor
+    failed: dict[int, TandemError] = field(default_factory=dict)
+    """Rows whose answers cannot go on, and why. What they sample counts for nothing; a processor adds to it in `apply`."""
+
+
+class LogitsProcessor(Protocol):
+    """All calls come from the engine's thread, in the order of the plans. Only `apply` may wait for the step before.
+
+    What `start` and `apply` copy to the device goes through a `Staging` of the processor's own: the host waits for no copy.
+    """
+
+    def start(self, starts: Sequence[RowStart]) -> None:
+        """Begin these rows anew: whatever was known of them is over."""
+
+    def concerns(self, rows: Int64Array) -> NDArray[np.bool_]:
+        """Of each row, whether this processor may change its logits or wants its tokens. A row that it does not concern at its
+        start it does not concern later. rows: [rows], those that sample in the next step."""
+
+    def apply(self, logits: Tensor, rows: SampledRows) -> None:
+        """Change in place those rows of the logits that are theirs, `rows.at`. logits: [any rows, vocab] float32, contiguous.
+        rows: those that it concerns, no others."""
+
+    def sampled(self, rows: SampledRows, tokens: Tensor) -> None:
+        """The step has sampled these tokens. tokens: [rows] int64, on the device. rows: as given to `apply` just before."""
+
+
+class SparseRows:
+    """Each row holds some entries, an entry is a column of `numbers` numbers; the first of them is a token. rows: how many."""
+
+    def __init__(self, rows: int, numbers: int, device: torch.device) -> None:
+        self._nothing = np.empty((1 + numbers, 0), dtype=np.int64)
+        self._of_row: dict[int, Int64Array] = {}
+        self._staging = Staging(device)
+        self._table: Tensor | None = None
+        self._rows = rows
+
+    def put(self, row: int, entries: Int64Array) -> None:
+        """The row holds these. entries: [numbers, entries] int64."""
+        self._of_row[row] = np.concatenate([np.full((1, entries.shape[1]), row), entries])
+        self._table = None
+
+    def drop(self, row: int) -> None:
+        """The row holds none. Idempotent."""
+        if self._of_row.pop(row, None) is not None:
+            self._table = None
+
+    def table(self) -> Tensor:
+        """The entries of all rows. [1 + numbers, entries] int64 on the device, the row of each first."""
+        if self._table is None:
+            whole = np.concatenate([self._nothing, *self._of_row.values()], axis=1)
+            (flat,) = self._staging.send([whole.ravel()])
+            self._table = flat.view(whole.shape)
+        return self._table
+
+    def add(self, logits: Tensor, rows: SampledRows, values: Tensor) -> None:
+        """Add to each entry's logit its value, as far as its row is among these. logits: [any rows, vocab] float32, contiguous.
+        values: [entries] float32, as in `table`; minus infinity bans the token."""
+        table = self.table()
+        at = torch.full((self._rows,), -1, dtype=torch.int64, device=logits.device)
+        at[rows.device] = rows.at
+        entry_at = at[table[0]]
+        flat = entry_at.clamp(min=0) * logits.shape[1] + table[1]
+        logits.view(-1).index_add_(0, flat, values.masked_fill(entry_at < 0, 0.0))
+
+
+class LogitBias:
+    """Implements `LogitsProcessor`. rows: how many there are."""
+
+    def __init__(self, rows: int, device: torch.device) -> None:
+        self._is_biased = np.zeros(rows, dtype=bool)
+        self._entries = SparseRows(rows, 2, device)
+        """Of each the token, and the bits of its bias as float64."""
+
+    def start(self, starts: Sequence[RowStart]) -> None:
+        for start in starts:
+            biases = start.sampling.logit_bias
+            self._is_biased[start.row] = bool(biases)
+            if biases:
+                tokens, values = zip(*biases, strict=True)
+                bits = np.array(values, dtype=np.float64).view(np.int64)
+                self._entries.put(start.row, np.stack([np.array(tokens, dtype=np.int64), bits]))
+            else:
+                self._entries.drop(start.row)
+
+    def concerns(self, rows: Int64Array) -> NDArray[np.bool_]:
+        return self._is_biased[rows]
+
+    def apply(self, logits: Tensor, rows: SampledRows) -> None:
+        self._entries.add(logits, rows, self._entries.table()[2].view(torch.float64).float())
+
+    def sampled(self, rows: SampledRows, tokens: Tensor) -> None:
+        """A bias does not depend on tokens."""
+
+
+_BEFORE = MAX_BAD_WORD - 1
+_NO_TOKEN, _ANY_TOKEN = -1, -2
+"""Where the answer has no token yet; where a word is shorter."""
+
+
+class BadWords:
+    """Implements `LogitsProcessor`. rows: how many there are."""
+
+    def __init__(self, rows: int, device: torch.device) -> None:
+        self._has_words = np.zeros(rows, dtype=bool)
+        self._words = SparseRows(rows, 1 + _BEFORE, device)
+        """Of each its last token, then those before it."""
+        self._last_tokens = torch.zeros(rows, _BEFORE, dtype=torch.int64, device=device)
+        self._staging = Staging(device)
+
+    def start(self, starts: Sequence[RowStart]) -> None:
+        concerned = [start for start in starts if start.sampling.bad_words]
+        for start in starts:
+            self._has_words[start.row] = False
+            self._words.drop(start.row)
+        if not concerned:
+            return
+        last_tokens = np.full((len(concerned), _BEFORE), _NO_TOKEN, dtype=np.int64)
+        for number, start in enumerate(concerned):
+            assert start.token_ids is not None
+            self._has_words[start.row] = True
+            self._words.put(start.row, np.array([_entry(word) for word in start.sampling.bad_words], dtype=np.int64).T)
+            known = start.token_ids[len(start.token_ids) - min(start.answer_tokens, _BEFORE) :]
+            last_tokens[number, _BEFORE - len(known) :] = known
+        rows, flat = self._staging.send([np.array([start.row for start in concerned]), last_tokens.ravel()])
+        self._last_tokens[rows] = flat.view(-1, _BEFORE)
+
+    def concerns(self, rows: Int64Array) -> NDArray[np.bool_]:
+        return self._has_words[rows]
+
+    def apply(self, logits: Tensor, rows: SampledRows) -> None:
+        table = self._words.table()
+        held_by, words = table[0], table[2:].T
+        is_next = ((words == self._last_tokens[held_by]) | (words == _ANY_TOKEN)).all(dim=1)
+        self._words.add(logits, rows, torch.zeros(len(words), device=logits.device).masked_fill(is_next, -torch.inf))
+
+    def sampled(self, rows: SampledRows, tokens: Tensor) -> None:
+        self._last_tokens[rows.device] = torch.cat([self._last_tokens[rows.device, 1:], tokens[:, None]], dim=1)
+
+
+def _entry(word: tuple[int, ...]) -> list[int]:
+    *before, last = word
+    return [last, *[_ANY_TOKEN] * (_BEFORE - len(before)), *before]
+
+
+class MinTokens:
+    """Implements `LogitsProcessor`. rows: how many there are. eos_token_ids: banned beside the request's own stop tokens, also
+    where the request does not heed them, as vLLM does."""
+
+    def __init__(self, rows: int, eos_token_ids: Sequence[int], device: torch.device) -> None:
+        self._eos_token_ids = frozenset(eos_token_ids)
+        self._missing = np.zeros(rows, dtype=np.int64)
+        self._banned = SparseRows(rows, 1, device)
+
+    def start(self, starts: Sequence[RowStart]) -> None:
+        for start in starts:
+            self._missing[start.row] = max(0, start.sampling.min_tokens - start.answer_tokens)
+            if self._missing[start.row] > 0:
+                ends = sorted(self._eos_token_ids.union(start.sampling.stop_token_ids))
+                self._banned.put(start.row, np.array([ends], dtype=np.int64))
+            else:
+                self._banned.drop(start.row)
+
+    def concerns(self, rows: Int64Array) -> NDArray[np.bool_]:
+        concerned: NDArray[np.bool_] = self._missing[rows] > 0
+        return concerned
+
+    def apply(self, logits: Tensor, rows: SampledRows) -> None:
+        banned = self._banned.table().shape[1]
+        self._banned.add(logits, rows, torch.full((banned,), -torch.inf, device=logits.device))
+
+    def sampled(self, rows: SampledRows, tokens: Tensor) -> None:
+        self._missing[rows.host] -= 1
+        for row in rows.host[self._missing[rows.host] == 0].tolist():
+            self._banned.drop(row)
+
+
+_IN_PROMPT = 2**30
+"""What a token's number has more if the prompt holds it; the rest is how often the answer does."""
+_FEW = 8
+"""Tokens are few if they are at most one in so many of the vocabulary."""
+
+
+class Penalties:
+    """Implements `LogitsProcessor`. rows: how many there are."""
+
+    def __init__(self, rows: int, vocab_size: int, device: torch.device) -> None:
+        self._seen = torch.zeros(rows, vocab_size, dtype=torch.int32, device=device)
+        self._repetition, self._presence, self._frequency = torch.zeros(3, rows, device=device).unbind()
+        self._repeats, self._counts = np.zeros((2, rows), dtype=bool)
+        """The rows that have a repetition penalty; those that have one of the others."""
+        self._tokens = torch.zeros(rows, max(1, vocab_size // _FEW), dtype=torch.int64, device=device)
+        """The tokens that a row's prompt and answer hold, some maybe more than once, and behind them one of them again."""
+        self._length = torch.zeros(rows, dtype=torch.int64, device=device)
+        self._host_length = np.zeros(rows, dtype=np.int64)
+        """How many tokens that is. Beyond the width of `_tokens`, what is there does not count any more."""
+        self._staging = Staging(device)
+
+    def start(self, starts: Sequence[RowStart]) -> None:
+        concerned: list[RowStart] = []
+        for start in starts:
+            row, sampling = start.row, start.sampling
+            self._repeats[row] = sampling.repetition_penalty != 1
+            self._counts[row] = sampling.presence_penalty != 0 or sampling.frequency_penalty != 0
+            if self._repeats[row] or self._counts[row]:
+                concerned.append(start)
+        if concerned:
+            self._begin(concerned)
+
+    def _begin(self, starts: Sequence[RowStart]) -> None:
+        asked = [start.sampling for start in starts]
+        penalties = [(each.repetition_penalty, each.presence_penalty, each.frequency_penalty) for each in asked]
+        prompts, answers, tokens = list[Int64Array](), list[Int64Array](), list[Int64Array]()
+        width, vocab_size = self._tokens.shape[1], self._seen.shape[1]
+        for start in starts:
+            assert start.token_ids is not None
+            prompt = len(start.token_ids) - start.answer_tokens
+            places = start.token_ids + np.int64(start.row) * vocab_size
+            prompts.append(places[:prompt])
+            answers.append(places[prompt:])
+            held = np.unique(start.token_ids).astype(np.int64)
+            self._host_length[start.row] = len(held)
+            tokens.append(np.pad(held[:width], (0, max(0, width - len(held))), mode="edge"))
+        rows, lengths, bits, in_prompt, in_answer, held_tokens = self._staging.send(
+            [
+                np.array([start.row for start in starts], dtype=np.int64),
+                self._host_length[[start.row for start in starts]],
+                np.array(penalties, dtype=np.float64).T.ravel().view(np.int64),
+                np.concatenate(prompts),
+                np.concatenate(answers),
+                np.concatenate(tokens),
+            ]
+        )
+        values = bits.view(torch.float64).float().view(3, -1)
+        self._repetition[rows], self._presence[rows], self._frequency[rows] = values.unbind()
+        self._tokens[rows], self._length[rows] = held_tokens.view(-1, width), lengths
+        cells = self._seen.index_fill_(0, rows, 0).view(-1)
+        cells.index_fill_(0, in_prompt, _IN_PROMPT)
+        _count(cells, in_answer)
+
+    def concerns(self, rows: Int64Array) -> NDArray[np.bool_]:
+        concerned: NDArray[np.bool_] = self._repeats[rows] | self._counts[rows]
+        return concerned
+
+    def apply(self, logits: Tensor, rows: SampledRows) -> None:
+        """If each of the rows has few tokens, their logits alone; else whole rows, some at a time."""
+        width = self._tokens.shape[1]
+        longest = int(self._host_length[rows.host].max())
+        if longest <= width:
+            tokens = self._tokens[rows.device, :longest]
+            cells = rows.at[:, None] * logits.shape[1] + tokens
+            flat = logits.view(-1)
+            some, seen = flat[cells], self._seen.view(-1)[rows.device[:, None] * logits.shape[1] + tokens]
+            self._penalise(some, seen, rows.host, rows.device)
+            flat[cells] = some  # a token that is there twice gets the same number twice
+            return
+        is_all = len(rows.at) == len(logits)
+        for part in row_parts(len(rows.host)):
+            some = logits[part] if is_all else logits[rows.at[part]]
+            self._penalise(some, self._seen[rows.device[part]], rows.host[part], rows.device[part])
+            if not is_all:
+                logits[rows.at[part]] = some
+
+    def _penalise(self, logits: Tensor, seen: Tensor, host_rows: Int64Array, rows: Tensor) -> None:
+        """In place. logits, seen: [rows, any tokens], of the same tokens."""
+        if self._repeats[host_rows].any():
+            penalty = self._repetition[rows, None]
+            factor = torch.where(logits > 0, 1.0 / penalty, penalty)
+            logits *= factor.masked_fill_(seen == 0, 1.0)
+        if self._counts[host_rows].any():
+            count = seen & (_IN_PROMPT - 1)
+            logits -= self._frequency[rows, None] * count
+            logits -= self._presence[rows, None] * (count > 0)
+
+    def sampled(self, rows: SampledRows, tokens: Tensor) -> None:
+        _count(self._seen.view(-1), rows.device * self._seen.shape[1] + tokens)
+        length = self._length[rows.device]
+        self._tokens[rows.device, length.clamp(max=self._tokens.shape[1] - 1)] = tokens
+        self._length[rows.device] = length + 1
+        self._host_length[rows.host] += 1
+
+
+def _count(cells: Tensor, which: Tensor) -> None:
+    cells.index_add_(0, which, torch.ones_like(which, dtype=torch.int32))

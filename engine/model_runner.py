@@ -1,0 +1,385 @@
+"""Warm-up: the largest steps, run once before the instance is ready.
+
+Compiles what is compiled at first use, and shows how much memory a step takes. Owns which steps those are; knows plans. What it
+leaves in rows and pages does not count: a request starts its row anew, and writes a slot before it reads it.
+
+The model runner: a loaded checkpoint on one device, its pages, and the step runner over them.
+
+Owns the order of the start: weights, what memory is left, pages, graphs or recordings. Knows no threads, requests or messages.
+
+What the C library does with memory that a step has given back, on CPU.
+
+Owns that setting. Knows no tensors.
+"""
+
+import contextlib
+import ctypes
+import logging
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from common.config import EngineConfig, ModelConfig
+from common.cores import sharers_of_host
+from common.errors import ConfigError, MemoryShort
+from common.executor import Chunk, EngineDescription, Plan, RowStart, StepResult
+from common.ids import Int32Array
+from common.messages import EngineChoices, ModelIdentity
+from common.model_path import model_name, resolve_model_path
+from common.options import Switch
+from common.pages.heads import heads_of
+from common.pages.layout import KVDtype, KVLayout
+from common.sampling_params import MAX_BAD_WORD, MAX_BAD_WORDS, MAX_BIASED_TOKENS, MAX_LOGPROBS, SamplingParams
+from engine.attention.choice import AttentionNeeds, check_attention, make_attention
+from engine.attention.flashinfer import PrefillKernels
+from engine.cpu.recording import load_recorder
+from engine.device import check_device, device_of, dtype_of, first_reason, with_device_defaults
+from engine.grammar.compiler import vocabulary_of
+from engine.grammar.compiler_process import CompilerProcess
+from engine.grammar.grammars import Grammars
+from engine.grammar.masks import load_mask_kernel
+from engine.graphs import CudaGraphs, GraphMaker, ladder
+from engine.kernels.choice import make_kernels
+from engine.kv_budget import (
+    Agree,
+    KVBudget,
+    as_offered,
+    auto_host_kv_bytes,
+    check_context,
+    given_kv_bytes,
+    kv_budget,
+    kv_dtype_of,
+)
+from engine.kv_memory import KVMemory, KVMemoryMeter, torch_dtype, total_bytes
+from engine.logits.choice import make_processors
+from engine.models.registry import Loading, load_model, model_fingerprint
+from engine.models.shape import ServedShape, check_ranks, read_served_shape
+from engine.parallel import ALONE, Group
+from engine.sampler import Sampler
+from engine.step_runner import StepRunner
+
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
+_LARGEST_BYTES = 2**30
+_NEVER = 2**31 - 1
+
+
+def keep_step_memory() -> None:
+    """The memory of a step's tensors stays with this process, for the next step. Else glibc gives large tensors back to the
+    system at once. Then the system clears each page again when it is next touched, which takes 5 % of a prefill. Threads share
+    one arena, because glibc gives back those of threads whatever is set.
+
+    It holds for what is allocated from now on: call it when the weights are loaded. Does nothing where the C library is another.
+    Source: mallopt(3).
+    """
+    if sys.platform != "linux":
+        return
+    library = ctypes.CDLL(None)
+    try:
+        mallopt = library.mallopt
+    except AttributeError:  # musl
+        return
+    for parameter, value in ((_M_ARENA_MAX, 1), (_M_MMAP_THRESHOLD, _LARGEST_BYTES), (_M_TRIM_THRESHOLD, _NEVER)):
+        mallopt(parameter, value)
+
+
+_ANY = SamplingParams(
+    max_new_tokens=1,
+    temperature=1.0,
+    top_p=0.9,
+    repetition_penalty=1.1,
+    presence_penalty=0.1,
+    frequency_penalty=0.1,
+    logit_bias=((0, 1.0),) * MAX_BIASED_TOKENS,
+    min_tokens=2,
+    bad_words=((0,) * MAX_BAD_WORD,) * MAX_BAD_WORDS,
+    logprobs=MAX_LOGPROBS,
+    prompt_logprobs=MAX_LOGPROBS,
+)
+"""With all that a request may ask for, because that takes the most memory."""
+
+WARM_UP_PAGES = 1
+
+
+def warm_up(steps: StepRunner, page_size: int, chunk_tokens: int, max_rows: int, context_tokens: int) -> None:
+    """A chunk that begins a prompt; the last chunk of the longest context beside as many decode rows as there can be, one of
+    which is as long; and decode rows alone. All rows have their KV in page 0, again and again: WARM_UP_PAGES are enough."""
+    tokens = min(chunk_tokens, context_tokens)
+    prompt, longest = np.zeros(tokens, dtype=np.int32), np.zeros(-(-context_tokens // page_size), dtype=np.int32)
+    known = (np.arange(context_tokens) % steps.vocab_size).astype(np.int32)
+    one, decoding = RowStart(0, longest[:1], _ANY, last_token=0, token_ids=known[:1], answer_tokens=1), list[RowStart]()
+    for row in range(1, max_rows):
+        is_long = row == 1
+        decoding.append(replace(one, row=row, pages=longest, length=context_tokens - 1) if is_long else replace(one, row=row))
+    rows = np.arange(1, max_rows, dtype=np.int32)
+    beginning, ending = (RowStart(0, longest, _ANY, length=length, token_ids=known) for length in (0, context_tokens - tokens))
+    steps.launch(Plan(0, starts=(beginning,), chunks=(Chunk(0, 0, prompt, last=True),))).wait()
+    last = Chunk(0, context_tokens - tokens, prompt, last=True)
+    steps.launch(Plan(0, starts=(ending, *decoding), chunks=(last,), decode_rows=rows)).wait()
+    steps.launch(Plan(0, starts=(one, *decoding), decode_rows=np.arange(max_rows, dtype=np.int32))).wait()
+
+
+Progress = Callable[[str], None]
+_log = logging.getLogger(__name__)
+
+
+class ModelRunner:
+    """Loads a checkpoint and runs plans. Raises ConfigError for a checkpoint that it cannot serve, and MemoryShort.
+
+    warms_grammars: load the compiler of grammars meanwhile, on threads and a process of its own.
+    group: the ranks that compute the model together. Each has a runner, which loads its share of the weights and has its share of
+    the KV heads in its pages; all run the same plans in the same order. agree: of a number of pages that differs between ranks,
+    the least of all ranks. Every rank calls it equally often, with numbers of the same meaning.
+    """
+
+    _graphs: str
+    """Whether decode steps are replayed, for people: "on", "off", or that and why."""
+    _chosen: tuple[str, PrefillKernels | None] | None = None
+    """Which attention was had first: its name and kernels. What has failed then is not tried, nor told, again."""
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        engine: EngineConfig,
+        progress: Progress,
+        group: Group = ALONE,
+        agree: Agree = as_offered,
+        warms_grammars: bool = False,
+    ) -> None:
+        path = resolve_model_path(model.model, weights=engine.load_format != "dummy")
+        self._engine = engine = with_device_defaults(engine)
+        self._group, self._agree = group, agree
+        self._device = device_of(engine.device)
+        is_cuda = self._device.type == "cuda"
+        self._stream = torch.cuda.Stream(self._device) if is_cuda else None  # type: ignore[no-untyped-call]
+        dtype_name = dtype_of(engine.dtype, self._device)
+        self._dtype = torch_dtype(dtype_name)
+        shape = read_served_shape(path)
+        check_ranks(shape, group.ranks, engine.quantization)
+        self.grammars = _grammars_of(path, shape, engine.grammar)
+        self.warming = self.grammars.warm() if self.grammars is not None and warms_grammars else None
+        layout = _layout_of(shape, engine, group, dtype_name)
+        check_attention(engine.attention, layout, self._dtype, self._device)
+        given = given_kv_bytes(engine.kv_memory, str(self._device), total_bytes(self._device))
+        check_context(shape.context_tokens, engine.context_tokens)  # refused before the weights are loaded
+        if given is not None:
+            kv_budget(layout, given, shape.context_tokens, engine.context_tokens)
+        self._graph_sizes = ladder(engine.graph_sizes, engine.max_running)
+        self._graphs = "off" if engine.graphs == "off" else "on"
+        maker = self._graph_maker()
+        with self.on_device():
+            self._kernels = make_kernels(self._device)
+            loading = self._loading(engine.context_tokens or shape.context_tokens)
+            self.model = load_model(path, shape, loading, self._kernels, progress)
+            budget = self._budget(shape, layout, given, maker, progress)
+            progress(f"making {budget.total_pages} KV pages of {layout.page_bytes} bytes")
+            self._memory = KVMemory(layout, budget.total_pages, self._device)
+            with self._memory_errors("lower --kv-memory, --chunk-tokens, --max-running or --context-tokens"):
+                self.steps = self._make_steps(self._memory, shape, budget.context_tokens, progress)
+                self._prepare_replays(maker, progress)
+                self._warm_up(self.steps, layout, budget.context_tokens)  # last: a capture gives back what torch keeps for steps
+        self.description = EngineDescription(
+            model=ModelIdentity(
+                name=model.served_name or model_name(model.model),
+                fingerprint=model_fingerprint(path, shape, loading),
+                architecture=shape.architecture,
+                dtype=dtype_name,
+                vocab_size=shape.vocab_size,
+                context_tokens=budget.context_tokens,
+                kv_heads=shape.kv_heads,
+            ),
+            layout=layout,
+            total_pages=budget.total_pages,
+            max_rows=engine.max_running,
+            memory=self._memory.region,
+            eos_token_ids=shape.eos_token_ids,
+            device=str(self._device),
+            choices=EngineChoices(attention="" if self._chosen is None else self._chosen[0], graphs=self._graphs),
+        )
+
+    def on_device(self) -> AbstractContextManager[object]:
+        """The device and its stream, for the thread that launches steps. Only one thread launches at a time."""
+        return contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+
+    def run(self, plan: Plan, report: Callable[[int], None] | None = None) -> StepResult:
+        """Launch one step and wait for it."""
+        with self.on_device():
+            return self.steps.launch(plan, report).wait()
+
+    def digest_pages(self, pages: Int32Array) -> bytes:
+        """As `Executor.digest_pages`; from any thread."""
+        return self._memory.digest_pages(pages)
+
+    # --- making ------------------------------------------------------------------------------------------------------------
+
+    def _loading(self, context_tokens: int) -> Loading:
+        engine, group = self._engine, self._group
+        sharers = sharers_of_host(engine.sharers, engine.threads, group.ranks)
+        return Loading(self._dtype, self._device, context_tokens, engine.load_format, engine.quantization, group, sharers)
+
+    def _budget(
+        self, shape: ServedShape, layout: KVLayout, given: int | None, maker: GraphMaker | None, progress: Progress
+    ) -> KVBudget:
+        """Pages and context. Call it after the weights are loaded: only then is it known what memory is left."""
+        own, asked = shape.context_tokens, self._engine.context_tokens
+        if given is not None:
+            kv_bytes = given
+        elif self._device.type == "cpu":
+            spared = self.model.spared_bytes
+            kv_bytes = auto_host_kv_bytes(self._engine, self._group.ranks, layout, asked or own, progress, spared)
+        else:
+            kv_bytes = self._measured_kv_bytes(shape, layout, maker, progress)
+        budget = self._agreed_budget(shape, layout, kv_bytes, measured=given is None)
+        if budget.context_tokens < (asked or own):
+            progress(
+                f"context capped to {budget.context_tokens} tokens, because the KV memory cannot hold the model's {own}: give "
+                f"more --kv-memory, or --context-tokens (the same for all instances of a fleet)"
+            )
+        return budget
+
+    def _agreed_budget(self, shape: ServedShape, layout: KVLayout, kv_bytes: int, measured: bool) -> KVBudget:
+        """Of the rank that has the least memory, because page ids and the longest context are the same on all ranks."""
+        own, asked = shape.context_tokens, self._engine.context_tokens
+        pages = self._agree(kv_budget(layout, kv_bytes, own, asked, measured).total_pages)
+        return kv_budget(layout, pages * layout.page_bytes, own, asked, measured)
+
+    def _measured_kv_bytes(self, shape: ServedShape, layout: KVLayout, maker: GraphMaker | None, progress: Progress) -> int:
+        """Run the largest steps on a small pool, to see how much memory they take besides the pages. Raises MemoryShort."""
+        progress("measuring the memory of the largest step")
+        meter = KVMemoryMeter(self._device, max(1, self._engine.sharers))
+        context = self._agreed_budget(shape, layout, meter.left_bytes(), measured=True).context_tokens
+        with self._memory_errors(f"lower --chunk-tokens, --max-running or --context-tokens; {meter}"):
+            memory = KVMemory(layout, WARM_UP_PAGES, self._device)
+            trial = self._make_steps(memory, shape, context, progress)
+            self._warm_up(trial, layout, context)
+            workspace = meter.peak_bytes() - memory.region.region_bytes
+            if maker is not None:
+                workspace += self._measured_graph_bytes(trial, meter, progress)
+        del memory, trial
+        return meter.left_for_pages(workspace, progress)
+
+    def _measured_graph_bytes(self, trial: StepRunner, meter: KVMemoryMeter, progress: Progress) -> int:
+        """Graphs share the memory of the largest, but each has some of its own: as much as the smallest."""
+        maker, sizes, before = CudaGraphs(), self._graph_sizes, meter.held_bytes()
+        self._capture(trial, maker, sizes[-1:], progress)
+        largest = meter.held_bytes() - before
+        if len(sizes) == 1 or self._graphs != "on":
+            return largest
+        self._capture(trial, maker, sizes[:1], progress)
+        own = max(0, meter.held_bytes() - before - largest)
+        return largest + own * (len(sizes) - 1)
+
+    @contextlib.contextmanager
+    def _memory_errors(self, fix: str) -> Iterator[None]:
+        """Out of memory is one line that says what to do."""
+        try:
+            yield
+        except torch.OutOfMemoryError as error:
+            reason = str(error).strip().splitlines()[0]
+            raise MemoryShort(f"the largest steps do not fit in the memory of {self._device} ({reason}): {fix}") from error
+
+    # --- steps -------------------------------------------------------------------------------------------------------------
+
+    def _make_steps(self, memory: KVMemory, shape: ServedShape, context_tokens: int, progress: Progress) -> StepRunner:
+        engine, pages_per_row = self._engine, memory.layout.pages_for(context_tokens)
+        if self._device.type == "cpu":
+            keep_step_memory()
+        needs = AttentionNeeds(
+            memory=memory,
+            query_heads=shape.heads // self._group.ranks,
+            layers=self.model.attention,
+            dtype=self._dtype,
+            max_rows=engine.max_running,
+            pages_per_row=pages_per_row,
+            prefill=None if self._chosen is None else self._chosen[1],
+        )
+        chosen = make_attention(needs, engine.attention, self._kernels, progress)
+        self._chosen = self._chosen or (chosen.name, chosen.prefill)
+        return StepRunner(
+            self.model,
+            self._kernels,
+            memory,
+            chosen.attention,
+            Sampler(self._kernels),
+            max_rows=engine.max_running,
+            pages_per_row=pages_per_row,
+            layer_groups=engine.layer_groups,
+            vocab_size=shape.vocab_size,
+            processors=make_processors(
+                engine.max_running,
+                shape.vocab_size,
+                shape.eos_token_ids,
+                self._device,
+                None if self.grammars is None else self.grammars.compiled,
+            ),
+        )
+
+    def _warm_up(self, steps: StepRunner, layout: KVLayout, context_tokens: int) -> None:
+        if self._device.type == "cuda":
+            warm_up(steps, layout.page_size, self._engine.chunk_tokens, self._engine.max_running, context_tokens)
+            if self.grammars is not None:
+                load_mask_kernel(steps.vocab_size, self._device)
+
+    def _prepare_replays(self, maker: GraphMaker | None, progress: Progress) -> None:
+        if maker is not None and self._graphs == "on":
+            self._capture(self.steps, maker, self._graph_sizes, progress)
+        elif self._device.type == "cpu" and self._engine.graphs != "off":
+            self._record(self.steps, progress)
+
+    def _capture(self, steps: StepRunner, maker: GraphMaker, sizes: Sequence[int], progress: Progress) -> None:
+        """With --graphs auto, steps run without graphs where they cannot be captured. Raises ConfigError if they were asked for,
+        and ExecutorFailed if the device cannot go on after a capture that failed."""
+        try:
+            refused = steps.capture(maker, sizes, progress)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            _log.warning("a CUDA graph could not be captured", exc_info=True)
+            steps.forget_graphs()
+            check_device(self._device, error)
+            refused = f"a capture failed with: {first_reason(error)}"
+            if self._group.ranks > 1:  # the others go on capturing, and wait for this one in each step
+                raise ConfigError(f"--graphs {self._engine.graphs}: {refused}; give --graphs off to all ranks") from error
+        if refused is not None and self._engine.graphs == "on":
+            raise ConfigError(f"--graphs on: {refused}; give --graphs off")
+        if refused is not None:
+            self._graphs = f"off, because {refused}"
+            _log.warning("CUDA graphs are off, so decode steps are slower: %s", refused)
+
+    def _record(self, steps: StepRunner, progress: Progress) -> None:
+        """On CPU, what graphs are on CUDA. Raises ConfigError as `_capture` does."""
+        recorder = load_recorder()
+        if self._group.ranks > 1:
+            refused: str | None = "ranks wait for each other in a step"
+        else:
+            refused = "there is no C compiler" if recorder is None else steps.record(recorder, progress)
+        if refused is not None and self._engine.graphs == "on":
+            raise ConfigError(f"--graphs on: decode steps cannot be recorded ({refused}); give --graphs auto or off")
+        if refused is not None:
+            self._graphs = f"off, because {refused}"
+            progress(f"decode steps are not recorded: {refused}")
+
+    def _graph_maker(self) -> GraphMaker | None:
+        return CudaGraphs() if self._device.type == "cuda" and self._engine.graphs != "off" else None
+
+
+def _layout_of(shape: ServedShape, engine: EngineConfig, group: Group, dtype_name: KVDtype) -> KVLayout:
+    """That of one rank's pages."""
+    return KVLayout(
+        layers=shape.layers,
+        kv_heads=len(heads_of(group.rank, group.ranks, shape.kv_heads)),
+        head_dim=shape.head_dim,
+        page_size=engine.page_size,
+        dtype=kv_dtype_of(engine, dtype_name),
+    )
+
+
+def _grammars_of(path: Path, shape: ServedShape, grammar: Switch) -> Grammars | None:
+    if grammar == "off":
+        return None
+    return Grammars(partial(vocabulary_of, path, shape.vocab_size, shape.eos_token_ids), CompilerProcess)

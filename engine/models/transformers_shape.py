@@ -1,0 +1,107 @@
+"""The shape of a causal language model that only transformers knows, read by transformers.
+
+Owns what is refused before the weights are loaded. Does not know how a model computes.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
+
+from common.errors import ConfigError
+from common.model_path import CONFIG
+from engine.models.shape import DEFAULTS, ConfigValues, quantised_weights, read_eos, unsupported
+
+FOREIGN = (
+    ArithmeticError, AttributeError, ImportError, LookupError, OSError, RuntimeError, SafetensorError, TypeError, ValueError,
+)  # fmt: skip
+"""What transformers raises for a config or a model that it cannot read, load or run."""
+_LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
+
+
+@dataclass(frozen=True, slots=True)
+class TransformersShape:
+    """Implements `ServedShape`."""
+
+    architecture: str
+    vocab_size: int
+    hidden: int
+    intermediate: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    context_tokens: int
+    eos_token_ids: tuple[int, ...]
+
+
+def read_transformers_shape(path: Path, architecture: str) -> TransformersShape:
+    """Raises ConfigError that names the architecture, unless transformers has it and lets others compute its attention."""
+    try:
+        config = AutoConfig.from_pretrained(path, trust_remote_code=False, local_files_only=True)
+        known = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
+        model = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)] if known else None
+    except FOREIGN as error:
+        raise refusal(architecture, f"transformers does not know it: {first_line(error)}") from error
+    if model is None:
+        raise refusal(architecture, "transformers has no causal language model for its config")
+    if model.__name__ != architecture:
+        raise refusal(architecture, f"by its model_type, {config.model_type}, transformers takes it for {model.__name__}")
+    text = config.get_text_config(decoder=True)
+    written = text.to_dict()
+    values = ConfigValues(
+        {**written, **{ours: written.get(theirs) for ours, theirs in text.attribute_map.items()}}, path / CONFIG
+    )
+    if config.is_encoder_decoder:
+        raise refusal(architecture, "it has an encoder")
+    quantised = config.to_dict().get("quantization_config", written.get("quantization_config"))
+    if quantised is not None:
+        raise refusal(architecture, quantised_weights(quantised.get("quant_method", "in a way that it does not name")))
+    others = set(values.values.get("layer_types") or ()) - _LAYER_TYPES
+    if others:
+        raise refusal(architecture, f"it has layers of other kinds than attention over KV pages: {', '.join(sorted(others))}")
+    if not model.is_backend_compatible():
+        raise refusal(architecture, "its implementation in transformers does not let others compute its attention")
+    heads, hidden = values.whole("num_attention_heads"), values.whole("hidden_size")
+    return TransformersShape(
+        architecture=architecture,
+        vocab_size=values.whole("vocab_size"),
+        hidden=hidden,
+        intermediate=values.whole("intermediate_size", null=4 * hidden),
+        layers=values.whole("num_hidden_layers"),
+        heads=heads,
+        kv_heads=values.whole("num_key_value_heads", null=heads),
+        head_dim=values.whole("head_dim", null=hidden // heads),
+        context_tokens=_context(values),
+        eos_token_ids=read_eos(path, written),
+    )
+
+
+def refusal(architecture: str, reason: str) -> ConfigError:
+    """reason: why transformers' implementation cannot serve it."""
+    return ConfigError(f"{unsupported(architecture, DEFAULTS)}. Through transformers it cannot run either: {reason}")
+
+
+def first_line(error: BaseException) -> str:
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+
+
+def _context(values: ConfigValues) -> int:
+    """max_position_embeddings. With `longrope`, only what lies before its scaling: transformers takes other frequencies for every
+    position once one sequence is longer, and the keys in the pages would keep the former ones."""
+    context = values.whole("max_position_embeddings")
+    for rope in _ropes(values.values.get("rope_parameters")):
+        if rope.get("rope_type") == "longrope":
+            context = min(context, ConfigValues(rope, values.file).whole("original_max_position_embeddings", null=context))
+    return context
+
+
+def _ropes(parameters: Any) -> Iterator[Mapping[str, Any]]:
+    """The rotary parameters of all layers, or those of each layer type."""
+    if isinstance(parameters, Mapping):
+        yield parameters
+        for inner in parameters.values():
+            yield from _ropes(inner)

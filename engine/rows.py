@@ -1,0 +1,265 @@
+"""The rows of the batch: one entry for each running request, on the device, and what the host knows of them.
+
+Owns the page table, lengths, last tokens and sampling parameters. A plan changes only the rows that start or grow; everything
+else stays on the device. Knows plans; does not know models, attention or how a token is drawn.
+
+Staging: what the host tells the device about a step, in one copy that nobody waits for.
+
+Owns the pinned buffers. Knows nothing of what the arrays mean.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Generic, NamedTuple, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from common.executor import Plan, RowStart
+from common.ids import Int64Array
+from engine.kernels.torch_kernels import GREEDY_BELOW
+from engine.sampler import RowSampling
+
+BUFFERS = 4
+"""More than the steps in flight, so that a buffer's former copy has long been made when its turn comes again."""
+
+_ALIGNED = 2
+"""Every tensor begins at a multiple of 16 bytes, because Triton compiles a kernel anew for tensors that do not."""
+
+
+@dataclass(slots=True, eq=False)
+class _Pinned:
+    """Host memory that the device copies from, and the event behind the last copy."""
+
+    numbers: Tensor
+    copied: "torch.cuda.Event"
+
+
+class Staging:
+    """On CPU the arrays are used where they lie."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._buffers: list[_Pinned] = []
+        self._turn = 0
+
+    def send(self, arrays: Sequence[Int64Array]) -> list[Tensor]:
+        """A tensor on the device for each array, [n] int64. The arrays may be changed after it returns, but not on CPU."""
+        if self._device.type == "cpu":
+            return [torch.from_numpy(array) for array in arrays]
+        begins = np.cumsum([0, *(len(array) + len(array) % _ALIGNED for array in arrays)]).tolist()
+        buffer = self._next(begins[-1])
+        numbers = buffer.numbers.numpy()
+        for begin, array in zip(begins, arrays, strict=False):
+            numbers[begin : begin + len(array)] = array
+        sent = buffer.numbers[: begins[-1]].to(self._device, non_blocking=True)
+        buffer.copied.record()
+        return [sent[begin : begin + len(array)] for begin, array in zip(begins, arrays, strict=False)]
+
+    def _next(self, numbers: int) -> _Pinned:
+        if len(self._buffers) < BUFFERS:
+            self._buffers.append(_pinned(numbers))
+        buffer = self._buffers[self._turn]
+        buffer.copied.synchronize()  # it has passed, unless BUFFERS steps were launched without one returning
+        if len(buffer.numbers) < numbers:
+            buffer = self._buffers[self._turn] = _pinned(numbers)
+        self._turn = (self._turn + 1) % BUFFERS
+        return buffer
+
+
+def _pinned(numbers: int) -> _Pinned:
+    """Room for at least that many. A power of two, because pinning memory is slow and the next step may be larger."""
+    room = 2 ** max(12, (numbers - 1).bit_length())
+    return _Pinned(torch.empty(room, dtype=torch.int64, pin_memory=True), torch.cuda.Event())  # type: ignore[no-untyped-call]
+
+
+A = TypeVar("A", Int64Array, Tensor)
+
+
+class StepArrays(NamedTuple, Generic[A]):
+    """What the device must be told about a step: first as arrays of the host, then as tensors. All [n] int64.
+
+    started: the rows that start. started_state: for each of them length, last token, top-k and seed, then the bits of
+    temperature, top-p and min-p as float64: seven parts, one after the other. table_rows, table_columns, table_pages: the entries
+    of the page table that change. token_ids, positions, token_rows: of the tokens of the chunks. chunk_rows, chunk_ends: the rows
+    that the chunks belong to, and their lengths after the step. decode_rows: with null rows at the end if the batch is padded.
+    sampled_rows, sampled_at: the rows that sample, and where the step has their tokens. noisy: which of the sampled ones are not
+    greedy. filtering: which of the noisy ones have top-k, top-p or min-p.
+    """
+
+    started: A
+    started_state: A
+    table_rows: A
+    table_columns: A
+    table_pages: A
+    token_ids: A
+    positions: A
+    token_rows: A
+    chunk_rows: A
+    chunk_ends: A
+    decode_rows: A
+    sampled_rows: A
+    sampled_at: A
+    noisy: A
+    filtering: A
+
+
+@dataclass(frozen=True, slots=True)
+class HostStep:
+    """A step as the host knows it. decode_lengths: [decode rows] int64, this step's token included; 1 for null rows.
+
+    filter_width: how many of the likeliest tokens the filters must order, which is the largest top-k; 0: all.
+    """
+
+    arrays: StepArrays[Int64Array]
+    decode_lengths: Int64Array
+    filter_width: int
+
+
+class _Starts(NamedTuple):
+    """What `StepArrays` has of the rows that start."""
+
+    rows: Int64Array
+    state: Int64Array
+    table_rows: Int64Array
+    table_columns: Int64Array
+    table_pages: Int64Array
+
+
+class _Chunks(NamedTuple):
+    """What it has of the chunks, of which some sample."""
+
+    token_ids: Int64Array
+    positions: Int64Array
+    token_rows: Int64Array
+    rows: Int64Array
+    ends: Int64Array
+    sampled_rows: Int64Array
+    sampled_at: Int64Array
+
+
+_NONE = np.empty(0, dtype=np.int64)
+_NO_STARTS, _NO_CHUNKS = _Starts(*[_NONE] * 5), _Chunks(*[_NONE] * 7)
+
+
+class Rows:
+    """rows: how many requests are computed at once. pages: most pages of a row. spare_page: a page that holds no KV.
+
+    After the rows lies the null row, which fills a batch to the size of its CUDA graph. Its one page is the spare page and its
+    length stays 0, so what it computes is written where it does not count.
+    """
+
+    def __init__(self, rows: int, pages: int, page_size: int, spare_page: int, device: torch.device) -> None:
+        self.null = rows
+        self._page_size = page_size
+        self.table = torch.zeros(rows + 1, pages, dtype=torch.int32, device=device)
+        self.table[rows] = spare_page
+        self._whole = torch.zeros(4, rows + 1, dtype=torch.int64, device=device)
+        self._shares = torch.zeros(3, rows + 1, dtype=torch.float32, device=device)
+        self.length, self.last_token, *_ = self._whole.unbind()
+        self._leased, self._host_length, self._host_top_k = np.zeros((3, rows + 1), dtype=np.int64)
+        self._is_noisy, self._filters = np.zeros((2, rows + 1), dtype=bool)
+
+    # --- on the host -------------------------------------------------------------------------------------------------------
+
+    def prepare(self, plan: Plan, decode_size: int) -> HostStep:
+        """Take the plan's rows in on the host, and make the arrays of the step. decode_size: pad the decode rows to so many."""
+        begun = self._start(plan.starts) if plan.starts else _NO_STARTS
+        grown, columns = self._grow(plan)
+        chunks = self._chunk(plan) if plan.chunks else _NO_CHUNKS
+        decoded = plan.decode_rows.astype(np.int64)
+        self._host_length[decoded] += 1
+        self._check(decoded)
+        decode = decoded
+        if decode_size > len(decoded):
+            decode = np.full(decode_size, self.null)
+            decode[: len(decoded)] = decoded
+        sampled = np.concatenate([chunks.sampled_rows, decoded]) if plan.chunks else decoded
+        tokens = len(chunks.token_ids)
+        noisy = np.flatnonzero(self._is_noisy[sampled])
+        filtering = np.flatnonzero(self._filters[sampled[noisy]])
+        arrays = StepArrays(
+            started=begun.rows,
+            started_state=begun.state,
+            table_rows=np.concatenate([begun.table_rows, grown]),
+            table_columns=np.concatenate([begun.table_columns, columns]),
+            table_pages=np.concatenate([begun.table_pages, plan.grown_pages], dtype=np.int64),
+            token_ids=chunks.token_ids,
+            positions=chunks.positions,
+            token_rows=chunks.token_rows,
+            chunk_rows=chunks.rows,
+            chunk_ends=chunks.ends,
+            decode_rows=decode,
+            sampled_rows=sampled,
+            sampled_at=np.concatenate([chunks.sampled_at, np.arange(tokens, tokens + len(decoded))]),
+            noisy=noisy,
+            filtering=filtering,
+        )
+        top_k = self._host_top_k[sampled[noisy[filtering]]] if len(filtering) else _NONE
+        return HostStep(arrays, np.maximum(self._host_length[decode], 1), int(top_k.max(initial=0)) if (top_k > 0).all() else 0)
+
+    def _start(self, starts: tuple[RowStart, ...]) -> "_Starts":
+        whole, share = np.zeros((4, len(starts)), dtype=np.int64), np.zeros((3, len(starts)), dtype=np.float64)
+        for at, start in enumerate(starts):
+            row, sampling = start.row, start.sampling
+            whole[:, at] = start.length, start.last_token or 0, sampling.top_k, sampling.seed
+            share[:, at] = sampling.temperature, sampling.top_p, sampling.min_p
+            self._leased[row], self._host_length[row], self._host_top_k[row] = len(start.pages), start.length, sampling.top_k
+            self._is_noisy[row] = np.float32(sampling.temperature) >= np.float32(GREEDY_BELOW)
+            self._filters[row] = sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0
+        rows = np.array([start.row for start in starts], dtype=np.int64)
+        return _Starts(
+            rows=rows,
+            state=np.concatenate([whole.ravel(), share.view(np.int64).ravel()]),
+            table_rows=np.repeat(rows, [len(start.pages) for start in starts]),
+            table_columns=np.concatenate([np.arange(len(start.pages)) for start in starts]),
+            table_pages=np.concatenate([start.pages for start in starts], dtype=np.int64),
+        )
+
+    def _grow(self, plan: Plan) -> tuple[Int64Array, Int64Array]:
+        """The rows that grow, and in which column each gets its page."""
+        grown = plan.grown_rows.astype(np.int64)
+        held = self._leased[grown]
+        assert (held < self.table.shape[1]).all(), "a row would hold more pages than its context has"
+        self._leased[grown] += 1
+        return grown, held
+
+    def _chunk(self, plan: Plan) -> "_Chunks":
+        lengths = np.array([len(chunk.token_ids) for chunk in plan.chunks], dtype=np.int64)
+        starts = np.array([chunk.start for chunk in plan.chunks], dtype=np.int64)
+        rows = np.array([chunk.row for chunk in plan.chunks], dtype=np.int64)
+        is_last = np.array([chunk.last for chunk in plan.chunks], dtype=bool)
+        ends = np.cumsum(lengths)
+        self._host_length[rows] = starts + lengths
+        self._check(rows)
+        return _Chunks(
+            token_ids=np.concatenate([chunk.token_ids for chunk in plan.chunks], dtype=np.int64),
+            positions=np.arange(ends[-1]) - np.repeat(ends - lengths - starts, lengths),
+            token_rows=np.repeat(rows, lengths),
+            rows=rows,
+            ends=starts + lengths,
+            sampled_rows=rows[is_last],
+            sampled_at=ends[is_last] - 1,
+        )
+
+    def _check(self, rows: Int64Array) -> None:
+        assert (self._host_length[rows] <= self._leased[rows] * self._page_size).all(), "a row would write beyond its pages"
+
+    # --- on the device -----------------------------------------------------------------------------------------------------
+
+    def apply(self, step: StepArrays[Tensor]) -> None:
+        """The rows that start, and the pages that rows get. Starts nothing on the device when there are none."""
+        if len(step.started):
+            rows = step.started
+            state = step.started_state.view(7, -1)
+            self._whole[:, rows], self._shares[:, rows] = state[:4], state[4:].view(torch.float64).float()
+        if len(step.table_rows):
+            self.table.index_put_((step.table_rows, step.table_columns), step.table_pages.int())
+
+    def sampling(self, rows: Tensor) -> RowSampling:
+        """How these rows sample their next token. Its noise depends on its position in the sequence, not on where the row began.
+        Call it when the rows' lengths include the step's token. rows: [rows] int64."""
+        position, _, top_k, seed = self._whole[:, rows].unbind()
+        temperature, top_p, min_p = self._shares[:, rows].unbind()
+        return RowSampling(temperature, top_k, top_p, min_p, seed, position)

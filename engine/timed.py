@@ -1,0 +1,257 @@
+"""A timed executor in the place of a checkpoint's model: `--executor timed`.
+
+Owns the pool, which is real memory of the layout that the model would have, so pushes move as many bytes. Reads the checkpoint's
+config and tokenizer, but no weights. Imports no torch: an instance starts in a fraction of a second.
+
+The timed executor: steps take the time that a cost gives them and compute nothing. For simulation and load tests.
+
+Owns when each step ends, and the words that answers are made of. Reads only the clock it was given; nothing runs in the
+background. Writes to no page. `timed_checkpoint.py` makes one for a real process.
+"""
+
+import queue
+import re
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from common.config import EngineConfig, ModelConfig, parse_step_cost
+from common.errors import ConfigError, MemoryShort
+from common.executor import NO_LOGPROBS, EngineDescription, Logprobs, Plan, StepResult
+from common.host_limits import host_memory_now
+from common.ids import Int32Array
+from common.messages import ModelIdentity, TokenLogprob
+from common.model_path import model_name, read_json, resolve_model_path
+from common.pages.digest import digest
+from common.pages.heads import heads_of
+from common.pages.host_memory import host_memory
+from common.pages.layout import SPARE_PAGES, KVDtype, KVLayout, MemoryRegion
+from common.sampling_params import Grammar, SamplingParams
+from engine.checkpoint import fingerprint
+from engine.grammar.grammars import AnythingGoes
+from engine.kv_budget import Agree, as_offered, auto_host_kv_bytes, given_kv_bytes, kv_budget, kv_dtype_of
+from engine.models.shape import TOKENIZER, read_served_shape
+
+
+@dataclass(frozen=True, slots=True)
+class StepCost:
+    """Seconds of a step: a constant, and what each prompt token and each decode row adds."""
+
+    step_s: float
+    chunk_token_s: float
+    decode_row_s: float
+
+    def seconds(self, plan: Plan) -> float:
+        return self.step_s + self.chunk_token_s * plan.chunk_tokens + self.decode_row_s * len(plan.decode_rows)
+
+
+class Pace:
+    """When steps end: one after the other, as on a device. cost: of each step. clock: returns seconds."""
+
+    def __init__(self, cost: StepCost, clock: Callable[[], float]) -> None:
+        self.cost = cost
+        self.clock = clock
+        self._busy_until_s = 0.0
+
+    def add(self, plan: Plan) -> float:
+        """Returns when the plan's step ends, on the clock. It begins now, or when the step before it ends."""
+        self._busy_until_s = max(self.clock(), self._busy_until_s) + self.cost.seconds(plan)
+        return self._busy_until_s
+
+
+_ZERO = np.zeros(1, dtype="<f4").tobytes()
+
+
+def _certain(tokens: Sequence[tuple[int, int]]) -> Logprobs:
+    """tokens: each with its row before it."""
+    return Logprobs.of([row for row, _ in tokens], [TokenLogprob(token, 0.0, 1) for _, token in tokens])
+
+
+@dataclass(slots=True, eq=False)
+class TimedStep:
+    """A step in flight until the clock reaches `ends_s`."""
+
+    result: StepResult
+    ends_s: float
+    clock: Callable[[], float]
+    layers_done: int = 0
+
+    def poll(self) -> StepResult | None:
+        return self.result if self.clock() >= self.ends_s else None
+
+
+class TimedExecutor:
+    """Implements `common.executor.Executor`.
+
+    words: [words] the token ids that answers consist of, in this order again and again; a request's seed chooses the first. So a
+    token depends on (seed, position), and an answer that is resumed elsewhere goes on as it would have. pages: [pages, bytes] the
+    pool; left out, pages have no bytes.
+
+    It is sure of every token: where log probabilities are asked for, each is 0 and of rank 1, without alternatives. An embedding
+    is one zero.
+    """
+
+    def __init__(
+        self,
+        description: EngineDescription,
+        pace: Pace,
+        words: Sequence[int] | Int32Array = (10,),
+        pages: NDArray[np.uint8] | None = None,
+    ) -> None:
+        self.description = description
+        self._pace = pace
+        self._words = np.asarray(words, dtype=np.int32)
+        self.pages = np.zeros((description.total_pages, 0), dtype=np.uint8) if pages is None else pages
+        self._next = np.zeros(description.max_rows, dtype=np.int64)
+        """For each row, seed and length: which word follows."""
+        self._reports: dict[int, SamplingParams] = {}
+        """The rows that ask for log probabilities."""
+        self._pooled: set[int] = set()
+        """The rows that ask for an embedding."""
+
+    def launch(self, plan: Plan) -> TimedStep:
+        for start in plan.starts:
+            self._next[start.row] = start.sampling.seed % len(self._words) + start.length
+            self._reports.pop(start.row, None)
+            if start.sampling.logprobs is not None or start.sampling.prompt_logprobs is not None:
+                self._reports[start.row] = start.sampling
+            (self._pooled.discard if start.sampling.pooling is None else self._pooled.add)(start.row)
+        for chunk in plan.chunks:
+            self._next[chunk.row] += len(chunk.token_ids)
+        self._next[plan.decode_rows] += 1
+        tokens = self._words[self._next[plan.sampled_rows] % len(self._words)]
+        reported = self._logprobs(plan, tokens) if self._reports else (NO_LOGPROBS, NO_LOGPROBS)
+        embeddings = {chunk.row: _ZERO for chunk in plan.chunks if chunk.last and chunk.row in self._pooled}
+        result = StepResult(plan, tokens, *reported, embeddings)
+        return TimedStep(result, self._pace.add(plan), self._pace.clock)
+
+    def _logprobs(self, plan: Plan, tokens: Int32Array) -> tuple[Logprobs, Logprobs]:
+        asked = self._reports
+        sampled = [
+            (row, token)
+            for row, token in zip(plan.sampled_rows.tolist(), tokens.tolist(), strict=True)
+            if row in asked and asked[row].logprobs is not None
+        ]
+        prompts = [
+            (chunk.row, token)
+            for chunk in plan.chunks
+            if chunk.row in asked and asked[chunk.row].prompt_logprobs is not None
+            for token in chunk.token_ids[0 if chunk.start else 1 :].tolist()
+        ]
+        return _certain(sampled), _certain(prompts)
+
+    def prepare(self, grammar: Grammar, owner: str = "") -> AnythingGoes:
+        return AnythingGoes(grammar, "the timed executor")
+
+    def digest_pages(self, pages: Int32Array) -> bytes:
+        return digest(self.pages[page] for page in pages.tolist())
+
+    def close(self) -> None:
+        """Nothing to stop."""
+
+
+COMPUTES_NOTHING = "the timed executor, which computes nothing"
+"""Part of the fingerprint, so that such an instance never joins a fleet that computes."""
+_WORD = re.compile(r"[\u0120\u2581][a-z]+")
+"""A word with a space before it, as byte-level BPE (\u0120) and SentencePiece (\u2581) spell that."""
+_STOP_S = 5.0
+
+
+class TimedCheckpoint(TimedExecutor):
+    """wake: called when a step ends, on a thread of its own: a loop that only waits for its deadline is woken up to 1 ms late.
+    rank, ranks, agree: of an instance with several ranks; the pages hold this rank's heads."""
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        engine: EngineConfig,
+        wake: Callable[[], None],
+        progress: Callable[[str], None],
+        rank: int = 0,
+        ranks: int = 1,
+        agree: Agree = as_offered,
+    ) -> None:
+        """Raises ConfigError for a checkpoint that cannot be described, and MemoryShort."""
+        path = resolve_model_path(model.model, weights=False)
+        shape = read_served_shape(path)
+        layout = KVLayout(
+            layers=shape.layers,
+            kv_heads=len(heads_of(rank, ranks, shape.kv_heads)),
+            head_dim=shape.head_dim,
+            page_size=engine.page_size,
+            dtype=kv_dtype_of(engine, _dtype(engine)),
+        )
+        given = given_kv_bytes(engine.kv_memory, "cpu", host_memory_now().total_bytes)
+        context = engine.context_tokens or shape.context_tokens
+        kv_bytes = auto_host_kv_bytes(engine, ranks, layout, context, progress) if given is None else given
+        limits = shape.context_tokens, engine.context_tokens, given is None
+        pages = agree(kv_budget(layout, kv_bytes, *limits).total_pages)
+        budget = kv_budget(layout, pages * layout.page_bytes, *limits)
+        pool_bytes = (budget.total_pages + SPARE_PAGES) * layout.page_bytes
+        try:
+            memory = host_memory(pool_bytes)
+        except MemoryError as error:
+            raise MemoryShort(f"--kv-memory: cannot allocate {pool_bytes} bytes for KV pages: {error}") from error
+        identity = ModelIdentity(
+            name=model.served_name or model_name(model.model),
+            fingerprint=fingerprint(path, weights=False, ways=[COMPUTES_NOTHING]),
+            architecture=shape.architecture,
+            dtype=_dtype(engine),
+            vocab_size=shape.vocab_size,
+            context_tokens=budget.context_tokens,
+            kv_heads=shape.kv_heads,
+        )
+        description = EngineDescription(
+            model=identity,
+            layout=layout,
+            total_pages=budget.total_pages,
+            max_rows=engine.max_running,
+            memory=MemoryRegion(address=memory.ctypes.data, region_bytes=pool_bytes, device="cpu"),
+            eos_token_ids=shape.eos_token_ids,
+            device="cpu",
+        )
+        pace = Pace(StepCost(*parse_step_cost(engine.step_cost)), time.monotonic)
+        words = plain_words(path, shape.vocab_size, shape.eos_token_ids)
+        super().__init__(description, pace, words, memory.reshape(-1, layout.page_bytes))
+        self._wake = wake
+        self._ends: queue.SimpleQueue[float | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._wake_at_ends, name="step ends", daemon=True)
+        self._thread.start()
+
+    def launch(self, plan: Plan) -> TimedStep:
+        step = super().launch(plan)
+        self._ends.put(step.ends_s)
+        return step
+
+    def close(self) -> None:
+        self._ends.put(None)
+        self._thread.join(_STOP_S)
+
+    def _wake_at_ends(self) -> None:
+        while (ends_s := self._ends.get()) is not None:
+            time.sleep(max(0.0, ends_s - time.monotonic()))
+            self._wake()
+
+
+def plain_words(path: Path, vocab_size: int, eos_token_ids: tuple[int, ...]) -> list[int]:
+    """Ids of a tokenizer's lower-case words, in order: each is whole text, and none is special. Raises ConfigError."""
+    try:
+        vocab = read_json(path / TOKENIZER)["model"]["vocab"]
+        if isinstance(vocab, list):  # Unigram: [[piece, score], ...], the id is the place
+            vocab = {piece: token for token, (piece, _) in enumerate(vocab)}
+        words = sorted(token for piece, token in vocab.items() if _WORD.fullmatch(piece))
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ConfigError(f"{path / TOKENIZER} is not in the tokenizers library's format: {error!r}") from error
+    words = [token for token in words if token < vocab_size and token not in eos_token_ids]
+    if not words:
+        raise ConfigError(f"--executor timed: {path / TOKENIZER} has no words to make answers of")
+    return words
+
+
+def _dtype(engine: EngineConfig) -> KVDtype:
+    return "float32" if engine.dtype == "auto" else engine.dtype

@@ -1,0 +1,205 @@
+"""The threads that OpenMP keeps for a thread that computes, on CPU.
+
+Owns their end. Does not set how many they are, or how long they wait for work (`launch/environment.py`).
+
+The torch executor: the model runner on threads of its own, so that launching a step never waits for one.
+
+Owns the engine thread, the completion thread and the steps in flight. Knows no model. Implements
+`common.executor.Executor` on CPU and CUDA.
+"""
+
+import ctypes
+import queue
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from common.config import EngineConfig, ModelConfig
+from common.errors import BadRequest, TandemError
+from common.executor import ExecutorFailed, Plan, StepResult
+from common.ids import Int32Array
+from common.options import refuse_without_effect
+from common.sampling_params import Grammar
+from engine.cpu.lent_cores import LentCores
+from engine.device import device_of
+from engine.grammar.grammars import CompiledSoon, refused
+from engine.kv_budget import Agree, as_offered
+from engine.model_runner import ModelRunner
+from engine.parallel import ALONE, Group
+from engine.step_runner import PendingStep
+
+_HARD = 2
+"""omp_pause_hard: everything of a pool is given back. GNU's runtime does the same for omp_pause_soft."""
+
+
+def end_own_pool() -> None:
+    """End the threads that OpenMP keeps for the calling thread, which gets others when it next computes.
+
+    Each thread that computes has a pool of its own, for as long as it lives. Where all pools together have more threads than
+    there are processors, GNU's runtime lets a thread that waits sleep at once, and must wake it for each layer. So whoever
+    computes no more should end its pool. Other runtimes have one pool for all threads, and are left alone. Source: libgomp's
+    team.c and env.c; OpenMP 5.0, section 3.2.44.
+    """
+    try:
+        library = ctypes.CDLL(torch._C.__file__)  # finds the symbols of what torch depends on, too
+        end = library.omp_pause_resource_all
+    except (OSError, AttributeError):
+        return
+    if not _is_llvm(library):
+        end(_HARD)
+
+
+def _is_llvm(library: ctypes.CDLL) -> bool:
+    """Whether the runtime is LLVM's or Intel's."""
+    try:
+        return bool(library.__kmpc_fork_call)
+    except AttributeError:
+        return False
+
+
+STEPS_QUEUED = 8
+STOP_S = 30.0
+
+
+@dataclass(slots=True, eq=False)
+class _Step:
+    """A step in flight. The engine thread sets its fields, the loop's thread reads them."""
+
+    plan: Plan
+    result: StepResult | None = None
+    failure: Exception | None = None
+    layers_done: int = 0
+    ends_s: float | None = None
+
+    def poll(self) -> StepResult | None:
+        if self.failure is not None:
+            raise ExecutorFailed(f"step {self.plan.step} failed: {self.failure}") from self.failure
+        return self.result
+
+
+class TorchExecutor:
+    """Loads the model in its constructor. wake: called when a step completes or progresses, on a thread of the executor. group,
+    agree: see `ModelRunner`; agree is called in the constructor only.
+
+    On CUDA the engine thread gives step after step to the device and waits for none; the completion thread waits for them, in the
+    same order. On CPU a step is complete when it has been launched.
+    """
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        engine: EngineConfig,
+        wake: Callable[[], None],
+        progress: Callable[[str], None],
+        group: Group = ALONE,
+        agree: Agree = as_offered,
+    ) -> None:
+        if engine.threads:
+            torch.set_num_threads(engine.threads)
+        self._threads_now = torch.get_num_threads()
+        on_cpu = device_of(engine.device).type == "cpu"
+        if not on_cpu:
+            refuse_without_effect(engine, ("lent_cores", "memory_part"), "on a GPU")
+        self._cores = LentCores(engine.lent_cores, self._threads_now) if engine.lent_cores else None
+        self._runner = ModelRunner(model, engine, progress, group, agree, warms_grammars=True)
+        if on_cpu:
+            end_own_pool()  # the engine thread computes from now on
+        self.description = self._runner.description
+        self._wake = wake
+        self._steps: queue.Queue[_Step | None] = queue.Queue(STEPS_QUEUED)
+        self._launched: queue.SimpleQueue[tuple[_Step, PendingStep] | None] = queue.SimpleQueue()
+        self._threads = [
+            threading.Thread(target=self._launch_steps, name="engine", daemon=True),
+            threading.Thread(target=self._complete_steps, name="completion", daemon=True),
+        ]
+        for thread in self._threads:
+            thread.start()
+        self._await_grammars(progress)
+
+    def launch(self, plan: Plan) -> _Step:
+        step = _Step(plan)
+        self._steps.put_nowait(step)
+        return step
+
+    def prepare(self, grammar: Grammar, owner: str = "") -> CompiledSoon:
+        if self._runner.grammars is None:
+            return refused(BadRequest(f"{grammar.kind}: this instance runs with --grammar off: leave it out", grammar.kind))
+        return self._runner.grammars.prepare(grammar, self._wake, owner)
+
+    def digest_pages(self, pages: Int32Array) -> bytes:
+        return self._runner.digest_pages(pages)
+
+    def close(self) -> None:
+        if self._runner.grammars is not None:
+            self._runner.grammars.close()
+        if self._threads[0].is_alive():
+            self._steps.put(None)
+        until = time.monotonic() + STOP_S
+        for thread in self._threads:
+            thread.join(max(0.0, until - time.monotonic()))
+        if self._cores is not None:
+            self._cores.close()
+
+    def _await_grammars(self, progress: Callable[[str], None]) -> None:
+        """Their compiler is there before a request can come. A model that cannot have one is served without."""
+        if self._runner.warming is None:
+            return
+        progress("waiting for the compiler of grammars")
+        try:
+            self._runner.warming.wait()
+        except TandemError as error:
+            progress(f"no answer can be held to a grammar: {error}")
+
+    def _launch_steps(self) -> None:
+        torch.set_num_threads(self._threads_now)
+        with self._runner.on_device():
+            while (step := self._steps.get()) is not None:
+                try:
+                    pending = self._launched_step(step)
+                except Exception as error:  # noqa: BLE001 - the thread's outermost door; the step's poll raises it
+                    step.failure = error
+                    self._wake()
+                    continue
+                if pending.is_complete:
+                    self._complete(step, pending)
+                else:
+                    self._launched.put((step, pending))
+        self._launched.put(None)
+
+    def _launched_step(self, step: _Step) -> PendingStep:
+        """On CPU with cores that others lend, where a launch is the whole step, the threads follow what is lent."""
+        report = partial(self._advance, step)
+        if self._cores is None:
+            return self._runner.steps.launch(step.plan, report)
+        self._cores.begin()
+        try:
+            self._follow_lent_cores()
+            return self._runner.steps.launch(step.plan, report, self._follow_lent_cores)
+        finally:
+            self._cores.end()
+
+    def _follow_lent_cores(self) -> None:
+        assert self._cores is not None
+        threads = self._cores.threads()
+        if threads != self._threads_now:
+            self._threads_now = threads
+            torch.set_num_threads(threads)
+
+    def _complete_steps(self) -> None:
+        while (launched := self._launched.get()) is not None:
+            self._complete(*launched)
+
+    def _complete(self, step: _Step, pending: PendingStep) -> None:
+        try:
+            step.result = pending.wait()
+        except Exception as error:  # noqa: BLE001 - as above: CUDA reports here what failed on the device
+            step.failure = error
+        self._wake()
+
+    def _advance(self, step: _Step, layers: int) -> None:
+        step.layers_done = layers
+        self._wake()

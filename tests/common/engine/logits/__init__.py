@@ -1,1 +1,0 @@
-"""Tests of what changes logits before a token is drawn."""

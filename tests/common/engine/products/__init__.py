@@ -1,1 +1,0 @@
-"""Tests of the products with packed weights."""

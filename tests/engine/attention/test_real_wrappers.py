@@ -1,0 +1,96 @@
+"""The backend over FlashInfer's own wrappers, whose Python runs without CUDA once their kernels are replaced.
+
+Owns the replacements: kernels that compute from what the compiled ones would be given, by their positions in FlashInfer 0.6.4 to
+0.7.2. So what the wrappers make of our arguments is FlashInfer's own code, and only the kernels are not.
+"""
+
+import contextlib
+import importlib
+import importlib.util
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from common.pages.layout import KVDtype
+from engine.attention.flashinfer import FlashInferAttention, FlashInferShape, PrefillKernels
+from engine.attention.port import LayerAttention
+from engine.kernels.torch_kernels import TorchKernels
+from tests.engine.attention.flashinfer_double import attended
+from tests.engine.attention.steps import Shape, Step
+
+LAYERS = (LayerAttention(0.1), LayerAttention(0.1, window=7, softcap=3.0))
+CAUSAL, HND = 1, 1
+"""As FlashInfer's MaskMode and TensorLayout count."""
+
+
+class Kernels:
+    """A compiled module of FlashInfer. `plan` is given three arrays on the host, or one for kernels without tensor cores."""
+
+    def __init__(self, *arguments: object) -> None:
+        self._host_arrays = 1 if len(arguments) == 9 else 3
+
+    def plan(self, *arguments: Any) -> list[int]:
+        for array in arguments[3 : 3 + self._host_arrays]:
+            assert array.device.type == "cpu" and array.dtype == torch.int32
+        return [0]
+
+    def paged_run(self, *arguments: Any) -> None:
+        """Of chunks, and of decode rows on tensor cores."""
+        query, keys, values, queries, indptr, indices, last, out, _, mask, layout, window_left = arguments[3:15]
+        softcap, scale = arguments[22:24]
+        assert layout == HND
+        given = attended(query, keys, values, queries, indptr, indices, last, mask == CAUSAL, window_left, softcap or None, scale)
+        out.copy_(given)
+
+    def run(self, *arguments: Any) -> None:
+        """Of decode rows on CUDA cores."""
+        query, keys, values, indptr, indices, last, out, _, layout, window_left = arguments[3:13]
+        softcap, scale = arguments[15:17]
+        assert layout == HND
+        queries = torch.arange(len(query) + 1, dtype=torch.int32)
+        out.copy_(attended(query, keys, values, queries, indptr, indices, last, False, window_left, softcap or None, scale))
+
+
+@pytest.fixture
+def flashinfer(monkeypatch: pytest.MonkeyPatch) -> Any:
+    if importlib.util.find_spec("flashinfer") is None:
+        pytest.skip("flashinfer-python is not installed")
+    for name in ("flashinfer.decode", "flashinfer.prefill"):
+        module = importlib.import_module(name)
+        for made in ("get_batch_prefill_module", "get_batch_decode_module"):
+            monkeypatch.setattr(module, made, Kernels, raising=made == "get_batch_prefill_module")
+        monkeypatch.setattr(module, "device_support_pdl", lambda device: False)
+    empty: Callable[..., Tensor] = torch.empty
+
+    def pageable(*size: Any, pin_memory: bool = False, **named: Any) -> Tensor:
+        return empty(*size, **named)
+
+    monkeypatch.setattr(torch, "empty", pageable)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    return importlib.import_module("flashinfer")
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_dtype", "prefill"), [(4, "float16", "fa3"), (8, "float16", "fa3"), (4, "float8_e4m3fn", "fa2")]
+)
+def test_flashinfers_own_wrappers_give_their_kernels_what_the_layers_ask(
+    flashinfer: Any, heads: int, kv_dtype: KVDtype, prefill: PrefillKernels
+) -> None:
+    shape = Shape(heads, 2, 64, 5, LAYERS, torch.float16, kv_dtype)
+    step = Step(shape, [(0, 7), (9, 6), (3, 1)], [4, 23, 40])
+    asked = FlashInferShape(heads, LAYERS, torch.float16, max_rows=4, pages_per_row=shape.width, prefill=prefill)
+    attention = FlashInferAttention(step.memory, asked, TorchKernels(), flashinfer)
+    attention.load_kernels()
+    for _ in range(2):
+        attention.plan(step.tokens)
+    for layer in range(len(LAYERS)):
+        assert step.error(layer, attention.run(layer, step.query)) < 2e-3
+    graph = attention.for_graph(4)
+    for seed, lengths in enumerate(([40, 1, 23, 5], [6, 7], [3])):
+        later = Step(shape, [], lengths, memory=step.memory, padding=4 - len(lengths), seed=seed)
+        graph.plan(later.tokens)
+        for layer in range(len(LAYERS)):
+            assert later.error(layer, graph.run(layer, later.query)) < 2e-3

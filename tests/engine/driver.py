@@ -1,0 +1,91 @@
+"""Drives an engine as schedulers do: prompts in chunks, answers token by token, chunks of some beside decode steps of others.
+
+Owns which pages a row gets, and when. Knows no executor: it is given a function that runs a plan.
+"""
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from common.executor import Chunk, EngineDescription, Plan, RowStart, StepResult
+from common.ids import Int32Array
+from common.sampling_params import SamplingParams
+
+Run = Callable[[Plan], StepResult]
+
+
+class Driver:
+    """Every prompt in a row of its own, on scattered pages.
+
+    growing: a row starts without the last page of its prompt, which it gets in the same plan, and gets each further page in the
+    plan that first writes there; else it starts with all of them.
+    """
+
+    def __init__(self, run: Run, engine: EngineDescription, growing: bool = False) -> None:
+        self._run = run
+        self._layout = engine.layout
+        self._growing = growing
+        self._pages = iter(np.random.default_rng(5).permutation(engine.total_pages).tolist())
+        self._held: list[int] = []
+        self._grown: dict[int, int] = {}
+        self._starts: list[RowStart] = []
+
+    def answers(
+        self,
+        prompts: Sequence[Int32Array],
+        tokens: int,
+        sampling: SamplingParams | Sequence[SamplingParams],
+        chunk_tokens: int = 1000,
+        answered: int = 0,
+    ) -> list[list[int]]:
+        """So many tokens for each prompt. sampling: of all prompts, or of each. answered: how many tokens of each prompt, the
+        last ones, are of an answer that is resumed."""
+        params = [sampling] * len(prompts) if isinstance(sampling, SamplingParams) else sampling
+        answers: list[list[int]] = [[] for _ in prompts]
+        done = [0] * len(prompts)
+        step = 0
+        while any(len(answer) < tokens for answer in answers):
+            chunks, decode = [], []
+            for row, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
+                if done[row] == 0:
+                    self._start(row, prompt, answered, tokens, params[row])
+                if done[row] < len(prompt):
+                    part = prompt[done[row] : done[row] + chunk_tokens]
+                    chunks.append(Chunk(row, done[row], part, last=done[row] + len(part) == len(prompt)))
+                    done[row] += len(part)
+                elif len(answer) < tokens:
+                    decode.append(row)
+                    self._reach(row, len(prompt) + len(answer))
+            step += 1
+            plan = self._plan(step, chunks, decode)
+            result = self._run(plan)
+            for row, token in zip(plan.sampled_rows.tolist(), result.tokens.tolist(), strict=True):
+                answers[row].append(token)
+        return answers
+
+    def _start(self, row: int, prompt: Int32Array, answered: int, tokens: int, sampling: SamplingParams) -> None:
+        own, most = (self._layout.pages_for(length) for length in (len(prompt), len(prompt) + tokens - 1))
+        pages = own - 1 if self._growing else most
+        taken = np.array([next(self._pages) for _ in range(pages)], dtype=np.int32)
+        known = prompt if sampling.needs_tokens else None
+        self._starts.append(RowStart(row, taken, sampling, token_ids=known, answer_tokens=answered))
+        self._held.append(pages)
+        self._reach(row, len(prompt))
+
+    def _reach(self, row: int, tokens: int) -> None:
+        """The row needs pages for so many tokens: at most one more than it holds."""
+        if self._layout.pages_for(tokens) > self._held[row]:
+            self._grown[row] = next(self._pages)
+            self._held[row] += 1
+
+    def _plan(self, step: int, chunks: list[Chunk], decode: list[int]) -> Plan:
+        plan = Plan(
+            step,
+            starts=tuple(self._starts),
+            chunks=tuple(chunks),
+            decode_rows=np.array(decode, dtype=np.int32),
+            grown_rows=np.array(list(self._grown), dtype=np.int32),
+            grown_pages=np.array(list(self._grown.values()), dtype=np.int32),
+        )
+        self._starts, self._grown = [], {}
+        return plan

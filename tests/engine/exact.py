@@ -1,0 +1,96 @@
+"""Compares a model runner with transformers' own model: every token of greedy answers, and the logits that each came from.
+
+Owns the comparison. Knows neither architectures nor how the runner computes.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from common.config import EngineConfig, ModelConfig
+from common.executor import Plan, StepResult
+from common.ids import Int32Array
+from common.sampling_params import SamplingParams
+from engine.drawing import Drawing
+from engine.model_runner import ModelRunner
+from tests.engine.driver import Driver
+
+GREEDY = SamplingParams(max_new_tokens=99, temperature=0.0)
+TOLERANCE = 1e-4
+"""Of logits, relative to the largest of the position."""
+
+
+def runner(path: Path, say: Callable[[str], None] = lambda text: None, **changes: object) -> ModelRunner:
+    """A runner on the CPU with room for some contexts of these small models, unless the fields of its config say otherwise."""
+    fields: dict[str, object] = {"device": "cpu", "page_size": 16, "kv_memory": "32MiB", "max_running": 32}
+    return ModelRunner(ModelConfig(model=str(path)), EngineConfig(**(fields | changes)), say)  # type: ignore[arg-type]
+
+
+@dataclass(slots=True)
+class Answer:
+    """tokens: the answer. logits: what each token was the largest of, [vocab] each."""
+
+    prompt: Int32Array
+    tokens: list[int] = field(default_factory=list)
+    logits: list[Tensor] = field(default_factory=list)
+
+
+@contextmanager
+def recorded_logits() -> Iterator[list[Tensor]]:
+    """Those from which tokens are drawn while this lasts, step by step, whether a forward is replayed or not."""
+    steps: list[Tensor] = []
+    original = Drawing.draw
+
+    def recording(self: Drawing, logits: Tensor, *args: Any) -> Tensor:
+        steps.append(logits)
+        return original(self, logits, *args)
+
+    with mock.patch.object(Drawing, "draw", recording):
+        yield steps
+
+
+def answers(made: ModelRunner, prompts: Sequence[Int32Array], tokens: int, chunk_tokens: int) -> list[Answer]:
+    """Greedy answers of so many tokens: all prompts at once, in chunks of so many tokens beside each other's decode steps."""
+    given = [Answer(prompt) for prompt in prompts]
+    with recorded_logits() as calls:
+
+        def run(plan: Plan) -> StepResult:
+            calls.clear()
+            result = made.run(plan)
+            for row, logits in zip(plan.sampled_rows.tolist(), calls[-1] if calls else (), strict=True):
+                given[row].logits.append(logits.cpu().clone())
+            return result
+
+        for answer, sampled in zip(
+            given, Driver(run, made.description).answers(prompts, tokens, GREEDY, chunk_tokens), strict=True
+        ):
+            answer.tokens.extend(sampled)
+    return given
+
+
+def reference_logits(model: PreTrainedModel, answer: Answer) -> Tensor:
+    """What transformers computes for each token of an answer, in one forward over all of it. [tokens, vocab] float32.
+
+    If at each position the answer's token is the largest, then it is transformers' own greedy answer, by induction.
+    """
+    ids = np.concatenate([answer.prompt, answer.tokens[:-1]]).astype(np.int64)
+    with torch.inference_mode():
+        logits: Tensor = model(torch.from_numpy(ids)[None], use_cache=False).logits[0, len(answer.prompt) - 1 :]
+    return logits.float()
+
+
+def assert_exact(model: PreTrainedModel, given: Sequence[Answer]) -> None:
+    for answer in given:
+        expected = reference_logits(model, answer)
+        assert answer.tokens == expected.argmax(-1).tolist()
+        assert len(answer.logits) == len(expected)
+        worst = (torch.stack(answer.logits) - expected).abs().amax(-1) / expected.abs().amax(-1)
+        assert worst.max() < TOLERANCE

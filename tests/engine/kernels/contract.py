@@ -1,0 +1,369 @@
+"""The contract of `Kernels`, run against every implementation: in plain torch, in Triton's interpreter, and on a card.
+
+Owns the references: float64 for what is rounded, numpy for the noise, and plain indexing for pages. Each `check_` takes an
+implementation and sizes, so that the tests on a card add real shapes.
+"""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from common.ids import Int64Array
+from common.pages.layout import PageOrder
+from engine.kernels.port import HeadNorm, Kernels, PagePlaces, Rotation
+from engine.kernels.torch_kernels import GREEDY_BELOW
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+EPS = 1e-6
+FP8 = torch.float8_e4m3fn
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """An implementation, the device that it runs on, and the dtype of its inputs."""
+
+    kernels: Kernels
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    dtype: torch.dtype = torch.float32
+
+    def draw(self, *shape: int) -> Tensor:
+        """The same numbers on every device, in every other row of a larger tensor: rows need not be neighbours."""
+        wide = torch.randn(2 * shape[0], *shape[1:], generator=torch.Generator().manual_seed(sum(shape)))
+        return wide.to(device=self.device, dtype=self.dtype)[::2]
+
+
+@dataclass(frozen=True, slots=True)
+class HeadSizes:
+    """half: of the part of a head that is rotated."""
+
+    query_heads: int
+    kv_heads: int
+    dim: int
+    half: int
+
+
+def check_decode_inputs(subject: Subject, page_size: int) -> None:
+    """By plain indexing on the host. The null row, which is there twice, stays empty."""
+    random = np.random.default_rng(page_size)
+    rows, null = np.array([5, 0, 9, 2, 9]), 9
+    length, last_token = random.integers(0, 6 * page_size, 10), random.integers(0, 1000, 10)
+    length[null] = 0
+    table = random.permutation(60).reshape(10, 6).astype(np.int32)
+    given, tokens, lengths, pages = (torch.from_numpy(x.copy()).to(subject.device) for x in (rows, last_token, length, table))
+    found = subject.kernels.decode_inputs(given, tokens, lengths, pages, page_size, null)
+    at = length[rows]
+    expected = last_token[rows], at, table[rows, at // page_size], at % page_size
+    for got, wanted in zip(found, expected, strict=True):
+        assert got.dtype == torch.int64 and got.tolist() == wanted.tolist()
+    length[rows] += 1
+    length[null] = 0
+    assert lengths.tolist() == length.tolist() and tokens.tolist() == last_token.tolist()
+
+
+def check_embedding(subject: Subject, rows: int, hidden: int) -> None:
+    table = torch.randn(rows, hidden, generator=torch.Generator().manual_seed(rows)).to(subject.device, subject.dtype)
+    token_ids = torch.tensor([rows - 1, 0, 3, 3, 1] * 7, device=subject.device)[::2]
+    assert torch.equal(subject.kernels.embed(token_ids, table), torch.stack([table[at] for at in token_ids.tolist()]))
+
+
+def check_angles(subject: Subject, half: int, factor: float) -> None:
+    """In float64 of the angle in float32, which transformers computes."""
+    positions = torch.tensor([0, 1, 17, 4095, 131_071, 1_000_003])
+    frequencies = 1.0 / 10_000.0 ** (torch.arange(half) / half)
+    found = subject.kernels.rotation(positions.to(subject.device), frequencies.to(subject.device), factor)
+    angles = (positions[:, None].float() * frequencies).double()
+    for got, wanted in ((found.cos, angles.cos()), (found.sin, angles.sin())):
+        assert got.dtype == torch.float32
+        torch.testing.assert_close(got.cpu().double(), wanted * factor, atol=1e-6 * factor, rtol=0)
+
+
+def check_norms(subject: Subject, tokens: int, hidden: int) -> None:
+    x, residual = subject.draw(tokens, hidden), subject.draw(tokens, hidden).flip(0)
+    weight = 1 + subject.draw(1, hidden)[0] / 4
+    assert_rounded(subject, subject.kernels.rms_norm(x, weight, EPS), exact_norm(x, weight))
+    normed, total = subject.kernels.add_rms_norm(x, residual, weight, EPS)
+    assert torch.equal(total, x + residual)
+    assert_rounded(subject, normed, exact_norm(x + residual, weight))
+
+
+def check_activation(subject: Subject, tokens: int, width: int) -> None:
+    gate_up = subject.draw(tokens, 2 * width) * 3
+    gate, up = gate_up.double().chunk(2, dim=-1)
+    assert_rounded(subject, subject.kernels.silu_and_mul(gate_up), gate * torch.sigmoid(gate) * up)
+
+
+def check_quantised(subject: Subject, rows: int, width: int) -> None:
+    """Bit by bit: a row's largest number becomes FP8's largest, and the others the nearest of FP8's numbers."""
+    x = subject.draw(rows, width) * torch.logspace(-30, 4, rows, device=subject.device)[:, None]
+    x[0] = 0
+    x = x.to(subject.dtype)
+    values, scales = subject.kernels.quantise(x)
+    assert values.dtype == FP8 and scales.dtype == torch.float32
+    wide = x.float().cpu().numpy()
+    expected = np.maximum(np.abs(wide).max(axis=1, keepdims=True), np.float32(1e-30)) * np.float32(1 / 448)
+    np.testing.assert_array_equal(scales.cpu().numpy(), expected)
+    np.testing.assert_array_equal(values.float().cpu().numpy(), exact_fp8(wide / expected))
+
+
+def check_int8(subject: Subject, rows: int, width: int, largest: int) -> None:
+    """A row's largest number becomes the largest one, and the others are within half a step. All are moved to be positive."""
+    x = subject.draw(rows, width) * torch.logspace(-6, 3, rows, device=subject.device)[:, None]
+    x[-1] = 0
+    x = x.to(subject.dtype)
+    moved, scales = subject.kernels.quantise_int8(x, largest)
+    assert moved.dtype == torch.uint8 and scales.dtype == torch.float32
+    values = moved.int() - largest - 1
+    assert (values[:-1].abs().amax(1) == largest).all() and (values[-1] == 0).all()
+    steps = x[:-1].double() / scales[:-1].double()
+    torch.testing.assert_close(values[:-1].double(), steps, rtol=0, atol=0.5001)
+    torch.testing.assert_close(scales[:-1, 0], x[:-1].float().abs().amax(1) / largest)
+
+
+def check_rotation(
+    subject: Subject, tokens: int, sizes: HeadSizes, *, norm: bool, page_dtype: torch.dtype, order: PageOrder = "layer"
+) -> None:
+    """Queries and keys against float64, values bit by bit, and every other slot of the pool as it was."""
+    heads = subject.draw(tokens, sizes.query_heads + 2 * sizes.kv_heads + 1, sizes.dim)[:, 1:]
+    heads[0] *= 1000  # beyond the largest FP8 number
+    angles = 3 * torch.rand(tokens, sizes.half, device=subject.device)
+    rotation = Rotation(angles.cos(), angles.sin())
+    weights = 1 + subject.draw(2, sizes.dim) / 4
+    page_size, pages = 4, tokens // 4 + 3
+    pool = _pool(order, pages, sizes.kv_heads, page_size, sizes.dim).to(page_dtype)
+    places = torch.randperm(pages * page_size, generator=torch.Generator().manual_seed(tokens))[:tokens]
+    page, slot = places // page_size, places % page_size
+    on_device = pool.to(subject.device, copy=True)
+
+    queries = subject.kernels.rotate_and_write(
+        heads,
+        rotation,
+        HeadNorm(weights[0], weights[1], EPS) if norm else None,
+        PagePlaces(*_views(on_device, order), page.to(subject.device), slot.to(subject.device)),
+    )
+
+    query, key, value = torch.split(heads, [sizes.query_heads, sizes.kv_heads, sizes.kv_heads], dim=1)
+    exact_query, exact_key = query.double(), key.double()
+    if norm:
+        exact_query, exact_key = exact_norm(query, weights[0]), exact_norm(key, weights[1])
+    assert_rounded(subject, queries, exact_rotation(exact_query, rotation))
+    keys, values = _views(on_device.cpu().float(), order)
+    largest = float(torch.finfo(page_dtype).max)
+    expected = exact_rotation(exact_key, rotation).clamp(-largest, largest)
+    _assert_close(keys[page, :, slot], expected, _room(subject.dtype) + torch.finfo(page_dtype).eps)
+    assert torch.equal(values[page, :, slot], value.cpu().float().clamp(-largest, largest).to(page_dtype).float())
+    untouched = torch.ones(pages, page_size, dtype=torch.bool)
+    untouched[page, slot] = False
+    for now, before in zip((keys, values), _views(pool.float(), order), strict=True):
+        assert torch.equal(now.transpose(1, 2)[untouched], before.transpose(1, 2)[untouched])
+    everything = torch.ones_like(pool, dtype=torch.bool)
+    for view in _views(everything, order):
+        view.fill_(False)
+    assert torch.equal(on_device.cpu().float()[everything], pool.float()[everything]), "another layer's KV was written"
+
+
+def check_samples(subject: Subject, rows: int, vocab: int, seed: int = 0) -> None:
+    """Tokens against numpy: greedy rows, ties, hot and cold rows, excluded tokens, any seed and position."""
+    generator = np.random.default_rng(seed)
+    logits = generator.normal(size=(rows, vocab)).astype(np.float32) * 3
+    logits[1::4] = np.round(logits[1::4])  # ties, of the largest too
+    logits[2::4, generator.permutation(vocab)[: vocab // 2]] = -np.inf
+    temperature = generator.uniform(0.1, 2, size=rows).astype(np.float32)
+    temperature[::3] = generator.choice([0, 1e-6, 1e-5], size=len(temperature[::3]))
+    seeds = generator.integers(-(2**63), 2**63, size=rows, dtype=np.int64)
+    positions = generator.integers(0, 2**33, size=rows, dtype=np.int64)
+    given = (torch.from_numpy(part).to(subject.device) for part in (logits, temperature, seeds, positions))
+    tokens = subject.kernels.sample(*given)
+    assert tokens.dtype == torch.int64
+    assert tokens.tolist() == exact_samples(logits, temperature, seeds, positions).tolist()
+    assert subject.kernels.likeliest(torch.from_numpy(logits).to(subject.device)).tolist() == logits.argmax(axis=1).tolist()
+
+
+def check_broken_logits(subject: Subject, vocab: int) -> None:
+    """Rows with NaN or infinities get a token of the vocabulary, and the rows beside them their own."""
+    logits = torch.zeros(6, vocab)
+    logits[0] = torch.nan
+    logits[1, ::2] = torch.nan
+    logits[2] = -torch.inf
+    logits[3, 5] = torch.inf
+    logits[4:, 7] = 1e4
+    for temperature in (0.0, 1.0):
+        per_row = (torch.full((6,), temperature), torch.arange(6), torch.arange(6))
+        tokens = subject.kernels.sample(*(part.to(subject.device) for part in (logits, *per_row))).tolist()
+        assert all(0 <= token < vocab for token in tokens)
+        assert tokens[3:] == [5, 7, 7]
+
+
+def check_page_indices(subject: Subject, counts: list[int], width: int, spare: int) -> None:
+    """counts: pages of each row. spare: entries of `out` beyond the last row's."""
+    table = torch.randint(0, 10**6, (len(counts) + 2, width + 1), dtype=torch.int32)[:, :width]
+    rows = torch.randperm(len(counts) + 2)[: len(counts)]
+    indptr = torch.tensor([0, *np.cumsum(counts)], dtype=torch.int32)
+    out = torch.full((sum(counts) + spare,), -5, dtype=torch.int32)
+    parts = [table[row, :count] for row, count in zip(rows.tolist(), counts, strict=True)]
+    expected = torch.cat([*parts, out[:spare]])
+    on_device = out.to(subject.device)
+    device = subject.device
+    subject.kernels.page_indices(table.to(device), rows.to(device), indptr.to(device), on_device)
+    assert torch.equal(on_device.cpu(), expected)
+
+
+def exact_fp8(x: np.ndarray) -> np.ndarray:
+    """The nearest numbers of four binary digits, at most 448, and multiples of 2^-9 below 2^-6; of two the even one."""
+    exponent = np.floor(np.log2(np.maximum(np.abs(x.astype(np.float64)), 2.0**-6)))
+    step = 2.0 ** (exponent - 3)
+    rounded: np.ndarray = np.clip(np.round(x / step) * step, -448, 448)
+    return rounded
+
+
+def exact_norm(x: Tensor, weight: Tensor) -> Tensor:
+    wide = x.double()
+    return wide / (wide.square().mean(-1, keepdim=True) + EPS).sqrt() * weight.double()
+
+
+def exact_rotation(x: Tensor, rotation: Rotation) -> Tensor:
+    """As complex numbers: pairs turn by their angles."""
+    half = rotation.cos.shape[-1]
+    turn = torch.complex(rotation.cos.double(), rotation.sin.double())[:, None]
+    turned = torch.complex(x[..., :half].contiguous(), x[..., half : 2 * half].contiguous()) * turn
+    return torch.cat([turned.real, turned.imag, x[..., 2 * half :]], dim=-1)
+
+
+def exact_samples(logits: np.ndarray, temperature: np.ndarray, seeds: Int64Array, positions: Int64Array) -> np.ndarray:
+    """The definition of the noise, in wrapping uint32."""
+
+    def mix(x: np.ndarray) -> np.ndarray:
+        x = x + np.uint32(0x9E3779B9)
+        x = (x ^ (x >> np.uint32(16))) * np.uint32(0x7FEB352D)
+        x = (x ^ (x >> np.uint32(15))) * np.uint32(0x846CA68B)
+        mixed: np.ndarray = x ^ (x >> np.uint32(16))
+        return mixed
+
+    key = mix(mix(seeds.astype(np.uint32)) ^ mix((seeds >> 32).astype(np.uint32)) * np.uint32(3))
+    key = mix(key ^ mix(positions.astype(np.uint32)))
+    bits = mix(mix(np.arange(logits.shape[1], dtype=np.uint32))[None] ^ key[:, None])
+    gumbel = -np.log(-np.log((bits.astype(np.float64) + 0.5) / 2**32)).astype(np.float32)
+    greedy = temperature < np.float32(GREEDY_BELOW)
+    heat = np.where(greedy, np.float32(1), temperature)[:, None]
+    noisy = (logits - logits.max(axis=1, keepdims=True)) / heat + gumbel
+    picked: np.ndarray = np.where(greedy, logits.argmax(axis=1), noisy.argmax(axis=1))
+    return picked
+
+
+def assert_rounded(subject: Subject, actual: Tensor, exact: Tensor) -> None:
+    assert actual.dtype == subject.dtype
+    _assert_close(actual, exact, _room(subject.dtype))
+
+
+def _room(dtype: torch.dtype) -> float:
+    """A few roundings, as a share of the largest number of a token."""
+    return 4 * torch.finfo(dtype).eps
+
+
+def _assert_close(actual: Tensor, exact: Tensor, room: float) -> None:
+    """Each token's numbers are compared beside the largest of them."""
+    assert actual.shape == exact.shape
+    actual, exact = actual.cpu().double().flatten(1), exact.cpu().flatten(1)
+    scale = exact.abs().amax(dim=1, keepdim=True)
+    torch.testing.assert_close(actual / scale, exact / scale, rtol=0, atol=room)
+
+
+def _pool(order: PageOrder, pages: int, kv_heads: int, page_size: int, dim: int) -> Tensor:
+    """Pages of three layers, full of small numbers."""
+    inner = (3, 2, kv_heads) if order == "layer" else (kv_heads, 3, 2)
+    shape = (pages, *inner, page_size, dim)
+    return (torch.arange(torch.Size(shape).numel()) % 7).float().view(shape)
+
+
+def _views(pool: Tensor, order: PageOrder) -> tuple[Tensor, Tensor]:
+    """Keys and values of the middle layer, each [pages, kv_heads, page_size, dim]."""
+    if order == "layer":
+        return pool[:, 1, 0], pool[:, 1, 1]
+    return pool[:, :, 1, 0], pool[:, :, 1, 1]
+
+
+class KernelsContract:
+    """Subclasses name an implementation and its device. Sizes are small and odd: the interpreter is slow."""
+
+    kernels: Kernels
+    device = torch.device("cpu")
+
+    def subject(self, dtype: torch.dtype = torch.float32) -> Subject:
+        return Subject(self.kernels, self.device, dtype)
+
+    @pytest.mark.parametrize("page_size", [1, 16, 5])
+    def test_rows_decode_their_last_tokens_behind_what_they_have(self, page_size: int) -> None:
+        check_decode_inputs(self.subject(), page_size)
+
+    @pytest.mark.parametrize("dtype", DTYPES)
+    @pytest.mark.parametrize("hidden", [64, 33])
+    def test_token_ids_become_their_rows_of_the_embedding(self, dtype: torch.dtype, hidden: int) -> None:
+        check_embedding(self.subject(dtype), 11, hidden)
+
+    @pytest.mark.parametrize(("half", "factor"), [(32, 1.0), (5, 1.25), (0, 1.0)])
+    def test_angles_agree_with_float64(self, half: int, factor: float) -> None:
+        check_angles(self.subject(), half, factor)
+
+    @pytest.mark.parametrize("dtype", DTYPES)
+    @pytest.mark.parametrize(("tokens", "hidden"), [(1, 64), (37, 96), (2, 1500)])
+    def test_norms_agree_with_float64(self, dtype: torch.dtype, tokens: int, hidden: int) -> None:
+        check_norms(self.subject(dtype), tokens, hidden)
+
+    @pytest.mark.parametrize("dtype", DTYPES)
+    @pytest.mark.parametrize(("tokens", "width"), [(1, 64), (3, 1100)])
+    def test_the_activation_agrees_with_float64(self, dtype: torch.dtype, tokens: int, width: int) -> None:
+        check_activation(self.subject(dtype), tokens, width)
+
+    @pytest.mark.parametrize("dtype", DTYPES)
+    @pytest.mark.parametrize(("rows", "width"), [(1, 64), (5, 1100)])
+    def test_rows_are_quantised_to_the_nearest_numbers(self, dtype: torch.dtype, rows: int, width: int) -> None:
+        check_quantised(self.subject(dtype), rows, width)
+
+    @pytest.mark.parametrize("dtype", DTYPES)
+    @pytest.mark.parametrize(("rows", "width", "largest"), [(2, 64, 127), (37, 1100, 127), (5, 100, 63)])
+    def test_rows_become_int8_with_scales_of_their_own(self, dtype: torch.dtype, rows: int, width: int, largest: int) -> None:
+        check_int8(self.subject(dtype), rows, width, largest)
+
+    @pytest.mark.parametrize("norm", [False, True])
+    @pytest.mark.parametrize(
+        ("dtype", "page_dtype"),
+        [(dtype, dtype) for dtype in DTYPES]
+        + [(torch.float32, torch.bfloat16), (torch.bfloat16, FP8), (torch.float16, torch.bfloat16)],
+    )
+    def test_rotated_queries_return_and_kv_is_in_its_pages(self, dtype: torch.dtype, page_dtype: torch.dtype, norm: bool) -> None:
+        check_rotation(self.subject(dtype), 5, HeadSizes(4, 2, 16, 8), norm=norm, page_dtype=page_dtype)
+
+    @pytest.mark.parametrize("norm", [False, True])
+    @pytest.mark.parametrize(
+        "sizes", [HeadSizes(11, 1, 20, 10), HeadSizes(9, 9, 24, 5), HeadSizes(2, 1, 16, 4), HeadSizes(1, 1, 8, 0)]
+    )
+    def test_heads_of_any_number_and_size_are_rotated_in_part_or_in_full(self, sizes: HeadSizes, norm: bool) -> None:
+        check_rotation(self.subject(), 3, sizes, norm=norm, page_dtype=torch.float32, order="head")
+
+    def test_a_token_is_sampled_as_the_definition_of_the_noise_says(self) -> None:
+        for seed, (rows, vocab) in enumerate([(16, 50), (4, 2048), (6, 5000)]):
+            check_samples(self.subject(), rows, vocab, seed)
+
+    def test_broken_logits_give_a_token_of_the_vocabulary(self) -> None:
+        check_broken_logits(self.subject(), 2100)
+
+    @pytest.mark.parametrize("spare", [0, 3])
+    def test_the_pages_of_rows_lie_one_row_after_the_other(self, spare: int) -> None:
+        check_page_indices(self.subject(), [3, 1100, 0, 1, 1024], 1200, spare)
+
+    def test_no_rows_and_no_tokens_are_no_work(self) -> None:
+        kernels, empty = self.kernels, torch.empty(0, 16, device=self.device)
+        weight, none = torch.ones(16, device=self.device), torch.empty(0, dtype=torch.int64, device=self.device)
+        pages = torch.ones(2, 1, 4, 16, device=self.device)
+        assert kernels.rms_norm(empty, weight, EPS).shape == kernels.embed(none, weight[None]).shape == (0, 16)
+        assert kernels.rotation(none, weight, 1.0).cos.shape == (0, 16)
+        assert kernels.add_rms_norm(empty, empty, weight, EPS)[1].shape == (0, 16)
+        assert kernels.silu_and_mul(empty).shape == (0, 8)
+        assert [part.shape for part in kernels.quantise(empty)] == [(0, 16), (0, 1)]
+        assert [part.shape for part in kernels.quantise_int8(empty, 127)] == [(0, 16), (0, 1)]
+        rotation, places = Rotation(empty[:, :8], empty[:, :8]), PagePlaces(pages, pages, none, none)
+        assert kernels.rotate_and_write(empty.view(0, 1, 16).expand(0, 5, 16), rotation, None, places).shape == (0, 3, 16)
+        assert kernels.sample(empty, weight[:0], none, none).shape == kernels.likeliest(empty).shape == (0,)
+        kernels.page_indices(none.int().view(0, 1), none, torch.zeros(1, dtype=torch.int32, device=self.device), none.int())

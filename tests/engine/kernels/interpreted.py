@@ -1,0 +1,40 @@
+"""The Triton kernels in Triton's interpreter. `test_interpreted` runs this file in a process of its own: Triton reads
+TRITON_INTERPRET when it is first imported, and then every kernel of the process is interpreted.
+
+To run one test: TRITON_INTERPRET=1 python -m pytest tests/engine/kernels/interpreted.py -k …
+"""
+
+import os
+
+import numpy as np
+import pytest
+import torch
+from triton.runtime import interpreter
+
+from engine.kernels.triton_kernels import TritonKernels
+from tests.engine.kernels.contract import KernelsContract
+
+assert os.environ.get("TRITON_INTERPRET") == "1", __doc__
+
+pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # NaN and infinities are meant
+
+TORCH = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8e4nv": torch.float8_e4m3fn}
+BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+
+
+def convert(data: np.ndarray, source: object, target: object, rounding: object) -> np.ndarray:
+    """Numbers as bits, from one dtype to another, rounded to nearest even as a card does."""
+    wanted = TORCH[str(target)]
+    numbers = torch.from_numpy(np.ascontiguousarray(data)).view(TORCH[str(source)])
+    bits: np.ndarray = numbers.to(wanted).view(BITS[wanted.itemsize]).numpy()
+    return bits.view(f"uint{8 * wanted.itemsize}")
+
+
+@pytest.fixture(autouse=True)
+def rounding_as_on_a_card(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter cuts bfloat16 off, and loses the carry when it rounds to FP8."""
+    monkeypatch.setattr(interpreter, "_convert_float", convert)
+
+
+class TestTritonKernels(KernelsContract):
+    kernels = TritonKernels()

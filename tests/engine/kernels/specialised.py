@@ -1,0 +1,77 @@
+"""Stands in for Triton's kernels where there is no card: what Triton would compile for each start, and torch's results.
+
+Owns the record. Triton's own code tells what a start is compiled for: types, whether a pointer is a multiple of 16, and whether a
+number is 1 or a multiple of 16.
+"""
+
+import inspect
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+from engine.kernels.port import HeadNorm, PagePlaces, Rotation
+from engine.kernels.torch_kernels import TorchKernels
+
+
+class Specialised:
+    """Stands in for a kernel. compiled: what it was started for, each once. Computes nothing."""
+
+    def __init__(self, kernel: Any) -> None:
+        from triton.backends.compiler import GPUTarget
+        from triton.compiler.compiler import make_backend
+        from triton.runtime.jit import create_function_from_signature
+
+        backend = make_backend(GPUTarget("cuda", 90, 32))
+        self._bind: Any = create_function_from_signature(kernel.signature, kernel.params, backend)
+        self.compiled: set[str] = set()
+
+    def __getitem__(self, grid: tuple[int, ...]) -> "Specialised":
+        return self
+
+    def __call__(self, *given: object, **options: object) -> None:
+        self.compiled.add(f"{self._bind(*given)[1]} {options}")
+
+
+def stand_in(monkeypatch: pytest.MonkeyPatch, module: Any) -> dict[str, Specialised]:
+    """All kernels of a module, by name, while the test runs."""
+    from triton.runtime.jit import JITFunction
+
+    kernels = {name: Specialised(value) for name, value in inspect.getmembers(module) if isinstance(value, JITFunction)}
+    for name, kernel in kernels.items():
+        monkeypatch.setattr(module, name, kernel)
+    return kernels
+
+
+class StartedKernels(TorchKernels):
+    """Starts Triton's kernels, which compute nothing then, and returns what torch computes."""
+
+    def __init__(self) -> None:
+        from engine.kernels.triton_kernels import TritonKernels
+
+        super().__init__()
+        self._triton = TritonKernels()
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        self._triton.rms_norm(x, weight, eps)
+        return super().rms_norm(x, weight, eps)
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        self._triton.add_rms_norm(x, residual, weight, eps)
+        return super().add_rms_norm(x, residual, weight, eps)
+
+    def silu_and_mul(self, gate_up: Tensor) -> Tensor:
+        self._triton.silu_and_mul(gate_up)
+        return super().silu_and_mul(gate_up)
+
+    def rotate_and_write(self, heads: Tensor, rotation: Rotation, norm: HeadNorm | None, places: PagePlaces) -> Tensor:
+        self._triton.rotate_and_write(heads, rotation, norm, places)
+        return super().rotate_and_write(heads, rotation, norm, places)
+
+    def sample(self, logits: Tensor, temperature: Tensor, seed: Tensor, position: Tensor) -> Tensor:
+        self._triton.sample(logits, temperature, seed, position)
+        return super().sample(logits, temperature, seed, position)
+
+    def page_indices(self, table: Tensor, rows: Tensor, indptr: Tensor, out: Tensor) -> None:
+        self._triton.page_indices(table, rows, indptr, out)
+        super().page_indices(table, rows, indptr, out)

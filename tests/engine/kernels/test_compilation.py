@@ -1,0 +1,109 @@
+"""The Triton kernels compile for a Hopper card, and with --soak for others, which needs no card: as they are started for real
+models.
+
+Owns a stand-in for a kernel that compiles what it is started with, and starts nothing.
+"""
+
+import inspect
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from engine.kernels.port import HeadNorm, PagePlaces, Rotation
+
+TYPES = {
+    torch.float32: "*fp32",
+    torch.bfloat16: "*bf16",
+    torch.float8_e4m3fn: "*fp8e4nv",
+    torch.int32: "*i32",
+    torch.int64: "*i64",
+}
+BF16 = torch.bfloat16
+
+
+class Compiling:
+    """Stands in for a kernel of `triton_source`; keeps the PTX of each start. capability: of the card, 90 for 9.0."""
+
+    def __init__(self, kernel: object, capability: int) -> None:
+        self._kernel, self._capability = kernel, capability
+        self.programs: list[str] = []
+
+    def __getitem__(self, grid: tuple[int, ...]) -> "Compiling":
+        return self
+
+    def __call__(self, *given: object, **options: int) -> None:
+        import triton
+        from triton.backends.compiler import GPUTarget
+        from triton.compiler import ASTSource
+
+        signature, constants, aligned = {}, {}, {}
+        parameters = inspect.signature(self._kernel.fn).parameters.values()  # type: ignore[attr-defined]
+        for at, (parameter, value) in enumerate(zip(parameters, given, strict=True)):
+            if parameter.annotation is not inspect.Parameter.empty:
+                signature[parameter.name], constants[(at,)] = "constexpr", value
+                continue
+            signature[parameter.name] = (
+                TYPES[value.dtype] if isinstance(value, Tensor) else "i32" if isinstance(value, int) else "fp32"
+            )
+            if isinstance(value, Tensor) or (isinstance(value, int) and value % 16 == 0):
+                aligned[(at,)] = [["tt.divisibility", 16]]
+        source = ASTSource(fn=self._kernel, signature=signature, constexprs=constants, attrs=aligned)
+        compiled = triton.compile(source, target=GPUTarget("cuda", self._capability, 32), options=options)
+        assert compiled.asm["cubin"]
+        self.programs.append(compiled.asm["ptx"])
+
+
+@pytest.fixture(params=[90, *(pytest.param(each, marks=pytest.mark.soak) for each in (80, 89, 100, 120))])
+def capability(request: pytest.FixtureRequest) -> int:
+    """Of Hopper, and of Ampere, Ada and two kinds of Blackwell."""
+    assert isinstance(request.param, int)
+    return request.param
+
+
+@pytest.fixture
+def compiled(capability: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Compiling]:
+    pytest.importorskip("triton", reason="needs the package triton, which is there with torch for CUDA")
+    from engine.kernels import triton_source
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    names = ["rms_norm", "add_rms_norm", "silu_and_mul", "quantise", "rotate_and_write"]
+    names += ["slice_maxima", "slice_samples", "best_of_slices", "page_indices"]
+    kernels = {name: Compiling(getattr(triton_source, name), capability) for name in names}
+    for name, kernel in kernels.items():
+        monkeypatch.setattr(triton_source, name, kernel)
+    return kernels
+
+
+def test_every_kernel_compiles_and_moves_16_bytes_at_a_time(compiled: dict[str, Compiling], capability: int) -> None:
+    """Those for FP8 do not compile for cards before 8.9: it is refused there."""
+    from engine.kernels.triton_kernels import TritonKernels
+
+    kernels = TritonKernels()
+    x, weight = torch.empty(2, 4096, dtype=BF16), torch.empty(4096, dtype=BF16)
+    kernels.rms_norm(x, weight, 1e-6)
+    kernels.add_rms_norm(x, x, weight, 1e-6)
+    kernels.silu_and_mul(x)
+    tokens = torch.zeros(2, dtype=torch.int64)
+    heads, angles = torch.empty(2, 48, 128, dtype=BF16), torch.empty(2, 64)
+    places = [
+        PagePlaces(pages, pages, tokens, tokens)
+        for pages in (torch.empty(3, 8, 16, 128, dtype=dtype) for dtype in (BF16, torch.float8_e4m3fn))
+    ]
+    kernels.rotate_and_write(heads, Rotation(angles, angles), HeadNorm(weight[:128], weight[:128], 1e-6), places[0])
+    in_fp8 = (lambda: kernels.quantise(x), lambda: kernels.rotate_and_write(heads, Rotation(angles, angles), None, places[1]))
+    for start in in_fp8:
+        if capability >= 89:
+            start()
+            continue
+        with pytest.raises(Exception, match="fp8e4nv not supported in this architecture"):
+            start()
+    kernels.sample(torch.empty(2, 151_936), torch.empty(2), tokens, tokens)
+    kernels.page_indices(torch.empty(2, 512, dtype=torch.int32), tokens, torch.empty(3, dtype=torch.int32), tokens.int())
+    for name, kernel in compiled.items():
+        assert kernel.programs or (name == "quantise" and capability < 89), name
+        if not kernel.programs:
+            continue
+        moves = any("ld.global.v4.b32" in program for program in kernel.programs)
+        assert moves or name in ("best_of_slices", "page_indices"), name

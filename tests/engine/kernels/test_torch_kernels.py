@@ -1,0 +1,8 @@
+"""The kernels in plain torch."""
+
+from engine.kernels.torch_kernels import TorchKernels
+from tests.engine.kernels.contract import KernelsContract
+
+
+class TestTorchKernels(KernelsContract):
+    kernels = TorchKernels()

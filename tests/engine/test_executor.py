@@ -1,0 +1,252 @@
+"""The contract of an executor that computes: rows that grow, answers that are resumed, and digests of what is in memory."""
+
+import binascii
+import ctypes
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from msgspec.structs import replace
+
+from common.config import EngineConfig, ModelConfig
+from common.executor import Chunk, Executor, ExecutorFailed, Plan, RowStart, StepHandle, StepResult
+from common.ids import Int32Array
+from common.sampling_params import SamplingParams
+from engine.step_runner import PendingStep
+from engine.timed import Pace, StepCost
+from engine.torch_executor import TorchExecutor
+from engine.toy import ToyExecutor
+from tests.builders import HandClock
+from tests.engine.checkpoints import llama, saved
+from tests.engine.driver import Driver
+from tests.engine.packed import CAN_RECORD, pack_everything
+
+GREEDY = SamplingParams(max_new_tokens=99, temperature=0.0, seed=11)
+SAMPLED = SamplingParams(max_new_tokens=99, temperature=1.0, top_p=0.95, seed=11)
+EITHER = pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+TOKENS = 30
+STEP_S = 0.5
+WAIT_S = 60.0
+
+
+class Engine:
+    """An executor, and how to wait for it: wait returns once the next step may have completed."""
+
+    def __init__(self, executor: Executor, wait: Callable[[], None]) -> None:
+        self.executor = executor
+        self.description = executor.description
+        self._wait = wait
+
+    def finished(self, handle: StepHandle) -> StepResult:
+        while (result := handle.poll()) is None:
+            self._wait()
+        return result
+
+    def run(self, plan: Plan) -> StepResult:
+        return self.finished(self.executor.launch(plan))
+
+    def answers(
+        self,
+        prompts: list[Int32Array],
+        sampling: SamplingParams,
+        tokens: int = TOKENS,
+        chunk_tokens: int = 1000,
+        growing: bool = False,
+    ) -> list[list[int]]:
+        return Driver(self.run, self.description, growing).answers(prompts, tokens, sampling, chunk_tokens)
+
+
+def toy() -> Engine:
+    return Engine(ToyExecutor(128, 8), lambda: pytest.fail("its steps complete at launch"))
+
+
+def toy_with_time() -> Engine:
+    """Whoever waits lets the time of a step pass."""
+    clock = HandClock()
+
+    def wait() -> None:
+        clock.now_s += STEP_S
+
+    cost = StepCost(step_s=STEP_S, chunk_token_s=0.0, decode_row_s=0.0)
+    return Engine(ToyExecutor(128, 8, Pace(cost, clock)), wait)
+
+
+def torch_on_cpu(model: Path) -> Engine:
+    ready = threading.Event()
+
+    def wait() -> None:
+        assert ready.wait(WAIT_S), "nobody woke the loop"
+        ready.clear()
+
+    config = EngineConfig(device="cpu", page_size=8, kv_memory="2MiB", max_running=8)
+    return Engine(TorchExecutor(ModelConfig(model=str(model)), config, ready.set, lambda text: None), wait)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return saved(llama(), tmp_path_factory.mktemp("llama"))
+
+
+@pytest.fixture(params=["toy", "toy with time", "torch on cpu", "torch, recorded steps", "torch, steps that are waited for"])
+def engine(request: pytest.FixtureRequest, model: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
+    """On a device, steps are complete when the completion thread has waited for them."""
+    if request.param == "torch, steps that are waited for":
+        monkeypatch.setattr(PendingStep, "is_complete", False)
+    if request.param == "torch, recorded steps":
+        if not CAN_RECORD:
+            pytest.skip("there is no C compiler")
+        pack_everything(monkeypatch)
+    makers: dict[str, Callable[[], Engine]] = {
+        "toy": toy,
+        "toy with time": toy_with_time,
+        "torch on cpu": lambda: torch_on_cpu(model),
+        "torch, recorded steps": lambda: torch_on_cpu(model),
+        "torch, steps that are waited for": lambda: torch_on_cpu(model),
+    }
+    made = makers[request.param]()
+    yield made
+    made.executor.close()
+
+
+def prompts(*lengths: int) -> list[Int32Array]:
+    random = np.random.default_rng(3)
+    return [random.integers(10, 500, length).astype(np.int32) for length in lengths]
+
+
+def bytes_of(engine: Engine, page: int) -> bytes:
+    """What lies at the page's address."""
+    page_bytes = engine.description.layout.page_bytes
+    return ctypes.string_at(engine.description.memory.address + page * page_bytes, page_bytes)
+
+
+@EITHER
+def test_rows_that_grow_page_by_page_answer_as_rows_that_had_all_pages_from_the_start(
+    engine: Engine, sampling: SamplingParams
+) -> None:
+    asked = prompts(1, 8, 9, 23)
+    whole = engine.answers(asked, sampling)
+    assert engine.answers(asked, sampling, growing=True) == whole
+    assert engine.answers(asked, sampling, chunk_tokens=6, growing=True) == whole
+    assert all(len(set(answer)) > 5 for answer in whole), "answers that would show a difference"
+
+
+@EITHER
+@pytest.mark.parametrize("so_far", [1, 2, 7, 13, 29])
+def test_an_answer_that_is_resumed_goes_on_as_it_would_have(engine: Engine, sampling: SamplingParams, so_far: int) -> None:
+    """From prompt + tokens so far, in another row and on other pages."""
+    asked = prompts(5, 20)
+    undisturbed = engine.answers(asked, sampling)
+    begun = [np.append(prompt, answer[:so_far]).astype(np.int32) for prompt, answer in zip(asked, undisturbed, strict=True)]
+    resumed = engine.answers(begun[::-1], sampling, TOKENS - so_far, chunk_tokens=7, growing=True)
+    assert resumed[::-1] == [answer[so_far:] for answer in undisturbed]
+
+
+@pytest.mark.parametrize("penalty", [1.0, 1.4], ids=["plain", "penalised"])
+@EITHER
+def test_a_prompt_goes_on_behind_pages_that_another_row_has_computed(
+    engine: Engine, sampling: SamplingParams, penalty: float
+) -> None:
+    """That row decodes meanwhile, and the other one is where a longer request was before."""
+    sampling = replace(sampling, repetition_penalty=penalty, frequency_penalty=penalty - 1)
+    size = engine.description.layout.page_size
+    asked, tail, longer = prompts(3 * size + 3, size, 5 * size)
+    (undisturbed,) = engine.answers([asked], sampling, tokens=6)
+    begun = np.concatenate([asked[: 2 * size], tail])
+    pages = np.random.default_rng(5).permutation(24).astype(np.int32)
+    own, before = np.concatenate([pages[:2], pages[8:12]]), pages[12:20]
+    first = Plan(
+        1,
+        (
+            RowStart(0, pages[:8], sampling, token_ids=begun),
+            RowStart(1, before, sampling, token_ids=longer),
+        ),
+        (Chunk(0, 0, begun, last=True), Chunk(1, 0, longer, last=True)),
+    )
+    engine.run(first)
+    rows = np.array([0], dtype=np.int32)
+    there, half = 2 * size, 2 * size + 5
+    second = Plan(
+        2, (RowStart(1, own, sampling, length=there, token_ids=asked),), (Chunk(1, there, asked[there:half], last=False),), rows
+    )
+    engine.run(second)
+    answer = [int(engine.run(Plan(3, (), (Chunk(1, half, asked[half:], last=True),), rows)).tokens[0])]
+    both = np.array([0, 1], dtype=np.int32)
+    answer += [int(engine.run(Plan(step, decode_rows=both)).tokens[1]) for step in range(4, 9)]
+    assert answer == undisturbed
+
+
+def test_the_seed_matters_to_sampled_answers_alone(engine: Engine) -> None:
+    (prompt,) = prompts(20)
+    greedy, sampled, other, other_greedy = (
+        engine.answers([prompt], SamplingParams(max_new_tokens=99, temperature=temperature, seed=seed))
+        for temperature, seed in ((0.0, 1), (1.0, 1), (1.0, 2), (0.0, 2))
+    )
+    assert greedy == other_greedy
+    assert len({tuple(answer) for (answer,) in (greedy, sampled, other)}) == 3
+
+
+def test_plans_run_in_the_order_of_their_launch_without_waiting_between_them(engine: Engine) -> None:
+    """Seven steps in flight, in which the rows grow now and then; the last is polled first."""
+    asked = prompts(6, 7)
+    expected = engine.answers(asked, GREEDY, tokens=7)
+    page_size, rows = engine.description.layout.page_size, np.arange(2, dtype=np.int32)
+    plans = [
+        Plan(
+            0,
+            starts=tuple(RowStart(row, np.arange(row * 2, row * 2 + 2, dtype=np.int32), GREEDY) for row in range(2)),
+            chunks=tuple(Chunk(row, 0, prompt, last=True) for row, prompt in enumerate(asked)),
+        )
+    ]
+    held = [2, 2]
+    for step in range(6):
+        short = [row for row, prompt in enumerate(asked) if len(prompt) + step == held[row] * page_size]
+        grown = np.array(short, dtype=np.int32)
+        plans.append(Plan(1 + step, decode_rows=rows, grown_rows=grown, grown_pages=100 - 10 * grown + step))
+        for row in short:
+            held[row] += 1
+    handles = [engine.executor.launch(plan) for plan in plans]
+    engine.finished(handles[-1])
+    results = [engine.finished(handle) for handle in handles]
+    assert [result.plan for result in results] == plans
+    assert np.stack([result.tokens for result in results], axis=1).tolist() == expected
+
+
+def test_a_row_never_writes_beyond_the_pages_that_it_holds(engine: Engine) -> None:
+    page_size = engine.description.layout.page_size
+    (prompt,) = prompts(page_size)
+    start = RowStart(0, np.array([3], dtype=np.int32), GREEDY)
+    row = np.zeros(1, dtype=np.int32)
+    engine.run(Plan(1, starts=(start,), chunks=(Chunk(0, 0, prompt, last=True),)))
+    engine.run(Plan(2, decode_rows=row, grown_rows=row, grown_pages=np.array([7], dtype=np.int32)))
+    for step in range(page_size - 1):
+        engine.run(Plan(3 + step, decode_rows=row))
+    with pytest.raises((AssertionError, ExecutorFailed), match="beyond its pages"):
+        engine.run(Plan(99, decode_rows=row))
+
+
+def test_the_digests_of_pages_are_the_crc_32_of_their_bytes_in_memory(engine: Engine) -> None:
+    engine.answers(prompts(9, 70), GREEDY)
+    total = engine.description.total_pages
+    every = np.random.default_rng(1).permutation(total).astype(np.int32)
+    expected = b"".join(binascii.crc32(bytes_of(engine, page)).to_bytes(4, "little") for page in every.tolist())
+    assert engine.executor.digest_pages(every) == expected
+    assert len({expected[at : at + 4] for at in range(0, 4 * total, 4)}) > 15, "pages that would show a difference"
+    assert engine.executor.digest_pages(every[:0]) == b""
+
+
+def test_a_byte_that_changes_in_a_page_changes_its_digest_and_no_other(engine: Engine) -> None:
+    engine.answers(prompts(9), GREEDY)
+    pages = np.array([4, 2, 9], dtype=np.int32)
+    before = engine.executor.digest_pages(pages)
+    layout, memory = engine.description.layout, engine.description.memory
+    byte = ctypes.c_uint8.from_address(memory.address + 2 * layout.page_bytes + layout.page_bytes - 1)
+    byte.value ^= 1
+    after = engine.executor.digest_pages(pages)
+    assert [before[at : at + 4] == after[at : at + 4] for at in (0, 4, 8)] == [True, False, True]
+
+
+def test_closing_twice_is_closing_once(engine: Engine) -> None:
+    engine.executor.close()
+    engine.executor.close()

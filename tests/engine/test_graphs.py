@@ -1,0 +1,357 @@
+"""The decode step as a graph: recorded once for each batch size, it gives the tokens of the eager step for every later batch."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from common.errors import ConfigError
+from common.executor import EngineDescription, ExecutorFailed, Plan, StepResult
+from common.messages import EngineChoices, ModelIdentity
+from common.pages.layout import KVDtype, KVLayout
+from common.sampling_params import SamplingParams
+from engine import model_runner
+from engine.attention.choice import AttentionNeeds, ChosenAttention
+from engine.attention.flashinfer import FlashInferAttention, FlashInferShape
+from engine.attention.port import Attention, LayerAttention
+from engine.graphs import CudaGraphs, GraphMaker, fitting, ladder
+from engine.kernels.choice import make_kernels
+from engine.kernels.port import Kernels
+from engine.kernels.torch_kernels import TorchKernels
+from engine.kv_memory import KVMemory
+from engine.logits.choice import make_processors
+from engine.model_runner import ModelRunner
+from engine.models.registry import Loading, load_model
+from engine.models.shape import read_served_shape
+from engine.sampler import Sampler
+from engine.step_runner import StepRunner
+from tests.engine import exact
+from tests.engine.attention.flashinfer_double import FlashInferDouble
+from tests.engine.checkpoints import VOCAB, llama, mistral, qwen3, saved
+from tests.engine.churn import Churn, Request
+from tests.engine.driver import Driver
+from tests.engine.graph_recorder import NotCapturable, RecordedGraphs
+from tests.engine.padded_attention import CapturablePaged
+
+CPU = torch.device("cpu")
+ROWS, PAGES, CONTEXT, TOKENS = 8, 200, 96, 14
+EOS = (2,)
+EVERY_KIND = [
+    SamplingParams(max_new_tokens=99, temperature=0.0),
+    SamplingParams(max_new_tokens=99, temperature=0.9, seed=5),
+    SamplingParams(max_new_tokens=99, temperature=1.1, top_k=7, seed=6),
+    SamplingParams(max_new_tokens=99, temperature=0.8, top_p=0.9, min_p=0.02, seed=7),
+    SamplingParams(max_new_tokens=99, temperature=0.9, seed=8, repetition_penalty=1.4, frequency_penalty=0.5, logprobs=2),
+    SamplingParams(max_new_tokens=99, temperature=0.0, min_tokens=9, stop_token_ids=tuple(range(0, VOCAB, 2)), bad_words=((7,),)),
+]
+
+
+Attend = Callable[[KVMemory, int, Sequence[LayerAttention]], Attention]
+
+
+def torch_attention(memory: KVMemory, heads: int, layers: Sequence[LayerAttention]) -> Attention:
+    return CapturablePaged(memory, heads, layers, torch.float32)
+
+
+def flashinfer_attention(memory: KVMemory, heads: int, layers: Sequence[LayerAttention]) -> Attention:
+    shape = FlashInferShape(heads, tuple(layers), torch.float32, ROWS, CONTEXT // 8, prefill="fa2")
+    return FlashInferAttention(memory, shape, TorchKernels(), FlashInferDouble((torch.float32,)))
+
+
+class Engine:
+    """A step runner over a small model, with or without graphs. replays: how often each batch size was replayed. maker: of the
+    graphs."""
+
+    def __init__(
+        self,
+        path: Path,
+        sizes: tuple[int, ...] = (),
+        attend: Attend = torch_attention,
+        device: torch.device = CPU,
+        maker: GraphMaker | None = None,
+        kv_dtype: KVDtype = "float32",
+        kernels: Kernels | None = None,
+    ) -> None:
+        shape = read_served_shape(path)
+        # Recorded graphs see torch's operations alone.
+        kernels = kernels or (TorchKernels() if device.type == "cpu" else make_kernels(device))
+        model = load_model(path, shape, Loading(torch.float32, device, CONTEXT), kernels, lambda text: None)
+        layout = KVLayout(layers=shape.layers, kv_heads=shape.kv_heads, head_dim=shape.head_dim, page_size=8, dtype=kv_dtype)
+        self.memory = KVMemory(layout, PAGES, device)
+        attention = attend(self.memory, shape.heads, model.attention)
+        self.steps = StepRunner(
+            model,
+            kernels,
+            self.memory,
+            attention,
+            Sampler(kernels),
+            max_rows=ROWS,
+            pages_per_row=CONTEXT // 8,
+            layer_groups=0,
+            vocab_size=VOCAB,
+            processors=make_processors(ROWS, VOCAB, EOS, device),
+        )
+        self.replays: dict[int, int] = {}
+        self._size = 0
+        self._maker = RecordedGraphs() if maker is None else maker
+        if sizes:
+            assert self.steps.capture(self, sizes, self._told) is None
+        identity = ModelIdentity(
+            name="", fingerprint="", architecture="", dtype="float32", vocab_size=VOCAB, context_tokens=CONTEXT
+        )
+        self.description = EngineDescription(identity, layout, PAGES, ROWS, self.memory.region, (), str(device))
+
+    def capture(self, run: Callable[[], None]) -> Callable[[], None]:
+        size, replay = self._size, self._maker.capture(run)
+
+        def counted() -> None:
+            self.replays[size] = self.replays.get(size, 0) + 1
+            replay()
+
+        return counted
+
+    def _told(self, text: str) -> None:
+        self._size = int(text.split("batch size ")[1].split()[0])
+
+    def run(self, plan: Plan) -> StepResult:
+        return self.steps.launch(plan).wait()
+
+    def answers(self, prompts: list[np.ndarray], sampling: list[SamplingParams]) -> list[list[int]]:
+        return Driver(self.run, self.description, growing=True).answers(prompts, TOKENS, sampling, chunk_tokens=20)
+
+
+def prompts(count: int) -> list[np.ndarray]:
+    random = np.random.default_rng(count)
+    return [random.integers(3, VOCAB, 1 + 9 * row).astype(np.int32) for row in range(count)]
+
+
+@pytest.mark.parametrize("make", [lambda: llama(attention_bias=True), qwen3], ids=["llama", "qwen3"])
+def test_a_decode_step_recorded_once_gives_the_tokens_of_the_eager_one_for_any_later_batch(
+    tmp_path: Path, make: Callable[[], PreTrainedModel]
+) -> None:
+    path = saved(make(), tmp_path)
+    eager, graphed = Engine(path), Engine(path, (1, 2, 4, 6))
+    for count in (1, 2, 3, 5, 6, 8):
+        sampling = [EVERY_KIND[(row + count) % len(EVERY_KIND)] for row in range(count)]
+        answers = graphed.answers(prompts(count), sampling)
+        assert answers == eager.answers(prompts(count), sampling)
+        assert len({token for answer in answers for token in answer}) > 5
+    assert set(graphed.replays) == {1, 2, 4, 6}, "three rows run as four, and eight run without a graph"
+
+
+def test_flashinfer_in_a_graph_gives_the_tokens_of_torch_without_one(tmp_path: Path) -> None:
+    """Three rows run as four; their prompts and answers grow beyond the window."""
+    path = saved(mistral(head_dim=64, sliding_window=11, num_hidden_layers=2), tmp_path)
+    eager, graphed = Engine(path), Engine(path, (4,), flashinfer_attention)
+    assert graphed.answers(prompts(3), EVERY_KIND[:3]) == eager.answers(prompts(3), EVERY_KIND[:3])
+    assert graphed.replays[4] > 5
+
+
+@pytest.fixture(scope="module")
+def churned(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[list[int]]]:
+    """A checkpoint, and what it answers to each request of `churn` alone."""
+    path = saved(qwen3(head_dim=64, num_hidden_layers=2), tmp_path_factory.mktemp("churned"))
+    engine = Engine(path)
+    alone = [Driver(engine.run, engine.description).answers([r.prompt], r.tokens, r.sampling)[0] for r in churn()]
+    return path, alone
+
+
+def churn() -> list[Request]:
+    random = np.random.default_rng(12)
+    lengths, tokens = random.integers(1, 20, 24), random.integers(1, 14, 24)
+    kinds = [EVERY_KIND[at % len(EVERY_KIND)] for at in range(24)]
+    return [
+        Request(random.integers(3, VOCAB, n).astype(np.int32), int(t), k) for n, t, k in zip(lengths, tokens, kinds, strict=True)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("attend", "sizes", "count"),
+    [(torch_attention, (), 24), (torch_attention, (4, ROWS), 24), (flashinfer_attention, (ROWS,), 10)],
+    ids=["eager", "graphs", "flashinfer"],
+)
+def test_requests_that_take_the_rows_and_pages_of_others_at_once_answer_as_alone(
+    churned: tuple[Path, list[list[int]]], attend: Attend, sizes: tuple[int, ...], count: int
+) -> None:
+    """Batches shrink within a graph's size, rows pause, and whoever comes next gets the pages that were freed last."""
+    path, alone = churned
+    engine, requests = Engine(path, sizes, attend), churn()[:count]
+    Churn(engine.run, engine.description, ROWS, pages=ROWS * 6, seed=3).serve(requests)
+    assert [request.answer for request in requests] == alone[:count]
+    assert set(engine.replays) == set(sizes)
+
+
+def test_a_graph_over_fp8_pages_gives_the_tokens_of_the_eager_step(tmp_path: Path) -> None:
+    path = saved(qwen3(num_hidden_layers=2), tmp_path)
+    eager, graphed = (Engine(path, sizes, kv_dtype="float8_e4m3fn") for sizes in ((), (4,)))
+    assert graphed.answers(prompts(3), EVERY_KIND[:3]) == eager.answers(prompts(3), EVERY_KIND[:3])
+    assert graphed.replays[4] > 5
+
+
+def test_rows_that_fill_a_batch_write_to_the_spare_page_alone(tmp_path: Path) -> None:
+    engine = Engine(saved(qwen3(), tmp_path), (8,))
+    pool = engine.memory.pool
+    pool.fill_(7.0)
+    engine.answers(prompts(3), EVERY_KIND[:3])
+    touched = torch.nonzero((pool != 7.0).any(dim=1)).flatten().tolist()
+    leased = np.random.default_rng(5).permutation(PAGES)[:20].tolist()
+    assert PAGES in touched and set(touched) <= {PAGES, *leased}
+    assert engine.steps.rows.length[ROWS] == 0
+
+
+def test_a_model_that_cannot_be_captured_says_so_and_runs_eagerly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Engine(saved(qwen3(), tmp_path))
+    monkeypatch.setattr(CapturablePaged, "for_graph", lambda self, rows: None)
+    assert engine.steps.capture(RecordedGraphs(), (4,), lambda text: None) == "the attention backend cannot be captured"
+    assert len(engine.answers(prompts(2), EVERY_KIND[:2])[0]) == TOKENS
+
+
+class FailsAt:
+    """A maker of graphs whose capture of that number fails, as one does in which something waits for the card."""
+
+    def __init__(self, number: int) -> None:
+        self._left = number
+
+    def capture(self, run: Callable[[], None]) -> Callable[[], None]:
+        self._left -= 1
+        if self._left == 0:
+            raise RuntimeError("CUDA error: operation not permitted when stream is capturing\nand advice")
+        return RecordedGraphs().capture(run)
+
+
+def captured_runner(path: Path, monkeypatch: pytest.MonkeyPatch, maker: GraphMaker, graphs: str = "auto") -> ModelRunner:
+    """As a card's runner, with attention that can be captured."""
+
+    def chosen(needs: AttentionNeeds, *others: object) -> ChosenAttention:
+        return ChosenAttention(CapturablePaged(needs.memory, needs.query_heads, needs.layers, needs.dtype), "padded")
+
+    monkeypatch.setattr(model_runner, "make_attention", chosen)
+    monkeypatch.setattr(model_runner, "make_kernels", lambda device: TorchKernels())
+    monkeypatch.setattr(ModelRunner, "_graph_maker", lambda self: maker)
+    return exact.runner(path, graph_sizes="1,2,4", max_running=4, graphs=graphs)
+
+
+def test_a_capture_that_fails_leaves_eager_steps_and_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    path, asked = saved(qwen3(), tmp_path), prompts(3)
+    graphed = captured_runner(path, monkeypatch, FailsAt(99))
+    assert graphed.description.choices == EngineChoices(attention="padded", graphs="on") and not caplog.records
+    reason = "a capture failed with: CUDA error: operation not permitted when stream is capturing"
+    for number in (1, 3):
+        eager = captured_runner(path, monkeypatch, FailsAt(number))
+        assert eager.description.choices.graphs == f"off, because {reason}"
+        assert caplog.records[-1].levelname == "WARNING" and reason in caplog.messages[-1]
+        ours, theirs = (
+            Driver(made.run, made.description, growing=True).answers(asked, TOKENS, EVERY_KIND[:3]) for made in (eager, graphed)
+        )
+        assert ours == theirs
+    with pytest.raises(ConfigError, match=f"--graphs on: {reason}; give --graphs off"):
+        captured_runner(path, monkeypatch, FailsAt(2), graphs="on")
+
+
+def test_a_capture_after_which_the_card_computes_nothing_ends_the_start_with_its_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lost(device: torch.device, error: Exception) -> None:
+        raise ExecutorFailed(f"{device} is lost: {error}")
+
+    monkeypatch.setattr(model_runner, "check_device", lost)
+    with pytest.raises(ExecutorFailed, match="is lost: CUDA error: operation not permitted"):
+        captured_runner(saved(qwen3(), tmp_path), monkeypatch, FailsAt(2))
+
+
+@pytest.mark.parametrize("is_ended", [True, False])
+def test_what_made_a_capture_fail_is_told_and_torch_hands_out_memory_again(
+    monkeypatch: pytest.MonkeyPatch, is_ended: bool
+) -> None:
+    """A capture that CUDA has given up fails again when torch ends it, and torch's allocator goes on waiting for its end."""
+    ended: list[tuple[int, object]] = []
+
+    @contextmanager
+    def capturing(graph: object, **named: object) -> Iterator[None]:
+        try:
+            yield
+        finally:
+            if not is_ended:
+                raise RuntimeError("CUDA error: operation failed due to a previous error during capture")
+
+    def end(device: int, pool: object) -> None:
+        if is_ended:
+            raise RuntimeError("endAllocatePool: not currently recording to mempool_id")
+        ended.append((device, pool))
+
+    def run() -> None:
+        if stream.synchronize.called:  # the second time, which is captured
+            raise RuntimeError("first")
+
+    stream = mock.Mock(device_index=3)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 7))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", mock.Mock)
+    monkeypatch.setattr(torch.cuda, "graph", capturing)
+    monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", end, raising=False)
+    with pytest.raises(RuntimeError, match=r"^first$"):
+        CudaGraphs().capture(run)
+    assert ended == ([] if is_ended else [(3, (0, 7))])
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        lambda x: x.sum().item(),
+        lambda x: x.tolist(),
+        lambda x: x.numpy(),
+        lambda x: bool(x.any()),
+        lambda x: torch.nonzero(x),
+        lambda x: x[x > 0],
+        lambda x: x.__setitem__(x > 0, torch.ones(3)),
+        lambda x: torch.tensor([1]),
+        lambda x: x.new_tensor([1]),
+        lambda x: torch.asarray([1]),
+        lambda x: torch.from_numpy(np.ones(1)),
+        lambda x: torch.frombuffer(bytearray(8), dtype=torch.float32),
+        lambda x: x.repeat_interleave(x.long()),
+        lambda x: x.cpu(),
+        lambda x: x.to("cpu"),
+        lambda x: x.to(device="cpu"),
+        lambda x: np.asarray(x),
+    ],
+)
+def test_the_recorder_refuses_what_a_capture_refuses(run: Callable[[Tensor], object]) -> None:
+    def body() -> None:
+        run(values)
+
+    values = torch.ones(3)
+    with pytest.raises(NotCapturable):
+        RecordedGraphs().capture(body)
+
+
+def test_the_recorder_lets_a_mask_put_one_number() -> None:
+    values = torch.tensor([1.0, -1.0])
+    replay = RecordedGraphs().capture(lambda: values.__setitem__(values > 0, 0.0))
+    values.copy_(torch.tensor([-2.0, 2.0]))
+    replay()
+    assert values.tolist() == [-2.0, 0.0]
+
+
+def test_the_ladder_of_batch_sizes_ends_at_the_most_rows() -> None:
+    assert ladder("auto", 64) == (1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64)
+    assert ladder("auto", 3) == (1, 2, 3)
+    assert ladder("auto", 1) == (1,)
+    assert ladder("8,2,2", 64) == (2, 8)
+    for size in range(1, 300):
+        padded = fitting(ladder("auto", 300), size)
+        assert padded is not None and size <= padded <= max(size * 1.6, size + 7)
+    assert fitting((1, 2), 3) is None
+    for asked in ("0", "", "a", "1,,2", "-1"):
+        with pytest.raises(ConfigError, match="--graph-sizes must be"):
+            ladder(asked, 64)
+    with pytest.raises(ConfigError, match="--max-running 4"):
+        ladder("8", 4)

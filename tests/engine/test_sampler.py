@@ -1,0 +1,214 @@
+"""The sampler against probabilities computed with numpy, and the noise as a function of (seed, position) alone."""
+
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from engine import sampler
+from engine.kernels.torch_kernels import GREEDY_BELOW, TorchKernels
+from engine.sampler import RowSampling, Sampler, _filtered_logits, _kept
+
+VOCAB = 12
+LOGITS = torch.tensor([[2.0, 1.5, 1.0, 0.9, 0.5, 0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0]])
+DRAWS = 20_000
+Values: TypeAlias = float | Sequence[float]
+
+
+def sampled(
+    logits: Tensor,
+    temperature: Values = 1.0,
+    top_k: Values = 0,
+    top_p: Values = 1.0,
+    min_p: Values = 0.0,
+    seed: Values | None = None,
+    position: Values = 7,
+) -> Tensor:
+    """A token for each row. A value is that of every row, or there is one for each; without seeds, a row's is its number."""
+    rows = len(logits)
+    given = (temperature, top_k, top_p, min_p, list(range(rows)) if seed is None else seed, position)
+    params = RowSampling(*(torch.tensor(value).expand(rows).contiguous() for value in given))
+    noisy = torch.nonzero(params.temperature >= GREEDY_BELOW).flatten()
+    some = params.of(noisy)
+    filtering = torch.nonzero((some.top_k > 0) | (some.top_p < 1) | (some.min_p > 0)).flatten()
+    return Sampler(TorchKernels())(
+        logits, params.of(noisy) if len(noisy) else None, noisy, filtering, filter_width(some.of(filtering).top_k)
+    )
+
+
+def filter_width(top_k: Tensor) -> int:
+    return int(top_k.max()) if len(top_k) and bool((top_k > 0).all()) else 0
+
+
+def draw(temperature: float, seed: int = 3, **filters: float) -> Tensor:
+    """DRAWS samples of LOGITS, at as many positions."""
+    return sampled(LOGITS.expand(DRAWS, -1), temperature, seed=seed, position=list(range(DRAWS)), **filters)
+
+
+def probabilities(temperature: float, top_k: int, top_p: float, min_p: float) -> np.ndarray:
+    """The filtered distribution, from the definitions."""
+    weights = np.exp(LOGITS[0].numpy().astype(np.float64) / temperature)
+    full = weights / weights.sum()
+    kept = np.ones(VOCAB, dtype=bool)
+    if top_k:
+        kept &= np.arange(VOCAB) < top_k  # the logits are in descending order
+    among = np.where(kept, full, 0.0) / full[kept].sum()
+    kept &= np.concatenate([[0.0], among.cumsum()[:-1]]) < top_p
+    kept &= among >= min_p * among.max()
+    filtered: np.ndarray = np.where(kept, full, 0.0) / full[kept].sum()
+    return filtered
+
+
+@pytest.mark.parametrize(
+    ("temperature", "top_k", "top_p", "min_p"),
+    [
+        (1.0, 0, 1.0, 0.0),
+        (0.7, 0, 1.0, 0.0),
+        (1.5, 5, 1.0, 0.0),
+        (1.0, 0, 0.8, 0.0),
+        (1.0, 0, 1.0, 0.2),
+        (1.2, 6, 0.9, 0.1),
+        (2.0, 0, 0.8, 0.0),
+    ],
+)
+def test_samples_follow_the_filtered_distribution(temperature: float, top_k: int, top_p: float, min_p: float) -> None:
+    counts = torch.bincount(draw(temperature, top_k=top_k, top_p=top_p, min_p=min_p), minlength=VOCAB).numpy()
+    expected = probabilities(temperature, top_k, top_p, min_p)
+    assert (counts[expected == 0] == 0).all(), "an excluded token was sampled"
+    allowed = expected > 0
+    chi_square = (((counts - DRAWS * expected) ** 2)[allowed] / (DRAWS * expected[allowed])).sum()
+    assert chi_square < 45, "far beyond the 99.99th percentile of 11 degrees of freedom"
+
+
+def test_temperature_zero_is_greedy_whatever_else_is_set() -> None:
+    assert (draw(0.0, top_k=3, top_p=0.5) == 0).all()
+
+
+def test_the_noise_is_a_function_of_seed_and_position_alone() -> None:
+    torch.manual_seed(0)
+    logits = torch.randn(6, 50)
+    seeds, positions = torch.tensor([1, 2, 3, 1, 2, -5]), torch.tensor([7, 7, 7, 8, 8, 2**40])
+
+    def tokens(*rows: int) -> list[int]:
+        picked: list[int] = sampled(logits[[*rows]], seed=seeds[[*rows]].tolist(), position=positions[[*rows]].tolist()).tolist()
+        return picked
+
+    together = tokens(0, 1, 2, 3, 4, 5)
+    assert [tokens(row)[0] for row in range(6)] == together
+    assert tokens(5, 3, 1) == [together[5], together[3], together[1]]
+
+
+def test_seeds_and_positions_give_different_noise() -> None:
+    first, second = draw(1.0, seed=3), draw(1.0, seed=4)
+    agree = float((first == second).float().mean())
+    chance = float((probabilities(1.0, 0, 1.0, 0.0) ** 2).sum())
+    assert abs(agree - chance) < 0.02
+
+
+def test_a_sampled_token_does_not_depend_on_the_filters_of_its_neighbours() -> None:
+    row = torch.randn(1, 5000, generator=torch.Generator().manual_seed(4))
+    for seed in range(20):
+        for top_k, top_p in ((0, 1.0), (0, 0.9), (40, 0.9)):
+            alone = sampled(row, top_k=top_k, top_p=top_p, seed=seed)
+            beside = sampled(
+                row.expand(3, -1), top_k=[top_k, 0, 3], top_p=[top_p, 0.5, 1.0], min_p=[0.0, 0.0, 0.1], seed=[seed, 9, 8]
+            )
+            assert beside[0] == alone[0]
+
+
+def test_rows_that_filter_are_filtered_some_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each row's temperature and filters are its own, also in later parts."""
+    logits = torch.randn(11, 60, generator=torch.Generator().manual_seed(8))
+    top_k, top_p = torch.tensor([0, 1, 40] * 4)[:11], torch.tensor([0.3, 0.9, 1.0, 0.99] * 3)[:11]
+    rows = RowSampling(
+        torch.tensor([0.1, 1.0, 2.0, 0.5, 5.0] * 3)[:11], top_k, top_p, torch.tensor([0, 0.2] * 6)[:11], top_k, top_k
+    )
+    together = _filtered_logits(logits, rows, 0)
+    monkeypatch.setattr(sampler, "ROWS_AT_ONCE", 4)
+    assert torch.equal(_filtered_logits(logits, rows, 0), together)
+    assert len({int(count) for count in together.isfinite().sum(dim=-1)}) >= 5
+
+
+def test_top_p_of_one_excludes_nothing_beside_other_filters() -> None:
+    """Beside one likely token, the others' probabilities are lost when a running sum in float32 is rounded to 1."""
+    logits = torch.full((1, 1000), -30.0)
+    logits[0, 500] = 0.0
+    assert kept(logits, top_k=0, top_p=1.0, min_p=1e-14).all()
+    assert kept(logits, top_k=999, top_p=1.0, min_p=0.0).sum() == 999
+
+
+def test_the_nucleus_ends_with_the_token_whose_sum_reaches_top_p() -> None:
+    equal = torch.zeros(1, 8)
+    assert [int(kept(equal, 0, top_p, 0.0).sum()) for top_p in (1e-50, 0.124, 0.125, 0.126, 0.5)] == [1, 1, 1, 2, 4]
+
+
+def test_the_nucleus_is_exact_where_thousands_of_tokens_share_little() -> None:
+    """In float32 a running sum next to 1 steps over 58 of these tokens at once."""
+    logits, top_p = torch.full((1, 1000), -20.0), 1 - 2.0**-20
+    logits[0, 500] = 0.0
+    share = np.exp(-20.0)
+    expected = 1 + np.ceil((top_p * (1 + 999 * share) - 1) / share)
+    assert abs(int(kept(logits, 0, top_p, 0.0).sum()) - expected) <= 1
+
+
+def kept(logits: Tensor, top_k: int, top_p: float, min_p: float) -> Tensor:
+    return _kept(logits, torch.tensor([top_k]), torch.tensor([top_p]), torch.tensor([min_p]), top_k)
+
+
+def test_the_filters_of_a_row_do_not_depend_on_those_of_its_batch() -> None:
+    """Ties and sums at the boundary included: logits in steps of a quarter, and equal logits whose sum meets top-p exactly."""
+    generator = torch.Generator().manual_seed(1)
+    logits = torch.cat([(4 * torch.randn(14, 900, generator=generator)).round() / 4, torch.zeros(2, 900)])
+    logits = logits - logits.max(dim=-1, keepdim=True).values
+    top_k = torch.tensor([1, 2, 3, 20, 50, 899, 900, 5000, 0, 0, 0, 7, 0, 33, 8, 0])
+    top_p = torch.tensor([1, 0.5, 0.9, 0.25, 1, 0.75, 1, 0.3, 0.9, 0.1, 1, 0.99, 0.999, 1, 0.5, 0.5])
+    min_p = torch.tensor([0, 0, 0, 0, 0.1, 0, 0, 0.01, 0, 0, 0.2, 0.05, 0, 0, 0, 0])
+    together = _kept(logits, top_k, top_p, min_p, 0)
+    assert together.any(dim=-1).all()
+    with_top_k = torch.nonzero(top_k > 0).flatten()
+    some = _kept(logits[with_top_k], top_k[with_top_k], top_p[with_top_k], min_p[with_top_k], 5000)
+    assert torch.equal(some, together[with_top_k])
+    for row in range(len(logits)):
+        part = slice(row, row + 1)
+        alone = _kept(logits[part], top_k[part], top_p[part], min_p[part], int(top_k[row]))
+        assert torch.equal(alone[0], together[row])
+
+
+def test_of_equal_logits_the_first_tokens_stay() -> None:
+    logits = torch.tensor([[-1.0, 0.0, -1.0, 0.0, -1.0, -2.0]])
+    for top_k, stay in ((1, [1]), (2, [1, 3]), (3, [0, 1, 3]), (4, [0, 1, 2, 3]), (9, [0, 1, 2, 3, 4, 5])):
+        assert torch.nonzero(kept(logits, top_k, 1.0, 0.0)[0]).flatten().tolist() == stay
+
+
+def test_only_rows_that_ask_are_sorted_and_none_in_full_when_each_has_a_top_k(monkeypatch: pytest.MonkeyPatch) -> None:
+    orders: list[tuple[str, tuple[int, ...]]] = []
+
+    def noted(name: str) -> None:
+        true: Callable[..., object] = getattr(Tensor, name)
+
+        def noting(values: Tensor, *args: object, **kwargs: object) -> object:
+            orders.append((name, tuple(values.shape)))
+            return true(values, *args, **kwargs)
+
+        monkeypatch.setattr(Tensor, name, noting)
+
+    noted("sort")
+    noted("topk")
+    logits = torch.randn(4, 50, generator=torch.Generator().manual_seed(0))
+    sampled(logits)
+    assert orders == []
+    sampled(logits, top_k=[0, 5, 0, 9], top_p=[1.0, 0.9, 1.0, 1.0])
+    assert orders == [("topk", (2, 50))]
+    orders.clear()
+    sampled(logits, [1.0, 0.0, 1.0, 1.0], top_p=[1.0, 0.9, 0.5, 1.0])
+    assert orders == [("sort", (1, 50))]
+
+
+@pytest.mark.parametrize("temperature", [1e-39, 1e-30, 1e-6, 1e-5, 1e-4])
+@pytest.mark.parametrize("top_p", [1.0, 0.9])
+def test_a_tiny_temperature_is_greedy_and_never_overflows(temperature: float, top_p: float) -> None:
+    logits = torch.tensor([[79.5, -50.0, 80.0, 3.0, 0.0]])
+    assert sampled(logits.expand(8, -1), temperature, top_p=top_p).tolist() == [2] * 8
