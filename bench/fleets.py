@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from bench.serve.requests import completion_of_ids
+from bench.client import completion_of_ids
 from common.processes.local_fleet import FleetFailed, connected
 
 ANSWER_TOKENS = 2

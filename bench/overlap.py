@@ -11,11 +11,10 @@ from dataclasses import replace
 
 from bench import overlap_report
 from bench.fleets import Fleet
-from bench.hardware import this_hardware
 from bench.overlap_figures import Measured, OverlapOutcome, Sample, judge
 from bench.overlap_plan import FLEETS, RANDOM, FleetKind, OverlapBench, prompt_tokens
 from bench.random_model import random_model
-from bench.tables import publish, say
+from bench.report import publish, say, this_hardware
 from common.config import EngineConfig, InstanceConfig, LogConfig, ModelConfig, RouterConfig
 from common.cores import core_count, divide_cores
 from common.flags import to_flags

@@ -8,8 +8,8 @@ from statistics import median
 
 import msgspec
 
-from bench.figures import Goal, Outcome
 from bench.overlap_plan import FleetKind
+from bench.report import BenchOutcome, Goal
 
 MANY_CHUNKS = 8
 MOST_EXPOSED = {1: 50, MANY_CHUNKS: 10}
@@ -52,7 +52,7 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
         return list(zip(self.of(fleet, chunks), self.of(other, chunks), strict=True))
 
 
-class OverlapOutcome(Outcome, frozen=True, kw_only=True):
+class OverlapOutcome(BenchOutcome, frozen=True, kw_only=True):
     """All that is known at the end of `launch bench overlap`. threads: of each instance."""
 
     transport: str

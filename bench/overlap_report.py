@@ -5,10 +5,9 @@ Owns the columns and their order. Measures and judges nothing.
 
 from collections.abc import Iterable, Sequence
 
-from bench.figures import Spread
 from bench.overlap_figures import Measured, OverlapOutcome, Sample, exposed_share
 from bench.overlap_plan import FLEETS, FleetKind
-from bench.tables import markdown_report, markdown_table, text_report, text_table
+from bench.report import Spread, markdown_report, markdown_table, text_report, text_table
 
 FIRST_TOKEN = ("tokens", "fleet", "first token, ms", "beyond colocated's, ms", "in colocated's", "then to the second, ms")
 TRANSFER = ("tokens", "fleet", "MB pushed", "all pushes, ms", "exposed, ms", "exposed share", "of page-wise's exposed")

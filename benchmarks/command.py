@@ -8,8 +8,7 @@ import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
 
-from bench.figures import Outcome
-from bench.tables import markdown_report, markdown_table, publish, text_report, text_table
+from bench.report import BenchOutcome, markdown_report, markdown_table, publish, text_report, text_table
 from common.errors import ConfigError
 from common.flags import C, ConfigClass, add_flags, read_config, to_flags, with_defaults
 from launch.commands import CommandParser
@@ -47,7 +46,7 @@ class Invocation:
         """The first line is the head."""
         return markdown_table(lines) if self.is_markdown else text_table(lines)
 
-    def publish(self, outcome: Outcome, settings: str, steady: str, body: Sequence[str], json: str) -> None:
+    def publish(self, outcome: BenchOutcome, settings: str, steady: str, body: Sequence[str], json: str) -> None:
         """Print the report, and write the file.
 
         settings: what to know besides the machine. steady: which figures other work affects least. body: paragraphs and tables.

@@ -21,10 +21,8 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from bench.figures import Goal, Outcome
-from bench.hardware import this_hardware
 from bench.processes import cpu_s, resident_mb
-from bench.tables import say, write_figures
+from bench.report import BenchOutcome, Goal, say, this_hardware, write_figures
 from benchmarks.command import Invocation, start
 from benchmarks.played_fleet import PlayedFleet, describe, played_model
 from common.config import POLICIES, RouterConfig
@@ -117,7 +115,7 @@ class ControlFigures(msgspec.Struct, kw_only=True):
     trouble: str = ""
 
 
-class ControlOutcome(Outcome, frozen=True, kw_only=True):
+class ControlOutcome(BenchOutcome, frozen=True, kw_only=True):
     """All that is known at the end."""
 
     seconds: float

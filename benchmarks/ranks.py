@@ -16,10 +16,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from bench.figures import Outcome
-from bench.hardware import this_hardware
 from bench.processes import cpu_s
-from bench.tables import say, write_figures
+from bench.report import BenchOutcome, say, this_hardware, write_figures
 from benchmarks.command import Invocation, start
 from common.config import MOST_RANKS
 from common.executor import EngineDescription, Executor, Plan, StepHandle
@@ -93,7 +91,7 @@ class RanksFigures(msgspec.Struct, frozen=True, kw_only=True):
 
 def run(invocation: Invocation) -> int:
     bench = invocation.config(RanksBench, QUICK)
-    outcome = Outcome(command=invocation.command, hardware=this_hardware(), goals=[])
+    outcome = BenchOutcome(command=invocation.command, hardware=this_hardware(), goals=[])
     figures: list[RanksFigures] = []
     for ranks in bench.counts:
         say(f"{ranks} ranks")

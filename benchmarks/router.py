@@ -21,10 +21,8 @@ from urllib.parse import urlsplit
 import msgspec
 import uvloop
 
-from bench.figures import Goal, Outcome
-from bench.hardware import this_hardware
 from bench.processes import below, command_of, cpu_s, resident_mb
-from bench.tables import say
+from bench.report import BenchOutcome, Goal, say, this_hardware
 from benchmarks.command import Invocation, start
 from common.addresses import LOOPBACK
 from common.config import DEMO_MODEL
@@ -129,7 +127,7 @@ class OpenStreams(msgspec.Struct, frozen=True, kw_only=True):
     router_us: float
 
 
-class RouterOutcome(Outcome, frozen=True, kw_only=True):
+class RouterOutcome(BenchOutcome, frozen=True, kw_only=True):
     """All that is known at the end."""
 
     routers: int

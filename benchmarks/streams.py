@@ -1,7 +1,7 @@
 """`python -m benchmarks.streams`: answers that are written while prompts arrive, of 1 + 1 and of colocated serving.
 
 Starts each layout in its turn, lets answers be written, and sends prompts all the while. Owns the layouts, their order, the
-figures and the table. `bench.serve` is the client. Prints its progress on stderr.
+figures and the table. `bench/client.py` is the client. Prints its progress on stderr.
 """
 
 import asyncio
@@ -19,12 +19,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from bench.figures import Outcome
-from bench.hardware import this_hardware
-from bench.serve.answers import Answer
-from bench.serve.client import HttpClient
-from bench.serve.requests import COUNTED_STREAM, completion_of_ids
-from bench.tables import say
+from bench.client import COUNTED_STREAM, HttpClient, TimedAnswer, completion_of_ids
+from bench.report import BenchOutcome, say, this_hardware
 from benchmarks.command import Invocation, start
 from common.config import DEMO_MODEL
 from common.options import option, parse_numbers, require, require_above_0, require_at_least
@@ -109,7 +105,7 @@ class StreamsRun(msgspec.Struct, frozen=True, kw_only=True):
     prompts: int
 
 
-class StreamsOutcome(Outcome, frozen=True, kw_only=True):
+class StreamsOutcome(BenchOutcome, frozen=True, kw_only=True):
     """All that is known at the end."""
 
     layouts: dict[str, str]
@@ -174,19 +170,20 @@ class _StreamsLoad:
             connection.request("GET", "/v1/models")
             self._model = str(json.loads(connection.getresponse().read())["data"][0]["id"])
         self._failure = ""
+        self._streams: set[asyncio.Task[None]] = set()
 
     async def measure(self, layout: str) -> StreamsRun:
         """Raises FleetFailed when an answer fails or a stream ends."""
         bench, client = self._bench, self._new_client()
         try:
             await self._prompt(client, [])
-            streams = [self._send(client, bench.stream_tokens, STREAM_TOKENS, self._stream_ended) for _ in range(bench.streams)]
+            streams = [self._start_stream(client) for _ in range(bench.streams)]
             while not all(stream.counted > 1 for stream in streams):
                 self._check()
                 await asyncio.sleep(LOOK_S)
             began_s = time.perf_counter()
             until_s = began_s + bench.seconds
-            sent: list[Answer] = []
+            sent: list[TimedAnswer] = []
             lines = [asyncio.create_task(self._prompts(client, until_s, sent)) for _ in range(bench.prompts)]
             await asyncio.sleep(max(0.0, until_s - time.perf_counter()))
             for line in lines:
@@ -196,28 +193,35 @@ class _StreamsLoad:
         finally:
             client.close()
 
-    async def _prompts(self, client: HttpClient, until_s: float, sent: list[Answer]) -> None:
+    async def _prompts(self, client: HttpClient, until_s: float, sent: list[TimedAnswer]) -> None:
         """One after the other."""
         while time.perf_counter() < until_s and not self._failure:
             await self._prompt(client, sent)
 
-    async def _prompt(self, client: HttpClient, sent: list[Answer]) -> None:
-        ended: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
-        sent.append(self._send(client, self._bench.prompt_tokens, ANSWER_TOKENS, ended.set_result))
-        answer = await ended
+    async def _prompt(self, client: HttpClient, sent: list[TimedAnswer]) -> None:
+        answer = self._new_answer(self._bench.prompt_tokens, ANSWER_TOKENS)
+        sent.append(answer)
+        await self._ask(client, answer)
         if answer.error:
             self._failure = f"a prompt failed: {answer.error}: {answer.message}"
 
-    def _send(self, client: HttpClient, tokens: int, answer_tokens: int, ended: Callable[[Answer], object]) -> Answer:
-        now_s = time.perf_counter()
-        answer = Answer(0, 0, now_s, answer_tokens, tokens)
-        answer.sent(now_s, counts_from_due=False)
-        prompt = self._random.choices(range(self._vocab_size // 8, self._vocab_size), k=tokens)
-        client.send(answer, completion_of_ids(self._model, prompt, answer_tokens, **COUNTED_STREAM), ended)
+    def _start_stream(self, client: HttpClient) -> TimedAnswer:
+        answer = self._new_answer(self._bench.stream_tokens, STREAM_TOKENS)
+        self._streams.add(asyncio.create_task(self._stream(client, answer)))
         return answer
 
-    def _stream_ended(self, answer: Answer) -> None:
+    async def _stream(self, client: HttpClient, answer: TimedAnswer) -> None:
+        await self._ask(client, answer)
         self._failure = f"a stream ended: {answer.error or 'its answer was whole'} {answer.message}"
+
+    def _new_answer(self, tokens: int, answer_tokens: int) -> TimedAnswer:
+        return TimedAnswer(time.perf_counter(), answer_tokens, tokens)
+
+    async def _ask(self, client: HttpClient, answer: TimedAnswer) -> None:
+        prompt = self._random.choices(range(self._vocab_size // 8, self._vocab_size), k=answer.prompt_tokens)
+        body = completion_of_ids(self._model, prompt, answer.requested_tokens, **COUNTED_STREAM)
+        answer.begin(time.perf_counter())
+        await client.ask(answer, body)
 
     def _check(self) -> None:
         if self._failure:
@@ -225,7 +229,7 @@ class _StreamsLoad:
 
 
 def run_of(
-    layout: str, number: int, streams: Sequence[Answer], prompts: Sequence[Answer], began_s: float, ended_s: float
+    layout: str, number: int, streams: Sequence[TimedAnswer], prompts: Sequence[TimedAnswer], began_s: float, ended_s: float
 ) -> StreamsRun:
     """Tokens that came from began_s to ended_s, and prompts whose first token came in this time; the first one was sent at its
     beginning. A time between tokens belongs where it ends."""
@@ -244,7 +248,7 @@ def run_of(
     )
 
 
-def _gaps(answer: Answer, began_s: float, ended_s: float) -> "np.ndarray[tuple[int], np.dtype[np.float64]]":
+def _gaps(answer: TimedAnswer, began_s: float, ended_s: float) -> "np.ndarray[tuple[int], np.dtype[np.float64]]":
     gaps = np.frombuffer(answer.gaps_s, np.float64) if answer.gaps_s else np.zeros(0)
     at_s = answer.first_s + np.cumsum(gaps)
     return gaps[(at_s > began_s) & (at_s <= ended_s)]

@@ -20,9 +20,7 @@ from typing import Any, Concatenate, ParamSpec, TypeAlias, TypeVar, cast, get_ar
 
 import msgspec
 
-from bench.figures import Goal, Outcome, Spread
-from bench.hardware import this_hardware
-from bench.tables import bytes_text, markdown_table, say, text_table
+from bench.report import BenchOutcome, Goal, Spread, bytes_text, markdown_table, say, text_table, this_hardware
 from benchmarks.command import Invocation, start
 from benchmarks.namespaces import Spot, two_namespaces
 from benchmarks.transfer_agent import AgentPlan, PushShape, TransferAgent, TransferWay
@@ -191,7 +189,7 @@ class TransferPlace(msgspec.Struct, frozen=True, kw_only=True):
         return next((row for row in self.rows if (row.way, row.point) == (way, point)), None)
 
 
-class TransferOutcome(Outcome, frozen=True, kw_only=True):
+class TransferOutcome(BenchOutcome, frozen=True, kw_only=True):
     """All that is known at the end."""
 
     pool_bytes: int

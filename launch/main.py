@@ -11,13 +11,9 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from bench import overlap_plan
-from bench.compare import plan as compare_plan
+from bench import options, overlap_plan
 from bench.cpu_peers import plan as cpu_peers_plan
 from bench.engine import plan as engine_plan
-from bench.offline import plan as offline_plan
-from bench.serve import plan as serve_plan
-from bench.trace import plan as trace_plan
 from common.config import AccessConfig, EngineConfig, InstanceConfig, LogConfig, ModelConfig, RouterConfig, SecurityConfig
 from common.errors import ConfigError
 from common.flags import C, ConfigClass, add_flags, read_config, to_flags, with_defaults
@@ -52,7 +48,7 @@ INSTANCE_LIFE = (
 ROUTER_LIFE = (
     "SIGTERM or Ctrl-C drains it: it refuses new requests, lets the open ones finish, then ends. A second signal ends it at once."
 )
-SERVE_PLANS = (serve_plan.Target, serve_plan.Workload, serve_plan.Load, serve_plan.Results)
+LOAD_OPTIONS = (options.TargetOptions, options.WorkloadOptions, options.LoadOptions, options.ResultOptions)
 SERVE_LIFE = "The flags are named as in `vllm bench serve`, and so are the keys of the JSON file."
 KEY_LIFE = (
     "As the key of a fleet: copy the file to every host, and give each process --cluster-key FILE. As the control key of the "
@@ -142,7 +138,7 @@ def _add_bench(commands: Any) -> None:
     offline = add_command(
         benches, "offline", "measure the throughput of one engine, with its scheduler and without HTTP", _bench_offline
     )
-    add_flags(offline, offline_plan.OfflineBench, ModelConfig)
+    add_flags(offline, options.OfflineOptions, ModelConfig)
     add_flags(offline, EngineConfig, without=OF_TIMED)
     cpu_peers = add_command(
         benches, "cpu-peers", "measure this engine on a CPU beside OpenVINO, vLLM, llama.cpp and transformers", _bench_cpu_peers
@@ -160,17 +156,17 @@ def _add_loads(benches: Any) -> None:
     serve = add_command(
         benches, "serve", "send a load to any server with OpenAI's API, and report what its clients see", _bench_serve, SERVE_LIFE
     )
-    add_flags(serve, *SERVE_PLANS)
+    add_flags(serve, *LOAD_OPTIONS)
     compare = add_command(
         benches, "compare", "send the same load through several layouts in turn, and draw what their clients see", _bench_compare
     )
-    add_flags(compare, compare_plan.CompareBench, *SERVE_PLANS, without=compare_plan.DECIDED_BY_COMPARE)
+    add_flags(compare, options.CompareOptions, *LOAD_OPTIONS, without=options.DECIDED_BY_COMPARE)
     compare.add_argument("--markdown", action="store_true", help=BENCH_SWITCHES["--markdown"])
     trace = add_command(
         benches, "trace", "record what every process of a fleet does, and write a trace that Perfetto shows", _bench_trace
     )
-    add_flags(trace, trace_plan.TraceBench)
-    add_flags(trace, serve_plan.Workload, serve_plan.Load, without=trace_plan.DECIDED_BY_TRACE)
+    add_flags(trace, options.TraceOptions)
+    add_flags(trace, options.WorkloadOptions, options.LoadOptions, without=options.DECIDED_BY_TRACE)
     trace.add_argument("--markdown", action="store_true", help=BENCH_SWITCHES["--markdown"])
 
 
@@ -243,12 +239,12 @@ def _bench_engine(flags: argparse.Namespace) -> int:
 def _bench_offline(flags: argparse.Namespace) -> int:
     engine = read_config(EngineConfig, flags)
     environment.prepare(engine.threads)
-    from bench.offline.run import run
+    from bench.offline import run
 
-    bench, model = read_config(offline_plan.OfflineBench, flags), read_config(ModelConfig, flags)
+    bench, model = read_config(options.OfflineOptions, flags), read_config(ModelConfig, flags)
     command = _bench_command(flags, BENCH_SWITCHES, bench, model, engine)
     if flags.quick:
-        bench, engine = with_defaults(bench, offline_plan.QUICK), with_defaults(engine, offline_plan.QUICK_ENGINE)
+        bench, engine = with_defaults(bench, options.QUICK_OFFLINE), with_defaults(engine, options.QUICK_ENGINE)
     return run(bench, model, engine, command, flags.markdown)
 
 
@@ -261,43 +257,43 @@ def _bench_cpu_peers(flags: argparse.Namespace) -> int:
 
 def _bench_serve(flags: argparse.Namespace) -> int:
     environment.prepare(1)
-    from bench.serve.run import run
+    from bench.serve import run
 
-    target, workload = read_config(serve_plan.Target, flags), read_config(serve_plan.Workload, flags)
-    load, results = read_config(serve_plan.Load, flags), read_config(serve_plan.Results, flags)
-    bench = serve_plan.ServeBench(target=target, workload=workload, load=load, results=results)
+    target, workload = read_config(options.TargetOptions, flags), read_config(options.WorkloadOptions, flags)
+    load, results = read_config(options.LoadOptions, flags), read_config(options.ResultOptions, flags)
+    bench = options.ServeOptions(target=target, workload=workload, load=load, results=results)
     command = _bench_command(flags, (), target.without_secrets(), workload, load, results)
     return run(bench, command, chat.read_api_key(target.api_key_file))
 
 
 def _bench_compare(flags: argparse.Namespace) -> int:
     environment.prepare(1)
-    bench = read_config(compare_plan.CompareBench, flags)
+    bench = read_config(options.CompareOptions, flags)
     for layout in bench.layouts:
-        if not layout.url:
+        if not layout.is_url:
             build_parser().parse_args(["local", *layout.flags])  # a wrong flag ends the command here, and not in the middle
-    target, workload = read_config(serve_plan.Target, flags), read_config(serve_plan.Workload, flags)
-    load = read_config(serve_plan.Load, flags, request_rate=bench.ladder[0])  # of flags that need a rate
-    common = compare_plan.common_bench(target, workload, load, read_config(serve_plan.Results, flags))
-    compare_plan.require_charts()
-    from bench.compare.run import run
+    target, workload = read_config(options.TargetOptions, flags), read_config(options.WorkloadOptions, flags)
+    load = read_config(options.LoadOptions, flags, request_rate=bench.ladder[0])  # some flags need a rate
+    results = read_config(options.ResultOptions, flags)
+    common = options.ServeOptions(target=target, workload=workload, load=load, results=results)
+    options.check_comparable(common)
+    from bench.compare import run
 
-    configs = bench, target.without_secrets(), workload, load, common.results
-    command = _bench_command(flags, ("--markdown",), *configs, without=compare_plan.DECIDED_BY_COMPARE)
+    configs = bench, target.without_secrets(), workload, load, results
+    command = _bench_command(flags, ("--markdown",), *configs, without=options.DECIDED_BY_COMPARE)
     return run(bench, common, command, flags.markdown, chat.read_api_key(target.api_key_file))
 
 
 def _bench_trace(flags: argparse.Namespace) -> int:
     environment.prepare(1)
-    bench = read_config(trace_plan.TraceBench, flags)
-    workload, load = read_config(serve_plan.Workload, flags), read_config(serve_plan.Load, flags)
-    trace_plan.check_load(bench, workload, load)
+    bench = read_config(options.TraceOptions, flags)
+    workload, load = read_config(options.WorkloadOptions, flags), read_config(options.LoadOptions, flags)
+    bench.check_load(workload, load)
     if not bench.url:
         build_parser().parse_args(["local", *bench.fleet_flags])  # a wrong flag ends the command here
-        trace_plan.load_bench(bench, workload, load, "http://here")  # so do flags that do not go together
-    from bench.trace.run import run
+    from bench.trace import run
 
-    command = _bench_command(flags, ("--markdown",), bench, workload, load, without=trace_plan.DECIDED_BY_TRACE)
+    command = _bench_command(flags, ("--markdown",), bench, workload, load, without=options.DECIDED_BY_TRACE)
     return run(bench, workload, load, command, flags.markdown, chat.read_api_key(bench.control_key) if bench.control_key else "")
 
 

@@ -8,8 +8,7 @@ import time
 
 import msgspec
 
-from bench.hardware import Hardware, this_hardware
-from bench.tables import machine_line, markdown_table, say, text_table, write_figures
+from bench.report import Hardware, machine_line, markdown_table, say, text_table, this_hardware, write_figures
 from common.config import RouterConfig
 from simulation.plan import FleetPlan, LoadPlan
 from simulation.report import Figures, figures, tables

@@ -13,11 +13,9 @@ from typing import Protocol, TypeAlias
 import msgspec
 import uvloop
 
+from bench.client import COUNTED_STREAM, HttpClient, TimedAnswer, completion_of_ids
 from bench.cpu_peers.engines import SERVED_NAME
-from bench.offline.workload import Asked
-from bench.serve.answers import Answer
-from bench.serve.client import HttpClient
-from bench.serve.requests import COUNTED_STREAM, completion_of_ids
+from bench.offline import OfflineSequence
 from common.errors import TandemError
 from common.processes.child import Child, ChildEvent, Exited
 from common.processes.lines import JsonLine
@@ -36,7 +34,7 @@ class Asking(Protocol):
     def pid(self) -> int:
         """The process that was started; others may be below it."""
 
-    def ask(self, asked: Sequence[Asked], limit_s: float) -> list[Answer]:
+    def ask(self, asked: Sequence[OfflineSequence], limit_s: float) -> list[TimedAnswer]:
         """Send all requests at once and wait for all answers, greedy and of the lengths asked for. Raises EngineFailed."""
 
 
@@ -46,27 +44,18 @@ class OverHttp:
     def __init__(self, url: str, pid: int) -> None:
         self._url, self.pid = url, pid
 
-    def ask(self, asked: Sequence[Asked], limit_s: float) -> list[Answer]:
-        answers: list[Answer] = uvloop.run(self._ask(asked, limit_s))
+    def ask(self, asked: Sequence[OfflineSequence], limit_s: float) -> list[TimedAnswer]:
+        answers: list[TimedAnswer] = uvloop.run(self._ask(asked, limit_s))
         _check(answers)
         return answers
 
-    async def _ask(self, asked: Sequence[Asked], limit_s: float) -> list[Answer]:
+    async def _ask(self, asked: Sequence[OfflineSequence], limit_s: float) -> list[TimedAnswer]:
         client = HttpClient(self._url, PATH, {}, limit_s)
-        answers, bodies, over = _answers(asked), [_body(each) for each in asked], asyncio.Event()
-        left = len(answers)
-
-        def ended(answer: Answer) -> None:
-            nonlocal left
-            left -= 1
-            if not left:
-                over.set()
-
-        for answer, body in zip(answers, bodies, strict=True):
-            answer.sent(time.perf_counter(), counts_from_due=False)
-            client.send(answer, body, ended)
+        answers, bodies = _answers(asked), [_body(each) for each in asked]
+        for answer in answers:
+            answer.begin(time.perf_counter())
         try:
-            await over.wait()
+            await asyncio.gather(*map(client.ask, answers, bodies))
         finally:
             client.close()
         return answers
@@ -123,12 +112,12 @@ class OverPipes:
         _, report = self._next(time.perf_counter() + limit_s)
         assert isinstance(report, Ready)
 
-    def ask(self, asked: Sequence[Asked], limit_s: float) -> list[Answer]:
+    def ask(self, asked: Sequence[OfflineSequence], limit_s: float) -> list[TimedAnswer]:
         answers = _answers(asked)
         order = Requests([Request(each.prompt.tolist(), each.answer_tokens) for each in asked])
         began_s = time.perf_counter()
         for answer in answers:
-            answer.sent(began_s, counts_from_due=False)
+            answer.begin(began_s)
         self.child.order(order)
         while True:
             now_s, report = self._next(began_s + limit_s)
@@ -136,9 +125,9 @@ class OverPipes:
                 break
             assert isinstance(report, Arrived)
             for number, tokens in Counter(report.requests).items():
-                answers[number].arrived(now_s, tokens)
+                answers[number].add(now_s, tokens)
         for answer in answers:
-            answer.ended(now_s)
+            answer.end(now_s)
         _check(answers)
         return answers
 
@@ -152,18 +141,18 @@ class OverPipes:
         return at_s, event.report
 
 
-def _answers(asked: Sequence[Asked]) -> list[Answer]:
-    return [Answer(number, 0, 0.0, each.answer_tokens, len(each.prompt)) for number, each in enumerate(asked)]
+def _answers(asked: Sequence[OfflineSequence]) -> list[TimedAnswer]:
+    return [TimedAnswer(0.0, each.answer_tokens, len(each.prompt)) for each in asked]
 
 
-def _body(asked: Asked) -> bytes:
+def _body(asked: OfflineSequence) -> bytes:
     return completion_of_ids(SERVED_NAME, asked.prompt.tolist(), asked.answer_tokens, **COUNTED_STREAM)
 
 
-def _check(answers: Sequence[Answer]) -> None:
+def _check(answers: Sequence[TimedAnswer]) -> None:
     """Raises EngineFailed unless each answer is whole."""
     for answer in answers:
         if answer.error:
             raise EngineFailed(f"a request failed: {answer.error}: {answer.message}")
-        if answer.counted != answer.asked_tokens:
-            raise EngineFailed(f"an answer has {answer.counted} tokens, and {answer.asked_tokens} were asked for")
+        if answer.counted != answer.requested_tokens:
+            raise EngineFailed(f"an answer has {answer.counted} tokens, and {answer.requested_tokens} were asked for")

@@ -14,7 +14,7 @@ from typing import Any, Literal
 from bench.cpu_peers.environments import LLAMA, OPENVINO, TRANSFORMERS, VLLM, Environment, Recipe
 from bench.cpu_peers.models import DRIVERS, checkpoint, gguf_model, openvino_model
 from bench.cpu_peers.plan import PAGE, Shape
-from bench.offline.workload import Asked
+from bench.offline import OfflineSequence
 
 SERVED_NAME = "model"
 Precision = Literal["float32", "bfloat16", "int8"]
@@ -34,7 +34,7 @@ class Room:
     workload: str
 
     @classmethod
-    def for_requests(cls, asked: Sequence[Asked], shape: Shape, threads: int) -> "Room":
+    def for_requests(cls, asked: Sequence[OfflineSequence], shape: Shape, threads: int) -> "Room":
         """With a page to spare for each request."""
         lengths = [PAGE * math.ceil((len(each.prompt) + each.answer_tokens) / PAGE) + PAGE for each in asked]
         tokens = sum(lengths)

@@ -12,7 +12,7 @@ import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from bench.tables import say
+from bench.report import say
 from common.errors import TandemError
 
 INSTALL_S = 3600.0

@@ -8,10 +8,10 @@ from collections.abc import Iterator, Sequence
 import msgspec
 import numpy as np
 
+from bench.client import TimedAnswer
 from bench.cpu_peers.engines import ENGINES, Tandem
-from bench.figures import Goal, Outcome, Spread
-from bench.serve.answers import Answer
-from bench.serve.figures import times_ms
+from bench.report import BenchOutcome, Goal, Spread
+from bench.serve import times_ms
 
 AHEAD = {"openvino": 1.1, "transformers-cb": 4.0}
 """How many times a peer's output tokens/s Tandem must make. All others: more than once."""
@@ -32,7 +32,7 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
     start_s: float
 
     @classmethod
-    def of(cls, engine: str, round_number: int, answers: Sequence[Answer], memory_gb: float, start_s: float) -> "Turn":
+    def of(cls, engine: str, round_number: int, answers: Sequence[TimedAnswer], memory_gb: float, start_s: float) -> "Turn":
         """answers: whole."""
         seconds = max(answer.token_s for answer in answers) - min(answer.sent_s for answer in answers)
         times = times_ms(answers)
@@ -58,7 +58,7 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
     reason: str
 
 
-class CpuPeersOutcome(Outcome, frozen=True, kw_only=True):
+class CpuPeersOutcome(BenchOutcome, frozen=True, kw_only=True):
     """All that is known at the end of `launch bench cpu-peers`. engines: in order. versions: of the peers' packages."""
 
     shape: str

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from bench.cpu_peers.environments import CONVERT, environment_of
 from bench.cpu_peers.plan import Shape
-from bench.tables import say
+from bench.report import say
 from common.errors import TandemError
 
 CONTEXT_TOKENS = 4096

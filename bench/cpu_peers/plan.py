@@ -9,7 +9,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any, Literal
 
-from bench.offline.plan import OfflineBench
+from bench.options import OfflineOptions
 from common.errors import ConfigError
 from common.options import option, require_at_least
 
@@ -94,9 +94,9 @@ class CpuPeersBench:
         return SHAPES[self.shape]
 
     @property
-    def load(self) -> OfflineBench:
+    def load(self) -> OfflineOptions:
         """The lengths and token ids are drawn as in `launch bench offline`."""
-        return OfflineBench(
+        return OfflineOptions(
             num_prompts=self.num_prompts,
             prompt_tokens=self.prompt_tokens,
             answer_tokens=self.answer_tokens,

@@ -7,8 +7,7 @@ from collections.abc import Callable
 
 from bench.cpu_peers.engines import ENGINES, Tandem
 from bench.cpu_peers.figures import CpuPeersOutcome, Turn, lead
-from bench.figures import Spread
-from bench.tables import markdown_report, markdown_table, text_report, text_table
+from bench.report import Spread, markdown_report, markdown_table, text_report, text_table
 
 HEAD = (
     "engine",

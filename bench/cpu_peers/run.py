@@ -24,10 +24,9 @@ from bench.cpu_peers.figures import CpuPeersOutcome, Failure, Turn, judge
 from bench.cpu_peers.models import NotConverted, checkpoint
 from bench.cpu_peers.plan import CpuPeersBench
 from bench.cpu_peers.report import report
-from bench.hardware import this_hardware
-from bench.offline.workload import Asked, sequences
+from bench.offline import OfflineSequence, sequences_of
 from bench.processes import below
-from bench.tables import publish, say
+from bench.report import publish, say, this_hardware
 from common.addresses import LOOPBACK, free_port
 from common.errors import ConfigError, TandemError
 from common.processes.child import Child, ChildEvent, stop_children
@@ -48,7 +47,7 @@ def run(bench: CpuPeersBench, command: str, markdown: bool) -> int:
     if hardware.cores < bench.threads:
         raise ConfigError(f"--threads {bench.threads}: this machine has {hardware.cores} cores")
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: bench.threads])  # of this process and all that it starts
-    asked = sequences(bench.load, bench.model.vocab)
+    asked = sequences_of(bench.load, bench.model.vocab)
     ready, failures, versions = _prepare(bench)
     turns: list[Turn] = []
     room = Room.for_requests(asked, bench.model, bench.threads)
@@ -107,14 +106,14 @@ def _prepare(bench: CpuPeersBench) -> tuple[set[str], list[Failure], dict[str, s
     return ready, failures, versions
 
 
-def _turn(bench: CpuPeersBench, number: int, name: str, room: Room, asked: Sequence[Asked]) -> Turn:
+def _turn(bench: CpuPeersBench, number: int, name: str, room: Room, asked: Sequence[OfflineSequence]) -> Turn:
     """Raises TandemError."""
     began_s = time.perf_counter()
     with _running(bench, name, room) as engine:
         start_s = time.perf_counter() - began_s
         # Prompts that are not measured: some engines keep the KV of an earlier one.
-        engine.ask([Asked(each.prompt[::-1][:WARM_UP_TOKENS], WARM_UP_TOKENS) for each in asked], bench.limit_s)
-        engine.ask([Asked(asked[0].prompt[::-1], WARM_UP_TOKENS)], bench.limit_s)
+        engine.ask([OfflineSequence(each.prompt[::-1][:WARM_UP_TOKENS], WARM_UP_TOKENS) for each in asked], bench.limit_s)
+        engine.ask([OfflineSequence(asked[0].prompt[::-1], WARM_UP_TOKENS)], bench.limit_s)
         answers = engine.ask(asked, bench.limit_s)
         memory_gb = sum(map(_proportional_gb, below(engine.pid)))
     return Turn.of(name, number, answers, memory_gb, start_s)

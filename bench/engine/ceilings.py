@@ -10,7 +10,7 @@ import torch
 from bench.engine.device import current, timed_s
 from bench.engine.figures import Ceilings
 from bench.engine.plan import MeasureCeilings
-from bench.figures import Spread
+from bench.report import Spread
 
 COPY_BYTES = {"cuda": 2**32, "cpu": 2**26}
 """Many times what a cache holds."""

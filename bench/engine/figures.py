@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import TypeAlias, TypeVar
 
 from bench.engine.plan import GOAL_BATCH, GOAL_CONTEXT, GOAL_MODEL
-from bench.figures import Goal, Outcome, Spread
+from bench.report import BenchOutcome, Goal, Spread
 from common.processes.lines import JsonLine, Progress
 
 LEAST_MEMORY_SHARE, LEAST_MATMUL_SHARE, MOST_HOST_MS = 70, 60, 0.5
@@ -220,7 +220,7 @@ class TaskRun(JsonLine, frozen=True, kw_only=True):
     account: str = ""
 
 
-class EngineOutcome(Outcome, frozen=True, kw_only=True):
+class EngineOutcome(BenchOutcome, frozen=True, kw_only=True):
     """All that is known at the end of `launch bench engine`."""
 
     device: str

@@ -19,10 +19,10 @@ from typing import Any
 
 import numpy as np
 
+from bench.client import completion_of_ids
 from bench.engine.answers import agreement
 from bench.engine.figures import Agreement, Check, Exposed, Figure, Pushed
 from bench.engine.plan import CheckRing, MeasureExposed, MeasurePush, Task
-from bench.serve.requests import completion_of_ids
 from common.config import EngineConfig
 from common.errors import TandemError
 from common.flags import to_flags

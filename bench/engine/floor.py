@@ -19,7 +19,7 @@ from bench.engine.figures import Figure, Floor
 from bench.engine.models import products_flop, shape_folder
 from bench.engine.plan import MeasureFloor
 from bench.engine.steps import WARM_STEPS, Say, decode_plans, start, why_not_decoded
-from bench.figures import Spread
+from bench.report import Spread
 from common.executor import Chunk, Plan, RowStart
 from common.model_path import resolve_model_path
 from engine.cpu.recording import CannotRecord, load_recorder

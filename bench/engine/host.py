@@ -14,7 +14,7 @@ from bench.engine.batch import Batch
 from bench.engine.device import current
 from bench.engine.figures import HostWork
 from bench.engine.plan import MeasureHost
-from bench.figures import Spread
+from bench.report import Spread
 from common.executor import EngineDescription
 from common.messages import ModelIdentity
 from common.pages.layout import KVLayout

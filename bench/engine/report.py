@@ -22,8 +22,7 @@ from bench.engine.figures import (
     Started,
     TaskRun,
 )
-from bench.figures import Spread
-from bench.tables import bytes_text, markdown_report, markdown_table, text_report, text_table
+from bench.report import Spread, bytes_text, markdown_report, markdown_table, text_report, text_table
 
 STEADY = "Shares are of what the device did in the same run."
 Table = list[tuple[str, ...]]

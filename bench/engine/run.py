@@ -17,8 +17,7 @@ import msgspec
 from bench.engine import report
 from bench.engine.figures import Done, EngineOutcome, Figure, TaskRun, WorkerReport, judge
 from bench.engine.plan import AnyTask, Build, EngineBench, tasks
-from bench.hardware import this_hardware
-from bench.tables import publish, say
+from bench.report import publish, say, this_hardware
 from common.config import EngineConfig
 from common.processes.child import KILL_S, ChildEnded, Respondent
 from common.processes.lines import Progress

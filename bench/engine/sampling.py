@@ -15,7 +15,7 @@ from bench.engine.figures import SampledStep
 from bench.engine.models import shape_folder
 from bench.engine.plan import MeasureSampling
 from bench.engine.steps import in_flight
-from bench.figures import Spread
+from bench.report import Spread
 from common.config import DEMO_MODEL, EngineConfig, ModelConfig
 from common.executor import Plan, RowStart
 from common.sampling_params import Grammar, SamplingParams

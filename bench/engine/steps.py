@@ -16,7 +16,7 @@ from bench.engine.device import current, device_ms, fill_randomly, free_bytes
 from bench.engine.figures import Built, DecodeStep, Figure, Prefill, Started
 from bench.engine.models import prefill_flop, shape_folder, step_weight_bytes
 from bench.engine.plan import Build, MeasureSteps
-from bench.figures import Spread
+from bench.report import Spread
 from common.config import DEMO_MODEL, ModelConfig
 from common.executor import Chunk, EngineDescription, Plan, RowStart
 from common.model_path import resolve_model_path

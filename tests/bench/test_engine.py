@@ -24,8 +24,7 @@ from bench.engine.report import markdown
 from bench.engine.run import Bench, _reason, _Worker
 from bench.engine.sampling import KINDS
 from bench.engine.steps import phases
-from bench.figures import Spread
-from bench.hardware import this_hardware
+from bench.report import Spread, this_hardware
 from common.config import EngineConfig
 from common.errors import ConfigError
 from common.executor import Plan, StepResult

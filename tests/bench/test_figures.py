@@ -4,9 +4,8 @@ import msgspec
 import pytest
 
 from bench import overlap_report
-from bench.figures import Spread
-from bench.hardware import this_hardware
 from bench.overlap_figures import OverlapOutcome
+from bench.report import Spread, this_hardware
 
 
 def test_a_spread_has_the_median_and_what_nine_of_ten_do_not_exceed() -> None:

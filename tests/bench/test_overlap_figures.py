@@ -5,10 +5,10 @@ import json
 import msgspec
 import pytest
 
-from bench.hardware import this_hardware
 from bench.overlap_figures import Measured, OverlapOutcome, Sample, judge
 from bench.overlap_plan import FleetKind
 from bench.overlap_report import markdown, text
+from bench.report import this_hardware
 
 
 def sample(

@@ -18,8 +18,7 @@ from typing import get_args
 import numpy as np
 
 from bench.fleets import Fleet
-from bench.hardware import this_hardware
-from bench.tables import machine_line, markdown_table, say
+from bench.report import machine_line, markdown_table, say, this_hardware
 from common.config import DEMO_MODEL
 from common.options import Switch
 from common.processes.local_fleet import local_fleet

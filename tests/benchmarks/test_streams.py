@@ -4,19 +4,18 @@ from array import array
 
 import pytest
 
-from bench.hardware import this_hardware
-from bench.serve.answers import Answer
-from bench.tables import markdown_table
+from bench.client import TimedAnswer
+from bench.report import markdown_table, this_hardware
 from benchmarks.streams import PAIR, StreamsBench, StreamsOutcome, StreamsRun, figures, ratios, run_of
 from common.errors import ConfigError
 
 
-def stream(first_s: float, *gaps_s: float) -> Answer:
-    return Answer(0, 0, 0.0, 100, 8, first_s=first_s, counted=1 + len(gaps_s), gaps_s=array("d", gaps_s))
+def stream(first_s: float, *gaps_s: float) -> TimedAnswer:
+    return TimedAnswer(0.0, 100, 8, first_s=first_s, counted=1 + len(gaps_s), gaps_s=array("d", gaps_s))
 
 
-def prompt(sent_s: float, first_s: float) -> Answer:
-    return Answer(0, 0, sent_s, 2, 512, began_s=sent_s, first_s=first_s, counted=1 if first_s else 0)
+def prompt(sent_s: float, first_s: float) -> TimedAnswer:
+    return TimedAnswer(sent_s, 2, 512, began_s=sent_s, first_s=first_s, counted=1 if first_s else 0)
 
 
 def test_only_tokens_and_prompts_of_the_measured_time_count() -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench.serve.requests import completion_of_ids
+from bench.client import completion_of_ids
 from common.config import AttentionName, EngineConfig, ModelConfig
 from common.errors import ConfigError
 from common.processes.local_fleet import connected, local_fleet

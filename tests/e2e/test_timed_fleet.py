@@ -7,8 +7,7 @@ from contextlib import closing
 import httpx
 import pytest
 
-from bench.trace.record import Recording
-from bench.trace.slices import slices_of, ways
+from bench.trace import TraceRecording, paths_of_requests, slices_of
 from tests.fleet_pages import RunningFleet, running_fleet
 
 TOKENS = 20
@@ -25,7 +24,7 @@ def fleet() -> Iterator[RunningFleet]:
 
 
 def test_a_fleet_without_a_model_streams_an_answer_whose_prompt_was_pushed_page_by_page(fleet: RunningFleet) -> None:
-    with closing(Recording(fleet.url)) as recording:
+    with closing(TraceRecording(fleet.url)) as recording:
         recording.begin(TRACE_S)
         body = {"model": "demo", "prompt": PROMPT, "max_tokens": TOKENS, "temperature": 0, "stream": True}
         with httpx.Client(base_url=fleet.url, timeout=60) as client:
@@ -39,10 +38,10 @@ def test_a_fleet_without_a_model_streams_an_answer_whose_prompt_was_pushed_page_
         status, spans = recording.spans()
         slices = slices_of(spans, status.began_s)
         assert all(process.over and process.spans and not process.dropped for process in status.processes)
-        (way,) = ways(slices)
-        tracks = [each.track for each in way]
+        (way,) = paths_of_requests(slices)
+        tracks = [each.span.track for each in way]
         assert tracks[:3] == ["requests", "attempts", "chunks"] and tracks[-2:] == ["starts", "answers"], tracks
-        pushed = [each.args["bytes"] for each in slices if each.track == "pushes"]
+        pushed = [each.span.args["bytes"] for each in slices if each.span.track == "pushes"]
         prefill = next(i for i in fleet.cluster()["instances"] if i["role"] == "prefill")
         assert sum(map(int, pushed)) == prefill["counters"]["bytes_pushed"] == decode["counters"]["bytes_received"]
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from bench.client import TimedAnswer
 from bench.cpu_peers.asking import EngineFailed, OverPipes
 from bench.cpu_peers.engines import ENGINES, Room, Tandem
 from bench.cpu_peers.environments import CONVERT, OPENVINO, Recipe
@@ -14,9 +15,8 @@ from bench.cpu_peers.figures import CpuPeersOutcome, Failure, Turn, judge, lead
 from bench.cpu_peers.models import DRIVERS
 from bench.cpu_peers.plan import NAMES, QUICK, SHAPES, CpuPeersBench
 from bench.cpu_peers.report import HEAD, lines, report
-from bench.hardware import Hardware
-from bench.offline.workload import Asked
-from bench.serve.answers import Answer
+from bench.offline import OfflineSequence
+from bench.report import Hardware
 from common.errors import ConfigError
 from common.flags import with_defaults
 from launch.main import build_parser
@@ -35,8 +35,8 @@ for requests in talk.requests_of_each_load():
 """
 
 
-def asked(*lengths: tuple[int, int]) -> list[Asked]:
-    return [Asked(np.arange(prompt, dtype=np.int32), answer) for prompt, answer in lengths]
+def asked(*lengths: tuple[int, int]) -> list[OfflineSequence]:
+    return [OfflineSequence(np.arange(prompt, dtype=np.int32), answer) for prompt, answer in lengths]
 
 
 def turn(engine: str, round_number: int, rate: float) -> Turn:
@@ -103,12 +103,12 @@ def test_another_recipe_has_another_folder() -> None:
 
 def test_the_figures_of_a_turn_are_those_of_its_tokens() -> None:
     """Two requests: three tokens after 1, 2 and 3 s, and two tokens after 2 and 6 s. The load took 6 s."""
-    answers = [Answer(number, 0, 0.0, tokens) for number, tokens in enumerate((3, 2))]
+    answers = [TimedAnswer(0.0, tokens) for tokens in (3, 2)]
     for answer, times in zip(answers, ((1.0, 2.0, 3.0), (2.0, 6.0)), strict=True):
-        answer.sent(0.0, counts_from_due=False)
+        answer.begin(0.0)
         for at_s in times:
-            answer.arrived(at_s, 1)
-        answer.ended(6.0)
+            answer.add(at_s, 1)
+        answer.end(6.0)
     found = Turn.of("tandem", 0, answers, 2.0, 5.0)
     assert (found.seconds, found.ttft_p50_ms, found.itl_p50_ms) == (6.0, 1500.0, 1000.0)
     assert [found.output_tokens_per_s, found.itl_p95_ms] == pytest.approx([5 / 6, 3700.0])

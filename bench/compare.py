@@ -1,0 +1,447 @@
+"""`launch bench compare`: the same load through several layouts, in alternating rounds, and a page of charts about it.
+
+Owns the order, the fleets, the ratios between layouts, the charts, and the page: HTML that needs nothing else, with tables and
+the charts inside it. `bench/serve.py` sends the load. matplotlib, an optional dependency, draws, by its objects and not its
+`pyplot`, which keeps figures in a global state and looks for a screen. Prints its progress on stderr."""
+
+import base64
+import bisect
+import contextlib
+import html
+import io
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+from matplotlib.artist import Artist
+from matplotlib.axes import Axes
+from matplotlib.axis import Axis
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter, PercentFormatter
+from numpy.typing import NDArray
+
+from bench.options import CompareOptions, Layout, ServeOptions
+from bench.report import Hardware, Spread, cautions, machine_line, markdown_table, say, text_table, this_hardware, write_figures
+from bench.serve import ServerRefuses, measure, times_ms
+from common.errors import ConfigError
+from common.processes.local_fleet import FleetFailed, local_fleet
+
+TIMES = {"ttft": "TTFT", "itl": "ITL", "e2el": "E2E"}
+"""The times whose distributions are kept, and what charts call them."""
+LEVELS = (*(float(percent) for percent in range(100)), 99.5, 99.9, 100.0)
+"""The percentiles that are kept of them."""
+METRICS = {
+    "p50_ttft_ms": ("TTFT p50, ms", 1),
+    "p99_ttft_ms": ("TTFT p99, ms", 1),
+    "p50_itl_ms": ("ITL p50, ms", 1),
+    "p99_itl_ms": ("ITL p99, ms", 1),
+    "mean_tpot_ms": ("TPOT mean, ms", 1),
+    "output_throughput": ("output tokens/s", 1),
+    "request_goodput": ("goodput, requests/s", 2),
+    "attainment": ("SLO attainment, share of requests", 3),
+}
+"""The figures that have a table: what it is called, and how many digits follow the point."""
+HOW = (
+    "Each figure is the median of the rounds, with the least and the most in brackets where there are several. "
+    "A × before a number is the ratio to the first layout, taken round by round: its median, least and most."
+)
+STYLE = """
+body { font: 15px/1.5 system-ui, sans-serif; color: #1a1a1a; background: #fff; max-width: 1180px;
+  margin: 2em auto; padding: 0 1em }
+h1 { font-size: 1.5em } h2 { font-size: 1.15em; margin: 2em 0 .4em }
+img { max-width: 100%; height: auto; display: block }
+table { border-collapse: collapse; font-variant-numeric: tabular-nums; margin: .6em 0 }
+th, td { text-align: right; padding: .25em .8em; border-bottom: 1px solid #ddd; vertical-align: top }
+th:first-child, td:first-child { text-align: left }
+td small { color: #555 } code { overflow-wrap: anywhere } .wide { overflow-x: auto } .failed { color: #a00000 }
+"""
+
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#333333")
+"""Told apart by most colour-blind readers. Source: Okabe and Ito, https://jfly.uni-koeln.de/color/."""
+MARKERS = ("o", "s", "^", "D", "v", "P", "X")
+PANEL_INCHES, HEIGHT_INCHES, DOTS_PER_INCH = 4.6, 3.6, 130
+LETTERS_PER_INCH = 12
+BESIDE = 0.008
+"""How far the bars of two layouts are apart at the same rate, as a share of the axis."""
+GREY = "#888888"
+LEAST_MS, LEFT_SHARE = 0.1, 0.04
+"""Distributions are shown from where this share of the times lies, and never below so many ms: several tokens of one event are no
+time apart, which a logarithm cannot show."""
+NARROW, WIDE = 8, 100
+"""Values that differ by less than the first factor need no logarithm; by more than the second, powers of ten are marks enough."""
+LINE_POINTS, MARKER_POINTS = 1.8, 5.5
+
+Draw = Callable[[Axes], None]
+Lines = list[tuple[str, ...]]
+Start = Callable[[Layout], contextlib.AbstractContextManager[str]]
+"""A running layout; gives its URL."""
+
+
+class CompareRun(msgspec.Struct, frozen=True, kw_only=True):
+    """A layout at a rate, in one round."""
+
+    layout: str
+    rate: float
+    round: int
+    figures: dict[str, float]
+    """With the keys of `vllm bench serve`, and `attainment`: the share of all requests, failed ones too, that kept every limit of
+    --goodput."""
+    errors: dict[str, int] = {}
+    quantiles_ms: dict[str, list[float]] = {}
+    """The ttft, itl and e2el at LEVELS; none without answers."""
+
+
+class CompareFailure(msgspec.Struct, frozen=True, kw_only=True):
+    """A layout that could not be measured in a round, or not to its end."""
+
+    layout: str
+    round: int
+    reason: str
+
+
+class CompareOutcome(msgspec.Struct, frozen=True, kw_only=True):
+    """All that is known at the end of `launch bench compare`."""
+
+    command: str
+    hardware: Hardware
+    layouts: list[Layout]
+    rates: list[float]
+    rounds: int
+    seconds: float
+    limits_ms: dict[str, float]
+    """What a good answer keeps."""
+    runs: list[CompareRun]
+    failures: list[CompareFailure]
+
+    def values(self, layout: str, rate: float, key: str) -> dict[int, float]:
+        """The figure of each round in which it was measured."""
+        return {run.round: run.figures[key] for run in self.runs if (run.layout, run.rate) == (layout, rate)}
+
+
+def run(bench: CompareOptions, common: ServeOptions, command: str, markdown: bool, api_key: str) -> int:
+    """Measure, print the report and write the files. Returns the exit status: 1 if a layout failed. Raises ConfigError."""
+    folder = Path(bench.output)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--output {bench.output}: no folder can be made there: {error.strerror}") from error
+    hardware = this_hardware()
+    runs, failures = measure_all(bench, common, running, api_key)
+    if not runs:
+        say("nothing was measured")
+        return 1
+    outcome = CompareOutcome(
+        command=command,
+        hardware=hardware,
+        layouts=list(bench.layouts),
+        rates=list(bench.ladder),
+        rounds=bench.rounds,
+        seconds=bench.seconds,
+        limits_ms=common.results.limits_ms,
+        runs=runs,
+        failures=failures,
+    )
+    publish(outcome, folder)
+    print(report(outcome, markdown))
+    say(f"wrote {folder / 'page.html'}")
+    return 1 if failures else 0
+
+
+def measure_all(
+    bench: CompareOptions, common: ServeOptions, start: Start, api_key: str
+) -> tuple[list[CompareRun], list[CompareFailure]]:
+    """Every turn of every layout. One that fails leaves what it had measured, and the next one goes on."""
+    runs: list[CompareRun] = []
+    failures: list[CompareFailure] = []
+    for number, layout in bench.turns():
+        try:
+            with start(layout) as url:
+                for rate in bench.ladder:
+                    say(f"round {number + 1} of {bench.rounds}, {layout.name}, {rate:g} requests/s")
+                    result = measure(bench.load_on(url, common, rate, number), api_key)
+                    whole = [answer for answer in result.answers if not answer.error]
+                    runs.append(run_of(layout.name, rate, number, result.figures, times_ms(whole)))
+        except (FleetFailed, ServerRefuses) as error:
+            say(f"{layout.name} failed: {error}")
+            failures.append(CompareFailure(layout=layout.name, round=number, reason=str(error)))
+    return runs, failures
+
+
+@contextlib.contextmanager
+def running(layout: Layout) -> Iterator[str]:
+    """The URL of a server that runs already, or of a fleet that is stopped at the end. Raises FleetFailed."""
+    if layout.is_url:
+        yield layout.text
+        return
+    with local_fleet(*layout.flags) as fleet:
+        yield fleet.url
+
+
+# ---- figures ----
+
+
+def run_of(
+    layout: str, rate: float, round_number: int, figures: dict[str, Any], times: dict[str, NDArray[np.float64]]
+) -> CompareRun:
+    """figures, times: as `bench/serve.py` makes them."""
+    numbers = {key: float(value) for key, value in figures.items() if isinstance(value, int | float)}
+    requests = numbers["completed"] + numbers["failed"]
+    quantiles = {name: np.percentile(times[name], LEVELS).tolist() for name in TIMES if len(times[name])}
+    return CompareRun(
+        layout=layout,
+        rate=rate,
+        round=round_number,
+        figures=numbers | {"attainment": numbers["good_completed"] / requests if requests else 0.0},
+        errors=figures["errors_by_kind"],
+        quantiles_ms=quantiles,
+    )
+
+
+def spread_of(values: Iterable[float]) -> Spread | None:
+    """None without values."""
+    known = list(values)
+    return Spread.of(known) if known else None
+
+
+def ratios(ours: dict[int, float], theirs: dict[int, float]) -> Spread | None:
+    """ours / theirs, round by round, so that what changes about the machine between rounds cancels out. A round with nothing to
+    divide by is left out."""
+    return spread_of(value / theirs[number] for number, value in ours.items() if theirs.get(number, 0.0) > 0)
+
+
+def pooled(runs: Sequence[CompareRun], name: str) -> tuple[list[float], list[float]]:
+    """The distribution of a time over several runs, each of equal weight: values in ms, and the share of times up to each."""
+    known = [run.quantiles_ms[name] for run in runs if name in run.quantiles_ms]
+    values = sorted({value for quantiles in known for value in quantiles})
+    shares = np.array([[_share(quantiles, value) for value in values] for quantiles in known])
+    return values, shares.mean(axis=0).tolist() if known else []
+
+
+def _share(quantiles: Sequence[float], value: float) -> float:
+    """The share of times that are not above the value, between the levels in a straight line."""
+    if value >= quantiles[-1]:
+        return 1.0
+    above = int(np.searchsorted(quantiles, value, side="right"))
+    if above == 0:
+        return 0.0
+    low, high = quantiles[above - 1], quantiles[above]
+    part = (value - low) / (high - low)
+    return (LEVELS[above - 1] + part * (LEVELS[above] - LEVELS[above - 1])) / 100
+
+
+# ---- the report and the page ----
+
+
+def publish(outcome: CompareOutcome, folder: Path) -> None:
+    """Write the figures first: they are there even if a chart cannot be drawn."""
+    write_figures(outcome, str(folder / "figures.json"))
+    drawn = list(charts(outcome))
+    for name, _, png in drawn:
+        (folder / name).write_bytes(png)
+    (folder / "page.html").write_text(page(outcome, drawn), encoding="utf-8")
+
+
+def report(outcome: CompareOutcome, markdown: bool) -> str:
+    """For a terminal, or the section for docs/measurements/compare.md."""
+    tables = [(title, table(outcome, key)) for key, (title, _) in METRICS.items()]
+    if markdown:
+        parts = [f"```sh\n{outcome.command}\n```", *notes(outcome), *failed(outcome), markdown_table(_layouts(outcome)), HOW]
+        return "\n\n".join([*parts, *(f"**{title}**\n\n{markdown_table(lines)}" for title, lines in tables)])
+    parts = [*notes(outcome), *failed(outcome), text_table(_layouts(outcome)), HOW]
+    return "\n".join([*parts, *(f"\n{title}\n{text_table(lines)}" for title, lines in tables)])
+
+
+def page(outcome: CompareOutcome, charts: Sequence[tuple[str, str, bytes]]) -> str:
+    """charts: as `charts` makes them."""
+    names = html.escape(" against ".join(layout.name for layout in outcome.layouts))
+    parts = [f"<h1>{names}</h1>", *(f"<p>{html.escape(line)}</p>" for line in notes(outcome)), _html_table(_layouts(outcome))]
+    parts += [f'<p class="failed">{html.escape(line)}</p>' for line in failed(outcome)]
+    for name, title, png in charts:
+        alt, data = html.escape(title), base64.b64encode(png).decode()
+        parts.append(f'<h2>{alt}</h2>\n<img alt="{alt}" title="{html.escape(name)}" src="data:image/png;base64,{data}">')
+    parts.append(f"<h2>Figures</h2>\n<p>{html.escape(HOW)}</p>")
+    parts += [f"<h3>{html.escape(title)}</h3>\n{_html_table(table(outcome, key))}" for key, (title, _) in METRICS.items()]
+    parts.append(f"<h2>Command</h2>\n<p><code>{html.escape(outcome.command)}</code></p>")
+    body = "\n".join(parts)
+    return (
+        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        f"<title>{names}</title>\n<style>{STYLE}</style>\n</head>\n<body>\n{body}\n</body>\n</html>\n"
+    )
+
+
+def notes(outcome: CompareOutcome) -> list[str]:
+    """The machine, the load, and what a good answer is."""
+    limits = ", ".join(f"{name.upper()} {limit:g} ms" for name, limit in outcome.limits_ms.items())
+    rounds = f"{outcome.rounds} round{'s' * (outcome.rounds > 1)}"
+    settings = f"{rounds}, {outcome.seconds:g} s at each rate; clients and layouts share these cores"
+    return [machine_line(outcome.hardware, settings), *cautions(outcome.hardware), f"A good answer keeps: {limits}."]
+
+
+def failed(outcome: CompareOutcome) -> list[str]:
+    """What went wrong: layouts that were not measured, and requests that failed."""
+    lines = [f"{each.layout}, round {each.round + 1}: not measured to its end: {each.reason}" for each in outcome.failures]
+    for run in outcome.runs:
+        if run.errors:
+            kinds = ", ".join(f"{count} {kind}" for kind, count in run.errors.items())
+            lines.append(f"{run.layout}, round {run.round + 1}, {run.rate:g} requests/s: failed requests: {kinds}")
+    return lines
+
+
+def table(outcome: CompareOutcome, key: str) -> Lines:
+    """A figure: a line for each rate, a column for each layout. The first line is the head."""
+    names = [layout.name for layout in outcome.layouts]
+    form = f",.{METRICS[key][1]}f"
+    lines: Lines = [("requests/s", *names)]
+    for rate in outcome.rates:
+        values = {name: outcome.values(name, rate, key) for name in names}
+        cells = []
+        for name in names:
+            spread = spread_of(values[name].values())
+            ratio = None if name == names[0] else ratios(values[name], values[names[0]])
+            cells.append("–" if spread is None else spread.text(form) + ("" if ratio is None else f"  ×{ratio.text(',.2f')}"))
+        lines.append((f"{rate:g}", *cells))
+    return lines
+
+
+def _layouts(outcome: CompareOutcome) -> Lines:
+    return [("layout", "launch local, or URL"), *((layout.name, layout.text) for layout in outcome.layouts)]
+
+
+def _html_table(lines: Lines) -> str:
+    """A ratio stands on a line of its own."""
+    head, *rest = lines
+    rows = ["".join(f"<th>{html.escape(cell)}</th>" for cell in head)]
+    for line in rest:
+        cells = (html.escape(cell).partition("  ×") for cell in line)
+        rows.append(
+            "".join(f"<td>{figure}{f'<br><small>×{ratio}</small>' if mark else ''}</td>" for figure, mark, ratio in cells)
+        )
+    return '<div class="wide"><table>\n' + "\n".join(f"<tr>{row}</tr>" for row in rows) + "\n</table></div>"
+
+
+# ---- charts ----
+
+
+def charts(outcome: CompareOutcome) -> Iterator[tuple[str, str, bytes]]:
+    """Each chart: the name of its file, what it shows, and the PNG."""
+    rate = "the load (line: median of the rounds; bar: least to most)"
+    for name, what in (("ttft", "Time to first token"), ("itl", "Time between tokens")):
+        panels = [_against_rate(outcome, f"{each}_{name}_ms", f"{TIMES[name]}, {each}, ms", logs=True) for each in ("p50", "p99")]
+        yield f"{name}.png", f"{what} against {rate}", _png(outcome, panels)
+    panels = [
+        _against_rate(outcome, "request_goodput", "goodput, requests/s", reference=True),
+        _against_rate(outcome, "attainment", "requests that keep the limits", percent=True),
+        _against_rate(outcome, "output_throughput", "output tokens/s"),
+    ]
+    yield "goodput.png", f"Goodput, SLO attainment and throughput against {rate}", _png(outcome, panels)
+    for each in outcome.rates:
+        panels = [_distribution(outcome, each, name) for name in TIMES]
+        yield f"latencies_{each:g}.png", f"Distributions at {each:g} requests/s, all rounds together", _png(outcome, panels)
+
+
+def _against_rate(
+    outcome: CompareOutcome, key: str, title: str, *, logs: bool = False, percent: bool = False, reference: bool = False
+) -> Draw:
+    """logs: the axis is logarithmic if values differ much. percent: values are shares. reference: also show what was sent."""
+
+    def draw(axes: Axes) -> None:
+        if reference:
+            axes.plot([0.0, *outcome.rates], [0.0, *outcome.rates], color=GREY, linestyle="--", linewidth=1, label="all requests")
+        for at, layout in enumerate(outcome.layouts):
+            points = [(rate, spread_of(outcome.values(layout.name, rate, key).values())) for rate in outcome.rates]
+            known = [(rate, spread) for rate, spread in points if spread is not None]
+            beside = (at - (len(outcome.layouts) - 1) / 2) * BESIDE * max(outcome.rates)
+            axes.errorbar(
+                [rate + beside for rate, _ in known],
+                [spread.median for _, spread in known],
+                yerr=([s.median - s.least for _, s in known], [s.most - s.median for _, s in known]),
+                color=COLOURS[at % len(COLOURS)],
+                marker=MARKERS[at % len(MARKERS)],
+                label=layout.name,
+                linewidth=LINE_POINTS,
+                markersize=MARKER_POINTS,
+                elinewidth=1,
+                capsize=3,
+            )
+        axes.set_xlabel("load, requests/s")
+        axes.set_ylabel(title)
+        axes.set_xlim(0, 1.04 * max(outcome.rates))
+        axes.xaxis.set_major_locator(MaxNLocator(nbins=9, steps=[1, 2, 5, 10]))
+        low, high = axes.dataLim.intervaly
+        if logs and low > 0 and high / low > NARROW:
+            _logarithmic(axes, axes.yaxis, low / 1.3, high * 1.3)
+        else:
+            axes.set_ylim(0, 1.08 * high if math.isfinite(high) and high > 0 else 1)
+        if percent:
+            axes.set_ylim(0, 1.04)
+            axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+
+    return draw
+
+
+def _distribution(outcome: CompareOutcome, rate: float, name: str) -> Draw:
+    def draw(axes: Axes) -> None:
+        lows, highs = [], []
+        for at, layout in enumerate(outcome.layouts):
+            runs = [run for run in outcome.runs if (run.layout, run.rate) == (layout.name, rate)]
+            values, shares = pooled(runs, name)
+            if values:
+                lows.append(values[bisect.bisect_left(shares, LEFT_SHARE)])
+                highs.append(values[-1])
+            axes.plot(
+                [max(LEAST_MS, value) for value in values],
+                shares,
+                color=COLOURS[at % len(COLOURS)],
+                label=layout.name,
+                linewidth=LINE_POINTS,
+            )
+        if name in outcome.limits_ms:
+            axes.axvline(outcome.limits_ms[name], color=GREY, linestyle="--", linewidth=1, label="limit")
+        axes.set_xlabel(f"{TIMES[name]}, ms")
+        axes.set_ylabel("share of " + ("gaps between tokens" if name == "itl" else "requests"))
+        axes.set_ylim(0, 1.02)
+        axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+        low = max(LEAST_MS, min(lows, default=LEAST_MS) / 1.5)
+        _logarithmic(axes, axes.xaxis, low, max(2 * low, 1.2 * max(highs, default=0.0)))
+
+    return draw
+
+
+def _logarithmic(axes: Axes, axis: Axis, low: float, high: float) -> None:
+    """An axis from low to high, with numbers as people write them: between the powers of ten too where there are few of these."""
+    steps = (1.0, 2.0, 5.0) if high / low < WIDE else (1.0,)
+    if axis is axes.xaxis:
+        axes.set(xscale="log", xlim=(low, high))
+    else:
+        axes.set(yscale="log", ylim=(low, high))
+    axis.set_major_locator(LogLocator(subs=steps))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axis.set_minor_formatter(NullFormatter())
+
+
+def _png(outcome: CompareOutcome, panels: Sequence[Draw]) -> bytes:
+    """Panels side by side, with one legend above them."""
+    figure = Figure(figsize=(PANEL_INCHES * len(panels), HEIGHT_INCHES), dpi=DOTS_PER_INCH, layout="constrained")
+    FigureCanvasAgg(figure)
+    labelled: dict[str, Artist] = {}
+    for at, draw in enumerate(panels):
+        axes = figure.add_subplot(1, len(panels), at + 1)
+        draw(axes)
+        axes.grid(visible=True, color="#dddddd", linewidth=0.6)
+        axes.set_axisbelow(True)
+        for edge in ("top", "right"):
+            axes.spines[edge].set_visible(False)
+        handles, labels = axes.get_legend_handles_labels()
+        labelled |= dict(zip(labels, handles, strict=True))
+    order = [layout.name for layout in outcome.layouts if layout.name in labelled]
+    order += [label for label in labelled if label not in order]
+    rows = math.ceil(sum(len(label) + 7 for label in order) / (LETTERS_PER_INCH * PANEL_INCHES * len(panels)))
+    columns = math.ceil(len(order) / rows)
+    figure.legend([labelled[label] for label in order], order, loc="outside upper center", ncols=columns, frameon=False)
+    file = io.BytesIO()
+    figure.savefig(file, format="png", metadata={"Software": None})
+    return file.getvalue()

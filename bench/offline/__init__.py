@@ -1,1 +1,0 @@
-"""`launch bench offline`: the throughput of one engine, with its scheduler and without HTTP."""

@@ -1,0 +1,199 @@
+"""What the reports of all instruments share: the machine, figures with their spread, goals, tables, and where a report goes.
+
+Owns how a report looks, for a terminal or in Markdown, and the questions to the system. Does not know what was measured.
+"""
+
+import importlib.metadata
+import math
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import msgspec
+
+from common.cores import core_count
+
+LIBRARIES = (
+    "nixl",
+    "mooncake-transfer-engine",
+    "mooncake-transfer-engine-cuda13",
+    "mooncake-transfer-engine-non-cuda",
+    "torch",
+    "triton",
+    "flashinfer-python",
+    "transformers",
+    "numpy",
+)
+QUIET_LOAD = 0.5
+BUSY = "The machine had other work, which affects all speeds, times and ratios, even where a goal is met."
+_VERDICTS = {True: "met", False: "not met", None: "not measured"}
+
+
+class Hardware(msgspec.Struct, frozen=True, kw_only=True):
+    """The machine that a measurement ran on, its libraries and the date."""
+
+    cpu: str
+    cores: int
+    """The cores that this process may run on."""
+    memory_bytes: int
+    kernel: str
+    python: str
+    libraries: dict[str, str]
+    """The version of each that is installed. That of torch names the version of CUDA."""
+    load: float
+    """The machine's load over the last minute, when measuring began."""
+    date: str
+    gpus: tuple[str, ...] = ()
+    """The name of each, its driver, and the highest clocks of its processors and its memory."""
+
+
+class Spread(msgspec.Struct, frozen=True, kw_only=True):
+    """Several values of one figure, such as those of the rounds."""
+
+    least: float
+    median: float
+    p90: float
+    """What nine of ten values do not exceed."""
+    most: float
+
+    @classmethod
+    def of(cls, values: Iterable[float]) -> "Spread":
+        ordered = sorted(values)
+        p90 = ordered[math.ceil(0.9 * len(ordered)) - 1]
+        return cls(least=ordered[0], median=statistics.median(ordered), p90=p90, most=ordered[-1])
+
+    def text(self, form: str) -> str:
+        """The median in this format, and between which values it lies where there are several."""
+        if self.least == self.most:
+            return f"{self.median:{form}}"
+        return f"{self.median:{form}} ({self.least:{form}} … {self.most:{form}})"
+
+
+class Goal(msgspec.Struct, frozen=True, kw_only=True):
+    """A rule that a measurement should keep, and the figure that says whether it does."""
+
+    rule: str
+    met: bool | None
+    """None when it was not measured."""
+    figure: str
+
+
+class BenchOutcome(msgspec.Struct, frozen=True, kw_only=True):
+    """All that is known at the end of a benchmark."""
+
+    command: str
+    """The command that repeats it."""
+    hardware: Hardware
+    goals: list[Goal]
+
+
+def this_hardware() -> Hardware:
+    return Hardware(
+        cpu=_cpu_model(),
+        cores=core_count(),
+        memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        kernel=platform.release(),
+        python=platform.python_version(),
+        libraries={name: version for name in LIBRARIES if (version := _version_of(name))},
+        load=os.getloadavg()[0],
+        date=time.strftime("%Y-%m-%d"),
+        gpus=_gpus(),
+    )
+
+
+def _cpu_model() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        name, _, value = line.partition(":")
+        if name.strip() == "model name":
+            return value.strip()
+    return platform.machine()
+
+
+def _gpus() -> tuple[str, ...]:
+    """The GPUs as NVIDIA's tool names them, which makes no context on them. Empty where the tool is not."""
+    command = ("nvidia-smi", "--query-gpu=name,driver_version,clocks.max.sm,clocks.max.mem", "--format=csv,noheader")
+    try:
+        listed = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return ()
+    return tuple(listed.splitlines())
+
+
+def _version_of(library: str) -> str:
+    """Empty when it is not installed."""
+    try:
+        return importlib.metadata.version(library)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def markdown_table(lines: Sequence[Sequence[str]]) -> str:
+    """The first line is the head."""
+    head, *rest = lines
+    return "\n".join(f"| {' | '.join(line)} |" for line in (head, ["---"] * len(head), *rest))
+
+
+def text_table(lines: Sequence[Sequence[str]]) -> str:
+    """Columns of equal width."""
+    widths = [max(len(cell) for cell in column) for column in zip(*lines, strict=True)]
+    return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in lines)
+
+
+def bytes_text(number: int) -> str:
+    """65536 as 64 KiB; the number itself where it is no whole number of KiB."""
+    for unit, size in (("MiB", 2**20), ("KiB", 2**10)):
+        if number % size == 0:
+            return f"{number // size} {unit}"
+    return str(number)
+
+
+def machine_line(hardware: Hardware, settings: str) -> str:
+    """The date, the machine and its software. settings: what else to know of the run."""
+    libraries = ", ".join(f"{name} {version}" for name, version in hardware.libraries.items())
+    gpus = "".join(f"{count} × {gpu}, " for gpu, count in Counter(hardware.gpus).items())
+    return (
+        f"{hardware.date}: {gpus}{hardware.cores} cores of {hardware.cpu}, {hardware.memory_bytes / 2**30:.0f} GiB, "
+        f"Linux {hardware.kernel}, Python {hardware.python}, {libraries}; load {hardware.load:.1f} at the start, {settings}."
+    )
+
+
+def text_report(outcome: BenchOutcome, settings: str, steady: str, body: Sequence[str]) -> str:
+    """A report for a terminal. settings: what to know besides the machine. steady: which figures other work affects least."""
+    goals = [f"{_VERDICTS[goal.met]:>12}: {goal.rule}: {goal.figure}" for goal in outcome.goals]
+    return "\n".join([machine_line(outcome.hardware, settings), *body, *goals, *cautions(outcome.hardware, steady)])
+
+
+def markdown_report(outcome: BenchOutcome, settings: str, steady: str, body: Sequence[str]) -> str:
+    """The section for a file in docs/measurements. Arguments as for `text_report`."""
+    judged = [(goal.rule, _VERDICTS[goal.met], goal.figure) for goal in outcome.goals]
+    goals = [markdown_table([("goal", "", "measured"), *judged])] if judged else []
+    head = [f"```sh\n{outcome.command}\n```", machine_line(outcome.hardware, settings), *cautions(outcome.hardware, steady)]
+    return "\n\n".join([*head, *goals, *body])
+
+
+def cautions(hardware: Hardware, steady: str = "") -> list[str]:
+    """What to say of figures from a machine that had other work."""
+    return [f"{BUSY} {steady}".rstrip()] if hardware.load > QUIET_LOAD else []
+
+
+def publish(outcome: BenchOutcome, report: str, json: str) -> None:
+    """Print the report. json: the file that gets every figure; empty for none."""
+    print(report)
+    write_figures(outcome, json)
+
+
+def write_figures(figures: object, json: str) -> None:
+    """json: the file that gets them; empty for none."""
+    if json:
+        Path(json).write_bytes(msgspec.json.format(msgspec.json.encode(figures)))
+
+
+def say(line: str) -> None:
+    """Report progress, on stderr."""
+    print(line, file=sys.stderr, flush=True)

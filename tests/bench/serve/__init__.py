@@ -1,1 +1,0 @@
-"""Tests of `launch bench serve`."""
