@@ -52,7 +52,7 @@ from router.gateway import Gateway
 from router.metrics import RouterMetrics
 
 ROOT = Path(__file__).resolve().parents[2]
-ROOMS = ("router", "prefill", "decode", "kv_transfer", "common", "launch")
+ROOMS = ("router", "prefill", "decode", "kv_transfer", "engine", "common", "launch")
 ANYWHERE = "tcp://127.0.0.1:0"
 MODEL = ModelConfig()
 ENGINE = EngineConfig(device="cpu", kv_memory="16MiB", context_tokens=1024, max_running=4, chunk_tokens=64, threads=1)

@@ -1,0 +1,117 @@
+"""README and the pages of docs: their commands are commands of `launch`; flags, metrics, files and names in them exist."""
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from launch.main import build_parser
+from tests.docs.reference import FOLDER, WIDTH
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+WRITTEN = [page for page in PAGES if page.parent != FOLDER]
+"""Pages that people write, beside those that the code makes."""
+FOR_USERS = [page for page in WRITTEN if page.parent.name not in ("architecture", "measurements")]
+FOREIGN = {"--batch", "--cache", "--fast", "--help", "--long", "--quick", "--signal", "--soak", "--use-server-token-count"}
+"""Flags that pages for users name of other programs, of `./check`, of the benchmarks and of pytest."""
+ROOMS = ("launch", "bench", "simulation", "router", "prefill", "decode", "kv_transfer", "engine", "common")
+VALUES = {"POLICY": "session", "RATE": "1", "PORT": "8000"}
+"""Words that stand for a value in commands that were run with several."""
+
+
+def _name(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+def _prose(page: Path) -> str:
+    return re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+
+
+def _commands() -> list[tuple[str, str]]:
+    """(page, command line) of each `launch` in a block of shell, without its comment and its prompt."""
+    found = []
+    for page in WRITTEN:
+        for block in re.findall(r"^```sh\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL):
+            for line in block.replace("\\\n", " ").splitlines():
+                found += [(_name(page), text) for text in re.findall(r"(?:^|&& |\$ )launch ([^&|>#]*)", line)]
+    return found
+
+
+COMMANDS = _commands()
+
+
+@pytest.mark.parametrize(("page", "command"), COMMANDS)
+def test_a_command_is_one_of_launch(page: str, command: str) -> None:
+    """A flag whose value is left out (…) has one elsewhere on its page."""
+    words = shlex.split(re.sub(r"--\S+ …", "", command))
+    build_parser().parse_args([VALUES.get(word, word) for word in words])
+
+
+def test_the_pages_have_their_commands() -> None:
+    assert len(COMMANDS) >= 25
+
+
+@pytest.mark.parametrize("page", FOR_USERS, ids=_name)
+def test_every_flag_that_a_page_for_users_names_exists(page: Path) -> None:
+    known = set(re.findall(r"--[\w-]+", (FOLDER / "flags.md").read_text()))
+    assert set(re.findall(r"`(--[\w-]+)", _prose(page))) - FOREIGN <= known
+
+
+@pytest.mark.parametrize("page", WRITTEN, ids=_name)
+def test_every_metric_that_a_page_names_exists(page: Path) -> None:
+    known = set(re.findall(r"\*\*`(tandem_\w+)`\*\*", (FOLDER / "metrics.md").read_text()))
+    assert set(re.findall(r"`(tandem_\w+)`", page.read_text())) <= known
+
+
+@pytest.mark.parametrize("page", WRITTEN, ids=_name)
+def test_every_file_of_the_repository_that_a_page_names_exists(page: Path) -> None:
+    rooms = "|".join(path.name for path in ROOT.iterdir() if path.is_dir() and not path.name.startswith("."))
+    named = set(re.findall(rf"`((?:{rooms})/[\w./-]*)`", page.read_text()))
+    missing = {name for name in named if not (ROOT / name).exists()}
+    assert not missing
+
+
+@pytest.mark.parametrize("page", [page for page in WRITTEN if page.parent.name == "architecture"], ids=_name)
+def test_every_name_of_the_code_that_a_page_uses_exists(page: Path) -> None:
+    """Names of classes and constants, in backticks."""
+    sources = "".join(path.read_text() for room in ROOMS for path in (ROOT / room).rglob("*.py"))
+    named = set(re.findall(r"`((?:[A-Z][a-z]+){2,}|[A-Z]+(?:_[A-Z]+)+)[`(.]", _prose(page)))
+    missing = {name for name in named if re.search(rf"\b{name}\b", sources) is None}
+    assert not missing
+
+
+@pytest.mark.parametrize("page", PAGES, ids=_name)
+def test_prose_is_narrow_enough_to_be_read_as_it_is(page: Path) -> None:
+    """Tables, headings and code may be wider, and words that cannot be broken."""
+    wide = [line for line in _prose(page).splitlines() if len(line) > WIDTH and not line.startswith(("|", "#", "!"))]
+    assert not [line for line in wide if " " in re.sub(r"`[^`]*`|^\s*[-*] ", "", line.strip())]
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page.parent.name == "architecture"], ids=_name)
+def test_a_page_of_the_architecture_is_read_in_one_sitting(page: Path) -> None:
+    assert len(page.read_text().splitlines()) <= 150
+
+
+def test_the_readme_is_read_in_a_few_minutes_and_its_links_lead_somewhere() -> None:
+    text = (ROOT / "README.md").read_text()
+    assert len(text.splitlines()) <= 150
+    targets = [target.partition("#")[0] for target in re.findall(r"\]\(([^)]+)\)", text)]
+    assert len(targets) > 20 and all((ROOT / target).exists() for target in targets)
+
+
+@pytest.mark.parametrize(
+    "page", [one for one in PAGES if one.parent.name == "measurements" and one.name != "index.md"], ids=_name
+)
+def test_a_measurement_opens_with_its_result(page: Path) -> None:
+    assert page.read_text().splitlines()[2].startswith("**Result.** ")
+
+
+def test_the_site_builds_and_every_link_in_it_leads_somewhere(tmp_path: Path) -> None:
+    line = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path / "site")]
+    built = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    assert built.returncode == 0, built.stderr
+    assert (tmp_path / "site" / "reference" / "flags" / "index.html").exists()
