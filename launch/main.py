@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from bench import options, overlap_plan
+from bench import options
 from bench.cpu_peers import plan as cpu_peers_plan
 from bench.engine import plan as engine_plan
 from common.config import AccessConfig, EngineConfig, InstanceConfig, LogConfig, ModelConfig, RouterConfig, SecurityConfig
@@ -124,13 +124,6 @@ def _add_simulate(commands: Any) -> None:
 def _add_bench(commands: Any) -> None:
     bench = commands.add_parser("bench", help="measure this machine, or a server", allow_abbrev=False)
     benches = bench.add_subparsers(title="benchmarks", metavar="WHAT", required=True)
-    overlap = add_command(
-        benches,
-        "overlap",
-        "measure how much of the KV transfer overlaps with computing, and when the first token arrives",
-        _bench_overlap,
-    )
-    add_flags(overlap, overlap_plan.OverlapBench, EngineConfig, without=OF_TIMED)
     engine = add_command(
         benches, "engine", "build, check and time the engine on one device: decode steps, prefill, memory, pushes", _bench_engine
     )
@@ -145,7 +138,7 @@ def _add_bench(commands: Any) -> None:
     )
     add_flags(cpu_peers, cpu_peers_plan.CpuPeersBench)
     _add_loads(benches)
-    parsers = (overlap, engine, offline, cpu_peers)
+    parsers = (engine, offline, cpu_peers)
     for parser in parsers:
         for flag, explanation in BENCH_SWITCHES.items():
             parser.add_argument(flag, action="store_true", help=explanation)
@@ -211,18 +204,6 @@ def _simulate(flags: argparse.Namespace) -> int:
     router = read_config(RouterConfig, flags, max_requests=RouterConfig().max_requests)
     command = _bench_command(flags, ("--markdown",), fleet, load, router)
     return run(fleet, load, dataclasses.replace(router, max_requests=fleet.max_requests), command, flags.markdown)
-
-
-def _bench_overlap(flags: argparse.Namespace) -> int:
-    environment.prepare(1)
-    from bench.overlap import run
-    from engine.device import with_device_defaults
-
-    bench, engine = read_config(overlap_plan.OverlapBench, flags), read_config(EngineConfig, flags)
-    command = _bench_command(flags, BENCH_SWITCHES, bench, engine)
-    if flags.quick:
-        bench, engine = with_defaults(bench, overlap_plan.QUICK), with_defaults(engine, overlap_plan.QUICK_ENGINE)
-    return run(bench, with_device_defaults(engine), command, flags.markdown)
 
 
 def _bench_engine(flags: argparse.Namespace) -> int:

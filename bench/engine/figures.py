@@ -169,7 +169,7 @@ class SampledStep(JsonLine, frozen=True, kw_only=True):
 
 
 class Pushed(JsonLine, frozen=True, kw_only=True):
-    """As `launch bench transfer` measures it, the median of its rounds."""
+    """As `python -m benchmarks.transfer` measures it, the median of its rounds."""
 
     way: str
     page_bytes: int
@@ -179,7 +179,7 @@ class Pushed(JsonLine, frozen=True, kw_only=True):
 
 
 class Exposed(JsonLine, frozen=True, kw_only=True):
-    """As `launch bench overlap` measures it, medians of its rounds, in ms."""
+    """As `python -m benchmarks.overlap` measures it, medians of its rounds, in ms."""
 
     fleet: str
     prompt_tokens: int

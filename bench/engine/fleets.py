@@ -161,15 +161,14 @@ def _exposed(task: MeasureExposed, say: Say) -> Iterator[Exposed]:
 
 
 def _bench(name: str, first: Sequence[str], more: Sequence[str], say: Say) -> dict[str, Any]:
-    """What `launch bench NAME` writes with --json. Raises BenchFailed with the end of its output."""
-    say(f"launch bench {name}")
+    """What `python -m benchmarks.NAME` writes with --json. Raises BenchFailed with the end of its output."""
+    say(f"python -m benchmarks.{name}")
     with tempfile.TemporaryDirectory(prefix="tandem-bench-") as folder:
         figures = Path(folder) / "figures.json"
-        program = ["benchmarks.transfer"] if name == "transfer" else ["launch.main", "bench", name]
-        command = [sys.executable, "-m", *program, *first, *more, f"--json={figures}"]
+        command = [sys.executable, "-m", f"benchmarks.{name}", *first, *more, f"--json={figures}"]
         done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
         if done.returncode != 0:
-            raise BenchFailed(f"launch bench {name} ended with {done.returncode}: {' / '.join(done.stdout.splitlines()[-8:])}")
+            raise BenchFailed(f"benchmarks.{name} ended with {done.returncode}: {' / '.join(done.stdout.splitlines()[-8:])}")
         written: dict[str, Any] = json.loads(figures.read_text())
     return written
 

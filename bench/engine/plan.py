@@ -263,14 +263,14 @@ class MeasureOffline(Task, frozen=True, kw_only=True):
 
 
 class MeasurePush(Task, frozen=True, kw_only=True):
-    """`launch bench transfer` on the device."""
+    """`python -m benchmarks.transfer` on the device."""
 
     is_alone = True
     label = "push"
 
 
 class MeasureExposed(Task, frozen=True, kw_only=True):
-    """`launch bench overlap` on the device."""
+    """`python -m benchmarks.overlap` on the device."""
 
     limit_s = 150.0
     is_alone = True

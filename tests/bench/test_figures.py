@@ -3,9 +3,7 @@
 import msgspec
 import pytest
 
-from bench import overlap_report
-from bench.overlap_figures import OverlapOutcome
-from bench.report import Spread, this_hardware
+from bench.report import BenchOutcome, Spread, markdown_report, text_report, this_hardware
 
 
 def test_a_spread_has_the_median_and_what_nine_of_ten_do_not_exceed() -> None:
@@ -17,6 +15,6 @@ def test_a_spread_has_the_median_and_what_nine_of_ten_do_not_exceed() -> None:
 @pytest.mark.parametrize(("load", "cautious"), [(0.2, False), (7.0, True)])
 def test_a_report_from_a_busy_machine_says_what_that_does_to_it(load: float, cautious: bool) -> None:
     on = msgspec.structs.replace(this_hardware(), load=load)
-    overlap = OverlapOutcome(command="", hardware=on, goals=[], transport="nixl", threads=1, models=[])
-    for report in (overlap_report.text(overlap), overlap_report.markdown(overlap)):
-        assert ("The machine had other work" in report) == cautious
+    outcome = BenchOutcome(command="measure", hardware=on, goals=[])
+    for report in (text_report, markdown_report):
+        assert ("The machine had other work" in report(outcome, "settings", "Ratios are steady.", [])) == cautious

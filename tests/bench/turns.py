@@ -17,8 +17,8 @@ from typing import get_args
 
 import numpy as np
 
-from bench.fleets import Fleet
 from bench.report import machine_line, markdown_table, say, this_hardware
+from benchmarks.overlap import CountedFleet
 from common.config import DEMO_MODEL
 from common.options import Switch
 from common.processes.local_fleet import local_fleet
@@ -52,7 +52,8 @@ def main() -> None:
     common = ("--threads=1", f"--heartbeat-s={HEARTBEAT_S}", "--log-level=warning")
     with contextlib.ExitStack() as stack:
         fleets = {
-            cache: Fleet(stack.enter_context(local_fleet(f"--prefix-cache={cache}", *common)).url, INSTANCES) for cache in CACHES
+            cache: CountedFleet(stack.enter_context(local_fleet(f"--prefix-cache={cache}", *common)).url, INSTANCES)
+            for cache in CACHES
         }
         for number in range(-1, flags.conversations):  # the first one is not measured: memory and links have been used then
             say(f"conversation {number + 1} of {flags.conversations}, load {os.getloadavg()[0]:.1f}")
@@ -63,13 +64,13 @@ def main() -> None:
                 for cache in chance.sample(CACHES, len(CACHES)):
                     prompt = prompts[cache]
                     prompt += new
-                    arrivals, counted = fleets[cache].serve(prompt, flags.output_tokens)
+                    tokens, counted = fleets[cache].serve(prompt, flags.output_tokens)
                     if number >= 0:
                         turn = found[cache][at]
                         turn.prompt_tokens = len(prompt)
-                        turn.first_s.append(arrivals.first_s)
+                        turn.first_s.append(tokens[0][0])
                         turn.pushed_bytes.append(counted.bytes_pushed)
-                    prompt += arrivals.token_ids
+                    prompt += [token_id for _, token_id in tokens]
             assert prompts["on"] == prompts["off"], "a prefix cache has changed an answer"
     sys.stdout.write(f"{machine_line(hardware, f'{os.getloadavg()[0]:.1f} at the end')}\n\n{markdown_table(lines(found))}\n")
 
