@@ -75,7 +75,6 @@ NARROW, WIDE = 8, 100
 """Values that differ by less than the first factor need no logarithm; by more than the second, powers of ten are marks enough."""
 LINE_POINTS, MARKER_POINTS = 1.8, 5.5
 
-Draw = Callable[[Axes], None]
 Lines = list[tuple[str, ...]]
 Start = Callable[[Layout], contextlib.AbstractContextManager[str]]
 """A running layout; gives its URL."""
@@ -330,35 +329,45 @@ def charts(outcome: CompareOutcome) -> Iterator[tuple[str, str, bytes]]:
     """Each chart: the name of its file, what it shows, and the PNG."""
     rate = "the load (line: median of the rounds; bar: least to most)"
     for name, what in (("ttft", "Time to first token"), ("itl", "Time between tokens")):
-        panels = [_against_rate(outcome, f"{each}_{name}_ms", f"{TIMES[name]}, {each}, ms", logs=True) for each in ("p50", "p99")]
-        yield f"{name}.png", f"{what} against {rate}", _png(outcome, panels)
-    panels = [
-        _against_rate(outcome, "request_goodput", "goodput, requests/s", reference=True),
-        _against_rate(outcome, "attainment", "requests that keep the limits", percent=True),
-        _against_rate(outcome, "output_throughput", "output tokens/s"),
-    ]
-    yield "goodput.png", f"Goodput, SLO attainment and throughput against {rate}", _png(outcome, panels)
+        chart = _Chart(outcome, panels=2)
+        for which in ("p50", "p99"):
+            _spread_out(chart.against_rate(f"{which}_{name}_ms", f"{TIMES[name]}, {which}, ms"))
+        yield f"{name}.png", f"{what} against {rate}", chart.png()
+    chart = _Chart(outcome, panels=3)
+    goodput = chart.against_rate("request_goodput", "goodput, requests/s")
+    sent = [0.0, *outcome.rates]
+    goodput.plot(sent, sent, color=GREY, linestyle="--", linewidth=1, label="all requests")
+    goodput.set_ylim(0, 1.08 * goodput.dataLim.ymax)
+    _show_shares(chart.against_rate("attainment", "requests that keep the limits"))
+    chart.against_rate("output_throughput", "output tokens/s")
+    yield "goodput.png", f"Goodput, SLO attainment and throughput against {rate}", chart.png()
     for each in outcome.rates:
-        panels = [_distribution(outcome, each, name) for name in TIMES]
-        yield f"latencies_{each:g}.png", f"Distributions at {each:g} requests/s, all rounds together", _png(outcome, panels)
+        chart = _Chart(outcome, panels=3)
+        for name in TIMES:
+            chart.distribution(each, name)
+        yield f"latencies_{each:g}.png", f"Distributions at {each:g} requests/s, all rounds together", chart.png()
 
 
-def _against_rate(
-    outcome: CompareOutcome, key: str, title: str, *, logs: bool = False, percent: bool = False, reference: bool = False
-) -> Draw:
-    """logs: the axis is logarithmic if values differ much. percent: values are shares. reference: also show what was sent."""
+class _Chart:
+    """Panels side by side, with one legend above them. Each layout has a colour."""
 
-    def draw(axes: Axes) -> None:
-        if reference:
-            axes.plot([0.0, *outcome.rates], [0.0, *outcome.rates], color=GREY, linestyle="--", linewidth=1, label="all requests")
+    def __init__(self, outcome: CompareOutcome, panels: int) -> None:
+        self._outcome, self._width_inches = outcome, PANEL_INCHES * panels
+        self._figure = Figure(figsize=(self._width_inches, HEIGHT_INCHES), dpi=DOTS_PER_INCH, layout="constrained")
+        FigureCanvasAgg(self._figure)
+        self._axes = iter(self._figure.subplots(1, panels))
+
+    def against_rate(self, key: str, title: str) -> Axes:
+        """The next panel: a figure of each layout at each rate."""
+        axes, outcome, most = self._panel("load, requests/s", title), self._outcome, max(self._outcome.rates)
         for at, layout in enumerate(outcome.layouts):
-            points = [(rate, spread_of(outcome.values(layout.name, rate, key).values())) for rate in outcome.rates]
-            known = [(rate, spread) for rate, spread in points if spread is not None]
-            beside = (at - (len(outcome.layouts) - 1) / 2) * BESIDE * max(outcome.rates)
+            spreads = {rate: spread_of(outcome.values(layout.name, rate, key).values()) for rate in outcome.rates}
+            points = [(rate, spread) for rate, spread in spreads.items() if spread is not None]
+            beside = (at - (len(outcome.layouts) - 1) / 2) * BESIDE * most
             axes.errorbar(
-                [rate + beside for rate, _ in known],
-                [spread.median for _, spread in known],
-                yerr=([s.median - s.least for _, s in known], [s.most - s.median for _, s in known]),
+                [rate + beside for rate, _ in points],
+                [spread.median for _, spread in points],
+                yerr=([s.median - s.least for _, s in points], [s.most - s.median for _, s in points]),
                 color=COLOURS[at % len(COLOURS)],
                 marker=MARKERS[at % len(MARKERS)],
                 label=layout.name,
@@ -367,81 +376,69 @@ def _against_rate(
                 elinewidth=1,
                 capsize=3,
             )
-        axes.set_xlabel("load, requests/s")
-        axes.set_ylabel(title)
-        axes.set_xlim(0, 1.04 * max(outcome.rates))
+        high = axes.dataLim.ymax
+        axes.set(xlim=(0, 1.04 * most), ylim=(0, 1.08 * high if math.isfinite(high) and high > 0 else 1))
         axes.xaxis.set_major_locator(MaxNLocator(nbins=9, steps=[1, 2, 5, 10]))
-        low, high = axes.dataLim.intervaly
-        if logs and low > 0 and high / low > NARROW:
-            _logarithmic(axes, axes.yaxis, low / 1.3, high * 1.3)
-        else:
-            axes.set_ylim(0, 1.08 * high if math.isfinite(high) and high > 0 else 1)
-        if percent:
-            axes.set_ylim(0, 1.04)
-            axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+        return axes
 
-    return draw
-
-
-def _distribution(outcome: CompareOutcome, rate: float, name: str) -> Draw:
-    def draw(axes: Axes) -> None:
+    def distribution(self, rate: float, name: str) -> None:
+        """The next panel: the distribution of a time, for each layout at this rate."""
+        axes = self._panel(f"{TIMES[name]}, ms", "share of " + ("gaps between tokens" if name == "itl" else "requests"))
         lows, highs = [], []
-        for at, layout in enumerate(outcome.layouts):
-            runs = [run for run in outcome.runs if (run.layout, run.rate) == (layout.name, rate)]
+        for at, layout in enumerate(self._outcome.layouts):
+            runs = [run for run in self._outcome.runs if (run.layout, run.rate) == (layout.name, rate)]
             values, shares = pooled(runs, name)
             if values:
                 lows.append(values[bisect.bisect_left(shares, LEFT_SHARE)])
                 highs.append(values[-1])
-            axes.plot(
-                [max(LEAST_MS, value) for value in values],
-                shares,
-                color=COLOURS[at % len(COLOURS)],
-                label=layout.name,
-                linewidth=LINE_POINTS,
-            )
-        if name in outcome.limits_ms:
-            axes.axvline(outcome.limits_ms[name], color=GREY, linestyle="--", linewidth=1, label="limit")
-        axes.set_xlabel(f"{TIMES[name]}, ms")
-        axes.set_ylabel("share of " + ("gaps between tokens" if name == "itl" else "requests"))
-        axes.set_ylim(0, 1.02)
-        axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+            times = [max(LEAST_MS, value) for value in values]
+            axes.plot(times, shares, color=COLOURS[at % len(COLOURS)], label=layout.name, linewidth=LINE_POINTS)
+        if name in self._outcome.limits_ms:
+            axes.axvline(self._outcome.limits_ms[name], color=GREY, linestyle="--", linewidth=1, label="limit")
+        _show_shares(axes)
         low = max(LEAST_MS, min(lows, default=LEAST_MS) / 1.5)
-        _logarithmic(axes, axes.xaxis, low, max(2 * low, 1.2 * max(highs, default=0.0)))
+        axes.set(xscale="log", xlim=(low, max(2 * low, 1.2 * max(highs, default=0.0))))
+        _number_logarithm(axes.xaxis)
 
-    return draw
+    def png(self) -> bytes:
+        labelled: dict[str, Artist] = {}
+        for axes in self._figure.axes:
+            handles, labels = axes.get_legend_handles_labels()
+            labelled |= dict(zip(labels, handles, strict=True))
+        names = {layout.name for layout in self._outcome.layouts}
+        order = sorted(labelled, key=lambda label: label not in names)
+        rows = math.ceil(sum(len(label) + 7 for label in order) / (LETTERS_PER_INCH * self._width_inches))
+        handles, columns = [labelled[label] for label in order], math.ceil(len(order) / rows)
+        self._figure.legend(handles, order, loc="outside upper center", ncols=columns, frameon=False)
+        file = io.BytesIO()
+        self._figure.savefig(file, format="png", metadata={"Software": None})
+        return file.getvalue()
 
-
-def _logarithmic(axes: Axes, axis: Axis, low: float, high: float) -> None:
-    """An axis from low to high, with numbers as people write them: between the powers of ten too where there are few of these."""
-    steps = (1.0, 2.0, 5.0) if high / low < WIDE else (1.0,)
-    if axis is axes.xaxis:
-        axes.set(xscale="log", xlim=(low, high))
-    else:
-        axes.set(yscale="log", ylim=(low, high))
-    axis.set_major_locator(LogLocator(subs=steps))
-    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    axis.set_minor_formatter(NullFormatter())
-
-
-def _png(outcome: CompareOutcome, panels: Sequence[Draw]) -> bytes:
-    """Panels side by side, with one legend above them."""
-    figure = Figure(figsize=(PANEL_INCHES * len(panels), HEIGHT_INCHES), dpi=DOTS_PER_INCH, layout="constrained")
-    FigureCanvasAgg(figure)
-    labelled: dict[str, Artist] = {}
-    for at, draw in enumerate(panels):
-        axes = figure.add_subplot(1, len(panels), at + 1)
-        draw(axes)
+    def _panel(self, across: str, up: str) -> Axes:
+        axes: Axes = next(self._axes)
+        axes.set(xlabel=across, ylabel=up)
         axes.grid(visible=True, color="#dddddd", linewidth=0.6)
         axes.set_axisbelow(True)
-        for edge in ("top", "right"):
-            axes.spines[edge].set_visible(False)
-        handles, labels = axes.get_legend_handles_labels()
-        labelled |= dict(zip(labels, handles, strict=True))
-    order = [layout.name for layout in outcome.layouts if layout.name in labelled]
-    order += [label for label in labelled if label not in order]
-    rows = math.ceil(sum(len(label) + 7 for label in order) / (LETTERS_PER_INCH * PANEL_INCHES * len(panels)))
-    columns = math.ceil(len(order) / rows)
-    figure.legend([labelled[label] for label in order], order, loc="outside upper center", ncols=columns, frameon=False)
-    file = io.BytesIO()
-    figure.savefig(file, format="png", metadata={"Software": None})
-    return file.getvalue()
+        axes.spines[["top", "right"]].set_visible(False)
+        return axes
+
+
+def _show_shares(axes: Axes) -> None:
+    axes.set_ylim(0, 1.04)
+    axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+
+
+def _spread_out(axes: Axes) -> None:
+    """Make the vertical axis logarithmic if its values differ much."""
+    low, high = axes.dataLim.intervaly
+    if low > 0 and high / low > NARROW:
+        axes.set(yscale="log", ylim=(low / 1.3, high * 1.3))
+        _number_logarithm(axes.yaxis)
+
+
+def _number_logarithm(axis: Axis) -> None:
+    """Numbers as people write them: between the powers of ten too where there are few of these."""
+    low, high = axis.get_view_interval()
+    axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0) if high / low < WIDE else (1.0,)))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axis.set_minor_formatter(NullFormatter())

@@ -66,7 +66,7 @@ class ServerRefuses(TandemError):
 
 
 @dataclass(frozen=True, slots=True)
-class LoadResult:
+class MeasuredLoad:
     """What came of a load."""
 
     model: str
@@ -100,7 +100,7 @@ def run(bench: ServeOptions, command: str, api_key: str) -> int:
 
 def measure(
     bench: ServeOptions, api_key: str = "", *, log: Callable[[str], object] = lambda line: None, is_shown: bool = False
-) -> LoadResult:
+) -> MeasuredLoad:
     """Send the load to the server and wait until all of it has ended. log: gets a line about each phase. is_shown: whether there
     is a progress bar. Raises ConfigError, and ServerRefuses."""
     allow_many_files()
@@ -111,7 +111,7 @@ def measure(
     gc.collect()
     gc.freeze()  # the prompts live to the end: looking at them again would only pause the run
     try:
-        result: LoadResult = uvloop.run(_measure(bench, headers, model, sessions, log, is_shown))
+        result: MeasuredLoad = uvloop.run(_measure(bench, headers, model, sessions, log, is_shown))
     finally:
         gc.unfreeze()
     return result
@@ -124,7 +124,7 @@ async def _measure(
     sessions: LoadSessions,
     log: Callable[[str], object],
     is_shown: bool,
-) -> LoadResult:
+) -> MeasuredLoad:
     target = bench.target
     keeps_text = bench.results.save_detailed == "on" or any(len(session.turns) > 1 for session in sessions.measured)
     client = HttpClient(
@@ -152,7 +152,7 @@ async def _measure(
     finally:
         client.close()
     figures = figures_of(load.answers, load.elapsed_s, bench.results)
-    return LoadResult(model, figures | {"client_cpu_s": cpu_s}, load.answers, load.began_s, cpu_s)
+    return MeasuredLoad(model, figures | {"client_cpu_s": cpu_s}, load.answers, load.began_s, cpu_s)
 
 
 async def first_request(bench: ServeOptions, model: str, client: HttpClient, session: LoadSession) -> UsageReports:
@@ -451,7 +451,7 @@ def _errors(figures: dict[str, Any], answers: Sequence[TimedAnswer]) -> list[str
     return ["", f"failed: {kinds}", *shown]
 
 
-def _head_of_file(bench: ServeOptions, result: LoadResult, command: str) -> dict[str, Any]:
+def _head_of_file(bench: ServeOptions, result: MeasuredLoad, command: str) -> dict[str, Any]:
     """What the JSON file says of the run, before its figures."""
     load, workload = bench.load, bench.workload
     head = {

@@ -49,7 +49,7 @@ class TraceFailed(TandemError):
     """The router does not record, or says nothing of it."""
 
 
-class TracedProcess(msgspec.Struct, kw_only=True):
+class RecordedProcess(msgspec.Struct, kw_only=True):
     """A process of the fleet, as the router reports it."""
 
     id: str
@@ -63,17 +63,17 @@ class TracedProcess(msgspec.Struct, kw_only=True):
     over: bool = False
 
 
-class TraceStatus(msgspec.Struct, kw_only=True):
+class RecordingStatus(msgspec.Struct, kw_only=True):
     """The first line of a trace."""
 
     state: Literal["running", "over"]
     began_s: float
     seconds: float
-    processes: list[TracedProcess]
+    processes: list[RecordedProcess]
     spans_refused: int = 0
 
 
-class TraceSpan(msgspec.Struct, kw_only=True):
+class RecordedSpan(msgspec.Struct, kw_only=True):
     """Every other line of a trace. Times are UNIX seconds."""
 
     process: int
@@ -91,7 +91,7 @@ class Slice:
     """A span as a viewer draws it: [begin_us, end_us), never empty, counted from the beginning of the trace, which may be later
     than its own."""
 
-    span: TraceSpan
+    span: RecordedSpan
     lane: int
     """The lane of its track on which it overlaps no other."""
     begin_us: int
@@ -128,7 +128,7 @@ def run(bench: TraceOptions, workload: WorkloadOptions, load: LoadOptions, comma
     return 0
 
 
-def table(status: TraceStatus, slices: Sequence[Slice]) -> list[tuple[str, ...]]:
+def table(status: RecordingStatus, slices: Sequence[Slice]) -> list[tuple[str, ...]]:
     """What each process did, in the order of `ROLES`."""
     tracks: defaultdict[tuple[int, str], list[Slice]] = defaultdict(list)
     for each in slices:
@@ -152,7 +152,7 @@ def table(status: TraceStatus, slices: Sequence[Slice]) -> list[tuple[str, ...]]
     return lines
 
 
-def _in_order(processes: Sequence[TracedProcess]) -> list[int]:
+def _in_order(processes: Sequence[RecordedProcess]) -> list[int]:
     """The places of the processes, in the order of their roles."""
     return sorted(range(len(processes)), key=lambda place: (ROLES.index(processes[place].role), place))
 
@@ -171,7 +171,7 @@ def _fleet(bench: TraceOptions) -> Iterator[str]:
         yield fleet.url
 
 
-def _record(bench: TraceOptions, load: ServeOptions | None, url: str, control_key: str) -> tuple[TraceStatus, list[Slice]]:
+def _record(bench: TraceOptions, load: ServeOptions | None, url: str, control_key: str) -> tuple[RecordingStatus, list[Slice]]:
     """load: what is sent meanwhile. Raises TraceFailed, ServerRefuses."""
     with contextlib.closing(TraceRecording(url, control_key, verify=bench.insecure == "off")) as recording:
         say(f"recording {url} for {bench.seconds:g} s")
@@ -225,13 +225,13 @@ class TraceRecording:
     def begin(self, seconds: float) -> None:
         self._request("POST", f"?seconds={seconds:g}").read()
 
-    def spans(self) -> tuple[TraceStatus, Iterator[TraceSpan]]:
+    def spans(self) -> tuple[RecordingStatus, Iterator[RecordedSpan]]:
         """Wait until the time is over. Returns how the trace ended, and its spans, which are read as they are taken."""
         while True:
             answer = self._request("GET")
-            status = _decoded(answer.readline(), TraceStatus)
+            status = _decoded(answer.readline(), RecordingStatus)
             if status.state == "over":
-                return status, (_decoded(line, TraceSpan) for line in answer)
+                return status, (_decoded(line, RecordedSpan) for line in answer)
             answer.read()
             time.sleep(LOOK_S)
 
@@ -262,9 +262,9 @@ def _decoded(line: bytes, shape: type[T]) -> T:
 # ---- slices ----
 
 
-def slices_of(spans: Iterable[TraceSpan], began_s: float) -> list[Slice]:
+def slices_of(spans: Iterable[RecordedSpan], began_s: float) -> list[Slice]:
     """began_s: UNIX time of moment 0."""
-    tracks: defaultdict[tuple[int, str], list[TraceSpan]] = defaultdict(list)
+    tracks: defaultdict[tuple[int, str], list[RecordedSpan]] = defaultdict(list)
     for span in spans:
         tracks[span.process, span.track].append(span)
     slices: list[Slice] = []
@@ -304,7 +304,7 @@ def paths_of_requests(slices: Iterable[Slice]) -> Iterator[list[Slice]]:
             yield sorted(path, key=lambda each: each.begin_us)
 
 
-def _intervals(spans: Sequence[TraceSpan], began_s: float) -> list[tuple[int, int]]:
+def _intervals(spans: Sequence[RecordedSpan], began_s: float) -> list[tuple[int, int]]:
     """An empty one, as of a step that came back in one turn with the step before, takes its microsecond from what ends there."""
     exact = [(round((span.begin_s - began_s) * 1e6), round((span.end_s - began_s) * 1e6)) for span in spans]
     empty = {begin for begin, end in exact if begin >= end}
@@ -317,7 +317,7 @@ def _intervals(spans: Sequence[TraceSpan], began_s: float) -> list[tuple[int, in
 # ---- the file ----
 
 
-def write(path: str, status: TraceStatus, slices: Sequence[Slice]) -> int:
+def write(path: str, status: RecordingStatus, slices: Sequence[Slice]) -> int:
     """Returns the size of the file. Raises OSError."""
     encode = msgspec.json.Encoder().encode
     with gzip.open(path, "wb", compresslevel=GZIP_LEVEL) as file:
@@ -330,7 +330,7 @@ def write(path: str, status: TraceStatus, slices: Sequence[Slice]) -> int:
     return Path(path).stat().st_size
 
 
-def events(processes: Sequence[TracedProcess], slices: Sequence[Slice]) -> Iterator[dict[str, Any]]:
+def events(processes: Sequence[RecordedProcess], slices: Sequence[Slice]) -> Iterator[dict[str, Any]]:
     """All events of the file. Flows come last: a slice is there before what binds to it."""
     for order, place in enumerate(_in_order(processes)):
         process = processes[place]

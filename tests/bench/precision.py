@@ -18,12 +18,12 @@ import numpy as np
 
 from bench.options import LoadOptions, ServeOptions, TargetOptions, WorkloadOptions
 from bench.report import machine_line, markdown_table, this_hardware
-from bench.serve import LoadResult, measure
+from bench.serve import MeasuredLoad, measure
 
 PERCENTILES = (50, 90, 99)
 
 
-def run(flags: argparse.Namespace) -> tuple[LoadResult, dict[str, list[float]]]:
+def run(flags: argparse.Namespace) -> tuple[MeasuredLoad, dict[str, list[float]]]:
     """Returns what the client reports, and how late the double was."""
     delays = {"ttft_s": flags.ttft_s, "itl_s": flags.itl_s, "stall_s": flags.stall_s, "stall_at_s": flags.seconds / 2}
     options = [f"--{name.replace('_', '-')}={value}" for name, value in delays.items()]
@@ -45,7 +45,7 @@ def run(flags: argparse.Namespace) -> tuple[LoadResult, dict[str, list[float]]]:
             double.kill()
 
 
-def lines(flags: argparse.Namespace, measured: LoadResult, did: dict[str, list[float]]) -> list[tuple[str, ...]]:
+def lines(flags: argparse.Namespace, measured: MeasuredLoad, did: dict[str, list[float]]) -> list[tuple[str, ...]]:
     whole = [answer for answer in measured.answers if not answer.error]
     rows = [
         ("TTFT, from when it was due", flags.ttft_s, [answer.ttft_s for answer in whole]),

@@ -18,11 +18,11 @@ from hypothesis import strategies as st
 
 from bench.options import DECIDED_BY_TRACE, LoadOptions, TraceOptions, WorkloadOptions
 from bench.trace import (
-    TracedProcess,
+    RecordedProcess,
+    RecordedSpan,
+    RecordingStatus,
     TraceFailed,
     TraceRecording,
-    TraceSpan,
-    TraceStatus,
     events,
     lanes,
     paths_of_requests,
@@ -109,14 +109,14 @@ def test_nobody_is_there() -> None:
 
 
 BEGAN_S = 1.7e9
-PROCESSES = [TracedProcess(id="prefill-0", role="prefill", pid=7, host="h"), TracedProcess(id="router", role="router")]
+PROCESSES = [RecordedProcess(id="prefill-0", role="prefill", pid=7, host="h"), RecordedProcess(id="router", role="router")]
 TIMES = st.integers(-50, 200)
 
 
 @st.composite
-def a_line(draw: st.DrawFn) -> TraceSpan:
+def a_line(draw: st.DrawFn) -> RecordedSpan:
     begin_s = BEGAN_S + draw(TIMES) / 1e5
-    return TraceSpan(
+    return RecordedSpan(
         process=draw(st.integers(0, 1)),
         track=draw(st.sampled_from(["requests", "chunks", "pushes", "another"])),
         name="n",
@@ -143,7 +143,7 @@ def test_intervals_of_a_lane_do_not_overlap_and_there_are_as_many_lanes_as_overl
 
 
 @given(LINES)
-def test_every_span_is_a_slice_with_its_time_to_a_microsecond(lines: list[TraceSpan]) -> None:
+def test_every_span_is_a_slice_with_its_time_to_a_microsecond(lines: list[RecordedSpan]) -> None:
     slices = slices_of(lines, BEGAN_S)
     assert len(slices) == len(lines)
     expected = sorted((line.process, line.track, round((line.begin_s - BEGAN_S) * 1e6), line.request) for line in lines)
@@ -153,7 +153,7 @@ def test_every_span_is_a_slice_with_its_time_to_a_microsecond(lines: list[TraceS
 
 
 @given(LINES)
-def test_a_way_leads_through_every_slice_of_its_request_in_the_order_of_their_begins(lines: list[TraceSpan]) -> None:
+def test_a_way_leads_through_every_slice_of_its_request_in_the_order_of_their_begins(lines: list[RecordedSpan]) -> None:
     slices = slices_of(lines, BEGAN_S)
     found = list(paths_of_requests(slices))
     for way in found:
@@ -165,7 +165,7 @@ def test_a_way_leads_through_every_slice_of_its_request_in_the_order_of_their_be
 
 
 @given(LINES)
-def test_slices_of_a_thread_do_not_overlap_and_every_event_of_a_flow_lies_within_one(lines: list[TraceSpan]) -> None:
+def test_slices_of_a_thread_do_not_overlap_and_every_event_of_a_flow_lies_within_one(lines: list[RecordedSpan]) -> None:
     made: list[dict[str, Any]] = list(events(PROCESSES, slices_of(lines, BEGAN_S)))
     threads: defaultdict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)
     for event in made:
@@ -185,21 +185,25 @@ def test_slices_of_a_thread_do_not_overlap_and_every_event_of_a_flow_lies_within
 
 def test_a_step_that_came_back_together_with_another_is_on_its_lane() -> None:
     times = [(0.0, 0.01), (0.01, 0.01), (0.01, 0.02)]
-    steps = [TraceSpan(process=0, track="steps", name="s", begin_s=BEGAN_S + a, end_s=BEGAN_S + b) for a, b in times]
+    steps = [RecordedSpan(process=0, track="steps", name="s", begin_s=BEGAN_S + a, end_s=BEGAN_S + b) for a, b in times]
     slices = slices_of(steps, BEGAN_S)
     assert [each.lane for each in slices] == [0, 0, 0] and slices[1].end_us - slices[1].begin_us == 1
 
 
 def test_the_file_is_json_and_names_every_process_and_thread(tmp_path: Path) -> None:
     lines = [
-        TraceSpan(process=0, track="steps", name="prefill step", begin_s=BEGAN_S, end_s=BEGAN_S + 0.5),
-        TraceSpan(process=0, track="chunks", name="chunk", begin_s=BEGAN_S, end_s=BEGAN_S + 0.5, request="a", args={"tokens": 8}),
-        TraceSpan(process=0, track="chunks", name="chunk", begin_s=BEGAN_S, end_s=BEGAN_S + 0.5, request="b", args={"tokens": 4}),
-        TraceSpan(
+        RecordedSpan(process=0, track="steps", name="prefill step", begin_s=BEGAN_S, end_s=BEGAN_S + 0.5),
+        RecordedSpan(
+            process=0, track="chunks", name="chunk", begin_s=BEGAN_S, end_s=BEGAN_S + 0.5, request="a", args={"tokens": 8}
+        ),
+        RecordedSpan(
+            process=0, track="chunks", name="chunk", begin_s=BEGAN_S, end_s=BEGAN_S + 0.5, request="b", args={"tokens": 4}
+        ),
+        RecordedSpan(
             process=0, track="pushes", name="push", begin_s=BEGAN_S, end_s=BEGAN_S + 0.1, request="a", args={"bytes": 2_000_000}
         ),
     ]
-    status = TraceStatus(state="over", began_s=BEGAN_S, seconds=2.0, processes=PROCESSES)
+    status = RecordingStatus(state="over", began_s=BEGAN_S, seconds=2.0, processes=PROCESSES)
     slices = slices_of(lines, BEGAN_S)
     path = tmp_path / "trace.json.gz"
     assert write(str(path), status, slices) == path.stat().st_size
