@@ -68,11 +68,10 @@ class Spread(msgspec.Struct, frozen=True, kw_only=True):
         p90 = ordered[math.ceil(0.9 * len(ordered)) - 1]
         return cls(least=ordered[0], median=statistics.median(ordered), p90=p90, most=ordered[-1])
 
-    def text(self, form: str) -> str:
+    def text(self, form: str, scale: float = 1.0) -> str:
         """The median in this format, and between which values it lies where there are several."""
-        if self.least == self.most:
-            return f"{self.median:{form}}"
-        return f"{self.median:{form}} ({self.least:{form}} … {self.most:{form}})"
+        least, median, most = (format(scale * value, form) for value in (self.least, self.median, self.most))
+        return median if self.least == self.most else f"{median} ({least} … {most})"
 
 
 class Goal(msgspec.Struct, frozen=True, kw_only=True):

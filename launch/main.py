@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 from bench import options
 from bench.cpu_peers import plan as cpu_peers_plan
-from bench.engine import plan as engine_plan
 from common.config import AccessConfig, EngineConfig, InstanceConfig, LogConfig, ModelConfig, RouterConfig, SecurityConfig
 from common.errors import ConfigError
 from common.flags import C, ConfigClass, add_flags, read_config, to_flags, with_defaults
@@ -124,10 +123,6 @@ def _add_simulate(commands: Any) -> None:
 def _add_bench(commands: Any) -> None:
     bench = commands.add_parser("bench", help="measure this machine, or a server", allow_abbrev=False)
     benches = bench.add_subparsers(title="benchmarks", metavar="WHAT", required=True)
-    engine = add_command(
-        benches, "engine", "build, check and time the engine on one device: decode steps, prefill, memory, pushes", _bench_engine
-    )
-    add_flags(engine, engine_plan.EngineBench, EngineConfig, without=OF_TIMED)
     offline = add_command(
         benches, "offline", "measure the throughput of one engine, with its scheduler and without HTTP", _bench_offline
     )
@@ -138,7 +133,7 @@ def _add_bench(commands: Any) -> None:
     )
     add_flags(cpu_peers, cpu_peers_plan.CpuPeersBench)
     _add_loads(benches)
-    parsers = (engine, offline, cpu_peers)
+    parsers = (offline, cpu_peers)
     for parser in parsers:
         for flag, explanation in BENCH_SWITCHES.items():
             parser.add_argument(flag, action="store_true", help=explanation)
@@ -204,17 +199,6 @@ def _simulate(flags: argparse.Namespace) -> int:
     router = read_config(RouterConfig, flags, max_requests=RouterConfig().max_requests)
     command = _bench_command(flags, ("--markdown",), fleet, load, router)
     return run(fleet, load, dataclasses.replace(router, max_requests=fleet.max_requests), command, flags.markdown)
-
-
-def _bench_engine(flags: argparse.Namespace) -> int:
-    bench, engine = read_config(engine_plan.EngineBench, flags), read_config(EngineConfig, flags)
-    environment.prepare(engine.threads)
-    from bench.engine.run import run
-
-    command = _bench_command(flags, BENCH_SWITCHES, bench, engine)
-    if flags.quick:
-        bench, engine = with_defaults(bench, engine_plan.QUICK), with_defaults(engine, engine_plan.QUICK_ENGINE)
-    return run(bench, engine, flags.quick, command, flags.markdown)
 
 
 def _bench_offline(flags: argparse.Namespace) -> int:

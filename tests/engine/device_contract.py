@@ -14,8 +14,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from bench.engine.batch import OfflinePlanner
-from bench.engine.device import memory_of
+from benchmarks.engine_steps import memory_of
 from common.executor import Chunk, Plan, RowStart, StepResult
 from common.ids import Int32Array
 from common.sampling_params import SamplingParams
@@ -24,6 +23,7 @@ from engine.step_runner import PendingStep
 from tests.engine import exact
 from tests.engine.checkpoints import VOCAB, llama, mistral, qwen2, qwen3, saved
 from tests.engine.driver import Driver
+from tests.engine.planned import SequencePlanner
 
 GREEDY = SamplingParams(max_new_tokens=99, temperature=0.0)
 SAMPLED = SamplingParams(max_new_tokens=99, temperature=0.9, top_p=0.95, seed=11)
@@ -74,7 +74,7 @@ class EngineContract:
         random = np.random.default_rng(1)
         asked, counts = random.integers(1, 40, (2, 14))
         assert int(((asked + counts) // 16).sum()) > made.description.total_pages, "pages are used again"
-        planner = OfflinePlanner(made.description, 24, asked, np.minimum(counts, 20), sampling)
+        planner = SequencePlanner(made.description, 24, asked, np.minimum(counts, 20), sampling)
         plans = list(iter(planner.next, None))
         one, two, many = ([r.tokens.tolist() for r in self.results(made, plans, count)] for count in (1, 2, MANY_IN_FLIGHT))
         assert two == one and many == one

@@ -53,6 +53,10 @@ def no_waiting() -> Iterator[None]:
         (5, 1, 128, 16, torch.bfloat16, "bfloat16", "layer"),
         (4, 2, 256, 16, torch.bfloat16, "bfloat16", "layer"),
         (8, 2, 128, 16, torch.bfloat16, "float8_e4m3fn", "layer"),
+        (16, 8, 128, 16, torch.bfloat16, "bfloat16", "layer"),
+        (32, 8, 128, 16, torch.bfloat16, "float8_e4m3fn", "layer"),
+        (40, 8, 128, 16, torch.bfloat16, "bfloat16", "layer"),
+        (40, 8, 128, 16, torch.bfloat16, "float8_e4m3fn", "layer"),
     ],
 )
 @torch.inference_mode()

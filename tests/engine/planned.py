@@ -1,7 +1,8 @@
 """Plans for an engine without a scheduler: rows that start, decode and end, with pages that they get as they grow.
 
-Owns which pages a row has. Knows plans; does not know executors or time. Its work for a step does not grow with the rows'
-lengths, so a measurement is one of the engine.
+No plan depends on an answer, so all of them can be made before the first one runs.
+
+Owns which pages a row has. Knows plans; does not know executors or time.
 """
 
 from collections.abc import Sequence
@@ -16,7 +17,7 @@ from common.sampling_params import SamplingParams
 GREEDY = SamplingParams(max_new_tokens=1, temperature=0.0, ignore_eos=True)
 
 
-class Batch:
+class PlannedBatch:
     """The rows of an engine. A page that a row gave up may be given out in the next plan, because plans run in order."""
 
     def __init__(self, engine: EngineDescription, sampling: SamplingParams = GREEDY) -> None:
@@ -63,7 +64,7 @@ class Batch:
         return self._free[self.free_pages : self.free_pages + count].copy()
 
 
-class OfflinePlanner:
+class SequencePlanner:
     """Runs sequences through a batch: prompts in chunks beside the decode steps of others, first come, first served. A sequence
     starts when a row is free and the pages of its whole length are."""
 
@@ -76,7 +77,7 @@ class OfflinePlanner:
         sampling: SamplingParams = GREEDY,
     ) -> None:
         """prompts, answers: how many tokens each sequence has of them, [sequences]. A prompt's are random."""
-        self._batch = Batch(engine, sampling)
+        self._batch = PlannedBatch(engine, sampling)
         self._engine, self._chunk_tokens = engine, chunk_tokens
         random = np.random.default_rng(11)
         self.prompts = [random.integers(0, engine.model.vocab_size, count).astype(np.int32) for count in prompts]

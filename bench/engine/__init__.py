@@ -1,1 +1,0 @@
-"""`launch bench engine`: builds, checks and times the engine on one device."""

@@ -1,0 +1,586 @@
+"""The engine on one device, built, checked and timed in processes of its own.
+
+Owns the flags, the tasks in their order, the figures, the goals and the report. A task that fails or takes too long is
+reported in its place, with what it had found by then, and the next goes on. Uses no device: tasks are done by
+`benchmarks/engine_worker.py`. Run it as `python -m benchmarks.engine`.
+"""
+
+import itertools
+import re
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, ClassVar, Literal, TypeAlias, TypeVar, get_args
+
+import msgspec
+
+from bench.report import BenchOutcome, Goal, Spread, say, this_hardware
+from benchmarks.command import Invocation, start
+from common.config import DEMO_MODEL, EngineConfig
+from common.options import option, parse_numbers, require, require_above_0, require_at_least
+from common.processes.child import KILL_S, ChildEnded, Respondent
+from common.processes.lines import JsonLine, Progress
+from launch import environment
+
+Section = Literal["ceilings", "build", "host", "sampling", "checks", "steps", "floor"]
+SECTIONS: tuple[Section, ...] = get_args(Section)
+
+_QWEN3 = {
+    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "head_dim": 128,
+    "num_key_value_heads": 8, "vocab_size": 151936, "rope_theta": 1e6,
+    "max_position_embeddings": 40960, "tie_word_embeddings": False,
+}  # fmt: skip
+_COMMON = {"hidden_act": "silu", "rms_norm_eps": 1e-6, "eos_token_id": 2}
+SHAPES: dict[str, dict[str, Any]] = {
+    "Qwen3-0.6B": _COMMON | _QWEN3 | {
+        "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16,
+        "tie_word_embeddings": True,
+    },
+    "Qwen3-30M": _COMMON | _QWEN3 | {
+        "hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 7, "num_attention_heads": 8,
+        "num_key_value_heads": 4, "head_dim": 64, "vocab_size": 16384, "tie_word_embeddings": True,
+    },
+    "Llama-3-8B": _COMMON | {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama",
+        "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 128256, "rope_theta": 5e5,
+        "max_position_embeddings": 8192, "tie_word_embeddings": False, "rms_norm_eps": 1e-5,
+    },
+    "Qwen3-14B": _COMMON | _QWEN3 | {
+        "hidden_size": 5120, "intermediate_size": 17408, "num_hidden_layers": 40, "num_attention_heads": 40,
+    },
+    "tiny": _COMMON | _QWEN3 | {
+        "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "head_dim": 64, "vocab_size": 512, "max_position_embeddings": 512,
+        "tie_word_embeddings": True,
+    },
+}  # fmt: skip
+"""config.json of each model, as far as its speed depends on it. tiny: to show that everything works."""
+GOAL_MODEL, GOAL_BATCH, GOAL_CONTEXT, GOAL_PROMPT, GOAL_ROWS = "Llama-3-8B", 32, 2048, 8192, 256
+LEAST_MEMORY_SHARE, LEAST_MATMUL_SHARE, MOST_HOST_MS = 70, 60, 0.5
+MISSING = "–"
+PROGRESS = ("loading", "making", "measuring", "capturing")
+"""How lines of a start begin that are mere progress."""
+LEAST_S = 5.0
+"""A task is not begun with less time than this."""
+BUILDS_AT_ONCE = 6
+STEADY = "Shares are of what the device did in the same run."
+OF_TIMED = ("executor", "step_cost")
+"""Fields of the engine that are no flags here: what is measured computes."""
+_ERROR = re.compile(r"[A-Za-z][\w.]*(Error|Exception|Failed|Refused|Ended): ")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineBench:
+    """What is measured, and how long."""
+
+    models: str = option(
+        "Qwen3-0.6B,Llama-3-8B,Qwen3-14B", f"shapes of random weights, with commas between them: of {', '.join(SHAPES)}"
+    )
+    batches: str = option("1,8,32,128,256", "decode steps: how many rows")
+    contexts: str = option("512,2048,8192", "decode steps: tokens that each row has")
+    prompt_tokens: int = option(8192, "prefill: tokens of the prompt")
+    prompt_chunks: str = option("512,2048,8192", "prefill: tokens of a chunk; no chunk is longer than the prompt")
+    rounds: int = option(20, "decode steps timed for each batch and context; fewer repeats elsewhere")
+    only: str = option("", f"sections, with commas between them, of {', '.join(SECTIONS)}; default: all")
+    budget_s: float = option(540.0, "seconds for everything; what does not fit is reported as not measured")
+    json: str = option("", "write every figure to this file")
+
+    def __post_init__(self) -> None:
+        names = self.shapes
+        require(len(names) > 0 and set(names) <= SHAPES.keys(), "models", f"of {', '.join(SHAPES)}", ", ".join(names))
+        require(set(_parts(self.only)) <= set(SECTIONS), "only", f"of {', '.join(SECTIONS)}", self.only)
+        sizes = {"batches": self.batch_sizes, "contexts": self.context_lengths, "prompt-chunks": self.chunk_lengths}
+        for flag, numbers in sizes.items():
+            require(min(numbers) >= 1, flag, "at least 1 each", min(numbers))
+        require_at_least(self, prompt_tokens=1, rounds=2)
+        require_above_0(self, "budget_s")
+
+    @property
+    def shapes(self) -> tuple[str, ...]:
+        return _parts(self.models)
+
+    @property
+    def sections(self) -> tuple[Section, ...]:
+        """In their order. The ceilings are always among them: other figures are shares of them."""
+        chosen = _parts(self.only) or SECTIONS
+        return tuple(name for name in SECTIONS if name in chosen or name == "ceilings")
+
+    @property
+    def batch_sizes(self) -> tuple[int, ...]:
+        return tuple(sorted(set(parse_numbers(self.batches, "batches", int))))
+
+    @property
+    def context_lengths(self) -> tuple[int, ...]:
+        return tuple(sorted(set(parse_numbers(self.contexts, "contexts", int))))
+
+    @property
+    def chunk_lengths(self) -> tuple[int, ...]:
+        """No longer than the prompt, each once."""
+        chunks = parse_numbers(self.prompt_chunks, "prompt-chunks", int)
+        return tuple(sorted({min(self.prompt_tokens, chunk) for chunk in chunks}))
+
+
+def _parts(text: str) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
+
+
+QUICK: dict[str, Any] = {
+    "models": "tiny", "batches": "1,4", "contexts": "32,96", "prompt_tokens": 96, "prompt_chunks": "32,96", "rounds": 3,
+}  # fmt: skip
+QUICK_ENGINE: dict[str, Any] = {"max_running": 4, "chunk_tokens": 32, "page_size": 8, "kv_memory": "4MiB"}
+
+
+# --- tasks -------------------------------------------------------------------------------------------------------------------
+
+
+class EngineTask(JsonLine, frozen=True, kw_only=True):
+    """Something to measure or to check, in a process of its own, and so on a device where nothing else of this has memory."""
+
+    section: Section
+    label: str
+    bench: EngineBench
+    engine: EngineConfig
+    is_quick: bool
+    limit_s: float
+    """After this time it is stopped. What it has reported by then is kept."""
+    model: str = ""
+    vocab_size: int = 0
+    """The sampled vocabulary; 0: the model's own."""
+
+
+def tasks(bench: EngineBench, engine: EngineConfig, is_quick: bool, on_cuda: bool) -> Iterator[EngineTask]:
+    """In their order: what matters most comes first, because the time may not be enough for all. on_cuda: there are graphs, and
+    kernels to compile."""
+    for section in bench.sections:
+        make = partial(EngineTask, section=section, label=section, bench=bench, engine=engine, is_quick=is_quick, limit_s=60.0)
+        match section:
+            case "ceilings" | "host":
+                yield make()
+            case "sampling":
+                for name, size in [("tiny", 512)] if is_quick else [(DEMO_MODEL, 0), ("tiny", 32_000), ("tiny", 151_936)]:
+                    label = f"sampling {name}, vocabulary of {size or 'its own'}"
+                    yield make(label=label, limit_s=150.0, model=name, vocab_size=size)
+            case "build":
+                fp8 = replace(engine, kv_dtype="fp8_e4m3")
+                for name in (DEMO_MODEL, *bench.shapes) if on_cuda else ():
+                    yield make(label=f"build {name}", limit_s=240.0, model=name)
+                for name in (DEMO_MODEL, bench.shapes[0]) if on_cuda else ():
+                    yield make(label=f"build {name}, FP8 pages", limit_s=240.0, model=name, engine=fp8)
+            case "checks":
+                yield make(label="check answers", limit_s=120.0)
+            case "steps" | "floor":
+                limit_s, shapes = (100.0, bench.shapes) if section == "steps" else (300.0, () if on_cuda else bench.shapes)
+                room = replace(
+                    engine,
+                    chunk_tokens=max(*bench.chunk_lengths, engine.chunk_tokens),
+                    context_tokens=max(*bench.context_lengths, bench.prompt_tokens),
+                    max_running=max(*bench.batch_sizes, engine.max_running),
+                )
+                yield from (make(label=f"{section} {name}", limit_s=limit_s, model=name, engine=room) for name in shapes)
+
+
+# --- figures -----------------------------------------------------------------------------------------------------------------
+
+
+class Ceilings(JsonLine, frozen=True, kw_only=True):
+    """What the device can do: copies, and products of matrices."""
+
+    device: str
+    copy_gb_per_s: Spread
+    """Bytes read and written, 10^9."""
+    matmul: str
+    """Such as "8192^3 bfloat16"."""
+    matmul_tflop_per_s: Spread
+
+
+class EngineFigure(JsonLine, frozen=True, kw_only=True):
+    """A figure that is a line of a table."""
+
+    title: ClassVar[str]
+    heads: ClassVar[tuple[str, ...]]
+
+    def cells(self, ceilings: Ceilings | None) -> tuple[str, ...]:
+        raise NotImplementedError
+
+
+class Agreement(EngineFigure, frozen=True, kw_only=True):
+    """How many tokens of answers are those of others: up to the first of an answer that differs, because what follows that has
+    another past."""
+
+    title = "Equal tokens, up to the first of an answer that differs"
+    heads = ("what", "tokens", "of", "")
+    what: str
+    equal: int
+    total: int
+    must_be_equal: bool
+    """All of them; else it is a measurement without a verdict."""
+    skipped: str = ""
+    """Why nothing was compared."""
+
+    def cells(self, ceilings: Ceilings | None) -> tuple[str, ...]:
+        last = f"not checked: {self.skipped}" if self.skipped else f"{self.equal / self.total:.1%}"
+        return self.what, str(self.equal), str(self.total), last
+
+
+class Built(EngineFigure, frozen=True, kw_only=True):
+    """A model was started with one layer, which compiles its kernels."""
+
+    title = "Builds, all at once"
+    heads = ("what", "s")
+    what: str
+    seconds: float
+
+    def cells(self, ceilings: Ceilings | None) -> tuple[str, ...]:
+        return self.what, f"{self.seconds:.1f}"
+
+
+class Started(EngineFigure, frozen=True, kw_only=True):
+    """A model runner was started."""
+
+    title = "Start-up"
+    heads = ("model", "dtype", "s", "weights read, GB", "pages, GB", "context", "phases, s")
+    model: str
+    dtype: str
+    seconds: float
+    phases: dict[str, float]
+    """The first words of what it said at each phase, and the seconds until the next."""
+    said: list[str]
+    """Every line."""
+    weight_bytes: int
+    """What a decode step reads."""
+    pool_bytes: int
+    context_tokens: int
+    free_bytes: int | None
+    """What is left of the device's memory; None on CPU."""
+
+    def cells(self, ceilings: Ceilings | None) -> tuple[str, ...]:
+        sizes = f"{self.weight_bytes / 1e9:.2f}", f"{self.pool_bytes / 1e9:.2f}", str(self.context_tokens)
+        phases = ", ".join(f"{name} {seconds:.1f}" for name, seconds in self.phases.items())
+        return self.model, self.dtype, f"{self.seconds:.1f}", *sizes, phases
+
+
+class DecodeStep(EngineFigure, frozen=True, kw_only=True):
+    """A decode step of `batch` rows with about `context` tokens each."""
+
+    title = "Decode steps"
+    heads = ("model", "context", "batch", "ms", "device, ms", "launch, ms", "idle", "GB/s", "of the copy")
+    model: str
+    batch: int
+    context: int
+    skipped: str = ""
+    """Why it was not measured."""
+    step_ms: Spread | None = None
+    """From the end of one step to the end of the next, two in flight."""
+    device_ms: Spread | None = None
+    """The time of the device alone; None on CPU."""
+    launch_ms: Spread | None = None
+    """Until the host has given the step to the device."""
+    read_bytes: int = 0
+    """Weights and KV."""
+
+    def memory_share(self, ceilings: Ceilings | None) -> float | None:
+        """Of the time that a step takes, the part that reading its bytes at the speed of a copy takes."""
+        if self.step_ms is None or ceilings is None:
+            return None
+        return self.read_bytes / (ceilings.copy_gb_per_s.median * 1e9) / (self.step_ms.median / 1e3)
+
+    @property
+    def gap_share(self) -> float | None:
+        """The part of a step's time in which the device has nothing to do."""
+        if self.step_ms is None or self.device_ms is None:
+            return None
+        return max(0.0, 1 - self.device_ms.median / self.step_ms.median)
+
+    def cells(self, ceilings: Ceilings | None) -> tuple[str, ...]:
+        which = self.model, str(self.context), str(self.batch)
+        if self.step_ms is None:
+            return (*which, *[MISSING] * 5, f"not measured: {self.skipped}")
+        times = [MISSING if each is None else f"{each.median:.2f}" for each in (self.device_ms, self.launch_ms)]
+        speed = f"{self.read_bytes / self.step_ms.median / 1e6:.0f}"
+        shares = _percent(self.gap_share, 0), speed, _percent(self.memory_share(ceilings), 1)
+        return (*which, self.step_ms.text(".2f"), *times, *shares)
+
+
+class Prefill(EngineFigure, frozen=True, kw_only=True):
+    """A prompt, chunk after chunk."""
+
+    title = "Prefill"
+    heads = ("model", "tokens", "chunk", "ms", "tokens/s", "TFLOP/s", "of the product")
+    model: str
+    tokens: int
+    chunk_tokens: int
+    seconds: Spread
+    flop: float
+    """The operations of all products of matrices, attention's included."""
+
+    def matmul_share(self, ceilings: Ceilings | None) -> float | None:
+        return None if ceilings is None else self.flop / self.seconds.median / (ceilings.matmul_tflop_per_s.median * 1e12)
+
+    def cells(self, ceilings: Ceilings | None) -> tuple[str, ...]:
+        speeds = f"{self.tokens / self.seconds.median:.0f}", f"{self.flop / self.seconds.median / 1e12:.3g}"
+        milliseconds = self.seconds.text(".1f", scale=1e3)
+        return (
+            self.model,
+            str(self.tokens),
+            str(self.chunk_tokens),
+            milliseconds,
+            *speeds,
+            _percent(self.matmul_share(ceilings), 1),
+        )
+
+
+class Floor(EngineFigure, frozen=True, kw_only=True):
+    """A step and its floor."""
+
+    title = "Steps on CPU and their floor, ms: medians of the rounds (goal: at most 1.15)"
+    heads = ("model", "step", "rows", "context", "step", "products alone", "attention at the memory's speed", "ratio")
+    model: str
+    step: str
+    """"decode", or "prefill" of one row whose prompt is `context` tokens."""
+    rows: int
+    context: int
+    skipped: str = ""
+    """Why it was not measured."""
+    step_ms: Spread | None = None
+    products_ms: Spread | None = None
+    """Its products of matrices alone, SwiGLU included, which is a part of one."""
+    attention_ms: Spread | None = None
+    """Its KV read once at the speed of the memory; in prefill at least its operations at the speed of the products."""
+    ratio: Spread | None = None
+    """The step to its floor in each round, in which they took turns: the memory of a host that others use too may be twice as
+    fast in one second as in the next."""
+
+    def cells(self, ceilings: Ceilings | None) -> tuple[str, ...]:
+        which = self.model, self.step, str(self.rows), str(self.context)
+        if self.ratio is None:
+            return (*which, *[MISSING] * 3, f"not measured: {self.skipped}")
+        parts = self.step_ms, self.products_ms, self.attention_ms
+        return (*which, *(f"{part.median:.2f}" for part in parts if part is not None), self.ratio.text(".2f"))
+
+
+class HostWork(EngineFigure, frozen=True, kw_only=True):
+    """The executor's part of the host's work for a decode step: `StepRunner.launch` with a model that computes nothing."""
+
+    title = "Host work of the executor, ms"
+    heads = ("device", "rows", "graphs", "launch", "attention")
+    device: str
+    rows: int
+    graphs: bool
+    attention: str
+    launch_ms: Spread
+
+    def cells(self, ceilings: Ceilings | None) -> tuple[str, ...]:
+        attention = self.attention.split(",")[0].removeprefix("attention: ")
+        return self.device, str(self.rows), "on" if self.graphs else "off", self.launch_ms.text(".3f"), attention
+
+
+class SampledStep(EngineFigure, frozen=True, kw_only=True):
+    """A decode step in which each row asks for the same, greedily where nothing else is said."""
+
+    title = "What sampling parameters cost"
+    heads = ("model", "vocabulary", "rows", "asked", "ms", "to a plain step")
+    model: str
+    vocab_size: int
+    rows: int
+    asked: str
+    step_ms: Spread
+    ratio: float
+    """The step to one of the same run in which no row asks for anything."""
+
+    def cells(self, ceilings: Ceilings | None) -> tuple[str, ...]:
+        return self.model, str(self.vocab_size), str(self.rows), self.asked, self.step_ms.text(".2f"), f"{self.ratio:.2f}"
+
+
+Figure: TypeAlias = Ceilings | Agreement | Built | Started | DecodeStep | Prefill | Floor | HostWork | SampledStep
+TABLES: tuple[type[EngineFigure], ...] = (Built, Agreement, HostWork, SampledStep, Floor, Prefill, DecodeStep)
+"""Behind the start-up. What matters most comes last, because the end of an output is what one sees."""
+TitledTable: TypeAlias = tuple[str, list[tuple[str, ...]]]
+F = TypeVar("F")
+
+
+class Done(JsonLine, frozen=True, kw_only=True):
+    """A task is over."""
+
+
+class TaskRun(JsonLine, frozen=True, kw_only=True):
+    """What became of a task."""
+
+    label: str
+    seconds: float
+    failure: str = ""
+    """Why it did not come to its end, in one line; empty if it did."""
+    account: str = ""
+    """All that is known of that."""
+
+
+class EngineOutcome(BenchOutcome, frozen=True, kw_only=True):
+    """All that is known at the end."""
+
+    device: str
+    seconds: float
+    runs: list[TaskRun]
+    figures: list[Figure]
+
+
+def _of(kind: type[F], figures: Sequence[Figure]) -> list[F]:
+    return [figure for figure in figures if isinstance(figure, kind)]
+
+
+def ceilings_of(figures: Sequence[Figure]) -> Ceilings | None:
+    return next(iter(_of(Ceilings, figures)), None)
+
+
+def _percent(share: float | None, digits: int) -> str:
+    return MISSING if share is None else f"{share:.{digits}%}"
+
+
+def judge(figures: Sequence[Figure]) -> Iterator[Goal]:
+    """The checks, then the goals of speed, which are goals of one Hopper card."""
+    for tokens in _of(Agreement, figures):
+        if tokens.must_be_equal:
+            met = None if tokens.skipped else tokens.equal == tokens.total
+            figure = f"not checked: {tokens.skipped}" if tokens.skipped else f"{tokens.equal} of {tokens.total} tokens"
+            yield Goal(rule=tokens.what, met=met, figure=figure)
+    ceilings = ceilings_of(figures)
+    steps = [step for step in _of(DecodeStep, figures) if step.model == GOAL_MODEL and step.batch == GOAL_BATCH]
+    fills = [fill for fill in _of(Prefill, figures) if (fill.model, fill.tokens) == (GOAL_MODEL, GOAL_PROMPT)]
+    for rule, least, shares in (
+        (
+            f"a decode step of {GOAL_BATCH} rows and {GOAL_CONTEXT} tokens at {LEAST_MEMORY_SHARE} % of the speed of a copy or "
+            "more",
+            LEAST_MEMORY_SHARE,
+            [step.memory_share(ceilings) for step in steps if step.context == GOAL_CONTEXT],
+        ),
+        (
+            f"prefill of {GOAL_PROMPT} tokens at {LEAST_MATMUL_SHARE} % of the speed of a product of matrices or more, with the "
+            "best chunk",
+            LEAST_MATMUL_SHARE,
+            [fill.matmul_share(ceilings) for fill in fills],
+        ),
+    ):
+        best = max((100 * share for share in shares if share is not None), default=None)
+        met, figure = (None, "not measured") if best is None else (best >= least, f"{best:.1f} %")
+        yield Goal(rule=f"{GOAL_MODEL}: {rule}", met=met, figure=figure)
+    host = max((work.launch_ms.median for work in _of(HostWork, figures) if work.rows == GOAL_ROWS), default=None)
+    yield Goal(
+        rule=f"the executor's host work for {GOAL_ROWS} decode rows below {MOST_HOST_MS} ms (the scheduler adds its own)",
+        met=None if host is None else host < MOST_HOST_MS,
+        figure="not measured" if host is None else f"{host:.3f} ms",
+    )
+
+
+def tables(figures: Sequence[Figure]) -> Iterator[TitledTable]:
+    """Those that have figures, each with its title and its heads."""
+    ceilings, starts = ceilings_of(figures), _of(Started, figures)
+    if starts:
+        yield Started.title, [Started.heads, *(start.cells(ceilings) for start in starts)]
+        said = [(start.model, text) for start in starts for text in dict.fromkeys(start.said) if not text.startswith(PROGRESS)]
+        yield "What each model's start said", [("model", ""), *said]
+    for kind in TABLES:
+        found = _of(kind, figures)
+        if found:
+            yield kind.title, [kind.heads, *(figure.cells(ceilings) for figure in found)]
+
+
+# --- running -----------------------------------------------------------------------------------------------------------------
+
+
+def run(invocation: Invocation) -> int:
+    """Returns the exit status: 1 if a task failed, else 0, goals met or not."""
+    bench, engine = invocation.config(EngineBench, QUICK), invocation.config(EngineConfig, QUICK_ENGINE)
+    environment.prepare(engine.threads)
+    hardware = this_hardware()
+    on_cuda = engine.device.startswith("cuda") or (engine.device == "auto" and bool(hardware.gpus))
+    began = time.monotonic()
+    done = TaskRuns(began + bench.budget_s)
+    every = tasks(bench, engine, invocation.is_quick, on_cuda)
+    for is_build, group in itertools.groupby(every, lambda task: task.section == "build"):
+        with ThreadPoolExecutor(BUILDS_AT_ONCE if is_build else 1) as pool:  # no build is timed for its own sake
+            list(pool.map(done.do, group))
+    outcome = EngineOutcome(
+        command=invocation.command,
+        hardware=hardware,
+        goals=list(judge(done.figures)),
+        device=engine.device,
+        seconds=time.monotonic() - began,
+        runs=done.runs,
+        figures=done.figures,
+    )
+    settings, ceilings = f"device {outcome.device}, {outcome.seconds:.0f} s in all", ceilings_of(outcome.figures)
+    if ceilings is not None:
+        copy, product = ceilings.copy_gb_per_s.text(".0f"), ceilings.matmul_tflop_per_s.text(".3g")
+        settings += f"; a copy on {ceilings.device} moves {copy} GB/s, a product of {ceilings.matmul} makes {product} TFLOP/s"
+    runs = [(run.label, f"{run.seconds:.1f}", run.failure or MISSING) for run in outcome.runs]
+    found: list[TitledTable] = [("What ran", [("task", "s", "not measured because"), *runs]), *tables(outcome.figures)]
+    body: list[str] = []
+    for title, table in found:
+        body += [f"### {title}" if invocation.is_markdown else f"{title}:", invocation.table(table)]
+    invocation.publish(outcome, settings, STEADY, body, bench.json)
+    return 1 if any(run.failure for run in outcome.runs) else 0
+
+
+class TaskRuns:
+    """What is known so far. until: on the monotonic clock."""
+
+    def __init__(self, until: float) -> None:
+        self.figures: list[Figure] = []
+        self.runs: list[TaskRun] = []
+        self._until = until
+
+    def do(self, task: EngineTask) -> None:
+        began = time.monotonic()
+        left_s = min(task.limit_s, self._until - began)
+        if left_s < LEAST_S:
+            self.runs.append(TaskRun(label=task.label, seconds=0.0, failure="no time was left (--budget-s)"))
+            return
+        say(task.label)
+        account = ""
+        try:
+            for figure in figures_of(task, began + left_s):
+                self.figures.append(figure)
+        except (ChildEnded, TimeoutError) as error:
+            account = str(error)
+            say(f"{task.label} failed: {account}")
+        seconds = time.monotonic() - began
+        self.runs.append(TaskRun(label=task.label, seconds=seconds, failure=reason_of(account), account=account))
+
+
+def figures_of(task: EngineTask, until: float) -> Iterator[Figure]:
+    """The figures of a task as its process finds them. Raises ChildEnded, or TimeoutError at that time of the monotonic clock."""
+    decoder = msgspec.json.Decoder[Figure | Progress | Done](Figure | Progress | Done)
+    command = [sys.executable, "-P", "-m", "benchmarks.engine_worker"]
+    child: Respondent[EngineTask, Figure | Progress | Done] = Respondent("engine worker", command, decoder)
+    progress = "its first step"
+    try:
+        child.order(task)
+        while not isinstance(report := child.next_report(until - time.monotonic()), Done):
+            if report is None:
+                raise TimeoutError(f"it took too long and was stopped; it was at: {progress}")
+            if isinstance(report, Progress):
+                progress = report.text
+                say(f"  {task.label}: {progress}")
+            else:
+                yield report
+    finally:
+        child.kill()  # what it has started ends with it
+        child.wait(KILL_S)
+
+
+def reason_of(account: str) -> str:
+    """The reason in an account: the last line that names an error, because CUDA's errors end in general advice; or the last."""
+    lines = [line.strip() for line in account.splitlines() if line.strip()]
+    named = [line for line in lines if _ERROR.match(line)]
+    return (named or lines or [""])[-1]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    explanation = "Build, check and time the engine on one device: decode steps, prefill, memory, pushes."
+    return start("engine", explanation, run, EngineBench, EngineConfig, without=OF_TIMED, arguments=arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

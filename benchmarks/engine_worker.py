@@ -1,0 +1,325 @@
+"""A process of `python -m benchmarks.engine`: does one task and reports each figure as soon as it has it.
+
+Owns the host's work of a step, what sampling parameters cost, and whether whole answers are equal; steps are timed by
+`benchmarks/engine_steps.py`. It ends when the task fails, with the reason as the last line that it prints, or when its parent is
+gone.
+"""
+
+import gc
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import islice
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+from torch import Tensor
+
+from bench.report import Spread
+from benchmarks.engine import (
+    Agreement,
+    Done,
+    EngineTask,
+    Figure,
+    HostWork,
+    SampledStep,
+    Section,
+)
+from benchmarks.engine_steps import (
+    GREEDY,
+    Say,
+    build,
+    checkpoint,
+    current,
+    decode_plans,
+    in_flight,
+    measure_ceilings,
+    measure_floor,
+    measure_steps,
+)
+from common.config import DEMO_MODEL, EngineConfig, ModelConfig
+from common.errors import ConfigError, TandemError
+from common.executor import Chunk, EngineDescription, Plan, RowStart
+from common.ids import Int32Array
+from common.messages import ModelIdentity
+from common.pages.layout import KVLayout
+from common.processes.lines import Progress
+from common.processes.parent import Parent
+from common.sampling_params import Grammar, SamplingParams
+from common.text.tokenizer_manager import TokenizerManager
+from engine.attention.choice import AttentionNeeds, make_attention
+from engine.attention.port import LayerAttention
+from engine.graphs import CudaGraphs
+from engine.kernels.choice import make_kernels
+from engine.kv_memory import KVMemory
+from engine.model_runner import ModelRunner
+from engine.models.port import StepAttention
+from engine.sampler import Sampler
+from engine.step_runner import StepRunner
+
+SAMPLED = SamplingParams(max_new_tokens=1, temperature=0.8, top_p=0.95, top_k=50, seed=5, ignore_eos=True)
+
+
+# --- the host's work ---------------------------------------------------------------------------------------------------------
+
+HOST_ROWS, HOST_CONTEXT, HOST_VOCAB = 256, 1024, 8
+HOST_WARM_STEPS = 20
+
+
+class EmptyModel:
+    """Implements `Model`: its results are there before it is called."""
+
+    capturable = True
+    spared_bytes = 0
+
+    def __init__(self, rows: int, head_dim: int, device: torch.device) -> None:
+        self.attention: Sequence[LayerAttention] = [LayerAttention(head_dim**-0.5)]
+        self._hidden = torch.zeros(rows, 1, device=device)
+        self._logits = torch.zeros(rows, HOST_VOCAB, device=device)
+
+    def hidden(self, token_ids: Tensor, positions: Tensor, attention: StepAttention, wanted: Tensor | None = None) -> Tensor:
+        return self._hidden[: len(token_ids if wanted is None else wanted)]
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return self._logits[: len(hidden)]
+
+
+def measure_host(task: EngineTask, say: Say) -> Iterator[Figure]:
+    """What `StepRunner.launch` costs when the model computes nothing. The device is idle at each launch, so nothing of it is
+    waited for. One row in as many as a page has tokens gets a page in each step; no row starts."""
+    device = current(task.engine.device)
+    on_cuda = device.type == "cuda"
+    head_dim, kv_heads, dtype = (128, 8, "bfloat16") if on_cuda else (8, 1, "float32")
+    layout = KVLayout(layers=1, kv_heads=kv_heads, head_dim=head_dim, page_size=16, dtype=dtype)  # type: ignore[arg-type]
+    said: list[str] = []
+    with torch.cuda.stream(torch.cuda.Stream(device) if on_cuda else None):  # type: ignore[no-untyped-call]
+        memory = KVMemory(layout, HOST_ROWS * layout.pages_for(HOST_CONTEXT), device)
+        steps = empty_step_runner(memory, 4 * kv_heads, task.engine, said.append)
+        has_graphs = on_cuda and task.engine.graphs != "off" and steps.capture(CudaGraphs(), [HOST_ROWS], said.append) is None
+        identity = ModelIdentity(
+            name="", fingerprint="", architecture="", dtype=dtype, vocab_size=HOST_VOCAB, context_tokens=HOST_CONTEXT
+        )
+        description = EngineDescription(
+            model=identity,
+            layout=layout,
+            total_pages=memory.total_pages,
+            max_rows=HOST_ROWS,
+            memory=memory.region,
+            eos_token_ids=(),
+            device=str(device),
+        )
+        taken: list[float] = []
+        rounds = min(10 * task.bench.rounds, 500)
+        for plan in decode_plans(description, HOST_ROWS, HOST_CONTEXT, HOST_WARM_STEPS + rounds):
+            began = time.perf_counter()
+            pending = steps.launch(plan)
+            taken.append(time.perf_counter() - began)
+            pending.wait()
+    yield HostWork(
+        device=str(device),
+        rows=HOST_ROWS,
+        graphs=has_graphs,
+        attention=next((text for text in said if text.startswith("attention")), "torch"),
+        launch_ms=Spread.of(1e3 * seconds for seconds in taken[HOST_WARM_STEPS:]),
+    )
+
+
+def empty_step_runner(memory: KVMemory, query_heads: int, engine: EngineConfig, say: Say) -> StepRunner:
+    device, layout = memory.pool.device, memory.layout
+    kernels, model = make_kernels(device), EmptyModel(HOST_ROWS, layout.head_dim, device)
+    pages_per_row = layout.pages_for(HOST_CONTEXT)
+    needs = AttentionNeeds(memory, query_heads, model.attention, memory.pool.dtype, HOST_ROWS, pages_per_row)
+    return StepRunner(
+        model,
+        kernels,
+        memory,
+        make_attention(needs, engine.attention, kernels, say).attention,
+        Sampler(kernels),
+        max_rows=HOST_ROWS,
+        pages_per_row=pages_per_row,
+        layer_groups=0,
+        vocab_size=HOST_VOCAB,
+    )
+
+
+# --- sampling ----------------------------------------------------------------------------------------------------------------
+
+PROMPT_TOKENS, STEPS_AT_ONCE, SAMPLING_ROWS, QUICK_ROWS = 128, 3, 64, 4
+KINDS: dict[str, dict[str, Any]] = {
+    "nothing": {},
+    "temperature": {"temperature": 0.8},
+    "penalties": {"repetition_penalty": 1.1, "presence_penalty": 0.5, "frequency_penalty": 0.5},
+    "logit_bias of 300 tokens": {"logit_bias": tuple((token, 1.0) for token in range(300))},
+    "min_tokens": {"min_tokens": 99},
+    "8 bad words": {"bad_words": tuple(tuple(range(20 * word, 20 * word + 1 + word % 4)) for word in range(8))},
+    "logprobs 5": {"logprobs": 5},
+}
+WITH_VOCABULARY: dict[str, dict[str, Any]] = {
+    "a JSON schema": {"grammar": Grammar("json_schema", '{"type":"array","items":{"type":"string"}}')},
+    "a regular expression": {"grammar": Grammar("regex", r"(\d{3}-){99}")},
+}
+"""Only of a model that has a tokenizer."""
+
+
+def measure_sampling(task: EngineTask, say: Say) -> Iterator[Figure]:
+    """Decode steps whose rows all ask for the same, beside steps whose rows ask for nothing. Each round times a few steps of
+    every kind, so that all kinds meet the same disturbances."""
+    rows = QUICK_ROWS if task.is_quick else SAMPLING_ROWS
+    with checkpoint(task, vocab_size=task.vocab_size) as (model, engine):
+        runner = ModelRunner(model, replace(engine, max_running=rows, context_tokens=256, kv_memory="256MiB"), say)
+    kinds = KINDS | WITH_VOCABULARY if task.model == DEMO_MODEL else KINDS
+    seconds: dict[str, list[float]] = {kind: [] for kind in kinds}
+    with runner.on_device():
+        for number in range(task.bench.rounds + 1):
+            say(f"round {number}")
+            for kind, fields in kinds.items():
+                sampling = msgspec.structs.replace(GREEDY, max_new_tokens=99, ignore_eos=False, **fields)
+                first, *others = sampling_plans(runner, sampling)
+                runner.steps.launch(first).wait()
+                taken, _ = in_flight(runner, others)
+                if number:  # the first round compiles and warms up
+                    seconds[kind] += taken
+    plain = float(np.median(seconds["nothing"]))
+    for kind, taken in seconds.items():
+        yield SampledStep(
+            model=task.model,
+            vocab_size=runner.description.model.vocab_size,
+            rows=rows,
+            asked=kind,
+            step_ms=Spread.of(1e3 * each for each in taken),
+            ratio=float(np.median(taken)) / plain,
+        )
+
+
+def sampling_plans(runner: ModelRunner, sampling: SamplingParams) -> list[Plan]:
+    """A step in which all rows start, and those that are timed. Nobody has computed the rows' context."""
+    if sampling.grammar is not None and runner.grammars is not None:
+        runner.grammars.prepare(sampling.grammar, lambda: None).wait()
+    described = runner.description
+    pages = described.layout.pages_for(PROMPT_TOKENS + STEPS_AT_ONCE + 1)
+    random = np.random.default_rng(5)
+    starts = tuple(
+        RowStart(
+            row=row,
+            pages=np.arange(row * pages, (row + 1) * pages, dtype=np.int32),
+            sampling=sampling,
+            length=PROMPT_TOKENS - 1,
+            last_token=1,
+            token_ids=random.integers(0, described.model.vocab_size, PROMPT_TOKENS).astype(np.int32),
+        )
+        for row in range(described.max_rows)
+    )
+    rows = np.arange(described.max_rows, dtype=np.int32)
+    return [Plan(number, starts if number == 0 else (), decode_rows=rows) for number in range(STEPS_AT_ONCE + 1)]
+
+
+# --- whole answers -----------------------------------------------------------------------------------------------------------
+
+ROWS, FILLED_ROWS, COUNTED_TOKENS = 8, 5, 40
+Answers = list[list[int]]
+
+
+def check_answers(task: EngineTask, say: Say) -> Iterator[Figure]:
+    """With graphs (on CPU: recordings) and without, with FP8 weights and with FP8 pages. Tokens of graphs must be those of eager
+    steps where the batch has the size of a graph; a graph with rows that only fill it takes other matrix kernels, which round
+    differently, so there the rate is measured. The demo model is to count: it is sure of each digit, so that rounding decides
+    nothing."""
+    sizes: dict[str, Any] = {"kv_memory": "256MiB", "context_tokens": 1024}
+    tokens = COUNTED_TOKENS
+    if task.is_quick:
+        sizes, tokens = {"kv_memory": "4MiB", "context_tokens": 256}, 4
+    eager = replace(task.engine, max_running=ROWS, graph_sizes=str(ROWS), graphs="off", **sizes)
+    tokenizer = TokenizerManager(DEMO_MODEL)
+    prompts = [
+        np.array(tokenizer.encode_chat([{"role": "user", "content": f"Please count from {first} to {first + 19}."}]), np.int32)
+        for first in range(11, 11 + 8 * ROWS, 8)
+    ]
+    greedy, sampled, filled = (ROWS, GREEDY), (ROWS, SAMPLED), (FILLED_ROWS, GREEDY)
+
+    def answers(config: EngineConfig, *cases: tuple[int, SamplingParams]) -> list[Answers]:
+        """The answers of one runner, which is gone at the end. cases: rows and sampling."""
+        runner = ModelRunner(ModelConfig(), config, say)
+        found = [answers_of(runner, prompts[:rows], tokens, sampling) for rows, sampling in cases]
+        del runner
+        gc.collect()
+        return found
+
+    plain, *others, again = answers(eager, greedy, sampled, filled, greedy)
+    yield agreement("eager steps give the same tokens twice", again, plain, must_be_equal=True)
+    in_a_graph = f"{ROWS} rows in a graph of {ROWS}"
+    graphed = (
+        (f"graphs: greedy tokens are those of eager steps, {in_a_graph}", greedy, plain, True),
+        (f"graphs: sampled tokens are those of eager steps, {in_a_graph}", sampled, others[0], True),
+        (f"graphs: tokens of {FILLED_ROWS} rows in a graph of {ROWS}", filled, others[1], False),
+    )
+    weights, pages = replace(eager, dtype="bfloat16", quantization="fp8"), replace(eager, kv_dtype="fp8_e4m3")
+    for config, cases in (
+        (replace(eager, graphs="on"), graphed),
+        (weights, (("FP8 weights (--quantization fp8): tokens as without", greedy, plain, False),)),
+        (pages, (("FP8 pages (--kv-dtype fp8_e4m3): tokens as without", greedy, plain, False),)),
+    ):
+        try:
+            found = answers(config, *(case for _, case, _, _ in cases))
+        except ConfigError as error:
+            for what, _, _, must_be_equal in cases:
+                yield Agreement(what=what, equal=0, total=0, must_be_equal=must_be_equal, skipped=str(error))
+            continue
+        for (what, _, expected, must_be_equal), ours in zip(cases, found, strict=True):
+            yield agreement(what, ours, expected, must_be_equal=must_be_equal)
+
+
+def answers_of(runner: ModelRunner, prompts: Sequence[Int32Array], tokens: int, sampling: SamplingParams) -> Answers:
+    """So many tokens for each prompt: one prompt after the other, then all rows together."""
+    free = iter(np.random.default_rng(7).permutation(runner.description.total_pages).tolist())
+    answers: Answers = []
+    for row, prompt in enumerate(prompts):
+        pages = np.array(list(islice(free, runner.description.layout.pages_for(len(prompt) + tokens))), dtype=np.int32)
+        plan = Plan(row, (RowStart(row, pages, sampling),), (Chunk(row, 0, prompt, last=True),))
+        answers.append(runner.run(plan).tokens.tolist())
+    rows = np.arange(len(prompts), dtype=np.int32)
+    for number in range(1, tokens):
+        for answer, token in zip(answers, runner.run(Plan(len(prompts) + number, decode_rows=rows)).tokens.tolist(), strict=True):
+            answer.append(token)
+    return answers
+
+
+def agreement(what: str, ours: Answers, theirs: Answers, *, must_be_equal: bool) -> Agreement:
+    equal = 0
+    for mine, other in zip(ours, theirs, strict=True):
+        differs = np.flatnonzero(np.array(mine) != np.array(other))
+        equal += int(differs[0]) if len(differs) else len(other)
+    return Agreement(what=what, equal=equal, total=sum(map(len, theirs)), must_be_equal=must_be_equal)
+
+
+# --- the process -------------------------------------------------------------------------------------------------------------
+
+ACTS: Mapping[Section, Callable[[EngineTask, Say], Iterator[Figure]]] = {
+    "ceilings": measure_ceilings,
+    "build": build,
+    "host": measure_host,
+    "sampling": measure_sampling,
+    "checks": check_answers,
+    "steps": measure_steps,
+    "floor": measure_floor,
+}
+
+
+def main() -> None:
+    parent: Parent[EngineTask, Figure | Progress | Done] = Parent(msgspec.json.Decoder(EngineTask))
+
+    def act(task: EngineTask) -> Done:
+        for figure in ACTS[task.section](task, lambda text: parent.report(Progress(text=text))):
+            parent.report(figure)
+        return Done()
+
+    try:
+        parent.obey(act)
+    except TandemError as error:
+        sys.exit(f"{type(error).__name__}: {error}")
+
+
+if __name__ == "__main__":
+    main()

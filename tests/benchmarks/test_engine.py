@@ -1,0 +1,235 @@
+"""`python -m benchmarks.engine` on a CPU: a quick run and what it leaves, what it does about tasks that fail, and its goals."""
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from bench.report import Spread, markdown_table
+from benchmarks.engine import (
+    Ceilings,
+    DecodeStep,
+    EngineBench,
+    EngineTask,
+    Figure,
+    HostWork,
+    Prefill,
+    Section,
+    Started,
+    TaskRuns,
+    figures_of,
+    judge,
+    reason_of,
+    tables,
+    tasks,
+)
+from benchmarks.engine_steps import fill_randomly, memory_of, phases, prefill_flop, shape_folder, step_weight_bytes
+from benchmarks.engine_worker import KINDS
+from common.config import EngineConfig
+from common.errors import ConfigError
+from common.pages.layout import KVLayout
+from engine.kv_memory import KVMemory
+from engine.models.shape import read_served_shape
+
+CPU = EngineConfig(device="cpu", max_running=2, kv_memory="1MiB")
+
+
+def test_a_quick_run_checks_measures_prints_and_writes_what_was_asked_for(tmp_path: Path) -> None:
+    figures = tmp_path / "figures.json"
+    command = [sys.executable, "-m", "benchmarks.engine", "--quick", "--device=cpu", f"--json={figures}"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
+    assert done.returncode == 0, done.stderr
+    outcome = json.loads(figures.read_text())
+    assert outcome["command"].startswith("python -m benchmarks.engine --quick --json=")
+    assert outcome["hardware"]["libraries"]["torch"] == torch.__version__
+    labels = ["ceilings", "host", "sampling tiny, vocabulary of 512", "check answers", "steps tiny", "floor tiny"]
+    assert [(run["label"], run["failure"]) for run in outcome["runs"]] == [(label, "") for label in labels]
+    by_type: dict[str, list[dict[str, Any]]] = {}
+    for figure in outcome["figures"]:
+        by_type.setdefault(figure["type"], []).append(figure)
+    (ceilings,) = by_type["Ceilings"]
+    assert ceilings["device"] == "cpu" and ceilings["matmul"] == "512^3 float32"
+    steps = {(step["batch"], step["context"]): step for step in by_type["DecodeStep"]}
+    assert steps.keys() == {(1, 32), (1, 96), (4, 32), (4, 96)}
+    for step in steps.values():
+        assert step["skipped"] == "" and step["step_ms"]["median"] > 0 and step["launch_ms"]["least"] > 0
+    floors = {(floor["step"], floor["rows"], floor["context"]) for floor in by_type["Floor"] if floor["skipped"] == ""}
+    assert floors == {("decode", *which) for which in steps} | {("prefill", 1, 32), ("prefill", 1, 96)}
+    for floor in by_type["Floor"]:
+        assert all(floor[part]["least"] > 0 for part in ("step_ms", "products_ms", "attention_ms", "ratio"))
+    assert [fill["chunk_tokens"] for fill in by_type["Prefill"]] == [32, 96]
+    (started,) = by_type["Started"]
+    assert started["dtype"] == "float32" and started["pool_bytes"] > 0 and "making random" in started["phases"]
+    (host,) = by_type["HostWork"]
+    assert host["rows"] == 256 and host["graphs"] is False and host["launch_ms"]["median"] > 0
+    sampled = {step["asked"]: step for step in by_type["SampledStep"]}
+    assert sampled.keys() == KINDS.keys() and sampled["nothing"]["ratio"] == 1
+    assert all(step["rows"] == 4 and step["vocab_size"] == 512 and step["ratio"] > 0 for step in sampled.values())
+    assert {tokens["total"] for tokens in by_type["Agreement"]} == {20, 32}, "the filled batch has five rows"
+    assert all(tokens["equal"] == tokens["total"] for tokens in by_type["Agreement"] if tokens["must_be_equal"])
+    assert "Decode steps:" in done.stdout and done.stdout.index("What ran:") < done.stdout.index("Decode steps:")
+    assert "not measured: Llama-3-8B: a decode step of 32 rows and 2048 tokens" in done.stdout
+
+
+TINY = EngineBench(models="tiny")
+
+
+def task(section: Section, bench: EngineBench = TINY) -> EngineTask:
+    return next(task for task in tasks(bench, CPU, is_quick=True, on_cuda=False) if task.section == section)
+
+
+def test_what_a_task_found_before_it_failed_is_kept_and_the_next_task_is_done() -> None:
+    """Its engine has two rows."""
+    bench = EngineBench(models="tiny", batches="1,4", contexts="64", prompt_tokens=32, prompt_chunks="32", rounds=2)
+    runs = TaskRuns(time.monotonic() + 200)
+    runs.do(msgspec.structs.replace(task("steps", bench), engine=CPU))
+    runs.do(task("ceilings"))
+    failed, done = runs.runs
+    assert failed.failure.startswith("IndexError: ") and "last lines of engine worker" in failed.account and done.failure == ""
+    assert [type(figure) for figure in runs.figures] == [Started, Prefill, DecodeStep, Ceilings]
+
+
+def test_a_task_for_which_no_time_is_left_is_not_begun() -> None:
+    runs = TaskRuns(time.monotonic() + 1)
+    runs.do(task("ceilings"))
+    (run,) = runs.runs
+    assert run.failure == "no time was left (--budget-s)" and not runs.figures
+
+
+def test_a_worker_that_does_not_answer_is_given_up_at_its_time() -> None:
+    with pytest.raises(TimeoutError, match="it was at: its first step"):
+        list(figures_of(task("ceilings"), time.monotonic()))
+
+
+def test_the_reason_of_a_failure_is_its_error_and_not_the_advice_behind_it() -> None:
+    account = "exit status 1\n  last lines:\n    Traceback (most recent call last):\n      File x\n    "
+    error = "torch.AcceleratorError: CUDA error: misaligned address"
+    assert reason_of(f"{account}{error}\n    CUDA errors come late: use A=1\n    Compile with B") == error
+    assert reason_of(account + "killed") == "killed" and reason_of("") == ""
+
+
+# --- counts ------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters"), [("Qwen3-0.6B", 596_049_920), ("Llama-3-8B", 8_030_261_248), ("Qwen3-14B", 14_768_307_200)]
+)
+def test_the_shapes_are_those_of_the_real_models_and_their_weights_are_counted(name: str, parameters: int) -> None:
+    """Against the parameters that the models' pages name, as transformers makes them. Embeddings that are not the output head are
+    not read by a decode step, and norms are left out."""
+    with shape_folder(name) as model, torch.device("meta"):
+        made = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model.model))
+        shape = read_served_shape(Path(model.model))
+    assert sum(parameter.numel() for parameter in made.parameters()) == parameters
+    matrices = sum(parameter.numel() for parameter in made.parameters() if parameter.ndim == 2)
+    embedding = 0 if made.config.tie_word_embeddings else made.get_input_embeddings().weight.numel()
+    assert step_weight_bytes(shape, 2, EngineConfig()) == 2 * (matrices - embedding)
+
+
+def test_the_operations_of_a_prompt_are_those_that_torch_counts() -> None:
+    """torch counts every pair of tokens in attention, seen or not, and for every token what only the last one needs: the last
+    layer behind its attention, and the output head."""
+    with shape_folder("tiny") as model:
+        made = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model.model), attn_implementation="eager")
+        shape = read_served_shape(Path(model.model))
+    tokens = 50
+    with FlopCounterMode(display=False) as counter, torch.inference_mode():
+        made(torch.zeros(1, tokens, dtype=torch.int64))
+    head = 2 * shape.vocab_size * shape.hidden * (tokens - 1)
+    unseen = 4 * shape.heads * shape.head_dim * shape.layers * (tokens * (tokens - 1) / 2)
+    layer = made.model.layers[-1]
+    late = [layer.self_attn.o_proj, layer.mlp.gate_proj, layer.mlp.up_proj, layer.mlp.down_proj]
+    unused = 2 * sum(product.weight.numel() for product in late) * (tokens - 1)
+    assert prefill_flop(shape, tokens) == pytest.approx(counter.get_total_flops() - head - unseen - unused, rel=0.01)
+
+
+# --- the device --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float8_e4m3fn"])
+def test_a_pool_is_filled_with_random_numbers_where_it_lies(dtype: str) -> None:
+    memory = KVMemory(KVLayout(layers=2, kv_heads=1, head_dim=64, page_size=4, dtype=dtype), 7, torch.device("cpu"))  # type: ignore[arg-type]
+    fill_randomly(memory.region, memory.pool.dtype)
+    wide = memory.pool.float()
+    assert memory_of(memory.region).data_ptr() == memory.region.address
+    assert 0.9 < float(wide.std()) < 1.1 and bool(wide.isfinite().all()) and float((wide == 0).float().mean()) < 0.01
+
+
+def test_phases_are_named_by_their_first_words_and_last_until_the_next() -> None:
+    said = [
+        (11.0, "loading weights: 0.00 of 4 GB"),
+        (12.0, "loading weights: 2.00 of 4 GB"),
+        (14.0, "making 7 KV pages of 3 bytes"),
+    ]
+    assert phases(said, 10.0, 15.5) == {"before": 1.0, "loading weights": 3.0, "making KV": 1.5}
+
+
+# --- goals and flags -----------------------------------------------------------------------------------------------------------
+
+
+def spread(value: float) -> Spread:
+    return Spread.of([value])
+
+
+def test_goals_are_shares_of_what_the_device_did_in_the_same_run() -> None:
+    """3 GB in 2 ms, where a copy takes 1 ms for as much; 40 TFLOP in 0.1 s, where a product makes 500 a second."""
+    ceilings = Ceilings(device="cuda:0", copy_gb_per_s=spread(3000), matmul="8192^3", matmul_tflop_per_s=spread(500))
+    step = DecodeStep(
+        model="Llama-3-8B",
+        batch=32,
+        context=2048,
+        step_ms=spread(2),
+        device_ms=spread(1.5),
+        launch_ms=spread(1),
+        read_bytes=3 * 10**9,
+    )
+    fill = Prefill(model="Llama-3-8B", tokens=8192, chunk_tokens=2048, seconds=spread(0.1), flop=40e12)
+    host = HostWork(device="cuda:0", rows=256, graphs=True, attention="", launch_ms=spread(0.6))
+    assert step.memory_share(ceilings) == pytest.approx(0.5) and step.gap_share == pytest.approx(0.25)
+    too_large = DecodeStep(model="Llama-3-8B", batch=256, context=8192, skipped="needs 275.1 GB of KV, there are 50.2")
+    figures: list[Figure] = [ceilings, step, too_large, fill, host]
+    goals = list(judge(figures))
+    text = "\n".join(markdown_table(table) for _, table in tables(figures))
+    lines = {line for line in text.splitlines() if "Llama-3-8B |" in line}
+    assert lines == {
+        "| Llama-3-8B | 2048 | 32 | 2.00 | 1.50 | 1.00 | 25% | 1500 | 50.0% |",
+        "| Llama-3-8B | 8192 | 256 | – | – | – | – | – | not measured: needs 275.1 GB of KV, there are 50.2 |",
+        "| Llama-3-8B | 8192 | 2048 | 100.0 | 81920 | 400 | 80.0% |",
+    }
+    assert [(goal.met, goal.figure) for goal in goals] == [(False, "50.0 %"), (True, "80.0 %"), (False, "0.600 ms")]
+    assert [goal.met for goal in judge([])] == [None] * 3
+
+
+def test_tasks_come_in_the_order_of_their_sections_and_what_a_device_lacks_is_left_out() -> None:
+    """A GPU has no floor, a CPU has nothing to compile."""
+    bench = EngineBench(only="floor,steps,build", models="tiny")
+    labels = [task.label for task in tasks(bench, EngineConfig(), is_quick=False, on_cuda=True)]
+    builds = ["build demo", "build tiny", "build demo, FP8 pages", "build tiny, FP8 pages"]
+    assert labels == ["ceilings", *builds, "steps tiny"]
+    on_cpu = [task.label for task in tasks(bench, EngineConfig(), is_quick=False, on_cuda=False)]
+    assert on_cpu == ["ceilings", "steps tiny", "floor tiny"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        ({"models": "GPT-5"}, "--models"),
+        ({"models": ""}, "--models"),
+        ({"only": "steps,lunch"}, "--only"),
+        ({"batches": "1,x"}, "--batches"),
+        ({"contexts": "0"}, "--contexts"),
+        ({"rounds": 1}, "--rounds"),
+        ({"budget_s": 0.0}, "--budget-s"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused_by_its_flag(flags: dict[str, object], named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        EngineBench(**flags)  # type: ignore[arg-type]
