@@ -83,7 +83,7 @@ def test_a_command_is_required(capsys: pytest.CaptureFixture[str]) -> None:
         (["local", "--prefil", "2"], "launch local: --prefil is not a flag of this command; did you mean --prefill?"),
         (["bench", "serve", "--request-rat=3"], "launch bench serve: --request-rat is not a flag of this command; did you mean"),
         (["locl"], "did you mean local?"),
-        (["bench", "engin"], "did you mean engine?"),
+        (["bench", "serv"], "did you mean serve?"),
         (["local", "--dispatch", "colocate"], "one of auto, colocated, conditional; it is 'colocate'; did you mean colocated?"),
         (["local", "--prefill", "x"], "argument --prefill: invalid int value: 'x'"),
         (["local", "now"], "launch local: now follows no flag that takes it"),
