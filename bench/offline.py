@@ -34,8 +34,8 @@ from common.config import EngineConfig, ModelConfig
 from common.errors import ConfigError, Preempted, TandemError
 from common.executor import EngineDescription, Executor, StepHandle
 from common.ids import ROUTER, Incarnation, InstanceId, Int32Array, Key, RequestId, pack_ids
-from common.instance.limits import InstanceLimits
 from common.instance.ports import Action, RouterJoined, Send
+from common.instance.requests import InstanceLimits
 from common.instance.worker import STEPS_IN_FLIGHT
 from common.messages import Failed, Generate, InstanceInfo, PoolDescriptor, TokenBatch, TokenDelta
 from common.sampling_params import SamplingParams

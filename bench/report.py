@@ -17,7 +17,7 @@ from pathlib import Path
 
 import msgspec
 
-from common.cores import core_count
+from common.host import core_count
 
 LIBRARIES = (
     "nixl",

@@ -10,9 +10,9 @@ from collections.abc import Callable, Mapping, Sequence
 
 from bench.report import BenchOutcome, markdown_report, markdown_table, publish, text_report, text_table
 from common.errors import ConfigError
-from common.flags import C, ConfigClass, add_flags, read_config, to_flags, with_defaults
+from common.options import C, ConfigClass, add_flags, read_config, to_flags, with_defaults
+from launch.child import BAD_FLAG
 from launch.commands import CommandParser
-from launch.reports import BAD_FLAG
 
 SWITCHES = {
     "quick": "take less than a minute, to show that everything works: flags that are not given get small values",

@@ -30,12 +30,20 @@ from common.ids import ROUTER, InstanceId
 from common.messages import Counters, Heartbeat, InstanceInfo, LinkReport, Load, Peers, Register
 from common.messages.heartbeats import LinkInfo
 from common.options import option, parse_numbers, require, require_above_0
-from common.processes.child import KILL_S, ChildEnded, Respondent, stop_children
-from common.processes.lines import Broken, IntakeClosed, Progress, Ready
+from common.processes.child import (
+    KILL_S,
+    Broken,
+    ChildEnded,
+    IntakeClosed,
+    Progress,
+    Ready,
+    Respondent,
+    allow_many_files,
+    stop_children,
+)
 from common.processes.local_fleet import FleetFailed
-from common.processes.open_files import allow_many_files
-from router.ask import Ask
 from router.core import RouterCore
+from router.cost import Ask
 from router.metrics import RouterMetrics
 from router.placer import Placer
 

@@ -21,9 +21,8 @@ from bench.report import BenchOutcome, Goal, Spread, say, this_hardware
 from benchmarks.command import Invocation, start
 from common.config import DEMO_MODEL, EngineConfig
 from common.options import option, parse_numbers, require, require_above_0, require_at_least
-from common.processes.child import KILL_S, ChildEnded, Respondent
-from common.processes.lines import JsonLine, Progress
-from launch import environment
+from common.processes.child import KILL_S, ChildEnded, JsonLine, Progress, Respondent
+from launch import child
 
 Section = Literal["ceilings", "build", "host", "sampling", "checks", "steps", "floor"]
 SECTIONS: tuple[Section, ...] = get_args(Section)
@@ -492,7 +491,7 @@ def tables(figures: Sequence[Figure]) -> Iterator[TitledTable]:
 def run(invocation: Invocation) -> int:
     """Returns the exit status: 1 if a task failed, else 0, goals met or not."""
     bench, engine = invocation.config(EngineBench, QUICK), invocation.config(EngineConfig, QUICK_ENGINE)
-    environment.prepare(engine.threads)
+    child.prepare(engine.threads)
     hardware = this_hardware()
     on_cuda = engine.device.startswith("cuda") or (engine.device == "auto" and bool(hardware.gpus))
     began = time.monotonic()

@@ -46,8 +46,7 @@ from common.executor import Chunk, EngineDescription, Plan, RowStart
 from common.ids import Int32Array
 from common.messages import ModelIdentity
 from common.pages.layout import KVLayout
-from common.processes.lines import Progress
-from common.processes.parent import Parent
+from common.processes.child import Parent, Progress
 from common.sampling_params import Grammar, SamplingParams
 from common.text.tokenizer_manager import TokenizerManager
 from engine.attention.choice import AttentionNeeds, make_attention

@@ -25,14 +25,13 @@ from bench.client import completion_of_ids
 from bench.report import BenchOutcome, Goal, Spread, say, this_hardware
 from benchmarks.command import Invocation, start
 from common.config import DEMO_MODEL, EngineConfig, InstanceConfig, LogConfig, ModelConfig, RouterConfig, TransportName
-from common.cores import core_count, divide_cores
-from common.flags import to_flags
+from common.host import core_count, divide_cores
 from common.model_path import resolve_model_path
-from common.options import option, parse_numbers, require, require_at_least
+from common.options import option, parse_numbers, require, require_at_least, to_flags
 from common.processes.local_fleet import FleetFailed, connected, local_fleet
 from common.text.tokenizer_manager import TokenizerManager
 from engine.device import with_device_defaults
-from launch import environment
+from launch import child
 
 FleetKind = Literal["layer-wise", "page-wise", "colocated"]
 """layer-wise: one prefill and one decode instance. page-wise: the same, but the last chunk is pushed when it is computed.
@@ -150,7 +149,7 @@ class OverlapOutcome(BenchOutcome, frozen=True, kw_only=True):
 
 def run(invocation: Invocation) -> int:
     """Measure, and publish the report. Returns the exit status: 1 when a fleet failed, else 0, goals met or not."""
-    environment.prepare(1)
+    child.prepare(1)
     bench, engine = invocation.config(OverlapBench, QUICK), invocation.config(EngineConfig, QUICK_ENGINE)
     hardware, engine = this_hardware(), with_device_defaults(engine)
     engine = replace(engine, threads=engine.threads or divide_cores(core_count(), 2))

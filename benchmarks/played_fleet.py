@@ -14,10 +14,11 @@ import msgspec
 import zmq
 
 from common.config import DEMO_MODEL
+from common.gate import EVENTS, RefusalWatch
 from common.ids import Incarnation, InstanceId, Role
-from common.instance.membership import Membership, State
-from common.instance.peer_sets import PeerSets
+from common.instance.membership import Membership, PeerSets, State
 from common.instance.ports import PeersChanged
+from common.mail import SEND_LIMIT, pack_frame, unpack_frame
 from common.messages import (
     AnyMessage,
     Counters,
@@ -37,9 +38,7 @@ from common.messages import (
 )
 from common.pages.layout import KVLayout
 from common.processes.local_fleet import FleetFailed
-from common.refusals import EVENTS, RefusalWatch
 from common.text.tokenizer_manager import TokenizerManager
-from common.wire import SEND_LIMIT, pack_frame, unpack_frame
 
 SENDERS_PER_SOCKET = 16
 MAX_SOCKETS = 16_384

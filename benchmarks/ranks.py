@@ -25,16 +25,15 @@ from common.ids import Incarnation
 from common.instance.ports import TransferCommand, TransferEvent
 from common.instance.ranks.executor import RankedExecutor
 from common.instance.ranks.follower import FollowerLoop
-from common.instance.ranks.gathering import Gathering
-from common.instance.ranks.joining import Joining
+from common.instance.ranks.joining import Gathering, Joining
 from common.instance.ranks.leader import Followers
 from common.instance.ranks.line import RankLost
 from common.instance.worker import STEPS_IN_FLIGHT
+from common.mail import Mailbox
 from common.messages import ModelIdentity, PoolDescriptor, RankInfo
 from common.messages.ranks import RankHello, ToFollower, ToLeader, rank_name
 from common.options import option, parse_numbers, require, require_at_least
 from common.pages.layout import KVLayout, MemoryRegion
-from common.wire import Mailbox
 from engine.timed import Pace, StepCost, TimedExecutor
 
 ADDRESS = "tcp://127.0.0.1:0"

@@ -27,8 +27,8 @@ from benchmarks.command import Invocation, start
 from common.addresses import LOOPBACK
 from common.config import DEMO_MODEL
 from common.options import option, parse_numbers, require, require_at_least
+from common.processes.child import allow_many_files
 from common.processes.local_fleet import FleetFailed, local_fleet
-from common.processes.open_files import allow_many_files
 
 LOAD_S, PATIENCE_S = 600.0, 120.0
 CONNECTING = 128

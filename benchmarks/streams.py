@@ -26,7 +26,7 @@ from common.config import DEMO_MODEL
 from common.options import option, parse_numbers, require, require_above_0, require_at_least
 from common.processes.local_fleet import FleetFailed, connected, local_fleet
 from common.text.tokenizer_manager import TokenizerManager
-from launch import environment
+from launch import child
 
 PAIR = "1 prefill + 1 decode"
 PATH = "/v1/completions"
@@ -128,7 +128,7 @@ FIGURES: tuple[tuple[Callable[[StreamsRun], float], str], ...] = (
 
 def run(invocation: Invocation) -> int:
     """Measure, and publish the report. Returns the exit status: 1 when a layout failed."""
-    environment.prepare(1)
+    child.prepare(1)
     bench = invocation.config(StreamsBench, QUICK)
     hardware, layouts = this_hardware(), bench.layouts()
     vocab_size = TokenizerManager(bench.model).vocab_size

@@ -25,12 +25,11 @@ from benchmarks.command import Invocation, start
 from benchmarks.namespaces import Spot, two_namespaces
 from benchmarks.transfer_agent import AgentPlan, PushShape, TransferAgent, TransferWay
 from common.addresses import LOOPBACK
-from common.amounts import parse_bytes
 from common.config import TransportName
 from common.errors import ConfigError, TransferError
 from common.messages import PoolDescriptor
-from common.options import Switch, option, parse_numbers, require, require_above_0
-from launch import environment
+from common.options import Switch, option, parse_bytes, parse_numbers, require, require_above_0
+from launch import child
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -199,7 +198,7 @@ class TransferOutcome(BenchOutcome, frozen=True, kw_only=True):
 
 def run(invocation: Invocation) -> int:
     """Measure, and publish the report. Returns the exit status: 0 also when a goal is not met."""
-    environment.prepare(1)
+    child.prepare(1)
     bench, with_network = invocation.config(TransferBench, QUICK), invocation.has("namespaces")
     if with_network and bench.devices != CPUS:
         raise ConfigError(f"--namespaces measures pools on the CPU only, and --device is {bench.device}")

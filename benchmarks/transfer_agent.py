@@ -31,8 +31,7 @@ from common.pages.host_memory import host_memory
 from common.pages.layout import KVLayout, MemoryRegion
 from kv_transfer.backends import make_transport
 from kv_transfer.planner import PageSlice, plan_runs
-from kv_transfer.transfer_loop import TransferLoop
-from kv_transfer.transfer_thread import BUSY_S, EXPECT_S, IDLE_S, TransferThread
+from kv_transfer.transfer_loop import BUSY_S, EXPECT_S, IDLE_S, TransferLoop, TransferThread
 from kv_transfer.transport import AgentLost, Connected, ConnectFailed, RunsDone, RunsFailed
 
 PUSH_S = 60.0

@@ -17,10 +17,9 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 from hmac import compare_digest
 
-from common.addresses import is_loopback
+from common.addresses import OWNER_CHARS, is_loopback
 from common.config import AccessConfig
 from common.errors import ConfigError
-from common.names import OWNER_CHARS
 from common.trust import read_private_file
 
 MOST_KEYS = 1_000

@@ -10,10 +10,11 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from common.addresses import check_address, check_leader
-from common.amounts import parse_bytes, parse_memory
 from common.options import (
     Switch,
     option,
+    parse_bytes,
+    parse_memory,
     refuse_without_effect,
     require,
     require_above_0,

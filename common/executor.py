@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from common.errors import TandemError
 from common.ids import Int32Array
 from common.messages import EngineChoices, Failed, ModelIdentity, TokenLogprob
-from common.messages.logprobs import LEAST_LOGPROB
+from common.messages.text import LEAST_LOGPROB
 from common.pages.layout import KVLayout, MemoryRegion
 from common.sampling_params import Grammar, SamplingParams
 

@@ -12,7 +12,7 @@ import numpy as np
 from msgspec import Meta
 from numpy.typing import NDArray
 
-from common.names import ROUTER_NAME
+from common.addresses import ROUTER_NAME
 from common.ranges import Count
 
 RequestId = NewType("RequestId", Annotated[str, Meta(max_length=512)])

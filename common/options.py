@@ -1,14 +1,64 @@
 """What config classes are made of: frozen dataclasses whose fields are options, and rules that their values keep.
 
-Flags are made from these fields (`common/flags.py`): one field, one flag, one help text. A value that breaks a rule is refused
+Flags are made from these fields (`common/options.py`): one field, one flag, one help text. A value that breaks a rule is refused
 by its flag on construction, so no config holds one. Does not know which configs there are.
+
+Amounts and shares of memory, as flags write them: "512MiB", "40%", "auto".
+
+Owns the spelling. Knows no flag and no memory.
+
+Flags, made from the fields of the config classes: one field, one flag, one help text.
+
+Owns the translation in both directions. Knows dataclasses and argparse; does not know what a flag means.
 """
 
-from collections.abc import Callable, Iterable
+import argparse
+import dataclasses
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import field, fields
-from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, ClassVar, Literal, Protocol, TypeVar, get_args, get_origin, get_type_hints
 
 from common.errors import ConfigError
+
+_SHARE = re.compile(r"(\d+(?:\.\d+)?) ?%")
+_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+
+
+def parse_bytes(text: str, flag: str = "") -> int | None:
+    """Bytes of "512MiB", "40GiB", "1000000"; None for "auto". Raises ConfigError, which names the flag."""
+    if text == "auto":
+        return None
+    digits = text.rstrip("BKMGIbkmgi ")
+    unit = text[len(digits) :].strip().upper()
+    try:
+        number = float(digits)
+    except ValueError:
+        number = -1.0
+    scale = _UNITS.get(unit, 0)
+    if not (math.isfinite(number) and number * scale >= 1):  # false for an unknown unit too
+        where = f"--{flag}: " if flag else ""
+        raise ConfigError(f"{where}{text!r} is not an amount of memory: write a number with B, KiB, MiB or GiB, or auto")
+    return int(number * scale)
+
+
+def parse_memory(text: str, flag: str, total_bytes: int) -> int | None:
+    """As `parse_bytes`, and "40%" is that share of a memory of `total_bytes`. Raises ConfigError, which names the flag."""
+    percent = parse_share(text, flag)
+    return parse_bytes(text, flag) if percent is None else int(total_bytes * percent / 100)
+
+
+def parse_share(text: str, flag: str) -> float | None:
+    """Percent of "40%"; None for what is not a share. Raises ConfigError, which names the flag."""
+    share = _SHARE.fullmatch(text)
+    if share is None:
+        return None
+    percent = float(share[1])
+    if not 0 < percent <= 100:
+        raise ConfigError(f"--{flag}: {text!r} is not a share of memory: write a number above 0 and up to 100 with %")
+    return percent
+
 
 Switch = Literal["off", "on"]
 
@@ -72,3 +122,78 @@ def parse_numbers(text: str, flag: str, kind: Callable[[str], N]) -> tuple[N, ..
 
 def _flag_name(field_name: str) -> str:
     return field_name.replace("_", "-")
+
+
+class ConfigClass(Protocol):
+    """A frozen dataclass whose fields were made with `common.options.option`."""
+
+    __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]
+
+
+C = TypeVar("C", bound=ConfigClass)
+
+
+def flag_of(field_name: str) -> str:
+    return "--" + field_name.replace("_", "-")
+
+
+def add_flags(parser: argparse.ArgumentParser, *configs: type[ConfigClass], without: Sequence[str] = ()) -> None:
+    """A flag for each field of the configs, but those in `without`. A field that two of them have is one flag for both."""
+    seen = set(without)
+    for config in configs:
+        group = parser.add_argument_group((config.__doc__ or config.__name__).strip().splitlines()[0].rstrip("."))
+        types = get_type_hints(config)
+        for each in dataclasses.fields(config):
+            if each.name not in seen:
+                seen.add(each.name)
+                _add_flag(group, each, types[each.name])
+
+
+def _add_flag(group: argparse._ArgumentGroup, field: dataclasses.Field[Any], annotation: Any) -> None:
+    """Raises TypeError for an annotation that no flag can be made of."""
+    explanation = str(field.metadata["help"]).replace("%", "%%")
+    help_text = f"{explanation} (default: {field.default})" if field.default not in ("", ()) else explanation
+    if get_origin(annotation) is Literal:
+        choices = get_args(annotation)
+        switch: dict[str, Any] = (
+            {"nargs": "?", "const": "on"} if set(get_args(Switch)) <= set(choices) else {}
+        )  # the bare flag: on
+        group.add_argument(flag_of(field.name), default=field.default, choices=choices, help=help_text, **switch)
+    elif annotation == tuple[str, ...]:
+        default: Any = field.default
+        # A list, to which each time that the flag is given adds.
+        group.add_argument(flag_of(field.name), default=[*default], nargs="+", action="extend", metavar="TEXT", help=help_text)
+    elif annotation in (str, int, float):
+        metavar = {str: "TEXT", int: "N", float: "X"}[annotation]
+        group.add_argument(flag_of(field.name), default=field.default, type=annotation, metavar=metavar, help=help_text)
+    else:
+        raise TypeError(f"{field.name}: no flag can be made of {annotation}")
+
+
+def read_config(config: type[C], flags: argparse.Namespace, **values: object) -> C:
+    """A config from parsed flags. values: fields that were decided otherwise; they win. The rest keeps its default.
+
+    Raises ConfigError.
+    """
+    given = vars(flags)
+    fields = [field.name for field in dataclasses.fields(config)]
+    read = {name: tuple(given[name]) if isinstance(given[name], list) else given[name] for name in fields if name in given}
+    return config(**read | values)
+
+
+def with_defaults(config: C, defaults: Mapping[str, object]) -> C:
+    """The config with these values in the fields that have their default."""
+    left = {field.name for field in dataclasses.fields(config) if vars(config)[field.name] == field.default}
+    return dataclasses.replace(config, **{name: value for name, value in defaults.items() if name in left})
+
+
+def to_flags(*configs: ConfigClass, without: Sequence[str] = ()) -> list[str]:
+    """The command line that makes these configs: what differs from its default, once, but for the fields in `without`."""
+    line: dict[str, list[str]] = {}
+    for config in configs:
+        for each in dataclasses.fields(config):
+            value = vars(config)[each.name]
+            if value != each.default and each.name not in without:
+                flag = flag_of(each.name)
+                line[flag] = [flag, *value] if isinstance(value, tuple) else [f"{flag}={value}"]
+    return [part for parts in line.values() for part in parts]

@@ -2,7 +2,13 @@
 
 Owns the counters of handoffs, and how many writes of peers are expected. Knows the requests and their one door. Does not know
 plans or steps.
+
+Landings: whether a handoff fits the reservation that waited for it.
+
+Owns the checks: what a writer says is verified wherever that is possible. Changes nothing.
 """
+
+from dataclasses import dataclass
 
 from common.addresses import on_one_host
 from common.errors import InstanceFailed, Unavailable
@@ -12,11 +18,35 @@ from common.instance.ports import Action, Expect, PeersChanged, Settle
 from common.instance.request import Phase
 from common.messages import Failed, Handoff, InstanceInfo, Renew, Reserve, Withdraw
 from common.messages.base import fits
-from decode.landing import find_objection
 from decode.requests import DecodeRequest, DecodeRequests
-from kv_transfer.digests import Digest
-from kv_transfer.handoff_target import Reservation
-from kv_transfer.write_lease import MARGIN_S, ORPHANED_S
+from kv_transfer.handoff_target import MARGIN_S, ORPHANED_S, Digest, Reservation, corrupt_pages
+
+
+@dataclass(frozen=True, slots=True)
+class Objection:
+    """Why a handoff cannot be decoded from. corrupt_pages: how many pages differ from what was sent."""
+
+    reason: str
+    corrupt_pages: int = 0
+
+
+def find_objection(
+    handoff: Handoff, reservation: Reservation, engine: EngineDescription, page_bytes: int, digest: Digest | None
+) -> Objection | None:
+    """The first thing in which a handoff does not fit its reservation. page_bytes: on all ranks together. digest: if given, the
+    pages are compared too; the router sees to it that the writer sends digests then."""
+    have = reservation.have_tokens // engine.layout.page_size
+    pages = reservation.prompt_pages - have
+    if handoff.pushed_pages != pages or handoff.pushed_bytes != pages * page_bytes:
+        return Objection(f"{handoff.pushed_pages} pages and {handoff.pushed_bytes} bytes were pushed for {pages} pages")
+    if not 0 <= handoff.first_token < engine.model.vocab_size:
+        return Objection(f"its first token {handoff.first_token} is not in the vocabulary")
+    if digest is not None:
+        corrupt = corrupt_pages(handoff.digests, digest(reservation.lease.pages[have : reservation.prompt_pages]))
+        if corrupt:
+            return Objection(f"{corrupt} of {pages} pages differ from what was sent", corrupt)
+    return None
+
 
 MEASURED_S = 2.0
 """A new peer may write to us this long although no reservation is open: it measures the link, and some transports need both ends
@@ -52,7 +82,7 @@ class Reservations:
         return [action for request in self._requests.table.meet(change) for action in self._requests.end(request, None, now)]
 
     def bury(self, peer: InstanceInfo, now: float) -> list[Action]:
-        """A writer's process is gone; `kv_transfer/write_lease.py` says what that proves. Its other ranks, if it has any, may
+        """A writer's process is gone; `kv_transfer/handoff_target.py` says what that proves. Its other ranks, if it has any, may
         still write: an instance of several ranks is fenced by its silence."""
         writer = Life(peer.id, peer.incarnation)
         fenced_s: float | None = None

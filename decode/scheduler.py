@@ -23,9 +23,6 @@ from common.deadlines import earliest
 from common.errors import NoRoom, Preempted, Unavailable
 from common.executor import EngineDescription, Plan, StepResult
 from common.ids import InstanceId, Key, Life
-from common.instance.cache_teller import CacheTeller
-from common.instance.emit import emit_tokens
-from common.instance.limits import InstanceLimits
 from common.instance.ports import (
     Action,
     Decision,
@@ -42,8 +39,9 @@ from common.instance.ports import (
     RouterLost,
     Settled,
 )
-from common.instance.prompts import next_chunks
-from common.instance.request import Phase
+from common.instance.prompt_cache import CacheTeller
+from common.instance.request import Phase, next_chunks
+from common.instance.requests import InstanceLimits, emit_tokens
 from common.messages import (
     Cancel,
     Drain,
@@ -64,12 +62,10 @@ from common.messages import (
     Withdraw,
 )
 from common.pages.pool import PagePool, count_pages
-from decode.memory_line import Rounds, admit, has_waited_long
-from decode.preemption import choose_victims
+from decode.memory import Rounds, admit, choose_victims, has_waited_long
 from decode.requests import DecodeRequest, DecodeRequests, decline
 from decode.reservations import Reservations
-from kv_transfer.digests import Digest
-from kv_transfer.write_lease import MARGIN_S, WRITE_LEASE_S
+from kv_transfer.handoff_target import MARGIN_S, WRITE_LEASE_S, Digest
 
 DecodeMessage = Generate | Cancel | Probe | Repeat | Reserve | Renew | Handoff | Withdraw | Drain | FlushCache | TellCache
 

@@ -10,11 +10,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import assert_never
 
-from common.amounts import parse_memory
 from common.config import EngineConfig
-from common.cores import sharers_of_host
 from common.errors import ConfigError, MemoryShort
-from common.host_limits import HostMemory, host_memory_now, own_memory_bytes
+from common.host import HostMemory, host_memory_now, own_memory_bytes, sharers_of_host
+from common.options import parse_memory
 from common.pages.layout import KVDtype, KVLayout
 
 Agree = Callable[[int], int]

@@ -11,10 +11,9 @@ import torch
 from torch import Tensor
 
 from common.errors import MemoryShort
-from common.host_limits import host_memory_now
+from common.host import host_memory_now
 from common.ids import Int32Array
-from common.pages.digest import digest
-from common.pages.host_memory import host_memory
+from common.pages.host_memory import digest, host_memory
 from common.pages.layout import ITEM_BYTES, SPARE_PAGES, KVDtype, KVLayout, MemoryRegion
 from engine.kv_budget import gib
 

@@ -26,15 +26,14 @@ import numpy as np
 import torch
 
 from common.config import EngineConfig, ModelConfig
-from common.cores import sharers_of_host
 from common.errors import ConfigError, MemoryShort
 from common.executor import Chunk, EngineDescription, Plan, RowStart, StepResult
+from common.host import sharers_of_host
 from common.ids import Int32Array
 from common.messages import EngineChoices, ModelIdentity
 from common.model_path import model_name, resolve_model_path
 from common.options import Switch
-from common.pages.heads import heads_of
-from common.pages.layout import KVDtype, KVLayout
+from common.pages.layout import KVDtype, KVLayout, heads_of
 from common.sampling_params import MAX_BAD_WORD, MAX_BAD_WORDS, MAX_BIASED_TOKENS, MAX_LOGPROBS, SamplingParams
 from engine.attention.choice import AttentionNeeds, check_attention, make_attention
 from engine.attention.flashinfer import PrefillKernels

@@ -23,14 +23,12 @@ from numpy.typing import NDArray
 from common.config import EngineConfig, ModelConfig, parse_step_cost
 from common.errors import ConfigError, MemoryShort
 from common.executor import NO_LOGPROBS, EngineDescription, Logprobs, Plan, StepResult
-from common.host_limits import host_memory_now
+from common.host import host_memory_now
 from common.ids import Int32Array
 from common.messages import ModelIdentity, TokenLogprob
 from common.model_path import model_name, read_json, resolve_model_path
-from common.pages.digest import digest
-from common.pages.heads import heads_of
-from common.pages.host_memory import host_memory
-from common.pages.layout import SPARE_PAGES, KVDtype, KVLayout, MemoryRegion
+from common.pages.host_memory import digest, host_memory
+from common.pages.layout import SPARE_PAGES, KVDtype, KVLayout, MemoryRegion, heads_of
 from common.sampling_params import Grammar, SamplingParams
 from engine.checkpoint import fingerprint
 from engine.grammar.grammars import AnythingGoes

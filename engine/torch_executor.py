@@ -1,6 +1,6 @@
 """The threads that OpenMP keeps for a thread that computes, on CPU.
 
-Owns their end. Does not set how many they are, or how long they wait for work (`launch/environment.py`).
+Owns their end. Does not set how many they are, or how long they wait for work (`launch/child.py`).
 
 The torch executor: the model runner on threads of its own, so that launching a step never waits for one.
 

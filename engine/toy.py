@@ -19,9 +19,8 @@ from numpy.typing import NDArray
 from common.executor import EngineDescription, Logprobs, Plan, RowStart, StepResult
 from common.ids import Int32Array, Int64Array
 from common.messages import ModelIdentity, TokenLogprob
-from common.pages.digest import digest
-from common.pages.heads import heads_of
-from common.pages.layout import KVLayout, MemoryRegion
+from common.pages.host_memory import digest
+from common.pages.layout import KVLayout, MemoryRegion, heads_of
 from common.sampling_params import Grammar, SamplingParams
 from engine.grammar.grammars import AnythingGoes
 from engine.timed import Pace

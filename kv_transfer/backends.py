@@ -26,7 +26,7 @@ def make_transport(name: TransportName, host: str = LOOPBACK) -> Transport:
 
             return MooncakeTransport(host)
         case "torch":
-            from kv_transfer.distributed import TorchTransport
+            from kv_transfer.torch_transport import TorchTransport
 
             return TorchTransport(host)
         case "cma":

@@ -17,25 +17,30 @@ After the grant it stays where it is. The former peer may hold a reservation all
 late one is answered with Withdraw, and renewals say that the handoff has moved until it has heard so.
 
 Single messages are not acknowledged. While a handoff with an instance is open, and a little longer, Renew says every second which
-handoffs are open. That extends the write lease (`kv_transfer/write_lease.py`), and shows either side what a lost message left
+handoffs are open. That extends the write lease (`kv_transfer/handoff_target.py`), and shows either side what a lost message left
 behind.
 
 What comes out is of two kinds. The actions that a method returns are to be carried out, in order. The news, which the caller
 takes with `take_news` after each event, say what became of a handoff, and which source pages no push reads any more: only then
 may their page lease end.
+
+What went over the links of an instance: one total for each peer, and one over all.
+
+Owns the totals. Knows the events of pushes. Does not know requests, links or how anything is reported.
 """
 
-from collections.abc import Iterable
+from collections import defaultdict
+from collections.abc import Container, Iterable
 from typing import assert_never
 
 from common.deadlines import DeadlineWheel
 from common.errors import InstanceFailed, Unavailable
 from common.ids import ID_BYTES, Generation, Incarnation, InstanceId, Int32Array, Key, Life, Ticket, unpack_ids
 from common.instance.ports import Action, Allow, Push, PushDone, PushFailed, Send
-from common.messages import Claim, Decline, Failed, Grant, Handoff, Renew, Renewed, Reserve, TokenLogprob, Withdraw
+from common.messages import Claim, Decline, Failed, Grant, Handoff, LinkTraffic, Renew, Renewed, Reserve, TokenLogprob, Withdraw
 from common.messages.base import fits
 from common.pages.layout import KVLayout
-from kv_transfer.digests import Digest
+from kv_transfer.handoff_target import RENEW_S, RENEWALS_AFTER, Digest
 from kv_transfer.outgoing import (
     Moved,
     Outgoing,
@@ -47,8 +52,40 @@ from kv_transfer.outgoing import (
     SourceRead,
     SourceRefused,
 )
-from kv_transfer.traffic import Traffic, traffic_of
-from kv_transfer.write_lease import RENEW_S, RENEWALS_AFTER
+
+
+class Traffic:
+    """total: since the instance began, including peers that have left."""
+
+    def __init__(self) -> None:
+        self.total = LinkTraffic()
+        self._by_peer: defaultdict[InstanceId, LinkTraffic] = defaultdict(LinkTraffic)
+
+    def to(self, peer: InstanceId) -> LinkTraffic:
+        """The total of this peer since it was first met."""
+        return self._by_peer.get(peer, LinkTraffic())
+
+    def add(self, peer: InstanceId, more: LinkTraffic) -> None:
+        self._by_peer[peer] += more
+        self.total += more
+
+    def keep(self, peers: Container[InstanceId]) -> None:
+        """Forget all other peers."""
+        for gone in [peer for peer in self._by_peer if peer not in peers]:
+            del self._by_peer[gone]
+
+
+def traffic_of(event: PushDone | PushFailed) -> LinkTraffic:
+    """What one push adds to the totals."""
+    match event:
+        case PushDone():
+            return LinkTraffic(pushes=1, runs=event.runs, bytes_pushed=event.pushed_bytes, push_seconds=event.seconds)
+        case PushFailed(begun=False):
+            return LinkTraffic(pushes_refused=1)
+        case PushFailed(quiescent=True):
+            return LinkTraffic(pushes_broken=1)
+        case PushFailed():
+            return LinkTraffic(pushes_unproven=1)
 
 
 class HandoffSource:

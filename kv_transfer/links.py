@@ -2,21 +2,190 @@
 
 Owns each link's state, its measurement, and the deadlines by which a link without progress is lost and a lost one is tried again.
 Knows neither pages nor tickets: `kv_transfer/transfer_loop.py` pushes over the links and reports what moved.
+
+The wires of this host: how many bytes each of its network devices has sent, and how fast it is.
+
+Owns what Linux reports about them (`/proc/net/dev`, `/sys/class/net`, `/sys/class/infiniband`). Knows no transport: the
+byte counts show which device a library really uses, whatever it was told to use.
+
+How fast a link is, and what carries it: measured when the link comes up, by writing into the spare page of the peer's pool.
+
+Owns the measurement of a link, and the speed that this host should reach. Knows pools and wires. Posts nothing itself.
 """
 
 import math
+import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
 
 from common.deadlines import DeadlineWheel, earliest
 from common.errors import TransferError
-from common.ids import Incarnation, InstanceId
+from common.ids import Incarnation, InstanceId, Int64Array
 from common.instance.ports import LinkChanged
 from common.messages import InstanceInfo, LinkInfo, LinkState, PoolDescriptor
-from kv_transfer.link_speed import LinkProbe, slowness
-from kv_transfer.planner import PageSlice, check_pool, mismatch, shared_heads
+from kv_transfer.planner import PageSlice, check_pool, mismatch, plan_runs, shared_heads
 from kv_transfer.transport import Transport
+
+RDMA = "RDMA"
+TCP = "TCP"
+LOOPBACK_DEVICE = "lo"
+_WORD_BYTES = 4
+"""InfiniBand counts words (Linux, Documentation/ABI/stable/sysfs-class-infiniband: port_xmit_data)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wire:
+    """kind: RDMA or TCP. name: of the device, and its port for RDMA."""
+
+    kind: str
+    name: str
+
+    def __str__(self) -> str:
+        return f"{self.kind} over {self.name}"
+
+
+def bytes_sent(root: Path = Path("/")) -> dict[Wire, int]:
+    """How many bytes each device has sent since it came up. Devices without counters are left out."""
+    sent: dict[Wire, int] = {}
+    for name, words in _devices(root / "proc/self/net/dev"):
+        sent[Wire(TCP, name)] = int(words[8])
+    for port in _ports(root):
+        with suppress(OSError, ValueError):
+            words_sent = int((port / "counters/port_xmit_data").read_text())
+            sent[Wire(RDMA, f"{port.parent.parent.name}:{port.name}")] = _WORD_BYTES * words_sent
+    return sent
+
+
+def busiest(before: Mapping[Wire, int], after: Mapping[Wire, int], pushed_bytes: int) -> Wire | None:
+    """The wire that carried this many bytes between the two counts. RDMA comes first, because no other device counts its bytes.
+    None: memory carried them, or a device without counters."""
+    carried = {wire: sent - before.get(wire, 0) for wire, sent in after.items()}
+    candidates = (wire for wire, sent in carried.items() if sent >= pushed_bytes)
+    return max(candidates, key=lambda wire: (wire.kind == RDMA, carried[wire]), default=None)
+
+
+def fastest_bytes_per_s(root: Path = Path("/")) -> float | None:
+    """The fastest wire to other hosts that is up and reports its speed (a virtual device reports none)."""
+    speeds = [speed for port in _ports(root) if (speed := _rdma_speed(port)) is not None]
+    for name, _ in _devices(root / "proc/self/net/dev"):
+        with suppress(OSError, ValueError):
+            megabits = int((root / "sys/class/net" / name / "speed").read_text())
+            if name != LOOPBACK_DEVICE and megabits > 0:
+                speeds.append(megabits * 1e6 / 8)
+    return max(speeds, default=None)
+
+
+def _devices(path: Path) -> Iterator[tuple[str, list[str]]]:
+    """The name and the columns of each network device. The file begins with two heading lines."""
+    with suppress(OSError):
+        for line in path.read_text().splitlines()[2:]:
+            name, _, columns = line.partition(":")
+            yield name.strip(), columns.split()
+
+
+def _ports(root: Path) -> list[Path]:
+    return sorted((root / "sys/class/infiniband").glob("*/ports/*"))
+
+
+def _rdma_speed(port: Path) -> float | None:
+    """ "400 Gb/sec (4X NDR)" in bytes per second, of a port that is active."""
+    try:
+        if "ACTIVE" not in (port / "state").read_text():
+            return None
+        return float((port / "rate").read_text().split()[0]) * 1e9 / 8
+    except (OSError, ValueError, IndexError):
+        return None
+
+
+FIRST_BYTES, MOST_BYTES = 2**20, 16 * 2**20
+MOST_RUNS = 4096
+PROBES = 5
+"""Writes per measurement. The first one only brings the link up, because libraries connect on first use. Of the others the
+fastest counts: another program may slow some of them down."""
+SHORT_S = 0.01
+"""A shorter write says little, so the next one is larger."""
+SLOW_SHARE = 0.2
+"""A link slower than this share of what the host can do is not on the path that it should be on."""
+COPIED_BYTES = 64 * 2**20
+GB = 1e9
+
+
+class LinkProbe:
+    """The measurement of one link, from the pool `ours` to the pool `theirs`. Both have a spare page."""
+
+    def __init__(self, ours: PoolDescriptor, theirs: PoolDescriptor) -> None:
+        source, target = (np.array([pool.total_pages], dtype=np.int32) for pool in (ours, theirs))
+        self._page = plan_runs(source, target, PageSlice.of(ours), PageSlice.of(theirs))
+        self._page_bytes = int(self._page[:, 2].sum())
+        self._on_devices = ours.device != "cpu" and theirs.device != "cpu"
+        self._wanted_bytes = FIRST_BYTES
+        self._probes = self._counted_bytes = 0
+        self._sent: Mapping[Wire, int] = {}
+        self.bytes_per_s: float | None = None
+
+    @property
+    def done(self) -> bool:
+        """True also when there is nothing to write, because the pools have no head in common."""
+        return self._probes == PROBES or not self._page_bytes
+
+    def next_runs(self) -> Int64Array:
+        """What to write next, [runs, 3] int64 as for `Transport.push`: the spare page, many times over."""
+        if self._probes == 1:
+            self._sent = bytes_sent()
+        pages = min(-(-self._wanted_bytes // self._page_bytes), MOST_RUNS // len(self._page))
+        return np.tile(self._page, (max(1, pages), 1))
+
+    def took(self, probe_bytes: int, seconds: float) -> None:
+        """The write succeeded and took this long."""
+        self._probes += 1
+        if self._probes > 1 and seconds > 0:
+            self._counted_bytes += probe_bytes
+            self.bytes_per_s = max(self.bytes_per_s or 0.0, probe_bytes / seconds)
+        if seconds < SHORT_S:
+            self._wanted_bytes = min(4 * self._wanted_bytes, MOST_BYTES)
+
+    def wire(self) -> Wire | None:
+        """What carried the writes; None: no network device of this host."""
+        return busiest(self._sent, bytes_sent(), self._counted_bytes) if self._counted_bytes else None
+
+    def carrier(self, wire: Wire | None) -> str:
+        """The name of the carrier, for people."""
+        if wire is not None:
+            return str(wire)
+        return "GPU memory, NVLink or PCIe" if self._on_devices else "memory"
+
+    def host_bytes_per_s(self, wire: Wire | None) -> float | None:
+        """What this host should reach: the speed of a memory copy to a process on this host, the speed of the fastest wire to
+        another host. Links between GPUs are faster, unless their bytes go through sockets. None: unknown."""
+        if wire is not None and wire.name != LOOPBACK_DEVICE:
+            return fastest_bytes_per_s()
+        return memory_bytes_per_s()
+
+
+def slowness(bytes_per_s: float | None, host_bytes_per_s: float | None, carrier: str) -> str:
+    """A warning if the link is far slower than the host allows; otherwise empty."""
+    if bytes_per_s is None or host_bytes_per_s is None or bytes_per_s >= SLOW_SHARE * host_bytes_per_s:
+        return ""
+    return f"slow: {bytes_per_s / GB:.2f} GB/s by {carrier}, where this host can do {host_bytes_per_s / GB:.1f}"
+
+
+@lru_cache(maxsize=1)
+def memory_bytes_per_s() -> float:
+    """How fast this host copies memory, measured on more than its caches hold."""
+    source, target = np.ones(COPIED_BYTES, dtype=np.uint8), np.zeros(COPIED_BYTES, dtype=np.uint8)
+    fastest_s = float("inf")
+    for _ in range(PROBES):
+        began_s = time.perf_counter()
+        np.copyto(target, source)
+        fastest_s = min(fastest_s, time.perf_counter() - began_s)
+    return COPIED_BYTES / fastest_s
+
 
 STALL_S = 10.0
 SLOWEST_BYTES_PER_S = 10 * 2**20

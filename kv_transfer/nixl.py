@@ -15,7 +15,7 @@ Read in UCX and NIXL, and not measured, about CUDA memory:
 - Between processes of one host UCX copies with cuda_ipc, also on one card: each run is a `cuMemcpyDtoDAsync` on a stream of UCX's
   own, which waits for no other stream. `transfer` returns before the copies have run, and the receiver has no part in them.
 - cuda_ipc needs both processes in one PID namespace (containers: share it) and memory of cudaMalloc (`kv_transfer/cuda.py`).
-  Otherwise UCX falls back to TCP without a word. The measurement of a new link finds that (`kv_transfer/link_speed.py`).
+  Otherwise UCX falls back to TCP without a word. The measurement of a new link finds that (`kv_transfer/links.py`).
 - A mapping keeps the memory of a dead receiver alive, so writes to it may succeed. The TCP connection tells of the death.
 - UCX caches mappings until this process ends, so a new instance may find its GPU full. With UCX_CUDA_IPC_CACHE=n, UCX 1.22 and
   later unmaps when a link is forgotten. But only the first link to each GPU holds its mapping: on others, and on links to

@@ -8,7 +8,7 @@ from typing import Literal, TypeAlias
 
 from common.ids import Generation, Int32Array, Key, Life, Ticket
 from common.messages import Failed, TokenLogprob
-from kv_transfer.write_lease import MARGIN_S, RENEW_S, RENEWALS_AFTER, WRITE_LEASE_S
+from kv_transfer.handoff_target import MARGIN_S, RENEW_S, RENEWALS_AFTER, WRITE_LEASE_S
 
 MOST_RENEWALS = int((WRITE_LEASE_S + MARGIN_S) / RENEW_S)
 """A reader that hears none of so many has given up what it holds."""

@@ -17,9 +17,8 @@ import numpy as np
 from common.errors import TransferError
 from common.ids import Int32Array, Int64Array
 from common.messages import PoolDescriptor
-from common.pages.heads import heads_of
-from common.pages.layout import ITEM_BYTES, KVLayout
-from kv_transfer.runs import merge_runs
+from common.pages.layout import ITEM_BYTES, KVLayout, heads_of
+from kv_transfer.transport import merge_runs
 
 
 @dataclass(frozen=True, slots=True)

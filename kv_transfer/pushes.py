@@ -15,8 +15,7 @@ from common.errors import TransferError
 from common.ids import Int64Array, Ticket
 from common.messages import PoolDescriptor
 from common.pages.layout import MemoryRegion
-from kv_transfer.runs import slice_runs
-from kv_transfer.transport import AgentLost, Connected, ConnectFailed, RunsDone, RunsFailed, TransportEvent
+from kv_transfer.transport import AgentLost, Connected, ConnectFailed, RunsDone, RunsFailed, TransportEvent, slice_runs
 
 
 class SliceFailed(TransferError):

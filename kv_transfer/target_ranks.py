@@ -9,15 +9,28 @@ requests nor transports.
 
 Where we and a peer have one rank each, commands and events pass as they are. A rank that writes nothing to a peer, because others
 hold the same heads, has done its part of a push at once: the next `poll` says so.
+
+Joined ends: of a push or a link that has several parts, one event when all of them have spoken.
+
+Owns what the parts have said so far. Parts are the ranks of a peer that one rank writes to (`target_ranks.py`), or the ranks of
+our own instance (`ranked_transfers.py`). Knows neither commands nor transports.
+
+Ranked transfers: the transfers of an instance with several ranks, each of which writes its own pages.
+
+Owns the join of what becomes of them. Implements `common.instance.ports.Transfers` for the leader's scheduler, which knows
+nothing of ranks: every command goes to every rank, and an event comes when all have reported it.
 """
 
-from dataclasses import dataclass, replace
-from typing import Literal
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal, assert_never
 
 import msgspec
+from msgspec.structs import replace as changed
 
 from common.errors import TransferError
-from common.ids import Incarnation, InstanceId, Ticket
+from common.ids import Incarnation, InstanceId, Key, Ticket
 from common.instance.ports import (
     Allow,
     Connect,
@@ -25,14 +38,184 @@ from common.instance.ports import (
     Push,
     PushDone,
     PushFailed,
+    Settle,
+    Settled,
     TransferCommand,
     TransferEvent,
     Transfers,
 )
-from common.messages import InstanceInfo, LinkInfo, PoolDescriptor
-from common.pages.heads import heads_of
-from kv_transfer.joined_ends import JoinedLinks, JoinedPushes
+from common.messages import InstanceInfo, LinkInfo, LinkState, PoolDescriptor
+from common.pages.layout import heads_of
 from kv_transfer.planner import writers
+
+
+@dataclass(slots=True)
+class _Pushing:
+    """A push whose parts have not all ended. waiting: how many. failure: the first; None: none has failed."""
+
+    waiting: int
+    pushed_bytes: int = 0
+    seconds: float = 0.0
+    runs: int = 0
+    failure: str | None = None
+    quiescent: bool = True
+    begun: bool = False
+
+
+class JoinedPushes:
+    """Pushes that several parts carry out. Each ends when its last part does."""
+
+    def __init__(self) -> None:
+        self._pushing: dict[Ticket, _Pushing] = {}
+
+    def begin(self, ticket: Ticket, parts: int) -> None:
+        assert ticket not in self._pushing, f"push {ticket} is begun twice"
+        self._pushing[ticket] = _Pushing(parts)
+
+    def ended(self, ticket: Ticket, part: str, end: PushDone | PushFailed) -> PushDone | PushFailed | None:
+        """A part of the push has ended. Returns the end of the whole with the last part: it is done when all are, and quiescent
+        when all are. part: its name, for people."""
+        push = self._pushing[ticket]
+        push.waiting -= 1
+        if isinstance(end, PushDone):
+            push.begun = True
+            push.pushed_bytes += end.pushed_bytes
+            push.seconds = max(push.seconds, end.seconds)
+            push.runs += end.runs
+        else:
+            push.failure = push.failure or f"{part}: {end.reason}"
+            push.quiescent &= end.quiescent
+            push.begun |= end.begun
+        if push.waiting:
+            return None
+        del self._pushing[ticket]
+        if push.failure is None:
+            return PushDone(ticket, push.pushed_bytes, push.seconds, push.runs)
+        return PushFailed(ticket, push.failure, push.quiescent, push.begun)
+
+
+@dataclass(slots=True)
+class _Joined:
+    """A link to one life of a peer. said: by its parts, each by its name. told: what was last made of it."""
+
+    incarnation: Incarnation
+    parts: int
+    said: dict[str, LinkInfo] = field(default_factory=dict)
+    told: tuple[LinkState, str] = ("connecting", "")
+
+
+class JoinedLinks:
+    """Links that have several parts: ready when all parts are, lost when one is.
+
+    speed: of a link, from the speeds of its parts, in bytes per second.
+    """
+
+    def __init__(self, speed: Callable[[Iterable[float]], float]) -> None:
+        self._speed = speed
+        self._links: dict[InstanceId, _Joined] = {}
+
+    def expect(self, peer: InstanceId, incarnation: Incarnation, parts: int) -> None:
+        """So many parts will speak of the link to this life of the peer. What is known of the same life stays."""
+        link = self._links.get(peer)
+        if link is None or link.incarnation != incarnation:
+            self._links[peer] = _Joined(incarnation, parts)
+
+    def forget(self, peer: InstanceId) -> None:
+        self._links.pop(peer, None)
+
+    def changed(self, part: str, said: LinkInfo) -> LinkChanged | None:
+        """What a part says; it may name a life of the peer that has left. None: the whole has not changed."""
+        link = self._links.get(said.peer)
+        if link is None or link.incarnation != said.incarnation:
+            return None
+        link.said[part] = said
+        joined = self._join(link)
+        if link.told == (joined.state, joined.detail):
+            return None
+        link.told = joined.state, joined.detail
+        return LinkChanged(joined)
+
+    def _join(self, link: _Joined) -> LinkInfo:
+        said = link.said
+        for state in ("lost", "connecting"):
+            for part, info in said.items():
+                if info.state == state:
+                    return changed(info, detail=f"{part}: {info.detail}", bytes_per_s=None, host_bytes_per_s=None, warning="")
+        info = next(iter(said.values()))
+        if len(said) < link.parts:
+            return changed(info, state="connecting", detail="", bytes_per_s=None, host_bytes_per_s=None, warning="")
+        return changed(
+            info,
+            detail=", ".join(dict.fromkeys(info.detail for info in said.values())),
+            bytes_per_s=self._of_all(info.bytes_per_s for info in said.values()),
+            host_bytes_per_s=self._of_all(info.host_bytes_per_s for info in said.values()),
+            warning="; ".join(f"{part}: {info.warning}" for part, info in said.items() if info.warning),
+        )
+
+    def _of_all(self, speeds: Iterable[float | None]) -> float | None:
+        known = [speed for speed in speeds if speed is not None]
+        return self._speed(known) if known else None
+
+
+class RankedTransfers:
+    """ranks: the transfers of each rank, in order; the first are the leader's own."""
+
+    def __init__(self, ranks: Sequence[Transfers]) -> None:
+        self._ranks = ranks
+        self._pushes = JoinedPushes()
+        self._links = JoinedLinks(sum)  # ranks write beside each other
+        self._settling: deque[tuple[Key, set[int]]] = deque()
+        """Each Settle, with the ranks that have not settled."""
+
+    def submit(self, command: TransferCommand) -> None:
+        match command:
+            case Connect():
+                for gone in command.left:
+                    self._links.forget(gone)
+                for info in command.peers:
+                    self._links.expect(info.id, info.incarnation, len(self._ranks))
+            case Push():
+                self._pushes.begin(command.ticket, len(self._ranks))
+            case Settle():
+                self._settling.append((command.key, set(range(len(self._ranks)))))
+        for transfers in self._ranks:
+            transfers.submit(command)
+
+    def poll(self) -> list[TransferEvent]:
+        reported = ((rank, event) for rank, transfers in enumerate(self._ranks) for event in transfers.poll())
+        return [joined for rank, event in reported if (joined := self._joined(rank, event)) is not None]
+
+    @property
+    def progress_s(self) -> float:
+        """That of the slowest rank."""
+        return min(transfers.progress_s for transfers in self._ranks)
+
+    def close(self) -> None:
+        for transfers in self._ranks:
+            transfers.close()
+
+    def _joined(self, rank: int, event: TransferEvent) -> TransferEvent | None:
+        match event:
+            case PushDone() | PushFailed():
+                return self._pushes.ended(event.ticket, f"rank {rank}", event)
+            case LinkChanged():
+                return self._links.changed(f"rank {rank}", event.link)
+            case Settled():
+                return self._settled(rank, event)
+            case _:
+                assert_never(event)
+
+    def _settled(self, rank: int, event: Settled) -> Settled | None:
+        """A rank settles in the order of its commands, so the first entry of the key that lacks it is meant."""
+        for key, lacking in self._settling:
+            if key == event.key and rank in lacking:
+                lacking.discard(rank)
+                if lacking:
+                    return None
+                self._settling.remove((key, lacking))
+                return event
+        raise AssertionError(f"rank {rank} settled {event.key}, which nobody asked for")
+
 
 STRIDE = 2**40
 """More than an instance has tickets. The multiple says which target a ticket of ours belongs to; 0: a peer that is one target."""

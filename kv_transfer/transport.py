@@ -1,11 +1,17 @@
 """The port of a transport backend: register, connect, push, poll, close. A backend moves runs of bytes and knows nothing else.
 
-Owns no implementation. All calls come from one thread (`kv_transfer/transfer_thread.py`). There is no abort, because no library
+Owns no implementation. All calls come from one thread (`kv_transfer/transfer_loop.py`). There is no abort, because no library
 has one. Every ticket ends in RunsDone or RunsFailed, and RunsFailed says whether the ticket is quiescent.
+
+Runs of bytes, [n, 3] int64 rows of (source offset, target offset, bytes): merges runs and cuts them into slices.
+
+Knows neither pages nor layouts; `kv_transfer/planner.py` makes the runs.
 """
 
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
+
+import numpy as np
 
 from common.ids import Int64Array, Ticket
 from common.messages import PoolDescriptor
@@ -75,3 +81,34 @@ class Transport(Protocol):
     def close(self, agent: str | None = None) -> None:
         """Close the link to one agent, or give up making it; with None, close everything. Tickets on closed links still end
         through `poll`, unless the process ends first. What came of an attempt to connect is told no more."""
+
+
+def merge_runs(runs: Int64Array) -> Int64Array:
+    """The same bytes in fewer runs: neighbours that continue each other on both sides become one run."""
+    is_start = np.ones(len(runs), dtype=bool)
+    ends = runs[:-1, :2] + runs[:-1, 2:]
+    np.not_equal(ends[:, 0], runs[1:, 0], out=is_start[1:])
+    is_start[1:] |= ends[:, 1] != runs[1:, 1]
+    starts = np.flatnonzero(is_start)
+    if len(starts) == len(runs):
+        return runs
+    merged = runs[starts]
+    merged[:, 2] = np.add.reduceat(runs[:, 2], starts)
+    return merged
+
+
+def slice_runs(runs: Int64Array, slice_bytes: int) -> list[Int64Array]:
+    """The same bytes in slices of at most `slice_bytes`, in order. A run that crosses the end of a slice is cut there."""
+    ends = np.cumsum(runs[:, 2])
+    if not len(runs) or ends[-1] <= slice_bytes:
+        return [runs] if len(runs) else []
+    starts = ends - runs[:, 2]
+    first = starts // slice_bytes
+    pieces = (ends - 1) // slice_bytes - first + 1
+    index = np.repeat(np.arange(len(runs)), pieces)
+    number = first[index] + np.arange(len(index)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
+    begin = np.maximum(starts[index], number * slice_bytes)
+    end = np.minimum(ends[index], (number + 1) * slice_bytes)
+    offset = begin - starts[index]
+    cut = np.stack([runs[index, 0] + offset, runs[index, 1] + offset, end - begin], axis=1)
+    return np.split(cut, np.flatnonzero(np.diff(number)) + 1)

@@ -7,6 +7,23 @@ A process is told to stop by SIGTERM, by SIGINT, or by end of file on the order 
 
     the first time: stop in order; it may take long, because an instance finishes what runs there or hands it off
     a signal after that, or ORPHAN_S without a parent: end at once; HURRY_S to say goodbye, then the process is gone
+
+The log of a process: lines on stderr that say who speaks.
+
+Owns the format. Does not know what is logged.
+
+The signals that ask a process to stop, taken by a thread of their own.
+
+Owns SIGINT and SIGTERM of this process. A handler in Python runs only when the main thread comes back to Python: a signal that
+arrives just before it begins to wait is not seen until the wait is over. A thread that only waits for signals misses none.
+
+What the processes of `launch` and their parents say to each other, and what an exit status means.
+
+Owns the vocabulary. Imports nothing heavy, opens nothing.
+
+The environment of a process, set before the libraries that read it are imported.
+
+Owns the variables for programs, threads, logs and transports. Imports nothing heavy.
 """
 
 import logging
@@ -14,17 +31,126 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from types import FrameType
-from typing import NoReturn
+from typing import NoReturn, TypeAlias
 
 import msgspec
 
 from common.config import LogConfig
 from common.errors import ConfigError, TandemError
-from common.processes.parent import Parent
-from launch import environment, logs, signals
-from launch.reports import BAD_FLAG, Broken, IntakeClosed, News, Order, Progress, Ready, Report
+from common.host import core_count
+from common.processes.child import Broken, IntakeClosed, JsonLine, Parent, Progress, Ready
+
+_QUIET = ("asyncio", "httpx", "filelock", "huggingface_hub", "urllib3")
+"""Libraries whose debug and info lines are about themselves."""
+
+
+def configure(config: LogConfig, name: str) -> None:
+    """Log from `config.log_level` on to stderr, each line with the process's name."""
+    form = f"%(asctime)s.%(msecs)03d %(levelname)-7s {name.replace('%', '%%')} %(name)s: %(message)s"
+    logging.basicConfig(stream=sys.stderr, level=config.log_level.upper(), format=form, datefmt="%H:%M:%S", force=True)
+    for library in _QUIET:
+        logging.getLogger(library).setLevel(logging.WARNING)
+
+
+STOP_SIGNALS = frozenset({signal.SIGINT, signal.SIGTERM})
+
+
+@contextmanager
+def kept() -> Iterator[None]:
+    """Within it stop signals are left to `watch`. It begins before anything is imported that starts threads, as numpy does: such
+    a thread would take a signal, and the main thread that waits would not see it."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def watch(on_signal: Callable[[int], object]) -> None:
+    """Call `on_signal` with the number of every stop signal, on a thread. Called once, before the process starts other threads:
+    they and child processes inherit that the signals are blocked, so that only this thread takes them."""
+
+    def take() -> None:
+        while True:
+            on_signal(signal.sigwait(STOP_SIGNALS))
+
+    signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    threading.Thread(target=take, name="signals", daemon=True).start()
+
+
+BAD_FLAG = 2
+"""Exit status of a process that can never run as it was started: it cannot honour a flag or a file."""
+
+
+class News(JsonLine, frozen=True):
+    """Something that people should know, while the child goes on."""
+
+    text: str
+
+
+class CloseIntake(JsonLine, frozen=True):
+    """To the router: drain, report IntakeClosed, and stay until told to stop."""
+
+
+class MeetRouter(JsonLine, frozen=True):
+    """To the detokenizer: send text to the router at this control address."""
+
+    address: str
+
+
+class MeetRouters(JsonLine, frozen=True):
+    """To a router: these are the HTTP addresses of its own of the others at the same port."""
+
+    urls: tuple[str, ...]
+
+
+Report: TypeAlias = Progress | Ready | News | IntakeClosed | Broken
+Order: TypeAlias = CloseIntake | MeetRouter | MeetRouters
+
+
+_THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS", "RAYON_NUM_THREADS")
+_SPINS = "1000"
+"""How often a thread of GNU's OpenMP, which torch has, looks whether there is work before it sleeps: for about 50 us. The default
+is 300,000 times, which is no faster on an idle host, and three times slower where anybody else wants the cores: threads that wait
+then keep those from running that they wait for (docs/measurements/cpu.md)."""
+_INFINIBAND = Path("/sys/class/infiniband")
+_HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+
+
+def prepare(threads: int) -> None:
+    """Set the environment of this process. threads: the size of a thread pool; 0 means one thread for each core.
+
+    Settings of transports and of waiting threads that are already set stay, so a person can override ours.
+    """
+    find_programs()
+    for name in _THREAD_VARIABLES:
+        os.environ[name] = str(threads or core_count())
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", _SPINS)
+    if _HUGE_PAGES.exists():  # torch asks for them, so weights take fewer lookups of addresses; it complains where there are none
+        os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")
+    os.environ.setdefault("UCX_LOG_LEVEL", "error")
+    os.environ.setdefault("UCX_WARN_UNUSED_ENV_VARS", "n")
+    os.environ.setdefault("MC_LOG_LEVEL", "ERROR")
+    os.environ.setdefault("GLOG_minloglevel", "2")
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    if not _INFINIBAND.exists():
+        # The library that UCX loads for InfiniBand crashes at exit on a host that has none.
+        os.environ.setdefault("UCX_MODULES", "^ib")
+
+
+def find_programs() -> None:
+    """The programs of this Python's environment are found, activated or not: FlashInfer starts `ninja` by its name."""
+    ours, path = str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)
+    if ours not in path.split(os.pathsep):
+        os.environ["PATH"] = f"{ours}{os.pathsep}{path}" if path else ours
+
 
 ORPHAN_S = 15.0
 """How long an orderly stop may take when no parent is left to kill this process."""
@@ -67,7 +193,7 @@ class ChildProcess:
     def listen(self) -> None:
         """Start to listen for signals and orders. The main thread calls this; from now on it may raise StoppedWhileStarting."""
         signal.signal(signal.SIGUSR1, self._interrupted)
-        signals.watch(self._ask_to_stop)
+        watch(self._ask_to_stop)
         if self._parent.exists:
             threading.Thread(target=self._read_orders, name="orders", daemon=True).start()
 
@@ -191,8 +317,8 @@ class ChildProcess:
 def run_process(name: str, log: LogConfig, threads: int, body: Callable[[ChildProcess], None]) -> int:
     """Run the body as this process, with its environment, log and signals. The body does the heavy imports. threads: the size of
     a thread pool; 0: one for each core. Returns the exit status."""
-    environment.prepare(threads)
-    logs.configure(log, name)
+    prepare(threads)
+    configure(log, name)
     return run_child(name, body)
 
 

@@ -6,10 +6,10 @@ Owns the composition. Does not know tokens or text: `common.text` does.
 from common.addresses import bind_address, host_for_peers, reachable
 from common.config import ModelConfig, RouterConfig
 from common.ids import InstanceId
+from common.processes.child import Ready
 from common.text.detokenizer_manager import DetokenizerManager
 from common.trust import Trust
-from launch.child import ChildProcess
-from launch.reports import MeetRouter, Order, Ready
+from launch.child import ChildProcess, MeetRouter, Order
 
 
 def serve(process: ChildProcess, config: RouterConfig, model: ModelConfig, router: InstanceId, shard: int, trust: Trust) -> None:

@@ -25,17 +25,16 @@ from common.ids import Incarnation, Role
 from common.instance.ranks.follower import FollowerLoop
 from common.instance.ranks.joining import Joining
 from common.instance.ranks.line import RankLost
+from common.mail import Mailbox
 from common.messages.ranks import RankHello, RankWelcome, ToFollower, rank_name
+from common.processes.child import Ready
 from common.trust import LOOPBACK_ONLY, Trust
-from common.wire import Mailbox
 from launch.child import ChildProcess
 from launch.instance_process import CLOSE_S, TRANSPORT_START_S
 from launch.parts import ParallelContext, make_executor, make_transfers
-from launch.rank_children import RankChildren, RankCommands, no_ranks
 from launch.rank_leader import LOST_S, describe_rank
-from launch.rank_setup import rank_setup
-from launch.rank_start import StartThread
-from launch.reports import Ready
+from launch.rank_setup import RankChildren, RankCommands, no_ranks, rank_setup
+from launch.ranks import StartThread
 
 if TYPE_CHECKING:
     import torch

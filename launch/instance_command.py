@@ -1,20 +1,63 @@
 """The commands `prefill` and `decode`: an instance, or some of its ranks.
 
 Owns which process a command becomes. Imports nothing heavy: the process does when it runs.
+
+How many GPUs this process may use.
+
+Owns the question. Uses none of them: a count takes no memory there.
+
+What can be told of a model and its flags before anything is started: whether it is there, and what its config rules out.
+
+Owns which questions come first. Reads config.json only, and imports nothing heavy: a wrong flag costs neither the start of a
+process nor a word from each of them. A name of Hugging Face is left to those who download it.
 """
 
 import secrets
+from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+from common.addresses import check_instance_id
 from common.config import EngineConfig, InstanceConfig, LogConfig, ModelConfig, SecurityConfig
-from common.cores import core_count, divide_cores
 from common.errors import ConfigError
-from common.names import check_instance_id
+from common.host import core_count, divide_cores
+from common.model_path import model_folder
 from common.trust import Trust
+from engine.models.shape import DEFAULTS, check_ranks, read_architecture, read_shape, refuse_ranks
 from launch.child import ChildProcess, run_process
 
 if TYPE_CHECKING:
     from common.ids import Role  # its module imports numpy
+
+
+DRIVER = (Path("/proc/driver/nvidia"), Path("/dev/nvidiactl"), Path("/dev/dxg"))
+"""Where NVIDIA's driver shows itself: on Linux, in containers, in WSL."""
+
+
+def count_gpus(driver: Sequence[Path] = DRIVER) -> int:
+    """GPUs that torch can use, as CUDA_VISIBLE_DEVICES allows. A host without the driver answers at once: importing torch takes
+    seconds."""
+    if not any(path.exists() for path in driver):
+        return 0
+    import torch
+
+    return torch.cuda.device_count()
+
+
+def check_model(model: ModelConfig, engine: EngineConfig, ranks: int, *, on_cpu: bool) -> None:
+    """ranks: of one instance. Raises ConfigError."""
+    folder = model_folder(model.model)
+    if engine.executor != "torch":
+        return
+    if engine.quantization == "fp8" and on_cpu:
+        raise ConfigError("--quantization fp8 needs a GPU that computes in FP8, and this runs on CPU: give --quantization int8")
+    if folder is None:
+        return
+    architecture = read_architecture(folder)
+    if architecture in DEFAULTS:
+        check_ranks(read_shape(folder), ranks, engine.quantization)
+    elif ranks > 1:
+        refuse_ranks(architecture, ranks)
 
 
 def run(
@@ -78,8 +121,6 @@ def _run_ranks(
 
 def _check(instance: InstanceConfig, model: ModelConfig, engine: EngineConfig) -> None:
     """Before weights are loaded or other ranks are started. Raises ConfigError."""
-    from launch.gpus import count_gpus
-    from launch.model_check import check_model
 
     on_cpu = engine.device == "cpu" or (engine.device == "auto" and not count_gpus())
     check_model(model, engine, instance.tp, on_cpu=on_cpu)

@@ -24,20 +24,20 @@ from common.addresses import bind_address, check_address, host_for_peers, reacha
 from common.config import EngineConfig, InstanceConfig, ModelConfig
 from common.executor import Executor
 from common.ids import Incarnation, InstanceId, Role
-from common.instance.limits import InstanceLimits
-from common.instance.memberships import Memberships
+from common.instance.membership import Memberships
 from common.instance.ports import Scheduler, Transfers
+from common.instance.requests import InstanceLimits
 from common.instance.worker import InstanceWorker
 from common.instance.worker import run as run_worker
+from common.mail import Mailbox
 from common.messages import DecodeInbox, InstanceInfo, PoolDescriptor, PrefillInbox
+from common.processes.child import Ready
 from common.trust import LOOPBACK_ONLY, Trust
-from common.wire import Mailbox
 from decode.scheduler import DecodeScheduler
 from launch.child import ChildProcess
 from launch.parts import SINGLE_RANK, make_executor, make_transfers
-from launch.rank_children import RankCommands, no_ranks
 from launch.rank_leader import LeaderRanks, describe_rank
-from launch.reports import Ready
+from launch.rank_setup import RankCommands, no_ranks
 from prefill.scheduler import PrefillScheduler
 
 TRANSPORT_START_S = 60.0

@@ -24,22 +24,18 @@ from typing import Literal, assert_never
 import msgspec
 
 from common.addresses import LOOPBACK, port_of, reachable, require_free
-from common.amounts import parse_share
 from common.config import AccessConfig, EngineConfig, InstanceConfig, LogConfig, ModelConfig, RouterConfig, SecurityConfig
-from common.cores import core_count, divide_cores, place_on_gpus
 from common.errors import ConfigError, TandemError
-from common.flags import to_flags
-from common.options import refuse_without_effect, require_at_least, require_between
-from common.processes.child import Exited, Reported, Running, stop_children
-from common.processes.parent import Parent
+from common.host import core_count, divide_cores, place_on_gpus
+from common.options import parse_share, refuse_without_effect, require_at_least, require_between, to_flags
+from common.processes.child import Broken, Exited, IntakeClosed, Parent, Progress, Ready, Reported, Running, stop_children
 from engine.cpu.lent_cores import make_file
 from engine.kv_budget import memory_part
-from launch import signals
+from launch.child import CloseIntake, MeetRouters, News, Order, Report, watch
+from launch.commands import CoresConfig, divide_by_work
 from launch.fleet_page import FleetPage, curl_line
-from launch.local_cores import CoresConfig, divide_by_work
 from launch.processes import Child, ChildEvent, launch_command
 from launch.rank_setup import check_nccl
-from launch.reports import Broken, CloseIntake, IntakeClosed, MeetRouters, News, Order, Progress, Ready, Report
 from launch.supervisor import Action, GiveUp, Notice, Part, Start, Supervisor
 
 ROUTER = "router"
@@ -413,7 +409,7 @@ def run(plan: LocalPlan, command: Command = launch_command, start_instance: Star
 
     fleet = Fleet(plan, command, start_instance or start_here)
     parent: Parent[Order, Report] = Parent(msgspec.json.Decoder[Order](Order))
-    signals.watch(fleet.signalled)
+    watch(fleet.signalled)
     if parent.exists:
         threading.Thread(target=_stop_without, args=(parent, fleet), name="lifeline", daemon=True).start()
     status, began = 0, time.monotonic()

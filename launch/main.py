@@ -15,12 +15,21 @@ from bench import options
 from bench.cpu_peers import plan as cpu_peers_plan
 from common.config import AccessConfig, EngineConfig, InstanceConfig, LogConfig, ModelConfig, RouterConfig, SecurityConfig
 from common.errors import ConfigError
-from common.flags import C, ConfigClass, add_flags, read_config, to_flags, with_defaults
+from common.options import C, ConfigClass, add_flags, read_config, to_flags, with_defaults
 from common.trust import write_key
-from launch import chat, environment, fleets, instance_command
-from launch.child import ChildProcess, run_process
-from launch.commands import Command, CommandParser, ShowVersion, add_command, read_guarded_access, read_security, where_launch_is
-from launch.reports import BAD_FLAG
+from launch import chat, child, instance_command
+from launch.child import BAD_FLAG, ChildProcess, run_process
+from launch.commands import (
+    Command,
+    CommandParser,
+    ShowVersion,
+    add_command,
+    add_local,
+    add_ray,
+    read_guarded_access,
+    read_security,
+    where_launch_is,
+)
 from simulation import plan as simulation_plan
 
 if TYPE_CHECKING:
@@ -74,8 +83,8 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action=ShowVersion, nargs=0, help="show the version, and exit")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    fleets.add_local(commands)
-    fleets.add_ray(commands)
+    add_local(commands)
+    add_ray(commands)
     router = add_command(
         commands, "router", "start the router: it serves the HTTP API, and instances register with it", _router, ROUTER_LIFE
     )
@@ -192,7 +201,7 @@ def _chat(flags: argparse.Namespace) -> int:
 
 
 def _simulate(flags: argparse.Namespace) -> int:
-    environment.prepare(1)
+    child.prepare(1)
     from launch.simulate import run
 
     fleet, load = read_config(simulation_plan.FleetPlan, flags), read_config(simulation_plan.LoadPlan, flags)
@@ -203,7 +212,7 @@ def _simulate(flags: argparse.Namespace) -> int:
 
 def _bench_offline(flags: argparse.Namespace) -> int:
     engine = read_config(EngineConfig, flags)
-    environment.prepare(engine.threads)
+    child.prepare(engine.threads)
     from bench.offline import run
 
     bench, model = read_config(options.OfflineOptions, flags), read_config(ModelConfig, flags)
@@ -221,7 +230,7 @@ def _bench_cpu_peers(flags: argparse.Namespace) -> int:
 
 
 def _bench_serve(flags: argparse.Namespace) -> int:
-    environment.prepare(1)
+    child.prepare(1)
     from bench.serve import run
 
     target, workload = read_config(options.TargetOptions, flags), read_config(options.WorkloadOptions, flags)
@@ -232,7 +241,7 @@ def _bench_serve(flags: argparse.Namespace) -> int:
 
 
 def _bench_compare(flags: argparse.Namespace) -> int:
-    environment.prepare(1)
+    child.prepare(1)
     bench = read_config(options.CompareOptions, flags)
     for layout in bench.layouts:
         if not layout.is_url:
@@ -250,7 +259,7 @@ def _bench_compare(flags: argparse.Namespace) -> int:
 
 
 def _bench_trace(flags: argparse.Namespace) -> int:
-    environment.prepare(1)
+    child.prepare(1)
     bench = read_config(options.TraceOptions, flags)
     workload, load = read_config(options.WorkloadOptions, flags), read_config(options.LoadOptions, flags)
     bench.check_load(workload, load)

@@ -11,12 +11,11 @@ from typing import TYPE_CHECKING
 from common.config import EngineConfig, InstanceConfig, ModelConfig, with_step_size
 from common.executor import EngineDescription, Executor
 from common.ids import Role
-from common.pages.heads import heads_of
+from common.pages.layout import heads_of
 from engine.kv_budget import Agree, as_offered
 from kv_transfer.backends import make_transport
 from kv_transfer.target_ranks import TargetRanks
-from kv_transfer.transfer_loop import TransferLoop
-from kv_transfer.transfer_thread import TransferThread
+from kv_transfer.transfer_loop import TransferLoop, TransferThread
 
 if TYPE_CHECKING:
     import torch

@@ -11,7 +11,7 @@ from typing import TypeAlias
 import msgspec
 
 from common.processes import child
-from launch.reports import Order, Report
+from launch.child import Order, Report
 
 ChildEvent: TypeAlias = child.ChildEvent[Report]
 

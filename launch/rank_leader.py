@@ -22,18 +22,17 @@ from common.executor import Executor
 from common.ids import Incarnation, InstanceId, Role
 from common.instance.ports import Transfers
 from common.instance.ranks.executor import RankedExecutor
-from common.instance.ranks.gathering import Gathering
+from common.instance.ranks.joining import Gathering
 from common.instance.ranks.leader import Followers, remote_transfers
+from common.mail import Mailbox
 from common.messages import EngineChoices, PoolDescriptor, RankInfo
 from common.messages.ranks import ToLeader, rank_name
 from common.trust import Trust
-from common.wire import Mailbox
-from kv_transfer.ranked_transfers import RankedTransfers
+from kv_transfer.target_ranks import RankedTransfers
 from launch.child import ChildProcess
 from launch.parts import ParallelContext
-from launch.rank_children import RankChildren, RankCommands
-from launch.rank_setup import rank_setup
-from launch.rank_start import StartThread
+from launch.rank_setup import RankChildren, RankCommands, rank_setup
+from launch.ranks import StartThread
 
 if TYPE_CHECKING:
     import torch

@@ -22,17 +22,15 @@ from typing import TYPE_CHECKING, assert_never
 import uvloop
 
 from common.access import Access, read_access, read_again
-from common.addresses import LOOPBACK, host_for_peers, reachable
+from common.addresses import LOOPBACK, host_for_peers, new_router_name, reachable
 from common.config import AccessConfig, LogConfig, ModelConfig, RouterConfig, SecurityConfig
 from common.errors import ConfigError, TandemError
-from common.flags import to_flags
-from common.names import new_router_name
-from common.processes.child import Exited, Reported, stop_children
+from common.options import to_flags
+from common.processes.child import Exited, IntakeClosed, Progress, Ready, Reported, stop_children
 from common.trust import read_trust
-from launch.child import ChildProcess
+from launch.child import BAD_FLAG, ChildProcess, CloseIntake, MeetRouter, MeetRouters, News, Order, Report
 from launch.fleet_page import trusting
 from launch.processes import Child, ChildEvent, launch_command
-from launch.reports import BAD_FLAG, CloseIntake, IntakeClosed, MeetRouter, MeetRouters, News, Order, Progress, Ready, Report
 from launch.supervisor import Action, GiveUp, Notice, Part, Start, Supervisor
 
 if TYPE_CHECKING:

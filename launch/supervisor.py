@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from common.deadlines import DeadlineWheel
-from common.processes.child import Exited
+from common.processes.child import Exited, Ready
+from launch.child import BAD_FLAG
 from launch.processes import ChildEvent
-from launch.reports import BAD_FLAG, Ready
 
 FIRST_BACKOFF_S, LONGEST_BACKOFF_S = 0.5, 30.0
 STEADY_S = 60.0

@@ -26,9 +26,6 @@ from common.deadlines import earliest
 from common.errors import BadRequest, TandemError, Unavailable
 from common.executor import EngineDescription, Plan, RowStart, StepResult
 from common.ids import ROUTER, InstanceId, Key, Life
-from common.instance.cache_teller import CacheTeller
-from common.instance.emit import emit_tokens
-from common.instance.limits import InstanceLimits
 from common.instance.ports import (
     Action,
     Decision,
@@ -46,10 +43,9 @@ from common.instance.ports import (
     Send,
     Settled,
 )
-from common.instance.prompts import PromptProgress, next_chunks
-from common.instance.request import Phase
-from common.instance.requests import RequestTable
-from common.instance.rows import Rows
+from common.instance.prompt_cache import CacheTeller
+from common.instance.request import Phase, PromptProgress, next_chunks
+from common.instance.requests import InstanceLimits, RequestTable, Rows, emit_tokens
 from common.messages import (
     Cancel,
     Decline,
@@ -73,13 +69,10 @@ from common.messages import (
     TokenLogprobs,
 )
 from common.pages.pool import PagePool
-from kv_transfer.digests import Digest
 from kv_transfer.handoff_source import HandoffSource
+from kv_transfer.handoff_target import Digest
 from kv_transfer.outgoing import SourceClosed, SourceGranted, SourceNews, SourcePosted, SourceRead, SourceRefused
-from prefill.admission import PromptAdmission
-from prefill.link_book import LinkBook
-from prefill.memory import PromptMemory
-from prefill.request import PrefillRequest
+from prefill.requests import LinkBook, PrefillRequest, PromptAdmission, PromptMemory
 
 PrefillMessage = Generate | Cancel | Probe | Repeat | Grant | Decline | Renewed | TellLinks | TellCache | Drain | FlushCache
 

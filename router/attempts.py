@@ -16,8 +16,7 @@ from enum import Enum, StrEnum, auto
 from common.ids import Incarnation, InstanceId, Key
 from common.instance.ports import Send
 from common.messages import Cancel, Failed, ForgetAnswer
-from router.ask import Ask
-from router.cost import predict_ttft, to_compute
+from router.cost import Ask, predict_ttft, to_compute
 from router.members import Member
 from router.placer import Placement
 

@@ -1,7 +1,7 @@
 """The cache index: which members hold which blocks of prompts in their prefix caches, as far as they have said.
 
 Owns the names of blocks and their holders, and what each member has told. Does not know requests, policies or pages: a prompt is
-a list of names (`common/pages/blocks.py`).
+a list of names (`common/pages/radix_cache.py`).
 
     TellCache ─► all blocks ─► changes, changes, ...      each follows a version: what follows another one is dropped
     Heartbeat: cache_version                              another one than here for longer than a heartbeat: TellCache
@@ -22,7 +22,7 @@ import numpy as np
 from common.ids import Role
 from common.instance.ports import Send
 from common.messages import CacheChanges, TellCache
-from common.pages.blocks import NAME_BYTES, pages_of_block
+from common.pages.radix_cache import NAME_BYTES, pages_of_block
 from router.members import Member
 
 EXPECT_S = 2.0

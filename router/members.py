@@ -2,15 +2,58 @@
 
 Owns the rule by which a member gets requests. Does not know who else is a member, nor requests: a member only carries the
 number of tokens that the request book has assigned to it.
+
+A set from which a random item is drawn in constant time.
+
+Owns the order of its items, which says nothing. Knows no members.
 """
 
 from collections import Counter
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Generic, Literal, TypeVar
 
 from common.ids import InstanceId, Key, Life
 from common.messages import Counters, Heartbeat, InstanceInfo, LinkState, Load
-from router.sample_set import SampleSet
+
+T = TypeVar("T", bound=Hashable)
+
+
+class SampleSet(Generic[T]):
+    """`len` and `[number]` serve to draw: numbers below `len` name each item once, until the set changes."""
+
+    def __init__(self) -> None:
+        self._items: list[T] = []
+        self._at: dict[T, int] = {}
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def __iter__(self) -> Iterator[T]:
+        return iter(self._items)
+
+    def __contains__(self, item: T) -> bool:
+        return item in self._at
+
+    def __getitem__(self, number: int) -> T:
+        return self._items[number]
+
+    def add(self, item: T) -> None:
+        """Idempotent."""
+        if item not in self._at:
+            self._at[item] = len(self._items)
+            self._items.append(item)
+
+    def discard(self, item: T) -> None:
+        """Idempotent. The last item takes its place."""
+        place = self._at.pop(item, None)
+        if place is None:
+            return
+        last = self._items.pop()
+        if place < len(self._items):
+            self._items[place] = last
+            self._at[last] = place
+
 
 QUARANTINE_DIVISOR = 4
 """An instance takes no requests while more than one page in four is quarantined: transfers fail there, and little memory is
@@ -62,7 +105,7 @@ class Member:
     pace: the mean of its role, for what it has not measured itself. other_pace: the mean of the other role.
     partners: the members of the other role that it works with. links: of a prefill member, the state of each partner's link that
     it has reported. speeds: bytes per second of the links that it has measured. usable: of a prefill member, the partners that
-    its requests can go to: the link is ready, and the partner knows of it. `router.acquaintance` keeps the four.
+    its requests can go to: the link is ready, and the partner knows of it. `router.peering` keeps the four.
     answer_due_s: heartbeats before then are not answered. excused: the router was held up when this member was due, and has given
     it more time since it was last heard.
     was_welcome: a life of the router had welcomed it before it joined.

@@ -1,25 +1,107 @@
-"""Metrics in the Prometheus text format: what the router measures and counts. Those of instances are in `router.member_metrics`.
+"""Metrics in the Prometheus text format: what the router measures and counts. Those of instances are in `router.metrics`.
 
 Owns the names (prefix `tandem_`) and a registry of its own, so that two routers can live in one process. Implements
 `request_book.Observer`. Does not know HTTP routes or where the numbers come from.
+
+A histogram for what happens with every token: an observation costs a fifth of what the client library's own costs.
+
+Owns the counts. Has no lock: it is observed and collected on one thread. Does not know what is observed.
+
+The instances' metrics: a line of text for each figure that an instance last reported, in the Prometheus text format.
+
+Owns the names (prefix `tandem_instance_`) and the text. A thousand instances report 32,000 figures: each would cost the client
+library ten microseconds, and costs a fraction of one here. Figures of pairs are not here: there are too many. Does not know HTTP.
 """
 
+import asyncio
+import collections
+from bisect import bisect_left
 from collections import Counter as Tally
 from collections.abc import Iterable, Iterator, Sequence
 from enum import StrEnum
-from typing import TypeVar
+from itertools import accumulate
+from operator import attrgetter
+from typing import Literal, TypeVar, get_args
 
 from prometheus_client import CollectorRegistry, Counter, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
 
 from common.instance.ports import Mail
-from common.messages import Ending, Failed, RouterInbox
+from common.messages import Counters, Ending, Failed, LinkState, Load, RouterInbox
 from router.attempts import ResumeReason
 from router.core import RouterCore
-from router.histogram import Histogram
+from router.members import Member
 from router.requests import Phase
 from router.timelines import Durations
+
+
+class Histogram(Collector):
+    """Registers itself. buckets: their upper bounds, in order, without infinity."""
+
+    def __init__(self, name: str, what: str, buckets: Sequence[float], registry: CollectorRegistry) -> None:
+        self._name, self._what = name, what
+        self._bounds = tuple(buckets)
+        self._counts = [0] * (len(buckets) + 1)
+        self._sum = 0.0
+        registry.register(self)
+
+    def observe(self, value: float) -> None:
+        self._counts[bisect_left(self._bounds, value)] += 1
+        self._sum += value
+
+    def collect(self) -> Iterator[HistogramMetricFamily]:
+        bounds = [*map(floatToGoString, self._bounds), "+Inf"]
+        buckets = [(bound, float(count)) for bound, count in zip(bounds, accumulate(self._counts), strict=True)]
+        yield HistogramMetricFamily(self._name, self._what, buckets=buckets, sum_value=self._sum)
+
+
+Kind = Literal["gauge", "counter"]
+STATES: tuple[LinkState, ...] = get_args(LinkState)
+
+
+async def member_metrics(members: Iterable[Member]) -> bytes:
+    """Every metric of these members, as they are now. The loop turns between two metrics."""
+    there = list(members)
+    labels = [f'instance="{_escaped(member.info.id)}",role="{member.info.role}"' for member in there]
+    # A report is never changed, only replaced: all metrics tell of the same moment.
+    loads, counters = [member.load for member in there], [member.counters for member in there]
+    links = [_links_by_state(member) for member in there]
+    up = [int(member.trouble is None) for member in there]
+
+    what = "1 for a member that takes requests, 0 for one that drains, is stuck or has too many pages quarantined."
+    parts = [_member_family("gauge", "tandem_instance_up", what, labels, up)]
+    with_state = [f'{one},state="{state}"' for one in labels for state in STATES]
+    counts = [of[state] for of in links for state in STATES]
+    what = "Links by state, as reported by the instance that pushes."
+    parts.append(_member_family("gauge", "tandem_instance_links", what, with_state, counts))
+    for field in Load.__struct_fields__:
+        await asyncio.sleep(0)
+        values = list(map(attrgetter(field), loads))
+        parts.append(_member_family("gauge", f"tandem_instance_{field}", "As reported by the instance.", labels, values))
+    for field in Counters.__struct_fields__:
+        await asyncio.sleep(0)
+        values = list(map(attrgetter(field), counters))
+        what = "As reported by the instance since it started."
+        parts.append(_member_family("counter", f"tandem_instance_{field}_total", what, labels, values))
+    return "".join(parts).encode()
+
+
+def _member_family(kind: Kind, name: str, what: str, labels: Sequence[str], values: Sequence[float]) -> str:
+    """One metric: a value for each set of labels."""
+    lines = [f"{name}{{{one}}} {value}\n" for one, value in zip(labels, values, strict=True)]
+    return f"# HELP {name} {what}\n# TYPE {name} {kind}\n" + "".join(lines)
+
+
+def _links_by_state(member: Member) -> collections.Counter[LinkState]:
+    return collections.Counter(member.links.values())
+
+
+def _escaped(value: str) -> str:
+    """As a label's value must be written."""
+    return value.replace("\\", r"\\").replace("\n", r"\n").replace('"', r"\"")
+
 
 LATENCY_BUCKETS_S = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 TOKEN_BUCKETS_S = (0.001, 0.002, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)

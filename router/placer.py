@@ -11,14 +11,10 @@ from itertools import chain, islice
 from common.config import Dispatch, RouterConfig
 from common.errors import BadRequest, Unavailable
 from common.ids import Life, Role
-from router.ask import Ask
 from router.candidates import Candidates
-from router.cost import alone, apart, is_measured
+from router.cost import Ask, alone, apart, is_measured
 from router.members import Member
-from router.policies.cache_aware import CacheAware
-from router.policies.choice import make_policy
-from router.policies.port import CANDIDATES, Policy, Suits
-from router.policies.soonest import Soonest
+from router.policies import CANDIDATES, CacheAware, Policy, Soonest, Suits, make_policy
 
 REASONS = 4
 """How many instances in trouble a reason names."""

@@ -14,22 +14,20 @@ from dataclasses import dataclass
 
 from common.access import OPEN, Access
 from common.addresses import bind_address
-from common.amounts import parse_bytes
 from common.config import ModelConfig, RouterConfig
 from common.ids import InstanceId
+from common.mail import Mailbox
 from common.messages import RouterInbox
-from common.processes.open_files import allow_many_files
+from common.options import parse_bytes
+from common.processes.child import allow_many_files
 from common.text.embedding import read_embedding
 from common.text.tokenizer_manager import TokenizerManager
 from common.trust import LOOPBACK_ONLY, Trust
-from common.wire import Mailbox
+from router.api.admission import drain
 from router.api.app import SPARE_CONNECTIONS, Api, build_app
-from router.api.connections import MAX_BODY_BYTES, WaitingConnections
 from router.api.intake import Intake
-from router.api.server import listen, serve_app
-from router.core import RouterCore
-from router.drain import drain
-from router.gateway import Gateway
+from router.api.server import MAX_BODY_BYTES, WaitingConnections, listen, serve_app
+from router.core import Gateway, RouterCore
 from router.metrics import RouterMetrics
 
 _log = logging.getLogger(__name__)

@@ -30,11 +30,9 @@ from router.attempts import Attempt, ResumeReason, Setback
 from router.fleet import Fleet
 from router.members import Member
 from router.outbox import ChoiceDelta, Outbox
-from router.places import Places
-from router.predictions import PredictionObserver, Predictions
-from router.requests import Record, RequestSpec
+from router.requests import Places, Record, RequestSpec
 from router.retelling import Retelling, expect_answer
-from router.starter import Starter
+from router.starter import PredictionObserver, Predictions, Starter
 from router.timelines import PhaseObserver, RequestTimes, Timelines
 from router.traces import record_attempt, record_request
 

@@ -25,8 +25,7 @@ from simulation.clock import Clock, LocalClock
 from simulation.instance import Instance
 from simulation.network import Calm, Network, Weather
 from simulation.processes import FIRST_TEXT_PORT, Place, RouterProcess, router_name
-from simulation.rank import Follower, Name
-from simulation.size import Size
+from simulation.rank import Follower, Name, Size
 
 FIRST_PORT = 1000
 JOIN_S, JOIN_LOOK_S = 5.0, 0.01

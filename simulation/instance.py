@@ -2,6 +2,10 @@
 
 Owns the processes of its ranks: the leader's, with the worker's loop, and those of its followers, which are made at the welcome:
 how ranks find each other is not simulated. Whoever made it is told when it ends by itself.
+
+How full the page pool of a simulated instance was, over its life.
+
+Owns the sum over time. Pages change only when their instance acts, so it is exact if each act is preceded by `look`.
 """
 
 from collections.abc import Callable, Sequence
@@ -9,7 +13,7 @@ from typing import Any
 
 from common.errors import TandemError
 from common.executor import Executor
-from common.instance.memberships import Memberships
+from common.instance.membership import Memberships
 from common.instance.ports import Transfers
 from common.instance.ranks.executor import RankedExecutor
 from common.instance.ranks.leader import Followers, remote_transfers
@@ -20,13 +24,33 @@ from common.messages.ranks import ToLeader, rank_name
 from common.pages.pool import PagePool
 from decode.scheduler import DecodeScheduler
 from engine.toy import ToyRanks
-from kv_transfer.ranked_transfers import RankedTransfers
+from kv_transfer.target_ranks import RankedTransfers
 from prefill.scheduler import PrefillScheduler
 from simulation.clock import Clock, LocalClock, Loop
 from simulation.network import Network, Post
-from simulation.page_use import PageUse
-from simulation.rank import Follower, Name, Parts, Rank
-from simulation.size import Size
+from simulation.rank import Follower, Name, Parts, Rank, Size
+
+
+class PageUse:
+    """page_s: pages in use times the seconds they were. seconds: counted so far. now: simulated time at which counting begins."""
+
+    def __init__(self, pool: PagePool, now: float) -> None:
+        self._pool = pool
+        self._looked_s = now
+        self.page_s = self.seconds = 0.0
+
+    @property
+    def most(self) -> float:
+        """The largest share of the pages that was in use at any moment."""
+        return self._pool.most_used / self._pool.total_pages
+
+    def look(self, now: float) -> None:
+        """The pages in use now have been in use since the last look."""
+        passed_s = now - self._looked_s
+        self.page_s += passed_s * (self._pool.leased_pages)
+        self.seconds += passed_s
+        self._looked_s = now
+
 
 STARTUP_TIMEOUT_S = 60.0
 

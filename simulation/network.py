@@ -1,9 +1,19 @@
 """The network of a simulated fleet: letters on their way, and how each fares.
 
 Owns the letters and the mailboxes. Opens no socket. What becomes of a letter is the weather's to say. Knows no roles.
+
+The CPU time of the processes of one role, by what they do.
+
+Owns the sample. Some turns are timed and stand for all: a clock of CPU time costs as much as a small message. The simulated clock
+never depends on it, so a run can be repeated exactly however long its turns took.
+
+What was sent between the processes of a simulated fleet: messages and bytes, by kind and direction.
+
+Owns the counts. Knows no messages and no time.
 """
 
 import heapq
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache, partial
@@ -13,12 +23,86 @@ import msgspec
 
 from common import messages as m
 from common.ids import InstanceId, Key
+from common.mail import RECEIVE_LIMIT, FrameRefused, decode_body, pack_frame
 from common.messages import AnyMessage
 from common.messages.ranks import Command, Numbered, PushOrder, RankHello, RankRefused, RankWelcome, SettleOrder
-from common.wire import RECEIVE_LIMIT, FrameRefused, decode_body, pack_frame
 from simulation.clock import NEVER, Clock
-from simulation.meter import Meter
-from simulation.traffic import Traffic
+
+STRIDE = 13
+"""One turn in so many is timed. Prime, so that it meets every member of a fleet whose size is a round number."""
+
+
+class Meter:
+    """One for all processes of a role, whose turns do not overlap. clock: CPU seconds of this thread."""
+
+    def __init__(self, clock: Callable[[], float] = time.thread_time, stride: int = STRIDE) -> None:
+        self._clock = clock
+        self._stride = stride
+        self._turns = self._timed = 0
+        self._seconds: dict[str, float] = {}
+        self._since_s = 0.0
+        self.timing = False
+        """Whether the present turn is timed."""
+
+    def begin(self) -> None:
+        """A turn begins."""
+        self._turns += 1
+        self.timing = self._turns % self._stride == 0
+        if self.timing:
+            self._timed += 1
+            self._since_s = self._clock()
+
+    def lap(self, what: str) -> None:
+        """What was done since the last lap, or since the turn began, was this."""
+        if self.timing:
+            now = self._clock()
+            self._seconds[what] = self._seconds.get(what, 0.0) + now - self._since_s
+            self._since_s = now
+
+    def clear(self) -> None:
+        """Begin to measure anew."""
+        self._turns = self._timed = 0
+        self._seconds.clear()
+
+    def seconds(self) -> Mapping[str, float]:
+        """CPU seconds by what was done, as far as the sample tells."""
+        share = self._timed / self._turns if self._turns else 1.0
+        return {what: seconds / share for what, seconds in self._seconds.items()}
+
+
+@dataclass(slots=True, eq=False)
+class Tally:
+    """Messages of one kind in one direction, and the bytes of their frames."""
+
+    messages: int = 0
+    frame_bytes: int = 0
+
+
+class Traffic:
+    """by_way: by (role of the sender, kind of the message, role of the receiver). Each send counts once, also if it is lost."""
+
+    def __init__(self) -> None:
+        self.messages = self.frame_bytes = 0
+        self._by_way: dict[tuple[str, str, str], Tally] = {}
+
+    @property
+    def by_way(self) -> Mapping[tuple[str, str, str], Tally]:
+        return self._by_way
+
+    def add(self, sender: str, kind: str, receiver: str, frame_bytes: int) -> None:
+        tally = self._by_way.get((sender, kind, receiver))
+        if tally is None:
+            tally = self._by_way[sender, kind, receiver] = Tally()
+        tally.messages += 1
+        tally.frame_bytes += frame_bytes
+        self.messages += 1
+        self.frame_bytes += frame_bytes
+
+    def clear(self) -> None:
+        """Begin to count anew."""
+        self._by_way.clear()
+        self.messages = self.frame_bytes = 0
+
 
 M = TypeVar("M")
 DELAY_S = 0.001
@@ -122,7 +206,7 @@ class Network:
     """Every mailbox by its address. log: (sender, kind, receiver), without membership. taps: told of every letter that is sent,
     with its message and its delays. traffic: what was sent, in totals.
 
-    brief: for long runs. It keeps no log, and a message is decoded only where that is timed (`simulation/meter.py`): messages are
+    brief: for long runs. It keeps no log, and a message is decoded only where that is timed: messages are
     frozen, so readers may share them.
     """
 

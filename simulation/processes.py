@@ -14,8 +14,7 @@ from common.deadlines import earliest
 from common.ids import ROUTER, InstanceId, RequestId, text_name
 from common.instance.ports import Send
 from common.messages import DetokenizerHeartbeat, DetokenizerInbox, RouterInbox, TextDelta, Trace
-from common.text.batches import cut
-from common.text.detokenizer import Detokenizer
+from common.text.detokenizer import Detokenizer, cut
 from common.tracing import Tracer
 from engine.toy import TOY_VOCAB
 from router.core import RouterCore
@@ -53,7 +52,7 @@ class Place:
 
 
 class RouterProcess:
-    """A life of a router: its core and its mail, as `router.gateway` joins them, and its detokenizers, which die with it.
+    """A life of a router: its core and its mail, as `router.core` joins them, and its detokenizers, which die with it.
 
     next_port: that of its next detokenizer, or of its successor's first.
     """

@@ -1,6 +1,10 @@
 """One rank of a simulated instance: what it computes and writes with, and its process when it is a follower.
 
 Owns the loop that drives the rank's transfers. Knows no scheduler: the leader's is in `simulation/instance.py`.
+
+What a simulated instance is made of.
+
+Owns the numbers. Pure data.
 """
 
 from collections.abc import Callable
@@ -12,16 +16,46 @@ from common.executor import Executor
 from common.ids import Incarnation, InstanceId, Role
 from common.instance.ranks.follower import FollowerLoop
 from common.instance.ranks.line import Line
+from common.instance.requests import InstanceLimits
 from common.messages import RankInfo
 from common.messages.ranks import ToFollower, rank_name
-from common.pages.heads import heads_of
+from common.pages.layout import heads_of
+from engine.timed import StepCost
 from engine.toy import ToyRanks
 from kv_transfer.target_ranks import TargetRanks
 from kv_transfer.transfer_loop import TransferLoop
 from kv_transfer.transport import Transport
 from simulation.clock import Clock, LocalClock, Loop
 from simulation.network import Network, Post
-from simulation.size import Size
+
+
+@dataclass(frozen=True, kw_only=True)
+class Looks:
+    """How often a transfer loop looks what has become of its pushes, when it has none but awaits others', and when there are
+    none."""
+
+    busy_s: float = 0.025
+    expecting_s: float = 0.2
+    idle_s: float = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Size(InstanceLimits):
+    """What an instance is made of, with its limits. pages: of 4 tokens each in the toy. rows: requests that run at once.
+    prepare_s: how long a grammar takes to be ready. apart: each instance has a host of its own."""
+
+    pages: int = 64
+    rows: int = 4
+    chunk_tokens: int = 8
+    max_waiting: int = 64
+    request_timeout_s: float = 60.0
+    drain_timeout_s: float = 30.0
+    cost: StepCost = StepCost(step_s=0.001, chunk_token_s=0.0, decode_row_s=0.0)
+    verify_pages: bool = False
+    apart: bool = False
+    looks: Looks = Looks()
+    prepare_s: float = 0.0
+
 
 FIRST_RANK_PORT, MOST_RANKS = 20_000, 16
 APART_S = 37.0

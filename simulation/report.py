@@ -12,8 +12,7 @@ from numpy.typing import NDArray
 
 from common.ids import Role
 from common.messages import Counters
-from simulation.measured import Measured
-from simulation.run import Simulation
+from simulation.run import Measured, Simulation
 
 Lines = list[tuple[str, ...]]
 ROLES: tuple[Role, ...] = ("prefill", "decode")

@@ -6,7 +6,7 @@ import numpy as np
 
 from common.executor import EngineDescription, Plan, StepResult
 from common.ids import ROUTER, Incarnation, InstanceId, Key, RequestId, Role
-from common.instance.limits import InstanceLimits
+from common.instance.requests import InstanceLimits
 from common.messages import EngineChoices, InstanceInfo, ModelIdentity, PoolDescriptor, RankInfo
 from common.pages.layout import KVLayout, MemoryRegion
 from common.sampling_params import SamplingParams

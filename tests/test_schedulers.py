@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from common.ids import ROUTER, InstanceId
-from common.instance.drain import LAST_S
 from common.instance.ports import Scheduler
+from common.instance.requests import LAST_S
 from common.messages import Cancel, Failed, Generate, Probe, Probed, Reserve, Terms
 from tests.builders import key
 from tests.decode import rig as decode

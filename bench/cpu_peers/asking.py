@@ -17,8 +17,7 @@ from bench.client import COUNTED_STREAM, HttpClient, TimedAnswer, completion_of_
 from bench.cpu_peers.engines import SERVED_NAME
 from bench.offline import OfflineSequence
 from common.errors import TandemError
-from common.processes.child import Child, ChildEvent, Exited
-from common.processes.lines import JsonLine
+from common.processes.child import Child, ChildEvent, Exited, JsonLine
 
 PATH = "/v1/completions"
 

@@ -29,8 +29,7 @@ from bench.processes import below
 from bench.report import publish, say, this_hardware
 from common.addresses import LOOPBACK, free_port
 from common.errors import ConfigError, TandemError
-from common.processes.child import Child, ChildEvent, stop_children
-from common.processes.lines import Progress
+from common.processes.child import Child, ChildEvent, Progress, stop_children
 from common.processes.local_fleet import local_fleet
 
 START_S = 600.0

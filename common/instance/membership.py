@@ -5,15 +5,157 @@ Owns the times of registration and of heartbeats in both directions. Opens no so
 The router answers heartbeats. When it falls silent, the instance goes on serving and registers again until a router welcomes
 it there. If that is the same life, it was only held up, and still waits for every answer. If it is another life, if nobody
 answers for ABANDON_AFTER_S, or if the router's process is proven to be gone, nobody waits for the answers any more.
+
+The peer sets of an instance: with whom each router wants it to work, and what that comes to together.
+
+Owns one set for each router, and the union, which the instance acts on. Knows neither links nor requests nor sockets.
+
+    Peers of router a ─► set of a ─┐
+    Peers of router b ─► set of b ─┼─► union ─PeersChanged─► scheduler, routes
+    (a former life of a) set kept ─┘    for one id with two incarnations, the latest news counts
+
+A router that starts again learns its members one by one. So the set of its former life still counts until a router speaks, and
+for KEEP_S after that: otherwise each instance would close its links, only to make and measure them again a moment later.
+
+The memberships of an instance: one at each router that it was told of.
+
+Owns which router is which: it has an address, and each life of it a name of its own. Opens no socket, reads no clock.
+
+    Register(address) ─► Welcome(router, address) ─► Met: its requests are served     at other times Welcome comes without address
+    Welcome of another life, Refused, ABANDON_AFTER_S of silence, or its process is gone ─► Lost: its requests end
+
+An instance is ready when one router has welcomed it. The others may come later, or be refused their help: it goes on registering.
+So it does when all refuse it later: the first that came to a router that has just started may be the odd one.
 """
 
+import logging
 from collections import deque
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TypeAlias
 
+from common.addresses import ROUTER_NAME
+from common.deadlines import DeadlineWheel
+from common.errors import PeerRefused
 from common.ids import InstanceId
-from common.instance.ports import Send
-from common.messages import Counters, Goodbye, Heartbeat, InstanceInfo, Load, Register, Timeline, Welcome
-from common.names import ROUTER_NAME
+from common.instance.ports import PeersChanged, Send
+from common.messages import Counters, Goodbye, Heartbeat, InstanceInfo, Load, Peers, Refused, Register, Timeline, Welcome
+from common.messages.base import fits
+
+KEEP_S = 10.0
+"""How long the set of a router's former life counts. By then every instance has met the new life or is dead."""
+
+
+@dataclass(frozen=True, slots=True)
+class _News:
+    """A peer as one router described it. serial: rises with all news that the instance gets."""
+
+    info: InstanceInfo
+    serial: int
+
+
+@dataclass(slots=True, eq=False)
+class _Set:
+    """What one router said. place: its address. version: 0 before its first word. coming: a whole set of which only the first
+    messages are here."""
+
+    place: str
+    version: int = 0
+    peers: dict[InstanceId, _News] = field(default_factory=dict)
+    coming: dict[InstanceId, InstanceInfo] | None = None
+
+
+class PeerSets:
+    """Every message and every deadline returns what it changes in the union; None when nothing."""
+
+    def __init__(self) -> None:
+        self._sets: dict[InstanceId, _Set] = {}
+        self._former: DeadlineWheel[int] = DeadlineWheel()
+        self._former_sets: dict[int, _Set] = {}
+        self._orphaned: list[int] = []
+        """Former sets that last until another router speaks."""
+        self._union: dict[InstanceId, InstanceInfo] = {}
+        self._serial = 0
+        self.next_deadline = self._former.next_deadline
+        """When the next set of a former life ends."""
+
+    def version(self, router: InstanceId) -> int:
+        """Of the router's set as it is here; 0: it has not sent any."""
+        known = self._sets.get(router)
+        return 0 if known is None else known.version
+
+    def receive(self, router: InstanceId, message: Peers, place: str = "") -> PeersChanged | None:
+        """place: the router's address, at which its successor will be. Changes that follow another version than ours are dropped:
+        the router sends the whole set when it sees our version."""
+        known = self._sets.setdefault(router, _Set(place))
+        if message.version == known.version or message.since not in (None, known.version):
+            return None
+        known.version = message.version
+        if message.since is None:
+            known.coming = {}
+        if known.coming is None:
+            return self._apply(known, message.joined, message.left)
+        known.coming.update((peer.id, peer) for peer in message.joined)
+        for gone in message.left:
+            known.coming.pop(gone, None)
+        if message.more:
+            return None
+        whole, known.coming = known.coming, None
+        return self._apply(known, whole.values(), [peer for peer in known.peers if peer not in whole])
+
+    def retire(self, router: InstanceId, now: float) -> None:
+        """Another life has taken the router's place: it begins with a set of its own, and the former one counts for a while."""
+        former = self._sets.pop(router, None)
+        if former is not None:
+            self._serial += 1
+            self._former_sets[self._serial] = former
+            self._orphaned.append(self._serial)
+            self.tick(now)
+
+    def tick(self, now: float) -> PeersChanged | None:
+        """The sets of former lives end, but not while no router says anything: somebody must say with whom to work."""
+        if self._orphaned and self._sets:
+            for number in self._orphaned:
+                self._former.set(number, now + KEEP_S)
+            self._orphaned.clear()
+        ended = [self._former_sets.pop(number) for number in self._former.expired(now)]
+        return self._settle({peer for former in ended for peer in former.peers})
+
+    # --- inside ------------------------------------------------------------------------------------------------------------
+
+    def _apply(self, known: _Set, joined: Iterable[InstanceInfo], left: Iterable[InstanceId]) -> PeersChanged | None:
+        touched: set[InstanceId] = set()
+        for gone in left:
+            touched.add(gone)
+            known.peers.pop(gone, None)
+            for former in self._former_sets.values():
+                if former.place == known.place:  # who left the new life has left the former too
+                    former.peers.pop(gone, None)
+        for info in joined:
+            said = known.peers.get(info.id)
+            if said is None or said.info.incarnation != info.incarnation:
+                self._serial += 1
+                known.peers[info.id] = _News(info, self._serial)
+                touched.add(info.id)
+        return self._settle(touched)
+
+    def _settle(self, touched: Iterable[InstanceId]) -> PeersChanged | None:
+        """Bring the union up to date for these peers."""
+        joined: list[InstanceInfo] = []
+        left: list[InstanceId] = []
+        for peer in sorted(touched):
+            sets = (*self._sets.values(), *self._former_sets.values())
+            news = max((each.peers[peer] for each in sets if peer in each.peers), key=lambda news: news.serial, default=None)
+            before = self._union.get(peer)
+            if news is None:
+                if before is not None:
+                    del self._union[peer]
+                    left.append(peer)
+            elif before is None or before.incarnation != news.info.incarnation:
+                self._union[peer] = news.info
+                joined.append(news.info)
+        return PeersChanged(tuple(joined), tuple(left)) if joined or left else None
+
 
 REGISTER_EVERY_S, SELDOM_EVERY_S = 0.25, 5.0
 """How often it registers: first, and in the end, where somebody is there and does not answer."""
@@ -151,3 +293,132 @@ class Membership:
         timelines = tuple(self._timelines)
         goodbye = Goodbye(id=self._info.id, incarnation=self._info.incarnation, timelines=timelines, reason=reason)
         return Send(self.name, goodbye)
+
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Met:
+    """A life of a router has welcomed us, or its detokenizers have moved. at: the membership."""
+
+    at: Membership
+    router: InstanceId
+    detokenizers: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """That life is gone, or does not want us any more."""
+
+    at: Membership
+    router: InstanceId
+    detokenizers: tuple[str, ...]
+
+
+RouterNews: TypeAlias = Met | Lost
+
+
+class Memberships:
+    """addresses: of the routers. Raises PeerRefused, from `receive` when no router wants us or ever has, one says that a newer
+    life has taken our place, or two addresses lead to one router at the start, and from `check` when none has answered within
+    `startup_timeout_s`."""
+
+    def __init__(self, info: InstanceInfo, addresses: Sequence[str], startup_timeout_s: float, now: float) -> None:
+        self.info = info
+        self._all = [Membership(info, address, now) for address in addresses]
+        self._started_s = now + startup_timeout_s
+        """From then on it is no mistake of the start when two addresses lead to one router."""
+        self._give_up_s: float | None = self._started_s
+        self.stale = 0
+        """Messages from lives of routers that are over, or to another life of ours."""
+
+    def __iter__(self) -> Iterator[Membership]:
+        return iter(self._all)
+
+    @property
+    def joined(self) -> bool:
+        """Whether a router answers us."""
+        return any(membership.joined for membership in self._all)
+
+    @property
+    def next_deadline(self) -> float:
+        return min(membership.next_deadline for membership in self._all)
+
+    def of(self, router: InstanceId) -> Membership | None:
+        """Where this life of a router has welcomed us."""
+        return next((one for one in self._all if one.welcome is not None and one.welcome.router == router), None)
+
+    def receive(self, message: Welcome | Refused, now: float) -> list[RouterNews]:
+        if isinstance(message, Refused):
+            return self._refused(message, now)
+        known = self.of(message.router)
+        at = next((one for one in self._all if one.address == message.address), known)
+        if at is None or at.is_over(message.router, now):
+            self.stale += 1  # from a life that is over, or from nobody whom we asked
+            return []
+        if known is not None and known is not at:
+            return self._twice(known, at, message.router, now)
+        self._give_up_s, before = None, at.welcome
+        at.receive(message, now)
+        met = Met(at, message.router, message.detokenizers)
+        if before is not None and before.router == message.router:
+            return [met] if before.detokenizers != message.detokenizers else []
+        _log.info("welcomed by %s at %s", message.router, at.address)
+        return [met] if before is None else [Lost(at, before.router, before.detokenizers), met]
+
+    def _twice(self, known: Membership, at: Membership, router: InstanceId, now: float) -> list[RouterNews]:
+        """A router that is known answers at another address too. Later than at the start it is ignored: names may be moved."""
+        reason = f"it is {router}, which has welcomed us at {known.address} already"
+        if now < self._started_s and not at.was_welcome:
+            raise PeerRefused(f"--router names one router twice: {known.address} and {at.address} are both {router}")
+        if at.refusal != reason:
+            at.refusal = reason
+            _log.warning("the router at %s is of no use: %s", at.address, reason)
+        return []
+
+    def _refused(self, message: Refused, now: float) -> list[RouterNews]:
+        if not fits(message.incarnation, self.info.incarnation) or message.id not in ("", self.info.id):
+            self.stale += 1
+            return []
+        if message.final:
+            raise PeerRefused(f"a router refused {self.info.id} for good: {message.reason}")
+        at = next((one for one in self._all if one.address == message.address or len(self._all) == 1), None)
+        if at is None:
+            return []
+        is_news, at.refusal = at.refusal != message.reason, message.reason
+        never_welcome = not any(one.was_welcome for one in self._all)
+        if never_welcome and all(one.refusal is not None for one in self._all):
+            reasons = (f"the router at {one.address} refused {self.info.id}: {one.refusal}" for one in self._all)
+            raise PeerRefused("; ".join(reasons))
+        if is_news:
+            _log.warning("the router at %s refused us: %s", at.address, message.reason)
+        return self._lose(at, now)
+
+    def gone(self, names: Iterable[InstanceId], now: float) -> list[RouterNews]:
+        """The processes of these routers, as the mail calls them, are proven to be gone."""
+        named = set(names)
+        return [news for one in self._all if one.name in named for news in self._lose(one, now)]
+
+    def check(self, now: float) -> list[RouterNews]:
+        """The routers that have been silent for too long."""
+        if self._give_up_s is not None and now >= self._give_up_s:
+            asked = ", ".join(one.address if one.refusal is None else f"{one.address} ({one.refusal})" for one in self._all)
+            raise PeerRefused(
+                f"no router answered the registration in time, of {asked}: is --router right, is it running, and do both sides "
+                "have the same --cluster-key, or none? (the log of a router counts those that it turns away)"
+            )
+        return [news for one in self._all if one.abandoned for news in self._lose(one, now)]
+
+    def hurry(self, now: float) -> None:
+        """Something changed that the routers should know soon."""
+        for membership in self._all:
+            membership.hurry(now)
+
+    def _lose(self, at: Membership, now: float) -> list[RouterNews]:
+        welcome = at.welcome
+        if welcome is None:
+            return []
+        at.end(now)
+        _log.info("%s at %s is gone", welcome.router, at.address)
+        return [Lost(at, welcome.router, welcome.detokenizers)]

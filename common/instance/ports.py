@@ -1,7 +1,7 @@
 """The ports of an instance: its scheduler, its transfers and its mail, and the pure data that passes between them.
 
 Owns the vocabulary between scheduler, worker and the rim. Knows no sockets, libraries or clocks. `kv_transfer` implements
-`Transfers`, `common.wire` implements `Mail`, and each role implements `Scheduler`.
+`Transfers`, `common.mail` implements `Mail`, and each role implements `Scheduler`.
 
     Mail ──message──► Scheduler ──Action──► Mail, Transfers
     Transfers ─Event─►    └──────Plan────► Executor ──StepResult──► Scheduler

@@ -5,24 +5,42 @@ roles keep. Does not know pages, rows, pushes or reservations: the role's schedu
 
     (unknown) ── accept ──► waiting, running ── end ──► ended ── remove ──► over, remembered a while ──► (unknown)
         └── refused, or its Cancel came first ────────────────────────────────┘
+
+How an instance leaves: when its drain began, and when it stops waiting.
+
+Owns the times of a drain. Knows nothing of requests: the request table asks.
+
+    begin ── requests may finish ──► timeout_s: they are ended ── their transfers finish ──► + LAST_S: over in any case
+
+What an instance sends into the text pipelines, one for each detokenizer of each of its routers.
+
+Owns the shape of these messages. Knows token ids and endings; text belongs to the detokenizers.
+
+The limits of an instance, whatever its role.
+
+Owns their names. The process makes them from its flags.
+
+The rows of the executor's batch: which are free, and how many steps in flight still name each.
+
+Owns row numbers. Knows nothing of requests, pages or time. The owner gives a row back only when no step in flight names it: a
+step may still write the pages of the request that has the row.
 """
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Generic, TypeVar
+
+import numpy as np
 
 from common.deadlines import DeadlineWheel, earliest
 from common.errors import BadRequest, DeadlinePassed, Overloaded, TandemError, Unavailable
 from common.executor import EngineDescription
 from common.ids import Incarnation, InstanceId, Int32Array, Key, Life, shard_of, text_name, unpack_ids
-from common.instance.drain import Drainage
-from common.instance.emit import emit_ending, emit_tokens
-from common.instance.limits import InstanceLimits
 from common.instance.ports import PeersChanged, Prepare, Prepared, RouterJoined, Send
 from common.instance.request import Phase, Request
-from common.instance.shares import Shares, has_place
 from common.instance.token_memory import Emitted, TokenMemory
-from common.instance.waiting_line import Rank, WaitingLine
+from common.instance.waiting_line import Rank, Shares, WaitingLine, has_place
 from common.messages import (
     Counters,
     Ending,
@@ -37,8 +55,115 @@ from common.messages import (
     Terms,
     Timeline,
     Times,
+    TokenBatch,
+    TokenDelta,
 )
 from common.pages.radix_cache import PageKeys
+from common.sampling_params import ANSWER_TOKENS
+
+LAST_S = 25.0
+"""Longer than any transfer takes to end, and than it takes to give up a silent peer."""
+
+
+class Drainage:
+    """timeout_s: how long running requests may go on."""
+
+    def __init__(self, instance: InstanceId, timeout_s: float) -> None:
+        self._instance = instance
+        self._timeout_s = timeout_s
+        self._next_s: float | None = None
+        self._handed_off = False
+        self.began = False
+        self.is_over = False
+        """The instance waits for nothing more."""
+
+    def refusal(self) -> Unavailable:
+        """The error for a request that comes too late or still runs when the time is over. Each gets its own: one that is raised
+        holds what its callers held."""
+        return Unavailable(f"{self._instance} is leaving the fleet")
+
+    def begin(self, now: float) -> None:
+        """Idempotent."""
+        if not self.began:
+            self.began = True
+            self._next_s = now + self._timeout_s
+
+    def tick(self, now: float) -> bool:
+        """Whether to end the requests that still run; true once."""
+        if self._next_s is None or now < self._next_s:
+            return False
+        if self._handed_off:
+            self.is_over, self._next_s = True, None
+            return False
+        self._handed_off, self._next_s = True, now + LAST_S
+        return True
+
+    def next_deadline(self) -> float | None:
+        return self._next_s
+
+
+def emit_tokens(deltas: Sequence[TokenDelta], pipelines: Sequence[InstanceId]) -> list[Send]:
+    """The tokens of one step, as one message for each pipeline. pipelines[i]: the detokenizer that gets deltas[i]."""
+    if not deltas:
+        return []
+    first = pipelines[0]
+    if pipelines.count(first) == len(pipelines):
+        return [Send(first, TokenBatch(deltas=tuple(deltas)))]
+    batches: dict[InstanceId, list[TokenDelta]] = {}
+    for pipeline, delta in zip(pipelines, deltas, strict=True):
+        batches.setdefault(pipeline, []).append(delta)
+    return [Send(pipeline, TokenBatch(deltas=tuple(batch))) for pipeline, batch in batches.items()]
+
+
+def emit_ending(pipeline: InstanceId, key: Key, first: int, ending: Ending) -> Send:
+    """An ending without a token. first: the number of the token that would have come next."""
+    return Send(pipeline, TokenBatch(deltas=(TokenDelta(key, first, (), ending),)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class InstanceLimits:
+    """chunk_tokens: most prompt tokens of one forward. max_waiting: most requests that wait. request_timeout_s: longest life of a
+    request here. drain_timeout_s: how long a draining instance lets its requests run before it ends them. answer_tokens: how
+    long an answer is expected to be, until some have ended. prefix_cache: whether KV is kept for later requests that begin alike.
+    """
+
+    chunk_tokens: int
+    max_waiting: int
+    request_timeout_s: float
+    drain_timeout_s: float
+    answer_tokens: int = ANSWER_TOKENS
+    prefix_cache: bool = True
+
+
+class Rows:
+    """`total` rows. in_flight[row]: launched steps that name the row and have not returned."""
+
+    def __init__(self, total: int) -> None:
+        self.total = total
+        self.in_flight = np.zeros(total, dtype=np.int32)
+        self._free = list(range(total - 1, -1, -1))
+
+    @property
+    def free_count(self) -> int:
+        return len(self._free)
+
+    def take(self) -> int:
+        """A free row. Raises IndexError when there is none: ask `free_count` first."""
+        return self._free.pop()
+
+    def give_back(self, row: int) -> None:
+        assert self.in_flight[row] == 0, f"row {row} is named by a step in flight"
+        self._free.append(row)
+
+    def launched(self, rows: Int32Array) -> None:
+        """A plan that names `rows` (each once) was launched."""
+        self.in_flight[rows] += 1
+
+    def returned(self, rows: Int32Array) -> None:
+        """The step of that plan returned."""
+        self.in_flight[rows] -= 1
+        assert (self.in_flight[rows] >= 0).all(), "a step returned twice"
+
 
 _log = logging.getLogger(__name__)
 

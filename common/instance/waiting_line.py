@@ -4,17 +4,128 @@ Owns the order. More urgent requests are first. Among equally urgent ones owners
 least of the instance, and among those that hold the same, the one that has been given the least work (`Shares`). What one owner
 has waiting stands by age, and among equals first come, first served. A request that is resumed keeps its age. So with one owner
 the line is in the order of ranks. Knows nothing of pages, rows or time.
+
+Shares: what each owner of requests holds of an instance, and who gives way to whom.
+
+Owns the rules by which API keys share an instance: places in a line, turns, and room. Max-min fairness: an owner alone may have
+everything, and gives up what is more than its part when another one that has less waits. Where all requests have one owner, none
+of it changes anything. Knows no pages, rows or steps but as numbers.
 """
 
 from bisect import bisect_left, insort
-from collections.abc import Callable, Iterator, Set
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Set
 from heapq import heapify, heappop, heapreplace
-from typing import Generic, NamedTuple, TypeVar
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from common.ids import Key
-from common.instance.shares import Owned, Shares
+
+PATIENCE_S = 2.0
+"""Nobody whose turn is later passes a request that has waited this long."""
+REMEMBERED = 1024
+"""The work of so many owners, those with the latest turns."""
+SHARE = 4
+
+
+def has_place(free: int, mine: int, count: int = 1) -> bool:
+    """Whether an owner that has `mine` places may take `count` more of those that are free: it may have fewer than SHARE times as
+    many as are free then. So some stay free for an owner that comes later (dynamic thresholds, see `router/requests.py`)."""
+    return mine + count - 1 < SHARE * (free - count + 1)  # the last of them is judged as if the others were taken
+
+
+class Owned(Protocol):
+    """What waits, or holds a part of the instance."""
+
+    key: Key
+    held_rows: int
+    held_pages: int
+
+    @property
+    def owner(self) -> str: ...
+
 
 T = TypeVar("T", bound=Owned)
+
+
+class Shares:
+    """What each owner holds of an instance, and the work that it was given while others waited. rows, pages: of the instance.
+
+    An owner that had nothing waiting gets no credit for that: its work is then counted as that of the one whose turn was last
+    (start-time fair queueing, Goyal et al. 1996).
+    """
+
+    def __init__(self, rows: int, pages: int) -> None:
+        self._most_rows, self._most_pages = rows, pages
+        self.rows: Counter[str] = Counter()
+        self.pages: Counter[str] = Counter()
+        self._work: dict[str, int] = {}
+        """The one whose turn was last is the last."""
+        self._last_turn = 0
+
+    def hold(self, request: Owned, rows: int, pages: int) -> None:
+        """From now on the request holds so much. pages: those that nobody else has."""
+        owner = request.owner
+        for counted, more in ((self.rows, rows - request.held_rows), (self.pages, pages - request.held_pages)):
+            counted[owner] += more
+            if not counted[owner]:
+                del counted[owner]
+        request.held_rows, request.held_pages = rows, pages
+
+    def of(self, owner: str, rows: int = 0, pages: int = 0) -> int:
+        """The owner's part of the rows or the pages, the larger of the two, if it had so many more. A part is counted in
+        1 / (rows * pages) of the instance."""
+        return max((self.rows[owner] + rows) * self._most_pages, (self.pages[owner] + pages) * self._most_rows)
+
+    def others(self, owner: str) -> set[str]:
+        """Other owners that hold something."""
+        return (self.rows.keys() | self.pages.keys()) - {owner}
+
+    def may_take(self, owner: str, rows: int, pages: int) -> bool:
+        """Whether another owner holds more than this one would, if it had so many more."""
+        mine = self.of(owner, rows, pages)
+        return any(self.of(other) > mine for other in self.others(owner))
+
+    def work_of(self, owner: str) -> int:
+        return max(self._work.get(owner, 0), self._last_turn)
+
+    def given(self, owner: str, tokens: int) -> None:
+        """It was the owner's turn, and this was the work."""
+        self._last_turn = self.work_of(owner)
+        self._work.pop(owner, None)
+        self._work[owner] = self._last_turn + tokens
+        if len(self._work) > REMEMBERED:
+            del self._work[next(iter(self._work))]
+
+
+def who_gives_way(
+    request: Owned, rows: int, pages: int, shares: Shares, order: Callable[[], Iterable[T]], fits: Callable[[list[T]], bool]
+) -> list[T] | None:
+    """The requests of other owners that must end so that this one has room; None if nobody must give way.
+
+    Each is of the owner that holds the most, and that holds no less afterwards than the newcomer's owner then does. So parts
+    become equal, nobody can take the same room back, and an owner with one request keeps it.
+
+    rows, pages: that it takes. order: requests that may end, the first to end first. fits: whether there is room when these have
+    gone, and those that are going already.
+    """
+    mine = shares.of(request.owner, rows, pages)
+    parts = {owner: shares.of(owner) for owner in shares.others(request.owner)}
+    left = [each for each in order() if each.owner != request.owner]
+    fewer_rows, fewer_pages = Counter[str](), Counter[str]()
+    victims: list[T] = []
+    while not fits(victims):
+        last = max(left, key=lambda each: parts[each.owner], default=None)  # the first of several
+        if last is None:
+            return None
+        owner = last.owner
+        fewer_rows[owner] += last.held_rows
+        fewer_pages[owner] += last.held_pages
+        parts[owner] = shares.of(owner, -fewer_rows[owner], -fewer_pages[owner])
+        if parts[owner] < mine:
+            return None
+        left.remove(last)
+        victims.append(last)
+    return victims
 
 
 class Rank(NamedTuple):

@@ -1,6 +1,6 @@
 """Every message between processes: frozen, and one closed union per inbox.
 
-Owns the vocabulary of the wire: one file per topic, and the unions here. Knows no sockets; `common/wire.py` encodes these.
+Owns the vocabulary of the wire: one file per topic, and the unions here. Knows no sockets; `common/mail.py` encodes these.
 A `match` over an inbox's union ends in `assert_never`, so a new message breaks the type check at each place that must learn it.
 
     client ─HTTP─► router ─Generate─► prefill ─Reserve─────────────► decode
@@ -30,8 +30,6 @@ little-endian int32 (`common.ids.pack_ids`).
 from typing import TypeAlias
 
 from common.messages.base import WIRE_VERSION, Message
-from common.messages.caches import CacheChanges, TellCache
-from common.messages.endings import Ending, Failed, Finished, FinishReason
 from common.messages.fleet import (
     Drain,
     EngineChoices,
@@ -48,10 +46,32 @@ from common.messages.fleet import (
     Welcome,
 )
 from common.messages.handoffs import Claim, Decline, Grant, Handoff, Renew, Renewed, Reserve, Withdraw
-from common.messages.heartbeats import Counters, Heartbeat, LinkInfo, LinkReport, LinkState, LinkTraffic, Load
-from common.messages.logprobs import TokenLogprob, TokenLogprobs, pack_logprobs, unpack_logprobs
+from common.messages.heartbeats import (
+    CacheChanges,
+    Counters,
+    Heartbeat,
+    LinkInfo,
+    LinkReport,
+    LinkState,
+    LinkTraffic,
+    Load,
+    TellCache,
+)
 from common.messages.ranks import ToFollower, ToLeader
-from common.messages.requests import Cancel, Generate, Placed, Probe, Probed, Repeat, Standing, Terms
+from common.messages.requests import (
+    Cancel,
+    Ending,
+    Failed,
+    Finished,
+    FinishReason,
+    Generate,
+    Placed,
+    Probe,
+    Probed,
+    Repeat,
+    Standing,
+    Terms,
+)
 from common.messages.text import (
     DetokenizerHeartbeat,
     ExpectAnswer,
@@ -60,9 +80,12 @@ from common.messages.text import (
     TextDelta,
     TokenBatch,
     TokenDelta,
+    TokenLogprob,
+    TokenLogprobs,
+    pack_logprobs,
+    unpack_logprobs,
 )
-from common.messages.timelines import Timeline, Times
-from common.messages.traces import Span, SpanArgs, Spans, Trace, pack_spans, unpack_spans
+from common.messages.traces import Span, SpanArgs, Spans, Timeline, Times, Trace, pack_spans, unpack_spans
 
 FromInstance: TypeAlias = Register | Heartbeat | LinkReport | CacheChanges | Goodbye | Placed
 RouterInbox: TypeAlias = FromInstance | Probed | TextBatch | DetokenizerHeartbeat | Spans

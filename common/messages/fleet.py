@@ -10,10 +10,10 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
+from common.addresses import ROUTER_NAME
 from common.ids import Incarnation, InstanceId, Role
 from common.messages.base import UNNAMED, WIRE_VERSION, Message
-from common.messages.timelines import Timeline
-from common.names import ROUTER_NAME
+from common.messages.traces import Timeline
 from common.pages.layout import KVLayout
 from common.ranges import Count, Interval, Size
 

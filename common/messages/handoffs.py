@@ -1,6 +1,6 @@
 """Handoffs: a prefill instance (the writer) moves a request's KV into pages of a decode instance (the reader).
 
-Owns the words of reservation, write lease and handoff; `kv_transfer/write_lease.py` explains when a writer may write. Every
+Owns the words of reservation, write lease and handoff; `kv_transfer/handoff_target.py` explains when a writer may write. Every
 `sent_s` is on the writer's clock: the reader only sends it back.
 
 Messages name the lives that they are from and to, because a successor of either process has the same name, the same address and
@@ -11,9 +11,8 @@ import msgspec
 
 from common.ids import Generation, Incarnation, Key, check_ids
 from common.messages.base import UNNAMED, Message
-from common.messages.endings import Failed
-from common.messages.logprobs import TokenLogprob
-from common.messages.requests import Salt, Terms
+from common.messages.requests import Failed, Salt, Terms
+from common.messages.text import TokenLogprob
 from common.ranges import Count, Moment, Seconds, TokenId
 from common.sampling_params import SamplingParams
 

@@ -39,10 +39,9 @@ import msgspec
 
 from common.ids import Incarnation, InstanceId, Key, Ticket, check_ids
 from common.messages.base import WIRE_VERSION, Message
-from common.messages.endings import Failed
 from common.messages.fleet import EngineChoices, InstanceInfo, ModelIdentity, PoolDescriptor, RankInfo
 from common.messages.heartbeats import LinkInfo
-from common.messages.requests import Owner
+from common.messages.requests import Failed, Owner
 from common.ranges import Count, Moment, Seconds, TokenId
 from common.sampling_params import Grammar, SamplingParams
 

@@ -2,16 +2,65 @@
 
 Owns the shape of a span, and its packed form: a router keeps it packed, because nobody reads it before the trace is over. Does
 not know who records what.
+
+What happened to an attempt on one instance: when, and how much. An instance tells the router when the attempt has left it.
+
+Owns the record, which schedulers keep and messages carry. People and histograms read it; nothing decides by it.
+
+On an instance the times are of its own clock. What leaves its process is UNIX time. So times of two hosts compare as
+well as NTP aligns their clocks. The differences between times of one instance are exact.
 """
 
 from collections.abc import Iterable, Mapping
-from typing import TypeAlias
+from typing import Annotated, TypeAlias
 
 import msgspec
+from msgspec import Meta
 
-from common.ids import Incarnation, InstanceId
+from common.ids import Incarnation, InstanceId, Key
 from common.messages.base import UNNAMED, Message
 from common.ranges import Count, Integer, Moment, Number, Seconds
+
+
+class Times(msgspec.Struct, omit_defaults=True):
+    """A time that is None: it has not happened, or not here."""
+
+    prompt_tokens: Annotated[Count, Meta(description="Of the prompt that this attempt began with, the answer so far included.")]
+    accepted_s: Annotated[Moment, Meta(description="The request arrived. All times are seconds since 1970.")]
+    admitted_s: Annotated[Moment | None, Meta(description="It got its pages.")] = None
+    first_chunk_s: Annotated[Moment | None, Meta(description="The first chunk of its prompt was launched.")] = None
+    last_chunk_s: Annotated[Moment | None, Meta(description="The step of its last chunk returned, with the first token.")] = None
+    asked_s: Annotated[Moment | None, Meta(description="Reserve was sent, for the first time.")] = None
+    granted_s: Annotated[Moment | None, Meta(description="Grant arrived; on the decode instance: was sent.")] = None
+    first_push_s: Annotated[Moment | None, Meta(description="The first push was posted.")] = None
+    pushed_s: Annotated[Moment | None, Meta(description="The last push ended.")] = None
+    handed_off_s: Annotated[Moment | None, Meta(description="Handoff was sent; on the decode instance: arrived.")] = None
+    first_decode_s: Annotated[Moment | None, Meta(description="The first decode step returned, with the second token.")] = None
+    ended_s: Annotated[Moment | None, Meta(description="The request was served no longer.")] = None
+    cached_tokens: Annotated[Count, Meta(description="Of its prompt, found in the prefix cache of who computes the rest.")] = 0
+    pages_had: Annotated[Count | None, Meta(description="Pages that the decode instance had already.")] = None
+    pages_pushed: Annotated[Count | None, Meta(description="Pages that were pushed.")] = None
+
+    def first_chunk(self, now: float) -> None:
+        """A chunk was launched; the first one counts."""
+        if self.first_chunk_s is None:
+            self.first_chunk_s = now
+
+    def later(self, seconds: float) -> "Times":
+        """The same on a clock that is ahead by so much."""
+        moments = {name: getattr(self, name) for name in _MOMENTS}
+        return msgspec.structs.replace(self, **{name: at + seconds for name, at in moments.items() if at is not None})
+
+
+_MOMENTS = tuple(name for name in Times.__struct_fields__ if name.endswith("_s"))
+
+
+class Timeline(msgspec.Struct, frozen=True, array_like=True):
+    """The times of an attempt on the instance that tells them."""
+
+    key: Key
+    times: Times
+
 
 SpanArgs: TypeAlias = Mapping[str, Integer | Number | str]
 

@@ -6,6 +6,10 @@ A pool is page-major: page `p` is the run of `page_bytes` bytes at `base + p * p
 
     order "layer":  [layer, 2, head, token, dim]        one layer is one run
     order "head":   [head, layer, 2, token, dim]        one slice of heads is one run
+
+Which KV heads a rank holds.
+
+Owns that division, which the model and the planner of transfers share. Knows numbers only.
 """
 
 from functools import cached_property
@@ -13,8 +17,23 @@ from typing import Literal
 
 import msgspec
 
-from common.errors import ConfigError
+from common.errors import ConfigError, TransferError
 from common.ranges import Count, Size
+
+
+def heads_of(rank: int, ranks: int, kv_heads: int) -> range:
+    """The KV heads that a tensor-parallel rank holds: a share of them, or one head that several ranks hold.
+
+    A latent cache (MLA) is one head that every rank holds. Raises TransferError unless one number divides the other.
+    """
+    if ranks <= kv_heads and kv_heads % ranks == 0:
+        share = kv_heads // ranks
+        return range(rank * share, (rank + 1) * share)
+    if ranks % kv_heads == 0:
+        head = rank * kv_heads // ranks
+        return range(head, head + 1)
+    raise TransferError(f"{kv_heads} KV heads cannot be divided among {ranks} ranks")
+
 
 PageOrder = Literal["layer", "head"]
 KVDtype = Literal["float32", "bfloat16", "float16", "float8_e4m3fn", "uint8"]

@@ -3,15 +3,34 @@
 Owns the processes, their pipes and the threads that read them. Does not know what a child does or which child is needed for what.
 
 A child leads a session of its own, so Ctrl-C in a terminal reaches the parent alone. It dies with its parent: the order pipe is
-its lifeline (`common/processes/parent.py`). Where that is asked for, the kernel kills it, be it stopped. When a child has ended,
+its lifeline (`common/processes/child.py`). Where that is asked for, the kernel kills it, be it stopped. When a child has ended,
 the rest of its process group is killed.
+
+Lines of JSON on the two pipes between a child process and its parent.
+
+Owns the base of every line, its encoding, and the environment variables that name the pipes. Does not know what is said, except
+for the reports on a child's start and end, which are the same for all parents.
+
+    parent ── orders ──► child      end of file on this pipe: the parent is gone, or wants the child to stop
+    parent ◄── reports ── child     end of file on this pipe: the child is gone
+
+How many files a process may open. Owns the system's limit for this process, and nothing else.
+
+The child's half: a process takes orders from the parent that started it, and reports to it.
+
+Owns this process's ends of the two pipes. Does not know what the orders and reports mean.
 """
 
 import contextlib
+import ctypes
+import logging
 import os
 import queue
+import resource
+import select
 import signal
 import subprocess
+import sys
 import sysconfig
 import threading
 import time
@@ -19,13 +38,163 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Generic, Protocol, TypeAlias
+from typing import Generic, Protocol, TypeAlias, TypeVar
 
 import msgspec
 
 from common.errors import TandemError
-from common.processes.lines import KILLED_WITH, ORDER_FD, REPORT_FD, Broken, LineReader, Progress, write_line
-from common.processes.parent import OrderT, ReportT
+
+ORDER_FD = "TANDEM_ORDER_FD"
+REPORT_FD = "TANDEM_REPORT_FD"
+KILLED_WITH = "TANDEM_KILLED_WITH"
+"""Names the parent's pid to a child that the kernel is to kill when the parent ends."""
+MAX_LINE_BYTES = 64 * 2**20
+READ_BYTES = 64 * 1024
+"""Read no more at once: larger buffers come and go at the top of the heap, which makes resident memory creep."""
+
+LineT = TypeVar("LineT")
+_log = logging.getLogger(__name__)
+
+
+class JsonLine(msgspec.Struct, frozen=True, kw_only=True, tag=True, tag_field="type"):
+    """Base of every line. `type` in the JSON is the class name."""
+
+
+class Progress(JsonLine, frozen=True):
+    """The child is still starting. text: what it is doing."""
+
+    text: str
+
+
+class Ready(JsonLine, frozen=True):
+    """The child does its work now. addresses: where it can be reached, by purpose."""
+
+    addresses: dict[str, str]
+
+
+class IntakeClosed(JsonLine, frozen=True):
+    """The router takes no more requests, and every answer that was open has ended."""
+
+
+class Broken(JsonLine, frozen=True):
+    """The child ends for this reason."""
+
+    reason: str
+
+
+def write_line(fd: int, line: msgspec.Struct) -> None:
+    """Raises BrokenPipeError when nobody can read it."""
+    data = msgspec.json.encode(line) + b"\n"
+    while data:
+        data = data[os.write(fd, data) :]
+
+
+class LineReader(Generic[LineT]):
+    """Reads the lines that arrive on a pipe. what: what a line is called in the log, such as "order"."""
+
+    def __init__(self, fd: int, decoder: "msgspec.json.Decoder[LineT]", what: str) -> None:
+        self._fd, self._decoder, self._what = fd, decoder, what
+        self._unread = b""
+
+    def read(self) -> list[LineT] | None:
+        """Wait for bytes and return the lines that they complete; None at the end of the file. Unreadable lines are dropped."""
+        data = os.read(self._fd, READ_BYTES)
+        if not data:
+            return None
+        *complete, self._unread = (self._unread + data).split(b"\n")
+        if len(self._unread) > MAX_LINE_BYTES:
+            self._unread = b""
+        lines = []
+        for line in complete:
+            try:
+                lines.append(self._decoder.decode(line))
+            except (msgspec.DecodeError, RecursionError) as error:
+                _log.error("dropped an unreadable %s: %s", self._what, error)
+        return lines
+
+
+def allow_many_files() -> None:
+    """Raise this process's limit to the highest that it may have. Sockets count as files, and systems start processes with a
+    limit as low as 1024."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+
+_PR_SET_PDEATHSIG = 1
+OrderT = TypeVar("OrderT")
+ReportT = TypeVar("ReportT", bound=msgspec.Struct)
+
+
+class Parent(Generic[OrderT, ReportT]):
+    """The parent of this process. Create it once, before anything starts other processes."""
+
+    def __init__(self, decoder: "msgspec.json.Decoder[OrderT]") -> None:
+        """decoder: of the orders."""
+        if (parent := os.environ.pop(KILLED_WITH, None)) is not None:
+            _be_killed_with(int(parent))
+        self._lock = threading.Lock()
+        self._report_fd = _take_fd(REPORT_FD)
+        self._order_fd = _take_fd(ORDER_FD)
+        self._reader = None if self._order_fd is None else LineReader(self._order_fd, decoder, "order")
+
+    @property
+    def exists(self) -> bool:
+        """False when a person started this process in a terminal."""
+        return self._reader is not None
+
+    def report(self, report: ReportT) -> None:
+        """Tell the parent. Any thread may call it. Does nothing when the parent is gone."""
+        if self._report_fd is not None:
+            with contextlib.suppress(BrokenPipeError), self._lock:
+                write_line(self._report_fd, report)
+
+    def read_orders(self) -> list[OrderT] | None:
+        """Wait for orders. Returns None when the parent is gone."""
+        return None if self._reader is None else self._reader.read()
+
+    def obey(
+        self, act: Callable[[OrderT], ReportT | None], turn: Callable[[], float | None] = lambda: None, wake: int | None = None
+    ) -> None:
+        """Answer each order with the report that `act` returns, until `act` returns None or the parent is gone.
+
+        turn: called before each wait; returns how many seconds the wait may last. wake: an eventfd that ends the wait.
+        """
+        assert self._order_fd is not None
+        watched = [self._order_fd] if wake is None else [self._order_fd, wake]
+        while True:
+            ready, _, _ = select.select(watched, [], [], turn())
+            if wake is not None and wake in ready:
+                os.eventfd_read(wake)
+            if self._order_fd not in ready:
+                continue
+            orders = self.read_orders()
+            if orders is None:
+                return
+            for order in orders:
+                answer = act(order)
+                if answer is None:
+                    return
+                self.report(answer)
+
+
+def _be_killed_with(parent: int) -> None:
+    """The kernel kills this process when its parent ends. A pipe tells only a process that runs, but one that is stopped stays.
+    Only Linux can do that; elsewhere the pipe is all there is."""
+    if sys.platform != "linux":
+        return
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it has ended before
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _take_fd(variable: str) -> int | None:
+    """The end of a pipe that the variable names. Children of this process do not inherit it."""
+    text = os.environ.pop(variable, None)
+    if text is None:
+        return None
+    os.set_inheritable(int(text), False)
+    return int(text)
+
 
 KEPT_LINES = 20
 KILL_S = 5.0

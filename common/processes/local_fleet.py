@@ -16,8 +16,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from common.errors import TandemError
-from common.processes.child import Child
-from common.processes.lines import Progress
+from common.processes.child import Child, Progress
 
 START_S = 180.0
 STOP_S = 60.0

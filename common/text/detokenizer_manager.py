@@ -10,13 +10,12 @@ from collections.abc import Sequence
 
 from common.deadlines import earliest
 from common.ids import ROUTER, InstanceId, text_name
+from common.mail import Mailbox
 from common.messages import DetokenizerHeartbeat, DetokenizerInbox, TextDelta, Trace
-from common.text.batches import cut
-from common.text.detokenizer import Detokenizer
+from common.text.detokenizer import Detokenizer, cut
 from common.text.tokenizer_manager import TokenizerManager
 from common.tracing import Tracer
 from common.trust import LOOPBACK_ONLY, Trust
-from common.wire import Mailbox
 
 HEARTBEAT_S = 1.0
 """Seconds between heartbeats to the router."""

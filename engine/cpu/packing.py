@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from common.host_limits import host_memory_now
+from common.host import host_memory_now
 from engine.cpu.products import Packed, PackedProduct
 from engine.kv_budget import gib
 from engine.models.linear import PackedLinear

@@ -32,7 +32,7 @@ from typing import Any, NoReturn, Protocol
 from common.config import Quantization
 from common.errors import ConfigError
 from common.model_path import CONFIG, read_json, read_model_config
-from common.pages.heads import heads_of
+from common.pages.layout import heads_of
 
 _WHOLE_END = 2**31
 """More than any size of a model; a product of two of them is still a size that torch takes."""

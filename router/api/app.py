@@ -22,37 +22,47 @@ from common.addresses import LOOPBACK
 from common.errors import TandemError
 from common.ids import InstanceId, RequestId
 from common.text.embedding import Embedding
+from router.api.admission import AT_END, CLIENT_CLOSED, Door, Doorkeeper, OpenAnswers
 from router.api.answers import AnswerShape, OpenAIBody
 from router.api.bodies import IS_LARGE, LARGE_BODY_BYTES, body_of, unless_left
 from router.api.chat import ChatFields, read_chat
 from router.api.chat_answers import ChatChoice, ChatShape
-from router.api.completion_answers import CompletionShape, TextChoice
+from router.api.completion_answers import (
+    CompletionShape,
+    EmbeddingBody,
+    EmbeddingFields,
+    EmbeddingShape,
+    TextChoice,
+    read_embeddings,
+)
 from router.api.completions import CompletionFields, read_completion
 from router.api.description import COMPLETION_REFUSALS, Described, DescribedApp, call_route, check_route, completion_route
-from router.api.doorkeeper import AT_END, CLIENT_CLOSED, Doorkeeper
-from router.api.embeddings import EmbeddingBody, EmbeddingFields, EmbeddingShape, read_embeddings
 from router.api.errors import ErrorDetail, error_response, response_to
 from router.api.fields import ReadRequest
 from router.api.guard import REQUESTS_PREFIX, Guard
 from router.api.intake import Accepted, Intake, unknown_model
-from router.api.models import ModelCard, ModelList
-from router.api.open_answers import OpenAnswers
 from router.api.request_ids import HEADER, OWNER, REQUEST_ID, AnswerId, answer_id
 from router.api.responses import ResponseFields, read_response
 from router.api.responses_answers import ResponseBody, ResponseShape
-from router.api.routes import StrictRoute
+from router.api.routes import (
+    Detokenized,
+    DetokenizeFields,
+    ModelCard,
+    ModelList,
+    StrictRoute,
+    Tokenized,
+    TokenizeFields,
+    read_detokenize,
+    read_tokenize,
+)
 from router.api.sending import Answer, StreamResponse, WholeResponse
 from router.api.sglang import Aborted, AbortFields, Flushed, GenerateFields, read_abort, read_generate
 from router.api.sglang_answers import Generated, GenerateShape
-from router.api.timelines import READ_TIMELINE, TimelineApi
-from router.api.tokens import Detokenized, DetokenizeFields, Tokenized, TokenizeFields, read_detokenize, read_tokenize
-from router.api.traces import FORGET, READ, START, TraceApi
+from router.api.timelines import FORGET, READ, READ_TIMELINE, START, TimelineApi, TraceApi
 from router.cluster import cluster_page
-from router.drain import Door
-from router.gateway import Gateway
-from router.member_metrics import member_metrics
-from router.metrics import DetokenizerCollector, FleetCollector, MailCollector, RouterMetrics
-from router.places import Places
+from router.core import Gateway
+from router.metrics import DetokenizerCollector, FleetCollector, MailCollector, RouterMetrics, member_metrics
+from router.requests import Places
 
 SPARE_CONNECTIONS = 256
 """How many requests with a body may be open beyond --max-requests: answers that are still being sent, and calls to a tokenizer.

@@ -13,8 +13,7 @@ from common.messages import TokenLogprob
 from router.api.answers import OpenAIFinish, OpenAIShape, TokenIds, WholeChoice, finish_of
 from router.api.chat import ChatRequest
 from router.api.logprobs import ChatLogprobs, PromptLogprobs
-from router.api.output.parser import AnswerParser
-from router.api.output.parts import Arguments, CallBegins, Content, Part, Reasoning
+from router.api.parsing.parser import AnswerParser, Arguments, CallBegins, Content, Part, Reasoning
 from router.outbox import ChoiceDelta
 
 

@@ -16,10 +16,8 @@ from common.errors import BadRequest
 from common.text.tokenizer_manager import ChatOptions
 from router.api.chat import ChatRequest
 from router.api.errors import shown
-from router.api.output.formats import THINK_MARKS, AnswerFormat, ToolFormat, answer_format
-from router.api.output.grammars import answer_grammar
-from router.api.output.parser import THINK, THINK_END, AnswerParser
-from router.api.output.parts import WholeAnswer, whole_answer
+from router.api.parsing.formats import THINK_MARKS, AnswerFormat, ToolFormat, answer_format, answer_grammar
+from router.api.parsing.parser import THINK, THINK_END, AnswerParser, WholeAnswer, whole_answer
 from router.requests import RequestSpec
 
 TAIL_TOKENS = 16

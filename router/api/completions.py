@@ -13,16 +13,17 @@ from common.errors import BadRequest
 from router.api.bodies import MAX_PROMPTS
 from router.api.errors import ContextExceeded, no_room
 from router.api.fields import (
+    NEUTRAL_COMPLETION_VALUES,
     ReadRequest,
     SamplingFields,
     TopLogprobs,
     checked_stops,
     convert,
+    drop_neutral,
     neutral_options,
     object_in,
     require_logprobs_for_ids,
 )
-from router.api.neutral import NEUTRAL_COMPLETION_VALUES, drop_neutral
 from router.api.structured import grammar_of
 
 COMPLETION_MAX_TOKENS = 16

@@ -2,12 +2,21 @@
 
 Owns what is accepted, and for everything else an error that names the field and the fix. What only one endpoint has is in that
 endpoint's file. Does not know tokens, models or the fleet. Fields: https://platform.openai.com/docs/api-reference.
+
+Standard fields of the OpenAI API that Tandem does not support, and the values with which they ask for nothing.
+
+Owns the table. A field with such a value is dropped before the request is read. With any other value it is refused by name.
+
+The functions that a model may call: how clients describe them, and which of them the answer may or must call.
+
+Owns the fields `tools`, `tool_choice` and `parallel_tool_calls`, as OpenAI's API has them. Does not know how a model writes its
+calls.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, TypeAlias, TypeVar
+from typing import Annotated, Any, Literal, TypeAlias, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -17,8 +26,158 @@ from common.messages.requests import SALT_CHARS
 from common.sampling_params import Grammar, Pooling
 from router.api.bodies import decoded
 from router.api.errors import shown
-from router.api.neutral import NEUTRAL_STREAM_VALUES, drop_neutral
 from router.api.structured import StructuredFields
+
+_NOTHING: tuple[object, ...] = ()
+
+NEUTRAL_VALUES: Mapping[str, tuple[object, ...]] = {
+    "best_of": (1,),
+    "store": (False,),
+    "service_tier": ("auto", "default"),
+}
+NEUTRAL_CHAT_VALUES: Mapping[str, tuple[object, ...]] = {
+    **NEUTRAL_VALUES,
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "modalities": (["text"],),
+    "audio": _NOTHING,
+    "prediction": _NOTHING,
+    "verbosity": _NOTHING,
+    "web_search_options": _NOTHING,
+    "chat_template": _NOTHING,
+    "documents": ([],),
+}
+NEUTRAL_COMPLETION_VALUES: Mapping[str, tuple[object, ...]] = {
+    **NEUTRAL_VALUES,
+    "suffix": ("",),
+}
+NEUTRAL_STREAM_VALUES: Mapping[str, tuple[object, ...]] = {"include_obfuscation": (False,)}
+"""Of `stream_options`."""
+NEUTRAL_RESPONSE_VALUES: Mapping[str, tuple[object, ...]] = {
+    "store": (False,),
+    "previous_response_id": _NOTHING,
+    "conversation": _NOTHING,
+    "prompt": _NOTHING,
+    "include": ([],),
+    "background": (False,),
+    "truncation": ("disabled",),
+    "top_logprobs": (0,),
+    "max_tool_calls": _NOTHING,
+    "service_tier": ("auto", "default"),
+    "prompt_cache_retention": _NOTHING,
+    "stream_options": ({}, {"include_obfuscation": False}),
+    "context_management": _NOTHING,
+}
+NEUTRAL_REASONING_VALUES: Mapping[str, tuple[object, ...]] = {"summary": _NOTHING, "generate_summary": _NOTHING}
+"""Of a response's `reasoning`: there are no summaries, thoughts are in `content`."""
+NEUTRAL_ITEM_VALUES: Mapping[str, tuple[object, ...]] = {
+    "async": (False,),
+    "async_": (False,),
+    "caller": _NOTHING,
+    "namespace": _NOTHING,
+    "encrypted_content": _NOTHING,
+}
+"""Fields that OpenAI's client adds to the items of our own answers when it sends them back."""
+NEUTRAL_MESSAGE_VALUES: Mapping[str, tuple[object, ...]] = {
+    "refusal": _NOTHING,
+    "audio": _NOTHING,
+    "annotations": ([],),
+    "function_call": _NOTHING,
+}
+"""Fields that the messages of our own answers have when a client sends them back."""
+
+
+def drop_neutral(
+    fields: Mapping[str, Any], neutral: Mapping[str, tuple[object, ...]], known: Collection[str] = (), path: str = ""
+) -> dict[str, Any]:
+    """The fields without those that ask for nothing. Null asks for nothing in neutral fields and in the known ones. Raises
+    BadRequest for a neutral field that asks for something."""
+    kept: dict[str, Any] = {}
+    for name, value in fields.items():
+        if name not in neutral:
+            if value is not None or name not in known:
+                kept[name] = value
+        elif value is not None and value not in neutral[name]:
+            allowed = " or ".join(msgspec.json.encode(option).decode() for option in neutral[name])
+            fix = f"leave it out or send {allowed}" if allowed else "leave it out"
+            raise BadRequest(f"{path}{name} is not supported: {fix}", field=path + name, code="unsupported_parameter")
+    return kept
+
+
+MAX_TOOLS = 512
+_NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
+
+
+class Function(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    name: Annotated[str, Meta(description="What the model calls it.")]
+    description: Annotated[str | None, Meta(description="For the model: what it does.")] = None
+    parameters: Annotated[dict[str, Any] | None, Meta(description="JSON schema of the arguments; without it: any object.")] = None
+    strict: Annotated[
+        bool | None,
+        Meta(description="True: calls are sure to match `parameters`. False: not even calls that `tool_choice` demands."),
+    ] = None
+
+    def for_template(self) -> dict[str, Any]:
+        """What the chat template gets, in the order in which models were trained to read it."""
+        fields = {"name": self.name, "description": self.description, "parameters": self.parameters}
+        return {"type": "function", "function": {name: value for name, value in fields.items() if value is not None}}
+
+
+class FunctionTool(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="function"):
+    function: Annotated[Function, Meta(description="What the model may call.")]
+
+
+class _Named(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    name: Annotated[str, Meta(description="The name of the function that is called.")]
+
+
+class NamedTool(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="function"):
+    function: Annotated[_Named, Meta(description="The function that is called.")]
+
+
+ToolChoice: TypeAlias = Annotated[
+    Literal["none", "auto", "required"] | NamedTool | None,
+    Meta(description="none: no calls; auto: the model decides; required: at least one call; or the function that is called."),
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolUse:
+    """What an answer may call. shown: what the chat template shows the model. callable: what it may call; none: its answer is
+    only text. required: the answer is one call of these or more. parallel: it may be more than one."""
+
+    shown: tuple[Function, ...] = ()
+    callable: tuple[Function, ...] = ()
+    required: bool = False
+    parallel: bool = True
+
+    def for_template(self) -> tuple[Mapping[str, Any], ...]:
+        return tuple(function.for_template() for function in self.shown)
+
+
+NO_TOOLS = ToolUse()
+
+
+def tool_use(
+    functions: Sequence[Function], choice: Literal["none", "auto", "required"] | str | None, parallel: bool, *, named: bool
+) -> ToolUse:
+    """choice: a policy, or with `named` a function's name. Raises BadRequest."""
+    if len(functions) > MAX_TOOLS:
+        raise BadRequest(f"tools holds {len(functions)} tools: send at most {MAX_TOOLS}", field="tools")
+    for index, function in enumerate(functions):
+        if not _NAME.fullmatch(function.name):
+            rule = "1 to 128 letters, digits or any of _.:/-"
+            raise BadRequest(f"tools[{index}]: the function's name must be {rule}, is {shown(function.name)!r}", field="tools")
+    if named:
+        chosen = tuple(function for function in functions if function.name == choice)[:1]
+        if not chosen:
+            raise BadRequest(f"tool_choice names {shown(str(choice))!r}, which is not among the tools", field="tool_choice")
+        return ToolUse(shown=tuple(functions), callable=chosen, required=True, parallel=False)
+    if choice == "required" and not functions:
+        raise BadRequest("tool_choice is required, but there are no tools: send tools", field="tool_choice")
+    callable = () if choice == "none" else tuple(functions)
+    return ToolUse(shown=tuple(functions), callable=callable, required=choice == "required", parallel=parallel)
+
 
 MAX_CHOICES_PER_PROMPT = 16
 MAX_STOPS = 16

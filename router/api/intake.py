@@ -28,11 +28,10 @@ from router.api.errors import ContextExceeded, no_room, shown
 from router.api.fields import ALL_TOKENS, ReadRequest, SamplingFields, biases_of
 from router.api.logprobs import MAX_PAIRS, TokenTexts, check_prompt_pairs, most_tokens_with
 from router.api.request_ids import AnswerId
+from router.api.routes import MAX_CHARS, Detokenized, DetokenizeFields, Tokenized, TokenizeRequest
 from router.api.threads import SharedThreads
-from router.api.tokens import MAX_CHARS, Detokenized, DetokenizeFields, Tokenized, TokenizeRequest
 from router.core import RouterCore
-from router.places import Places
-from router.requests import RequestSpec
+from router.requests import Places, RequestSpec
 
 SEED_BITS = 63
 ENCODING_THREADS, LONG_ENCODING_THREADS = 4, 2

@@ -12,7 +12,7 @@ from msgspec import Meta
 
 from common.errors import BadRequest
 from common.messages import TokenLogprob
-from common.messages.logprobs import LEAST_LOGPROB
+from common.messages.text import LEAST_LOGPROB
 
 MAX_PAIRS = 500_000
 """Most pairs of a token and its log probability in one HTTP answer: for its prompts, and again for a whole answer's choices. Each

@@ -14,10 +14,13 @@ from msgspec import Meta
 from common.errors import BadRequest
 from common.sampling_params import Grammar
 from engine.grammar.grammars import check_text
-from router.api.chat import ChatRequest, Effort
-from router.api.chat_messages import arguments_of
+from router.api.chat import ChatRequest, Effort, arguments_of
 from router.api.fields import (
+    NEUTRAL_ITEM_VALUES,
+    NEUTRAL_REASONING_VALUES,
+    NEUTRAL_RESPONSE_VALUES,
     CacheSalt,
+    Function,
     Label,
     MinP,
     Priority,
@@ -27,15 +30,16 @@ from router.api.fields import (
     Temperature,
     Timeout,
     Tokens,
+    ToolUse,
     TopK,
     TopP,
     checked_stops,
     convert,
+    drop_neutral,
     object_in,
+    tool_use,
 )
-from router.api.neutral import NEUTRAL_ITEM_VALUES, NEUTRAL_REASONING_VALUES, NEUTRAL_RESPONSE_VALUES, drop_neutral
 from router.api.structured import ANY_OBJECT, JsonObjectFormat, NamedSchema, TextFormat, schema_grammar
-from router.api.tools import Function, ToolUse, tool_use
 
 
 class InputText(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="input_text"):

@@ -16,8 +16,7 @@ import msgspec
 
 from common.messages import Failed, Finished
 from router.api.answers import AnswerShape, PromptDetails, WholeChoice
-from router.api.output.parser import AnswerParser
-from router.api.output.parts import Arguments, CallBegins, Content, Part, Reasoning
+from router.api.parsing.parser import AnswerParser, Arguments, CallBegins, Content, Part, Reasoning
 from router.api.responses import NamedFunction, ReasoningConfig, ResponseRequest, ResponseTool, TextConfig
 from router.api.structured import TextFormat
 from router.outbox import ChoiceDelta

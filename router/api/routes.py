@@ -1,20 +1,148 @@
 """The routes: what a URL does not read, it refuses.
 
 Owns the check of query parameters, and of bodies where none is read. Bodies that are read have readers of their own.
+
+The answers of GET /v1/models.
+
+Owns their shape, which is OpenAI's with vLLM's `max_model_len`.
+
+The bodies and answers of POST /tokenize and POST /detokenize, as in vLLM.
+
+Owns their fields. Does not know tokenizers. Fields: TokenizeRequest and DetokenizeRequest at
+https://docs.vllm.ai/en/stable/serving/openai_compatible_server.html.
 """
 
-from collections.abc import Callable, Collection, Coroutine
-from typing import Any
+from collections.abc import Callable, Collection, Coroutine, Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, TypeAlias
 
+import msgspec
 from fastapi import Request, Response
 from fastapi.routing import APIRoute
+from msgspec import Meta
 
 from common.errors import BadRequest
 from router.api.bodies import body_of
+from router.api.chat import ChatFields, ChatMessage, ChatRequest, chat_request, neutral_messages
 from router.api.errors import shown
-from router.api.fields import object_in
-from router.api.guard import OPEN_PATHS
-from router.api.web_pages import EFFECTLESS_METHODS
+from router.api.fields import FunctionTool, TokenId, convert, drop_neutral, object_in
+from router.api.guard import EFFECTLESS_METHODS, OPEN_PATHS
+
+
+class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
+    id: Annotated[str, Meta(description="The name that requests use.")]
+    object: Literal["model"] = "model"
+    created: Annotated[int, Meta(description="When the router started, in seconds since 1970.")]
+    owned_by: str = "tandem"
+    max_model_len: Annotated[int, Meta(description="Longest prompt and answer together, in tokens.")]
+
+
+class ModelList(msgspec.Struct, frozen=True, kw_only=True):
+    object: Literal["list"] = "list"
+    data: list[ModelCard]
+
+
+MAX_CHARS, MAX_TOKENS = 2**20, 2**18
+NEUTRAL_TOKENIZE_VALUES: Mapping[str, tuple[object, ...]] = {"chat_template": (), "mm_processor_kwargs": ({},)}
+Model: TypeAlias = Annotated[str | None, Meta(description="The model's name; without it: the model that is served.")]
+
+
+class TokenizeFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The body of POST /tokenize. Exactly one of prompt and messages must be there."""
+
+    model: Model = None
+    prompt: Annotated[Annotated[str, Meta(max_length=MAX_CHARS)] | None, Meta(description="The text.")] = None
+    messages: Annotated[list[ChatMessage] | None, Meta(description="A conversation, which the chat template makes a text.")] = (
+        None
+    )
+    add_special_tokens: Annotated[
+        bool | None,
+        Meta(
+            description="Begin a prompt with the special tokens that the model begins with. Chat templates write them themselves."
+        ),
+    ] = None
+    return_token_strs: Annotated[bool, Meta(description="Send each token too, as the vocabulary spells it.")] = False
+    tools: Annotated[list[FunctionTool], Meta(description="With `messages`: functions that the model may call.")] = msgspec.field(
+        default_factory=list
+    )
+    chat_template_kwargs: Annotated[
+        dict[str, Any], Meta(description="With `messages`: names that the chat template reads, and their values.")
+    ] = msgspec.field(default_factory=dict)
+    add_generation_prompt: Annotated[
+        bool, Meta(description="With `messages`: the prompt ends where the assistant's answer begins.")
+    ] = True
+    continue_final_message: Annotated[
+        bool, Meta(description="With `messages`: the last message stays open. Send add_generation_prompt=false with it.")
+    ] = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenizeRequest:
+    """What is to be tokenized: a text, or a chat."""
+
+    model: str | None
+    prompt: str | ChatRequest
+    add_special_tokens: bool
+    return_token_strs: bool
+
+
+class Tokenized(msgspec.Struct, frozen=True, kw_only=True):
+    """The answer of POST /tokenize."""
+
+    count: int
+    max_model_len: Annotated[int, Meta(description="Longest prompt and answer together, in tokens.")]
+    tokens: list[int]
+    token_strs: list[str] | None = None
+
+
+class DetokenizeFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The body of POST /detokenize."""
+
+    model: Model = None
+    tokens: Annotated[list[TokenId], Meta(max_length=MAX_TOKENS, description="Token ids.")]
+    skip_special_tokens: Annotated[bool, Meta(description="Special tokens give no text.")] = False
+
+
+class Detokenized(msgspec.Struct, frozen=True, kw_only=True):
+    """The answer of POST /detokenize."""
+
+    prompt: str
+
+
+def read_tokenize(body: bytes, context_tokens: int | None = None) -> TokenizeRequest:
+    """The body of POST /tokenize. Raises BadRequest."""
+    raw = drop_neutral(object_in(body), NEUTRAL_TOKENIZE_VALUES, TokenizeFields.__struct_encode_fields__)
+    fields = convert(neutral_messages(raw), TokenizeFields)
+    if (fields.prompt is None) == (fields.messages is None):
+        raise BadRequest("prompt and messages: send one of them, and only one", field="prompt")
+    if fields.messages is not None and fields.add_special_tokens:
+        fix = "the chat template writes special tokens itself: leave it out"
+        raise BadRequest(f"add_special_tokens is for a prompt only; {fix}", field="add_special_tokens")
+    return TokenizeRequest(
+        model=fields.model,
+        prompt=_chat(fields, fields.messages) if fields.prompt is None else fields.prompt,
+        add_special_tokens=fields.add_special_tokens is not False,
+        return_token_strs=fields.return_token_strs,
+    )
+
+
+def _chat(fields: TokenizeFields, messages: list[ChatMessage] | None) -> ChatRequest:
+    return chat_request(
+        ChatFields(
+            model=fields.model or "",
+            messages=messages or [],
+            tools=fields.tools,
+            chat_template_kwargs=fields.chat_template_kwargs,
+            add_generation_prompt=fields.add_generation_prompt,
+            continue_final_message=fields.continue_final_message,
+        )
+    )
+
+
+def read_detokenize(body: bytes, context_tokens: int | None = None) -> DetokenizeFields:
+    """The body of POST /detokenize. Raises BadRequest."""
+    return convert(drop_neutral(object_in(body, context_tokens), {}, DetokenizeFields.__struct_encode_fields__), DetokenizeFields)
+
 
 MOST_BYTES = 1024
 """Longest body that is looked at where none is read."""

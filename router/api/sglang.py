@@ -37,9 +37,9 @@ from router.api.fields import (
     TopLogprobs,
     TopP,
     convert,
+    drop_neutral,
     object_in,
 )
-from router.api.neutral import drop_neutral
 from router.api.request_ids import checked_id
 from router.api.structured import GrammarFields, StructuralTag, grammar_of, structural_tag_of
 

@@ -1,26 +1,91 @@
 """The answer of GET /requests/{id}: when each thing happened to a request, and how long each part took.
 
 Owns its shape, and the change from the router's clock to UNIX time.
+
+The other routers behind this one's HTTP port: they are asked for a request that this one does not know.
+
+Owns who they are and how they are asked. Routers share no state, and the kernel deals out connections, so a client that asks
+for a request may meet a router that never had it. The question carries the client's own key. Who is asked obeys its own rules,
+and asks nobody else. It is bounded: so many threads, which keys take in turns, and so long.
+
+Traces over HTTP: begin one, see how it stands, read it, forget it.
+
+Owns the lines that a trace is read as: the first says how it stands, each other one is a span, in no order. Packed spans become
+lines in a thread, a few at a time: a trace may be hundreds of megabytes. Does not know who records what.
 """
 
-from collections.abc import Iterable, Sequence
-from typing import Annotated
+import asyncio
+import logging
+import ssl
+import time
+from collections.abc import AsyncIterator, Iterable, Sequence
+from functools import partial
+from typing import Annotated, Any
+from urllib.parse import quote
 
 import msgspec
 from fastapi import Request
 from msgspec import Meta
-from starlette.responses import Response
+from starlette.responses import Response, StreamingResponse
 
 from common.errors import BadRequest
 from common.ids import Role
-from common.messages import Times
+from common.messages import SpanArgs, Times, unpack_spans
+from common.processes.router_client import RequestFailed, RouterClient
 from router.api.description import Described
 from router.api.errors import shown
-from router.api.guard import EVERYBODY, key_in
-from router.api.other_routers import OtherRouters
+from router.api.guard import EVERYBODY, REQUESTS_PREFIX, key_in
 from router.api.request_ids import OWNER
-from router.gateway import Gateway
+from router.api.threads import SharedThreads
+from router.core import Gateway
 from router.timelines import REMEMBERED, AttemptTimes, Durations, RequestTimes
+from router.traces import Frame, TraceStatus
+
+ASK_S = 2.0
+"""For all of them together: they are on this host, and look in a dictionary."""
+WAIT_S = 5.0
+"""With the wait for a thread."""
+_AT_ONCE = 2
+
+
+class OtherRouters:
+    """urls: of their own HTTP ports. tls: whom to trust there."""
+
+    def __init__(self) -> None:
+        self._urls: Sequence[str] = ()
+        self._tls: ssl.SSLContext | None = None
+        self._threads = SharedThreads(_AT_ONCE, "other routers")
+
+    def meet(self, urls: Sequence[str], tls: ssl.SSLContext | None = None) -> None:
+        """From now on these are the others."""
+        self._urls, self._tls = tuple(urls), tls
+
+    async def find(self, name: str, owner: str, key: bytes | None) -> Any:
+        """The timeline, as JSON, that one of them has for a client with this key; None when none has it, or not in time."""
+        if not self._urls:
+            return None
+        try:
+            async with asyncio.timeout(WAIT_S):
+                return await self._threads.run(owner, partial(self._ask, name, (key or b"").decode("latin-1")))
+        except TimeoutError:
+            return None
+
+    def close(self) -> None:
+        self._threads.close()
+
+    def _ask(self, name: str, key: str) -> Any:
+        until = time.monotonic() + ASK_S
+        path = f"{REQUESTS_PREFIX}/{quote(name, safe='')}?here=true"
+        for url in self._urls:
+            left_s = until - time.monotonic()
+            if left_s <= 0:
+                break
+            try:
+                return RouterClient(url, key, left_s, self._tls).get(path)
+            except RequestFailed:  # it does not know it, or is not there
+                continue
+        return None
+
 
 Moment = Annotated[float, Meta(description="Seconds since 1970, by the clock of the router's host.")]
 Seconds = Annotated[float | None, Meta(description="Null: it did not happen, or the instance has not told yet.")]
@@ -180,3 +245,94 @@ def _sum(seconds: Iterable[float | None]) -> float | None:
 
 def _at(time_s: float | None, more_s: float) -> float | None:
     return None if time_s is None else time_s + more_s
+
+
+SECONDS = "60"
+LINES = "application/x-ndjson"
+PIECE_FRAMES = 8
+"""Several thousand spans at most, which take milliseconds."""
+
+_log = logging.getLogger(__name__)
+_TAG = "Operations"
+START = Described(
+    tag=_TAG,
+    summary="Begin a trace",
+    answer="Every process of the fleet records what takes time, for `seconds` (60; at most 600).",
+    answer_type=TraceStatus,
+    status=202,
+    refusals=(400, 409),
+)
+READ = Described(
+    tag=_TAG,
+    summary="Read the trace",
+    answer="JSON lines: the first says how the trace stands, and when it is over, each other one is a span.",
+    answer_type=TraceStatus,
+    media_types=(LINES,),
+    refusals=(404,),
+)
+FORGET = Described(
+    tag=_TAG, summary="Forget the trace", answer="It is ended and forgotten.", answer_type=TraceStatus, refusals=(404,)
+)
+
+
+class TraceLine(msgspec.Struct, frozen=True):
+    """A span. process: the place of its process in the first line's `processes`. Times are UNIX seconds."""
+
+    process: int
+    track: str
+    name: str
+    begin_s: float
+    end_s: float
+    request: str
+    args: SpanArgs
+
+
+class TraceApi:
+    """The handlers."""
+
+    def __init__(self, gateway: Gateway) -> None:
+        self._gateway = gateway
+        self._traces = gateway.core.traces
+
+    async def start(self, seconds: str = SECONDS) -> Response:
+        """The router also counts processes that join meanwhile. `GET /cluster/trace` has the spans when the time is over. The
+        trace before this one is forgotten."""
+        try:
+            wanted_s = float(seconds)
+        except ValueError:
+            raise BadRequest(f"seconds must be a number, not {seconds[:32]!r}", field="seconds") from None
+        now = self._gateway.clock()
+        self._gateway.deliver(self._traces.start(wanted_s, now))
+        return Response(msgspec.json.encode(self._traces.status(now)), 202, media_type="application/json")
+
+    async def read(self) -> Response:
+        """Requests that are still open at its end have no span of their own; what was done for them has."""
+        status = self._traces.status(self._gateway.clock())
+        frames = self._traces.frames() if status.state == "over" else []
+        return StreamingResponse(_lines(msgspec.json.encode(status) + b"\n", frames), media_type=LINES)
+
+    async def forget(self) -> Response:
+        """It gives its memory back, which the next trace does too."""
+        status = self._traces.status(self._gateway.clock())
+        self._gateway.deliver(self._traces.end(self._gateway.clock()))
+        return Response(msgspec.json.encode(status), media_type="application/json")
+
+
+async def _lines(first: bytes, frames: Sequence[Frame]) -> AsyncIterator[bytes]:
+    yield first
+    for begin in range(0, len(frames), PIECE_FRAMES):
+        yield await asyncio.to_thread(_piece, frames[begin : begin + PIECE_FRAMES])
+
+
+def _piece(frames: Sequence[Frame]) -> bytes:
+    lines: list[TraceLine] = []
+    for frame in frames:
+        try:
+            spans = unpack_spans(frame.packed)
+        except msgspec.DecodeError as error:
+            _log.warning("spans of process %d of a trace cannot be read: %s", frame.process, error)
+            continue
+        lines += [
+            TraceLine(frame.process, span.track, span.name, span.begin_s, span.end_s, span.request, span.args) for span in spans
+        ]
+    return msgspec.json.Encoder().encode_lines(lines)

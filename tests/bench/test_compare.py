@@ -43,7 +43,7 @@ from bench.options import (
 )
 from bench.report import this_hardware
 from common.errors import ConfigError
-from common.flags import read_config, to_flags
+from common.options import read_config, to_flags
 from common.processes.local_fleet import FleetFailed
 from launch.main import build_parser, main
 

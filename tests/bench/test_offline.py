@@ -79,7 +79,7 @@ def test_what_cannot_be_measured_is_refused_by_its_flag(flags: dict[str, object]
 def test_a_quick_run_reports_what_it_served(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("launch.environment.prepare", lambda threads: None)  # this process has its environment
+    monkeypatch.setattr("launch.child.prepare", lambda threads: None)  # this process has its environment
     figures = tmp_path / "figures.json"
     assert main(["bench", "offline", "--quick", "--repeat=2", "--device=cpu", f"--json={figures}"]) == 0
     outcome = json.loads(figures.read_text())

@@ -32,7 +32,7 @@ from bench.trace import (
 )
 from common.access import Access, KeyRing
 from common.errors import ConfigError
-from common.flags import read_config, to_flags
+from common.options import read_config, to_flags
 from launch.main import build_parser, main
 from tests.router.fakes import Site, listening
 

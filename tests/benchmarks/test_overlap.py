@@ -33,7 +33,7 @@ from benchmarks.overlap import (
 )
 from common.config import EngineConfig
 from common.errors import ConfigError
-from common.flags import with_defaults
+from common.options import with_defaults
 from common.processes.local_fleet import FleetFailed
 from launch.main import build_parser
 

@@ -43,7 +43,7 @@ from benchmarks.transfer_agent import (
     pages_of,
 )
 from common.errors import ConfigError, TransferError
-from common.flags import with_defaults
+from common.options import with_defaults
 
 KIB, MIB = 2**10, 2**20
 UNIT, POOL = 4096, 64 * 4096

@@ -15,7 +15,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from common.flags import add_flags, read_config
+from common.options import add_flags, read_config
 from tests.chaos.faults import KINDS, Kind, Plan
 from tests.chaos.fleet import Shape
 from tests.chaos.report import LATENCY_HEADER, Outcome, latency_line, summary

@@ -18,9 +18,8 @@ from typing import Any
 
 from common.ids import Role
 from common.options import option
-from common.processes.child import Exited, Reported
+from common.processes.child import Exited, Ready, Reported
 from launch.processes import Child, ChildEvent, launch_command
-from launch.reports import Ready
 from tests.shared_memory import FOLDER, abandoned, shared_files
 
 MARK = "TANDEM_CHAOS"

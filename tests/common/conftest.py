@@ -5,8 +5,8 @@ from collections.abc import Iterator
 import pytest
 
 from common.ids import DETOKENIZER, InstanceId
+from common.mail import Mailbox
 from common.messages import DetokenizerInbox
-from common.wire import Mailbox
 from tests.common.mailboxes import LOOPBACK, AnyBox, Make
 
 

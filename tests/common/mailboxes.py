@@ -5,8 +5,8 @@ from collections.abc import Callable
 from typing import Any, Generic, TypeAlias, TypeVar
 
 from common.ids import ROUTER, InstanceId, Key, RequestId
+from common.mail import RECEIVE_LIMIT, Mailbox
 from common.messages import AnyMessage, DetokenizerInbox, ForgetAnswer
-from common.wire import RECEIVE_LIMIT, Mailbox
 
 LOOPBACK = "tcp://127.0.0.1:0"
 WAIT_S = 60.0

@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 
-from common.amounts import parse_bytes, parse_memory
 from common.config import (
     STEP_COST,
     AccessConfig,
@@ -18,6 +17,7 @@ from common.config import (
     parse_step_cost,
 )
 from common.errors import ConfigError
+from common.options import parse_bytes, parse_memory
 
 SLICES = (ModelConfig, EngineConfig, InstanceConfig, RouterConfig, LogConfig, SecurityConfig, AccessConfig)
 

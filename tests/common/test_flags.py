@@ -8,8 +8,7 @@ from typing import Literal
 import pytest
 
 from common.config import AccessConfig, EngineConfig, InstanceConfig, LogConfig, ModelConfig, RouterConfig, SecurityConfig
-from common.flags import ConfigClass, add_flags, flag_of, read_config, to_flags
-from common.options import option
+from common.options import ConfigClass, add_flags, flag_of, option, read_config, to_flags
 from launch import main as launch_main
 
 CONFIGS: tuple[type[ConfigClass], ...] = (

@@ -11,9 +11,9 @@ import zmq
 from common import gate
 from common.errors import ConfigError
 from common.ids import DETOKENIZER
+from common.mail import Mailbox
 from common.messages import DetokenizerInbox
 from common.trust import LOOPBACK_ONLY, ClusterKey, Trust, derive
-from common.wire import Mailbox
 from tests.common.mailboxes import DECODE, FORGET, LOOPBACK, PREFILL, Detok, received
 from tests.launch.waiting import wait_for
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from common.host_limits import HostMemory, host_memory_now, own_memory_bytes, processor_quota
+from common.host import HostMemory, host_memory_now, own_memory_bytes, processor_quota
 
 KIB = 1024
 MEMINFO = "MemTotal: 16000 kB\nMemFree: 10 kB\nMemAvailable: 12000 kB"

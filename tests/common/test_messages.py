@@ -12,11 +12,11 @@ from msgspec.structs import replace
 from common import messages
 from common.ids import ROUTER, Generation, Incarnation, InstanceId, Key, Life, RequestId, pack_ids, unpack_ids
 from common.instance.token_memory import PIECE_TOKENS
+from common.mail import MAX_FRAME_BYTES
 from common.messages import AnyMessage, DecodeInbox, DetokenizerInbox, Message, PrefillInbox, RouterInbox
 from common.messages.base import fits
 from common.messages.ranks import ToFollower, ToLeader
 from common.sampling_params import MAX_LOGPROBS, MAX_PROMPT_LOGPROBS, SamplingParams
-from common.wire import MAX_FRAME_BYTES
 from tests.builders import instance
 from tests.common import rank_messages
 

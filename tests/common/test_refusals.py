@@ -11,8 +11,8 @@ from contextlib import contextmanager
 
 import pytest
 
+from common.gate import ANSWERS, KNOCK_EVERY_MS, KNOCK_TIMEOUT_S, knock
 from common.ids import InstanceId
-from common.refusals import ANSWERS, KNOCK_EVERY_MS, KNOCK_TIMEOUT_S, knock
 from tests.common.mailboxes import Make
 
 ROUTER_THERE = InstanceId("router@there")

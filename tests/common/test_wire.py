@@ -16,8 +16,8 @@ from common.addresses import check_address
 from common.errors import ConfigError, WireError
 from common.ids import DETOKENIZER, ROUTER, InstanceId
 from common.instance.ports import Mail
+from common.mail import FrameRefused, Mailbox, pack_frame, unpack_frame
 from common.messages import WIRE_VERSION, Cancel, DetokenizerInbox, ExpectAnswer, TokenBatch
-from common.wire import FrameRefused, Mailbox, pack_frame, unpack_frame
 from tests.common.mailboxes import FORGET, KEY, LOOPBACK, PREFILL, WAIT_S, Make, closes, received
 
 
@@ -164,7 +164,7 @@ def test_a_malformed_address_is_refused(make: Make, address: str) -> None:
 def test_sending_to_a_dead_peer_never_blocks_and_what_is_over_the_limit_is_counted(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("common.wire.SEND_LIMIT", 5)
+    monkeypatch.setattr("common.mail.SEND_LIMIT", 5)
     gone = make()
     gone.close()
     peer = make(PREFILL)
@@ -193,7 +193,7 @@ def test_a_frame_that_is_too_large_never_arrives_and_others_do(make: Make) -> No
 
 
 def test_one_receive_is_bounded_and_the_rest_stays(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("common.wire.RECEIVE_LIMIT", 3)
+    monkeypatch.setattr("common.mail.RECEIVE_LIMIT", 3)
     inbox, peer = make(), make(PREFILL)
     peer.route(DETOKENIZER, inbox.address)
     for message in closes(8):
@@ -252,7 +252,7 @@ def test_each_reason_is_counted_apart_and_logged_once_in_a_while(
 ) -> None:
     inbox = make()
     pusher = raw_push(inbox.address)
-    with caplog.at_level(logging.WARNING, "common.wire"):
+    with caplog.at_level(logging.WARNING, "common.mail"):
         for _ in range(50):
             pusher.send(b"noise")
             pusher.send(pack_frame(PREFILL, b"\xc1"))

@@ -10,8 +10,8 @@ import pytest
 import zmq
 
 from common.ids import ROUTER, InstanceId, Key, RequestId
+from common.mail import Mailbox
 from common.messages import DetokenizerInbox, ForgetAnswer, RouterInbox
-from common.wire import Mailbox
 from tests.common.mailboxes import DECODE, FORGET, LOOPBACK, PREFILL, Make, received
 
 CORRESPONDENTS = 400

@@ -9,8 +9,8 @@ import uvloop
 
 from common.errors import ConfigError
 from common.ids import DETOKENIZER, ROUTER, Incarnation, InstanceId
+from common.mail import Mailbox
 from common.messages import DetokenizerInbox, ExpectAnswer, Goodbye, RouterInbox, TextBatch
-from common.wire import Mailbox
 from tests.common.mailboxes import DECODE, FORGET, KEY, PREFILL, WAIT_S, Make, closes, received
 
 
@@ -60,7 +60,7 @@ def test_a_loop_hears_of_all_mail_although_the_descriptor_is_edge_triggered(
     make: Make, monkeypatch: pytest.MonkeyPatch, new_loop: Callable[[], asyncio.AbstractEventLoop]
 ) -> None:
     """Some mail is there before, bursts are longer than one receive takes, and some comes while the callback runs."""
-    monkeypatch.setattr("common.wire.RECEIVE_LIMIT", 2)
+    monkeypatch.setattr("common.mail.RECEIVE_LIMIT", 2)
     inbox, peer = make(), make(PREFILL)
     peer.route(DETOKENIZER, inbox.address)
     total = 500

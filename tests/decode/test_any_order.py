@@ -15,7 +15,7 @@ from common.errors import NoRoom
 from common.ids import ROUTER, Generation, InstanceId, unpack_ids
 from common.instance.ports import Action, Send, Settle, Settled
 from common.messages import Claim, Decline, FlushCache, Grant, Renew, Renewed, Reserve, Terms, Withdraw
-from kv_transfer.write_lease import OVERRUN_S, WRITE_LEASE_S
+from kv_transfer.handoff_target import OVERRUN_S, WRITE_LEASE_S
 from tests.any_order import AGES_S, OWNERS, SECONDS, SELDOM, SETTINGS, AnyOrderMachine
 from tests.builders import LAYOUT, instance, key
 from tests.decode.rig import WRITERS_LIFE, handoff, renew, reserve, scheduler

@@ -12,7 +12,7 @@ from common.ids import ROUTER, Int64Array
 from common.instance.ports import RouterJoined
 from common.messages import Cancel
 from decode.batch import Batch
-from decode.growth import DEVIATIONS, MEMORY, PRIOR_ANSWERS, AnswerLength, Forecast
+from decode.requests import DEVIATIONS, MEMORY, PRIOR_ANSWERS, AnswerLength, Forecast
 from decode.scheduler import DecodeScheduler
 from tests.builders import EOS, LAYOUT, engine, instance, key, limits, result, sampling
 from tests.schedulers import generate, planned

@@ -13,7 +13,7 @@ from common.instance.ports import Action, Connect, Expect, RouterJoined, Settle,
 from common.messages import Cancel, Grant, Withdraw
 from decode.reservations import MEASURED_S
 from decode.scheduler import DecodeScheduler
-from kv_transfer.write_lease import MARGIN_S, WRITE_LEASE_S
+from kv_transfer.handoff_target import MARGIN_S, WRITE_LEASE_S
 from tests.builders import engine, instance, key, limits
 from tests.decode.rig import WRITER, handoff, renew, reserve, scheduler, with_reservation
 from tests.schedulers import (

@@ -5,9 +5,9 @@ from msgspec.structs import replace
 from common.errors import NoRoom
 from common.ids import ROUTER, Generation
 from common.instance.ports import Action
-from common.instance.shares import PATIENCE_S
+from common.instance.waiting_line import PATIENCE_S
 from common.messages import Cancel, Claim, Decline, Renew, Terms
-from decode.memory_line import RETURNS_S, WAITS_S
+from decode.memory import RETURNS_S, WAITS_S
 from decode.scheduler import DecodeScheduler
 from tests.builders import key
 from tests.decode.rig import WRITER, WRITERS_LIFE, decoding, renew, reserve, reserved, scheduler, with_reservation

@@ -9,10 +9,10 @@ from common.instance.waiting_line import Rank
 from common.messages import Cancel, Claim, Grant, Renew, Terms, Times, Withdraw
 from common.pages.pool import PagePool
 from common.pages.radix_cache import PageKeys
-from decode.preemption import choose_victims
+from decode.memory import choose_victims
 from decode.requests import DecodeRequest
 from decode.scheduler import DecodeScheduler
-from kv_transfer.write_lease import WRITE_LEASE_S
+from kv_transfer.handoff_target import WRITE_LEASE_S
 from tests.builders import EOS, LAYOUT, key, result
 from tests.decode.rig import WRITER, WRITERS_LIFE, handoff, renew, reserve, reserved, scheduler, step, with_reservation
 from tests.schedulers import (

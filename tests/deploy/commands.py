@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from common.config import AccessConfig, EngineConfig, InstanceConfig, LogConfig, ModelConfig, RouterConfig, SecurityConfig
-from common.flags import ConfigClass, read_config
+from common.options import ConfigClass, read_config
 from launch.main import build_parser
 
 

@@ -12,7 +12,7 @@ from common.errors import ConfigError
 from common.processes.local_fleet import connected, local_fleet
 from engine.cpu import build
 from engine.model_runner import ModelRunner
-from launch.environment import find_programs
+from launch.child import find_programs
 
 
 @pytest.fixture(autouse=True)

@@ -20,11 +20,10 @@ import pytest
 
 from benchmarks.namespaces import Namespace, two_namespaces
 from common.errors import TransferError
-from common.processes.child import Exited, Reported
+from common.processes.child import Exited, Ready, Reported
 from common.trust import write_key
 from demo.evaluate import MODEL
 from launch.processes import Child, ChildEvent, launch_command
-from launch.reports import Ready
 from tests.e2e.test_ranks import departure, members
 from tests.e2e.test_supervision import PATIENCE_S, PROMPTS, Streams, until
 from tests.e2e.test_token_exact import Reference, answers, demo_prompts

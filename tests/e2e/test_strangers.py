@@ -12,10 +12,10 @@ import msgspec
 import pytest
 
 from common.ids import ROUTER, InstanceId
+from common.mail import Mailbox
 from common.messages import DecodeInbox, Goodbye, Register, Welcome
 from common.text.tokenizer_manager import TokenizerManager
 from common.trust import LOOPBACK_ONLY, Trust, read_key, write_key
-from common.wire import Mailbox
 from launch.main import main
 from tests.builders import instance
 from tests.fleet_pages import FleetPages

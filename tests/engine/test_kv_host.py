@@ -5,7 +5,7 @@ import re
 import pytest
 
 from common.config import EngineConfig
-from common.host_limits import HostMemory
+from common.host import HostMemory
 from common.pages.layout import KVLayout
 from engine.kv_budget import auto_host_kv_bytes, kv_part, part_of
 

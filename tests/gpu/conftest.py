@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from launch.environment import find_programs
+from launch.child import find_programs
 
 FILTERS = (
     "default",

@@ -18,9 +18,9 @@ from common.errors import TransferError
 from common.instance.ports import PushDone
 from common.pages.layout import KVLayout, PageOrder
 from common.processes.child import ChildEnded
+from kv_transfer.links import busiest, bytes_sent
 from kv_transfer.planner import PageSlice, plan_runs
 from kv_transfer.transport import RunsDone, RunsFailed
-from kv_transfer.wires import busiest, bytes_sent
 from tests.kv_transfer.agent_process import Plan
 from tests.kv_transfer.agents import Kind, ProcessBackend, done, nixl_kind, outcomes
 from tests.kv_transfer.contract import MIB, SOURCE_SEED, Pair, TransportContract, pair_of, rows

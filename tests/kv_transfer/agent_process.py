@@ -23,11 +23,9 @@ from common.ids import ROUTER, Incarnation, InstanceId, Key, RequestId, Ticket
 from common.instance.ports import Allow, Connect, LinkChanged, Push, PushDone, PushFailed, Settle, Settled
 from common.messages import InstanceInfo, PoolDescriptor
 from common.pages.layout import KVLayout
-from common.processes.lines import JsonLine
-from common.processes.parent import Parent
+from common.processes.child import JsonLine, Parent
 from kv_transfer.backends import make_transport
-from kv_transfer.transfer_loop import TransferLoop
-from kv_transfer.transfer_thread import TransferThread
+from kv_transfer.transfer_loop import TransferLoop, TransferThread
 from kv_transfer.transport import AgentLost, Connected, ConnectFailed, RunsDone, RunsFailed, Transport, TransportEvent
 from tests.kv_transfer.local_agent import LAYOUT, LocalAgent, random_bytes
 from tests.kv_transfer.pools import make_pool
@@ -220,7 +218,7 @@ def transport_of(plan: Plan) -> Transport:
                 sys.modules["torch"] = None  # type: ignore[assignment]  # NIXL would import it to ask for CUDA, which takes seconds
             return NixlTransport(plan.silence_s)
         case "torch":
-            from kv_transfer.distributed import TorchTransport
+            from kv_transfer.torch_transport import TorchTransport
 
             return TorchTransport(plan.host, plan.silence_s)
         case "mooncake" | "cma":

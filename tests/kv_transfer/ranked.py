@@ -14,8 +14,7 @@ from common.instance.ports import TransferEvent, Transfers
 from common.messages import InstanceInfo, ModelIdentity, RankInfo
 from common.sampling_params import SamplingParams
 from engine.toy import ToyExecutor, ToyRanks
-from kv_transfer.ranked_transfers import RankedTransfers
-from kv_transfer.target_ranks import TargetRanks
+from kv_transfer.target_ranks import RankedTransfers, TargetRanks
 from kv_transfer.transfer_loop import TransferLoop
 from kv_transfer.transport import Transport
 

@@ -7,7 +7,7 @@ from typing import Any, Concatenate, ParamSpec, TypeAlias
 from common.ids import Generation, Incarnation, InstanceId, Key, pack_ids
 from common.messages import Grant, Reserve
 from kv_transfer.handoff_source import HandoffSource
-from kv_transfer.write_lease import WRITE_LEASE_S
+from kv_transfer.handoff_target import WRITE_LEASE_S
 from tests.builders import key, sampling
 
 P = ParamSpec("P")

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kv_transfer.digests import corrupt_pages
+from kv_transfer.handoff_target import corrupt_pages
 
 WORDS = st.lists(st.integers(0, 2**32 - 1), max_size=8)
 

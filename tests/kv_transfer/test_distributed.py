@@ -9,7 +9,7 @@ import pytest
 
 from common.errors import TransferError
 from common.ids import Ticket
-from kv_transfer.distributed import CONNECT_S, TorchTransport
+from kv_transfer.torch_transport import CONNECT_S, TorchTransport
 from kv_transfer.transport import RunsDone
 from tests.kv_transfer.local_agent import WAIT_S, LocalAgent
 
@@ -114,7 +114,7 @@ def test_a_pool_on_our_own_card_is_refused_at_once_whatever_number_it_has_there(
 
 
 def test_a_device_for_which_this_torch_has_no_library_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kv_transfer.distributed.is_nccl_available", lambda: False)
+    monkeypatch.setattr("kv_transfer.torch_transport.is_nccl_available", lambda: False)
     with pytest.raises(TransferError, match="no NCCL"):
         Agent(device="cuda:0")
 

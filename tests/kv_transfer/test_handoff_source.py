@@ -11,9 +11,8 @@ import pytest
 from common.ids import Generation, Incarnation, InstanceId, Life, Ticket, pack_ids
 from common.instance.ports import Allow, Push, PushDone, PushFailed, Send
 from common.messages import Decline, Failed, Grant, Handoff, Withdraw
-from kv_transfer.digests import Digest
+from kv_transfer.handoff_target import WRITE_LEASE_S, Digest
 from kv_transfer.outgoing import SourceClosed, SourceGranted, SourceRead, SourceRefused
-from kv_transfer.write_lease import WRITE_LEASE_S
 from tests.builders import LAYOUT, key
 from tests.kv_transfer.sources import BEGAN_S, ME, D, Source, grant, reserve
 

@@ -7,8 +7,7 @@ import pytest
 from common.ids import Generation, Incarnation, InstanceId, Key, Life, pack_ids
 from common.messages import Claim, Grant, Handoff, Renew, Renewed, Withdraw
 from common.pages.pool import PageLease, PagePool
-from kv_transfer.handoff_target import HandoffTarget, Renewal
-from kv_transfer.write_lease import MARGIN_S, WRITE_LEASE_S
+from kv_transfer.handoff_target import MARGIN_S, WRITE_LEASE_S, HandoffTarget, Renewal
 from tests.builders import key
 
 P, Q = InstanceId("p"), InstanceId("q")

@@ -21,8 +21,7 @@ from common.instance.ports import (
     TransferEvent,
 )
 from common.messages import InstanceInfo, LinkInfo, LinkState
-from kv_transfer.ranked_transfers import RankedTransfers
-from kv_transfer.target_ranks import TargetRanks
+from kv_transfer.target_ranks import RankedTransfers, TargetRanks
 from tests.builders import LAYOUT, instance, key
 
 D = InstanceId("d")

@@ -6,10 +6,23 @@ import pytest
 
 from common.instance.ports import Connect, LinkChanged, PushFailed, TransferEvent
 from common.messages import LinkInfo
-from kv_transfer import link_speed
-from kv_transfer.link_speed import FIRST_BYTES, MOST_BYTES, MOST_RUNS, PROBES, LinkProbe, memory_bytes_per_s, slowness
-from kv_transfer.links import RETRY_S, STALL_S, TURN_S
-from kv_transfer.wires import LOOPBACK_DEVICE, RDMA, TCP, Wire
+from kv_transfer import links
+from kv_transfer.links import (
+    FIRST_BYTES,
+    LOOPBACK_DEVICE,
+    MOST_BYTES,
+    MOST_RUNS,
+    PROBES,
+    RDMA,
+    RETRY_S,
+    STALL_S,
+    TCP,
+    TURN_S,
+    LinkProbe,
+    Wire,
+    memory_bytes_per_s,
+    slowness,
+)
 from tests.builders import LAYOUT
 from tests.kv_transfer.two import PAGES, PEER, Two, linked, refused
 
@@ -20,8 +33,8 @@ PROBE_S = 0.25
 @pytest.fixture(autouse=True)
 def quiet_host(monkeypatch: pytest.MonkeyPatch) -> None:
     """No wire carries anything, and memory is fast."""
-    monkeypatch.setattr(link_speed, "bytes_sent", dict)
-    monkeypatch.setattr(link_speed, "memory_bytes_per_s", lambda: 1e10)
+    monkeypatch.setattr(links, "bytes_sent", dict)
+    monkeypatch.setattr(links, "memory_bytes_per_s", lambda: 1e10)
 
 
 @pytest.fixture
@@ -137,7 +150,7 @@ def test_a_link_is_slow_if_it_is_far_below_the_speed_of_the_host() -> None:
 
 
 def test_the_speed_of_the_host_depends_on_where_the_peer_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(link_speed, "fastest_bytes_per_s", lambda: 5e10)
+    monkeypatch.setattr(links, "fastest_bytes_per_s", lambda: 5e10)
     pool = Two(measures=True).source.loop.descriptor
     gpu = msgspec.structs.replace(pool, device="cuda:0")
     on_host, on_devices = LinkProbe(pool, pool), LinkProbe(gpu, gpu)

@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.errors import TransferError
-from common.pages.heads import heads_of
-from common.pages.layout import ITEM_BYTES, KVLayout
+from common.pages.layout import ITEM_BYTES, KVLayout, heads_of
 from kv_transfer.planner import PageSlice, plan_runs, writers
 
 POOL_PAGES = 12

@@ -18,7 +18,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from common.addresses import LOOPBACK
 from common.ids import Int64Array
-from kv_transfer.process_pair import SLICE_BYTES, SLICE_RUNS, Landing, Pair, is_closed_by_peer, reason_of
+from kv_transfer.torch_transport import SLICE_BYTES, SLICE_RUNS, Landing, Pair, is_closed_by_peer, reason_of
 from tests.kv_transfer.local_agent import WAIT_S
 
 POOL_BYTES = 2**20

@@ -10,8 +10,8 @@ from common.errors import InstanceFailed
 from common.ids import Generation, Incarnation, InstanceId, Life, Ticket
 from common.instance.ports import Allow, PushDone, PushFailed, Send
 from common.messages import Decline, Failed, Renew, Renewed, Withdraw
+from kv_transfer.handoff_target import RENEW_S, RENEWALS_AFTER, WRITE_LEASE_S
 from kv_transfer.outgoing import MOST_RENEWALS, SourceClosed, SourceRefused
-from kv_transfer.write_lease import RENEW_S, RENEWALS_AFTER, WRITE_LEASE_S
 from tests.builders import LAYOUT, key
 from tests.kv_transfer.sources import BEGAN_S, ME, D, Source, grant, reserve
 

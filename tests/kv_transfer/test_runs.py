@@ -10,7 +10,7 @@ from common.errors import TransferError
 from common.ids import Int32Array, Int64Array
 from common.pages.layout import ITEM_BYTES, KVLayout
 from kv_transfer.planner import PageSlice, check_pages, mismatch, plan_runs
-from kv_transfer.runs import slice_runs
+from kv_transfer.transport import slice_runs
 from tests.builders import LAYOUT
 from tests.kv_transfer.test_planner import run_copy
 

@@ -5,7 +5,7 @@ import pytest
 from common.ids import InstanceId, Ticket
 from common.instance.ports import PushDone, PushFailed
 from common.messages import LinkTraffic
-from kv_transfer.traffic import Traffic, traffic_of
+from kv_transfer.handoff_source import Traffic, traffic_of
 
 A, B = InstanceId("a"), InstanceId("b")
 

@@ -13,8 +13,7 @@ from common.errors import TransferError
 from common.ids import Incarnation, InstanceId, Int64Array, Ticket
 from common.instance.ports import Allow, Connect, LinkChanged, Push, PushDone, PushFailed, Settle, Settled, TransferEvent
 from kv_transfer.memory import MemoryNetwork, MemoryTransport
-from kv_transfer.transfer_loop import LeaseOverrun, TransferLoop
-from kv_transfer.transfer_thread import TransferThread
+from kv_transfer.transfer_loop import LeaseOverrun, TransferLoop, TransferThread
 from tests.builders import LAYOUT, instance, key
 from tests.kv_transfer.local_agent import WAIT_S, region_of
 
@@ -180,7 +179,7 @@ def test_closing_waits_for_what_is_in_flight(one: Home) -> None:
 
 
 def test_closing_gives_up_on_what_does_not_end(one: Home, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kv_transfer.transfer_thread.DRAIN_S", 0.05)
+    monkeypatch.setattr("kv_transfer.transfer_loop.DRAIN_S", 0.05)
     one.network.hold = True
     one.push(1)
     one.thread.close()

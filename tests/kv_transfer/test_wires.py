@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from kv_transfer.wires import RDMA, TCP, Wire, busiest, bytes_sent, fastest_bytes_per_s
+from kv_transfer.links import RDMA, TCP, Wire, busiest, bytes_sent, fastest_bytes_per_s
 
 ETH, LO, HCA = Wire(TCP, "eth0"), Wire(TCP, "lo"), Wire(RDMA, "mlx5_0:1")
 HEADINGS = "Inter-|   Receive                    |  Transmit\n face |bytes    packets errs ...\n"

@@ -8,10 +8,10 @@ from common.errors import TransferError
 from common.ids import Incarnation, Ticket
 from common.instance.ports import Connect, LinkChanged, PushDone
 from common.messages import PoolDescriptor
+from kv_transfer.handoff_target import MARGIN_S, OVERRUN_S, RENEW_S, WRITE_LEASE_S
 from kv_transfer.links import RETRY_S, STALL_S
 from kv_transfer.memory import MemoryNetwork, MemoryTransport
 from kv_transfer.transfer_loop import LeaseOverrun
-from kv_transfer.write_lease import MARGIN_S, OVERRUN_S, RENEW_S, WRITE_LEASE_S
 from tests.builders import LAYOUT
 from tests.kv_transfer.two import LIFE, PEER, SlowTransport, Two, failed, linked, refused
 

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 from common.config import EngineConfig, InstanceConfig, LogConfig, ModelConfig
-from launch import environment, logs
+from launch import child
 from launch.child import ChildProcess, run_child
 
 NAME = "decode-0"
@@ -23,8 +23,8 @@ FOREVER_S = 600.0
 
 
 def main(which: str, router: str) -> int:
-    environment.prepare(1)
-    logs.configure(LogConfig(), NAME)
+    child.prepare(1)
+    child.configure(LogConfig(), NAME)
 
     def body(process: ChildProcess) -> None:
         from common.ids import InstanceId

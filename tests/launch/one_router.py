@@ -9,9 +9,9 @@ from collections.abc import Callable
 
 from common import messages
 from common.ids import DETOKENIZER, ROUTER, Incarnation, InstanceId, Key, RequestId, pack_ids
+from common.mail import Mailbox
 from common.processes.child import Exited
 from common.sampling_params import SamplingParams
-from common.wire import Mailbox
 from launch.processes import Child, ChildEvent
 from tests.shared_memory import left_behind, shared_files
 

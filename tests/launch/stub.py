@@ -32,13 +32,12 @@ from pathlib import Path
 
 from common.config import EngineConfig, InstanceConfig, LogConfig, ModelConfig, RouterConfig
 from common.errors import ConfigError
-from common.processes.child import stop_children
+from common.processes.child import IntakeClosed, Progress, Ready, stop_children
 from launch import child as child_half
 from launch import local
-from launch.child import ChildProcess, run_child
+from launch.child import ChildProcess, CloseIntake, Order, Report, run_child
 from launch.local import LocalPlan, run
 from launch.processes import Child
-from launch.reports import CloseIntake, IntakeClosed, Order, Progress, Ready, Report
 from tests.launch.waiting import PATIENCE_S
 
 FOREVER_S = 600.0

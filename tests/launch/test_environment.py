@@ -11,14 +11,13 @@ from typing import Any
 import pytest
 
 from common.config import EngineConfig, InstanceConfig, LogConfig, ModelConfig, RouterConfig, TransportName
-from common.cores import core_count, devices_of_ranks, divide_cores, place_on_gpus
 from common.errors import ConfigError
-from common.host_limits import HostMemory
+from common.host import HostMemory, core_count, devices_of_ranks, divide_cores, place_on_gpus
 from engine import kv_budget
-from launch import environment, rank_setup
-from launch.gpus import count_gpus
+from launch import child, rank_setup
+from launch.commands import CoresConfig, divide_by_work
+from launch.instance_command import count_gpus
 from launch.local import LocalPlan
-from launch.local_cores import CoresConfig, divide_by_work
 from launch.rank_setup import engines_of_ranks
 
 
@@ -96,8 +95,8 @@ def test_all_instances_and_ranks_that_are_started_together_get_one_part_of_the_m
         log=LogConfig(),
     )  # fmt: skip
     assert {made.memory_part for made in plan.engines().values()} == {2 * 2**30}
-    ranks = engines_of_ranks(InstanceConfig(tp=2), EngineConfig(device="cpu", sharers=1))
-    assert {made.memory_part for made in ranks.values()} == {2 * 2**30}
+    engines = engines_of_ranks(InstanceConfig(tp=2), EngineConfig(device="cpu", sharers=1))
+    assert {made.memory_part for made in engines.values()} == {2 * 2**30}
     given = engines_of_ranks(InstanceConfig(tp=2), EngineConfig(device="cpu", memory_part=5))
     assert {made.memory_part for made in given.values()} == {5}, "the fleet's decision stays"
     assert plan_part(plan, EngineConfig(kv_memory="10%")) == plan_part(plan, EngineConfig(device="cuda")) == 0
@@ -186,14 +185,14 @@ def test_a_host_without_the_driver_has_no_gpus() -> None:
 
 def test_thread_pools_get_what_the_process_was_given(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "environ", {"OMP_NUM_THREADS": "64", "UCX_LOG_LEVEL": "info"})
-    environment.prepare(3)
+    child.prepare(3)
     assert os.environ["OMP_NUM_THREADS"] == os.environ["MKL_NUM_THREADS"] == "3"
     assert os.environ["UCX_LOG_LEVEL"] == "info", "what a person set stays"
     assert int(os.environ["GOMP_SPINCOUNT"]) < 10_000
     monkeypatch.setattr(os, "environ", {"OMP_WAIT_POLICY": "ACTIVE"})
-    environment.prepare(3)
+    child.prepare(3)
     assert "GOMP_SPINCOUNT" not in os.environ, "what a person set stays"
-    environment.prepare(0)
+    child.prepare(0)
     assert os.environ["OMP_NUM_THREADS"] == str(core_count())
 
 
@@ -204,22 +203,22 @@ def test_programs_beside_the_interpreter_are_found_though_nobody_has_activated_i
     """FlashInfer starts `ninja`, which pip has put there."""
     ours = str(Path(sys.executable).parent)
     monkeypatch.setattr(os, "environ", {} if given is None else {"PATH": given})
-    environment.prepare(1)
+    child.prepare(1)
     assert (
         os.environ["PATH"].split(":")
         == [ours, *(os.defpath if given is None else given).split(":")][: None if given != "" else 1]
     )
-    environment.prepare(1)
+    child.prepare(1)
     assert os.environ["PATH"].split(":").count(ours) == 1
     monkeypatch.setattr(os, "environ", {"PATH": f"/first:{ours}"})
-    environment.prepare(1)
+    child.prepare(1)
     assert os.environ["PATH"] == f"/first:{ours}", "the order of an environment that is activated stays"
 
 
 HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 ALLOCATES = """
-from launch import environment, rank_setup
-environment.prepare(1)
+from launch import child, rank_setup
+child.prepare(1)
 import torch
 weight = torch.ones(2**24)
 sizes = [line.split() for line in open("/proc/self/smaps") if line.startswith("AnonHugePages")]

@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from common import messages
+from common.processes.child import Broken
 from launch.instance_process import CLOSE_S
-from launch.reports import Broken
 from tests.launch.failing_instance import NAME
 from tests.launch.one_router import HANG_S, Router
 from tests.shared_memory import left_behind

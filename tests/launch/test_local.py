@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from common.processes.lines import ORDER_FD, REPORT_FD
+from common.processes.child import ORDER_FD, REPORT_FD
+from launch.child import BAD_FLAG
 from launch.fleet_page import FleetPage
-from launch.reports import BAD_FLAG
 from tests.launch.waiting import PATIENCE_S, is_alive, wait_for
 
 

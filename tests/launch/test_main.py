@@ -20,7 +20,7 @@ LOOK = (
 )
 MASKS = """
 import glob, re, sys
-import launch.model_check
+import launch.instance_command
 from launch.main import main
 
 def look(*_, **__):
@@ -28,7 +28,7 @@ def look(*_, **__):
         print(re.search("SigBlk:(.*)", open(path).read())[1])
     sys.exit()
 
-launch.model_check.check_model = look
+launch.instance_command.check_model = look
 main(["local", "--device=cpu"])
 """
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from launch.reports import BAD_FLAG
+from launch.child import BAD_FLAG
 
 ALL = ("local", "prefill", "router")
 COMPUTING = ("local", "decode")
@@ -49,5 +49,5 @@ def test_a_model_of_transformers_on_several_ranks_is_refused_without_importing_t
 
 
 def test_the_check_is_cheap_to_import() -> None:
-    program = "import sys, launch.model_check; assert not {'torch', 'transformers', 'zmq', 'numpy'} & set(sys.modules)"
+    program = "import sys, launch.instance_command; assert not {'torch', 'transformers', 'zmq', 'numpy'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)

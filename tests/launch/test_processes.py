@@ -12,9 +12,9 @@ from types import SimpleNamespace
 import pytest
 
 from common.processes import child as child_processes
-from common.processes.child import Exited, Reported, stop_children
+from common.processes.child import Broken, Exited, Progress, Ready, Reported, stop_children
+from launch.child import BAD_FLAG, MeetRouter
 from launch.processes import Child, ChildEvent
-from launch.reports import BAD_FLAG, Broken, MeetRouter, Progress, Ready
 from tests.launch.stub import stub_command
 from tests.launch.waiting import PATIENCE_S, is_alive, wait_for
 

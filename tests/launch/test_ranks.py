@@ -17,14 +17,12 @@ from common.config import EngineConfig, InstanceConfig, ModelConfig
 from common.errors import MeetingFailed
 from common.ids import Incarnation, InstanceId
 from common.instance.ranks.line import RankLost
-from common.processes.child import Exited, Reported
+from common.processes.child import Exited, Progress, Ready, Reported
 from common.trust import LOOPBACK_ONLY
-from launch.child import ChildProcess
+from launch.child import BAD_FLAG, ChildProcess
 from launch.processes import Child, ChildEvent
-from launch.rank_children import RankChildren, no_ranks
 from launch.rank_leader import LeaderRanks, describe_missing
-from launch.rank_setup import rank_setup
-from launch.reports import BAD_FLAG, Progress, Ready
+from launch.rank_setup import RankChildren, no_ranks, rank_setup
 from tests.launch.one_router import HANG_S, Router
 
 NAME = "decode-0"

@@ -11,14 +11,13 @@ import msgspec
 import pytest
 
 from common.errors import ConfigError
-from common.processes.child import Exited, Reported
-from launch import rank_host
+from common.processes.child import Exited, Progress, Ready, Reported
+from launch import ranks
 from launch.main import main
 from launch.processes import ChildEvent
-from launch.rank_host import Ended, HostEvent, RankHost
-from launch.ray_instance import HostLost, RayInstance
+from launch.ranks import Ended, HostEvent, RankHost
+from launch.ray_fleet import HostLost, RayInstance
 from launch.ray_plan import Bundle, RayConfig, bundles_of, check_gpus
-from launch.reports import Progress, Ready
 from tests.launch.stub import stub_command
 from tests.launch.waiting import PATIENCE_S
 
@@ -70,7 +69,7 @@ def test_without_ray_the_command_says_how_to_get_it(monkeypatch: pytest.MonkeyPa
 
 
 class FakeHost:
-    """Implements `launch.ray_instance.Host`: a process that ends when it is told to."""
+    """Implements `launch.ray_fleet.Host`: a process that ends when it is told to."""
 
     def __init__(self, node: str) -> None:
         self.node = node
@@ -107,7 +106,7 @@ class FakeHost:
 
 
 class FakePlace:
-    """Implements `launch.ray_instance.Place`. full: until the instance is given up."""
+    """Implements `launch.ray_fleet.Place`. full: until the instance is given up."""
 
     def __init__(self, *hosts: FakeHost, full: bool = False) -> None:
         self.bundles: Sequence[Bundle] = bundles_of(RayConfig(nodes_per_instance=len(hosts)), 2 * len(hosts), on_gpus=False)
@@ -173,7 +172,7 @@ def test_every_host_is_heard_but_rank_0_says_when_the_instance_is_ready(hosts: l
 def test_when_one_host_fails_the_others_end_and_its_reason_is_told(
     first: int, hosts: list[FakeHost], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("launch.ray_instance.OTHERS_S", 0.0)
+    monkeypatch.setattr("launch.ray_fleet.OTHERS_S", 0.0)
     life = Life(*hosts)
     hosts[first].say(HostLost("node gone"))
     assert life.end() == Exited("decode-0", 1, "node gone")
@@ -211,7 +210,7 @@ def test_an_instance_that_waits_for_room_says_so_and_can_be_stopped(hosts: list[
 
 
 def test_a_host_starts_a_process_and_answers_with_its_reports_and_its_end(log: object, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rank_host, "launch_command", stub_command)
+    monkeypatch.setattr(ranks, "launch_command", stub_command)
     host = RankHost("decode-0")
     assert 0 < host.free_port() < 65536
     host.start("decode", ["--name=decode-0"])

@@ -5,8 +5,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from launch.child import BAD_FLAG
 from launch.main import main
-from launch.reports import BAD_FLAG
 from launch.simulate import Outcome, report
 
 SMALL = ["simulate", "--requests=8", "--rate=20", "--mean-input=300", "--mean-output=5", "--heartbeat-s=0.25"]

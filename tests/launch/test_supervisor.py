@@ -4,9 +4,9 @@ import signal
 
 import pytest
 
-from common.processes.child import Exited, Reported
+from common.processes.child import Broken, Exited, Progress, Ready, Reported
+from launch.child import BAD_FLAG
 from launch.processes import ChildEvent
-from launch.reports import BAD_FLAG, Broken, Progress, Ready
 from launch.supervisor import Action, GiveUp, Notice, Part, Start, Supervisor
 
 PARTS = (

@@ -8,9 +8,8 @@ from itertools import pairwise
 
 from common.ids import pack_ids
 from common.messages import Failed, Finished
-from common.pages.blocks import pages_of_block
 from common.pages.pool import PageLease, count_pages
-from common.pages.radix_cache import BlockNames, PageKeys
+from common.pages.radix_cache import BlockNames, PageKeys, pages_of_block
 from router.attempts import ResumeReason
 from router.request_book import FRUITLESS_ATTEMPTS
 from router.timelines import RequestTimes

@@ -18,7 +18,7 @@ from simulation.clock import TURN_S
 from simulation.fleet import Fleet, World
 from simulation.instance import Instance
 from simulation.network import DELAY_S, Letter
-from simulation.size import Size
+from simulation.rank import Size
 from tests.life.expected import undisturbed
 from tests.life.toys import transport_of
 

@@ -10,9 +10,9 @@ from common.config import Dispatch, PolicyName
 from common.ids import DETOKENIZER, ROUTER, Role
 from common.sampling_params import ANSWER_TOKENS
 from engine.timed import StepCost
-from router.partners import AT_LEAST
+from router.peering import AT_LEAST
 from simulation.network import KNOCKS_S
-from simulation.size import Size
+from simulation.rank import Size
 from tests.life.asks import Ask, draw_asks, with_embeddings, with_extras, with_owners, with_shared_prompts
 from tests.life.deeds import (
     Deed,

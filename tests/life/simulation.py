@@ -21,7 +21,7 @@ from unittest.mock import patch
 from common.errors import TandemError
 from common.messages import AnyMessage, Failed
 from common.messages.ranks import Command, ConnectOrder
-from common.pages import blocks
+from common.pages import radix_cache
 from simulation.network import MEMBERSHIP, Letter
 from tests.life.checks import disturbed, misanswered, misinformed, misplaced, mistimed, needless, unsettled
 from tests.life.schedule import Schedule, draw_schedule
@@ -47,7 +47,7 @@ class Report:
 
 def run_schedule(seed: int, trace: bool = False) -> Report:
     """Run the schedule of this seed, let everything settle, and check what must hold."""
-    with patch.object(blocks, "BLOCK_PAGES", 1):  # prompts are short
+    with patch.object(radix_cache, "BLOCK_PAGES", 1):  # prompts are short
         return _run(draw_schedule(seed), trace)
 
 

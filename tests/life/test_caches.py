@@ -7,7 +7,7 @@ from common.ids import InstanceId, pack_ids
 from common.messages import TellCache
 from common.pages.radix_cache import BlockNames
 from simulation.fleet import Fleet
-from simulation.size import Size
+from simulation.rank import Size
 
 PROMPT = [10 + number for number in range(70)]
 BLOCK_TOKENS = 32

@@ -8,7 +8,7 @@ from common.sampling_params import SamplingParams
 from router.requests import RequestSpec
 from simulation.fleet import Fleet
 from simulation.instance import Instance
-from simulation.size import Size
+from simulation.rank import Size
 from tests.life.expected import undisturbed
 
 PAGE, TURNS, ANSWER = 4, 10, 6

@@ -7,7 +7,7 @@ from common.messages import Finished
 from engine.timed import StepCost
 from simulation.client import Client
 from simulation.fleet import Fleet
-from simulation.size import Size
+from simulation.rank import Size
 from tests.life.expected import undisturbed
 
 TOKENS = 100

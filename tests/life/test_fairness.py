@@ -9,7 +9,7 @@ from engine.timed import StepCost
 from router.requests import RequestSpec
 from simulation.client import Client
 from simulation.fleet import Fleet
-from simulation.size import Size
+from simulation.rank import Size
 from tests.life.expected import undisturbed
 
 STEP_S = 0.05

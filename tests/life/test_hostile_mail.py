@@ -18,8 +18,8 @@ from common import messages as m
 from common.config import RouterConfig
 from common.errors import TandemError
 from common.ids import InstanceId, Key, RequestId, text_name
+from common.mail import FrameRefused, decode_body
 from common.messages.ranks import ToFollower, ToLeader
-from common.wire import FrameRefused, decode_body
 from simulation.client import Client
 from simulation.fleet import Fleet
 from tests.life.expected import undisturbed

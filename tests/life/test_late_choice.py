@@ -10,7 +10,7 @@ from router.attempts import ResumeReason
 from simulation.client import Client
 from simulation.fleet import Fleet, World
 from simulation.network import DELAY_S, Letter
-from simulation.size import Size
+from simulation.rank import Size
 from tests.life.expected import undisturbed
 from tests.life.toys import transport_of
 

@@ -5,7 +5,7 @@ from random import Random
 import pytest
 
 from simulation.fleet import Fleet
-from simulation.size import Size
+from simulation.rank import Size
 from tests.life.expected import undisturbed
 
 

@@ -9,7 +9,7 @@ from kv_transfer.memory import MemoryTransport
 from kv_transfer.transport import Transport
 from simulation.client import Client
 from simulation.fleet import Fleet
-from simulation.size import Size
+from simulation.rank import Size
 from tests.life.expected import undisturbed
 
 PROMPT = [100 + n for n in range(19)]

@@ -10,7 +10,7 @@ from engine.timed import StepCost
 from router.requests import RequestSpec
 from simulation.client import Client
 from simulation.fleet import Fleet
-from simulation.size import Size
+from simulation.rank import Size
 
 COST = StepCost(step_s=0.01, chunk_token_s=0.0001, decode_row_s=0.0)
 

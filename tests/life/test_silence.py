@@ -5,12 +5,12 @@ import pytest
 from common.ids import DETOKENIZER
 from common.messages import Finished, LinkTraffic
 from engine.timed import StepCost
+from kv_transfer.handoff_target import MARGIN_S, ORPHANED_S, WRITE_LEASE_S
 from kv_transfer.memory import MemoryNetwork
-from kv_transfer.write_lease import MARGIN_S, ORPHANED_S, WRITE_LEASE_S
 from prefill.scheduler import PrefillScheduler
 from simulation.client import Client
 from simulation.fleet import Fleet, World
-from simulation.size import Size
+from simulation.rank import Size
 from tests.life.expected import undisturbed
 from tests.life.fabric import PAGE_BYTES
 from tests.life.toys import toy_of, transport_of

@@ -17,7 +17,7 @@ from simulation.clock import TURN_S
 from simulation.fleet import Fleet
 from simulation.instance import Instance
 from simulation.network import DELAY_S
-from simulation.size import Size
+from simulation.rank import Size
 from tests.life.checks import disordered
 
 STEP_S, CHUNK_TOKEN_S, ROW_S = 0.002, 0.010, 0.001

@@ -6,7 +6,7 @@ from engine.timed import StepCost
 from simulation.clock import TURN_S
 from simulation.fleet import Fleet
 from simulation.network import DELAY_S
-from simulation.size import Size
+from simulation.rank import Size
 
 SIZE = Size(cost=StepCost(step_s=0.002, chunk_token_s=0.010, decode_row_s=0.001))
 CHUNK_S = 0.002 + 8 * 0.010

@@ -28,27 +28,25 @@ from typing import Any
 
 from common.config import EngineConfig, ModelConfig, RouterConfig
 from common.ids import DETOKENIZER, ROUTER, Incarnation, InstanceId, Role
-from common.instance.limits import InstanceLimits
-from common.instance.memberships import Memberships
+from common.instance.membership import Memberships
+from common.instance.requests import InstanceLimits
 from common.instance.worker import InstanceWorker
+from common.mail import Mailbox
 from common.messages import DecodeInbox, InstanceInfo, PrefillInbox, RankInfo, RouterInbox
 from common.text.detokenizer import Detokenizer
 from common.text.detokenizer_manager import DetokenizerManager
 from common.text.tokenizer_manager import TokenizerManager
-from common.wire import Mailbox
 from decode.scheduler import DecodeScheduler
 from engine.torch_executor import TorchExecutor
-from kv_transfer import transfer_thread
+from kv_transfer import transfer_loop
 from kv_transfer.memory import MemoryNetwork, MemoryTransport
 from kv_transfer.pushes import Pushes
 from kv_transfer.target_ranks import TargetRanks
-from kv_transfer.transfer_loop import TransferLoop
-from kv_transfer.transfer_thread import TransferThread
+from kv_transfer.transfer_loop import TransferLoop, TransferThread
 from prefill.scheduler import PrefillScheduler
 from router.api.app import Api, build_app
 from router.api.intake import Intake
-from router.core import RouterCore
-from router.gateway import Gateway
+from router.core import Gateway, RouterCore
 from router.metrics import RouterMetrics
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -63,7 +61,7 @@ ANSWER_TOKENS = 8
 PAUSE_S = 0.0005
 """Between turns, when the engine and transfer threads get the interpreter: a thread that never waits starves the others."""
 IDLE_TURNS = 100
-_TURNS = (DetokenizerManager._turn, Detokenizer.next_deadline, Detokenizer.tick, Pushes.begin, transfer_thread._pace)
+_TURNS = (DetokenizerManager._turn, Detokenizer.next_deadline, Detokenizer.tick, Pushes.begin, transfer_loop._pace)
 THREADS_TURNS = {function.__code__ for function in _TURNS}
 """What the threads of an idle fleet call in each turn."""
 COMPREHENSIONS = frozenset({"<listcomp>", "<dictcomp>", "<setcomp>", "<genexpr>"})

@@ -9,8 +9,7 @@ from common.executor import Plan
 from common.ids import ROUTER, Generation, Incarnation, InstanceId, pack_ids, unpack_ids
 from common.instance.ports import Action, Decision, Push, PushDone, RouterJoined
 from common.messages import Generate, Grant, Handoff, Reserve
-from kv_transfer.digests import Digest
-from kv_transfer.write_lease import WRITE_LEASE_S
+from kv_transfer.handoff_target import WRITE_LEASE_S, Digest
 from prefill.scheduler import PrefillScheduler
 from tests import schedulers
 from tests.builders import LAYOUT, engine, instance, limits, result

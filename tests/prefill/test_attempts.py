@@ -23,7 +23,7 @@ from common.messages import (
     TokenDelta,
     Withdraw,
 )
-from kv_transfer.write_lease import RENEW_S, RENEWALS_AFTER, WRITE_LEASE_S
+from kv_transfer.handoff_target import RENEW_S, RENEWALS_AFTER, WRITE_LEASE_S
 from tests.builders import LAYOUT, instance, key, result
 from tests.prefill.rig import DECODE, LIFE, ME, begun, finish_pushes, generate, grant_for, handoffs, pushing, reserves, scheduler
 from tests.schedulers import abandon, deltas, drain, failures, is_home, kinds, link_changed, meet, messages

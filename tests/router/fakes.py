@@ -50,13 +50,11 @@ from common.messages import (
 from common.text.embedding import Embedding
 from common.text.tokenizer_manager import ChatOptions
 from router.api.app import Api, build_app
-from router.api.connections import MAX_BODY_BYTES, WaitingConnections
 from router.api.intake import Intake
-from router.api.server import listen, serve_app
+from router.api.server import MAX_BODY_BYTES, WaitingConnections, listen, serve_app
 from router.attempts import ResumeReason
-from router.core import RouterCore
+from router.core import Gateway, RouterCore
 from router.fleet import Change, Fleet
-from router.gateway import Gateway
 from router.metrics import RouterMetrics
 from router.timelines import Durations
 from tests.builders import LAYOUT, engine, instance

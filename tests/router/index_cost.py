@@ -16,8 +16,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from common.messages import CacheChanges, InstanceInfo, Load
-from common.pages.blocks import NAME_BYTES
-from common.pages.radix_cache import BlockNames
+from common.pages.radix_cache import NAME_BYTES, BlockNames
 from router.cache_index import CacheIndex
 from router.members import Member
 from tests.builders import LAYOUT, instance

@@ -3,10 +3,10 @@
 import pytest
 
 from common.ids import ROUTER, InstanceId
-from common.instance.peer_sets import PeerSets
+from common.instance.membership import PeerSets
 from common.instance.ports import Send
 from common.messages import Goodbye, InstanceInfo, LinkInfo, LinkReport, Peers, Register
-from router import acquaintance
+from router import peering
 from router.fleet import Fleet
 from tests.builders import instance
 from tests.router.bench import D0, D1, P0, new_fleet
@@ -58,8 +58,8 @@ def test_only_a_report_that_lets_more_members_serve_says_so(fleet: Fleet, one: I
 def test_a_large_fleet_is_told_over_several_turns_and_those_who_leave_meanwhile_are_nobodys_peers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(acquaintance, "PAIRS_AT_ONCE", 7)
-    monkeypatch.setattr(acquaintance, "INFOS_AT_ONCE", 5)
+    monkeypatch.setattr(peering, "PAIRS_AT_ONCE", 7)
+    monkeypatch.setattr(peering, "INFOS_AT_ONCE", 5)
     prefills = [instance(f"p{number}", "prefill") for number in range(6)]
     decodes = [instance(f"d{number}", "decode") for number in range(6)]
     fleet = new_fleet(*prefills, *decodes, linked=False)
@@ -90,7 +90,7 @@ def test_a_large_fleet_is_told_over_several_turns_and_those_who_leave_meanwhile_
 
 
 def test_a_pair_whose_reader_is_still_to_be_told_of_its_writer_is_not_usable(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(acquaintance, "INFOS_AT_ONCE", 1)
+    monkeypatch.setattr(peering, "INFOS_AT_ONCE", 1)
     fleet = new_fleet(P0, D0, linked=False)
     (send,) = fleet.flush(0.0)
     assert send.to == P0.id, "the decode instance comes in the next turn"

@@ -13,7 +13,7 @@ from router.api import bodies
 from router.api.bodies import MAX_LEVELS
 from router.api.chat import read_chat
 from router.api.completions import read_completion
-from router.api.neutral import NEUTRAL_CHAT_VALUES, NEUTRAL_COMPLETION_VALUES
+from router.api.fields import NEUTRAL_CHAT_VALUES, NEUTRAL_COMPLETION_VALUES
 
 USER = {"role": "user", "content": "hi"}
 

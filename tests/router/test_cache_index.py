@@ -12,13 +12,12 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from msgspec.structs import replace
 
 from common.ids import InstanceId, Role, pack_ids
-from common.instance import cache_teller
-from common.instance.cache_teller import GATHER_S, CacheTeller
+from common.instance import prompt_cache
+from common.instance.prompt_cache import GATHER_S, CacheTeller
 from common.messages import CacheChanges, Load, TellCache
-from common.pages import blocks
-from common.pages.blocks import block_name, pages_of_block
+from common.pages import radix_cache
 from common.pages.pool import PagePool
-from common.pages.radix_cache import BlockNames, PageKeys
+from common.pages.radix_cache import BlockNames, PageKeys, block_name, pages_of_block
 from router import cache_index
 from router.cache_index import EXPECT_S, NO_OVERLAP, CacheIndex
 from router.members import Member
@@ -240,8 +239,8 @@ class Followed(RuleBasedStateMachine):
 
 
 def test_whatever_is_lost_or_late_in_the_end_routers_know_what_is_cached(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cache_teller, "PART_NAMES", 1)
-    monkeypatch.setattr(blocks, "MOST_CHANGES", 3)
+    monkeypatch.setattr(prompt_cache, "PART_NAMES", 1)
+    monkeypatch.setattr(radix_cache, "MOST_CHANGES", 3)
     monkeypatch.setattr(cache_index, "EXPECTED_NAMES", 8)
     run_state_machine_as_test(Followed, settings=settings(max_examples=60, stateful_step_count=40, deadline=None))
 

@@ -12,12 +12,11 @@ from common.errors import BadRequest, Unavailable
 from common.ids import InstanceId, Life, Role
 from common.messages import Goodbye, Load, Register
 from common.sampling_params import ANSWER_TOKENS
-from router.ask import Ask
+from router.cost import Ask
 from router.fleet import Fleet
 from router.members import Member
 from router.placer import REASONS, Placer
-from router.policies.load import SAMPLE, LeastLoaded
-from router.policies.port import CANDIDATES
+from router.policies import CANDIDATES, SAMPLE, LeastLoaded
 from tests.builders import instance
 from tests.router.fakes import beat
 

@@ -7,7 +7,7 @@ import pytest
 
 from common.access import Access, KeyRing
 from common.config import RouterConfig
-from router.api import app, connections
+from router.api import app, server
 from router.metrics import Dropped
 from tests.router.calls import chat, get, until
 from tests.router.fakes import EchoFleet, Site, listening
@@ -51,7 +51,7 @@ async def answered(port: int, question: bytes = PLAIN, end: bytes = b"") -> byte
 async def test_a_connection_whose_request_does_not_arrive_is_dropped_and_counted(
     monkeypatch: pytest.MonkeyPatch, dribble: bytes
 ) -> None:
-    monkeypatch.setattr(connections, "HEAD_S", SHORT_S)
+    monkeypatch.setattr(server, "HEAD_S", SHORT_S)
     async with Site() as site, listening(site) as port:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(dribble)
@@ -64,7 +64,7 @@ async def test_a_connection_whose_request_does_not_arrive_is_dropped_and_counted
 async def test_a_request_that_dribbles_in_behind_an_answer_is_dropped_too(
     monkeypatch: pytest.MonkeyPatch, dribble: bytes
 ) -> None:
-    monkeypatch.setattr(connections, "HEAD_S", SHORT_S)
+    monkeypatch.setattr(server, "HEAD_S", SHORT_S)
     async with Site() as site, listening(site) as port:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(PLAIN)
@@ -76,7 +76,7 @@ async def test_a_request_that_dribbles_in_behind_an_answer_is_dropped_too(
 
 
 async def test_an_open_answer_and_a_resting_connection_outlive_the_time_of_a_head(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connections, "HEAD_S", SHORT_S)
+    monkeypatch.setattr(server, "HEAD_S", SHORT_S)
     async with Site(EchoFleet(stall_at=2)) as site, listening(site) as port:
         streaming, stream = await asyncio.open_connection("127.0.0.1", port)
         stream.write(QUESTION)

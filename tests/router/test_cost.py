@@ -11,9 +11,8 @@ import pytest
 
 from common.ids import Role
 from common.messages import Load
-from router.ask import Ask
 from router.cache_index import NO_OVERLAP, Overlap
-from router.cost import STEPS_AHEAD, Estimate, alone, apart, at_decode, at_prefill, predict_ttft
+from router.cost import STEPS_AHEAD, Ask, Estimate, alone, apart, at_decode, at_prefill, predict_ttft
 from router.members import Member
 from tests.builders import instance
 

@@ -8,12 +8,12 @@ import pytest
 from fastapi.routing import APIRoute
 
 from router.api.chat import ChatFields
+from router.api.completion_answers import EmbeddingFields
 from router.api.completions import CompletionFields
-from router.api.embeddings import EmbeddingFields
 from router.api.errors import ErrorBody
 from router.api.responses import ResponseFields
+from router.api.routes import DetokenizeFields, TokenizeFields
 from router.api.sglang import AbortFields, GenerateFields
-from router.api.tokens import DetokenizeFields, TokenizeFields
 from tests.router.calls import get
 from tests.router.fakes import Site
 

@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from common.messages import Finished, TextBatch, TextDelta
-from router.drain import drain
+from router.api.admission import drain
 from tests.router.calls import assert_error, chat, completion, events, get, post, until
 from tests.router.fakes import EchoFleet, Site
 

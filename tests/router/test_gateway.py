@@ -11,8 +11,7 @@ from common.config import RouterConfig
 from common.ids import DETOKENIZER, ROUTER
 from common.instance.ports import Send
 from common.messages import Goodbye, Register, RouterInbox
-from router.core import RouterCore
-from router.gateway import BACKLOG_S, TURN_MESSAGES, TURN_S, Gateway
+from router.core import BACKLOG_S, TURN_MESSAGES, TURN_S, Gateway, RouterCore
 from router.outbox import Outbox
 from tests.builders import HandClock, instance
 from tests.common.mailboxes import FakeMail

@@ -3,7 +3,7 @@
 import prometheus_client
 from prometheus_client import CollectorRegistry, generate_latest
 
-from router.histogram import Histogram
+from router.metrics import Histogram
 
 VALUES = (0.0, 0.004, 0.005, 0.0051, 1.0, 2.5, 1e9)
 

@@ -14,7 +14,7 @@ import pytest
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from common.messages import Finished, Generate, TextDelta
-from router.api import connections
+from router.api import server
 from router.api.server import HEAD_BYTES, MAX_PIPELINED, PIECE_BYTES, _Protocol
 from router.metrics import Dropped
 from tests.router.calls import completion, metric, until
@@ -65,7 +65,7 @@ async def broken(client: socket.socket) -> None:
 async def test_the_connection_of_a_client_that_does_not_read_its_stream_is_dropped_and_counted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(connections, "SEND_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(server, "SEND_TIMEOUT_S", 0.2)
     async with Site() as site, listening(site, send_buffer=BUFFER) as port, deaf(port) as client:
         await asyncio.get_running_loop().sock_sendall(client, question(LARGE))
         await until(lambda: dropped(site, Dropped.UNREAD) == 1)

@@ -8,11 +8,9 @@ from msgspec.structs import replace
 
 from common.errors import PeerRefused
 from common.ids import InstanceId
-from common.instance.membership import SELDOM_EVERY_S, State
-from common.instance.memberships import Memberships
+from common.instance.membership import SELDOM_EVERY_S, Memberships, State
 from common.messages import Counters, Heartbeat, InstanceInfo, Load, Refused, Register, Welcome
-from router.fleet import Fleet
-from router.majority import VOTE_S, VOTES_COUNTED, Majority
+from router.fleet import VOTE_S, VOTES_COUNTED, Fleet, Majority
 from tests.builders import instance
 
 AT = "tcp://127.0.0.1:7"

@@ -10,9 +10,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from common.ids import DETOKENIZER, InstanceId
 from common.messages import Counters, DetokenizerHeartbeat, Drain, FlushCache, LinkInfo, LinkTraffic, Load, Register
-from router import gateway
-from router.member_metrics import member_metrics
+from router import core
 from router.members import Member
+from router.metrics import member_metrics
 from tests.builders import COMPUTES, instance
 from tests.router.calls import assert_error, chat, get, metric, post, until
 from tests.router.fakes import CONTEXT, MODEL, EchoFleet, Site, beat
@@ -184,7 +184,7 @@ async def test_the_links_of_an_instance_are_asked_for_by_its_name_and_their_stat
 async def test_links_are_asked_for_of_a_member_only_and_one_that_does_not_answer_is_named(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gateway, "LINKS_S", 0.05)
+    monkeypatch.setattr(core, "LINKS_S", 0.05)
     stranger, decode, silent = [await get(site, f"/cluster?links={name}") for name in ("p9", "d0", "p0")]
     assert "'p9' is a member" in assert_error(stranger, 404, "invalid_request_error", None)
     assert "d0 is a decode instance" in assert_error(decode, 400, "invalid_request_error", None)

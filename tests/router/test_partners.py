@@ -7,8 +7,8 @@ from random import Random
 import pytest
 
 from common.ids import InstanceId
-from router import partners
-from router.partners import AT_LEAST, Pair, Partners
+from router import peering
+from router.peering import AT_LEAST, Pair, Partners
 
 
 class Pairs:
@@ -160,7 +160,7 @@ def test_after_any_joins_and_losses_every_favourite_is_linked_also_when_they_com
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     random, pairs = Random(seed), Pairs(4)
-    monkeypatch.setattr(partners, "CELLS_AT_ONCE", (partners.CELLS_AT_ONCE, 70)[seed % 2])
+    monkeypatch.setattr(peering, "CELLS_AT_ONCE", (peering.CELLS_AT_ONCE, 70)[seed % 2])
     for _ in range(80):
         there = sorted(pairs.prefill | pairs.decode)
         if there and random.random() < 0.4:

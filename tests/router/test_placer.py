@@ -9,7 +9,7 @@ from common.config import Dispatch, RouterConfig
 from common.errors import BadRequest, Unavailable
 from common.ids import Life
 from common.messages import InstanceInfo, Load, Register
-from router.ask import Ask
+from router.cost import Ask
 from router.fleet import Fleet
 from router.placer import Placer
 from tests.builders import instance

@@ -5,8 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.errors import Overloaded
-from common.instance.shares import SHARE
-from router.places import Places
+from common.instance.waiting_line import SHARE
+from router.requests import Places
 
 LIMIT = 100
 

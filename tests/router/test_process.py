@@ -18,6 +18,7 @@ import pytest
 from common.config import ModelConfig, RouterConfig
 from common.errors import ConfigError
 from common.ids import DETOKENIZER, ROUTER, InstanceId, Key, unpack_ids
+from common.mail import Mailbox
 from common.messages import (
     Cancel,
     DecodeInbox,
@@ -35,7 +36,6 @@ from common.messages import (
 )
 from common.text.detokenizer_manager import DetokenizerManager
 from common.text.tokenizer_manager import TokenizerManager
-from common.wire import Mailbox
 from router.process import Serving, serve
 from tests.builders import instance
 from tests.common.text.tiny import write_checkpoint

@@ -23,13 +23,13 @@ BLIND_EXCEPT_ALLOWED = {
     ("engine/torch_executor.py", "_complete"): "the outermost door of a thread: the next poll raises what it caught",
     ("engine/grammar/grammars.py", "_work"): "the outermost door of a thread: the next poll raises what it caught",
     ("common/text/tokenizer_manager.py", "_encode"): "a panic of Rust has a class that cannot be named; all else is raised again",
-    ("kv_transfer/transfer_thread.py", "_run"): "the outermost door of a thread: the next call of the port raises what it caught",
+    ("kv_transfer/transfer_loop.py", "_run"): "the outermost door of a thread: the next call of the port raises what it caught",
     (
-        "router/api/event_stream.py",
+        "router/api/sending.py",
         "_take",
     ): "one of many streams whose news are handled together: the awaited end raises what it caught",
-    ("router/api/event_stream.py", "_wait"): "the outermost door of a task: the awaited end raises what it caught",
-    ("launch/rank_start.py", "_run"): "the outermost door of a thread: the main thread's next wait raises what it caught",
+    ("router/api/sending.py", "_wait"): "the outermost door of a task: the awaited end raises what it caught",
+    ("launch/ranks.py", "_run"): "the outermost door of a thread: the main thread's next wait raises what it caught",
     ("launch/child.py", "_run"): "the outermost door of a process: whoever started it must learn why it ended",
 }
 """(file, function) that may catch everything, and why."""

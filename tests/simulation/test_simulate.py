@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from common.config import RouterConfig
+from common.mail import pack_frame
 from common.messages import AnyMessage
-from common.wire import pack_frame
 from simulation.clock import TURN_S
 from simulation.network import Letter
 from simulation.plan import FleetPlan, LoadPlan

@@ -5,7 +5,7 @@ from random import Random
 from common.config import RouterConfig
 from engine.timed import StepCost
 from simulation.fleet import Fleet
-from simulation.size import Size
+from simulation.rank import Size
 
 REQUESTS, PER_S = 60, 12.0
 

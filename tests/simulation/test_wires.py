@@ -7,7 +7,7 @@ from common.messages import PoolDescriptor
 from common.pages.layout import MemoryRegion
 from kv_transfer.transport import AgentLost, Connected, ConnectFailed, RunsDone, RunsFailed
 from simulation.clock import Clock
-from simulation.wires import Wires, WireSpeed, WireTransport
+from simulation.planned_fleet import Wires, WireSpeed, WireTransport
 from tests.builders import LAYOUT
 
 SPEED = WireSpeed(bytes_per_s=1000.0, latency_s=0.5)

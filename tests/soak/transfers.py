@@ -17,8 +17,7 @@ from typing import get_args
 
 import msgspec
 
-from common.flags import add_flags, read_config
-from common.options import option
+from common.options import add_flags, option, read_config
 from tests.chaos.report import percentile
 from tests.soak.fleet import AWAY_S, Fleet, Shape, Strike
 from tests.soak.report import HEADER, LISTED, Check, Period, line, verdict

@@ -12,8 +12,7 @@ from common.errors import BadRequest, TandemError, Unavailable
 from common.executor import EngineDescription, Executor, ExecutorFailed, Plan, Preparation, StepHandle, StepResult
 from common.ids import Int32Array
 from common.instance.ranks.leader import Follower, Followers
-from common.instance.ranks.line import RankLost
-from common.instance.ranks.plans import digest_tokens
+from common.instance.ranks.line import RankLost, digest_tokens
 from common.messages import Failed
 from common.sampling_params import Grammar
 

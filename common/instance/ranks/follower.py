@@ -10,9 +10,16 @@ from typing import assert_never
 from common.deadlines import earliest
 from common.executor import Executor, Preparation, StepHandle, take_prepared
 from common.instance.ports import Mail, Transfers
-from common.instance.ranks.line import SILENCE_S, START_SILENCE_S, Line, RankLost
-from common.instance.ranks.orders import pack_event, unpack_order
-from common.instance.ranks.plans import digest_tokens, unpack_plan
+from common.instance.ranks.line import (
+    SILENCE_S,
+    START_SILENCE_S,
+    Line,
+    RankLost,
+    digest_tokens,
+    pack_event,
+    unpack_order,
+    unpack_plan,
+)
 from common.messages.ranks import (
     Agreed,
     AskDrain,

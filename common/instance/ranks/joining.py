@@ -1,17 +1,33 @@
 """A follower's side of the start: it says hello until it is welcome, offers pages, and is ready.
 
 Owns what the leader has answered. Opens no socket, as `gathering` on the other side.
+
+The leader's side of the start: the ranks of an instance gather, agree on a number of pages, and are ready.
+
+Owns who has said hello, and what they offer. Opens no socket. `turn` takes in mail, reads the clock that it is given, and sends
+what has become due. Another thread may load the model meanwhile, and say what this rank offers.
+
+    missing ─hello of every rank, and open()─► welcome ─► rounds of offers: the least is agreed ─► ready() of all ─► complete
+
+Before the welcome a rank may leave and come again: it is missing when its process is gone or says hello no more. After the
+welcome, a rank that is lost ends the instance.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
-from common.errors import PeerRefused
+from msgspec.structs import replace
+
+from common.errors import ConfigError, PeerRefused
 from common.ids import InstanceId
 from common.instance.ports import Mail
-from common.instance.ranks.line import START_SILENCE_S, Line, RankLost
-from common.messages import EngineChoices, ModelIdentity, PoolDescriptor
+from common.instance.ranks.leader import Followers
+from common.instance.ranks.line import PING_S, START_SILENCE_S, Line, RankLost, Refusals, describe
+from common.messages import EngineChoices, ModelIdentity, PoolDescriptor, RankInfo
+from common.messages.base import WIRE_VERSION
 from common.messages.ranks import (
     Agreed,
+    AskDrain,
     End,
     Offer,
     Ping,
@@ -22,6 +38,7 @@ from common.messages.ranks import (
     RankRefused,
     RankWelcome,
     ToFollower,
+    ToLeader,
 )
 
 HELLO_S = 1.0
@@ -140,3 +157,216 @@ class Joining:
                 raise RankLost(f"{self._line.who} has ended the start: {reason}")
             case _:
                 raise RankLost(f"{self._line.who} sent {type(message).__name__} while the instance starts")
+
+
+ABSENT_S = 5.0
+"""A rank that has said no hello for so long is missing. Hellos come every second until the welcome."""
+
+
+@dataclass(slots=True, eq=False)
+class _Joined:
+    """A follower that has said hello. offers: in the order of rounds."""
+
+    name: InstanceId
+    info: RankInfo
+    line: Line
+    offers: list[int] = field(default_factory=list)
+    ready: RankReady | None = None
+
+
+class Gathering:
+    """ranks: of the instance. setup: what must be equal on all of them (`RankHello.setup`)."""
+
+    def __init__(self, mail: Mail[ToLeader], ranks: int, setup: Mapping[str, str]) -> None:
+        self._mail = mail
+        self._ranks = ranks
+        self._setup = setup
+        self._joined: dict[int, _Joined] = {}
+        self._refusals = Refusals(mail)
+        self._meeting: str | None = None
+        self._welcomed = False
+        self._own_offers: list[int] = []
+        self._agreed: list[int] = []
+        self._own: tuple[ModelIdentity, PoolDescriptor] | None = None
+        self._ping_s = 0.0
+
+    # --- what the thread that loads says ---------------------------------------------------------------------------------------
+
+    def open(self, meeting: str) -> None:
+        """The ranks' collectives may meet there: welcome the followers as soon as all are here."""
+        self._meeting = meeting
+
+    def offer(self, pages: int) -> int:
+        """This rank can hold so many pages. Returns the number of the round."""
+        self._own_offers.append(pages)
+        return len(self._own_offers) - 1
+
+    def ready(self, model: ModelIdentity, pool: PoolDescriptor) -> None:
+        """This rank can take plans and writes."""
+        self._own = model, pool
+
+    # --- what it learns --------------------------------------------------------------------------------------------------------
+
+    @property
+    def missing(self) -> list[int]:
+        """The ranks that have not said hello."""
+        return [rank for rank in range(1, self._ranks) if rank not in self._joined]
+
+    @property
+    def refused(self) -> list[str]:
+        """Who was refused and is missed, or is no rank at all, and why. For people."""
+        return self._refusals.reasons(self._ranks, set(self._joined))
+
+    @property
+    def welcomed(self) -> bool:
+        return self._welcomed
+
+    def agreed(self, number: int) -> int | None:
+        """The pages that all ranks use, of that round; None: not all have offered."""
+        return self._agreed[number] if number < len(self._agreed) else None
+
+    @property
+    def complete(self) -> bool:
+        """All ranks are ready."""
+        return self._own is not None and self._welcomed and all(each.ready is not None for each in self._joined.values())
+
+    @property
+    def infos(self) -> tuple[RankInfo, ...]:
+        """Of the followers, in the order of ranks. Only when it is complete."""
+        infos = [self._joined[rank].info for rank in range(1, self._ranks)]
+        told = zip(infos, self._told, strict=True)
+        return tuple(replace(info, device=ready.pool.device, engine=ready.engine) for info, ready in told)
+
+    @property
+    def pools(self) -> tuple[PoolDescriptor, ...]:
+        """Of the followers, in the order of ranks. Only when it is complete."""
+        return tuple(ready.pool for ready in self._told)
+
+    @property
+    def _told(self) -> list[RankReady]:
+        told = [self._joined[rank].ready for rank in range(1, self._ranks)]
+        return [ready for ready in told if ready is not None]
+
+    def followers(self, now: float) -> Followers:
+        """Those that serve from now on. Only when it is complete; this object is not used any more."""
+        return Followers(self._mail, [self._joined[rank].line for rank in range(1, self._ranks)], now, self._refusals)
+
+    # --- the protocol ----------------------------------------------------------------------------------------------------------
+
+    def turn(self, clock: Callable[[], float]) -> None:
+        """Raises RankLost, ConfigError."""
+        began = clock()
+        mail = self._mail.receive()
+        now = clock()  # not before the mail has arrived: `Line.compare_clocks`
+        for sender, message in mail:
+            if isinstance(message, RankHello):
+                self._hello(sender, message, now)
+                continue
+            rank = next((rank for rank, each in self._joined.items() if each.name == sender), None)
+            if rank is not None and self._welcomed:
+                joined = self._joined[rank]
+                joined.line.take(message, now)
+                self._refusals.heard(rank, joined.line.who, now)
+                self._take(joined, message, now)
+        self._part(self._mail.refused(), began)
+        if not self._welcomed and self._meeting is not None and not self.missing:
+            self._welcomed = True
+            for each in self._joined.values():
+                each.line.heard_s = now
+                self._mail.send(each.name, RankWelcome(meeting=self._meeting))
+        if self._welcomed:
+            self._go_on(began)
+
+    def next_deadline(self, now: float) -> float:
+        return self._ping_s if self._welcomed else now + PING_S
+
+    def end(self, reason: str) -> None:
+        """Tell all that were welcomed to exit."""
+        if self._welcomed:
+            for each in self._joined.values():
+                self._mail.send(each.name, End(number=each.line.next(), reason=reason))
+
+    def _go_on(self, now: float) -> None:
+        for each in self._joined.values():
+            each.line.check(now, START_SILENCE_S)
+            if now >= self._ping_s:
+                self._mail.send(each.name, Ping(number=each.line.next(), sent_s=now))
+        if now >= self._ping_s:
+            self._ping_s = now + PING_S
+        number = len(self._agreed)
+        if len(self._own_offers) > number and all(len(each.offers) > number for each in self._joined.values()):
+            pages = min(self._own_offers[number], *(each.offers[number] for each in self._joined.values()))
+            self._agreed.append(pages)
+            for each in self._joined.values():
+                self._mail.send(each.name, Agreed(number=each.line.next(), pages=pages))
+        if self._own is not None:
+            for rank, each in self._joined.items():
+                if each.ready is not None:
+                    _compare(rank, each.ready, *self._own)
+
+    def _hello(self, sender: InstanceId, hello: RankHello, now: float) -> None:
+        known = self._joined.get(hello.rank)
+        if known is not None and known.name == sender:
+            if not self._welcomed:
+                known.line.heard_s = now
+            self._refusals.heard(hello.rank, known.line.who, now)
+        elif (reason := self._why_not(hello)) is not None:
+            self._refusals.refuse(sender, hello, reason)
+        elif known is not None:
+            self._refusals.wait(sender, hello, now)
+        else:
+            self._refusals.joined(hello.rank)
+            self._mail.route(sender, hello.address, watch=True)
+            self._joined[hello.rank] = _Joined(sender, hello.info, Line(sender, describe(hello), now))
+
+    def _why_not(self, hello: RankHello) -> str | None:
+        if hello.wire_version != WIRE_VERSION:
+            return f"it has wire version {hello.wire_version}, and rank 0 has {WIRE_VERSION}: all ranks need the same version"
+        if hello.ranks != self._ranks:
+            return f"it was started with --tp {hello.ranks}, and rank 0 with --tp {self._ranks}"
+        if not 1 <= hello.rank < self._ranks:
+            return f"there is no rank {hello.rank} besides rank 0 with --tp {self._ranks}"
+        for name in sorted({*self._setup, *hello.setup}):
+            ours, theirs = self._setup.get(name, "nothing"), hello.setup.get(name, "nothing")
+            if ours != theirs:
+                return f"{name} is {theirs} there, and {ours} on rank 0: all ranks need the same"
+        return None
+
+    def _part(self, gone: list[InstanceId], now: float) -> None:
+        """The processes of these are gone."""
+        for rank, each in list(self._joined.items()):
+            if self._welcomed and each.name in gone:
+                raise RankLost(f"{each.line.who} is gone")
+            if not self._welcomed and (each.name in gone or now - each.line.heard_s > ABSENT_S):
+                del self._joined[rank]
+                self._mail.route(each.name, None)
+
+    def _take(self, joined: _Joined, message: ToLeader, now: float) -> None:
+        match message:
+            case Offer(pages=pages):
+                joined.offers.append(pages)
+            case RankReady():
+                joined.ready = message
+            case Pong(heard_s=heard_s):
+                joined.line.compare_clocks(heard_s, now)
+            case RankFailed(reason=reason):
+                raise RankLost(f"{joined.line.who} failed: {reason}")
+            case AskDrain():
+                raise RankLost(f"{joined.line.who} was told to stop")
+            case _:
+                raise RankLost(f"{joined.line.who} sent {type(message).__name__} while the instance starts")
+
+
+def _compare(rank: int, theirs: RankReady, model: ModelIdentity, pool: PoolDescriptor) -> None:
+    """Raises ConfigError that names the first difference."""
+    ours = {"the model": model, "the transport": pool.backend, "a page": pool.layout, "the number of pages": pool.total_pages}
+    other = theirs.pool
+    told = {
+        "the model": theirs.model,
+        "the transport": other.backend,
+        "a page": other.layout,
+        "the number of pages": other.total_pages,
+    }
+    for name, value in ours.items():
+        if told[name] != value:
+            raise ConfigError(f"rank {rank} differs from rank 0 in {name}: {told[name]} there, {value} on rank 0")

@@ -12,10 +12,7 @@ from typing import assert_never
 from common.executor import Plan
 from common.ids import InstanceId
 from common.instance.ports import Mail, TransferCommand, TransferEvent
-from common.instance.ranks.line import PING_S, SILENCE_S, Line, RankLost
-from common.instance.ranks.orders import pack_command, unpack_news
-from common.instance.ranks.plans import pack_plan
-from common.instance.ranks.refusals import Refusals
+from common.instance.ranks.line import PING_S, SILENCE_S, Line, RankLost, Refusals, pack_command, pack_plan, unpack_news
 from common.messages import Failed
 from common.messages.ranks import (
     AskDrain,

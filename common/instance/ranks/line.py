@@ -2,13 +2,68 @@
 
 Owns the numbers of both directions and when the other side was last heard. Sends nothing itself. A line serves from the welcome
 to the end, so it passes from the start-up to the loop that serves.
+
+Plans as they travel from the leader to its followers.
+
+Owns the translation of `Plan`, in both directions. Knows no sockets.
+
+Transfer commands and events as they travel between the leader and its followers.
+
+Owns the translation, in both directions, and with it that of a lease's end to another host's clock. Knows no sockets.
+
+Those who say that they are a rank of the instance and cannot be one: they are told why.
+
+Owns whom it has told, and the routes to them, of which it keeps the latest. Opens no socket and reads no clock.
+
+A process that says it is a rank which is there already may be that one's successor. It is refused when the first is heard again
+after it; until then it gets no answer and asks again.
 """
 
+import zlib
 from collections import deque
+from collections.abc import Callable, Mapping
+from typing import assert_never
+
+from msgspec.structs import replace
 
 from common.errors import TandemError
-from common.ids import InstanceId
-from common.messages.ranks import Numbered
+from common.executor import Chunk, Plan, RowStart
+from common.ids import InstanceId, Int32Array, pack_ids, unpack_ids
+from common.instance.ports import (
+    Allow,
+    Connect,
+    Expect,
+    LinkChanged,
+    Mail,
+    Push,
+    PushDone,
+    PushFailed,
+    Settle,
+    Settled,
+    TransferCommand,
+    TransferEvent,
+)
+from common.messages.ranks import (
+    AllowOrder,
+    ConnectOrder,
+    ExpectOrder,
+    Launch,
+    LinkNews,
+    News,
+    Numbered,
+    Order,
+    PromptChunk,
+    PushDoneNews,
+    PushFailedNews,
+    PushOrder,
+    RankHello,
+    RankRefused,
+    RowBegins,
+    SettledNews,
+    SettleOrder,
+    ToLeader,
+)
+from common.sampling_params import Grammar
 
 PING_S = 0.5
 SILENCE_S = 3.0
@@ -67,3 +122,183 @@ class Line:
         An answer was sent before it arrived: at our time `now`, their clock shows at least what it said.
         """
         return max(self._offsets_s, default=None)
+
+
+def pack_plan(plan: Plan, number: int, grammar_id: Callable[[Grammar], int]) -> Launch:
+    """number: of the message. grammar_id: of a grammar that the followers hold."""
+    return Launch(
+        number=number,
+        step=plan.step,
+        starts=tuple(_pack_start(start, grammar_id) for start in plan.starts),
+        chunks=tuple(PromptChunk(chunk.row, chunk.start, pack_ids(chunk.token_ids), chunk.last) for chunk in plan.chunks),
+        decode_rows=pack_ids(plan.decode_rows),
+        grown_rows=pack_ids(plan.grown_rows),
+        grown_pages=pack_ids(plan.grown_pages),
+    )
+
+
+def unpack_plan(message: Launch, grammars: Mapping[int, Grammar]) -> Plan:
+    """grammars: those that this rank holds. Raises RankLost for a row with another one."""
+    return Plan(
+        step=message.step,
+        starts=tuple(_unpack_start(start, grammars) for start in message.starts),
+        chunks=tuple(Chunk(chunk.row, chunk.start, unpack_ids(chunk.token_ids), chunk.last) for chunk in message.chunks),
+        decode_rows=unpack_ids(message.decode_rows),
+        grown_rows=unpack_ids(message.grown_rows),
+        grown_pages=unpack_ids(message.grown_pages),
+    )
+
+
+def digest_tokens(tokens: Int32Array) -> int:
+    """CRC-32 of the tokens that a step sampled. tokens: [rows] int32."""
+    return zlib.crc32(pack_ids(tokens))
+
+
+def _pack_start(start: RowStart, grammar_id: Callable[[Grammar], int]) -> RowBegins:
+    sampling, grammar = start.sampling, start.sampling.grammar
+    return RowBegins(
+        row=start.row,
+        pages=pack_ids(start.pages),
+        sampling=sampling if grammar is None else replace(sampling, grammar=None),
+        length=start.length,
+        last_token=start.last_token,
+        token_ids=None if start.token_ids is None else pack_ids(start.token_ids),
+        answer_tokens=start.answer_tokens,
+        grammar_id=None if grammar is None else grammar_id(grammar),
+    )
+
+
+def _unpack_start(start: RowBegins, grammars: Mapping[int, Grammar]) -> RowStart:
+    sampling = start.sampling
+    if start.grammar_id is not None:
+        grammar = grammars.get(start.grammar_id)
+        if grammar is None:
+            raise RankLost(f"row {start.row} is to begin with grammar {start.grammar_id}, which this rank does not hold")
+        sampling = replace(sampling, grammar=grammar)
+    return RowStart(
+        row=start.row,
+        pages=unpack_ids(start.pages),
+        sampling=sampling,
+        length=start.length,
+        last_token=start.last_token,
+        token_ids=None if start.token_ids is None else unpack_ids(start.token_ids),
+        answer_tokens=start.answer_tokens,
+    )
+
+
+def pack_command(command: TransferCommand, clock_offset_s: float) -> Order:
+    """clock_offset_s: what to add to a time of our clock to have one of the follower's that is no later."""
+    match command:
+        case Connect():
+            return ConnectOrder(command.peers, command.left)
+        case Push():
+            layers = None if command.layers is None else (command.layers.start, command.layers.stop)
+            source, target = pack_ids(command.source_pages), pack_ids(command.target_pages)
+            return PushOrder(command.ticket, command.peer, command.incarnation, source, target, command.key, layers)
+        case Allow():
+            return AllowOrder(command.peer, command.incarnation, command.until_s + clock_offset_s)
+        case Settle():
+            return SettleOrder(command.key)
+        case Expect():
+            return ExpectOrder(command.writes, command.distant)
+        case _:
+            assert_never(command)
+
+
+def unpack_order(order: Order) -> TransferCommand:
+    match order:
+        case ConnectOrder():
+            return Connect(order.peers, order.left)
+        case PushOrder():
+            layers = None if order.layers is None else range(*order.layers)
+            source, target = unpack_ids(order.source_pages), unpack_ids(order.target_pages)
+            return Push(order.ticket, order.peer, order.incarnation, source, target, order.key, layers)
+        case AllowOrder():
+            return Allow(order.peer, order.incarnation, order.until_s)
+        case SettleOrder():
+            return Settle(order.key)
+        case ExpectOrder():
+            return Expect(order.writes, order.distant)
+        case _:
+            assert_never(order)
+
+
+def pack_event(event: TransferEvent) -> News:
+    match event:
+        case PushDone():
+            return PushDoneNews(event.ticket, event.pushed_bytes, event.seconds, event.runs)
+        case PushFailed():
+            return PushFailedNews(event.ticket, event.reason, event.quiescent, event.begun)
+        case LinkChanged():
+            return LinkNews(event.link)
+        case Settled():
+            return SettledNews(event.key)
+        case _:
+            assert_never(event)
+
+
+def unpack_news(news: News) -> TransferEvent:
+    match news:
+        case PushDoneNews():
+            return PushDone(news.ticket, news.pushed_bytes, news.seconds, news.runs)
+        case PushFailedNews():
+            return PushFailed(news.ticket, news.reason, news.quiescent, news.begun)
+        case LinkNews():
+            return LinkChanged(news.link)
+        case SettledNews():
+            return Settled(news.key)
+        case _:
+            assert_never(news)
+
+
+MOST_KEPT = 64
+"""So many routes are kept, and reasons."""
+
+
+class Refusals:
+    """The leader's."""
+
+    def __init__(self, mail: Mail[ToLeader]) -> None:
+        self._mail = mail
+        self._told: dict[InstanceId, tuple[int, str]] = {}
+        """Rank and reason, for people. The oldest first."""
+        self._rivals: dict[int, tuple[InstanceId, RankHello, float]] = {}
+        """Rank → who says that it is this rank too, and since when."""
+
+    def refuse(self, sender: InstanceId, hello: RankHello, reason: str) -> None:
+        self._told.pop(sender, None)
+        self._told[sender] = hello.rank, f"{describe(hello)} was refused: {reason}"
+        self._mail.route(sender, hello.address)
+        self._mail.send(sender, RankRefused(reason=reason))
+        if len(self._told) > MOST_KEPT:
+            oldest = next(iter(self._told))
+            del self._told[oldest]
+            self._mail.route(oldest, None)
+
+    def wait(self, sender: InstanceId, hello: RankHello, now: float) -> None:
+        """This rank is there already."""
+        known = self._rivals.get(hello.rank)
+        if known is None or known[0] != sender:
+            self._rivals[hello.rank] = sender, hello, now
+
+    def joined(self, rank: int) -> None:
+        """Another one than before is this rank."""
+        self._rivals.pop(rank, None)
+
+    def heard(self, rank: int, who: str, now: float) -> None:
+        """The rank that is there has been heard. What came in the same turn may be older than its rival."""
+        rival = self._rivals.get(rank)
+        if rival is not None and rival[2] < now:
+            del self._rivals[rank]
+            self.refuse(rival[0], rival[1], f"{who} is there already")
+
+    def reasons(self, ranks: int, there: set[int]) -> list[str]:
+        """Why those were refused who could be the rest of `ranks` ranks, or no rank at all: the latest of each number. There are:
+        there."""
+        latest = {rank: reason for rank, reason in self._told.values() if rank not in there or not 1 <= rank < ranks}
+        return list(latest.values())
+
+
+def describe(hello: RankHello) -> str:
+    """A rank, for people."""
+    return f"rank {hello.rank} (pid {hello.info.pid} on {hello.info.host})"

@@ -18,7 +18,7 @@ from bench.cpu_peers.report import HEAD, lines, report
 from bench.offline import OfflineSequence
 from bench.report import Hardware
 from common.errors import ConfigError
-from common.flags import with_defaults
+from common.options import with_defaults
 from launch.main import build_parser
 
 HARDWARE = Hardware(cpu="a CPU", cores=2, memory_bytes=2**34, kernel="6", python="3", libraries={}, load=0.0, date="today")

@@ -10,7 +10,7 @@ import numpy as np
 
 from common.executor import EngineDescription, Plan, StepResult
 from common.ids import ROUTER, InstanceId, Int32Array, Key
-from common.instance.memberships import Memberships
+from common.instance.membership import Memberships
 from common.instance.ports import (
     Action,
     Decision,

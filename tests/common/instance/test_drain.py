@@ -1,7 +1,7 @@
 """The times of a drain: what runs may finish, then is handed off, and at last nothing more is waited for."""
 
 from common.ids import InstanceId
-from common.instance.drain import LAST_S, Drainage
+from common.instance.requests import LAST_S, Drainage
 
 
 def begun(now: float = 100.0) -> Drainage:

@@ -1,8 +1,8 @@
 """What an instance emits into the text pipeline."""
 
 from common.ids import DETOKENIZER, ROUTER, text_name
-from common.instance.emit import emit_ending, emit_tokens
 from common.instance.ports import Send
+from common.instance.requests import emit_ending, emit_tokens
 from common.messages import Finished, TokenBatch, TokenDelta
 from tests.builders import key
 

@@ -15,9 +15,11 @@ from common.instance.membership import (
     SELDOM_EVERY_S,
     TIMELINES_AT_ONCE,
     TIMELINES_WAITING,
+    Lost,
+    Memberships,
+    Met,
     State,
 )
-from common.instance.memberships import Lost, Memberships, Met
 from common.instance.ports import Send
 from common.messages import Counters, Goodbye, Heartbeat, Load, Refused, Register, Timeline, Times, Welcome
 from router.fleet import Fleet

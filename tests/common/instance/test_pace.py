@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.executor import Chunk, Plan
-from common.instance.pace import HALF_LIFE_STEPS, LEAST_STEPS, PaceMeter, StepPace
+from common.instance.worker import HALF_LIFE_STEPS, LEAST_STEPS, PaceMeter, StepPace
 from engine.timed import StepCost
 
 COST = StepCost(step_s=0.006, chunk_token_s=0.00004, decode_row_s=0.0001)

@@ -5,7 +5,7 @@ from random import Random
 import pytest
 
 from common.ids import InstanceId
-from common.instance.peer_sets import KEEP_S, PeerSets
+from common.instance.membership import KEEP_S, PeerSets
 from common.instance.ports import PeersChanged
 from common.messages import Peers
 from tests.builders import instance

@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.instance.prompts import PromptProgress, next_chunks
+from common.instance.request import PromptProgress, next_chunks
 
 
 @given(lengths=st.lists(st.integers(1, 40), min_size=1, max_size=6), budget=st.integers(1, 50))

@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from common.ids import ROUTER, Key, RequestId
-from common.instance.shares import REMEMBERED, Shares
-from common.instance.waiting_line import Rank, WaitingLine
+from common.instance.waiting_line import REMEMBERED, Rank, Shares, WaitingLine
 from tests.builders import key
 
 RANKS = st.builds(Rank, priority=st.integers(-1, 2), arrived_s=st.sampled_from([0.0, 1.0, 1.5, float("inf")]))

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from common.pages.digest import digest
+from common.pages.host_memory import digest
 
 
 def test_a_digest_is_the_crc_32_of_each_page_in_little_endian() -> None:

@@ -10,8 +10,7 @@ from typing import TypeAlias
 import msgspec
 import pytest
 
-from common.processes.child import Child, ChildEvent, Exited, with_our_code
-from common.processes.lines import REPORT_FD, JsonLine, Progress
+from common.processes.child import REPORT_FD, Child, ChildEvent, Exited, JsonLine, Progress, with_our_code
 from tests.launch.waiting import PATIENCE_S, is_alive, wait_for
 
 PIPE_BYTES = 64 * 1024
@@ -47,7 +46,7 @@ def test_a_child_that_reads_no_orders_can_be_killed_while_an_order_is_written() 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux kills a stopped child with its parent")
 def test_a_stopped_child_is_killed_with_its_parent_where_that_is_asked_for() -> None:
-    child = "import os; from common.processes.parent import Parent; Parent(None); os.kill(os.getpid(), 19)"
+    child = "import os; from common.processes.child import Parent; Parent(None); os.kill(os.getpid(), 19)"
     parent = f"""if True:
         import os, sys, msgspec
         from common.processes.child import Child

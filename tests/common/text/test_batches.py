@@ -3,9 +3,9 @@
 import msgspec
 import pytest
 
+from common.mail import MAX_FRAME_BYTES
 from common.messages import TextDelta
-from common.text.batches import BATCH_BYTES, BATCH_DELTAS, cut
-from common.wire import MAX_FRAME_BYTES
+from common.text.detokenizer import BATCH_BYTES, BATCH_DELTAS, cut
 from tests.builders import key
 
 

@@ -8,6 +8,7 @@ import pytest
 
 from common.errors import ConfigError
 from common.ids import DETOKENIZER, ROUTER
+from common.mail import Mailbox
 from common.messages import (
     DetokenizerHeartbeat,
     DetokenizerInbox,
@@ -21,7 +22,6 @@ from common.messages import (
 )
 from common.text.detokenizer import Detokenizer
 from common.text.detokenizer_manager import TURN_S, DetokenizerManager
-from common.wire import Mailbox
 from tests.builders import key
 from tests.common.mailboxes import DECODE, KEY, LOOPBACK, PREFILL, WAIT_S, Make
 from tests.common.text.tiny import tiny_tokenizer, write_checkpoint

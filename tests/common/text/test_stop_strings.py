@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.text.stop_strings import StopStrings
+from common.text.detokenizer import StopStrings
 
 LETTERS = st.text(alphabet="ab\n🙂", max_size=24)
 

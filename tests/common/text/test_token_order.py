@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.messages import Ending, Failed, Finished, TokenLogprob
-from common.text.token_order import TokenOrder
+from common.text.detokenizer import TokenOrder
 
 Piece = tuple[int, tuple[int, ...], Ending | None]
 TOKENS = tuple(range(100, 120))

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from common.host_limits import HostMemory
+from common.host import HostMemory
 from engine.cpu import packing
 from engine.cpu.packing import ROWS, Measured, measure, pack_all
 from engine.cpu.products import Packed, PackedProduct, float_products

@@ -6,9 +6,8 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from router.api.output.formats import HERMES, LLAMA3, MISTRAL, ToolFormat
-from router.api.output.parser import AnswerParser
-from router.api.output.parts import WholeAnswer, WholeCall, whole_answer
+from router.api.parsing.formats import HERMES, LLAMA3, MISTRAL, ToolFormat
+from router.api.parsing.parser import AnswerParser, WholeAnswer, WholeCall, whole_answer
 
 NAMES = st.sampled_from(["f", "get_weather", "a.b-c"])
 VALUES = st.recursive(

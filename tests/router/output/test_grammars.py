@@ -10,16 +10,19 @@ from xgrammar.testing import _is_grammar_accept_string
 
 from common.errors import BadRequest
 from common.sampling_params import Grammar
-from router.api.output.formats import HERMES, LLAMA3, MISTRAL, ToolFormat
-from router.api.output.grammars import (
+from router.api.fields import Function, ToolUse
+from router.api.parsing.formats import (
+    HERMES,
     HERMES_SYNTAX,
+    LLAMA3,
     LLAMA3_SYNTAX,
+    MISTRAL,
     MISTRAL_ARGS_SYNTAX,
     MISTRAL_SYNTAX,
     CallSyntax,
+    ToolFormat,
     answer_grammar,
 )
-from router.api.tools import Function, ToolUse
 from tests.router.output.answers import parser_of, pushed
 
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"], "additionalProperties": False}

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.api.output.formats import HERMES, LLAMA3, MISTRAL, ToolFormat, answer_format
-from router.api.output.parts import Arguments, CallBegins, Content, Reasoning, WholeAnswer, WholeCall
+from router.api.parsing.formats import HERMES, LLAMA3, MISTRAL, ToolFormat, answer_format
+from router.api.parsing.parser import Arguments, CallBegins, Content, Reasoning, WholeAnswer, WholeCall
 from tests.router.output.answers import (
     CALLS,
     FORMATS,

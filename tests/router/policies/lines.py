@@ -5,10 +5,10 @@ from random import Random
 
 from common.ids import Role
 from common.messages import Load
-from router.ask import Ask
 from router.candidates import Candidates
+from router.cost import Ask
 from router.members import Member
-from router.policies.port import Policy
+from router.policies import Policy
 from tests.builders import instance
 
 ASK = Ask(prompt_tokens=40, max_new_tokens=8)

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from common.config import RouterConfig
 from common.ids import pack_ids
 from common.messages import Load
-from router.ask import Ask
 from router.cache_index import CacheIndex
+from router.cost import Ask
 from router.members import Member
 from router.placer import Placer
-from router.policies.cache_aware import CacheAware
+from router.policies import CacheAware
 from tests.builders import instance
 from tests.router.bench import D0, D1, P0, Bench, generates, new_fleet, spec
 from tests.router.fakes import hear

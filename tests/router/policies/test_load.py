@@ -2,7 +2,7 @@
 
 from collections import Counter
 
-from router.policies.load import LeastLoaded
+from router.policies import LeastLoaded
 from tests.router.policies.lines import line_of, member, ranked
 
 

@@ -4,9 +4,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.config import RouterConfig
-from router.ask import Ask
+from router.cost import Ask
 from router.placer import Placer
-from router.policies.round_robin import RoundRobin
+from router.policies import RoundRobin
 from tests.builders import instance
 from tests.router.bench import new_fleet
 from tests.router.policies.lines import line_of, member, ranked

@@ -8,9 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from router.members import Member
-from router.policies.load import LeastLoaded
-from router.policies.ring import POINTS
-from router.policies.session import BySession
+from router.policies import POINTS, BySession, LeastLoaded
 from tests.router.policies.lines import ASK, line_of, member, ranked
 
 NAMES = [f"p{number}" for number in range(10)]

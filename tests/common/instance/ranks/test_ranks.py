@@ -22,8 +22,7 @@ from common.instance.ports import (
     TransferEvent,
 )
 from common.instance.ranks.leader import PROOF_S
-from common.instance.ranks.line import PING_S, SILENCE_S, RankLost
-from common.instance.ranks.plans import pack_plan, unpack_plan
+from common.instance.ranks.line import PING_S, SILENCE_S, RankLost, pack_plan, unpack_plan
 from common.messages import LinkInfo, RankInfo
 from common.messages.ranks import Launch, RankHello, RankRefused, StepReturned, ToLeader, rank_name
 from common.sampling_params import Grammar, SamplingParams

@@ -1,0 +1,1 @@
+"""What a model wrote, parsed into text, thoughts and tool calls."""

@@ -1,0 +1,348 @@
+"""The parser of one answer: its text in, as it comes, and its parts out.
+
+Owns the order thoughts, then content and calls. Does not know requests or HTTP.
+
+A text that grows while it is read: parsers are generators that yield when they need more of it.
+
+Owns the unread text. A step waits only while what has come leaves open what it is: so a text gives the same, however it is cut.
+Reading costs as much for each character in a long text as in a short one, whether it comes at once or in pieces: what is read
+is not copied again when more comes, and to forget it copies nothing.
+
+    forgotten │ read, not forgotten │ unread │ to come
+              │   pieces   │ text ──────────►│
+                           └ begin  └ at
+
+The parts of an answer, and where a parser puts them.
+
+Owns the rule for white space. Around thoughts and calls it is nobody's, with two exceptions: where content stands on both sides
+of calls, one side's white space is kept, so that words do not join; and the first line of content or thoughts keeps its
+indentation. Everywhere else white space is kept. Does not know formats.
+"""
+
+import re
+from collections.abc import Callable, Generator, Iterable
+from dataclasses import dataclass, field
+from typing import TypeAlias, TypeVar, assert_never
+
+R = TypeVar("R")
+_SPACE = re.compile(r"\s*")
+Reading: TypeAlias = Generator[None, None, R]
+"""A part of a parser. It yields when it needs more text, and returns what it read."""
+
+
+class GrowingText:
+    """text: what came last, with what was unread before it. at: how far it is read. over: nothing follows. A place in the text is
+    good until the next yield."""
+
+    __slots__ = ("_begin", "_pieces", "at", "over", "text")
+
+    def __init__(self) -> None:
+        self.text = ""
+        self.at = 0
+        self.over = False
+        self._begin = 0
+        """What was forgotten of `text`."""
+        self._pieces: list[str] = []
+        """What was read before `text` and is not forgotten."""
+
+    def push(self, text: str) -> None:
+        if self.at > self._begin:
+            self._pieces.append(self.text[self._begin : self.at])
+        self.text, self.at, self._begin = self.text[self.at :] + text, 0, 0
+
+    def forget(self) -> None:
+        """Nobody will look back behind `at`."""
+        self._pieces.clear()
+        self._begin = self.at
+
+    def read(self) -> str:
+        """What was read and is not forgotten."""
+        return "".join(self._pieces) + self.text[self._begin : self.at]
+
+    def unread(self) -> None:
+        """Go back to the beginning of what is not forgotten."""
+        if self._pieces:
+            self.text, self.at = self.read() + self.text[self.at :], 0
+            self.forget()
+        self.at = self._begin
+
+    def more(self) -> Reading[bool]:
+        """Wait until something is unread. Returns whether something is, or False at the end."""
+        while self.at == len(self.text):
+            if self.over:
+                return False
+            yield
+        return True
+
+    def next_is(self, *options: str) -> Reading[str | None]:
+        """Read one of these. Returns which, or None when the text goes on otherwise: then nothing is read."""
+        while True:
+            for option in options:
+                if self.text.startswith(option, self.at):
+                    self.at += len(option)
+                    return option
+            left = len(self.text) - self.at
+            if self.over or not any(left < len(option) and option.startswith(self.text[self.at :]) for option in options):
+                return None
+            yield
+
+    def skip_space(self) -> Reading[None]:
+        yield from self.take(_SPACE)
+
+    def take(self, chars: re.Pattern[str]) -> Reading[str]:
+        """Read and return what matches. chars: matches any number of certain characters."""
+        taken: list[str] = []
+        while (yield from self.more()):
+            found = chars.match(self.text, self.at)
+            assert found is not None, "the pattern matches nothing, too"
+            taken.append(found[0])
+            self.at = found.end()
+            if self.at < len(self.text):
+                break
+        return "".join(taken)
+
+    def first_of(self, marks: "Marks") -> tuple[str, str | None]:
+        """Read up to the first of these marks, and the mark, as far as that has come. Returns the text before it, and the mark or
+        None. A possible beginning of a mark stays unread, unless the text is over."""
+        end, mark = marks.find(self.text, self.at, self.over)
+        before, self.at = self.text[self.at : end], end + len(mark or "")
+        return before, mark
+
+
+class Marks:
+    """Texts to look for, prepared once. A search costs about the same for one mark and for a thousand: it looks only at places
+    where a mark's first character stands."""
+
+    __slots__ = ("_beginnings", "_first", "_lengths", "_texts")
+
+    def __init__(self, *texts: str) -> None:
+        self._texts = frozenset(texts)
+        self._lengths = sorted(set(map(len, texts)))
+        self._beginnings = frozenset(text[:end] for text in texts for end in range(1, len(text)))
+        first = "".join(sorted({re.escape(text[0]) for text in texts}))
+        self._first = re.compile(f"[{first}]" if first else "(?!)")
+
+    def __bool__(self) -> bool:
+        return bool(self._texts)
+
+    def find(self, text: str, at: int, is_over: bool) -> tuple[int, str | None]:
+        """Where the first mark behind `at` begins, and the mark. Without one: where what may become a mark begins, or the end of
+        the text, and None. The shortest of several marks at one place is found: the longer ones have not come yet."""
+        for place in self._first.finditer(text, at):
+            begin = place.start()
+            for length in self._lengths:
+                if (mark := text[begin : begin + length]) in self._texts:
+                    return begin, mark
+            if not is_over and len(text) - begin < self._lengths[-1] and text[begin:] in self._beginnings:
+                return begin, None
+        return len(text), None
+
+
+def read_until(source: GrowingText, tell: Callable[[str], None], marks: Marks) -> Reading[str | None]:
+    """Read up to the first of these marks, and the mark. Returns the mark, or None at the end. tell: gets the text before it, as
+    it comes. What was read is forgotten, also what was read before."""
+    source.forget()
+    while (yield from source.more()):
+        before, mark = source.first_of(marks)
+        source.forget()
+        tell(before)
+        if mark is not None:
+            return mark
+        if source.at < len(source.text):
+            yield  # it may be the beginning of a mark
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class Content:
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Reasoning:
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallBegins:
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Arguments:
+    """A piece of the arguments of the call that began last."""
+
+    text: str
+
+
+Part: TypeAlias = Content | Reasoning | CallBegins | Arguments
+
+
+@dataclass(slots=True)
+class WholeCall:
+    name: str
+    arguments: str = ""
+
+
+@dataclass(slots=True)
+class WholeAnswer:
+    """All parts of an answer."""
+
+    content: str = ""
+    reasoning: str = ""
+    calls: list[WholeCall] = field(default_factory=list)
+
+
+def whole_answer(parts: Iterable[Part]) -> WholeAnswer:
+    """The answer that has these parts."""
+    content, reasoning = list[str](), list[str]()
+    calls: list[tuple[str, list[str]]] = []
+    for part in parts:
+        match part:
+            case Content(text):
+                content.append(text)
+            case Reasoning(text):
+                reasoning.append(text)
+            case CallBegins(name):
+                calls.append((name, []))
+            case Arguments(text):
+                calls[-1][1].append(text)
+            case _:
+                assert_never(part)
+    return WholeAnswer("".join(content), "".join(reasoning), [WholeCall(name, "".join(texts)) for name, texts in calls])
+
+
+class PartSink:
+    """The parts that were found and not taken yet. Neighbours of one kind are joined when they are taken, so that no text is
+    copied once for each that follows it."""
+
+    def __init__(self) -> None:
+        self._parts: list[tuple[type[Part], list[str]]] = []
+        self._after_mark = False
+        """Whether nothing but white space came since a mark."""
+        self._before_mark = ""
+        """White space between content and the mark."""
+        self._space: list[str] = []
+        """White space that came last, in pieces: it waits for what follows it."""
+        self._kind: type[Content] | type[Reasoning] = Content
+        self._has_content = False
+
+    def content(self, text: str) -> None:
+        self._text(Content, text)
+
+    def reasoning(self, text: str) -> None:
+        self._text(Reasoning, text)
+
+    def mark(self) -> None:
+        """Here thoughts or a call begin or end."""
+        if not self._after_mark:
+            self._before_mark = "".join(self._space)
+        self._after_mark, self._space = True, []
+
+    def call(self, name: str) -> None:
+        self.mark()
+        self._parts.append((CallBegins, [name]))
+
+    def arguments(self, text: str) -> None:
+        self._add(Arguments, text)
+
+    @property
+    def holds_nothing(self) -> bool:
+        """Whether the next text is told as it is, all of it."""
+        return not self._after_mark and not self._space
+
+    def finish(self) -> None:
+        """Nothing follows: the last white space was no mark's."""
+        space, self._space = "".join(self._space), []
+        self._add(self._kind, "" if self._after_mark else space)
+
+    def take(self) -> list[Part]:
+        parts, self._parts = self._parts, []
+        return [kind("".join(texts)) for kind, texts in parts]
+
+    def _text(self, kind: type[Content] | type[Reasoning], text: str) -> None:
+        if not text:
+            return
+        self._kind = kind
+        settled = text.rstrip()
+        before, self._space = self._space, [] if settled else self._space
+        if settled != text:
+            self._space.append(text[len(settled) :])
+        if not settled:
+            return
+        space = "".join(before)
+        if self._after_mark:
+            body = settled.lstrip()
+            space = self._space_between(kind, space + settled[: len(settled) - len(body)])
+            settled, self._after_mark = body, False
+        self._has_content = self._has_content or kind is Content
+        self._add(kind, space)
+        self._add(kind, settled)
+
+    def _space_between(self, kind: type[Content] | type[Reasoning], after_mark: str) -> str:
+        """What stays of the white space on the two sides of the last marks, when text of this kind follows."""
+        if kind is Content and self._has_content:
+            return after_mark if "\n" in after_mark or not self._before_mark else self._before_mark
+        return after_mark[after_mark.rfind("\n") + 1 :] if "\n" in after_mark else ""
+
+    def _add(self, kind: type[Content] | type[Reasoning] | type[Arguments], text: str) -> None:
+        if not text:
+            return
+        if self._parts and self._parts[-1][0] is kind:
+            self._parts[-1][1].append(text)
+        else:
+            self._parts.append((kind, [text]))
+
+
+THINK, THINK_END = "<think>", "</think>"
+_NOTHING, _THINK_END = Marks(), Marks(THINK_END)
+ToolReader: TypeAlias = Callable[[GrowingText, PartSink], Reading[None]]
+"""Reads content and calls, to the end of the answer."""
+
+
+class AnswerParser:
+    """thinks: the answer may begin with thoughts. opened: the prompt opened them already. read_tools: None when calls are
+    content."""
+
+    def __init__(self, *, thinks: bool, opened: bool, read_tools: ToolReader | None) -> None:
+        self._source, self._sink = GrowingText(), PartSink()
+        self._thinks, self._opened, self._read_tools = thinks, opened, read_tools
+        self._reading = self._read()
+        self._at_content = False
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether all text from here on is content, as it is."""
+        return self._at_content and self._sink.holds_nothing
+
+    def push(self, text: str) -> list[Part]:
+        """The parts that this text settles. Their joined texts do not depend on how the answer is cut into pieces."""
+        self._source.push(text)
+        next(self._reading, None)
+        return self._sink.take()
+
+    def finish(self) -> list[Part]:
+        """The answer is over. Returns the last parts."""
+        self._source.over = True
+        next(self._reading, None)
+        self._sink.finish()
+        return self._sink.take()
+
+    def _read(self) -> Reading[None]:
+        if self._thinks:
+            yield from _read_thoughts(self._source, self._sink, self._opened)
+        if self._read_tools is not None:
+            yield from self._read_tools(self._source, self._sink)
+        self._at_content = True
+        yield from read_until(self._source, self._sink.content, _NOTHING)
+
+
+def _read_thoughts(source: GrowingText, sink: PartSink, opened: bool) -> Reading[None]:
+    yield from source.skip_space()
+    if not (yield from source.next_is(THINK)) and not opened:
+        source.unread()
+        return
+    source.forget()
+    sink.mark()
+    if (yield from read_until(source, sink.reasoning, _THINK_END)):
+        sink.mark()
