@@ -8,14 +8,13 @@ import argparse
 import dataclasses
 import shlex
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from bench import options
-from bench.cpu_peers import plan as cpu_peers_plan
 from common.config import AccessConfig, EngineConfig, InstanceConfig, LogConfig, ModelConfig, RouterConfig, SecurityConfig
 from common.errors import ConfigError
-from common.options import C, ConfigClass, add_flags, read_config, to_flags, with_defaults
+from common.options import ConfigClass, add_flags, read_config, to_flags, with_defaults
 from common.trust import write_key
 from launch import chat, child, instance_command
 from launch.child import BAD_FLAG, ChildProcess, run_process
@@ -137,15 +136,9 @@ def _add_bench(commands: Any) -> None:
     )
     add_flags(offline, options.OfflineOptions, ModelConfig)
     add_flags(offline, EngineConfig, without=OF_TIMED)
-    cpu_peers = add_command(
-        benches, "cpu-peers", "measure this engine on a CPU beside OpenVINO, vLLM, llama.cpp and transformers", _bench_cpu_peers
-    )
-    add_flags(cpu_peers, cpu_peers_plan.CpuPeersBench)
     _add_loads(benches)
-    parsers = (offline, cpu_peers)
-    for parser in parsers:
-        for flag, explanation in BENCH_SWITCHES.items():
-            parser.add_argument(flag, action="store_true", help=explanation)
+    for flag, explanation in BENCH_SWITCHES.items():
+        offline.add_argument(flag, action="store_true", help=explanation)
 
 
 def _add_loads(benches: Any) -> None:
@@ -222,13 +215,6 @@ def _bench_offline(flags: argparse.Namespace) -> int:
     return run(bench, model, engine, command, flags.markdown)
 
 
-def _bench_cpu_peers(flags: argparse.Namespace) -> int:
-    # Its children get the variables that they would have outside: what `environment.prepare` sets is for processes of Tandem.
-    from bench.cpu_peers.run import run
-
-    return _run_bench(flags, cpu_peers_plan.CpuPeersBench, cpu_peers_plan.QUICK, run)
-
-
 def _bench_serve(flags: argparse.Namespace) -> int:
     child.prepare(1)
     from bench.serve import run
@@ -269,15 +255,6 @@ def _bench_trace(flags: argparse.Namespace) -> int:
 
     command = _bench_command(flags, ("--markdown",), bench, workload, load, without=options.DECIDED_BY_TRACE)
     return run(bench, workload, load, command, flags.markdown, chat.read_api_key(bench.control_key) if bench.control_key else "")
-
-
-def _run_bench(
-    flags: argparse.Namespace, config: type[C], quick: Mapping[str, object], run: Callable[[C, str, bool], int]
-) -> int:
-    """A benchmark that has flags of its own only. quick: what takes the place of its defaults with --quick."""
-    bench = read_config(config, flags)
-    command = _bench_command(flags, BENCH_SWITCHES, bench)
-    return run(with_defaults(bench, quick if flags.quick else {}), command, flags.markdown)
 
 
 def _bench_command(flags: argparse.Namespace, switches: Iterable[str], *configs: ConfigClass, without: Sequence[str] = ()) -> str:

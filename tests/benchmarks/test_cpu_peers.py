@@ -1,5 +1,6 @@
-"""`launch bench cpu-peers`: its order, its figures and goals against numbers worked out by hand, and its pipes with a driver."""
+"""`python -m benchmarks.cpu_peers`: its order, its figures and goals against numbers worked out by hand, and its drivers."""
 
+import contextlib
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,15 +9,33 @@ import numpy as np
 import pytest
 
 from bench.client import TimedAnswer
-from bench.cpu_peers.asking import EngineFailed, OverPipes
-from bench.cpu_peers.engines import ENGINES, Room, Tandem
-from bench.cpu_peers.environments import CONVERT, OPENVINO, Recipe
-from bench.cpu_peers.figures import CpuPeersOutcome, Failure, Turn, judge, lead
-from bench.cpu_peers.models import DRIVERS
-from bench.cpu_peers.plan import NAMES, QUICK, SHAPES, CpuPeersBench
-from bench.cpu_peers.report import HEAD, lines, report
 from bench.offline import OfflineSequence
 from bench.report import Hardware
+from benchmarks.cpu_engines import (
+    CONVERT,
+    DRIVERS,
+    ENGINES,
+    OPENVINO,
+    SHAPES,
+    PeerEnvironment,
+    PeerFailed,
+    PeerRoom,
+    TandemLayout,
+)
+from benchmarks.cpu_peers import (
+    HEAD,
+    QUICK,
+    CpuPeersBench,
+    CpuPeersOutcome,
+    PeerDriver,
+    PeerFailure,
+    PeerTurn,
+    check,
+    judge,
+    lead,
+    peer_process,
+    table,
+)
 from common.errors import ConfigError
 from common.options import with_defaults
 from launch.main import build_parser
@@ -30,8 +49,7 @@ import talk
 print("a library may print what it wants")
 for requests in talk.requests_of_each_load():
     for step in range(max(each["answer_tokens"] for each in requests)):
-        talk.arrived(at for at, each in enumerate(requests) if step < each["answer_tokens"] - int(sys.argv[2]))
-    talk.report("Finished")
+        talk.arrived(at for at, each in enumerate(requests) if step < each["answer_tokens"])
 """
 
 
@@ -39,8 +57,8 @@ def asked(*lengths: tuple[int, int]) -> list[OfflineSequence]:
     return [OfflineSequence(np.arange(prompt, dtype=np.int32), answer) for prompt, answer in lengths]
 
 
-def turn(engine: str, round_number: int, rate: float) -> Turn:
-    return Turn(
+def turn(engine: str, round_number: int, rate: float) -> PeerTurn:
+    return PeerTurn(
         engine=engine,
         round=round_number,
         seconds=1.0,
@@ -73,31 +91,30 @@ def test_what_cannot_be_measured_is_refused_with_its_flag(values: dict[str, obje
         CpuPeersBench(**values)  # type: ignore[arg-type]
 
 
-def test_every_name_is_an_engine_and_a_quick_run_needs_no_peer() -> None:
-    assert set(NAMES) == set(ENGINES)
-    assert all(isinstance(ENGINES[name], Tandem) for name in with_defaults(CpuPeersBench(), QUICK).names)
+def test_a_quick_run_needs_no_peer() -> None:
+    assert all(isinstance(ENGINES[name], TandemLayout) for name in with_defaults(CpuPeersBench(), QUICK).names)
 
 
 def test_every_layout_is_a_command_line_that_launch_local_understands() -> None:
-    room = Room.for_requests(asked((100, 10), (300, 20)), SHAPES["0.6b"], threads=2)
+    room = PeerRoom.for_requests(asked((100, 10), (300, 20)), SHAPES["0.6b"], threads=2)
     for engine in ENGINES.values():
-        if isinstance(engine, Tandem) and engine.precision != "int8":
+        if isinstance(engine, TandemLayout) and engine.precision != "int8":
             flags = build_parser().parse_args(["local", *engine.command(Path("model"), room)])
-            assert (flags.threads, flags.prefill) == ((0, 1) if engine.separate else (2, 0))
-            assert not engine.separate or flags.workload == "200,15"
+            assert (flags.threads, flags.prefill) == ((0, 1) if engine.is_separate else (2, 0))
+            assert not engine.is_separate or flags.workload == "200,15"
 
 
 def test_every_engine_has_kv_memory_for_all_requests_at_once() -> None:
     """110 tokens are 4 pages of 32, 320 are 10; with a spare page each, 16 pages. Qwen3-0.6B keeps 28 x 2 x 8 x 128 numbers of a
     token, of 4 bytes each."""
-    room = Room.for_requests(asked((100, 10), (300, 20)), SHAPES["0.6b"], threads=2)
+    room = PeerRoom.for_requests(asked((100, 10), (300, 20)), SHAPES["0.6b"], threads=2)
     assert (room.rows, room.kv_tokens, room.context_tokens) == (2, 16 * 32, 11 * 32)
     assert room.kv_bytes == 16 * 32 * 28 * 2 * 8 * 128 * 4
     assert room.kv_gib == 1
 
 
 def test_another_recipe_has_another_folder() -> None:
-    newer = Recipe(name=OPENVINO.name, steps=(("openvino-genai==2099.1",),), versions=OPENVINO.versions)
+    newer = PeerEnvironment(name=OPENVINO.name, steps=(("openvino-genai==2099.1",),), named_packages=OPENVINO.named_packages)
     assert len({OPENVINO.key, newer.key, CONVERT.key}) == 3
 
 
@@ -109,7 +126,7 @@ def test_the_figures_of_a_turn_are_those_of_its_tokens() -> None:
         for at_s in times:
             answer.add(at_s, 1)
         answer.end(6.0)
-    found = Turn.of("tandem", 0, answers, 2.0, 5.0)
+    found = PeerTurn.of("tandem", 0, answers, 2.0, 5.0)
     assert (found.seconds, found.ttft_p50_ms, found.itl_p50_ms) == (6.0, 1500.0, 1000.0)
     assert [found.output_tokens_per_s, found.itl_p95_ms] == pytest.approx([5 / 6, 3700.0])
 
@@ -133,7 +150,7 @@ def test_the_goals_ask_more_beside_openvino_and_continuous_batching() -> None:
 
 def test_the_table_has_a_row_for_each_engine_also_for_one_that_failed() -> None:
     outcome = CpuPeersOutcome(
-        command="launch bench cpu-peers",
+        command="python -m benchmarks.cpu_peers",
         hardware=HARDWARE,
         goals=[],
         shape="30m",
@@ -145,48 +162,50 @@ def test_the_table_has_a_row_for_each_engine_also_for_one_that_failed() -> None:
         engines=["tandem", "openvino", "vllm"],
         versions={"openvino-genai": "1"},
         turns=[turn("tandem", 0, 20.0), turn("tandem", 1, 30.0), turn("openvino", 0, 10.0)],
-        failures=[Failure(engine="vllm", round=0, reason="no wheel")],
+        failures=[PeerFailure(engine="vllm", round=0, reason="no wheel")],
     )
-    head, tandem, openvino, vllm = lines(outcome)
+    head, tandem, openvino, vllm = table(outcome)
     assert head == HEAD and {len(line) for line in (tandem, openvino, vllm)} == {len(HEAD)}
     assert tandem[2:] == ("25.0 (20.0 … 30.0)", "1.5", "20", "40", "2.0", "")
     assert (openvino[2], openvino[-1], vllm[2]) == ("10.0", "2.00x", "failed")
-    for markdown in (False, True):
-        assert "vllm, round 1: no wheel" in report(outcome, markdown)
 
 
-@pytest.fixture
-def driver_file(tmp_path: Path) -> Path:
-    file = tmp_path / "driver.py"
-    file.write_text(DRIVER)
-    return file
-
-
-def driven(file: Path, missing: int) -> Iterator[OverPipes]:
-    driver = OverPipes("a driver", [sys.executable, "-E", str(file), str(DRIVERS), str(missing)], {}, print)
-    try:
-        driver.wait_ready(30.0)
+@contextlib.contextmanager
+def driven(folder: Path, program: str = DRIVER) -> Iterator[PeerDriver]:
+    file, log = folder / "driver.py", folder / "driver.log"
+    file.write_text(program)
+    with peer_process([sys.executable, "-E", str(file), str(DRIVERS)], {}, log, is_server=False) as process:
+        driver = PeerDriver(process, log)
+        driver.wait(30.0)
         yield driver
-    finally:
-        driver.child.kill()
-        driver.child.wait(10.0)
 
 
-def test_a_driver_answers_one_load_after_the_other_and_its_tokens_are_counted(driver_file: Path) -> None:
-    for driver in driven(driver_file, missing=0):
+def test_a_driver_answers_one_load_after_the_other_and_its_tokens_are_counted(tmp_path: Path) -> None:
+    with driven(tmp_path) as driver:
         for lengths in (((5, 3), (4, 1)), ((2, 2),)):
             answers = driver.ask(asked(*lengths), 30.0)
             assert [answer.counted for answer in answers] == [tokens for _, tokens in lengths]
             assert all(answer.sent_s < answer.first_s <= answer.token_s for answer in answers)
 
 
-def test_an_answer_that_is_too_short_fails_the_engine(driver_file: Path) -> None:
-    for driver in driven(driver_file, missing=1):
-        with pytest.raises(EngineFailed, match="an answer has 2 tokens, and 3 were asked for"):
-            driver.ask(asked((5, 3)), 30.0)
+def test_a_driver_that_ends_fails_the_engine_with_its_last_words(tmp_path: Path) -> None:
+    with pytest.raises(PeerFailed, match="no memory"), driven(tmp_path, "raise SystemExit('no memory')"):
+        pass
 
 
-def test_a_driver_that_ends_fails_the_engine_with_its_last_words(driver_file: Path) -> None:
-    driver_file.write_text("raise SystemExit('no memory')")
-    with pytest.raises(EngineFailed, match="no memory"):
-        next(driven(driver_file, missing=0))
+def test_a_driver_that_takes_too_long_is_ended(tmp_path: Path) -> None:
+    slow = DRIVER.replace("    for step", "    import time; time.sleep(60)\n    for step")
+    with driven(tmp_path, slow) as driver, pytest.raises(PeerFailed, match=r"not done within 0\.2 s"):
+        driver.ask(asked((5, 3)), 0.2)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "error", "reason"),
+    [(2, "", "an answer has 2 tokens, and 3 were asked for"), (3, "timeout", "a request failed: timeout: too late")],
+)
+def test_an_answer_that_is_too_short_or_failed_fails_the_engine(tokens: int, error: str, reason: str) -> None:
+    answer = TimedAnswer(0.0, 3)
+    answer.add(1.0, tokens)
+    answer.end(2.0, error, "too late")
+    with pytest.raises(PeerFailed, match=reason):
+        check([answer])

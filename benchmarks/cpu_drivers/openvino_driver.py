@@ -38,7 +38,6 @@ def main(folder: str, settings_text: str) -> None:
                     came += [at for output in handle.read().values() for _ in output.generated_ids]
             if came:
                 talk.arrived(came)
-        talk.report("Finished")
 
 
 if __name__ == "__main__":

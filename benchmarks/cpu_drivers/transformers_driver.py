@@ -71,7 +71,6 @@ def main(folder: str, mode: str, threads: str, kv_tokens: str) -> None:
     if mode == "generate":
         for requests in talk.requests_of_each_load():
             padded(model, requests)
-            talk.report("Finished")
         return
     config = GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0)
     # Without these numbers it would take nearly all memory of the machine.
@@ -82,7 +81,6 @@ def main(folder: str, mode: str, threads: str, kv_tokens: str) -> None:
     manager.start()
     for load, requests in enumerate(talk.requests_of_each_load()):
         continuous(manager, requests, load)
-        talk.report("Finished")
 
 
 if __name__ == "__main__":

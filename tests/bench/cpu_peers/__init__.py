@@ -1,1 +1,0 @@
-"""Tests of `bench/cpu_peers`."""
