@@ -1,5 +1,6 @@
 """README and the pages of docs: their commands are commands of `launch`; flags, metrics, files and names in them exist."""
 
+import importlib.util
 import re
 import shlex
 import subprocess
@@ -72,6 +73,13 @@ def test_every_file_of_the_repository_that_a_page_names_exists(page: Path) -> No
     rooms = "|".join(path.name for path in ROOT.iterdir() if path.is_dir() and not path.name.startswith("."))
     named = set(re.findall(rf"`((?:{rooms})/[\w./-]*)`", page.read_text()))
     missing = {name for name in named if not (ROOT / name).exists()}
+    assert not missing
+
+
+@pytest.mark.parametrize("page", WRITTEN, ids=_name)
+def test_every_module_that_a_page_runs_exists(page: Path) -> None:
+    named = set(re.findall(r"python -m ((?:tests|benchmarks|demo)\.[a-z_.]+[a-z_])", page.read_text()))
+    missing = {name for name in named if importlib.util.find_spec(name) is None}
     assert not missing
 
 
