@@ -216,7 +216,7 @@ class RefusalWatch:
         poller.register(self._bell, zmq.POLLIN)
         followed: dict[zmq.Socket[bytes], str] = {}
         up: set[zmq.Socket[bytes]] = set()
-        knocks: dict[str, _Answer] = {}
+        knocks: dict[str, _Verdict] = {}
         """What was answered lately at each address whose connection broke."""
         try:
             while True:
@@ -232,7 +232,7 @@ class RefusalWatch:
                     if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                         up.add(ready)
                     elif event == zmq.EVENT_DISCONNECTED:
-                        knocks.setdefault(followed[ready], _Answer(None))
+                        knocks.setdefault(followed[ready], _Verdict(None))
                     else:
                         poller.unregister(ready)
                         knocks.pop(followed.pop(ready), None)
@@ -246,10 +246,10 @@ class RefusalWatch:
             for each in (*followed, self._bell):
                 each.close(linger=0)
 
-    def _knock_again(self, address: str, knocks: dict[str, "_Answer"]) -> None:
+    def _knock_again(self, address: str, knocks: dict[str, "_Verdict"]) -> None:
         """Where nothing comes back, ask again and again: the host will answer some day."""
         somebody, last = knock(address), knocks[address]
-        knocks[address] = answer = _Answer(somebody, last.times + 1 if somebody is last.somebody else 1)
+        knocks[address] = answer = _Verdict(somebody, last.times + 1 if somebody is last.somebody else 1)
         if somebody is None or answer.times < ANSWERS:
             return
         del knocks[address]
@@ -258,7 +258,7 @@ class RefusalWatch:
             self._wake()
 
 
-class _Answer(NamedTuple):
+class _Verdict(NamedTuple):
     """somebody: as of `knock`. times: in a row."""
 
     somebody: bool | None

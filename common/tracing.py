@@ -61,7 +61,7 @@ class Recorder:
         return taken
 
 
-class _Asked(msgspec.Struct):
+class _RequestedTrace(msgspec.Struct):
     """A router's trace. until_s: on this process' clock."""
 
     number: int
@@ -75,7 +75,7 @@ class Tracer:
     def __init__(self, id: InstanceId, incarnation: Incarnation = UNNAMED, unix_s: float = 0.0) -> None:
         self.recorder = Recorder(unix_s)
         self._id, self._incarnation = id, incarnation
-        self._asked: dict[InstanceId, _Asked] = {}
+        self._asked: dict[InstanceId, _RequestedTrace] = {}
         self._sends_s = 0.0
 
     @property
@@ -89,7 +89,7 @@ class Tracer:
         if message.seconds <= 0.0 and (known is None or known.number != message.number):
             return
         until_s = now + min(LONGEST_S, message.seconds)
-        self._asked[router] = _Asked(message.number, until_s)
+        self._asked[router] = _RequestedTrace(message.number, until_s)
         is_another = known is not None and known.number != message.number and len(self._asked) == 1
         if is_another or not self.recorder.on:
             self.recorder.begin()
@@ -125,7 +125,7 @@ class Tracer:
         """When `due` has something; None while nothing runs."""
         return self._sends_s if self._asked else None
 
-    def _message(self, asked: _Asked, count: int, packed: bytes, *, last: bool = False) -> Spans:
+    def _message(self, asked: _RequestedTrace, count: int, packed: bytes, *, last: bool = False) -> Spans:
         return Spans(
             id=self._id,
             incarnation=self._incarnation,

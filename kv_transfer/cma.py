@@ -35,7 +35,7 @@ IOV_MAX = 1024
 _PR_SET_PTRACER, _PR_SET_PTRACER_ANY = 0x59616D61, ctypes.c_ulong(-1).value
 
 
-class _Wire(msgspec.Struct, frozen=True):
+class _CmaAddress(msgspec.Struct, frozen=True):
     """The descriptor. beacon: the address of the agent's name in its memory."""
 
     pid: Annotated[int, msgspec.Meta(ge=1, lt=2**31)]
@@ -81,12 +81,12 @@ _MEANING = {
 
 
 class _CmaLink:
-    """Implements `kv_transfer.pushes.Link`. Raises SliceFailed when the agent's process does not show its beacon."""
+    """Implements `kv_transfer.pushes.PushLink`. Raises SliceFailed when the agent's process does not show its beacon."""
 
     detail = "Linux CMA"
     ready = None
 
-    def __init__(self, kernel: _Kernel, source: MemoryRegion, pool: PoolDescriptor, wire: _Wire) -> None:
+    def __init__(self, kernel: _Kernel, source: MemoryRegion, pool: PoolDescriptor, wire: _CmaAddress) -> None:
         self._kernel, self._source, self._pool, self._wire = kernel, source, pool, wire
         self._check_beacon()
 
@@ -130,7 +130,7 @@ class CmaTransport:
         self._region = region
         self._pushes.register(region)
         self._kernel.let_peers_in()
-        return self._name, msgspec.msgpack.encode(_Wire(os.getpid(), ctypes.addressof(self._beacon)))
+        return self._name, msgspec.msgpack.encode(_CmaAddress(os.getpid(), ctypes.addressof(self._beacon)))
 
     def connect(self, pool: PoolDescriptor) -> None:
         self._pushes.connect(pool, lambda: self._link(pool))
@@ -150,7 +150,7 @@ class CmaTransport:
         assert self._region is not None, "register comes before connect"
         try:
             _check_device(pool.device)
-            return _CmaLink(self._kernel, self._region, pool, msgspec.msgpack.decode(pool.wire, type=_Wire))
+            return _CmaLink(self._kernel, self._region, pool, msgspec.msgpack.decode(pool.wire, type=_CmaAddress))
         except (msgspec.DecodeError, TransferError) as error:
             raise TransferError(f"CMA could not connect to {pool.agent}: {error}") from error
 

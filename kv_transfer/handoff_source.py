@@ -54,7 +54,7 @@ from kv_transfer.outgoing import (
 )
 
 
-class Traffic:
+class PeerTraffic:
     """total: since the instance began, including peers that have left."""
 
     def __init__(self) -> None:
@@ -105,7 +105,7 @@ class HandoffSource:
         self._sessions: dict[Life, Session] = {}
         self._renewals: DeadlineWheel[Life] = DeadlineWheel()
         self._tickets = 0
-        self.traffic = Traffic()
+        self.traffic = PeerTraffic()
         self._news: list[SourceNews] = []
         self.stale = self.pages_pushed = self.pages_spared = 0
 

@@ -124,7 +124,7 @@ class MemoryTransport:
 
 @dataclass(frozen=True, slots=True)
 class _MemoryLink:
-    """Implements `kv_transfer.pushes.Link`."""
+    """Implements `kv_transfer.pushes.PushLink`."""
 
     transport: MemoryTransport
     reader: str

@@ -57,7 +57,7 @@ WHEELS = (
 )
 
 
-class _Wire(msgspec.Struct, frozen=True):
+class _MooncakeAddress(msgspec.Struct, frozen=True):
     """The descriptor: where the engine listens. beacon: the address of the agent's name, padded to NAME_BYTES."""
 
     host: str
@@ -71,9 +71,11 @@ class _Wire(msgspec.Struct, frozen=True):
 
 
 class _MooncakeLink:
-    """Implements `kv_transfer.pushes.Link`. landing: where NAME_BYTES of registered memory are, until it is ready."""
+    """Implements `kv_transfer.pushes.PushLink`. landing: where NAME_BYTES of registered memory are, until it is ready."""
 
-    def __init__(self, engine: Any, detail: str, source: MemoryRegion, pool: PoolDescriptor, wire: _Wire, landing: int) -> None:
+    def __init__(
+        self, engine: Any, detail: str, source: MemoryRegion, pool: PoolDescriptor, wire: _MooncakeAddress, landing: int
+    ) -> None:
         self.detail = detail
         self._engine, self._source, self._pool, self._wire = engine, source, pool, wire
         self._threads = ThreadPoolExecutor(WINDOW, thread_name_prefix="mooncake")
@@ -140,7 +142,7 @@ class MooncakeTransport:
         self._accepted("register its name", self._engine.register_memory(beacon, len(self._beacon)))
         self._region = region
         self._pushes.register(region)
-        return self._name, msgspec.msgpack.encode(_Wire(self._host, self._engine.get_rpc_port(), beacon))
+        return self._name, msgspec.msgpack.encode(_MooncakeAddress(self._host, self._engine.get_rpc_port(), beacon))
 
     def connect(self, pool: PoolDescriptor) -> None:
         self._pushes.connect(pool, lambda: self._link(pool))
@@ -163,7 +165,7 @@ class MooncakeTransport:
         assert self._region is not None, "register comes before connect"
         what = f"Mooncake could not connect to {pool.agent}"
         try:
-            wire = msgspec.msgpack.decode(pool.wire, type=_Wire)
+            wire = msgspec.msgpack.decode(pool.wire, type=_MooncakeAddress)
         except msgspec.DecodeError as error:
             raise TransferError(f"{what}: {error}") from error
         if not self._landings:
@@ -203,12 +205,12 @@ def _padded(name: str) -> bytes:
     return name.encode().ljust(NAME_BYTES, b"\0")
 
 
-def _reach(wire: _Wire) -> None:
+def _reach(wire: _MooncakeAddress) -> None:
     """Raises OSError unless something answers there; ValueError for an invalid host name."""
     socket.create_connection((wire.host, wire.port), CONNECT_S).close()
 
 
-def _is_gone(wire: _Wire) -> bool:
+def _is_gone(wire: _MooncakeAddress) -> bool:
     """Whether nobody holds the port. A peer that is stopped or cut off is not gone, and a dying one takes a moment."""
     until = time.monotonic() + DYING_S
     while time.monotonic() < until:

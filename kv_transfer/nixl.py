@@ -59,7 +59,7 @@ out and the other lives on. Set UCX_MAX_RMA_RAILS=2 in the environment where ban
 
 
 class _NixlLink:
-    """Implements `kv_transfer.pushes.Link` for one remote agent. posted: writes that have not ended, and who waits for them.
+    """Implements `kv_transfer.pushes.PushLink` for one remote agent. posted: writes that have not ended, and who waits for them.
 
     kept_until_s: when a closed link is forgotten; infinite while it is open. is_dead: NIXL has dropped the agent.
     """

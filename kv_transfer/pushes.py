@@ -1,8 +1,8 @@
 """Pushes in slices: keeps track of tickets for a backend whose links write one slice of runs at a time.
 
-Owns tickets, the slices that have not been written, and the link that carries them. Knows no library: a `Link` writes a slice and
-reports the result through a future. Each link begins its slices in order and has only a few under way, so closing a link leaves
-little to wait for.
+Owns tickets, the slices that have not been written, and the link that carries them. Knows no library: a `PushLink` writes a slice
+and reports the result through a future. Each link begins its slices in order and has only a few under way, so closing a link
+leaves little to wait for.
 """
 
 from collections import deque
@@ -27,7 +27,7 @@ class SliceFailed(TransferError):
         self.loses_link = loses_link
 
 
-class Link(Protocol):
+class PushLink(Protocol):
     """A connection to the pool of one agent. detail: what the library chose, for people. ready: ends when the connection is made,
     or with TransferError; None where it is made at once."""
 
@@ -66,7 +66,7 @@ class _Lane:
     """One link and the pushes that it carries."""
 
     pool: PoolDescriptor
-    link: Link
+    link: PushLink
     pushings: deque[_Pushing] = field(default_factory=deque)
     under_way: list[tuple[_Pushing, Future[None]]] = field(default_factory=list)
 
@@ -89,7 +89,7 @@ class Pushes:
         """The pool that is pushed from."""
         self._source_bytes = region.region_bytes
 
-    def connect(self, pool: PoolDescriptor, make_link: Callable[[], Link]) -> None:
+    def connect(self, pool: PoolDescriptor, make_link: Callable[[], PushLink]) -> None:
         """Make the link unless it exists. make_link: waits for no peer; raises TransferError when there can be no link."""
         if pool.agent in self._lanes:
             self._events.append(Connected(pool.agent, self._lanes[pool.agent].link.detail))

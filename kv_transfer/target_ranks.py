@@ -50,7 +50,7 @@ from kv_transfer.planner import writers
 
 
 @dataclass(slots=True)
-class _Pushing:
+class _SplitPush:
     """A push whose parts have not all ended. waiting: how many. failure: the first; None: none has failed."""
 
     waiting: int
@@ -66,11 +66,11 @@ class JoinedPushes:
     """Pushes that several parts carry out. Each ends when its last part does."""
 
     def __init__(self) -> None:
-        self._pushing: dict[Ticket, _Pushing] = {}
+        self._pushing: dict[Ticket, _SplitPush] = {}
 
     def begin(self, ticket: Ticket, parts: int) -> None:
         assert ticket not in self._pushing, f"push {ticket} is begun twice"
-        self._pushing[ticket] = _Pushing(parts)
+        self._pushing[ticket] = _SplitPush(parts)
 
     def ended(self, ticket: Ticket, part: str, end: PushDone | PushFailed) -> PushDone | PushFailed | None:
         """A part of the push has ended. Returns the end of the whole with the last part: it is done when all are, and quiescent
@@ -95,7 +95,7 @@ class JoinedPushes:
 
 
 @dataclass(slots=True)
-class _Joined:
+class _JoinedLink:
     """A link to one life of a peer. said: by its parts, each by its name. told: what was last made of it."""
 
     incarnation: Incarnation
@@ -112,13 +112,13 @@ class JoinedLinks:
 
     def __init__(self, speed: Callable[[Iterable[float]], float]) -> None:
         self._speed = speed
-        self._links: dict[InstanceId, _Joined] = {}
+        self._links: dict[InstanceId, _JoinedLink] = {}
 
     def expect(self, peer: InstanceId, incarnation: Incarnation, parts: int) -> None:
         """So many parts will speak of the link to this life of the peer. What is known of the same life stays."""
         link = self._links.get(peer)
         if link is None or link.incarnation != incarnation:
-            self._links[peer] = _Joined(incarnation, parts)
+            self._links[peer] = _JoinedLink(incarnation, parts)
 
     def forget(self, peer: InstanceId) -> None:
         self._links.pop(peer, None)
@@ -135,7 +135,7 @@ class JoinedLinks:
         link.told = joined.state, joined.detail
         return LinkChanged(joined)
 
-    def _join(self, link: _Joined) -> LinkInfo:
+    def _join(self, link: _JoinedLink) -> LinkInfo:
         said = link.said
         for state in ("lost", "connecting"):
             for part, info in said.items():

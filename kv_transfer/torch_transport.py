@@ -179,7 +179,7 @@ class _Nccl:
         self._under_way.clear()
 
 
-class Pair:
+class RankPair:
     """One end of a pair. name: the name of the pair at the store. rank: 0 receives, 1 sends. host: our address. silence_s: the
     longest that a slice may take. All methods may raise RuntimeError or ValueError; after that only `close` may be called."""
 
@@ -288,7 +288,7 @@ ERRORS = (RuntimeError, ValueError, OSError)
 NOTHING = np.empty((0, 3), dtype=np.int64)
 
 
-class _Wire(msgspec.Struct, frozen=True):
+class _TorchAddress(msgspec.Struct, frozen=True):
     """The descriptor: where the agent's store is. card: the UUID of the GPU with its pool; empty on CPU."""
 
     host: str
@@ -305,13 +305,13 @@ class _Job:
 
 
 class _Sender:
-    """Implements `kv_transfer.pushes.Link`: a pair and the thread that makes it and sends."""
+    """Implements `kv_transfer.pushes.PushLink`: a pair and the thread that makes it and sends."""
 
-    def __init__(self, source: MemoryRegion, pool: PoolDescriptor, wire: _Wire, host: str, silence_s: float) -> None:
+    def __init__(self, source: MemoryRegion, pool: PoolDescriptor, wire: _TorchAddress, host: str, silence_s: float) -> None:
         self.detail = "torch.distributed " + ("Gloo" if pool.device == "cpu" else "NCCL")
         self.ready: Future[None] = Future()
         self._source, self._pool, self._wire, self._host, self._silence_s = source, pool, wire, host, silence_s
-        self._pair: Pair | None = None
+        self._pair: RankPair | None = None
         self._failure = ""
         self._closed = False
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
@@ -347,7 +347,7 @@ class _Sender:
                     job.ended.set_exception(failed)
         self._part("the link was closed")
 
-    def _join(self) -> Pair:
+    def _join(self) -> RankPair:
         """Meet the receiver at its store. Raises ERRORS and TransferError."""
         host, port = self._wire.host, self._wire.port
         socket.create_connection((host, port), CONNECT_S).close()  # fails at once if the store is gone; TCPStore would retry
@@ -358,7 +358,7 @@ class _Sender:
             raise TransferError(f"the descriptor belongs to {agent}")
         name = uuid.uuid4().hex
         store.queue_push(JOINERS, name)
-        return Pair(store, name, 1, self._host, device, connect_s, self._silence_s)
+        return RankPair(store, name, 1, self._host, device, connect_s, self._silence_s)
 
     def _next(self) -> _Job | None:
         """What to send next. An empty job, as a sign of life, if there is nothing to send. None when the link is closed."""
@@ -424,7 +424,7 @@ class TorchTransport:
             raise TransferError(f"torch.distributed could not start on {self._host}: {reason_of(error)}") from error
         self._region = region
         self._pushes.register(region)
-        return self._name, msgspec.msgpack.encode(_Wire(self._host, self._port, self._card))
+        return self._name, msgspec.msgpack.encode(_TorchAddress(self._host, self._port, self._card))
 
     def connect(self, pool: PoolDescriptor) -> None:
         self._pushes.connect(pool, lambda: self._link(pool))
@@ -455,7 +455,7 @@ class TorchTransport:
         if pool.device.partition(":")[0] != self._region.device.partition(":")[0]:
             raise TransferError(f"{what}: its pool is on {pool.device} and ours on {self._region.device}")
         try:
-            wire = msgspec.msgpack.decode(pool.wire, type=_Wire)
+            wire = msgspec.msgpack.decode(pool.wire, type=_TorchAddress)
         except msgspec.DecodeError as error:
             raise TransferError(f"{what}: {error}") from error
         if wire.card and wire.card == self._card:
@@ -495,7 +495,7 @@ class TorchTransport:
             )
             with (
                 stream_of(device),
-                closing(Pair(store, name, 0, self._host, device, connect_s, self._silence_s)) as pair,
+                closing(RankPair(store, name, 0, self._host, device, connect_s, self._silence_s)) as pair,
             ):
                 while pair.take_slice(self._landing):
                     pass

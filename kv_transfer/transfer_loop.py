@@ -43,7 +43,7 @@ SETTLE_POLLS = 16
 
 
 @dataclass(slots=True, eq=False)
-class _InFlight:
+class _PostedPush:
     """A push that has not ended. probe: the measurement it belongs to; such a push needs no lease: it writes a spare page."""
 
     link: Link
@@ -88,7 +88,7 @@ class TransferLoop:
         self._commands: deque[TransferCommand] = deque()
         self._events: deque[TransferEvent] = deque()
         self._links = Links(transport, self.descriptor, clock, measures, self._events.append)
-        self._in_flight: dict[Ticket, _InFlight] = {}
+        self._in_flight: dict[Ticket, _PostedPush] = {}
         self._leases: DeadlineWheel[Link] = DeadlineWheel()
         self._settling: deque[tuple[int, Key]] = deque()
         """Each key with the number of the poll after which it is settled."""
@@ -246,7 +246,7 @@ class TransferLoop:
 
     def _push(self, ticket: Ticket, link: Link, runs: Int64Array, probe: LinkProbe | None = None) -> None:
         push_bytes = int(runs[:, 2].sum())
-        self._in_flight[ticket] = _InFlight(link, push_bytes, self._clock(), len(runs), probe)
+        self._in_flight[ticket] = _PostedPush(link, push_bytes, self._clock(), len(runs), probe)
         self._links.moved(link, push_bytes)
         self._transport.push(ticket, link.pool.agent, runs)
 

@@ -24,7 +24,7 @@ COMMANDS = "/reset forgets the conversation, /exit leaves, Ctrl-C ends an answer
 
 
 @dataclass(frozen=True, kw_only=True)
-class ChatPlan:
+class ChatFlags:
     """What `launch chat` asks for."""
 
     url: str = option("http://127.0.0.1:8000", "of the router")
@@ -62,11 +62,11 @@ class Timing:
 
 
 @dataclass(slots=True)
-class Conversation:
+class TerminalConversation:
     """The messages so far. Each answer is asked for with all of them."""
 
     client: RouterClient
-    plan: ChatPlan
+    plan: ChatFlags
     model: str
     clock: Callable[[], float] = time.monotonic
     messages: list[dict[str, str]] = field(default_factory=list)
@@ -130,7 +130,7 @@ def read_api_key(path: str) -> str:
         raise ConfigError(f"--api-key-file: {path} must hold one key of visible ASCII characters") from None
 
 
-def run(plan: ChatPlan, api_key: str, lines: TextIO = sys.stdin, out: TextIO = sys.stdout) -> int:
+def run(plan: ChatFlags, api_key: str, lines: TextIO = sys.stdin, out: TextIO = sys.stdout) -> int:
     """Talk until the end of input. Returns the exit status."""
 
     def write(text: str) -> None:
@@ -143,7 +143,7 @@ def run(plan: ChatPlan, api_key: str, lines: TextIO = sys.stdin, out: TextIO = s
     except RequestFailed as error:
         print(f"launch chat: {error}", file=sys.stderr)
         return 1
-    conversation = Conversation(client, plan, model)
+    conversation = TerminalConversation(client, plan, model)
     write(f"{model} at {client.url}. {COMMANDS}.\n")
     for text in _read(lines, write):
         match text.split():
@@ -161,7 +161,7 @@ def run(plan: ChatPlan, api_key: str, lines: TextIO = sys.stdin, out: TextIO = s
     return 0
 
 
-def _answer(conversation: Conversation, text: str, write: Callable[[str], object]) -> None:
+def _answer(conversation: TerminalConversation, text: str, write: Callable[[str], object]) -> None:
     try:
         timing = conversation.ask(text, write)
     except RequestFailed as error:

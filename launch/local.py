@@ -34,9 +34,9 @@ from engine.kv_budget import memory_part
 from launch.child import CloseIntake, MeetRouters, News, Order, Report, watch
 from launch.commands import CoresConfig, divide_by_work
 from launch.fleet_page import FleetPage, curl_line
-from launch.processes import Child, ChildEvent, launch_command
+from launch.processes import ChildEvent, RoleProcess, launch_command
 from launch.rank_setup import check_nccl
-from launch.supervisor import Action, GiveUp, Notice, Part, Start, Supervisor
+from launch.supervisor import Action, GiveUp, Notice, StartAgain, SupervisedChild, Supervisor
 
 ROUTER = "router"
 MOST_ROUTERS = 64
@@ -90,10 +90,10 @@ class LocalPlan:
     def names(self, role: Role) -> list[str]:
         return [f"{role}-{number}" for number in range(self.prefill if role == "prefill" else self.decode)]
 
-    def parts(self) -> list[Part]:
+    def parts(self) -> list[SupervisedChild]:
         """What is to live."""
-        instances = [Part(name, role, drains=True) for role in ROLES for name in self.names(role)]
-        return [*(Part(name, ROUTER, drains=False) for name in self.router_names), *instances]
+        instances = [SupervisedChild(name, role, drains=True) for role in ROLES for name in self.names(role)]
+        return [*(SupervisedChild(name, ROUTER, drains=False) for name in self.router_names), *instances]
 
     def engines(self) -> dict[str, EngineConfig]:
         """The engine's config of each instance, by name: they share the cores, the GPUs and the memory that is free now."""
@@ -160,7 +160,7 @@ class LocalPlan:
             )
 
 
-class FleetFailed(TandemError):
+class FleetEnded(TandemError):
     """A part of the fleet did not start, or died; the message says which and why. exit_status: of the whole."""
 
     def __init__(self, message: str, exit_status: int = 1) -> None:
@@ -179,7 +179,7 @@ class _Signal:
     number: int
 
 
-class Fleet:
+class ChildFleet:
     """Routers on this host, and instances where `start_instance` starts them.
 
     `signalled` is called on a thread of its own, so that nothing delays a second signal.
@@ -194,7 +194,7 @@ class Fleet:
         self._starts: dict[str, Callable[[], Running]] = {}
         """How each part is started, the first time and again."""
         self._children: dict[str, Running] = {}
-        self._routers: dict[str, Child] = {}
+        self._routers: dict[str, RoleProcess] = {}
         self._own_urls: dict[str, str] = {}
         """Of each of several routers, by which the others ask it."""
         self.inherited: tuple[int, ...] = ()
@@ -289,7 +289,7 @@ class Fleet:
 
     def _start_router(self, name: str, config: RouterConfig) -> Running:
         flags = to_flags(config, self._plan.model, self._plan.log, self._plan.security, self._plan.access)
-        router = self._routers[name] = Child(name, self._command(ROUTER, flags), self._events.put)
+        router = self._routers[name] = RoleProcess(name, self._command(ROUTER, flags), self._events.put)
         return router
 
     def _spawn(self, name: str) -> None:
@@ -310,7 +310,7 @@ class Fleet:
             event = self._next_event(deadline)
             if event is None:
                 accounts = "\n".join(f"{name} was not ready in time; {self._children[name].account()}" for name in missing)
-                raise FleetFailed(f"the start took longer than --startup-timeout-s allows\n{accounts}")
+                raise FleetEnded(f"the start took longer than --startup-timeout-s allows\n{accounts}")
             if isinstance(event, Reported) and isinstance(event.report, Ready):
                 ready[event.child] = event.report
         return ready
@@ -319,7 +319,7 @@ class Fleet:
         page = FleetPage(url, self._plan.access)
         while missing := page.missing(prefill, decode):
             if time.monotonic() >= deadline:
-                raise FleetFailed("the start took longer than --startup-timeout-s allows: " + "; ".join(missing))
+                raise FleetEnded("the start took longer than --startup-timeout-s allows: " + "; ".join(missing))
             self._next_event(min(deadline, time.monotonic() + LOOK_EVERY_S))
 
     def _next_event(self, deadline: float | None) -> ChildEvent | None:
@@ -353,13 +353,13 @@ class Fleet:
         """Raises FleetFailed."""
         for action in actions:
             match action:
-                case Start(name=name):
+                case StartAgain(name=name):
                     self._start_again(name)
                 case Notice(name=name, text=text, account=account):
                     print(f"{name:<12} {action.headline}", flush=True)
                     _log.error("%s %s: %s", name, text, account)
                 case GiveUp(reason=reason, status=status):
-                    raise FleetFailed(reason, status)
+                    raise FleetEnded(reason, status)
                 case _:
                     assert_never(action)
 
@@ -379,7 +379,7 @@ class Fleet:
             case IntakeClosed() | Broken():
                 return  # a person need not read these: the exit that follows Broken gives the reason
 
-    def _close_intake(self, routers: Sequence[Child]) -> None:
+    def _close_intake(self, routers: Sequence[RoleProcess]) -> None:
         """Return when each router has drained or exited, or at the deadline."""
         limit_s = self._plan.router.drain_timeout_s + STOP_S
         deadline = time.monotonic() + limit_s
@@ -405,9 +405,9 @@ def run(plan: LocalPlan, command: Command = launch_command, start_instance: Star
     """
 
     def start_here(name: str, role: Role, flags: Sequence[str], on_event: OnEvent) -> Running:
-        return Child(name, command(role, flags), on_event, inherited=fleet.inherited)
+        return RoleProcess(name, command(role, flags), on_event, inherited=fleet.inherited)
 
-    fleet = Fleet(plan, command, start_instance or start_here)
+    fleet = ChildFleet(plan, command, start_instance or start_here)
     parent: Parent[Order, Report] = Parent(msgspec.json.Decoder[Order](Order))
     watch(fleet.signalled)
     if parent.exists:
@@ -423,7 +423,7 @@ def run(plan: LocalPlan, command: Command = launch_command, start_instance: Star
         print(STOPPING, flush=True)
     except _StopAsked:
         print(f"the start was not complete; {STOPPING}", flush=True)
-    except FleetFailed as error:
+    except FleetEnded as error:
         _log.error("%s", error)
         status = error.exit_status
     finally:
@@ -436,7 +436,7 @@ def _say_waiting(names: Sequence[str], limit_s: float) -> None:
         print(f"stopping     waiting for {', '.join(names)}, {limit_s:g} s at most", flush=True)
 
 
-def _stop_without(parent: Parent[Order, Report], fleet: Fleet) -> None:
+def _stop_without(parent: Parent[Order, Report], fleet: ChildFleet) -> None:
     """Stop the fleet in order when the process that started it is gone."""
     while parent.read_orders() is not None:
         pass

@@ -94,7 +94,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     for instance in instances:
         add_flags(instance, InstanceConfig, ModelConfig, EngineConfig, LogConfig, SecurityConfig)
-    add_flags(add_command(commands, "chat", "talk with the served model in this terminal", _chat), chat.ChatPlan)
+    add_flags(add_command(commands, "chat", "talk with the served model in this terminal", _chat), chat.ChatFlags)
     _add_simulate(commands)
     key = add_command(
         commands, "key", "make a key, of a fleet or of its control, in a new file that only its owner can read", _key, KEY_LIFE
@@ -189,7 +189,7 @@ def _router(flags: argparse.Namespace) -> int:
 
 
 def _chat(flags: argparse.Namespace) -> int:
-    plan = read_config(chat.ChatPlan, flags)
+    plan = read_config(chat.ChatFlags, flags)
     return chat.run(plan, chat.read_api_key(plan.api_key_file))
 
 

@@ -21,7 +21,7 @@ def launch_command(role: str, flags: Sequence[str]) -> list[str]:
     return [sys.executable, "-P", "-m", "launch.main", role, *flags]
 
 
-class Child(child.Child[Order, Report]):
+class RoleProcess(child.Child[Order, Report]):
     """A process that runs a role. What it writes appears on our stderr as well."""
 
     def __init__(

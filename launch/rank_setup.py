@@ -26,7 +26,7 @@ from engine.checkpoint import fingerprint
 from engine.kv_budget import memory_part
 from launch.child import BAD_FLAG, ChildProcess, News
 from launch.instance_command import count_gpus
-from launch.processes import Child, ChildEvent, launch_command
+from launch.processes import ChildEvent, RoleProcess, launch_command
 
 RankCommands = Callable[[str], Mapping[int, Sequence[str]]]
 """The leader's address → the command of each other rank that this one starts."""
@@ -45,9 +45,9 @@ class RankChildren:
         self._wake = wake
         self._ends: queue.SimpleQueue[Exited] = queue.SimpleQueue()
         self._ranks = {f"{name}.rank-{rank}": rank for rank in commands}
-        self._children: list[Child] = []
+        self._children: list[RoleProcess] = []
         for child, rank in self._ranks.items():
-            self._children.append(Child(child, commands[rank], self._heard, killed_with_us=True))
+            self._children.append(RoleProcess(child, commands[rank], self._heard, killed_with_us=True))
         process.on_sudden_end(self.kill)
 
     def check(self, *, may_leave: bool = False) -> None:

@@ -22,7 +22,7 @@ from common.addresses import free_port
 from common.mail import Mailbox
 from common.processes.child import KILL_S, JsonLine, Reported
 from launch.child import ChildProcess, Report
-from launch.processes import Child, ChildEvent, launch_command
+from launch.processes import ChildEvent, RoleProcess, launch_command
 
 END_S = 2.0
 """How long the main thread may take to notice that the start has failed. Then the process ends without it."""
@@ -31,7 +31,7 @@ CLOSE_S = 1.0
 T = TypeVar("T")
 
 
-class Start(Protocol):
+class RankStart(Protocol):
     """One side of the start."""
 
     @property
@@ -52,7 +52,7 @@ class StartThread:
     """Turns `start` until it is complete or has failed. also: called before each turn. It may raise too."""
 
     def __init__(
-        self, process: ChildProcess, mailbox: Mailbox[Any], start: Start, also: Callable[[float], None] = lambda now: None
+        self, process: ChildProcess, mailbox: Mailbox[Any], start: RankStart, also: Callable[[float], None] = lambda now: None
     ) -> None:
         self._process = process
         self._mailbox = mailbox
@@ -143,7 +143,7 @@ class RankHost:
     def __init__(self, name: str) -> None:
         self._name = name
         self._events: queue.SimpleQueue[bytes] = queue.SimpleQueue()
-        self._child: Child | None = None
+        self._child: RoleProcess | None = None
 
     def node(self) -> str:
         """The address of this node, as Ray knows it."""
@@ -157,7 +157,7 @@ class RankHost:
 
     def start(self, role: str, flags: Sequence[str]) -> None:
         """Start the process. Called once. Raises OSError."""
-        self._child = Child(self._name, launch_command(role, flags), self._keep)
+        self._child = RoleProcess(self._name, launch_command(role, flags), self._keep)
 
     def next_events(self) -> list[bytes]:
         """Each a HostEvent as JSON. Waits LONG_POLL_S for the first one."""

@@ -46,7 +46,7 @@ class HostLost(TandemError):
     """The node or the actor that ran ranks of an instance is gone, or does not answer."""
 
 
-class Host(Protocol):
+class RankNode(Protocol):
     """Some ranks of an instance, on one node. Methods that return something, and `start`, raise HostLost."""
 
     node: str
@@ -68,12 +68,12 @@ class Host(Protocol):
         """End its process and give the node's resources to the next host."""
 
 
-class Place(Protocol):
+class ReservedNodes(Protocol):
     """What the cluster keeps for an instance, life after life: a bundle of resources on each of its nodes."""
 
     bundles: Sequence[Bundle]
 
-    def hosts(self, given_up: Callable[[], bool], waits: Callable[[str], object]) -> Sequence[Host]:
+    def hosts(self, given_up: Callable[[], bool], waits: Callable[[str], object]) -> Sequence[RankNode]:
         """A new host in each bundle, in order; none when `given_up` says so. waits: told once what is waited for, if that takes
         long. Raises HostLost."""
 
@@ -81,12 +81,12 @@ class Place(Protocol):
 class RayInstance:
     """One life of an instance. Implements `common.processes.child.Running`."""
 
-    def __init__(self, name: str, role: Role, flags: Sequence[str], place: Place, on_event: OnEvent) -> None:
+    def __init__(self, name: str, role: Role, flags: Sequence[str], place: ReservedNodes, on_event: OnEvent) -> None:
         """flags: without those that follow from where the ranks are."""
         self.name = name
         self._role, self._flags, self._place, self._on_event = role, flags, place, on_event
         self._told = self._killed = False
-        self._hosts: Sequence[Host] = ()
+        self._hosts: Sequence[RankNode] = ()
         self._account = "it waits for a place on the Ray cluster"
         self._lock = threading.Lock()
         """Held while hosts are started, so that each is told to stop once: a second time would mean at once."""
@@ -146,7 +146,7 @@ class RayInstance:
             ended.append(end)
         return next((end for end in ended if end.status != 0), ended[0])  # the first that failed is the reason for the others
 
-    def _flags_of(self, hosts: Sequence[Host]) -> list[list[str]]:
+    def _flags_of(self, hosts: Sequence[RankNode]) -> list[list[str]]:
         """Raises HostLost."""
         common = [[*self._flags, f"--host={host.node}"] for host in hosts]
         if len(hosts) == 1:
@@ -155,7 +155,7 @@ class RayInstance:
         ranks = [f"--rank={bundle.first}-{bundle.last}" for bundle in self._place.bundles]
         return [[*flags, which, leader] for flags, which in zip(common, ranks, strict=True)]
 
-    def _listen(self, host: Host, leads: bool, ends: "queue.SimpleQueue[Ended]") -> None:
+    def _listen(self, host: RankNode, leads: bool, ends: "queue.SimpleQueue[Ended]") -> None:
         """Pass on what this host reports, until its process has ended. leads: it has rank 0, which says when all are ready."""
         try:
             while True:
@@ -224,7 +224,7 @@ class RayPlan(LocalPlan):
 
 
 class RayHost:
-    """An actor that runs a RankHost. Implements `launch.ray_fleet.Host`."""
+    """An actor that runs a RankHost. Implements `launch.ray_fleet.RankNode`."""
 
     def __init__(self, ray: Any, actor: Any, node: str) -> None:
         self._ray, self._actor, self.node = ray, actor, node
@@ -263,7 +263,7 @@ def end_actor(ray: Any, actor: Any) -> None:
 
 
 class RayPlace:
-    """A placement group. Implements `launch.ray_fleet.Place`."""
+    """A placement group. Implements `launch.ray_fleet.ReservedNodes`."""
 
     def __init__(self, ray: Any, name: str, bundles: Sequence[Bundle], only: str) -> None:
         """only: the one node that can be used, because the router listens on loopback; "" when all can."""

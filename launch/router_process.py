@@ -30,8 +30,8 @@ from common.processes.child import Exited, IntakeClosed, Progress, Ready, Report
 from common.trust import read_trust
 from launch.child import BAD_FLAG, ChildProcess, CloseIntake, MeetRouter, MeetRouters, News, Order, Report
 from launch.fleet_page import trusting
-from launch.processes import Child, ChildEvent, launch_command
-from launch.supervisor import Action, GiveUp, Notice, Part, Start, Supervisor
+from launch.processes import ChildEvent, RoleProcess, launch_command
+from launch.supervisor import Action, GiveUp, Notice, StartAgain, SupervisedChild, Supervisor
 
 if TYPE_CHECKING:
     from router.process import Serving  # its module imports what is heavy
@@ -188,7 +188,7 @@ class KeptDetokenizer:
         self._say = say
         self._give_up = give_up
         self._loop = asyncio.get_running_loop()
-        self._supervisor = Supervisor([Part(name, DETOKENIZER, drains=False)])
+        self._supervisor = Supervisor([SupervisedChild(name, DETOKENIZER, drains=False)])
         self._timer: asyncio.TimerHandle | None = None
         self._failure: TandemError | None = None
         self._stopping = False
@@ -232,8 +232,8 @@ class KeptDetokenizer:
 
     # --- inside --------------------------------------------------------------------------------------------------------
 
-    def _start(self) -> Child:
-        return Child(self._name, self._command, lambda event: self._loop.call_soon_threadsafe(self._learn, event))
+    def _start(self) -> RoleProcess:
+        return RoleProcess(self._name, self._command, lambda event: self._loop.call_soon_threadsafe(self._learn, event))
 
     def _start_again(self) -> None:
         """A process that cannot be started counts as one that has ended."""
@@ -270,7 +270,7 @@ class KeptDetokenizer:
     def _act(self, actions: Sequence[Action]) -> None:
         for action in actions:
             match action:
-                case Start():
+                case StartAgain():
                     self._start_again()
                 case Notice(text=text, account=account):
                     self._say(f"{self._name} {action.headline}")

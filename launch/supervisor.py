@@ -26,7 +26,7 @@ STEADY_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class SupervisedChild:
     """A child that is to live. drains: it ends with status 0 when it was told to leave in order, and only then."""
 
     name: str
@@ -35,7 +35,7 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
-class Start:
+class StartAgain:
     """Start the part again, as it was started before."""
 
     name: str
@@ -63,13 +63,13 @@ class GiveUp:
     status: int
 
 
-Action: TypeAlias = Start | Notice | GiveUp
+Action: TypeAlias = StartAgain | Notice | GiveUp
 
 
 class Supervisor:
     """The parts of a whole, each of which somebody else starts for the first time."""
 
-    def __init__(self, parts: Sequence[Part]) -> None:
+    def __init__(self, parts: Sequence[SupervisedChild]) -> None:
         self._parts = {part.name: part for part in parts}
         self._started = False
         self._ready_since: dict[str, float] = {}
@@ -89,7 +89,7 @@ class Supervisor:
 
     def tick(self, now: float) -> list[Action]:
         """The parts whose time has come."""
-        return [Start(name) for name in self._restarts.expired(now)]
+        return [StartAgain(name) for name in self._restarts.expired(now)]
 
     def next_deadline(self) -> float | None:
         return self._restarts.next_deadline()
@@ -107,7 +107,7 @@ class Supervisor:
         self._restarts.set(part.name, now + backoff_s)
         return [Notice(part.name, f"ended, and is started again in {backoff_s:g} s", event.account)]
 
-    def _cannot_run(self, part: Part, event: Exited) -> list[Action]:
+    def _cannot_run(self, part: SupervisedChild, event: Exited) -> list[Action]:
         del self._parts[part.name]
         if any(other.role == part.role for other in self._parts.values()):
             return [Notice(part.name, "CANNOT RUN as it was started, and is not started again", event.account)]

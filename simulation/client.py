@@ -13,7 +13,7 @@ from router.timelines import Durations
 
 
 @dataclass(slots=True, eq=False)
-class Answer:
+class ReceivedAnswer:
     """What a client has got of one choice."""
 
     request_id: RequestId
@@ -32,14 +32,14 @@ class Client:
         self.outbox = Outbox(lambda: None)
         self.cut_off = False
         """Its router has died: nothing comes any more."""
-        self._answers = [Answer(request_id) for request_id in request_ids]
+        self._answers = [ReceivedAnswer(request_id) for request_id in request_ids]
 
     def stop_reading(self) -> None:
         """From now on whatever comes is too much."""
         self.outbox.limit_chars = 0
 
     @property
-    def answers(self) -> list[Answer]:
+    def answers(self) -> list[ReceivedAnswer]:
         """One for each choice."""
         for delta in self.outbox.take():
             answer = self._answers[delta.index]
@@ -71,7 +71,7 @@ class Client:
         return self.answers[0].endings
 
 
-class Observer:
+class ClientObserver:
     """The router's measurements. seconds_between: of tokens of one answer, all answers together. resumes: why there were any.
     durations: what instances told of attempts. predictions: of times to first tokens, each with the real one."""
 

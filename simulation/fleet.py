@@ -20,12 +20,12 @@ from kv_transfer.memory import MemoryNetwork, MemoryTransport
 from kv_transfer.transport import Transport
 from router.core import RouterCore
 from router.requests import RequestSpec
-from simulation.client import Client, Observer
+from simulation.client import Client, ClientObserver
 from simulation.clock import Clock, LocalClock
 from simulation.instance import Instance
 from simulation.network import Calm, Network, Weather
-from simulation.processes import FIRST_TEXT_PORT, Place, RouterProcess, router_name
-from simulation.rank import Follower, Name, Size
+from simulation.processes import FIRST_TEXT_PORT, RouterProcess, RouterSeat, router_name
+from simulation.rank import Name, SimulatedFollower, Size
 
 FIRST_PORT = 1000
 JOIN_S, JOIN_LOOK_S = 5.0, 0.01
@@ -41,10 +41,10 @@ class World:
     weather: Weather = field(default_factory=Calm)
     memory: MemoryNetwork = field(default_factory=MemoryNetwork)
     brief: bool = False
-    observer: Observer = field(default_factory=Observer)
+    observer: ClientObserver = field(default_factory=ClientObserver)
 
 
-class Fleet:
+class SimulatedFleet:
     """Routers, detokenizers and instances. `clock.turn` moves the clock to what happens next, and those to whom it happens act.
 
     size: what each instance is made of. routers: how many; `config` is that of each of them. ranks: of the instances of a role;
@@ -145,7 +145,7 @@ class Fleet:
 
     def _make_router(self, seat: int, seats: int, former: RouterProcess | None = None) -> RouterProcess:
         life, port = (0, FIRST_TEXT_PORT) if former is None else (former.life + 1, former.next_port)
-        place = Place(seat, router_name(seat, seats, life), life, port)
+        place = RouterSeat(seat, router_name(seat, seats, life), life, port)
         return RouterProcess(place, self.clock, self.network, self._config, self.observer)
 
     def connection_broken(self, name: str) -> None:
@@ -161,7 +161,7 @@ class Fleet:
     def make_transport(self, wake: Callable[[], None]) -> Transport:
         return MemoryTransport(self.memory)
 
-    def follower_ended(self, follower: Follower, reason: str) -> None:
+    def follower_ended(self, follower: SimulatedFollower, reason: str) -> None:
         self.rank_ends.append((follower.name, reason))
 
     def instance_ended(self, instance: Instance, reason: str) -> None:

@@ -28,7 +28,7 @@ from kv_transfer.target_ranks import RankedTransfers
 from prefill.scheduler import PrefillScheduler
 from simulation.clock import Clock, LocalClock, Loop
 from simulation.network import Network, Post
-from simulation.rank import Follower, Name, Parts, Rank, Size
+from simulation.rank import Name, Parts, SimulatedFollower, SimulatedRank, Size
 
 
 class PageUse:
@@ -76,9 +76,11 @@ class Instance:
         self._clock = LocalClock(clock, name.began_s)
         self._loop = Loop(clock, self)
         share = None if name.ranks == 1 else ToyRanks(name.ranks, self._wake_ranks)
-        self.rank = Rank(0, share, size, self._clock, parts, self, name.host(size))
+        self.rank = SimulatedRank(0, share, size, self._clock, parts, self, name.host(size))
         self.engine, self.transport = self.rank.engine, self.rank.transport
-        self.followers = [Follower(number, share, name, size, clock, network, parts) for number in range(1, name.ranks) if share]
+        self.followers = [
+            SimulatedFollower(number, share, name, size, clock, network, parts) for number in range(1, name.ranks) if share
+        ]
         executor, transfers = self._spread()
         engine = executor.description
         ranks = [self.rank, *(follower.rank for follower in self.followers)]
@@ -165,7 +167,7 @@ class Instance:
         self._loop.wake(0.0)
 
     @property
-    def processes(self) -> "Sequence[Instance | Follower]":
+    def processes(self) -> "Sequence[Instance | SimulatedFollower]":
         """Of all ranks, in order."""
         return [self, *self.followers]
 

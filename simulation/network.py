@@ -71,28 +71,28 @@ class Meter:
 
 
 @dataclass(slots=True, eq=False)
-class Tally:
+class MessageCount:
     """Messages of one kind in one direction, and the bytes of their frames."""
 
     messages: int = 0
     frame_bytes: int = 0
 
 
-class Traffic:
+class NetworkTraffic:
     """by_way: by (role of the sender, kind of the message, role of the receiver). Each send counts once, also if it is lost."""
 
     def __init__(self) -> None:
         self.messages = self.frame_bytes = 0
-        self._by_way: dict[tuple[str, str, str], Tally] = {}
+        self._by_way: dict[tuple[str, str, str], MessageCount] = {}
 
     @property
-    def by_way(self) -> Mapping[tuple[str, str, str], Tally]:
+    def by_way(self) -> Mapping[tuple[str, str, str], MessageCount]:
         return self._by_way
 
     def add(self, sender: str, kind: str, receiver: str, frame_bytes: int) -> None:
         tally = self._by_way.get((sender, kind, receiver))
         if tally is None:
-            tally = self._by_way[sender, kind, receiver] = Tally()
+            tally = self._by_way[sender, kind, receiver] = MessageCount()
         tally.messages += 1
         tally.frame_bytes += frame_bytes
         self.messages += 1
@@ -180,7 +180,7 @@ class Calm:
 
 
 @dataclass(slots=True, eq=False)
-class Mailbox:
+class SimulatedMailbox:
     """What has been sent to one address. owner: who reads it. wake: called with the time at which a letter arrives. role: the
     owner's, for people. is_open: its process lives. watchers: who want to know when it is gone."""
 
@@ -214,18 +214,18 @@ class Network:
         self.clock = clock
         self.weather = weather
         self.brief = brief
-        self.traffic = Traffic()
+        self.traffic = NetworkTraffic()
         self.meters: dict[str, Meter] = {}
         self.log: list[tuple[str, str, str]] = []
         self.taps: list[Callable[[Letter, AnyMessage, tuple[float, ...]], None]] = []
-        self._mailboxes: dict[str, Mailbox] = {}
+        self._mailboxes: dict[str, SimulatedMailbox] = {}
         self._encode = msgspec.msgpack.Encoder().encode
         self._last: AnyMessage | None = None
         self._last_body = b""
         self.letters = 0
         """Sent so far, each copy counted."""
 
-    def open(self, address: str, owner: InstanceId, wake: Callable[[float], None], role: str) -> Mailbox:
+    def open(self, address: str, owner: InstanceId, wake: Callable[[float], None], role: str) -> SimulatedMailbox:
         """The mailbox at this address, whose letters go to whoever opened it last."""
         mailbox = self._at(address)
         mailbox.owner, mailbox.wake, mailbox.role, mailbox.is_open = owner, wake, role, True
@@ -238,7 +238,7 @@ class Network:
         for watcher in mailbox.watchers:
             self._knock(address, mailbox, watcher)
 
-    def _knock(self, address: str, mailbox: Mailbox, watcher: "Post[Any]") -> None:
+    def _knock(self, address: str, mailbox: SimulatedMailbox, watcher: "Post[Any]") -> None:
         """He tries to connect again, until it is refused, or somebody is there."""
         if mailbox.is_open:
             return
@@ -254,9 +254,9 @@ class Network:
         """Tell it when the owner's process is gone."""
         self._at(address).watchers.append(watcher)
 
-    def _at(self, address: str) -> Mailbox:
+    def _at(self, address: str) -> SimulatedMailbox:
         nobody: Callable[[float], None] = lambda at_s: None  # noqa: E731  nobody has opened it yet
-        return self._mailboxes.setdefault(address, Mailbox(InstanceId(address), nobody, "nobody"))
+        return self._mailboxes.setdefault(address, SimulatedMailbox(InstanceId(address), nobody, "nobody"))
 
     def throw(self, sender: InstanceId, address: str, body: bytes) -> None:
         """These bytes arrive there now, whoever sent them and whatever they are."""
@@ -295,7 +295,9 @@ class Network:
 class Post(Generic[M]):
     """Implements `common.instance.ports.Mail` over the network. What goes to somebody whose address is not known is lost."""
 
-    def __init__(self, me: InstanceId, inbox: Any, network: Network, mailbox: Mailbox, routes: Mapping[InstanceId, str]) -> None:
+    def __init__(
+        self, me: InstanceId, inbox: Any, network: Network, mailbox: SimulatedMailbox, routes: Mapping[InstanceId, str]
+    ) -> None:
         self.me = me
         self._gone: list[InstanceId] = []
         self._meter = network.meter(mailbox.role)
@@ -334,7 +336,7 @@ class Post(Generic[M]):
             if watch:
                 self._network.watch(address, self)
 
-    def knocked(self, address: str, mailbox: Mailbox) -> None:
+    def knocked(self, address: str, mailbox: SimulatedMailbox) -> None:
         """Somebody who is watched was gone a moment ago: find out whether he still is."""
         if not mailbox.is_open:
             self._gone += [name for name, at in self._routes.items() if at == address]

@@ -25,9 +25,9 @@ from common.pages.layout import KVLayout, MemoryRegion
 from engine.timed import Pace, StepCost, TimedExecutor
 from engine.toy import ToyRanks
 from kv_transfer.transport import AgentLost, Connected, ConnectFailed, RunsDone, RunsFailed, Transport, TransportEvent
-from simulation.client import Observer
+from simulation.client import ClientObserver
 from simulation.clock import Clock, LocalClock
-from simulation.fleet import Fleet, World
+from simulation.fleet import SimulatedFleet, World
 from simulation.instance import Instance, PageUse
 from simulation.network import Calm
 from simulation.plan import FleetPlan
@@ -210,7 +210,7 @@ class BusyPace(Pace):
         return super().add(plan)
 
 
-class Resumes(Observer):
+class Resumes(ClientObserver):
     """Counts endings and resumes only: the clients measure the rest (`simulation/run.py`)."""
 
     def first_token(self, seconds: float) -> None:
@@ -220,7 +220,7 @@ class Resumes(Observer):
         """Not kept."""
 
 
-class PlannedFleet(Fleet):
+class PlannedFleet(SimulatedFleet):
     """The fleet of a plan, ready for its load. config: of its router."""
 
     def __init__(self, plan: FleetPlan, config: RouterConfig) -> None:

@@ -19,7 +19,7 @@ from common.tracing import Tracer
 from engine.toy import TOY_VOCAB
 from router.core import RouterCore
 from router.requests import RequestSpec
-from simulation.client import Client, Observer
+from simulation.client import Client, ClientObserver
 from simulation.clock import NEVER, Clock, Loop
 from simulation.network import Network, Post
 
@@ -41,7 +41,7 @@ def router_name(seat: int, seats: int, life: int) -> InstanceId:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class RouterSeat:
     """Who a router is. seat: the number of its address, which its successor has too. name: of this life. text_port: the first
     port of its host that no detokenizer has had."""
 
@@ -57,7 +57,7 @@ class RouterProcess:
     next_port: that of its next detokenizer, or of its successor's first.
     """
 
-    def __init__(self, place: Place, clock: Clock, network: Network, config: RouterConfig, observer: Observer) -> None:
+    def __init__(self, place: RouterSeat, clock: Clock, network: Network, config: RouterConfig, observer: ClientObserver) -> None:
         self.name, self.seat, self.life, self.next_port = place.name, place.seat, place.life, place.text_port
         self.address = router_address(self.seat)
         self.alive = True

@@ -96,7 +96,7 @@ class Parts(Protocol):
     def make_transport(self, wake: Callable[[], None]) -> Transport:
         """wake: makes the rank look at its transfers; for a transport that knows when something has happened."""
 
-    def follower_ended(self, follower: "Follower", reason: str) -> None:
+    def follower_ended(self, follower: "SimulatedFollower", reason: str) -> None:
         """Its process has ended by itself."""
 
 
@@ -108,7 +108,7 @@ class Process(Protocol):
     def leave(self, reason: str) -> None: ...
 
 
-class Rank:
+class SimulatedRank:
     """ranks: those of the instance, of which it is number `number`; None: it is the only one. transfers: what the process uses;
     loop: what the thread drives."""
 
@@ -154,7 +154,7 @@ class Rank:
         self._thread.end()
 
 
-class Follower:
+class SimulatedFollower:
     """The process of a rank other than the leader. name: of its instance."""
 
     def __init__(
@@ -167,7 +167,7 @@ class Follower:
         self._network, self._parts = network, parts
         self._clock = LocalClock(clock, name.began_s + number * APART_S)
         self._loop = Loop(clock, self)
-        self.rank = Rank(number, ranks, size, self._clock, parts, self, name.host(size))
+        self.rank = SimulatedRank(number, ranks, size, self._clock, parts, self, name.host(size))
         inbox: Any = ToFollower
         self._mail: Post[Any] = Post(
             self.name, inbox, network, network.open(self.address, self.name, self._loop.wake, "rank"), {}

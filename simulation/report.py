@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from common.ids import Role
 from common.messages import Counters
-from simulation.run import Measured, Simulation
+from simulation.run import ClientFigures, Simulation
 
 Lines = list[tuple[str, ...]]
 ROLES: tuple[Role, ...] = ("prefill", "decode")
@@ -20,7 +20,7 @@ CPU_SHOWN_S = 0.005
 """Less is not shown."""
 
 
-class Times(msgspec.Struct, frozen=True):
+class Percentiles(msgspec.Struct, frozen=True):
     """Percentiles, in seconds."""
 
     p50: float
@@ -29,7 +29,7 @@ class Times(msgspec.Struct, frozen=True):
     most: float
 
     @classmethod
-    def of(cls, seconds: Sequence[float] | NDArray[np.float64]) -> "Times":
+    def of(cls, seconds: Sequence[float] | NDArray[np.float64]) -> "Percentiles":
         """Zeros when there are none."""
         values = np.asarray(seconds, dtype=np.float64) if len(seconds) else np.zeros(1)
         return cls(*(float(value) for value in np.percentile(values, (50, 90, 99, 100))))
@@ -65,10 +65,10 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True):
     mean_error_s: above 0 where first tokens came sooner than predicted."""
 
     answers: int
-    predicted_s: Times
-    real_s: Times
-    error_s: Times
-    error_share: Times
+    predicted_s: Percentiles
+    real_s: Percentiles
+    error_s: Percentiles
+    error_share: Percentiles
     mean_error_s: float
 
 
@@ -78,7 +78,7 @@ class TurnFigures(msgspec.Struct, frozen=True, kw_only=True):
 
     turn: int
     answers: int
-    first_token_s: Times
+    first_token_s: Percentiles
     prompt_tokens: int
     cached_tokens: int
     pushed_bytes: int
@@ -116,9 +116,9 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
     endings: dict[str, int]
     resumes: dict[str, int]
     preemptions: int
-    first_token_s: Times
-    between_tokens_s: Times
-    mean_between_tokens_s: Times
+    first_token_s: Percentiles
+    between_tokens_s: Percentiles
+    mean_between_tokens_s: Percentiles
     good_requests: int
     slo_ttft_s: float
     slo_itl_s: float
@@ -155,9 +155,9 @@ def figures(simulation: Simulation) -> Figures:
         endings=dict(sorted(measured.endings.items())),
         resumes=dict(sorted(Counter(str(reason) for reason in fleet.observer.resumes).items())),
         preemptions=sum(each.preemptions for role in ROLES for each in counters[role]),
-        first_token_s=Times.of(measured.first_s),
-        between_tokens_s=Times.of(measured.between_s),
-        mean_between_tokens_s=Times.of(measured.pace_s),
+        first_token_s=Percentiles.of(measured.first_s),
+        between_tokens_s=Percentiles.of(measured.between_s),
+        mean_between_tokens_s=Percentiles.of(measured.pace_s),
         good_requests=int(np.count_nonzero(good)),
         slo_ttft_s=load.slo_ttft_s,
         slo_itl_s=load.slo_itl_s,
@@ -188,22 +188,22 @@ def _prediction(pairs: Sequence[tuple[float, float]]) -> Prediction | None:
     error_s = predicted_s - real_s
     return Prediction(
         answers=len(pairs),
-        predicted_s=Times.of(predicted_s),
-        real_s=Times.of(real_s),
-        error_s=Times.of(np.abs(error_s)),
-        error_share=Times.of(np.abs(error_s) / real_s),
+        predicted_s=Percentiles.of(predicted_s),
+        real_s=Percentiles.of(real_s),
+        error_s=Percentiles.of(np.abs(error_s)),
+        error_share=Percentiles.of(np.abs(error_s) / real_s),
         mean_error_s=float(error_s.mean()),
     )
 
 
-def _turn(measured: Measured, turn: int) -> TurnFigures:
+def _turn(measured: ClientFigures, turn: int) -> TurnFigures:
     its = np.equal(measured.turn, turn)
     sums = (int(np.asarray(each)[its].sum()) for each in (measured.prompt_tokens, measured.cached_tokens, measured.pushed_bytes))
     prompt_tokens, cached_tokens, pushed_bytes = sums
     return TurnFigures(
         turn=turn + 1,
         answers=int(np.count_nonzero(its)),
-        first_token_s=Times.of(np.asarray(measured.first_s)[its]),
+        first_token_s=Percentiles.of(np.asarray(measured.first_s)[its]),
         prompt_tokens=prompt_tokens,
         cached_tokens=cached_tokens,
         pushed_bytes=pushed_bytes,

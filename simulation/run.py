@@ -26,10 +26,10 @@ from simulation.clock import Clock
 from simulation.network import Letter
 from simulation.plan import FleetPlan, LoadPlan
 from simulation.planned_fleet import VOCAB_SIZE, PlannedFleet
-from simulation.workload import Conversation, Turn, system_prompt, workload
+from simulation.workload import ConversationTurn, SimulatedConversation, system_prompt, workload
 
 
-class Measured:
+class ClientFigures:
     """The figures of all clients together, in seconds, tokens and bytes.
 
     One for each answer that finished, in one order: turn (its number in its conversation, from 0), first_s (to the first token),
@@ -63,7 +63,7 @@ class MeasuredClient(Client):
     """
 
     def __init__(
-        self, spec: RequestSpec, turn: int, clock: Clock, measured: Measured, over: Callable[[list[int] | None], None]
+        self, spec: RequestSpec, turn: int, clock: Clock, measured: ClientFigures, over: Callable[[list[int] | None], None]
     ) -> None:
         super().__init__(spec.request_id)
         self.outbox.wake = self._read
@@ -116,7 +116,7 @@ PROGRESS_S = 5.0
 class Talk:
     """A conversation under way. said: packed tokens of its prompts and answers so far. turn: the number of the next one."""
 
-    conversation: Conversation
+    conversation: SimulatedConversation
     said: bytes
     turn: int = 0
 
@@ -131,14 +131,14 @@ class Simulation:
         """First, because it may be refused, and the fleet takes long."""
         self.fleet = PlannedFleet(fleet, config)
         self.fleet.network.taps.append(self._sent_letter)
-        self.measured = Measured()
+        self.measured = ClientFigures()
         self._of_killed: list[tuple[Role, Counters]] = []
         self.killed: Counter[str] = Counter()
         self.cut_short = 0
         """Conversations that ended before their last turn, because an answer failed or was refused."""
         self.began_s = self.fleet.clock.now
         self._system = system_prompt(load, VOCAB_SIZE)
-        self._next: Conversation | None = None
+        self._next: SimulatedConversation | None = None
         self._talks = self._sent = 0
         self._open: dict[RequestId, MeasuredClient] = {}
         self._random = np.random.default_rng([load.seed, 1])
@@ -168,12 +168,12 @@ class Simulation:
     def _goes_on(self) -> bool:
         return self._next is not None or self._talks > 0
 
-    def _plan_next(self, coming: Iterator[Conversation]) -> None:
+    def _plan_next(self, coming: Iterator[SimulatedConversation]) -> None:
         self._next = next(coming, None)
         if self._next is not None:
             self.fleet.clock.at(self.began_s + self._next.at_s, lambda: self._begin(coming))
 
-    def _begin(self, coming: Iterator[Conversation]) -> None:
+    def _begin(self, coming: Iterator[SimulatedConversation]) -> None:
         assert self._next is not None
         self._talks += 1
         self._ask(Talk(self._next, self._system))
@@ -210,7 +210,7 @@ class Simulation:
         talk.said += pack_ids(said)
         self.fleet.clock.at(self.fleet.clock.now + talk.conversation.turns[talk.turn].pause_s, lambda: self._ask(talk))
 
-    def _sampling(self, turn: Turn, prompt_tokens: int) -> SamplingParams:
+    def _sampling(self, turn: ConversationTurn, prompt_tokens: int) -> SamplingParams:
         """Without --max-tokens a request asks for the tokens that it gets. With it, the model ends the answer by itself."""
         if not self.load.max_tokens:
             return SamplingParams(max_new_tokens=turn.output_tokens, temperature=0.0)

@@ -23,7 +23,7 @@ _MIX = (np.uint64(0x9E3779B97F4A7C15), np.uint64(0xBF58476D1CE4E5B9), np.uint64(
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class ConversationTurn:
     """What one turn adds to its conversation, in tokens. blocks: ids of the blocks of its part of the prompt; the last may be cut
     short. pause_s: from the end of the answer before it."""
 
@@ -38,11 +38,11 @@ class Turn:
 
 
 @dataclass(frozen=True, slots=True)
-class Conversation:
+class SimulatedConversation:
     """When its first turn comes, and its turns: at least one. session: its name; "": it has none."""
 
     at_s: float
-    turns: tuple[Turn, ...]
+    turns: tuple[ConversationTurn, ...]
     session: str = ""
 
 
@@ -55,7 +55,7 @@ class _Line(msgspec.Struct):
     hash_ids: tuple[int, ...]
 
 
-def workload(plan: LoadPlan) -> Iterator[Conversation]:
+def workload(plan: LoadPlan) -> Iterator[SimulatedConversation]:
     """In the order of their beginnings, from near 0. Raises ConfigError for a trace that cannot be read."""
     coming = read_trace(plan.trace, plan.speed) if plan.trace else islice(random_load(plan), plan.requests)
     return takewhile(lambda each: each.at_s < plan.duration_s, coming) if plan.duration_s else coming
@@ -67,7 +67,7 @@ def system_prompt(plan: LoadPlan, vocab_size: int) -> bytes:
     return pack_ids(prompt_tokens(blocks, plan.system_tokens, vocab_size))
 
 
-def random_load(plan: LoadPlan) -> Iterator[Conversation]:
+def random_load(plan: LoadPlan) -> Iterator[SimulatedConversation]:
     """Conversations without end; what each turn adds is nobody else's."""
     random = np.random.default_rng(plan.seed)
     varies = plan.lengths == "exponential"
@@ -78,7 +78,7 @@ def random_load(plan: LoadPlan) -> Iterator[Conversation]:
 
     for number in count():
         at_s += float(random.exponential(1 / plan.rate)) if plan.arrivals == "poisson" else 1 / plan.rate
-        turns: list[Turn] = []
+        turns: list[ConversationTurn] = []
         for _ in range(plan.turns):
             is_long = plan.long_share > 0 and random.random() < plan.long_share
             input_tokens, output_tokens = length(plan.long_input if is_long else plan.mean_input), length(plan.mean_output)
@@ -86,12 +86,12 @@ def random_load(plan: LoadPlan) -> Iterator[Conversation]:
             if turns:
                 pause_s = float(random.exponential(plan.think_s)) if varies else plan.think_s
             blocks = -(-input_tokens // BLOCK_TOKENS)
-            turns.append(Turn(input_tokens, output_tokens, tuple(range(block, block + blocks)), pause_s))
+            turns.append(ConversationTurn(input_tokens, output_tokens, tuple(range(block, block + blocks)), pause_s))
             block += blocks
-        yield Conversation(at_s, tuple(turns), f"conversation-{number}" if plan.turns > 1 else "")
+        yield SimulatedConversation(at_s, tuple(turns), f"conversation-{number}" if plan.turns > 1 else "")
 
 
-def read_trace(path: str, speed: float) -> Iterator[Conversation]:
+def read_trace(path: str, speed: float) -> Iterator[SimulatedConversation]:
     """The requests of a trace in Mooncake's format. Raises ConfigError, which names the line.
 
     A trace names no sessions. Requests with the same first two blocks count as one: in Mooncake's conversations all share the
@@ -102,7 +102,7 @@ def read_trace(path: str, speed: float) -> Iterator[Conversation]:
         lines = Path(path).read_bytes().splitlines()
     except OSError as error:
         raise ConfigError(f"--trace: {path} cannot be read: {error.strerror}") from error
-    coming: list[Conversation] = []
+    coming: list[SimulatedConversation] = []
     for number, line in enumerate(lines, start=1):
         try:
             read = decoder.decode(line)
@@ -114,9 +114,9 @@ def read_trace(path: str, speed: float) -> Iterator[Conversation]:
         if len(read.hash_ids) * BLOCK_TOKENS < read.input_length:
             raise ConfigError(f"--trace: line {number} of {path}: too few hash_ids for {read.input_length} tokens")
         latest_s = at_s
-        turn = Turn(read.input_length, read.output_length, read.hash_ids)
+        turn = ConversationTurn(read.input_length, read.output_length, read.hash_ids)
         session = "-".join(map(str, read.hash_ids[:2])) if len(read.hash_ids) > 1 else ""
-        coming.append(Conversation(at_s, (turn,), session))
+        coming.append(SimulatedConversation(at_s, (turn,), session))
     return iter(coming)
 
 

@@ -28,7 +28,7 @@ class RequestFailed(TandemError):
         self.http_status = http_status
 
 
-class _Call:
+class _HttpCall:
     """One connection to the router, which another thread may end."""
 
     def __init__(self, connection: http.client.HTTPConnection) -> None:
@@ -54,10 +54,10 @@ class _Call:
                     socket.socket.shutdown(self._socket, socket.SHUT_RDWR)
 
 
-class Events(Iterator[Any]):
+class EventStreamReader(Iterator[Any]):
     """The events of one call. Reading raises RequestFailed."""
 
-    def __init__(self, call: _Call, events: Generator[Any, None, None]) -> None:
+    def __init__(self, call: _HttpCall, events: Generator[Any, None, None]) -> None:
         self._call, self._events = call, events
 
     def __next__(self) -> Any:
@@ -90,7 +90,7 @@ class RouterClient:
         self._headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {api_key}"} if api_key else {})
         self._timeout_s, self._tls = timeout_s, tls
         self._lock = threading.Lock()
-        self._open: set[_Call] = set()
+        self._open: set[_HttpCall] = set()
         self._closed = False
 
     def close(self) -> None:
@@ -110,12 +110,12 @@ class RouterClient:
         with self._connected(self._call()) as connection, self._asked(connection, "POST", path, body) as response:
             return _decoded(response.read())
 
-    def stream(self, path: str, body: Mapping[str, Any]) -> Events:
+    def stream(self, path: str, body: Mapping[str, Any]) -> EventStreamReader:
         """The data of each event, decoded, up to [DONE]. An error that comes as an event is raised as RequestFailed, too."""
         call = self._call()
-        return Events(call, self._events(call, path, body))
+        return EventStreamReader(call, self._events(call, path, body))
 
-    def _events(self, call: _Call, path: str, body: Mapping[str, Any]) -> Generator[Any, None, None]:
+    def _events(self, call: _HttpCall, path: str, body: Mapping[str, Any]) -> Generator[Any, None, None]:
         with self._connected(call) as connection, self._asked(connection, "POST", path, body) as response:
             while True:
                 line = response.readline()
@@ -131,13 +131,13 @@ class RouterClient:
                     raise RequestFailed(_message(event), response.status)
                 yield event
 
-    def _call(self) -> _Call:
+    def _call(self) -> _HttpCall:
         if self._is_secure:
-            return _Call(http.client.HTTPSConnection(self._netloc, timeout=self._timeout_s, context=self._tls))
-        return _Call(http.client.HTTPConnection(self._netloc, timeout=self._timeout_s))
+            return _HttpCall(http.client.HTTPSConnection(self._netloc, timeout=self._timeout_s, context=self._tls))
+        return _HttpCall(http.client.HTTPConnection(self._netloc, timeout=self._timeout_s))
 
     @contextlib.contextmanager
-    def _connected(self, call: _Call) -> Iterator[http.client.HTTPConnection]:
+    def _connected(self, call: _HttpCall) -> Iterator[http.client.HTTPConnection]:
         """Raises RequestFailed."""
         with self._lock:
             if self._closed:

@@ -274,7 +274,7 @@ class DetokenizerLimits:
     patience_s: float = 10.0
 
 
-class _Answer:
+class _OpenText:
     """One open answer. dies_s: when it is forgotten. Raises ValueError when the ExpectAnswer contradicts itself."""
 
     def __init__(self, vocabulary: Vocabulary, opened: ExpectAnswer, dies_s: float) -> None:
@@ -354,7 +354,7 @@ class Detokenizer:
     def __init__(self, tokenizer: Tokenizer, limits: DetokenizerLimits | None = None) -> None:
         self._vocabulary = Vocabulary(tokenizer)
         self._limits = limits or DetokenizerLimits()
-        self._open: dict[Key, _Answer] = {}
+        self._open: dict[Key, _OpenText] = {}
         self._early: dict[Key, list[TokenDelta]] = {}
         self._over: dict[Key, bool] = {}
         """Whether each may be opened again: its ending went out, but may have been lost. Nobody wants one that was forgotten."""
@@ -458,7 +458,7 @@ class Detokenizer:
         if known is None and len(self._open) >= self._limits.open_answers:
             return self._refuse(opened, Overloaded("the detokenizer has as many open answers as it may have"))
         try:
-            answer = _Answer(self._vocabulary, opened, now + opened.life_s)
+            answer = _OpenText(self._vocabulary, opened, now + opened.life_s)
         except ValueError as error:
             return self._refuse(opened, TandemError(f"the answer cannot be opened: {error}"))
         if known is not None:
@@ -467,7 +467,7 @@ class Detokenizer:
         self._deadlines.set(key, answer.dies_s)
         return self._advance(key, answer, self._early.pop(key, ()), now)
 
-    def _advance(self, key: Key, answer: _Answer, deltas: Iterable[TokenDelta], now: float) -> list[TextDelta]:
+    def _advance(self, key: Key, answer: _OpenText, deltas: Iterable[TokenDelta], now: float) -> list[TextDelta]:
         """Take in tokens of an open answer. Returns the text that they bring, and ends the answer or sets its deadline anew."""
         order = answer.order
         for delta in deltas:
@@ -494,7 +494,7 @@ class Detokenizer:
             self._deadlines.set(key, answer.dies_s)
         return texts
 
-    def _break_off(self, key: Key, answer: _Answer, ending: Ending) -> list[TextDelta]:
+    def _break_off(self, key: Key, answer: _OpenText, ending: Ending) -> list[TextDelta]:
         self._end(key)
         return answer.advance(key, ending)
 
@@ -512,5 +512,5 @@ class Detokenizer:
             del self._over[next(iter(self._over))]
 
 
-def _missing(answer: _Answer) -> InstanceFailed:
+def _missing(answer: _OpenText) -> InstanceFailed:
     return InstanceFailed(f"tokens of the answer from number {answer.order.next} on did not arrive")

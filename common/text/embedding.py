@@ -29,7 +29,7 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Embedding:
+class EmbeddingMode:
     """How embeddings are made. normalize: they are scaled to length 1. size: how many numbers they have; None: the checkpoint's
     config does not say."""
 
@@ -38,7 +38,7 @@ class Embedding:
     size: int | None
 
 
-def read_embedding(model: str, pooling: PoolingName) -> Embedding | None:
+def read_embedding(model: str, pooling: PoolingName) -> EmbeddingMode | None:
     """model: as of `resolve_model_path`. pooling: --pooling. Returns None when the model is not served for embeddings. Raises
     ConfigError for files that cannot be read."""
     if pooling == "none":
@@ -50,7 +50,7 @@ def read_embedding(model: str, pooling: PoolingName) -> Embedding | None:
     modules = _modules(path)
     normalize = not modules or "Normalize" in modules
     if pooling != "auto":
-        return Embedding(pooling, normalize, size)
+        return EmbeddingMode(pooling, normalize, size)
     if "Pooling" not in modules:
         return None
     further = sorted(modules.keys() - {"Transformer", "Pooling", "Normalize"})
@@ -62,7 +62,7 @@ def read_embedding(model: str, pooling: PoolingName) -> Embedding | None:
     if found is None:
         _log.warning("%s: --pooling auto serves no embeddings: the pooling is none of last, mean and cls", file)
         return None
-    return Embedding(found, normalize, size)
+    return EmbeddingMode(found, normalize, size)
 
 
 def _modules(path: Path) -> dict[str, str]:

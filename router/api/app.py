@@ -21,7 +21,7 @@ from common.access import OPEN, Access
 from common.addresses import LOOPBACK
 from common.errors import TandemError
 from common.ids import InstanceId, RequestId
-from common.text.embedding import Embedding
+from common.text.embedding import EmbeddingMode
 from router.api.admission import AT_END, CLIENT_CLOSED, Door, Doorkeeper, OpenAnswers
 from router.api.answers import AnswerShape, OpenAIBody
 from router.api.bodies import IS_LARGE, LARGE_BODY_BYTES, body_of, unless_left
@@ -88,7 +88,7 @@ class Api:
         max_body_bytes: int | None,
         keep_alive_s: float,
         max_requests: int,
-        embedding: Embedding | None = None,
+        embedding: EmbeddingMode | None = None,
         session_header: str = "",
     ) -> None:
         self.door = Door(gateway.core)

@@ -20,7 +20,7 @@ from msgspec.structs import replace
 from common.errors import BadRequest
 from common.ids import unpack_ids
 from common.messages import Ending, Failed, Finished, TokenLogprob
-from common.text.embedding import Embedding
+from common.text.embedding import EmbeddingMode
 from router.api.answers import AnswerShape, OpenAIFinish, OpenAIShape, TokenIds, WholeChoice, encoded, finish_of
 from router.api.completions import CompletionRequest, prompts_in, require_few_ids
 from router.api.fields import CacheSalt, Label, Priority, SamplingFields, Timeout, convert, drop_neutral, object_in
@@ -153,7 +153,7 @@ class EmbeddingBody(msgspec.Struct, frozen=True, kw_only=True):
     usage: EmbeddingUsage
 
 
-def read_embeddings(model: str, served: Embedding | None, body: bytes, context_tokens: int | None = None) -> EmbeddingRequest:
+def read_embeddings(model: str, served: EmbeddingMode | None, body: bytes, context_tokens: int | None = None) -> EmbeddingRequest:
     """The body of POST /v1/embeddings. model: what is served. served: how it makes embeddings; None: it makes none. Raises
     BadRequest."""
     if served is None:

@@ -19,7 +19,7 @@ from typing import Any
 from common.ids import Role
 from common.options import option
 from common.processes.child import Exited, Ready, Reported
-from launch.processes import Child, ChildEvent, launch_command
+from launch.processes import ChildEvent, RoleProcess, launch_command
 from tests.shared_memory import FOLDER, abandoned, shared_files
 
 MARK = "TANDEM_CHAOS"
@@ -47,7 +47,7 @@ class Shape:
         return [f"{role}-{number}" for number in range(self.prefill if role == "prefill" else self.decode)]
 
 
-class Process(Child):
+class Process(RoleProcess):
     """One life of a process. on_end is called on the loop when it has ended."""
 
     def __init__(self, name: str, role: str, flags: Sequence[str], log: Path, environment: Mapping[str, str]) -> None:

@@ -16,7 +16,7 @@ import pytest
 
 from demo.evaluate import MODEL
 from launch.engine import Engine
-from launch.processes import Child, launch_command
+from launch.processes import RoleProcess, launch_command
 from tests.e2e.test_supervision import DECODE, Streams, busiest, until
 from tests.e2e.test_token_exact import ANSWER_TOKENS, Reference, answers, demo_prompts
 from tests.fleet_pages import FleetPages, RunningFleet, running_fleet
@@ -34,7 +34,7 @@ def unequal_fleet(prefill_ranks: int, decode_ranks: int, decode: int) -> Iterato
     with running_fleet(*FLAGS, "--prefill=0", f"--decode={decode}", f"--tp={decode_ranks}") as fleet:
         (router,) = re.findall(r"control (tcp://\S+)", fleet.output)
         flags = [*FLAGS, f"--router={router}", "--name=prefill-0", f"--tp={prefill_ranks}"]
-        prefill = Child("prefill-0", launch_command("prefill", flags), lambda event: None)
+        prefill = RoleProcess("prefill-0", launch_command("prefill", flags), lambda event: None)
         try:
             until(lambda: is_whole(fleet, decode), "the prefill instance is linked")
             yield fleet

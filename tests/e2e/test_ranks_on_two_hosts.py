@@ -23,7 +23,7 @@ from common.errors import TransferError
 from common.processes.child import Exited, Ready, Reported
 from common.trust import write_key
 from demo.evaluate import MODEL
-from launch.processes import Child, ChildEvent, launch_command
+from launch.processes import ChildEvent, RoleProcess, launch_command
 from tests.e2e.test_ranks import departure, members
 from tests.e2e.test_supervision import PATIENCE_S, PROMPTS, Streams, until
 from tests.e2e.test_token_exact import Reference, answers, demo_prompts
@@ -64,8 +64,8 @@ class Supervised:
             self._stopping = True
             self.child.kill()
 
-    def _start(self) -> Child:
-        return Child(self._role, self._command, self._heard, nixl_kind(tcp_only=True).environment)
+    def _start(self) -> RoleProcess:
+        return RoleProcess(self._role, self._command, self._heard, nixl_kind(tcp_only=True).environment)
 
     def _heard(self, event: ChildEvent) -> None:
         """On a thread of the child."""

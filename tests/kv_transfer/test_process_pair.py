@@ -18,7 +18,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from common.addresses import LOOPBACK
 from common.ids import Int64Array
-from kv_transfer.torch_transport import SLICE_BYTES, SLICE_RUNS, Landing, Pair, is_closed_by_peer, reason_of
+from kv_transfer.torch_transport import SLICE_BYTES, SLICE_RUNS, Landing, RankPair, is_closed_by_peer, reason_of
 from tests.kv_transfer.local_agent import WAIT_S
 
 POOL_BYTES = 2**20
@@ -34,7 +34,7 @@ class Two:
         self.landing = Landing(self.target)
         self._threads = ThreadPoolExecutor(2)
         store = HashStore()
-        joining = [self._threads.submit(Pair, store, "pair", rank, LOOPBACK, "cpu", 5.0, SILENCE_S) for rank in (0, 1)]
+        joining = [self._threads.submit(RankPair, store, "pair", rank, LOOPBACK, "cpu", 5.0, SILENCE_S) for rank in (0, 1)]
         self.receiver, self.sender = (each.result() for each in joining)
 
     def send(self, *runs: tuple[int, int, int]) -> "Future[None]":

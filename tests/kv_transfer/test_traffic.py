@@ -5,13 +5,13 @@ import pytest
 from common.ids import InstanceId, Ticket
 from common.instance.ports import PushDone, PushFailed
 from common.messages import LinkTraffic
-from kv_transfer.handoff_source import Traffic, traffic_of
+from kv_transfer.handoff_source import PeerTraffic, traffic_of
 
 A, B = InstanceId("a"), InstanceId("b")
 
 
 def test_pushes_and_handoffs_add_up_for_each_peer_and_in_all() -> None:
-    traffic = Traffic()
+    traffic = PeerTraffic()
     traffic.add(A, traffic_of(PushDone(Ticket(1), 100, 0.5, runs=3)))
     traffic.add(A, traffic_of(PushDone(Ticket(2), 20, 0.25, runs=1)))
     traffic.add(B, traffic_of(PushDone(Ticket(3), 7, 1.0, runs=2)))
@@ -30,13 +30,13 @@ def test_pushes_and_handoffs_add_up_for_each_peer_and_in_all() -> None:
     ],
 )
 def test_a_failure_is_counted_by_its_kind(begun: bool, quiescent: bool, counted: LinkTraffic) -> None:
-    traffic = Traffic()
+    traffic = PeerTraffic()
     traffic.add(A, traffic_of(PushFailed(Ticket(1), "cable", quiescent=quiescent, begun=begun)))
     assert traffic.to(A) == counted and traffic.total.pushes_failed == 1
 
 
 def test_a_peer_that_left_is_forgotten_but_for_what_it_adds_to_the_total() -> None:
-    traffic = Traffic()
+    traffic = PeerTraffic()
     for peer in (A, B):
         traffic.add(peer, LinkTraffic(handoffs=1, exposed_seconds=1.0))
     traffic.keep([B])

@@ -12,7 +12,7 @@ from common.ids import DETOKENIZER, ROUTER, Incarnation, InstanceId, Key, Reques
 from common.mail import Mailbox
 from common.processes.child import Exited
 from common.sampling_params import SamplingParams
-from launch.processes import Child, ChildEvent
+from launch.processes import ChildEvent, RoleProcess
 from tests.shared_memory import left_behind, shared_files
 
 HANG_S = 60.0
@@ -31,7 +31,7 @@ class Router:
         )
         self.events: queue.SimpleQueue[ChildEvent] = queue.SimpleQueue()
         self.shared_before = shared_files()
-        self.child = Child(name, command(self.mailbox.address), self.events.put)
+        self.child = RoleProcess(name, command(self.mailbox.address), self.events.put)
         self.heartbeats: list[messages.Heartbeat] = []
         self.goodbyes: list[messages.Goodbye] = []
         self.deltas: list[messages.TokenDelta] = []

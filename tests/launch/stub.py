@@ -37,7 +37,7 @@ from launch import child as child_half
 from launch import local
 from launch.child import ChildProcess, CloseIntake, Order, Report, run_child
 from launch.local import LocalPlan, run
-from launch.processes import Child
+from launch.processes import RoleProcess
 from tests.launch.waiting import PATIENCE_S
 
 FOREVER_S = 600.0
@@ -161,7 +161,7 @@ def fleet(prefill: int, decode: int) -> int:
     )
     os.environ |= {"STUB_PREFILLS": str(prefill), "STUB_DECODES": str(decode)}
 
-    def stop(children: Sequence[Child], deadline_s: float) -> list[str]:
+    def stop(children: Sequence[RoleProcess], deadline_s: float) -> list[str]:
         for each in children:
             note(f"{each.name} has {deadline_s:g} s to stop")
         return stop_children(children, deadline_s)
@@ -174,20 +174,20 @@ def fleet(prefill: int, decode: int) -> int:
 
 def jump_to_deadline(awaited: set[tuple[str, type[Report]]]) -> None:
     """Move the clock of `launch local` beyond its deadlines when these children have made these reports."""
-    show = local.Fleet._show
+    show = local.ChildFleet._show
 
-    def watched(self: local.Fleet, child: str, report: Report) -> None:
+    def watched(self: local.ChildFleet, child: str, report: Report) -> None:
         show(self, child, report)
         awaited.discard((child, type(report)))
 
-    local.Fleet._show = watched  # type: ignore[method-assign]
+    local.ChildFleet._show = watched  # type: ignore[method-assign]
     clock = types.SimpleNamespace(monotonic=lambda: time.monotonic() + (0.0 if awaited else PATIENCE_S))
     local.time = clock  # type: ignore[assignment, attr-defined]
 
 
 def parent() -> int:
     """A parent of one stub that waits to be killed."""
-    Child("decode-0", stub_command("decode", ["--name=decode-0"]), lambda event: None).wait(FOREVER_S)
+    RoleProcess("decode-0", stub_command("decode", ["--name=decode-0"]), lambda event: None).wait(FOREVER_S)
     return 0
 
 

@@ -13,7 +13,7 @@ import pytest
 from common.errors import ConfigError
 from common.processes.router_client import RequestFailed, RouterClient
 from launch import chat
-from launch.chat import ChatPlan, Timing, read_api_key
+from launch.chat import ChatFlags, Timing, read_api_key
 
 
 @dataclass
@@ -72,7 +72,7 @@ REFUSED = json.dumps({"error": {"message": "too many requests are open"}}).encod
 
 def talk(double: Double, typed: str, **plan: Any) -> str:
     out = io.StringIO()
-    assert chat.run(ChatPlan(url=double.url, **plan), "", io.StringIO(typed), out) == 0
+    assert chat.run(ChatFlags(url=double.url, **plan), "", io.StringIO(typed), out) == 0
     return out.getvalue()
 
 

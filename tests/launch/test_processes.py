@@ -14,7 +14,7 @@ import pytest
 from common.processes import child as child_processes
 from common.processes.child import Broken, Exited, Progress, Ready, Reported, stop_children
 from launch.child import BAD_FLAG, MeetRouter
-from launch.processes import Child, ChildEvent
+from launch.processes import ChildEvent, RoleProcess
 from tests.launch.stub import stub_command
 from tests.launch.waiting import PATIENCE_S, is_alive, wait_for
 
@@ -24,18 +24,18 @@ class Nursery:
 
     def __init__(self) -> None:
         self.events: queue.SimpleQueue[ChildEvent] = queue.SimpleQueue()
-        self.children: list[Child] = []
+        self.children: list[RoleProcess] = []
 
-    def start(self, name: str = "decode-0", **environment: str) -> Child:
+    def start(self, name: str = "decode-0", **environment: str) -> RoleProcess:
         self.events = queue.SimpleQueue()
-        child = Child(name, stub_command("decode", [f"--name={name}"]), self.events.put, environment)
+        child = RoleProcess(name, stub_command("decode", [f"--name={name}"]), self.events.put, environment)
         self.children.append(child)
         return child
 
     def next_event(self) -> ChildEvent:
         return self.events.get(timeout=PATIENCE_S)
 
-    def start_ready(self, name: str = "decode-0", **environment: str) -> Child:
+    def start_ready(self, name: str = "decode-0", **environment: str) -> RoleProcess:
         child = self.start(name, **environment)
         while not (isinstance(event := self.next_event(), Reported) and isinstance(event.report, Ready)):
             assert isinstance(event, Reported), child.account()

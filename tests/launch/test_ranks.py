@@ -20,7 +20,7 @@ from common.instance.ranks.line import RankLost
 from common.processes.child import Exited, Progress, Ready, Reported
 from common.trust import LOOPBACK_ONLY
 from launch.child import BAD_FLAG, ChildProcess
-from launch.processes import Child, ChildEvent
+from launch.processes import ChildEvent, RoleProcess
 from launch.rank_leader import LeaderRanks, describe_missing
 from launch.rank_setup import RankChildren, no_ranks, rank_setup
 from tests.launch.one_router import HANG_S, Router
@@ -41,7 +41,7 @@ class Elsewhere:
 
     def __init__(self, *flags: str) -> None:
         self.events: queue.SimpleQueue[ChildEvent] = queue.SimpleQueue()
-        self.child = Child(f"{NAME}.rank-1", command(*flags), self.events.put)
+        self.child = RoleProcess(f"{NAME}.rank-1", command(*flags), self.events.put)
 
     def end(self) -> Exited:
         while True:

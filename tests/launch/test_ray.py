@@ -69,7 +69,7 @@ def test_without_ray_the_command_says_how_to_get_it(monkeypatch: pytest.MonkeyPa
 
 
 class FakeHost:
-    """Implements `launch.ray_fleet.Host`: a process that ends when it is told to."""
+    """Implements `launch.ray_fleet.RankNode`: a process that ends when it is told to."""
 
     def __init__(self, node: str) -> None:
         self.node = node
@@ -106,7 +106,7 @@ class FakeHost:
 
 
 class FakePlace:
-    """Implements `launch.ray_fleet.Place`. full: until the instance is given up."""
+    """Implements `launch.ray_fleet.ReservedNodes`. full: until the instance is given up."""
 
     def __init__(self, *hosts: FakeHost, full: bool = False) -> None:
         self.bundles: Sequence[Bundle] = bundles_of(RayConfig(nodes_per_instance=len(hosts)), 2 * len(hosts), on_gpus=False)

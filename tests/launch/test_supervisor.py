@@ -7,13 +7,13 @@ import pytest
 from common.processes.child import Broken, Exited, Progress, Ready, Reported
 from launch.child import BAD_FLAG
 from launch.processes import ChildEvent
-from launch.supervisor import Action, GiveUp, Notice, Part, Start, Supervisor
+from launch.supervisor import Action, GiveUp, Notice, StartAgain, SupervisedChild, Supervisor
 
 PARTS = (
-    Part("router", "router", drains=False),
-    Part("prefill-0", "prefill", drains=True),
-    Part("decode-0", "decode", drains=True),
-    Part("decode-1", "decode", drains=True),
+    SupervisedChild("router", "router", drains=False),
+    SupervisedChild("prefill-0", "prefill", drains=True),
+    SupervisedChild("decode-0", "decode", drains=True),
+    SupervisedChild("decode-1", "decode", drains=True),
 )
 
 
@@ -49,7 +49,7 @@ class Watched:
         assert at is not None
         assert self.supervisor.tick(at - 0.001) == [], "not before its time"
         self.now = at
-        assert self.supervisor.tick(at) == [Start(name)]
+        assert self.supervisor.tick(at) == [StartAgain(name)]
         assert self.supervisor.tick(at) == [], "once"
 
     def _take(self, actions: list[Action]) -> None:
@@ -59,7 +59,7 @@ class Watched:
                     self.notices.append(action)
                 case GiveUp():
                     self.log.append((self.now, f"give up with {action.status}", action.reason))
-                case Start():
+                case StartAgain():
                     self.log.append((self.now, "start", action.name))
 
 

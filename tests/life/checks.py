@@ -13,7 +13,7 @@ from common.pages.radix_cache import BlockNames, PageKeys, pages_of_block
 from router.attempts import ResumeReason
 from router.request_book import FRUITLESS_ATTEMPTS
 from router.timelines import RequestTimes
-from simulation.client import Answer
+from simulation.client import ReceivedAnswer
 from simulation.instance import Instance
 from simulation.processes import RouterProcess
 from tests.life.asked import Asked
@@ -134,7 +134,7 @@ def misanswered(trial: Trial) -> Iterator[str]:
                 yield f"{answer.request_id} {verdict}: tokens {answer.token_ids}, of {list(expected.token_ids)}"
 
 
-def _verdict(trial: Trial, asked: Asked, answer: Answer, expected: Expected) -> str | None:
+def _verdict(trial: Trial, asked: Asked, answer: ReceivedAnswer, expected: Expected) -> str | None:
     """What is wrong with an answer."""
     if len(answer.endings) != 1 and not (asked.client is not None and asked.client.cut_off and not answer.endings):
         return f"ended {len(answer.endings)} times: {answer.endings}"
@@ -159,7 +159,7 @@ def _verdict(trial: Trial, asked: Asked, answer: Answer, expected: Expected) -> 
     return _excuse(trial, asked, answer, ending)
 
 
-def _excuse(trial: Trial, asked: Asked, answer: Answer, failed: Failed) -> str | None:
+def _excuse(trial: Trial, asked: Asked, answer: ReceivedAnswer, failed: Failed) -> str | None:
     """What is wrong with a failure; None where it may be: its time was short, there was no room, nobody could have served it, or
     something befell each of as many attempts as the router makes without a token."""
     if failed.kind == "timeout_error" and asked.ask.timeout_s is not None:

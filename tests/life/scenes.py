@@ -15,7 +15,7 @@ from engine.timed import StepCost
 from router.requests import RequestSpec
 from simulation.client import Client
 from simulation.clock import TURN_S
-from simulation.fleet import Fleet, World
+from simulation.fleet import SimulatedFleet, World
 from simulation.instance import Instance
 from simulation.network import DELAY_S, Letter
 from simulation.rank import Size
@@ -50,7 +50,7 @@ class Scene:
 
     def __init__(self, dispatch: Dispatch, timeout_s: float | None) -> None:
         self.grants = SlowGrants()
-        self.fleet = Fleet(2, 2, size=SIZE, config=RouterConfig(dispatch=dispatch), world=World(weather=self.grants))
+        self.fleet = SimulatedFleet(2, 2, size=SIZE, config=RouterConfig(dispatch=dispatch), world=World(weather=self.grants))
         self.timeout_s = timeout_s
         self.others: list[tuple[Client, list[int]]] = []
         """And what they must be answered."""

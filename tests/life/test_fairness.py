@@ -8,7 +8,7 @@ from common.sampling_params import SamplingParams
 from engine.timed import StepCost
 from router.requests import RequestSpec
 from simulation.client import Client
-from simulation.fleet import Fleet
+from simulation.fleet import SimulatedFleet
 from simulation.rank import Size
 from tests.life.expected import undisturbed
 
@@ -19,7 +19,7 @@ SMALL = {"rows": (64, 4), "pages": (40, 40)}
 """What an instance has too little of, with its pages and rows."""
 
 
-def ask(fleet: Fleet, owner: str, name: str, prompt: list[int], max_tokens: int) -> Client:
+def ask(fleet: SimulatedFleet, owner: str, name: str, prompt: list[int], max_tokens: int) -> Client:
     sampling = SamplingParams(max_new_tokens=max_tokens, temperature=0.0)
     return fleet.ask(RequestSpec(RequestId(name), 0, pack_ids(prompt), sampling, owner=owner))
 
@@ -29,7 +29,7 @@ def ask(fleet: Fleet, owner: str, name: str, prompt: list[int], max_tokens: int)
 def test_a_chat_ends_within_a_few_steps_whatever_another_key_has_running_and_waiting(dispatch: Dispatch, scarce: str) -> None:
     pages, rows = SMALL[scarce]
     size = Size(pages=pages, rows=rows, chunk_tokens=64, cost=StepCost(step_s=STEP_S, chunk_token_s=0.0, decode_row_s=0.0))
-    fleet = Fleet(1, 1, size=size, config=RouterConfig(dispatch=dispatch))
+    fleet = SimulatedFleet(1, 1, size=size, config=RouterConfig(dispatch=dispatch))
     long = [[30 * number + each for each in range(10, 18)] for number in range(1, 31)]
     flood = [ask(fleet, "alice", f"a{number}", prompt, 40) for number, prompt in enumerate(long)]
     fleet.run_for(10 * STEP_S)

@@ -21,7 +21,7 @@ from common.ids import InstanceId, Key, RequestId, text_name
 from common.mail import FrameRefused, decode_body
 from common.messages.ranks import ToFollower, ToLeader
 from simulation.client import Client
-from simulation.fleet import Fleet
+from simulation.fleet import SimulatedFleet
 from tests.life.expected import undisturbed
 from tests.life.hostile import Hostile, Known
 
@@ -50,7 +50,7 @@ class Target:
 
     def __init__(self, inbox: str) -> None:
         ranks = {"prefill": 2, "decode": 2} if inbox in RANKS else None
-        self.fleet = Fleet(2, 2, CONFIG, ranks=ranks)  # type: ignore[arg-type]
+        self.fleet = SimulatedFleet(2, 2, CONFIG, ranks=ranks)  # type: ignore[arg-type]
         self.inbox, self.union = inbox, INBOXES[inbox]
         self.may_end = False
         self.clients: list[Client] = []

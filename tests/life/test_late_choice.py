@@ -8,7 +8,7 @@ from common.messages import AnyMessage, Placed, Reserve
 from engine.timed import StepCost
 from router.attempts import ResumeReason
 from simulation.client import Client
-from simulation.fleet import Fleet, World
+from simulation.fleet import SimulatedFleet, World
 from simulation.network import DELAY_S, Letter
 from simulation.rank import Size
 from tests.life.expected import undisturbed
@@ -35,7 +35,7 @@ class Scene:
 
     def __init__(self, size: Size = SIZE) -> None:
         self.gaps = Gaps()
-        self.fleet = Fleet(1, 2, size=size, world=World(weather=self.gaps))
+        self.fleet = SimulatedFleet(1, 2, size=size, world=World(weather=self.gaps))
         self.asked: list[tuple[InstanceId, bool]] = []
         self.placed: list[InstanceId] = []
         self.fleet.network.taps.append(self._follow)

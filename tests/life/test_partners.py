@@ -8,7 +8,7 @@ from common.messages import Finished, PoolDescriptor
 from kv_transfer.memory import MemoryTransport
 from kv_transfer.transport import Transport
 from simulation.client import Client
-from simulation.fleet import Fleet
+from simulation.fleet import SimulatedFleet
 from simulation.rank import Size
 from tests.life.expected import undisturbed
 
@@ -17,7 +17,7 @@ EVERY = 8
 LIMIT = 3
 
 
-class CountingFleet(Fleet):
+class CountingFleet(SimulatedFleet):
     """connects, closes: calls of transports, by the agent of the peer. pushes: how often they wrote, to measure or hand off."""
 
     def __init__(self, prefill: int, decode: int, config: RouterConfig | None = None) -> None:
@@ -48,23 +48,23 @@ class _CountingTransport(MemoryTransport):
         super().close(agent)
 
 
-def all_usable(fleet: Fleet) -> bool:
+def all_usable(fleet: SimulatedFleet) -> bool:
     members = list(fleet.router.fleet.members("prefill"))
     everybody = len(members) == sum(instance.name.role == "prefill" for instance in fleet.instances.values())
     return everybody and fleet.router.fleet.settled and all(len(each.usable) == len(each.partners) > 0 for each in members)
 
 
-def partners(fleet: Fleet) -> dict[InstanceId, set[InstanceId]]:
+def partners(fleet: SimulatedFleet) -> dict[InstanceId, set[InstanceId]]:
     """Of each prefill instance."""
     return {member.info.id: set(member.partners) for member in fleet.router.fleet.members("prefill")}
 
 
-def handed_off(fleet: Fleet) -> int:
+def handed_off(fleet: SimulatedFleet) -> int:
     lives = (life for life in fleet.lives if life.name.role == "decode")
     return sum(life.scheduler.report().counters.handoffs for life in lives)
 
 
-def submit(fleet: Fleet, first: int, count: int) -> list[Client]:
+def submit(fleet: SimulatedFleet, first: int, count: int) -> list[Client]:
     return [fleet.submit(f"r{first + number}", PROMPT, 20) for number in range(count)]
 
 

@@ -5,7 +5,7 @@ from itertools import product
 import pytest
 
 from common.instance.ranks.line import SILENCE_S
-from simulation.fleet import Fleet
+from simulation.fleet import SimulatedFleet
 from tests.life.expected import undisturbed
 
 PROMPT = list(range(10, 31))
@@ -14,8 +14,8 @@ DEGREES = [degrees for degrees in product((1, 2, 4), repeat=2) if degrees != (1,
 """The toy has two heads, so four ranks hold each of them twice."""
 
 
-def fleet_of(prefill: int, decode: int, instances: int = 1) -> Fleet:
-    return Fleet(instances, instances, ranks={"prefill": prefill, "decode": decode})
+def fleet_of(prefill: int, decode: int, instances: int = 1) -> SimulatedFleet:
+    return SimulatedFleet(instances, instances, ranks={"prefill": prefill, "decode": decode})
 
 
 @pytest.mark.parametrize(("prefill", "decode"), DEGREES)

@@ -22,11 +22,11 @@ from router.fleet import UnknownInstance
 from router.members import QUARANTINE_DIVISOR
 from router.traces import TraceRuns
 from simulation.clock import Clock
-from simulation.fleet import Fleet, World
+from simulation.fleet import SimulatedFleet, World
 from simulation.instance import Instance
 from simulation.network import Letter, keys_of
 from simulation.processes import RouterProcess
-from simulation.rank import Follower
+from simulation.rank import SimulatedFollower
 from tests.life.asked import Asked
 from tests.life.asks import Ask
 from tests.life.deeds import (
@@ -68,7 +68,7 @@ ORPHANS_S = 3.0
 """Within which requests of a dead router are over, if nothing else befalls their instances."""
 
 
-class Trial(Fleet):
+class Trial(SimulatedFleet):
     """The fleet is ready when it has been made; `run_window` begins the schedule."""
 
     def __init__(self, schedule: Schedule) -> None:
@@ -181,7 +181,7 @@ class Trial(Fleet):
             instance.kill()
         self.fabric.died(instance.info.pools[rank].agent, noticed_s)
 
-    def follower_ended(self, follower: Follower, reason: str) -> None:
+    def follower_ended(self, follower: SimulatedFollower, reason: str) -> None:
         super().follower_ended(follower, reason)
         self._note(f"{follower.name} ended by itself: {reason}")
         self.fabric.died(follower.rank.loop.descriptor.agent, 0.0)

@@ -47,7 +47,7 @@ from common.messages import (
     TextDelta,
     TokenLogprob,
 )
-from common.text.embedding import Embedding
+from common.text.embedding import EmbeddingMode
 from common.text.tokenizer_manager import ChatOptions
 from router.api.app import Api, build_app
 from router.api.intake import Intake
@@ -349,7 +349,7 @@ class Site:
         max_body_bytes: int = 100_000,
         chat_template: str = "",
         access: Access = OPEN,
-        embedding: Embedding | None = None,
+        embedding: EmbeddingMode | None = None,
     ) -> None:
         self.access = access
         self.fleet = fleet = fleet or EchoFleet()

@@ -6,13 +6,13 @@ from typing import Any
 import openai
 import pytest
 
-from common.text.embedding import Embedding
+from common.text.embedding import EmbeddingMode
 from tests.router.calls import assert_error, post, sent_to_fleet, until
 from tests.router.fakes import CONTEXT, MODEL, EchoFleet, Site, listening
 
 pytestmark = pytest.mark.anyio
 
-SCALED, RAW = Embedding("mean", normalize=True, size=2), Embedding("last", normalize=False, size=2)
+SCALED, RAW = EmbeddingMode("mean", normalize=True, size=2), EmbeddingMode("last", normalize=False, size=2)
 
 
 async def test_each_prompt_gets_its_embedding_scaled_as_the_model_wants() -> None:

@@ -12,13 +12,13 @@ from common.errors import DeadlinePassed, InstanceFailed, Overloaded, TandemErro
 from common.ids import unpack_ids
 from common.messages import Failed
 from common.sampling_params import SamplingParams
-from common.text.embedding import Embedding
+from common.text.embedding import EmbeddingMode
 from router.api import app
 from tests.router.calls import JSON, assert_error, chat, completion, events, get, metric, post, sent_to_fleet, until, usage
 from tests.router.fakes import CONTEXT, MODEL, EchoFleet, Site
 
 pytestmark = pytest.mark.anyio
-EMBEDDING = Embedding("last", normalize=False, size=2)
+EMBEDDING = EmbeddingMode("last", normalize=False, size=2)
 
 
 # --- answers -----------------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from common.config import RouterConfig
 from common.errors import BadRequest
 from common.ids import pack_ids
 from common.pages.radix_cache import BlockNames
-from common.text.embedding import Embedding
+from common.text.embedding import EmbeddingMode
 from common.text.tokenizer_manager import ChatOptions
 from router.api import intake
 from router.api.bodies import LARGE_BODY_BYTES
@@ -219,6 +219,6 @@ async def test_a_text_that_cannot_be_tokenized_is_refused_by_the_field_that_held
 
     monkeypatch.setattr(CharTokenizer, "encode", encode)
     monkeypatch.setattr(CharTokenizer, "encode_chat", encode_chat)
-    async with Site(embedding=Embedding("last", normalize=False, size=2)) as site:
+    async with Site(embedding=EmbeddingMode("last", normalize=False, size=2)) as site:
         refused = await post(site, path, body if path == "/generate" else {"model": MODEL} | body)
         assert_error(refused, 400, "invalid_request_error", field)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from common.messages import Ending, Finished, TokenLogprob, TokenLogprobs
-from common.text.embedding import Embedding
+from common.text.embedding import EmbeddingMode
 from router import outbox
 from router.api import sending
 from router.api.answers import AnswerShape, WholeChoice
@@ -75,7 +75,7 @@ async def test_an_answer_with_much_to_write_is_written_on_a_thread(
         return write(self, choices)
 
     monkeypatch.setattr(shape, "whole", watched)
-    async with Site(embedding=Embedding("last", normalize=False, size=2)) as site:
+    async with Site(embedding=EmbeddingMode("last", normalize=False, size=2)) as site:
         for most in (size, size - 1):
             monkeypatch.setattr(sending, "LOOP_SIZE", most)
             assert (await post(site, f"/v1/{path}", body)).status_code == 200

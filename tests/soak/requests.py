@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 from schemathesis.core.result import Ok
 
 from common.config import RouterConfig
-from common.text.embedding import Embedding
+from common.text.embedding import EmbeddingMode
 from tests.router.fakes import MODEL, EchoFleet, Site
 
 ANSWER_S = 30.0
@@ -122,7 +122,7 @@ class Sender:
         return [f"{count} {what}" for what, count in open_now.items() if count]
 
     async def _enter(self) -> Site:
-        return await Site(EchoFleet(), PATIENT, embedding=Embedding("last", normalize=True, size=2)).__aenter__()
+        return await Site(EchoFleet(), PATIENT, embedding=EmbeddingMode("last", normalize=True, size=2)).__aenter__()
 
     async def _request(self, method: str, path: str, arguments: dict[str, Any]) -> tuple[int, bytes]:
         async with asyncio.timeout(ANSWER_S), self._site.client() as client:

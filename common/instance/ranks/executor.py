@@ -11,7 +11,7 @@ from typing import NoReturn
 from common.errors import BadRequest, TandemError, Unavailable
 from common.executor import EngineDescription, Executor, ExecutorFailed, Plan, Preparation, StepHandle, StepResult
 from common.ids import Int32Array
-from common.instance.ranks.leader import Follower, Followers
+from common.instance.ranks.leader import FollowerLine, Followers
 from common.instance.ranks.line import RankLost, digest_tokens
 from common.messages import Failed
 from common.sampling_params import Grammar
@@ -65,7 +65,7 @@ class RankedPreparation:
         self._grammar = weakref.ref(grammar)
         self._own_ready = False
         self._id = grammar_id
-        self._waiting: list[Follower] = list(followers)
+        self._waiting: list[FollowerLine] = list(followers)
 
     @property
     def ends_s(self) -> float | None:
@@ -77,7 +77,7 @@ class RankedPreparation:
         self._own_ready = self._own_ready or self._own.poll()
         if not self._own_ready:
             return False  # where all refuse, the leader's error names the field
-        still: list[Follower] = []
+        still: list[FollowerLine] = []
         for follower in self._waiting:
             if self._id not in follower.prepared:
                 still.append(follower)

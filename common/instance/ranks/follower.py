@@ -42,7 +42,7 @@ from common.messages.ranks import (
 from common.sampling_params import Grammar
 
 
-class _Step:
+class _FollowerStep:
     """A step in flight. layers_told: those that the leader knows of."""
 
     def __init__(self, number: int, handle: StepHandle) -> None:
@@ -61,7 +61,7 @@ class FollowerLoop:
         self._line = line
         self._silence_s = START_SILENCE_S
         """Others may still load, and the leader too."""
-        self._steps: deque[_Step] = deque()
+        self._steps: deque[_FollowerStep] = deque()
         self._grammars: dict[int, Grammar] = {}
         """Those of open requests, by the leader's number: rows begin with these objects, and keep what is compiled."""
         self._preparing: dict[int, Preparation] = {}
@@ -108,7 +108,7 @@ class FollowerLoop:
         match message:
             case Launch():
                 plan = unpack_plan(message, self._grammars)
-                self._steps.append(_Step(plan.step, self._executor.launch(plan)))
+                self._steps.append(_FollowerStep(plan.step, self._executor.launch(plan)))
             case Command(order=order):
                 self._transfers.submit(unpack_order(order))
             case Ping(sent_s=sent_s, serving=serving):

@@ -164,7 +164,7 @@ ABSENT_S = 5.0
 
 
 @dataclass(slots=True, eq=False)
-class _Joined:
+class _JoinedFollower:
     """A follower that has said hello. offers: in the order of rounds."""
 
     name: InstanceId
@@ -181,7 +181,7 @@ class Gathering:
         self._mail = mail
         self._ranks = ranks
         self._setup = setup
-        self._joined: dict[int, _Joined] = {}
+        self._joined: dict[int, _JoinedFollower] = {}
         self._refusals = Refusals(mail)
         self._meeting: str | None = None
         self._welcomed = False
@@ -317,7 +317,7 @@ class Gathering:
         else:
             self._refusals.joined(hello.rank)
             self._mail.route(sender, hello.address, watch=True)
-            self._joined[hello.rank] = _Joined(sender, hello.info, Line(sender, describe(hello), now))
+            self._joined[hello.rank] = _JoinedFollower(sender, hello.info, Line(sender, describe(hello), now))
 
     def _why_not(self, hello: RankHello) -> str | None:
         if hello.wire_version != WIRE_VERSION:
@@ -341,7 +341,7 @@ class Gathering:
                 del self._joined[rank]
                 self._mail.route(each.name, None)
 
-    def _take(self, joined: _Joined, message: ToLeader, now: float) -> None:
+    def _take(self, joined: _JoinedFollower, message: ToLeader, now: float) -> None:
         match message:
             case Offer(pages=pages):
                 joined.offers.append(pages)

@@ -40,7 +40,7 @@ its end tells which it was: the host refuses connections after a third of a seco
 
 
 @dataclass(slots=True, eq=False)
-class Follower:
+class FollowerLine:
     """What one follower has said that nobody has asked for yet. returned: step → CRC of its tokens. layers: of the running step.
     prepared: grammar → why it cannot be used, or None."""
 
@@ -61,7 +61,7 @@ class Followers:
 
     def __init__(self, mail: Mail[ToLeader], lines: Sequence[Line], now: float, refusals: Refusals | None = None) -> None:
         self._mail = mail
-        self._all = [Follower(rank, line, transfers_progress_s=now) for rank, line in enumerate(lines, 1)]
+        self._all = [FollowerLine(rank, line, transfers_progress_s=now) for rank, line in enumerate(lines, 1)]
         self._by_name = {follower.line.to: follower for follower in self._all}
         self._refusals = refusals or Refusals(mail)
         self._grammars: set[int] = set()
@@ -76,7 +76,7 @@ class Followers:
         self.drain_asked = False
         """A follower's process was told to stop."""
 
-    def __iter__(self) -> Iterator[Follower]:
+    def __iter__(self) -> Iterator[FollowerLine]:
         return iter(self._all)
 
     def __len__(self) -> int:
@@ -141,7 +141,7 @@ class Followers:
                 follower.prepared.pop(grammar_id, None)
             self._mail.send(follower.line.to, DropGrammars(number=follower.line.next(), grammar_ids=tuple(grammar_ids)))
 
-    def command(self, follower: Follower, command: TransferCommand) -> None:
+    def command(self, follower: FollowerLine, command: TransferCommand) -> None:
         """For its transfers. Commands wait, in order, until the first ping is answered."""
         offset_s = follower.line.clock_offset_s
         if offset_s is None:
@@ -164,7 +164,7 @@ class Followers:
         else:
             self._refusals.refuse(sender, hello, f"there is no rank {hello.rank} besides rank 0 with --tp {1 + len(self._all)}")
 
-    def _take(self, follower: Follower, message: ToLeader, now: float) -> None:
+    def _take(self, follower: FollowerLine, message: ToLeader, now: float) -> None:
         match message:
             case StepReturned(step=step, digest=digest):
                 follower.returned[step] = digest
@@ -194,7 +194,7 @@ class Followers:
 class RemoteTransfers:
     """The transfers of one follower. Implements `common.instance.ports.Transfers` by messages."""
 
-    def __init__(self, followers: Followers, follower: Follower) -> None:
+    def __init__(self, followers: Followers, follower: FollowerLine) -> None:
         self._followers = followers
         self._follower = follower
 

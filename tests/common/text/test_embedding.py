@@ -8,7 +8,7 @@ import pytest
 
 from common.config import PoolingName
 from common.errors import ConfigError
-from common.text.embedding import Embedding, read_embedding
+from common.text.embedding import EmbeddingMode, read_embedding
 
 OLD_MODES = ("cls_token", "mean_tokens", "max_tokens", "lasttoken")
 
@@ -34,28 +34,30 @@ def checkpoint(path: Path, *kinds: str, pooling: object = None) -> str:
     ("kinds", "pooling", "expected"),
     [
         ((), None, None),
-        (("Transformer", "Pooling", "Normalize"), old_pooling("lasttoken"), Embedding("last", True, 8)),
-        (("Transformer", "Pooling"), old_pooling("mean_tokens"), Embedding("mean", False, 8)),
-        (("Transformer", "Pooling"), {"pooling_mode": "cls"}, Embedding("cls", False, 8)),
+        (("Transformer", "Pooling", "Normalize"), old_pooling("lasttoken"), EmbeddingMode("last", True, 8)),
+        (("Transformer", "Pooling"), old_pooling("mean_tokens"), EmbeddingMode("mean", False, 8)),
+        (("Transformer", "Pooling"), {"pooling_mode": "cls"}, EmbeddingMode("cls", False, 8)),
         (("Transformer", "Pooling"), old_pooling("max_tokens"), None),
         (("Transformer", "Pooling"), old_pooling("cls_token", "lasttoken"), None),
         (("Transformer", "Pooling"), {"pooling_mode": "mean", "include_prompt": False}, None),
         (("Transformer", "Pooling", "Dense"), old_pooling("lasttoken"), None),
     ],
 )
-def test_auto_follows_the_checkpoint(tmp_path: Path, kinds: tuple[str, ...], pooling: object, expected: Embedding | None) -> None:
+def test_auto_follows_the_checkpoint(
+    tmp_path: Path, kinds: tuple[str, ...], pooling: object, expected: EmbeddingMode | None
+) -> None:
     assert read_embedding(checkpoint(tmp_path, *kinds, pooling=pooling), "auto") == expected
 
 
-@pytest.mark.parametrize(("flag", "expected"), [("none", None), ("mean", Embedding("mean", True, 8))])
-def test_the_flag_goes_before_the_checkpoint(tmp_path: Path, flag: PoolingName, expected: Embedding | None) -> None:
+@pytest.mark.parametrize(("flag", "expected"), [("none", None), ("mean", EmbeddingMode("mean", True, 8))])
+def test_the_flag_goes_before_the_checkpoint(tmp_path: Path, flag: PoolingName, expected: EmbeddingMode | None) -> None:
     path = checkpoint(tmp_path, "Transformer", "Pooling", "Normalize", pooling=old_pooling("lasttoken"))
     assert read_embedding(path, flag) == expected
 
 
 def test_an_ordinary_checkpoint_is_scaled_with_a_flag_and_a_broken_one_is_told(tmp_path: Path) -> None:
     path = checkpoint(tmp_path)
-    assert read_embedding(path, "cls") == Embedding("cls", True, 8)
+    assert read_embedding(path, "cls") == EmbeddingMode("cls", True, 8)
     (tmp_path / "modules.json").write_text("[1]")
     with pytest.raises(ConfigError, match=r"modules\.json"):
         read_embedding(path, "auto")
