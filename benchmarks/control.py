@@ -239,9 +239,8 @@ class ControlSession:
 
     def _fill(self) -> None:
         time.sleep(self._calm_s)
-        began, cpu_s = time.monotonic(), self._router.cpu_s()
-        time.sleep(self._bench.seconds)
-        self._idle_share = (self._router.cpu_s() - cpu_s) / (time.monotonic() - began)
+        elapsed_s, used_s, _ = self._watch(lambda: time.sleep(self._bench.seconds))
+        self._idle_share = used_s / elapsed_s
         began, left = time.monotonic(), self._figures.instances
         while left:
             self._fleet.add(min(left, AT_ONCE))
@@ -251,10 +250,8 @@ class ControlSession:
 
     def _rest(self) -> None:
         self._fleet.run(self._calm_s)
-        began, cpu_s, before = time.monotonic(), self._router.cpu_s(), self._fleet.moved_bytes.copy()
-        self._fleet.run(self._bench.seconds)
-        elapsed_s, moved = time.monotonic() - began, self._fleet.moved_bytes - before
-        self._rest_share = (self._router.cpu_s() - cpu_s) / elapsed_s
+        elapsed_s, used_s, moved = self._watch(lambda: self._fleet.run(self._bench.seconds))
+        self._rest_share = used_s / elapsed_s
         self._rest_bytes_per_s = without_beats(moved) / elapsed_s
         self._figures.heartbeat_core_share = max(0.0, self._rest_share - self._idle_share)
         self._figures.heartbeat_bytes_per_s = moved.total() / elapsed_s
@@ -269,13 +266,21 @@ class ControlSession:
 
     def _cost(self, act: Callable[[], object], what: str) -> tuple[int, float]:
         """Bytes and milliseconds of CPU that this costs beyond those of a fleet at rest."""
+
+        def settled() -> None:
+            act()
+            self._settle(what)
+            self._fleet.run(self._calm_s)
+
+        elapsed_s, used_s, moved = self._watch(settled)
+        more_bytes = int(without_beats(moved) - elapsed_s * self._rest_bytes_per_s)
+        return max(0, more_bytes), 1e3 * max(0.0, used_s - elapsed_s * self._rest_share)
+
+    def _watch(self, act: Callable[[], object]) -> tuple[float, float, Counter[str]]:
+        """Seconds, the router's seconds of CPU, and the bytes of each message that pass meanwhile."""
         began, cpu_s, before = time.monotonic(), self._router.cpu_s(), self._fleet.moved_bytes.copy()
         act()
-        self._settle(what)
-        self._fleet.run(self._calm_s)
-        elapsed_s, moved = time.monotonic() - began, without_beats(self._fleet.moved_bytes - before)
-        used_s = self._router.cpu_s() - cpu_s - elapsed_s * self._rest_share
-        return max(0, int(moved - elapsed_s * self._rest_bytes_per_s)), 1e3 * max(0.0, used_s)
+        return time.monotonic() - began, self._router.cpu_s() - cpu_s, self._fleet.moved_bytes - before
 
     def _pages(self) -> None:
         self._figures.metrics_ms, self._figures.metrics_bytes = self._page("/metrics")
@@ -312,8 +317,8 @@ def without_beats(moved: Counter[str]) -> int:
 
 
 class MeasuredRouter:
-    """`launch router` with the demo model. Who pings it and gets its pages does so in processes of their own, so that the work of
-    playing instances does not count as a pause of the router."""
+    """`launch router` with the demo model. Separate processes ping it and get its pages, so that the work of playing instances
+    does not count as a pause of the router."""
 
     def __init__(self) -> None:
         """Raises FleetFailed."""

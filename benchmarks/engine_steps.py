@@ -275,17 +275,17 @@ class StartedModel:
     figure: Started
 
 
-def start(task: EngineTask, say: Say) -> StartedModel:
-    said: list[tuple[float, str]] = []
+def start_model(task: EngineTask, say: Say) -> StartedModel:
+    lines: list[tuple[float, str]] = []
 
-    def take(text: str) -> None:
-        said.append((time.monotonic(), text))
+    def note(text: str) -> None:
+        lines.append((time.monotonic(), text))
         say(text)
 
     with checkpoint(task) as (model, engine):
         shape = read_served_shape(resolve_model_path(model.model, weights=False))
         began = time.monotonic()
-        runner = ModelRunner(model, engine, take)
+        runner = ModelRunner(model, engine, note)
         ended = time.monotonic()
     described, device = runner.description, current(engine.device)
     dtype: KVDtype = described.model.dtype  # type: ignore[assignment]
@@ -293,8 +293,8 @@ def start(task: EngineTask, say: Say) -> StartedModel:
         model=task.model,
         dtype=dtype,
         seconds=ended - began,
-        phases=phases(said, began, ended),
-        said=[text for _, text in said],
+        phases=phases(lines, began, ended),
+        said=[text for _, text in lines],
         weight_bytes=step_weight_bytes(shape, ITEM_BYTES[dtype], engine),
         pool_bytes=described.memory.region_bytes,
         context_tokens=described.model.context_tokens,
@@ -305,12 +305,12 @@ def start(task: EngineTask, say: Say) -> StartedModel:
     return StartedModel(runner, shape, figure)
 
 
-def phases(said: Sequence[tuple[float, str]], began: float, ended: float) -> dict[str, float]:
+def phases(lines: Sequence[tuple[float, str]], began: float, ended: float) -> dict[str, float]:
     """How long each phase took: from its first line to the first of the next. Lines that begin with the same two words are of one
     phase, and these are its name; what is before the first line is called "before"."""
     times: dict[str, float] = {}
     name, since = "before", began
-    for at, text in (*said, (ended, "")):
+    for at, text in (*lines, (ended, "")):
         new = " ".join(re.findall("[A-Za-z]+", text)[:2])
         if new != name:
             times[name] = times.get(name, 0.0) + at - since
@@ -320,7 +320,7 @@ def phases(said: Sequence[tuple[float, str]], began: float, ended: float) -> dic
 
 def measure_steps(task: EngineTask, say: Say) -> Iterator[Figure]:
     """Start-up, then prefill, then decode steps."""
-    started = start(task, say)
+    started = start_model(task, say)
     yield started.figure
     runner, bench = started.runner, task.bench
     with runner.on_device():
@@ -387,7 +387,7 @@ def in_flight(runner: ModelRunner, plans: Sequence[Plan]) -> tuple[list[float], 
 
 def measure_floor(task: EngineTask, say: Say) -> Iterator[Figure]:
     """A prompt is one chunk."""
-    started = start(task, say)
+    started = start_model(task, say)
     engine, bench = started.runner.description, task.bench
     for tokens in bench.chunk_lengths:
         say(f"floor of prefill, {tokens} tokens")

@@ -93,11 +93,11 @@ def measure_host(task: EngineTask, say: Say) -> Iterator[Figure]:
     on_cuda = device.type == "cuda"
     head_dim, kv_heads, dtype = (128, 8, "bfloat16") if on_cuda else (8, 1, "float32")
     layout = KVLayout(layers=1, kv_heads=kv_heads, head_dim=head_dim, page_size=16, dtype=dtype)  # type: ignore[arg-type]
-    said: list[str] = []
+    lines: list[str] = []
     with torch.cuda.stream(torch.cuda.Stream(device) if on_cuda else None):  # type: ignore[no-untyped-call]
         memory = KVMemory(layout, HOST_ROWS * layout.pages_for(HOST_CONTEXT), device)
-        steps = empty_step_runner(memory, 4 * kv_heads, task.engine, said.append)
-        has_graphs = on_cuda and task.engine.graphs != "off" and steps.capture(CudaGraphs(), [HOST_ROWS], said.append) is None
+        steps = empty_step_runner(memory, 4 * kv_heads, task.engine, lines.append)
+        has_graphs = on_cuda and task.engine.graphs != "off" and steps.capture(CudaGraphs(), [HOST_ROWS], lines.append) is None
         identity = ModelIdentity(
             name="", fingerprint="", architecture="", dtype=dtype, vocab_size=HOST_VOCAB, context_tokens=HOST_CONTEXT
         )
@@ -121,7 +121,7 @@ def measure_host(task: EngineTask, say: Say) -> Iterator[Figure]:
         device=str(device),
         rows=HOST_ROWS,
         graphs=has_graphs,
-        attention=next((text for text in said if text.startswith("attention")), "torch"),
+        attention=next((text for text in lines if text.startswith("attention")), "torch"),
         launch_ms=Spread.of(1e3 * seconds for seconds in taken[HOST_WARM_STEPS:]),
     )
 
@@ -147,6 +147,7 @@ def empty_step_runner(memory: KVMemory, query_heads: int, engine: EngineConfig, 
 # --- sampling ----------------------------------------------------------------------------------------------------------------
 
 PROMPT_TOKENS, STEPS_AT_ONCE, SAMPLING_ROWS, QUICK_ROWS = 128, 3, 64, 4
+NOTHING = SamplingParams(max_new_tokens=99, temperature=0.0)
 KINDS: dict[str, dict[str, Any]] = {
     "nothing": {},
     "temperature": {"temperature": 0.8},
@@ -175,8 +176,7 @@ def measure_sampling(task: EngineTask, say: Say) -> Iterator[Figure]:
         for number in range(task.bench.rounds + 1):
             say(f"round {number}")
             for kind, fields in kinds.items():
-                sampling = msgspec.structs.replace(GREEDY, max_new_tokens=99, ignore_eos=False, **fields)
-                first, *others = sampling_plans(runner, sampling)
+                first, *others = sampling_plans(runner, msgspec.structs.replace(NOTHING, **fields))
                 runner.steps.launch(first).wait()
                 taken, _ = in_flight(runner, others)
                 if number:  # the first round compiles and warms up

@@ -61,7 +61,7 @@ class PlayedInstance:
         self.info = info
         self.membership = Membership(info, control, now)
         self.links: dict[InstanceId, LinkInfo] = {}
-        """The links to all peers that it was told of."""
+        """The links to all its peers."""
         self.router: InstanceId | None = None
         """The router whose member it is."""
         self.is_settled = False
@@ -69,8 +69,8 @@ class PlayedInstance:
         self._peers = PeerSets()
         self._unreported: dict[InstanceId, LinkInfo] = {}
         self._links_version = 0
-        self._is_sent = False
-        """All that is new was sent."""
+        self._has_sent_all = False
+        """The router was sent all that is new."""
 
     def receive(self, message: PrefillInbox, now: float, *, reachable: bool) -> list[AnyMessage]:
         """Returns what it sends then. Raises FleetFailed for what no played instance should get."""
@@ -81,8 +81,8 @@ class PlayedInstance:
                     # It keeps its links when the router is another one, and waits for that one's word on its peers.
                     if self.router is not None:
                         self._peers.retire(self.router, now)
-                    self.router, self._is_sent = message.router, False
-                self.is_settled = self._is_sent
+                    self.router, self._has_sent_all = message.router, False
+                self.is_settled = self._has_sent_all
             case Refused():
                 raise FleetFailed(f"a played instance was refused: {message.reason}")
             case Peers():
@@ -108,7 +108,7 @@ class PlayedInstance:
         peers_version = 0 if self.router is None else self._peers.version(self.router)
         state = State(Load(pages_free=PAGES, pages_total=PAGES), Counters(), self._links_version, draining=False)
         messages += [send.message for send in self.membership.due(now, state, peers_version, reachable=reachable)]
-        self._is_sent = self.membership.joined and peers_version > 0
+        self._has_sent_all = self.membership.joined and peers_version > 0
         return messages
 
     def lose_router(self, now: float) -> None:
@@ -116,11 +116,11 @@ class PlayedInstance:
         if self.router is not None:
             self.membership.end(now)
             self._peers.retire(self.router, now)
-            self.router, self._is_sent, self.is_settled = None, False, False
+            self.router, self._has_sent_all, self.is_settled = None, False, False
 
     def _meet(self, change: PeersChanged | None) -> None:
         """Link to other peers, of which the router is to hear."""
-        self._is_sent = self.is_settled = False
+        self._has_sent_all = self.is_settled = False
         if change is not None:
             for gone in change.left:
                 self.links.pop(gone, None)
