@@ -408,14 +408,14 @@ def measure_requests(bench: RouterBench) -> tuple[list[FirstTokens], RequestRate
         others = fleet.begin(BESIDE, BESIDE, min(LONGEST_ANSWER, 4 * few))
         beside = first_tokens(fleet.send(few, 1, 1), BESIDE)
         ended(others)
-    done, cpu_s = len(many.ttft_s), many.total.cpu_s
+    done, used_s = len(many.ttft_s), many.total.cpu_s
     requests = RequestRate(
         requests=done,
         parallel=REQUESTS_AT_ONCE,
         failed=many.failed,
         per_s=done / many.total.s,
-        per_core_s=done / cpu_s,
-        router_ms=1e3 * cpu_s / done,
+        per_core_s=done / used_s,
+        router_ms=1e3 * used_s / done,
     )
     return [alone, beside], requests
 

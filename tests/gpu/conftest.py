@@ -12,7 +12,7 @@ from launch.child import find_programs
 
 FILTERS = (
     "default",
-    r"error:::(common|engine|prefill|decode|kv_transfer|router|simulation|bench|launch|demo|tests)(\.|$)",
+    r"error:::(common|engine|prefill|decode|kv_transfer|router|simulation|bench|benchmarks|launch|demo|tests)(\.|$)",
     "ignore:Synchronization debug mode is a prototype feature",
 )
 """The later ones come first. torch says the last one at the first `set_sync_debug_mode`, and would not set it."""
