@@ -33,7 +33,7 @@ from bench.report import (
 from common.config import EngineConfig, ModelConfig
 from common.errors import ConfigError, Preempted, TandemError
 from common.executor import EngineDescription, Executor, StepHandle
-from common.ids import ROUTER, Incarnation, InstanceId, Int32Array, Key, RequestId, pack_ids
+from common.ids import ROUTER, AttemptId, Incarnation, InstanceId, Int32Array, RequestId, pack_ids
 from common.instance.ports import Action, RouterJoined, Send
 from common.instance.requests import InstanceLimits
 from common.instance.worker import STEPS_IN_FLIGHT
@@ -263,7 +263,7 @@ class _OfflineRequests:
         so_far = len(request.answer)
         left = request.sequence.answer_tokens - so_far
         generate = Generate(
-            key=Key(RequestId(f"{number}"), request.attempt, ROUTER),
+            key=AttemptId(RequestId(f"{number}"), request.attempt, ROUTER),
             prompt=pack_ids(np.concatenate([request.sequence.prompt, np.array(request.answer, dtype=np.int32)])),
             sampling=SamplingParams(max_new_tokens=left, temperature=self._temperature, ignore_eos=True, seed=number),
             first=so_far,

@@ -24,7 +24,7 @@ import numpy as np
 from common.addresses import LOOPBACK
 from common.config import TransportName
 from common.errors import TransferError
-from common.ids import ROUTER, Incarnation, InstanceId, Int32Array, Int64Array, Key, RequestId, Ticket
+from common.ids import ROUTER, AttemptId, Incarnation, InstanceId, Int32Array, Int64Array, RequestId, Ticket
 from common.instance.ports import Allow, Connect, Expect, LinkChanged, Push, PushDone, PushFailed
 from common.messages import InstanceInfo, ModelIdentity, PoolDescriptor
 from common.pages.host_memory import host_memory
@@ -39,7 +39,7 @@ PUSH_S = 60.0
 WRITE_LEASE_S = 86_400.0
 TARGET = InstanceId("target")
 LIFE = Incarnation("1")
-NO_REQUEST = Key(RequestId("bench"), 0, ROUTER)
+NO_REQUEST = AttemptId(RequestId("bench"), 0, ROUTER)
 PushOnce: TypeAlias = Callable[[], None]
 
 

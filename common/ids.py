@@ -46,8 +46,8 @@ class Life(NamedTuple):
     incarnation: Incarnation
 
 
-class Key(msgspec.Struct, frozen=True, array_like=True, order=True):
-    """The key of every message about a request. By it a late message of an old attempt is told apart and dropped."""
+class AttemptId(msgspec.Struct, frozen=True, array_like=True, order=True):
+    """The name of one try at a request. Every message about it carries this, so a late one of an old attempt is dropped."""
 
     request_id: RequestId
     attempt: Count
@@ -58,7 +58,7 @@ class Key(msgspec.Struct, frozen=True, array_like=True, order=True):
         return f"{self.request_id}/{self.attempt}"
 
 
-def shard_of(key: Key, shards: int) -> int:
+def shard_of(key: AttemptId, shards: int) -> int:
     """Which of its router's detokenizers gets the tokens of a request: the same in every process, and for every attempt."""
     return zlib.crc32(key.request_id.encode()) % shards if shards > 1 else 0
 

@@ -25,7 +25,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from common.deadlines import DeadlineWheel, earliest
-from common.ids import Key
+from common.ids import AttemptId
 from common.instance.request import Phase
 from common.instance.waiting_line import PATIENCE_S, Rank, WaitingLine, who_gives_way
 from common.pages.pool import Closing, PageLease
@@ -79,7 +79,7 @@ LOOKED_AT = 32
 
 @dataclass(frozen=True, slots=True)
 class _Kept:
-    key: Key
+    key: AttemptId
     owner: str
     rank: Rank
     until_s: float
@@ -93,19 +93,19 @@ class Rounds:
     """
 
     def __init__(self) -> None:
-        self._waiting: DeadlineWheel[Key] = DeadlineWheel()
+        self._waiting: DeadlineWheel[AttemptId] = DeadlineWheel()
         self._kept: _Kept | None = None
 
-    def asked(self, key: Key, now: float) -> None:
+    def asked(self, key: AttemptId, now: float) -> None:
         """A reservation has joined the line, for the first time or again."""
         self._waiting.set(key, now + WAITS_S)
         if self._kept is not None and self._kept.key == key:
             self._kept = None
 
-    def admitted(self, key: Key) -> None:
+    def admitted(self, key: AttemptId) -> None:
         self._waiting.clear(key)
 
-    def over(self, waiting: WaitingLine[DecodeRequest], now: float) -> list[Key]:
+    def over(self, waiting: WaitingLine[DecodeRequest], now: float) -> list[AttemptId]:
         """The reservations to decline now, if they still wait. The place of the one that nobody may pass is kept."""
         if self._kept is not None and now >= self._kept.until_s:
             self._kept = None

@@ -32,7 +32,7 @@ from itertools import chain
 import numpy as np
 
 from common.executor import EngineDescription, RowStart
-from common.ids import Int64Array, Key, Life, pack_ids
+from common.ids import AttemptId, Int64Array, Life, pack_ids
 from common.instance.ports import Action, Send
 from common.instance.prompt_cache import PromptCache
 from common.instance.request import Phase, PromptProgress, Request
@@ -195,7 +195,7 @@ class DecodeRequests:
         self.growth = Growth(self.batch, self._page_size, limits.answer_tokens)
         self.target = HandoffTarget(me.incarnation)
         self.by_row: dict[int, DecodeRequest] = {}
-        self.leaving: dict[Key, DecodeRequest] = {}
+        self.leaving: dict[AttemptId, DecodeRequest] = {}
         """Those whose row is free again, while a writer may still write their pages. A row is scarcer than pages: many writers
         that do not let go must not keep everybody out."""
         self.computing: dict[int, PromptProgress] = {}

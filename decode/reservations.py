@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from common.addresses import on_one_host
 from common.errors import InstanceFailed, Unavailable
 from common.executor import EngineDescription
-from common.ids import InstanceId, Key, Life
+from common.ids import AttemptId, InstanceId, Life
 from common.instance.ports import Action, Expect, PeersChanged, Settle
 from common.instance.request import Phase
 from common.messages import Failed, Handoff, InstanceInfo, Renew, Reserve, Withdraw
@@ -187,7 +187,7 @@ class Reservations:
             actions += self._close(reservation, silent, now)
         return actions
 
-    def settled(self, key: Key, now: float) -> None:
+    def settled(self, key: AttemptId, now: float) -> None:
         """Everything that had arrived for a closed reservation is in memory, so its pages can be given away."""
         request = self._requests.table.get(key)
         if request is not None and request.settles:

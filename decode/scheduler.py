@@ -22,7 +22,7 @@ import numpy as np
 from common.deadlines import earliest
 from common.errors import NoRoom, Preempted, Unavailable
 from common.executor import EngineDescription, Plan, StepResult
-from common.ids import InstanceId, Key, Life
+from common.ids import AttemptId, InstanceId, Life
 from common.instance.ports import (
     Action,
     Decision,
@@ -305,7 +305,7 @@ class DecodeScheduler:
         )
         return Report(load, counters, self._table.drained, cache_version=self._teller.version)
 
-    def key_in(self, row: int) -> Key:
+    def key_in(self, row: int) -> AttemptId:
         return self._requests.by_row[row].key
 
     def _admit(self, grown: dict[int, int], now: float) -> list[Action]:

@@ -35,7 +35,7 @@ from typing import assert_never
 
 from common.deadlines import DeadlineWheel
 from common.errors import InstanceFailed, Unavailable
-from common.ids import ID_BYTES, Generation, Incarnation, InstanceId, Int32Array, Key, Life, Ticket, unpack_ids
+from common.ids import ID_BYTES, AttemptId, Generation, Incarnation, InstanceId, Int32Array, Life, Ticket, unpack_ids
 from common.instance.ports import Action, Allow, Push, PushDone, PushFailed, Send
 from common.messages import Claim, Decline, Failed, Grant, Handoff, LinkTraffic, Renew, Renewed, Reserve, TokenLogprob, Withdraw
 from common.messages.base import fits
@@ -100,7 +100,7 @@ class HandoffSource:
         self._layers = layout.layers
         self._page_size = layout.page_size
         self._digest = digest
-        self._by_key: dict[Key, Outgoing] = {}
+        self._by_key: dict[AttemptId, Outgoing] = {}
         self._by_ticket: dict[Ticket, Outgoing] = {}
         self._sessions: dict[Life, Session] = {}
         self._renewals: DeadlineWheel[Life] = DeadlineWheel()
@@ -147,7 +147,7 @@ class HandoffSource:
 
     def computed(
         self,
-        key: Key,
+        key: AttemptId,
         tokens: int,
         layers: int = 0,
         first_token: int | None = None,
@@ -165,7 +165,7 @@ class HandoffSource:
         outgoing.first_token, outgoing.first_logprob = first_token, first_logprob
         return self._advance(outgoing)
 
-    def give_up(self, key: Key) -> list[Action]:
+    def give_up(self, key: AttemptId) -> list[Action]:
         """The request has ended on this side: post nothing more, drain, then withdraw. A handoff that is over is left alone."""
         outgoing = self._by_key.get(key)
         if outgoing is None or outgoing.stage == "stuck":
@@ -191,7 +191,7 @@ class HandoffSource:
             case _:
                 assert_never(message)
 
-    def key_of(self, ticket: Ticket) -> Key | None:
+    def key_of(self, ticket: Ticket) -> AttemptId | None:
         """Whose push this is, if it is one of ours that has not ended."""
         outgoing = self._by_ticket.get(ticket)
         return None if outgoing is None else outgoing.key

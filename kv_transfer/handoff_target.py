@@ -53,7 +53,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from common.deadlines import DeadlineWheel
-from common.ids import Generation, Incarnation, InstanceId, Int32Array, Key, Life, pack_ids
+from common.ids import AttemptId, Generation, Incarnation, InstanceId, Int32Array, Life, pack_ids
 from common.instance.ports import Send
 from common.messages import Grant, Handoff, Renew, Renewed, Withdraw
 from common.messages.base import fits
@@ -90,7 +90,7 @@ class Reservation:
     Reserve was sent, on the writer's clock. cancelled_s: when it was cancelled, on our clock; None while it is wanted.
     """
 
-    key: Key
+    key: AttemptId
     writer: Life
     grant: Grant
     lease: PageLease
@@ -127,8 +127,8 @@ class HandoffTarget:
     """
 
     def __init__(self, incarnation: Incarnation) -> None:
-        self.open: dict[Key, Reservation] = {}
-        self._stuck: set[Key] = set()
+        self.open: dict[AttemptId, Reservation] = {}
+        self._stuck: set[AttemptId] = set()
         """Reservations that their writers cannot release."""
         self._heard: dict[Life, _Heard] = {}
         self._silence: DeadlineWheel[Life] = DeadlineWheel()
@@ -158,7 +158,9 @@ class HandoffTarget:
         """Whether the writer has been heard lately. Only then may it be granted anything."""
         return writer in self._heard and writer not in self._buried
 
-    def grant(self, key: Key, writer: Life, lease: PageLease, prompt_pages: int, asked_s: float, have_tokens: int = 0) -> Send:
+    def grant(
+        self, key: AttemptId, writer: Life, lease: PageLease, prompt_pages: int, asked_s: float, have_tokens: int = 0
+    ) -> Send:
         """Open a reservation over `lease` and tell the writer, which was heard before, where to write. have_tokens: see
         `Grant`."""
         assert key not in self.open, f"{key} is reserved twice"
@@ -199,13 +201,13 @@ class HandoffTarget:
             return None
         return self._close(withdraw.key)
 
-    def cancel(self, key: Key, now: float) -> None:
+    def cancel(self, key: AttemptId, now: float) -> None:
         """The request has ended. Its reservation, if there is one, ends with its writer's next message about it."""
         reservation = self.open.get(key)
         if reservation is not None and reservation.cancelled_s is None:
             reservation.cancelled_s = now
 
-    def renew(self, sender: InstanceId, renew: Renew, now: float, waits: Callable[[Key], bool]) -> Renewal:
+    def renew(self, sender: InstanceId, renew: Renew, now: float, waits: Callable[[AttemptId], bool]) -> Renewal:
         """A writer said which handoffs it holds open. waits: whether a key is waiting for a reservation here."""
         writer = Life(sender, renew.incarnation)
         if writer in self._buried:  # its last mail; were it alive after all, its lease would end unrenewed
@@ -214,7 +216,7 @@ class HandoffTarget:
         claims = {claim.key: claim for claim in renew.claims if not claim.moved}
         moved_keys = {claim.key for claim in renew.claims if claim.moved}
         sends: list[Send] = []
-        over: list[tuple[Key, Generation]] = []
+        over: list[tuple[AttemptId, Generation]] = []
         stuck: list[Reservation] = []
         for key, claim in claims.items():
             reservation = self.open.get(key)
@@ -264,15 +266,15 @@ class HandoffTarget:
         held = (self.open[key] for key in self._stuck)
         return sum(len(reservation.lease) - reservation.have_tokens // page_size for reservation in held)
 
-    def _close(self, key: Key) -> Reservation:
+    def _close(self, key: AttemptId) -> Reservation:
         self._stuck.discard(key)
         return self.open.pop(key)
 
-    def is_quarantined(self, key: Key, now: float) -> bool:
+    def is_quarantined(self, key: AttemptId, now: float) -> bool:
         """Whether it is stuck, and nobody knows for how long: that of a dead writer comes home, and speaks of no failure here."""
         return self.is_stuck(key, now) and self.open[key].writer not in self._buried
 
-    def is_stuck(self, key: Key, now: float) -> bool:
+    def is_stuck(self, key: AttemptId, now: float) -> bool:
         """Whether the reservation has waited unusually long for its writer: it was cancelled, or the writer fell silent, longer
         than a write lease ago. Or the writer says that it cannot release it."""
         if key in self._stuck:

@@ -6,7 +6,7 @@ Owns the record of a handoff and of a pair's session. Pure data. `handoff_source
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
-from common.ids import Generation, Int32Array, Key, Life, Ticket
+from common.ids import AttemptId, Generation, Int32Array, Life, Ticket
 from common.messages import Failed, TokenLogprob
 from kv_transfer.handoff_target import MARGIN_S, RENEW_S, RENEWALS_AFTER, WRITE_LEASE_S
 
@@ -24,7 +24,7 @@ class SourceClosed:
     quiescent: no push can still read the source pages. When False they must be quarantined.
     """
 
-    key: Key
+    key: AttemptId
     failure: Failed | None
     quiescent: bool
 
@@ -33,7 +33,7 @@ class SourceClosed:
 class SourceGranted:
     """Its peer has granted a reservation: the handoff stays there. have_pages: how many pages of it need not be pushed."""
 
-    key: Key
+    key: AttemptId
     have_pages: int = 0
 
 
@@ -41,14 +41,14 @@ class SourceGranted:
 class SourcePosted:
     """Its first push was posted."""
 
-    key: Key
+    key: AttemptId
 
 
 @dataclass(frozen=True, slots=True)
 class SourceRefused:
     """Its peer grants no reservation. The caller moves the handoff to another peer, or gives it up."""
 
-    key: Key
+    key: AttemptId
     failure: Failed
 
 
@@ -57,7 +57,7 @@ class SourceRead:
     """Nothing reads the next `pages` of the source pages any more, counted from the first: they are written, and the prompt is
     computed."""
 
-    key: Key
+    key: AttemptId
     pages: int
 
 
@@ -75,7 +75,7 @@ class Outgoing:
     of pages that SourceRead has reported.
     """
 
-    key: Key
+    key: AttemptId
     peer: Life
     source_pages: Int32Array
     reserved_s: float
@@ -122,8 +122,8 @@ class Session:
     """The open handoffs with one decode instance. moved: those that have left it, as long as renewals say so. until_s: when the
     write lease there ends. is_dead: it has a new incarnation, so that nothing more is said here."""
 
-    open: dict[Key, Outgoing] = field(default_factory=dict)
-    moved: dict[Key, Moved] = field(default_factory=dict)
+    open: dict[AttemptId, Outgoing] = field(default_factory=dict)
+    moved: dict[AttemptId, Moved] = field(default_factory=dict)
     until_s: float = float("-inf")
     renewals_left: int = RENEWALS_AFTER
     is_dead: bool = False

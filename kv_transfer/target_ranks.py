@@ -30,7 +30,7 @@ import msgspec
 from msgspec.structs import replace as changed
 
 from common.errors import TransferError
-from common.ids import Incarnation, InstanceId, Key, Ticket
+from common.ids import AttemptId, Incarnation, InstanceId, Ticket
 from common.instance.ports import (
     Allow,
     Connect,
@@ -164,7 +164,7 @@ class RankedTransfers:
         self._ranks = ranks
         self._pushes = JoinedPushes()
         self._links = JoinedLinks(sum)  # ranks write beside each other
-        self._settling: deque[tuple[Key, set[int]]] = deque()
+        self._settling: deque[tuple[AttemptId, set[int]]] = deque()
         """Each Settle, with the ranks that have not settled."""
 
     def submit(self, command: TransferCommand) -> None:

@@ -18,7 +18,7 @@ from typing import assert_never
 
 from common.deadlines import DeadlineWheel, earliest
 from common.errors import TransferError
-from common.ids import Int64Array, Key, Ticket
+from common.ids import AttemptId, Int64Array, Ticket
 from common.instance.ports import (
     Allow,
     Connect,
@@ -90,7 +90,7 @@ class TransferLoop:
         self._links = Links(transport, self.descriptor, clock, measures, self._events.append)
         self._in_flight: dict[Ticket, _PostedPush] = {}
         self._leases: DeadlineWheel[Link] = DeadlineWheel()
-        self._settling: deque[tuple[int, Key]] = deque()
+        self._settling: deque[tuple[int, AttemptId]] = deque()
         """Each key with the number of the poll after which it is settled."""
         self._probes = 0
         self._polls = 0

@@ -25,7 +25,7 @@ import msgspec
 from common.deadlines import earliest
 from common.errors import BadRequest, TandemError, Unavailable
 from common.executor import EngineDescription, Plan, RowStart, StepResult
-from common.ids import ROUTER, InstanceId, Key, Life
+from common.ids import ROUTER, AttemptId, InstanceId, Life
 from common.instance.ports import (
     Action,
     Decision,
@@ -267,7 +267,7 @@ class PrefillScheduler:
         )
         return Report(load, counters, self._requests.drained, self._links.version, self._teller.version)
 
-    def key_in(self, row: int) -> Key:
+    def key_in(self, row: int) -> AttemptId:
         return self._computing[row].key
 
     # --- peers and links -------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum, StrEnum, auto
 
-from common.ids import Incarnation, InstanceId, Key
+from common.ids import AttemptId, Incarnation, InstanceId
 from common.instance.ports import Send
 from common.messages import Cancel, Failed, ForgetAnswer
 from router.cost import Ask, predict_ttft, to_compute
@@ -59,7 +59,7 @@ class Attempt:
 
     def __init__(
         self,
-        key: Key,
+        key: AttemptId,
         detokenizer: InstanceId,
         ask: Ask,
         placement: Placement,

@@ -13,7 +13,7 @@ from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field
 from typing import Generic, Literal, TypeVar
 
-from common.ids import InstanceId, Key, Life
+from common.ids import AttemptId, InstanceId, Life
 from common.messages import Counters, Heartbeat, InstanceInfo, LinkState, Load
 
 T = TypeVar("T", bound=Hashable)
@@ -141,7 +141,7 @@ class Member:
     assigned_requests: int = 0
     requests_before: int = 0
     growth_tokens: int = 0
-    computing: dict[Key, None] = field(default_factory=dict)
+    computing: dict[AttemptId, None] = field(default_factory=dict)
     computing_tokens: int = 0
     computing_before: int = 0
     computes_since_s: float = 0.0
@@ -226,13 +226,13 @@ class Member:
         if not self.requests_of[owner]:
             del self.requests_of[owner]
 
-    def compute(self, key: Key, owner: str, tokens: int) -> None:
+    def compute(self, key: AttemptId, owner: str, tokens: int) -> None:
         """It is to compute so many tokens of this attempt's prompt."""
         self.computing[key] = None
         self.computing_tokens += tokens
         self.prompts_of[owner] += tokens
 
-    def computed(self, key: Key, owner: str, tokens: int) -> None:
+    def computed(self, key: AttemptId, owner: str, tokens: int) -> None:
         del self.computing[key]
         self.computing_tokens -= tokens
         self.prompts_of[owner] -= tokens

@@ -22,7 +22,7 @@ from msgspec.structs import replace
 from common.config import RouterConfig
 from common.deadlines import DeadlineWheel, earliest
 from common.errors import DeadlinePassed, InstanceFailed, Preempted, TandemError, Unavailable
-from common.ids import InstanceId, Key, Life, RequestId
+from common.ids import AttemptId, InstanceId, Life, RequestId
 from common.instance.ports import Send
 from common.messages import Ending, Failed, Finished, Generate, Placed, Probed, Terms, TextDelta
 from common.tracing import Recorder
@@ -195,7 +195,7 @@ class RequestBook:
             return self._resume(record, attempt, setback, now)
         return self._retelling.ask([attempt], now) if attempt.should_ask_where() else []
 
-    def _find(self, key: Key) -> tuple[Record, Attempt] | None:
+    def _find(self, key: AttemptId) -> tuple[Record, Attempt] | None:
         """The request whose present attempt this is, and the attempt."""
         record = self._records.get(key.request_id)
         if record is None or record.attempt is None or record.attempt.key != key:
@@ -224,7 +224,7 @@ class RequestBook:
         """A prefill instance says which decode instance has granted the reservation of an attempt."""
         return self._place(message.key, Life(message.id, message.incarnation), message.decode, now)
 
-    def _place(self, key: Key, told_by: Life, decode: Life, now: float) -> list[Send]:
+    def _place(self, key: AttemptId, told_by: Life, decode: Life, now: float) -> list[Send]:
         """An attempt whose decode instance is lost meanwhile is resumed: nobody noticed when that one was lost."""
         served = self._find(key)
         if served is None or served[1].first.life != told_by:

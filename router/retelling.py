@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import TypeAlias
 
 from common.deadlines import DeadlineWheel, earliest
-from common.ids import ID_BYTES, InstanceId, Key, pack_ids
+from common.ids import ID_BYTES, AttemptId, InstanceId, pack_ids
 from common.instance.ports import Send
 from common.messages import ExpectAnswer, Probe, Probed, Repeat
 from router.attempts import Attempt, Loss
@@ -70,11 +70,11 @@ def expect_answer(record: Record, attempt: Attempt, now: float, *, again: bool =
 class Retelling:
     """Of every attempt of this router. find: the request whose present attempt has this key, if there is one."""
 
-    def __init__(self, find: Callable[[Key], Served | None]) -> None:
+    def __init__(self, find: Callable[[AttemptId], Served | None]) -> None:
         self._find = find
-        self._silences: DeadlineWheel[Key] = DeadlineWheel()
+        self._silences: DeadlineWheel[AttemptId] = DeadlineWheel()
         """When to look at an attempt. A token does not move this; an alarm that rings too early is set again."""
-        self._line: dict[Key, None] = {}
+        self._line: dict[AttemptId, None] = {}
         """The answers to open again, in order. They are not looked at meanwhile."""
         self._turn_s = 0.0
         """When the next of them may be opened."""
@@ -100,7 +100,7 @@ class Retelling:
 
     def ask(self, attempts: Iterable[Attempt], now: float) -> list[Send]:
         """Ask every member that serves one of these attempts, in one message each."""
-        asked: dict[Member, list[Key]] = {}
+        asked: dict[Member, list[AttemptId]] = {}
         self._round += 1
         for attempt in attempts:
             self._silences.set(attempt.key, now + PROBE_S)
@@ -170,7 +170,7 @@ class Retelling:
     def _open_again(self, now: float) -> list[Send]:
         """Those whose turn it is. The next turn is when the detokenizer may have followed."""
         sends: list[Send] = []
-        repeats: dict[Member, list[tuple[Key, int]]] = {}
+        repeats: dict[Member, list[tuple[AttemptId, int]]] = {}
         taken = 0
         while self._line and taken < TURN_TOKENS:
             key = next(iter(self._line))

@@ -17,7 +17,7 @@ from typing import Protocol
 
 from common.config import RouterConfig
 from common.errors import Overloaded, TandemError
-from common.ids import InstanceId, Key, shard_of
+from common.ids import AttemptId, InstanceId, shard_of
 from router.attempts import Attempt
 from router.cache_index import NO_OVERLAP, WholePrompt
 from router.cost import Ask
@@ -150,7 +150,7 @@ class Starter:
         return attempts
 
     def _attempt(self, record: Record, ask: Ask, placement: Placement, now: float) -> Attempt:
-        key = Key(record.spec.request_id, record.attempts, self._router)
+        key = AttemptId(record.spec.request_id, record.attempts, self._router)
         detokenizer = self._detokenizers[shard_of(key, len(self._detokenizers))]
         return Attempt(key, detokenizer, ask, placement, len(record.token_ids), now)
 

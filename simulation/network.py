@@ -22,7 +22,7 @@ from typing import Any, Generic, Protocol, TypeVar, assert_never
 import msgspec
 
 from common import messages as m
-from common.ids import InstanceId, Key
+from common.ids import AttemptId, InstanceId
 from common.mail import RECEIVE_LIMIT, FrameRefused, decode_body, pack_frame
 from common.messages import AnyMessage
 from common.messages.ranks import Command, Numbered, PushOrder, RankHello, RankRefused, RankWelcome, SettleOrder
@@ -123,7 +123,7 @@ class Letter:
     body: bytes
 
 
-def keys_of(message: AnyMessage) -> set[Key]:
+def keys_of(message: AnyMessage) -> set[AttemptId]:
     """The requests that a message is about."""
     match message:
         case m.TokenBatch() | m.TextBatch():

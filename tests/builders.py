@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from common.executor import EngineDescription, Plan, StepResult
-from common.ids import ROUTER, Incarnation, InstanceId, Key, RequestId, Role
+from common.ids import ROUTER, AttemptId, Incarnation, InstanceId, RequestId, Role
 from common.instance.requests import InstanceLimits
 from common.messages import EngineChoices, InstanceInfo, ModelIdentity, PoolDescriptor, RankInfo
 from common.pages.layout import KVLayout, MemoryRegion
@@ -48,8 +48,8 @@ def limits(
     )
 
 
-def key(name: str = "r", attempt: int = 0) -> Key:
-    return Key(RequestId(name), attempt, ROUTER)
+def key(name: str = "r", attempt: int = 0) -> AttemptId:
+    return AttemptId(RequestId(name), attempt, ROUTER)
 
 
 def sampling(max_new_tokens: int = 4, ignore_eos: bool = False, stop_token_ids: tuple[int, ...] = ()) -> SamplingParams:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Protocol, TypeAlias, TypeVar
 
 from common.executor import Plan, StepResult
-from common.ids import Incarnation, InstanceId, Int32Array, Key, Ticket
+from common.ids import AttemptId, Incarnation, InstanceId, Int32Array, Ticket
 from common.messages import AnyMessage, Counters, Failed, InstanceInfo, LinkInfo, Load, Timeline
 from common.sampling_params import Grammar
 
@@ -44,7 +44,7 @@ class Push:
     incarnation: Incarnation
     source_pages: Int32Array
     target_pages: Int32Array
-    key: Key
+    key: AttemptId
     layers: range | None = None
 
 
@@ -61,7 +61,7 @@ class Allow:
 class Settle:
     """Copy what peers wrote to us from our receive buffers into the pages, then report Settled."""
 
-    key: Key
+    key: AttemptId
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,7 @@ class Expect:
 class Prepare:
     """Make the grammar of this request ready for the executor, at its owner's turn, then report Prepared."""
 
-    key: Key
+    key: AttemptId
     grammar: Grammar
     owner: str = ""
 
@@ -116,7 +116,7 @@ class LinkChanged:
 class Settled:
     """Everything that had arrived for the key's reservation before Settle is now in its pages."""
 
-    key: Key
+    key: AttemptId
 
 
 TransferEvent: TypeAlias = PushDone | PushFailed | LinkChanged | Settled
@@ -216,7 +216,7 @@ class PeerDied:
 class Prepared:
     """Rows with the grammar of this request can be launched. refused: they never can, because of this."""
 
-    key: Key
+    key: AttemptId
     refused: Failed | None = None
 
 
@@ -281,7 +281,7 @@ class Scheduler(Protocol[M_contra]):
 
     def report(self) -> Report: ...
 
-    def key_in(self, row: int) -> Key:
+    def key_in(self, row: int) -> AttemptId:
         """The request in a row of a step that is in flight."""
 
     def take_timelines(self) -> Sequence[Timeline]:

@@ -16,7 +16,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from common.executor import Chunk, RowStart
-from common.ids import InstanceId, Int32Array, Key, Life
+from common.ids import AttemptId, InstanceId, Int32Array, Life
 from common.instance.token_memory import Emitted
 from common.instance.waiting_line import Rank
 from common.messages import (
@@ -122,7 +122,7 @@ class Request:
     """
 
     asked: Generate | Reserve
-    key: Key
+    key: AttemptId
     prompt: Int32Array
     peer: Life | None
     rank: Rank

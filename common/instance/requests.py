@@ -36,7 +36,7 @@ import numpy as np
 from common.deadlines import DeadlineWheel, earliest
 from common.errors import BadRequest, DeadlinePassed, Overloaded, TandemError, Unavailable
 from common.executor import EngineDescription
-from common.ids import Incarnation, InstanceId, Int32Array, Key, Life, shard_of, text_name, unpack_ids
+from common.ids import AttemptId, Incarnation, InstanceId, Int32Array, Life, shard_of, text_name, unpack_ids
 from common.instance.ports import PeersChanged, Prepare, Prepared, RouterJoined, Send
 from common.instance.request import Phase, Request
 from common.instance.token_memory import Emitted, TokenMemory
@@ -115,7 +115,7 @@ def emit_tokens(deltas: Sequence[TokenDelta], pipelines: Sequence[InstanceId]) -
     return [Send(pipeline, TokenBatch(deltas=tuple(batch))) for pipeline, batch in batches.items()]
 
 
-def emit_ending(pipeline: InstanceId, key: Key, first: int, ending: Ending) -> Send:
+def emit_ending(pipeline: InstanceId, key: AttemptId, first: int, ending: Ending) -> Send:
     """An ending without a token. first: the number of the token that would have come next."""
     return Send(pipeline, TokenBatch(deltas=(TokenDelta(key, first, (), ending),)))
 
@@ -196,11 +196,11 @@ class RequestTable(Generic[R]):
         self._me = me
         self._engine = engine
         self._limits = limits
-        self._open: dict[Key, R] = {}
-        self._deadlines: DeadlineWheel[Key] = DeadlineWheel()
-        self._over: DeadlineWheel[Key] = DeadlineWheel()
+        self._open: dict[AttemptId, R] = {}
+        self._deadlines: DeadlineWheel[AttemptId] = DeadlineWheel()
+        self._over: DeadlineWheel[AttemptId] = DeadlineWheel()
         self._memory = TokenMemory()
-        self._decodes: dict[Key, Life] = {}
+        self._decodes: dict[AttemptId, Life] = {}
         """Of requests that are over: who had granted them a reservation. A router that did not hear of it asks."""
         self._drainage = Drainage(me.id, limits.drain_timeout_s)
         self._left: list[Timeline] = []
@@ -218,10 +218,10 @@ class RequestTable(Generic[R]):
         """A snapshot, so requests may be removed meanwhile."""
         return iter(list(self._open.values()))
 
-    def __getitem__(self, key: Key) -> R:
+    def __getitem__(self, key: AttemptId) -> R:
         return self._open[key]
 
-    def get(self, key: Key) -> R | None:
+    def get(self, key: AttemptId) -> R | None:
         return self._open.get(key)
 
     # --- in --------------------------------------------------------------------------------------------------------------
@@ -323,7 +323,7 @@ class RequestTable(Generic[R]):
 
     # --- out -------------------------------------------------------------------------------------------------------------
 
-    def cancel(self, key: Key, now: float) -> R | None:
+    def cancel(self, key: AttemptId, now: float) -> R | None:
         """The request to end, if the key is known. One that is not may still come (messages travel over different links): then
         it is over before it begins."""
         request = self._open.get(key)
@@ -432,7 +432,7 @@ class RequestTable(Generic[R]):
             _log.warning("%s is gone: its open requests end here, %d of them", router, len(lost))
         return lost
 
-    def _pipeline_of(self, key: Key) -> InstanceId | None:
+    def _pipeline_of(self, key: AttemptId) -> InstanceId | None:
         """The detokenizer that gets the tokens of this key; None when its router is not known."""
         detokenizers = self.routers.get(key.router)
         return None if detokenizers is None else detokenizers[shard_of(key, len(detokenizers))]
@@ -462,7 +462,7 @@ class RequestTable(Generic[R]):
             for pipeline, known in standings.items()
         ]
 
-    def _standing(self, key: Key) -> Standing:
+    def _standing(self, key: AttemptId) -> Standing:
         request = self._open.get(key)
         if request is None:
             return Standing(key, None, self._decodes.get(key))

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from sys import getsizeof
 from typing import Self
 
-from common.ids import Key
+from common.ids import AttemptId
 from common.messages import Ending, Finished, TokenDelta, unpack_logprobs
 
 LIMIT_BYTES = 16 * 2**20
@@ -41,7 +41,7 @@ class Emitted:
         """No token, only an ending."""
         return cls(first, (), ending)
 
-    def since(self, key: Key, number: int) -> Iterator[TokenDelta]:
+    def since(self, key: AttemptId, number: int) -> Iterator[TokenDelta]:
         """The tokens from this number on, a piece at a time, and the ending with the last of them."""
         end = len(self.token_ids)
         at = min(max(0, number - self.first), end)
@@ -63,13 +63,13 @@ class TokenMemory:
 
     def __init__(self, limit_bytes: int = LIMIT_BYTES) -> None:
         self._limit_bytes = limit_bytes
-        self._answers: dict[Key, Emitted] = {}
+        self._answers: dict[AttemptId, Emitted] = {}
         self.used_bytes = 0
 
     def __len__(self) -> int:
         return len(self._answers)
 
-    def keep(self, key: Key, emitted: Emitted) -> None:
+    def keep(self, key: AttemptId, emitted: Emitted) -> None:
         """Remember an answer, if there is anything to tell of it."""
         if not emitted.token_ids and emitted.ending is None:
             return
@@ -79,10 +79,10 @@ class TokenMemory:
         while self.used_bytes > self._limit_bytes:
             self.forget(next(iter(self._answers)))
 
-    def get(self, key: Key) -> Emitted | None:
+    def get(self, key: AttemptId) -> Emitted | None:
         return self._answers.get(key)
 
-    def forget(self, key: Key) -> None:
+    def forget(self, key: AttemptId) -> None:
         """Idempotent."""
         known = self._answers.pop(key, None)
         if known is not None:

@@ -13,7 +13,7 @@ Times are those of the turns that saw it happen.
 from collections.abc import Callable, Sequence
 
 from common.executor import Plan
-from common.ids import InstanceId, Key, Ticket
+from common.ids import AttemptId, InstanceId, Ticket
 from common.instance.ports import Action, Push, PushDone, PushFailed, Send, TransferEvent
 from common.messages import Cancel, Handoff, InstanceInfo, TokenBatch, Trace, Withdraw
 from common.tracing import Tracer
@@ -22,18 +22,18 @@ from common.tracing import Tracer
 class InstanceTracer(Tracer):
     """key_in: see `Scheduler.key_in`. now: the time of the present turn; the worker sets it."""
 
-    def __init__(self, me: InstanceInfo, key_in: Callable[[int], Key], unix_s: float = 0.0) -> None:
+    def __init__(self, me: InstanceInfo, key_in: Callable[[int], AttemptId], unix_s: float = 0.0) -> None:
         super().__init__(me.id, me.incarnation, unix_s)
         self.now = 0.0
         self._key_in = key_in
         self._returned_s = 0.0
         """When the last step came back: the next one began then at the earliest."""
         self._pushes: dict[Ticket, tuple[Push, float]] = {}
-        self._sampled: dict[Key, float] = {}
+        self._sampled: dict[AttemptId, float] = {}
         """Since when handoffs hold up their second token."""
-        self._landed: dict[Key, float] = {}
+        self._landed: dict[AttemptId, float] = {}
         """Handoffs that have arrived, and whose requests wait for their first step."""
-        self._answering: dict[Key, float] = {}
+        self._answering: dict[AttemptId, float] = {}
         """Since when requests have been decoding."""
         self._decodes = me.role == "decode"
 
@@ -74,7 +74,7 @@ class InstanceTracer(Tracer):
                     self._answered(delta.key)
                     self._sampled.pop(delta.key, None)
 
-    def _answered(self, key: Key) -> None:
+    def _answered(self, key: AttemptId) -> None:
         since_s = self._answering.pop(key, None)
         if since_s is not None:
             self.recorder.add("answers", "answer", since_s, self.now, key.request_id)

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Set
 from heapq import heapify, heappop, heapreplace
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
-from common.ids import Key
+from common.ids import AttemptId
 
 PATIENCE_S = 2.0
 """Nobody whose turn is later passes a request that has waited this long."""
@@ -36,7 +36,7 @@ def has_place(free: int, mine: int, count: int = 1) -> bool:
 class Owned(Protocol):
     """What waits, or holds a part of the instance."""
 
-    key: Key
+    key: AttemptId
     held_rows: int
     held_pages: int
 
@@ -138,7 +138,7 @@ class Rank(NamedTuple):
 class _Place(NamedTuple):
     rank: Rank
     serial: int
-    key: Key
+    key: AttemptId
 
 
 class Turn(NamedTuple):
@@ -153,7 +153,7 @@ class Turn(NamedTuple):
 class Turns(Generic[T]):
     """The line in order, while requests leave it: what is held is looked at anew for each turn."""
 
-    def __init__(self, places: dict[str, list[_Place]], items: dict[Key, T], turn: Callable[[str, _Place], Turn]) -> None:
+    def __init__(self, places: dict[str, list[_Place]], items: dict[AttemptId, T], turn: Callable[[str, _Place], Turn]) -> None:
         self._places, self._items, self._turn = places, items, turn
         self._now: str | None = None
         self._dropped: str | None = None
@@ -183,8 +183,8 @@ class WaitingLine(Generic[T]):
         self._shares = shares
         self._places: dict[str, list[_Place]] = {}
         """By owner; of those that wait."""
-        self._items: dict[Key, T] = {}
-        self._ranks: dict[Key, _Place] = {}
+        self._items: dict[AttemptId, T] = {}
+        self._ranks: dict[AttemptId, _Place] = {}
         self._serial = 0
 
     def __len__(self) -> int:
@@ -206,14 +206,14 @@ class WaitingLine(Generic[T]):
     def turns(self) -> Turns[T]:
         return Turns(self._places, self._items, self._turn)
 
-    def join(self, key: Key, rank: Rank, item: T) -> None:
+    def join(self, key: AttemptId, rank: Rank, item: T) -> None:
         assert key not in self._items, f"{key} waits already"
         self._serial += 1
         place = _Place(rank, self._serial, key)
         insort(self._places.setdefault(item.owner, []), place)
         self._items[key], self._ranks[key] = item, place
 
-    def leave(self, key: Key) -> bool:
+    def leave(self, key: AttemptId) -> bool:
         """True when the key was waiting."""
         item = self._items.pop(key, None)
         if item is None:

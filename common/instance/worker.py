@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 
 from common.deadlines import DeadlineWheel, earliest
 from common.executor import Executor, Plan, Preparation, StepHandle, take_prepared
-from common.ids import ROUTER, InstanceId, Key, text_name
+from common.ids import ROUTER, AttemptId, InstanceId, text_name
 from common.instance.membership import Lost, Memberships, Met, PeerSets, RouterNews, State
 from common.instance.ports import (
     Action,
@@ -188,7 +188,7 @@ class InstanceWorker(Generic[M]):
         self._mail = mail
         self._unix_s = unix_s
         self._in_flight: deque[_InFlight] = deque()
-        self._preparing: dict[Key, Preparation] = {}
+        self._preparing: dict[AttemptId, Preparation] = {}
         self._peers = PeerSets()
         self._former: DeadlineWheel[InstanceId] = DeadlineWheel()
         self._routed: dict[InstanceId, InstanceInfo] = {}

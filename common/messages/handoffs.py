@@ -9,7 +9,7 @@ perhaps the same mail. UNNAMED comes from older versions, which did not say; it 
 
 import msgspec
 
-from common.ids import Generation, Incarnation, Key, check_ids
+from common.ids import AttemptId, Generation, Incarnation, check_ids
 from common.messages.base import UNNAMED, Message
 from common.messages.requests import Failed, Salt, Terms
 from common.messages.text import TokenLogprob
@@ -20,7 +20,7 @@ from common.sampling_params import SamplingParams
 class Reserve(Message, frozen=True):
     """prefill → decode: lease pages for this prompt; its KV will be written into them."""
 
-    key: Key
+    key: AttemptId
     incarnation: Incarnation
     """The writer's life."""
     prompt: bytes
@@ -49,7 +49,7 @@ class Reserve(Message, frozen=True):
 class Grant(Message, frozen=True):
     """decode → prefill: the reservation exists. The writer may write until sent_s + write_lease_s on its own clock."""
 
-    key: Key
+    key: AttemptId
     generation: Generation
     """Number of the reservation."""
     pages: bytes
@@ -72,7 +72,7 @@ class Grant(Message, frozen=True):
 class Decline(Message, frozen=True):
     """decode → prefill: there will be no grant for this key."""
 
-    key: Key
+    key: AttemptId
     failed: Failed
     """What the client is told, unless the writer finds another reader."""
     sent_s: Moment | None = None
@@ -82,7 +82,7 @@ class Decline(Message, frozen=True):
 class Claim(msgspec.Struct, frozen=True, array_like=True):
     """A handoff that the writer holds open."""
 
-    key: Key
+    key: AttemptId
     generation: Generation
     """Of the reservation; 0 while no grant has arrived."""
     stuck: bool = False
@@ -112,7 +112,7 @@ class Renewed(Message, frozen=True):
     """Writer's clock: that of the Renew."""
     write_lease_s: Seconds = msgspec.field(name="lease_s")
     """Length of the write lease."""
-    over: tuple[Key, ...] = ()
+    over: tuple[AttemptId, ...] = ()
     """Claims that were cancelled or are unknown here: stop writing them, and withdraw them."""
     generations: tuple[Generation, ...] = ()
     """Of the reservations in `over`, one for each; the claim's where there is no reservation. Empty: not said."""
@@ -125,7 +125,7 @@ class Renewed(Message, frozen=True):
 class Handoff(Message, frozen=True):
     """prefill → decode: every write has completed; decode from here."""
 
-    key: Key
+    key: AttemptId
     generation: Generation
     """Of the reservation."""
     first_token: TokenId
@@ -143,7 +143,7 @@ class Handoff(Message, frozen=True):
 class Withdraw(Message, frozen=True):
     """prefill → decode: no write of this life for this key is in flight or will be; its pages may be reused."""
 
-    key: Key
+    key: AttemptId
     incarnation: Incarnation = UNNAMED
     """The writer's life. That of a predecessor may still write."""
     generation: Generation = Generation(0)

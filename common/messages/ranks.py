@@ -37,7 +37,7 @@ from typing import TypeAlias
 
 import msgspec
 
-from common.ids import Incarnation, InstanceId, Key, Ticket, check_ids
+from common.ids import AttemptId, Incarnation, InstanceId, Ticket, check_ids
 from common.messages.base import WIRE_VERSION, Message
 from common.messages.fleet import EngineChoices, InstanceInfo, ModelIdentity, PoolDescriptor, RankInfo
 from common.messages.heartbeats import LinkInfo
@@ -214,7 +214,7 @@ class PushOrder(msgspec.Struct, frozen=True, tag=True):
     incarnation: Incarnation
     source_pages: bytes
     target_pages: bytes
-    key: Key
+    key: AttemptId
     layers: tuple[Count, Count] | None
 
     def __post_init__(self) -> None:
@@ -232,7 +232,7 @@ class AllowOrder(msgspec.Struct, frozen=True, tag=True):
 class SettleOrder(msgspec.Struct, frozen=True, tag=True):
     """`Settle` as it travels."""
 
-    key: Key
+    key: AttemptId
 
 
 class ExpectOrder(msgspec.Struct, frozen=True, tag=True):
@@ -278,7 +278,7 @@ class LinkNews(msgspec.Struct, frozen=True, tag=True):
 class SettledNews(msgspec.Struct, frozen=True, tag=True):
     """`Settled` as it travels."""
 
-    key: Key
+    key: AttemptId
 
 
 News: TypeAlias = PushDoneNews | PushFailedNews | LinkNews | SettledNews

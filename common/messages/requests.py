@@ -14,7 +14,7 @@ from msgspec import Meta
 
 from common.addresses import OWNER_CHARS
 from common.errors import BadRequest, TandemError
-from common.ids import Incarnation, InstanceId, Key, Life, check_ids
+from common.ids import AttemptId, Incarnation, InstanceId, Life, check_ids
 from common.messages.base import Message
 from common.ranges import Count, Integer, Seconds, TokenId
 from common.sampling_params import SamplingParams
@@ -85,7 +85,7 @@ class Terms(msgspec.Struct, frozen=True, kw_only=True):
 class Generate(Message, frozen=True):
     """router → instance: serve this request."""
 
-    key: Key
+    key: AttemptId
     prompt: bytes
     """Packed token ids; of a resumed answer the last `first` of them are the answer's tokens so far."""
     sampling: SamplingParams
@@ -109,7 +109,7 @@ class Placed(Message, frozen=True):
 
     id: InstanceId
     incarnation: Incarnation
-    key: Key
+    key: AttemptId
     decode: Life
     """The life that granted."""
 
@@ -117,7 +117,7 @@ class Placed(Message, frozen=True):
 class Probe(Message, frozen=True):
     """router → instance: I have heard nothing of these requests for a while. What do you know of them?"""
 
-    keys: tuple[Key, ...]
+    keys: tuple[AttemptId, ...]
     """The requests."""
     round: Count
     """Counts the times that this router asked, from 1 on; the answers repeat it."""
@@ -126,7 +126,7 @@ class Probe(Message, frozen=True):
 class Standing(msgspec.Struct, frozen=True, array_like=True):
     """Where a request stands on an instance."""
 
-    key: Key
+    key: AttemptId
     next_token: Count | None
     """Number of the token that it emits next; None: the instance does not serve the key, or does so no longer."""
     decode: Life | None = None
@@ -151,7 +151,7 @@ class Repeat(Message, frozen=True):
     """router → instance: send the tokens of these requests again, and the ending if there was one. What the instance does not
     know, or has forgotten, is answered by nothing."""
 
-    tokens: tuple[tuple[Key, Count], ...]
+    tokens: tuple[tuple[AttemptId, Count], ...]
     """Each request, and the number of the first token to send."""
 
 
@@ -161,6 +161,6 @@ class Cancel(Message, frozen=True):
     A key that the instance does not know yet is remembered for a while, since messages may overtake each other.
     """
 
-    key: Key
+    key: AttemptId
     complete: bool = False
     """The answer is as long as it would have been anyway: a stop string has ended it. Else nobody waits for it."""

@@ -13,7 +13,7 @@ from typing import TypeAlias
 
 import msgspec
 
-from common.ids import Key, check_ids
+from common.ids import AttemptId, check_ids
 from common.messages.base import Message
 from common.messages.requests import Ending
 from common.ranges import Count, Number, Seconds, TokenId
@@ -53,7 +53,7 @@ def unpack_logprobs(pieces: Iterable[bytes]) -> TokenLogprobs:
 class TokenDelta(msgspec.Struct, frozen=True, array_like=True):
     """Tokens of one request."""
 
-    key: Key
+    key: AttemptId
     first: Count
     """Number of the first of them in the answer, counted from 0."""
     token_ids: tuple[TokenId, ...]
@@ -78,7 +78,7 @@ class TokenBatch(Message, frozen=True):
 class ExpectAnswer(Message, frozen=True, tag="Open"):
     """router → detokenizer: tokens of this request will come; turn them into text."""
 
-    key: Key
+    key: AttemptId
     stop: tuple[str, ...] = ()
     """Strings at which the answer ends; they are cut off."""
     first: Count = 0
@@ -109,13 +109,13 @@ class ExpectAnswer(Message, frozen=True, tag="Open"):
 class ForgetAnswer(Message, frozen=True, tag="Close"):
     """router → detokenizer: no more text of this request is wanted."""
 
-    key: Key
+    key: AttemptId
 
 
 class TextDelta(msgspec.Struct, frozen=True, array_like=True):
     """Tokens of one request in order, each exactly once, and their text."""
 
-    key: Key
+    key: AttemptId
     first: Count
     """Number of the first of them in the answer."""
     token_ids: tuple[TokenId, ...]

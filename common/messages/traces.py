@@ -17,7 +17,7 @@ from typing import Annotated, TypeAlias
 import msgspec
 from msgspec import Meta
 
-from common.ids import Incarnation, InstanceId, Key
+from common.ids import AttemptId, Incarnation, InstanceId
 from common.messages.base import UNNAMED, Message
 from common.ranges import Count, Integer, Moment, Number, Seconds
 
@@ -58,7 +58,7 @@ _MOMENTS = tuple(name for name in Times.__struct_fields__ if name.endswith("_s")
 class Timeline(msgspec.Struct, frozen=True, array_like=True):
     """The times of an attempt on the instance that tells them."""
 
-    key: Key
+    key: AttemptId
     times: Times
 
 

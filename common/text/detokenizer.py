@@ -45,7 +45,7 @@ from tokenizers import Tokenizer
 
 from common.deadlines import DeadlineWheel
 from common.errors import DeadlinePassed, InstanceFailed, Overloaded, TandemError
-from common.ids import Key, unpack_ids
+from common.ids import AttemptId, unpack_ids
 from common.messages import (
     AnswerMessage,
     Ending,
@@ -296,7 +296,7 @@ class _OpenText:
         self.waits = False
         """Whether its deadline is for missing tokens, and not the end of its life."""
 
-    def advance(self, key: Key, broken_off: Ending | None = None) -> list[TextDelta]:
+    def advance(self, key: AttemptId, broken_off: Ending | None = None) -> list[TextDelta]:
         """Render the tokens whose turn has come: one delta, or none when nothing is new.
 
         It carries the ending if that has come, or `broken_off` if the answer ends although tokens are missing.
@@ -354,11 +354,11 @@ class Detokenizer:
     def __init__(self, tokenizer: Tokenizer, limits: DetokenizerLimits | None = None) -> None:
         self._vocabulary = Vocabulary(tokenizer)
         self._limits = limits or DetokenizerLimits()
-        self._open: dict[Key, _OpenText] = {}
-        self._early: dict[Key, list[TokenDelta]] = {}
-        self._over: dict[Key, bool] = {}
+        self._open: dict[AttemptId, _OpenText] = {}
+        self._early: dict[AttemptId, list[TokenDelta]] = {}
+        self._over: dict[AttemptId, bool] = {}
         """Whether each may be opened again: its ending went out, but may have been lost. Nobody wants one that was forgotten."""
-        self._deadlines: DeadlineWheel[Key] = DeadlineWheel()
+        self._deadlines: DeadlineWheel[AttemptId] = DeadlineWheel()
         self.dropped: Counter[str] = Counter()
         self._probed: list[Probed] = []
 
@@ -421,7 +421,7 @@ class Detokenizer:
         return replace(standing, waits=True) if standing.key in self._early else standing
 
     def _receive_tokens(self, deltas: Iterable[TokenDelta], now: float) -> list[TextDelta]:
-        taken: dict[Key, list[TokenDelta]] = {}
+        taken: dict[AttemptId, list[TokenDelta]] = {}
         for delta in deltas:
             if delta.key in self._over:
                 self.dropped["after the end"] += 1
@@ -467,7 +467,7 @@ class Detokenizer:
         self._deadlines.set(key, answer.dies_s)
         return self._advance(key, answer, self._early.pop(key, ()), now)
 
-    def _advance(self, key: Key, answer: _OpenText, deltas: Iterable[TokenDelta], now: float) -> list[TextDelta]:
+    def _advance(self, key: AttemptId, answer: _OpenText, deltas: Iterable[TokenDelta], now: float) -> list[TextDelta]:
         """Take in tokens of an open answer. Returns the text that they bring, and ends the answer or sets its deadline anew."""
         order = answer.order
         for delta in deltas:
@@ -494,7 +494,7 @@ class Detokenizer:
             self._deadlines.set(key, answer.dies_s)
         return texts
 
-    def _break_off(self, key: Key, answer: _OpenText, ending: Ending) -> list[TextDelta]:
+    def _break_off(self, key: AttemptId, answer: _OpenText, ending: Ending) -> list[TextDelta]:
         self._end(key)
         return answer.advance(key, ending)
 
@@ -502,7 +502,7 @@ class Detokenizer:
         self._end(opened.key)
         return [TextDelta(opened.key, opened.first, (), "", Failed.of(error))]
 
-    def _end(self, key: Key, *, is_wanted: bool = True) -> None:
+    def _end(self, key: AttemptId, *, is_wanted: bool = True) -> None:
         """Forget an answer, but remember that it is over, so that late tokens are dropped."""
         self._open.pop(key, None)
         self._early.pop(key, None)

@@ -4,14 +4,14 @@ import time
 from collections.abc import Callable
 from typing import Any, Generic, TypeAlias, TypeVar
 
-from common.ids import ROUTER, InstanceId, Key, RequestId
+from common.ids import ROUTER, AttemptId, InstanceId, RequestId
 from common.mail import RECEIVE_LIMIT, Mailbox
 from common.messages import AnyMessage, DetokenizerInbox, ForgetAnswer
 
 LOOPBACK = "tcp://127.0.0.1:0"
 WAIT_S = 60.0
 PREFILL, DECODE = InstanceId("prefill-1"), InstanceId("decode-1")
-KEY = Key(RequestId("r"), 0, ROUTER)
+KEY = AttemptId(RequestId("r"), 0, ROUTER)
 FORGET = ForgetAnswer(key=KEY)
 """The smallest message."""
 Detok: TypeAlias = Mailbox[DetokenizerInbox]
@@ -67,4 +67,4 @@ def received(mailbox: Mailbox[Inbox], count: int) -> list[tuple[InstanceId, Inbo
 
 def closes(count: int) -> list[ForgetAnswer]:
     """Messages that tell apart in which order they arrive."""
-    return [ForgetAnswer(key=Key(RequestId("r"), attempt, ROUTER)) for attempt in range(count)]
+    return [ForgetAnswer(key=AttemptId(RequestId("r"), attempt, ROUTER)) for attempt in range(count)]

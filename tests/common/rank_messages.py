@@ -1,11 +1,11 @@
 """One sample of each message between the ranks of an instance."""
 
-from common.ids import ROUTER, Incarnation, InstanceId, Key, RequestId, Ticket, pack_ids
+from common.ids import ROUTER, AttemptId, Incarnation, InstanceId, RequestId, Ticket, pack_ids
 from common.messages import AnyMessage, Failed, LinkInfo, RankInfo, ranks
 from common.sampling_params import Grammar, SamplingParams
 from tests.builders import instance
 
-KEY = Key(RequestId("request"), 1, ROUTER)
+KEY = AttemptId(RequestId("request"), 1, ROUTER)
 PEER, LIFE = InstanceId("decode-1"), Incarnation("life")
 INFO = instance(PEER, "decode", LIFE)
 GRAMMAR = Grammar("regex", "[ab]+")

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from common import messages
-from common.ids import ROUTER, Generation, Incarnation, InstanceId, Key, Life, RequestId, pack_ids, unpack_ids
+from common.ids import ROUTER, AttemptId, Generation, Incarnation, InstanceId, Life, RequestId, pack_ids, unpack_ids
 from common.instance.token_memory import PIECE_TOKENS
 from common.mail import MAX_FRAME_BYTES
 from common.messages import AnyMessage, DecodeInbox, DetokenizerInbox, Message, PrefillInbox, RouterInbox
@@ -28,7 +28,7 @@ INBOXES: dict[str, Any] = {
     "leader": ToLeader,
     "follower": ToFollower,
 }
-KEY = Key(RequestId("request"), 1, ROUTER)
+KEY = AttemptId(RequestId("request"), 1, ROUTER)
 PREFILL, LIFE = InstanceId("prefill-1"), Incarnation("life")
 SAMPLING = SamplingParams(max_new_tokens=5, temperature=0.5, stop_token_ids=(1, 2), seed=2**63 - 1)
 TERMS = messages.Terms(priority=-2, age_s=1.5, timeout_s=30.0, owner="alice")
@@ -74,8 +74,8 @@ SAMPLES: tuple[AnyMessage, ...] = (
         terms=TERMS,
         salt="tenant",
     ),
-    messages.Probe(round=1, keys=(KEY, Key(RequestId("other"), 0, ROUTER))),
-    messages.Repeat(tokens=((KEY, 3), (Key(RequestId("other"), 0, ROUTER), 0))),
+    messages.Probe(round=1, keys=(KEY, AttemptId(RequestId("other"), 0, ROUTER))),
+    messages.Repeat(tokens=((KEY, 3), (AttemptId(RequestId("other"), 0, ROUTER), 0))),
     messages.Placed(id=PREFILL, incarnation=LIFE, key=KEY, decode=Life(InstanceId("decode-1"), LIFE)),
     messages.Probed(round=1, id=PREFILL, incarnation=LIFE, standings=(messages.Standing(KEY, 7), messages.Standing(KEY, None))),
     messages.Cancel(key=KEY),
@@ -249,6 +249,6 @@ def test_half_an_id_is_refused(data: bytes) -> None:
 
 def test_a_key_names_request_and_attempt_and_is_ordered_by_both() -> None:
     assert str(KEY) == "request/1"
-    assert sorted([Key(RequestId("b"), 0, ROUTER), Key(RequestId("a"), 2, ROUTER), Key(RequestId("a"), 1, ROUTER)])[0] == Key(
-        RequestId("a"), 1, ROUTER
-    )
+    assert sorted(
+        [AttemptId(RequestId("b"), 0, ROUTER), AttemptId(RequestId("a"), 2, ROUTER), AttemptId(RequestId("a"), 1, ROUTER)]
+    )[0] == AttemptId(RequestId("a"), 1, ROUTER)

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 import zmq
 
-from common.ids import ROUTER, InstanceId, Key, RequestId
+from common.ids import ROUTER, AttemptId, InstanceId, RequestId
 from common.mail import Mailbox
 from common.messages import DetokenizerInbox, ForgetAnswer, RouterInbox
 from tests.common.mailboxes import DECODE, FORGET, LOOPBACK, PREFILL, Make, received
@@ -52,7 +52,7 @@ def test_a_message_that_goes_to_many_in_a_row_is_encoded_once(monkeypatch: pytes
             return msgspec.msgpack.encode(message)
 
     monkeypatch.setattr(msgspec.msgpack, "Encoder", Counting)
-    other = ForgetAnswer(key=Key(RequestId("another"), 0, ROUTER))
+    other = ForgetAnswer(key=AttemptId(RequestId("another"), 0, ROUTER))
     with closing(Mailbox[DetokenizerInbox](PREFILL, DetokenizerInbox, LOOPBACK)) as mailbox:
         for number in range(3):
             mailbox.route(InstanceId(f"detokenizer-{number}"), mailbox.address)

@@ -19,7 +19,7 @@ import numpy as np
 from common.addresses import LOOPBACK
 from common.config import TransportName
 from common.errors import TransferError
-from common.ids import ROUTER, Incarnation, InstanceId, Key, RequestId, Ticket
+from common.ids import ROUTER, AttemptId, Incarnation, InstanceId, RequestId, Ticket
 from common.instance.ports import Allow, Connect, LinkChanged, Push, PushDone, PushFailed, Settle, Settled
 from common.messages import InstanceInfo, PoolDescriptor
 from common.pages.layout import KVLayout
@@ -35,7 +35,7 @@ START_S = 60.0
 THREADS_S = 3.0
 """How long the threads of a closed transport may take to end, beyond its silence: Gloo does not fail a receive that has half
 arrived when the sender dies."""
-ANY_KEY = Key(RequestId("any"), 0, ROUTER)
+ANY_KEY = AttemptId(RequestId("any"), 0, ROUTER)
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):

@@ -4,7 +4,7 @@ news. Knows no test."""
 from collections.abc import Callable
 from typing import Any, Concatenate, ParamSpec, TypeAlias
 
-from common.ids import Generation, Incarnation, InstanceId, Key, pack_ids
+from common.ids import AttemptId, Generation, Incarnation, InstanceId, pack_ids
 from common.messages import Grant, Reserve
 from kv_transfer.handoff_source import HandoffSource
 from kv_transfer.handoff_target import WRITE_LEASE_S
@@ -58,8 +58,8 @@ class Source(HandoffSource):
     peers_gone = with_news(HandoffSource.peers_gone)
     tick = with_news(HandoffSource.tick)
 
-    def layers_computed(self, key: Key, layers: int) -> list[Any]:
+    def layers_computed(self, key: AttemptId, layers: int) -> list[Any]:
         return self.computed(key, 0, layers)
 
-    def sampled(self, key: Key, first_token: int) -> list[Any]:
+    def sampled(self, key: AttemptId, first_token: int) -> list[Any]:
         return self.computed(key, 0, first_token=first_token)

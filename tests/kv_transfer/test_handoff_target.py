@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from common.ids import Generation, Incarnation, InstanceId, Key, Life, pack_ids
+from common.ids import AttemptId, Generation, Incarnation, InstanceId, Life, pack_ids
 from common.messages import Claim, Grant, Handoff, Renew, Renewed, Withdraw
 from common.pages.pool import PageLease, PagePool
 from kv_transfer.handoff_target import MARGIN_S, WRITE_LEASE_S, HandoffTarget, Renewal
@@ -311,7 +311,7 @@ def test_a_word_at_no_time_is_fenced_as_any_other(sent_s: float) -> None:
 # --- stuck reservations ----------------------------------------------------------------------------------------------------
 
 
-def is_stuck(reader: Reader, asked: Key | None = None) -> bool:
+def is_stuck(reader: Reader, asked: AttemptId | None = None) -> bool:
     return reader.target.is_stuck(asked or key(), reader.now)
 
 

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 
 from common import messages
-from common.ids import DETOKENIZER, ROUTER, Incarnation, InstanceId, Key, RequestId, pack_ids
+from common.ids import DETOKENIZER, ROUTER, AttemptId, Incarnation, InstanceId, RequestId, pack_ids
 from common.mail import Mailbox
 from common.processes.child import Exited
 from common.sampling_params import SamplingParams
@@ -70,7 +70,7 @@ class Router:
 
     def generate(self, max_new_tokens: int) -> None:
         sampling = SamplingParams(max_new_tokens=max_new_tokens, temperature=0.0, ignore_eos=True)
-        key = Key(RequestId("r"), 0, ROUTER)
+        key = AttemptId(RequestId("r"), 0, ROUTER)
         self.mailbox.send(self._name, messages.Generate(key=key, prompt=pack_ids([5, 6, 7]), sampling=sampling))
 
     def until_running(self) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 from msgspec import inspect
 
-from common.ids import Key, pack_ids
+from common.ids import AttemptId, pack_ids
 
 NUMBERS = [0.0, 1.0, -1.0, 5.0, 0.01, 1e-320, 1e9, 1e15, -1e15]
 INTEGERS = [0, 1, 2, 3, 7, 8, 19, 64, 10**6, 2**31 - 1, 2**31, 2**63 - 1, -1, -(2**63)]
@@ -30,7 +30,7 @@ class Known:
 
     names: Sequence[str]
     lives: Sequence[str]
-    keys: Sequence[Key]
+    keys: Sequence[AttemptId]
     addresses: Sequence[str]
     numbers: Sequence[int] = ()
     """Versions and generations that are in use."""
@@ -114,7 +114,7 @@ class Hostile:
 
     def _struct(self, of: inspect.StructType) -> Any:
         pick, chance = self._random.choice, self._random.random
-        if of.cls is Key and chance() < 0.8:
+        if of.cls is AttemptId and chance() < 0.8:
             return pick(self.known.keys)
         real = [each for each in self.known.structs if type(each) is of.cls]
         if real and chance() < 0.5 and not self._broken:

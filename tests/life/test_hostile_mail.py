@@ -17,7 +17,7 @@ import pytest
 from common import messages as m
 from common.config import RouterConfig
 from common.errors import TandemError
-from common.ids import InstanceId, Key, RequestId, text_name
+from common.ids import AttemptId, InstanceId, RequestId, text_name
 from common.mail import FrameRefused, decode_body
 from common.messages.ranks import ToFollower, ToLeader
 from simulation.client import Client
@@ -94,7 +94,7 @@ class Target:
         return Known(
             names=[*(info.id for info in infos), router, router, text_name(router, 0), "nobody", ""],
             lives=[*(info.incarnation for info in infos), "", "another"],
-            keys=[Key(RequestId(f"r{number}"), 0, router) for number in range(len(self.clients) + 2)],
+            keys=[AttemptId(RequestId(f"r{number}"), 0, router) for number in range(len(self.clients) + 2)],
             addresses=[self.fleet.router_process.address, *(info.inbox for info in infos)],
             numbers=[(zlib.crc32(seed.encode()) << 24) + number for seed in seeds for number in (1, 2, 3)],
             structs=infos,

@@ -13,7 +13,7 @@ import msgspec
 
 from common.config import RouterConfig
 from common.errors import Overloaded, Unavailable
-from common.ids import DETOKENIZER, ROUTER, Incarnation, InstanceId, Key, RequestId, Role
+from common.ids import DETOKENIZER, ROUTER, AttemptId, Incarnation, InstanceId, RequestId, Role
 from common.messages import AnyMessage, CacheChanges, ExpectAnswer, Generate, Handoff, Heartbeat, Register, Reserve, TellCache
 from common.messages.ranks import rank_name
 from kv_transfer.transport import Transport
@@ -85,7 +85,7 @@ class Trial(SimulatedFleet):
         self.on_event: Callable[[str], None] = lambda _: None
         self.blows: Counter[RequestId] = Counter()
         """How often something befell an attempt of a request: a letter lost, an instance of its, or a write between them."""
-        self.told: Counter[tuple[Incarnation, Key]] = Counter()
+        self.told: Counter[tuple[Incarnation, AttemptId]] = Counter()
         """How often an instance's heartbeats told of an attempt."""
         self._serving: dict[RequestId, tuple[InstanceId, ...]] = {}
         """Who serves the last attempt of each request."""
@@ -391,7 +391,7 @@ class Trial(SimulatedFleet):
         stranger = msgspec.structs.replace(info, id=name, inbox="tcp://127.0.0.9:1", model=model)
         router.core.receive(Register(instance=stranger), self.clock.now)
 
-    def _open_of(self, router: InstanceId, instance: Instance) -> list[Key]:
+    def _open_of(self, router: InstanceId, instance: Instance) -> list[AttemptId]:
         """The requests of this router that hold something at this instance."""
         table = instance.scheduler._requests if isinstance(instance.scheduler, PrefillScheduler) else instance.scheduler._table
         return [request.key for request in table if request.key.router == router]

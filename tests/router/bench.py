@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from typing import Self
 
 from common.config import RouterConfig
-from common.ids import DETOKENIZER, ROUTER, Key, Life, RequestId, pack_ids
+from common.ids import DETOKENIZER, ROUTER, AttemptId, Life, RequestId, pack_ids
 from common.instance.ports import Send
 from common.messages import (
     Cancel,
@@ -113,7 +113,7 @@ class Bench:
                 assert self.placed(by_name[to], by_name[decode], now, message.key) == []
         return sends
 
-    def placed(self, by: Life, decode: Life, now: float, of: Key = DEFAULT) -> list[Send]:
+    def placed(self, by: Life, decode: Life, now: float, of: AttemptId = DEFAULT) -> list[Send]:
         """A prefill instance says that this decode instance has granted the attempt's reservation."""
         return self.core.receive(Placed(id=by.id, incarnation=by.incarnation, key=of, decode=decode), now)
 
@@ -182,7 +182,7 @@ def announced(sends: Iterable[Send]) -> list[ExpectAnswer]:
     return [send.message for send in sends if isinstance(send.message, ExpectAnswer)]
 
 
-def retold(sends: Iterable[Send]) -> dict[str, tuple[tuple[Key, int], ...]]:
+def retold(sends: Iterable[Send]) -> dict[str, tuple[tuple[AttemptId, int], ...]]:
     """From which numbers on members are asked to send tokens again. Each answer is opened again there first."""
     asked = {str(send.to): send.message.tokens for send in sends if isinstance(send.message, Repeat)}
     reopened = {(message.key, message.first) for message in announced(sends)}
@@ -196,7 +196,7 @@ def route(sends: Iterable[Send]) -> tuple[str, str | None]:
     return to, message.decodes[0] if message.decodes else None
 
 
-def probes(sends: Iterable[Send]) -> dict[str, tuple[Key, ...]]:
+def probes(sends: Iterable[Send]) -> dict[str, tuple[AttemptId, ...]]:
     """Who is asked about which attempts; each is asked once."""
     asked = [(send.to, send.message.keys) for send in sends if isinstance(send.message, Probe)]
     assert len(dict(asked)) == len(asked), "one message for each member"

@@ -21,7 +21,7 @@ from msgspec.structs import replace
 from common.access import OPEN, Access
 from common.config import RouterConfig
 from common.errors import BadRequest
-from common.ids import ROUTER, InstanceId, Key, Life, unpack_ids
+from common.ids import ROUTER, AttemptId, InstanceId, Life, unpack_ids
 from common.instance.ports import Send
 from common.messages import (
     AnyMessage,
@@ -247,7 +247,7 @@ class EchoFleet(FakeMail[RouterInbox]):
         self.gateway: Gateway | None = None
         self._fail_at, self._stall_at, self._failing = fail_at, stall_at, failing
         self._failed = failed or Failed(message="the step failed")
-        self._stops: dict[Key, tuple[str, ...]] = {}
+        self._stops: dict[AttemptId, tuple[str, ...]] = {}
         self._arrived: deque[RouterInbox] = deque()
         self._turning = False
         self.tells: tuple[LinkInfo, ...] = ()
@@ -303,7 +303,7 @@ class EchoFleet(FakeMail[RouterInbox]):
         else:
             self.say(beat(self.decode, peers_version=message.version))
 
-    def cancelled(self) -> set[Key]:
+    def cancelled(self) -> set[AttemptId]:
         """Requests that were cancelled at the instances and closed at the detokenizer."""
         cancels = {message.key for _, message in self.sent if isinstance(message, Cancel)}
         return cancels & {message.key for _, message in self.sent if isinstance(message, ForgetAnswer)}

@@ -3,7 +3,7 @@
 import pytest
 
 from common.config import RouterConfig
-from common.ids import Incarnation, Key, RequestId
+from common.ids import AttemptId, Incarnation, RequestId
 from common.instance.ports import Send
 from common.messages import DetokenizerHeartbeat, Finished, InstanceInfo, Probed, Standing
 from router.attempts import ResumeReason
@@ -20,7 +20,7 @@ class ProbeBench(Bench):
     def __init__(self, *members: InstanceInfo) -> None:
         super().__init__(*members, config=RouterConfig(heartbeat_s=100.0, dead_after_s=1000.0))
 
-    def ask(self, now: float) -> dict[str, tuple[Key, ...]]:
+    def ask(self, now: float) -> dict[str, tuple[AttemptId, ...]]:
         """Time passes, and the detokenizer is heard. Returns who is asked about what."""
         self.hear_detokenizer(now)
         return probes(self.tick(now))

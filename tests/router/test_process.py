@@ -17,7 +17,7 @@ import pytest
 
 from common.config import ModelConfig, RouterConfig
 from common.errors import ConfigError
-from common.ids import DETOKENIZER, ROUTER, InstanceId, Key, unpack_ids
+from common.ids import DETOKENIZER, ROUTER, AttemptId, InstanceId, unpack_ids
 from common.mail import Mailbox
 from common.messages import (
     Cancel,
@@ -59,7 +59,7 @@ class EchoInstance:
         self.info: InstanceInfo = msgspec.structs.replace(plain, inbox=self._mailbox.address, model=model)
         self.stopping = threading.Event()
         self.cancelled: list[str] = []
-        self._asked: dict[Key, Generate] = {}
+        self._asked: dict[AttemptId, Generate] = {}
 
     def run(self) -> None:
         joined = False

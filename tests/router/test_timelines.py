@@ -7,7 +7,7 @@ import msgspec
 import pytest
 
 from common.access import Access, KeyRing
-from common.ids import ROUTER, InstanceId, Key, RequestId, Role
+from common.ids import ROUTER, AttemptId, InstanceId, RequestId, Role
 from common.messages import Failed, Finished, Heartbeat, InstanceInfo, Timeline, Times
 from router.api.timelines import RequestTimeline
 from router.attempts import ResumeReason
@@ -181,9 +181,9 @@ def test_an_instance_tells_once_of_an_attempt_that_there_is_and_of_no_other() ->
     made = request("r")
     timelines.begin(made)
     attempts = [0, 0, 1, -1]
-    timelines.told(decode, [Timeline(Key(made.request_id, number, ROUTER), AT_DECODE) for number in attempts])
+    timelines.told(decode, [Timeline(AttemptId(made.request_id, number, ROUTER), AT_DECODE) for number in attempts])
     for number in range(20):
-        timelines.told(instance(f"d{number}", "decode"), [Timeline(Key(made.request_id, 0, ROUTER), AT_DECODE)])
+        timelines.told(instance(f"d{number}", "decode"), [Timeline(AttemptId(made.request_id, 0, ROUTER), AT_DECODE)])
     assert len(made.attempts[0].instances) == 8 == len(observer.durations) < timelines.stale
 
 

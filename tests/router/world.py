@@ -10,7 +10,7 @@ from random import Random
 
 from common.config import RouterConfig
 from common.errors import BadRequest, InstanceFailed, Overloaded, Preempted, TandemError, Unavailable
-from common.ids import ROUTER, InstanceId, Key, Life, RequestId, pack_ids, unpack_ids
+from common.ids import ROUTER, AttemptId, InstanceId, Life, RequestId, pack_ids, unpack_ids
 from common.instance.ports import Send
 from common.messages import (
     Cancel,
@@ -81,7 +81,7 @@ class Try:
     one. next_token: the one that they emit next. told: the ending that they emitted. ended: how it ended on its own, if the
     router has heard it."""
 
-    key: Key
+    key: AttemptId
     members: tuple[InstanceId, ...]
     decode: Life | None
     first: int
@@ -115,12 +115,12 @@ class World:
         self.core = RouterCore(ROUTER, ["tcp://detokenizer:1"], config, self.observer)
         self.members: dict[str, InstanceInfo] = {}
         self.clients: dict[RequestId, Client] = {}
-        self.tries: dict[Key, Try] = {}
-        self.announced: dict[Key, ExpectAnswer] = {}
-        self.cancelled: defaultdict[Key, set[InstanceId]] = defaultdict(set)
-        self.closed: set[Key] = set()
+        self.tries: dict[AttemptId, Try] = {}
+        self.announced: dict[AttemptId, ExpectAnswer] = {}
+        self.cancelled: defaultdict[AttemptId, set[InstanceId]] = defaultdict(set)
+        self.closed: set[AttemptId] = set()
         self.asked: list[tuple[InstanceId, Probe]] = []
-        self.asked_again: list[tuple[Key, int]] = []
+        self.asked_again: list[tuple[AttemptId, int]] = []
         self._lives: Counter[str] = Counter()
         for name in ("p0", "p1", "d0", "d1"):
             self.start(name)

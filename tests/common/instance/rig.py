@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from common.executor import EngineDescription, Plan, StepResult
-from common.ids import ROUTER, InstanceId, Int32Array, Key
+from common.ids import ROUTER, AttemptId, InstanceId, Int32Array
 from common.instance.membership import Memberships
 from common.instance.ports import (
     Action,
@@ -146,7 +146,7 @@ class FakeScheduler:
     def next_deadline(self) -> float | None:
         return self.deadline_s
 
-    def key_in(self, row: int) -> Key:
+    def key_in(self, row: int) -> AttemptId:
         raise AssertionError("its plans are empty")
 
     def report(self) -> Report:

@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from common.ids import ROUTER, Key, RequestId
+from common.ids import ROUTER, AttemptId, RequestId
 from common.instance.waiting_line import REMEMBERED, Rank, Shares, WaitingLine
 from tests.builders import key
 
@@ -17,7 +17,7 @@ ROWS, PAGES = 8, 100
 
 @dataclass(slots=True, eq=False)
 class Item:
-    key: Key
+    key: AttemptId
     owner: str = ""
     held_rows: int = 0
     held_pages: int = 0
@@ -48,7 +48,7 @@ class LineAgainstSearchedList(RuleBasedStateMachine):
     @rule(rank=RANKS, data=st.data())
     def join(self, rank: Rank, data: st.DataObject) -> None:
         self.serial += 1
-        joined = Key(RequestId(str(self.serial % 7)), self.serial, ROUTER)  # keys are not in the order of joining
+        joined = AttemptId(RequestId(str(self.serial % 7)), self.serial, ROUTER)  # keys are not in the order of joining
         item = Item(joined, data.draw(st.sampled_from(self.owners)))
         self.line.join(joined, rank, item)
         self.waiting.append((rank, self.serial, item))

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from common.ids import Incarnation, InstanceId, Key, pack_ids
+from common.ids import AttemptId, Incarnation, InstanceId, pack_ids
 from common.messages import (
     AnswerMessage,
     Ending,
@@ -40,7 +40,7 @@ def tokens(*deltas: TokenDelta) -> TokenBatch:
     return TokenBatch(deltas=deltas)
 
 
-def answer(text: str, ending: Ending = LENGTH, of: Key | None = None) -> TokenDelta:
+def answer(text: str, ending: Ending = LENGTH, of: AttemptId | None = None) -> TokenDelta:
     return TokenDelta(of or key(), 0, ids_of(text), ending)
 
 
@@ -205,7 +205,7 @@ def deliveries(draw: st.DrawFn) -> list[AnswerMessage]:
 @given(deliveries())
 def test_any_order_and_any_repetition_gives_the_same_text_once_and_one_ending(messages: list[AnswerMessage]) -> None:
     detokenizer = Detokenizer(tiny_tokenizer())
-    by_key: dict[Key, list[TextDelta]] = defaultdict(list)
+    by_key: dict[AttemptId, list[TextDelta]] = defaultdict(list)
     for delta in received(detokenizer, messages):
         by_key[delta.key].append(delta)
     for name, text, ending in (("a", TEXT, LENGTH), ("b", "one 日本 🙂🙂 ", Finished("stop", "STOP"))):

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from common.errors import BadRequest
 from common.executor import Chunk, ExecutorFailed, Plan, Preparation, RowStart, StepResult, take_prepared
-from common.ids import ROUTER, Incarnation, InstanceId, Key, RequestId, Ticket
+from common.ids import ROUTER, AttemptId, Incarnation, InstanceId, RequestId, Ticket
 from common.instance.ports import (
     Allow,
     Connect,
@@ -30,7 +30,7 @@ from engine.grammar.grammars import ANY_TEXT
 from tests.builders import instance
 from tests.common.instance.ranks.rig import Rig, take, travelled
 
-KEY = Key(RequestId("r"), 0, ROUTER)
+KEY = AttemptId(RequestId("r"), 0, ROUTER)
 PEER, LIFE = InstanceId("prefill-0"), Incarnation("1")
 PAGES = np.array([5, 7], dtype=np.int32)
 EMPTY = np.empty(0, dtype=np.int32)
