@@ -20,7 +20,7 @@ import msgspec
 import numpy as np
 
 from bench.client import COUNTED_STREAM, HttpClient, TimedAnswer, completion_of_ids
-from bench.report import BenchOutcome, say, this_hardware
+from bench.report import BenchOutcome, Spread, say, this_hardware
 from benchmarks.command import Invocation, start
 from common.config import DEMO_MODEL
 from common.options import option, parse_numbers, require, require_above_0, require_at_least
@@ -117,12 +117,12 @@ class StreamsOutcome(BenchOutcome, frozen=True, kw_only=True):
 
 
 FIGURES: tuple[tuple[Callable[[StreamsRun], float], str], ...] = (
-    (lambda run: run.gaps_ms[0], "{:.0f}"),
-    (lambda run: run.gaps_ms[1], "{:.0f}"),
-    (lambda run: run.gaps_ms[2], "{:.0f}"),
-    (lambda run: run.stream_tokens_per_s, "{:.1f}"),
-    (lambda run: run.prompt_tokens_per_s, "{:.0f}"),
-    (lambda run: run.first_token_s, "{:.2f}"),
+    (lambda run: run.gaps_ms[0], ".0f"),
+    (lambda run: run.gaps_ms[1], ".0f"),
+    (lambda run: run.gaps_ms[2], ".0f"),
+    (lambda run: run.stream_tokens_per_s, ".1f"),
+    (lambda run: run.prompt_tokens_per_s, ".0f"),
+    (lambda run: run.first_token_s, ".2f"),
 )
 
 
@@ -138,7 +138,7 @@ def run(invocation: Invocation) -> int:
         say(f"round {number} of {bench.rounds}, {name}")
         try:
             with local_fleet(*layouts[name]) as fleet:
-                runs.append(asyncio.run(_StreamsLoad(bench, fleet.url, vocab_size, number).measure(name)))
+                runs.append(asyncio.run(measure(bench, name, number, fleet.url, vocab_size)))
         except FleetFailed as error:
             say(f"{name} failed: {error}")
             failed = True
@@ -159,73 +159,51 @@ def run(invocation: Invocation) -> int:
     return int(failed)
 
 
-class _StreamsLoad:
-    """Streams and prompts for one fleet. Make it in the loop's thread."""
+async def measure(bench: StreamsBench, layout: str, number: int, url: str, vocab_size: int) -> StreamsRun:
+    """Streams and prompts for one fleet. Raises FleetFailed when an answer fails or a stream ends."""
+    with connected(url) as connection:
+        connection.request("GET", "/v1/models")
+        model = str(json.loads(connection.getresponse().read())["data"][0]["id"])
+    client = HttpClient(url, PATH, {}, TIMEOUT_S)
+    chance = random.Random(number)  # all layouts of a round get the same prompts
+    streams: list[TimedAnswer] = []
+    prompts: list[TimedAnswer] = []
 
-    def __init__(self, bench: StreamsBench, url: str, vocab_size: int, number: int) -> None:
-        self._bench, self._number, self._vocab_size = bench, number, vocab_size
-        self._random = random.Random(number)  # all layouts of a round get the same prompts
-        self._new_client: Callable[[], HttpClient] = lambda: HttpClient(url, PATH, {}, TIMEOUT_S)
-        with connected(url) as connection:
-            connection.request("GET", "/v1/models")
-            self._model = str(json.loads(connection.getresponse().read())["data"][0]["id"])
-        self._failure = ""
-        self._streams: set[asyncio.Task[None]] = set()
-
-    async def measure(self, layout: str) -> StreamsRun:
-        """Raises FleetFailed when an answer fails or a stream ends."""
-        bench, client = self._bench, self._new_client()
-        try:
-            await self._prompt(client, [])
-            streams = [self._start_stream(client) for _ in range(bench.streams)]
-            while not all(stream.counted > 1 for stream in streams):
-                self._check()
-                await asyncio.sleep(LOOK_S)
-            began_s = time.perf_counter()
-            until_s = began_s + bench.seconds
-            sent: list[TimedAnswer] = []
-            lines = [asyncio.create_task(self._prompts(client, until_s, sent)) for _ in range(bench.prompts)]
-            await asyncio.sleep(max(0.0, until_s - time.perf_counter()))
-            for line in lines:
-                line.cancel()
-            self._check()
-            return run_of(layout, self._number, streams, sent, began_s, until_s)
-        finally:
-            client.close()
-
-    async def _prompts(self, client: HttpClient, until_s: float, sent: list[TimedAnswer]) -> None:
-        """One after the other."""
-        while time.perf_counter() < until_s and not self._failure:
-            await self._prompt(client, sent)
-
-    async def _prompt(self, client: HttpClient, sent: list[TimedAnswer]) -> None:
-        answer = self._new_answer(self._bench.prompt_tokens, ANSWER_TOKENS)
-        sent.append(answer)
-        await self._ask(client, answer)
-        if answer.error:
-            self._failure = f"a prompt failed: {answer.error}: {answer.message}"
-
-    def _start_stream(self, client: HttpClient) -> TimedAnswer:
-        answer = self._new_answer(self._bench.stream_tokens, STREAM_TOKENS)
-        self._streams.add(asyncio.create_task(self._stream(client, answer)))
-        return answer
-
-    async def _stream(self, client: HttpClient, answer: TimedAnswer) -> None:
-        await self._ask(client, answer)
-        self._failure = f"a stream ended: {answer.error or 'its answer was whole'} {answer.message}"
-
-    def _new_answer(self, tokens: int, answer_tokens: int) -> TimedAnswer:
-        return TimedAnswer(time.perf_counter(), answer_tokens, tokens)
-
-    async def _ask(self, client: HttpClient, answer: TimedAnswer) -> None:
-        prompt = self._random.choices(range(self._vocab_size // 8, self._vocab_size), k=answer.prompt_tokens)
-        body = completion_of_ids(self._model, prompt, answer.requested_tokens, **COUNTED_STREAM)
+    async def ask(tokens: int, answer_tokens: int, answers: list[TimedAnswer]) -> None:
+        answer = TimedAnswer(time.perf_counter(), answer_tokens, tokens)
+        answers.append(answer)
+        body = completion_of_ids(
+            model, chance.choices(range(vocab_size // 8, vocab_size), k=tokens), answer_tokens, **COUNTED_STREAM
+        )
         answer.begin(time.perf_counter())
         await client.ask(answer, body)
+        if answer.error:
+            raise FleetFailed(f"an answer failed: {answer.error}: {answer.message}")
 
-    def _check(self) -> None:
-        if self._failure:
-            raise FleetFailed(self._failure)
+    async def stream() -> None:
+        await ask(bench.stream_tokens, STREAM_TOKENS, streams)
+        raise FleetFailed("a stream ended: its answer was whole")
+
+    async def one_prompt_after_the_other() -> None:
+        while True:
+            await ask(bench.prompt_tokens, ANSWER_TOKENS, prompts)
+
+    try:
+        await ask(bench.prompt_tokens, ANSWER_TOKENS, [])
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(stream()) for _ in range(bench.streams)]
+            while len(streams) < bench.streams or any(answer.counted < 2 for answer in streams):
+                await asyncio.sleep(LOOK_S)
+            began_s = time.perf_counter()
+            tasks += [group.create_task(one_prompt_after_the_other()) for _ in range(bench.prompts)]
+            await asyncio.sleep(bench.seconds)
+            for task in tasks:
+                task.cancel()
+        return run_of(layout, number, streams, prompts, began_s, began_s + bench.seconds)
+    except ExceptionGroup as failed:
+        raise FleetFailed(str(failed.exceptions[0])) from failed
+    finally:
+        client.close()
 
 
 def run_of(
@@ -271,15 +249,12 @@ def ratios(outcome: StreamsOutcome) -> list[tuple[str, ...]]:
         both = [(pairs[run.round], run) for run in outcome.runs if run.layout == layout != PAIR and run.round in pairs]
         if both:
             divided = ([of(pair) / of(run) for pair, run in both if of(run) > 0] for of, _ in FIGURES)
-            rows.append((layout, *(_spread(values, "{:.2f}") for values in divided)))
+            rows.append((layout, *(_spread(values, ".2f") for values in divided)))
     return rows
 
 
 def _spread(values: Sequence[float], form: str) -> str:
-    if not values:
-        return "–"
-    middle = form.format(statistics.median(values))
-    return middle if len(values) == 1 else f"{middle} ({form.format(min(values))} … {form.format(max(values))})"
+    return Spread.of(values).text(form) if values else "–"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -226,7 +226,13 @@ class AgentProcess:
         self._pipe, theirs = Pipe()
         command = [*spot.prefix, sys.executable, "-m", "benchmarks.transfer_agent", str(theirs.fileno())]
         with theirs:
-            self._process = subprocess.Popen(command, stdout=2, pass_fds=(theirs.fileno(),), env={**os.environ, **variables})
+            self._process = subprocess.Popen(
+                command,
+                stdout=2,
+                pass_fds=(theirs.fileno(),),
+                env={**os.environ, **variables},
+                start_new_session=True,  # Ctrl-C reaches the parent alone, which closes the pipe
+            )
         with contextlib.suppress(BrokenPipeError):  # it has ended already: the next result says so
             self._pipe.send(plan)
 
