@@ -60,7 +60,7 @@ def two_namespaces() -> Iterator[tuple[Namespace, Namespace]]:
         yield spots
     finally:
         for spot in spots:
-            with contextlib.suppress(TransferError):  # it was not made, and then that is said already
+            with contextlib.suppress(TransferError):  # it was not made, and the reason is raised already
                 _ip("netns", "delete", spot.name)
 
 

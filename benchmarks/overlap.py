@@ -275,7 +275,7 @@ class FleetCounters(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CountedFleet:
-    """A running fleet that is sent one request at a time, and asked what it counted. Every method raises FleetFailed."""
+    """A running fleet that is sent one request at a time, with what it counted for each. Every method raises FleetFailed."""
 
     def __init__(self, url: str, instances: int) -> None:
         self._url = url

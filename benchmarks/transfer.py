@@ -132,7 +132,7 @@ QUICK: dict[str, Any] = {"page_bytes": "64KiB", "pages": "1,16", "memory": "4MiB
 
 
 def _bytes_of(text: str, flag: str) -> int:
-    """An amount of memory that must be said."""
+    """An amount of memory; there is none of its own to fall back on, so `auto` is refused."""
     amount = parse_bytes(text.strip(), flag)
     if amount is None:
         raise ConfigError(f"--{flag} must be an amount such as 64KiB, is {text!r}")

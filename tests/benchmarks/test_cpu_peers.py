@@ -53,7 +53,7 @@ for requests in talk.requests_of_each_load():
 """
 
 
-def asked(*lengths: tuple[int, int]) -> list[OfflineSequence]:
+def requests_of(*lengths: tuple[int, int]) -> list[OfflineSequence]:
     return [OfflineSequence(np.arange(prompt, dtype=np.int32), answer) for prompt, answer in lengths]
 
 
@@ -96,7 +96,7 @@ def test_a_quick_run_needs_no_peer() -> None:
 
 
 def test_every_layout_is_a_command_line_that_launch_local_understands() -> None:
-    room = PeerRoom.for_requests(asked((100, 10), (300, 20)), SHAPES["0.6b"], threads=2)
+    room = PeerRoom.for_requests(requests_of((100, 10), (300, 20)), SHAPES["0.6b"], threads=2)
     for engine in ENGINES.values():
         if isinstance(engine, TandemLayout) and engine.precision != "int8":
             flags = build_parser().parse_args(["local", *engine.command(Path("model"), room)])
@@ -107,7 +107,7 @@ def test_every_layout_is_a_command_line_that_launch_local_understands() -> None:
 def test_every_engine_has_kv_memory_for_all_requests_at_once() -> None:
     """110 tokens are 4 pages of 32, 320 are 10; with a spare page each, 16 pages. Qwen3-0.6B keeps 28 x 2 x 8 x 128 numbers of a
     token, of 4 bytes each."""
-    room = PeerRoom.for_requests(asked((100, 10), (300, 20)), SHAPES["0.6b"], threads=2)
+    room = PeerRoom.for_requests(requests_of((100, 10), (300, 20)), SHAPES["0.6b"], threads=2)
     assert (room.rows, room.kv_tokens, room.context_tokens) == (2, 16 * 32, 11 * 32)
     assert room.kv_bytes == 16 * 32 * 28 * 2 * 8 * 128 * 4
     assert room.kv_gib == 1
@@ -183,7 +183,7 @@ def driven(folder: Path, program: str = DRIVER) -> Iterator[PeerDriver]:
 def test_a_driver_answers_one_load_after_the_other_and_its_tokens_are_counted(tmp_path: Path) -> None:
     with driven(tmp_path) as driver:
         for lengths in (((5, 3), (4, 1)), ((2, 2),)):
-            answers = driver.ask(asked(*lengths), 30.0)
+            answers = driver.ask(requests_of(*lengths), 30.0)
             assert [answer.counted for answer in answers] == [tokens for _, tokens in lengths]
             assert all(answer.sent_s < answer.first_s <= answer.token_s for answer in answers)
 
@@ -196,7 +196,7 @@ def test_a_driver_that_ends_fails_the_engine_with_its_last_words(tmp_path: Path)
 def test_a_driver_that_takes_too_long_is_ended(tmp_path: Path) -> None:
     slow = DRIVER.replace("    for step", "    import time; time.sleep(60)\n    for step")
     with driven(tmp_path, slow) as driver, pytest.raises(PeerFailed, match=r"not done within 0\.2 s"):
-        driver.ask(asked((5, 3)), 0.2)
+        driver.ask(requests_of((5, 3)), 0.2)
 
 
 @pytest.mark.parametrize(

@@ -58,7 +58,7 @@ def test_what_cannot_be_measured_is_refused_by_the_name_of_its_flag(flags: dict[
         bench(**flags)
 
 
-def test_quick_is_small_and_leaves_what_was_said() -> None:
+def test_quick_is_small_and_leaves_flags_that_were_given() -> None:
     bench = with_defaults(OverlapBench(layers=3), QUICK)
     assert (bench.models, bench.repeat, bench.layers) == (("random",), 1, 3)
     engine = with_defaults(EngineConfig(page_size=8), QUICK_ENGINE)
@@ -170,7 +170,7 @@ def test_the_tables_have_every_fleet_side_by_side() -> None:
 
 
 KV_BYTES = 2 * 2 * 2 * 32 * 4
-"""Of a token in a quick run: layers, key and value, heads, size of a head, float32."""
+"""The bytes of a token in a quick run: layers, key and value, heads, size of a head, float32."""
 
 
 def test_a_quick_run_measures_prints_and_writes_what_was_asked_for(tmp_path: Path) -> None:

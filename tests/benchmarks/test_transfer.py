@@ -98,7 +98,7 @@ def test_what_cannot_be_measured_is_refused_by_the_name_of_its_flag(flags: dict[
         bench(**flags)
 
 
-def test_quick_is_small_and_leaves_what_was_said() -> None:
+def test_quick_is_small_and_leaves_flags_that_were_given() -> None:
     small = with_defaults(TransferBench(pages="1,4", transport="nixl"), QUICK)
     assert (small.pages, small.transport) == ("1,4", "nixl")
     assert small.pool_bytes < TransferBench().pool_bytes and small.repeat == 1
@@ -142,7 +142,7 @@ def place(*rows: TransferRow, **idle_cores: float) -> TransferPlace:
 
 
 def verdicts(host: TransferPlace, network: TransferPlace) -> list[bool | None]:
-    """Of NIXL through the port: memory's share, latency, CPU, idle, network."""
+    """The verdicts on NIXL through the port: memory's share, latency, CPU, idle, network."""
     return [goal.met for goal in judge(host, network)[:5]]
 
 
@@ -202,18 +202,18 @@ def test_the_worst_page_size_decides_and_the_fullest_push_of_each_counts() -> No
 def test_a_report_says_every_figure_the_spread_and_what_was_skipped(markdown: bool) -> None:
     host = place(row(NIXL, MANY, sample(3.0), sample(5.0), sample(4.0)), nixl=0.0123)
     host = msgspec.structs.replace(host, skipped={"cma": "its kernel forbids it"})
-    said = "\n".join(report(host, markdown))
+    text = "\n".join(report(host, markdown))
     for part in ("4.00", "3.00 … 5.00", "64 KiB", "scattered", "0.30", "nixl 1.23%", "cma was skipped: its kernel forbids it"):
-        assert part in said
+        assert part in text
 
 
 def test_markdown_has_the_ways_side_by_side() -> None:
     measured = place(row(NIXL, MANY, sample(3.0), sample(5.0), sample(4.0)), row(SOCKET, MANY, sample(1.0)))
-    said = "\n".join(report(measured, is_markdown=True))
-    assert "| page | pages |  | nixl | tcp socket |" in said
-    assert "| 64 KiB | 8 | scattered | 4.00 (3.00 … 5.00) | 1.00 (1.00 … 1.00) |" in said
-    assert "| 64 KiB | 8 | scattered | 40 / 80 | 40 / 80 |" in said
-    assert "| 64 KiB | 8 | scattered | 0.30 | 0.30 |" in said
+    text = "\n".join(report(measured, is_markdown=True))
+    assert "| page | pages |  | nixl | tcp socket |" in text
+    assert "| 64 KiB | 8 | scattered | 4.00 (3.00 … 5.00) | 1.00 (1.00 … 1.00) |" in text
+    assert "| 64 KiB | 8 | scattered | 40 / 80 | 40 / 80 |" in text
+    assert "| 64 KiB | 8 | scattered | 0.30 | 0.30 |" in text
 
 
 @pytest.mark.parametrize("kind", ["socket", "memmove", "copy"])
