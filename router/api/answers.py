@@ -16,9 +16,10 @@ from msgspec import Meta
 
 from common.messages import Ending, Failed, Finished, TokenLogprob
 from router.api.fields import ReadRequest
-from router.api.intake import Accepted
 from router.api.logprobs import LogprobWriter, PromptLogprobs, TokenTexts
+from router.api.parsing.parser import PLAIN_TEXT, AnswerReading
 from router.outbox import ChoiceDelta
+from router.requests import RequestSpec
 
 OpenAIFinish: TypeAlias = Literal["stop", "length", "tool_calls", "abort"]
 """abort: as in vLLM and SGLang, the request was ended by another one (POST /abort_request)."""
@@ -53,6 +54,18 @@ def finish_of(ending: Ending | None) -> OpenAIFinish | None:
     if ending is None or isinstance(ending, Failed):
         return None
     return "abort" if ending.reason == "cancelled" else ending.reason
+
+
+@dataclass(frozen=True, slots=True)
+class Accepted:
+    """A client's request, ready to dispatch. id: of its answer. specs: one for each choice, prompt by prompt, n each. echoes: the
+    text of each choice's prompt, if the answer repeats it. reading: how the texts of the answer become its parts."""
+
+    id: str
+    specs: tuple[RequestSpec, ...]
+    prompt_tokens: int
+    echoes: tuple[str, ...] = ()
+    reading: AnswerReading = PLAIN_TEXT
 
 
 class PromptDetails(msgspec.Struct, frozen=True):

@@ -23,27 +23,18 @@ from common.errors import TandemError
 from common.ids import InstanceId, RequestId
 from common.text.embedding import EmbeddingMode
 from router.api.admission import AT_END, CLIENT_CLOSED, Door, Doorkeeper, OpenAnswers
-from router.api.answers import AnswerShape, OpenAIBody
+from router.api.answers import Accepted, AnswerShape, OpenAIBody
 from router.api.bodies import IS_LARGE, LARGE_BODY_BYTES, body_of, unless_left
-from router.api.chat import ChatFields, read_chat
-from router.api.chat_answers import ChatChoice, ChatShape
-from router.api.completion_answers import (
-    CompletionShape,
-    EmbeddingBody,
-    EmbeddingFields,
-    EmbeddingShape,
-    TextChoice,
-    read_embeddings,
-)
-from router.api.completions import CompletionFields, read_completion
+from router.api.chat import ChatChoice, ChatFields, ChatShape, read_chat
+from router.api.completions import CompletionFields, CompletionShape, TextChoice, read_completion
 from router.api.description import COMPLETION_REFUSALS, Described, DescribedApp, call_route, check_route, completion_route
+from router.api.embeddings import EmbeddingBody, EmbeddingFields, EmbeddingShape, read_embeddings
 from router.api.errors import ErrorDetail, error_response, response_to
 from router.api.fields import ReadRequest
 from router.api.guard import REQUESTS_PREFIX, Guard
-from router.api.intake import Accepted, Intake, unknown_model
+from router.api.intake import Intake, unknown_model
 from router.api.request_ids import HEADER, OWNER, REQUEST_ID, AnswerId, answer_id
-from router.api.responses import ResponseFields, read_response
-from router.api.responses_answers import ResponseBody, ResponseShape
+from router.api.responses import ResponseBody, ResponseFields, ResponseShape, read_response
 from router.api.routes import (
     Detokenized,
     DetokenizeFields,
@@ -56,8 +47,16 @@ from router.api.routes import (
     read_tokenize,
 )
 from router.api.sending import Answer, StreamResponse, WholeResponse
-from router.api.sglang import Aborted, AbortFields, Flushed, GenerateFields, read_abort, read_generate
-from router.api.sglang_answers import Generated, GenerateShape
+from router.api.sglang import (
+    Aborted,
+    AbortFields,
+    Flushed,
+    Generated,
+    GenerateFields,
+    GenerateShape,
+    read_abort,
+    read_generate,
+)
 from router.api.timelines import FORGET, READ, READ_TIMELINE, START, TimelineApi, TraceApi
 from router.cluster import cluster_page
 from router.core import Gateway

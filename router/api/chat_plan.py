@@ -4,7 +4,7 @@ Owns the refusals of what the model's chat template or its format cannot do. Doe
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -17,7 +17,7 @@ from common.text.tokenizer_manager import ChatOptions
 from router.api.chat import ChatRequest
 from router.api.errors import shown
 from router.api.parsing.formats import THINK_MARKS, AnswerFormat, ToolFormat, answer_format, answer_grammar
-from router.api.parsing.parser import THINK, THINK_END, AnswerParser, WholeAnswer, whole_answer
+from router.api.parsing.parser import PLAIN_TEXT, THINK, THINK_END, AnswerParser, AnswerReading
 from router.requests import RequestSpec
 
 TAIL_TOKENS = 16
@@ -37,24 +37,6 @@ class ChatTemplate(Protocol):
     def reads_tools(self) -> bool: ...
 
     def reads(self, name: str) -> bool: ...
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AnswerReading:
-    """How the answers to a request are read. new_parser: for each choice; None: the text is content. new_id: of a call."""
-
-    new_parser: Callable[[], AnswerParser] | None = None
-    new_id: Callable[[], str] = str
-
-    def whole(self, text: str) -> WholeAnswer:
-        """The parts of a whole answer."""
-        if self.new_parser is None:
-            return WholeAnswer(text)
-        parser = self.new_parser()
-        return whole_answer([*parser.push(text), *parser.finish()])
-
-
-PLAIN_TEXT = AnswerReading()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,9 +20,10 @@ from common.ids import ID_BYTES, RequestId, pack_ids, unpack_ids
 from common.pages.radix_cache import BlockNames
 from common.sampling_params import SamplingParams
 from common.text.tokenizer_manager import ChatOptions
+from router.api.answers import Accepted
 from router.api.bodies import LARGE_BODY_BYTES
 from router.api.chat import ChatRequest
-from router.api.chat_plan import PLAIN_TEXT, TAIL_TOKENS, AnswerReading, ChatPlanner, ChatTemplate
+from router.api.chat_plan import TAIL_TOKENS, ChatPlanner, ChatTemplate
 from router.api.completions import CompletionRequest, Prompt
 from router.api.errors import ContextExceeded, no_room, shown
 from router.api.fields import ALL_TOKENS, ReadRequest, SamplingFields, biases_of
@@ -78,18 +79,6 @@ class Tokenizer(ChatTemplate, Protocol):
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str: ...
 
     def token_strings(self, ids: Sequence[int]) -> list[str]: ...
-
-
-@dataclass(frozen=True, slots=True)
-class Accepted:
-    """A client's request, ready to dispatch. id: of its answer. specs: one for each choice, prompt by prompt, n each. echoes: the
-    text of each choice's prompt, if the answer repeats it. reading: how the texts of the answer become its parts."""
-
-    id: str
-    specs: tuple[RequestSpec, ...]
-    prompt_tokens: int
-    echoes: tuple[str, ...] = ()
-    reading: AnswerReading = PLAIN_TEXT
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,9 +29,8 @@ from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from common.messages import Failed
-from router.api.answers import LOOP_SIZE, AnswerShape, WholeChoice
+from router.api.answers import LOOP_SIZE, Accepted, AnswerShape, WholeChoice
 from router.api.errors import detail_of_failure, error_json, response_to_failure
-from router.api.intake import Accepted
 from router.api.threads import SharedThreads
 from router.core import Gateway
 from router.outbox import ChoiceDelta, Outbox, joined

@@ -8,8 +8,8 @@ import pytest
 from fastapi.routing import APIRoute
 
 from router.api.chat import ChatFields
-from router.api.completion_answers import EmbeddingFields
 from router.api.completions import CompletionFields
+from router.api.embeddings import EmbeddingFields
 from router.api.errors import ErrorBody
 from router.api.responses import ResponseFields
 from router.api.routes import DetokenizeFields, TokenizeFields

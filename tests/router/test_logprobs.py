@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from common.text.token_text import TokenText
-from router.api import intake, logprobs, sglang_answers
+from router.api import intake, logprobs, sglang
 from router.api.logprobs import TextPlace
 from tests.common.text.tiny import tiny_tokenizer
 from tests.router.calls import assert_error, chat, completion, events, post, usage
@@ -43,7 +43,7 @@ async def test_events_of_sglang_repeat_the_logprobs_so_far_and_none_is_written_t
         written.append(logprob)
         return logprob
 
-    monkeypatch.setattr(sglang_answers, "finite", finite)
+    monkeypatch.setattr(sglang, "finite", finite)
     parts = events(await post(site, "/generate", prompt('h"é\n!', 5, stream=True, **asked)))
     infos = [part["meta_info"] for part in parts]
     for name in ("output_token_logprobs", "output_top_logprobs"):

@@ -11,9 +11,9 @@ from common.text.embedding import EmbeddingMode
 from router import outbox
 from router.api import sending
 from router.api.answers import AnswerShape, WholeChoice
-from router.api.chat_answers import ChatShape
-from router.api.completion_answers import EmbeddingShape
-from router.api.responses_answers import ResponseShape
+from router.api.chat import ChatShape
+from router.api.embeddings import EmbeddingShape
+from router.api.responses import ResponseShape
 from router.outbox import ChoiceDelta, joined
 from tests.router.calls import chat, post
 from tests.router.fakes import MODEL, Site

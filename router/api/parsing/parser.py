@@ -346,3 +346,21 @@ def _read_thoughts(source: GrowingText, sink: PartSink, opened: bool) -> Reading
     sink.mark()
     if (yield from read_until(source, sink.reasoning, _THINK_END)):
         sink.mark()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnswerReading:
+    """How the answers to a request are read. new_parser: for each choice; None: the text is content. new_id: of a call."""
+
+    new_parser: Callable[[], AnswerParser] | None = None
+    new_id: Callable[[], str] = str
+
+    def whole(self, text: str) -> WholeAnswer:
+        """The parts of a whole answer."""
+        if self.new_parser is None:
+            return WholeAnswer(text)
+        parser = self.new_parser()
+        return whole_answer([*parser.push(text), *parser.finish()])
+
+
+PLAIN_TEXT = AnswerReading()
