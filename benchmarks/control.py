@@ -21,10 +21,10 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from bench.processes import cpu_s, resident_mb
 from bench.report import BenchOutcome, Goal, say, this_hardware, write_figures
 from benchmarks.command import Invocation, start
 from benchmarks.played_fleet import PlayedFleet, describe, played_model
+from benchmarks.processes import cpu_s, resident_mb
 from common.config import POLICIES, RouterConfig
 from common.ids import ROUTER, InstanceId
 from common.messages import Counters, Heartbeat, InstanceInfo, LinkReport, Load, Peers, Register

@@ -32,7 +32,6 @@ import uvloop
 from bench.client import COUNTED_STREAM, HttpClient, TimedAnswer, completion_of_ids
 from bench.offline import OfflineSequence, sequences_of
 from bench.options import OfflineOptions
-from bench.processes import below
 from bench.report import BenchOutcome, Goal, Spread, say, this_hardware
 from bench.serve import times_ms
 from benchmarks.command import Invocation, start
@@ -48,6 +47,7 @@ from benchmarks.cpu_engines import (
     checkpoint,
     last_lines,
 )
+from benchmarks.processes import below
 from common.addresses import LOOPBACK, free_port
 from common.errors import ConfigError, TandemError
 from common.options import option, require_at_least

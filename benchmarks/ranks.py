@@ -16,9 +16,9 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from bench.processes import cpu_s
 from bench.report import BenchOutcome, say, this_hardware, write_figures
 from benchmarks.command import Invocation, start
+from benchmarks.processes import cpu_s
 from common.config import MOST_RANKS
 from common.executor import EngineDescription, Executor, Plan, StepHandle
 from common.ids import Incarnation

@@ -21,9 +21,9 @@ from urllib.parse import urlsplit
 import msgspec
 import uvloop
 
-from bench.processes import below, command_of, cpu_s, resident_mb
 from bench.report import BenchOutcome, Goal, say, this_hardware
 from benchmarks.command import Invocation, start
+from benchmarks.processes import below, command_of, cpu_s, resident_mb
 from common.addresses import LOOPBACK
 from common.config import DEMO_MODEL
 from common.options import option, parse_numbers, require, require_at_least
