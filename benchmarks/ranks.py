@@ -34,7 +34,8 @@ from common.messages import ModelIdentity, PoolDescriptor, RankInfo
 from common.messages.ranks import RankHello, ToFollower, ToLeader, rank_name
 from common.options import option, parse_numbers, require, require_at_least
 from common.pages.layout import KVLayout, MemoryRegion
-from engine.timed import Pace, StepCost, TimedExecutor
+from common.step_cost import StepCost
+from engine.timed import Pace, TimedExecutor
 
 ADDRESS = "tcp://127.0.0.1:0"
 END_S = 10.0

@@ -4,7 +4,6 @@ Owns names, defaults, help and limits. Reads no files, flags or environment. Wha
 """
 
 import dataclasses
-import math
 import re
 from dataclasses import dataclass
 from typing import Literal, get_args
@@ -23,6 +22,7 @@ from common.options import (
     require_choices,
 )
 from common.ranges import MOST_SECONDS
+from common.step_cost import STEP_COST, StepCost
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 LoadFormat = Literal["auto", "safetensors", "dummy"]
@@ -43,7 +43,6 @@ DEMO_MODEL = "demo"
 DAY_S = 86_400.0
 MOST_PORT = 65_535
 MOST_RANKS = 64
-STEP_COST = "0.005,0.00001,0.00002"
 _HEADER_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
 _DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://([a-z0-9._-]+|\[[0-9a-f:.]+\])(:\d{1,5})?")
@@ -149,7 +148,7 @@ class EngineConfig:
         require(_DEVICE.fullmatch(self.device) is not None, "device", "auto, cpu, cuda or cuda:N", self.device)
         require_choices(self)
         if self.executor == "timed":
-            parse_step_cost(self.step_cost)
+            StepCost.parse(self.step_cost)
             require(not self.device.startswith("cuda"), "device", "auto or cpu with --executor timed", self.device)
             of_models = ("load_format", "quantization", "attention", "graphs", "graph_sizes", "layer_groups", "lent_cores")
             refuse_without_effect(self, of_models, "with --executor timed, which loads no model")
@@ -397,17 +396,6 @@ def parse_ranks(text: str, ranks: int) -> range:
     valid = first.isdecimal() and (last or first).isdecimal() and int(first) <= int(last or first) < ranks
     require(valid, "rank", f"one rank or a range such as 0-1, all below --tp {ranks}", text)
     return range(int(first), int(last or first) + 1)
-
-
-def parse_step_cost(text: str) -> tuple[float, float, float]:
-    """Seconds of a step, of each prompt token and of each decode row; "" stands for STEP_COST. Raises ConfigError."""
-    try:
-        step_s, chunk_token_s, decode_row_s = (float(part) for part in (text or STEP_COST).split(","))
-    except ValueError:
-        step_s = chunk_token_s = decode_row_s = -1.0
-    costs = (step_s, chunk_token_s, decode_row_s)
-    require(all(0 <= cost < math.inf for cost in costs), "step-cost", f"three numbers of seconds such as {STEP_COST}", text)
-    return costs
 
 
 CHUNK_TOKENS = {"cpu": 512, "cuda": 8192}

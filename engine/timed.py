@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from common.config import EngineConfig, ModelConfig, parse_step_cost
+from common.config import EngineConfig, ModelConfig
 from common.errors import ConfigError, MemoryShort
 from common.executor import NO_LOGPROBS, EngineDescription, Logprobs, Plan, StepResult
 from common.host import host_memory_now
@@ -30,22 +30,11 @@ from common.model_path import model_name, read_json, resolve_model_path
 from common.pages.host_memory import digest, host_memory
 from common.pages.layout import SPARE_PAGES, KVDtype, KVLayout, MemoryRegion, heads_of
 from common.sampling_params import Grammar, SamplingParams
+from common.step_cost import StepCost
 from engine.checkpoint import fingerprint
 from engine.grammar.grammars import AnythingGoes
 from engine.kv_budget import Agree, as_offered, auto_host_kv_bytes, given_kv_bytes, kv_budget, kv_dtype_of
 from engine.models.shape import TOKENIZER, read_served_shape
-
-
-@dataclass(frozen=True, slots=True)
-class StepCost:
-    """Seconds of a step: a constant, and what each prompt token and each decode row adds."""
-
-    step_s: float
-    chunk_token_s: float
-    decode_row_s: float
-
-    def seconds(self, plan: Plan) -> float:
-        return self.step_s + self.chunk_token_s * plan.chunk_tokens + self.decode_row_s * len(plan.decode_rows)
 
 
 class Pace:
@@ -58,7 +47,7 @@ class Pace:
 
     def add(self, plan: Plan) -> float:
         """Returns when the plan's step ends, on the clock. It begins now, or when the step before it ends."""
-        self._busy_until_s = max(self.clock(), self._busy_until_s) + self.cost.seconds(plan)
+        self._busy_until_s = max(self.clock(), self._busy_until_s) + self.cost.seconds(plan.chunk_tokens, len(plan.decode_rows))
         return self._busy_until_s
 
 
@@ -213,7 +202,7 @@ class TimedCheckpoint(TimedExecutor):
             eos_token_ids=shape.eos_token_ids,
             device="cpu",
         )
-        pace = Pace(StepCost(*parse_step_cost(engine.step_cost)), time.monotonic)
+        pace = Pace(StepCost.parse(engine.step_cost), time.monotonic)
         words = plain_words(path, shape.vocab_size, shape.eos_token_ids)
         super().__init__(description, pace, words, memory.reshape(-1, layout.page_bytes))
         self._wake = wake

@@ -8,9 +8,9 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from common.config import parse_step_cost
 from common.errors import ConfigError
 from common.options import Switch, option, refuse_without_effect, require, require_at_least, require_between
+from common.step_cost import StepCost
 
 Arrivals = Literal["poisson", "even"]
 Lengths = Literal["exponential", "constant"]
@@ -54,7 +54,7 @@ class FleetPlan:
 
     def __post_init__(self) -> None:
         _check(self)
-        if parse_step_cost(self.step_cost)[0] == 0:
+        if StepCost.parse(self.step_cost).step_s == 0:
             raise ConfigError(f"--step-cost: a step must take some time; it is {self.step_cost!r}")
         require_at_least(self, decode=1)
         require(self.kv_token_bytes % 2 == 0, "kv-token-bytes", "even (keys and values)", self.kv_token_bytes)

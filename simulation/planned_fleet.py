@@ -17,12 +17,13 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from common.config import RouterConfig, parse_step_cost
+from common.config import RouterConfig
 from common.executor import EngineDescription, Executor, Plan
 from common.ids import Int64Array, Role, Ticket
 from common.messages import ModelIdentity, PoolDescriptor
 from common.pages.layout import KVLayout, MemoryRegion
-from engine.timed import Pace, StepCost, TimedExecutor
+from common.step_cost import StepCost
+from engine.timed import Pace, TimedExecutor
 from engine.toy import ToyRanks
 from kv_transfer.transport import AgentLost, Connected, ConnectFailed, RunsDone, RunsFailed, Transport, TransportEvent
 from simulation.client import ClientObserver
@@ -168,7 +169,7 @@ def size_of(plan: FleetPlan, config: RouterConfig) -> Size:
         max_waiting=plan.max_waiting,
         request_timeout_s=config.max_request_timeout_s,
         drain_timeout_s=config.drain_timeout_s,
-        cost=StepCost(*parse_step_cost(plan.step_cost)),
+        cost=StepCost.parse(plan.step_cost),
         looks=LOOKS,
         prefix_cache=plan.prefix_cache == "on",
     )
@@ -206,7 +207,7 @@ class BusyPace(Pace):
 
     def add(self, plan: Plan) -> float:
         self._work.steps += 1
-        self._work.busy_s += self.cost.seconds(plan)
+        self._work.busy_s += self.cost.seconds(plan.chunk_tokens, len(plan.decode_rows))
         return super().add(plan)
 
 

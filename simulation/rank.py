@@ -20,7 +20,7 @@ from common.instance.requests import InstanceLimits
 from common.messages import RankInfo
 from common.messages.ranks import ToFollower, rank_name
 from common.pages.layout import heads_of
-from engine.timed import StepCost
+from common.step_cost import StepCost
 from engine.toy import ToyRanks
 from kv_transfer.target_ranks import TargetRanks
 from kv_transfer.transfer_loop import TransferLoop

@@ -1,21 +1,7 @@
 """The worker of an instance: joins mail, scheduler, executor and transfers.
 
-Owns the steps in flight, their pace and the grammars that are being made ready. Decides nothing: the scheduler does. Opens no
+Owns the steps in flight, their cost and the grammars that are being made ready. Decides nothing: the scheduler does. Opens no
 socket and reads no clock except through its ports, so the same code runs as a process and on a hand-turned clock.
-
-The pace of an instance: what its steps take, measured while it works.
-
-Owns the fit of the seconds of steps to what they computed:
-
-    seconds = step_s + chunk_token_s * chunk tokens + decode_row_s * decode rows
-
-Does not know who uses it, requests, or clocks.
-
-It is a least-squares fit over the latest steps: what is older counts less and less. Each step's error counts as a share of its
-seconds, so that a step that was held up for seconds, as when a kernel is compiled, weighs no more than another one. When steps
-get slower, those before count as if they had been as slow, for many fast ones would outweigh the slow ones else. None of the
-three is ever negative. What the latest steps do not tell stays as it was: an instance that has computed no prompt for an hour
-still knows how fast it was, and one whose steps are all alike divides their seconds in some way that is right for such steps.
 """
 
 import sys
@@ -50,6 +36,7 @@ from common.instance.ports import (
 from common.instance.tracer import InstanceTracer
 from common.messages import Drain, InstanceInfo, Peers, Refused, Timeline, Trace, Welcome
 from common.messages.base import fits
+from common.step_cost import StepCost
 
 Vector = NDArray[np.float64]
 """[3]: of a step, a prompt token and a decode row. A matrix is [3, 3]."""
@@ -59,22 +46,23 @@ HALF_LIFE_STEPS = 256
 MOST_STEPS = 4096
 """Steps between two fits that are looked at, the latest ones."""
 LEAST_STEPS = 8
-"""Before as many steps there is no pace: the first ones may be slow."""
+"""Before as many steps there is no cost: the first ones may be slow."""
 FORMER_SHARE = 1e-4
 """How much the former fit counts, compared with the most that the steps have ever told."""
 
 
-@dataclass(frozen=True, slots=True)
-class StepPace:
-    """Seconds of a step, and what each prompt token and each decode row adds. 0: not measured, or next to nothing."""
+class CostMeter:
+    """Fits the cost of this instance's steps to the seconds that they took.
 
-    step_s: float = 0.0
-    chunk_token_s: float = 0.0
-    decode_row_s: float = 0.0
+        seconds = step_s + chunk_token_s * chunk tokens + decode_row_s * decode rows
 
-
-class PaceMeter:
-    """Of one instance."""
+    It is a least-squares fit over the latest steps: older ones count less and less. Each step's error counts as a share of its
+    seconds, so a step that was held up for seconds, as when a kernel is compiled, weighs no more than another one. When steps
+    get slower, those before count as if they had been as slow; otherwise many fast ones would outweigh the slow ones. None of the
+    three numbers is ever negative. What the latest steps do not show stays as it was: an instance that has computed no prompt for
+    an hour still knows how fast it was, and one whose steps are all alike divides their seconds in some way that is right for
+    such steps.
+    """
 
     def __init__(self) -> None:
         self._steps: deque[tuple[int, int, int, float]] = deque(maxlen=MOST_STEPS)
@@ -88,7 +76,7 @@ class PaceMeter:
         self._most: Vector = np.zeros(3)
         """The largest that the diagonal of `_told` has been."""
         self._fit: Vector = np.zeros(3)
-        self._pace = StepPace()
+        self._cost = StepCost()
 
     def step(self, plan: Plan, launched_s: float, ended_s: float) -> None:
         """A step has come back. It began when it was launched, or when the one before it ended. Steps that come back in one
@@ -101,14 +89,14 @@ class PaceMeter:
         self._steps.append((steps, tokens, rows, seconds))
         self._ended_s = ended_s
 
-    def read(self) -> StepPace:
-        """The pace of late. Fits what has come since the last call."""
+    def read(self) -> StepCost:
+        """The cost of late. Fits what has come since the last call."""
         if self._steps and self._count >= LEAST_STEPS:
             table = np.array(self._steps)
             self._steps.clear()
             self._take(table[:, :3], table[:, 3])
-            self._pace = StepPace(*self._fit.tolist())
-        return self._pace
+            self._cost = StepCost(*self._fit.tolist())
+        return self._cost
 
     def _take(self, what: Vector, seconds: Vector) -> None:
         """what: [steps, 3]. seconds: [steps]."""
@@ -195,7 +183,7 @@ class InstanceWorker(Generic[M]):
         """The peers whose address the mail knows."""
         self._draining = False
         self._stale = 0
-        self._pace = PaceMeter()
+        self._cost = CostMeter()
         self._tracer = InstanceTracer(memberships.info, scheduler.key_in, unix_s)
         self._recorder = self._tracer.recorder
         for membership in memberships:
@@ -290,7 +278,7 @@ class InstanceWorker(Generic[M]):
             self._in_flight.popleft()
             if self._recorder.on:
                 self._tracer.step_done(step.plan, step.launched_s)
-            self._pace.step(step.plan, step.launched_s, now)
+            self._cost.step(step.plan, step.launched_s, now)
             self._act(self._scheduler.step_done(result, now))
 
     def _launch(self, now: float) -> None:
@@ -330,14 +318,14 @@ class InstanceWorker(Generic[M]):
         report = self._scheduler.report()
         step_s = now - self._in_flight[0].launched_s if self._in_flight else 0.0
         transfer_s = max(0.0, now - self._transfers.progress_s)
-        pace = self._pace.read()
+        cost = self._cost.read()
         load = msgspec.structs.replace(
             report.load,
             oldest_step_s=step_s,
             oldest_transfer_s=transfer_s,
-            step_s=pace.step_s,
-            chunk_token_s=pace.chunk_token_s,
-            decode_row_s=pace.decode_row_s,
+            step_s=cost.step_s,
+            chunk_token_s=cost.chunk_token_s,
+            decode_row_s=cost.decode_row_s,
         )
         refused, lost = sum(self._mail.frames_refused.values()), sum(self._mail.messages_lost.values())
         stale = report.counters.messages_stale + self._stale + self._memberships.stale

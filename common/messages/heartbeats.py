@@ -16,6 +16,7 @@ from common.ids import Incarnation, InstanceId
 from common.messages.base import Message
 from common.messages.traces import Timeline
 from common.ranges import Amount, Count, Seconds
+from common.step_cost import StepCost
 
 
 class TellCache(Message, frozen=True):
@@ -134,6 +135,11 @@ class Load(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Seconds that each prompt token adds to a step."""
     decode_row_s: Seconds = 0.0
     """Seconds that each decode row adds to a step."""
+
+    @property
+    def cost(self) -> StepCost:
+        """The last three. They are fields of their own because older versions send them so."""
+        return StepCost(self.step_s, self.chunk_token_s, self.decode_row_s)
 
 
 class Counters(msgspec.Struct, frozen=True, kw_only=True):

@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 
 from common.config import (
-    STEP_COST,
     AccessConfig,
     EngineConfig,
     InstanceConfig,
@@ -14,10 +13,10 @@ from common.config import (
     ModelConfig,
     RouterConfig,
     SecurityConfig,
-    parse_step_cost,
 )
 from common.errors import ConfigError
 from common.options import parse_bytes, parse_memory
+from common.step_cost import STEP_COST, StepCost
 
 SLICES = (ModelConfig, EngineConfig, InstanceConfig, RouterConfig, LogConfig, SecurityConfig, AccessConfig)
 
@@ -200,8 +199,8 @@ def test_what_an_executor_or_device_would_ignore_is_refused(flag: str, given: di
 
 
 def test_a_step_cost_is_three_numbers_of_seconds() -> None:
-    assert parse_step_cost("0.5,0.25,0") == (0.5, 0.25, 0.0)
-    assert parse_step_cost("") == parse_step_cost(STEP_COST)
+    assert StepCost.parse("0.5,0.25,0") == StepCost(0.5, 0.25, 0.0)
+    assert StepCost.parse("") == StepCost.parse(STEP_COST)
 
 
 @pytest.mark.parametrize(

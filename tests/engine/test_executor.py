@@ -14,8 +14,9 @@ from common.config import EngineConfig, ModelConfig
 from common.executor import Chunk, Executor, ExecutorFailed, Plan, RowStart, StepHandle, StepResult
 from common.ids import Int32Array
 from common.sampling_params import SamplingParams
+from common.step_cost import StepCost
 from engine.step_runner import PendingStep
-from engine.timed import Pace, StepCost
+from engine.timed import Pace
 from engine.torch_executor import TorchExecutor
 from engine.toy import ToyExecutor
 from tests.builders import HandClock

@@ -8,7 +8,8 @@ from common.executor import Chunk, Plan, RowStart
 from common.ids import Int32Array
 from common.messages import TokenLogprob
 from common.sampling_params import SamplingParams
-from engine.timed import Pace, StepCost, TimedExecutor
+from common.step_cost import StepCost
+from engine.timed import Pace, TimedExecutor
 from tests.builders import HandClock, engine
 
 COST = StepCost(step_s=1.0, chunk_token_s=0.1, decode_row_s=0.01)
@@ -29,7 +30,7 @@ def test_a_step_takes_what_its_tokens_and_rows_cost() -> None:
     result = step.poll()
     assert result is not None
     assert result.tokens.tolist() == [12, 12, 12, 12]
-    assert COST.seconds(plan(5, 3)) == pytest.approx(1.53)
+    assert COST.seconds(5, 3) == pytest.approx(1.53)
 
 
 def test_a_step_begins_when_the_one_before_has_ended_or_when_it_is_launched() -> None:

@@ -8,7 +8,8 @@ import pytest
 
 from common.executor import Chunk, Plan, RowStart
 from common.sampling_params import SamplingParams
-from engine.timed import Pace, StepCost
+from common.step_cost import StepCost
+from engine.timed import Pace
 from engine.toy import TOY_VOCAB, ToyExecutor
 
 PROMPT = np.arange(100, 119, dtype=np.int32)  # 19 tokens: 4 full pages of 4 and one with 3

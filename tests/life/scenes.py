@@ -11,7 +11,7 @@ from common.config import Dispatch, RouterConfig
 from common.ids import InstanceId, RequestId, pack_ids
 from common.messages import AnyMessage, Generate, Reserve
 from common.sampling_params import SamplingParams
-from engine.timed import StepCost
+from common.step_cost import StepCost
 from router.requests import RequestSpec
 from simulation.client import Client
 from simulation.clock import TURN_S

@@ -9,7 +9,7 @@ from random import Random
 from common.config import Dispatch, PolicyName
 from common.ids import DETOKENIZER, ROUTER, Role
 from common.sampling_params import ANSWER_TOKENS
-from engine.timed import StepCost
+from common.step_cost import StepCost
 from router.peering import AT_LEAST
 from simulation.network import KNOCKS_S
 from simulation.rank import Size

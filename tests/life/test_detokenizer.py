@@ -4,7 +4,7 @@ from random import Random
 
 from common.config import RouterConfig
 from common.messages import Finished
-from engine.timed import StepCost
+from common.step_cost import StepCost
 from simulation.client import Client
 from simulation.fleet import SimulatedFleet
 from simulation.rank import Size

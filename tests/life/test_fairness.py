@@ -5,7 +5,7 @@ import pytest
 from common.config import Dispatch, RouterConfig
 from common.ids import RequestId, pack_ids
 from common.sampling_params import SamplingParams
-from engine.timed import StepCost
+from common.step_cost import StepCost
 from router.requests import RequestSpec
 from simulation.client import Client
 from simulation.fleet import SimulatedFleet

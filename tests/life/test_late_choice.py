@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from common.ids import ROUTER, InstanceId
 from common.messages import AnyMessage, Placed, Reserve
-from engine.timed import StepCost
+from common.step_cost import StepCost
 from router.attempts import ResumeReason
 from simulation.client import Client
 from simulation.fleet import SimulatedFleet, World

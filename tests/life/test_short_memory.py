@@ -6,7 +6,7 @@ from common.config import RouterConfig
 from common.ids import RequestId, pack_ids
 from common.messages import Finished
 from common.sampling_params import SamplingParams
-from engine.timed import StepCost
+from common.step_cost import StepCost
 from router.requests import RequestSpec
 from simulation.client import Client
 from simulation.fleet import SimulatedFleet

@@ -4,7 +4,7 @@ import pytest
 
 from common.ids import DETOKENIZER
 from common.messages import Finished, LinkTraffic
-from engine.timed import StepCost
+from common.step_cost import StepCost
 from kv_transfer.handoff_target import MARGIN_S, ORPHANED_S, WRITE_LEASE_S
 from kv_transfer.memory import MemoryNetwork
 from prefill.scheduler import PrefillScheduler

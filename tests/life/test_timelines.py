@@ -10,7 +10,7 @@ import pytest
 
 from common.ids import InstanceId, RequestId, Role
 from common.messages import Times
-from engine.timed import StepCost
+from common.step_cost import StepCost
 from router.attempts import ResumeReason
 from router.timelines import AttemptTimes, RequestTimes
 from simulation.clock import TURN_S

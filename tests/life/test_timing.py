@@ -2,7 +2,7 @@
 
 import pytest
 
-from engine.timed import StepCost
+from common.step_cost import StepCost
 from simulation.clock import TURN_S
 from simulation.fleet import SimulatedFleet
 from simulation.network import DELAY_S

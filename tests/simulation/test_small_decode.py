@@ -3,7 +3,7 @@
 from random import Random
 
 from common.config import RouterConfig
-from engine.timed import StepCost
+from common.step_cost import StepCost
 from simulation.fleet import SimulatedFleet
 from simulation.rank import Size
 
