@@ -43,9 +43,9 @@ from common.processes.child import (
 )
 from common.processes.local_fleet import FleetFailed
 from router.core import RouterCore
-from router.cost import Ask
+from router.cost import Demand
 from router.metrics import RouterMetrics
-from router.placer import Placer
+from router.placement import Placer
 
 START_S, STOP_S, ANSWER_S = 60.0, 20.0, 300.0
 PING_EVERY_S = 0.01
@@ -410,13 +410,15 @@ def choose_us(infos: Sequence[InstanceInfo]) -> dict[str, float]:
     configs["conditional"] = RouterConfig(dispatch="conditional")
     taken: dict[str, float] = {}
     for name, config in configs.items():
-        placer, rounds, caches = Placer(core.fleet.candidates, config), list[float](), core.fleet.caches
+        placer, rounds, caches = Placer(ROUTER, core.detokenizer_names, core.fleet, config), list[float](), core.fleet.caches
         overlaps = [caches.match(blocks_of(number)) for number in range(CHOICES)]
-        asks = [Ask(PROMPT_TOKENS, ANSWER_TOKENS, each, session=f"session {number}") for number, each in enumerate(overlaps)]
+        demands = [
+            Demand(PROMPT_TOKENS, ANSWER_TOKENS, each, session=f"session {number}") for number, each in enumerate(overlaps)
+        ]
         for _ in range(ROUNDS):
             began = time.thread_time()
-            for ask in asks:
-                placer.choose(ask)
+            for demand in demands:
+                placer.choose(demand)
             rounds.append((time.thread_time() - began) / CHOICES)
         taken[name] = 1e6 * min(rounds)
     return taken
@@ -446,7 +448,7 @@ def filled_core(infos: Sequence[InstanceInfo]) -> RouterCore:
         core.receive(beat, 0.0)
     for number, member in enumerate(core.fleet.members()):
         for prompt in range(number % HELD, CHOICES, HELD):
-            core.fleet.caches.expect(member, blocks_of(prompt), 0.0)
+            core.fleet.caches.expect([member], blocks_of(prompt), 0.0)
     return core
 
 

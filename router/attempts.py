@@ -16,9 +16,8 @@ from enum import Enum, StrEnum, auto
 from common.ids import AttemptId, Incarnation, InstanceId
 from common.instance.ports import Send
 from common.messages import Cancel, Failed, ForgetAnswer
-from router.cost import Ask, predict_ttft, to_compute
+from router.cost import Demand, predict_ttft, uncached_tokens
 from router.members import Member
-from router.placer import Placement
 
 ROUNDS = 8
 """As many rounds of probes may be under way. A member that is slower by more is not judged."""
@@ -53,20 +52,37 @@ class Setback:
     at: tuple[Member, ...] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Who serves an attempt."""
+
+    first: Member
+    """The member that gets the request."""
+    decodes: tuple[Member, ...] = ()
+    """A few decode instances that are linked to `first`, best first. One of them takes over after the first token. When there are
+    none, `first` serves the request alone."""
+
+    @property
+    def decode(self) -> Member | None:
+        """The best candidate; None when `first` serves the request alone."""
+        return self.decodes[0] if self.decodes else None
+
+
 class Attempt:
-    """ask: what was placed. detokenizer: who makes text of its tokens. first_token: number of the first token that it is to
+    """demand: what was placed. detokenizer: who makes text of its tokens. first_token: number of the first token that it is to
     bring."""
 
     def __init__(
         self,
         key: AttemptId,
         detokenizer: InstanceId,
-        ask: Ask,
+        demand: Demand,
         placement: Placement,
         first_token: int,
         now: float,
     ) -> None:
         self.key = key
+        self.demand = demand
         self.detokenizer = detokenizer
         self.first, self.candidates = placement.first, placement.decodes
         self.decode: Member | None = None
@@ -78,20 +94,20 @@ class Attempt:
         """To whom its later tokens are assigned: the best candidate, until it is known who decodes."""
         if not self.first.computing:
             self.first.computes_since_s = now
-        self.predicted_s = predict_ttft(self.first, ask, self.first.computed_s(now))
+        self.predicted_s = predict_ttft(self.first, demand, self.first.computed_s(now))
         """Seconds from its start until its first token; None: there is nothing to predict it from."""
         self.is_next = self.first.tokens_to_compute == 0
         """No other prompt was in front of it when it was placed."""
-        self._computing = to_compute(self.first, ask)
+        self._computing = uncached_tokens(self.first, demand)
         """Tokens of its prompt that are to be computed, until its first token has come."""
         self._assigned = {self.first: self._computing}
         if self._bearer.info.role == "decode":
-            self._assigned[self._bearer] = ask.prompt_tokens
-        self._owner = ask.owner
+            self._assigned[self._bearer] = demand.prompt_tokens
+        self._owner = demand.owner
         for member, tokens in self._assigned.items():
-            member.assign(ask.owner, tokens)
-        self.first.compute(key, ask.owner, self._computing)
-        self._growth_tokens = ask.growth_tokens
+            member.assign(demand.owner, tokens)
+        self.first.compute(key, demand.owner, self._computing)
+        self._growth_tokens = demand.growth_tokens
         self._bearer.growth_tokens += self._growth_tokens
         self._asked_where = False
         self._answers: dict[int, dict[Member, int | None]] = {}

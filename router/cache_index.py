@@ -174,19 +174,17 @@ class CacheIndex:
             common.append(holders)
         return Overlap(self, depths, common, int(self._random.random() * len(self.seats))) if depths else NO_OVERLAP
 
-    def expect(self, member: Member, names: Sequence[int], now: float) -> None:
-        """A prompt with these blocks was sent to the member: for a moment, others may follow it there."""
+    def expect(self, members: Iterable[Member], names: Sequence[int], now: float) -> None:
+        """A prompt with these blocks was sent to the members: for a moment, others may follow it there."""
         self._expire(now)
-        told = self.told.get(member)
-        if told is None:
-            return
-        prompt = _Prompt(told, [name for name in names if name not in told.held], now + EXPECT_S)
-        for name in prompt.names:
-            if name not in told.expected:
-                self._add(told, name)
-            told.expected[name] = prompt
-        self._expected.append(prompt)
-        self._expected_names += len(prompt.names)
+        for told in filter(None, map(self.told.get, members)):
+            prompt = _Prompt(told, [name for name in names if name not in told.held], now + EXPECT_S)
+            for name in prompt.names:
+                if name not in told.expected:
+                    self._add(told, name)
+                told.expected[name] = prompt
+            self._expected.append(prompt)
+            self._expected_names += len(prompt.names)
         while self._expected_names > EXPECTED_NAMES:
             self._forget_oldest()
 

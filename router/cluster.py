@@ -37,7 +37,7 @@ async def cluster_page(core: RouterCore) -> dict[str, Any]:
             "queue_depth": phases[Phase.AWAITING],
             "unread_chars": sum({id(record.outbox): record.outbox.unread_chars for record in core.requests.records()}.values()),
             "messages_stale": core.requests.stale + core.requests.stale_standings + core.fleet.stale,
-            "prediction_errors": core.requests.predictions.errors(),
+            "prediction_errors": core.requests.placer.prediction_errors(),
             "unready": core.unready(),
             "settled": core.fleet.settled,
         },

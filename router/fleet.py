@@ -50,8 +50,8 @@ from common.messages import (
     Welcome,
 )
 from router.cache_index import CacheIndex
-from router.candidates import Candidates, difference, likeness, malformed
-from router.members import Member, RolePace
+from router.join_rules import difference, likeness, malformed
+from router.members import Candidates, Member, RolePace
 from router.peering import Acquaintance
 
 VOTE_S = 15.0

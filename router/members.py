@@ -1,59 +1,20 @@
-"""A member of the fleet: one life of an instance, as it last reported itself.
+"""A member of the fleet, and the lines in which members stand to be chosen.
 
-Owns the rule by which a member gets requests. Does not know who else is a member, nor requests: a member only carries the
-number of tokens that the request book has assigned to it.
-
-A set from which a random item is drawn in constant time.
-
-Owns the order of its items, which says nothing. Knows no members.
+A member is one life of an instance, as it last reported itself. This file owns the rule by which a member gets requests, the
+order of those that take requests, and the random draw: a choice costs the same for ten members and for a thousand. Does not
+know who may join, nor requests: a member only carries the number of tokens that the request book has assigned to it.
 """
 
+from bisect import bisect_left, bisect_right, insort
 from collections import Counter
-from collections.abc import Hashable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Generic, Literal, TypeVar
+from operator import attrgetter
+from random import Random
+from typing import Literal, Protocol
 
-from common.ids import AttemptId, InstanceId, Life
+from common.ids import AttemptId, InstanceId, Life, Role
 from common.messages import Counters, Heartbeat, InstanceInfo, LinkState, Load
-
-T = TypeVar("T", bound=Hashable)
-
-
-class SampleSet(Generic[T]):
-    """`len` and `[number]` serve to draw: numbers below `len` name each item once, until the set changes."""
-
-    def __init__(self) -> None:
-        self._items: list[T] = []
-        self._at: dict[T, int] = {}
-
-    def __len__(self) -> int:
-        return len(self._items)
-
-    def __iter__(self) -> Iterator[T]:
-        return iter(self._items)
-
-    def __contains__(self, item: T) -> bool:
-        return item in self._at
-
-    def __getitem__(self, number: int) -> T:
-        return self._items[number]
-
-    def add(self, item: T) -> None:
-        """Idempotent."""
-        if item not in self._at:
-            self._at[item] = len(self._items)
-            self._items.append(item)
-
-    def discard(self, item: T) -> None:
-        """Idempotent. The last item takes its place."""
-        place = self._at.pop(item, None)
-        if place is None:
-            return
-        last = self._items.pop()
-        if place < len(self._items):
-            self._items[place] = last
-            self._at[last] = place
-
 
 QUARANTINE_DIVISOR = 4
 """An instance takes no requests while more than one page in four is quarantined: transfers fail there, and little memory is
@@ -129,7 +90,7 @@ class Member:
     partners: dict[InstanceId, "Member"] = field(default_factory=dict)
     links: dict[InstanceId, LinkState] = field(default_factory=dict)
     speeds: dict[InstanceId, float] = field(default_factory=dict)
-    usable: "SampleSet[Member]" = field(default_factory=lambda: SampleSet[Member]())
+    usable: "Line" = field(default_factory=lambda: Line())
     answer_due_s: float = 0.0
     excused: bool = False
     was_welcome: bool = False
@@ -151,6 +112,7 @@ class Member:
     life: Life = field(init=False)
     page_size: int = field(init=False)
     capacity_tokens: int = field(init=False)
+    order: tuple[int, str] = field(init=False)
     trouble: Trouble | None = field(init=False)
     stuck: bool = field(init=False)
 
@@ -158,6 +120,7 @@ class Member:
         self.life = Life(self.info.id, self.info.incarnation)
         self.page_size = self.info.page_size
         self.capacity_tokens = self.info.total_pages * self.page_size
+        self.order = self.capacity_tokens, self.info.id
         self._judge()
 
     @property
@@ -264,3 +227,105 @@ class Member:
             self.trouble = Trouble("stuck", f"its oldest {what} has not moved for {seconds:.0f} s")
         elif load.pages_quarantined * QUARANTINE_DIVISOR > total_pages:
             self.trouble = Trouble("quarantined", f"{load.pages_quarantined} of {total_pages} pages are quarantined")
+
+
+class Pool(Protocol):
+    """Members from which one can draw by number: a list or a line."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, number: int, /) -> Member: ...
+
+    def __iter__(self) -> Iterator[Member]: ...
+
+
+_order = attrgetter("order")
+_capacity = attrgetter("capacity_tokens")
+
+
+class Line:
+    """Members in the order of their memory and names, those with the least memory first."""
+
+    def __init__(self) -> None:
+        self._members: list[Member] = []
+        self._known: set[Member] = set()
+        self.changes = 0
+        """How often a member came or went."""
+
+    def __len__(self) -> int:
+        return len(self._members)
+
+    def __iter__(self) -> Iterator[Member]:
+        return iter(self._members)
+
+    def __contains__(self, member: Member) -> bool:
+        return member in self._known
+
+    def __getitem__(self, number: int) -> Member:
+        return self._members[number]
+
+    def add(self, member: Member) -> None:
+        """Idempotent."""
+        if member not in self._known:
+            self._known.add(member)
+            insort(self._members, member, key=_order)
+            self.changes += 1
+
+    def discard(self, member: Member) -> None:
+        """Idempotent."""
+        if member in self._known:
+            self._known.remove(member)
+            del self._members[bisect_left(self._members, member.order, key=_order)]
+            self.changes += 1
+
+    def holding(self, tokens: int) -> Sequence[Member]:
+        """Those whose memory holds so many tokens when it is empty."""
+        first = bisect_left(self._members, tokens, key=_capacity)
+        return self._members[first:] if first else self._members
+
+    def after(self, last: Member | None) -> Iterator[Member]:
+        """All of them, each once, from the one behind this member on. None: from the first."""
+        line = self._members
+        first = 0 if last is None else bisect_right(line, last.order, key=_order)
+        return (line[number % len(line)] for number in range(first, first + len(line)))
+
+
+class Candidates:
+    """The members of each role, and those of them that take requests."""
+
+    def __init__(self, random: Random) -> None:
+        self._random = random
+        """The same seed and the same members in the same order make the same draws."""
+        self.members: dict[Role, dict[Member, None]] = {"prefill": {}, "decode": {}}
+        self.lines: dict[Role, Line] = {"prefill": Line(), "decode": Line()}
+        """Members that take requests."""
+        self.latest: dict[Role, Member] = {}
+        """The last choice among the members of each role."""
+        self._choices = 0
+
+    def judge(self, member: Member) -> None:
+        """A member has joined, or its trouble may have changed."""
+        role = member.info.role
+        self.members[role].setdefault(member)
+        (self.lines[role].add if member.trouble is None else self.lines[role].discard)(member)
+
+    def leave(self, member: Member) -> None:
+        """A member has left. Idempotent."""
+        self.members[member.info.role].pop(member, None)
+        self.lines[member.info.role].discard(member)
+
+    def chose(self, member: Member) -> None:
+        """A request goes to this member."""
+        self._choices += 1
+        member.chosen = self._choices
+        self.latest[member.info.role] = member
+
+    def some(self, members: Pool, most: int) -> list[Member]:
+        """Random ones, in random order; all of them, if there are no more than so many."""
+        count, random = len(members), self._random.random
+        if count < 2 * most:
+            return [members[number] for number in self._random.sample(range(count), min(most, count))]
+        numbers: dict[int, None] = {}  # `sample` takes three times as long
+        while len(numbers) < most:
+            numbers[int(random() * count)] = None
+        return [members[number] for number in numbers]

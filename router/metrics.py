@@ -34,7 +34,7 @@ from router.attempts import ResumeReason
 from router.core import RouterCore
 from router.members import Member
 from router.requests import Phase
-from router.timelines import Durations
+from router.timelines import Durations, RequestTimes
 
 
 class Histogram(Collector):
@@ -180,12 +180,11 @@ class RouterMetrics:
         for why in Dropped:
             self._dropped.labels(why.value)
 
-    def first_token(self, seconds: float) -> None:
+    def first_token(self, seconds: float, predicted_s: float | None) -> None:
         self._first_token.observe(seconds)
-
-    def predicted(self, predicted_s: float, real_s: float) -> None:
-        self._predicted.observe(predicted_s)
-        self._prediction_ratio.observe(predicted_s / max(real_s, 1e-9))
+        if predicted_s is not None:
+            self._predicted.observe(predicted_s)
+            self._prediction_ratio.observe(predicted_s / max(seconds, 1e-9))
 
     def next_tokens(self, seconds: float, tokens: int) -> None:
         self._inter_token.observe(seconds / tokens)
@@ -196,10 +195,15 @@ class RouterMetrics:
     def resume_gap(self, seconds: float) -> None:
         self._resume_gap.observe(seconds)
 
-    def ended(self, ending: Ending, seconds: float, attempts: int) -> None:
+    def ended(self, ending: Ending, times: RequestTimes, attempts: int) -> None:
         self._endings.labels(ending.kind if isinstance(ending, Failed) else ending.reason).inc()
-        self._request.observe(seconds)
+        if times.ended_s is not None:
+            self._request.observe(times.ended_s - times.received_s)
         self._attempts.observe(attempts)
+        if times.owner:
+            self._of_keys.labels(times.owner).inc()
+            self._tokens_of_keys.labels(times.owner, "prompt").inc(times.prompt_tokens)
+            self._tokens_of_keys.labels(times.owner, "answer").inc(times.tokens)
 
     def phases(self, durations: Durations) -> None:
         for phase, seconds in (
@@ -211,11 +215,6 @@ class RouterMetrics:
         ):
             if seconds is not None:
                 self._phases[phase].observe(seconds)
-
-    def spent(self, owner: str, prompt_tokens: int, answer_tokens: int) -> None:
-        self._of_keys.labels(owner).inc()
-        self._tokens_of_keys.labels(owner, "prompt").inc(prompt_tokens)
-        self._tokens_of_keys.labels(owner, "answer").inc(answer_tokens)
 
     def responded(self, path: str, status: int) -> None:
         self._responses.labels(path, str(status)).inc()
@@ -240,7 +239,7 @@ class FleetCollector(Collector):
         counts = [((phase.value,), float(phases[phase])) for phase in Phase]
         yield _family(GaugeMetricFamily, "tandem_requests_in_phase", "Open requests by phase.", ("phase",), counts)
         what = "Requests that were refused at once, because their first token was predicted to come too late."
-        yield CounterMetricFamily("tandem_requests_rejected_early", what, requests.predictions.rejected)
+        yield CounterMetricFamily("tandem_requests_rejected_early", what, requests.placer.rejected)
         keys = [((name,), float(count)) for name, count in requests.places.of_keys()]
         yield _family(
             GaugeMetricFamily, "tandem_key_requests_open", "Open requests by the name of their API key.", ("key",), keys

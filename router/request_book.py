@@ -30,9 +30,9 @@ from router.attempts import Attempt, ResumeReason, Setback
 from router.fleet import Fleet
 from router.members import Member
 from router.outbox import ChoiceDelta, Outbox
+from router.placement import Placer
 from router.requests import Places, Record, RequestSpec
 from router.retelling import Retelling, expect_answer
-from router.starter import PredictionObserver, Predictions, Starter
 from router.timelines import PhaseObserver, RequestTimes, Timelines
 from router.traces import record_attempt, record_request
 
@@ -43,10 +43,11 @@ PAUSE_HEARTBEATS = 2
 why."""
 
 
-class Observer(PhaseObserver, PredictionObserver, Protocol):
+class Observer(PhaseObserver, Protocol):
     """Who counts and measures."""
 
-    def first_token(self, seconds: float) -> None: ...
+    def first_token(self, seconds: float, predicted_s: float | None) -> None:
+        """Both times are from the arrival of the request. predicted_s: None if nothing was predicted."""
 
     def next_tokens(self, seconds: float, tokens: int) -> None: ...
 
@@ -55,10 +56,7 @@ class Observer(PhaseObserver, PredictionObserver, Protocol):
     def resume_gap(self, seconds: float) -> None:
         """seconds: from a resumed request's last token (from the resume, if it had none) to its next one."""
 
-    def ended(self, ending: Ending, seconds: float, attempts: int) -> None: ...
-
-    def spent(self, owner: str, prompt_tokens: int, answer_tokens: int) -> None:
-        """A request of this API key has ended."""
+    def ended(self, ending: Ending, times: RequestTimes, attempts: int) -> None: ...
 
 
 class Alarm(Enum):
@@ -93,9 +91,7 @@ class RequestBook:
         self.timelines = Timelines(observer)
         self.places = Places(config.max_requests, "requests")
         """Also for what will be requests when it has been tokenized."""
-        self.predictions = Predictions(observer, rejects=config.early_rejection == "on")
-        self._starter = Starter(router, fleet, detokenizers, config, self.predictions)
-        self.placer = self._starter.placer
+        self.placer = Placer(router, detokenizers, fleet, config)
         self.stale = 0
         """Dropped deltas: of requests or attempts that are not open, with tokens that had come already, or after a gap."""
 
@@ -126,7 +122,7 @@ class RequestBook:
             times = RequestTimes(spec.request_id, spec.index, spec.owner, spec.prompt_tokens, received_s, now)
             records.append(Record(spec, outbox, times, timeout_s))
         try:
-            attempts = self._starter.start_all(records, now)
+            attempts = self.placer.start(records, now)
         except TandemError:
             self.places.leave(owner, len(specs))
             raise
@@ -140,8 +136,10 @@ class RequestBook:
 
     def _announce(self, record: Record, attempt: Attempt, now: float) -> list[Send]:
         """Tell the detokenizer to expect the attempt's tokens, and its first member to serve it."""
+        record.begin(attempt, now)
         self._retelling.watch(attempt, now)
-        self._starter.expect(record, attempt, now)
+        if attempt.demand.blocks:
+            self._fleet.caches.expect((attempt.first, *attempt.candidates[:1]), attempt.demand.blocks, now)
         spec, first = record.spec, len(record.token_ids)
         left_s = record.deadline_s - now
         # Log probabilities of the prompt have come with the answer's first token.
@@ -206,8 +204,8 @@ class RequestBook:
         times = record.times
         if times.last_token_s is None:
             times.first_token_s = now
-            self._observer.first_token(now - times.received_s)
-            self.predictions.note(times.predicted_first_s, now - times.received_s)
+            self._observer.first_token(now - times.received_s, times.predicted_first_s)
+            self.placer.note_first_token(times.predicted_first_s, now - times.received_s)
         else:
             self._observer.next_tokens(now - times.last_token_s, len(token_ids))
         if record.gap_since_s is not None:
@@ -293,7 +291,7 @@ class RequestBook:
         """Start the next attempt, or park the request until a member can serve it."""
         request_id = record.spec.request_id
         try:
-            attempt = self._starter.start(record, now)
+            attempt = self.placer.restart(record, now)
         except TandemError as error:
             self._parked[request_id] = Failed.of(error)
             if (Alarm.WAIT, request_id) not in self._alarms:
@@ -384,9 +382,7 @@ class RequestBook:
         record.outbox.put(ChoiceDelta(record.spec.index, "", (), ending) if last is None else _news(record, last, ending))
         record.times.ended(ending, now)
         self.timelines.end(record.times)
-        self._observer.ended(ending, now - record.times.received_s, record.attempts)
-        if record.spec.owner:
-            self._observer.spent(record.spec.owner, record.times.prompt_tokens, len(record.token_ids))
+        self._observer.ended(ending, record.times, record.attempts)
 
 
 def _news(record: Record, delta: TextDelta, ending: Ending | None) -> ChoiceDelta:

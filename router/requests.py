@@ -69,7 +69,7 @@ class RequestSpec:
     """One choice of a client's request. index: its number in the answer. prompt: packed token ids. priority: lower is earlier.
     timeout_s: counted from its arrival; None: the router's own limit. skip_special_tokens, include_stop, shown: see
     `ExpectAnswer`. owner: name of the client's API key; "": it has none. salt: see `Generate`. session: see
-    `Ask`. blocks: of the prompt; None: they were not named."""
+    `Demand`. blocks: of the prompt; None: they were not named."""
 
     request_id: RequestId
     index: int
@@ -89,6 +89,11 @@ class RequestSpec:
     @property
     def prompt_tokens(self) -> int:
         return len(self.prompt) // ID_BYTES
+
+    @property
+    def can_share(self) -> bool:
+        """Whether a cached prompt helps: not where something is needed of each of its tokens."""
+        return self.sampling.prompt_logprobs is None and self.sampling.pooling is None
 
 
 class Phase(StrEnum):
@@ -166,6 +171,12 @@ class Record:
     @property
     def remaining_tokens(self) -> int:
         return self.spec.sampling.max_new_tokens - len(self.token_ids)
+
+    def begin(self, attempt: Attempt, now: float) -> None:
+        """The request's next attempt begins."""
+        self.attempt = attempt
+        self.times.dispatched(self.attempts, attempt.first.info.id, attempt.predicted_s, now)
+        self.attempts += 1
 
     def set_back(self, attempt: Attempt, setback: Setback, now: float) -> None:
         """The attempt is over, but the request is not. A preemption is no failure: the instance is well, only full for now."""

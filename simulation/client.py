@@ -9,7 +9,7 @@ from common.ids import RequestId
 from common.messages import Ending, TokenLogprob
 from router.attempts import ResumeReason
 from router.outbox import Outbox
-from router.timelines import Durations
+from router.timelines import Durations, RequestTimes
 
 
 @dataclass(slots=True, eq=False)
@@ -83,11 +83,10 @@ class ClientObserver:
         self.predictions: list[tuple[float, float]] = []
         self.durations: list[Durations] = []
 
-    def first_token(self, seconds: float) -> None:
+    def first_token(self, seconds: float, predicted_s: float | None) -> None:
         self.seconds_to_first.append(seconds)
-
-    def predicted(self, predicted_s: float, real_s: float) -> None:
-        self.predictions.append((predicted_s, real_s))
+        if predicted_s is not None:
+            self.predictions.append((predicted_s, seconds))
 
     def next_tokens(self, seconds: float, tokens: int) -> None:
         self.seconds_between.append(seconds)
@@ -98,11 +97,8 @@ class ClientObserver:
     def resume_gap(self, seconds: float) -> None:
         """Not looked at."""
 
-    def ended(self, ending: Ending, seconds: float, attempts: int) -> None:
+    def ended(self, ending: Ending, times: RequestTimes, attempts: int) -> None:
         self.endings.append(ending)
 
     def phases(self, durations: Durations) -> None:
         self.durations.append(durations)
-
-    def spent(self, owner: str, prompt_tokens: int, answer_tokens: int) -> None:
-        """Not looked at: requests have no API keys here."""

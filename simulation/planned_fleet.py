@@ -212,10 +212,11 @@ class BusyPace(Pace):
 
 
 class Resumes(ClientObserver):
-    """Counts endings and resumes only: the clients measure the rest (`simulation/run.py`)."""
+    """Keeps endings, resumes and predictions only: the clients measure the rest (`simulation/run.py`)."""
 
-    def first_token(self, seconds: float) -> None:
-        """Not kept."""
+    def first_token(self, seconds: float, predicted_s: float | None) -> None:
+        if predicted_s is not None:
+            self.predictions.append((predicted_s, seconds))
 
     def next_tokens(self, seconds: float, tokens: int) -> None:
         """Not kept."""

@@ -29,6 +29,7 @@ from common.sampling_params import SamplingParams
 from router.core import RouterCore
 from router.fleet import Fleet
 from router.outbox import Outbox
+from router.placement import Placer
 from router.requests import RequestSpec
 from tests.builders import instance, key
 from tests.router.fakes import Unobserved, flush, hear, says
@@ -45,6 +46,10 @@ def new_fleet(*members: InstanceInfo, linked: bool = True, dead_after_s: float =
     for member in members if linked else ():
         hear(fleet, member, *(other for other in members if other.role != member.role), now=0.0)
     return fleet
+
+
+def placer_of(fleet: Fleet, config: RouterConfig) -> Placer:
+    return Placer(ROUTER, (DETOKENIZER,), fleet, config)
 
 
 class Bench:

@@ -56,7 +56,7 @@ from router.attempts import ResumeReason
 from router.core import Gateway, RouterCore
 from router.fleet import Change, Fleet
 from router.metrics import RouterMetrics
-from router.timelines import Durations
+from router.timelines import Durations, RequestTimes
 from tests.builders import LAYOUT, engine, instance
 from tests.common.mailboxes import FakeMail
 
@@ -80,11 +80,10 @@ class Unobserved:
         self.spendings: list[tuple[str, int, int]] = []
         self.durations: list[Durations] = []
 
-    def first_token(self, seconds: float) -> None:
+    def first_token(self, seconds: float, predicted_s: float | None) -> None:
         self.first_tokens.append(seconds)
-
-    def predicted(self, predicted_s: float, real_s: float) -> None:
-        self.predictions.append((predicted_s, real_s))
+        if predicted_s is not None:
+            self.predictions.append((predicted_s, seconds))
 
     def next_tokens(self, seconds: float, tokens: int) -> None:
         self.gaps.append((seconds, tokens))
@@ -95,15 +94,14 @@ class Unobserved:
     def resume_gap(self, seconds: float) -> None:
         self.resume_gaps.append(seconds)
 
-    def ended(self, ending: Ending, seconds: float, attempts: int) -> None:
+    def ended(self, ending: Ending, times: RequestTimes, attempts: int) -> None:
         self.endings.append(ending)
         self.attempts.append(attempts)
+        if times.owner:
+            self.spendings.append((times.owner, times.prompt_tokens, times.tokens))
 
     def phases(self, durations: Durations) -> None:
         self.durations.append(durations)
-
-    def spent(self, owner: str, prompt_tokens: int, answer_tokens: int) -> None:
-        self.spendings.append((owner, prompt_tokens, answer_tokens))
 
 
 class CharText:

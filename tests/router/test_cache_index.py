@@ -234,7 +234,7 @@ class Followed(RuleBasedStateMachine):
         router.meet(holder.member)
         member = router.members[holder.member.info.id]
         names = BlockNames.of(packed(pages), PAGE_TOKENS).names
-        router.index.expect(member, names, self.now)
+        router.index.expect([member], names, self.now)
         assert router.index.match(names).tokens(member) == len(names) * BLOCK_TOKENS
 
 
@@ -311,8 +311,8 @@ def test_who_left_holds_nothing_though_the_prompt_was_looked_up_before() -> None
 def test_a_prompt_that_was_sent_to_a_member_counts_for_a_moment_or_as_long_as_the_member_says_so() -> None:
     index, member = CacheIndex(follows=True), new_member("m", "prefill")
     index.join(member)
-    index.expect(member, [1, 2, 3], now=0.0)
-    index.expect(member, [1], now=1.0)
+    index.expect([member], [1, 2, 3], now=0.0)
+    index.expect([member], [1], now=1.0)
     told_all(index, member, {3})
     assert index.match([1, 2, 3]).tokens(member) == 3 * BLOCK_TOKENS
     index.heard(member, 1, EXPECT_S)
@@ -326,7 +326,7 @@ def test_of_too_many_expected_blocks_the_oldest_are_forgotten(monkeypatch: pytes
     index, member = CacheIndex(follows=True), new_member("m", "prefill")
     index.join(member)
     for prompt in ([1, 2], [3, 4], [5]):
-        index.expect(member, prompt, now=0.0)
+        index.expect([member], prompt, now=0.0)
     assert len(index) == 3 and index.match([1]) is NO_OVERLAP
 
 
@@ -338,7 +338,7 @@ def test_nobody_is_asked_while_no_policy_needs_it_and_nothing_is_kept() -> None:
     index.join(member)
     assert index.heard(member, 5, 0.0) == [] == index.heard(member, 5, 9.0)
     told_all(index, member, {1})
-    index.expect(member, [1], 0.0)
+    index.expect([member], [1], 0.0)
     assert index.match([1]) is NO_OVERLAP
     index.leave(member)
 
@@ -356,7 +356,7 @@ def test_who_has_no_prefix_cache_is_not_asked_and_nothing_is_expected_there() ->
     index, member = CacheIndex(follows=True), new_member("m", "prefill")
     member.info = replace(member.info, caches_prefixes=False)
     index.join(member)
-    index.expect(member, [1, 2], now=0.0)
+    index.expect([member], [1, 2], now=0.0)
     assert index.heard(member, 1, now=5.0) == [] and index.page_size == 0
     assert index.match([1, 2]) is NO_OVERLAP
     index.leave(member)

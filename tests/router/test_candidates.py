@@ -12,12 +12,13 @@ from common.errors import BadRequest, Unavailable
 from common.ids import InstanceId, Life, Role
 from common.messages import Goodbye, Load, Register
 from common.sampling_params import ANSWER_TOKENS
-from router.cost import Ask
+from router.cost import Demand
 from router.fleet import Fleet
 from router.members import Member
-from router.placer import REASONS, Placer
-from router.policies import CANDIDATES, SAMPLE, LeastLoaded
+from router.placement import REASONS, Placer
+from router.policies import CANDIDATES, SAMPLE, least_loaded
 from tests.builders import instance
+from tests.router.bench import placer_of
 from tests.router.fakes import beat
 
 PAGE_TOKENS = instance("p", "prefill").page_size
@@ -68,12 +69,12 @@ def reference(members: list[Member], asked: Asked) -> Outcome:
 
 
 def placer(fleet: Fleet, dispatch: Dispatch = "auto") -> Placer:
-    return Placer(fleet.candidates, RouterConfig(dispatch=dispatch))
+    return placer_of(fleet, RouterConfig(dispatch=dispatch))
 
 
 def outcome(fleet: Fleet, asked: Asked) -> Outcome:
     try:
-        placement = placer(fleet, asked.dispatch).choose(Ask(asked.prompt_tokens, asked.max_new_tokens, avoid=asked.avoid))
+        placement = placer(fleet, asked.dispatch).choose(Demand(asked.prompt_tokens, asked.max_new_tokens, avoid=asked.avoid))
     except (BadRequest, Unavailable) as error:
         return type(error)
     return placement.first.info.id, tuple(member.info.id for member in placement.decodes)
@@ -176,7 +177,7 @@ def crowd(seed: int = 1, pages: Sequence[int] = (64,)) -> Fleet:
 def test_a_choice_among_many_looks_at_a_sample_and_is_the_best_of_it() -> None:
     fleet = crowd()
     looked: list[Member] = []
-    line = fleet.candidates.able("prefill", 10)
+    line = fleet.candidates.lines["prefill"].holding(10)
 
     def suits(member: Member) -> bool:
         looked.append(member)
@@ -184,7 +185,7 @@ def test_a_choice_among_many_looks_at_a_sample_and_is_the_best_of_it() -> None:
 
     for member in line:
         member.assigned_tokens = 7 * len(member.info.id) + sum(map(ord, member.info.id)) % 13
-    group = next(LeastLoaded(fleet.candidates, "prefill").groups(line, suits, Ask(10, 5), None))
+    group = next(least_loaded(fleet.candidates, "prefill")(line, suits, Demand(10, 5), None))
     assert len(set(looked)) == len(looked) == SAMPLE < len(line)
     assert sorted(group, key=looked.index) == looked
     assert [member.tokens_to_do for member in group] == sorted(member.tokens_to_do for member in looked)
@@ -192,7 +193,7 @@ def test_a_choice_among_many_looks_at_a_sample_and_is_the_best_of_it() -> None:
 
 def test_the_same_seed_draws_the_same_and_everybody_is_drawn_at_some_time() -> None:
     def served(fleet: Fleet) -> list[str]:
-        placed = [placer(fleet).choose(Ask(10, 5)) for _ in range(300)]
+        placed = [placer(fleet).choose(Demand(10, 5)) for _ in range(300)]
         return [member.info.id for one in placed for member in (one.first, *one.decodes[:1])]
 
     one, again, other = served(crowd(1)), served(crowd(1)), served(crowd(2))
@@ -206,7 +207,7 @@ def test_loaded_members_of_a_crowd_get_less_than_idle_ones() -> None:
     for member in list(fleet.members()):
         if member.info.id in loaded:
             fleet.heartbeat(beat(member.info, load=Load(waiting_tokens=200, pages_free=64)), 0.0)
-    placed = [placer(fleet).choose(Ask(10, 5)) for _ in range(300)]
+    placed = [placer(fleet).choose(Demand(10, 5)) for _ in range(300)]
     chosen = [name for one in placed if one.decode is not None for name in (one.first.info.id, one.decode.info.id)]
     assert len(chosen) == 600 and sum(name in loaded for name in chosen) < 30
 

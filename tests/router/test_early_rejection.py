@@ -37,7 +37,7 @@ def test_a_prediction_is_compared_with_the_first_token_and_counts_from_the_arriv
     bench.text(0, "a", now=5.0)
     ((predicted_s, real_s),) = bench.observer.predictions
     assert (predicted_s, real_s) == pytest.approx((0.25 + PROMPT_S, 4.0))
-    errors = bench.core.requests.predictions.errors()
+    errors = bench.core.requests.placer.prediction_errors()
     assert errors is not None
     assert errors.requests == 1
     assert (errors.median_s, errors.median_share) == pytest.approx((1.25, 1.25 / 4.0))
@@ -85,7 +85,7 @@ def test_without_a_measured_pace_nothing_is_predicted_and_nothing_refused() -> N
     bench.report(P0, 0.0, Load(pages_free=64, pages_total=64, waiting_tokens=10**9, tokens_to_compute=10**9))
     bench.submit(replace(spec(), timeout_s=0.001))
     bench.text(0, "a")
-    assert bench.observer.predictions == [] and bench.core.requests.predictions.errors() is None
+    assert bench.observer.predictions == [] and bench.core.requests.placer.prediction_errors() is None
 
 
 @pytest.mark.parametrize("choices", [1, 3])
@@ -99,7 +99,7 @@ def test_a_request_that_would_be_too_late_is_refused_whole_and_told_when_to_come
     assert refused.value.retry_after_s == 2
     assert (response_to(refused.value).status_code, response_to(refused.value).headers["retry-after"]) == (429, "2")
     requests = bench.core.requests
-    assert (requests.predictions.rejected, len(requests)) == (choices, 0)
+    assert (requests.placer.rejected, len(requests)) == (choices, 0)
     assert set(bench.assigned().values()) == {0}
     assert all(member.computing_tokens == member.growth_tokens == 0 for member in bench.core.fleet.members())
     bench.submit(*(replace(each, timeout_s=comes_s + 0.1) for each in specs))
@@ -122,7 +122,7 @@ def test_where_nothing_is_in_front_a_request_is_always_taken_whatever_is_predict
 
 def test_predictions_are_in_the_metrics() -> None:
     metrics = RouterMetrics()
-    metrics.predicted(1.0, 4.0)
+    metrics.first_token(4.0, predicted_s=1.0)
     text = metrics.text().decode()
     assert metric(text, "tandem_predicted_time_to_first_token_seconds_sum") == 1.0
     assert metric(text, 'tandem_time_to_first_token_prediction_ratio_bucket{le="0.25"}') == 1.0
@@ -148,7 +148,7 @@ def test_a_request_that_another_member_serves_in_time_goes_there_instead_of_bein
         load = measured(waiting_tokens=tokens, tokens_to_compute=tokens)
         bench.report(each, 0.0, structs.replace(load, chunk_token_s=token_s))
     sent = [route(bench.submit(replace(spec(f"r{n}"), timeout_s=10.0)))[0] for n in range(4)]
-    assert sent == [P0.id] * 4 and bench.core.requests.predictions.rejected == 0
+    assert sent == [P0.id] * 4 and bench.core.requests.placer.rejected == 0
     with pytest.raises(Overloaded, match="too late"):
         bench.submit(replace(spec("late"), timeout_s=1.0))
 

@@ -9,16 +9,16 @@ from common.config import Dispatch, RouterConfig
 from common.errors import BadRequest, Unavailable
 from common.ids import Life
 from common.messages import InstanceInfo, Load, Register
-from router.cost import Ask
+from router.cost import Demand
 from router.fleet import Fleet
-from router.placer import Placer
+from router.placement import Placer
 from tests.builders import instance
-from tests.router.bench import D0, D1, P0, P1, new_fleet
+from tests.router.bench import D0, D1, P0, P1, new_fleet, placer_of
 from tests.router.fakes import hear
 
 
 def placer(fleet: Fleet, dispatch: Dispatch = "auto") -> Placer:
-    return Placer(fleet.candidates, RouterConfig(dispatch=dispatch))
+    return placer_of(fleet, RouterConfig(dispatch=dispatch))
 
 
 DISPATCHES: tuple[Dispatch, ...] = ("auto", "colocated")
@@ -32,7 +32,7 @@ def chosen(
     avoid: Sequence[InstanceInfo] = (),
 ) -> tuple[str, str | None]:
     lives = {Life(info.id, info.incarnation) for info in avoid}
-    choice = placer(fleet, dispatch).choose(Ask(prompt_tokens, max_new_tokens, avoid=lives))
+    choice = placer(fleet, dispatch).choose(Demand(prompt_tokens, max_new_tokens, avoid=lives))
     return choice.first.info.id, None if choice.decode is None else choice.decode.info.id
 
 
@@ -172,7 +172,7 @@ def test_a_placement_names_the_next_best_decode_instances_too() -> None:
     fleet = new_fleet(P0, *others)
     for info, tokens in zip(others, (50, 10, 60, 30, 20, 40), strict=True):
         hear(fleet, info, P0, load=Load(running_tokens=tokens), now=1.0)
-    placement = placer(fleet).choose(Ask(10, 5))
+    placement = placer(fleet).choose(Demand(10, 5))
     assert [member.info.id for member in placement.decodes] == ["d1", "d4", "d3", "d5"]
     assert placement.decode is placement.decodes[0]
 

@@ -15,7 +15,7 @@ async def asked(config: RouterConfig, path: str = "/v1/completions", **headers: 
     sessions = set[str]()
     async with Site(config=config) as site:
         choose = site.core.requests.placer.choose
-        site.core.requests.placer.choose = lambda ask: sessions.add(ask.session) or choose(ask)  # type: ignore[method-assign, func-returns-value]
+        site.core.requests.placer.choose = lambda demand: sessions.add(demand.session) or choose(demand)  # type: ignore[method-assign, func-returns-value]
         async with site.client() as client:
             body = {"text": "hello"} if path == "/generate" else completion(n=2)
             response = await client.post(path, json=body, headers=headers)

@@ -5,13 +5,12 @@ from random import Random
 
 from common.ids import Role
 from common.messages import Load
-from router.candidates import Candidates
-from router.cost import Ask
-from router.members import Member
+from router.cost import Demand
+from router.members import Candidates, Member
 from router.policies import Policy
 from tests.builders import instance
 
-ASK = Ask(prompt_tokens=40, max_new_tokens=8)
+ASK = Demand(prompt_tokens=40, max_new_tokens=8)
 
 
 def member(name: str, role: Role = "prefill", load: Load | None = None) -> Member:
@@ -25,9 +24,9 @@ def line_of(members: Iterable[Member], seed: int = 1) -> Candidates:
     return candidates
 
 
-def ranked(policy: Policy, candidates: Candidates, ask: Ask = ASK, barred: Set[str] = frozenset()) -> list[str]:
+def ranked(policy: Policy, candidates: Candidates, ask: Demand = ASK, barred: Set[str] = frozenset()) -> list[str]:
     """The names of all groups, one behind the other."""
-    line = candidates.line("prefill")
-    groups = list(policy.groups(line, lambda each: each.info.id not in barred, ask, None))
+    line = candidates.lines["prefill"]
+    groups = list(policy(line, lambda each: each.info.id not in barred, ask, None))
     assert all(groups)
     return [each.info.id for group in groups for each in group]

@@ -12,12 +12,11 @@ from common.config import RouterConfig
 from common.ids import pack_ids
 from common.messages import Load
 from router.cache_index import CacheIndex
-from router.cost import Ask
+from router.cost import Demand
 from router.members import Member
-from router.placer import Placer
-from router.policies import CacheAware
+from router.policies import cache_aware
 from tests.builders import instance
-from tests.router.bench import D0, D1, P0, Bench, generates, new_fleet, spec
+from tests.router.bench import D0, D1, P0, Bench, generates, new_fleet, placer_of, spec
 from tests.router.fakes import hear
 from tests.router.policies.lines import line_of, member, ranked
 
@@ -31,7 +30,7 @@ def index_of(held: dict[Member, int]) -> CacheIndex:
     index = CacheIndex(follows=True)
     for each, blocks in held.items():
         index.join(each)
-        index.expect(each, PROMPT[:blocks], now=0.0)
+        index.expect([each], PROMPT[:blocks], now=0.0)
     assert index.block_tokens == BLOCK
     return index
 
@@ -52,7 +51,7 @@ def test_the_order_is_that_of_the_seconds_for_the_request_and_for_those_behind_i
         steps, compute_s = 2 if queue else 1, (170 - BLOCK * blocks) * pace / 1000
         seconds[each.info.id] = 0.01 * steps + queue * pace / 1000 + compute_s + queue / usual * compute_s
     candidates = line_of(held)
-    names = ranked(CacheAware(candidates, "prefill"), candidates, Ask(170, 8, index_of(held).match(PROMPT)))
+    names = ranked(cache_aware(candidates, "prefill"), candidates, Demand(170, 8, index_of(held).match(PROMPT)))
     assert sorted(names) == sorted(seconds)
     assert [seconds[name] for name in names] == pytest.approx(sorted(seconds.values()))
 
@@ -60,14 +59,14 @@ def test_the_order_is_that_of_the_seconds_for_the_request_and_for_those_behind_i
 def test_in_a_crowd_the_one_that_holds_the_prompt_is_found() -> None:
     held = {member(f"p{number:02}", load=load()): 4 if number == 42 else 0 for number in range(100)}
     candidates = line_of(held)
-    assert ranked(CacheAware(candidates, "prefill"), candidates, Ask(170, 8, index_of(held).match(PROMPT)))[0] == "p42"
+    assert ranked(cache_aware(candidates, "prefill"), candidates, Demand(170, 8, index_of(held).match(PROMPT)))[0] == "p42"
 
 
 def test_holders_that_cannot_serve_do_not_hide_one_that_can() -> None:
     """A rolling restart: those that hold most drain."""
     held = {member(f"p{number:02}", load=load()): {42: 4, 7: 5, 8: 5, 9: 5}.get(number, 0) for number in range(100)}
     candidates = line_of(held)
-    policy, request = CacheAware(candidates, "prefill"), Ask(170, 8, index_of(held).match(PROMPT))
+    policy, request = cache_aware(candidates, "prefill"), Demand(170, 8, index_of(held).match(PROMPT))
     assert ranked(policy, candidates, request, barred={"p07", "p08", "p09"})[0] == "p42"
 
 
@@ -75,13 +74,13 @@ def test_a_prompt_that_all_begin_with_makes_no_crowd() -> None:
     """Many requests come at once, each with 32 tokens of its own behind 160 that one member has."""
     held = {member(f"p{number}", load=load()): 5 if number == 0 else 0 for number in range(4)}
     candidates, index, computed = line_of(held), index_of(held), Counter[str]()
-    policy = CacheAware(candidates, "prefill")
+    policy = cache_aware(candidates, "prefill")
     for _ in range(100):
         overlap = index.match(PROMPT)
-        (group,) = policy.groups(candidates.line("prefill"), lambda each: True, Ask(192, 8, overlap), None)
+        (group,) = policy(candidates.lines["prefill"], lambda each: True, Demand(192, 8, overlap), None)
         tokens = 192 - overlap.tokens(group[0])
         group[0].computing_tokens += tokens
-        index.expect(group[0], PROMPT, now=0.0)
+        index.expect([group[0]], PROMPT, now=0.0)
         candidates.chose(group[0])
         computed[group[0].info.id] += tokens
     assert computed.total() == 100 * 32 + 3 * 160, "each other one computes the common part once"
@@ -105,7 +104,7 @@ def test_a_request_is_served_alone_where_that_delays_fewer_than_it_helps(
     overlap = index_of({each: 3 if each is d0 else 0 for each in fleet.members()}).match(PROMPT[:4])
     for dispatch, placed in (("conditional", expected), ("auto", ("p0", ("d0", "d1")))):
         config = RouterConfig(dispatch=dispatch, decode_policy="cache_aware")  # type: ignore[arg-type]
-        placement = Placer(fleet.candidates, config).choose(Ask(128, 8, overlap))
+        placement = placer_of(fleet, config).choose(Demand(128, 8, overlap))
         assert (placement.first.info.id, tuple(each.info.id for each in placement.decodes)) == placed
 
 
@@ -113,14 +112,14 @@ def test_a_router_that_would_serve_alone_is_ready_while_it_could_use_a_pair() ->
     fleet = new_fleet(P0, D0)
     hear(fleet, P0, D0, load=load(step_s=0.05), now=1.0)
     hear(fleet, D0, P0, load=load(), now=1.0)
-    placer = Placer(fleet.candidates, RouterConfig(dispatch="conditional"))
-    assert placer.choose(Ask(1, 2)).decode is None and placer.unready() == []
+    placer = placer_of(fleet, RouterConfig(dispatch="conditional"))
+    assert placer.choose(Demand(1, 2)).decode is None and placer.unready() == []
 
 
 def test_as_long_as_nobody_has_measured_anything_conditional_dispatch_uses_pairs() -> None:
     fleet = new_fleet(P0, D0)
     overlap = index_of({each: 4 * (each.info.role == "decode") for each in fleet.members()}).match(PROMPT[:4])
-    placement = Placer(fleet.candidates, RouterConfig(dispatch="conditional")).choose(Ask(128, 8, overlap))
+    placement = placer_of(fleet, RouterConfig(dispatch="conditional")).choose(Demand(128, 8, overlap))
     assert placement.decode is not None
 
 

@@ -4,11 +4,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.config import RouterConfig
-from router.cost import Ask
-from router.placer import Placer
+from router.cost import Demand
 from router.policies import RoundRobin
 from tests.builders import instance
-from tests.router.bench import new_fleet
+from tests.router.bench import new_fleet, placer_of
 from tests.router.policies.lines import line_of, member, ranked
 
 NAMES = [f"p{number}" for number in range(7)]
@@ -31,15 +30,15 @@ def test_each_in_turn_behind_the_last_that_was_chosen_whoever_comes_and_goes(ste
         assert ranked(policy, candidates, barred=barred) == expected
         if expected:
             last = expected[0]
-            policy.chose(there[last])
+            candidates.chose(there[last])
 
 
 def test_both_roles_take_turns_and_a_look_at_readiness_takes_none() -> None:
     members = [instance(f"{role[0]}{number}", role) for role in ("prefill", "decode") for number in range(3)]
-    placer = Placer(new_fleet(*members).candidates, RouterConfig(prefill_policy="round_robin", decode_policy="round_robin"))
+    placer = placer_of(new_fleet(*members), RouterConfig(prefill_policy="round_robin", decode_policy="round_robin"))
     served: list[list[str]] = []
     for _ in range(6):
-        placement = placer.choose(Ask(10, 5))
+        placement = placer.choose(Demand(10, 5))
         served.append([placement.first.info.id, *(each.info.id for each in placement.decodes)])
         assert placer.unready() == []
     assert served == 2 * [["p0", "d0", "d1", "d2"], ["p1", "d1", "d2", "d0"], ["p2", "d2", "d0", "d1"]]

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from router.members import Member
-from router.policies import POINTS, BySession, LeastLoaded
+from router.policies import POINTS, BySession, least_loaded
 from tests.router.policies.lines import ASK, line_of, member, ranked
 
 NAMES = [f"p{number}" for number in range(10)]
@@ -49,7 +49,7 @@ def test_of_a_few_partners_among_many_members_each_is_ranked_without_a_look_at_t
 
     for session in SESSIONS[:20]:
         asked.clear()
-        groups = policy.groups(partners, suits, replace(ASK, session=session), None)
+        groups = policy(partners, suits, replace(ASK, session=session), None)
         assert [each.info.id for group in groups for each in group] == reference(NAMES_OF_PARTNERS, session)
         assert len(asked) == len(NAMES_OF_PARTNERS)
 
@@ -76,7 +76,7 @@ def test_a_member_that_leaves_moves_its_own_sessions_only_and_gets_them_back_in_
 
 def test_a_request_without_a_session_goes_to_the_least_loaded() -> None:
     candidates = line_of(map(member, NAMES[:5]))
-    for number, each in enumerate(candidates.line("prefill")):
+    for number, each in enumerate(candidates.lines["prefill"]):
         each.assigned_tokens = (number * 3) % 5
-    assert ranked(BySession(candidates, "prefill"), candidates) == ranked(LeastLoaded(candidates, "prefill"), candidates)
+    assert ranked(BySession(candidates, "prefill"), candidates) == ranked(least_loaded(candidates, "prefill"), candidates)
     assert ranked(BySession(candidates, "prefill"), candidates)[0] == "p0"
