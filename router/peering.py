@@ -38,76 +38,24 @@ from router.members import Member
 AT_LEAST = 4
 """A decode instance has so many partners, if there are so many."""
 
-CELLS_AT_ONCE = 2**14
-"""So many pairs one call of `settle` looks at, from either side: a millisecond each."""
-ABOVE_ALL = np.uint64(2**64 - 1)
-
 Ranks = NDArray[np.uint64]
 Flags = NDArray[np.bool_]
-Places = NDArray[np.intp]
 
 
 class Pair(NamedTuple):
+    """A prefill instance and a decode instance that are linked."""
+
     prefill: InstanceId
     decode: InstanceId
 
 
-@dataclass(frozen=True, slots=True)
-class Regrouping:
-    """made: pairs that are linked from now on. dropped: pairs of which both are still there, and that are linked no longer.
-    settled: nothing is left to do."""
+class Regrouping(NamedTuple):
+    """How the pairs have changed."""
 
     made: list[Pair]
+    """Pairs that are linked from now on."""
     dropped: list[Pair]
-    settled: bool
-
-
-class _Side:
-    """The instances of one role. Each keeps its place, a row or column of the tables, until it leaves.
-
-    names, hashes, least, stale: by place; a free place keeps the name of who was there. hashes: 0 where the place is free.
-    least: the lowest rank among its favourites; ABOVE_ALL before they are chosen. stale: its favourites may have changed.
-    """
-
-    def __init__(self) -> None:
-        self.at: dict[InstanceId, int] = {}
-        self.names: list[InstanceId] = []
-        self.hashes: Ranks = np.zeros(0, dtype=np.uint64)
-        self.least: Ranks = np.zeros(0, dtype=np.uint64)
-        self.stale: Flags = np.zeros(0, dtype=bool)
-        self._free: list[int] = []
-
-    def take(self, name: InstanceId) -> int:
-        if self._free:
-            place = self._free.pop()
-            self.names[place] = name
-        else:
-            place = len(self.names)
-            self.names.append(name)
-            self._make_room()
-        self.at[name] = place
-        self.hashes[place] = int.from_bytes(blake2b(name.encode(), digest_size=8).digest(), "big") | 1
-        self.stale[place] = True
-        return place
-
-    def leave(self, name: InstanceId) -> int:
-        place = self.at.pop(name)
-        self._free.append(place)
-        self.hashes[place], self.least[place], self.stale[place] = 0, ABOVE_ALL, False
-        return place
-
-    def take_stale(self, most: int) -> Places:
-        """Places that are stale, and are to be brought up to date now."""
-        places = np.flatnonzero(self.stale)[: max(1, most)]
-        self.stale[places] = False
-        return places
-
-    def _make_room(self) -> None:
-        """Room doubles when it is full."""
-        more = 0 if len(self.names) <= len(self.hashes) else max(len(self.hashes), 16)
-        if more:
-            self.hashes, self.stale = np.pad(self.hashes, (0, more)), np.pad(self.stale, (0, more))
-            self.least = np.pad(self.least, (0, more), constant_values=ABOVE_ALL)
+    """Pairs of which both are still there, and that are linked no longer."""
 
 
 class Partners:
@@ -115,92 +63,50 @@ class Partners:
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
-        self._prefill, self._decode = _Side(), _Side()
-        self._ranks: Ranks = np.zeros((0, 0), dtype=np.uint64)
-        """[prefill places, decode places]; 0 where one of them is free."""
+        self._hashes: dict[Role, dict[InstanceId, int]] = {"prefill": {}, "decode": {}}
+        """Hashes of the names of each role."""
         self._linked: Flags = np.zeros((0, 0), dtype=bool)
-        """[prefill places, decode places]."""
+        """[prefill instances, decode instances], in the order of the hashes."""
 
     def join(self, name: InstanceId, role: Role) -> None:
         """`settle` makes its pairs."""
-        ours, theirs = self._sides(role)
-        place = ours.take(name)
-        self._make_room()
-        hashes = ours.hashes[place : place + 1]
-        ranks = _mix(hashes ^ _turned(theirs.hashes) if role == "prefill" else theirs.hashes ^ _turned(hashes))
-        self._set(role, place, np.where(theirs.hashes > 0, ranks, np.uint64(0)))
+        self._hashes[role][name] = int.from_bytes(blake2b(name.encode(), digest_size=8).digest(), "big") | 1
+        self._linked = np.pad(self._linked, ((0, 1), (0, 0)) if role == "prefill" else ((0, 0), (0, 1)))
 
     def leave(self, name: InstanceId, role: Role) -> None:
         """Its pairs are gone at once; `settle` makes those that take their place."""
-        ours, _ = self._sides(role)
-        self._set(role, ours.leave(name), np.zeros(1, dtype=np.uint64))
+        place = list(self._hashes[role]).index(name)
+        del self._hashes[role][name]
+        self._linked = np.delete(self._linked, place, axis=0 if role == "prefill" else 1)
 
     def settle(self) -> Regrouping:
-        """Make the pairs that there should be, and drop those for which there is no room: as many as one call may. Instances may
-        come and go before the next call.
-
-        Favourites of decode instances are chosen first: a prefill instance with too many partners keeps those that want it."""
-        rows, columns = self._ranks.shape
-        self._choose_for_decode(self._decode.take_stale(CELLS_AT_ONCE // max(1, rows)))
-        if self._decode.stale.any():
-            return Regrouping([], [], settled=False)
-        places = self._prefill.take_stale(CELLS_AT_ONCE // max(1, columns))
-        had, linked = self._linked[places], self._link(places)
-        made, dropped = self._pairs(places, linked & ~had), self._pairs(places, had & ~linked)
-        return Regrouping(made, dropped, settled=not self._prefill.stale.any())
-
-    # --- inside ------------------------------------------------------------------------------------------------------------
-
-    def _sides(self, role: Role) -> tuple[_Side, _Side]:
-        """Those of this role, and those of the other."""
-        return (self._prefill, self._decode) if role == "prefill" else (self._decode, self._prefill)
-
-    def _choose_for_decode(self, places: Places) -> None:
-        """Choose the favourites of these decode instances. The prefill instances whom that concerns are stale then."""
-        ranks, before = self._ranks[:, places], self._decode.least[places]
-        now = self._decode.least[places] = _least(ranks.T, AT_LEAST)
-        self._prefill.stale |= ((ranks > 0) & ((ranks >= before) != (ranks >= now))).any(axis=1)
-
-    def _link(self, places: Places) -> Flags:
-        """Choose the favourites of these prefill instances, and link them. Returns with whom each is linked now."""
-        ranks = self._ranks[places]
-        least = self._prefill.least[places] = _least(ranks, self._limit or ranks.shape[1])
-        wanted = (ranks > 0) & ((ranks >= least[:, None]) | (ranks >= self._decode.least))
-        linked: Flags = self._linked[places] | wanted
-        too_many = linked.sum(axis=1) - 2 * self._limit if self._limit else np.zeros(len(places), dtype=np.intp)
+        """Make the pairs that there should be, and drop those for which there is no room."""
+        before = self._linked
+        if not before.size:
+            return Regrouping([], [])
+        prefill, decode = (np.fromiter(hashes.values(), dtype=np.uint64) for hashes in self._hashes.values())
+        ranks = _mix(prefill[:, None] ^ _turned(decode))
+        wanted = (ranks >= _least(ranks, self._limit or len(decode))) | (_least(ranks.T, AT_LEAST) <= ranks.T).T
+        linked = before | wanted
+        too_many = linked.sum(axis=1) - (2 * self._limit or len(decode))
         for row in np.flatnonzero(too_many > 0):
             spare = np.flatnonzero(linked[row] & ~wanted[row])
             linked[row, spare[np.argsort(ranks[row, spare])[: too_many[row]]]] = False
-        self._linked[places] = linked
-        return linked
+        self._linked = linked
+        return Regrouping(self._pairs(linked & ~before), self._pairs(before & ~linked))
 
-    def _pairs(self, places: Places, table: Flags) -> list[Pair]:
-        """table: [places, decode places]."""
-        prefill, decode = self._prefill.names, self._decode.names
-        rows, columns = np.nonzero(table)
-        return [Pair(prefill[row], decode[column]) for row, column in zip(places[rows].tolist(), columns.tolist(), strict=True)]
-
-    def _set(self, role: Role, place: int, ranks: Ranks) -> None:
-        """A new instance, or none, in this place. It was or is now among the favourites of those who are stale then."""
-        line = (place, slice(None)) if role == "prefill" else (slice(None), place)
-        _, theirs = self._sides(role)
-        theirs.stale |= np.maximum(self._ranks[line], ranks) >= theirs.least
-        self._ranks[line] = ranks
-        self._linked[line] = False
-
-    def _make_room(self) -> None:
-        shape = len(self._prefill.hashes), len(self._decode.hashes)
-        if shape != self._ranks.shape:
-            more = [(0, new - old) for new, old in zip(shape, self._ranks.shape, strict=True)]
-            self._ranks, self._linked = np.pad(self._ranks, more), np.pad(self._linked, more)
+    def _pairs(self, table: Flags) -> list[Pair]:
+        """table: as `_linked`."""
+        prefill, decode = map(list, self._hashes.values())
+        return [Pair(prefill[row], decode[column]) for row, column in np.argwhere(table).tolist()]
 
 
 def _least(ranks: Ranks, most: int) -> Ranks:
-    """The rank of the last of the `most` highest in each row; 0 where the row is not that long."""
+    """The rank of the last of the `most` highest in each row, as a column; 0 where the row is not that long."""
     columns = ranks.shape[1]
     if columns <= most:
-        return np.zeros(len(ranks), dtype=np.uint64)
-    least: Ranks = np.partition(ranks, columns - most, axis=1)[:, columns - most]
+        return np.zeros((len(ranks), 1), dtype=np.uint64)
+    least: Ranks = np.partition(ranks, columns - most, axis=1)[:, columns - most, None]
     return least
 
 
@@ -350,7 +256,7 @@ class Acquaintance:
         self._gather_until_s = now  # the round goes on in the next turn
         if not self._telling:
             self._form_pairs()
-            if self._forming or self._regroup:
+            if self._forming:
                 return []
             self._telling, self._dirty = self._dirty, {}
         sends = self._tell(now)
@@ -364,7 +270,7 @@ class Acquaintance:
         """Make the pairs that there should be, as many as one turn may."""
         if self._regroup and not self._forming:
             regrouping = self._partners.settle()
-            self._regroup = not regrouping.settled
+            self._regroup = False
             for pair in regrouping.dropped:
                 self._part(self._told[pair.prefill].member, self._told[pair.decode].member)
             self._forming.extend((self._told[pair.prefill], self._told[pair.decode]) for pair in regrouping.made)
