@@ -18,29 +18,30 @@ from common.messages import TokenLogprob
 from router.api.answers import OpenAIFinish, OpenAIShape, TokenIds, WholeChoice, finish_of
 from router.api.bodies import json_in
 from router.api.fields import (
-    NEUTRAL_CHAT_VALUES,
-    NEUTRAL_MESSAGE_VALUES,
+    CHOICE_OF_TOOLS,
     NO_TOOLS,
+    STREAM_OPTIONS,
     FunctionTool,
     NamedTool,
     ReadRequest,
     SamplingFields,
     Tokens,
-    ToolChoice,
+    ToolPolicy,
     ToolUse,
     TopLogprobs,
-    checked_stops,
-    convert,
-    drop_neutral,
-    neutral_options,
+    Unsupported,
     object_in,
-    require_logprobs_for_ids,
+    read_fields,
     tool_use,
 )
 from router.api.logprobs import ChatLogprobs, PromptLogprobs
 from router.api.parsing.parser import AnswerParser, Arguments, CallBegins, Content, Part, Reasoning
 from router.api.structured import grammar_of
 from router.outbox import ChoiceDelta
+
+EFFORT_CHARS = 64
+MESSAGE_CHARS = 16
+"""What a message counts besides its texts: the chat template's work, and what it writes around each message."""
 
 
 class TextPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="text"):
@@ -50,34 +51,28 @@ class TextPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_fiel
 MessageText: TypeAlias = Annotated[str | list[TextPart] | None, Meta(description="The text. Null is an empty text.")]
 
 
-def text_of(content: str | list[TextPart] | None) -> str:
-    return content or "" if content is None or isinstance(content, str) else "".join(part.text for part in content)
-
-
 class _Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="role", kw_only=True):
     name: Annotated[str | None, Meta(description="Who speaks, for chat templates that use it.")] = None
+    content: MessageText
 
-    def _for_template(self, role: str, content: str | list[TextPart] | None) -> dict[str, Any]:
-        message = {"role": role, "content": text_of(content)}
+    def for_template(self, path: str) -> dict[str, Any]:
+        """The message as chat templates read it. path: where it is in the body. Raises BadRequest."""
+        role, content = self.__struct_config__.tag, self.content
+        text = "".join(part.text for part in content) if isinstance(content, list) else content or ""
+        message = {"role": "system" if role == "developer" else role, "content": text}
         return message if self.name is None else message | {"name": self.name}
 
 
 class SystemMessage(_Message, frozen=True, tag="system"):
-    content: MessageText
-
-    def for_template(self, path: str) -> dict[str, Any]:
-        return self._for_template("system", self.content)
+    pass
 
 
-class DeveloperMessage(SystemMessage, frozen=True, tag="developer"):
+class DeveloperMessage(_Message, frozen=True, tag="developer"):
     """OpenAI's newer name of `system`; chat templates know the older one."""
 
 
 class UserMessage(_Message, frozen=True, tag="user"):
-    content: MessageText
-
-    def for_template(self, path: str) -> dict[str, Any]:
-        return self._for_template("user", self.content)
+    pass
 
 
 class FunctionCall(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -94,18 +89,15 @@ class ToolCall(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     type: Annotated[Literal["function"], Meta(description="The only kind of call.")] = "function"
     index: Annotated[int | None, Meta(description="As a streamed answer has it. It changes nothing.")] = None
 
-    def for_template(self, path: str) -> dict[str, Any]:
-        """Its arguments as an object: templates write it in the model's own way. Raises BadRequest."""
-        call = {"name": self.function.name, "arguments": arguments_of(self.function.arguments, f"{path}.function.arguments")}
-        return ({"id": self.id} if self.id else {}) | {"type": "function", "function": call}
 
-
-def arguments_of(text: str, path: str) -> dict[str, Any]:
-    """Raises BadRequest when the text is no JSON object."""
-    arguments = json_in(text or "{}", path)
-    if not isinstance(arguments, dict):
+def call_for_template(call_id: str, name: str, arguments: str, path: str) -> dict[str, Any]:
+    """A call as chat templates read it: with its arguments as an object, which they write in the model's own way. arguments: as
+    text. path: where that is in the body. Raises BadRequest when it is no JSON object."""
+    parsed = json_in(arguments or "{}", path)
+    if not isinstance(parsed, dict):
         raise BadRequest(f"{path} must be a JSON object, as text", field=path, code="invalid_value")
-    return arguments
+    call = {"type": "function", "function": {"name": name, "arguments": parsed}}
+    return {"id": call_id} | call if call_id else call
 
 
 class AssistantMessage(_Message, frozen=True, tag="assistant"):
@@ -116,41 +108,60 @@ class AssistantMessage(_Message, frozen=True, tag="assistant"):
     reasoning: Annotated[str | None, Meta(description="Another name of reasoning_content.")] = None
 
     def for_template(self, path: str) -> dict[str, Any]:
-        message = self._for_template("assistant", self.content)
+        message = super().for_template(path)
         thought = self.reasoning_content if self.reasoning is None else self.reasoning
         if thought is not None:
             message["reasoning_content"] = thought
         if self.tool_calls:
-            calls = enumerate(self.tool_calls)
-            message["tool_calls"] = [call.for_template(f"{path}.tool_calls[{index}]") for index, call in calls]
+            message["tool_calls"] = [
+                call_for_template(
+                    call.id, call.function.name, call.function.arguments, f"{path}.tool_calls[{index}].function.arguments"
+                )
+                for index, call in enumerate(self.tool_calls)
+            ]
         return message
 
 
 class ToolMessage(_Message, frozen=True, tag="tool"):
     """What a call of the model returned."""
 
-    content: MessageText
     tool_call_id: Annotated[str, Meta(description="The id of the call.")] = ""
 
     def for_template(self, path: str) -> dict[str, Any]:
-        message = self._for_template("tool", self.content)
+        message = super().for_template(path)
         return message | {"tool_call_id": self.tool_call_id} if self.tool_call_id else message
 
 
 ChatMessage: TypeAlias = SystemMessage | DeveloperMessage | UserMessage | AssistantMessage | ToolMessage
-
-
-MAX_EFFORT_CHARS = 64
-MESSAGE_CHARS = 16
-"""What a message counts besides its texts: the chat template's work, and what it writes around each message."""
-
 Effort: TypeAlias = Annotated[
-    Annotated[str, Meta(max_length=MAX_EFFORT_CHARS)] | None,
+    Annotated[str, Meta(max_length=EFFORT_CHARS)] | None,
     Meta(description="How much to think, for chat templates that use it."),
 ]
+MESSAGES = Unsupported(
+    {"refusal": (), "audio": (), "annotations": ([],), "function_call": ()},
+    nullable=("tool_calls",),
+)
+"""Fields that the messages of our own answers have when a client sends them back."""
+CHAT = Unsupported(
+    {
+        "best_of": (1,),
+        "store": (False,),
+        "service_tier": ("auto", "default"),
+        "functions": ([],),
+        "function_call": ("none", "auto"),
+        "modalities": (["text"],),
+        "audio": (),
+        "prediction": (),
+        "verbosity": (),
+        "web_search_options": (),
+        "chat_template": (),
+        "documents": ([],),
+    },
+    inside={"stream_options": STREAM_OPTIONS, "messages": MESSAGES},
+)
 
 
-class ChatFields(SamplingFields, frozen=True, kw_only=True):
+class ChatFields(SamplingFields, msgspec.Struct, frozen=True, kw_only=True):
     """The body of POST /v1/chat/completions."""
 
     messages: Annotated[list[ChatMessage], Meta(description="The conversation so far.")]
@@ -159,14 +170,12 @@ class ChatFields(SamplingFields, frozen=True, kw_only=True):
     top_logprobs: Annotated[
         TopLogprobs | None, Meta(description="With `logprobs`, also send so many of the likeliest tokens in each place.")
     ] = None
-    tools: Annotated[list[FunctionTool], Meta(description="Functions that the model may call.")] = msgspec.field(
-        default_factory=list
-    )
-    tool_choice: ToolChoice = None
+    tools: Annotated[list[FunctionTool], Meta(description="Functions that the model may call.")] = []
+    tool_choice: Annotated[ToolPolicy | NamedTool | None, CHOICE_OF_TOOLS] = None
     parallel_tool_calls: Annotated[bool, Meta(description="False: at most one call in an answer.")] = True
     chat_template_kwargs: Annotated[
         dict[str, Any], Meta(description="Names that the chat template reads, such as enable_thinking, and their values.")
-    ] = msgspec.field(default_factory=dict)
+    ] = {}
     add_generation_prompt: Annotated[bool, Meta(description="The prompt ends where the assistant's answer begins.")] = True
     continue_final_message: Annotated[
         bool, Meta(description="The answer continues the last message. Send add_generation_prompt=false with it.")
@@ -179,31 +188,29 @@ class ChatFields(SamplingFields, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatRequest(ReadRequest):
-    """messages: as the chat template gets them. template_arguments: what else it gets. reasoning_effort: None: the template's
-    own. separate_reasoning: the answer tells thoughts apart from content. prompt_field, effort_field: the
-    fields that held the messages and the effort."""
+    """A conversation, whatever its API."""
 
     messages: tuple[Mapping[str, Any], ...]
+    """The messages as the chat template gets them."""
     tools: ToolUse = NO_TOOLS
     template_arguments: Mapping[str, Any] = field(default_factory=dict)
+    """What else the chat template gets."""
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     reasoning_effort: str | None = None
+    """How much to think; None: as the chat template has it."""
     separate_reasoning: bool = True
+    """Whether the answer tells thoughts apart from content."""
     prompt_field: str = "messages"
+    """The field that held the messages."""
     effort_field: str = "reasoning_effort"
+    """The field that held the effort."""
 
     def texts(self) -> Iterator[str]:
         """Everything that the chat template may write into the prompt."""
-        for message in self.messages:
-            for value in message.values():
-                yield value if isinstance(value, str) else msgspec.json.encode(value).decode()
-        for tool in self.tools.for_template():
-            yield msgspec.json.encode(tool).decode()
-        for argument in self.template_arguments.values():
-            yield argument if isinstance(argument, str) else msgspec.json.encode(argument).decode()
-        if self.reasoning_effort is not None:
-            yield self.reasoning_effort
+        values = [value for message in self.messages for value in message.values()]
+        for value in (*values, *self.tools.for_template(), *self.template_arguments.values(), self.reasoning_effort or ""):
+            yield value if isinstance(value, str) else msgspec.json.encode(value).decode()
 
     def size_chars(self, texts: Iterable[str]) -> int:
         """The size of the conversation. texts: those of `texts`."""
@@ -212,23 +219,7 @@ class ChatRequest(ReadRequest):
 
 def read_chat(body: bytes, context_tokens: int | None = None) -> ChatRequest:
     """The body of POST /v1/chat/completions. Raises BadRequest."""
-    raw = drop_neutral(object_in(body), NEUTRAL_CHAT_VALUES, ChatFields.__struct_encode_fields__)
-    return chat_request(convert(neutral_messages(neutral_options(raw)), ChatFields))
-
-
-def neutral_messages(raw: dict[str, Any]) -> dict[str, Any]:
-    """The fields, with messages that lack what asks for nothing. Raises BadRequest."""
-    messages = raw.get("messages")
-    if not isinstance(messages, list):
-        return raw
-    return raw | {
-        "messages": [
-            drop_neutral(message, NEUTRAL_MESSAGE_VALUES, ("tool_calls",), path=f"messages[{index}].")
-            if isinstance(message, dict)
-            else message
-            for index, message in enumerate(messages)
-        ]
-    }
+    return chat_request(read_fields(object_in(body), ChatFields, CHAT))
 
 
 def chat_request(fields: ChatFields) -> ChatRequest:
@@ -242,34 +233,26 @@ def chat_request(fields: ChatFields) -> ChatRequest:
         limit, name = fields.max_completion_tokens, "max_completion_tokens"
     if fields.top_logprobs and not fields.logprobs:
         raise BadRequest("top_logprobs is for logprobs only: leave it out or send logprobs=true", field="top_logprobs")
-    logprobs = (fields.top_logprobs or 0) if fields.logprobs else None
-    require_logprobs_for_ids(fields, logprobs, fields.prompt_logprobs)
     if fields.continue_final_message and fields.add_generation_prompt:
         fix = "send add_generation_prompt=false with it"
         raise BadRequest(f"continue_final_message goes on with the last message: {fix}", field="continue_final_message")
+    grammar, grammar_field = grammar_of(fields)
     return ChatRequest(
         fields=fields,
-        stop=checked_stops(fields),
         max_tokens=limit,
         max_tokens_field=name,
-        logprobs=logprobs,
+        logprobs=(fields.top_logprobs or 0) if fields.logprobs else None,
         prompt_logprobs=fields.prompt_logprobs,
-        grammar=grammar_of(fields),
+        grammar=grammar,
+        grammar_field=grammar_field,
         messages=tuple(message.for_template(f"messages[{index}]") for index, message in enumerate(fields.messages)),
-        tools=_tools(fields),
+        tools=tool_use([tool.function for tool in fields.tools], fields.tool_choice, fields.parallel_tool_calls),
         template_arguments=fields.chat_template_kwargs,
         add_generation_prompt=fields.add_generation_prompt,
         continue_final_message=fields.continue_final_message,
         reasoning_effort=fields.reasoning_effort,
         separate_reasoning=fields.separate_reasoning,
     )
-
-
-def _tools(fields: ChatFields) -> ToolUse:
-    functions, choice = [tool.function for tool in fields.tools], fields.tool_choice
-    if isinstance(choice, NamedTool):
-        return tool_use(functions, choice.function.name, fields.parallel_tool_calls, named=True)
-    return tool_use(functions, choice, fields.parallel_tool_calls, named=False)
 
 
 class _FunctionDelta(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -18,24 +18,20 @@ from common.messages import Failed, Finished, TokenLogprob
 from router.api.answers import OpenAIFinish, OpenAIShape, TokenIds, WholeChoice, finish_of
 from router.api.bodies import MAX_PROMPTS
 from router.api.errors import ContextExceeded, no_room
-from router.api.fields import (
-    NEUTRAL_COMPLETION_VALUES,
-    ReadRequest,
-    SamplingFields,
-    TopLogprobs,
-    checked_stops,
-    convert,
-    drop_neutral,
-    neutral_options,
-    object_in,
-    require_logprobs_for_ids,
-)
+from router.api.fields import STREAM_OPTIONS, ReadRequest, SamplingFields, TopLogprobs, Unsupported, object_in, read_fields
 from router.api.logprobs import CompletionLogprobs, PromptLogprobs, TextPlace
 from router.api.structured import grammar_of
 from router.outbox import ChoiceDelta
 
 COMPLETION_MAX_TOKENS = 16
 """Length of an answer to /v1/completions when the request gives none, as at OpenAI."""
+
+
+COMPLETION = Unsupported(
+    {"best_of": (1,), "store": (False,), "service_tier": ("auto", "default"), "suffix": ("",)},
+    inside={"stream_options": STREAM_OPTIONS},
+)
+Prompt: TypeAlias = str | tuple[int, ...]
 
 
 class CompletionFields(SamplingFields, frozen=True, kw_only=True):
@@ -53,20 +49,20 @@ class CompletionFields(SamplingFields, frozen=True, kw_only=True):
     ] = None
 
 
-Prompt: TypeAlias = str | tuple[int, ...]
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompletionRequest(ReadRequest):
-    """prompts: texts or token ids. Each gets `n` choices. prompt_field: where they are from. default_max_tokens: length of an
-    answer when the client leaves it to us. echo: the answer begins with the prompt. hides_answer: the client wants
-    the prompt only, so the one token that the model generates is left out."""
+    """Prompts to be continued, whatever their API."""
 
     prompts: tuple[Prompt, ...]
+    """Texts or token ids. Each gets `n` choices."""
     prompt_field: str = "prompt"
+    """The field that held them."""
     default_max_tokens: int = COMPLETION_MAX_TOKENS
+    """Length of an answer when the client leaves it to us."""
     echo: bool = False
+    """Whether the answer begins with the prompt."""
     hides_answer: bool = False
+    """The client wants the prompt only: the one token that the model generates is left out."""
 
     @property
     def choices(self) -> int:
@@ -77,21 +73,20 @@ def read_completion(body: bytes, context_tokens: int | None = None) -> Completio
     """The body of POST /v1/completions. Raises BadRequest, for far more token ids than the context holds before they are read."""
     if context_tokens is not None and len(body) > context_tokens:
         require_few_ids(body, context_tokens)
-    raw = drop_neutral(object_in(body, context_tokens), NEUTRAL_COMPLETION_VALUES, CompletionFields.__struct_encode_fields__)
-    fields = convert(neutral_options(raw), CompletionFields)
+    fields = read_fields(object_in(body, context_tokens), CompletionFields, COMPLETION)
     if fields.max_tokens == 0 and not fields.echo:
         raise BadRequest("max_tokens must be at least 1, or 0 with echo=true", field="max_tokens")
     prompt_logprobs = fields.prompt_logprobs
     if fields.echo and fields.logprobs is not None:
         prompt_logprobs = max(fields.logprobs, prompt_logprobs or 0)
-    require_logprobs_for_ids(fields, fields.logprobs, prompt_logprobs)
+    grammar, grammar_field = grammar_of(fields)
     return CompletionRequest(
         fields=fields,
-        stop=checked_stops(fields),
         max_tokens=fields.max_tokens if fields.max_tokens != 0 else 1,
         logprobs=fields.logprobs,
         prompt_logprobs=prompt_logprobs,
-        grammar=grammar_of(fields),
+        grammar=grammar,
+        grammar_field=grammar_field,
         prompts=prompts_in(fields.prompt, "prompt"),
         echo=fields.echo,
         hides_answer=fields.max_tokens == 0,

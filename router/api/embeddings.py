@@ -17,14 +17,23 @@ from common.messages import Ending, Failed, Finished
 from common.text.embedding import EmbeddingMode
 from router.api.answers import AnswerShape, WholeChoice, encoded
 from router.api.completions import CompletionRequest, prompts_in, require_few_ids
-from router.api.fields import CacheSalt, Label, Priority, SamplingFields, Timeout, convert, drop_neutral, object_in
-from router.api.routes import Model
+from router.api.fields import (
+    CacheSalt,
+    Label,
+    Model,
+    Priority,
+    SamplingFields,
+    Timeout,
+    Unsupported,
+    object_in,
+    read_fields,
+)
 from router.outbox import ChoiceDelta
 
 MAX_INPUTS = 256
 """Each is a request of its own for the fleet, and counts against --max-requests."""
-NEUTRAL_EMBEDDING_VALUES = {"truncate_prompt_tokens": (), "add_special_tokens": (True,)}
-"""Of vLLM's further fields, the values with which they ask for nothing."""
+EMBEDDING = Unsupported({"truncate_prompt_tokens": (), "add_special_tokens": (True,)})
+"""vLLM's further fields."""
 
 
 class EmbeddingFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -48,10 +57,12 @@ class EmbeddingFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EmbeddingRequest(CompletionRequest):
-    """as_base64: the numbers of an embedding are sent as their bytes. normalize: they are scaled to length 1."""
+    """Prompts whose embeddings are wanted."""
 
     as_base64: bool
+    """Whether the numbers of an embedding are sent as their bytes."""
     normalize: bool
+    """Whether they are scaled to length 1."""
 
 
 class OneEmbedding(msgspec.Struct, frozen=True, kw_only=True):
@@ -85,8 +96,7 @@ def read_embeddings(model: str, served: EmbeddingMode | None, body: bytes, conte
         )
     if context_tokens is not None and len(body) > context_tokens:
         require_few_ids(body, context_tokens, "input")
-    known = EmbeddingFields.__struct_encode_fields__
-    fields = convert(drop_neutral(object_in(body, context_tokens), NEUTRAL_EMBEDDING_VALUES, known), EmbeddingFields)
+    fields = read_fields(object_in(body, context_tokens), EmbeddingFields, EMBEDDING)
     if fields.dimensions not in (None, served.size):
         own = "" if served.size is None else f" or send {served.size}"
         raise BadRequest(f"dimensions: embeddings are not shortened: leave it out{own}", field="dimensions")
@@ -99,7 +109,6 @@ def read_embeddings(model: str, served: EmbeddingMode | None, body: bytes, conte
     )
     return EmbeddingRequest(
         fields=common,
-        stop=(),
         max_tokens=1,
         pooling=served.pooling,
         prompts=prompts_in(fields.input, "input", MAX_INPUTS),

@@ -18,36 +18,29 @@ from msgspec import Meta
 
 from common.errors import BadRequest
 from common.messages import Failed, Finished
-from common.sampling_params import Grammar
 from engine.grammar.grammars import check_text
 from router.api.answers import AnswerShape, PromptDetails, WholeChoice
-from router.api.chat import ChatRequest, Effort, arguments_of
+from router.api.chat import ChatRequest, Effort, call_for_template
 from router.api.fields import (
-    NEUTRAL_ITEM_VALUES,
-    NEUTRAL_REASONING_VALUES,
-    NEUTRAL_RESPONSE_VALUES,
+    CHOICE_OF_TOOLS,
     CacheSalt,
     Function,
     Label,
-    MinP,
+    NamedFunction,
     Priority,
     SamplingFields,
-    Seed,
     Stream,
-    Temperature,
     Timeout,
+    TokenChoice,
     Tokens,
-    ToolUse,
-    TopK,
-    TopP,
-    checked_stops,
-    convert,
-    drop_neutral,
+    ToolPolicy,
+    Unsupported,
     object_in,
+    read_fields,
     tool_use,
 )
 from router.api.parsing.parser import AnswerParser, Arguments, CallBegins, Content, Part, Reasoning
-from router.api.structured import ANY_OBJECT, JsonObjectFormat, NamedSchema, TextFormat, schema_grammar
+from router.api.structured import JsonObjectFormat, NamedSchema, TextFormat, format_grammar
 from router.outbox import ChoiceDelta
 
 
@@ -105,10 +98,6 @@ class ResponseTool(Function, frozen=True, tag_field="type", tag="function"):
     """A function, described beside its type."""
 
 
-class NamedFunction(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="function"):
-    name: Annotated[str, Meta(description="The name of the function that is called.")]
-
-
 class FlatSchemaFormat(NamedSchema, frozen=True, tag_field="type", tag="json_schema"):
     """JSON that validates against a schema, which stands beside the type."""
 
@@ -124,7 +113,34 @@ class ReasoningConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     effort: Effort = None
 
 
-class ResponseFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+RESPONSE = Unsupported(
+    {
+        "store": (False,),
+        "previous_response_id": (),
+        "conversation": (),
+        "prompt": (),
+        "include": ([],),
+        "background": (False,),
+        "truncation": ("disabled",),
+        "top_logprobs": (0,),
+        "max_tool_calls": (),
+        "service_tier": ("auto", "default"),
+        "prompt_cache_retention": (),
+        "stream_options": ({}, {"include_obfuscation": False}),
+        "context_management": (),
+    },
+    inside={
+        # there are no summaries, thoughts are in `content`
+        "reasoning": Unsupported({"summary": (), "generate_summary": ()}),
+        # what OpenAI's client adds to the items of our own answers when it sends them back
+        "input": Unsupported(
+            {"async": (False,), "async_": (False,), "caller": (), "namespace": (), "encrypted_content": ()},
+        ),
+    },
+)
+
+
+class ResponseFields(TokenChoice, msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The body of POST /v1/responses. user, metadata, safety_identifier and prompt_cache_key label it and change nothing."""
 
     model: Annotated[str, Meta(description="The model's name, as GET /v1/models lists it.")]
@@ -132,16 +148,8 @@ class ResponseFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     instructions: Annotated[str | None, Meta(description="A system message before the input.")] = None
     stream: Stream = False
     max_output_tokens: Annotated[Tokens | None, Meta(description="Longest answer, thoughts included.")] = None
-    temperature: Temperature = 1.0
-    top_p: TopP = 1.0
-    top_k: TopK = 0
-    min_p: MinP = 0.0
-    seed: Seed = None
     tools: Annotated[list[ResponseTool], Meta(description="Functions that the model may call.")] = []
-    tool_choice: Annotated[
-        Literal["none", "auto", "required"] | NamedFunction | None,
-        Meta(description="none: no calls; auto: the model decides; required: at least one call; or the function that is called."),
-    ] = None
+    tool_choice: Annotated[ToolPolicy | NamedFunction | None, CHOICE_OF_TOOLS] = None
     parallel_tool_calls: Annotated[bool, Meta(description="False: at most one call in an answer.")] = True
     text: Annotated[TextConfig | None, Meta(description="What the text of the answer must be.")] = None
     reasoning: Annotated[ReasoningConfig | None, Meta(description="How the model thinks first.")] = None
@@ -159,52 +167,32 @@ class ResponseFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResponseRequest(ChatRequest):
-    """body: what the answer repeats."""
+    """A conversation of items."""
 
     body: ResponseFields
-
-    @property
-    def grammar_field(self) -> str:
-        return "text.format"
+    """What the answer repeats."""
 
 
 def read_response(body: bytes, context_tokens: int | None = None) -> ResponseRequest:
     """The body of POST /v1/responses. Raises BadRequest."""
-    raw = drop_neutral(object_in(body), NEUTRAL_RESPONSE_VALUES, ResponseFields.__struct_encode_fields__)
-    items, reasoning = raw.get("input"), raw.get("reasoning")
-    if isinstance(reasoning, dict):
-        raw["reasoning"] = drop_neutral(reasoning, NEUTRAL_REASONING_VALUES, path="reasoning.")
-    if isinstance(items, list):
-        raw["input"] = [
-            {"type": "message"} | drop_neutral(item, NEUTRAL_ITEM_VALUES, path=f"input[{index}].")
-            if isinstance(item, dict)
-            else item
-            for index, item in enumerate(items)
-        ]
-    read = convert(raw, ResponseFields)
+    raw = object_in(body)
+    if isinstance(items := raw.get("input"), list):
+        raw["input"] = [{"type": "message"} | item if isinstance(item, dict) else item for item in items]
+    read = read_fields(raw, ResponseFields, RESPONSE)
     messages = _messages(read)
     if not messages:
         raise BadRequest("input is empty: send a text or at least one item", field="input")
-    fields = SamplingFields(
-        model=read.model,
-        stream=read.stream,
-        temperature=read.temperature,
-        top_p=read.top_p,
-        top_k=read.top_k,
-        min_p=read.min_p,
-        seed=read.seed,
-        timeout=read.timeout,
-        priority=read.priority,
-        cache_salt=read.cache_salt,
-    )
+    grammar = None if read.text is None else format_grammar(read.text.format)
+    if grammar is not None:
+        check_text(grammar, "text.format.schema")
     return ResponseRequest(
-        fields=fields,
-        stop=checked_stops(fields),
+        fields=msgspec.convert(read, SamplingFields, from_attributes=True),
         max_tokens=read.max_output_tokens,
         max_tokens_field="max_output_tokens",
-        grammar=_grammar(read.text),
+        grammar=grammar,
+        grammar_field="text.format",
         messages=messages,
-        tools=_tools(read),
+        tools=tool_use(read.tools, read.tool_choice, read.parallel_tool_calls),
         template_arguments=read.chat_template_kwargs,
         reasoning_effort=None if read.reasoning is None else read.reasoning.effort,
         effort_field="reasoning.effort",
@@ -229,9 +217,7 @@ def _messages(read: ResponseFields) -> tuple[Mapping[str, Any], ...]:
                 else:
                     messages.append({"role": role, "content": content})
             case FunctionCallItem():
-                arguments = arguments_of(item.arguments, f"input[{index}].arguments")
-                function = {"name": item.name, "arguments": arguments}
-                call = {"id": item.call_id, "type": "function", "function": function}
+                call = call_for_template(item.call_id, item.name, item.arguments, f"input[{index}].arguments")
                 _assistant(messages).setdefault("tool_calls", []).append(call)
             case FunctionOutputItem():
                 messages.append({"role": "tool", "content": _text(item.output), "tool_call_id": item.call_id})
@@ -250,26 +236,6 @@ def _assistant(messages: list[dict[str, Any]]) -> dict[str, Any]:
 
 def _text(content: str | list[InputText] | list[InputText | OutputText]) -> str:
     return content if isinstance(content, str) else "".join(part.text for part in content)
-
-
-def _tools(read: ResponseFields) -> ToolUse:
-    choice = read.tool_choice
-    if isinstance(choice, NamedFunction):
-        return tool_use(read.tools, choice.name, read.parallel_tool_calls, named=True)
-    return tool_use(read.tools, choice, read.parallel_tool_calls, named=False)
-
-
-def _grammar(text: TextConfig | None) -> Grammar | None:
-    """Raises BadRequest for a schema that no answer can be held to."""
-    match None if text is None else text.format:
-        case FlatSchemaFormat(schema=schema):
-            grammar = schema_grammar(schema)
-            check_text(grammar, "text.format.schema")
-            return grammar
-        case JsonObjectFormat():
-            return ANY_OBJECT
-        case _:
-            return None
 
 
 Status: TypeAlias = Literal["in_progress", "completed", "incomplete"]

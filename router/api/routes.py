@@ -12,9 +12,9 @@ Owns their fields. Does not know tokenizers. Fields: TokenizeRequest and Detoken
 https://docs.vllm.ai/en/stable/serving/openai_compatible_server.html.
 """
 
-from collections.abc import Callable, Collection, Coroutine, Mapping
+from collections.abc import Callable, Collection, Coroutine
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Annotated, Any, Literal
 
 import msgspec
 from fastapi import Request, Response
@@ -23,9 +23,9 @@ from msgspec import Meta
 
 from common.errors import BadRequest
 from router.api.bodies import body_of
-from router.api.chat import ChatFields, ChatMessage, ChatRequest, chat_request, neutral_messages
+from router.api.chat import MESSAGES, ChatFields, ChatMessage, ChatRequest, chat_request
 from router.api.errors import shown
-from router.api.fields import FunctionTool, TokenId, convert, drop_neutral, object_in
+from router.api.fields import FunctionTool, Model, TokenId, Unsupported, object_in, read_fields
 from router.api.guard import EFFECTLESS_METHODS, OPEN_PATHS
 
 
@@ -43,8 +43,7 @@ class ModelList(msgspec.Struct, frozen=True, kw_only=True):
 
 
 MAX_CHARS, MAX_TOKENS = 2**20, 2**18
-NEUTRAL_TOKENIZE_VALUES: Mapping[str, tuple[object, ...]] = {"chat_template": (), "mm_processor_kwargs": ({},)}
-Model: TypeAlias = Annotated[str | None, Meta(description="The model's name; without it: the model that is served.")]
+TOKENIZE = Unsupported({"chat_template": (), "mm_processor_kwargs": ({},)}, inside={"messages": MESSAGES})
 
 
 class TokenizeFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -111,8 +110,7 @@ class Detokenized(msgspec.Struct, frozen=True, kw_only=True):
 
 def read_tokenize(body: bytes, context_tokens: int | None = None) -> TokenizeRequest:
     """The body of POST /tokenize. Raises BadRequest."""
-    raw = drop_neutral(object_in(body), NEUTRAL_TOKENIZE_VALUES, TokenizeFields.__struct_encode_fields__)
-    fields = convert(neutral_messages(raw), TokenizeFields)
+    fields = read_fields(object_in(body), TokenizeFields, TOKENIZE)
     if (fields.prompt is None) == (fields.messages is None):
         raise BadRequest("prompt and messages: send one of them, and only one", field="prompt")
     if fields.messages is not None and fields.add_special_tokens:
@@ -141,7 +139,7 @@ def _chat(fields: TokenizeFields, messages: list[ChatMessage] | None) -> ChatReq
 
 def read_detokenize(body: bytes, context_tokens: int | None = None) -> DetokenizeFields:
     """The body of POST /detokenize. Raises BadRequest."""
-    return convert(drop_neutral(object_in(body, context_tokens), {}, DetokenizeFields.__struct_encode_fields__), DetokenizeFields)
+    return read_fields(object_in(body, context_tokens), DetokenizeFields)
 
 
 MOST_BYTES = 1024

@@ -5,7 +5,7 @@ Fields: python/sglang/srt/managers/io_struct.py (GenerateReqInput, AbortReq) and
 https://github.com/sgl-project/sglang.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, TypeAlias
 
@@ -15,38 +15,27 @@ from msgspec import Meta
 from common.errors import BadRequest
 from common.ids import ID_BYTES, unpack_ids
 from common.messages import Finished, TokenLogprob
-from common.sampling_params import Grammar
 from router.api.answers import DONE, AnswerShape, WholeChoice, encoded, event
 from router.api.completions import CompletionRequest, Prompt, prompts_in, require_few_ids
 from router.api.fields import (
     ALL_TOKENS,
     CacheSalt,
-    Choices,
-    FrequencyPenalty,
-    IgnoreEos,
-    LogitBias,
-    MinP,
+    KeepsStop,
     MinTokens,
-    PresencePenalty,
     Priority,
-    RepetitionPenalty,
+    Sampling,
     SamplingFields,
     Seed,
-    SkipSpecialTokens,
-    Stop,
-    StopTokenIds,
     Stream,
-    Temperature,
     TopK,
     TopLogprobs,
-    TopP,
-    convert,
-    drop_neutral,
+    Unsupported,
     object_in,
+    read_fields,
 )
 from router.api.logprobs import finite
 from router.api.request_ids import checked_id
-from router.api.structured import GrammarFields, StructuralTag, grammar_of, structural_tag_of
+from router.api.structured import StructuralTag, grammar_of
 from router.outbox import ChoiceDelta
 
 GENERATE_MAX_TOKENS = 128
@@ -54,67 +43,56 @@ GENERATE_MAX_TOKENS = 128
 MAX_STREAMED_LOGPROBS = 20_000
 """Each event of SGLang's streams repeats all log probabilities before it, so a stream may hold only so many."""
 
-NEUTRAL_GENERATE_VALUES: Mapping[str, tuple[object, ...]] = {
-    "input_embeds": (),
-    "image_data": ([],),
-    "video_data": ([],),
-    "audio_data": ([],),
-    "modalities": ([],),
-    "token_ids_logprob": (),
-    "log_metrics": (True,),
-    "return_hidden_states": (False,),
-    "return_routed_experts": (False,),
-    "session_params": (),
-    "session_id": (),
-    "lora_path": (),
-    "lora_id": (),
-    "custom_logit_processor": (),
-    "bootstrap_host": (),
-    "bootstrap_port": (),
-    "bootstrap_room": (),
-    "no_logs": (False,),
-    "background": (False,),
-}
-NEUTRAL_PARAMETER_VALUES: Mapping[str, tuple[object, ...]] = {
-    "stop_regex": ([], ""),
-    "spaces_between_special_tokens": (True,),
-    "custom_params": ({},),
-    "stream_interval": (1,),
-}
-NEUTRAL_ABORT_VALUES: Mapping[str, tuple[object, ...]] = {"finished_reason": (), "abort_message": ()}
+ABORT = Unsupported({"finished_reason": (), "abort_message": ()})
 
 
-class GenerateParameters(GrammarFields, msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class GenerateParameters(Sampling, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """`sampling_params` of POST /generate."""
 
     max_new_tokens: Annotated[
         Annotated[int, Meta(ge=0, lt=2**31)] | None,
         Meta(description="Longest answer, in tokens; without it: 128. 0: only the prompt's log probabilities."),
     ] = None
-    min_new_tokens: MinTokens = 0
-    temperature: Temperature = 1.0
-    top_p: TopP = 1.0
+    min_tokens: MinTokens = msgspec.field(default=0, name="min_new_tokens")
     top_k: TopK = ALL_TOKENS
-    min_p: MinP = 0.0
-    sampling_seed: Seed = None
-    n: Choices = 1
-    stop: Stop = []
-    stop_token_ids: StopTokenIds = []
-    no_stop_trim: Annotated[
-        bool, Meta(description="Leave the stop string that ends the answer in its text, and the text of a stop token.")
-    ] = False
-    skip_special_tokens: SkipSpecialTokens = True
-    ignore_eos: IgnoreEos = False
-    repetition_penalty: RepetitionPenalty = 1.0
-    presence_penalty: PresencePenalty = 0.0
-    frequency_penalty: FrequencyPenalty = 0.0
-    logit_bias: LogitBias = {}
+    seed: Seed = msgspec.field(default=None, name="sampling_seed")
+    include_stop_str_in_output: KeepsStop = msgspec.field(default=False, name="no_stop_trim")
     structural_tag: StructuralTag | None = None
 
-    def asked(self) -> Iterator[tuple[str, Grammar]]:
-        yield from super().asked()
-        if self.structural_tag is not None:
-            yield "structural_tag", structural_tag_of(self.structural_tag)
+
+PARAMETERS = Unsupported(
+    {
+        "stop_regex": ([], ""),
+        "spaces_between_special_tokens": (True,),
+        "custom_params": ({},),
+        "stream_interval": (1,),
+    },
+    nullable=GenerateParameters.__struct_encode_fields__,
+)
+GENERATE = Unsupported(
+    {
+        "input_embeds": (),
+        "image_data": ([],),
+        "video_data": ([],),
+        "audio_data": ([],),
+        "modalities": ([],),
+        "token_ids_logprob": (),
+        "log_metrics": (True,),
+        "return_hidden_states": (False,),
+        "return_routed_experts": (False,),
+        "session_params": (),
+        "session_id": (),
+        "lora_path": (),
+        "lora_id": (),
+        "custom_logit_processor": (),
+        "bootstrap_host": (),
+        "bootstrap_port": (),
+        "bootstrap_room": (),
+        "no_logs": (False,),
+        "background": (False,),
+    },
+    inside={"sampling_params": PARAMETERS},
+)
 
 
 class GenerateFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -146,17 +124,16 @@ class GenerateFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerateRequest(CompletionRequest):
-    """is_batch: the answer is a list. rids: the ids that the client gave, one for each prompt or one for all. logprob_start: see
-    `GenerateFields`."""
+    """Prompts to be continued for a client of SGLang."""
 
     is_batch: bool
+    """Whether the answer is a list."""
     rids: tuple[str, ...]
+    """The ids that the client gave, one for each prompt or one for all."""
     logprob_start: int
+    """See `GenerateFields.logprob_start_len`."""
     with_texts: bool
-
-    @property
-    def grammar_field(self) -> str:
-        return "" if self.grammar is None else f"sampling_params.{self.grammar.kind}"
+    """Whether log probabilities have the texts of tokens too."""
 
     def choice_ids(self, answer_id: str, choices: int) -> tuple[str, ...]:
         """The id of each choice."""
@@ -202,16 +179,12 @@ def read_generate(model: str, body: bytes, context_tokens: int | None = None) ->
     ids than the context holds before they are read."""
     if context_tokens is not None and len(body) > context_tokens:
         require_few_ids(body, context_tokens, "input_ids")
-    raw = drop_neutral(object_in(body, context_tokens), NEUTRAL_GENERATE_VALUES, GenerateFields.__struct_encode_fields__)
-    raw["sampling_params"] = _parameters_in(raw.get("sampling_params", {}))
-    fields = convert(raw, GenerateFields)
-    if None not in (fields.cache_salt, fields.extra_key) and fields.cache_salt != fields.extra_key:
-        raise BadRequest("cache_salt and extra_key differ: send one of them", field="extra_key")
+    fields = _generate_fields(object_in(body, context_tokens))
     prompts, prompt_field = _prompts(fields)
     sampling = fields.sampling_params
     limit = GENERATE_MAX_TOKENS if sampling.max_new_tokens is None else sampling.max_new_tokens
-    if sampling.min_new_tokens > limit:
-        message = f"min_new_tokens is {sampling.min_new_tokens}, but max_new_tokens is {limit}: lower it"
+    if sampling.min_tokens > limit:
+        message = f"min_new_tokens is {sampling.min_tokens}, but max_new_tokens is {limit}: lower it"
         raise BadRequest(f"sampling_params.{message}", field="sampling_params.min_new_tokens")
     top = fields.top_logprobs_num
     if not fields.return_logprob:
@@ -220,15 +193,22 @@ def read_generate(model: str, body: bytes, context_tokens: int | None = None) ->
         most = f"at most {MAX_STREAMED_LOGPROBS} log probabilities (max_new_tokens times top_logprobs_num + 1)"
         raise BadRequest(f"return_logprob in a stream is for {most}: lower them, or send stream=false", field="return_logprob")
     is_single = isinstance(fields.text, str) or (fields.input_ids is not None and isinstance(fields.input_ids[0], int))
+    grammar, grammar_field = grammar_of(sampling, "sampling_params.")
     return GenerateRequest(
-        fields=_sampling_fields(model, fields),
-        stop=(sampling.stop,) if isinstance(sampling.stop, str) else tuple(sampling.stop),
+        fields=SamplingFields(
+            model=model,
+            stream=fields.stream,
+            priority=fields.priority,
+            cache_salt=fields.cache_salt or fields.extra_key,
+            **{name: getattr(sampling, name) for name in Sampling.__struct_fields__},
+        ),
         max_tokens=None if sampling.max_new_tokens is None else max(1, limit),
         max_tokens_field="sampling_params.max_new_tokens",
         default_max_tokens=GENERATE_MAX_TOKENS,
         logprobs=top if fields.return_logprob else None,
         prompt_logprobs=top if fields.return_logprob and fields.logprob_start_len >= 0 else None,
-        grammar=grammar_of(sampling, "sampling_params."),
+        grammar=grammar,
+        grammar_field=grammar_field,
         prompts=prompts,
         prompt_field=prompt_field,
         hides_answer=limit == 0,
@@ -237,6 +217,21 @@ def read_generate(model: str, body: bytes, context_tokens: int | None = None) ->
         logprob_start=fields.logprob_start_len,
         with_texts=fields.return_text_in_logprobs,
     )
+
+
+def _generate_fields(raw: dict[str, Any]) -> GenerateFields:
+    """The typed fields of the body. A batch may have one object of parameters for all prompts, or the same for each. Raises
+    BadRequest."""
+    given = raw.get("sampling_params", {})
+    if isinstance(given, list):
+        if not given or any(one != given[0] for one in given):
+            differ = "sampling_params differ between prompts: send each as a request of its own"
+            raise BadRequest(differ, field="sampling_params")
+        raw = raw | {"sampling_params": given[0]}
+    fields = read_fields(raw, GenerateFields, GENERATE)
+    if None not in (fields.cache_salt, fields.extra_key) and fields.cache_salt != fields.extra_key:
+        raise BadRequest("cache_salt and extra_key differ: send one of them", field="extra_key")
+    return fields
 
 
 def _require_no_logprobs(fields: GenerateFields) -> None:
@@ -252,22 +247,10 @@ def _require_no_logprobs(fields: GenerateFields) -> None:
 
 def read_abort(body: bytes, context_tokens: int | None = None) -> AbortFields:
     """The body of POST /abort_request. Raises BadRequest."""
-    fields = convert(drop_neutral(object_in(body), NEUTRAL_ABORT_VALUES, AbortFields.__struct_encode_fields__), AbortFields)
+    fields = read_fields(object_in(body), AbortFields, ABORT)
     if not fields.rid and not fields.abort_all:
         raise BadRequest("rid is missing: send the id of a request, or abort_all=true", field="rid")
     return fields
-
-
-def _parameters_in(given: object) -> object:
-    """`sampling_params` without what asks for nothing. A batch may have one object for all prompts, or the same for each."""
-    if isinstance(given, list) and given and all(one == given[0] for one in given):
-        given = given[0]
-    if isinstance(given, list):
-        raise BadRequest("sampling_params differ between prompts: send each as a request of its own", field="sampling_params")
-    if not isinstance(given, dict):
-        return given
-    known = GenerateParameters.__struct_encode_fields__
-    return drop_neutral(given, NEUTRAL_PARAMETER_VALUES, known, path="sampling_params.")
 
 
 def _prompts(fields: GenerateFields) -> tuple[tuple[Prompt, ...], str]:
@@ -288,25 +271,6 @@ def _rids(rid: str | list[str] | None, prompts: int, is_single: bool) -> tuple[s
     if is_single or len(rid) != prompts:
         raise BadRequest(f"rid holds {len(rid)} ids for {prompts} prompts: send one for each", field="rid")
     return tuple(checked_id(one, "rid") for one in rid)
-
-
-def _sampling_fields(model: str, fields: GenerateFields) -> SamplingFields:
-    sampling = fields.sampling_params
-    same: dict[str, Any] = {
-        name: getattr(sampling, name)
-        for name in SamplingFields.__struct_fields__
-        if name in GenerateParameters.__struct_fields__ and name != "stop"
-    }
-    return SamplingFields(
-        model=model,
-        stream=fields.stream,
-        priority=fields.priority,
-        cache_salt=fields.cache_salt or fields.extra_key,
-        min_tokens=sampling.min_new_tokens,
-        seed=sampling.sampling_seed,
-        include_stop_str_in_output=sampling.no_stop_trim,
-        **same,
-    )
 
 
 Logprob: TypeAlias = tuple[float | None, int, str | None]

@@ -1,16 +1,19 @@
 """Structured output: the ways in which clients of OpenAI, vLLM and SGLang say what an answer must match, read into one grammar.
 
-Owns these fields. The grammar is checked here as far as that needs no vocabulary; instances compile it. Fields:
+Owns the forms of these fields, and what a field of each name asks for. The grammar is checked here as far as that needs no
+vocabulary; instances compile it. Fields:
 https://platform.openai.com/docs/guides/structured-outputs, https://docs.vllm.ai/en/stable/features/structured_outputs.html,
 https://docs.sglang.io/advanced_features/structured_outputs.html.
 """
 
 import json
-from collections.abc import Iterator
-from typing import Annotated, Any, TypeAlias
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Annotated, Any, Literal, TypeAlias
 
 import msgspec
 from msgspec import Meta
+from msgspec.structs import asdict
 
 from common.errors import BadRequest
 from common.sampling_params import Grammar
@@ -26,7 +29,7 @@ Regex: TypeAlias = Annotated[
     str, Meta(description="A regular expression that the whole answer matches; `.` is no end of a line.")
 ]
 Ebnf: TypeAlias = Annotated[str, Meta(description="An EBNF grammar as xgrammar reads it; `root` is what the answer matches.")]
-Choices: TypeAlias = Annotated[
+ChoiceOfTexts: TypeAlias = Annotated[
     list[str], Meta(min_length=1, max_length=MAX_CHOICES, description="The answer is one of these texts.")
 ]
 StructuralTag: TypeAlias = Annotated[
@@ -73,92 +76,61 @@ class StructuralTagFormat(
     structures: Annotated[list[Structure], Meta(description="What may follow.")] = []
 
 
+ResponseFormat: TypeAlias = TextFormat | JsonObjectFormat | JsonSchemaFormat | StructuralTagFormat
+
+
 class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """vLLM's `structured_outputs`. Exactly one of these must be there."""
 
     json: Schema | None = None
     regex: Regex | None = None
-    choice: Choices | None = None
+    choice: ChoiceOfTexts | None = None
     grammar: Ebnf | None = None
     json_object: Annotated[bool | None, Meta(description="The answer is a JSON object.")] = None
     structural_tag: StructuralTag | None = None
 
 
-class GrammarFields(msgspec.Struct, frozen=True, kw_only=True):
-    """SGLang's fields."""
-
-    json_schema: Schema | None = None
-    regex: Regex | None = None
-    ebnf: Ebnf | None = None
-
-    def asked(self) -> Iterator[tuple[str, Grammar]]:
-        """The grammars that are asked for, each with its field. Raises BadRequest."""
-        if self.json_schema is not None:
-            yield "json_schema", Grammar("json_schema", _text(self.json_schema))
-        if self.regex is not None:
-            yield "regex", Grammar("regex", self.regex)
-        if self.ebnf is not None:
-            yield "ebnf", Grammar("ebnf", self.ebnf)
-
-
-class StructuredFields(GrammarFields, frozen=True, kw_only=True):
-    """The fields of the endpoints of OpenAI's API."""
-
-    response_format: Annotated[
-        TextFormat | JsonObjectFormat | JsonSchemaFormat | StructuralTagFormat | None,
-        Meta(description="What the answer must be; without it: any text."),
-    ] = None
-    structured_outputs: Annotated[StructuredOutputs | None, Meta(description="What the answer must match, as in vLLM.")] = None
-    guided_json: Annotated[Schema | None, Meta(description="Older name of structured_outputs.json.")] = None
-    guided_regex: Annotated[Regex | None, Meta(description="Older name of structured_outputs.regex.")] = None
-    guided_choice: Annotated[Choices | None, Meta(description="Older name of structured_outputs.choice.")] = None
-    guided_grammar: Annotated[Ebnf | None, Meta(description="Older name of structured_outputs.grammar.")] = None
-
-    def asked(self) -> Iterator[tuple[str, Grammar]]:
-        yield from super().asked()
-        match self.response_format:
-            case JsonObjectFormat():
-                yield "response_format", ANY_OBJECT
-            case JsonSchemaFormat(json_schema=named):
-                yield "response_format", Grammar("json_schema", _text(named.schema))
-            case StructuralTagFormat():
-                yield "response_format", Grammar("structural_tag", _text(_structural_tag(self.response_format)))
-        if self.structured_outputs is not None:
-            yield from _asked_of_vllm(self.structured_outputs)
-        if self.guided_json is not None:
-            yield "guided_json", Grammar("json_schema", _text(self.guided_json))
-        if self.guided_regex is not None:
-            yield "guided_regex", Grammar("regex", self.guided_regex)
-        if self.guided_choice is not None:
-            yield "guided_choice", one_of(self.guided_choice)
-        if self.guided_grammar is not None:
-            yield "guided_grammar", Grammar("ebnf", self.guided_grammar)
-
-
 ANY_OBJECT = Grammar("json_schema", '{"type":"object"}')
 
 
-def grammar_of(fields: GrammarFields, prefix: str = "") -> Grammar | None:
-    """What the answer must match; None: anything. prefix: in front of the fields' names in errors. Raises BadRequest for more
-    than one grammar, and for one that is too large or asks for what no answer can be held to."""
-    asked = list(fields.asked())
-    if not asked:
-        return None
-    if len(asked) > 1:
-        (one, _), (other, _), *_ = asked
-        message = f"{prefix}{one} and {prefix}{other} both say what the answer must match: send one of them"
-        raise BadRequest(message, field=prefix + other)
-    ((name, grammar),) = asked
-    check_text(grammar, prefix + name)
-    return grammar
+def grammar_of(fields: msgspec.Struct, prefix: str = "") -> tuple[Grammar | None, str]:
+    """What the answer must match, and the field that says so; None and "": anything. prefix: in front of the fields' names in
+    errors. Raises BadRequest for more than one grammar, and for one that is too large or that no answer can be held to."""
+    found = list(_grammars(fields, prefix))
+    if not found:
+        return None, ""
+    if len(found) > 1:
+        (one, _), (other, _), *_ = found
+        raise BadRequest(f"{one} and {other} both say what the answer must match: send one of them", field=other)
+    ((name, grammar),) = found
+    check_text(grammar, name)
+    return grammar, name
 
 
-def schema_grammar(schema: dict[str, Any] | bool | str) -> Grammar:
-    return Grammar("json_schema", _text(schema))
+def _grammars(fields: msgspec.Struct, prefix: str) -> Iterator[tuple[str, Grammar]]:
+    """The grammars in these fields, each with the field's name. Raises BadRequest."""
+    for name, value in asdict(fields).items():
+        if isinstance(value, StructuredOutputs):
+            inside = list(_grammars(value, f"{prefix}{name}."))
+            if not inside:
+                fix = "send one of json, regex, choice, grammar, json_object and structural_tag, or leave it out"
+                raise BadRequest(f"structured_outputs is empty: {fix}", field="structured_outputs")
+            yield from inside
+        elif value is not None and name in _MEANINGS and (grammar := _MEANINGS[name](value)) is not None:
+            yield prefix + name, grammar
 
 
-def structural_tag_of(tag: dict[str, Any] | str) -> Grammar:
-    return Grammar("structural_tag", _text(tag))
+def format_grammar(format: ResponseFormat | NamedSchema | None) -> Grammar | None:
+    """What an answer of this format must match; None: anything. Raises BadRequest."""
+    match format:
+        case JsonObjectFormat():
+            return ANY_OBJECT
+        case JsonSchemaFormat(json_schema=NamedSchema(schema=schema)) | NamedSchema(schema=schema):
+            return _of_json("json_schema", schema)
+        case StructuralTagFormat():
+            return _of_json("structural_tag", _structural_tag(format))
+        case _:
+            return None
 
 
 def one_of(choices: list[str]) -> Grammar:
@@ -166,44 +138,41 @@ def one_of(choices: list[str]) -> Grammar:
     return Grammar("ebnf", "root ::= " + " | ".join(json.dumps(choice, ensure_ascii=False) for choice in choices))
 
 
-def _asked_of_vllm(asked: StructuredOutputs) -> Iterator[tuple[str, Grammar]]:
-    found: list[tuple[str, Grammar]] = []
-    if asked.json is not None:
-        found.append(("json", Grammar("json_schema", _text(asked.json))))
-    if asked.regex is not None:
-        found.append(("regex", Grammar("regex", asked.regex)))
-    if asked.choice is not None:
-        found.append(("choice", one_of(asked.choice)))
-    if asked.grammar is not None:
-        found.append(("grammar", Grammar("ebnf", asked.grammar)))
-    if asked.json_object:
-        found.append(("json_object", ANY_OBJECT))
-    if asked.structural_tag is not None:
-        found.append(("structural_tag", structural_tag_of(asked.structural_tag)))
-    if not found:
-        fix = "send one of json, regex, choice, grammar, json_object and structural_tag, or leave it out"
-        raise BadRequest(f"structured_outputs is empty: {fix}", field="structured_outputs")
-    for name, grammar in found:
-        yield f"structured_outputs.{name}", grammar
+def _of_json(kind: Literal["json_schema", "structural_tag"], value: dict[str, Any] | bool | str) -> Grammar:
+    return Grammar(kind, value if isinstance(value, str) else json.dumps(value, ensure_ascii=False))
 
 
-def _structural_tag(asked: StructuralTagFormat) -> dict[str, Any]:
+_SCHEMA, _REGEX, _EBNF = partial(_of_json, "json_schema"), partial(Grammar, "regex"), partial(Grammar, "ebnf")
+_MEANINGS: Mapping[str, Callable[[Any], Grammar | None]] = {
+    "json_schema": _SCHEMA,
+    "guided_json": _SCHEMA,
+    "json": _SCHEMA,
+    "regex": _REGEX,
+    "guided_regex": _REGEX,
+    "ebnf": _EBNF,
+    "guided_grammar": _EBNF,
+    "grammar": _EBNF,
+    "choice": one_of,
+    "guided_choice": one_of,
+    "json_object": lambda is_wanted: ANY_OBJECT if is_wanted else None,
+    "structural_tag": partial(_of_json, "structural_tag"),
+    "response_format": format_grammar,
+}
+"""What the value of a field of this name asks for."""
+
+
+def _structural_tag(format: StructuralTagFormat) -> dict[str, Any]:
     """As xgrammar reads it. Triggers with structures are the older form."""
-    if (asked.format is None) == (not asked.structures):
+    if (format.format is None) == (not format.structures):
         fix = "send either format, or triggers and structures"
         raise BadRequest(f"response_format of type structural_tag: {fix}", field="response_format")
-    if asked.format is not None:
-        return {"type": "structural_tag", "format": asked.format}
-    tags = [
-        {"begin": each.begin, "content": {"type": "json_schema", "json_schema": _parsed(each.schema, index)}, "end": each.end}
-        for index, each in enumerate(asked.structures)
-    ]
-    return {"type": "structural_tag", "format": {"type": "triggered_tags", "triggers": asked.triggers, "tags": tags}}
-
-
-def _parsed(schema: dict[str, Any] | bool | str, index: int) -> Any:
-    return json_in(schema, f"response_format.structures[{index}].schema") if isinstance(schema, str) else schema
-
-
-def _text(value: dict[str, Any] | bool | str) -> str:
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    if format.format is not None:
+        return {"type": "structural_tag", "format": format.format}
+    tags: list[dict[str, Any]] = []
+    for index, structure in enumerate(format.structures):
+        schema = structure.schema
+        if isinstance(schema, str):
+            schema = json_in(schema, f"response_format.structures[{index}].schema")
+        content = {"type": "json_schema", "json_schema": schema}
+        tags.append({"begin": structure.begin, "content": content, "end": structure.end})
+    return {"type": "structural_tag", "format": {"type": "triggered_tags", "triggers": format.triggers, "tags": tags}}

@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 from common.errors import BadRequest
 from router.api import bodies
 from router.api.bodies import MAX_LEVELS
-from router.api.chat import read_chat
-from router.api.completions import read_completion
-from router.api.fields import NEUTRAL_CHAT_VALUES, NEUTRAL_COMPLETION_VALUES
+from router.api.chat import CHAT, read_chat
+from router.api.completions import COMPLETION, read_completion
 
 USER = {"role": "user", "content": "hi"}
 
@@ -328,7 +327,7 @@ def test_a_bad_completion_request_is_refused_by_field_and_fix(body: bytes, field
     assert (raised.value.field, says in str(raised.value)) == (field, True), str(raised.value)
 
 
-@pytest.mark.parametrize(("name", "value"), [(n, v) for n, vs in NEUTRAL_CHAT_VALUES.items() for v in (*vs, None)])
+@pytest.mark.parametrize(("name", "value"), [(n, v) for n, vs in CHAT.values.items() for v in (*vs, None)])
 def test_a_standard_chat_field_that_asks_for_nothing_is_accepted(name: str, value: object) -> None:
     assert read_chat(chat(**{name: value})) == read_chat(chat())
 
@@ -340,13 +339,13 @@ def test_stream_options_that_ask_for_nothing_are_accepted() -> None:
         assert read_completion(completion(stream=True, stream_options=options)).fields.stream_options is not None
 
 
-@pytest.mark.parametrize("name", NEUTRAL_CHAT_VALUES)
+@pytest.mark.parametrize("name", CHAT.values)
 def test_a_standard_chat_field_that_asks_for_something_is_refused_by_name(name: str) -> None:
     with pytest.raises(BadRequest) as raised:
         read_chat(chat(**{name: "something"}))
     assert raised.value.field == name
 
 
-@pytest.mark.parametrize(("name", "value"), [(n, v) for n, vs in NEUTRAL_COMPLETION_VALUES.items() for v in (*vs, None)])
+@pytest.mark.parametrize(("name", "value"), [(n, v) for n, vs in COMPLETION.values.items() for v in (*vs, None)])
 def test_a_standard_completion_field_that_asks_for_nothing_is_accepted(name: str, value: object) -> None:
     assert read_completion(completion(**{name: value})) == read_completion(completion())

@@ -10,7 +10,7 @@ import pytest
 
 from common.ids import unpack_ids
 from router.api import intake
-from router.api.sglang import NEUTRAL_GENERATE_VALUES, NEUTRAL_PARAMETER_VALUES
+from router.api.sglang import GENERATE, PARAMETERS
 from tests.router.calls import assert_error, events, post, sent_to_fleet, until
 from tests.router.fakes import CharTokenizer, EchoFleet, Site
 
@@ -113,11 +113,11 @@ async def test_what_cannot_be_honoured_is_refused_by_name(site: Site, body: dict
 
 
 async def test_fields_of_sglang_that_ask_for_nothing_are_accepted_and_others_refused_by_name(site: Site) -> None:
-    nothing = {name: next(iter(values), None) for name, values in NEUTRAL_GENERATE_VALUES.items()}
-    parameters = {name: next(iter(values), None) for name, values in NEUTRAL_PARAMETER_VALUES.items()}
+    nothing = {name: next(iter(values), None) for name, values in GENERATE.values.items()}
+    parameters = {name: next(iter(values), None) for name, values in PARAMETERS.values.items()}
     body = prompt() | nothing | {"sampling_params": {"max_new_tokens": 3} | parameters}
     assert (await post(site, "/generate", body)).json()["text"] == "hel"
-    for name in NEUTRAL_GENERATE_VALUES:
+    for name in GENERATE.values:
         assert_error(await post(site, "/generate", prompt() | {name: "something"}), 400, "invalid_request_error", name)
 
 
