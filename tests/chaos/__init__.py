@@ -4,7 +4,7 @@ python -m tests.chaos --requests 500 --faults 50        every answer must be the
 python -m tests.chaos --latency                          how long a client waits when a decode instance is killed
 
 __main__ ─► run ─► fleet      processes, their ends and their logs
-               ├─► load       requests (workload) and what clients see of them (client)
-               ├─► faults     who is struck when, and when it is whole again (cluster)
-               └─► checks     answers against the run without faults and against transformers (oracle) ─► report
+               ├─► workload   requests, which tests/rig/client sends
+               ├─► faults     who is struck when, and when it is whole again
+               └─► checks     answers against the run without faults and against transformers ─► report
 """

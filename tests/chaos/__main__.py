@@ -12,7 +12,6 @@ import sys
 import tempfile
 from collections.abc import Coroutine, Iterator
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 from common.options import add_flags, read_config
@@ -20,6 +19,7 @@ from tests.chaos.faults import KINDS, Kind, Plan
 from tests.chaos.fleet import Shape
 from tests.chaos.report import LATENCY_HEADER, Outcome, latency_line, summary
 from tests.chaos.run import run
+from tests.rig.report import say
 
 SETTINGS = ((0.5, 3.0), (0.25, 1.5), (0.1, 0.5))
 """--heartbeat-s and --dead-after-s of each line of the table."""
@@ -30,7 +30,6 @@ which the table is not about. For the same reason it has fewer requests open at 
 AT_ONCE, AT_ONCE_LATENCY = 12, 6
 LISTED = 30
 """Lines of each list that are printed."""
-_say = partial(print, flush=True)
 
 
 def main() -> int:
@@ -47,7 +46,7 @@ def main() -> int:
         if is_good and flags.keep_logs is None:
             shutil.rmtree(logs)
         else:
-            print(f"logs: {logs}", flush=True)
+            say(f"logs: {logs}")
     return 0 if is_good else 1
 
 
@@ -91,22 +90,21 @@ async def _until_told(work: Coroutine[None, None, bool]) -> bool:
 
 
 async def _chaos(plan: Plan, logs: Path) -> bool:
-    outcome = await run(plan, logs, _say)
-    _say(*_listed(outcome), "", *summary(outcome), sep="\n")
+    outcome = await run(plan, logs, say)
+    say(*_listed(outcome), "", *summary(outcome))
     return outcome.is_good
 
 
 async def _latency(plan: Plan, logs: Path) -> bool:
     outcomes = []
     for heartbeat_s, dead_after_s in SETTINGS:
-        _say(f"--heartbeat-s {heartbeat_s:g} --dead-after-s {dead_after_s:g}")
+        say(f"--heartbeat-s {heartbeat_s:g} --dead-after-s {dead_after_s:g}")
         folder = logs / f"{heartbeat_s:g}-{dead_after_s:g}"
         folder.mkdir(exist_ok=True)
         shape = replace(plan.shape, heartbeat_s=heartbeat_s, dead_after_s=dead_after_s)
-        outcomes.append(await run(replace(plan, shape=shape, away_s=dead_after_s + QUIET_S), folder, _say))
-        for line in _listed(outcomes[-1]):
-            _say(line)
-    _say("\n" + LATENCY_HEADER, *map(latency_line, outcomes), sep="\n")
+        outcomes.append(await run(replace(plan, shape=shape, away_s=dead_after_s + QUIET_S), folder, say))
+        say(*_listed(outcomes[-1]))
+    say("", LATENCY_HEADER, *map(latency_line, outcomes))
     return all(outcome.is_good for outcome in outcomes)
 
 

@@ -17,8 +17,8 @@ from random import Random
 from typing import Literal
 
 from common.ids import Role
-from tests.chaos.cluster import Cluster
 from tests.chaos.fleet import Fleet, Shape
+from tests.rig.pages import FleetPages, NotInTime
 
 Kind = Literal["kill", "stop", "term"]
 SIGNALS: dict[Kind, signal.Signals] = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "term": signal.SIGTERM}
@@ -31,6 +31,8 @@ END_S = 60.0
 """A struck process has ended within this."""
 SETTLE_S = 10.0
 """When a rank that was stopped goes on, its instance has ended within this, or does not end."""
+WAIT_S = 0.1
+"""The pause between two looks at a page."""
 WHOLE_S = 90.0
 """An instance that runs again is live and linked within this; the machine may be busy."""
 
@@ -86,8 +88,8 @@ class _Role:
 class Faults:
     """Strikes the instances of the plan's roles by rotation. on_whole: called with each fault when its victim is whole again."""
 
-    def __init__(self, fleet: Fleet, cluster: Cluster, plan: Plan, on_whole: Callable[[Fault], object]) -> None:
-        self._fleet, self._cluster, self._plan = fleet, cluster, plan
+    def __init__(self, fleet: Fleet, pages: FleetPages, plan: Plan, on_whole: Callable[[Fault], object]) -> None:
+        self._fleet, self._pages, self._plan = fleet, pages, plan
         self._random = Random(f"faults {plan.seed}")
         self._on_whole = on_whole
         self._roles = [_Role(role, itertools.cycle(itertools.product(plan.shape.names(role), plan.kinds))) for role in plan.roles]
@@ -114,7 +116,7 @@ class Faults:
         away = {other.down.victim for other in self._roles if other is not role and other.down is not None}
         names = self._fleet.shape.names
         peers = [name for name in names("decode" if role.name == "prefill" else "prefill") if name not in away]
-        await self._cluster.until_whole(names(role.name), peers, role.former, WHOLE_S)
+        await _until_nothing_lacks(lambda: self._pages.not_whole([*names(role.name), *peers], role.former))
         if role.down is not None:
             role.down.whole_s = asyncio.get_running_loop().time()
             self._on_whole(role.down)
@@ -122,18 +124,16 @@ class Faults:
 
     async def _strike(self, number: int, role: _Role) -> None:
         victim, kind = next(role.turns)
-        await self._cluster.until_busy(victim, WHOLE_S)  # a strike at an idle instance proves nothing
+        await _until_nothing_lacks(lambda: self._not_busy(victim))
         ranks = self._plan.shape.tp
         if kind != "stop" or ranks > 1:
-            incarnation = await self._cluster.incarnation(victim)
-            assert incarnation is not None, "it is whole"
-            role.former[victim] = incarnation
+            role.former[victim] = (await asyncio.to_thread(self._pages.members))[victim]["incarnation"]
         loop = asyncio.get_running_loop()
         fault = Fault(number, kind, role.name, victim, loop.time())
         self.past.append(fault)
         if ranks > 1:
             fault.rank = self._random.randrange(ranks)
-            pid = (await self._cluster.rank_pids(victim))[fault.rank]
+            pid = (await asyncio.to_thread(self._pages.members))[victim]["ranks"][fault.rank]["pid"]
             fault.at_s = loop.time()
             self._fleet.process(victim).strike_rank(pid, SIGNALS[kind])
             recovery = self._recover_stopped_rank(fault, pid, role) if kind == "stop" else self._recover(fault)
@@ -142,6 +142,11 @@ class Faults:
             recovery = self._recover_stopped(fault) if kind == "stop" else self._recover(fault)
         role.down = fault
         role.recovery = loop.create_task(recovery)
+
+    def _not_busy(self, name: str) -> list[str]:
+        """A strike at an idle instance proves nothing."""
+        member = self._pages.members().get(name)
+        return [] if member is not None and member["assigned_tokens"] else [f"{name} has nothing to do"]
 
     async def _recover_stopped(self, fault: Fault) -> None:
         await asyncio.sleep(self._random.uniform(*PAUSE_S))
@@ -172,6 +177,16 @@ class Faults:
         await asyncio.sleep(self._plan.away_s)
         await self._fleet.start_instance(fault.victim)
         fault.back_s = clock()
+
+
+async def _until_nothing_lacks(lacking: Callable[[], list[str]]) -> None:
+    """Look at the router's pages until nothing is lacking. Raises NotInTime."""
+    clock = asyncio.get_running_loop().time
+    until_s = clock() + WHOLE_S
+    while what := await asyncio.to_thread(lacking):
+        if clock() > until_s:
+            raise NotInTime(f"not within {WHOLE_S:g} s: {'; '.join(what)}")
+        await asyncio.sleep(WAIT_S)
 
 
 def _status_after(fault: Fault) -> int:

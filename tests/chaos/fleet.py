@@ -20,7 +20,7 @@ from common.ids import Role
 from common.options import option
 from common.processes.child import Exited, Ready, Reported
 from launch.processes import ChildEvent, RoleProcess, launch_command
-from tests.shared_memory import FOLDER, abandoned, shared_files
+from tests.rig.shared_memory import FOLDER, abandoned, shared_files
 
 MARK = "TANDEM_CHAOS"
 START_S = 120.0

@@ -12,15 +12,15 @@ until the router knows: so a gap that spans the moment, and is as long as that t
 """
 
 import itertools
-import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from tests.chaos.checks import Difference
-from tests.chaos.client import Answer, Gap
 from tests.chaos.faults import KINDS, Fault
 from tests.chaos.fleet import Shape
+from tests.rig.client import Answer, Gap
+from tests.rig.report import percentile
 
 AFTER_S = 1.0
 """What waited for an instance goes on within this of when its loss is known."""
@@ -123,11 +123,6 @@ def disturbed(outcome: Outcome, faults: Sequence[Fault]) -> list[Gap]:
 def undisturbed(outcome: Outcome) -> list[float]:
     """The longest gap of each choice at times when the router knew of everyone who was away."""
     return _longest(outcome.answers, [_unknown(fault, outcome.shape) for fault in outcome.faults])
-
-
-def percentile(values: Sequence[float], share: float) -> float:
-    """The least value that so large a share of them does not exceed; not a number when there are none."""
-    return sorted(values)[max(0, math.ceil(share * len(values)) - 1)] if values else math.nan
 
 
 def _gaps_of(answer: Answer, fault: Fault, shape: Shape) -> list[Gap]:

@@ -4,6 +4,7 @@ Owns the order of it. Raises nothing that concerns the fleet: what goes wrong is
 """
 
 import asyncio
+import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -13,18 +14,15 @@ import httpx
 
 from common.processes.local_fleet import FleetFailed
 from demo.evaluate import MODEL
-from tests.chaos.checks import Checks
-from tests.chaos.client import Answer, Client
-from tests.chaos.cluster import Cluster, NotInTime
+from tests.chaos.checks import Checks, Oracle
 from tests.chaos.faults import Fault, Faults, Plan
 from tests.chaos.fleet import Fleet
-from tests.chaos.oracle import Oracle
 from tests.chaos.report import Outcome
-from tests.chaos.workload import Request, Workload
+from tests.chaos.workload import Workload
+from tests.rig.client import Answer, Client, Request
+from tests.rig.pages import FleetPages, NotInTime
 
-HOME_S = 60.0
-"""After the last answer every page is home within this."""
-WHOLE_S = 60.0
+RECORD_S = 0.5
 
 
 async def run(plan: Plan, logs: Path, say: Callable[[str], object]) -> Outcome:
@@ -58,25 +56,25 @@ class _Run:
 
     async def play(self, url: str, requests: Sequence[Request]) -> None:
         """Raises NotInTime, FleetFailed, TimeoutError, httpx.HTTPError."""
-        prefill, decode = self.plan.shape.names("prefill"), self.plan.shape.names("decode")
-        cluster = Cluster(url)
-        async with Client(url, await cluster.model()) as client:
-            await cluster.until_whole(prefill, decode, {}, WHOLE_S)
+        names = [*self.plan.shape.names("prefill"), *self.plan.shape.names("decode")]
+        pages = FleetPages(url)
+        await asyncio.to_thread(pages.wait_until_whole, *names)
+        async with Client(url, await asyncio.to_thread(pages.model)) as client:
             if self.plan.is_compared:
                 began_s = self.clock()
                 await self._send(client, iter(requests), self.outcome.reference)
                 self.say(f"without faults: {len(requests)} requests in {self.clock() - began_s:.0f} s")
-            before = await _resumes(cluster)
-            recording = asyncio.create_task(cluster.record(self.fleet.logs / "cluster.jsonl"))
+            before = await asyncio.to_thread(_resumes, pages)
+            recording = asyncio.create_task(_record(pages, self.fleet.logs / "cluster.jsonl"))
             try:
-                await self._send_under_faults(client, cluster, requests)
-                await cluster.until_home([*prefill, *decode], HOME_S)
+                await self._send_under_faults(client, pages, requests)
+                await asyncio.to_thread(pages.wait_until_home, names)
             finally:
                 recording.cancel()
-                self.outcome.resumes = await _resumes(cluster) - before
-                self.outcome.most_attempts = await _most_attempts(cluster)
+                self.outcome.resumes = await asyncio.to_thread(_resumes, pages) - before
+                self.outcome.most_attempts = await asyncio.to_thread(_most_attempts, pages)
 
-    async def _send_under_faults(self, client: Client, cluster: Cluster, requests: Sequence[Request]) -> None:
+    async def _send_under_faults(self, client: Client, pages: FleetPages, requests: Sequence[Request]) -> None:
         plan, outcome = self.plan, self.outcome
         began_s = self.clock()
 
@@ -84,7 +82,7 @@ class _Run:
             words = f"{fault.at_s - began_s:6.1f} s  {fault}, whole after {fault.whole_s - fault.at_s:.1f} s"
             self.say(f"{words}; {len(outcome.answers)} answers, {sum(bool(a.errors) for a in outcome.answers)} with errors")
 
-        faults = Faults(self.fleet, cluster, plan, on_whole)
+        faults = Faults(self.fleet, pages, plan, on_whole)
         striking = asyncio.create_task(faults.run(plan.faults))
         try:
             await self._send(client, _until(requests, striking.done), outcome.answers)
@@ -116,13 +114,22 @@ def _until(requests: Sequence[Request], is_over: Callable[[], bool]) -> Iterator
             yield request
 
 
-async def _resumes(cluster: Cluster) -> Counter[str]:
-    return Counter({labels["reason"]: int(value) for labels, value in await cluster.samples("tandem_resumes_total")})
+async def _record(pages: FleetPages, path: Path) -> None:
+    """Write /cluster to a file again and again, a line each time, until cancelled: to find the cause of what goes wrong."""
+    with path.open("w") as lines:
+        while True:
+            page = await asyncio.to_thread(pages.cluster)
+            lines.write(json.dumps({"at_s": asyncio.get_running_loop().time(), **page}) + "\n")
+            await asyncio.sleep(RECORD_S)
 
 
-async def _most_attempts(cluster: Cluster) -> float:
+def _resumes(pages: FleetPages) -> Counter[str]:
+    return Counter({labels["reason"]: int(value) for labels, value in pages.samples("tandem_resumes_total")})
+
+
+def _most_attempts(pages: FleetPages) -> float:
     """The least bound of the histogram that holds every request."""
-    buckets = [(float(labels["le"]), count) for labels, count in await cluster.samples("tandem_attempts_bucket")]
+    buckets = [(float(labels["le"]), count) for labels, count in pages.samples("tandem_attempts_bucket")]
     return min((bound for bound, count in buckets if count == max(count for _, count in buckets)), default=0.0)
 
 

@@ -8,10 +8,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from demo.evaluate import MODEL
-from tests.chaos.checks import Checks
-from tests.chaos.client import Answer, Choice
-from tests.chaos.oracle import Oracle
+from tests.chaos.checks import Checks, Oracle
 from tests.chaos.workload import Workload
+from tests.rig.client import Answer, Choice
 
 TOKENS = 12
 
@@ -24,7 +23,8 @@ class Case:
         self.checks = Checks(self.workload, Oracle(MODEL))
         every = self.workload.requests(200, seed=3)
         found = (one for one in every if one.is_greedy and one.choices == 1 and one.stop is None)
-        self.asked = replace(next(found), max_tokens=TOKENS, ignore_eos=True)
+        drawn = next(found)
+        self.asked = replace(drawn, body=drawn.body | {"max_tokens": TOKENS, "ignore_eos": True})
         self.tokens = self._likeliest()
 
     def _likeliest(self) -> list[int]:
@@ -42,7 +42,7 @@ class Case:
         usage = {"prompt_tokens": asked, "completion_tokens": answered, "total_tokens": asked + answered}
         text = str(self.workload.tokenizer.decode(tokens, skip_special_tokens=True))
         choice = Choice(list(tokens), text, "length", arrivals=[1.0])
-        return Answer(self.asked, 0.0, [choice], usage, is_done=True)
+        return Answer(self.asked, [choice], 0.0, usage, is_done=True)
 
 
 @pytest.fixture(scope="module")

@@ -1,19 +1,17 @@
 """The report counts as gaps of a fault what waited for its victim, and nothing else."""
 
-from tests.chaos.client import Answer, Choice
 from tests.chaos.faults import Fault
 from tests.chaos.fleet import Shape
-from tests.chaos.report import Outcome, disturbed, longest, percentile, undisturbed
-from tests.chaos.workload import Request
+from tests.chaos.report import Outcome, disturbed, longest, undisturbed
+from tests.rig.client import Answer, Choice, Request
+from tests.rig.report import percentile
 
 SHAPE = Shape(heartbeat_s=0.5, dead_after_s=3.0)
-REQUEST = Request(
-    number=0, path="", body={}, prompt=(1,), choices=1, max_tokens=9, temperature=0.0, seed=0, ignore_eos=True, stop=None
-)
+REQUEST = Request("", {})
 
 
 def answer(sent_s: float, *arrivals: float) -> Answer:
-    return Answer(REQUEST, sent_s, [Choice(arrivals=list(arrivals))])
+    return Answer(REQUEST, [Choice(arrivals=list(arrivals))], sent_s)
 
 
 def test_a_stream_on_a_killed_decode_instance_waits_over_the_moment_of_the_kill() -> None:

@@ -15,6 +15,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from demo import corpus
 from demo.evaluate import MODEL
 from demo.tokenizer import END
+from tests.rig.client import Request
 
 WORD_IDS = range(300, 2000)
 """Ids that stand for words, of which a prompt without a meaning is made."""
@@ -22,27 +23,6 @@ ANSWER_TOKENS = (20, 300)
 LIST_LINES = (3, 10, 40, 150)
 PROMPT_TOKENS = (1, 15, 16, 100, 511, 700)
 """Around the bounds of pages and chunks, too."""
-
-
-@dataclass(frozen=True, slots=True)
-class Request:
-    """One request of the API. body: without the model's name. prompt: as the server must tokenize it. seed: of the first
-    choice; that of the next is one more."""
-
-    number: int
-    path: str
-    body: dict[str, Any]
-    prompt: tuple[int, ...]
-    choices: int
-    max_tokens: int
-    temperature: float
-    seed: int
-    ignore_eos: bool
-    stop: str | None
-
-    @property
-    def is_greedy(self) -> bool:
-        return self.temperature == 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,28 +51,19 @@ class Workload:
         prompt = random.choice((self._question, self._question, self._text, self._ids))(random)
         is_greedy = prompt.stop is not None or random.random() < 0.5
         temperature = 0.0 if is_greedy else random.choice((0.7, 1.0, 1.2))
-        request_seed = random.randrange(2**62)
-        choices = 2 if random.random() < 0.15 else 1
-        max_tokens = random.randint(*ANSWER_TOKENS)
-        ignore_eos = random.random() < 0.75
         fields: dict[str, Any] = {
-            "max_tokens": max_tokens, "temperature": temperature, "seed": request_seed, "n": choices, "ignore_eos": ignore_eos,
-            "stream": True, "stream_options": {"include_usage": True}, "return_token_ids": True,
-        }  # fmt: skip
+            "temperature": temperature,
+            "seed": random.randrange(2**62),
+            "n": 2 if random.random() < 0.15 else 1,
+            "max_tokens": random.randint(*ANSWER_TOKENS),
+            "ignore_eos": random.random() < 0.75,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            "return_token_ids": True,
+        }
         if prompt.stop is not None:
             fields["stop"] = prompt.stop
-        return Request(
-            number=number,
-            path=prompt.path,
-            body=prompt.fields | fields,
-            prompt=prompt.ids,
-            choices=choices,
-            max_tokens=max_tokens,
-            temperature=temperature,
-            seed=request_seed,
-            ignore_eos=ignore_eos,
-            stop=prompt.stop,
-        )
+        return Request(prompt.path, prompt.fields | fields, number, prompt.ids)
 
     def _question(self, random: Random) -> _Prompt:
         """A chat of one of the corpus' tasks; a line to copy stops in its middle."""

@@ -17,9 +17,9 @@ from openai import OpenAI
 
 from common.trust import write_key
 from demo import corpus
-from tests.fleet_pages import RunningFleet, running_fleet
 from tests.random_schemas import random_schema
-from tests.shared_memory import left_behind, shared_files
+from tests.rig.pages import RunningFleet, running_fleet
+from tests.rig.shared_memory import left_behind, shared_files
 
 
 @pytest.fixture(scope="module")

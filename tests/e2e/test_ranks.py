@@ -10,17 +10,16 @@ import re
 import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import pytest
 
 from demo.evaluate import MODEL
 from launch.engine import Engine
 from launch.processes import RoleProcess, launch_command
-from tests.e2e.test_supervision import DECODE, Streams, busiest, until
+from tests.e2e.test_supervision import DECODE, begun, busiest
 from tests.e2e.test_token_exact import ANSWER_TOKENS, Reference, answers, demo_prompts
-from tests.fleet_pages import FleetPages, RunningFleet, running_fleet
-from tests.shared_memory import left_behind, shared_files
+from tests.rig.pages import FleetPages, RunningFleet, running_fleet, until
+from tests.rig.shared_memory import left_behind, shared_files
 
 FLAGS = ("--dtype=float32", "--kv-memory=64MiB")
 END_S = 60.0
@@ -36,7 +35,7 @@ def unequal_fleet(prefill_ranks: int, decode_ranks: int, decode: int) -> Iterato
         flags = [*FLAGS, f"--router={router}", "--name=prefill-0", f"--tp={prefill_ranks}"]
         prefill = RoleProcess("prefill-0", launch_command("prefill", flags), lambda event: None)
         try:
-            until(lambda: is_whole(fleet, decode), "the prefill instance is linked")
+            fleet.wait_until_whole("prefill-0", *DECODE[:decode])
             yield fleet
         finally:
             prefill.terminate()
@@ -45,15 +44,6 @@ def unequal_fleet(prefill_ranks: int, decode_ranks: int, decode: int) -> Iterato
                 prefill.wait(END_S)
         assert prefill.status == 0, prefill.account()
     assert not left_behind(before)
-
-
-def is_whole(fleet: RunningFleet, decode: int) -> bool:
-    live = {each["id"]: each for each in fleet.cluster()["instances"] if each["state"] == "live"}
-    return len(live) == decode + 1 and live.get("prefill-0", {"usable": 0})["usable"] == decode
-
-
-def members(fleet: FleetPages) -> dict[str, Any]:
-    return {each["id"]: each for each in fleet.cluster()["instances"]}
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +60,7 @@ def test_the_tokens_are_those_of_transformers_whatever_the_numbers_of_ranks(
         found = answers(fleet, prompts)
         goes_on_with_its_grammar_beside_others(fleet)
         fleet.wait_until_home()
-        prefill, decode = members(fleet)["prefill-0"], members(fleet)["decode-0"]
+        prefill, decode = fleet.members()["prefill-0"], fleet.members()["decode-0"]
         assert (len(prefill["ranks"]), len(decode["ranks"])) == (prefill_ranks, decode_ranks)
         assert decode["counters"]["prompt_tokens_computed"] == 0, "all KV was pushed"
         assert prefill["counters"]["bytes_pushed"] == decode["counters"]["bytes_received"] > 0
@@ -81,7 +71,7 @@ def test_the_tokens_are_those_of_transformers_whatever_the_numbers_of_ranks(
 
 def goes_on_with_its_grammar_beside_others(fleet: RunningFleet) -> None:
     """Each other request starts in a step of its own while the words come."""
-    words, before = "[a-z]{3,8}( [a-z]{3,8}){8,12}", {name: each["incarnation"] for name, each in members(fleet).items()}
+    words, before = "[a-z]{3,8}( [a-z]{3,8}){8,12}", {name: each["incarnation"] for name, each in fleet.members().items()}
     asked = {"max_tokens": 200, "temperature": 0, "structured_outputs": {"regex": words}}
     with ThreadPoolExecutor(6) as pool:
         structured = [pool.submit(fleet.complete, "Write words. ", **asked) for _ in range(2)]  # type: ignore[arg-type]
@@ -89,7 +79,7 @@ def goes_on_with_its_grammar_beside_others(fleet: RunningFleet) -> None:
             pool.submit(fleet.complete, f"hello {number}", max_tokens=3, temperature=0).result()
         choices = [each.result()["choices"][0] for each in structured]
     assert all(choice["finish_reason"] == "stop" and re.fullmatch(words, choice["text"]) for choice in choices), choices
-    assert {name: each["incarnation"] for name, each in members(fleet).items()} == before
+    assert {name: each["incarnation"] for name, each in fleet.members().items()} == before
 
 
 def test_an_engine_of_two_ranks_answers_as_one_process_does(model: Reference) -> None:
@@ -106,22 +96,19 @@ def test_an_engine_of_two_ranks_answers_as_one_process_does(model: Reference) ->
 
 def test_a_rank_that_dies_or_stops_costs_no_client_a_token_and_is_named() -> None:
     with unequal_fleet(1, 2, 2) as fleet:
-        undisturbed = Streams(fleet)
-        undisturbed.begin()
-        expected = undisturbed.end()
+        expected = begun(fleet).end()
         for rank, number in FAULTS:
-            until(lambda: is_whole(fleet, 2), "the fleet is whole")
-            streams = Streams(fleet)
-            streams.begin()
+            fleet.wait_until_whole("prefill-0", *DECODE)
+            streams = begun(fleet)
             name = busiest(fleet)
-            victim = members(fleet)[name]
+            victim = fleet.members()[name]
             pids = [each["pid"] for each in victim["ranks"]]
             os.kill(pids[rank], number)
             reason = departure(fleet, victim["incarnation"])
             assert "rank 1" in reason if rank else reason == "not heard of in time"
             assert streams.end() == expected
             until(lambda pids=pids: all(map(is_gone, pids)), "all of its ranks are gone")  # type: ignore[misc]
-        until(lambda: is_whole(fleet, len(DECODE)), "the fleet is whole again")
+        fleet.wait_until_whole("prefill-0", *DECODE)
 
 
 def departure(fleet: FleetPages, life: str) -> str:

@@ -6,16 +6,12 @@ transformers in one process is the reference. Every command is started again whe
 """
 
 import contextlib
-import json
 import os
 import signal
 import threading
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 
-import httpx
 import pytest
 
 from benchmarks.namespaces import Namespace, two_namespaces
@@ -24,13 +20,14 @@ from common.processes.child import Exited, Ready, Reported
 from common.trust import write_key
 from demo.evaluate import MODEL
 from launch.processes import ChildEvent, RoleProcess, launch_command
-from tests.e2e.test_ranks import departure, members
-from tests.e2e.test_supervision import PATIENCE_S, PROMPTS, Streams, until
+from tests.e2e.test_ranks import departure
+from tests.e2e.test_supervision import PROMPTS, begun
 from tests.e2e.test_token_exact import Reference, answers, demo_prompts
-from tests.fleet_pages import FleetPages, not_home
 from tests.kv_transfer.agents import nixl_kind
 from tests.kv_transfer.hosts import Cable, inside, processes_in
 from tests.kv_transfer.test_transports import needs
+from tests.rig.client import Request, Streams
+from tests.rig.pages import FleetPages, until
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(600)]
 
@@ -84,18 +81,7 @@ class TwoHostFleet(FleetPages):
     def __init__(self, url: str, leader: Supervised, follower: Supervised, decode: Sequence[str]) -> None:
         super().__init__(url)
         self.leader, self.follower, self.decode = leader, follower, decode
-
-    def until_whole(self) -> None:
-        def is_whole() -> bool:
-            live = {name: each for name, each in members(self).items() if each["state"] == "live"}
-            return (
-                set(live) == {"prefill-0", *self.decode} and live["prefill-0"]["usable"] == len(self.decode) and self.is_ready()
-            )
-
-        until(is_whole, "every member is there and linked")
-
-    def until_home(self) -> None:
-        until(lambda: not not_home(self.cluster(), ["prefill-0", *self.decode]), "every page is home")
+        self.names = ["prefill-0", *decode]
 
 
 @contextlib.contextmanager
@@ -155,8 +141,8 @@ def check_tokens(model: Reference, fleet: TwoHostFleet, seed: int) -> None:
     prompts = demo_prompts(10, 1000, seed)
     for prompt, answer in zip(prompts, answers(fleet, prompts), strict=True):
         assert answer == model.greedy(prompt, answer), prompt
-    fleet.until_home()
-    decode = [members(fleet)[name] for name in fleet.decode]
+    fleet.wait_until_home(fleet.names)
+    decode = [fleet.members()[name] for name in fleet.decode]
     assert len(decode[0]["ranks"]) == 2
     assert decode[0]["counters"]["bytes_received"] > 0
     assert not any(each["counters"]["prompt_tokens_computed"] for each in decode)
@@ -171,7 +157,7 @@ def check_the_end(fleet: TwoHostFleet, life: str) -> None:
 
 
 def check_return(model: Reference, fleet: TwoHostFleet, seed: int) -> None:
-    fleet.until_whole()
+    fleet.wait_until_whole(*fleet.names)
     assert len(fleet.follower.accounts) == 1
     account = fleet.follower.accounts.pop()  # one that was stopped may read first why the others have ended, and be late to close
     assert "rank 0 at tcp://" in account or "the instance has ended: rank 1 (pid " in account
@@ -184,15 +170,12 @@ def test_what_runs_goes_on_elsewhere_when_the_hosts_of_an_instance_are_cut_apart
     key = tmp_path / "key"
     write_key(str(key))
     with fleet_on(cable, key, ["decode-0", "decode-1"]) as fleet:
-        fleet.until_whole()
+        fleet.wait_until_whole(*fleet.names)
         check_tokens(model, fleet, seed=1)
-        undisturbed = Streams(fleet)
-        undisturbed.begin()
-        expected = undisturbed.end()
-        streams = Streams(fleet)
-        streams.begin()
-        assert members(fleet)["decode-0"]["assigned_tokens"] > 0
-        life = members(fleet)["decode-0"]["incarnation"]
+        expected = begun(fleet).end()
+        streams = begun(fleet)
+        assert fleet.members()["decode-0"]["assigned_tokens"] > 0
+        life = fleet.members()["decode-0"]["incarnation"]
         cable.drop()
         check_the_end(fleet, life)
         assert streams.end() == expected
@@ -203,18 +186,15 @@ def test_what_runs_goes_on_elsewhere_when_the_hosts_of_an_instance_are_cut_apart
 
 def test_clients_are_told_when_nobody_is_left_and_the_instance_comes_back(model: Reference, cable: Cable) -> None:
     with fleet_on(cable, None, ["decode-0"]) as fleet:
-        fleet.until_whole()
+        fleet.wait_until_whole(*fleet.names)
         check_tokens(model, fleet, seed=4)
-        with ThreadPoolExecutor(len(PROMPTS)) as pool:
-            streams = [Stream() for _ in PROMPTS]
-            ends = [pool.submit(read, fleet, prompt, stream) for prompt, stream in zip(PROMPTS, streams, strict=True)]
-            until(lambda: all(stream.tokens > 5 for stream in streams), "every stream has begun")
-            life = members(fleet)["decode-0"]["incarnation"]
-            cable.drop()
-            check_the_end(fleet, life)
-            for end in ends:
-                end.result(PATIENCE_S)
-        assert all(stream.error and not stream.is_whole for stream in streams), streams
+        streams = Streams(fleet.url, fleet.model(), [Request.completion(prompt, 500, ignore_eos=True) for prompt in PROMPTS])
+        streams.wait_until_begun()
+        life = fleet.members()["decode-0"]["incarnation"]
+        cable.drop()
+        check_the_end(fleet, life)
+        for answer in streams.wait_until_over():
+            assert answer.errors[0].startswith("error event") and answer.choices[0].finish_reason is None, answer
         late = fleet.post("/v1/completions", {"model": fleet.model(), "prompt": PROMPTS[0], "max_tokens": 4})
         assert late.status == 503 and late.json()["error"]["message"], late
         cable.heal()
@@ -224,42 +204,12 @@ def test_clients_are_told_when_nobody_is_left_and_the_instance_comes_back(model:
 def test_an_instance_whose_far_rank_is_stopped_ends_and_comes_back_when_the_rank_goes_on(model: Reference, cable: Cable) -> None:
     """Nobody can kill it from here, and Gloo leaves no group whose rank is stopped in the middle of a sum."""
     with fleet_on(cable, None, ["decode-0", "decode-1"]) as fleet:
-        fleet.until_whole()
-        streams = Streams(fleet)
-        streams.begin()
-        assert members(fleet)["decode-0"]["assigned_tokens"] > 0
-        life = members(fleet)["decode-0"]["incarnation"]
+        fleet.wait_until_whole(*fleet.names)
+        streams = begun(fleet)
+        assert fleet.members()["decode-0"]["assigned_tokens"] > 0
+        life = fleet.members()["decode-0"]["incarnation"]
         os.kill(fleet.follower.child.pid, signal.SIGSTOP)
         check_the_end(fleet, life)
         streams.end()
         os.kill(fleet.follower.child.pid, signal.SIGCONT)
         check_return(model, fleet, seed=6)
-
-
-@dataclass(slots=True)
-class Stream:
-    """What a client has read of a streamed answer. error: of the event that ended it."""
-
-    tokens: int = 0
-    error: str = ""
-    is_whole: bool = False
-
-
-def read(fleet: TwoHostFleet, prompt: str, stream: Stream) -> None:
-    body = {
-        "model": fleet.model(), "prompt": prompt, "max_tokens": 500, "temperature": 0, "ignore_eos": True, "stream": True,
-        "return_token_ids": True,
-    }  # fmt: skip
-    with (
-        httpx.Client(base_url=fleet.url, timeout=PATIENCE_S) as client,
-        client.stream("POST", "/v1/completions", json=body) as answer,
-    ):
-        for line in answer.iter_lines():
-            if line.startswith("data: {"):
-                event = json.loads(line.removeprefix("data: "))
-                if "error" in event:
-                    stream.error = event["error"]["message"]
-                    continue
-                (choice,) = event["choices"]
-                stream.tokens += len(choice.get("token_ids") or [])
-                stream.is_whole = stream.is_whole or choice["finish_reason"] is not None

@@ -10,17 +10,14 @@ import re
 import signal
 import subprocess
 import sys
-import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import openai
 import pytest
 
-from tests.fleet_pages import FleetPages
+from tests.rig.client import Request, Streams
+from tests.rig.pages import FleetPages, until
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(600)]
 
@@ -120,54 +117,14 @@ def start(cluster: Cluster, tmp_path: Path) -> Iterator[Start]:
         fleet.end()
 
 
-class Clients:
-    """Streams of openai's client, all open at once. A timed executor's tokens depend on seed and position, so answers repeat.
-
-    texts: what each has read so far.
-    """
-
-    def __init__(self, url: str) -> None:
-        self._client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=PATIENCE_S)
-        self.texts = [""] * len(PROMPTS)
-        self._begun = threading.Semaphore(0)
-        self._pool = ThreadPoolExecutor(len(PROMPTS))
-        self._ends = [self._pool.submit(self._read, number) for number in range(len(PROMPTS))]
-
-    def wait_until_begun(self) -> None:
-        for _ in PROMPTS:
-            assert self._begun.acquire(timeout=PATIENCE_S)
-        assert not any(end.done() for end in self._ends), "the streams are long enough for a fault to hit them"
-
-    def finish(self) -> list[str]:
-        """The answers. Raises what a client raised."""
-        for end in self._ends:
-            end.result(PATIENCE_S)
-        self._pool.shutdown()
-        return self.texts
-
-    def _read(self, number: int) -> None:
-        stream = self._client.completions.create(
-            model="demo", prompt=PROMPTS[number], max_tokens=ANSWER_TOKENS, seed=number, stream=True
-        )
-        reason: str | None = None
-        for chunk in stream:
-            (choice,) = chunk.choices
-            if not self.texts[number]:
-                self._begun.release()
-            self.texts[number] += choice.text
-            reason = choice.finish_reason
-        assert reason == "length", f"the answer ended with {reason}"
+def streams(pages: FleetPages) -> Streams:
+    """A timed executor's tokens depend on seed and position, so answers repeat."""
+    requests = [Request.completion(prompt, ANSWER_TOKENS, seed=number) for number, prompt in enumerate(PROMPTS)]
+    return Streams(pages.url, "demo", requests)
 
 
 def members(pages: FleetPages) -> set[str]:
-    return {instance["id"] for instance in pages.cluster()["instances"] if instance["state"] == "live"}
-
-
-def until(holds: Any, what: str) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not holds():
-        assert time.monotonic() < deadline, f"never happened: {what}"
-        time.sleep(0.1)
+    return {name for name, member in pages.members().items() if member["state"] == "live"}
 
 
 def test_a_node_dies_and_what_ran_there_comes_back_while_clients_see_no_error(cluster: Cluster, start: Start) -> None:
@@ -175,30 +132,30 @@ def test_a_node_dies_and_what_ran_there_comes_back_while_clients_see_no_error(cl
     pages = fleet.pages()
     everybody = {"prefill-0", "prefill-1", "decode-0", "decode-1"}
     assert members(pages) == everybody
-    undisturbed = Clients(pages.url).finish()
-    assert all(len(text.split()) == ANSWER_TOKENS for text in undisturbed)
+    undisturbed = streams(pages).end()
+    assert [len(tokens) for tokens in undisturbed] == [ANSWER_TOKENS] * len(PROMPTS)
 
-    clients = Clients(pages.url)
+    clients = streams(pages)
     clients.wait_until_begun()
     cluster.kill_second()
-    assert clients.finish() == undisturbed, "no token is missing, repeated or another one"
+    assert clients.end() == undisturbed, "no token is missing, repeated or another one"
     until(lambda: len(members(pages)) == 2, "the instances of the dead node are missed")
     left = members(pages)
     assert {name.split("-")[0] for name in left} == {"prefill", "decode"}, "Ray spread both roles over the nodes"
     assert sum(count for _, count in pages.samples("tandem_resumes_total")), "some answers went on elsewhere"
-    assert Clients(pages.url).finish() == undisturbed, "what is left serves"
+    assert streams(pages).end() == undisturbed, "what is left serves"
 
     cluster.add_second()
     until(lambda: members(pages) == everybody, "the instances are back")
     until(pages.is_ready, "the fleet is ready")
-    assert Clients(pages.url).finish() == undisturbed
+    assert streams(pages).end() == undisturbed
     assert fleet.stop() == 0
 
 
 def test_an_instance_with_ranks_on_two_nodes_ends_with_either_and_comes_back_as_a_whole(cluster: Cluster, start: Start) -> None:
     fleet = start("--prefill", "1", "--decode", "1", "--nodes-per-instance", "2")
     pages = fleet.pages()
-    undisturbed = Clients(pages.url).finish()
+    undisturbed = streams(pages).end()
     incarnations = {instance["incarnation"] for instance in pages.cluster()["instances"]}
     cluster.kill_second()
     until(lambda: not members(pages), "both have lost a rank, and leave")
@@ -206,5 +163,5 @@ def test_an_instance_with_ranks_on_two_nodes_ends_with_either_and_comes_back_as_
     until(lambda: members(pages) == {"prefill-0", "decode-0"}, "both are back")
     until(pages.is_ready, "the fleet is ready")
     assert not incarnations & {instance["incarnation"] for instance in pages.cluster()["instances"]}
-    assert Clients(pages.url).finish() == undisturbed
+    assert streams(pages).end() == undisturbed
     assert fleet.stop() == 0

@@ -18,7 +18,7 @@ from common.text.tokenizer_manager import TokenizerManager
 from common.trust import LOOPBACK_ONLY, Trust, read_key, write_key
 from launch.main import main
 from tests.builders import instance
-from tests.fleet_pages import FleetPages
+from tests.rig.pages import FleetPages
 from tests.router.fakes import beat
 
 PATIENCE_S = 30.0

@@ -12,8 +12,8 @@ from typing import Any
 import jsonschema_rs
 import pytest
 
-from tests.fleet_pages import RunningFleet, running_fleet
 from tests.random_schemas import Schema, random_schema
+from tests.rig.pages import RunningFleet, running_fleet
 
 SCHEMAS, AT_ONCE = 200, 24
 BLOCK = 25

@@ -8,7 +8,7 @@ import httpx
 import pytest
 
 from bench.trace import TraceRecording, paths_of_requests, slices_of
-from tests.fleet_pages import RunningFleet, running_fleet
+from tests.rig.pages import RunningFleet, running_fleet
 
 TOKENS = 20
 PROMPT = "falcon " * 100

@@ -30,7 +30,7 @@ from transformers import (
 
 from demo import corpus
 from demo.evaluate import MODEL
-from tests.fleet_pages import FleetPages, RunningFleet, running_fleet
+from tests.rig.pages import FleetPages, RunningFleet, running_fleet
 
 AT_ONCE = 6
 ANSWER_TOKENS = 24

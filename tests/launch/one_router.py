@@ -13,7 +13,7 @@ from common.mail import Mailbox
 from common.processes.child import Exited
 from common.sampling_params import SamplingParams
 from launch.processes import ChildEvent, RoleProcess
-from tests.shared_memory import left_behind, shared_files
+from tests.rig.shared_memory import left_behind, shared_files
 
 HANG_S = 60.0
 """Ends a test that hangs. A drain may take ten times as long here, so an instance that ends within this did not wait for one."""

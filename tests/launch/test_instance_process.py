@@ -15,7 +15,7 @@ from common.processes.child import Broken
 from launch.instance_process import CLOSE_S
 from tests.launch.failing_instance import NAME
 from tests.launch.one_router import HANG_S, Router
-from tests.shared_memory import left_behind
+from tests.rig.shared_memory import left_behind
 
 
 @pytest.fixture

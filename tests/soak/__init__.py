@@ -3,6 +3,5 @@
 python -m tests.soak.transfers --minutes 60
 
 transfers ─► fleet      the members, their pushes and what becomes of them
-         ├─► samples    what the kernel says of a process, and how much CPU the run may use
-         └─► report     the table, and the verdict
+         └─► report     what the kernel says of a process, how much CPU the run may use, the table, and the verdict
 """

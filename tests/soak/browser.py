@@ -10,9 +10,7 @@ Owns the pages, and what must hold. Needs Debian's chromium and chromium-driver,
 
 import argparse
 import contextlib
-import secrets
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -21,13 +19,14 @@ from pathlib import Path
 from typing import Any
 
 from common.processes.local_fleet import local_fleet
-from tests.fleet_pages import FleetPages, RunningFleet
-from tests.soak.report import Check
+from tests.rig.pages import FleetPages, RunningFleet
+from tests.rig.report import Check, key_flags, print_checks, say
 from tests.soak.webdriver import REBOUND, Browser, browser, is_installed
 
 SETTLE_S = 3.0
 """Beacons and forms say nothing of their end."""
 RENDER_S = 60.0
+KEY = "p" * 24
 READS = ("/cluster", "/v1/models", "/metrics", "/ready", "/health", "other")
 """Routes that change nothing, as metrics name them: others are /openapi.json and unknown ones."""
 ATTACK, CHAT, LOOK, TRY = (
@@ -143,21 +142,10 @@ def checks(screenshot: Path | None) -> Iterator[Check]:
             yield from invited(fleet.url, window, f"http://localhost:{allowed}")
             yield from documented(fleet.url, window, screenshot)
         with (
-            keys() as (key, flags_of_keys),
-            local_fleet("--prefill=0", "--decode=1", "--allow-origin=*", *flags_of_keys) as local,
+            key_flags(page=KEY) as keys,
+            local_fleet("--prefill=0", "--decode=1", "--allow-origin=*", *keys) as local,
         ):
-            yield from invited(local.url, window, f"http://localhost:{port}", key)
-
-
-@contextlib.contextmanager
-def keys() -> Iterator[tuple[str, list[str]]]:
-    """An API key, and the flags of a router that knows it."""
-    with tempfile.TemporaryDirectory(prefix="tandem-browser-") as folder:
-        key, files = secrets.token_hex(24), (Path(folder, "api"), Path(folder, "control"))
-        for file, text in zip(files, (f"page {key}\n", secrets.token_hex(24)), strict=True):
-            file.touch(mode=0o600)
-            file.write_text(text)
-        yield key, [f"--api-keys={files[0]}", f"--control-key={files[1]}"]
+            yield from invited(local.url, window, f"http://localhost:{port}", KEY)
 
 
 def main() -> int:
@@ -165,18 +153,9 @@ def main() -> int:
     parser.add_argument("--screenshot", type=Path, metavar="FILE", help="where to write a picture of /docs, as PNG")
     flags = parser.parse_args()
     if not is_installed():
-        _print("skipped: there is no browser here; on Debian: apt install chromium chromium-driver")
+        say("skipped: there is no browser here; on Debian: apt install chromium chromium-driver")
         return 0
-    fails = 0
-    for check in checks(flags.screenshot):
-        _print(f"{'holds' if check.holds else 'FAILS'}: {check.text}")
-        fails += not check.holds
-    return 1 if fails else 0
-
-
-def _print(line: str) -> None:
-    sys.stdout.write(f"{line}\n")
-    sys.stdout.flush()
+    return print_checks(checks(flags.screenshot))
 
 
 if __name__ == "__main__":

@@ -10,111 +10,100 @@ alice opens her streams at once and reads them; bob asks for three tokens, again
 import argparse
 import asyncio
 import json
-import secrets
 import sys
-import tempfile
 import time
 from collections import Counter
-from pathlib import Path
-from urllib.parse import urlsplit
-from urllib.request import Request, urlopen
 
-from common.processes.local_fleet import local_fleet
-from tests.chaos.report import percentile
+from bench.client import COUNTED_STREAM, HttpClient, TimedAnswer
+from common.processes.router_client import RequestFailed, RouterClient
+from tests.rig.report import figures, keyed_fleet, say
 
+PATH = "/v1/chat/completions"
 TIMEOUT_S = 60.0
 """A chat that has no answer by then counts as that long."""
+REFUSED_S = 0.2
+"""How long bob waits when he was refused."""
+STREAM_S = 3600.0
+ALICE, BOB = "a" * 24, "b" * 24
 WORDS = "the red fox runs over green hills while quiet rivers turn slow stones "
 
 
-class Clients:
-    """Of one router. url: of the router. keys: by name, with the one for control."""
+def body(text: str, max_tokens: int) -> dict[str, object]:
+    messages = [{"role": "user", "content": text}]
+    return {"model": "demo", "messages": messages, "max_tokens": max_tokens, "ignore_eos": True}
 
-    def __init__(self, url: str, keys: dict[str, str]) -> None:
-        self._netloc = urlsplit(url).netloc
-        self._keys = keys
-        self.statuses: Counter[int] = Counter()
-        self.events = 0
 
-    async def post(self, name: str, asked: dict[str, object]) -> int:
-        """Reads the whole answer, as it comes. Returns its status."""
-        body = json.dumps({"model": "demo", **asked}).encode()
-        host, port = self._netloc.rsplit(":", 1)
-        reader, writer = await asyncio.open_connection(host, int(port))
+class Flood:
+    """alice's streams. Each that ends is followed by another one, until one is refused."""
+
+    def __init__(self, url: str, words: int) -> None:
+        self.outcomes: Counter[str] = Counter()
+        self._client = HttpClient(url, PATH, {"Authorization": f"Bearer {ALICE}"}, STREAM_S)
+        self._text = (WORDS * (words // 13 + 1))[: words * 5]
+        self._answers: dict[int, TimedAnswer] = {}
+        self._ended_tokens = 0
+
+    @property
+    def tokens(self) -> int:
+        """How many have arrived so far."""
+        return self._ended_tokens + sum(answer.counted for answer in self._answers.values())
+
+    async def run(self, streams: int) -> None:
+        await asyncio.gather(*map(self._stream, range(streams)))
+
+    async def _stream(self, number: int) -> None:
+        asked = json.dumps(body(f"{number} {self._text}", 3500) | COUNTED_STREAM).encode()
+        while True:
+            answer = self._answers[number] = TimedAnswer(due_s=0.0, requested_tokens=3500)
+            await self._client.ask(answer, asked)
+            self.outcomes[answer.error or "200"] += 1
+            self._ended_tokens += self._answers.pop(number).counted
+            if answer.error:
+                return
+
+
+def chats(bob: RouterClient, seconds: float, at_least: int) -> list[float]:
+    """What each of bob's chats takes."""
+    took_s: list[float] = []
+    ends_s = time.monotonic() + seconds
+    while len(took_s) < at_least or time.monotonic() < ends_s:
+        began_s = time.monotonic()
         try:
-            head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: {self._netloc}\r\nConnection: close\r\n"
-            head += f"Authorization: Bearer {self._keys[name]}\r\nContent-Type: application/json\r\n"
-            writer.write(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
-            status = int((await reader.readline()).split()[1])
-            if name == "alice":
-                self.statuses[status] += 1
-            while piece := await reader.read(65536):
-                self.events += piece.count(b"data: ") if name == "alice" else 0
-            return status
-        finally:
-            writer.close()
-
-    async def steps(self) -> dict[str, int]:
-        """How many forwards each instance has computed, as it last said."""
-        headers = {"Authorization": f"Bearer {self._keys['control']}"}
-        request = Request(f"http://{self._netloc}/cluster", headers=headers)
-        told = await asyncio.to_thread(lambda: json.load(urlopen(request)))
-        return {each["id"]: each["counters"]["steps"] for each in told["instances"]}
-
-    async def flood(self, streams: int, words: int) -> None:
-        async def stream(number: int) -> None:
-            text = f"{number} " + (WORDS * (words // 13 + 1))[: words * 5]
-            asked = {"messages": [{"role": "user", "content": text}], "max_tokens": 3500, "ignore_eos": True, "stream": True}
-            while await self.post("alice", asked) == 200:
-                pass
-
-        await asyncio.gather(*(stream(number) for number in range(streams)))
-
-    async def chats(self, seconds: float, at_least: int) -> list[float]:
-        """What each of bob's chats takes."""
-        took_s: list[float] = []
-        ends_s = time.monotonic() + seconds
-        while len(took_s) < at_least or time.monotonic() < ends_s:
-            began_s = time.monotonic()
-            asked = {"messages": [{"role": "user", "content": f"hello {len(took_s)}"}], "max_tokens": 3, "ignore_eos": True}
-            try:
-                status = await asyncio.wait_for(self.post("bob", dict(asked)), TIMEOUT_S)
-                if status != 200:
-                    say(f"bob was refused: {status}")
-                    await asyncio.sleep(0.2)
-                    continue
-                took_s.append(time.monotonic() - began_s)
-            except TimeoutError:
+            bob.post(PATH, body(f"hello {len(took_s)}", 3))
+            took_s.append(time.monotonic() - began_s)
+        except RequestFailed as error:
+            if error.http_status is None and time.monotonic() - began_s >= TIMEOUT_S:
                 took_s.append(TIMEOUT_S)
-        return took_s
+                continue
+            say(f"bob was refused: {error}")
+            time.sleep(REFUSED_S)
+    return took_s
 
 
-async def run(url: str, keys: dict[str, str], flags: argparse.Namespace) -> None:
-    clients = Clients(url, keys)
-    await clients.chats(0, 5)
-    tell("idle", await clients.chats(0, 50))
-    flood = asyncio.create_task(clients.flood(flags.streams, flags.words))
+def steps(control: RouterClient) -> dict[str, int]:
+    """How many forwards each instance has computed, as it last said."""
+    return {each["id"]: each["counters"]["steps"] for each in control.get("/cluster")["instances"]}
+
+
+async def run(bob: RouterClient, control: RouterClient, flags: argparse.Namespace) -> None:
+    await asyncio.to_thread(chats, bob, 0, 5)
+    tell("idle", await asyncio.to_thread(chats, bob, 0, 50))
+    flood = Flood(bob.url, flags.words)
+    flooding = asyncio.create_task(flood.run(flags.streams))
     await asyncio.sleep(flags.before)
-    events, steps, began_s = clients.events, await clients.steps(), time.monotonic()
-    took_s = await clients.chats(flags.seconds, 1)
+    tokens, before, began_s = flood.tokens, await asyncio.to_thread(steps, control), time.monotonic()
+    took_s = await asyncio.to_thread(chats, bob, flags.seconds, 1)
     tell("in the flood", took_s)
     seconds = time.monotonic() - began_s
-    rate = (clients.events - events) / seconds
-    say(f"alice: streams by status {dict(clients.statuses)}, {rate:.0f} tokens/s meanwhile")
-    for name, count in (await clients.steps()).items():
-        say(f"{name}: {1000 * seconds / max(1, count - steps[name]):.0f} ms from forward to forward")
-    flood.cancel()
-
-
-def say(line: str) -> None:
-    sys.stdout.write(f"{line}\n")
-    sys.stdout.flush()
+    say(f"alice: ended streams {dict(flood.outcomes)}, {(flood.tokens - tokens) / seconds:.0f} tokens/s meanwhile")
+    for name, count in (await asyncio.to_thread(steps, control)).items():
+        say(f"{name}: {1000 * seconds / max(1, count - before[name]):.0f} ms from forward to forward")
+    flooding.cancel()
 
 
 def tell(when: str, took_s: list[float]) -> None:
     late = sum(each >= TIMEOUT_S for each in took_s)
-    figures = f"p50 {percentile(took_s, 0.5):.3f} s, p99 {percentile(took_s, 0.99):.3f} s, longest {max(took_s):.3f} s"
-    say(f"bob {when}: {len(took_s)} chats, {figures}, {late} without an answer after {TIMEOUT_S:g} s")
+    say(f"bob {when}: {figures(took_s)}, {late} without an answer after {TIMEOUT_S:g} s")
 
 
 def main() -> int:
@@ -125,17 +114,8 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=60.0, help="for which bob asks (default: %(default)s)")
     parser.add_argument("fleet", nargs="*", help="flags of `launch local`, behind --")
     flags = parser.parse_args()
-    keys = {name: secrets.token_hex(12) for name in ("alice", "bob", "control")}
-    with tempfile.TemporaryDirectory() as folder:
-        api_keys, control_key = Path(folder) / "api-keys", Path(folder) / "control-key"
-        for path, text in (
-            (api_keys, "".join(f"{name} {keys[name]}\n" for name in ("alice", "bob"))),
-            (control_key, keys["control"]),
-        ):
-            path.touch(0o600)
-            path.write_text(text)
-        with local_fleet(f"--api-keys={api_keys}", f"--control-key={control_key}", *flags.fleet) as fleet:
-            asyncio.run(run(fleet.url, keys, flags))
+    with keyed_fleet(*flags.fleet, timeout_s=TIMEOUT_S, alice=ALICE, bob=BOB) as clients:
+        asyncio.run(run(clients["bob"], clients["control"], flags))
     return 0
 
 

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 import pytest
 
-from tests.soak.report import HEADER, MIB, Check, Period, line, verdict
-from tests.soak.samples import Footprint
+from tests.rig.report import Check
+from tests.soak.report import HEADER, MIB, Footprint, Period, line, verdict
 
 PERIODS = 60
 

@@ -8,9 +8,8 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from random import Random
 from typing import get_args
@@ -18,10 +17,9 @@ from typing import get_args
 import msgspec
 
 from common.options import add_flags, option, read_config
-from tests.chaos.report import percentile
+from tests.rig.report import Check, percentile, print_checks, say
 from tests.soak.fleet import AWAY_S, Fleet, Shape, Strike
-from tests.soak.report import HEADER, LISTED, Check, Period, line, verdict
-from tests.soak.samples import Footprint, Pace, busy_s, cpu_s
+from tests.soak.report import HEADER, LISTED, Footprint, Pace, Period, busy_s, cpu_s, line, verdict
 
 PERIOD_S = 60.0
 LEAST_PERIODS = 20
@@ -30,7 +28,6 @@ TURN_S = 0.25
 """Also while nothing may be spent, the places are looked after so often."""
 STRIKE_EVERY = 4
 """With --rounds: a strike takes the place of each fourth round."""
-_print = partial(print, flush=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,7 +109,7 @@ class Course:
             self._strike_at = now + self._random.uniform(0.5, 1.5) * self._soak.strike_s
 
 
-def run(soak: Soak, folder: Path, say: Callable[[Period], None]) -> list[str]:
+def run(soak: Soak, folder: Path, report: Callable[[Period], None]) -> list[str]:
     """Returns the problems. Raises AssertionError when a member that should live is gone, or does not answer."""
     random = Random(soak.seed)
     fleet = Fleet(soak.shape, folder, random, min(AWAY_S, soak.period_s))
@@ -120,7 +117,7 @@ def run(soak: Soak, folder: Path, say: Callable[[Period], None]) -> list[str]:
         fleet.join()
         course = Course(soak, fleet, random)
         for number in range(1, soak.periods + 1):
-            say(course.period(number))
+            report(course.period(number))
         fleet.close()
     finally:
         fleet.kill()
@@ -166,21 +163,21 @@ def main() -> int:
         if soak.json:
             Path(soak.json).write_bytes(msgspec.json.format(msgspec.json.encode(record)))
 
-    def say(period: Period) -> None:
-        _print(line(period))
+    def report(period: Period) -> None:
+        say(line(period))
         record.periods.append(period)
         write()  # at once: an hour is long
 
     if soak.rounds:
-        return _print_checks(_short(soak))
-    _print(HEADER)
+        return print_checks(_short(soak))
+    say(HEADER)
     with tempfile.TemporaryDirectory(prefix="tandem-soak-") as folder:
-        problems = run(soak, Path(folder), say)
+        problems = run(soak, Path(folder), report)
     record.checks += verdict(record.periods, problems)
     write()
     if strikes := missing(record.periods):
         record.checks.append(Check(holds=False, text=f"of some strikes there was none: {', '.join(strikes)}"))
-    return _print_checks(record.checks)
+    return print_checks(record.checks)
 
 
 def _short(soak: Soak) -> Iterator[Check]:
@@ -190,14 +187,6 @@ def _short(soak: Soak) -> Iterator[Check]:
     yield Check(
         holds=all(counts[strike] for strike in get_args(Strike)), text=f"in {soak.rounds} rounds: {dict(sorted(counts.items()))}"
     )
-
-
-def _print_checks(checks: Iterable[Check]) -> int:
-    """Print the verdict. Returns the exit status."""
-    printed = list(checks)
-    for check in printed:
-        _print(f"{'holds' if check.holds else 'FAILS'}: {check.text}")
-    return 0 if all(check.holds for check in printed) else 1
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The client of the chaos run notices everything that is wrong with a stream."""
+"""The client of the rig notices everything that is wrong with a stream."""
 
 import asyncio
 import json
@@ -6,13 +6,9 @@ from typing import Any
 
 import pytest
 
-from tests.chaos.client import Answer, Client
-from tests.chaos.workload import Request
+from tests.rig.client import Answer, Client, Request
 
-REQUEST = Request(
-    number=0, path="/v1/completions", body={}, prompt=(1,), choices=1, max_tokens=2, temperature=0.0, seed=0, ignore_eos=True,
-    stop=None,
-)  # fmt: skip
+REQUEST = Request.completion("a", 2)
 
 
 def chunk(token_ids: list[int], finish_reason: str | None = None, **fields: Any) -> str:

@@ -1,6 +1,6 @@
-"""The pages of a running fleet, as tests ask for them: completions, /cluster, /metrics, and whether all memory is home.
+"""The pages of a running fleet, as tests ask for them: completions, /cluster, /metrics, who is whole and what is not home yet.
 
-Owns the questions and how answers are read. Knows the HTTP endpoints, and nothing of the inside.
+Owns the questions, how answers are read, and waiting for what they must say. Knows the HTTP endpoints, and nothing of the inside.
 """
 
 import contextlib
@@ -9,12 +9,14 @@ import json
 import re
 import subprocess
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from common.processes.local_fleet import LOOK_S, FleetFailed, LocalFleet, connected, local_fleet
+from common.processes.local_fleet import FleetFailed, LocalFleet, connected, local_fleet
 
+PATIENCE_S = 180.0
+LOOK_S = 0.05
 HOME_S = 60.0
 HEARTBEAT_S = 0.5
 """The default of --heartbeat-s."""
@@ -37,6 +39,24 @@ class Reply:
         return json.loads(self.text)
 
 
+class NotInTime(AssertionError):
+    """Something that must happen did not; says what was lacking."""
+
+
+def until_nothing_lacks(lacking: Callable[[], list[str]], limit_s: float) -> None:
+    """Raises NotInTime."""
+    until_s = time.monotonic() + limit_s
+    while lacks := lacking():
+        if time.monotonic() > until_s:
+            raise NotInTime(f"not within {limit_s:g} s: {'; '.join(lacks)}")
+        time.sleep(LOOK_S)
+
+
+def until(holds: Callable[[], object], what: str, limit_s: float = PATIENCE_S) -> None:
+    """Wait until it holds. Raises NotInTime."""
+    until_nothing_lacks(lambda: [] if holds() else [what], limit_s)
+
+
 class FleetPages:
     """The router's pages at `url`. Every method raises FleetFailed when the router does not answer."""
 
@@ -54,11 +74,21 @@ class FleetPages:
         page: Json = self.get("/cluster").json()
         return page
 
+    def members(self) -> dict[str, Json]:
+        """The instances of /cluster, by name."""
+        return {instance["id"]: instance for instance in self.cluster()["instances"]}
+
+    def unready(self) -> str:
+        """Why the router takes no requests: what /ready says, or that it does not answer. Empty when it takes them."""
+        try:
+            reply = self.get("/ready")
+        except FleetFailed as error:
+            return str(error)
+        return "" if reply.status == http.HTTPStatus.OK else f"/ready says {reply.text}"
+
     def is_ready(self) -> bool:
         """False also when the router does not answer."""
-        with contextlib.suppress(FleetFailed):
-            return self.get("/ready").status == http.HTTPStatus.OK
-        return False
+        return not self.unready()
 
     def model(self) -> str:
         name: str = self.get("/v1/models").json()["data"][0]["id"]
@@ -77,6 +107,35 @@ class FleetPages:
             raise FleetFailed(f"HTTP {reply.status}: {reply.text}")
         completion: Json = reply.json()
         return completion
+
+    def wait_until_home(self, names: Collection[str] = ()) -> Json:
+        """Wait until these names are there, every page is home and every queue is empty. Returns /cluster. Raises NotInTime."""
+        time.sleep(2 * HEARTBEAT_S)  # /cluster is as old as the last heartbeat
+        until_nothing_lacks(lambda: not_home(self.cluster(), names), HOME_S)
+        return self.cluster()
+
+    def not_whole(self, names: Collection[str], former: Mapping[str, str]) -> list[str]:
+        """What lacks until each of these is live, each link between them can be used, and the router is ready.
+
+        former: incarnations that do not count, for they are gone.
+        """
+        if reason := self.unready():
+            return [reason]
+        members, lacks = self.members(), []
+        for name in names:
+            if name not in members or members[name]["incarnation"] == former.get(name):
+                lacks.append(f"{name} is no member")
+            elif members[name]["state"] != "live":
+                lacks.append(f"{name} is {members[name]['state']}")
+        decodes = sum(members[name]["role"] == "decode" for name in names if name in members)
+        for name in names if not lacks else ():
+            if members[name]["role"] == "prefill" and members[name]["usable"] < decodes:
+                lacks.append(f"{name} can use {members[name]['usable']} of {decodes} links")
+        return lacks
+
+    def wait_until_whole(self, *names: str) -> None:
+        """Raises NotInTime."""
+        until_nothing_lacks(lambda: self.not_whole(names, {}), PATIENCE_S)
 
     def _ask(self, method: str, path: str, body: bytes | None) -> Reply:
         with connected(self.url) as connection:
@@ -118,16 +177,6 @@ class RunningFleet(FleetPages):
             edge = [child for child, parent in pairs if parent in edge]
             found += edge
         return found
-
-    def wait_until_home(self) -> Json:
-        """Wait until every page is home and every queue is empty. Returns /cluster. Raises FleetFailed."""
-        until = time.monotonic() + HOME_S
-        time.sleep(2 * HEARTBEAT_S)  # /cluster is as old as the last heartbeat
-        while lacks := not_home(cluster := self.cluster()):
-            if time.monotonic() > until:
-                raise FleetFailed(f"not home after {HOME_S:g} s: {'; '.join(lacks)}")
-            time.sleep(LOOK_S)
-        return cluster
 
 
 @contextlib.contextmanager

@@ -1,31 +1,70 @@
 """What a client sees of a streamed answer: tokens and when they came, the ending, usage, and everything that is wrong.
 
-Owns the reading of server-sent events. Knows the public API only.
+Owns requests, and the reading of server-sent events. Knows the public API only.
 """
 
 import asyncio
 import itertools
 import json
+import threading
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
 
-from tests.chaos.workload import Request
+from tests.rig.pages import until
 
 ANSWER_S = 240.0
 """An answer that takes longer has hung."""
+BEGUN_TOKENS = 5
+"""A stream that has more of them has begun."""
 EVENT = "data: "
 DONE = "[DONE]"
 
 
 @dataclass(frozen=True, slots=True)
+class Request:
+    """One request of the API, whose answer is streamed."""
+
+    path: str
+    body: dict[str, Any]
+    """All fields, without the model's name."""
+    number: int = 0
+    prompt: tuple[int, ...] = ()
+    """The prompt as the server must tokenize it, where that is checked."""
+
+    @classmethod
+    def completion(cls, prompt: str, max_tokens: int, **fields: object) -> "Request":
+        """A greedy completion."""
+        body = {"prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "stream": True, "return_token_ids": True}
+        return cls("/v1/completions", body | {"stream_options": {"include_usage": True}} | fields)
+
+    @property
+    def choices(self) -> int:
+        return int(self.body.get("n", 1))
+
+    @property
+    def max_tokens(self) -> int:
+        return int(self.body["max_tokens"])
+
+    @property
+    def is_greedy(self) -> bool:
+        return bool(self.body["temperature"] == 0)
+
+    @property
+    def stop(self) -> str | None:
+        return self.body.get("stop")
+
+
+@dataclass(frozen=True, slots=True)
 class Gap:
-    """A time in which nothing came, in seconds of the loop's clock. is_first: it ended with the answer's first token."""
+    """A time in which nothing came, in seconds of the loop's clock."""
 
     start_s: float
     end_s: float
     is_first: bool
+    """Whether it ended with the answer's first token."""
 
     @property
     def seconds(self) -> float:
@@ -37,24 +76,30 @@ class Gap:
 
 @dataclass(slots=True)
 class Choice:
-    """One choice of an answer. arrivals: when tokens came, in seconds of the loop's clock."""
+    """One choice of an answer."""
 
     token_ids: list[int] = field(default_factory=list)
     text: str = ""
     finish_reason: str | None = None
     arrivals: list[float] = field(default_factory=list)
+    """The times at which tokens came, in seconds of the loop's clock."""
 
 
 @dataclass(slots=True)
 class Answer:
-    """errors: what no client should see."""
+    """What a client has read so far."""
 
     request: Request
-    sent_s: float
     choices: list[Choice]
+    sent_s: float = 0.0
     usage: dict[str, int] | None = None
     is_done: bool = False
     errors: list[str] = field(default_factory=list)
+    """Everything that no client should see."""
+
+    @classmethod
+    def to(cls, request: Request) -> "Answer":
+        return cls(request, [Choice() for _ in range(request.choices)])
 
     @property
     def tokens(self) -> int:
@@ -78,16 +123,21 @@ class Client(httpx.AsyncClient):
 
     async def ask(self, request: Request) -> Answer:
         """The answer, whatever happened to it."""
-        answer = Answer(request, asyncio.get_running_loop().time(), [Choice() for _ in range(request.choices)])
+        answer = Answer.to(request)
+        await self.read(answer)
+        return answer
+
+    async def read(self, answer: Answer) -> None:
+        """Send the request of this answer, and fill the answer while it comes."""
+        answer.sent_s = asyncio.get_running_loop().time()
         try:
             async with asyncio.timeout(ANSWER_S):
-                await self._read(request, answer)
+                await self._read(answer.request, answer)
         except TimeoutError:
             answer.errors.append(f"no end within {ANSWER_S:g} s")
         except httpx.HTTPError as error:
             answer.errors.append(f"the stream broke off: {type(error).__name__} {error}")
         answer.errors += _unfinished(answer)
-        return answer
 
     async def _read(self, request: Request, answer: Answer) -> None:
         body = request.body | {"model": self._model}
@@ -100,6 +150,38 @@ class Client(httpx.AsyncClient):
                     _take(answer, line.removeprefix(EVENT), asyncio.get_running_loop().time())
                 elif line and not line.startswith(":"):
                     answer.errors.append(f"a line that is no event: {line[:80]!r}")
+
+
+class Streams:
+    """Answers that are streamed at the same time, read by a thread of their own."""
+
+    def __init__(self, url: str, model: str, requests: Sequence[Request]) -> None:
+        self.answers = [Answer.to(request) for request in requests]
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._read(url, model)), daemon=True)
+        self._thread.start()
+
+    async def _read(self, url: str, model: str) -> None:
+        async with Client(url, model) as client:
+            await asyncio.gather(*map(client.read, self.answers))
+
+    def wait_until_begun(self) -> None:
+        """Every stream has brought a few tokens, and none has ended: a fault will hit them all."""
+        until(lambda: all(answer.tokens > BEGUN_TOKENS or answer.errors for answer in self.answers), "every stream has begun")
+        assert not any(answer.is_done or answer.errors for answer in self.answers), "the streams are too short for a fault"
+
+    def wait_until_over(self) -> list[Answer]:
+        """Whatever has become of them."""
+        self._thread.join(ANSWER_S)
+        assert not self._thread.is_alive(), "the streams go on and on"
+        return self.answers
+
+    def end(self) -> list[list[int]]:
+        """Wait until all have ended as they should: with as many tokens as were asked for. Returns the tokens of each."""
+        answers = self.wait_until_over()
+        assert [answer.errors for answer in answers] == [[]] * len(answers)
+        choices = [choice for answer in answers for choice in answer.choices]
+        assert {choice.finish_reason for choice in choices} == {"length"}
+        return [choice.token_ids for choice in choices]
 
 
 def _take(answer: Answer, data: str, now: float) -> None:
