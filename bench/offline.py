@@ -40,7 +40,7 @@ from common.instance.worker import STEPS_IN_FLIGHT
 from common.messages import Failed, Generate, InstanceInfo, PoolDescriptor, TokenBatch, TokenDelta
 from common.sampling_params import SamplingParams
 from decode.scheduler import DecodeScheduler
-from engine.device import with_device_defaults
+from engine.backends import with_device_defaults
 from engine.torch_executor import TorchExecutor
 
 LARGEST_ID = 10_000

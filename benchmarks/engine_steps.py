@@ -39,12 +39,12 @@ from common.ids import Int32Array
 from common.model_path import model_name, resolve_model_path
 from common.pages.layout import ITEM_BYTES, KVDtype, MemoryRegion
 from common.sampling_params import SamplingParams
-from engine.cpu.recording import CannotRecord, load_recorder
-from engine.device import device_of
+from engine.backends import device_of
 from engine.kv_memory import torch_dtype
 from engine.model_runner import ModelRunner
 from engine.models.decoder import Decoder
 from engine.models.shape import ServedShape, read_served_shape
+from engine.replay import CannotRecord, load_recorder
 from engine.step_runner import PendingStep
 
 GREEDY = SamplingParams(max_new_tokens=1, temperature=0.0, ignore_eos=True)

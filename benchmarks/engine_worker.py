@@ -49,14 +49,12 @@ from common.pages.layout import KVLayout
 from common.processes.child import Parent, Progress
 from common.sampling_params import Grammar, SamplingParams
 from common.text.tokenizer_manager import TokenizerManager
-from engine.attention.choice import AttentionNeeds, make_attention
-from engine.attention.port import LayerAttention
-from engine.graphs import CudaGraphs
-from engine.kernels.choice import make_kernels
+from engine.backends import AttentionNeeds, make_attention, make_kernels
 from engine.kv_memory import KVMemory
 from engine.model_runner import ModelRunner
-from engine.models.port import StepAttention
-from engine.sampler import Sampler
+from engine.ports import LayerAttention, StepAttention
+from engine.replay import CudaGraphs
+from engine.sampling import Sampler
 from engine.step_runner import StepRunner
 
 SAMPLED = SamplingParams(max_new_tokens=1, temperature=0.8, top_p=0.95, top_k=50, seed=5, ignore_eos=True)

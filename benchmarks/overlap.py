@@ -30,7 +30,7 @@ from common.model_path import resolve_model_path
 from common.options import option, parse_numbers, require, require_at_least, to_flags
 from common.processes.local_fleet import FleetFailed, connected, local_fleet
 from common.text.tokenizer_manager import TokenizerManager
-from engine.device import with_device_defaults
+from engine.backends import with_device_defaults
 from launch import child
 
 FleetKind = Literal["layer-wise", "page-wise", "colocated"]

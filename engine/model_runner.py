@@ -35,16 +35,22 @@ from common.model_path import model_name, resolve_model_path
 from common.options import Switch
 from common.pages.layout import KVDtype, KVLayout, heads_of
 from common.sampling_params import MAX_BAD_WORD, MAX_BAD_WORDS, MAX_BIASED_TOKENS, MAX_LOGPROBS, SamplingParams
-from engine.attention.choice import AttentionNeeds, check_attention, make_attention
-from engine.attention.flashinfer import PrefillKernels
-from engine.cpu.recording import load_recorder
-from engine.device import check_device, device_of, dtype_of, first_reason, with_device_defaults
+from engine.backends import (
+    AttentionNeeds,
+    check_attention,
+    check_device,
+    device_of,
+    dtype_of,
+    first_reason,
+    make_attention,
+    make_kernels,
+    with_device_defaults,
+)
+from engine.gpu.flashinfer import PrefillKernels
 from engine.grammar.compiler import vocabulary_of
 from engine.grammar.compiler_process import CompilerProcess
 from engine.grammar.grammars import Grammars
 from engine.grammar.masks import load_mask_kernel
-from engine.graphs import CudaGraphs, GraphMaker, ladder
-from engine.kernels.choice import make_kernels
 from engine.kv_budget import (
     Agree,
     KVBudget,
@@ -56,11 +62,12 @@ from engine.kv_budget import (
     kv_dtype_of,
 )
 from engine.kv_memory import KVMemory, KVMemoryMeter, torch_dtype, total_bytes
-from engine.logits.choice import make_processors
+from engine.logits_processors import make_processors
 from engine.models.registry import Loading, load_model, model_fingerprint
 from engine.models.shape import ServedShape, check_ranks, read_served_shape
 from engine.parallel import ALONE, Group
-from engine.sampler import Sampler
+from engine.replay import CudaGraphs, GraphMaker, ladder, load_recorder
+from engine.sampling import Sampler
 from engine.step_runner import StepRunner
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8

@@ -18,8 +18,34 @@ from torch import Tensor
 
 from common.executor import Plan, RowStart
 from common.ids import Int64Array
-from engine.kernels.torch_kernels import GREEDY_BELOW
-from engine.sampler import RowSampling
+from engine.torch_kernels import GREEDY_BELOW
+
+
+@dataclass(frozen=True, slots=True)
+class RowSampling:
+    """How each of some rows samples. temperature, top_p, min_p: [rows] float32. top_k, seed, position: [rows] int64.
+
+    A temperature below `noise.GREEDY_BELOW`, as 0, is greedy; top_k 0 is all tokens. position: of the token that is sampled.
+    """
+
+    temperature: Tensor
+    top_k: Tensor
+    top_p: Tensor
+    min_p: Tensor
+    seed: Tensor
+    position: Tensor
+
+    def of(self, which: Tensor) -> "RowSampling":
+        """Those of rows [which]."""
+        return RowSampling(
+            self.temperature[which],
+            self.top_k[which],
+            self.top_p[which],
+            self.min_p[which],
+            self.seed[which],
+            self.position[which],
+        )
+
 
 BUFFERS = 4
 """More than the steps in flight, so that a buffer's former copy has long been made when its turn comes again."""

@@ -41,17 +41,12 @@ from common.errors import TandemError
 from common.executor import NO_LOGPROBS, Logprobs, Plan, RowStart, StepResult
 from common.ids import Int32Array, Int64Array
 from common.sampling_params import Pooling
-from engine.attention.port import Attention, Segment, StepTokens
-from engine.cpu.recording import CannotRecord, Recorder, Recording
-from engine.drawing import Drawing, Special, Told
-from engine.graphs import GraphMaker, Replay, fitting
-from engine.kernels.port import HeadNorm, Kernels, PagePlaces, Rotation
-from engine.kernels.torch_kernels import write
 from engine.kv_memory import KVMemory
-from engine.logits.processors import LogitsProcessor
-from engine.models.port import Model
+from engine.ports import Attention, HeadNorm, Kernels, LogitsProcessor, Model, PagePlaces, Rotation, Segment, StepTokens
+from engine.replay import CannotRecord, GraphMaker, Recorder, Recording, Replay, fitting
 from engine.rows import HostStep, Rows, Staging, StepArrays
-from engine.sampler import Sampler
+from engine.sampling import Drawing, Sampler, Special, Told
+from engine.torch_kernels import write
 
 
 class LayerProgress:

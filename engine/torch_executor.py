@@ -24,8 +24,8 @@ from common.executor import ExecutorFailed, Plan, StepResult
 from common.ids import Int32Array
 from common.options import refuse_without_effect
 from common.sampling_params import Grammar
+from engine.backends import device_of
 from engine.cpu.lent_cores import LentCores
-from engine.device import device_of
 from engine.grammar.grammars import CompiledSoon, refused
 from engine.kv_budget import Agree, as_offered
 from engine.model_runner import ModelRunner

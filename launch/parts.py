@@ -49,7 +49,7 @@ def make_executor(
 
         engine = with_step_size(engine, "cpu")
         return engine, TimedCheckpoint(model, engine, wake, progress, parallel.rank, parallel.ranks, parallel.agree)
-    from engine.device import device_of, with_device_defaults
+    from engine.backends import device_of, with_device_defaults
     from engine.parallel import ALONE
     from engine.torch_executor import TorchExecutor
 

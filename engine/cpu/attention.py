@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 
 from common.ids import Int64Array
-from engine.attention.port import Attention, LayerAttention, StepTokens
 from engine.cpu.build import NativeFunction, load
 from engine.kv_memory import KVMemory
+from engine.ports import Attention, LayerAttention, StepTokens
 
 SOURCE = Path(__file__).with_name("paged_attention.c")
 DTYPES = (torch.float32, torch.bfloat16)

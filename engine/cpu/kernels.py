@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from engine.cpu.build import NativeFunction, load
-from engine.kernels.port import HeadNorm, PagePlaces, Rotation
-from engine.kernels.torch_kernels import GREEDY_BELOW, TorchKernels
+from engine.ports import HeadNorm, PagePlaces, Rotation
+from engine.torch_kernels import GREEDY_BELOW, TorchKernels
 
 SOURCE = Path(__file__).with_name("elementwise.c")
 _IS_BF16 = {torch.float32: 0, torch.bfloat16: 1}

@@ -28,6 +28,17 @@ The product of float32 layers in C, over weights that are packed in panels: for 
 
 Owns how a weight is packed for it. Does not know what the C computes (`panel_product.c`), or
 whether it is the fastest product (`models/packing.py`).
+
+Which product the linear layers of a model on CPU use for how many rows: torch's over plain weights, or one over packed ones.
+
+Owns the measurement at start, the memory that second copies may take, and the order of packing: layer by layer, so that beyond
+second copies no more than one weight is in memory twice. Knows layers by their shapes only.
+
+Which product is the fastest one depends on the processor and on the rows. For the few rows of decode steps torch's own is the
+slowest nearly everywhere, and the one in C (`panel_product.c`) is as fast as the memory. For the many rows of a chunk
+all are about equal on some processors, and one is clearly faster or slower on others. So the products over packed weights
+compete, and each layer has the plain weight, one that is packed for the fastest of them, or, where that is clearly faster and
+memory allows, both.
 """
 
 import ctypes
@@ -42,7 +53,7 @@ from torch import Tensor
 
 from common.errors import ConfigError
 from engine.cpu.build import NativeFunction, load, processor_flags
-from engine.kernels.port import Kernels
+from engine.ports import Kernels
 
 LARGEST_WEIGHT = 127
 """The largest number of an int8 weight."""

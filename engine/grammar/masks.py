@@ -35,7 +35,7 @@ from common.errors import BadRequest, TandemError
 from common.executor import RowStart
 from common.ids import Int64Array
 from common.sampling_params import Grammar
-from engine.logits.processors import SampledRows
+from engine.ports import SampledRows
 from engine.rows import Staging
 
 if TYPE_CHECKING:

@@ -24,13 +24,11 @@ import torch
 from torch import Tensor
 
 from common.errors import ConfigError
-from engine.attention.port import LayerAttention
-from engine.kernels.port import HeadNorm, Kernels, Rotation
 from engine.models.linear import AnyLinear
-from engine.models.port import StepAttention
 from engine.models.shape import ModelShape, Rope, Share, share_of
 from engine.models.weights import Part, WeightSlots
 from engine.parallel import ALONE, Group
+from engine.ports import HeadNorm, Kernels, LayerAttention, Rotation, StepAttention
 
 
 class Rotary:

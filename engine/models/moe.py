@@ -25,10 +25,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.kernels.port import Kernels
 from engine.models.decoder import Mlp, gated_mlp
 from engine.models.shape import ExpertShape, ModelShape, Share
 from engine.models.weights import Cut, Stored, WeightSlots
+from engine.ports import Kernels
 
 Products = Callable[[Tensor, Tensor, Tensor], Tensor]
 """Of pairs [pairs, inputs], weights [experts, outputs, inputs] and ends [experts] int32: [pairs, outputs]. What is behind the

@@ -19,13 +19,12 @@ from common.config import LoadFormat, Quantization
 from common.errors import ConfigError, MemoryShort
 from common.model_path import CONFIG
 from engine.checkpoint import fingerprint, read_weights
-from engine.kernels.port import Kernels
 from engine.models.decoder import Decoder
 from engine.models.moe import grouped, mlp_of_layer, one_by_one, why_not_grouped, with_one_spelling
-from engine.models.port import Model
 from engine.models.shape import ModelShape, ServedShape, share_of
 from engine.models.weights import WeightSlots
 from engine.parallel import ALONE, Group
+from engine.ports import Kernels, Model
 
 
 @dataclass(frozen=True, slots=True)

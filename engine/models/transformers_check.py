@@ -24,9 +24,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.attention.port import LayerAttention
-from engine.kernels.port import HeadNorm, Rotation
 from engine.models.shape import ServedShape
+from engine.ports import HeadNorm, LayerAttention, Rotation
 
 PROMPT_TOKENS = 24
 _STEPS = (((0, 0, 13), (1, 0, 7)), ((0, 13, 23), (1, 7, 8)), ((0, 23, 24), (1, 8, 24)))

@@ -17,9 +17,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig,
 from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
 
 from common.errors import ConfigError
-from engine.attention.port import LayerAttention
 from engine.checkpoint import check_weights, weight_files
-from engine.models.port import StepAttention
 from engine.models.registry import Loading
 from engine.models.shape import ServedShape
 from engine.models.transformers_check import (
@@ -35,6 +33,7 @@ from engine.models.transformers_check import (
     uniform,
 )
 from engine.models.transformers_shape import FOREIGN, first_line, refusal
+from engine.ports import LayerAttention, StepAttention
 
 _STEP, _DESCRIBED = "tandem", "tandem-described"
 """Names of our function among transformers' attentions. A model that uses the first one makes no mask; under the second one, the

@@ -21,10 +21,9 @@ from torch import Tensor
 
 from common.config import Quantization
 from common.errors import ConfigError
-from engine.cpu.packing import pack_all
 from engine.cpu.products import float_products, int8_product
-from engine.kernels.port import Kernels
-from engine.models.linear import AnyLinear, Fp8Linear, Gate, Int8Linear, Linear, PackedLinear, check_fp8
+from engine.models.linear import AnyLinear, Fp8Linear, Gate, Int8Linear, Linear, PackedLinear, check_fp8, pack_all
+from engine.ports import Kernels
 
 Cut = tuple[slice, ...]
 """A part of a tensor: a range of each of its first dimensions; of the others, all."""

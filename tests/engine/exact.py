@@ -19,8 +19,8 @@ from common.config import EngineConfig, ModelConfig
 from common.executor import Plan, StepResult
 from common.ids import Int32Array
 from common.sampling_params import SamplingParams
-from engine.drawing import Drawing
 from engine.model_runner import ModelRunner
+from engine.sampling import Drawing
 from tests.engine.driver import Driver
 
 GREEDY = SamplingParams(max_new_tokens=99, temperature=0.0)

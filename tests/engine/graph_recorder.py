@@ -28,7 +28,7 @@ class NotCapturable(Exception):
 
 
 class RecordedGraphs:
-    """Implements `engine.graphs.GraphMaker`."""
+    """Implements `engine.replay.GraphMaker`."""
 
     def capture(self, run: Callable[[], None]) -> Callable[[], None]:
         recorder = _Recorder()

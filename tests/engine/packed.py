@@ -5,10 +5,10 @@ Owns how the measurement of products is replaced by one that chooses C for every
 
 import pytest
 
-from engine.cpu import packing
-from engine.cpu.packing import Measured
 from engine.cpu.products import load_panel_product
-from engine.cpu.recording import load_recorder
+from engine.models import linear as packing
+from engine.models.linear import Measured
+from engine.replay import load_recorder
 
 IN_C = load_panel_product()
 CAN_RECORD = IN_C is not None and load_recorder() is not None

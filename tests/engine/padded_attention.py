@@ -6,9 +6,9 @@ For tests of the decode step as a graph. Reads only the tensors that it was plan
 import torch
 from torch import Tensor
 
-from engine.attention.paged import PagedAttention
-from engine.attention.port import StepTokens
 from engine.kv_memory import KVMemory
+from engine.ports import StepTokens
+from engine.torch_attention import PagedAttention
 
 
 class CapturablePaged(PagedAttention):

@@ -8,7 +8,7 @@ from _pytest.config import parse_warning_filter
 
 from common.config import EngineConfig
 from common.errors import ConfigError
-from engine.device import device_of, dtype_of, with_device_defaults
+from engine.backends import device_of, dtype_of, with_device_defaults
 from tests.gpu.conftest import FILTERS
 
 

@@ -14,7 +14,7 @@ from common.executor import Chunk, Plan, RowStart, StepResult
 from common.ids import Int32Array
 from common.messages import TokenLogprob
 from common.sampling_params import SamplingParams
-from engine.kernels.torch_kernels import gumbel, token_noise
+from engine.torch_kernels import gumbel, token_noise
 from tests.engine.checkpoints import VOCAB, llama, saved
 from tests.engine.driver import Driver
 from tests.engine.logits.plain import Logits, log_softmax, processed

@@ -17,20 +17,18 @@ from common.messages import EngineChoices, ModelIdentity
 from common.pages.layout import KVDtype, KVLayout
 from common.sampling_params import SamplingParams
 from engine import model_runner
-from engine.attention.choice import AttentionNeeds, ChosenAttention
-from engine.attention.flashinfer import FlashInferAttention, FlashInferShape
-from engine.attention.port import Attention, LayerAttention
-from engine.graphs import CudaGraphs, GraphMaker, fitting, ladder
-from engine.kernels.choice import make_kernels
-from engine.kernels.port import Kernels
-from engine.kernels.torch_kernels import TorchKernels
+from engine.backends import AttentionNeeds, ChosenAttention, make_kernels
+from engine.gpu.flashinfer import FlashInferAttention, FlashInferShape
 from engine.kv_memory import KVMemory
-from engine.logits.choice import make_processors
+from engine.logits_processors import make_processors
 from engine.model_runner import ModelRunner
 from engine.models.registry import Loading, load_model
 from engine.models.shape import read_served_shape
-from engine.sampler import Sampler
+from engine.ports import Attention, Kernels, LayerAttention
+from engine.replay import CudaGraphs, GraphMaker, fitting, ladder
+from engine.sampling import Sampler
 from engine.step_runner import StepRunner
+from engine.torch_kernels import TorchKernels
 from tests.engine import exact
 from tests.engine.attention.flashinfer_double import FlashInferDouble
 from tests.engine.checkpoints import VOCAB, llama, mistral, qwen3, saved

@@ -10,13 +10,13 @@ from torch import Tensor
 
 from common.executor import Plan
 from common.pages.layout import KVLayout
-from engine.attention.flashinfer import FlashInferAttention, FlashInferShape
-from engine.attention.port import Attention, LayerAttention, Segment, StepTokens
-from engine.drawing import Told, measure_logprobs
-from engine.kernels.torch_kernels import TorchKernels
+from engine.gpu.flashinfer import FlashInferAttention, FlashInferShape
 from engine.kv_memory import KVMemory
+from engine.ports import Attention, LayerAttention, Segment, StepTokens
 from engine.rows import BUFFERS, Staging
+from engine.sampling import Told, measure_logprobs
 from engine.step_runner import LayerProgress, PendingStep
+from engine.torch_kernels import TorchKernels
 from tests.engine.fake_cuda import CARD, CardTensor, FakeStream, fake_card
 
 

@@ -11,9 +11,9 @@ from transformers import PreTrainedModel
 
 from common.errors import ConfigError
 from common.executor import Plan, StepResult
-from engine.cpu import packing
-from engine.cpu.recording import Recording
 from engine.model_runner import ModelRunner
+from engine.models import linear as packing
+from engine.replay import Recording
 from tests.engine.checkpoints import llama, mistral, mixtral, qwen2, qwen3, saved
 from tests.engine.churn import Churn
 from tests.engine.driver import Driver

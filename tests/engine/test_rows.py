@@ -9,8 +9,8 @@ from torch import Tensor
 
 from common.executor import Chunk, Plan, RowStart
 from common.sampling_params import SamplingParams
-from engine.kernels.torch_kernels import GREEDY_BELOW
 from engine.rows import HostStep, Rows, StepArrays
+from engine.torch_kernels import GREEDY_BELOW
 
 ROWS, PAGES, PAGE_SIZE, SPARE = 6, 3, 4, 99
 CPU = torch.device("cpu")

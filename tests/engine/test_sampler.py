@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine import sampler
-from engine.kernels.torch_kernels import GREEDY_BELOW, TorchKernels
-from engine.sampler import RowSampling, Sampler, _filtered_logits, _kept
+from engine import logits_processors
+from engine.rows import RowSampling
+from engine.sampling import Sampler, _filtered_logits, _kept
+from engine.torch_kernels import GREEDY_BELOW, TorchKernels
 
 VOCAB = 12
 LOGITS = torch.tensor([[2.0, 1.5, 1.0, 0.9, 0.5, 0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0]])
@@ -127,7 +128,7 @@ def test_rows_that_filter_are_filtered_some_at_a_time(monkeypatch: pytest.Monkey
         torch.tensor([0.1, 1.0, 2.0, 0.5, 5.0] * 3)[:11], top_k, top_p, torch.tensor([0, 0.2] * 6)[:11], top_k, top_k
     )
     together = _filtered_logits(logits, rows, 0)
-    monkeypatch.setattr(sampler, "ROWS_AT_ONCE", 4)
+    monkeypatch.setattr(logits_processors, "ROWS_AT_ONCE", 4)
     assert torch.equal(_filtered_logits(logits, rows, 0), together)
     assert len({int(count) for count in together.isfinite().sum(dim=-1)}) >= 5
 

@@ -8,12 +8,11 @@ import pytest
 import torch
 
 from common.executor import Plan
-from engine.attention.flashinfer import FlashInferAttention, FlashInferShape
-from engine.attention.port import Attention, LayerAttention
+from engine.gpu.flashinfer import FlashInferAttention, FlashInferShape
 from engine.grammar.masks import GrammarProcessor, load_mask_kernel
 from engine.kv_memory import KVMemory
-from engine.logits.processors import SampledRows
 from engine.model_runner import WARM_UP_PAGES, warm_up
+from engine.ports import Attention, LayerAttention, SampledRows
 from engine.step_runner import PendingStep
 from tests.engine.attention.flashinfer_double import FlashInferDouble
 from tests.engine.checkpoints import VOCAB, qwen3, saved
@@ -48,7 +47,7 @@ def test_no_later_step_has_triton_compile_anything(
 ) -> None:
     """Batches, chunks and requests of every kind: while Triton compiles for one, all rows wait."""
     pytest.importorskip("triton", reason="needs the package triton, which is there with torch for CUDA")
-    from engine.kernels import triton_source
+    from engine.gpu import triton_source
 
     kernels, started = stand_in(monkeypatch, triton_source), StartedKernels()
 

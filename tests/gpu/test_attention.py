@@ -7,11 +7,10 @@ import torch
 
 from common.config import AttentionName
 from common.pages.layout import KVDtype, PageOrder
-from engine.attention.choice import AttentionNeeds, flashinfer_refusal, host_of, make_attention
-from engine.attention.port import Attention, LayerAttention
-from engine.graphs import CudaGraphs
-from engine.kernels.choice import make_kernels
+from engine.backends import AttentionNeeds, flashinfer_refusal, host_of, make_attention, make_kernels
 from engine.kv_memory import KVMemory
+from engine.ports import Attention, LayerAttention
+from engine.replay import CudaGraphs
 from tests.engine.attention.steps import Shape, Step
 
 CUDA = torch.device("cuda:0")

@@ -14,9 +14,9 @@ from transformers import PreTrainedModel
 from common.config import EngineConfig, ModelConfig
 from common.errors import ConfigError
 from common.executor import Chunk, Plan, RowStart, StepResult
-from engine.graphs import CudaGraphs
 from engine.model_runner import ModelRunner
 from engine.models.decoder import Decoder
+from engine.replay import CudaGraphs
 from tests.engine import exact
 from tests.engine.checkpoints import VOCAB, llama, qwen3, saved
 from tests.engine.device_contract import GREEDY, SAMPLED, EngineContract

@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.kernels.choice import make_kernels
-from engine.kernels.port import PagePlaces, Rotation
-from engine.kernels.torch_kernels import TorchKernels
+from engine.backends import make_kernels
+from engine.ports import PagePlaces, Rotation
+from engine.torch_kernels import TorchKernels
 from tests.engine.kernels.contract import (
     DTYPES,
     FP8,

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from common.errors import ConfigError
-from engine.kernels.choice import make_kernels
+from engine.backends import make_kernels
 from engine.models.linear import Fp8Linear, check_fp8
 
 CUDA = torch.device("cuda", 0)

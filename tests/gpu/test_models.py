@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from engine.kernels.choice import make_kernels
+from engine.backends import make_kernels
 from engine.models.moe import MixtureOfExperts, grouped, one_by_one
 from tests.engine.checkpoints import VOCAB, qwen3_moe, saved
 from tests.engine.exact import answers, assert_exact, runner

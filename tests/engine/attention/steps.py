@@ -11,10 +11,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from common.pages.layout import KVDtype, KVLayout, PageOrder
-from engine.attention.port import LayerAttention, Segment, StepTokens
-from engine.kernels.port import PagePlaces
-from engine.kernels.torch_kernels import write
 from engine.kv_memory import KVMemory
+from engine.ports import LayerAttention, PagePlaces, Segment, StepTokens
+from engine.torch_kernels import write
 from tests.engine.reference import gathered, softmax_attention
 
 

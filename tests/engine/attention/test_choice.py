@@ -12,24 +12,24 @@ from common.config import AttentionName
 from common.errors import ConfigError
 from common.executor import ExecutorFailed
 from common.pages.layout import KVDtype
-from engine.attention import choice
-from engine.attention.choice import (
+from engine import backends as choice
+from engine.backends import (
     AttentionNeeds,
     Host,
     check_attention,
+    check_device,
     flashinfer_refusal,
     host_of,
     make_attention,
     make_flashinfer,
 )
-from engine.attention.flashinfer import FlashInfer, FlashInferAttention
-from engine.attention.paged import PagedAttention
-from engine.attention.port import LayerAttention
 from engine.cpu import build
 from engine.cpu.attention import NativeAttention, native_library
 from engine.cpu.build import NINJA, NVCC
-from engine.device import check_device
-from engine.kernels.torch_kernels import TorchKernels
+from engine.gpu.flashinfer import FlashInfer, FlashInferAttention
+from engine.ports import LayerAttention
+from engine.torch_attention import PagedAttention
+from engine.torch_kernels import TorchKernels
 from tests.engine.attention.flashinfer_double import FlashInferDouble
 from tests.engine.attention.steps import Shape
 from tests.engine.checkpoints import qwen3, saved

@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from common.pages.layout import KVDtype, PageOrder
-from engine.attention.flashinfer import FlashInferAttention, FlashInferShape, PrefillKernels
-from engine.attention.paged import PagedAttention
-from engine.attention.port import Attention, LayerAttention
 from engine.cpu.attention import NativeAttention, native_library
-from engine.kernels.torch_kernels import TorchKernels
+from engine.gpu.flashinfer import FlashInferAttention, FlashInferShape, PrefillKernels
 from engine.kv_memory import KVMemory
+from engine.ports import Attention, LayerAttention
+from engine.torch_attention import PagedAttention
+from engine.torch_kernels import TorchKernels
 from tests.engine.attention.flashinfer_double import FlashInferDouble
 from tests.engine.attention.steps import Shape, Step
 

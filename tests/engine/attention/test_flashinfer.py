@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from common.pages.layout import KVDtype
-from engine.attention.flashinfer import FlashInferAttention, FlashInferDecodeGraph, FlashInferShape, float_workspace_bytes
-from engine.attention.port import LayerAttention
-from engine.kernels.torch_kernels import TorchKernels
+from engine.gpu.flashinfer import FlashInferAttention, FlashInferDecodeGraph, FlashInferShape, float_workspace_bytes
 from engine.kv_memory import KVMemory
+from engine.ports import LayerAttention
+from engine.torch_kernels import TorchKernels
 from tests.engine.attention import flashinfer_double
 from tests.engine.attention.flashinfer_double import Call, FlashInferDouble
 from tests.engine.attention.steps import Shape, Step

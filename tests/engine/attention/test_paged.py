@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.attention import paged
-from engine.attention.paged import PagedAttention
-from engine.attention.port import LayerAttention
+from engine import torch_attention as paged
+from engine.ports import LayerAttention
+from engine.torch_attention import PagedAttention
 from tests.engine.attention.steps import Shape, Step
 
 SHAPE = Shape(heads=6, kv_heads=2, dim=16, page_size=5, layers=(LayerAttention(0.25), LayerAttention(0.25, 7)) * 2)

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from common.pages.layout import KVDtype
-from engine.attention.flashinfer import FlashInferAttention, FlashInferShape, PrefillKernels
-from engine.attention.port import LayerAttention
-from engine.kernels.torch_kernels import TorchKernels
+from engine.gpu.flashinfer import FlashInferAttention, FlashInferShape, PrefillKernels
+from engine.ports import LayerAttention
+from engine.torch_kernels import TorchKernels
 from tests.engine.attention.flashinfer_double import attended
 from tests.engine.attention.steps import Shape, Step
 

@@ -5,8 +5,8 @@ from contextlib import contextmanager, suppress
 
 import torch
 
+from engine.backends import make_kernels
 from engine.cpu.products import MISSING, OneDnnInt8Product, PackedProduct, is_right, load_int8_product
-from engine.kernels.choice import make_kernels
 
 CPU = torch.device("cpu")
 KERNELS = make_kernels(CPU)

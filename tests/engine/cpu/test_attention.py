@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from common.pages.layout import KVDtype
-from engine.attention.paged import PagedAttention
-from engine.attention.port import LayerAttention
 from engine.cpu import attention
 from engine.cpu.attention import NativeAttention, native_library
+from engine.ports import LayerAttention
+from engine.torch_attention import PagedAttention
 from tests.engine.attention.steps import Shape, Step
 
 DTYPES: list[tuple[torch.dtype, KVDtype]] = [

@@ -7,8 +7,8 @@ import torch
 
 from engine.cpu.build import load
 from engine.cpu.kernels import SOURCE, NativeKernels, load_native_kernels
-from engine.kernels.port import HeadNorm, PagePlaces, Rotation
-from engine.kernels.torch_kernels import TorchKernels
+from engine.ports import HeadNorm, PagePlaces, Rotation
+from engine.torch_kernels import TorchKernels
 from tests.engine.kernels.contract import (
     HeadSizes,
     KernelsContract,

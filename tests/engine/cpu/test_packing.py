@@ -9,11 +9,10 @@ import torch
 from torch import Tensor
 
 from common.host import HostMemory
-from engine.cpu import packing
-from engine.cpu.packing import ROWS, Measured, measure, pack_all
+from engine.backends import make_kernels
 from engine.cpu.products import Packed, PackedProduct, float_products
-from engine.kernels.choice import make_kernels
-from engine.models.linear import PackedLinear
+from engine.models import linear as packing
+from engine.models.linear import ROWS, Measured, PackedLinear, measure, pack_all
 from tests.engine.checkpoints import VOCAB, llama, qwen3, saved
 from tests.engine.exact import answers, assert_exact, runner
 from tests.engine.ranks import answers_of_ranks

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from engine.cpu.build import LISTENING
 from engine.cpu.kernels import NativeKernels, load_native_kernels
-from engine.cpu.recording import CannotRecord, Recorder, Recording, load_recorder
+from engine.replay import CannotRecord, Recorder, Recording, load_recorder
 
 KERNELS, FOUND = load_native_kernels(), load_recorder()
 pytestmark = pytest.mark.skipif(KERNELS is None or FOUND is None, reason="there is no C compiler")

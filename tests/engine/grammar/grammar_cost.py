@@ -17,7 +17,7 @@ from common.model_path import resolve_model_path
 from common.sampling_params import Grammar, SamplingParams
 from engine.grammar.compiler import Compiler, vocabulary_of
 from engine.grammar.masks import GrammarProcessor
-from engine.logits.processors import SampledRows
+from engine.ports import SampledRows
 
 ROWS, STEPS, EOS, LARGE = 64, 12, 2, 151_936
 PERSON = """{"type":"object","properties":{"name":{"type":"string"},"age":{"type":"integer","minimum":0,"maximum":150},

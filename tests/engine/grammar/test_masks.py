@@ -18,7 +18,7 @@ from common.sampling_params import Grammar, SamplingParams
 from engine.grammar import masks
 from engine.grammar.compiler import Compiler, vocabulary_of
 from engine.grammar.masks import GrammarProcessor, Utf8
-from engine.logits.processors import SampledRows
+from engine.ports import SampledRows
 
 VOCAB, EOS = 2683, 2
 TOKENS = vocabulary_of(resolve_model_path("demo"), VOCAB, (EOS,))

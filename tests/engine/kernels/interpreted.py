@@ -11,7 +11,7 @@ import pytest
 import torch
 from triton.runtime import interpreter
 
-from engine.kernels.triton_kernels import TritonKernels
+from engine.gpu.triton_kernels import TritonKernels
 from tests.engine.kernels.contract import KernelsContract
 
 assert os.environ.get("TRITON_INTERPRET") == "1", __doc__

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from engine.kernels.port import HeadNorm, PagePlaces, Rotation
-from engine.kernels.torch_kernels import TorchKernels
+from engine.ports import HeadNorm, PagePlaces, Rotation
+from engine.torch_kernels import TorchKernels
 
 
 class Specialised:
@@ -47,7 +47,7 @@ class StartedKernels(TorchKernels):
     """Starts Triton's kernels, which compute nothing then, and returns what torch computes."""
 
     def __init__(self) -> None:
-        from engine.kernels.triton_kernels import TritonKernels
+        from engine.gpu.triton_kernels import TritonKernels
 
         super().__init__()
         self._triton = TritonKernels()

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from common.errors import ConfigError
-from engine.kernels import choice
-from engine.kernels.torch_kernels import TorchKernels
+from engine import backends as choice
+from engine.torch_kernels import TorchKernels
 
 CARD = torch.device("cuda:0")
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.kernels.port import HeadNorm, PagePlaces, Rotation
+from engine.ports import HeadNorm, PagePlaces, Rotation
 
 TYPES = {
     torch.float32: "*fp32",
@@ -65,7 +65,7 @@ def capability(request: pytest.FixtureRequest) -> int:
 @pytest.fixture
 def compiled(capability: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Compiling]:
     pytest.importorskip("triton", reason="needs the package triton, which is there with torch for CUDA")
-    from engine.kernels import triton_source
+    from engine.gpu import triton_source
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     names = ["rms_norm", "add_rms_norm", "silu_and_mul", "quantise", "rotate_and_write"]
@@ -78,7 +78,7 @@ def compiled(capability: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 def test_every_kernel_compiles_and_moves_16_bytes_at_a_time(compiled: dict[str, Compiling], capability: int) -> None:
     """Those for FP8 do not compile for cards before 8.9: it is refused there."""
-    from engine.kernels.triton_kernels import TritonKernels
+    from engine.gpu.triton_kernels import TritonKernels
 
     kernels = TritonKernels()
     x, weight = torch.empty(2, 4096, dtype=BF16), torch.empty(4096, dtype=BF16)

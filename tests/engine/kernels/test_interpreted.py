@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.kernels.choice import make_kernels
-from engine.kernels.torch_kernels import TorchKernels
+from engine.backends import make_kernels
+from engine.torch_kernels import TorchKernels
 
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="needs the package triton, which is there with torch for CUDA")

@@ -1,6 +1,6 @@
 """The kernels in plain torch."""
 
-from engine.kernels.torch_kernels import TorchKernels
+from engine.torch_kernels import TorchKernels
 from tests.engine.kernels.contract import KernelsContract
 
 

@@ -8,12 +8,12 @@ import torch
 
 from common.executor import RowStart
 from common.sampling_params import SamplingParams
-from engine import sampler
-from engine.kernels.torch_kernels import TorchKernels
-from engine.logits import processors
-from engine.logits.choice import make_processors
-from engine.logits.processors import SampledRows
-from engine.sampler import RowSampling, Sampler
+from engine import logits_processors as processors
+from engine.logits_processors import make_processors
+from engine.ports import SampledRows
+from engine.rows import RowSampling
+from engine.sampling import Sampler
+from engine.torch_kernels import TorchKernels
 from tests.engine.logits.plain import log_softmax, processed
 
 ROWS, VOCAB, STEPS, EOS = 6, 12, 120, (3, 5)
@@ -53,11 +53,11 @@ def start(row: int, request: Request) -> RowStart:
     return RowStart(row, NO_PAGES, request.sampling, token_ids=known, answer_tokens=len(request.answer))
 
 
-@pytest.mark.parametrize(("at_once", "few"), [(sampler.ROWS_AT_ONCE, 1), (2, VOCAB)], ids=["few tokens", "whole rows"])
+@pytest.mark.parametrize(("at_once", "few"), [(processors.ROWS_AT_ONCE, 1), (2, VOCAB)], ids=["few tokens", "whole rows"])
 def test_logits_of_mixed_batches_are_those_of_the_definitions_token_by_token(
     monkeypatch: pytest.MonkeyPatch, at_once: int, few: int
 ) -> None:
-    monkeypatch.setattr(sampler, "ROWS_AT_ONCE", at_once)
+    monkeypatch.setattr(processors, "ROWS_AT_ONCE", at_once)
     monkeypatch.setattr(processors, "_FEW", few)
     random = np.random.default_rng(at_once)
     kept = make_processors(ROWS, VOCAB, EOS, torch.device("cpu"))

@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from engine.kernels.port import HeadNorm, Rotation
+from engine.ports import HeadNorm, Rotation
 
 
 class OwnValues:

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from common.errors import ConfigError
-from engine.kernels.torch_kernels import TorchKernels
 from engine.models.linear import Fp8Linear, check_fp8
+from engine.torch_kernels import TorchKernels
 from tests.engine.graph_recorder import RecordedGraphs
 from tests.engine.kernels.contract import exact_fp8
 

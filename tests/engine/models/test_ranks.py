@@ -15,13 +15,13 @@ from common.errors import ConfigError
 from common.executor import Plan, StepResult
 from common.sampling_params import SamplingParams
 from engine.checkpoint import read_weights
-from engine.kernels.torch_kernels import TorchKernels
 from engine.models import registry
 from engine.models.moe import MixtureOfExperts, Products, grouped, one_by_one
 from engine.models.registry import Loading, load_model
 from engine.models.shape import read_shape
 from engine.models.weights import Cut, Stored
 from engine.parallel import Group
+from engine.torch_kernels import TorchKernels
 from tests.engine.checkpoints import VOCAB, llama, mixtral, qwen2, qwen3, qwen3_moe, saved
 from tests.engine.driver import Driver
 from tests.engine.exact import answers, assert_exact, reference_logits, runner

@@ -12,9 +12,9 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from common.errors import ConfigError
-from engine.kernels.torch_kernels import TorchKernels
 from engine.models.decoder import Rotary
 from engine.models.shape import read_shape
+from engine.torch_kernels import TorchKernels
 from tests.engine.checkpoints import VOCAB, llama, saved
 from tests.engine.exact import answers, assert_exact, runner
 

@@ -11,11 +11,11 @@ import transformers
 from transformers import PreTrainedModel
 
 from common.errors import ConfigError
-from engine.kernels.torch_kernels import TorchKernels
 from engine.models.moe import with_one_spelling
 from engine.models.registry import Loading, make_decoder
 from engine.models.shape import DEFAULTS, read_shape
 from engine.models.weights import WeightSlots
+from engine.torch_kernels import TorchKernels
 from tests.common.text.tiny import write_checkpoint
 
 SIZES: dict[str, Any] = {

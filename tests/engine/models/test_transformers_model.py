@@ -16,11 +16,11 @@ from transformers import PreTrainedModel
 from transformers.models.granite import modeling_granite
 
 from common.errors import ConfigError
-from engine.attention.port import LayerAttention
 from engine.models.registry import Loading
 from engine.models.shape import read_served_shape
 from engine.models.transformers_check import Different, described_mask
 from engine.models.transformers_model import TransformersModel, load_transformers_model
+from engine.ports import LayerAttention
 from tests.engine.checkpoints import VOCAB, mixtral, saved
 from tests.engine.exact import answers, assert_exact, runner
 

@@ -7,9 +7,9 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from engine.kernels.torch_kernels import TorchKernels
 from engine.models.registry import Loading, load_model
 from engine.models.shape import read_shape
+from engine.torch_kernels import TorchKernels
 from tests.engine.checkpoints import llama, qwen3_moe, saved
 from tests.engine.models.own_values import OwnValues
 

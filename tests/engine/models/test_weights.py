@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from common.errors import ConfigError
-from engine.kernels.torch_kernels import TorchKernels
 from engine.models.linear import Linear, PackedLinear
 from engine.models.weights import Part, WeightSlots
+from engine.torch_kernels import TorchKernels
 
 CPU = torch.device("cpu")
 

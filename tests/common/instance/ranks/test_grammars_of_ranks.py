@@ -14,7 +14,7 @@ from common.sampling_params import Grammar, SamplingParams
 from engine.grammar import masks as grammar_rows
 from engine.grammar.grammars import CompiledSoon, Grammars
 from engine.grammar.masks import GrammarProcessor
-from engine.logits.processors import SampledRows
+from engine.ports import SampledRows
 from tests.builders import engine
 from tests.common.instance.ranks.rig import RanksOf
 from tests.engine.grammar.test_masks import COMPILER, EOS, TOKENS, VOCAB, text

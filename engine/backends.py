@@ -1,4 +1,13 @@
-"""Which implementation of attention an instance gets, and why.
+"""The device of an instance, what is decided by it where a flag leaves it open, and whether it can go on after an error.
+
+Owns those defaults. Knows no models and no memory.
+
+Which implementation of the kernels a device gets.
+
+Owns the choice. Imports Triton only for CUDA: torch brings it along there, and other machines may not have it. A CPU gets C where
+there is a compiler.
+
+Which implementation of attention an instance gets, and why.
 
 Owns the choice and what each backend supports. Imports FlashInfer only where it is taken. Does not know models, rows or plans.
 """
@@ -14,18 +23,85 @@ from subprocess import SubprocessError
 
 import torch
 
-from common.config import AttentionName
+from common.config import AttentionName, Dtype, EngineConfig, with_step_size
 from common.errors import ConfigError
-from common.pages.layout import KVLayout
-from engine.attention.flashinfer import FlashInfer, FlashInferAttention, FlashInferShape, PrefillKernels, decodes_on_tensor_cores
-from engine.attention.paged import PagedAttention
-from engine.attention.port import Attention, LayerAttention
+from common.executor import ExecutorFailed
+from common.pages.layout import KVDtype, KVLayout
 from engine.cpu import build
 from engine.cpu.attention import DTYPES, NativeAttention, native_library
 from engine.cpu.build import processor_flags
-from engine.device import check_device, first_reason
-from engine.kernels.port import Kernels
+from engine.cpu.kernels import load_native_kernels
+from engine.gpu.flashinfer import FlashInfer, FlashInferAttention, FlashInferShape, PrefillKernels, decodes_on_tensor_cores
 from engine.kv_memory import KVMemory, torch_dtype
+from engine.ports import Attention, Kernels, LayerAttention
+from engine.torch_attention import PagedAttention
+from engine.torch_kernels import TorchKernels
+
+
+def device_of(name: str) -> torch.device:
+    """Raises ConfigError when the device is not there."""
+    if name == "auto":
+        return torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ConfigError(f"--device {name!r} is not a device: use auto, cpu, cuda or cuda:N") from error
+    if device.type not in ("cpu", "cuda"):
+        raise ConfigError(f"--device {name!r} is not supported: use auto, cpu, cuda or cuda:N")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ConfigError(f"--device {name}: this host has {torch.cuda.device_count()} CUDA devices")
+    return torch.device("cuda", device.index or 0) if device.type == "cuda" else device
+
+
+def dtype_of(name: Dtype, device: torch.device) -> KVDtype:
+    if name == "auto":
+        return "bfloat16" if device.type == "cuda" else "float32"
+    return name
+
+
+def with_device_defaults(engine: EngineConfig) -> EngineConfig:
+    """The config with numbers where it says 0 for what the device suggests. Raises ConfigError."""
+    return with_step_size(engine, "cuda" if device_of(engine.device).type == "cuda" else "cpu")
+
+
+def check_device(device: torch.device, error: Exception) -> None:
+    """Call it before anything else is tried instead of what failed with `error`. After some errors CUDA computes nothing more in
+    this process, and everything later fails with a reason of its own. Raises ExecutorFailed with the first one then."""
+    if device.type != "cuda":
+        return
+    try:
+        torch.cuda.synchronize(device)
+        torch.cuda.empty_cache()
+    except RuntimeError as later:
+        raise ExecutorFailed(f"{device} can compute nothing more in this process: {first_reason(error)}") from later
+
+
+def first_reason(error: Exception) -> str:
+    """One line: the first that names an error, because CUDA's end in general advice and compilers' in a count; or the last."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    named = [line for line in lines if "error:" in line.lower()]
+    return (named or lines[-1:] or [type(error).__name__])[0]
+
+
+_log = logging.getLogger(__name__)
+
+
+def make_kernels(device: torch.device) -> Kernels:
+    """Raises ConfigError where Triton is there and cannot compile: it would fail at the first step."""
+    if device.type == "cpu":
+        return load_native_kernels() or TorchKernels()
+    if find_spec("triton") is None:
+        _log.warning("Triton is not installed, so torch computes the small operations on %s, which is slower", device)
+        return TorchKernels()
+    lacking = build.for_triton()
+    if lacking:
+        raise ConfigError(
+            f"Triton compiles kernels for {device}, and there is {build.none_of(lacking)} here: {build.fixes(lacking)}"
+        )
+    from engine.gpu.triton_kernels import TritonKernels
+
+    return TritonKernels()
+
 
 _log = logging.getLogger(__name__)
 

@@ -28,59 +28,30 @@ the tokens before it, as in vLLM: the prompt does not count.
 The least tokens of an answer: while it has fewer, it cannot end.
 
 Owns how many tokens each such answer has, which the host knows without waiting for them.
+
+Which logits processors an engine has, in the order in which they change logits.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Protocol
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from common.errors import TandemError
 from common.executor import RowStart
 from common.ids import Int64Array
 from common.sampling_params import MAX_BAD_WORD
+from engine.grammar.masks import Compiled, GrammarProcessor
+from engine.ports import LogitsProcessor, SampledRows
 from engine.rows import Staging
-from engine.sampler import row_parts
+
+ROWS_AT_ONCE = 64
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class SampledRows:
-    """Some rows that sample, as the host and as the device name them. All [rows] int64, in the same order.
-
-    host, device: the rows of the batch. host_at, at: which rows of the logits are theirs.
-    """
-
-    host: Int64Array
-    device: Tensor
-    host_at: Int64Array
-    at: Tensor
-    failed: dict[int, TandemError] = field(default_factory=dict)
-    """Rows whose answers cannot go on, and why. What they sample counts for nothing; a processor adds to it in `apply`."""
-
-
-class LogitsProcessor(Protocol):
-    """All calls come from the engine's thread, in the order of the plans. Only `apply` may wait for the step before.
-
-    What `start` and `apply` copy to the device goes through a `Staging` of the processor's own: the host waits for no copy.
-    """
-
-    def start(self, starts: Sequence[RowStart]) -> None:
-        """Begin these rows anew: whatever was known of them is over."""
-
-    def concerns(self, rows: Int64Array) -> NDArray[np.bool_]:
-        """Of each row, whether this processor may change its logits or wants its tokens. A row that it does not concern at its
-        start it does not concern later. rows: [rows], those that sample in the next step."""
-
-    def apply(self, logits: Tensor, rows: SampledRows) -> None:
-        """Change in place those rows of the logits that are theirs, `rows.at`. logits: [any rows, vocab] float32, contiguous.
-        rows: those that it concerns, no others."""
-
-    def sampled(self, rows: SampledRows, tokens: Tensor) -> None:
-        """The step has sampled these tokens. tokens: [rows] int64, on the device. rows: as given to `apply` just before."""
+def row_parts(rows: int) -> Iterator[slice]:
+    """Some rows at a time, for what needs a few times the memory of their logits."""
+    return (slice(begin, begin + ROWS_AT_ONCE) for begin in range(0, rows, ROWS_AT_ONCE))
 
 
 class SparseRows:
@@ -340,3 +311,18 @@ class Penalties:
 
 def _count(cells: Tensor, which: Tensor) -> None:
     cells.index_add_(0, which, torch.ones_like(which, dtype=torch.int32))
+
+
+def make_processors(
+    max_rows: int, vocab_size: int, eos_token_ids: Sequence[int], device: torch.device, compiled: Compiled | None = None
+) -> tuple[LogitsProcessor, ...]:
+    """Penalties first, as in vLLM; what bans tokens comes last, so that nothing allows them again. compiled: None when no row
+    has a grammar."""
+    constraints = () if compiled is None else (GrammarProcessor(compiled, max_rows, vocab_size, tuple(eos_token_ids), device),)
+    return (
+        Penalties(max_rows, vocab_size, device),
+        LogitBias(max_rows, device),
+        MinTokens(max_rows, eos_token_ids, device),
+        BadWords(max_rows, device),
+        *constraints,
+    )

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.kernels.port import HeadNorm, PagePlaces, Rotation
+from engine.ports import HeadNorm, PagePlaces, Rotation
 
 GREEDY_BELOW = 1e-5
 """At a temperature below this, any difference between two logits is far larger than the noise."""

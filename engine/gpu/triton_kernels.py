@@ -8,9 +8,9 @@ import torch
 import triton
 from torch import Tensor
 
-from engine.kernels import triton_source as source
-from engine.kernels.port import HeadNorm, PagePlaces, Rotation
-from engine.kernels.torch_kernels import TorchKernels
+from engine.gpu import triton_source as source
+from engine.ports import HeadNorm, PagePlaces, Rotation
+from engine.torch_kernels import TorchKernels
 
 _NORM_ELEMENTS = 1024
 """Elements that a program norms at least, in as many rows as it takes."""

@@ -21,8 +21,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.attention.port import LayerAttention, Segment, StepTokens
 from engine.kv_memory import KVMemory
+from engine.ports import LayerAttention, Segment, StepTokens
 
 GATHER_BYTES = {"cpu": 2**22, "cuda": 2**28}
 """Most bytes of keys and values that decode attention gathers at once, by device; one row may take more. On CPU

@@ -12,7 +12,7 @@ depends on how many rows a step has, it is told not to look: a first such step w
 import triton
 import triton.language as tl
 
-from engine.kernels.torch_kernels import FP8_LARGEST, GREEDY_BELOW, SMALLEST_ROW
+from engine.torch_kernels import FP8_LARGEST, GREEDY_BELOW, SMALLEST_ROW
 
 _GREEDY_BELOW = tl.constexpr(GREEDY_BELOW)
 _FP8_LARGEST = tl.constexpr(FP8_LARGEST)

@@ -28,9 +28,8 @@ import torch
 from torch import Tensor
 
 from common.ids import Int64Array
-from engine.attention.port import LayerAttention, Segment, StepTokens
-from engine.kernels.port import Kernels
 from engine.kv_memory import KVMemory
+from engine.ports import Kernels, LayerAttention, Segment, StepTokens
 
 PrefillKernels = Literal["fa2", "fa3"]
 GRAPH_PLAN_BYTES = 2**20

@@ -1,0 +1,1 @@
+"""Attention and kernels on CUDA, by FlashInfer and Triton."""

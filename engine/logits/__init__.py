@@ -1,1 +1,0 @@
-"""What changes logits before a token is drawn."""

@@ -1,0 +1,259 @@
+"""The port of the engine's small operations: norms, activation, rotary embedding together with the write to the pages, sampling
+without filters, and the lists of pages that attention reads.
+
+Owns no implementation: `torch_kernels` is the plain one and the reference. Knows tensors only.
+
+The port of attention over KV pages: plan once per step, run once per layer.
+
+Owns the vocabulary between the step and a backend, and no implementation: `paged` is the one of torch and of CPU. Knows rows and
+pages as tensors; does not know models, sampling or requests.
+
+The port of a model: token ids in, hidden states and logits out.
+
+Owns the vocabulary between a step and a model. A model holds weights and the arithmetic on them. Attention and the KV pages are
+behind `StepAttention`, which it is given anew for each step; it knows nothing of rows, pages or requests.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from common.errors import TandemError
+from common.executor import RowStart
+from common.ids import Int64Array
+
+
+@dataclass(frozen=True, slots=True)
+class Rotation:
+    """The rotary angles of a step's tokens (RoPE, Su et al. 2021). cos, sin: [tokens, rotary_dim / 2] float32.
+
+    Element i of a head is paired with element i + rotary_dim / 2, as in Hugging Face checkpoints. What lies beyond rotary_dim is
+    not rotated.
+    """
+
+    cos: Tensor
+    sin: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class HeadNorm:
+    """RMS norm of each query and key head before the rotation (Qwen3). query, key: [head_dim]."""
+
+    query: Tensor
+    key: Tensor
+    eps: float
+
+
+@dataclass(frozen=True, slots=True)
+class PagePlaces:
+    """Where the step's KV goes in one layer. keys, values: [pages, kv_heads, page_size, head_dim], strided over the pool.
+
+    pages, slots: [tokens] int64.
+    """
+
+    keys: Tensor
+    values: Tensor
+    pages: Tensor
+    slots: Tensor
+
+
+class Kernels(Protocol):
+    """Every method returns new tensors, of its input's dtype where nothing else is said. Norms are in float32 inside, as
+    checkpoints are trained. No method waits for the device, and what a call starts there depends on shapes alone."""
+
+    def decode_inputs(
+        self, rows: Tensor, last_token: Tensor, length: Tensor, table: Tensor, page_size: int, null: int
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """What some rows decode next, and where its KV goes: (token_ids, positions, pages, slots), all [n] int64. Their lengths
+        grow by one, but for that of row `null`.
+
+        rows: [n] int64, each once, but for `null`. last_token, length: [all rows] int64. table: [all rows, width] int32.
+        """
+
+    def embed(self, token_ids: Tensor, table: Tensor) -> Tensor:
+        """token_ids: [tokens] int64, each a row of table; with others it raises, or reads nothing. table: [rows, hidden]. Returns
+        [tokens, hidden]."""
+
+    def rotation(self, positions: Tensor, frequencies: Tensor, factor: float) -> Rotation:
+        """Of the angles position * frequency. positions: [tokens] int64. frequencies: [rotary_dim / 2] float32. factor:
+        multiplies cos and sin."""
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """Zhang and Sennrich 2019. x: [tokens, hidden]; weight: [hidden]. Returns the shape of x."""
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """Returns (rms_norm(x + residual), x + residual). x, residual: [tokens, hidden]."""
+
+    def silu_and_mul(self, gate_up: Tensor) -> Tensor:
+        """SwiGLU (Shazeer 2020). gate_up: [tokens, 2 * width], the gate first. Returns silu(gate) * up, [tokens, width]."""
+
+    def quantise(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Each row in FP8 with a scale of its own, as large as it may be. x: [rows, width].
+
+        Returns [rows, width] float8_e4m3fn and [rows, 1] float32; their product is nearly x.
+        """
+
+    def quantise_int8(self, x: Tensor, largest: int) -> tuple[Tensor, Tensor]:
+        """Each row in whole numbers from -largest to largest with a scale of its own. x: [rows, width]. largest: at most 127.
+
+        Returns [rows, width] uint8, which are the numbers plus largest + 1, and [rows, 1] float32, the scales.
+        """
+
+    def rotate_and_write(self, heads: Tensor, rotation: Rotation, norm: HeadNorm | None, places: PagePlaces) -> Tensor:
+        """Norm and rotate queries and keys, and write keys and values to their pages, in the pages' dtype.
+
+        heads: [tokens, heads + 2 * kv_heads, head_dim], queries first, then keys, then values. Returns the queries,
+        [tokens, heads, head_dim].
+        """
+
+    def sample(self, logits: Tensor, temperature: Tensor, seed: Tensor, position: Tensor) -> Tensor:
+        """One token per row: the largest of (logits - the row's maximum) / temperature + `noise.gumbel`; the largest logit if the
+        temperature is below `noise.GREEDY_BELOW`. Of equal ones the first.
+
+        logits: [rows, vocab] float32; minus infinity excludes a token. temperature: [rows] float32. seed, position: [rows] int64.
+        Returns [rows] int64. A row with NaN gets some token of the vocabulary.
+        """
+
+    def likeliest(self, logits: Tensor) -> Tensor:
+        """The token of each row that has the largest logit, of equal ones the first: as `sample` with temperatures of 0.
+        logits: [rows, vocab] float32. Returns [rows] int64. A row with NaN gets some token of the vocabulary.
+        """
+
+    def page_indices(self, table: Tensor, rows: Tensor, indptr: Tensor, out: Tensor) -> None:
+        """The pages of some rows, one row after the other: out[indptr[i] : indptr[i + 1]] = the first of table[rows[i]].
+
+        table: [all rows, width] int32. rows: [n] int64. indptr: [n + 1] int32, rising from 0; no difference is above width.
+        out: [at least indptr[n]] int32, contiguous; what lies beyond stays as it is.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class LayerAttention:
+    """How one layer attends. Layers that are equal in it share one plan.
+
+    scale: of the scores. window: a token sees at most this many tokens, itself included; None: all. softcap: scores become
+    softcap * tanh(score / softcap) (Gemma 2, 2024); None: they stay as they are.
+    """
+
+    scale: float
+    window: int | None = None
+    softcap: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Tokens [begin, end) of the step are one chunk of `row`, at positions [start, context)."""
+
+    begin: int
+    end: int
+    start: int
+    context: int
+    row: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepTokens:
+    """The tokens of a step: the chunks first, then one token for each decode row. All a backend needs to plan the step.
+
+    table: [all rows, pages of a context] int32, the page ids of every row of the batch. decode_rows: [rows] int64.
+    decode_lengths: [rows] int64, this step's token included. host_lengths: the same lengths on the host, so that nothing waits
+    for the device.
+    """
+
+    chunks: Sequence[Segment]
+    table: Tensor
+    decode_rows: Tensor
+    decode_lengths: Tensor
+    host_lengths: Int64Array
+
+
+class Attention(Protocol):
+    """A backend. It holds one plan at a time."""
+
+    def plan(self, step: StepTokens) -> None:
+        """Compute what all layers of the step share. It replaces the former plan. Does not wait for the device."""
+
+    def run(self, layer: int, query: Tensor) -> Tensor:
+        """query: [tokens, heads, dim]; the layer's keys and values are in their pages already. Returns the shape of query."""
+
+    def for_graph(self, rows: int) -> "Attention | None":
+        """A backend for decode steps of exactly `rows` rows, whose `run` may be captured in a CUDA graph: whatever it is planned
+        for later, it reads the same tensors and starts the same kernels. `plan` is called outside of the graph, before each
+        replay, always with the same tensors `table` and `decode_rows`; `decode_lengths` is empty then. Rows that only fill the
+        batch are the null row, whose length is 1. None: this backend cannot be captured.
+        """
+
+
+class StepAttention(Protocol):
+    """The attention of one step, over the KV pages. Both methods write the layer's keys and values to their pages first, and
+    return [tokens, heads, head_dim]. Call one of them once for each layer, in the order of the layers."""
+
+    def rotate_and_attend(self, layer: int, heads: Tensor, rotation: Rotation, norm: HeadNorm | None) -> Tensor:
+        """heads: [tokens, heads + 2 * kv_heads, head_dim], queries first, then keys, then values; not yet normed or rotated."""
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """query: [tokens, heads, head_dim]; key, value: [tokens, kv_heads, head_dim]; all that precedes attention is done."""
+
+
+class Model(Protocol):
+    """A loaded model. `hidden` and `logits` start the same kernels on the same storage for every step of one size, and wait for
+    nothing, if `capturable` is true: then decode steps may be captured in CUDA graphs."""
+
+    @property
+    def attention(self) -> Sequence[LayerAttention]:
+        """How each layer attends."""
+
+    @property
+    def capturable(self) -> bool: ...
+
+    @property
+    def spared_bytes(self) -> int:
+        """What its weights may take of the host's memory and do not. Pages leave it free: whether weights take it depends on a
+        measurement, and instances of a fleet must have pools for equal contexts."""
+
+    def hidden(self, token_ids: Tensor, positions: Tensor, attention: StepAttention, wanted: Tensor | None = None) -> Tensor:
+        """token_ids, positions: [tokens] int64. wanted: [count] int64, the tokens whose hidden states are of use; None: all.
+        Returns theirs, [count, hidden]."""
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[rows, hidden] → [rows, vocab] float32."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SampledRows:
+    """Some rows that sample, as the host and as the device name them. All [rows] int64, in the same order.
+
+    host, device: the rows of the batch. host_at, at: which rows of the logits are theirs.
+    """
+
+    host: Int64Array
+    device: Tensor
+    host_at: Int64Array
+    at: Tensor
+    failed: dict[int, TandemError] = field(default_factory=dict)
+    """Rows whose answers cannot go on, and why. What they sample counts for nothing; a processor adds to it in `apply`."""
+
+
+class LogitsProcessor(Protocol):
+    """All calls come from the engine's thread, in the order of the plans. Only `apply` may wait for the step before.
+
+    What `start` and `apply` copy to the device goes through a `Staging` of the processor's own: the host waits for no copy.
+    """
+
+    def start(self, starts: Sequence[RowStart]) -> None:
+        """Begin these rows anew: whatever was known of them is over."""
+
+    def concerns(self, rows: Int64Array) -> NDArray[np.bool_]:
+        """Of each row, whether this processor may change its logits or wants its tokens. A row that it does not concern at its
+        start it does not concern later. rows: [rows], those that sample in the next step."""
+
+    def apply(self, logits: Tensor, rows: SampledRows) -> None:
+        """Change in place those rows of the logits that are theirs, `rows.at`. logits: [any rows, vocab] float32, contiguous.
+        rows: those that it concerns, no others."""
+
+    def sampled(self, rows: SampledRows, tokens: Tensor) -> None:
+        """The step has sampled these tokens. tokens: [rows] int64, on the device. rows: as given to `apply` just before."""
