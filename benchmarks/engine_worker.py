@@ -54,7 +54,6 @@ from engine.kv_memory import KVMemory
 from engine.model_runner import ModelRunner
 from engine.ports import LayerAttention, StepAttention
 from engine.replay import CudaGraphs
-from engine.sampling import Sampler
 from engine.step_runner import StepRunner
 
 SAMPLED = SamplingParams(max_new_tokens=1, temperature=0.8, top_p=0.95, top_k=50, seed=5, ignore_eos=True)
@@ -134,7 +133,6 @@ def empty_step_runner(memory: KVMemory, query_heads: int, engine: EngineConfig, 
         kernels,
         memory,
         make_attention(needs, engine.attention, kernels, say).attention,
-        Sampler(kernels),
         max_rows=HOST_ROWS,
         pages_per_row=pages_per_row,
         layer_groups=0,

@@ -1,15 +1,8 @@
 """The port of the engine: plans in, sampled tokens out.
 
-Owns no implementation: `torch_executor` (CPU and CUDA), `toy` (its next token depends on every byte of its KV) and `timed`
-(computes nothing) do.
-
-The log probabilities that a step reports, as the host gets them.
-
-Owns their shape and how they become messages. Does not know how they are computed; knows no torch.
-
-Plans and their results: what a scheduler decided for the next forward, as pure data.
-
-Owns the vocabulary between scheduler and executor. Knows no tensors, requests, messages or time.
+Owns the vocabulary between a scheduler and an executor: what the scheduler decided for the next forward, what came of it, and how
+log probabilities become messages. Owns no implementation: `engine.torch_executor` (CPU and CUDA), `engine.toy` (its next token
+depends on every byte of its KV) and `engine.timed` (computes nothing) do. Knows no tensors, requests or time.
 
 A *row* is a place in the executor's persistent batch. A row's life:
 
@@ -31,49 +24,46 @@ from common.messages.text import LEAST_LOGPROB
 from common.pages.layout import KVLayout, MemoryRegion
 from common.sampling_params import Grammar, SamplingParams
 
-
-def _none() -> Int32Array:
-    return np.empty(0, dtype=np.int32)
-
-
-def _no_shares() -> NDArray[np.float32]:
-    return np.empty(0, dtype=np.float32)
+_NO_NUMBERS: Int32Array = np.empty(0, dtype=np.int32)
+_NO_LOGPROBS: NDArray[np.float32] = np.empty(0, dtype=np.float32)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Logprobs:
-    """How likely some tokens were; by default of none. Those of a row are side by side, in the order of the sequence.
+    """How likely some tokens were; by default there are none. Those of a row are side by side, in the order of the sequence. See
+    `TokenLogprob`."""
 
-    rows: [tokens] int32, the row of each. token_ids, ranks: [tokens] int32. logprobs: [tokens] float32. asked: [tokens] int32,
-    how many of the likeliest tokens the row asks for. top_ids, top_logprobs: [tokens, the most asked for] int32 and float32,
-    the likeliest first. See `TokenLogprob`.
-    """
-
-    rows: Int32Array = field(default_factory=_none)
-    token_ids: Int32Array = field(default_factory=_none)
-    logprobs: NDArray[np.float32] = field(default_factory=_no_shares)
-    ranks: Int32Array = field(default_factory=_none)
-    asked: Int32Array = field(default_factory=_none)
-    top_ids: Int32Array = field(default_factory=_none)
-    top_logprobs: NDArray[np.float32] = field(default_factory=_no_shares)
+    rows: Int32Array = field(default_factory=_NO_NUMBERS.copy)
+    """[tokens] int32: the row of each."""
+    token_ids: Int32Array = field(default_factory=_NO_NUMBERS.copy)
+    """[tokens] int32, as are ranks."""
+    logprobs: NDArray[np.float32] = field(default_factory=_NO_LOGPROBS.copy)
+    """[tokens] float32."""
+    ranks: Int32Array = field(default_factory=_NO_NUMBERS.copy)
+    top_counts: Int32Array = field(default_factory=_NO_NUMBERS.copy)
+    """[tokens] int32: how many of the likeliest tokens the row reports."""
+    top_ids: Int32Array = field(default_factory=_NO_NUMBERS.copy)
+    """[tokens, the largest of the top counts] int32, the likeliest first."""
+    top_logprobs: NDArray[np.float32] = field(default_factory=_NO_LOGPROBS.copy)
+    """The same shape, float32."""
 
     @classmethod
-    def of(cls, rows: Sequence[int], told: Sequence[TokenLogprob]) -> Self:
-        """The inverse of `by_row`, for executors that compute no tensors. rows: the row of each."""
+    def of(cls, rows: Sequence[int], tokens: Sequence[TokenLogprob]) -> Self:
+        """The inverse of `by_row`, for executors that compute no tensors. rows: the row of each token."""
         if not rows:
             return cls()
-        asked = np.array([len(each.top) for each in told], dtype=np.int32)
-        shape = len(told), int(asked.max())
+        top_counts = np.array([len(each.top) for each in tokens], dtype=np.int32)
+        shape = len(tokens), int(top_counts.max())
         top_ids, top_logprobs = np.zeros(shape, dtype=np.int32), np.zeros(shape, dtype=np.float32)
-        for at, each in enumerate(told):
+        for at, each in enumerate(tokens):
             for place, (token_id, logprob) in enumerate(each.top):
                 top_ids[at, place], top_logprobs[at, place] = token_id, logprob
         return cls(
             rows=np.array(rows, dtype=np.int32),
-            token_ids=np.array([each.token_id for each in told], dtype=np.int32),
-            logprobs=np.array([each.logprob for each in told], dtype=np.float32),
-            ranks=np.array([each.rank for each in told], dtype=np.int32),
-            asked=asked,
+            token_ids=np.array([each.token_id for each in tokens], dtype=np.int32),
+            logprobs=np.array([each.logprob for each in tokens], dtype=np.float32),
+            ranks=np.array([each.rank for each in tokens], dtype=np.int32),
+            top_counts=top_counts,
             top_ids=top_ids,
             top_logprobs=top_logprobs,
         )
@@ -83,12 +73,12 @@ class Logprobs:
         if not len(self.rows):
             return {}
         made: dict[int, list[TokenLogprob]] = {row: [] for row in self.rows.tolist()}
-        tops = zip(self.asked.tolist(), self.top_ids.tolist(), _finite(self.top_logprobs), strict=True)
-        top = (tuple(zip(ids[:asked], logprobs[:asked], strict=True)) for asked, ids, logprobs in tops)
+        tops = zip(self.top_counts.tolist(), self.top_ids.tolist(), _finite(self.top_logprobs), strict=True)
+        top = (tuple(zip(ids[:count], logprobs[:count], strict=True)) for count, ids, logprobs in tops)
         columns = self.token_ids.tolist(), _finite(self.logprobs), self.ranks.tolist()
         for row, token_id, logprob, rank, likeliest in zip(self.rows.tolist(), *columns, top, strict=True):
             made[row].append(TokenLogprob(token_id, logprob, rank, likeliest))
-        return {row: tuple(told) for row, told in made.items()}
+        return {row: tuple(tokens) for row, tokens in made.items()}
 
 
 def _finite(logprobs: NDArray[np.float32]) -> list[Any]:
@@ -102,23 +92,22 @@ NO_LOGPROBS = Logprobs()
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RowStart:
-    """Put a request into a row.
-
-    pages: [pages] int32, the page ids that the row holds so far, in token order; `Plan.grown_pages` adds to them. length: tokens
-    whose KV is in those pages. last_token: the token to feed at position `length` if the row decodes at once (its KV is not in
-    the pages yet); None if chunks come first.
-
-    token_ids: [tokens] int32, all that is known of the request, last_token included; None if the sampling parameters do not need
-    them (`SamplingParams.needs_tokens`). answer_tokens: how many of them, the last ones, are the answer's so far.
-    """
+    """Put a request into a row."""
 
     row: int
     pages: Int32Array
+    """[pages] int32: the page ids that the row holds so far, in token order; `Plan.grown_pages` adds to them."""
     sampling: SamplingParams
     length: int = 0
+    """Tokens whose KV is in those pages."""
     last_token: int | None = None
+    """The token to feed at position `length` if the row decodes at once (its KV is not in the pages yet); None: chunks come
+    first."""
     token_ids: Int32Array | None = None
+    """[tokens] int32: all that is known of the request, last_token included; None if the sampling parameters do not need them
+    (`SamplingParams.needs_tokens`)."""
     answer_tokens: int = 0
+    """How many of `token_ids`, the last ones, are the answer's so far."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -134,25 +123,19 @@ class Chunk:
     last: bool
 
 
-def _no_rows() -> Int32Array:
-    return np.empty(0, dtype=np.int32)
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Plan:
-    """One forward. Applied in this order: starts, growth, then chunks and decode rows in one forward.
-
-    grown_rows, grown_pages: [grown] int32; row grown_rows[i] gets page grown_pages[i] after those that it holds. A row occurs at
-    most once. decode_rows: [rows] int32; each feeds its last sampled token at its length, writes that token's KV, and samples the
-    next. The plan before may still be computing that token: executors run plans in order.
-    """
+    """One forward. Applied in this order: starts, growth, then chunks and decode rows in one forward."""
 
     step: int
     starts: tuple[RowStart, ...] = ()
     chunks: tuple[Chunk, ...] = ()
-    decode_rows: Int32Array = field(default_factory=_no_rows)
-    grown_rows: Int32Array = field(default_factory=_no_rows)
-    grown_pages: Int32Array = field(default_factory=_no_rows)
+    decode_rows: Int32Array = field(default_factory=_NO_NUMBERS.copy)
+    """[rows] int32: each feeds its last sampled token at its length, writes that token's KV, and samples the next. The plan
+    before may still be computing that token: executors run plans in order."""
+    grown_rows: Int32Array = field(default_factory=_NO_NUMBERS.copy)
+    """[grown] int32: row grown_rows[i] gets page grown_pages[i] after those that it holds. A row occurs at most once."""
+    grown_pages: Int32Array = field(default_factory=_NO_NUMBERS.copy)
 
     @property
     def sampled_rows(self) -> Int32Array:
@@ -177,30 +160,25 @@ class Plan:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepResult:
-    """tokens: [rows] int32, aligned with the plan's `sampled_rows`.
+    """What one forward gave. Read log probabilities with `by_row()`, which is {} when no row asks for them:
 
-    logprobs: of the sampled tokens whose rows ask for them (`SamplingParams.logprobs`), one for each such row.
-
-    prompt_logprobs: for rows that ask for them and have no answer yet. A chunk [start, end) tells of the tokens behind its own,
-    which are [start + 1, end + 1), and the last one of [start + 1, end): a prompt's are complete with its first token.
-
-    Read both with `by_row()`, which is {} when nobody asks:
-
-        sampled = result.logprobs.by_row()  # row -> (the TokenLogprob of its token,)
-        prompts = result.prompt_logprobs.by_row()  # row -> (TokenLogprob, …), to put behind those of the chunks before
-
-    embeddings: row -> the embedding of its prompt, float32, little-endian; of the last chunks whose rows ask for it
-    (`SamplingParams.pooling`). What such a row samples counts for nothing.
-
-    failed: row -> why its answer cannot go on: its grammar cannot be followed. What it samples counts for nothing.
+    sampled = result.logprobs.by_row()  # row -> (the TokenLogprob of its token,)
+    prompts = result.prompt_logprobs.by_row()  # row -> (TokenLogprob, …), to put behind those of the chunks before
     """
 
     plan: Plan
     tokens: Int32Array
+    """[rows] int32, aligned with the plan's `sampled_rows`."""
     logprobs: Logprobs = NO_LOGPROBS
+    """The sampled tokens whose rows ask for them (`SamplingParams.logprobs`), one for each such row."""
     prompt_logprobs: Logprobs = NO_LOGPROBS
+    """For rows that ask for them and have no answer yet. A chunk [start, end) reports the tokens behind its own, which are
+    [start + 1, end + 1), and the last chunk [start + 1, end): a prompt's are complete with its first token."""
     embeddings: Mapping[int, bytes] = field(default_factory=dict)
+    """Row -> the embedding of its prompt, float32, little-endian; for the last chunks whose rows ask for it
+    (`SamplingParams.pooling`). What such a row samples counts for nothing."""
     failed: Mapping[int, TandemError] = field(default_factory=dict)
+    """Row -> why its answer cannot go on: its grammar cannot be followed. What it samples counts for nothing."""
 
 
 K = TypeVar("K")
@@ -236,7 +214,7 @@ class Preparation(Protocol):
 
 
 def take_prepared(preparing: dict[K, Preparation]) -> Iterator[tuple[K, Failed | None]]:
-    """Take out those that are over, each with why it can never be used, or None when it is ready."""
+    """Take out the preparations that have ended, each with why its grammar can never be used, or None when it is ready."""
     for key, preparation in list(preparing.items()):
         refused: Failed | None = None
         try:

@@ -1,42 +1,14 @@
-"""Penalties: tokens that were there before become less likely, or more.
+"""The logits processors: what changes the logits of some rows before their tokens are drawn.
 
-Owns what each row's prompt and answer hold, on the device: one number for each token of the vocabulary, and, as long as they are
-few, the tokens themselves. Then only their logits are touched, else all of the row.
-
-Repetition, as in Hugging Face's transformers (Keskar et al. 2019): the logit of a token that the prompt or the answer holds is
-divided by the penalty if it is positive, else multiplied by it. Then come OpenAI's two, which heed the answer alone: frequency
-times how often the answer holds the token is taken off, and presence once if it holds it at all.
-
-The port of a logits processor: what changes the logits of some rows before their tokens are drawn.
-
-Owns no implementation. A processor keeps state for each row, begins it anew at the row's `RowStart`, and brings it forward with
-each token that the row samples. Rows that no processor concerns cost nothing, and take the graph's token.
-
-Numbers that belong to some logits of some rows, side by side on the device.
-
-Owns when they are copied there: only after the set of rows, or what one of them holds, has changed. Does not know what they mean.
-
-What is added to the logits of named tokens: OpenAI's logit_bias.
-
-Owns the biases of the rows.
-
-Bad words: sequences of tokens that an answer must not contain.
-
-Owns the last tokens of each answer that has bad words, on the device. A word's last token is banned while the answer ends with
-the tokens before it, as in vLLM: the prompt does not count.
-
-The least tokens of an answer: while it has fewer, it cannot end.
-
-Owns how many tokens each such answer has, which the host knows without waiting for them.
-
-Which logits processors an engine has, in the order in which they change logits.
+Owns penalties, biases, bad words and the least length of an answer, and the order of all processors; grammars are in
+`grammar/masks.py`. Each keeps a state of its rows on the device, which is brought forward with each sampled token. Does not know
+how tokens are drawn, or requests.
 """
 
 from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from common.executor import RowStart
@@ -54,72 +26,77 @@ def row_parts(rows: int) -> Iterator[slice]:
     return (slice(begin, begin + ROWS_AT_ONCE) for begin in range(0, rows, ROWS_AT_ONCE))
 
 
-class SparseRows:
-    """Each row holds some entries, an entry is a column of `numbers` numbers; the first of them is a token. rows: how many."""
+class _SparseProcessor:
+    """A processor that adds a number to the logits of few tokens of each row that it concerns.
 
-    def __init__(self, rows: int, numbers: int, device: torch.device) -> None:
-        self._nothing = np.empty((1 + numbers, 0), dtype=np.int64)
+    Each such row holds some entries, [numbers, entries] int64, of which the first number is a token. Those of all rows lie side
+    by side on the device, and are copied there only after the set of rows, or what one of them holds, has changed.
+    """
+
+    numbers: int
+
+    def __init__(self, rows: int, device: torch.device) -> None:
+        self.concerns = np.zeros(rows, dtype=bool)
         self._of_row: dict[int, Int64Array] = {}
         self._staging = Staging(device)
         self._table: Tensor | None = None
-        self._rows = rows
-
-    def put(self, row: int, entries: Int64Array) -> None:
-        """The row holds these. entries: [numbers, entries] int64."""
-        self._of_row[row] = np.concatenate([np.full((1, entries.shape[1]), row), entries])
-        self._table = None
-
-    def drop(self, row: int) -> None:
-        """The row holds none. Idempotent."""
-        if self._of_row.pop(row, None) is not None:
-            self._table = None
-
-    def table(self) -> Tensor:
-        """The entries of all rows. [1 + numbers, entries] int64 on the device, the row of each first."""
-        if self._table is None:
-            whole = np.concatenate([self._nothing, *self._of_row.values()], axis=1)
-            (flat,) = self._staging.send([whole.ravel()])
-            self._table = flat.view(whole.shape)
-        return self._table
-
-    def add(self, logits: Tensor, rows: SampledRows, values: Tensor) -> None:
-        """Add to each entry's logit its value, as far as its row is among these. logits: [any rows, vocab] float32, contiguous.
-        values: [entries] float32, as in `table`; minus infinity bans the token."""
-        table = self.table()
-        at = torch.full((self._rows,), -1, dtype=torch.int64, device=logits.device)
-        at[rows.device] = rows.at
-        entry_at = at[table[0]]
-        flat = entry_at.clamp(min=0) * logits.shape[1] + table[1]
-        logits.view(-1).index_add_(0, flat, values.masked_fill(entry_at < 0, 0.0))
-
-
-class LogitBias:
-    """Implements `LogitsProcessor`. rows: how many there are."""
-
-    def __init__(self, rows: int, device: torch.device) -> None:
-        self._is_biased = np.zeros(rows, dtype=bool)
-        self._entries = SparseRows(rows, 2, device)
-        """Of each the token, and the bits of its bias as float64."""
 
     def start(self, starts: Sequence[RowStart]) -> None:
         for start in starts:
-            biases = start.sampling.logit_bias
-            self._is_biased[start.row] = bool(biases)
-            if biases:
-                tokens, values = zip(*biases, strict=True)
-                bits = np.array(values, dtype=np.float64).view(np.int64)
-                self._entries.put(start.row, np.stack([np.array(tokens, dtype=np.int64), bits]))
-            else:
-                self._entries.drop(start.row)
+            row, entries = start.row, self.entries(start)
+            if self.concerns[row]:
+                self.drop(row)
+            self.concerns[row] = entries is not None
+            if entries is not None:
+                self._of_row[row] = np.concatenate([np.full((1, entries.shape[1]), row), entries])
+                self._table = None
 
-    def concerns(self, rows: Int64Array) -> NDArray[np.bool_]:
-        return self._is_biased[rows]
+    def drop(self, row: int) -> None:
+        """The row is not concerned any more."""
+        self.concerns[row] = False
+        if self._of_row.pop(row, None) is not None:
+            self._table = None
+
+    def entries(self, start: RowStart) -> Int64Array | None:
+        """What the row holds; None: the processor does not concern it."""
+        raise NotImplementedError
+
+    def values(self, table: Tensor) -> Tensor:
+        """What is added to each entry's logit, [entries] float32; minus infinity bans the token. table: [1 + numbers, entries]
+        int64, the entries of all rows, the row of each first."""
+        raise NotImplementedError
 
     def apply(self, logits: Tensor, rows: SampledRows) -> None:
-        self._entries.add(logits, rows, self._entries.table()[2].view(torch.float64).float())
+        if self._table is None:
+            nothing = np.empty((1 + self.numbers, 0), dtype=np.int64)
+            whole = np.concatenate([nothing, *self._of_row.values()], axis=1)
+            (flat,) = self._staging.send([whole.ravel()])
+            self._table = flat.view(whole.shape)
+        table = self._table
+        at = torch.full((len(self.concerns),), -1, dtype=torch.int64, device=logits.device)
+        at[rows.device] = rows.at
+        entry_at = at[table[0]]
+        flat = entry_at.clamp(min=0) * logits.shape[1] + table[1]
+        logits.view(-1).index_add_(0, flat, self.values(table).masked_fill(entry_at < 0, 0.0))
 
     def sampled(self, rows: SampledRows, tokens: Tensor) -> None:
-        """A bias does not depend on tokens."""
+        """By default nothing depends on tokens."""
+
+
+class LogitBias(_SparseProcessor):
+    """OpenAI's logit_bias: what is added to the logits of named tokens. Implements `LogitsProcessor`."""
+
+    numbers = 2
+    """The token, and the bits of its bias as float64."""
+
+    def entries(self, start: RowStart) -> Int64Array | None:
+        if not start.sampling.logit_bias:
+            return None
+        tokens, biases = zip(*start.sampling.logit_bias, strict=True)
+        return np.stack([np.array(tokens, dtype=np.int64), np.array(biases, dtype=np.float64).view(np.int64)])
+
+    def values(self, table: Tensor) -> Tensor:
+        return table[2].view(torch.float64).float()
 
 
 _BEFORE = MAX_BAD_WORD - 1
@@ -127,81 +104,70 @@ _NO_TOKEN, _ANY_TOKEN = -1, -2
 """Where the answer has no token yet; where a word is shorter."""
 
 
-class BadWords:
-    """Implements `LogitsProcessor`. rows: how many there are."""
+class BadWords(_SparseProcessor):
+    """Sequences of tokens that an answer must not contain. A word's last token is banned while the answer ends with the tokens
+    before it, as in vLLM: the prompt does not count. Implements `LogitsProcessor`."""
+
+    numbers = 1 + _BEFORE
+    """The last token of a word, then those before it."""
 
     def __init__(self, rows: int, device: torch.device) -> None:
-        self._has_words = np.zeros(rows, dtype=bool)
-        self._words = SparseRows(rows, 1 + _BEFORE, device)
-        """Of each its last token, then those before it."""
+        super().__init__(rows, device)
         self._last_tokens = torch.zeros(rows, _BEFORE, dtype=torch.int64, device=device)
-        self._staging = Staging(device)
 
     def start(self, starts: Sequence[RowStart]) -> None:
+        super().start(starts)
         concerned = [start for start in starts if start.sampling.bad_words]
-        for start in starts:
-            self._has_words[start.row] = False
-            self._words.drop(start.row)
         if not concerned:
             return
         last_tokens = np.full((len(concerned), _BEFORE), _NO_TOKEN, dtype=np.int64)
         for number, start in enumerate(concerned):
             assert start.token_ids is not None
-            self._has_words[start.row] = True
-            self._words.put(start.row, np.array([_entry(word) for word in start.sampling.bad_words], dtype=np.int64).T)
             known = start.token_ids[len(start.token_ids) - min(start.answer_tokens, _BEFORE) :]
             last_tokens[number, _BEFORE - len(known) :] = known
         rows, flat = self._staging.send([np.array([start.row for start in concerned]), last_tokens.ravel()])
         self._last_tokens[rows] = flat.view(-1, _BEFORE)
 
-    def concerns(self, rows: Int64Array) -> NDArray[np.bool_]:
-        return self._has_words[rows]
+    def entries(self, start: RowStart) -> Int64Array | None:
+        words = [[last, *[_ANY_TOKEN] * (_BEFORE - len(before)), *before] for *before, last in start.sampling.bad_words]
+        return np.array(words, dtype=np.int64).T if words else None
 
-    def apply(self, logits: Tensor, rows: SampledRows) -> None:
-        table = self._words.table()
-        held_by, words = table[0], table[2:].T
-        is_next = ((words == self._last_tokens[held_by]) | (words == _ANY_TOKEN)).all(dim=1)
-        self._words.add(logits, rows, torch.zeros(len(words), device=logits.device).masked_fill(is_next, -torch.inf))
+    def values(self, table: Tensor) -> Tensor:
+        words = table[2:].T
+        is_next = ((words == self._last_tokens[table[0]]) | (words == _ANY_TOKEN)).all(dim=1)
+        return torch.zeros(len(words), device=table.device).masked_fill(is_next, -torch.inf)
 
     def sampled(self, rows: SampledRows, tokens: Tensor) -> None:
         self._last_tokens[rows.device] = torch.cat([self._last_tokens[rows.device, 1:], tokens[:, None]], dim=1)
 
 
-def _entry(word: tuple[int, ...]) -> list[int]:
-    *before, last = word
-    return [last, *[_ANY_TOKEN] * (_BEFORE - len(before)), *before]
+class MinTokens(_SparseProcessor):
+    """The least tokens of an answer: while it has fewer, it cannot end. The host knows how many it has without waiting for them.
+    Implements `LogitsProcessor`.
 
+    eos_token_ids: banned beside the request's own stop tokens, also where the request does not heed them, as vLLM does.
+    """
 
-class MinTokens:
-    """Implements `LogitsProcessor`. rows: how many there are. eos_token_ids: banned beside the request's own stop tokens, also
-    where the request does not heed them, as vLLM does."""
+    numbers = 1
 
     def __init__(self, rows: int, eos_token_ids: Sequence[int], device: torch.device) -> None:
+        super().__init__(rows, device)
         self._eos_token_ids = frozenset(eos_token_ids)
         self._missing = np.zeros(rows, dtype=np.int64)
-        self._banned = SparseRows(rows, 1, device)
 
-    def start(self, starts: Sequence[RowStart]) -> None:
-        for start in starts:
-            self._missing[start.row] = max(0, start.sampling.min_tokens - start.answer_tokens)
-            if self._missing[start.row] > 0:
-                ends = sorted(self._eos_token_ids.union(start.sampling.stop_token_ids))
-                self._banned.put(start.row, np.array([ends], dtype=np.int64))
-            else:
-                self._banned.drop(start.row)
+    def entries(self, start: RowStart) -> Int64Array | None:
+        self._missing[start.row] = max(0, start.sampling.min_tokens - start.answer_tokens)
+        if self._missing[start.row] == 0:
+            return None
+        return np.array([sorted(self._eos_token_ids.union(start.sampling.stop_token_ids))], dtype=np.int64)
 
-    def concerns(self, rows: Int64Array) -> NDArray[np.bool_]:
-        concerned: NDArray[np.bool_] = self._missing[rows] > 0
-        return concerned
-
-    def apply(self, logits: Tensor, rows: SampledRows) -> None:
-        banned = self._banned.table().shape[1]
-        self._banned.add(logits, rows, torch.full((banned,), -torch.inf, device=logits.device))
+    def values(self, table: Tensor) -> Tensor:
+        return torch.full((table.shape[1],), -torch.inf, device=table.device)
 
     def sampled(self, rows: SampledRows, tokens: Tensor) -> None:
         self._missing[rows.host] -= 1
         for row in rows.host[self._missing[rows.host] == 0].tolist():
-            self._banned.drop(row)
+            self.drop(row)
 
 
 _IN_PROMPT = 2**30
@@ -211,13 +177,21 @@ _FEW = 8
 
 
 class Penalties:
-    """Implements `LogitsProcessor`. rows: how many there are."""
+    """Tokens that were there before become less likely, or more. Implements `LogitsProcessor`.
+
+    It keeps what each row's prompt and answer hold, on the device: one number for each token of the vocabulary, and, as long as
+    they are few, the tokens themselves. Then only their logits are touched, else all of the row.
+
+    Repetition, as in Hugging Face's transformers (Keskar et al. 2019): the logit of a token that the prompt or the answer holds
+    is divided by the penalty if it is positive, else multiplied by it. Then come OpenAI's two, which heed the answer alone:
+    frequency times how often the answer holds the token is taken off, and presence once if it holds it at all.
+    """
 
     def __init__(self, rows: int, vocab_size: int, device: torch.device) -> None:
         self._seen = torch.zeros(rows, vocab_size, dtype=torch.int32, device=device)
         self._repetition, self._presence, self._frequency = torch.zeros(3, rows, device=device).unbind()
-        self._repeats, self._counts = np.zeros((2, rows), dtype=bool)
-        """The rows that have a repetition penalty; those that have one of the others."""
+        self._repeats, self._counts, self.concerns = np.zeros((3, rows), dtype=bool)
+        """The rows that have a repetition penalty; those that have one of the others; those that have either."""
         self._tokens = torch.zeros(rows, max(1, vocab_size // _FEW), dtype=torch.int64, device=device)
         """The tokens that a row's prompt and answer hold, some maybe more than once, and behind them one of them again."""
         self._length = torch.zeros(rows, dtype=torch.int64, device=device)
@@ -231,7 +205,8 @@ class Penalties:
             row, sampling = start.row, start.sampling
             self._repeats[row] = sampling.repetition_penalty != 1
             self._counts[row] = sampling.presence_penalty != 0 or sampling.frequency_penalty != 0
-            if self._repeats[row] or self._counts[row]:
+            self.concerns[row] = self._repeats[row] or self._counts[row]
+            if self.concerns[row]:
                 concerned.append(start)
         if concerned:
             self._begin(concerned)
@@ -266,10 +241,6 @@ class Penalties:
         cells = self._seen.index_fill_(0, rows, 0).view(-1)
         cells.index_fill_(0, in_prompt, _IN_PROMPT)
         _count(cells, in_answer)
-
-    def concerns(self, rows: Int64Array) -> NDArray[np.bool_]:
-        concerned: NDArray[np.bool_] = self._repeats[rows] | self._counts[rows]
-        return concerned
 
     def apply(self, logits: Tensor, rows: SampledRows) -> None:
         """If each of the rows has few tokens, their logits alone; else whole rows, some at a time."""

@@ -67,7 +67,6 @@ from engine.models.registry import Loading, load_model, model_fingerprint
 from engine.models.shape import ServedShape, check_ranks, read_served_shape
 from engine.parallel import ALONE, Group
 from engine.replay import CudaGraphs, GraphMaker, ladder, load_recorder
-from engine.sampling import Sampler
 from engine.step_runner import StepRunner
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
@@ -311,7 +310,6 @@ class ModelRunner:
             self._kernels,
             memory,
             chosen.attention,
-            Sampler(self._kernels),
             max_rows=engine.max_running,
             pages_per_row=pages_per_row,
             layer_groups=engine.layer_groups,

@@ -1,17 +1,9 @@
-"""The port of the engine's small operations: norms, activation, rotary embedding together with the write to the pages, sampling
-without filters, and the lists of pages that attention reads.
+"""The ports of the engine: the vocabulary between a step, its model, its attention, its kernels and its logits processors.
 
-Owns no implementation: `torch_kernels` is the plain one and the reference. Knows tensors only.
-
-The port of attention over KV pages: plan once per step, run once per layer.
-
-Owns the vocabulary between the step and a backend, and no implementation: `paged` is the one of torch and of CPU. Knows rows and
-pages as tensors; does not know models, sampling or requests.
-
-The port of a model: token ids in, hidden states and logits out.
-
-Owns the vocabulary between a step and a model. A model holds weights and the arithmetic on them. Attention and the KV pages are
-behind `StepAttention`, which it is given anew for each step; it knows nothing of rows, pages or requests.
+Owns no implementation: kernels and attention are `torch_kernels`, `torch_attention` and the rooms `cpu` and `gpu`, models are in
+`models`. Knows rows and pages as tensors; does not know requests, threads or files. Attention plans once per step and runs once
+per layer. A model holds weights and the arithmetic on them; attention and the pages are behind `StepAttention`, which it is given
+anew for each step.
 """
 
 from collections.abc import Sequence
@@ -247,9 +239,10 @@ class LogitsProcessor(Protocol):
     def start(self, starts: Sequence[RowStart]) -> None:
         """Begin these rows anew: whatever was known of them is over."""
 
-    def concerns(self, rows: Int64Array) -> NDArray[np.bool_]:
-        """Of each row, whether this processor may change its logits or wants its tokens. A row that it does not concern at its
-        start it does not concern later. rows: [rows], those that sample in the next step."""
+    @property
+    def concerns(self) -> NDArray[np.bool_]:
+        """[rows of the batch]: whether this processor may change the row's logits, or needs its tokens, in the next step. A row
+        that it does not concern at its start it does not concern later."""
 
     def apply(self, logits: Tensor, rows: SampledRows) -> None:
         """Change in place those rows of the logits that are theirs, `rows.at`. logits: [any rows, vocab] float32, contiguous.

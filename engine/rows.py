@@ -1,11 +1,8 @@
-"""The rows of the batch: one entry for each running request, on the device, and what the host knows of them.
+"""The batch on the device: one entry for each running request, and how the host changes it without waiting.
 
-Owns the page table, lengths, last tokens and sampling parameters. A plan changes only the rows that start or grow; everything
-else stays on the device. Knows plans; does not know models, attention or how a token is drawn.
-
-Staging: what the host tells the device about a step, in one copy that nobody waits for.
-
-Owns the pinned buffers. Knows nothing of what the arrays mean.
+Owns the page table, lengths, last tokens and sampling parameters, and the pinned buffers through which a step's arrays are
+copied. A plan changes only the rows that start or grow; everything else stays on the device. Knows plans; does not know models,
+attention or how a token is drawn.
 """
 
 from collections.abc import Sequence
@@ -20,33 +17,6 @@ from common.executor import Plan, RowStart
 from common.ids import Int64Array
 from engine.torch_kernels import GREEDY_BELOW
 
-
-@dataclass(frozen=True, slots=True)
-class RowSampling:
-    """How each of some rows samples. temperature, top_p, min_p: [rows] float32. top_k, seed, position: [rows] int64.
-
-    A temperature below `noise.GREEDY_BELOW`, as 0, is greedy; top_k 0 is all tokens. position: of the token that is sampled.
-    """
-
-    temperature: Tensor
-    top_k: Tensor
-    top_p: Tensor
-    min_p: Tensor
-    seed: Tensor
-    position: Tensor
-
-    def of(self, which: Tensor) -> "RowSampling":
-        """Those of rows [which]."""
-        return RowSampling(
-            self.temperature[which],
-            self.top_k[which],
-            self.top_p[which],
-            self.min_p[which],
-            self.seed[which],
-            self.position[which],
-        )
-
-
 BUFFERS = 4
 """More than the steps in flight, so that a buffer's former copy has long been made when its turn comes again."""
 
@@ -55,7 +25,7 @@ _ALIGNED = 2
 
 
 @dataclass(slots=True, eq=False)
-class _Pinned:
+class _PinnedBuffer:
     """Host memory that the device copies from, and the event behind the last copy."""
 
     numbers: Tensor
@@ -63,11 +33,11 @@ class _Pinned:
 
 
 class Staging:
-    """On CPU the arrays are used where they lie."""
+    """Copies arrays to the device, all of a step in one copy. On CPU the arrays are used where they lie."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._buffers: list[_Pinned] = []
+        self._buffers: list[_PinnedBuffer] = []
         self._turn = 0
 
     def send(self, arrays: Sequence[Int64Array]) -> list[Tensor]:
@@ -83,7 +53,7 @@ class Staging:
         buffer.copied.record()
         return [sent[begin : begin + len(array)] for begin, array in zip(begins, arrays, strict=False)]
 
-    def _next(self, numbers: int) -> _Pinned:
+    def _next(self, numbers: int) -> _PinnedBuffer:
         if len(self._buffers) < BUFFERS:
             self._buffers.append(_pinned(numbers))
         buffer = self._buffers[self._turn]
@@ -94,57 +64,85 @@ class Staging:
         return buffer
 
 
-def _pinned(numbers: int) -> _Pinned:
+def _pinned(numbers: int) -> _PinnedBuffer:
     """Room for at least that many. A power of two, because pinning memory is slow and the next step may be larger."""
     room = 2 ** max(12, (numbers - 1).bit_length())
-    return _Pinned(torch.empty(room, dtype=torch.int64, pin_memory=True), torch.cuda.Event())  # type: ignore[no-untyped-call]
+    return _PinnedBuffer(torch.empty(room, dtype=torch.int64, pin_memory=True), torch.cuda.Event())  # type: ignore[no-untyped-call]
 
 
 A = TypeVar("A", Int64Array, Tensor)
 
 
 class StepArrays(NamedTuple, Generic[A]):
-    """What the device must be told about a step: first as arrays of the host, then as tensors. All [n] int64.
-
-    started: the rows that start. started_state: for each of them length, last token, top-k and seed, then the bits of
-    temperature, top-p and min-p as float64: seven parts, one after the other. table_rows, table_columns, table_pages: the entries
-    of the page table that change. token_ids, positions, token_rows: of the tokens of the chunks. chunk_rows, chunk_ends: the rows
-    that the chunks belong to, and their lengths after the step. decode_rows: with null rows at the end if the batch is padded.
-    sampled_rows, sampled_at: the rows that sample, and where the step has their tokens. noisy: which of the sampled ones are not
-    greedy. filtering: which of the noisy ones have top-k, top-p or min-p.
-    """
+    """What the device must know about a step: first as arrays of the host, then as tensors. All [n] int64."""
 
     started: A
+    """The rows that start."""
     started_state: A
+    """Seven parts, one after the other, each with a number for each row that starts: length, last token, top-k and seed, then the
+    bits of temperature, top-p and min-p as float64."""
     table_rows: A
+    """The rows of the entries of the page table that change."""
     table_columns: A
     table_pages: A
     token_ids: A
+    """The tokens of the chunks, one chunk after the other."""
     positions: A
     token_rows: A
+    """The row of each token of the chunks."""
     chunk_rows: A
     chunk_ends: A
+    """The length of each chunk's row after the step."""
     decode_rows: A
+    """With null rows at the end if the batch is padded."""
     sampled_rows: A
     sampled_at: A
+    """Where among the step's tokens the sampled rows have theirs."""
     noisy: A
+    """Which of the sampled rows are not greedy."""
     filtering: A
+    """Which of the noisy rows have top-k, top-p or min-p."""
 
 
 @dataclass(frozen=True, slots=True)
 class HostStep:
-    """A step as the host knows it. decode_lengths: [decode rows] int64, this step's token included; 1 for null rows.
-
-    filter_width: how many of the likeliest tokens the filters must order, which is the largest top-k; 0: all.
-    """
+    """A step as the host knows it."""
 
     arrays: StepArrays[Int64Array]
     decode_lengths: Int64Array
+    """[decode rows], with this step's token; 1 for null rows."""
     filter_width: int
+    """How many of the likeliest tokens the filters must order, which is the largest top-k; 0: all."""
 
 
-class _Starts(NamedTuple):
-    """What `StepArrays` has of the rows that start."""
+@dataclass(frozen=True, slots=True)
+class RowSampling:
+    """How each of some rows samples. A temperature below `GREEDY_BELOW`, as 0, is greedy."""
+
+    temperature: Tensor
+    """[rows] float32, as are top_p and min_p."""
+    top_k: Tensor
+    """[rows] int64, as are seed and position; 0 is all tokens."""
+    top_p: Tensor
+    min_p: Tensor
+    seed: Tensor
+    position: Tensor
+    """The position of the token that is sampled."""
+
+    def of(self, which: Tensor) -> "RowSampling":
+        """Those of rows [which]."""
+        return RowSampling(
+            self.temperature[which],
+            self.top_k[which],
+            self.top_p[which],
+            self.min_p[which],
+            self.seed[which],
+            self.position[which],
+        )
+
+
+class _StartArrays(NamedTuple):
+    """The fields of `StepArrays` for the rows that start."""
 
     rows: Int64Array
     state: Int64Array
@@ -153,8 +151,8 @@ class _Starts(NamedTuple):
     table_pages: Int64Array
 
 
-class _Chunks(NamedTuple):
-    """What it has of the chunks, of which some sample."""
+class _ChunkArrays(NamedTuple):
+    """The fields of `StepArrays` for the chunks, some of which sample."""
 
     token_ids: Int64Array
     positions: Int64Array
@@ -166,11 +164,12 @@ class _Chunks(NamedTuple):
 
 
 _NONE = np.empty(0, dtype=np.int64)
-_NO_STARTS, _NO_CHUNKS = _Starts(*[_NONE] * 5), _Chunks(*[_NONE] * 7)
+_NO_STARTS, _NO_CHUNKS = _StartArrays(*[_NONE] * 5), _ChunkArrays(*[_NONE] * 7)
 
 
-class Rows:
-    """rows: how many requests are computed at once. pages: most pages of a row. spare_page: a page that holds no KV.
+class BatchTensors:
+    """The rows of the batch. rows: how many requests are computed at once. pages: most pages of a row. spare_page: a page that
+    holds no KV.
 
     After the rows lies the null row, which fills a batch to the size of its CUDA graph. Its one page is the spare page and its
     length stays 0, so what it computes is written where it does not count.
@@ -178,7 +177,7 @@ class Rows:
 
     def __init__(self, rows: int, pages: int, page_size: int, spare_page: int, device: torch.device) -> None:
         self.null = rows
-        self._page_size = page_size
+        self.page_size = page_size
         self.table = torch.zeros(rows + 1, pages, dtype=torch.int32, device=device)
         self.table[rows] = spare_page
         self._whole = torch.zeros(4, rows + 1, dtype=torch.int64, device=device)
@@ -192,11 +191,15 @@ class Rows:
     def prepare(self, plan: Plan, decode_size: int) -> HostStep:
         """Take the plan's rows in on the host, and make the arrays of the step. decode_size: pad the decode rows to so many."""
         begun = self._start(plan.starts) if plan.starts else _NO_STARTS
-        grown, columns = self._grow(plan)
+        grown = plan.grown_rows.astype(np.int64)
+        columns = self._leased[grown]
+        assert (columns < self.table.shape[1]).all(), "a row would hold more pages than its context has"
+        self._leased[grown] += 1
         chunks = self._chunk(plan) if plan.chunks else _NO_CHUNKS
         decoded = plan.decode_rows.astype(np.int64)
         self._host_length[decoded] += 1
-        self._check(decoded)
+        rows = plan.rows
+        assert (self._host_length[rows] <= self._leased[rows] * self.page_size).all(), "a row would write beyond its pages"
         decode = decoded
         if decode_size > len(decoded):
             decode = np.full(decode_size, self.null)
@@ -225,7 +228,7 @@ class Rows:
         top_k = self._host_top_k[sampled[noisy[filtering]]] if len(filtering) else _NONE
         return HostStep(arrays, np.maximum(self._host_length[decode], 1), int(top_k.max(initial=0)) if (top_k > 0).all() else 0)
 
-    def _start(self, starts: tuple[RowStart, ...]) -> "_Starts":
+    def _start(self, starts: tuple[RowStart, ...]) -> _StartArrays:
         whole, share = np.zeros((4, len(starts)), dtype=np.int64), np.zeros((3, len(starts)), dtype=np.float64)
         for at, start in enumerate(starts):
             row, sampling = start.row, start.sampling
@@ -235,7 +238,7 @@ class Rows:
             self._is_noisy[row] = np.float32(sampling.temperature) >= np.float32(GREEDY_BELOW)
             self._filters[row] = sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0
         rows = np.array([start.row for start in starts], dtype=np.int64)
-        return _Starts(
+        return _StartArrays(
             rows=rows,
             state=np.concatenate([whole.ravel(), share.view(np.int64).ravel()]),
             table_rows=np.repeat(rows, [len(start.pages) for start in starts]),
@@ -243,23 +246,14 @@ class Rows:
             table_pages=np.concatenate([start.pages for start in starts], dtype=np.int64),
         )
 
-    def _grow(self, plan: Plan) -> tuple[Int64Array, Int64Array]:
-        """The rows that grow, and in which column each gets its page."""
-        grown = plan.grown_rows.astype(np.int64)
-        held = self._leased[grown]
-        assert (held < self.table.shape[1]).all(), "a row would hold more pages than its context has"
-        self._leased[grown] += 1
-        return grown, held
-
-    def _chunk(self, plan: Plan) -> "_Chunks":
+    def _chunk(self, plan: Plan) -> _ChunkArrays:
         lengths = np.array([len(chunk.token_ids) for chunk in plan.chunks], dtype=np.int64)
         starts = np.array([chunk.start for chunk in plan.chunks], dtype=np.int64)
         rows = np.array([chunk.row for chunk in plan.chunks], dtype=np.int64)
         is_last = np.array([chunk.last for chunk in plan.chunks], dtype=bool)
         ends = np.cumsum(lengths)
         self._host_length[rows] = starts + lengths
-        self._check(rows)
-        return _Chunks(
+        return _ChunkArrays(
             token_ids=np.concatenate([chunk.token_ids for chunk in plan.chunks], dtype=np.int64),
             positions=np.arange(ends[-1]) - np.repeat(ends - lengths - starts, lengths),
             token_rows=np.repeat(rows, lengths),
@@ -269,13 +263,10 @@ class Rows:
             sampled_at=ends[is_last] - 1,
         )
 
-    def _check(self, rows: Int64Array) -> None:
-        assert (self._host_length[rows] <= self._leased[rows] * self._page_size).all(), "a row would write beyond its pages"
-
     # --- on the device -----------------------------------------------------------------------------------------------------
 
     def apply(self, step: StepArrays[Tensor]) -> None:
-        """The rows that start, and the pages that rows get. Starts nothing on the device when there are none."""
+        """Set the rows that start, and the pages that rows get. Starts nothing on the device when there are none."""
         if len(step.started):
             rows = step.started
             state = step.started_state.view(7, -1)

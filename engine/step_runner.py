@@ -1,31 +1,12 @@
 """The step runner: gives one plan after the other to the device, over one pool of pages, and waits for none.
 
-Owns the rows, the order of a step's parts, and the graphs of the decode step. Knows the model, attention and the sampler by their
-ports. Does not know checkpoints, threads, requests or messages.
+Owns the order of a step's parts, the groups of layers whose KV is reported while the step computes, the embeddings of prompts,
+and the replays of the decode step. Knows the model, attention and kernels by their ports. Does not know checkpoints, threads,
+requests or messages.
 
     prepare (host) ─► one copy to the device ─► rows that start or grow ─┬─► eager: chunks and decode rows in one forward
                                                                          ├─► decode rows alone on CUDA: the replay of a graph
                                                                          └─► decode rows alone on CPU: that of a recording
-
-Reports how many layers of KV a running step has written, so that pages can be pushed while it computes.
-
-Owns the groups of layers, and on CUDA the events between them. Knows no pages or pushes.
-
-On CPU a layer's KV is in memory as soon as `written` is called. On CUDA it is there when the stream has come that far: `written`
-records an event after each group, and `wait`, called when the whole forward is in the stream, waits for them one by one.
-
-The attention of one step as a model sees it: writes each layer's KV to its pages, reports it, and attends.
-
-Owns the order of these three. Knows no models, rows or plans.
-
-A step whose work has been given to the device: what is still to come of it, and how to wait for that.
-
-Owns the events and the pinned memory through which tokens come back. Knows no threads: `wait` blocks whoever calls it.
-
-Embeddings: what becomes of the hidden states of prompts whose rows ask for a pooling of them.
-
-Owns the poolings, and of each row what its prompt's chunks so far have brought. Computes nothing for other rows. Does not know
-models or requests.
 """
 
 import time
@@ -38,22 +19,37 @@ import torch
 from torch import Tensor
 
 from common.errors import TandemError
-from common.executor import NO_LOGPROBS, Logprobs, Plan, RowStart, StepResult
+from common.executor import NO_LOGPROBS, Plan, RowStart, StepResult
 from common.ids import Int32Array, Int64Array
 from common.sampling_params import Pooling
 from engine.kv_memory import KVMemory
-from engine.ports import Attention, HeadNorm, Kernels, LogitsProcessor, Model, PagePlaces, Rotation, Segment, StepTokens
+from engine.ports import (
+    Attention,
+    HeadNorm,
+    Kernels,
+    LogitsProcessor,
+    Model,
+    PagePlaces,
+    Rotation,
+    Segment,
+    StepTokens,
+)
 from engine.replay import CannotRecord, GraphMaker, Recorder, Recording, Replay, fitting
-from engine.rows import HostStep, Rows, Staging, StepArrays
-from engine.sampling import Drawing, Sampler, Special, Told
+from engine.rows import BatchTensors, HostStep, Staging, StepArrays
+from engine.sampling import Sampler, SpecialRows, TokenLogprobsOnDevice
 from engine.torch_kernels import write
 
 
 class LayerProgress:
-    """groups: how many groups of layers to report; each costs a turn of the instance's loop and a push. 0: report nothing.
+    """Reports how many layers of KV a running step has written, so that pages can be pushed while it computes.
 
-    The last group is pushed while the last layer attends and the first token is sampled. report: called after each group with
-    the number of layers that are done; None: nobody asks. between: called at every layer.
+    On CPU a layer's KV is in memory as soon as `written` is called. On CUDA it is there when the stream has come that far:
+    `written` records an event after each group of layers, and `wait`, called when the whole forward is in the stream, waits for
+    them one by one.
+
+    groups: how many groups of layers to report; each costs a turn of the instance's loop and a push. 0: report nothing. The last
+    group is pushed while the last layer attends and the first token is sampled. report: called after each group with the number
+    of layers that are done; None: report nothing. between: called at every layer.
     """
 
     def __init__(
@@ -90,49 +86,39 @@ class LayerProgress:
                 self._report(layers)
 
 
+@dataclass(slots=True)
 class PagedStep:
-    """Implements `StepAttention`. attention: planned for the step. pages, slots: [tokens] int64, where its tokens' KV is written.
+    """Implements `StepAttention`: writes each layer's KV to its pages, reports it, and attends."""
 
-    written: called with the number of layers that are written.
-    """
-
-    def __init__(
-        self,
-        memory: KVMemory,
-        attention: Attention,
-        kernels: Kernels,
-        pages: Tensor,
-        slots: Tensor,
-        written: Callable[[int], None],
-    ) -> None:
-        self._memory = memory
-        self._attention = attention
-        self._kernels = kernels
-        self._pages = pages
-        self._slots = slots
-        self._written = written
+    memory: KVMemory
+    attention: Attention
+    """Planned for the step."""
+    kernels: Kernels
+    pages: Tensor
+    """[tokens] int64, as are the slots: where the KV of each token is written."""
+    slots: Tensor
+    written: Callable[[int], None]
+    """Called with the number of layers that are written."""
 
     def rotate_and_attend(self, layer: int, heads: Tensor, rotation: Rotation, norm: HeadNorm | None) -> Tensor:
-        query = self._kernels.rotate_and_write(heads, rotation, norm, self._places(layer))
-        self._written(layer + 1)
-        return self._attention.run(layer, query)
+        places = PagePlaces(*self.memory.layers[layer], self.pages, self.slots)
+        query = self.kernels.rotate_and_write(heads, rotation, norm, places)
+        self.written(layer + 1)
+        return self.attention.run(layer, query)
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        write(self._places(layer), key, value)
-        self._written(layer + 1)
-        return self._attention.run(layer, query)
-
-    def _places(self, layer: int) -> PagePlaces:
-        keys, values = self._memory.layers[layer]
-        return PagePlaces(keys, values, self._pages, self._slots)
+        write(PagePlaces(*self.memory.layers[layer], self.pages, self.slots), key, value)
+        self.written(layer + 1)
+        return self.attention.run(layer, query)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Pooled:
-    """The embeddings of the prompts that a step completes. rows: of each. values: [rows, hidden] float32 on the device."""
+class PooledPrompts:
+    """The embeddings of the prompts that a step completes."""
 
     rows: Sequence[int]
     values: Tensor
+    """[rows, hidden] float32 on the device."""
 
     def read(self, values: Tensor) -> dict[int, bytes]:
         """`StepResult.embeddings`. values: the same, on the host."""
@@ -140,78 +126,81 @@ class Pooled:
 
 
 class Poolings:
-    """The rows that ask for an embedding."""
+    """What becomes of the hidden states of prompts whose rows ask for an embedding. Computes nothing for other rows."""
 
     def __init__(self) -> None:
-        self._asked: dict[int, Pooling] = {}
-        self._kept: dict[int, Tensor] = {}
-        """Of rows whose prompt is not complete: the sum of its hidden states so far, or its first one. [hidden] float32 each."""
+        self._poolings: dict[int, Pooling] = {}
+        """By row."""
+        self._pooled: dict[int, Tensor] = {}
+        """The sum of the hidden states so far, or the first one, [hidden] float32, of each row whose prompt is not complete."""
 
     def start(self, starts: Sequence[RowStart]) -> None:
         for start in starts:
-            self._asked.pop(start.row, None)
-            self._kept.pop(start.row, None)
+            self._poolings.pop(start.row, None)
+            self._pooled.pop(start.row, None)
             if start.sampling.pooling is not None:
-                self._asked[start.row] = start.sampling.pooling
+                self._poolings[start.row] = start.sampling.pooling
 
-    def asked_of(self, plan: Plan) -> bool:
+    def need_hidden(self, plan: Plan) -> bool:
         """Whether `pool` needs the hidden states of this step's chunks."""
-        return any(chunk.row in self._asked for chunk in plan.chunks)
+        return any(chunk.row in self._poolings for chunk in plan.chunks)
 
-    def pool(self, plan: Plan, hidden: Tensor) -> Pooled | None:
-        """Take in the chunks of a step. hidden: [tokens, hidden], normed, those of the chunks first; of a step that is not
-        `asked_of`, anything."""
+    def pool(self, plan: Plan, hidden: Tensor) -> PooledPrompts | None:
+        """Take in the chunks of a step. hidden: [tokens, hidden], normed, those of the chunks first; anything for a step that
+        does not `need_hidden`."""
         rows: list[int] = []
         values: list[Tensor] = []
         end = 0
-        for chunk in plan.chunks if self._asked else ():
+        for chunk in plan.chunks if self._poolings else ():
             begin, end = end, end + len(chunk.token_ids)
-            pooling = self._asked.get(chunk.row)
+            pooling = self._poolings.get(chunk.row)
             if pooling is None:
                 continue
             value = self._with_chunk(chunk.row, pooling, hidden[begin:end])
             if chunk.last:
-                self._kept.pop(chunk.row, None)
+                self._pooled.pop(chunk.row, None)
                 rows.append(chunk.row)
                 values.append(value / (chunk.start + len(chunk.token_ids)) if pooling == "mean" else value)
-        return Pooled(rows, torch.stack(values)) if rows else None
+        return PooledPrompts(rows, torch.stack(values)) if rows else None
 
     def _with_chunk(self, row: int, pooling: Pooling, hidden: Tensor) -> Tensor:
-        """What is known after this chunk."""
+        """What is known of the row's prompt after this chunk."""
         if pooling == "last":
             return hidden[-1].float()
-        kept = self._kept.get(row)
+        pooled = self._pooled.get(row)
         if pooling == "cls":
-            value = hidden[0].float() if kept is None else kept
+            value = hidden[0].float() if pooled is None else pooled
         else:
             total = hidden.sum(dim=0, dtype=torch.float32)
-            value = total if kept is None else kept + total
-        self._kept[row] = value
+            value = total if pooled is None else pooled + total
+        self._pooled[row] = value
         return value
 
 
 class PendingStep:
-    """tokens: [sampled] int64 on the device, in the order of `Plan.sampled_rows`. told, prompt_told: the log probabilities of a
-    `StepResult`; None: of nothing. pooled: its embeddings; None: it has none. failed: as in a `StepResult`. Make it when
-    all of the step's work has been started: its event comes behind that. A thread that waits for the event sleeps, and keeps no
-    core busy."""
+    """A step whose work has been given to the device: what is still to come of it, and how to wait for that.
+
+    tokens: [sampled] int64 on the device, in the order of `Plan.sampled_rows`. The other arguments are those of a `StepResult`;
+    None: there are none. Make it when all of the step's work has been started: its event comes behind that. A thread that waits
+    for the event sleeps, and keeps no core busy.
+    """
 
     def __init__(
         self,
         plan: Plan,
         tokens: Tensor,
         progress: LayerProgress,
-        told: Told | None = None,
-        prompt_told: Told | None = None,
-        pooled: Pooled | None = None,
+        logprobs: TokenLogprobsOnDevice | None = None,
+        prompt_logprobs: TokenLogprobsOnDevice | None = None,
+        embeddings: PooledPrompts | None = None,
         failed: Mapping[int, TandemError] | None = None,
     ) -> None:
         self._plan = plan
         self._failed = failed or {}
         self._progress = progress
-        self._told = None if told is None else (told, _to_host(told.packed))
-        self._prompt_told = None if prompt_told is None else (prompt_told, _to_host(prompt_told.packed))
-        self._pooled = None if pooled is None else (pooled, _to_host(pooled.values))
+        self._logprobs = None if logprobs is None else (logprobs, _to_host(logprobs.packed))
+        self._prompt_logprobs = None if prompt_logprobs is None else (prompt_logprobs, _to_host(prompt_logprobs.packed))
+        self._embeddings = None if embeddings is None else (embeddings, _to_host(embeddings.values))
         self._tokens = _to_host(tokens.int())
         self._event: torch.cuda.Event | None = None
         if tokens.device.type != "cpu":
@@ -230,10 +219,12 @@ class PendingStep:
         if self._event is not None:
             self._event.synchronize()
         tokens: Int32Array = self._tokens.numpy()
-        if self._told is None and self._prompt_told is None and self._pooled is None:
-            return StepResult(self._plan, tokens, failed=self._failed)
-        embeddings = {} if self._pooled is None else self._pooled[0].read(self._pooled[1])
-        return StepResult(self._plan, tokens, _read(self._told), _read(self._prompt_told), embeddings, self._failed)
+        logprobs, prompt_logprobs = (
+            NO_LOGPROBS if copied is None else copied[0].read(copied[1].numpy())
+            for copied in (self._logprobs, self._prompt_logprobs)
+        )
+        embeddings = {} if self._embeddings is None else self._embeddings[0].read(self._embeddings[1])
+        return StepResult(self._plan, tokens, logprobs, prompt_logprobs, embeddings, self._failed)
 
 
 def _to_host(tensor: Tensor) -> Tensor:
@@ -244,23 +235,28 @@ def _to_host(tensor: Tensor) -> Tensor:
     return pinned.copy_(tensor, non_blocking=True)
 
 
-def _read(told: tuple[Told, Tensor] | None) -> Logprobs:
-    if told is None:
-        return NO_LOGPROBS
-    which, packed = told
-    return which.read(packed.numpy())
+@dataclass(frozen=True, slots=True, eq=False)
+class _PreparedStep:
+    """A step before its forward."""
+
+    plan: Plan
+    host: HostStep
+    arrays: StepArrays[Tensor]
+    """`host.arrays` on the device."""
+    special: SpecialRows | None
+    progress: LayerProgress
 
 
-Inputs = tuple[Tensor, Tensor, Tensor, Tensor]
-"""Of tokens: (token_ids, positions, pages, slots), all [tokens] int64."""
+@dataclass(frozen=True, slots=True, eq=False)
+class _ForwardResult:
+    """What the forward of a step gave, before its tokens are drawn."""
 
-
-@dataclass(frozen=True, slots=True)
-class _DecodeGraph:
-    """The decode step of one batch size. attention: planned before each replay."""
-
-    attention: Attention
-    replay: Replay
+    logits: Tensor | None
+    """[sampled, vocab] float32; None: nothing is sampled."""
+    likeliest: Tensor | None = None
+    """[sampled] int64, if the forward computes them."""
+    prompt_logprobs: TokenLogprobsOnDevice | None = None
+    embeddings: PooledPrompts | None = None
 
 
 class StepRunner:
@@ -273,7 +269,6 @@ class StepRunner:
         kernels: Kernels,
         memory: KVMemory,
         attention: Attention,
-        sampler: Sampler,
         *,
         max_rows: int,
         pages_per_row: int,
@@ -281,22 +276,29 @@ class StepRunner:
         vocab_size: int,
         processors: Sequence[LogitsProcessor] = (),
     ) -> None:
-        self._model, self._kernels, self._memory = model, kernels, memory
-        self._attention = attention
-        self._layer_groups = layer_groups
+        self._model, self._kernels, self._memory, self._attention = model, kernels, memory, attention
+        self._layer_groups, self.vocab_size = layer_groups, vocab_size
         self._device = memory.pool.device
-        page_size = memory.layout.page_size
-        self.rows = Rows(max_rows, pages_per_row, page_size, memory.total_pages, self._device)
-        self._drawing = Drawing(sampler, processors, max_rows, self._device)
+        self.batch = batch = BatchTensors(max_rows, pages_per_row, memory.layout.page_size, memory.total_pages, self._device)
+        self._decode_inputs = partial(
+            kernels.decode_inputs,
+            last_token=batch.last_token,
+            length=batch.length,
+            table=batch.table,
+            page_size=batch.page_size,
+            null=batch.null,
+        )
+        self._sampler = Sampler(kernels, processors, max_rows, self._device)
         self._poolings = Poolings()
         self._staging = Staging(self._device)
         self._recordings: dict[int, tuple[Tensor, Recording]] = {}
+        """By number of rows: the tensor from which the recording reads which rows they are, and the recording."""
         self._graph_sizes: Sequence[int] = ()
-        self._graphs: dict[int, _DecodeGraph] = {}
-        self.vocab_size = vocab_size
+        self._graphs: dict[int, tuple[Attention, Replay]] = {}
+        """By number of rows: what is planned before each replay, and the graph."""
         self._graph_logits = torch.empty(0, vocab_size, device=self._device)
         self._graph_rows, self._graph_tokens = torch.full(
-            (2, max_rows), self.rows.null, dtype=torch.int64, device=self._device
+            (2, max_rows), batch.null, dtype=torch.int64, device=self._device
         ).unbind()
 
     @torch.inference_mode()
@@ -311,69 +313,56 @@ class StepRunner:
         wanted = report if any(chunk.last for chunk in plan.chunks) else None
         progress = LayerProgress(self._device, self._memory.layout.layers, self._layer_groups, wanted, between)
         size = fitting(self._graph_sizes, len(plan.decode_rows)) if not plan.chunks else None
-        host = self.rows.prepare(plan, size or 0)
-        step = StepArrays(*self._staging.send(host.arrays))
-        self.rows.apply(step)
-        self._drawing.start(plan.starts)
+        host = self.batch.prepare(plan, size or 0)
+        arrays = StepArrays(*self._staging.send(host.arrays))
+        self.batch.apply(arrays)
+        self._sampler.start(plan.starts)
         self._poolings.start(plan.starts)
-        special = self._drawing.prepare(plan, host, behind_graph=size is not None)
+        special = self._sampler.prepare(plan, host, behind_graph=size is not None)
+        step = _PreparedStep(plan, host, arrays, special, progress)
         if size is not None:
-            return self._replayed(size, plan, host, step, special, progress)
-        if not plan.chunks and len(plan.decode_rows) in self._recordings:
-            return self._recorded(plan, host, step, special, progress)
-        return self._eager(plan, host, step, special, progress)
+            return self._replay_graph(size, step)
+        is_recorded = not plan.chunks and len(plan.decode_rows) in self._recordings
+        done = self._replay_recording(step) if is_recorded else self._forward(step)
+        if done.logits is None:
+            return PendingStep(plan, arrays.sampled_at, progress, prompt_logprobs=done.prompt_logprobs)
+        rows, noisy = arrays.sampled_rows, arrays.noisy
+        sampling = self.batch.sampling(rows[noisy]) if len(noisy) else None
+        tokens = self._sampler.draw(done.logits, sampling, noisy, arrays.filtering, host.filter_width, special, done.likeliest)
+        self.batch.last_token[rows] = tokens
+        logprobs = self._sampler.logprobs(done.logits, tokens, special)
+        failed = None if special is None else special.failed
+        return PendingStep(plan, tokens, progress, logprobs, done.prompt_logprobs, done.embeddings, failed)
 
-    # --- eager -------------------------------------------------------------------------------------------------------------
-
-    def _eager(
-        self, plan: Plan, host: HostStep, step: StepArrays[Tensor], special: Special | None, progress: LayerProgress
-    ) -> PendingStep:
-        rows = self.rows
-        token_ids, positions, pages, slots = inputs = self._decode_inputs(step.decode_rows)
+    def _forward(self, step: _PreparedStep) -> _ForwardResult:
+        """Layer by layer: chunks and decode rows together."""
+        plan, arrays, special, batch = step.plan, step.arrays, step.special, self.batch
+        token_ids, positions, pages, slots = self._decode_inputs(arrays.decode_rows)
         lengths = positions + 1
         if plan.chunks:
-            token_ids, positions, pages, slots = map(torch.cat, zip(self._chunk_inputs(step), inputs, strict=True))
-            rows.length[step.chunk_rows] = step.chunk_ends
-        self._attention.plan(StepTokens(_segments(plan), rows.table, step.decode_rows, lengths, host.decode_lengths))
-        reads_all = self._poolings.asked_of(plan) or (special is not None and len(special.prompt_at) > 0)
-        wanted = None if reads_all or not plan.chunks else step.sampled_at
-        paged = PagedStep(self._memory, self._attention, self._kernels, pages, slots, progress.written)
+            columns = arrays.positions // batch.page_size
+            token_ids = torch.cat([arrays.token_ids, token_ids])
+            positions = torch.cat([arrays.positions, positions])
+            pages = torch.cat([batch.table[arrays.token_rows, columns].long(), pages])
+            slots = torch.cat([arrays.positions % batch.page_size, slots])
+            batch.length[arrays.chunk_rows] = arrays.chunk_ends
+        self._attention.plan(StepTokens(_segments(plan), batch.table, arrays.decode_rows, lengths, step.host.decode_lengths))
+        needs_all = self._poolings.need_hidden(plan) or (special is not None and len(special.prompt_at) > 0)
+        wanted = None if needs_all or not plan.chunks else arrays.sampled_at
+        paged = PagedStep(self._memory, self._attention, self._kernels, pages, slots, step.progress.written)
         hidden = self._model.hidden(token_ids, positions, paged, wanted)
-        prompt_told = self._drawing.told_of_prompts(hidden, self._model.logits, special)
-        pooled = self._poolings.pool(plan, hidden)
-        if len(step.sampled_at) == 0:
-            return PendingStep(plan, step.sampled_at, progress, prompt_told=prompt_told)
-        logits = self._model.logits(hidden[step.sampled_at] if reads_all else hidden)
-        return self._drawn(plan, host, step, special, progress, logits, None, prompt_told, pooled)
+        prompt_logprobs = self._sampler.prompt_logprobs(hidden, self._model.logits, special)
+        embeddings = self._poolings.pool(plan, hidden)
+        if len(arrays.sampled_at) == 0:
+            return _ForwardResult(None, prompt_logprobs=prompt_logprobs)
+        logits = self._model.logits(hidden[arrays.sampled_at] if needs_all else hidden)
+        return _ForwardResult(logits, None, prompt_logprobs, embeddings)
 
-    def _drawn(
-        self,
-        plan: Plan,
-        host: HostStep,
-        step: StepArrays[Tensor],
-        special: Special | None,
-        progress: LayerProgress,
-        logits: Tensor,
-        likeliest: Tensor | None = None,
-        prompt_told: Told | None = None,
-        pooled: Pooled | None = None,
-    ) -> PendingStep:
-        sampling = self.rows.sampling(step.sampled_rows[step.noisy]) if len(step.noisy) else None
-        tokens = self._drawing.draw(logits, sampling, step, host.filter_width, special, likeliest)
-        self.rows.last_token[step.sampled_rows] = tokens
-        told = self._drawing.told(logits, tokens, special)
-        return PendingStep(plan, tokens, progress, told, prompt_told, pooled, None if special is None else special.failed)
-
-    def _decode_inputs(self, rows: Tensor) -> Inputs:
-        batch = self.rows
-        return self._kernels.decode_inputs(
-            rows, batch.last_token, batch.length, batch.table, self._memory.layout.page_size, batch.null
-        )
-
-    def _chunk_inputs(self, step: StepArrays[Tensor]) -> Inputs:
-        page_size = self._memory.layout.page_size
-        pages = self.rows.table[step.token_rows, step.positions // page_size].long()
-        return step.token_ids, step.positions, pages, step.positions % page_size
+    def _decode_logits(self, rows: Tensor, attention: Attention, written: Callable[[int], None]) -> Tensor:
+        """The logits of one decode step, from what the rows hold alone: it can be part of a graph or of a recording."""
+        token_ids, positions, pages, slots = self._decode_inputs(rows)
+        step = PagedStep(self._memory, attention, self._kernels, pages, slots, written)
+        return self._model.logits(self._model.hidden(token_ids, positions, step))
 
     # --- recordings --------------------------------------------------------------------------------------------------------
 
@@ -382,13 +371,13 @@ class StepRunner:
         """On CPU: replay decode steps from now on, of those numbers of rows that can be recorded. Returns why none can."""
         if not self._model.capturable:
             return "the model's implementation cannot be recorded"
-        row, length = self._graph_rows[:1].fill_(self.rows.null), torch.ones(1, dtype=torch.int64)
-        self._attention.plan(StepTokens((), self.rows.table, row, length, length.numpy()))  # some need one to be asked at all
+        row, length = self._graph_rows[:1].fill_(self.batch.null), torch.ones(1, dtype=torch.int64)
+        self._attention.plan(StepTokens((), self.batch.table, row, length, length.numpy()))  # some need one to run at all
         began_s, refused = time.perf_counter(), ""
-        for size in range(self.rows.null, 0, -1):  # the largest takes the memory of all
+        for size in range(self.batch.null, 0, -1):  # the largest takes the memory of all
             rows = torch.zeros(size, dtype=torch.int64)
             try:
-                self._recordings[size] = rows, recorder.record(partial(self._decode_likeliest, rows, self._attention))
+                self._recordings[size] = rows, recorder.record(partial(self._decode_likeliest, rows))
             except CannotRecord as error:
                 refused = refused or str(error)
         if not self._recordings:
@@ -398,27 +387,19 @@ class StepRunner:
         progress(f"recorded decode steps of {sizes} in {time.perf_counter() - began_s:.1f} s{others}")
         return None
 
-    def _recorded(
-        self, plan: Plan, host: HostStep, step: StepArrays[Tensor], special: Special | None, progress: LayerProgress
-    ) -> PendingStep:
-        """As `_eager`, for a step of decode rows alone."""
-        rows, recording = self._recordings[len(plan.decode_rows)]
-        rows.copy_(step.decode_rows)
-        lengths = host.decode_lengths
-        self._attention.plan(StepTokens((), self.rows.table, rows, torch.from_numpy(lengths), lengths))
-        logits, likeliest = recording.run(progress.between)
-        return self._drawn(plan, host, step, special, progress, logits, likeliest)
-
-    def _decode_logits(self, rows: Tensor, attention: Attention, written: Callable[[int], None]) -> Tensor:
-        """Of one decode step, from what the rows hold alone: it can be part of a graph or of a recording."""
-        token_ids, positions, pages, slots = self._decode_inputs(rows)
-        step = PagedStep(self._memory, attention, self._kernels, pages, slots, written)
-        return self._model.logits(self._model.hidden(token_ids, positions, step))
-
-    def _decode_likeliest(self, rows: Tensor, attention: Attention, written: Callable[[int], None]) -> tuple[Tensor, Tensor]:
-        """As `_decode_logits`, with the likeliest token of each row."""
-        logits = self._decode_logits(rows, attention, written)
+    def _decode_likeliest(self, rows: Tensor, written: Callable[[int], None]) -> tuple[Tensor, Tensor]:
+        """The logits of one decode step, and the likeliest token of each row: what a recording holds."""
+        logits = self._decode_logits(rows, self._attention, written)
         return logits, self._kernels.likeliest(logits)
+
+    def _replay_recording(self, step: _PreparedStep) -> _ForwardResult:
+        """As `_forward`, for a step of decode rows alone."""
+        rows, recording = self._recordings[len(step.plan.decode_rows)]
+        rows.copy_(step.arrays.decode_rows)
+        lengths = step.host.decode_lengths
+        self._attention.plan(StepTokens((), self.batch.table, rows, torch.from_numpy(lengths), lengths))
+        logits, likeliest = recording.run(step.progress.between)
+        return _ForwardResult(logits, likeliest)
 
     # --- graphs ------------------------------------------------------------------------------------------------------------
 
@@ -438,7 +419,9 @@ class StepRunner:
             attention = self._attention.for_graph(size)
             if attention is None:
                 return "the attention backend cannot be captured"
-            self._graphs[size] = self._captured(maker, size, attention)
+            self._graph_rows.fill_(self.batch.null)
+            attention.plan(self._graph_step(size, np.ones(size, dtype=np.int64)))
+            self._graphs[size] = attention, maker.capture(partial(self._decode_into_graph, size, attention))
         self._graph_sizes = tuple(sizes)
         return None
 
@@ -447,49 +430,37 @@ class StepRunner:
         self._graphs.clear()
         self._graph_sizes = ()
 
-    def _captured(self, maker: GraphMaker, size: int, attention: Attention) -> _DecodeGraph:
-        self._graph_rows.fill_(self.rows.null)
-        attention.plan(self._graph_step(size, np.ones(size, dtype=np.int64)))
-        return _DecodeGraph(attention, maker.capture(partial(self._decode, size, attention)))
-
     def _graph_step(self, size: int, lengths: Int64Array) -> StepTokens:
         rows = self._graph_rows[:size]
-        return StepTokens((), self.rows.table, rows, rows[:0], lengths)
+        return StepTokens((), self.batch.table, rows, rows[:0], lengths)
 
-    def _decode(self, size: int, attention: Attention) -> None:
+    def _decode_into_graph(self, size: int, attention: Attention) -> None:
         """One decode step of `_graph_rows`, into `_graph_tokens` and `_graph_logits`: what a graph holds. The logits are for rows
         that are drawn again. They lie outside of the graphs' memory, where each graph would keep its own."""
-        rows, batch = self._graph_rows[:size], self.rows
-        logits = self._decode_logits(rows, attention, _unheard)
-        tokens = self._drawing.sampler.draw(logits, batch.sampling(rows))
+        rows, batch = self._graph_rows[:size], self.batch
+        logits = self._decode_logits(rows, attention, lambda layers: None)
+        tokens = self._sampler.draw_unfiltered(logits, batch.sampling(rows))
         batch.last_token[rows] = tokens
         self._graph_tokens[:size] = tokens
         self._graph_logits[:size] = logits
 
-    def _replayed(
-        self,
-        size: int,
-        plan: Plan,
-        host: HostStep,
-        step: StepArrays[Tensor],
-        special: Special | None,
-        progress: LayerProgress,
-    ) -> PendingStep:
-        """As `_eager`, for a step of decode rows alone. Rows that filter, and those that a processor concerns, are drawn once
-        more behind the graph."""
-        graph = self._graphs[size]
-        self._graph_rows[:size].copy_(step.decode_rows)
-        graph.attention.plan(self._graph_step(size, host.decode_lengths))
-        graph.replay()
+    def _replay_graph(self, size: int, step: _PreparedStep) -> PendingStep:
+        """For a step of decode rows alone. Rows that filter, and those that a processor concerns, are drawn once more behind the
+        graph."""
+        plan, host, arrays, special = step.plan, step.host, step.arrays, step.special
+        attention, replay = self._graphs[size]
+        self._graph_rows[:size].copy_(arrays.decode_rows)
+        attention.plan(self._graph_step(size, host.decode_lengths))
+        replay()
         count = len(plan.decode_rows)
         tokens, logits = self._graph_tokens[:count], self._graph_logits[:count]
-        rows = step.sampled_rows
-        if len(step.filtering) or special is not None:
-            sampling = self.rows.sampling(rows)
-            if self._drawing.redraw(tokens, logits, sampling, step, host.filter_width, special):
-                self.rows.last_token[rows] = tokens
-        told = self._drawing.told(logits, tokens, special)
-        return PendingStep(plan, tokens, progress, told, failed=None if special is None else special.failed)
+        rows = arrays.sampled_rows
+        if len(arrays.filtering) or special is not None:
+            sampling = self.batch.sampling(rows)
+            if self._sampler.redraw(tokens, logits, sampling, arrays, host.filter_width, special):
+                self.batch.last_token[rows] = tokens
+        logprobs = self._sampler.logprobs(logits, tokens, special)
+        return PendingStep(plan, tokens, step.progress, logprobs, failed=None if special is None else special.failed)
 
 
 def _segments(plan: Plan) -> tuple[Segment, ...]:
@@ -499,7 +470,3 @@ def _segments(plan: Plan) -> tuple[Segment, ...]:
         end = begin + len(chunk.token_ids)
         segments.append(Segment(begin, end, chunk.start, chunk.start + end - begin, chunk.row))
     return tuple(segments)
-
-
-def _unheard(layers: int) -> None:
-    """Decode steps report no layers."""

@@ -1,11 +1,7 @@
-"""The threads that OpenMP keeps for a thread that computes, on CPU.
+"""The torch executor: the model runner on threads of its own, so that launching a step never waits for one.
 
-Owns their end. Does not set how many they are, or how long they wait for work (`launch/child.py`).
-
-The torch executor: the model runner on threads of its own, so that launching a step never waits for one.
-
-Owns the engine thread, the completion thread and the steps in flight. Knows no model. Implements
-`common.executor.Executor` on CPU and CUDA.
+Owns the engine thread, the completion thread, the steps in flight, and the end of the threads that OpenMP keeps for a thread that
+computes no more. Knows no model. Implements `common.executor.Executor` on CPU and CUDA.
 """
 
 import ctypes
@@ -14,7 +10,6 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 
@@ -66,10 +61,12 @@ STOP_S = 30.0
 
 
 @dataclass(slots=True, eq=False)
-class _Step:
-    """A step in flight. The engine thread sets its fields, the loop's thread reads them."""
+class StepInFlight:
+    """Implements `StepHandle`. The engine thread sets its fields, the loop's thread reads them."""
 
     plan: Plan
+    wake: Callable[[], None]
+    """Called when it completes or progresses, on a thread of the executor."""
     result: StepResult | None = None
     failure: Exception | None = None
     layers_done: int = 0
@@ -79,6 +76,10 @@ class _Step:
         if self.failure is not None:
             raise ExecutorFailed(f"step {self.plan.step} failed: {self.failure}") from self.failure
         return self.result
+
+    def report_layers(self, layers: int) -> None:
+        self.layers_done = layers
+        self.wake()
 
 
 class TorchExecutor:
@@ -110,8 +111,8 @@ class TorchExecutor:
             end_own_pool()  # the engine thread computes from now on
         self.description = self._runner.description
         self._wake = wake
-        self._steps: queue.Queue[_Step | None] = queue.Queue(STEPS_QUEUED)
-        self._launched: queue.SimpleQueue[tuple[_Step, PendingStep] | None] = queue.SimpleQueue()
+        self._steps: queue.Queue[StepInFlight | None] = queue.Queue(STEPS_QUEUED)
+        self._launched: queue.SimpleQueue[tuple[StepInFlight, PendingStep] | None] = queue.SimpleQueue()
         self._threads = [
             threading.Thread(target=self._launch_steps, name="engine", daemon=True),
             threading.Thread(target=self._complete_steps, name="completion", daemon=True),
@@ -120,8 +121,8 @@ class TorchExecutor:
             thread.start()
         self._await_grammars(progress)
 
-    def launch(self, plan: Plan) -> _Step:
-        step = _Step(plan)
+    def launch(self, plan: Plan) -> StepInFlight:
+        step = StepInFlight(plan, self._wake)
         self._steps.put_nowait(step)
         return step
 
@@ -155,32 +156,27 @@ class TorchExecutor:
             progress(f"no answer can be held to a grammar: {error}")
 
     def _launch_steps(self) -> None:
+        """On CPU with cores that others lend, where a launch is the whole step, the threads follow what is lent."""
         torch.set_num_threads(self._threads_now)
+        follow = None if self._cores is None else self._follow_lent_cores
         with self._runner.on_device():
             while (step := self._steps.get()) is not None:
                 try:
-                    pending = self._launched_step(step)
+                    if self._cores is not None:
+                        self._cores.begin()
+                        self._follow_lent_cores()
+                    pending = self._runner.steps.launch(step.plan, step.report_layers, follow)
+                    if not pending.is_complete:
+                        self._launched.put((step, pending))
+                        continue
+                    step.result = pending.wait()
                 except Exception as error:  # noqa: BLE001 - the thread's outermost door; the step's poll raises it
                     step.failure = error
-                    self._wake()
-                    continue
-                if pending.is_complete:
-                    self._complete(step, pending)
-                else:
-                    self._launched.put((step, pending))
+                finally:
+                    if self._cores is not None:
+                        self._cores.end()
+                self._wake()
         self._launched.put(None)
-
-    def _launched_step(self, step: _Step) -> PendingStep:
-        """On CPU with cores that others lend, where a launch is the whole step, the threads follow what is lent."""
-        report = partial(self._advance, step)
-        if self._cores is None:
-            return self._runner.steps.launch(step.plan, report)
-        self._cores.begin()
-        try:
-            self._follow_lent_cores()
-            return self._runner.steps.launch(step.plan, report, self._follow_lent_cores)
-        finally:
-            self._cores.end()
 
     def _follow_lent_cores(self) -> None:
         assert self._cores is not None
@@ -191,15 +187,9 @@ class TorchExecutor:
 
     def _complete_steps(self) -> None:
         while (launched := self._launched.get()) is not None:
-            self._complete(*launched)
-
-    def _complete(self, step: _Step, pending: PendingStep) -> None:
-        try:
-            step.result = pending.wait()
-        except Exception as error:  # noqa: BLE001 - as above: CUDA reports here what failed on the device
-            step.failure = error
-        self._wake()
-
-    def _advance(self, step: _Step, layers: int) -> None:
-        step.layers_done = layers
-        self._wake()
+            step, pending = launched
+            try:
+                step.result = pending.wait()
+            except Exception as error:  # noqa: BLE001 - as above: CUDA reports here what failed on the device
+                step.failure = error
+            self._wake()

@@ -26,7 +26,7 @@ from engine.ports import Attention, LayerAttention, StepTokens
 
 SOURCE = Path(__file__).with_name("paged_attention.c")
 DTYPES = (torch.float32, torch.bfloat16)
-"""Of queries, and of pages. They may differ."""
+"""The dtypes of queries, and of pages. They may differ."""
 
 SPLIT_SLOTS = 512
 """An item of a split covers about so many slots, or more: below that, the merge costs more than the balance gives."""
@@ -38,7 +38,7 @@ LIGHTEST = 32
 """A slot costs as much for a few queries as for this many: it must be read, which takes longer than to compute with it."""
 
 _ITEM_NUMBERS = 11
-"""Of `item` in C."""
+"""How many numbers an `item` in C has."""
 
 _Kept = tuple[Tensor | Int64Array, ...]
 
@@ -70,12 +70,6 @@ class _Call(ctypes.Structure):
     )
 
 
-class _LayerCall(ctypes.Structure):
-    """`layer_call` in C."""
-
-    _fields_ = tuple((name, ctypes.c_void_p) for name in ("plan", "query", "keys", "values", "out"))
-
-
 class NativeAttention:
     """Implements `Attention` in C. layers: how each layer attends. dtype: of queries. library: the compiled source.
 
@@ -99,7 +93,7 @@ class NativeAttention:
         self._of_chunks = of_chunks
         self._elsewhere = 0
         self._group = query_heads // memory.layout.kv_heads
-        self._attend = NativeFunction(library, "paged_attention")
+        self._attend = NativeFunction(library, "paged_attention", "plan query keys values out")
         library.item_queries.restype = library.workspace_floats.restype = ctypes.c_int64
         library.workspace_floats.argtypes = [ctypes.c_int64] * 4
         self._item_tokens = max(1, library.item_queries() // self._group)
@@ -135,23 +129,19 @@ class NativeAttention:
         self._kept = [self._plan(call, how, step, segments) for how, call in self._calls.items()]
 
     def run(self, layer: int, query: Tensor) -> Tensor:
-        if self._of_chunks is None or self._elsewhere == 0:
-            return self._computed(layer, query)
-        chunks = self._of_chunks.run(layer, query[: self._elsewhere])
-        if len(query) == self._elsewhere:
-            return chunks
-        return torch.cat([chunks, self._computed(layer, query[self._elsewhere :])])
-
-    def for_graph(self, rows: int) -> None:
-        """None: there are no CUDA graphs on CPU. Calls may be recorded: what a plan changes is in memory that they point to."""
-
-    def _computed(self, layer: int, query: Tensor) -> Tensor:
-        call = self._calls[self._layers[layer]]
+        chunks = None
+        if self._of_chunks is not None and self._elsewhere:
+            chunks, query = self._of_chunks.run(layer, query[: self._elsewhere]), query[self._elsewhere :]
+            if not len(query):
+                return chunks
         keys, values = self._memory.layers[layer]
         query = query.contiguous()
         out = query.new_empty(query.shape)
-        self._attend(_LayerCall(ctypes.addressof(call), query.data_ptr(), keys.data_ptr(), values.data_ptr(), out.data_ptr()))
-        return out
+        self._attend(ctypes.addressof(self._calls[self._layers[layer]]), query, keys, values, out)
+        return out if chunks is None else torch.cat([chunks, out])
+
+    def for_graph(self, rows: int) -> None:
+        """None: there are no CUDA graphs on CPU. Calls may be recorded: what a plan changes is in memory that they point to."""
 
     def _make_room(self, threads: int) -> None:
         """For all processors at least, since threads follow the cores that other instances lend, also amid a step. What none uses

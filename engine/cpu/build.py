@@ -1,17 +1,10 @@
-"""A function of our C libraries, as the engine calls it: with one structure, on torch's threads.
-
-Owns the one way into C, so that whoever records a step hears of all that it computes there. Does not know what a function does,
-or what becomes of a record (`recording.py`).
-
-The compilers that FlashInfer and Triton start on this host: which of them lack, and what to do for it.
-
-Owns where those libraries look for them. Starts none. What our own C is compiled with is in `native/build.py`.
-
-C sources, compiled by the system's compiler at first use, cached, and loaded through ctypes.
+"""C sources, compiled by the system's compiler at first use, cached, and loaded through ctypes; and the one way to call them.
 
 Owns the flags, the cache of libraries, and their tie to torch's OpenMP runtime: they are linked with none, so their calls (see
-`parallel.h`) bind to the one that torch has loaded. Does not know what the sources compute. Where there is no library, the caller
-computes with torch.
+`parallel.h`) bind to the one that torch has loaded. Owns the call of a function with one structure, on torch's threads, so that
+whoever records a step gets all that it computes in C. Owns as well which compilers FlashInfer and Triton find on this host, and
+what to do about one that is missing. Does not know what the sources compute. Where there is no library, the caller computes with
+torch.
 """
 
 import contextlib
@@ -32,16 +25,17 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 
 CUDA = Path("/usr/local/cuda")
 
 
 @dataclass(frozen=True, slots=True)
 class Lacking:
-    """tool: what is not there. fix: what to do for it."""
+    """A tool that is not there, and what to do about it."""
 
     tool: str
     fix: str
@@ -55,7 +49,8 @@ PYTHON_H = Lacking("Python.h", "install Python's headers, as with apt install py
 
 
 def for_flashinfer() -> tuple[Lacking, ...]:
-    """Of what FlashInfer compiles with (`flashinfer/jit/cpp_ext.py`, 0.6.4 and 0.7.2). CXX is the beginning of a command."""
+    """What FlashInfer compiles with and is missing (`flashinfer/jit/cpp_ext.py`, 0.6.4 and 0.7.2). CXX is the beginning of a
+    command."""
     home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
     nvcc = (Path(home) / "bin" / "nvcc").exists() if home else _there("nvcc") or (CUDA / "bin" / "nvcc").exists()
     cxx = shlex.split(os.environ.get("CXX", "c++"))
@@ -64,7 +59,8 @@ def for_flashinfer() -> tuple[Lacking, ...]:
 
 
 def for_triton() -> tuple[Lacking, ...]:
-    """Of what Triton compiles with (`triton/runtime/build.py`, 3.8). It does not look for `cc`; CC is the name of a program."""
+    """What Triton compiles with and is missing (`triton/runtime/build.py`, 3.8). It does not look for `cc`; CC is the name of a
+    program."""
     headers, cc = Path(sysconfig.get_paths(scheme="posix_prefix")["include"]), os.environ.get("CC")
     has_cc = _there("gcc") or _there("clang") if cc is None else _there(cc)
     found = ((CC, has_cc), (PYTHON_H, (headers / "Python.h").exists()))
@@ -240,32 +236,41 @@ def _reason(error: Exception) -> str:
     return str(error)
 
 
-class Listener(Protocol):
-    """Hears of the calls of one thread."""
+class CallListener(Protocol):
+    """Gets the calls of one thread in place of the functions."""
 
     def called(self, address: int, call: ctypes.Structure) -> None:
-        """address: of the function. call: what it got; what that points to may be gone later."""
+        """address: of the function. call: its argument; the memory that this points to may be gone later."""
 
 
 class _Listening(threading.local):
-    to: Listener | None = None
+    to: CallListener | None = None
 
 
 LISTENING = _Listening()
-"""Who listens to the calls of this thread, if anyone does."""
+"""What listens to the calls of this thread, if anything does."""
 
 
 class NativeFunction:
-    """`void name(const call *, int threads)` of a library."""
+    """`void name(const call *, int threads)` of a library. pointers, counts, floats, ints: the names of the structure's fields,
+    in this order; the C source says what each is."""
 
-    def __init__(self, library: ctypes.CDLL, name: str) -> None:
+    def __init__(
+        self, library: ctypes.CDLL, name: str, pointers: str, counts: str = "", floats: str = "", ints: str = ""
+    ) -> None:
         function = library[name]  # by index: each time a function of its own
         function.argtypes, function.restype = [ctypes.c_void_p, ctypes.c_int], None
         self._function = function
         self._address = ctypes.cast(function, ctypes.c_void_p).value or 0
+        kinds = (
+            (ctypes.c_void_p, pointers), (ctypes.c_int64, counts), (ctypes.c_float, floats), (ctypes.c_int, ints)
+        )  # fmt: skip
+        fields = [(field, kind) for kind, names in kinds for field in names.split()]
+        self._structure: Any = type(name, (ctypes.Structure,), {"_fields_": fields})
 
-    def __call__(self, call: ctypes.Structure) -> None:
-        """call: the C structure that the function takes. What it points to must be there until this returns."""
+    def __call__(self, *values: Tensor | float | None) -> None:
+        """values: of all fields. A tensor stands for its address, and None for no address."""
+        call = self._structure(*[value.data_ptr() if isinstance(value, Tensor) else value for value in values])
         if LISTENING.to is not None:
             LISTENING.to.called(self._address, call)
             return

@@ -6,7 +6,6 @@ torch computes what the C has no code for, such as float16 or FP8 pages.
 
 import ctypes
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,52 +16,6 @@ from engine.torch_kernels import GREEDY_BELOW, TorchKernels
 
 SOURCE = Path(__file__).with_name("elementwise.c")
 _IS_BF16 = {torch.float32: 0, torch.bfloat16: 1}
-_POINTER, _COUNT, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
-
-
-def _fields(
-    pointers: str, counts: str, floats: str = "", ints: str = "is_bf16"
-) -> "list[tuple[str, type[ctypes._SimpleCData[Any]]]]":
-    """Of a structure of the C source, which says what each field is."""
-    kinds = ((_POINTER, pointers), (_COUNT, counts), (_FLOAT, floats), (_INT, ints))
-    return [(name, kind) for kind, names in kinds for name in names.split()]
-
-
-class _DecodeWork(ctypes.Structure):
-    _fields_ = _fields("rows last_token length table token_ids positions pages slots", "count table_row page_size null", ints="")
-
-
-class _EmbedWork(ctypes.Structure):
-    _fields_ = _fields("table ids out", "count rows bytes", ints="")
-
-
-class _AngleWork(ctypes.Structure):
-    _fields_ = _fields("positions frequencies cos sin", "tokens half", "factor", ints="")
-
-
-class _NormWork(ctypes.Structure):
-    _fields_ = _fields("x residual weight out total", "rows width x_row residual_row", "eps")
-
-
-class _SiluWork(ctypes.Structure):
-    _fields_ = _fields("gate_up out", "rows width row")
-
-
-class _RotateWork(ctypes.Structure):
-    _fields_ = _fields(
-        "heads cos sin query_norm key_norm pages slots queries keys values",
-        "tokens token_row head_row query_heads kv_heads dim half key_page key_head key_slot value_page value_head value_slot",
-        "eps",
-        "is_bf16 pages_are_bf16",
-    )
-
-
-class _SampleWork(ctypes.Structure):
-    _fields_ = _fields("logits temperature seed position found best tokens", "rows vocab row parts", "greedy_below", ints="")
-
-
-class _QuantiseWork(ctypes.Structure):
-    _fields_ = _fields("x out scales", "rows width row", ints="largest is_bf16")
 
 
 class NativeKernels(TorchKernels):
@@ -70,70 +23,72 @@ class NativeKernels(TorchKernels):
 
     def __init__(self, library: ctypes.CDLL) -> None:
         super().__init__()
-        self._decode_inputs = NativeFunction(library, "decode_inputs")
-        self._embed, self._rotation = NativeFunction(library, "embed"), NativeFunction(library, "rotation")
-        self._norm, self._silu = NativeFunction(library, "add_rms_norm"), NativeFunction(library, "silu_and_mul")
-        self._rotate, self._sample = NativeFunction(library, "rotate_and_write"), NativeFunction(library, "sample")
-        self._quantise_int8 = NativeFunction(library, "quantise_int8")
+        self._decode_inputs = NativeFunction(
+            library,
+            "decode_inputs",
+            "rows last_token length table token_ids positions pages slots",
+            "count table_row page_size null",
+        )
+        self._embed = NativeFunction(library, "embed", "table ids out", "count rows bytes")
+        self._rotation = NativeFunction(library, "rotation", "positions frequencies cos sin", "tokens half", "factor")
+        norm_counts = "rows width x_row residual_row"
+        self._norm = NativeFunction(library, "add_rms_norm", "x residual weight out total", norm_counts, "eps", "is_bf16")
+        self._silu = NativeFunction(library, "silu_and_mul", "gate_up out", "rows width row", ints="is_bf16")
+        self._rotate = NativeFunction(
+            library,
+            "rotate_and_write",
+            "heads cos sin query_norm key_norm pages slots queries keys values",
+            "tokens token_row head_row query_heads kv_heads dim half key_page key_head key_slot value_page value_head value_slot",
+            "eps",
+            "is_bf16 pages_are_bf16",
+        )
+        pointers = "logits temperature seed position found best tokens"
+        self._sample = NativeFunction(library, "sample", pointers, "rows vocab row parts", "greedy_below")
+        self._quantise = NativeFunction(library, "quantise_int8", "x out scales", "rows width row", ints="largest is_bf16")
 
     def decode_inputs(
         self, rows: Tensor, last_token: Tensor, length: Tensor, table: Tensor, page_size: int, null: int
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         assert {rows.dtype, last_token.dtype, length.dtype} == {torch.int64} and table.dtype == torch.int32
         assert rows.is_contiguous() and last_token.is_contiguous() and length.is_contiguous() and table.stride(1) == 1
-        found = rows.new_empty(4, rows.shape[0])
-        token_ids, positions, pages, slots = found.unbind()
-        work = _DecodeWork(
-            rows.data_ptr(), last_token.data_ptr(), length.data_ptr(), table.data_ptr(),
-            token_ids.data_ptr(), positions.data_ptr(), pages.data_ptr(), slots.data_ptr(),
-            rows.shape[0], table.stride(0), page_size, null,
-        )  # fmt: skip
-        self._decode_inputs(work)
+        token_ids, positions, pages, slots = rows.new_empty(4, rows.shape[0]).unbind()
+        self._decode_inputs(
+            rows, last_token, length, table, token_ids, positions, pages, slots, rows.shape[0], table.stride(0), page_size, null
+        )
         return token_ids, positions, pages, slots
 
     def embed(self, token_ids: Tensor, table: Tensor) -> Tensor:
         assert token_ids.dtype == torch.int64 and table.is_contiguous()
         token_ids, (rows, width) = token_ids.contiguous(), table.shape
         out = table.new_empty(token_ids.shape[0], width)
-        self._embed(
-            _EmbedWork(table.data_ptr(), token_ids.data_ptr(), out.data_ptr(), token_ids.shape[0], rows, width * table.itemsize)
-        )
+        self._embed(table, token_ids, out, token_ids.shape[0], rows, width * table.itemsize)
         return out
 
     def rotation(self, positions: Tensor, frequencies: Tensor, factor: float) -> Rotation:
         assert positions.dtype == torch.int64 and frequencies.dtype == torch.float32
-        positions, frequencies = positions.contiguous(), frequencies.contiguous()
         tokens, half = positions.shape[0], frequencies.shape[0]
         cos, sin = frequencies.new_empty(tokens, half), frequencies.new_empty(tokens, half)
-        self._rotation(
-            _AngleWork(positions.data_ptr(), frequencies.data_ptr(), cos.data_ptr(), sin.data_ptr(), tokens, half, factor)
-        )
+        self._rotation(positions.contiguous(), frequencies.contiguous(), cos, sin, tokens, half, factor)
         return Rotation(cos, sin)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         is_bf16 = _IS_BF16.get(x.dtype)
         if is_bf16 is None or x.dim() != 2 or weight.dtype != x.dtype:
             return super().rms_norm(x, weight, eps)
-        x, weight = _rows_of(x), weight.contiguous()
+        x = _rows_of(x)
         rows, width = x.shape
         out = x.new_empty(rows, width)
-        self._norm(
-            _NormWork(x.data_ptr(), None, weight.data_ptr(), out.data_ptr(), None, rows, width, x.stride(0), 0, eps, is_bf16)
-        )
+        self._norm(x, None, weight.contiguous(), out, None, rows, width, x.stride(0), 0, eps, is_bf16)
         return out
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         is_bf16 = _IS_BF16.get(x.dtype)
         if is_bf16 is None or not residual.dtype == weight.dtype == x.dtype:
             return super().add_rms_norm(x, residual, weight, eps)
-        x, residual, weight = _rows_of(x), _rows_of(residual), weight.contiguous()
+        x, residual = _rows_of(x), _rows_of(residual)
         rows, width = x.shape
         out, total = x.new_empty(rows, width), x.new_empty(rows, width)
-        work = _NormWork(
-            x.data_ptr(), residual.data_ptr(), weight.data_ptr(), out.data_ptr(), total.data_ptr(), rows, width, x.stride(0),
-            residual.stride(0), eps, is_bf16,
-        )  # fmt: skip
-        self._norm(work)
+        self._norm(x, residual, weight.contiguous(), out, total, rows, width, x.stride(0), residual.stride(0), eps, is_bf16)
         return out, total
 
     def silu_and_mul(self, gate_up: Tensor) -> Tensor:
@@ -143,7 +98,7 @@ class NativeKernels(TorchKernels):
         gate_up = _rows_of(gate_up)
         rows, width = gate_up.shape[0], gate_up.shape[1] // 2
         out = gate_up.new_empty(rows, width)
-        self._silu(_SiluWork(gate_up.data_ptr(), out.data_ptr(), rows, width, gate_up.stride(0), is_bf16))
+        self._silu(gate_up, out, rows, width, gate_up.stride(0), is_bf16)
         return out
 
     def quantise_int8(self, x: Tensor, largest: int) -> tuple[Tensor, Tensor]:
@@ -153,9 +108,7 @@ class NativeKernels(TorchKernels):
         x = _rows_of(x)
         rows, width = x.shape
         out, scales = x.new_empty(rows, width, dtype=torch.uint8), x.new_empty(rows, 1, dtype=torch.float32)
-        self._quantise_int8(
-            _QuantiseWork(x.data_ptr(), out.data_ptr(), scales.data_ptr(), rows, width, x.stride(0), largest, is_bf16)
-        )
+        self._quantise(x, out, scales, rows, width, x.stride(0), largest, is_bf16)
         return out, scales
 
     def rotate_and_write(self, heads: Tensor, rotation: Rotation, norm: HeadNorm | None, places: PagePlaces) -> Tensor:
@@ -177,37 +130,27 @@ class NativeKernels(TorchKernels):
         query_heads = all_heads - 2 * kv_heads
         queries = heads.new_empty(tokens, query_heads, dim)
         weights = (None, None) if norm is None else (norm.query.contiguous(), norm.key.contiguous())
-        pages, slots = places.pages.contiguous(), places.slots.contiguous()
-        page, head, slot = key_strides
-        work = _RotateWork(
-            heads.data_ptr(), cos.data_ptr(), sin.data_ptr(), *(None if each is None else each.data_ptr() for each in weights),
-            pages.data_ptr(), slots.data_ptr(),
-            queries.data_ptr(), keys.data_ptr(), values.data_ptr(),
-            tokens, heads.stride(0), heads.stride(1), query_heads, kv_heads, dim, cos.shape[1],
-            page, head, slot, *value_strides, 0.0 if norm is None else norm.eps, is_bf16, pages_are_bf16,
+        self._rotate(
+            heads, cos, sin, *weights, places.pages.contiguous(), places.slots.contiguous(), queries, keys, values,
+            tokens, heads.stride(0), heads.stride(1), query_heads, kv_heads, dim, cos.shape[1], *key_strides, *value_strides,
+            0.0 if norm is None else norm.eps, is_bf16, pages_are_bf16,
         )  # fmt: skip
-        self._rotate(work)
         return queries
 
     def sample(self, logits: Tensor, temperature: Tensor, seed: Tensor, position: Tensor) -> Tensor:
-        temperature, seed, position = (each.contiguous() for each in (temperature, seed, position))
-        return self._sampled(logits, temperature.data_ptr(), seed.data_ptr(), position.data_ptr())
+        return self._sampled(logits, temperature.contiguous(), seed.contiguous(), position.contiguous())
 
     def likeliest(self, logits: Tensor) -> Tensor:
         return self._sampled(logits, None, None, None)
 
-    def _sampled(self, logits: Tensor, temperature: int | None, seed: int | None, position: int | None) -> Tensor:
+    def _sampled(self, logits: Tensor, temperature: Tensor | None, seed: Tensor | None, position: Tensor | None) -> Tensor:
         assert logits.dtype == torch.float32
         logits = _rows_of(logits)
         rows, vocab = logits.shape
         parts = torch.get_num_threads()
         found, best = torch.empty(rows * parts, dtype=torch.int64), torch.empty(rows, dtype=torch.int64)  # 8 bytes each
         tokens = torch.empty(rows, dtype=torch.int64)
-        work = _SampleWork(
-            logits.data_ptr(), temperature, seed, position, found.data_ptr(), best.data_ptr(), tokens.data_ptr(), rows, vocab,
-            logits.stride(0), parts, GREEDY_BELOW,
-        )  # fmt: skip
-        self._sample(work)
+        self._sample(logits, temperature, seed, position, found, best, tokens, rows, vocab, logits.stride(0), parts, GREEDY_BELOW)
         return tokens
 
 

@@ -67,7 +67,7 @@ class LentCores:
             self._clear_dead()
 
     def end(self) -> None:
-        """It has ended."""
+        """The step has ended."""
         self._cells[self._state_at] = self._now_ns()
 
     def threads(self) -> int:

@@ -28,7 +28,6 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from common.errors import BadRequest, TandemError
@@ -199,7 +198,7 @@ class GrammarProcessor:
         self._eos_token_ids = eos_token_ids
         self._device = device
         self._rows: dict[int, _Row] = {}
-        self._has_grammar = np.zeros(max_rows + 1, dtype=bool)
+        self.concerns = np.zeros(max_rows, dtype=bool)
         self._sampled: list[_Sampled] = []
         self._batch: BatchGrammarMatcher | None = None
         self._staging = Staging(device)
@@ -213,12 +212,9 @@ class GrammarProcessor:
             del self._rows[row]
         for start in starts:
             self._rows.pop(start.row, None)
-            self._has_grammar[start.row] = start.sampling.grammar is not None
+            self.concerns[start.row] = start.sampling.grammar is not None
             if start.sampling.grammar is not None:
                 self._rows[start.row] = self._begin(start)
-
-    def concerns(self, rows: Int64Array) -> NDArray[np.bool_]:
-        return self._has_grammar[rows]
 
     def apply(self, logits: Tensor, rows: SampledRows) -> None:
         self._hear()

@@ -20,7 +20,7 @@ from common.executor import Plan, StepResult
 from common.ids import Int32Array
 from common.sampling_params import SamplingParams
 from engine.model_runner import ModelRunner
-from engine.sampling import Drawing
+from engine.sampling import Sampler
 from tests.engine.driver import Driver
 
 GREEDY = SamplingParams(max_new_tokens=99, temperature=0.0)
@@ -47,13 +47,13 @@ class Answer:
 def recorded_logits() -> Iterator[list[Tensor]]:
     """Those from which tokens are drawn while this lasts, step by step, whether a forward is replayed or not."""
     steps: list[Tensor] = []
-    original = Drawing.draw
+    original = Sampler.draw
 
-    def recording(self: Drawing, logits: Tensor, *args: Any) -> Tensor:
+    def recording(self: Sampler, logits: Tensor, *args: Any) -> Tensor:
         steps.append(logits)
         return original(self, logits, *args)
 
-    with mock.patch.object(Drawing, "draw", recording):
+    with mock.patch.object(Sampler, "draw", recording):
         yield steps
 
 

@@ -26,7 +26,6 @@ from engine.models.registry import Loading, load_model
 from engine.models.shape import read_served_shape
 from engine.ports import Attention, Kernels, LayerAttention
 from engine.replay import CudaGraphs, GraphMaker, fitting, ladder
-from engine.sampling import Sampler
 from engine.step_runner import StepRunner
 from engine.torch_kernels import TorchKernels
 from tests.engine import exact
@@ -88,7 +87,6 @@ class Engine:
             kernels,
             self.memory,
             attention,
-            Sampler(kernels),
             max_rows=ROWS,
             pages_per_row=CONTEXT // 8,
             layer_groups=0,
@@ -200,7 +198,7 @@ def test_rows_that_fill_a_batch_write_to_the_spare_page_alone(tmp_path: Path) ->
     touched = torch.nonzero((pool != 7.0).any(dim=1)).flatten().tolist()
     leased = np.random.default_rng(5).permutation(PAGES)[:20].tolist()
     assert PAGES in touched and set(touched) <= {PAGES, *leased}
-    assert engine.steps.rows.length[ROWS] == 0
+    assert engine.steps.batch.length[ROWS] == 0
 
 
 def test_a_model_that_cannot_be_captured_says_so_and_runs_eagerly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

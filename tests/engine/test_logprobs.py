@@ -22,7 +22,7 @@ def test_each_row_gets_as_many_of_the_likeliest_tokens_as_it_asked_for() -> None
         token_ids=ids(7, 8, 9),
         logprobs=shares(-0.5, -4.0, -1.0),
         ranks=ids(1, 3, 2),
-        asked=ids(2, 2, 0),
+        top_counts=ids(2, 2, 0),
         top_ids=ids((7, 1), (5, 6), (3, 9)),
         top_logprobs=shares((-0.5, -1.0), (-0.25, -2.0), (-0.5, -1.0)),
     )
@@ -42,7 +42,7 @@ def test_a_token_that_cannot_come_has_the_least_log_probability_for_no_message_c
         token_ids=ids(7),
         logprobs=shares(-np.inf),
         ranks=ids(1),
-        asked=ids(2),
+        top_counts=ids(2),
         top_ids=ids((7, 8)),
         top_logprobs=shares((-np.inf, np.nan)),
     ).by_row()[0]

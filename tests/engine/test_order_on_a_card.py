@@ -14,7 +14,7 @@ from engine.gpu.flashinfer import FlashInferAttention, FlashInferShape
 from engine.kv_memory import KVMemory
 from engine.ports import Attention, LayerAttention, Segment, StepTokens
 from engine.rows import BUFFERS, Staging
-from engine.sampling import Told, measure_logprobs
+from engine.sampling import TokenLogprobsOnDevice, measure_logprobs
 from engine.step_runner import LayerProgress, PendingStep
 from engine.torch_kernels import TorchKernels
 from tests.engine.fake_cuda import CARD, CardTensor, FakeStream, fake_card
@@ -61,7 +61,7 @@ def test_tokens_are_read_when_their_own_step_is_done(card: FakeStream) -> None:
 
 def test_log_probabilities_are_read_when_their_step_is_done(card: FakeStream) -> None:
     packed = measure_logprobs(torch.tensor([[0.0, 1.0, 2.0]]), torch.tensor([1]), most=1)
-    told = Told(np.array([5]), np.array([1]), packed.as_subclass(CardTensor))
+    told = TokenLogprobsOnDevice(np.array([5]), np.array([1]), packed.as_subclass(CardTensor))
     step = PendingStep(Plan(1), torch.tensor([1], device=CARD), silent(), told, told)
     assert card.done == 0
     result = step.wait()

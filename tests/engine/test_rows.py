@@ -9,7 +9,7 @@ from torch import Tensor
 
 from common.executor import Chunk, Plan, RowStart
 from common.sampling_params import SamplingParams
-from engine.rows import HostStep, Rows, StepArrays
+from engine.rows import BatchTensors, HostStep, StepArrays
 from engine.torch_kernels import GREEDY_BELOW
 
 ROWS, PAGES, PAGE_SIZE, SPARE = 6, 3, 4, 99
@@ -23,9 +23,11 @@ def asked(temperature: float = 0.7, **others: float) -> SamplingParams:
     return SamplingParams(max_new_tokens=9, temperature=temperature, **others)  # type: ignore[arg-type]
 
 
-def begun(params: Sequence[SamplingParams], lengths: Sequence[int] | None = None, decode_size: int = 0) -> tuple[Rows, HostStep]:
+def begun(
+    params: Sequence[SamplingParams], lengths: Sequence[int] | None = None, decode_size: int = 0
+) -> tuple[BatchTensors, HostStep]:
     """All rows start with their KV and decode at once. The device is told of it, and computes nothing."""
-    rows = Rows(ROWS, PAGES, PAGE_SIZE, SPARE, CPU)
+    rows = BatchTensors(ROWS, PAGES, PAGE_SIZE, SPARE, CPU)
     page = np.zeros(PAGES, dtype=np.int32)
     starts = [
         RowStart(row, page, sampling, length=3 if lengths is None else lengths[row], last_token=50 + row)

@@ -35,7 +35,7 @@ def sampled(
     noisy = torch.nonzero(params.temperature >= GREEDY_BELOW).flatten()
     some = params.of(noisy)
     filtering = torch.nonzero((some.top_k > 0) | (some.top_p < 1) | (some.min_p > 0)).flatten()
-    return Sampler(TorchKernels())(
+    return Sampler(TorchKernels()).draw(
         logits, params.of(noisy) if len(noisy) else None, noisy, filtering, filter_width(some.of(filtering).top_k)
     )
 

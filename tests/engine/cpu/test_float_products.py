@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.cpu.products import OneDnnProduct, PackedProduct, PanelProduct, float_products, load_panel_product
+from engine.cpu.products import NativeProduct, OneDnnProduct, PackedProduct, float_products, load_panel_product
 from engine.models.linear import PackedLinear
 from tests.engine.cpu.here import CPU, KERNELS, SIZES, numbers_of_threads
 
@@ -84,7 +84,7 @@ def test_a_gate_in_c_is_right_where_exponents_end() -> None:
 
 def test_what_computes_a_dtype_here_is_found_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
     assert float_products(torch.float32, torch.device("cuda"), KERNELS) == float_products(torch.float64, CPU, KERNELS) == []
-    assert not any(isinstance(product, PanelProduct) for product in PRODUCTS[torch.bfloat16])
-    assert any(isinstance(product, PanelProduct) for product in PRODUCTS[torch.float32]) == (load_panel_product() is not None)
+    assert not any(isinstance(product, NativeProduct) for product in PRODUCTS[torch.bfloat16])
+    assert any(isinstance(product, NativeProduct) for product in PRODUCTS[torch.float32]) == (load_panel_product() is not None)
     monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
     assert not any(isinstance(product, OneDnnProduct) for product in float_products(torch.float32, CPU, KERNELS))

@@ -85,7 +85,7 @@ def test_an_answer_to_random_logits_matches_its_grammar_and_ends() -> None:
     one = processor()
     for seed in range(5):
         one.start([start(3, DATE, []), start(4, None, [])])
-        assert one.concerns(np.array([4, 3])).tolist() == [False, True]
+        assert one.concerns[[4, 3]].tolist() == [False, True]
         assert re.fullmatch(DATE.text, text(answers(one, 3, seed, [])))
 
 

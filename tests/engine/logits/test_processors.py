@@ -73,7 +73,7 @@ def test_logits_of_mixed_batches_are_those_of_the_definitions_token_by_token(
         logits, tokens = torch.tensor(raw, dtype=torch.float32), random.integers(0, VOCAB, len(rows))
         concerned = []
         for processor in kept:
-            at = np.flatnonzero(processor.concerns(rows))
+            at = np.flatnonzero(processor.concerns[rows])
             if len(at):
                 concerned.append((processor, SampledRows(rows[at], torch.tensor(rows[at]), at, torch.tensor(at))))
                 processor.apply(logits, concerned[-1][1])
@@ -96,8 +96,8 @@ def test_rows_without_extras_concern_no_processor_and_those_with_min_tokens_only
         processor.start([start(row, Request(sampling, [1, 2], [])) for row, sampling in requests.items()])
     seen = []
     for _ in range(4):
-        concerned = [processor for processor in processors if processor.concerns(rows).any()]
-        assert not any(processor.concerns(rows)[0] for processor in processors)
+        concerned = [processor for processor in processors if processor.concerns[rows].any()]
+        assert not any(processor.concerns[rows][0] for processor in processors)
         seen.append(len(concerned))
         for processor in concerned:
             which = SampledRows(rows[1:], torch.tensor([1]), np.array([1]), torch.tensor([1]))
@@ -121,11 +121,11 @@ def test_penalised_and_filtered_draws_have_the_probabilities_of_the_definitions(
     rows, logits = torch.arange(draws), torch.tensor(raw, dtype=torch.float32).repeat(draws, 1)
     for processor in processors:
         processor.start([start(row, request) for row in range(draws)])
-        if processor.concerns(rows.numpy()).all():
+        if processor.concerns[rows.numpy()].all():
             processor.apply(logits, SampledRows(rows.numpy(), rows, rows.numpy(), rows))
     temperature, top_k, top_p, min_p, position = (torch.full((draws,), value) for value in (0.8, 5, 1.0, 0.0, 7))
     params = RowSampling(temperature, top_k, top_p, min_p, rows, position)
-    counts = np.bincount(Sampler(TorchKernels())(logits, params, rows, rows, filter_width=5).numpy(), minlength=VOCAB)
+    counts = np.bincount(Sampler(TorchKernels()).draw(logits, params, rows, rows, filter_width=5).numpy(), minlength=VOCAB)
     scores = processed(raw, request.prompt, request.answer, asked, EOS) / 0.8
     likeliest = np.sort(scores.argsort()[-5:])
     expected = draws * np.exp(log_softmax(scores[likeliest]))

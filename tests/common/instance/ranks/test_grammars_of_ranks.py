@@ -52,7 +52,7 @@ class GrammarExecutor:
             self.processor.start(plan.starts)
         rows = plan.sampled_rows
         logits = torch.randn(len(rows), VOCAB, generator=torch.Generator().manual_seed(plan.step))
-        at = np.flatnonzero(self.processor.concerns(rows.astype(np.int64)))
+        at = np.flatnonzero(self.processor.concerns[rows])
         host = rows[at].astype(np.int64)
         concerned = SampledRows(host, torch.from_numpy(host), at, torch.from_numpy(at))
         if len(at):
