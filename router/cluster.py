@@ -35,7 +35,7 @@ async def cluster_page(core: RouterCore) -> dict[str, Any]:
             "requests_open": len(core.requests),
             "phases": {phase.value: phases[phase] for phase in Phase},
             "queue_depth": phases[Phase.AWAITING],
-            "unread_chars": sum({id(record.outbox): record.outbox.unread_chars for record in core.requests.records()}.values()),
+            "unread_chars": sum(client.unread_chars for client in core.requests.clients),
             "messages_stale": core.requests.stale + core.requests.stale_standings + core.fleet.stale,
             "prediction_errors": core.requests.placer.prediction_errors(),
             "unready": core.unready(),

@@ -17,18 +17,20 @@ nothing blocks.
 """
 
 import asyncio
+import logging
 import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import assert_never
 
 from common.config import RouterConfig
 from common.deadlines import earliest
-from common.errors import DeadlinePassed
+from common.errors import DeadlinePassed, Unavailable
 from common.ids import InstanceId, Life, text_name
 from common.instance.ports import Mail, Send
 from common.messages import (
     CacheChanges,
     DetokenizerHeartbeat,
+    Failed,
     Goodbye,
     Heartbeat,
     LinkReport,
@@ -41,9 +43,12 @@ from common.messages import (
 )
 from common.tracing import Recorder
 from router.fleet import Change, Fleet
+from router.outbox import ClientRequest
 from router.request_book import Observer, RequestBook
+from router.requests import RequestSpec
 from router.traces import Traces
 
+_log = logging.getLogger(__name__)
 LEAST_S = 3.0
 """It sends a heartbeat every second, however often instances send theirs."""
 
@@ -118,8 +123,6 @@ class RouterCore:
         self.traces = Traces(router, self.detokenizer_names, self.fleet, recorder, unix_s)
         self.detokenizers = [DetokenizerWatch(config.dead_after_s) for _ in detokenizers]
         """By number, as their names."""
-        self.draining = False
-        """The router takes no more requests and is about to stop."""
 
     def receive(self, message: RouterInbox, now: float) -> list[Send]:
         match message:
@@ -211,7 +214,7 @@ class RouterCore:
     def unready(self) -> list[str]:
         """Why no request could be served now; empty when one could."""
         reasons = self.unhealthy() + self.requests.placer.unready()
-        if self.draining:
+        if self.requests.is_draining:
             reasons.append("the router is draining: it takes no more requests")
         if len(self.requests) >= self._config.max_requests:
             reasons.append(f"all {self._config.max_requests} places for requests are taken")
@@ -258,6 +261,8 @@ class Gateway:
         self.turn = 0
         """Counts the turns of mail."""
         self._closed = False
+        self._last_left = asyncio.Event()
+        """The router drains, and every request has left."""
         self._behind_since_s: float | None = None
         """Since when mail has been left unread at the end of each turn; None: everything that had arrived was read."""
         self._timer: asyncio.TimerHandle | None = None
@@ -305,6 +310,67 @@ class Gateway:
             return await asyncio.wait_for(told, LINKS_S)
         except TimeoutError as error:
             raise DeadlinePassed(f"{instance} did not tell of its links within {LINKS_S:g} s") from error
+
+    # --- requests --------------------------------------------------------------------------------------------------------
+
+    @property
+    def is_draining(self) -> bool:
+        """The router takes no more requests and is about to stop."""
+        return self.core.requests.is_draining
+
+    def arrive(self, client: ClientRequest) -> None:
+        """Take in a request, which must `leave`. Raises Unavailable when the router drains."""
+        self.core.requests.arrive(client, self.clock())
+
+    def submit(self, client: ClientRequest, specs: Sequence[RequestSpec]) -> None:
+        """Dispatch its choices. Raises Overloaded, Unavailable, BadRequest."""
+        self.deliver(self.core.requests.submit(client, specs, self.clock()))
+
+    def abort(self, owner: str, name: str | None) -> int:
+        """See `RequestBook.abort`. Returns how many choices that ends."""
+        count, sends = self.core.requests.abort(owner, name, self.clock())
+        self.deliver(sends)
+        return count
+
+    def leave(self, client: ClientRequest) -> None:
+        """Its response has ended: end what is open of it."""
+        if sends := self.core.requests.leave(client, self.clock()):
+            self.deliver(sends)
+        if self.core.requests.is_draining and not self.core.requests.clients:
+            self._last_left.set()
+
+    async def drain(self, timeout_s: float, stop: asyncio.Event, at_once: asyncio.Event) -> None:
+        """Wait for `stop`, take no more requests, and return when the last one has left. After `timeout_s`, or when `at_once` is
+        set, those that are still open end with an error, and their responses may not have been sent yet when this returns."""
+        await stop.wait()
+        requests = self.core.requests
+        requests.is_draining = True
+        if requests.clients:
+            _log.info("draining: %d requests are open and may take %g s", len(requests.clients), timeout_s)
+        else:
+            self._last_left.set()
+        waits = [asyncio.ensure_future(event.wait()) for event in (self._last_left, at_once)]
+        try:
+            await asyncio.wait(waits, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for wait in waits:
+                wait.cancel()
+        if requests.clients:
+            _log.warning("%d requests were still open when the drain ended: they end with an error", len(requests.clients))
+            stopping = Unavailable("the router was stopped before the request had ended: send it again")
+            self.deliver(requests.end_all(Failed.of(stopping), self.clock()))
+
+    # --- instances and time ----------------------------------------------------------------------------------------------
+
+    def drain_instance(self, instance: InstanceId) -> None:
+        """Give it no more requests. Raises UnknownInstance."""
+        self.deliver(self.core.fleet.drain(instance))
+
+    def flush_caches(self) -> int:
+        """Have every instance forget its prefix cache. Returns how many were told."""
+        sends = self.core.fleet.flush_caches()
+        self.deliver(sends)
+        return len(sends)
 
     def connection_broken(self, instance: InstanceId) -> None:
         """The instance closed the connection to its inbox."""

@@ -1,15 +1,16 @@
-"""The outbox: what one client has not read yet.
+"""A client's request for the model, from its arrival to the end of its response.
 
-Owns the unread deltas of one HTTP request, and counts them against a limit. Does not know HTTP, sockets or loops: the reader
-gives a callable that wakes it.
+Owns the ids by which its client knows it, the places that it holds before its choices are dispatched, and what its client has not
+read of them, counted against a limit. Does not know HTTP, sockets or loops: the reader gives a callable that wakes it.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 
 import msgspec
 
+from common.ids import RequestId
 from common.messages import Ending, TokenLogprobs
 
 DELTA_CHARS = 32
@@ -35,19 +36,63 @@ class ChoiceDelta(msgspec.Struct, frozen=True):
     cached_tokens: int = 0
 
 
+def nobody_reads() -> None:
+    """Nobody waits for what is unread."""
+
+
 @dataclass(slots=True, eq=False)
-class Outbox:
-    """Unread deltas of every choice of one HTTP request, in order. wake: called when there is one more.
+class ClientRequest:
+    """What the router holds for one HTTP request. First it is read: its body arrives and its prompts are tokenized. Then its
+    choices are dispatched, and their deltas are put here, in order, until the client reads them."""
 
-    limit_chars: a request whose unread_chars exceed it is ended, because its client reads too slowly. Endings are still taken in.
-    Log probabilities of the prompt do not count: they come once, all together, and `SamplingParams.check_prompt` bounds them.
-    """
-
-    wake: Callable[[], object]
+    id: str = ""
+    """The id of its answer, as the client sees it."""
+    owner: str = ""
+    """The name of its API key; empty without one."""
+    unique: str = ""
+    """A part of the ids of its choices that no other request has, whatever ids clients choose."""
+    session: str = ""
+    """See `Ask`."""
+    names: Mapping[str, Collection[int]] = field(default_factory=dict)
+    """Each id by which the client may know it, with the numbers of the choices for which it stands."""
+    choices: int = 0
+    """How many choices it has. Before its body is read it counts as one."""
     limit_chars: int = UNREAD_LIMIT_CHARS
+    """A request with more unread characters is ended, because its client reads too slowly. Endings are still taken in, and log
+    probabilities of the prompt do not count: they come once, all together, and `SamplingParams.check_prompt` bounds them."""
+    received_s: float = 0.0
+    wake: Callable[[], object] = nobody_reads
+    """Called when there is one more delta."""
+    places: int = 0
+    """The places that it holds for choices that are not dispatched yet."""
+    aborted: set[int] = field(default_factory=set)
+    """The numbers of the choices that were aborted while it was read."""
+    request_ids: tuple[RequestId, ...] = ()
+    """Its choices, by number, from their dispatch on."""
+    unended: int = 0
+    """Choices that were dispatched and whose ending has not been taken."""
     unread_chars: int = 0
     unread: list[ChoiceDelta] = field(default_factory=list)
     _join_at: int = JOIN_DELTAS
+
+    def expect(self, choices: int, names: Mapping[str, Collection[int]]) -> None:
+        """The body is read, so its choices are known. What was aborted before is all of them."""
+        self.choices, self.names = choices, names
+        if self.aborted:
+            self.aborted.update(range(choices))
+
+    def choice_id(self, number: int) -> RequestId:
+        return RequestId(f"{self.id}.{self.unique}-{number}")
+
+    def numbers(self, name: str | None) -> Collection[int]:
+        """The choices for which this id stands; None: all of them."""
+        return range(self.choices) if name is None else self.names.get(name, ())
+
+    def read_by(self, wake: Callable[[], object]) -> None:
+        """Call this from now on whenever there is something to take."""
+        self.wake = wake
+        if self.unread:
+            wake()
 
     def put(self, delta: ChoiceDelta) -> None:
         self.unread.append(delta)
@@ -62,6 +107,9 @@ class Outbox:
     def take(self) -> list[ChoiceDelta]:
         """Everything that is unread."""
         unread, self.unread, self.unread_chars, self._join_at = self.unread, [], 0, JOIN_DELTAS
+        for delta in unread:
+            if delta.ending is not None:
+                self.unended -= 1
         return unread
 
 

@@ -23,8 +23,8 @@ from common.processes.child import allow_many_files
 from common.text.embedding import read_embedding
 from common.text.tokenizer_manager import TokenizerManager
 from common.trust import LOOPBACK_ONLY, Trust
-from router.api.admission import drain
-from router.api.app import SPARE_CONNECTIONS, Api, build_app
+from router.api.admission import SPARE_CONNECTIONS
+from router.api.app import Api, build_app
 from router.api.intake import Intake
 from router.api.server import MAX_BODY_BYTES, WaitingConnections, listen, serve_app
 from router.core import Gateway, RouterCore
@@ -86,23 +86,13 @@ async def serve(
             contextlib.closing(Gateway(core, mailbox, time.monotonic)) as gateway,
             contextlib.closing(Intake(core, tokenizer, name, config)) as intake,
         ):
-            api = Api(
-                gateway,
-                intake,
-                metrics,
-                name,
-                parse_bytes(config.max_body),
-                config.keep_alive_s,
-                config.max_requests,
-                embedding,
-                config.sessions_by,
-            )
+            api = Api(gateway, intake, metrics, name, config, embedding)
             app = build_app(api, metrics, access, (config.host, host))
             url, own_url = (f"{scheme}://{config.host}:{each.getsockname()[1]}" for each in (listener, own_listener))
             _log.info("%s serves %s at %s; instances register at %s", router, name, url, mailbox.address)
             mailbox.attach(asyncio.get_running_loop(), gateway.pump, gateway.connection_broken)
             serving = Serving(url, own_url, mailbox.address, gateway.detokenizer_moved, api.timelines.others.meet)
-            drained = drain(api.door, gateway, config.drain_timeout_s, stop, at_once)
+            drained = gateway.drain(config.drain_timeout_s, stop, at_once)
             most_body_bytes = max(MAX_BODY_BYTES, 2 * (parse_bytes(config.max_body) or 0))
             most_waiting = config.max_requests + SPARE_CONNECTIONS
             waiting = WaitingConnections(most_waiting, metrics.connection_dropped, most_body_bytes)

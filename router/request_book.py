@@ -1,7 +1,9 @@
-"""The request book: the life of every open request, from its dispatch to its one ending.
+"""The request book: the life of every open request, from its arrival to its one ending.
 
 Owns the open requests and everything that is due for them. Opens no socket, reads no clock, knows no HTTP.
 
+    arrive ─► its body is read and its prompts are tokenized; what is aborted meanwhile ends when it is dispatched
+       │
     submit ─► AWAITING ──first token──► GENERATING ──► one ending: of its last attempt, or client gone, deadline, slow client
                 │  ▲                      │  ▲
                 └──┴─────── resume ───────┴──┘    instance lost, attempt failed, preempted, messages lost for good
@@ -13,7 +15,7 @@ under the next attempt number. Token numbers go on, so the client gets every tok
 is started again, tokens are told again first (`retelling.py`); the book resumes what that did not help.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from enum import Enum
 from typing import Protocol, assert_never
 
@@ -29,7 +31,7 @@ from common.tracing import Recorder
 from router.attempts import Attempt, ResumeReason, Setback
 from router.fleet import Fleet
 from router.members import Member
-from router.outbox import ChoiceDelta, Outbox
+from router.outbox import ChoiceDelta, ClientRequest, nobody_reads
 from router.placement import Placer
 from router.requests import Places, Record, RequestSpec
 from router.retelling import Retelling, expect_answer
@@ -83,6 +85,7 @@ class RequestBook:
         self._observer = observer
         self._recorder = recorder
         self._config = config
+        self._clients: dict[ClientRequest, None] = {}
         self._records: dict[RequestId, Record] = {}
         self._parked: dict[RequestId, Failed] = {}
         """The requests that wait for an instance, and why."""
@@ -90,7 +93,11 @@ class RequestBook:
         self._retelling = Retelling(self._find)
         self.timelines = Timelines(observer)
         self.places = Places(config.max_requests, "requests")
-        """Also for what will be requests when it has been tokenized."""
+        """A request has places for its choices from when its prompts are tokenized."""
+        self.is_draining = False
+        """No more requests are taken."""
+        self._stopped: Failed | None = None
+        """Why every request ends that is not dispatched yet; None: it does not."""
         self.placer = Placer(router, detokenizers, fleet, config)
         self.stale = 0
         """Dropped deltas: of requests or attempts that are not open, with tokens that had come already, or after a gap."""
@@ -110,29 +117,58 @@ class RequestBook:
     def records(self) -> Iterable[Record]:
         return self._records.values()
 
+    @property
+    def clients(self) -> Collection[ClientRequest]:
+        """Every client's request that has arrived and whose response has not ended."""
+        return self._clients
+
     # --- in --------------------------------------------------------------------------------------------------------------
 
-    def submit(self, specs: Sequence[RequestSpec], outbox: Outbox, received_s: float, now: float) -> list[Send]:
-        """Dispatch every choice of a client's request, or none. Raises Overloaded, Unavailable, BadRequest."""
-        owner = specs[0].owner
-        self.places.take(owner, len(specs))
+    def arrive(self, client: ClientRequest, now: float) -> None:
+        """Know a request before it is read. It must `leave`. Raises Unavailable when the router drains."""
+        if self.is_draining:
+            raise Unavailable("the router is draining and will stop: send the request to another router, or try again later")
+        client.received_s = now
+        self._clients[client] = None
+
+    def reserve(self, client: ClientRequest, choices: int) -> None:
+        """Take places for so many choices. Raises Overloaded."""
+        self.places.take(client.owner, choices)
+        client.places += choices
+
+    def release(self, client: ClientRequest) -> None:
+        """Give back the places of what is not dispatched. Idempotent."""
+        self.places.leave(client.owner, client.places)
+        client.places = 0
+
+    def submit(self, client: ClientRequest, specs: Sequence[RequestSpec], now: float) -> list[Send]:
+        """Dispatch every choice of a client's request, or none, and end those that were aborted while it was read. Raises
+        Overloaded, Unavailable, BadRequest."""
+        if self._stopped is not None:
+            raise Unavailable(self._stopped.message)
+        if client.places < len(specs):
+            self.reserve(client, len(specs) - client.places)
         records: list[Record] = []
         for spec in specs:
             timeout_s = self._config.request_timeout_s if spec.timeout_s is None else spec.timeout_s
-            times = RequestTimes(spec.request_id, spec.index, spec.owner, spec.prompt_tokens, received_s, now)
-            records.append(Record(spec, outbox, times, timeout_s))
+            times = RequestTimes(spec.request_id, spec.index, spec.owner, spec.prompt_tokens, client.received_s, now)
+            records.append(Record(spec, client, times, timeout_s))
         try:
             attempts = self.placer.start(records, now)
         except TandemError:
-            self.places.leave(owner, len(specs))
+            self.release(client)
             raise
+        client.places -= len(specs)
+        client.request_ids = tuple(spec.request_id for spec in specs)
+        client.unended = len(specs)
         sends: list[Send] = []
         for record, attempt in zip(records, attempts, strict=True):
             self._records[record.spec.request_id] = record
             self.timelines.begin(record.times)
             self._alarms.set((Alarm.DEADLINE, record.spec.request_id), record.deadline_s)
             sends += self._announce(record, attempt, now)
-        return sends
+        self.timelines.name({name: [specs[number].request_id for number in numbers] for name, numbers in client.names.items()})
+        return sends + self.cancel([specs[number].request_id for number in client.aborted], now)
 
     def _announce(self, record: Record, attempt: Attempt, now: float) -> list[Send]:
         """Tell the detokenizer to expect the attempt's tokens, and its first member to serve it."""
@@ -182,11 +218,11 @@ class RequestBook:
                 # after a failure the other instance may not.
                 told = isinstance(delta.ending, Finished) and not isinstance(delta.ending.matched, str)
                 return attempt.close() + ([] if told else attempt.cancels(complete=isinstance(delta.ending, Finished)))
-        outbox = record.outbox
+        client = record.client
         if delta.token_ids or delta.text:
             record.texts.append(delta.text)
-            outbox.put(_news(record, delta, None))
-        if outbox.unread_chars > outbox.limit_chars:
+            client.put(_news(record, delta, None))
+        if client.unread_chars > client.limit_chars:
             slow = Failed(message="the client reads too slowly: its request was cancelled", kind="slow_client", status=408)
             return self._break_off(record, slow, now)
         if setback is not None:
@@ -324,8 +360,30 @@ class RequestBook:
 
     # --- out -------------------------------------------------------------------------------------------------------------
 
+    def leave(self, client: ClientRequest, now: float) -> list[Send]:
+        """Its response has ended, or its client has gone: end what is open of it. Idempotent."""
+        self._clients.pop(client, None)
+        self.release(client)
+        client.wake = nobody_reads
+        return self.cancel(client.request_ids, now) if client.unended else []
+
+    def abort(self, owner: str, name: str | None, now: float) -> tuple[int, list[Send]]:
+        """End the choices that this owner's clients know by this id; None: all of the owner's. Those of a request that is still
+        read end when it is dispatched. Returns how many choices that ends."""
+        count, sends = 0, list[Send]()
+        for client in [client for client in self._clients if client.owner == owner]:
+            numbers = client.numbers(name)
+            if client.request_ids:
+                open_ids = [client.request_ids[number] for number in numbers if client.request_ids[number] in self._records]
+                count += len(open_ids)
+                sends += self.cancel(open_ids, now)
+            else:
+                count += len(set(numbers) - client.aborted)
+                client.aborted.update(numbers)
+        return count, sends
+
     def cancel(self, request_ids: Iterable[RequestId], now: float) -> list[Send]:
-        """The client has gone. Ids that are not open belong to requests that have ended."""
+        """End these requests. Ids that are not open belong to requests that have ended."""
         sends: list[Send] = []
         for request_id in request_ids:
             record = self._records.get(request_id)
@@ -334,7 +392,8 @@ class RequestBook:
         return sends
 
     def end_all(self, failed: Failed, now: float) -> list[Send]:
-        """The router stops: end every open request."""
+        """The router stops: end every open request, and those that are still read when they would be dispatched."""
+        self._stopped = failed
         return [send for record in list(self._records.values()) for send in self._break_off(record, failed, now)]
 
     def tick(self, now: float, heard_s: Mapping[InstanceId, float]) -> list[Send]:
@@ -379,7 +438,7 @@ class RequestBook:
         if record.attempt is not None:
             self._retelling.drop(record.attempt)
             record.attempt.release(now)
-        record.outbox.put(ChoiceDelta(record.spec.index, "", (), ending) if last is None else _news(record, last, ending))
+        record.client.put(ChoiceDelta(record.spec.index, "", (), ending) if last is None else _news(record, last, ending))
         record.times.ended(ending, now)
         self.timelines.end(record.times)
         self._observer.ended(ending, record.times, record.attempts)

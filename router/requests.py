@@ -1,11 +1,7 @@
-"""A request at the router: what was asked, and what its client has got so far.
+"""A request at the router: what was asked, what its client has got so far, and the places that open requests share.
 
-Owns the tokens and texts that were delivered, so that the next attempt is prompt + tokens so far. Decides nothing: the request
-book says when an attempt starts and ends. Does not know HTTP or messages.
-
-Places for open requests: how many there are, and how the keys of the API share them.
-
-Owns the counts and the rule. Does not know what a request is.
+Owns the tokens and texts that were delivered, so that the next attempt is prompt + tokens so far, and the rule by which the keys
+of the API share places. Decides nothing: the request book says when an attempt starts and ends. Does not know HTTP or messages.
 
 The rule is that of dynamic thresholds (Choudhury and Hahne, "Dynamic queue length thresholds for shared-memory packet switches",
 1998): a key gets another place while it has fewer than four times as many as are free. So one key alone takes 4/5 of all places,
@@ -14,7 +10,8 @@ back, those with fewer get them. Nothing depends on how many keys there are, or 
 """
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -24,7 +21,7 @@ from common.instance.waiting_line import has_place
 from common.pages.radix_cache import BlockNames
 from common.sampling_params import SamplingParams
 from router.attempts import Attempt, ResumeReason, Setback
-from router.outbox import Outbox
+from router.outbox import ClientRequest
 from router.timelines import RequestTimes
 
 
@@ -58,6 +55,15 @@ class Places:
         if owner and not has_place(free, mine, count):
             own = f"your key has {mine} {self._what} open"
             raise Overloaded(f"{own}, and {free} of {self._limit} places are left for all: try again when some have ended")
+
+    @contextmanager
+    def held(self, owner: str, count: int) -> Iterator[None]:
+        """Have places meanwhile. Raises Overloaded."""
+        self.take(owner, count)
+        try:
+            yield
+        finally:
+            self.leave(owner, count)
 
     def leave(self, owner: str, count: int = 1) -> None:
         self._taken[owner] -= count
@@ -115,7 +121,7 @@ class Record:
     """
 
     spec: RequestSpec
-    outbox: Outbox
+    client: ClientRequest
     times: RequestTimes
     timeout_s: float
     attempt: Attempt | None = None

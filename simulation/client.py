@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from common.ids import RequestId
 from common.messages import Ending, TokenLogprob
 from router.attempts import ResumeReason
-from router.outbox import Outbox
+from router.outbox import ClientRequest
 from router.timelines import Durations, RequestTimes
 
 
@@ -26,22 +26,22 @@ class ReceivedAnswer:
 
 
 class Client:
-    """One HTTP request: its choices share one outbox. What it has got is read when it is looked at."""
+    """One HTTP request: its choices share one `ClientRequest`. What it has got is read when it is looked at."""
 
     def __init__(self, *request_ids: RequestId) -> None:
-        self.outbox = Outbox(lambda: None)
+        self.request = ClientRequest()
         self.cut_off = False
         """Its router has died: nothing comes any more."""
         self._answers = [ReceivedAnswer(request_id) for request_id in request_ids]
 
     def stop_reading(self) -> None:
         """From now on whatever comes is too much."""
-        self.outbox.limit_chars = 0
+        self.request.limit_chars = 0
 
     @property
     def answers(self) -> list[ReceivedAnswer]:
         """One for each choice."""
-        for delta in self.outbox.take():
+        for delta in self.request.take():
             answer = self._answers[delta.index]
             answer.token_ids += delta.token_ids
             answer.text += delta.text

@@ -98,7 +98,8 @@ class RouterProcess:
         """Raises what the core raises."""
         now = self._clock.now
         self._meter.begin()
-        self._deliver(self.core.requests.submit(specs, client.outbox, now, now))
+        client.request.received_s = now
+        self._deliver(self.core.requests.submit(client.request, specs, now))
         self._meter.lap("requests")
         self._loop.wake(self.next_deadline())
 

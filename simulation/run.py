@@ -66,7 +66,7 @@ class MeasuredClient(Client):
         self, spec: RequestSpec, turn: int, clock: Clock, measured: ClientFigures, over: Callable[[list[int] | None], None]
     ) -> None:
         super().__init__(spec.request_id)
-        self.outbox.wake = self._read
+        self.request.wake = self._read
         self.pushed_bytes = 0
         self._turn = turn
         self._prompt_tokens = spec.prompt_tokens
@@ -79,7 +79,7 @@ class MeasuredClient(Client):
 
     def _read(self) -> None:
         now, measured = self._clock.now, self._measured
-        for delta in self.outbox.take():
+        for delta in self.request.take():
             for token in delta.token_ids:
                 if self._said:
                     measured.between_s.append(now - self._latest_s)

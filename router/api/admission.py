@@ -1,184 +1,111 @@
-"""The doorkeeper: what happens around every HTTP request, whatever handles it.
+"""Admission: what an HTTP request takes of the router, from its arrival to the end of its response.
 
-Owns the middleware, and where a request's scope holds what must be closed when it is over. Does not know the routes.
-
-The drain of a router: it takes no more requests, and lets those that are open end.
-
-    told to stop ── new requests are refused, open ones go on ──► none is open, or the time is over ── the rest is ended ──► over
-
-Owns the count of open requests, from their first byte to the end of their response, and the order of a drain. Does not know
-signals, sockets or processes. The pages, such as /ready, are served throughout.
-
-The answers that are open or coming, by the ids that clients know them by.
-
-Owns the ids. An answer is coming while its prompt is still tokenized: until then no request stands for it. Two answers may have
-the same id: clients choose ids.
+Owns the middleware around every request: it lets requests in by their keys, gives each an id, counts the responses, and gives
+back what a request has taken, however it ends. Owns the limit of requests whose body is here, which the keys share. Does not
+know the routes, nor what a body says.
 """
 
-import asyncio
-import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass, field
+import secrets
+from collections.abc import Callable, Coroutine
+from types import TracebackType
+from typing import Any, Self, TypeVar
 
+from fastapi import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from common.errors import BadRequest, Unavailable
-from common.ids import RequestId
-from common.messages import Failed
+from common.errors import BadRequest
+from router.api.bodies import LARGE_BODY_BYTES, body_of, unless_left
 from router.api.errors import response_to
 from router.api.guard import Guard
-from router.api.request_ids import HEADER, OWNER, REQUEST_ID, id_in, new_id
-from router.api.sending import DIRECT_SEND
-from router.core import Gateway, RouterCore
+from router.api.intake import Intake
+from router.api.request_ids import HEADER, id_in, new_id
+from router.core import Gateway
 from router.metrics import RouterMetrics
+from router.outbox import ClientRequest
+from router.requests import Places
 
-_log = logging.getLogger(__name__)
-
-
-class Door:
-    """Through which requests for the model come in and leave."""
-
-    def __init__(self, core: RouterCore) -> None:
-        self._core = core
-        self.inside = 0
-        """Requests whose response has not ended yet."""
-        self.last_left = asyncio.Event()
-        """The door is closed, and nobody is inside."""
-
-    @property
-    def closed(self) -> bool:
-        return self._core.draining
-
-    def enter(self) -> None:
-        """Whoever entered must `leave`. Raises Unavailable when the router drains."""
-        if self.closed:
-            raise Unavailable("the router is draining and will stop: send the request to another router, or try again later")
-        self.inside += 1
-
-    def leave(self) -> None:
-        self.inside -= 1
-        assert self.inside >= 0
-        self._note_last()
-
-    def close(self) -> None:
-        """Nobody enters any more."""
-        self._core.draining = True
-        self._note_last()
-
-    def _note_last(self) -> None:
-        if self.closed and not self.inside:
-            self.last_left.set()
-
-
-async def drain(door: Door, gateway: Gateway, timeout_s: float, stop: asyncio.Event, at_once: asyncio.Event) -> None:
-    """Wait for `stop`, drain, and return when the last request has left. After `timeout_s`, or when `at_once` is set, those that
-    are still open end with an error, and their responses may not have been sent yet when this returns."""
-    await stop.wait()
-    door.close()
-    if door.inside:
-        _log.info("draining: %d requests are open and may take %g s", door.inside, timeout_s)
-    waits = [asyncio.ensure_future(event.wait()) for event in (door.last_left, at_once)]
-    try:
-        await asyncio.wait(waits, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        for wait in waits:
-            wait.cancel()
-    if door.inside:
-        _log.warning("%d requests were still open when the drain ended: they end with an error", door.inside)
-        stopping = Unavailable("the router was stopped before the request had ended: send it again")
-        gateway.deliver(gateway.core.requests.end_all(Failed.of(stopping), gateway.clock()))
-
-
-@dataclass(slots=True, eq=False)
-class Coming:
-    """An answer that is not dispatched yet. choices: how many it has. names: each id with how many choices it stands for.
-    aborted: the ids for which these were aborted meanwhile."""
-
-    owner: str
-    choices: int
-    names: Mapping[str, int]
-    aborts_all: bool = False
-    aborted: set[str] = field(default_factory=set)
-
-    def abort(self, name: str | None) -> int:
-        """Returns how many choices this ends. name: None: all."""
-        if self.aborts_all or name in self.aborted:
-            return 0
-        if name is None:
-            self.aborts_all = True
-            return self.choices
-        if name not in self.names:
-            return 0
-        self.aborted.add(name)
-        return self.names[name]
-
-
-class OpenAnswers:
-    """Which requests of the core an id stands for."""
-
-    def __init__(self) -> None:
-        self._coming: set[Coming] = set()
-        self._requests: dict[str, list[RequestId]] = {}
-
-    def __len__(self) -> int:
-        return len(self._requests)
-
-    def add(self, named: Mapping[str, Iterable[RequestId]]) -> Callable[[], None]:
-        """Returns what to call when the answer is over."""
-        added = [(name, request) for name, requests in named.items() for request in requests]
-        for name, request in added:
-            self._requests.setdefault(name, []).append(request)
-
-        def remove() -> None:
-            for name, request in added:
-                rest = self._requests[name]
-                rest.remove(request)
-                if not rest:
-                    del self._requests[name]
-
-        return remove
-
-    def expect(self, owner: str, choices: int, names: Mapping[str, int]) -> Coming:
-        """Whoever expects an answer says when it has `arrived`."""
-        coming = Coming(owner, choices, names)
-        self._coming.add(coming)
-        return coming
-
-    def arrived(self, coming: Coming) -> None:
-        """It is dispatched, or never will be. Idempotent."""
-        self._coming.discard(coming)
-
-    def abort_coming(self, owner: str, name: str | None) -> int:
-        """Abort what the owner has coming by this id, or with None all of it. Returns how many choices that ends."""
-        return sum(coming.abort(name) for coming in self._coming if coming.owner == owner)
-
-    def aborted(self, coming: Coming, requests: Sequence[RequestId]) -> list[RequestId]:
-        """Which of its requests, which are open now, were aborted while it was coming."""
-        self.arrived(coming)
-        named = {request for name in coming.aborted for request in self.find(name)}
-        return [request for request in requests if coming.aborts_all or request in named]
-
-    def find(self, name: str) -> tuple[RequestId, ...]:
-        """The requests of all answers of this id."""
-        return tuple(self._requests.get(name, ()))
-
-
+SPARE_CONNECTIONS = 256
+"""How many requests with a body may be open beyond --max-requests: answers that are still being sent, and calls to a tokenizer.
+Pages such as /health have no limit: the server sees to it that none of them waits for its client."""
 CLIENT_CLOSED = 499
 """The status counted when no client is left to send one to, as in nginx."""
-AT_END = "tandem.at_end"
-"""Where a request's scope holds the ExitStack of what must be closed when it is over."""
+VISIT = "tandem.visit"
+"""Where a request's scope holds its `Visit`."""
+
+R = TypeVar("R")
+T = TypeVar("T")
+
+
+class Admission:
+    """Where the requests of one router get what they take of it."""
+
+    def __init__(self, gateway: Gateway, intake: Intake, max_requests: int, max_body_bytes: int | None) -> None:
+        self.gateway = gateway
+        self.intake = intake
+        self.max_body_bytes = max_body_bytes
+        """None: bodies may have any length."""
+        self.places = Places(max_requests + SPARE_CONNECTIONS, "HTTP requests")
+        """A request has one from when its body is here."""
+
+
+class Visit:
+    """One HTTP request, and all that it has taken. What is left of that is given back at the end of the `with`."""
+
+    __slots__ = ("_admission", "_has_place", "_is_large", "client", "id", "owner", "send")
+
+    def __init__(self, admission: Admission, send: Send) -> None:
+        self._admission = admission
+        self._has_place = self._is_large = False
+        self.id = new_id()
+        self.owner = ""
+        """The name of the client's API key; empty without one."""
+        self.send = send
+        """The server's own: events of a stream take it, because each layer above costs as much as encoding them."""
+        self.client: ClientRequest | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self.client is not None:
+            self._admission.gateway.leave(self.client)
+        if self._has_place:
+            self._admission.places.leave(self.owner)
+
+    def enter(self, prefix: str = "", session: str = "") -> ClientRequest:
+        """Let a request for the model in: the router knows it from now on. prefix: of its answer's id. session: see `Ask`. Raises
+        Unavailable when the router drains."""
+        client = ClientRequest(prefix + self.id, self.owner, secrets.token_hex(8), session)
+        self._admission.gateway.arrive(client)
+        self.client = client
+        return client
+
+    async def read(self, request: Request, reader: Callable[[bytes, int], T]) -> T:
+        """What the body asks for. Raises BadRequest, Overloaded, ClientDisconnect."""
+        places = self._admission.places
+        places.require(self.owner)
+        body = await body_of(request, self._admission.max_body_bytes)
+        places.take(self.owner)
+        self._has_place, self._is_large = True, len(body) > LARGE_BODY_BYTES
+        return await self.work(request, self._admission.intake.read(reader, body, self.owner))
+
+    async def work(self, request: Request, work: Coroutine[Any, Any, R]) -> R:
+        """Do the intake's work for a request that was read. That for a large body ends when the client leaves. Raises
+        ClientDisconnect, and what the work raises."""
+        return await (unless_left(request, work) if self._is_large else work)
+
+
+def visit_of(request: Request) -> Visit:
+    visit: Visit = request.scope[VISIT]
+    return visit
 
 
 class Doorkeeper:
-    """ASGI middleware: refuses requests without the key that they need, counts responses by route and status, gives each request
-    and its response an id, and closes what a handler left in the scope's AT_END, however the request ends and whether or not its
-    response was ever sent. While the router drains, each response ends its connection, so that clients connect to another
-    router."""
+    """ASGI middleware. While the router drains, each response ends its connection, so that clients connect to another router."""
 
-    def __init__(self, app: ASGIApp, door: Door, metrics: RouterMetrics, guard: Guard) -> None:
+    def __init__(self, app: ASGIApp, admission: Admission, metrics: RouterMetrics, guard: Guard) -> None:
         self._app = app
-        self._door = door
+        self._admission = admission
         self._metrics = metrics
         self._guard = guard
 
@@ -188,32 +115,27 @@ class Doorkeeper:
             return
         status = CLIENT_CLOSED
 
-        async def watched_send(message: Message) -> None:
+        async def send_named(message: Message) -> None:
+            """Send the start of a response with the request's id."""
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                ends = ((b"connection", b"close"),) if self._door.closed else ()
-                headers = [*message.get("headers", ()), (HEADER, scope[REQUEST_ID].encode()), *ends]
-                message = {**message, "headers": headers}
+                ends = ((b"connection", b"close"),) if self._admission.gateway.is_draining else ()
+                message = {**message, "headers": [*message.get("headers", ()), (HEADER, visit.id.encode()), *ends]}
             await send(message)
 
         try:
-            scope[DIRECT_SEND] = send
-            with ExitStack() as scope[AT_END]:
-                await self._admit(scope)(scope, receive, watched_send)
+            with Visit(self._admission, send) as visit:
+                scope[VISIT], app = visit, self._app
+                try:
+                    visit.id = id_in(scope) or visit.id
+                    visit.owner = self._guard.admit(scope)
+                except BadRequest as error:
+                    app = response_to(error)
+                await app(scope, receive, send_named)
         except Exception:
             status = 500  # a bug: the server answers for it
             raise
         finally:
             route = scope.get("route")
             self._metrics.responded("other" if route is None else route.path, status)
-
-    def _admit(self, scope: Scope) -> ASGIApp:
-        """Note whose request it is. Returns who answers it."""
-        scope[REQUEST_ID] = new_id()
-        try:
-            scope[REQUEST_ID] = id_in(scope)
-            scope[OWNER] = self._guard.admit(scope)
-        except BadRequest as error:
-            return response_to(error)
-        return self._app

@@ -58,10 +58,9 @@ def finish_of(ending: Ending | None) -> OpenAIFinish | None:
 
 @dataclass(frozen=True, slots=True)
 class Accepted:
-    """A client's request, ready to dispatch. id: of its answer. specs: one for each choice, prompt by prompt, n each. echoes: the
-    text of each choice's prompt, if the answer repeats it. reading: how the texts of the answer become its parts."""
+    """A client's request, ready to dispatch. specs: one for each choice, prompt by prompt, n each. echoes: the text of each
+    choice's prompt, if the answer repeats it. reading: how the texts of the answer become its parts."""
 
-    id: str
     specs: tuple[RequestSpec, ...]
     prompt_tokens: int
     echoes: tuple[str, ...] = ()

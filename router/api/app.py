@@ -1,11 +1,11 @@
 """The HTTP side: what each URL does, and how refusals look to OpenAI clients.
 
-Owns the routes, the limits of a body, and the guarantee that what a handler opened is closed when its HTTP request is over.
-Does not know how a request is served.
+Owns the routes and the way of a request from its body to the response that sends its answer. Does not know how a request is
+served, nor what it takes of the router: that is given back by `Visit`.
 """
 
 import time
-from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Collection, Coroutine
 from functools import partial
 from http import HTTPStatus
 from typing import Any, TypeAlias, TypeVar
@@ -19,12 +19,13 @@ from starlette.responses import Response
 
 from common.access import OPEN, Access
 from common.addresses import LOOPBACK
+from common.config import RouterConfig
 from common.errors import TandemError
-from common.ids import InstanceId, RequestId
+from common.ids import InstanceId
+from common.options import parse_bytes
 from common.text.embedding import EmbeddingMode
-from router.api.admission import AT_END, CLIENT_CLOSED, Door, Doorkeeper, OpenAnswers
+from router.api.admission import CLIENT_CLOSED, Admission, Doorkeeper, visit_of
 from router.api.answers import Accepted, AnswerShape, OpenAIBody
-from router.api.bodies import IS_LARGE, LARGE_BODY_BYTES, body_of, unless_left
 from router.api.chat import ChatChoice, ChatFields, ChatShape, read_chat
 from router.api.completions import CompletionFields, CompletionShape, TextChoice, read_completion
 from router.api.description import COMPLETION_REFUSALS, Described, DescribedApp, call_route, check_route, completion_route
@@ -33,7 +34,7 @@ from router.api.errors import ErrorDetail, error_response, response_to
 from router.api.fields import ReadRequest
 from router.api.guard import REQUESTS_PREFIX, Guard
 from router.api.intake import Intake, unknown_model
-from router.api.request_ids import HEADER, OWNER, REQUEST_ID, AnswerId, answer_id
+from router.api.request_ids import HEADER, id_in
 from router.api.responses import ResponseBody, ResponseFields, ResponseShape, read_response
 from router.api.routes import (
     Detokenized,
@@ -46,7 +47,7 @@ from router.api.routes import (
     read_detokenize,
     read_tokenize,
 )
-from router.api.sending import Answer, StreamResponse, WholeResponse
+from router.api.sending import EventStream, WholeAnswer
 from router.api.sglang import (
     Aborted,
     AbortFields,
@@ -61,22 +62,13 @@ from router.api.timelines import FORGET, READ, READ_TIMELINE, START, TimelineApi
 from router.cluster import cluster_page
 from router.core import Gateway
 from router.metrics import DetokenizerCollector, FleetCollector, MailCollector, RouterMetrics, member_metrics
-from router.requests import Places
-
-SPARE_CONNECTIONS = 256
-"""How many requests with a body may be open beyond --max-requests: answers that are still being sent, and calls to a tokenizer.
-Pages such as /health have no limit: the server sees to it that none of them waits for its client."""
-COMING = "tandem.coming"
-"""Where a request's scope holds its `Coming`."""
+from router.outbox import ClientRequest
 
 R = TypeVar("R", bound=ReadRequest)
-T = TypeVar("T")
 
 
 class Api:
-    """The handlers. model: the name that clients use. max_body_bytes: None for no limit. keep_alive_s: after so long a silence a
-    stream gets a comment; 0: never. max_requests: SPARE_CONNECTIONS more may be open, counted from when their body is here.
-    embedding: how the model makes embeddings; None: it makes none. session_header: see `answer_id`."""
+    """The handlers. model: the name that clients use. embedding: how the model makes embeddings; None: it makes none."""
 
     def __init__(
         self,
@@ -84,27 +76,20 @@ class Api:
         intake: Intake,
         metrics: RouterMetrics,
         model: str,
-        max_body_bytes: int | None,
-        keep_alive_s: float,
-        max_requests: int,
+        config: RouterConfig,
         embedding: EmbeddingMode | None = None,
-        session_header: str = "",
     ) -> None:
-        self.door = Door(gateway.core)
+        self.admission = Admission(gateway, intake, config.max_requests, parse_bytes(config.max_body))
         self.traces = TraceApi(gateway)
+        self.timelines = TimelineApi(gateway)
         self._gateway = gateway
         self._intake = intake
         self._metrics = metrics
         self._model = model
         self._embedding = embedding
-        self._session_header = session_header
-        self._max_body_bytes = max_body_bytes
-        self._keep_alive_s = keep_alive_s
-        self._here = Places(max_requests + SPARE_CONNECTIONS, "HTTP requests")
-        """Of open requests whose body is here."""
+        self._session_header = config.sessions_by
+        self._keep_alive_s = config.keep_alive_s
         self._started = int(time.time())
-        self._open = OpenAnswers()
-        self.timelines = TimelineApi(gateway)
         metrics.registry.register(FleetCollector(gateway.core))
         metrics.registry.register(DetokenizerCollector(gateway.core))
         metrics.registry.register(MailCollector(gateway.mail))
@@ -129,97 +114,30 @@ class Api:
 
     async def generate(self, request: Request) -> Response:
         """SGLang's own endpoint: continue one prompt or a batch of prompts. Each event of a stream repeats the answer so far."""
-        received_s = self._enter(request)
-        asked = await self._read(request, partial(read_generate, self._model))
-        if len(asked.rids) == 1:
-            request.scope[REQUEST_ID] = asked.rids[0]
-        answer = answer_id(request.scope, session_header=self._session_header)
-        named = asked.named(answer.shown, asked.choices)
-        counts = {name: len(numbers) for name, numbers in named.items()}
-        accepted = await self._accept(request, answer, self._intake.accept_completion(asked, answer), asked.choices, counts)
-        requests = {name: [accepted.specs[number].request_id for number in numbers] for name, numbers in named.items()}
-        return self._dispatch(request, GenerateShape, asked, accepted, received_s, requests if asked.is_batch else {})
-
-    async def abort_request(self, request: Request) -> Response:
-        """End requests of this router, as SGLang does. What their clients have got so far is their answer, with the finish reason
-        `abort`. Requests of other API keys are not found."""
-        asked = await self._read(request, read_abort)
-        core, named, owner = self._gateway.core, self._open.find(asked.rid), request.scope[OWNER]
-        own = [record.spec.request_id for record in core.requests.records() if record.spec.owner == owner]
-        ids = own if asked.abort_all else [request_id for request_id in own if request_id in named]
-        self._gateway.deliver(core.requests.cancel(ids, self._gateway.clock()))
-        return _json(Aborted(len(ids) + self._open.abort_coming(owner, None if asked.abort_all else asked.rid)))
-
-    async def tokenize(self, request: Request) -> Response:
-        """The token ids of a text."""
-        self._enter(request)
-        asked = await self._read(request, read_tokenize)
-        return _json(await unless_left(request, self._intake.tokenize(asked, request.scope[OWNER])))
-
-    async def detokenize(self, request: Request) -> Response:
-        """The text of token ids."""
-        self._enter(request)
-        asked = await self._read(request, read_detokenize)
-        return _json(await unless_left(request, self._intake.detokenize(asked, request.scope[OWNER])))
-
-    def _enter(self, request: Request) -> float:
-        """Let the request in, until its response has ended. Returns the time. Raises Unavailable when the router drains."""
-        self.door.enter()
-        request.scope[AT_END].callback(self.door.leave)
-        return self._gateway.clock()
+        reader = partial(read_generate, self._model)
+        return await self._answer(request, reader, "", self._intake.accept_completion, GenerateShape)
 
     async def _answer(
         self,
         request: Request,
         reader: Callable[[bytes, int], R],
         prefix: str,
-        accept: Callable[[R, AnswerId], Coroutine[Any, Any, Accepted]],
+        accept: Callable[[R, ClientRequest], Coroutine[Any, Any, Accepted]],
         shape_of: type[AnswerShape[R]],
     ) -> Response:
-        """The way of a request through the router. prefix: of its answer's id."""
-        received_s = self._enter(request)
-        asked = await self._read(request, reader)
-        answer = answer_id(request.scope, prefix, self._session_header)
-        accepted = await self._accept(request, answer, accept(asked, answer), asked.choices)
-        return self._dispatch(request, shape_of, asked, accepted, received_s)
-
-    async def _accept(
-        self,
-        request: Request,
-        answer: AnswerId,
-        work: Coroutine[Any, Any, Accepted],
-        choices: int,
-        names: Mapping[str, int] | None = None,
-    ) -> Accepted:
-        """Do the intake's work, while the request can be aborted. names: further ones, each with how many choices it stands for.
-        Raises what the work raises."""
-        counts = dict(names or {}) | dict.fromkeys((request.scope[REQUEST_ID], answer.shown), choices)
-        coming = request.scope[COMING] = self._open.expect(answer.owner, choices, counts)
-        request.scope[AT_END].callback(self._open.arrived, coming)
-        return await unless_left(request, work)
-
-    def _dispatch(
-        self,
-        request: Request,
-        shape_of: type[AnswerShape[R]],
-        asked: R,
-        accepted: Accepted,
-        received_s: float,
-        named: Mapping[str, list[RequestId]] | None = None,
-    ) -> Response:
-        """Submit every choice to the fleet. named: further ids by which the client knows some of them. Returns the response that
-        sends the answer. Raises Overloaded, Unavailable, BadRequest."""
-        requests = [spec.request_id for spec in accepted.specs]
-        names = dict(named or {}) | dict.fromkeys((request.scope[REQUEST_ID], accepted.id), requests)
-        request.scope[AT_END].callback(self._open.add(names))
-        answer = Answer(self._gateway, accepted)
-        request.scope[AT_END].callback(answer.close)
-        answer.dispatch(received_s)
-        self._gateway.core.requests.timelines.name(names)
-        if aborted := self._open.aborted(request.scope[COMING], requests):
-            self._gateway.deliver(self._gateway.core.requests.cancel(aborted, self._gateway.clock()))
+        """The way of a request through the router. prefix: of its answer's id. Returns the response that sends the answer."""
+        visit = visit_of(request)
+        client = visit.enter(prefix, id_in(request.scope, self._session_header) if self._session_header else "")
+        client.expect(1, {visit.id: (0,), client.id: (0,)})
+        asked = await visit.read(request, reader)
+        if asked.own_id:
+            visit.id = client.id = asked.own_id
+        choices = range(asked.choices)
+        client.expect(len(choices), {**asked.named(client.id), visit.id: choices, client.id: choices})
+        accepted = await visit.work(request, accept(asked, client))
+        self._gateway.submit(client, accepted.specs)
         shape = shape_of(
-            id=accepted.id,
+            id=client.id,
             created=int(time.time()),
             model=self._model,
             asked=asked,
@@ -227,8 +145,29 @@ class Api:
             token_texts=self._intake.token_text,
         )
         if asked.fields.stream:
-            return StreamResponse(answer, shape, self._keep_alive_s)
-        return WholeResponse(answer, shape, self._intake.writers)
+            return EventStream(self._gateway, client, shape, visit.send, self._keep_alive_s)
+        return WholeAnswer(client, shape, self._intake.writers)
+
+    async def abort_request(self, request: Request) -> Response:
+        """End requests of this router, as SGLang does. What their clients have got so far is their answer, with the finish reason
+        `abort`. Requests of other API keys are not found."""
+        visit = visit_of(request)
+        asked = await visit.read(request, read_abort)
+        return _json(Aborted(self._gateway.abort(visit.owner, None if asked.abort_all else asked.rid)))
+
+    async def tokenize(self, request: Request) -> Response:
+        """The token ids of a text."""
+        visit = visit_of(request)
+        visit.enter()
+        asked = await visit.read(request, read_tokenize)
+        return _json(await visit.work(request, self._intake.tokenize(asked, visit.owner)))
+
+    async def detokenize(self, request: Request) -> Response:
+        """The text of token ids."""
+        visit = visit_of(request)
+        visit.enter()
+        asked = await visit.read(request, read_detokenize)
+        return _json(await visit.work(request, self._intake.detokenize(asked, visit.owner)))
 
     async def models(self) -> Response:
         """List the model that is served."""
@@ -264,24 +203,12 @@ class Api:
 
     async def drain(self, instance: str) -> Response:
         """Give the instance no more requests. It serves what it has, and leaves."""
-        self._gateway.deliver(self._gateway.core.fleet.drain(InstanceId(instance)))
+        self._gateway.drain_instance(InstanceId(instance))
         return _json({"id": instance, "state": "draining"}, 202)
 
     async def flush_cache(self) -> Response:
         """Have every instance forget its prefix cache: what requests shared so far is computed again. Running requests go on."""
-        sends = self._gateway.core.fleet.flush_caches()
-        self._gateway.deliver(sends)
-        return _json(Flushed(len(sends)))
-
-    async def _read(self, request: Request, reader: Callable[[bytes, int], T]) -> T:
-        """What the body asks for. Raises BadRequest, Overloaded."""
-        owner: str = request.scope[OWNER]
-        self._here.require(owner)
-        body = await body_of(request, self._max_body_bytes)
-        self._here.take(owner)
-        request.scope[AT_END].callback(self._here.leave, owner)
-        request.scope[IS_LARGE] = len(body) > LARGE_BODY_BYTES
-        return await unless_left(request, self._intake.read(reader, body, owner))
+        return _json(Flushed(self._gateway.flush_caches()))
 
     def _model_card(self) -> ModelCard:
         return ModelCard(id=self._model, created=self._started, max_model_len=self._intake.context_tokens)
@@ -362,7 +289,7 @@ def build_app(api: Api, metrics: RouterMetrics, access: Access = OPEN, hosts: Co
     app.add_exception_handler(HTTPException, _on_http_error)
     app.add_exception_handler(ClientDisconnect, _on_disconnect)
     app.add_exception_handler(Exception, _on_bug)
-    app.add_middleware(Doorkeeper, door=api.door, metrics=metrics, guard=Guard(access, hosts))
+    app.add_middleware(Doorkeeper, admission=api.admission, metrics=metrics, guard=Guard(access, hosts))
     if access.origins:  # outside of the doorkeeper: what a browser asks beforehand carries no key, and refusals are for pages too
         app.add_middleware(
             CORSMiddleware,
@@ -397,7 +324,7 @@ async def _on_disconnect(request: Request, error: Exception) -> Response:
 async def _on_bug(request: Request, error: Exception) -> Response:
     """An unexpected error. The framework logs it."""
     response = error_response(500, ErrorDetail("internal error: see the router's log", "internal_error"))
-    response.headers["x-request-id"] = request.scope[REQUEST_ID]
+    response.headers["x-request-id"] = visit_of(request).id
     return response
 
 

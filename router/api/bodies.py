@@ -9,7 +9,7 @@ import json
 from collections import Counter
 from collections.abc import Coroutine
 from itertools import accumulate
-from typing import Any, Final, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 from msgspec import UNSET, Raw, UnsetType
@@ -29,9 +29,6 @@ LONG_LIST = 1_000
 MAX_LEVELS = 200
 """Most lists and objects within each other. Readers, writers and chat templates call themselves for each level, so a body with
 more would exhaust their stack somewhere."""
-
-IS_LARGE: Final = "tandem.large_body"
-"""Where a request's scope tells whether its body is large."""
 
 R = TypeVar("R")
 
@@ -206,10 +203,8 @@ async def body_of(request: Request, most_bytes: int | None) -> bytes:
 
 
 async def unless_left(request: Request, work: Coroutine[Any, Any, R]) -> R:
-    """Do the work for a request whose body was read. That for a large body takes long, so it stops when the client leaves. Raises
-    ClientDisconnect, and what the work raises."""
-    if not request.scope[IS_LARGE]:
-        return await work
+    """Do the work for a request whose body is here. It stops when the client leaves. Raises ClientDisconnect, and what the work
+    raises."""
     working, watching = asyncio.create_task(work), asyncio.create_task(_left(request.receive))
     try:
         await asyncio.wait((working, watching), return_when=asyncio.FIRST_COMPLETED)

@@ -193,6 +193,15 @@ class ReadRequest:
         """How many the answer has."""
         return self.fields.n
 
+    @property
+    def own_id(self) -> str:
+        """The id that the body gives the request; empty: its HTTP request has its id."""
+        return ""
+
+    def named(self, answer_id: str) -> dict[str, set[int]]:
+        """The numbers of the choices for which each further id stands. answer_id: stands for all of them."""
+        return {}
+
 
 def biases_of(fields: SamplingFields) -> tuple[tuple[int, float], ...]:
     """`logit_bias` with numbers for ids. Raises BadRequest."""

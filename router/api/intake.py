@@ -16,7 +16,7 @@ from msgspec.structs import replace
 
 from common.config import RouterConfig
 from common.errors import BadRequest, UnknownModel
-from common.ids import ID_BYTES, RequestId, pack_ids, unpack_ids
+from common.ids import ID_BYTES, pack_ids, unpack_ids
 from common.pages.radix_cache import BlockNames
 from common.sampling_params import SamplingParams
 from common.text.tokenizer_manager import ChatOptions
@@ -28,10 +28,10 @@ from router.api.completions import CompletionRequest, Prompt
 from router.api.errors import ContextExceeded, no_room, shown
 from router.api.fields import ALL_TOKENS, ReadRequest, SamplingFields, biases_of
 from router.api.logprobs import MAX_PAIRS, TokenTexts, check_prompt_pairs, most_tokens_with
-from router.api.request_ids import AnswerId
 from router.api.routes import MAX_CHARS, Detokenized, DetokenizeFields, Tokenized, TokenizeRequest
 from router.api.threads import SharedThreads
 from router.core import RouterCore
+from router.outbox import ClientRequest
 from router.requests import Places, RequestSpec
 
 SEED_BITS = 63
@@ -108,24 +108,21 @@ class Intake:
 
     async def read(self, reader: Callable[[bytes, int], R], body: bytes, owner: str = "") -> R:
         """What the body asks for. owner: see `RequestSpec`. Raises BadRequest, Overloaded."""
-        if (size := len(body)) <= LARGE_BODY_BYTES:
+        if len(body) <= LARGE_BODY_BYTES:
             return reader(body, self.context_tokens)
-        places = min(size, MAX_WAITING_BODY_BYTES // 2)  # however large it is, it is read when few others wait
-        self._waiting_body_bytes.take(owner, places)
-        try:
+        places = min(len(body), MAX_WAITING_BODY_BYTES // 2)  # however large it is, it is read when few others wait
+        with self._waiting_body_bytes.held(owner, places):
             return await self._long_threads.run(owner, partial(reader, body, self.context_tokens))
-        finally:
-            self._waiting_body_bytes.leave(owner, places)
 
-    async def accept_chat(self, request: ChatRequest, answer: AnswerId) -> Accepted:
+    async def accept_chat(self, request: ChatRequest, client: ClientRequest) -> Accepted:
         """Raises BadRequest, UnknownModel, Overloaded."""
         texts = list(request.texts())
         size, field = request.size_chars(texts), request.prompt_field
         self._check(request, field, size, self.context_tokens)
         plan = self._chats.plan(request)
         encode = partial(self._tokenizer.encode_chat, options=plan.options, field=field)
-        prompts = await self._encode(encode, (request.messages,), (texts,), size, request.fields, field, answer.owner)
-        accepted = self._accept(answer, prompts, request, field, self._chat_max_tokens)
+        prompts = await self._encode(encode, (request.messages,), (texts,), size, request.fields, field, client)
+        accepted = self._accept(client, prompts, request, field, self._chat_max_tokens)
         if plan.is_plain:
             return accepted
         tail = unpack_ids(prompts[0].packed[-TAIL_TOKENS * ID_BYTES :]).tolist()
@@ -135,7 +132,7 @@ class Intake:
         self._check_grammar(specs[0].sampling, "tools" if request.grammar is None else request.grammar_field)
         return dataclasses.replace(accepted, specs=specs, reading=plan.reading(opened))
 
-    async def accept_completion(self, request: CompletionRequest, answer: AnswerId) -> Accepted:
+    async def accept_completion(self, request: CompletionRequest, client: ClientRequest) -> Accepted:
         """Raises BadRequest, UnknownModel, Overloaded."""
         field = request.prompt_field
         self._check(request, field, max(map(len, request.prompts)), self.context_tokens)
@@ -149,10 +146,10 @@ class Intake:
             size,
             request.fields,
             field,
-            answer.owner,
+            client,
             echo=self._echo if request.echo else None,
         )
-        return self._accept(answer, encoded, request, field, request.default_max_tokens)
+        return self._accept(client, encoded, request, field, request.default_max_tokens)
 
     async def tokenize(self, asked: TokenizeRequest, owner: str = "") -> Tokenized:
         """owner: see `RequestSpec`. Raises BadRequest, UnknownModel, Overloaded."""
@@ -172,7 +169,8 @@ class Intake:
             strings = tokenizer.token_strings(ids) if asked.return_token_strs else None
             return Tokenized(count=len(ids), max_model_len=self.context_tokens, tokens=ids, token_strs=strings)
 
-        return await self._run(work, size, 1, owner)
+        with self._core.requests.places.held(owner, 1):
+            return await self._run(work, size, owner)
 
     async def detokenize(self, asked: DetokenizeFields, owner: str = "") -> Detokenized:
         """owner: see `RequestSpec`. Raises BadRequest, UnknownModel, Overloaded."""
@@ -183,7 +181,8 @@ class Intake:
             self._check_ids(ids, "tokens")
             return Detokenized(prompt=self._tokenizer.decode(ids, skip_special_tokens=skip))
 
-        return await self._run(work, len(ids), 1, owner)
+        with self._core.requests.places.held(owner, 1):
+            return await self._run(work, len(ids), owner)
 
     def _echo(self, prompt: Prompt) -> str:
         return prompt if isinstance(prompt, str) else self._tokenizer.decode(prompt)
@@ -226,14 +225,14 @@ class Intake:
         size: int,
         fields: SamplingFields,
         prompt_field: str,
-        owner: str,
+        client: ClientRequest,
         *,
         echo: Callable[[P], str] | None = None,
     ) -> list[_Encoded]:
         """Each prompt in tokens. texts: what each consists of. size: characters and token ids of all. echo: gives the text of a
         prompt that the answer repeats. Choices that wait here, `fields.n` for each prompt, count against --max-requests. Raises
         Overloaded, BadRequest, and what `encode` raises."""
-        choices, context = len(prompts) * fields.n, self.context_tokens
+        context = self.context_tokens
         page_size, salt = self._core.fleet.caches.page_size, fields.cache_salt or ""
 
         def encoded(prompt: P) -> _Encoded:
@@ -249,20 +248,15 @@ class Intake:
                 self._require_fit(parts, context, prompt_field)
             return list(map(encoded, prompts))
 
-        return await self._run(work, size, choices, owner)
+        self._core.requests.reserve(client, len(prompts) * fields.n)
+        return await self._run(work, size, client.owner)
 
-    async def _run(self, work: Callable[[], R], size: int, choices: int, owner: str) -> R:
-        """Do the work where texts of this size are encoded. Raises Overloaded when so many choices more do not fit, and what the
-        work raises."""
-        places = self._core.requests.places
-        places.take(owner, choices)
-        try:
-            if size < SHORT_CHARS:
-                return work()
-            threads = self._threads if size <= LONG_CHARS else self._long_threads
-            return await threads.run(owner, work)
-        finally:
-            places.leave(owner, choices)
+    async def _run(self, work: Callable[[], R], size: int, owner: str) -> R:
+        """Do the work where texts of this size are encoded. Raises what the work raises."""
+        if size < SHORT_CHARS:
+            return work()
+        threads = self._threads if size <= LONG_CHARS else self._long_threads
+        return await threads.run(owner, work)
 
     def _require_fit(self, texts: Sequence[str], context: int, prompt_field: str) -> None:
         """Raises BadRequest when a prompt of these texts is sure to be longer than the context, after no more work than a prompt
@@ -279,14 +273,14 @@ class Intake:
 
     def _accept(
         self,
-        answer: AnswerId,
+        client: ClientRequest,
         prompts: list[_Encoded],
         request: ReadRequest,
         prompt_field: str,
         default_max_tokens: int | None,
     ) -> Accepted:
         fields, context = request.fields, self.context_tokens
-        if answer.owner and fields.priority < 0:
+        if client.owner and fields.priority < 0:
             raise BadRequest("priority must be 0 or more where API keys share the fleet: leave it out", field="priority")
         seed = secrets.randbits(SEED_BITS) if fields.seed is None else fields.seed
         base = self._sampling(request)
@@ -310,10 +304,9 @@ class Intake:
                 index = len(specs)
                 params = replace(sampling, seed=_wrapped(seed + samples[packed]))
                 samples[packed] += 1
-                request_id = RequestId(f"{answer.unique}-{index}")
                 specs.append(
                     RequestSpec(
-                        request_id,
+                        client.choice_id(index),
                         index,
                         packed,
                         params,
@@ -322,15 +315,15 @@ class Intake:
                         fields.timeout,
                         fields.skip_special_tokens,
                         fields.include_stop_str_in_output,
-                        answer.owner,
+                        client.owner,
                         salt=fields.cache_salt or "",
-                        session=answer.session,
+                        session=client.session,
                         blocks=prompt.blocks,
                     )
                 )
         echoes = tuple(prompt.echo for prompt in prompts for _ in range(fields.n))
         prompt_tokens = sum(len(prompt.packed) for prompt in prompts) // ID_BYTES
-        return Accepted(answer.shown, tuple(specs), prompt_tokens, echoes)
+        return Accepted(tuple(specs), prompt_tokens, echoes)
 
     def _sampling(self, request: ReadRequest) -> SamplingParams:
         """What the request says of sampling, without what depends on the prompt and the choice. Raises BadRequest."""

@@ -34,8 +34,8 @@ from starlette.types import Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from common.errors import BadRequest, ConfigError
+from router.api.admission import VISIT, Visit
 from router.api.errors import ErrorDetail, error_json
-from router.api.request_ids import OWNER
 from router.metrics import Dropped
 
 HEAD_S = 10.0
@@ -349,7 +349,8 @@ class _Protocol(HttpToolsProtocol):
     @property
     def owner(self) -> str:
         """The guard has noted it in the turn of the loop after that of the head."""
-        return str(self.scope.get(OWNER, ""))
+        visit = self.scope.get(VISIT)
+        return visit.owner if isinstance(visit, Visit) else ""
 
     def drop(self) -> None:
         """Close it at once: a client that reads nothing would keep it open for ever."""

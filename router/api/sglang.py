@@ -145,9 +145,13 @@ class GenerateRequest(CompletionRequest):
             return tuple(f"{answer_id}_{number}" for number in range(choices))
         return tuple(f"{rid}_{number}" for rid in self.rids for number in range(choices // len(self.rids)))
 
-    def named(self, answer_id: str, choices: int) -> dict[str, set[int]]:
-        """The numbers of the choices that each id stands for: the id of a choice, and that of a prompt."""
-        named: dict[str, set[int]] = {}
+    @property
+    def own_id(self) -> str:
+        return self.rids[0] if len(self.rids) == 1 else ""
+
+    def named(self, answer_id: str) -> dict[str, set[int]]:
+        """The id of a choice stands for it, and that of a prompt for its choices."""
+        named, choices = dict[str, set[int]](), self.choices
         for number, choice_id in enumerate(self.choice_ids(answer_id, choices)):
             named.setdefault(choice_id, set()).add(number)
             if self.rids:

@@ -32,10 +32,10 @@ from common.errors import BadRequest
 from common.ids import Role
 from common.messages import SpanArgs, Times, unpack_spans
 from common.processes.router_client import RequestFailed, RouterClient
+from router.api.admission import visit_of
 from router.api.description import Described
 from router.api.errors import shown
 from router.api.guard import EVERYBODY, REQUESTS_PREFIX, key_in
-from router.api.request_ids import OWNER
 from router.api.threads import SharedThreads
 from router.core import Gateway
 from router.timelines import REMEMBERED, AttemptTimes, Durations, RequestTimes
@@ -174,7 +174,7 @@ class TimelineApi:
         routers behind one port, any finds it; here=true: only the one that is asked looks."""
         if here not in ("", "true"):
             raise BadRequest(f"here must be true, not {shown(here)!r}", field="here")
-        owner = request.scope[OWNER]
+        owner = visit_of(request).owner
         known = self._core.requests.timelines.find(name, None if owner == EVERYBODY else owner)
         if not known and not here and (found := await self.others.find(name, owner, key_in(request.scope))) is not None:
             return Response(msgspec.json.encode(found), media_type="application/json")

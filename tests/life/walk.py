@@ -209,7 +209,7 @@ class Fleet:
         self.core = RouterCore(ROUTER, [self.detokenizer.address], config, metrics, tokenizer.vocab_size)
         self.gateway = stack.enter_context(closing(Gateway(self.core, mailbox, self.clock)))
         intake = stack.enter_context(closing(Intake(self.core, tokenizer, tokenizer.model_name, config)))
-        api = Api(self.gateway, intake, metrics, tokenizer.model_name, None, config.keep_alive_s, config.max_requests)
+        api = Api(self.gateway, intake, metrics, tokenizer.model_name, config)
         self.app = build_app(api, metrics)
         self.router_address = mailbox.address
         self.detokenizer.meet_router(self.router_address)

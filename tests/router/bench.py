@@ -28,7 +28,7 @@ from common.messages import (
 from common.sampling_params import SamplingParams
 from router.core import RouterCore
 from router.fleet import Fleet
-from router.outbox import Outbox
+from router.outbox import ClientRequest
 from router.placement import Placer
 from router.requests import RequestSpec
 from tests.builders import instance, key
@@ -69,7 +69,7 @@ class Bench:
         """The latest in which members were asked."""
         self.observer = Unobserved()
         self.core = RouterCore(ROUTER, ["tcp://detokenizer:1"] * detokenizers, config or RouterConfig(), self.observer)
-        self.outbox = Outbox(lambda: None, limit_chars)
+        self.client = ClientRequest(limit_chars=limit_chars)
         self.members = list(members)
         for member in members:
             self.core.receive(Register(instance=member), 0.0)
@@ -108,7 +108,8 @@ class Bench:
         return self.place(self.core.receive(Goodbye(id=member.id, incarnation=member.incarnation), now), now)
 
     def submit(self, *specs: RequestSpec, at: float = 0.0) -> list[Send]:
-        return self.place(self.core.requests.submit(specs, self.outbox, at, at), at)
+        self.client.owner, self.client.received_s = specs[0].owner, at
+        return self.place(self.core.requests.submit(self.client, specs, at), at)
 
     def place(self, sends: list[Send], now: float) -> list[Send]:
         """What the router sends, after the attempts that begin with it have found their decode instances."""
@@ -153,10 +154,10 @@ class Bench:
         return self.place(self.core.receive(answer, now), now)
 
     def read(self) -> str:
-        return "".join(delta.text for delta in self.outbox.take())
+        return "".join(delta.text for delta in self.client.take())
 
     def endings(self) -> list[Ending]:
-        return [delta.ending for delta in self.outbox.take() if delta.ending is not None]
+        return [delta.ending for delta in self.client.take() if delta.ending is not None]
 
     def assigned(self) -> dict[str, int]:
         return {member.info.id: member.assigned_tokens for member in self.core.fleet.members()}

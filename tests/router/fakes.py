@@ -5,6 +5,7 @@ and the prompt's length.
 """
 
 import asyncio
+import dataclasses
 import re
 import socket
 import time
@@ -356,17 +357,8 @@ class Site:
         self.core = RouterCore(ROUTER, ["tcp://detokenizer:1"], config, self.metrics)
         self.gateway = Gateway(self.core, fleet, time.monotonic)
         self.intake = Intake(self.core, CharTokenizer(chat_template, fleet.context_tokens), MODEL, config)
-        self.api = api = Api(
-            self.gateway,
-            self.intake,
-            self.metrics,
-            MODEL,
-            max_body_bytes,
-            config.keep_alive_s,
-            config.max_requests,
-            embedding,
-            config.sessions_by,
-        )
+        config = dataclasses.replace(config, max_body=str(max_body_bytes))
+        self.api = api = Api(self.gateway, self.intake, self.metrics, MODEL, config, embedding)
         self.app: FastAPI = build_app(api, self.metrics, access, (config.host,))
         fleet.gateway = self.gateway
 

@@ -7,7 +7,7 @@ import pytest
 
 from common.access import Access, KeyRing
 from common.config import RouterConfig
-from router.api import app, server
+from router.api import admission, server
 from router.metrics import Dropped
 from tests.router.calls import chat, get, until
 from tests.router.fakes import EchoFleet, Site, listening
@@ -115,12 +115,12 @@ def unfinished(body_bytes: int) -> bytes:
 
 
 async def test_bodies_that_do_not_come_take_neither_pages_nor_places_from_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(app, "SPARE_CONNECTIONS", 0)
+    monkeypatch.setattr(admission, "SPARE_CONNECTIONS", 0)
     async with Site(EchoFleet(stall_at=2), RouterConfig(max_requests=1)) as site, listening(site) as port:
         clients = [await asyncio.open_connection("127.0.0.1", port) for _ in range(6)]
         for _, writer in clients[1:]:
             writer.write(unfinished(0))
-        await until(lambda: site.api.door.inside == 5)
+        await until(lambda: len(site.core.requests.clients) == 5)
         for page in (b"health", b"ready", b"metrics"):
             assert b" 200 OK" in await answered(port, PLAIN.replace(b"health", page))
         clients[0][1].write(QUESTION)
@@ -137,7 +137,7 @@ async def test_of_too_many_bodies_that_do_not_come_the_oldest_is_dropped() -> No
         for _ in range(5):
             clients.append(await asyncio.open_connection("127.0.0.1", port))
             clients[-1][1].write(unfinished(0))
-            await until(lambda: site.api.door.inside == min(len(clients), 2))
+            await until(lambda: len(site.core.requests.clients) == min(len(clients), 2))
         for reader, _ in clients[:3]:
             assert await ended(reader) == b""
         assert await dropped(site, Dropped.MANY_BODIES) == 3
@@ -155,7 +155,7 @@ async def test_of_too_many_bodies_that_do_not_come_one_of_the_key_with_the_most_
             head = f"Host: localhost\r\nAuthorization: Bearer {keys[name]}\r\n".encode()
             clients.append(await asyncio.open_connection("127.0.0.1", port))
             clients[-1][1].write(unfinished(0).replace(b"Host: localhost\r\n", head))
-            await until(lambda: site.api.door.inside == min(len(clients), 3))
+            await until(lambda: len(site.core.requests.clients) == min(len(clients), 3))
         for reader, _ in clients[1:3]:
             assert await ended(reader) == b"", "these are alice's oldest"
         assert await dropped(site, Dropped.MANY_BODIES) == 2
@@ -171,7 +171,7 @@ async def test_of_too_many_bytes_of_bodies_those_that_are_held_for_longest_are_d
         for size in (10, 60_000, 30_000, 30_000):
             clients.append(await asyncio.open_connection("127.0.0.1", port))
             clients[-1][1].write(unfinished(size) if size > 10 else QUESTION[:-10])
-            await until(lambda: site.api.door.inside == min(len(clients), 3))
+            await until(lambda: len(site.core.requests.clients) == min(len(clients), 3))
             await asyncio.sleep(0.01)
         assert await ended(clients[1][0]) == b""
         assert await dropped(site, Dropped.LARGE_BODIES) == 1

@@ -9,7 +9,6 @@ import httpx
 import pytest
 
 from common.messages import Finished, TextBatch, TextDelta
-from router.api.admission import drain
 from tests.router.calls import assert_error, chat, completion, events, get, post, until
 from tests.router.fakes import EchoFleet, Site
 
@@ -40,13 +39,13 @@ class Draining:
 async def draining(timeout_s: float, *, stream: bool = True) -> AsyncIterator[Draining]:
     async with Site(EchoFleet(stall_at=3)) as site:
         stop, at_once = asyncio.Event(), asyncio.Event()
-        over = asyncio.create_task(drain(site.api.door, site.gateway, timeout_s, stop, at_once))
+        over = asyncio.create_task(site.gateway.drain(timeout_s, stop, at_once))
         answer = asyncio.create_task(post(site, "/v1/completions", completion(stream=stream)))
         await until(lambda: any(len(record.token_ids) == 3 for record in site.core.requests.records()))
         ready = await get(site, "/ready")
         assert ready.status_code == 200 and "connection" not in ready.headers
         stop.set()
-        await until(lambda: site.core.draining)
+        await until(lambda: site.gateway.is_draining)
         yield Draining(site, answer, stop, at_once, over)
         await asyncio.wait_for(over, 5)
 
@@ -87,4 +86,4 @@ async def test_an_answer_in_one_body_that_a_drain_ends_is_a_503() -> None:
 async def test_a_router_without_requests_drains_at_once(site: Site) -> None:
     stop = asyncio.Event()
     stop.set()
-    await asyncio.wait_for(drain(site.api.door, site.gateway, LONG_S, stop, asyncio.Event()), 5)
+    await asyncio.wait_for(site.gateway.drain(LONG_S, stop, asyncio.Event()), 5)

@@ -33,7 +33,8 @@ def busy_bench(tokens: int, early_rejection: str = "on") -> Bench:
 def test_a_prediction_is_compared_with_the_first_token_and_counts_from_the_arrival() -> None:
     bench = Bench(P0, D0)
     bench.report(P0, 0.0, measured())
-    bench.core.requests.submit([spec()], bench.outbox, received_s=1.0, now=1.25)
+    bench.client.received_s = 1.0
+    bench.core.requests.submit(bench.client, [spec()], now=1.25)
     bench.text(0, "a", now=5.0)
     ((predicted_s, real_s),) = bench.observer.predictions
     assert (predicted_s, real_s) == pytest.approx((0.25 + PROMPT_S, 4.0))

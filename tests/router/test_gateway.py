@@ -12,7 +12,7 @@ from common.ids import DETOKENIZER, ROUTER
 from common.instance.ports import Send
 from common.messages import Goodbye, Register, RouterInbox
 from router.core import BACKLOG_S, TURN_MESSAGES, TURN_S, Gateway, RouterCore
-from router.outbox import Outbox
+from router.outbox import ClientRequest
 from tests.builders import HandClock, instance
 from tests.common.mailboxes import FakeMail
 from tests.router.bench import D0, spec
@@ -116,7 +116,7 @@ async def test_a_whole_fleet_that_is_silent_at_once_can_still_be_told_and_only_w
 async def test_a_new_detokenizer_gets_its_route_before_any_message_and_nothing_after_the_gateway_closed() -> None:
     async with Rig() as rig:
         rig.hear(JOIN)
-        rig.gateway.deliver(rig.gateway.core.requests.submit([spec()], Outbox(lambda: None), 0.0, 0.0))
+        rig.gateway.submit(ClientRequest(), [spec()])
         rig.mail.asked.clear()
         rig.gateway.detokenizer_moved(0, "tcp://detokenizer:2")
         assert rig.mail.asked == [f"route {DETOKENIZER} to tcp://detokenizer:2", "send Welcome to d0"]

@@ -13,7 +13,7 @@ from common.ids import unpack_ids
 from common.messages import Failed
 from common.sampling_params import SamplingParams
 from common.text.embedding import EmbeddingMode
-from router.api import app
+from router.api import admission
 from tests.router.calls import JSON, assert_error, chat, completion, events, get, metric, post, sent_to_fleet, until, usage
 from tests.router.fakes import CONTEXT, MODEL, EchoFleet, Site
 
@@ -326,7 +326,7 @@ async def test_without_instances_the_answer_is_503_with_retry_after() -> None:
 
 
 async def test_every_call_with_a_body_is_refused_when_too_many_are_open(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(app, "SPARE_CONNECTIONS", -RouterConfig().max_requests)
+    monkeypatch.setattr(admission, "SPARE_CONNECTIONS", -RouterConfig().max_requests)
     async with Site() as site:
         paths = [path for path, ways in site.app.openapi()["paths"].items() if "requestBody" in ways.get("post", {})]
         assert "/v1/completions" in paths

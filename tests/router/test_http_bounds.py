@@ -195,7 +195,7 @@ async def test_of_a_long_answer_a_little_waits_to_be_read_and_the_time_to_read_b
     async with Site(Talkative()) as site, listening(site, send_buffer=BUFFER) as port, deaf(port) as client:
         await asyncio.get_running_loop().sock_sendall(client, question(completion(), version))
         await until(lambda: len(waiting) > 0)
-        assert len(site.api._here) == 1, "the request stays open until most is read"
+        assert len(site.api.admission.places) == 1, "the request stays open until most is read"
         reader, writer = await asyncio.open_connection(sock=client)
         head = await reader.readuntil(b"\r\n\r\n")
         length = next(int(line.split()[1]) for line in head.splitlines() if line.startswith(b"content-length"))

@@ -20,13 +20,13 @@ from router.api.bodies import LARGE_BODY_BYTES
 from router.api.chat import ChatRequest, read_chat
 from router.api.completions import CompletionRequest, read_completion
 from router.api.intake import ENCODING_THREADS, LONG_ENCODING_THREADS, Intake
-from router.api.request_ids import AnswerId
+from router.outbox import ClientRequest
 from tests.router.calls import assert_error, chat, completion, post
 from tests.router.fakes import CONTEXT, MODEL, CharTokenizer, Site
 
 pytestmark = pytest.mark.anyio
 LONG_CHARS = 100
-ANSWER = AnswerId("a", "a.0")
+ANSWER = ClientRequest("a", unique="0")
 
 
 class WatchedTokenizer(CharTokenizer):

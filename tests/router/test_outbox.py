@@ -5,14 +5,14 @@ import tracemalloc
 
 from common.messages import Finished, TokenLogprob
 from common.sampling_params import MAX_PROMPT_LOGPROBS
-from router.outbox import UNREAD_LIMIT_CHARS, ChoiceDelta, Outbox
+from router.outbox import UNREAD_LIMIT_CHARS, ChoiceDelta, ClientRequest
 
 
 def test_an_outbox_at_its_limit_holds_no_more_than_twice_the_bytes_that_it_counts() -> None:
     gc.collect()
     tracemalloc.start()
     try:
-        outbox, number = Outbox(lambda: None, limit_chars=300_000), 1000
+        outbox, number = ClientRequest(limit_chars=300_000), 1000
         while outbox.unread_chars <= outbox.limit_chars:
             number += 1
             outbox.put(ChoiceDelta(number % 2, f"w{number}", (number,)))
@@ -25,7 +25,7 @@ def test_thousands_of_tokens_with_logprobs_may_be_unread_and_the_memory_that_the
     gc.collect()
     tracemalloc.start()
     try:
-        outbox, number = Outbox(lambda: None, limit_chars=300_000), 1000
+        outbox, number = ClientRequest(limit_chars=300_000), 1000
         while outbox.unread_chars <= outbox.limit_chars:
             number += 1
             top = tuple((number + place, -0.5 * place - number) for place in range(20))
@@ -37,13 +37,13 @@ def test_thousands_of_tokens_with_logprobs_may_be_unread_and_the_memory_that_the
 
 
 def test_logprobs_of_the_prompt_come_at_once_and_are_not_too_much() -> None:
-    outbox = Outbox(lambda: None)
+    outbox = ClientRequest()
     outbox.put(ChoiceDelta(0, "w", (1,), None, (), (TokenLogprob(1, -1.0, 1),) * MAX_PROMPT_LOGPROBS))
     assert outbox.unread_chars < outbox.limit_chars
 
 
 def test_each_choice_has_the_same_text_tokens_and_ending_however_many_deltas_were_unread() -> None:
-    outbox, choices, each = Outbox(lambda: None), 300, 5
+    outbox, choices, each = ClientRequest(), 300, 5
     for number in range(each):
         for index in range(choices):
             ending = Finished(reason="length") if number == each - 1 else None

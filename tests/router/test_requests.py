@@ -45,7 +45,8 @@ def test_colocated_dispatch_sends_the_request_to_the_decode_instance() -> None:
 def test_a_request_carries_its_priority_its_age_its_owner_and_what_is_left_of_its_time() -> None:
     bench = Bench(P0, D0)
     asked = RequestSpec(RequestId("r"), 0, PROMPT, SamplingParams(max_new_tokens=8), priority=-3, timeout_s=20.0, owner="alice")
-    sent = bench.core.requests.submit([asked], bench.outbox, received_s=1.0, now=1.5)
+    bench.client.owner, bench.client.received_s = asked.owner, 1.0
+    sent = bench.core.requests.submit(bench.client, [asked], now=1.5)
     ((_, generate),) = generates(sent)
     assert generate.terms == Terms(priority=-3, age_s=0.5, timeout_s=19.5, owner="alice")
     assert isinstance(sent[0].message, ExpectAnswer) and sent[0].message.life_s == 79.5
@@ -94,13 +95,13 @@ def test_text_reaches_the_client_in_order_and_the_ending_comes_once(bench: Bench
     assert bench.text(0, "H", now=1.0) == []
     assert bench.text(1, "el", now=1.5) == []
     assert bench.text(3, "lo", Finished(reason="length"), now=2.0) == []
-    assert bench.outbox.take() == [
+    assert bench.client.take() == [
         ChoiceDelta(0, "H", (72,)),
         ChoiceDelta(0, "el", (101, 108)),
         ChoiceDelta(0, "lo", (108, 111), Finished(reason="length")),
     ]
     assert bench.text(5, "!", Finished(reason="stop")) == []
-    assert (bench.outbox.take(), bench.core.requests.stale) == ([], 1)
+    assert (bench.client.take(), bench.core.requests.stale) == ([], 1)
     assert bench.observer.endings == [Finished(reason="length")]
     assert bench.observer.first_tokens == [1.0]
     assert bench.observer.gaps == [(0.5, 2), (0.5, 2)]

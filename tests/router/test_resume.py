@@ -94,7 +94,7 @@ def test_each_token_has_its_logprob_once_and_those_of_the_prompt_are_asked_for_u
     opened = announced(sent)
     assert all(one.logprobs and one.include_stop and not one.skip_special_tokens and one.min_tokens == 3 for one in opened)
     assert {one.shown for one in opened} == {(7,)}
-    deltas = bench.outbox.take()
+    deltas = bench.client.take()
     assert [one.token_id for delta in deltas for one in delta.logprobs] == list(range(8))
     assert all(tuple(one.token_id for one in delta.logprobs) == delta.token_ids for delta in deltas)
     assert [one for delta in deltas for one in delta.prompt_logprobs] == list(prompt)
@@ -107,7 +107,7 @@ def test_a_resumed_answer_goes_on_where_it_stopped_and_late_text_of_the_old_atte
     assert bench.text(3, "XY", Finished(reason="length"), now=1.6) == []
     bench.text(3, "lo", now=2.0, attempt=1)
     bench.text(5, "!", Finished(reason="stop"), now=2.5, attempt=1)
-    deltas = bench.outbox.take()
+    deltas = bench.client.take()
     assert "".join(delta.text for delta in deltas) == "Hello!"
     assert [id for delta in deltas for id in delta.token_ids] == [ord(char) for char in "Hello!"]
     assert [delta.ending for delta in deltas if delta.ending] == [Finished(reason="stop")]
@@ -171,7 +171,7 @@ def test_a_dead_prefill_instance_does_not_matter_after_the_handoff(bench: Bench)
     bench.text(0, "ab")
     assert about_requests(bench.leave(P0, 2.0)) == []
     bench.text(2, "c", Finished(reason="length"))
-    assert bench.outbox.take()[-1].ending == Finished(reason="length")
+    assert bench.client.take()[-1].ending == Finished(reason="length")
 
 
 def test_in_a_later_attempt_too_its_own_second_token_proves_the_handoff() -> None:
@@ -327,7 +327,7 @@ def test_a_request_that_nobody_can_serve_waits_for_an_instance_and_goes_on_with_
     assert (to, generate.key, generate.first, generate.terms.age_s) == ("d1", key(attempt=1), 2, 4.0)
     bench.beat(6.9, D0)
     bench.text(2, "c", Finished(reason="length"), attempt=1)
-    assert bench.outbox.take()[-1].ending == Finished(reason="length")
+    assert bench.client.take()[-1].ending == Finished(reason="length")
     assert bench.core.requests.next_deadline() is None
 
 

@@ -38,7 +38,7 @@ def test_every_open_answer_is_opened_anew_where_its_client_is_and_its_tokens_are
     assert (for_b.first, for_b.text) == (0, "")
     assert generates(sent) == [] and bench.observer.resumes == []
     assert bench.text(2, "", Finished("length"), now=2.1, name="a") == [close("a")]
-    assert bench.outbox.take()[-1].ending == Finished("length"), "of the same attempt"
+    assert bench.client.take()[-1].ending == Finished("length"), "of the same attempt"
 
 
 def test_the_answers_are_opened_a_few_in_each_turn_and_those_that_wait_longest_first(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,7 +101,7 @@ def test_after_a_gap_in_the_text_what_is_missing_is_told_again(text: str, ending
     bench.text(2, "cde", now=1.6)
     bench.text(6, "g", now=1.7)
     assert retold(bench.tick(1.7)) == {"d0": ((key(), 5),)}, "another gap"
-    assert "".join(delta.text for delta in bench.outbox.take()) == "abcde"
+    assert "".join(delta.text for delta in bench.client.take()) == "abcde"
     assert bench.observer.resumes == []
 
 
@@ -115,7 +115,7 @@ def test_text_of_which_only_the_end_is_new_is_told_again_from_where_the_client_i
     sent = bench.tick(1.0)
     assert retold(sent) == {"d0": ((key(), 4),)} and announced(sent)[0].again
     bench.text(4, "ef", Finished("length"))
-    assert "".join(delta.text for delta in bench.outbox.take()) == "abcdef"
+    assert "".join(delta.text for delta in bench.client.take()) == "abcdef"
 
 
 def test_when_telling_again_does_not_help_the_request_is_resumed() -> None:

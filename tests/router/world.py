@@ -37,7 +37,7 @@ from common.messages import (
 from common.sampling_params import SamplingParams
 from router.core import RouterCore
 from router.members import Member
-from router.outbox import ChoiceDelta, Outbox
+from router.outbox import ChoiceDelta, ClientRequest
 from router.requests import RequestSpec
 from tests.builders import instance
 from tests.router.bench import PROMPT
@@ -52,11 +52,11 @@ ERRORS: tuple[TandemError, ...] = (
 )
 
 
-class Client(Outbox):
+class Client(ClientRequest):
     """A client, and everything that it was given."""
 
     def __init__(self, name: RequestId, answer_tokens: int, limit_chars: int) -> None:
-        super().__init__(lambda: None, limit_chars)
+        super().__init__(limit_chars=limit_chars)
         self.name = name
         self.answer_tokens = answer_tokens
         self.given: list[ChoiceDelta] = []
@@ -209,7 +209,8 @@ class World:
         self.clients[client.name] = client
         spec = RequestSpec(client.name, 0, PROMPT, SamplingParams(max_new_tokens=answer_tokens))
         try:
-            self.take(self.core.requests.submit([spec], client, self.now, self.now))
+            client.received_s = self.now
+            self.take(self.core.requests.submit(client, [spec], self.now))
         except TandemError:
             del self.clients[client.name]
             raise

@@ -115,8 +115,8 @@ class Sender:
 
     def close(self) -> list[str]:
         """Returns what is left open."""
-        core, api = self._site.core, self._site.api
-        open_now = {"requests": len(core.requests), "answers": len(api._open), "places": len(core.requests.places)}
+        core = self._site.core
+        open_now = {"requests": len(core.requests), "answers": len(core.requests.clients), "places": len(core.requests.places)}
         self._run(self._site.__aexit__(None, None, None))
         self._loop.close()
         return [f"{count} {what}" for what, count in open_now.items() if count]
