@@ -1,11 +1,7 @@
-"""The requests of a decode instance that hold memory: how one joins the batch, and how it ends and leaves.
+"""The requests of a decode instance, and how many pages the running ones will need if answers are as long as answers have been.
 
-Owns the page pool, the rows, the running batch with its forecast, and the reservations, because a request may leave only when all
-have let go of it. Does not decide who is admitted, planned or preempted.
-
-Growth: how many pages the running requests will need at once, if answers turn out as long as answers have been.
-
-Owns the measure of answers and the forecast made of it. Knows the running batch and pages as numbers. Admits nobody.
+Owns the record of a request, the measure of answers, and the forecast made of it. Knows the running batch and pages as numbers.
+Admits nobody.
 
 A request may ask for far more tokens than its answer has: often its limit is the whole context. So the forecast is a length in
 tokens, the same for all, and each request's limit bounds it. It is measured: the tokens of the last answers, over how many of
@@ -25,23 +21,16 @@ what is available, if nobody held them before.
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain
 
 import numpy as np
 
-from common.executor import EngineDescription, RowStart
-from common.ids import AttemptId, Int64Array, Life, pack_ids
-from common.instance.ports import Action, Send
-from common.instance.prompt_cache import PromptCache
-from common.instance.request import Phase, PromptProgress, Request
-from common.instance.requests import InstanceLimits, RequestTable, Rows
-from common.messages import Decline, Ending, Failed, Generate, InstanceInfo, Reserve
-from common.pages.pool import PagePool
-from common.pages.radix_cache import Hit
+from common.ids import Int64Array, Life
+from common.instance.ports import Send
+from common.instance.request import Request
+from common.messages import Decline, Failed, Generate, Reserve
 from decode.batch import Batch
-from kv_transfer.handoff_target import HandoffTarget
 
 MEMORY = 64
 """Each answer takes one part in so many from the weight of all before it."""
@@ -148,172 +137,19 @@ class Growth:
         self._lengths.fade()
 
 
-_IN_BATCH = (Phase.COMPUTING, Phase.DECODING)
-
-
 @dataclass(slots=True, eq=False)
 class DecodeRequest(Request):
-    """Its peer is the writer that sends its KV; None when its prompt is computed here.
+    """Its peer is the writer that sends its KV; None when its prompt is computed here."""
 
-    row: its place in the batch, once admitted. untold: how it ended while its writer was to tell the client; if the writer has
-    handed off instead, we must. settles: its pages wait until what has arrived for them is in memory.
-    landed: its first token, when its KV is here but its grammar is not ready yet.
-    """
-
-    row: int | None = None
     untold: Failed | None = None
-    settles: bool = False
+    """How it ended while its writer was to tell the client. If the writer has handed off instead, we must."""
     landed: int | None = None
-
-    @property
-    def waits(self) -> bool:
-        """It stays in the waiting line until there is room. Otherwise its writer asks elsewhere when there is none at once."""
-        return not isinstance(self.asked, Reserve) or self.asked.waits
+    """Its first token, when its KV is here but its grammar is not ready yet."""
 
     @property
     def waits_for_grammar(self) -> bool:
         """It cannot be admitted yet. A reservation can: its grammar is needed when its KV is here."""
         return self.prepares and self.peer is None
-
-    @property
-    def waits_since_s(self) -> float:
-        """Since when it waits for memory, on this instance's clock. Its writer may have asked elsewhere meanwhile."""
-        return self.times.accepted_s - (self.asked.waited_s if isinstance(self.asked, Reserve) else 0.0)
-
-
-class DecodeRequests:
-    """by_row: the request in each row. computing: rows whose prompt has tokens to launch here, in the order of admission. starts:
-    rows that begin with the next plan."""
-
-    def __init__(self, me: InstanceInfo, engine: EngineDescription, limits: InstanceLimits) -> None:
-        self._page_size = engine.layout.page_size
-        self.table = RequestTable(DecodeRequest, me, engine, limits)
-        self.pool = PagePool(engine.total_pages, limits.prefix_cache)
-        self.prompts = PromptCache(self.pool, self._page_size)
-        self.rows = Rows(engine.max_rows)
-        self.batch = Batch(engine.max_rows, engine.eos_token_ids)
-        self.growth = Growth(self.batch, self._page_size, limits.answer_tokens)
-        self.target = HandoffTarget(me.incarnation)
-        self.by_row: dict[int, DecodeRequest] = {}
-        self.leaving: dict[AttemptId, DecodeRequest] = {}
-        """Those whose row is free again, while a writer may still write their pages. A row is scarcer than pages: many writers
-        that do not let go must not keep everybody out."""
-        self.computing: dict[int, PromptProgress] = {}
-        self.starts: list[RowStart] = []
-
-    def look_up(self, request: DecodeRequest) -> Hit:
-        """The pages of its prompt that are in the prefix cache. A prompt that is computed elsewhere may be there whole."""
-        if request.peer is None:
-            return self.prompts.find(request)
-        request.hit = self.pool.cache.match(request.keys, len(request.prompt) // self._page_size, request.hit)
-        return request.hit
-
-    def hold(self, request: DecodeRequest, sampled: int = 0) -> None:
-        """The request has its pages and its row. sampled: see `Batch.join`."""
-        assert request.row is not None and request.lease is not None
-        self.by_row[request.row] = request
-        room = len(request.lease) * self._page_size
-        shared, sampling = request.lease.found, request.asked.sampling
-        self.batch.join(request.row, sampling, len(request.prompt), room, sampled=sampled, shared=shared)
-
-    def start(self, request: DecodeRequest, sampled: int, length: int = 0, last_token: int | None = None) -> None:
-        """The request is in the batch from the next plan on. sampled: see `Batch.join`. length, last_token: see `RowStart`."""
-        assert request.row is not None
-        self.hold(request, sampled)
-        self.starts.append(request.row_start(request.row, length, last_token))
-
-    def landed(self, request: DecodeRequest) -> None:
-        """The KV of its prompt is here, and no step has its pages yet: what others have computed meanwhile takes their place."""
-        assert request.lease is not None
-        request.lease.publish(request.keys, len(request.prompt) // self._page_size, replaces=True)
-
-    def published(self, request: DecodeRequest, tokens: int) -> None:
-        """The KV of its first `tokens` tokens is final: whoever begins with the same may share their whole pages."""
-        assert request.lease is not None
-        request.lease.publish(request.keys, tokens // self._page_size)
-
-    def _publish_rest(self, request: DecodeRequest) -> None:
-        """No step writes its KV any more. What it sampled last was never fed back, so that has no KV."""
-        sampled, progress = int(self.batch.sampled[request.row]), request.progress
-        if not sampled:
-            self.published(request, 0 if progress is None else progress.computed)
-        elif len(request.token_ids) == sampled:
-            request.keys.extend(pack_ids(request.token_ids[:-1]))
-            self.published(request, len(request.prompt) + sampled - 1)
-
-    def holders(self) -> Iterable[DecodeRequest]:
-        """All that hold pages, also those that have ended."""
-        return chain(self.by_row.values(), self.leaving.values())
-
-    def comes_home(self, request: DecodeRequest, now: float) -> bool:
-        """Whether it has ended, and what it holds is free soon."""
-        return request.phase is Phase.ENDED and not self.target.is_stuck(request.key, now)
-
-    def compute(self, request: DecodeRequest) -> None:
-        """It has pages and a row: its prompt is computed here, from behind its hit on."""
-        assert request.row is not None
-        have_tokens = request.cached_tokens
-        progress = PromptProgress(request.row, request.prompt, have_tokens, have_tokens, request.owner)
-        request.phase, request.progress = Phase.COMPUTING, progress
-        self.computing[request.row] = progress
-        self.start(request, sampled=0, length=have_tokens)
-
-    def decode(self, request: DecodeRequest, first_token: int) -> None:
-        """Its KV is here: it decodes from the next plan on, or when its grammar is ready."""
-        request.phase = Phase.DECODING
-        if request.prepares:
-            request.landed = first_token
-        else:
-            request.landed = None
-            self.start(request, sampled=1, length=len(request.prompt), last_token=first_token)
-
-    def prepared(self, request: DecodeRequest, refused: Failed | None, now: float) -> list[Action]:
-        """Its grammar is ready, or never will be."""
-        if refused is not None:
-            return self.end(request, refused, now)
-        if request.landed is not None:
-            self.decode(request, request.landed)
-        return []
-
-    def end(self, request: DecodeRequest, ending: Ending | None, now: float) -> list[Action]:
-        """The one door. `ending` is told to the client, or None when the client knows or another instance tells it.
-
-        While a writer holds the request, the writer tells the client: only it knows whether the first token went out.
-        """
-        before = self.table.end(request, now)
-        if before is None:
-            return []
-        actions: list[Action] = []
-        if request.peer is not None and before not in _IN_BATCH:
-            self.target.cancel(request.key, now)
-            if isinstance(ending, Failed):
-                actions.append(decline(request.peer, request.asked, ending))
-                request.untold = ending
-        elif ending is not None:
-            actions.append(self.table.tell(request, ending))
-        if request.row is not None:
-            self.batch.leave(request.row)
-            self.computing.pop(request.row, None)
-        if request.progress is not None:
-            self.prompts.ended(request)
-        self.release(request, now)
-        return actions
-
-    def release(self, request: DecodeRequest, now: float) -> None:
-        """Bring home what nothing in flight can touch of a request that has ended. Its row: no step names it. Its pages: no step
-        uses them either, and no writer may write them."""
-        if request.row is not None:
-            if self.rows.in_flight[request.row]:
-                return
-            self._publish_rest(request)
-            del self.by_row[request.row]
-            self.rows.give_back(request.row)
-            self.starts = [start for start in self.starts if start.row != request.row]
-            request.row = None
-            self.leaving[request.key] = request
-        if request.key not in self.target.open and not request.settles:
-            self.leaving.pop(request.key, None)
-            self.table.remove(request, now)
 
 
 def decline(writer: Life, asked: Generate | Reserve, failed: Failed) -> Send:

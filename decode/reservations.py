@@ -1,13 +1,10 @@
 """Reservations: what a decode instance does when a writer lands, withdraws or renews, or falls silent.
 
-Owns the counters of handoffs, and how many writes of peers are expected. Knows the requests and their one door. Does not know
-plans or steps.
-
-Landings: whether a handoff fits the reservation that waited for it.
-
-Owns the checks: what a writer says is verified wherever that is possible. Changes nothing.
+Owns the counters of handoffs, the checks of what landed, and how many writes of peers are expected. Knows the requests and their
+one door. Does not know plans or steps.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from common.addresses import on_one_host
@@ -16,10 +13,11 @@ from common.executor import EngineDescription
 from common.ids import AttemptId, InstanceId, Life
 from common.instance.ports import Action, Expect, PeersChanged, Settle
 from common.instance.request import Phase
+from common.instance.requests import RequestTable
 from common.messages import Failed, Handoff, InstanceInfo, Renew, Reserve, Withdraw
 from common.messages.base import fits
-from decode.requests import DecodeRequest, DecodeRequests
-from kv_transfer.handoff_target import MARGIN_S, ORPHANED_S, Digest, Reservation, corrupt_pages
+from decode.requests import DecodeRequest
+from kv_transfer.handoff_target import MARGIN_S, ORPHANED_S, Digest, HandoffTarget, Reservation, corrupt_pages
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,21 +52,31 @@ to make progress."""
 
 
 class Reservations:
-    """digest: with --verify-pages, what the pages that landed are compared with."""
+    """The reservations of one decode instance, whose generations and writers `HandoffTarget` keeps."""
 
-    def __init__(self, me: InstanceInfo, engine: EngineDescription, requests: DecodeRequests, digest: Digest | None) -> None:
+    def __init__(
+        self,
+        me: InstanceInfo,
+        engine: EngineDescription,
+        requests: RequestTable[DecodeRequest],
+        target: HandoffTarget,
+        decode: Callable[[DecodeRequest, int], None],
+        digest: Digest | None,
+    ) -> None:
+        """decode: the KV of a request is here, and this is its first token. digest: with --verify-pages, what the pages that
+        landed are compared with."""
         self._inbox = me.inbox
         self._hosts = {rank.host for rank in me.ranks}
         self._engine = engine
         self._page_bytes = me.page_bytes
         self._requests = requests
-        self._target = requests.target
+        self._target = target
+        self._decode = decode
         self._digest = digest
         self._expected = Expect(0)
         self._measured_by_s = 0.0
         self._distant: set[InstanceId] = set()
         """Writers on other hosts."""
-        self.pages_received = self.bytes_received = self.handoffs = self.handoffs_lost = self.pages_corrupt = 0
 
     # --- writers and their writes ------------------------------------------------------------------------------------------
 
@@ -79,7 +87,7 @@ class Reservations:
             self._measured_by_s = now + MEASURED_S
         self._distant.difference_update(change.left, (peer.id for peer in change.joined))
         self._distant.update(peer.id for peer in change.joined if self._is_distant(peer))
-        return [action for request in self._requests.table.meet(change) for action in self._requests.end(request, None, now)]
+        return self._requests.meet(change, now)
 
     def bury(self, peer: InstanceInfo, now: float) -> list[Action]:
         """A writer's process is gone; `kv_transfer/handoff_target.py` says what that proves. Its other ranks, if it has any, may
@@ -90,7 +98,7 @@ class Reservations:
             is_near = on_one_host(peer.inbox, self._inbox) and not self._is_distant(peer)
             fenced_s = now + (ORPHANED_S if is_near and all(pool.device == "cpu" for pool in peer.pools) else MARGIN_S)
         self._target.bury(writer, fenced_s)
-        waiting = [request for request in self._requests.table.waiting if request.peer == writer]
+        waiting = [request for request in self._requests.waiting if request.peer == writer]
         return [action for request in waiting for action in self._requests.end(request, None, now)]
 
     def _is_distant(self, peer: InstanceInfo) -> bool:
@@ -112,7 +120,7 @@ class Reservations:
         assert request.lease is not None and isinstance(request.asked, Reserve)
         if not self._target.hears(writer):
             return self._requests.end(request, Failed.of(Unavailable(f"{writer.id} fell silent")), now)
-        request.phase, request.times.granted_s = Phase.RESERVED, now
+        request.phase, request.in_transfer, request.times.granted_s = Phase.RESERVED, True, now
         layout, sent_s = self._engine.layout, request.asked.sent_s
         pages, have_tokens = layout.pages_for(len(request.prompt)), len(request.hit) * layout.page_size
         return [self._target.grant(request.key, writer, request.lease, pages, sent_s, have_tokens)]
@@ -122,56 +130,58 @@ class Reservations:
         reservation = self._target.land(sender, handoff)
         if reservation is None:
             return []
-        request = self._requests.table[reservation.key]
+        request = self._requests[reservation.key]
         objection = find_objection(handoff, reservation, self._engine, self._page_bytes, self._digest)
         if objection is not None:
             request.next_token += 1  # the writer has sent the first token, whatever it was
-            self.pages_corrupt += objection.corrupt_pages
+            self._requests.counters.pages_corrupt += objection.corrupt_pages
             failed = Failed.of(InstanceFailed(f"invalid handoff from {sender}: {objection.reason}"))
             return self._close(reservation, failed, now)
-        times = request.times
+        times, counters, page_size = request.times, self._requests.counters, self._engine.layout.page_size
         times.handed_off_s, times.pages_pushed = now, handoff.pushed_pages
-        times.pages_had = reservation.have_tokens // self._engine.layout.page_size
-        request.note_told(handoff.first_token, handoff.first_logprob)
-        self.handoffs += 1
-        self.pages_received += handoff.pushed_pages
-        self.bytes_received += handoff.pushed_bytes
-        self._requests.landed(request)
+        times.pages_had = reservation.have_tokens // page_size
+        request.add_sent_token(handoff.first_token, handoff.first_logprob)
+        counters.handoffs += 1
+        counters.pages_received += handoff.pushed_pages
+        counters.bytes_received += handoff.pushed_bytes
+        request.in_transfer = False
+        # No step has its pages yet: what others have computed meanwhile takes their place.
+        reservation.lease.publish(request.keys, len(request.prompt) // page_size, replaces=True)
         if request.phase is Phase.ENDED:
-            told: list[Action] = [] if request.untold is None else [self._requests.table.tell(request, request.untold)]
+            sends: list[Action] = [] if request.untold is None else [self._requests.tell(request, request.untold)]
             self._requests.release(request, now)
-            return told
-        self._requests.decode(request, handoff.first_token)
+            return sends
+        self._decode(request, handoff.first_token)
         return []
 
     def withdraw(self, sender: InstanceId, message: Withdraw, now: float) -> list[Action]:
         """The writer gives up, and tells the client why if the client is to know."""
-        request = self._requests.table.get(message.key)
+        request = self._requests.get(message.key)
         if request is not None and request.phase is Phase.WAITING and request.peer is not None:
             is_its = request.peer.id == sender and fits(message.incarnation, request.peer.incarnation)
             return self._requests.end(request, None, now) if is_its else []
         reservation = self._target.withdraw(sender, message)
         if reservation is None:
             return []
-        self._requests.table[message.key].untold = None
+        self._requests[message.key].untold = None
         return self._close(reservation, None, now)
 
     def renew(self, sender: InstanceId, message: Renew, now: float) -> list[Action]:
         """A writer says what it holds open. Everything else of it is over, whatever messages were lost."""
         writer = Life(sender, message.incarnation)
-        waiting = [request for request in self._requests.table.waiting if request.peer == writer]
+        waiting = [request for request in self._requests.waiting if request.peer == writer]
         waiting_keys = {request.key for request in waiting}
         renewal = self._target.renew(sender, message, now, lambda key: key in waiting_keys)
         actions: list[Action] = list(renewal.sends)
         for reservation in renewal.moved:
-            self._requests.table[reservation.key].untold = None
+            self._requests[reservation.key].untold = None
             actions += self._close(reservation, None, now)
         for reservation in renewal.lost:
-            self.handoffs_lost += 1
+            self._requests.counters.handoffs_lost += 1
             lost = Failed.of(InstanceFailed(f"the handoff from {sender} was lost"))
             actions += self._close(reservation, lost, now)
         for reservation in renewal.stuck:
-            actions += self._requests.end(self._requests.table[reservation.key], None, now)
+            actions += self._requests.end(self._requests[reservation.key], None, now)
         claimed = {claim.key for claim in message.claims if not claim.moved}
         for request in waiting:
             assert isinstance(request.asked, Reserve)
@@ -189,18 +199,17 @@ class Reservations:
 
     def settled(self, key: AttemptId, now: float) -> None:
         """Everything that had arrived for a closed reservation is in memory, so its pages can be given away."""
-        request = self._requests.table.get(key)
-        if request is not None and request.settles:
-            request.settles = False
+        request = self._requests.get(key)
+        if request is not None and request.in_transfer and key not in self._target.open:
+            request.in_transfer = False
             self._requests.release(request, now)
 
     def _close(self, reservation: Reservation, failed: Failed | None, now: float) -> list[Action]:
         """No write for this reservation is or will be under way, and it was not handed off. failed: what the client is told, if
         nobody else tells it. The pages come home when everything that had arrived for them is in memory."""
-        request = self._requests.table[reservation.key]
+        request = self._requests[reservation.key]
         untold = request.untold or (failed if request.phase is not Phase.ENDED else None)
-        request.settles = True
         actions: list[Action] = [Settle(request.key)]
         if untold is not None:
-            actions.append(self._requests.table.tell(request, untold))
+            actions.append(self._requests.tell(request, untold))
         return actions + self._requests.end(request, None, now)

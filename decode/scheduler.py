@@ -1,7 +1,7 @@
 """The decode scheduler: who is admitted, who decodes in the next step, and who gives up memory.
 
-Owns the plan of a decode instance. What holds memory, and how it ends, is in `requests.py`; what writers do is in
-`reservations.py`. Opens no socket, touches no device, reads no clock.
+Owns the running batch and the plan of a decode instance, and the one door by which its requests end. What both roles share is in
+`common/instance/requests.py`, what writers do in `reservations.py`. Opens no socket, touches no device, reads no clock.
 
 Two ways in, one way on:
 
@@ -16,13 +16,14 @@ the router resumes it.
 from collections.abc import Iterable
 from typing import assert_never
 
-import msgspec
 import numpy as np
+from msgspec.structs import replace
 
 from common.deadlines import earliest
 from common.errors import NoRoom, Preempted, Unavailable
 from common.executor import EngineDescription, Plan, StepResult
-from common.ids import AttemptId, InstanceId, Life
+from common.ids import AttemptId, InstanceId, Int32Array, Life, pack_ids
+from common.instance.admission import admit
 from common.instance.ports import (
     Action,
     Decision,
@@ -39,19 +40,19 @@ from common.instance.ports import (
     RouterLost,
     Settled,
 )
-from common.instance.prompt_cache import CacheTeller
-from common.instance.request import Phase, next_chunks
-from common.instance.requests import InstanceLimits, emit_tokens
+from common.instance.request import Phase
+from common.instance.requests import InstanceLimits, RequestTable, SharedMessage
+from common.instance.token_memory import emit_tokens
 from common.messages import (
     Cancel,
     Drain,
+    Ending,
     Failed,
     Finished,
     FlushCache,
     Generate,
     Handoff,
     InstanceInfo,
-    Load,
     Probe,
     Renew,
     Repeat,
@@ -62,29 +63,30 @@ from common.messages import (
     Withdraw,
 )
 from common.pages.pool import PagePool, count_pages
-from decode.memory import Rounds, admit, choose_victims, has_waited_long
-from decode.requests import DecodeRequest, DecodeRequests, decline
+from decode.batch import Batch
+from decode.memory import DecodeRoom, Rounds, choose_victims, comes_home
+from decode.requests import DecodeRequest, Growth, decline
 from decode.reservations import Reservations
-from kv_transfer.handoff_target import MARGIN_S, WRITE_LEASE_S, Digest
+from kv_transfer.handoff_target import MARGIN_S, WRITE_LEASE_S, Digest, HandoffTarget
 
-DecodeMessage = Generate | Cancel | Probe | Repeat | Reserve | Renew | Handoff | Withdraw | Drain | FlushCache | TellCache
+DecodeMessage = Generate | Cancel | Reserve | Renew | Handoff | Withdraw | SharedMessage
+
+_IN_BATCH = (Phase.COMPUTING, Phase.DECODING)
 
 
 class DecodeScheduler:
-    """Implements `common.instance.ports.Scheduler`. digest: with --verify-pages, `Executor.digest_pages`."""
+    """Implements `common.instance.ports.Scheduler`."""
 
     def __init__(self, me: InstanceInfo, engine: EngineDescription, limits: InstanceLimits, digest: Digest | None = None) -> None:
+        """digest: with --verify-pages, `Executor.digest_pages`."""
         self._me = me
         self._page_size = engine.layout.page_size
-        self._chunk_tokens = limits.chunk_tokens
-        self._requests = DecodeRequests(me, engine, limits)
-        self._table = self._requests.table
-        self._batch = self._requests.batch
-        self._target = self._requests.target
-        self._reservations = Reservations(me, engine, self._requests, digest)
+        self._requests = RequestTable(DecodeRequest, me, engine, limits, self._end)
+        self._batch = Batch(engine.max_rows, engine.eos_token_ids)
+        self._growth = Growth(self._batch, self._page_size, limits.answer_tokens)
+        self._target = HandoffTarget(me.incarnation)
+        self._reservations = Reservations(me, engine, self._requests, self._target, self._decode, digest)
         self._rounds = Rounds()
-        self._teller = CacheTeller(me, self.pool.cache)
-        self._preemptions = 0
         self._now = 0.0
 
     @property
@@ -96,16 +98,12 @@ class DecodeScheduler:
     def receive(self, sender: InstanceId, message: DecodeMessage, now: float) -> list[Action]:
         match message:
             case Generate():
-                refused = self._table.accept(message, None, message.sampling.max_new_tokens, now)
-                return [*self._table.preparation(message)] if refused is None else [*self._table.tell_refused(message, refused)]
+                joined = self._requests.accept(message, None, now)
+                if isinstance(joined, Failed):
+                    return self._requests.tell_refused(message, joined)
+                return [] if joined is None else self._requests.preparation(joined)
             case Reserve():
-                writer = Life(sender, message.incarnation)
-                self._target.heard(writer, message.sent_s, now)
-                refused = self._table.accept(message, writer, message.sampling.max_new_tokens, now)
-                joined = self._table.get(message.key)
-                if joined is not None and joined.asked is message:
-                    self._rounds.asked(message.key, now)
-                return [*self._table.preparation(message)] if refused is None else [decline(writer, message, refused)]
+                return self._reserve(message, Life(sender, message.incarnation), now)
             case Renew():
                 return self._reservations.renew(sender, message, now)
             case Handoff():
@@ -113,32 +111,32 @@ class DecodeScheduler:
             case Withdraw():
                 return self._reservations.withdraw(sender, message, now)
             case Cancel():
-                request = self._table.cancel(message.key, now)
-                return [] if request is None else self._cancel(request, message.complete, now)
-            case Probe():
-                return [*self._table.answer(message)]
-            case Repeat():
-                return [*self._table.repeat(message)]
-            case TellCache():
-                if sender in self._table.routers:
-                    self._teller.ask(sender)
-                return []
-            case FlushCache():
-                self.pool.flush()
-                return []
-            case Drain():
-                ended = self._table.drain(now)
-                return [action for request, failed in ended for action in self._requests.end(request, failed, now)]
+                return self._cancel(message, now)
+            case Probe() | Repeat() | TellCache() | FlushCache() | Drain():
+                return self._requests.receive(sender, message, now)
             case _:
                 assert_never(message)
 
-    def _cancel(self, request: DecodeRequest, complete: bool, now: float) -> list[Action]:
+    def _reserve(self, asked: Reserve, writer: Life, now: float) -> list[Action]:
+        self._target.heard(writer, asked.sent_s, now)
+        joined = self._requests.accept(asked, writer, now)
+        if isinstance(joined, Failed):
+            return [decline(writer, asked, joined)]
+        if joined is None:
+            return []
+        self._rounds.joined(joined.key, now)
+        return self._requests.preparation(joined)
+
+    def _cancel(self, message: Cancel, now: float) -> list[Action]:
+        request = self._requests.cancel(message.key, now)
+        if request is None:
+            return []
         if request.phase is Phase.DECODING and request.row is not None:
-            if complete:
-                self._requests.growth.ended(request.row, stopped=True)
+            if message.complete:
+                self._growth.ended(request.row, stopped=True)
             else:
-                self._requests.growth.cancelled()
-        return self._requests.end(request, None, now)
+                self._growth.cancelled()
+        return self._end(request, None, now)
 
     def handle(self, event: Event, now: float) -> list[Action]:
         match event:
@@ -150,15 +148,13 @@ class DecodeScheduler:
             case PeersChanged():
                 return self._reservations.meet(event, now)
             case Prepared():
-                ready = self._table.prepared(event)
-                return [] if ready is None else self._requests.prepared(ready, event.refused, now)
-            case RouterJoined():
-                self._table.meet_router(event)
-                return []
-            case RouterLost():
-                self._teller.forget(event.router)
-                lost = self._table.lose_router(event.router)
-                return [action for request in lost for action in self._requests.end(request, None, now)]
+                actions = self._requests.handle(event, now)
+                request = self._requests.get(event.key)
+                if request is not None and request.phase is Phase.DECODING and request.landed is not None:
+                    self._decode(request, request.landed)
+                return actions
+            case RouterJoined() | RouterLost():
+                return self._requests.handle(event, now)
             case PushDone() | PushFailed() | LinkChanged() | LayersDone():
                 raise AssertionError("a decode instance pushes nothing")
             case _:
@@ -166,67 +162,63 @@ class DecodeScheduler:
 
     def tick(self, now: float) -> list[Action]:
         self._now = now
-        actions: list[Action] = []
-        for request, failed in self._table.overdue(now):
-            actions += self._requests.end(request, failed, now)
-        for key in self._rounds.over(self._table.waiting, now):
-            reservation = self._table.get(key)
+        actions = self._requests.tick(now)
+        for key in self._rounds.over(self._requests.waiting, now):
+            reservation = self._requests.get(key)
             if reservation is not None and reservation.phase is Phase.WAITING:
                 actions += self._decline_for_now(reservation, now)
-        actions += [*self._reservations.fence(now), *self._teller.tick(now)]
+        actions += self._reservations.fence(now)
         return actions + self._reservations.expect(now)
 
     def step_done(self, result: StepResult, now: float) -> list[Action]:
         """Tokens came back: send them on, and end the requests that are complete."""
         plan, batch, requests = result.plan, self._batch, self._requests
-        rows = plan.rows
-        requests.rows.returned(rows)
-        logprobs, prompts = result.logprobs.by_row(), result.prompt_logprobs.by_row()
-        for chunk in plan.chunks:
-            request = requests.by_row[chunk.row]
-            assert request.progress is not None
-            request.progress.complete(len(chunk.token_ids))
-            requests.prompts.computed(request)
-            self._table.prompt_tokens += len(chunk.token_ids)
-            if chunk.last and request.phase is not Phase.ENDED:
-                request.times.last_chunk_s = now
-            if chunk.row in prompts:
-                request.collect(prompts[chunk.row])
-        for row in rows[~batch.live[rows]].tolist():
-            requests.release(requests.by_row[row], now)
+        requests.chunks_done(result, now)
+        for row in plan.rows[~batch.live[plan.rows]].tolist():
+            self._release(requests.in_row[row], now)
         actions: list[Action] = []
         for row in [row for row in result.failed if batch.live[row]]:
-            requests.growth.cancelled()
-            actions += requests.end(requests.by_row[row], Failed.of(result.failed[row]), now)
-        embedded = [requests.by_row[row] for row in result.embeddings if batch.live[row]]
-        embeddings = [request.embedded(result.embeddings[request.row]) for request in embedded if request.row is not None]
-        for request in embedded:
-            requests.end(request, None, now)
+            self._growth.cancelled()
+            actions += self._end(requests.in_row[row], Failed.of(result.failed[row]), now)
+        embedded = [(requests.in_row[row], embedding) for row, embedding in result.embeddings.items() if batch.live[row]]
+        deltas = [request.embedded(embedding) for request, embedding in embedded]
+        pipelines = [request.pipeline for request, _ in embedded]
+        for request, _ in embedded:
+            self._end(request, None, now)
         sampled = plan.sampled_rows
         live = batch.live[sampled]
         sampled, tokens = sampled[live], result.tokens[live]
-        stopped, at_limit = batch.record(sampled, tokens)
-        for row in sampled[batch.sampled[sampled] == 2].tolist():
-            requests.by_row[row].times.first_decode_s = now
-        self._table.tokens += len(sampled)
-        answered = [requests.by_row[row] for row in sampled.tolist()]
+        answered = [requests.in_row[row] for row in sampled.tolist()]
+        deltas += self._answer(answered, sampled, tokens, result, now)
+        return [*emit_tokens(deltas, [*pipelines, *(request.pipeline for request in answered)]), *actions]
+
+    def _answer(
+        self, answered: list[DecodeRequest], rows: Int32Array, tokens: Int32Array, result: StepResult, now: float
+    ) -> list[TokenDelta]:
+        """The tokens that these requests have sampled, one each. Those whose answer is complete end."""
+        batch, chunks = self._batch, result.plan.chunks
+        stopped, at_limit = batch.record(rows, tokens)
+        for row in rows[batch.sampled[rows] == 2].tolist():
+            self._requests.in_row[row].times.first_decode_s = now
+        self._requests.counters.tokens_generated += len(rows)
         deltas: list[TokenDelta] = []
         for request, token in zip(answered, tokens.tolist(), strict=True):
             number = request.next_token
             deltas.append(TokenDelta(request.key, number, (token,)))
             request.next_token = number + 1
             request.token_ids.append(token)
-        reporting = {*logprobs, *(chunk.row for chunk in plan.chunks if chunk.last)} if logprobs or plan.chunks else ()
-        for at, row in enumerate(sampled.tolist() if reporting else ()):
+        logprobs = result.logprobs.by_row()
+        reporting = {*logprobs, *(chunk.row for chunk in chunks if chunk.last)} if logprobs or chunks else ()
+        for at, row in enumerate(rows.tolist() if reporting else ()):
             if row in reporting:
-                deltas[at] = answered[at].told_with(deltas[at], logprobs.get(row, ()))
+                deltas[at] = answered[at].with_logprobs(deltas[at], logprobs.get(row, ()))
         for at in np.flatnonzero(stopped | at_limit).tolist():
             ending = Finished(reason="stop", matched=int(tokens[at])) if stopped[at] else Finished(reason="length")
-            deltas[at] = msgspec.structs.replace(deltas[at], ending=ending)
-            answered[at].told = ending
-            requests.growth.ended(int(sampled[at]), stopped=bool(stopped[at]))
-            requests.end(answered[at], None, now)
-        return [*emit_tokens([*embeddings, *deltas], [request.pipeline for request in (*embedded, *answered)]), *actions]
+            deltas[at] = replace(deltas[at], ending=ending)
+            answered[at].ending = ending
+            self._growth.ended(int(rows[at]), stopped=bool(stopped[at]))
+            self._end(answered[at], None, now)
+        return deltas
 
     # --- planning --------------------------------------------------------------------------------------------------------
 
@@ -238,100 +230,123 @@ class DecodeScheduler:
         actions += self._refuse_what_cannot_fit(now)
         actions += self._reservations.expect(now)
         decode_rows = self._batch.next_rows()
-        chunks = next_chunks(requests.computing.values(), self._chunk_tokens)
+        chunks = requests.next_chunks(now)
         for chunk in chunks:
-            requests.by_row[chunk.row].times.first_chunk(now)
             if chunk.last:
-                del requests.computing[chunk.row]
-                requests.by_row[chunk.row].phase = Phase.DECODING
+                requests.in_row[chunk.row].phase = Phase.DECODING
                 self._batch.prompt_planned(chunk.row)
         if not chunks and not len(decode_rows):
             assert not grown, "a row that grew is planned"
             return Decision(None, actions)
-        self._table.steps += 1
         plan = Plan(
-            self._table.steps,
+            requests.counters.steps + 1,
             starts=tuple(requests.starts),
             chunks=chunks,
             decode_rows=decode_rows,
             grown_rows=np.array(list(grown), dtype=np.int32),
             grown_pages=np.array(list(grown.values()), dtype=np.int32),
         )
-        requests.starts = []
-        requests.rows.launched(plan.rows)
+        requests.launch(plan)
         return Decision(plan, actions)
 
     def take_timelines(self) -> list[Timeline]:
-        return self._table.take_timelines()
+        return self._requests.take_timelines()
 
     def next_deadline(self) -> float | None:
-        due_s = (each.next_deadline() for each in (self._table, self._target, self._rounds, self._teller))
-        return earliest(*due_s)
+        return earliest(self._requests.next_deadline(), self._target.next_deadline(), self._rounds.next_deadline())
 
     def report(self) -> Report:
-        waiting, by_row, counts = self._table.waiting, self._requests.by_row, self._reservations
-        running = [request for request in by_row.values() if request.phase is not Phase.ENDED]
-        missing_tokens = self._requests.prompts.missing_tokens
-        to_compute = sum(missing_tokens(request) for request in waiting if request.peer is None)
-        to_compute += sum(len(progress.prompt) - progress.computed for progress in self._requests.computing.values())
-        stuck = [
-            r.lease for r in self._requests.holders() if r.lease is not None and self._target.is_quarantined(r.key, self._now)
-        ]
-        load = Load(
-            waiting_requests=len(waiting),
+        requests, sampled = self._requests, self._batch.sampled
+        running = [request for request in requests.in_row.values() if request.phase is not Phase.ENDED]
+        stuck = [each.lease for each in requests.holders.values() if self._target.is_quarantined(each.key, self._now)]
+        load = replace(
+            requests.load(),
             running_requests=len(running),
-            waiting_tokens=sum(len(request.prompt) for request in waiting),
-            running_tokens=sum(len(r.prompt) + int(self._batch.sampled[r.row]) for r in running if r.row is not None),
-            tokens_to_compute=to_compute,
-            pages_free=self.pool.available_pages,
-            pages_total=self.pool.total_pages,
+            waiting_tokens=sum(len(request.prompt) for request in requests.waiting),
+            running_tokens=sum(len(each.prompt) + int(sampled[each.row]) for each in running),
             reservations=len(self._target.open),
-            pages_quarantined=count_pages(stuck),
-            pages_cached=self.pool.cached_pages,
+            pages_quarantined=count_pages(lease for lease in stuck if lease is not None),
         )
-        shared = self._table.counters()
-        counters = msgspec.structs.replace(
-            shared,
-            pages_received=counts.pages_received,
-            bytes_received=counts.bytes_received,
-            handoffs=counts.handoffs,
-            handoffs_lost=counts.handoffs_lost,
-            pages_corrupt=counts.pages_corrupt,
-            preemptions=self._preemptions,
-            prompt_tokens_asked=self._requests.prompts.asked_tokens,
-            prompt_tokens_hit=self._requests.prompts.hit_tokens,
-            pages_evicted=self.pool.cache.evicted,
-            messages_stale=shared.messages_stale + self._target.stale,
-        )
-        return Report(load, counters, self._table.drained, cache_version=self._teller.version)
+        totals = requests.totals()
+        totals.messages_stale += self._target.stale
+        return Report(load, totals, requests.drained, cache_version=requests.cache_reports.version)
 
     def key_in(self, row: int) -> AttemptId:
-        return self._requests.by_row[row].key
+        return self._requests.in_row[row].key
 
     def _admit(self, grown: dict[int, int], now: float) -> list[Action]:
-        """Once more when others have given way: their room may be free at once. grown: rows that got a page, without those that
-        are preempted."""
-        requests = self._requests
+        """grown: rows that got a page, without those that are preempted."""
+
+        def room() -> DecodeRoom:
+            return DecodeRoom(self._requests, self._growth, self._target, self._rounds)
+
         actions: list[Action] = []
-        while True:
-            admission = admit(requests, self._rounds, now)
-            for request in admission.admitted:
-                requests.hold(request)
-                request.times.admitted_s = now
-                if request.peer is not None:
-                    self._rounds.admitted(request.key)
-                    actions += self._reservations.grant(request, request.peer, now)
-                else:
-                    requests.compute(request)
-            if not admission.preempted:
-                return actions
-            for victim in admission.preempted:
-                actions += self._preempt(victim, "a request of another key", grown, now)
+        for request, failed in admit(self._requests, self._me.id, room, now):
+            if failed is not None:
+                actions += self._preempt(request, failed, grown, now)
+            elif request.peer is not None:
+                self._join(request, sampled=0)
+                self._rounds.admitted(request.key)
+                actions += self._reservations.grant(request, request.peer, now)
+            else:
+                self._join(request, sampled=0)
+                self._requests.compute(request)
+        return actions
+
+    # --- one request -----------------------------------------------------------------------------------------------------
+
+    def _join(self, request: DecodeRequest, sampled: int) -> None:
+        """The request has its row in the batch. sampled: see `Batch.join`."""
+        assert request.row is not None and request.lease is not None
+        room, sampling = len(request.lease) * self._page_size, request.asked.sampling
+        self._batch.join(request.row, sampling, len(request.prompt), room, sampled=sampled, shared=request.lease.found)
+
+    def _decode(self, request: DecodeRequest, first_token: int) -> None:
+        """Its KV is here: it decodes from the next plan on, or when its grammar is ready."""
+        request.phase = Phase.DECODING
+        request.landed = first_token if request.prepares else None
+        if not request.prepares:
+            self._join(request, sampled=1)
+            self._requests.starts.append(request.row_start(len(request.prompt), first_token))
+
+    def _end(self, request: DecodeRequest, ending: Ending | None, now: float) -> list[Action]:
+        """The one door. `ending` is told to the client, or None when the client knows or another instance tells it.
+
+        While a writer holds the request, the writer tells the client: only it knows whether the first token went out.
+        """
+        before = self._requests.close(request, now)
+        if before is None:
+            return []
+        actions: list[Action] = []
+        if request.peer is not None and before not in _IN_BATCH:
+            self._target.cancel(request.key, now)
+            if isinstance(ending, Failed):
+                actions.append(decline(request.peer, request.asked, ending))
+                request.untold = ending
+        elif ending is not None:
+            actions.append(self._requests.tell(request, ending))
+        if request.row is not None:
+            self._batch.leave(request.row)
+        self._release(request, now)
+        return actions
+
+    def _release(self, request: DecodeRequest, now: float) -> None:
+        """The request has ended: bring home what nothing in flight can touch. When no step writes its KV any more, whoever begins
+        with the same tokens may share its whole pages."""
+        if request.row is not None and request.lease is not None and not self._requests.rows.in_flight[request.row]:
+            sampled, progress, final = int(self._batch.sampled[request.row]), request.progress, 0
+            if not sampled and progress is not None:
+                final = progress.computed
+            elif sampled and len(request.token_ids) == sampled:  # what it sampled last was never fed back: that has no KV
+                request.keys.extend(pack_ids(request.token_ids[:-1]))
+                final = len(request.prompt) + sampled - 1
+            request.lease.publish(request.keys, final // self._page_size)
+        self._requests.release(request, now)
 
     # --- memory ----------------------------------------------------------------------------------------------------------
 
     def _decline_what_does_not_wait(self, now: float) -> list[Action]:
-        in_haste = [request for request in self._table.waiting if not request.waits]
+        in_haste = [request for request in self._requests.waiting if not request.stays]
         return [action for request in in_haste for action in self._decline_for_now(request, now)]
 
     def _decline_for_now(self, request: DecodeRequest, now: float) -> list[Action]:
@@ -340,29 +355,29 @@ class DecodeScheduler:
         assert request.peer is not None
         if self._waits_in_vain(request, now):
             return self._refuse(request, now)
-        self._table.forget(request, now)
+        self._requests.forget(request, now)
         return [decline(request.peer, request.asked, Failed.of(NoRoom(f"{self._me.id} has no room now")))]
 
     def _waits_in_vain(self, request: DecodeRequest, now: float) -> bool:
         """Whether writers that cannot release their reservations leave it too few pages, whoever ends. It is refused only when
         heartbeats have had the time to tell the routers, or they would send it here again."""
-        lost_pages = self._target.lost_pages(self._page_size) if has_waited_long(request, now) else 0
+        lost_pages = self._target.lost_pages(self._page_size) if request.has_waited_long(now) else 0
         return lost_pages > 0 and request.pages > self.pool.total_pages - lost_pages
 
     def _refuse(self, request: DecodeRequest, now: float) -> list[Action]:
-        return self._requests.end(request, Failed.of(Unavailable(f"{self._me.id} lacks memory for the request")), now)
+        return self._end(request, Failed.of(Unavailable(f"{self._me.id} lacks memory for the request")), now)
 
     def _refuse_what_cannot_fit(self, now: float) -> list[Action]:
         """Refuse the head of the line when it waits only for transfers that never end; but first give writers that are merely
         silent their time."""
-        head = self._table.waiting.first(lambda request: not request.waits_for_grammar)
+        head = self._requests.waiting.first(lambda request: not request.waits_for_grammar)
         if head is None:
             return []
         if self._waits_in_vain(head, now):
             return self._refuse(head, now)
-        if now - head.waits_since_s <= WRITE_LEASE_S + MARGIN_S or self._rounds.is_away_before(head, self._table.waiting):
+        if now - head.waits_since_s <= WRITE_LEASE_S + MARGIN_S or self._rounds.is_away_before(head, self._requests.waiting):
             return []
-        if not all(self._target.is_stuck(request.key, now) for request in self._requests.holders()):
+        if not all(self._target.is_stuck(request.key, now) for request in self._requests.holders.values()):
             return []
         return self._refuse(head, now)
 
@@ -372,26 +387,26 @@ class DecodeScheduler:
         short = self._batch.short_rows()
         if not len(short):
             return [], {}
-        by_row = self._requests.by_row
+        in_row = self._requests.in_row
         grown: dict[int, int] = {}
         actions: list[Action] = []
-        lacking = self._extend(sorted((by_row[row] for row in short.tolist()), key=lambda r: r.rank), grown)
+        lacking = self._extend(sorted((in_row[row] for row in short.tolist()), key=lambda r: r.rank), grown)
         if lacking:
-            coming = [r.lease for r in self._requests.holders() if r.lease is not None and self._requests.comes_home(r, now)]
-            holders = [r for r in by_row.values() if r.phase is not Phase.ENDED]
+            ended = [each for each in self._requests.holders.values() if comes_home(each, self._target, now)]
+            coming = [each.lease for each in ended if each.lease is not None]
+            holders = [r for r in in_row.values() if r.phase is not Phase.ENDED]
+            preempted = Failed.of(Preempted(f"{self._me.id} needs the memory for an older request"))
             for victim in choose_victims(holders, lacking, coming):
-                actions += self._preempt(victim, "an older request", grown, now)
+                actions += self._preempt(victim, preempted, grown, now)
             self._extend((request for request in lacking if request.phase is not Phase.ENDED), grown)
         return actions, grown
 
-    def _preempt(self, victim: DecodeRequest, favoured: str, grown: dict[int, int], now: float) -> list[Action]:
-        """favoured: for whom."""
+    def _preempt(self, victim: DecodeRequest, preempted: Failed, grown: dict[int, int], now: float) -> list[Action]:
         assert victim.row is not None
         grown.pop(victim.row, None)
-        self._preemptions += 1
-        self._requests.growth.ended(victim.row, stopped=False)
-        preempted = Failed.of(Preempted(f"{self._me.id} needs the memory for {favoured}"))
-        return self._requests.end(victim, preempted, now)
+        self._requests.counters.preemptions += 1
+        self._growth.ended(victim.row, stopped=False)
+        return self._end(victim, preempted, now)
 
     def _extend(self, requests: Iterable[DecodeRequest], grown: dict[int, int]) -> list[DecodeRequest]:
         """Returns the requests for which no page was free."""
@@ -403,6 +418,6 @@ class DecodeScheduler:
                 lacking.append(request)
                 continue
             grown[request.row] = int(pages[0])
-            self._table.shares.hold(request, 1, request.held_pages + 1)
+            self._requests.shares.hold(request, 1, request.held_pages + 1)
             self._batch.grew(request.row, len(request.lease) * self._page_size)
         return lacking

@@ -35,7 +35,7 @@ from tests.builders import key, sampling
 def meet(made: Scheduler[Any], there: Sequence[InstanceInfo], now: float) -> list[Action]:
     """The instances of the other role are these now, and no others."""
     assert isinstance(made, PrefillScheduler | DecodeScheduler)
-    known = (made._requests.table if isinstance(made, DecodeScheduler) else made._requests).peers
+    known = made._requests.peers
     left = tuple(name for name in known if name not in [info.id for info in there])
     joined = tuple(info for info in there if known.get(info.id) != info.incarnation)
     return made.handle(PeersChanged(joined, left), now) if joined or left else []

@@ -1,20 +1,18 @@
-"""The prefix cache as prompts use it: what of a prompt is there already, and what others wait for instead of computing it again.
+"""The prefix cache as requests use it: what of a prompt is there already, what others wait for, and what routers are told.
 
-Owns which pages the prompts that are computed here will put into the cache. Knows requests and their keys. Does not know rows,
-plans, pushes or messages. The prefill role uses it for every request, the decode role for requests that it serves alone.
+Owns which pages the prompts that are computed here will put into the cache, which routers want to know what is in it, and the
+version of what they were told. Knows requests and their keys. Does not know rows, plans, pushes or sockets.
 
 A waiting request whose next missing page is being computed for another one would compute it again. It is passed by the others
 until the last page that the two share is there, or the other one has ended: an admitted prompt waits for nothing but its turn.
 
-The cache teller: tells routers which blocks are in the prefix cache.
-
-Owns who wants to know, and the version of what was said. Does not know requests, leases or sockets.
+What routers are told:
 
     TellCache ─► all blocks at this version, in parts, to the router that asks
     a change  ─► gathered for GATHER_S ─► one message to all who follow, encoded once
     too many changes at once, or a flush ─► all blocks, to all
 
-While nobody follows, nothing is noted.
+While no router follows, nothing is noted.
 """
 
 from collections.abc import Iterable, Iterator
@@ -34,16 +32,17 @@ PART_NAMES = 2**16
 """Most names in one part of all blocks: half a MiB."""
 
 
-class CacheTeller:
-    """Routers that were taken for lost, and live, see by the version that they must ask again."""
+class CacheReporter:
+    """Reports to routers which blocks are in the prefix cache. A router that was wrongly taken for lost sees by the version that
+    it must ask again."""
 
     def __init__(self, me: InstanceInfo, cache: RadixCache) -> None:
         self._me = me
         self._cache = cache
         self._followers: dict[InstanceId, None] = {}
         self._asking: dict[InstanceId, None] = {}
-        """Followers that are to be told everything."""
-        self._told_s = 0.0
+        """Followers that get everything with the next report."""
+        self._reported_s = 0.0
         self._version = 0
 
     @property
@@ -70,7 +69,7 @@ class CacheTeller:
         log = self._cache.log
         if log is None or not (log or self._asking):
             return None
-        return self._told_s if self._asking else self._told_s + GATHER_S
+        return self._reported_s if self._asking else self._reported_s + GATHER_S
 
     def tick(self, now: float) -> list[Send]:
         log, due_s = self._cache.log, self.next_deadline()
@@ -79,7 +78,7 @@ class CacheTeller:
         sends: list[Send] = []
         if log:
             sends = self._changes(log)
-            self._told_s = now
+            self._reported_s = now
         if self._asking:
             sends += [Send(router, part) for part in self._everything(log.each) for router in self._asking]
             self._asking = {}
@@ -122,15 +121,17 @@ def _pack(names: Iterable[int]) -> bytes:
 
 
 class PromptCache:
-    """asked_tokens: prompt tokens of all requests that were admitted to be computed here. hit_tokens: those of them that were
-    cached."""
+    """What of the prompts of requests is in the prefix cache, and what will be."""
 
     def __init__(self, pool: PagePool, page_size: int) -> None:
         self._cache = pool.cache
         self._page_size = page_size
         self._promised: dict[bytes, Request] = {}
-        """Who computes the page of this digest, as long as it is not there."""
-        self.asked_tokens = self.hit_tokens = 0
+        """The request that computes the page of this digest, as long as it is not there."""
+        self.asked_tokens = 0
+        """Prompt tokens of all requests that were admitted to be computed here."""
+        self.hit_tokens = 0
+        """Those of them that were cached."""
 
     def find(self, request: Request) -> Hit:
         """The pages of its prompt that need not be computed. To be leased before anything else happens to the pool."""
@@ -172,8 +173,10 @@ class PromptCache:
 
     def _most_hits(self, request: Request) -> int:
         """Most pages of its prompt that need not be computed. Its last token always is: the answer follows from it. All are if
-        something of each is asked for."""
+        something of each is asked for. A prompt that another instance computes may be there whole."""
         sampling = request.asked.sampling
+        if request.peer is not None:
+            return len(request.prompt) // self._page_size
         needs_all = sampling.prompt_logprobs is not None or sampling.pooling is not None
         return 0 if needs_all else (len(request.prompt) - 1) // self._page_size
 

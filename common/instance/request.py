@@ -1,11 +1,7 @@
-"""A request on an instance, and the phases of its life there.
+"""A request on an instance: the record that both roles keep, the phases of its life, and how far its prompt is computed.
 
-Owns the record that both roles keep; a role adds fields of its own. Decides nothing: the role's scheduler does.
-
-Prompts on their way through prefill: how far each is computed, and the next chunks under a token budget.
-
-Owns the counters of a prompt. Knows plans. Does not know messages, pages, sockets or time. The prefill role uses it for every
-request, the decode role for requests that it serves alone.
+Owns the record's counters, and the next chunks of prompts under a token budget. Decides nothing: the role's scheduler does. Does
+not know sockets or time. A role adds fields of its own.
 """
 
 from collections.abc import Iterable
@@ -18,7 +14,7 @@ from msgspec.structs import replace
 from common.executor import Chunk, RowStart
 from common.ids import AttemptId, InstanceId, Int32Array, Life
 from common.instance.token_memory import Emitted
-from common.instance.waiting_line import Rank
+from common.instance.waiting_line import PATIENCE_S, Rank
 from common.messages import (
     Ending,
     Finished,
@@ -42,7 +38,6 @@ class PromptProgress:
     0 ──── computed ──── launched ──── len(prompt)
             in the pages   in flight      to do
 
-    owner: whose it is, see `Terms`.
     """
 
     row: int
@@ -50,11 +45,17 @@ class PromptProgress:
     launched: int = 0
     computed: int = 0
     owner: str = ""
+    """Whose it is: see `Terms`."""
 
     @property
     def left(self) -> int:
         """Tokens that are not launched yet."""
         return len(self.prompt) - self.launched
+
+    @property
+    def tokens_to_compute(self) -> int:
+        """Tokens that are not computed yet, those in flight among them."""
+        return len(self.prompt) - self.computed
 
     def complete(self, tokens: int) -> None:
         """A chunk of so many tokens came back."""
@@ -109,72 +110,101 @@ class Phase(Enum):
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """asked: the message that brought it. peer: the instance that its KV goes to or comes from; None when this instance serves it
-    alone. decode: the life of the decode instance that has granted the reservation, on its prefill instance. pages: to be leased
-    on admission. times, deadline_s: on this instance's clock. next_token: number of the token that this instance emits next.
-    token_ids: the tokens up to there that are known here. told: the ending that was emitted. prepares: its grammar is
-    being made ready, so no row may start with it yet. pipeline: who gets them. keys: of the prompt's pages in the prefix cache.
-    logprobs, prompt_logprobs: those of the known tokens, one by one, and those of the prompt, chunk by chunk; packed, and only if
-    the client asks for them. cached_tokens: tokens of its prompt that the instance which computes it found in its prefix cache.
-    hit: the cached pages that its prompt began with when it was last looked at; once it has its pages, those that it got. awaits:
-    the digest of the page until which it waits for another request. published: how many pages of its prompt nobody waits for any
-    more. held_rows, held_pages: what counts as its owner's, see `Shares`.
-    """
+    """One request on one instance, from its message until nothing can touch its pages any more. Times are of this instance's
+    clock."""
 
     asked: Generate | Reserve
+    """The message that brought it."""
     key: AttemptId
     prompt: Int32Array
+    """[tokens] int32."""
     peer: Life | None
+    """The instance that its KV goes to or comes from; None when this instance serves it alone."""
     rank: Rank
     pages: int
+    """Pages to lease on admission."""
     times: Times
     deadline_s: float
     next_token: int
+    """Number of the token that this instance emits next."""
     pipeline: InstanceId
+    """The detokenizer that gets its tokens."""
     keys: PageKeys
+    """Names of its pages in the prefix cache."""
     phase: Phase = Phase.WAITING
     lease: PageLease | None = None
+    row: int | None = None
+    """Its place in the executor's batch, from its admission until no step names it any more."""
     progress: PromptProgress | None = None
+    """How far its prompt is computed; None where another instance computes it."""
+    in_transfer: bool = False
+    """A transfer may still read or write its pages: they come home when it is over."""
     decode: Life | None = None
+    """On its prefill instance: the life of the decode instance that has granted the reservation."""
     token_ids: list[int] = field(default_factory=list)
-    told: Ending | None = None
+    """The tokens before `next_token` that are known here."""
+    ending: Ending | None = None
+    """The ending that was emitted."""
     logprobs: list[bytes] = field(default_factory=list)
+    """Log probabilities of the known tokens, packed one by one, if the client asks for them."""
     prompt_logprobs: list[bytes] = field(default_factory=list)
+    """Those of the prompt, packed chunk by chunk, if the client asks for them."""
     prepares: bool = False
+    """Its grammar is being made ready, so no row may start with it yet."""
     cached_tokens: int = 0
+    """Tokens of its prompt that the instance which computes it found in its prefix cache."""
     hit: Hit = NO_HIT
+    """The cached pages that its prompt began with when it was last looked up; once it has its pages, those that it got."""
     awaits: bytes | None = None
+    """Digest of the page until which it waits for another request that computes the same."""
     published: int = 0
+    """How many pages of its prompt nobody waits for any more."""
     held_rows: int = 0
+    """Rows that count as its owner's, see `Shares`."""
     held_pages: int = 0
+    """Pages that count as its owner's, see `Shares`."""
 
     @property
     def owner(self) -> str:
         """Whose it is: see `Terms`."""
         return self.asked.terms.owner
 
-    def note(self, token_id: int) -> None:
+    def add_token(self, token_id: int) -> None:
         """The token goes to the client, or has gone there by another instance."""
         self.token_ids.append(token_id)
         self.next_token += 1
 
-    def row_start(self, row: int, length: int = 0, last_token: int | None = None) -> RowStart:
-        """The request begins in this row, on its leased pages. length, last_token: see `RowStart`."""
-        assert self.lease is not None
+    @property
+    def stays(self) -> bool:
+        """Whether it stays in the waiting line until there is room. Otherwise its writer asks elsewhere when there is none."""
+        return not isinstance(self.asked, Reserve) or self.asked.waits
+
+    @property
+    def waits_since_s(self) -> float:
+        """Since when it waits for memory. Its writer may have asked elsewhere meanwhile."""
+        return self.times.accepted_s - (self.asked.waited_s if isinstance(self.asked, Reserve) else 0.0)
+
+    def has_waited_long(self, now: float) -> bool:
+        """Whether nobody behind it may be admitted before it."""
+        return self.stays and now - self.waits_since_s >= PATIENCE_S
+
+    def row_start(self, length: int = 0, last_token: int | None = None) -> RowStart:
+        """The request begins in its row, on its leased pages. length, last_token: see `RowStart`."""
+        assert self.lease is not None and self.row is not None
         sampling, token_ids = self.asked.sampling, None
         so_far = [] if last_token is None else [last_token]
         if sampling.needs_tokens:
             token_ids = np.concatenate([self.prompt, np.array(so_far, dtype=np.int32)])
-        return RowStart(row, self.lease.pages, sampling, length, last_token, token_ids, self.asked.first + len(so_far))
+        return RowStart(self.row, self.lease.pages, sampling, length, last_token, token_ids, self.asked.first + len(so_far))
 
-    def note_told(self, token_id: int, logprob: TokenLogprob | None) -> None:
+    def add_sent_token(self, token_id: int, logprob: TokenLogprob | None) -> None:
         """The first token has gone to the client by another instance. It can be told again from here only with everything that
         goes with it: log probabilities of the prompt are not here."""
         asks = self.asked.sampling
         if (asks.logprobs is not None and logprob is None) or (asks.prompt_logprobs is not None and self.next_token == 0):
             self.next_token += 1
             return
-        self.note(token_id)
+        self.add_token(token_id)
         if logprob is not None:
             self.logprobs.append(pack_logprobs([logprob]))
 
@@ -184,7 +214,7 @@ class Request:
         if self.next_token == 0:
             self.prompt_logprobs.append(pack_logprobs(prompt_logprobs))
 
-    def told_with(self, delta: TokenDelta, logprobs: TokenLogprobs) -> TokenDelta:
+    def with_logprobs(self, delta: TokenDelta, logprobs: TokenLogprobs) -> TokenDelta:
         """The delta of a token that was sampled here, with what is told beside it, which is remembered. logprobs: that of the
         token; empty if it is not asked for."""
         if logprobs:
@@ -197,11 +227,11 @@ class Request:
 
     def embedded(self, embedding: bytes) -> TokenDelta:
         """The whole answer of a request for an embedding: an ending. embedding: see `Finished`."""
-        self.told = Finished("stop", embedding=embedding)
-        return TokenDelta(self.key, self.next_token, (), self.told)
+        self.ending = Finished("stop", embedding=embedding)
+        return TokenDelta(self.key, self.next_token, (), self.ending)
 
     @property
     def emitted(self) -> Emitted:
         """What can be sent again."""
         first = self.next_token - len(self.token_ids)
-        return Emitted(first, self.token_ids, self.told, self.logprobs, self.prompt_logprobs, self.cached_tokens)
+        return Emitted(first, self.token_ids, self.ending, self.logprobs, self.prompt_logprobs, self.cached_tokens)

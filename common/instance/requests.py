@@ -1,63 +1,55 @@
 """The requests of an instance, whatever its role: accepted once, served until a deadline, ended once, and then remembered.
 
-Owns the table, the waiting line, the deadlines, the drain, the peers, the memory of what was emitted, and the counters that both
-roles keep. Does not know pages, rows, pushes or reservations: the role's scheduler decides when a request may be removed.
+Owns the table of requests and all that they hold: places in the waiting line, rows, pages and promises of the prefix cache. Owns
+the deadlines, the drain, the peers, the memory of what was emitted, and the counters that both roles keep. Does not know who is
+admitted, nor pushes or reservations: a role's scheduler decides, and a field of the request says whether a transfer may still
+touch its pages.
 
-    (unknown) ── accept ──► waiting, running ── end ──► ended ── remove ──► over, remembered a while ──► (unknown)
-        └── refused, or its Cancel came first ────────────────────────────────┘
+    (unknown) ── accept ──► waiting ── admit ──► running ── close ──► ended ── release ──► over, remembered a while ──► (unknown)
+        └── refused, or its Cancel came first ────────────────────────────────────────────┘
 
-How an instance leaves: when its drain began, and when it stops waiting.
-
-Owns the times of a drain. Knows nothing of requests: the request table asks.
+A drain:
 
     begin ── requests may finish ──► timeout_s: they are ended ── their transfers finish ──► + LAST_S: over in any case
-
-What an instance sends into the text pipelines, one for each detokenizer of each of its routers.
-
-Owns the shape of these messages. Knows token ids and endings; text belongs to the detokenizers.
-
-The limits of an instance, whatever its role.
-
-Owns their names. The process makes them from its flags.
-
-The rows of the executor's batch: which are free, and how many steps in flight still name each.
-
-Owns row numbers. Knows nothing of requests, pages or time. The owner gives a row back only when no step in flight names it: a
-step may still write the pages of the request that has the row.
 """
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Generic, TypeAlias, TypeVar, assert_never
 
 import numpy as np
+from msgspec.structs import replace
 
 from common.deadlines import DeadlineWheel, earliest
 from common.errors import BadRequest, DeadlinePassed, Overloaded, TandemError, Unavailable
-from common.executor import EngineDescription
+from common.executor import Chunk, EngineDescription, Plan, RowStart, StepResult
 from common.ids import AttemptId, Incarnation, InstanceId, Int32Array, Life, shard_of, text_name, unpack_ids
-from common.instance.ports import PeersChanged, Prepare, Prepared, RouterJoined, Send
-from common.instance.request import Phase, Request
-from common.instance.token_memory import Emitted, TokenMemory
+from common.instance.ports import Action, PeersChanged, Prepare, Prepared, RouterJoined, RouterLost, Send
+from common.instance.prompt_cache import CacheReporter, PromptCache
+from common.instance.request import Phase, PromptProgress, Request, next_chunks
+from common.instance.token_memory import Emitted, TokenMemory, emit_ending, emit_tokens
 from common.instance.waiting_line import Rank, Shares, WaitingLine, has_place
 from common.messages import (
     Counters,
+    Drain,
     Ending,
     Failed,
+    FlushCache,
     Generate,
     InstanceInfo,
+    Load,
     Probe,
     Probed,
     Repeat,
     Reserve,
     Standing,
+    TellCache,
     Terms,
     Timeline,
     Times,
-    TokenBatch,
-    TokenDelta,
 )
+from common.pages.pool import Closing, PagePool
 from common.pages.radix_cache import PageKeys
 from common.sampling_params import ANSWER_TOKENS
 
@@ -102,45 +94,31 @@ class Drainage:
         return self._next_s
 
 
-def emit_tokens(deltas: Sequence[TokenDelta], pipelines: Sequence[InstanceId]) -> list[Send]:
-    """The tokens of one step, as one message for each pipeline. pipelines[i]: the detokenizer that gets deltas[i]."""
-    if not deltas:
-        return []
-    first = pipelines[0]
-    if pipelines.count(first) == len(pipelines):
-        return [Send(first, TokenBatch(deltas=tuple(deltas)))]
-    batches: dict[InstanceId, list[TokenDelta]] = {}
-    for pipeline, delta in zip(pipelines, deltas, strict=True):
-        batches.setdefault(pipeline, []).append(delta)
-    return [Send(pipeline, TokenBatch(deltas=tuple(batch))) for pipeline, batch in batches.items()]
-
-
-def emit_ending(pipeline: InstanceId, key: AttemptId, first: int, ending: Ending) -> Send:
-    """An ending without a token. first: the number of the token that would have come next."""
-    return Send(pipeline, TokenBatch(deltas=(TokenDelta(key, first, (), ending),)))
-
-
 @dataclass(frozen=True, kw_only=True)
 class InstanceLimits:
-    """chunk_tokens: most prompt tokens of one forward. max_waiting: most requests that wait. request_timeout_s: longest life of a
-    request here. drain_timeout_s: how long a draining instance lets its requests run before it ends them. answer_tokens: how
-    long an answer is expected to be, until some have ended. prefix_cache: whether KV is kept for later requests that begin alike.
-    """
+    """The limits of an instance, whatever its role."""
 
     chunk_tokens: int
+    """Most prompt tokens of one forward."""
     max_waiting: int
+    """Most requests that wait."""
     request_timeout_s: float
+    """Longest life of a request here."""
     drain_timeout_s: float
+    """How long a draining instance lets its requests run before it ends them."""
     answer_tokens: int = ANSWER_TOKENS
+    """How long an answer is expected to be, until some have ended."""
     prefix_cache: bool = True
+    """Whether KV is kept for later requests that begin alike."""
 
 
-class Rows:
-    """`total` rows. in_flight[row]: launched steps that name the row and have not returned."""
+class RowPool:
+    """The rows of the executor's batch: which are free, and how many steps in flight still name each. A step may still write the
+    pages of the request that has the row, so a row is given back only when no step in flight names it."""
 
     def __init__(self, total: int) -> None:
-        self.total = total
         self.in_flight = np.zeros(total, dtype=np.int32)
+        """For each row, the launched steps that name it and have not returned."""
         self._free = list(range(total - 1, -1, -1))
 
     @property
@@ -172,6 +150,10 @@ MEMORY_S = 60.0
 again."""
 
 R = TypeVar("R", bound=Request)
+SharedMessage: TypeAlias = Probe | Repeat | TellCache | FlushCache | Drain
+"""The messages that both roles answer alike."""
+SharedEvent: TypeAlias = Prepared | RouterJoined | RouterLost
+"""The events that both roles answer alike."""
 
 
 def read_terms(terms: Terms, now: float) -> Rank:
@@ -179,37 +161,50 @@ def read_terms(terms: Terms, now: float) -> Rank:
     return Rank(terms.priority, now - terms.age_s)
 
 
-def _is_remembered(asked: Generate | Reserve) -> bool:
-    """Whether its key is over once it is refused. A Reserve that does not wait may come again, to wait."""
-    return not isinstance(asked, Reserve) or asked.waits
-
-
 class RequestTable(Generic[R]):
-    """Every request of one instance, until nothing of it is left. make: the role's record.
+    """Every request of one instance, until nothing of it is left, with all that it holds."""
 
-    peers: the instances of the other role, by id. routers: whose requests are served, each with the names of its detokenizers.
-    stale: messages about keys that are over or came again; they were dropped.
-    """
-
-    def __init__(self, make: type[R], me: InstanceInfo, engine: EngineDescription, limits: InstanceLimits) -> None:
+    def __init__(
+        self,
+        make: type[R],
+        me: InstanceInfo,
+        engine: EngineDescription,
+        limits: InstanceLimits,
+        end: Callable[[R, Ending | None, float], list[Action]],
+    ) -> None:
+        """make: the role's record. end: the role's one door, by which its requests end; `close` is the part that both share."""
         self._make = make
         self._me = me
         self._engine = engine
         self._limits = limits
+        self.end = end
         self._open: dict[AttemptId, R] = {}
         self._deadlines: DeadlineWheel[AttemptId] = DeadlineWheel()
         self._over: DeadlineWheel[AttemptId] = DeadlineWheel()
         self._memory = TokenMemory()
         self._decodes: dict[AttemptId, Life] = {}
-        """Of requests that are over: who had granted them a reservation. A router that did not hear of it asks."""
+        """Who had granted a reservation to a request that is over. A router that missed the message asks."""
         self._drainage = Drainage(me.id, limits.drain_timeout_s)
         self._left: list[Timeline] = []
+        self.pool = PagePool(engine.total_pages, limits.prefix_cache)
+        self.prompts = PromptCache(self.pool, engine.layout.page_size)
+        self.cache_reports = CacheReporter(me, self.pool.cache)
+        self.rows = RowPool(engine.max_rows)
+        self.in_row: dict[int, R] = {}
+        """The request in each row."""
+        self.holders: dict[AttemptId, R] = {}
+        """Requests that hold pages, also those that have ended. A row is scarcer than pages, and is often free earlier."""
+        self.computing: dict[int, PromptProgress] = {}
+        """Rows whose prompt has tokens to launch, in the order of admission."""
+        self.starts: list[RowStart] = []
+        """Rows that begin with the next plan."""
         self.shares = Shares(engine.max_rows, engine.total_pages)
         self.waiting: WaitingLine[R] = WaitingLine(self.shares)
         self.peers: dict[InstanceId, Incarnation] = {}
+        """The instances of the other role."""
         self.routers: dict[InstanceId, tuple[InstanceId, ...]] = {}
-        self.accepted = self.ended = self.stale = 0
-        self.steps = self.prompt_tokens = self.tokens = 0
+        """Routers whose requests are served, each with the names of its detokenizers."""
+        self.counters = Counters()
 
     def __len__(self) -> int:
         return len(self._open)
@@ -224,35 +219,137 @@ class RequestTable(Generic[R]):
     def get(self, key: AttemptId) -> R | None:
         return self._open.get(key)
 
+    # --- what both roles answer alike ------------------------------------------------------------------------------------
+
+    def receive(self, sender: InstanceId, message: SharedMessage, now: float) -> list[Action]:
+        match message:
+            case Probe():
+                return self._probed(message)
+            case Repeat():
+                return self._repeat(message)
+            case TellCache():
+                if sender in self.routers:
+                    self.cache_reports.ask(sender)
+                return []
+            case FlushCache():
+                self.pool.flush()
+                return []
+            case Drain():
+                self._drainage.begin(now)
+                return self._end_all(self.waiting, now, self._drainage.refusal)
+            case _:
+                assert_never(message)
+
+    def handle(self, event: SharedEvent, now: float) -> list[Action]:
+        match event:
+            case Prepared():
+                request = self._open.get(event.key)
+                if request is None or request.phase is Phase.ENDED:
+                    return []
+                request.prepares = False
+                return [] if event.refused is None else self.end(request, event.refused, now)
+            case RouterJoined():
+                self.routers[event.router] = tuple(text_name(event.router, shard) for shard in range(event.detokenizers))
+                return []
+            case RouterLost():
+                self.cache_reports.forget(event.router)
+                self.routers.pop(event.router, None)
+                lost = [request for request in self if request.key.router == event.router]
+                if lost:
+                    _log.warning("%s is gone: its open requests end here, %d of them", event.router, len(lost))
+                return self._end_all(lost, now)
+            case _:
+                assert_never(event)
+
+    def meet(self, change: PeersChanged, now: float) -> list[Action]:
+        """Other peers: the requests that wait for one that has left end."""
+        for gone in change.left:
+            self.peers.pop(gone, None)
+        self.peers.update((peer.id, peer.incarnation) for peer in change.joined)
+        return self._end_all([each for each in self.waiting if each.peer is not None and not self.knows(each.peer)], now)
+
+    def tick(self, now: float) -> list[Action]:
+        """End the requests whose deadline has passed, and all when the drain has taken long enough; forget those that have been
+        over for long; tell what has changed in the prefix cache."""
+        for key in self._over.expired(now):
+            self._memory.forget(key)
+            self._decodes.pop(key, None)
+        late = [self._open[key] for key in self._deadlines.expired(now)]
+        actions = self._end_all(late, now, lambda: DeadlinePassed(f"the request's deadline passed on {self._me.id}"))
+        if self._drainage.tick(now):
+            actions += self._end_all(self, now, self._drainage.refusal)
+        return [*actions, *self.cache_reports.tick(now)]
+
+    def next_deadline(self) -> float | None:
+        """When `tick` is due. Keys that are remembered too long cost memory only, so they wake nobody."""
+        return earliest(self._deadlines.next_deadline(), self._drainage.next_deadline(), self.cache_reports.next_deadline())
+
+    def _end_all(self, requests: Iterable[R], now: float, error: Callable[[], TandemError] | None = None) -> list[Action]:
+        """error: makes what clients are told; None: nobody waits for these."""
+        actions: list[Action] = []
+        for request in requests:
+            actions += self.end(request, None if error is None else Failed.of(error()), now)
+        return actions
+
+    @property
+    def drained(self) -> bool:
+        return self._drainage.is_over or (self._drainage.began and not self._open)
+
+    def knows(self, peer: Life) -> bool:
+        return self.peers.get(peer.id) == peer.incarnation
+
+    def take_timelines(self) -> list[Timeline]:
+        """Those of the requests that were removed since the last call, in order."""
+        left, self._left = self._left, []
+        return left
+
+    def load(self) -> Load:
+        """What both roles report alike."""
+        in_rows = (each.progress for each in self.in_row.values())
+        computing = sum(progress.tokens_to_compute for progress in in_rows if progress is not None)
+        return Load(
+            waiting_requests=len(self.waiting),
+            tokens_to_compute=computing + sum(self.prompts.missing_tokens(each) for each in self.waiting if each.peer is None),
+            pages_free=self.pool.available_pages,
+            pages_total=self.pool.total_pages,
+            pages_cached=self.pool.cached_pages,
+        )
+
+    def totals(self) -> Counters:
+        """What both roles count. A reservation that waits does not count yet: `forget` may take it off again, and a counter never
+        falls."""
+        may_be_forgotten = sum(isinstance(request.asked, Reserve) for request in self.waiting)
+        return replace(
+            self.counters,
+            requests_accepted=self.counters.requests_accepted - may_be_forgotten,
+            prompt_tokens_asked=self.prompts.asked_tokens,
+            prompt_tokens_hit=self.prompts.hit_tokens,
+            pages_evicted=self.pool.cache.evicted,
+        )
+
     # --- in --------------------------------------------------------------------------------------------------------------
 
     def accept(
-        self,
-        asked: Generate | Reserve,
-        peer: Life | None,
-        answer_tokens: int,
-        now: float,
-        objection: TandemError | None = None,
-    ) -> Failed | None:
-        """Put a request into the waiting line. Returns the reason when it is refused. An attempt is served once: a request whose
-        key is known is counted as stale and dropped.
+        self, asked: Generate | Reserve, peer: Life | None, now: float, objection: TandemError | None = None
+    ) -> R | Failed | None:
+        """Put a request into the waiting line and return it, or the reason when it is refused. An attempt is served once: a
+        request whose key is known is counted as stale and dropped, and None is returned.
 
-        peer: with whom it shares the work. answer_tokens: of its answer, those whose memory is needed here. objection: why the
-        role refuses it, if it does.
+        peer: with whom it shares the work. objection: why the role refuses it, if it does.
         """
         key = asked.key
         if key in self._open or key in self._over:
-            self.stale += 1
+            self.counters.messages_stale += 1
             return None
         try:
             rank = read_terms(asked.terms, now)
-            prompt, pages = self._check(asked, peer, answer_tokens, objection)
+            prompt, pages = self._check(asked, peer, objection)
         except TandemError as error:
-            if _is_remembered(asked):
-                self._over.set(key, now + MEMORY_S)
             refused = Failed.of(error)
             if isinstance(asked, Generate):
                 self._memory.keep(key, Emitted.nothing(asked.first, refused))
+            if isinstance(asked, Generate) or asked.waits:  # a Reserve that does not wait may come again, to wait
+                self._over.set(key, now + MEMORY_S)
             return refused
         limit_s = self._limits.request_timeout_s
         deadline_s = now + (limit_s if asked.terms.timeout_s is None else min(asked.terms.timeout_s, limit_s))
@@ -267,12 +364,10 @@ class RequestTable(Generic[R]):
         self._open[key] = request
         self._deadlines.set(key, deadline_s)
         self.waiting.join(key, rank, request)
-        self.accepted += 1
-        return None
+        self.counters.requests_accepted += 1
+        return request
 
-    def _check(
-        self, asked: Generate | Reserve, peer: Life | None, answer_tokens: int, objection: TandemError | None
-    ) -> tuple[Int32Array, int]:
+    def _check(self, asked: Generate | Reserve, peer: Life | None, objection: TandemError | None) -> tuple[Int32Array, int]:
         """The prompt, and the pages to lease for it: one more than it fills, if the answer can need it. Raises the error with
         which the request is refused."""
         model, layout = self._engine.model, self._engine.layout
@@ -290,6 +385,7 @@ class RequestTable(Generic[R]):
             raise BadRequest("an answer of one token needs no reservation", field="max_tokens")
         if asked.first >= len(prompt):
             raise BadRequest(f"first must be between 0 and {len(prompt) - 1}", field="first")
+        answer_tokens = asked.sampling.max_new_tokens if self._me.role == "decode" else 0
         tokens = len(prompt) + answer_tokens
         most_pages = layout.pages_for(max(len(prompt), tokens - 1))  # the last token of an answer is never fed back
         if tokens > model.context_tokens or most_pages > self._engine.total_pages:
@@ -306,20 +402,77 @@ class RequestTable(Generic[R]):
             raise Unavailable(f"{self._me.id} does not know the instance {peer.id}")
         return prompt, min(layout.pages_for(len(prompt)) + 1, most_pages)
 
-    def preparation(self, asked: Generate | Reserve) -> list[Prepare]:
-        """What must be made ready for the request that this message has brought."""
-        request, grammar = self._open.get(asked.key), asked.sampling.grammar
-        if grammar is None or request is None or request.asked is not asked:
-            return []
-        return [Prepare(asked.key, grammar, request.owner)]
+    def preparation(self, request: R) -> list[Action]:
+        """What must be made ready for a request that was accepted."""
+        grammar = request.asked.sampling.grammar
+        return [] if grammar is None else [Prepare(request.key, grammar, request.owner)]
 
-    def prepared(self, event: Prepared) -> R | None:
-        """The request whose grammar is ready, or was refused; None when it has ended meanwhile."""
-        request = self._open.get(event.key)
-        if request is None or request.phase is Phase.ENDED:
-            return None
-        request.prepares = False
-        return request
+    # --- in a row ----------------------------------------------------------------------------------------------------------
+
+    def pages_taken(self, request: R) -> int:
+        """How many of the available pages its lease takes; `request.hit` is up to date."""
+        return self.pool.takes(request.pages, request.hit)
+
+    def pages_after(self, ending: Iterable[R]) -> int:
+        """How many pages are available when these have ended."""
+        closing = Closing()
+        return self.pool.available_pages + sum(closing.add(each.lease) for each in ending if each.lease is not None)
+
+    def admit(self, request: R, rows: int, work: int, now: float) -> None:
+        """The request leaves the line with its pages, of which there are enough, and a row. rows: those that count as its
+        owner's. work: tokens that its owner is given."""
+        taken = self.pages_taken(request)
+        self.waiting.leave(request.key)
+        request.lease, request.row = self.pool.lease(request.pages, request.hit), self.rows.take()
+        assert request.lease is not None
+        request.times.admitted_s = now
+        self.in_row[request.row] = self.holders[request.key] = request
+        self.shares.hold(request, rows, taken)
+        self.shares.given(request.owner, work)
+        if request.peer is None:
+            self.prompts.begin(request)
+
+    def compute(self, request: R) -> None:
+        """Its prompt is computed here, from behind its hit on."""
+        assert request.row is not None
+        begin = request.cached_tokens
+        request.phase = Phase.COMPUTING
+        request.progress = PromptProgress(request.row, request.prompt, begin, begin, request.owner)
+        self.computing[request.row] = request.progress
+        self.starts.append(request.row_start(length=begin))
+
+    def next_chunks(self, now: float) -> tuple[Chunk, ...]:
+        """The chunks of the next forward."""
+        chunks = next_chunks(self.computing.values(), self._limits.chunk_tokens)
+        for chunk in chunks:
+            self.in_row[chunk.row].times.first_chunk(now)
+            if chunk.last:
+                del self.computing[chunk.row]
+        return chunks
+
+    def launch(self, plan: Plan) -> None:
+        """The plan, made of `starts` and `next_chunks`, goes to the executor."""
+        self.starts = []
+        self.counters.steps = plan.step
+        self.rows.launched(plan.rows)
+
+    def chunks_done(self, result: StepResult, now: float) -> list[R]:
+        """A step came back: note what it has computed of prompts. Returns the request of each of its chunks."""
+        self.rows.returned(result.plan.rows)
+        prompts = result.prompt_logprobs.by_row()
+        requests: list[R] = []
+        for chunk in result.plan.chunks:
+            request = self.in_row[chunk.row]
+            assert request.progress is not None
+            request.progress.complete(len(chunk.token_ids))
+            self.prompts.computed(request)
+            self.counters.prompt_tokens_computed += len(chunk.token_ids)
+            if chunk.row in prompts:
+                request.collect(prompts[chunk.row])
+            if chunk.last and request.phase is not Phase.ENDED and chunk.row not in result.failed:
+                request.times.last_chunk_s = now
+            requests.append(request)
+        return requests
 
     # --- out -------------------------------------------------------------------------------------------------------------
 
@@ -331,7 +484,7 @@ class RequestTable(Generic[R]):
             self._over.set(key, now + MEMORY_S)
         return request
 
-    def end(self, request: R, now: float) -> Phase | None:
+    def close(self, request: R, now: float) -> Phase | None:
         """The request is served no longer; from now on it waits only for steps and transfers. Returns the phase that it was in;
         None when it had ended before."""
         before = request.phase
@@ -339,23 +492,40 @@ class RequestTable(Generic[R]):
             return None
         request.phase = Phase.ENDED
         request.times.ended_s = now
-        self.ended += 1
+        self.counters.requests_ended += 1
         self.waiting.leave(request.key)
         self.shares.hold(request, 0, 0)
         self._deadlines.clear(request.key)
+        if request.row is not None:
+            self.computing.pop(request.row, None)
+        if request.lease is not None:
+            self.prompts.ended(request)
         return before
 
     def forget(self, request: R, now: float) -> None:
         """Refuse a waiting request as if it had never come: it may come again, and does not count."""
-        self.end(request, now)
-        self.accepted -= 1
-        self.ended -= 1
+        self.close(request, now)
+        self.counters.requests_accepted -= 1
+        self.counters.requests_ended -= 1
         del self._open[request.key]
 
-    def remove(self, request: R, now: float) -> None:
+    def release(self, request: R, now: float) -> None:
+        """Bring home what nothing in flight can touch: the row when no step names it, and the pages of a request that has ended
+        when no transfer reads or writes them either."""
+        if request.row is not None:
+            if self.rows.in_flight[request.row]:
+                return
+            del self.in_row[request.row]
+            self.rows.give_back(request.row)
+            self.starts = [start for start in self.starts if start.row != request.row]
+            request.row = None
+        if request.phase is Phase.ENDED and not request.in_transfer:
+            self._remove(request, now)
+
+    def _remove(self, request: R, now: float) -> None:
         """Nothing can touch the request's pages any more: they come home. This happens once."""
-        assert request.phase is Phase.ENDED, f"{request.key} is removed before its end"
         del self._open[request.key]
+        self.holders.pop(request.key, None)
         self._over.set(request.key, now + MEMORY_S)
         self._memory.keep(request.key, request.emitted)
         request.times.cached_tokens = request.cached_tokens
@@ -365,25 +535,22 @@ class RequestTable(Generic[R]):
         if request.lease is not None:
             request.lease.close()
 
-    def take_timelines(self) -> list[Timeline]:
-        """Of the requests that were removed since the last call, in order."""
-        left, self._left = self._left, []
-        return left
-
     def tell(self, request: R, ending: Ending) -> Send:
         """The ending goes to the client, after the tokens that went before."""
-        request.told = ending
+        request.ending = ending
         return emit_ending(request.pipeline, request.key, request.next_token, ending)
 
-    def tell_refused(self, asked: Generate, refused: Failed) -> list[Send]:
+    def tell_refused(self, asked: Generate, refused: Failed) -> list[Action]:
         """A request that was not accepted ends. Nobody can be told about one of a router that we do not know."""
         pipeline = self._pipeline_of(asked.key)
         return [] if pipeline is None else [emit_ending(pipeline, asked.key, asked.first, refused)]
 
-    def repeat(self, message: Repeat) -> list[Send]:
+    # --- questions of routers ----------------------------------------------------------------------------------------------
+
+    def _repeat(self, message: Repeat) -> list[Action]:
         """Send again what the router asks for, as far as it is known. Each request has messages of its own: nobody's turn gets
         long."""
-        sends: list[Send] = []
+        sends: list[Action] = []
         for key, first in message.tokens:
             request = self._open.get(key)
             emitted = self._memory.get(key) if request is None else request.emitted
@@ -392,64 +559,7 @@ class RequestTable(Generic[R]):
                 sends += [send for delta in emitted.since(key, first) for send in emit_tokens([delta], [pipeline])]
         return sends
 
-    def overdue(self, now: float) -> list[tuple[R, Failed]]:
-        """The requests to end now, each with its reason: its deadline has passed, or the drain has taken long enough."""
-        for key in self._over.expired(now):
-            self._memory.forget(key)
-            self._decodes.pop(key, None)
-        overdue: list[tuple[R, Failed]] = []
-        for key in self._deadlines.expired(now):
-            late = DeadlinePassed(f"the request's deadline passed on {self._me.id}")
-            overdue.append((self._open[key], Failed.of(late)))
-        if self._drainage.tick(now):
-            overdue += [(request, Failed.of(self._drainage.refusal())) for request in self]
-        return overdue
-
-    def drain(self, now: float) -> list[tuple[R, Failed]]:
-        """Accept no more. Returns the requests to end so that they are resumed elsewhere. Idempotent."""
-        self._drainage.begin(now)
-        return [(request, Failed.of(self._drainage.refusal())) for request in self.waiting]
-
-    @property
-    def drained(self) -> bool:
-        return self._drainage.is_over or (self._drainage.began and not self._open)
-
-    def next_deadline(self) -> float | None:
-        """When the next deadline passes. Keys that are remembered too long cost memory only, so they wake nobody."""
-        return earliest(self._deadlines.next_deadline(), self._drainage.next_deadline())
-
-    # --- routers -----------------------------------------------------------------------------------------------------------
-
-    def meet_router(self, joined: RouterJoined) -> None:
-        """Its requests are served from now on."""
-        self.routers[joined.router] = tuple(text_name(joined.router, shard) for shard in range(joined.detokenizers))
-
-    def lose_router(self, router: InstanceId) -> list[R]:
-        """Returns the requests to end: nobody waits for their answers any more."""
-        self.routers.pop(router, None)
-        lost = [request for request in self if request.key.router == router]
-        if lost:
-            _log.warning("%s is gone: its open requests end here, %d of them", router, len(lost))
-        return lost
-
-    def _pipeline_of(self, key: AttemptId) -> InstanceId | None:
-        """The detokenizer that gets the tokens of this key; None when its router is not known."""
-        detokenizers = self.routers.get(key.router)
-        return None if detokenizers is None else detokenizers[shard_of(key, len(detokenizers))]
-
-    # --- peers and reports -------------------------------------------------------------------------------------------------
-
-    def meet(self, change: PeersChanged) -> list[R]:
-        """Other peers. Returns the waiting requests whose peer has left."""
-        for gone in change.left:
-            self.peers.pop(gone, None)
-        self.peers.update((peer.id, peer.incarnation) for peer in change.joined)
-        return [request for request in self.waiting if request.peer is not None and not self.knows(request.peer)]
-
-    def knows(self, peer: Life) -> bool:
-        return self.peers.get(peer.id) == peer.incarnation
-
-    def answer(self, probe: Probe) -> list[Send]:
+    def _probed(self, probe: Probe) -> list[Action]:
         """What is known of these requests, the way that their tokens go."""
         standings: dict[InstanceId, list[Standing]] = {}
         for key in probe.keys:
@@ -468,15 +578,7 @@ class RequestTable(Generic[R]):
             return Standing(key, None, self._decodes.get(key))
         return Standing(key, None if request.phase is Phase.ENDED else request.next_token, request.decode)
 
-    def counters(self) -> Counters:
-        """What both roles count. A reservation that waits does not count yet: `forget` may take it off again, and a counter never
-        falls."""
-        may_be_forgotten = sum(isinstance(request.asked, Reserve) for request in self.waiting)
-        return Counters(
-            requests_accepted=self.accepted - may_be_forgotten,
-            requests_ended=self.ended,
-            prompt_tokens_computed=self.prompt_tokens,
-            tokens_generated=self.tokens,
-            steps=self.steps,
-            messages_stale=self.stale,
-        )
+    def _pipeline_of(self, key: AttemptId) -> InstanceId | None:
+        """The detokenizer that gets the tokens of this key; None when its router is not known."""
+        detokenizers = self.routers.get(key.router)
+        return None if detokenizers is None else detokenizers[shard_of(key, len(detokenizers))]

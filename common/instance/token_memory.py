@@ -1,7 +1,8 @@
-"""What an instance remembers of the tokens that it emitted, so that it can send them again.
+"""What an instance sends into the text pipelines, one for each detokenizer of each of its routers, and what it remembers of that.
 
-Owns the answers of requests that are over, packed and within a bound of bytes, the oldest out first. Open requests keep their own
-(`Request.token_ids`). Does not know time: the request table says when a key is forgotten.
+Owns the shape of these messages, and the answers of requests that are over, packed and within a bound of bytes, the oldest out
+first. Open requests keep their own (`Request.token_ids`). Knows token ids and endings: text belongs to the detokenizers. Does not
+know time: the request table says when a key is forgotten.
 """
 
 from array import array
@@ -10,31 +11,51 @@ from dataclasses import dataclass, replace
 from sys import getsizeof
 from typing import Self
 
-from common.ids import AttemptId
-from common.messages import Ending, Finished, TokenDelta, unpack_logprobs
+from common.ids import AttemptId, InstanceId
+from common.instance.ports import Send
+from common.messages import Ending, Finished, TokenBatch, TokenDelta, unpack_logprobs
 
 LIMIT_BYTES = 16 * 2**20
 ENTRY_BYTES = 400
 """What an answer takes besides its tokens, about."""
 PIECE_TOKENS = 8_192
-"""Most that are told again in one message: with all that may be asked for beside them they take less than 3 MiB."""
+"""Most that are sent again in one message: with all that may be asked for beside them they take less than 3 MiB."""
+
+
+def emit_tokens(deltas: Sequence[TokenDelta], pipelines: Sequence[InstanceId]) -> list[Send]:
+    """The tokens of one step, as one message for each pipeline. pipelines[i]: the detokenizer that gets deltas[i]."""
+    if not deltas:
+        return []
+    first = pipelines[0]
+    if pipelines.count(first) == len(pipelines):
+        return [Send(first, TokenBatch(deltas=tuple(deltas)))]
+    batches: dict[InstanceId, list[TokenDelta]] = {}
+    for pipeline, delta in zip(pipelines, deltas, strict=True):
+        batches.setdefault(pipeline, []).append(delta)
+    return [Send(pipeline, TokenBatch(deltas=tuple(batch))) for pipeline, batch in batches.items()]
+
+
+def emit_ending(pipeline: InstanceId, key: AttemptId, first: int, ending: Ending) -> Send:
+    """An ending without a token. first: the number of the token that would have come next."""
+    return Send(pipeline, TokenBatch(deltas=(TokenDelta(key, first, (), ending),)))
 
 
 @dataclass(frozen=True, slots=True)
 class Emitted:
-    """What was emitted of one request. first: number of the first token. ending: the one that was emitted, if there was one.
-    logprobs: if asked for, of each token, packed. prompt_logprobs: if asked for, packed in pieces; they go with token 0.
-    cached_tokens: see `TokenDelta`.
-
-    While the request is open its tokens are a list, because that is the fastest to append to.
-    """
+    """What was emitted of one request."""
 
     first: int
+    """Number of the first token."""
     token_ids: Sequence[int]
+    """While the request is open they are a list, because that is the fastest to append to."""
     ending: Ending | None
+    """The ending that was emitted, if there was one."""
     logprobs: Sequence[bytes] = ()
+    """Those of each token, packed, if the client asks for them."""
     prompt_logprobs: Sequence[bytes] = ()
+    """Those of the prompt, packed in pieces, if the client asks for them; they go with token 0."""
     cached_tokens: int = 0
+    """See `TokenDelta`."""
 
     @classmethod
     def nothing(cls, first: int, ending: Ending) -> Self:

@@ -1,20 +1,16 @@
 """The waiting line: who waits on an instance, and whose turn is next.
 
-Owns the order. More urgent requests are first. Among equally urgent ones owners take turns: the next is the one that holds the
-least of the instance, and among those that hold the same, the one that has been given the least work (`Shares`). What one owner
-has waiting stands by age, and among equals first come, first served. A request that is resumed keeps its age. So with one owner
-the line is in the order of ranks. Knows nothing of pages, rows or time.
+Owns the order, and what each owner of requests holds. Knows pages, rows and steps only as numbers, and no time.
 
-Shares: what each owner of requests holds of an instance, and who gives way to whom.
-
-Owns the rules by which API keys share an instance: places in a line, turns, and room. Max-min fairness: an owner alone may have
-everything, and gives up what is more than its part when another one that has less waits. Where all requests have one owner, none
-of it changes anything. Knows no pages, rows or steps but as numbers.
+More urgent requests are first. Among equally urgent ones owners take turns: the next is the one that holds the least of the
+instance, and among those that hold the same, the one that has been given the least work. What one owner has waiting stands by
+age, and among equals first come, first served. A request that is resumed keeps its age. So with one owner the line is in the
+order of ranks.
 """
 
 from bisect import bisect_left, insort
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Set
+from collections.abc import Callable, Iterator, Set
 from heapq import heapify, heappop, heapreplace
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
@@ -31,6 +27,13 @@ def has_place(free: int, mine: int, count: int = 1) -> bool:
     """Whether an owner that has `mine` places may take `count` more of those that are free: it may have fewer than SHARE times as
     many as are free then. So some stay free for an owner that comes later (dynamic thresholds, see `router/requests.py`)."""
     return mine + count - 1 < SHARE * (free - count + 1)  # the last of them is judged as if the others were taken
+
+
+class Rank(NamedTuple):
+    """Lower ranks are served first. arrived_s: when the client's request arrived at the router, on the instance's clock."""
+
+    priority: int
+    arrived_s: float
 
 
 class Owned(Protocol):
@@ -76,15 +79,6 @@ class Shares:
         1 / (rows * pages) of the instance."""
         return max((self.rows[owner] + rows) * self._most_pages, (self.pages[owner] + pages) * self._most_rows)
 
-    def others(self, owner: str) -> set[str]:
-        """Other owners that hold something."""
-        return (self.rows.keys() | self.pages.keys()) - {owner}
-
-    def may_take(self, owner: str, rows: int, pages: int) -> bool:
-        """Whether another owner holds more than this one would, if it had so many more."""
-        mine = self.of(owner, rows, pages)
-        return any(self.of(other) > mine for other in self.others(owner))
-
     def work_of(self, owner: str) -> int:
         return max(self._work.get(owner, 0), self._last_turn)
 
@@ -97,83 +91,19 @@ class Shares:
             del self._work[next(iter(self._work))]
 
 
-def who_gives_way(
-    request: Owned, rows: int, pages: int, shares: Shares, order: Callable[[], Iterable[T]], fits: Callable[[list[T]], bool]
-) -> list[T] | None:
-    """The requests of other owners that must end so that this one has room; None if nobody must give way.
-
-    Each is of the owner that holds the most, and that holds no less afterwards than the newcomer's owner then does. So parts
-    become equal, nobody can take the same room back, and an owner with one request keeps it.
-
-    rows, pages: that it takes. order: requests that may end, the first to end first. fits: whether there is room when these have
-    gone, and those that are going already.
-    """
-    mine = shares.of(request.owner, rows, pages)
-    parts = {owner: shares.of(owner) for owner in shares.others(request.owner)}
-    left = [each for each in order() if each.owner != request.owner]
-    fewer_rows, fewer_pages = Counter[str](), Counter[str]()
-    victims: list[T] = []
-    while not fits(victims):
-        last = max(left, key=lambda each: parts[each.owner], default=None)  # the first of several
-        if last is None:
-            return None
-        owner = last.owner
-        fewer_rows[owner] += last.held_rows
-        fewer_pages[owner] += last.held_pages
-        parts[owner] = shares.of(owner, -fewer_rows[owner], -fewer_pages[owner])
-        if parts[owner] < mine:
-            return None
-        left.remove(last)
-        victims.append(last)
-    return victims
-
-
-class Rank(NamedTuple):
-    """Lower ranks are served first. arrived_s: when the client's request arrived at the router, on the instance's clock."""
-
-    priority: int
-    arrived_s: float
-
-
 class _Place(NamedTuple):
     rank: Rank
     serial: int
     key: AttemptId
 
 
-class Turn(NamedTuple):
+class _Turn(NamedTuple):
     """When the first request of an owner is next: the lowest is. held: of the instance. work: that the owner was given."""
 
     priority: int
     held: int
     work: int
     place: _Place
-
-
-class Turns(Generic[T]):
-    """The line in order, while requests leave it: what is held is looked at anew for each turn."""
-
-    def __init__(self, places: dict[str, list[_Place]], items: dict[AttemptId, T], turn: Callable[[str, _Place], Turn]) -> None:
-        self._places, self._items, self._turn = places, items, turn
-        self._now: str | None = None
-        self._dropped: str | None = None
-
-    def drop(self) -> None:
-        """No more of the owner whose turn it is."""
-        self._dropped = self._now
-
-    def __iter__(self) -> Iterator[T]:
-        heap = [(self._turn(owner, places[0]), 0, owner) for owner, places in self._places.items()]
-        heapify(heap)
-        while heap:
-            turn, at, owner = heap[0]
-            self._now, places = owner, self._places[owner]
-            yield self._items[turn.place.key]
-            at += at < len(places) and places[at] is turn.place
-            if self._dropped == owner or at >= len(places):
-                heappop(heap)
-            else:
-                heapreplace(heap, (self._turn(owner, places[at]), at, owner))
 
 
 class WaitingLine(Generic[T]):
@@ -203,8 +133,21 @@ class WaitingLine(Generic[T]):
         """How many requests of this owner wait."""
         return len(self._places.get(owner, ()))
 
-    def turns(self) -> Turns[T]:
-        return Turns(self._places, self._items, self._turn)
+    def turns(self, passed: Set[str] = frozenset()) -> Iterator[T]:
+        """The line in order, while requests leave it: what is held is looked at anew for each turn. passed: owners whose requests
+        are left out; more may be added meanwhile."""
+        heap = [(self._turn(owner, places[0]), 0, owner) for owner, places in self._places.items()]
+        heapify(heap)
+        while heap:
+            turn, at, owner = heap[0]
+            places = self._places[owner]
+            if owner not in passed:
+                yield self._items[turn.place.key]
+                at += at < len(places) and places[at] is turn.place
+            if owner in passed or at >= len(places):
+                heappop(heap)
+            else:
+                heapreplace(heap, (self._turn(owner, places[at]), at, owner))
 
     def join(self, key: AttemptId, rank: Rank, item: T) -> None:
         assert key not in self._items, f"{key} waits already"
@@ -224,9 +167,6 @@ class WaitingLine(Generic[T]):
             del self._places[item.owner]
         return True
 
-    def head(self) -> T | None:
-        return next(iter(self.turns()), None)
-
     def first(self, test: Callable[[T], bool]) -> T | None:
         """The first one that passes the test."""
         return next(filter(test, self.turns()), None)
@@ -238,5 +178,5 @@ class WaitingLine(Generic[T]):
             return rank < place.rank
         return self._turn(owner, _Place(rank, 0, item.key)) < self._turn(item.owner, place)
 
-    def _turn(self, owner: str, place: _Place) -> Turn:
-        return Turn(place.rank.priority, self._shares.of(owner), self._shares.work_of(owner), place)
+    def _turn(self, owner: str, place: _Place) -> _Turn:
+        return _Turn(place.rank.priority, self._shares.of(owner), self._shares.work_of(owner), place)

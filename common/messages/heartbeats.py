@@ -142,8 +142,8 @@ class Load(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         return StepCost(self.step_s, self.chunk_token_s, self.decode_row_s)
 
 
-class Counters(msgspec.Struct, frozen=True, kw_only=True):
-    """Totals since the incarnation began."""
+class Counters(msgspec.Struct, kw_only=True):
+    """Totals since the incarnation began. An instance counts in one of these, and reports copies of it."""
 
     requests_accepted: Count = 0
     """Requests taken in."""

@@ -121,7 +121,7 @@ def served(pool_tokens: int, asked: list[int], answer: int) -> tuple[DecodeSched
 
 def finish(made: DecodeScheduler, answer: int) -> list[int]:
     running = []
-    while len(made._table):
+    while len(made._requests):
         plan = planned(made.decide(0.0))
         running.append(made._batch.running)
         sampled = made._batch.sampled[plan.sampled_rows]
@@ -159,11 +159,11 @@ def test_after_long_answers_the_forecast_comes_down_though_no_answer_stops_by_a_
     for number in range(384):
         made.receive(ROUTER, generate(f"chat{number}", 8, CONTEXT - 8), 0.0)
     running = []
-    while len(made._table):
+    while len(made._requests):
         plan = planned(made.decide(0.0))
         running.append(made._batch.running)
         long_enough = made._batch.sampled[plan.sampled_rows] >= ANSWER - 1
-        ended = [made._requests.by_row[row].key for row in plan.sampled_rows[long_enough].tolist()]
+        ended = [made._requests.in_row[row].key for row in plan.sampled_rows[long_enough].tolist()]
         made.step_done(result(plan, [60] * len(plan.sampled_rows)), 0.0)
         for one in ended:
             made.receive(ROUTER, Cancel(key=one, complete=complete), 0.0)

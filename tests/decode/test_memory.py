@@ -318,7 +318,7 @@ def test_who_has_waited_long_is_passed_only_by_who_is_more_urgent() -> None:
     ask(made, "small", tokens=1, max_new_tokens=2)
     made.receive(ROUTER, generate("urgent", 1, 2, terms=Terms(priority=-1)), 103.0)
     plan = planned(made.decide(103.0))
-    assert [made._requests.by_row[start.row].key.request_id for start in plan.starts] == ["urgent"]
+    assert [made._requests.in_row[start.row].key.request_id for start in plan.starts] == ["urgent"]
 
 
 # --- pages that may never come home ----------------------------------------------------------------------------------------

@@ -103,7 +103,7 @@ def test_the_next_turn_of_a_conversation_finds_the_prompt_and_the_answer(answer:
     tokens = [*range(200, 200 + answer - 1), EOS if stops else 300]
     made = scheduler()
     assert answered(made, known("a", prompt, 60 if stops else answer), tokens) == tokens[1:]
-    while made._requests.by_row:  # a step that is wasted on a row that has ended
+    while made._requests.in_row:  # a step that is wasted on a row that has ended
         step(made, 0.2)
     assert made.pool.leased_pages == 0 and is_home(made)
     grant = granted_to(made, known("b", [*prompt, *tokens, *range(400, 410)]))
@@ -119,7 +119,7 @@ def test_a_preempted_request_finds_its_kv_when_it_is_resumed_here() -> None:
         said += [token for delta in deltas(actions) if delta.key == key("young") for token in delta.token_ids]
     assert failed["young"].kind == "preempted_error"
     made.receive(ROUTER, Cancel(key=key("old")), 0.2)
-    while made._requests.by_row:
+    while made._requests.in_row:
         step(made, 0.2)
     resumed = replace(known("young", [*range(300, 304), *said], 12), key=key("young", 1), first=len(said))
     assert granted_to(made, resumed, 0.3).have_tokens == (4 + len(said) - 1) // PAGE * PAGE > PAGE
@@ -235,7 +235,7 @@ def test_pages_that_others_hold_take_no_room_and_bring_none_when_their_request_i
     made.receive(WRITER, handoff(granted_to(made, known("young", 8 * PAGE, 13))), 0.0)
     assert made.pool.available_pages == 2
     endings: list[tuple[str, str]] = []
-    while made._requests.by_row:
+    while made._requests.in_row:
         for delta in deltas(step(made, 0.1)):
             if delta.ending is not None:
                 kind = delta.ending.kind if isinstance(delta.ending, Failed) else delta.ending.reason

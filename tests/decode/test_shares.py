@@ -81,11 +81,11 @@ class Owners:
         )
 
     def rows(self) -> Counter[str]:
-        return Counter(request.owner for request in self.made._requests.by_row.values())
+        return Counter(request.owner for request in self.made._requests.in_row.values())
 
     def pages(self) -> Counter[str]:
         pages: Counter[str] = Counter()
-        for request in self.made._requests.by_row.values():
+        for request in self.made._requests.in_row.values():
             pages[request.owner] += len(request.lease or ()) - (request.lease.found if request.lease else 0)
         return pages
 
@@ -184,9 +184,9 @@ def test_cached_pages_that_nobody_else_has_count_as_those_of_the_owner_that_take
         if name == "first":
             owners.made.receive(ROUTER, Cancel(key=key(name)), owners.now)
             owners.step(2)
-    lease = next(request.lease for request in owners.made._requests.by_row.values() if request.key == key("second"))
+    lease = next(request.lease for request in owners.made._requests.in_row.values() if request.key == key("second"))
     assert lease is not None and lease.found, "it is cached"
-    assert owners.made._table.shares.pages["alice"] == 64 - owners.made.pool.available_pages
+    assert owners.made._requests.shares.pages["alice"] == 64 - owners.made.pool.available_pages
 
 
 def test_the_oldest_of_an_owner_goes_on_whatever_reservations_it_has_beside() -> None:
@@ -215,14 +215,14 @@ def test_everybody_advances_and_every_page_comes_home(asks: list[tuple[str, int,
     for number, (owner, tokens, answer, pause) in enumerate(asks):
         owners.ask(owner, f"{owner}{number}", tokens, answer)
         owners.step(pause)
-        held = owners.made._table.shares
+        held = owners.made._requests.shares
         assert {owner: held.rows[owner] for owner in held.rows} == dict(owners.rows())
     for _ in range(4000):
         if len(owners.ended) == len(asks):
             break
         owners.step()
     assert len(owners.ended) == len(asks) and is_home(owners.made)
-    assert not owners.made._table.shares.rows and not owners.made._table.shares.pages
+    assert not owners.made._requests.shares.rows and not owners.made._requests.shares.pages
 
 
 @given(rows=st.integers(2, 12), wants=st.lists(st.integers(1, 12), min_size=1, max_size=4))

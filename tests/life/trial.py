@@ -17,7 +17,6 @@ from common.ids import DETOKENIZER, ROUTER, AttemptId, Incarnation, InstanceId, 
 from common.messages import AnyMessage, CacheChanges, ExpectAnswer, Generate, Handoff, Heartbeat, Register, Reserve, TellCache
 from common.messages.ranks import rank_name
 from kv_transfer.transport import Transport
-from prefill.scheduler import PrefillScheduler
 from router.fleet import UnknownInstance
 from router.members import QUARANTINE_DIVISOR
 from router.traces import TraceRuns
@@ -393,7 +392,7 @@ class Trial(SimulatedFleet):
 
     def _open_of(self, router: InstanceId, instance: Instance) -> list[AttemptId]:
         """The requests of this router that hold something at this instance."""
-        table = instance.scheduler._requests if isinstance(instance.scheduler, PrefillScheduler) else instance.scheduler._table
+        table = instance.scheduler._requests
         return [request.key for request in table if request.key.router == router]
 
     def _look_for_orphans(self, router: InstanceId) -> None:

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from common.ids import InstanceId, Role, pack_ids
 from common.instance import prompt_cache
-from common.instance.prompt_cache import GATHER_S, CacheTeller
+from common.instance.prompt_cache import GATHER_S, CacheReporter
 from common.messages import CacheChanges, Load, TellCache
 from common.pages import radix_cache
 from common.pages.pool import PagePool
@@ -49,7 +49,7 @@ class Holder:
     pool: PagePool = field(default_factory=lambda: PagePool(PAGES))
 
     def __post_init__(self) -> None:
-        self.teller = CacheTeller(self.member.info, self.pool.cache)
+        self.teller = CacheReporter(self.member.info, self.pool.cache)
 
     def serve(self, pages: list[int]) -> None:
         """Compute a prompt, or find it, and let it stay in the cache."""

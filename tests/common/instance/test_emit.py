@@ -2,7 +2,7 @@
 
 from common.ids import DETOKENIZER, ROUTER, text_name
 from common.instance.ports import Send
-from common.instance.requests import emit_ending, emit_tokens
+from common.instance.token_memory import emit_ending, emit_tokens
 from common.messages import Finished, TokenBatch, TokenDelta
 from tests.builders import key
 

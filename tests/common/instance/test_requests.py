@@ -7,95 +7,113 @@ import pytest
 from msgspec.structs import replace
 
 from common.ids import DETOKENIZER, ROUTER, InstanceId, shard_of, text_name
-from common.instance.ports import RouterJoined, Send
+from common.instance.ports import Action, RouterJoined, RouterLost, Send
 from common.instance.request import Phase, Request
 from common.instance.requests import MEMORY_S, RequestTable, read_terms
 from common.instance.waiting_line import Rank
-from common.messages import Finished, Probe, Probed, Repeat, Standing, Terms, TokenBatch, TokenDelta
+from common.messages import Ending, Failed, Finished, Probe, Probed, Repeat, Standing, Terms, TokenDelta
 from tests.builders import engine, instance, key, limits
 from tests.decode.rig import reserve
 from tests.prefill.rig import generate
+from tests.schedulers import deltas
 
-ME = instance("p", "prefill")
+ME = instance("d", "decode")
 LENGTH = Finished("length")
 
 
-def table() -> RequestTable[Request]:
-    made = RequestTable(Request, ME, engine(), limits(request_timeout_s=600.0))
-    made.meet_router(RouterJoined(ROUTER, 1))
-    return made
+class Table(RequestTable[Request]):
+    """A table whose requests end at once, and which notes them."""
+
+    def __init__(self) -> None:
+        super().__init__(Request, ME, engine(), limits(request_timeout_s=600.0), self.end_at_once)
+        self.noted: list[Request] = []
+        self.handle(RouterJoined(ROUTER, 1), 0.0)
+
+    def end_at_once(self, request: Request, ending: Ending | None, now: float) -> list[Action]:
+        self.noted.append(request)
+        self.close(request, now)
+        return []
 
 
-def is_accepted(made: RequestTable[Request], now: float, name: str = "r", timeout_s: float | None = None, first: int = 0) -> bool:
+def is_accepted(made: Table, now: float, name: str = "r", timeout_s: float | None = None, first: int = 0) -> bool:
     """Whether a request that is well formed is accepted when it comes now."""
-    before = made.accepted
-    assert made.accept(generate(name, 10, first=first, terms=Terms(timeout_s=timeout_s)), None, 4, now) is None
-    return made.accepted == before + 1
+    joined = made.accept(generate(name, 10, first=first, terms=Terms(timeout_s=timeout_s)), None, now)
+    assert not isinstance(joined, Failed)
+    return joined is not None
 
 
-def opened(name: str = "r") -> tuple[RequestTable[Request], Request]:
-    made = table()
+def opened(name: str = "r") -> tuple[Table, Request]:
+    made = Table()
     assert is_accepted(made, 0.0, name)
     return made, made[key(name)]
 
 
-def finish(made: RequestTable[Request], request: Request, now: float) -> None:
-    made.end(request, 1.0)
-    made.remove(request, now)
+def finish(made: Table, request: Request, now: float) -> None:
+    made.close(request, 1.0)
+    made.release(request, now)
 
 
-def late(made: RequestTable[Request], now: float) -> list[Request]:
-    return [request for request, _ in made.overdue(now)]
+def late(made: Table, now: float) -> list[Request]:
+    made.noted = []
+    made.tick(now)
+    return made.noted
 
 
 def test_a_request_is_open_until_it_is_removed() -> None:
     made, request = opened()
     assert made[key()] is request and made.get(key()) is request and list(made) == [request] and len(made) == 1
     finish(made, request, 1.0)
-    assert made.get(key()) is None and list(made) == [] and len(made) == 0 and made.accepted == 1
+    assert made.get(key()) is None and list(made) == [] and len(made) == 0 and made.counters.requests_accepted == 1
 
 
 def test_a_request_ends_once_and_leaves_the_line() -> None:
     made, request = opened()
     assert list(made.waiting) == [request]
-    assert [made.end(request, 1.0), made.end(request, 1.0), made.ended] == [Phase.WAITING, None, 1]
+    assert [made.close(request, 1.0), made.close(request, 1.0), made.counters.requests_ended] == [Phase.WAITING, None, 1]
     assert len(made.waiting) == 0 and list(made) == [request]
 
 
-def test_a_request_that_has_not_ended_is_not_removed() -> None:
+def test_a_request_that_has_not_ended_or_is_in_transfer_is_not_removed() -> None:
     made, request = opened()
-    with pytest.raises(AssertionError, match="before its end"):
-        made.remove(request, 0.0)
+    made.release(request, 0.0)
+    assert list(made) == [request]
+    made.close(request, 0.0)
+    request.in_transfer = True
+    made.release(request, 0.0)
+    assert list(made) == [request]
 
 
 def test_a_key_is_served_once_while_it_is_open_and_for_a_while_after() -> None:
     made, request = opened()
-    assert not is_accepted(made, 0.0) and made.stale == 1
+    assert not is_accepted(made, 0.0) and made.counters.messages_stale == 1
     finish(made, request, 10.0)
-    assert not is_accepted(made, 10.0) and made.stale == 2
+    assert not is_accepted(made, 10.0) and made.counters.messages_stale == 2
     late(made, 10.0 + MEMORY_S - 1e-3)
     assert not is_accepted(made, 10.0)
     late(made, 10.0 + MEMORY_S)
-    assert is_accepted(made, 10.0) and made.stale == 3
+    assert is_accepted(made, 10.0) and made.counters.messages_stale == 3
 
 
 def test_a_router_that_is_gone_is_worth_a_warning_only_when_requests_end_with_it(caplog: pytest.LogCaptureFixture) -> None:
     made, request = opened()
     router = request.key.router
-    made.meet_router(RouterJoined(InstanceId("router-other"), 1))
-    assert made.lose_router(InstanceId("router-other")) == [] and not caplog.records
-    assert made.lose_router(router) == [request]
+    made.handle(RouterJoined(InstanceId("router-other"), 1), 0.0)
+    made.handle(RouterLost(InstanceId("router-other")), 0.0)
+    assert made.noted == [] and not caplog.records
+    made.handle(RouterLost(router), 0.0)
+    assert made.noted == [request]
     assert [record.getMessage() for record in caplog.records] == [f"{router} is gone: its open requests end here, 1 of them"]
 
 
 def test_another_attempt_is_another_key() -> None:
     made, _ = opened()
     again = msgspec.structs.replace(generate("r", 10), key=key(attempt=1))
-    assert made.accept(again, None, 4, 0.0) is None and made.accepted == 2 and made.stale == 0
+    assert isinstance(made.accept(again, None, 0.0), Request)
+    assert (made.counters.requests_accepted, made.counters.messages_stale) == (2, 0)
 
 
 def test_a_key_that_is_cancelled_before_it_comes_is_not_accepted_for_a_while() -> None:
-    made = table()
+    made = Table()
     assert made.cancel(key(), 0.0) is None
     assert not is_accepted(made, 0.0) and len(made) == 0
     late(made, MEMORY_S)
@@ -107,7 +125,7 @@ def test_a_key_that_is_cancelled_before_it_comes_is_not_accepted_for_a_while() -
     [(None, 600.0), (5.0, 5.0), (600.0, 600.0), (1e9, 600.0), (math.inf, 600.0), (0.0, 0.0), (-1.0, -1.0)],
 )
 def test_a_request_lives_until_its_own_time_is_over_or_the_instances_limit(timeout_s: float | None, limit_s: float) -> None:
-    made = table()
+    made = Table()
     assert is_accepted(made, 100.0, timeout_s=timeout_s)
     request = made[key()]
     assert request.deadline_s == 100.0 + limit_s
@@ -119,7 +137,7 @@ def test_a_request_lives_until_its_own_time_is_over_or_the_instances_limit(timeo
 
 def test_a_deadline_is_over_when_the_request_is() -> None:
     made, ended = opened("ended")
-    made.end(ended, 1.0)
+    made.close(ended, 1.0)
     is_accepted(made, 0.0, "gone")
     finish(made, made[key("gone")], 1.0)
     assert late(made, 1e6) == []
@@ -144,45 +162,46 @@ def test_a_probe_is_answered_with_the_next_token_or_none_for_keys_that_are_not_k
     made, _ = opened("over")
     finish(made, made[key("over")], 0.0)
     is_accepted(made, 0.0, "a", first=7)
-    answers = made.answer(Probe(keys=(key("over"), key("a"), key("unknown")), round=3))
+    answers = made.receive(ROUTER, Probe(keys=(key("over"), key("a"), key("unknown")), round=3), 0.0)
     standings = (Standing(key("over"), None), Standing(key("a"), 7), Standing(key("unknown"), None))
     assert answers == [Send(DETOKENIZER, Probed(id=ME.id, incarnation=ME.incarnation, standings=standings, round=3))]
 
 
 def test_answers_to_a_probe_go_the_way_of_the_tokens_to_each_detokenizer() -> None:
-    made = table()
-    made.meet_router(RouterJoined(ROUTER, 2))
+    made = Table()
+    made.handle(RouterJoined(ROUTER, 2), 0.0)
     keys = tuple(key(f"r{number}") for number in range(20))
-    sends = made.answer(Probe(keys=(*keys, replace(key("r"), router=InstanceId("stranger"))), round=1))
-    told = {send.to: [standing.key for standing in send.message.standings] for send in sends if isinstance(send.message, Probed)}
+    stranger = replace(key("r"), router=InstanceId("stranger"))
+    sends = made.receive(ROUTER, Probe(keys=(*keys, stranger), round=1), 0.0)
+    probed = [(send.to, send.message) for send in sends if isinstance(send, Send) and isinstance(send.message, Probed)]
+    told = {to: [standing.key for standing in message.standings] for to, message in probed}
     assert told == {text_name(ROUTER, shard): [key for key in keys if shard_of(key, 2) == shard] for shard in (0, 1)}
 
 
-def repeated(made: RequestTable[Request], first: int, *names: str) -> list[TokenDelta]:
-    sends = made.repeat(Repeat(tokens=tuple((key(name), first) for name in names)))
-    return [delta for send in sends if isinstance(send.message, TokenBatch) for delta in send.message.deltas]
+def repeated(made: Table, first: int, *names: str) -> list[TokenDelta]:
+    return deltas(made.receive(ROUTER, Repeat(tokens=tuple((key(name), first) for name in names)), 0.0))
 
 
 def test_what_was_emitted_is_told_again_until_the_request_is_forgotten() -> None:
     made, request = opened()
     assert repeated(made, 0, "r", "unknown") == []
-    request.note(40)
-    request.note(41)
+    request.add_token(40)
+    request.add_token(41)
     assert repeated(made, 1, "r") == [TokenDelta(key(), 1, (41,))]
     made.tell(request, LENGTH)
     finish(made, request, 1.0)
     for now in (1.0, 1.0 + MEMORY_S - 0.1):
-        made.overdue(now)
+        made.tick(now)
         assert repeated(made, 0, "unknown", "r") == [TokenDelta(key(), 0, (40, 41), LENGTH)]
-    made.overdue(1.0 + MEMORY_S)
+    made.tick(1.0 + MEMORY_S)
     assert repeated(made, 0, "r") == []
 
 
 def test_a_refusal_is_told_again_by_the_one_who_told_it() -> None:
-    made = table()
-    refused = made.accept(generate("r", 10), None, 10_000, 0.0)
-    assert refused is not None and repeated(made, 0, "r") == [TokenDelta(key(), 0, (), refused)]
-    assert made.accept(reserve("other", 10), None, 10_000, 0.0) is not None
+    made = Table()
+    refused = made.accept(generate("r", 10, max_new_tokens=10_000), None, 0.0)
+    assert isinstance(refused, Failed) and repeated(made, 0, "r") == [TokenDelta(key(), 0, (), refused)]
+    assert isinstance(made.accept(reserve("other", 10, max_new_tokens=10_000), None, 0.0), Failed)
     assert repeated(made, 0, "other") == [], "its writer tells the client"
 
 

@@ -70,13 +70,12 @@ class LineAgainstSearchedList(RuleBasedStateMachine):
     def turns_are_taken(self, count: int, work: int, drops: bool) -> None:
         """Each of some turns is given a row, or the owner is passed by from there on."""
         expected, passed = list(self.waiting), set[str]()
-        turns = self.line.turns()
+        turns = self.line.turns(passed)
         for item, _ in zip(turns, range(count), strict=False):
             place = min((each for each in expected if each[2].owner not in passed), key=self.turn)
             assert item is place[2]
             expected.remove(place)
             if drops and item.owner == self.owners[-1]:
-                turns.drop()
                 passed.add(item.owner)
                 continue
             self.line.leave(item.key)
@@ -101,7 +100,7 @@ class LineAgainstSearchedList(RuleBasedStateMachine):
             first = min((places[0] for places in rest.values() if places), key=self.turn)
             items.append(rest[first[2].owner].pop(0)[2])
         assert list(self.line.turns()) == items and len(self.line) == len(items)
-        assert set(self.line) == set(items) and self.line.head() == (items[0] if items else None)
+        assert set(self.line) == set(items) and next(self.line.turns(), None) == (items[0] if items else None)
         assert self.line.owners == {item.owner for item in items}
 
 
@@ -131,7 +130,7 @@ def test_the_line_may_change_while_it_is_iterated() -> None:
         line.join(key(name), Rank(0, 0.0), Item(key(name)))
     for item in line:
         line.leave(item.key)
-    assert len(line) == 0 and line.head() is None
+    assert len(line) == 0 and next(line.turns(), None) is None
 
 
 def test_owners_that_hold_the_same_take_turns_by_the_work_that_they_were_given() -> None:
@@ -143,7 +142,7 @@ def test_owners_that_hold_the_same_take_turns_by_the_work_that_they_were_given()
         line.join(name, Rank(0, float(serial)), Item(name, owner))
     served = []
     for _ in range(30):
-        item = line.head()
+        item = next(line.turns(), None)
         assert item is not None
         line.leave(item.key)
         served.append(item.owner)
