@@ -14,7 +14,8 @@ from common.config import EngineConfig
 from common.errors import ConfigError, MemoryShort
 from common.host import HostMemory, host_memory_now, own_memory_bytes, sharers_of_host
 from common.options import parse_memory
-from common.pages.layout import KVDtype, KVLayout
+from common.pages.layout import KVDtype, KVLayout, heads_of
+from engine.models.shape import ServedShape
 
 Agree = Callable[[int], int]
 """Pages that this rank can hold → pages that all ranks use."""
@@ -22,7 +23,7 @@ Agree = Callable[[int], int]
 
 @dataclass(frozen=True, slots=True)
 class KVBudget:
-    """total_pages: of the pool. context_tokens: the longest sequence that a row may hold."""
+    """How many pages the pool has, and the longest sequence that a row may hold."""
 
     total_pages: int
     context_tokens: int
@@ -56,6 +57,26 @@ def kv_budget(layout: KVLayout, kv_bytes: int, own_context: int, asked_context: 
         )
     held = pages * layout.page_size
     return KVBudget(pages, 2 ** (held.bit_length() - 1))
+
+
+def agreed_budget(
+    layout: KVLayout, kv_bytes: int, own_context: int, asked_context: int, measured: bool, agree: Agree
+) -> KVBudget:
+    """As `kv_budget`, for the rank that has the least memory, because page ids and the longest context are the same on all
+    ranks."""
+    pages = agree(kv_budget(layout, kv_bytes, own_context, asked_context, measured).total_pages)
+    return kv_budget(layout, pages * layout.page_bytes, own_context, asked_context, measured)
+
+
+def layout_of(shape: ServedShape, engine: EngineConfig, rank: int, ranks: int, dtype: KVDtype) -> KVLayout:
+    """The layout of one rank's pages. dtype: see `kv_dtype_of`."""
+    return KVLayout(
+        layers=shape.layers,
+        kv_heads=len(heads_of(rank, ranks, shape.kv_heads)),
+        head_dim=shape.head_dim,
+        page_size=engine.page_size,
+        dtype=kv_dtype_of(engine, dtype),
+    )
 
 
 def check_context(own_context: int, asked_context: int) -> None:
@@ -108,16 +129,10 @@ def kv_dtype_of(engine: EngineConfig, dtype: KVDtype) -> KVDtype:
 
 _KEPT_SHARE, _KEPT_LEAST = 1 / 8, 2**30
 """What the system, the router and its detokenizers keep of a host's memory."""
-
-
 _TAKEN_STEP, _WORKSPACE = 1 / 32, 2**28
 """What weights take is rounded up to this share of the host's memory. Steps take about so many bytes besides."""
-
-
 _LEAST_SHARE, _LEAST = 1 / 8, 2**30
 """What the instances of a small host get together, also if weights leave less of their parts."""
-
-
 USEFUL_FOR_CACHE = 2
 """Pages are of use for this many times what all rows at full length hold: the rest is prefix cache."""
 
@@ -189,12 +204,12 @@ def kv_part(host: HostMemory, taken_bytes: int, sharers: int, useful_bytes: int,
 
 
 def _kept(host: HostMemory) -> int:
-    """For the system."""
+    """What the system keeps."""
     return max(_KEPT_LEAST, int(host.total_bytes * _KEPT_SHARE))
 
 
 def _whole_part(host: HostMemory, sharers: int) -> int:
-    """Of the whole memory."""
+    """A rank's part of the whole memory."""
     return max(0, host.total_bytes - _kept(host)) // sharers
 
 

@@ -1,15 +1,8 @@
-"""Warm-up: the largest steps, run once before the instance is ready.
+"""The model runner: a loaded checkpoint on one device, its pages, and the step runner over them.
 
-Compiles what is compiled at first use, and shows how much memory a step takes. Owns which steps those are; knows plans. What it
-leaves in rows and pages does not count: a request starts its row anew, and writes a slot before it reads it.
-
-The model runner: a loaded checkpoint on one device, its pages, and the step runner over them.
-
-Owns the order of the start: weights, what memory is left, pages, graphs or recordings. Knows no threads, requests or messages.
-
-What the C library does with memory that a step has given back, on CPU.
-
-Owns that setting. Knows no tensors.
+Owns the order of the start: weights, what memory is left, pages, graphs or recordings, and the warm-up, which runs the largest
+steps once, to compile what is compiled at first use and to show how much memory a step takes. Owns as well what the C library
+does with memory that a step has given back, on CPU. Knows no threads, requests or messages.
 """
 
 import contextlib
@@ -20,7 +13,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -32,8 +24,7 @@ from common.host import sharers_of_host
 from common.ids import Int32Array
 from common.messages import EngineChoices, ModelIdentity
 from common.model_path import model_name, resolve_model_path
-from common.options import Switch
-from common.pages.layout import KVDtype, KVLayout, heads_of
+from common.pages.layout import KVLayout
 from common.sampling_params import MAX_BAD_WORD, MAX_BAD_WORDS, MAX_BIASED_TOKENS, MAX_LOGPROBS, SamplingParams
 from engine.backends import (
     AttentionNeeds,
@@ -54,12 +45,13 @@ from engine.grammar.masks import load_mask_kernel
 from engine.kv_budget import (
     Agree,
     KVBudget,
+    agreed_budget,
     as_offered,
     auto_host_kv_bytes,
     check_context,
     given_kv_bytes,
     kv_budget,
-    kv_dtype_of,
+    layout_of,
 )
 from engine.kv_memory import KVMemory, KVMemoryMeter, torch_dtype, total_bytes
 from engine.logits_processors import make_processors
@@ -166,9 +158,10 @@ class ModelRunner:
         self._dtype = torch_dtype(dtype_name)
         shape = read_served_shape(path)
         check_ranks(shape, group.ranks, engine.quantization)
-        self.grammars = _grammars_of(path, shape, engine.grammar)
+        vocabulary = partial(vocabulary_of, path, shape.vocab_size, shape.eos_token_ids)
+        self.grammars = None if engine.grammar == "off" else Grammars(vocabulary, CompilerProcess)
         self.warming = self.grammars.warm() if self.grammars is not None and warms_grammars else None
-        layout = _layout_of(shape, engine, group, dtype_name)
+        layout = layout_of(shape, engine, group.rank, group.ranks, dtype_name)
         check_attention(engine.attention, layout, self._dtype, self._device)
         given = given_kv_bytes(engine.kv_memory, str(self._device), total_bytes(self._device))
         check_context(shape.context_tokens, engine.context_tokens)  # refused before the weights are loaded
@@ -239,7 +232,7 @@ class ModelRunner:
             kv_bytes = auto_host_kv_bytes(self._engine, self._group.ranks, layout, asked or own, progress, spared)
         else:
             kv_bytes = self._measured_kv_bytes(shape, layout, maker, progress)
-        budget = self._agreed_budget(shape, layout, kv_bytes, measured=given is None)
+        budget = agreed_budget(layout, kv_bytes, own, asked, given is None, self._agree)
         if budget.context_tokens < (asked or own):
             progress(
                 f"context capped to {budget.context_tokens} tokens, because the KV memory cannot hold the model's {own}: give "
@@ -247,17 +240,12 @@ class ModelRunner:
             )
         return budget
 
-    def _agreed_budget(self, shape: ServedShape, layout: KVLayout, kv_bytes: int, measured: bool) -> KVBudget:
-        """Of the rank that has the least memory, because page ids and the longest context are the same on all ranks."""
-        own, asked = shape.context_tokens, self._engine.context_tokens
-        pages = self._agree(kv_budget(layout, kv_bytes, own, asked, measured).total_pages)
-        return kv_budget(layout, pages * layout.page_bytes, own, asked, measured)
-
     def _measured_kv_bytes(self, shape: ServedShape, layout: KVLayout, maker: GraphMaker | None, progress: Progress) -> int:
         """Run the largest steps on a small pool, to see how much memory they take besides the pages. Raises MemoryShort."""
         progress("measuring the memory of the largest step")
         meter = KVMemoryMeter(self._device, max(1, self._engine.sharers))
-        context = self._agreed_budget(shape, layout, meter.left_bytes(), measured=True).context_tokens
+        limits = shape.context_tokens, self._engine.context_tokens
+        context = agreed_budget(layout, meter.left_bytes(), *limits, True, self._agree).context_tokens
         with self._memory_errors(f"lower --chunk-tokens, --max-running or --context-tokens; {meter}"):
             memory = KVMemory(layout, WARM_UP_PAGES, self._device)
             trial = self._make_steps(memory, shape, context, progress)
@@ -370,20 +358,3 @@ class ModelRunner:
 
     def _graph_maker(self) -> GraphMaker | None:
         return CudaGraphs() if self._device.type == "cuda" and self._engine.graphs != "off" else None
-
-
-def _layout_of(shape: ServedShape, engine: EngineConfig, group: Group, dtype_name: KVDtype) -> KVLayout:
-    """That of one rank's pages."""
-    return KVLayout(
-        layers=shape.layers,
-        kv_heads=len(heads_of(group.rank, group.ranks, shape.kv_heads)),
-        head_dim=shape.head_dim,
-        page_size=engine.page_size,
-        dtype=kv_dtype_of(engine, dtype_name),
-    )
-
-
-def _grammars_of(path: Path, shape: ServedShape, grammar: Switch) -> Grammars | None:
-    if grammar == "off":
-        return None
-    return Grammars(partial(vocabulary_of, path, shape.vocab_size, shape.eos_token_ids), CompilerProcess)

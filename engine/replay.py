@@ -1,12 +1,8 @@
-"""CUDA graphs of the decode step: one for each of a ladder of batch sizes, replayed by the host as one launch.
+"""Replays of the decode step: what it started once is started again by one call.
 
-Owns the ladder and how a graph is captured. Does not know what a step computes. Source: CUDA C++ Programming Guide,
-"CUDA Graphs".
-
-Recordings: what a function computed in C, to be computed again by one call.
-
-Owns how calls are noted, and the memory of what they return. Does not know what they compute. As a CUDA graph does, a recording
-starts the same functions on the same memory each time.
+Owns CUDA graphs and the ladder of their batch sizes, and on CPU the recordings of what a function computed in C, with the memory
+of what its calls return. Both start the same functions on the same memory each time. Does not know what a step computes. Source:
+CUDA C++ Programming Guide, "CUDA Graphs".
 
 Between two calls of C, Python takes a few microseconds, and ten times that where a layer's weights have just gone through the
 caches. docs/measurements/cpu.md has what that was of a step.
@@ -19,7 +15,6 @@ import math
 import weakref
 from bisect import bisect_left, insort_left
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -27,7 +22,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from common.errors import ConfigError
-from engine.cpu.build import LISTENING, load
+from engine.cpu.build import HEADERS, LISTENING, load
 
 Replay = Callable[[], None]
 
@@ -89,7 +84,7 @@ def fitting(sizes: Sequence[int], rows: int) -> int | None:
     return next((size for size in sizes if size >= rows), None)
 
 
-SOURCE = Path(__file__).with_name("replay.c")
+SOURCE = HEADERS / "replay.c"
 _LINE = 64
 """Bytes of a cache line: blocks are whole ones."""
 _aten = torch.ops.aten

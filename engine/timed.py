@@ -1,12 +1,9 @@
-"""A timed executor in the place of a checkpoint's model: `--executor timed`.
+"""The timed executor: steps take the time that a cost gives them and compute nothing. For simulation and load tests.
 
-Owns the pool, which is real memory of the layout that the model would have, so pushes move as many bytes. Reads the checkpoint's
+Owns when each step ends, and the words that answers are made of. `TimedExecutor` reads only the clock it was given, runs nothing
+in the background and writes to no page. `TimedCheckpoint` stands in for a checkpoint's model in a real process (`--executor
+timed`): its pool is real memory of the layout that the model would have, so pushes move as many bytes. It reads the checkpoint's
 config and tokenizer, but no weights. Imports no torch: an instance starts in a fraction of a second.
-
-The timed executor: steps take the time that a cost gives them and compute nothing. For simulation and load tests.
-
-Owns when each step ends, and the words that answers are made of. Reads only the clock it was given; nothing runs in the
-background. Writes to no page. `timed_checkpoint.py` makes one for a real process.
 """
 
 import queue
@@ -28,12 +25,12 @@ from common.ids import Int32Array
 from common.messages import ModelIdentity, TokenLogprob
 from common.model_path import model_name, read_json, resolve_model_path
 from common.pages.host_memory import digest, host_memory
-from common.pages.layout import SPARE_PAGES, KVDtype, KVLayout, MemoryRegion, heads_of
+from common.pages.layout import SPARE_PAGES, KVDtype, MemoryRegion
 from common.sampling_params import Grammar, SamplingParams
 from common.step_cost import StepCost
 from engine.checkpoint import fingerprint
 from engine.grammar.grammars import AnythingGoes
-from engine.kv_budget import Agree, as_offered, auto_host_kv_bytes, given_kv_bytes, kv_budget, kv_dtype_of
+from engine.kv_budget import Agree, agreed_budget, as_offered, auto_host_kv_bytes, given_kv_bytes, layout_of
 from engine.models.shape import TOKENIZER, read_served_shape
 
 
@@ -166,19 +163,11 @@ class TimedCheckpoint(TimedExecutor):
         """Raises ConfigError for a checkpoint that cannot be described, and MemoryShort."""
         path = resolve_model_path(model.model, weights=False)
         shape = read_served_shape(path)
-        layout = KVLayout(
-            layers=shape.layers,
-            kv_heads=len(heads_of(rank, ranks, shape.kv_heads)),
-            head_dim=shape.head_dim,
-            page_size=engine.page_size,
-            dtype=kv_dtype_of(engine, _dtype(engine)),
-        )
+        layout = layout_of(shape, engine, rank, ranks, _dtype(engine))
         given = given_kv_bytes(engine.kv_memory, "cpu", host_memory_now().total_bytes)
         context = engine.context_tokens or shape.context_tokens
         kv_bytes = auto_host_kv_bytes(engine, ranks, layout, context, progress) if given is None else given
-        limits = shape.context_tokens, engine.context_tokens, given is None
-        pages = agree(kv_budget(layout, kv_bytes, *limits).total_pages)
-        budget = kv_budget(layout, pages * layout.page_bytes, *limits)
+        budget = agreed_budget(layout, kv_bytes, shape.context_tokens, engine.context_tokens, given is None, agree)
         pool_bytes = (budget.total_pages + SPARE_PAGES) * layout.page_bytes
         try:
             memory = host_memory(pool_bytes)

@@ -1,24 +1,17 @@
 """The decoder of Llama, Mistral, Qwen2 and Qwen3: embedding, layers of attention and an mlp, final norm and output head.
 
-Owns the weights of attention and the order of the layers; an mlp is a callable, SwiGLU here. Implements `Model`; knows nothing of
-pages, rows or requests. The architectures differ in biases, windows, rotary scaling and in the norm on queries and keys (Qwen3).
-Sources: Touvron et al. 2023, Jiang et al. 2023 (Mistral 7B), Qwen2 technical report 2024, Qwen3 technical report 2025.
+Owns the weights of attention and of the two ends, the frequencies of rotary embedding, and the order of the layers; an mlp is a
+callable, SwiGLU here. Implements `Model`; knows nothing of pages, rows or requests. The architectures differ in biases, windows,
+rotary scaling and in the norm on queries and keys (Qwen3). Sources: Touvron et al. 2023, Jiang et al. 2023 (Mistral 7B), Qwen2
+technical report 2024, Qwen3 technical report 2025.
 
-Each of several ranks has some heads and a part of every mlp (`shares.py`). What attention and mlps add to the hidden states is
-summed over the ranks, so hidden states are whole on each.
-
-Rotary embedding (RoPE, Su et al. 2021): the angles of each position, with every scaling that transformers knows.
-
-Owns the choice of one set of frequencies for an instance. The formulas of scaling are transformers' own; it is imported only for
-a model that scales. Does not know how a config spells them (`rope.py`), or how angles are computed and queries and keys rotated.
-
-The two ends of a model: token ids to hidden states, and hidden states to logits, over the rows of a vocabulary.
-
-Owns what a rank does for the token ids that other ranks have. Knows no layers.
+Each of several ranks has some heads, some rows of the vocabulary and a part of every mlp (`share_of`). What attention and mlps
+add to the hidden states is summed over the ranks, so hidden states are whole on each.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import torch
 from torch import Tensor
@@ -28,11 +21,12 @@ from engine.models.linear import AnyLinear
 from engine.models.shape import ModelShape, Rope, Share, share_of
 from engine.models.weights import Part, WeightSlots
 from engine.parallel import ALONE, Group
-from engine.ports import HeadNorm, Kernels, LayerAttention, Rotation, StepAttention
+from engine.ports import HeadNorm, Kernels, LayerAttention, StepAttention
 
 
-class Rotary:
-    """The rotary angles of an instance.
+def rotary_frequencies(rope: Rope, head_dim: int, context_tokens: int) -> tuple[Tensor, float]:
+    """The frequencies of rotary embedding (RoPE, Su et al. 2021), [head_dim / 2] float32, and the attention factor, which
+    multiplies cos and sin (yarn, longrope).
 
     context_tokens: the longest sequence that the instance was asked for. In transformers, two kinds of scaling depend on the
     length of a sequence so far. Here keys stay in their pages as the sequence grows, so one choice holds for an instance.
@@ -40,91 +34,32 @@ class Rotary:
     takes the frequencies of a sequence as long as the limit; up to `max_position_embeddings` they are the unscaled ones. With
     --context-tokens up to these two numbers, answers are those of transformers.
 
-    Raises ConfigError for parameters of which no frequencies can be made.
+    The formulas of scaling are transformers' own; it is imported only for a model that scales. Raises ConfigError for parameters
+    of which no frequencies can be made.
     """
-
-    def __init__(self, rope: Rope, head_dim: int, context_tokens: int, device: torch.device, kernels: Kernels) -> None:
-        if rope.kind == "default":
-            frequencies, self._factor = _frequencies(rope.base, head_dim), 1.0
-        else:
-            frequencies, self._factor = _scaled(rope, head_dim, context_tokens)
-        self._frequencies = frequencies.to(device)
-        self._kernels = kernels
-
-    def __call__(self, positions: Tensor) -> Rotation:
-        """positions: [tokens] int64. The attention factor of yarn and longrope multiplies both."""
-        return self._kernels.rotation(positions, self._frequencies, self._factor)
-
-
-def _frequencies(base: float, head_dim: int) -> Tensor:
-    """[head_dim / 2] float32."""
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
-    return 1.0 / (base**exponents)
-
-
-def _scaled(rope: Rope, head_dim: int, context_tokens: int) -> tuple[Tensor, float]:
-    """Frequencies, [head_dim / 2] float32, and the attention factor."""
+    if rope.kind == "default":
+        exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
+        return 1.0 / (rope.base**exponents), 1.0
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-    config = _RopeConfig(rope, head_dim)
+    config = SimpleNamespace(  # as much of a transformers config as its functions of scaling read
+        head_dim=head_dim,
+        hidden_size=head_dim,
+        num_attention_heads=1,
+        max_position_embeddings=rope.trained_context,
+        rope_parameters={
+            **rope.parameters,
+            "rope_type": rope.kind,
+            "rope_theta": rope.base,
+            "original_max_position_embeddings": rope.original_context,
+        },
+        standardize_rope_params=lambda: None,
+    )
     try:
         frequencies, factor = ROPE_INIT_FUNCTIONS[rope.kind](config, torch.device("cpu"), seq_len=context_tokens)
     except (ArithmeticError, KeyError, RuntimeError, TypeError, ValueError) as error:
         raise ConfigError(f"rope_parameters {dict(rope.parameters)} cannot be used: {error!r}") from error
     return frequencies.float(), float(factor)
-
-
-class _RopeConfig:
-    """As much of a transformers config as its functions of scaling read."""
-
-    def __init__(self, rope: Rope, head_dim: int) -> None:
-        self.head_dim = self.hidden_size = head_dim
-        self.num_attention_heads = 1
-        self.max_position_embeddings = rope.trained_context
-        self.rope_parameters = {
-            **rope.parameters,
-            "rope_type": rope.kind,
-            "rope_theta": rope.base,
-            "original_max_position_embeddings": rope.original_context,
-        }
-
-    def standardize_rope_params(self) -> None:
-        """They are."""
-
-
-@dataclass(frozen=True, slots=True)
-class Embedding:
-    """weight: [rows, hidden], of the token ids `ids` and then padding, so that all ranks have equally many rows."""
-
-    weight: Tensor
-    ids: range
-    group: Group
-    kernels: Kernels
-
-    def __call__(self, token_ids: Tensor) -> Tensor:
-        """[tokens] int64 → [tokens, hidden]. Each token is a row of one rank; the others add zeros."""
-        if self.group.ranks == 1:
-            return self.kernels.embed(token_ids, self.weight)
-        rows = token_ids - self.ids.start
-        elsewhere = (rows < 0) | (rows >= len(self.ids))
-        found = self.kernels.embed(rows.masked_fill(elsewhere, 0), self.weight)
-        return self.group.sum(found.masked_fill(elsewhere[:, None], 0.0))
-
-
-@dataclass(frozen=True, slots=True)
-class OutputHead:
-    """product: has as many outputs as the embedding has rows. size: of the whole vocabulary."""
-
-    product: AnyLinear
-    size: int
-    group: Group
-
-    def __call__(self, hidden: Tensor) -> Tensor:
-        """[rows, hidden] → [rows, vocab] float32. The padding is at the end of the last parts."""
-        parts = self.group.gather(self.product(hidden))
-        if parts.shape[1] > self.size:
-            parts = parts[:, : self.size].contiguous()
-        return parts.float()
 
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -184,23 +119,24 @@ class Decoder:
         make_mlp = make_mlp or (lambda number: gated_mlp(shape, share, slots, number))
         held, rows = share.vocabulary, share.vocabulary_rows
         embedding = slots.rows(EMBEDDING, held, rows, shape.vocab_size, shape.hidden)
-        self._embedding = Embedding(embedding, held, group, kernels)
+        self._embedding, self._held = embedding, held
         self._layers = [_layer(shape, share, slots, number, make_mlp(number)) for number in range(shape.layers)]
         self._norm = slots.tensor("model.norm.weight", shape.hidden)
         if shape.tied:
             slots.tie(HEAD, EMBEDDING, embedding[: len(held)])
-            head = slots.head(embedding, shared=True)
+            self._head = slots.head(embedding, shared=True)
         else:
-            head = slots.head(slots.rows(HEAD, held, rows, shape.vocab_size, shape.hidden))
-        self._head = OutputHead(head, shape.vocab_size, group)
-        self._rotary = Rotary(shape.rope, shape.head_dim, context_tokens, embedding.device, kernels)
+            self._head = slots.head(slots.rows(HEAD, held, rows, shape.vocab_size, shape.hidden))
+        frequencies, self._attention_factor = rotary_frequencies(shape.rope, shape.head_dim, context_tokens)
+        self._frequencies = frequencies.to(embedding.device)
 
     def hidden(self, token_ids: Tensor, positions: Tensor, attention: StepAttention, wanted: Tensor | None = None) -> Tensor:
         """token_ids, positions: [tokens] int64. wanted: [count] int64, or None for all. Returns [count, hidden], normed. From the
         last layer's attention on, it computes the wanted tokens alone: of most tokens of a chunk only the KV is of use."""
-        rotation, kernels, eps = self._rotary(positions), self._kernels, self.shape.norm_eps
-        total, tokens = self._group.sum, token_ids.shape[0]  # len() of a tensor takes longer
-        residual = self._embedding(token_ids)
+        kernels, eps, total, tokens = self._kernels, self.shape.norm_eps, self._group.sum, token_ids.shape[0]
+        rotation = kernels.rotation(positions, self._frequencies, self._attention_factor)
+        is_alone = self._group.ranks == 1
+        residual = kernels.embed(token_ids, self._embedding) if is_alone else self._embedded_by_ranks(token_ids)
         x = kernels.rms_norm(residual, self._layers[0].input_norm, eps)
         following = [*(layer.input_norm for layer in self._layers[1:]), self._norm]
         for number, (layer, next_norm) in enumerate(zip(self._layers, following, strict=True)):
@@ -227,11 +163,21 @@ class Decoder:
             if isinstance(layer.mlp, GatedMlp):
                 found.append((layer.mlp.gate_up, shape.hidden, wanted))
                 found.append((layer.mlp.down, shape.intermediate // self._group.ranks, wanted))
-        return [*found, (self._head.product, shape.hidden, True)]
+        return [*found, (self._head, shape.hidden, True)]
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[rows, hidden] → [rows, vocab] float32."""
-        return self._head(hidden)
+        """[rows, hidden] → [rows, vocab] float32. The padding of the vocabulary is at the end of the last ranks' parts."""
+        parts = self._group.gather(self._head(hidden))
+        if parts.shape[1] > self.shape.vocab_size:
+            parts = parts[:, : self.shape.vocab_size].contiguous()
+        return parts.float()
+
+    def _embedded_by_ranks(self, token_ids: Tensor) -> Tensor:
+        """[tokens] int64 → [tokens, hidden]. Each token is a row of one rank; the others add zeros."""
+        rows = token_ids - self._held.start
+        elsewhere = (rows < 0) | (rows >= len(self._held))
+        found = self._kernels.embed(rows.masked_fill(elsewhere, 0), self._embedding)
+        return self._group.sum(found.masked_fill(elsewhere[:, None], 0.0))
 
 
 def gated_mlp(shape: ModelShape, share: Share, slots: WeightSlots, number: int) -> GatedMlp:

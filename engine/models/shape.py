@@ -1,25 +1,13 @@
-"""The shape of a checkpoint that an instance serves, whichever implementation computes it.
+"""The shape of a checkpoint that an instance serves: what its config says of sizes, attention windows, rotary embedding and ends
+of answers, checked; and which part of the model each of several ranks has.
 
-Owns the sizes that are known before weights are loaded. Imports no torch; transformers only for a model that it alone knows.
+Owns the reading of config.json, with the defaults that transformers' config classes have. What is missing, invalid or not
+supported is refused by name. Does not know how a model computes or what is in the weight files. Imports no torch, and
+transformers only for a model that it alone knows: importing one of its config classes takes 2 s of CPU at each start of an
+instance.
 
-The values of a checkpoint's config.json, each checked as it is read.
-
-Owns what a number, a flag and a list must be, and the words of a refusal. Does not know what the values mean.
-
-The tokens that end an answer, from a checkpoint's configs and its tokenizer.
-
-Owns where they are named. Does not know what is done with them.
-
-What a config says of rotary embedding (RoPE, Su et al. 2021), with every scaling that transformers knows.
-
-Owns the reading of it, and how long a sequence it is for. Imports no torch. The angles are in `rotary.py`.
-
-The shape of a model: what its config says of sizes, attention windows and rotary embedding, checked.
-
-Owns the reading of config.json, with the defaults that transformers' config classes have. Does not know how a model computes or
-what is in the weight files. What is missing, invalid or not supported is refused by name.
-
-transformers' own config classes are not used: importing one takes 2 s of CPU at each start of an instance.
+Source of the division among ranks: Shoeybi et al. 2019 (Megatron-LM): a layer whose outputs are divided feeds one whose inputs
+are, and the outputs of that one are summed.
 """
 
 import math
@@ -27,7 +15,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 from common.config import Quantization
 from common.errors import ConfigError
@@ -125,17 +113,17 @@ _SCALINGS: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class Rope:
-    """What a config says of rotary embedding.
-
-    kind: as transformers names it. trained_context: max_position_embeddings. original_context: before scaling, where the kind
-    knows of it (yarn, longrope, llama3). parameters: of the scaling, with transformers' names.
-    """
+    """What a config says of rotary embedding (RoPE, Su et al. 2021)."""
 
     kind: str
+    """As transformers names it."""
     base: float
     trained_context: int
+    """max_position_embeddings."""
     original_context: int
+    """Before scaling, where the kind knows of it (yarn, longrope, llama3)."""
     parameters: Mapping[str, Any] = field(default_factory=dict)
+    """The numbers of the scaling, with transformers' names."""
 
 
 def read_rope(config: ConfigValues, head_dim: int) -> Rope:
@@ -186,42 +174,53 @@ _NEAR = 0.75
 
 @dataclass(frozen=True, slots=True)
 class ExpertShape:
-    """A mixture of experts. layers: those that have experts. experts: in each of them. chosen: for each token. intermediate: the
-    width of one expert. normalised: whether the weights of the chosen experts are scaled to a sum of 1."""
+    """A mixture of experts."""
 
     layers: tuple[int, ...]
+    """Those that have experts."""
     experts: int
+    """In each of these layers."""
     chosen: int
+    """For each token."""
     intermediate: int
+    """The width of one expert."""
     normalised: bool
+    """Whether the weights of the chosen experts are scaled to a sum of 1."""
 
 
-@dataclass(frozen=True, slots=True)
-class ModelShape:
-    """Every value of a config that the computation depends on.
-
-    context_tokens: the longest sequence that the model is for. windows: for each layer, the most tokens that a token sees, itself
-    included; None: all.
-    """
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServedShape:
+    """What an instance must know of a model before its weights are loaded, whichever implementation computes it. Sizes of one
+    layer are those of all."""
 
     architecture: str
     vocab_size: int
     hidden: int
     intermediate: int
+    """The widest activation of an mlp."""
     layers: int
     heads: int
     kv_heads: int
     head_dim: int
     context_tokens: int
+    """The longest sequence that the model is for."""
+    eos_token_ids: tuple[int, ...]
+    """The tokens that end an answer."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelShape(ServedShape):
+    """Every value of a config that the computation of one of our own models depends on."""
+
     norm_eps: float
     rope: Rope
     windows: tuple[int | None, ...]
+    """For each layer, the most tokens that a token sees, itself included; None: all."""
     qk_norm: bool
     qkv_bias: bool
     output_bias: bool
     mlp_bias: bool
     tied: bool
-    eos_token_ids: tuple[int, ...]
     experts: ExpertShape | None = None
 
 
@@ -373,35 +372,6 @@ def _read_windows(config: ConfigValues, listed: Mapping[str, Any], layers: int) 
     return tuple(known[kind] for kind in kinds)
 
 
-class ServedShape(Protocol):
-    """What an instance must know of a model before its weights are loaded. Sizes of one layer are those of all.
-
-    intermediate: the widest activation of an mlp. context_tokens: the longest sequence that the model is for. eos_token_ids: the
-    tokens that end an answer.
-    """
-
-    @property
-    def architecture(self) -> str: ...
-    @property
-    def vocab_size(self) -> int: ...
-    @property
-    def hidden(self) -> int: ...
-    @property
-    def intermediate(self) -> int: ...
-    @property
-    def layers(self) -> int: ...
-    @property
-    def heads(self) -> int: ...
-    @property
-    def kv_heads(self) -> int: ...
-    @property
-    def head_dim(self) -> int: ...
-    @property
-    def context_tokens(self) -> int: ...
-    @property
-    def eos_token_ids(self) -> tuple[int, ...]: ...
-
-
 def read_served_shape(path: Path) -> ServedShape:
     """The shape of the checkpoint in a folder, before its weights are read. Raises ConfigError if nothing can serve it."""
     architecture = read_architecture(path)
@@ -418,17 +388,20 @@ _FP8_MULTIPLE = 16
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """What of the whole model a rank has. heads, kv_heads: query heads and KV heads. intermediate: of the width of dense mlps.
-    vocabulary: of the token ids; its tensors have vocabulary_rows rows, on all ranks, of which the last ones may be padding.
-    adds_biases: whether the rank adds the bias of a layer whose outputs are summed: one does."""
+    """What of the whole model a rank has."""
 
     heads: range
+    """Query heads."""
     kv_heads: range
     intermediate: range
+    """A part of the width of dense mlps."""
     experts: range
     vocabulary: range
+    """The token ids whose rows it holds."""
     vocabulary_rows: int
+    """How many rows its tensors have, the same on all ranks; the last ones may be padding."""
     adds_biases: bool
+    """Whether the rank adds the bias of a layer whose outputs are summed: one does."""
 
 
 def share_of(shape: ModelShape, rank: int, ranks: int) -> Share:
@@ -459,7 +432,7 @@ def check_ranks(shape: ServedShape, ranks: int, quantization: Quantization) -> N
 
 
 def refuse_ranks(architecture: str, ranks: int) -> NoReturn:
-    """Of a model that transformers' implementation computes. Raises ConfigError."""
+    """Refuses ranks for a model that transformers' implementation computes. Raises ConfigError."""
     raise ConfigError(
         f"--tp {ranks} is not supported for {architecture}, which transformers' implementation computes: give --tp 1"
     )

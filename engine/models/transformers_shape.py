@@ -4,7 +4,6 @@ Owns what is refused before the weights are loaded. Does not know how a model co
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
 
 from common.errors import ConfigError
 from common.model_path import CONFIG
-from engine.models.shape import DEFAULTS, ConfigValues, quantised_weights, read_eos, unsupported
+from engine.models.shape import DEFAULTS, ConfigValues, ServedShape, quantised_weights, read_eos, unsupported
 
 FOREIGN = (
     ArithmeticError, AttributeError, ImportError, LookupError, OSError, RuntimeError, SafetensorError, TypeError, ValueError,
@@ -22,23 +21,7 @@ FOREIGN = (
 _LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
 
 
-@dataclass(frozen=True, slots=True)
-class TransformersShape:
-    """Implements `ServedShape`."""
-
-    architecture: str
-    vocab_size: int
-    hidden: int
-    intermediate: int
-    layers: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    context_tokens: int
-    eos_token_ids: tuple[int, ...]
-
-
-def read_transformers_shape(path: Path, architecture: str) -> TransformersShape:
+def read_transformers_shape(path: Path, architecture: str) -> ServedShape:
     """Raises ConfigError that names the architecture, unless transformers has it and lets others compute its attention."""
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=False, local_files_only=True)
@@ -66,7 +49,7 @@ def read_transformers_shape(path: Path, architecture: str) -> TransformersShape:
     if not model.is_backend_compatible():
         raise refusal(architecture, "its implementation in transformers does not let others compute its attention")
     heads, hidden = values.whole("num_attention_heads"), values.whole("hidden_size")
-    return TransformersShape(
+    return ServedShape(
         architecture=architecture,
         vocab_size=values.whole("vocab_size"),
         hidden=hidden,

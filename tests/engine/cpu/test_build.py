@@ -14,6 +14,8 @@ import numpy as np
 import pytest
 import torch
 
+from engine import replay
+from engine.cpu import attention, kernels, products
 from engine.cpu.build import load
 
 WHO = """
@@ -171,3 +173,9 @@ def test_without_a_cache_that_can_be_written_libraries_are_kept_in_a_private_tem
 def test_loading_a_library_leaves_subnormal_numbers_alone(tmp_path: Path, cache: Path) -> None:
     compiled("int f(void) { return 1; }", tmp_path)
     assert np.nextafter(np.float64(0), np.float64(1)) + np.float64(0) > 0
+
+
+def test_every_source_of_the_engine_is_there() -> None:
+    """Where one is missing, torch computes instead, and tests that need C are skipped."""
+    sources = (attention.SOURCE, kernels.SOURCE, products.PANEL_SOURCE, products.INT8_SOURCE, replay.SOURCE)
+    assert [source.name for source in sources if not source.exists()] == []

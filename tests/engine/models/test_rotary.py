@@ -1,19 +1,23 @@
 """The rotary angles against those of transformers' own module, for every kind of scaling."""
 
 import json
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from common.errors import ConfigError
-from engine.models.decoder import Rotary
+from engine.models.decoder import rotary_frequencies
 from engine.models.shape import read_shape
+from engine.ports import Rotation
 from engine.torch_kernels import TorchKernels
 from tests.engine.checkpoints import VOCAB, llama, saved
 from tests.engine.exact import answers, assert_exact, runner
@@ -44,10 +48,11 @@ def config(scaling: dict[str, Any], **changes: object) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def made(folder: Path, written: dict[str, Any], context_tokens: int) -> Rotary:
+def made(folder: Path, written: dict[str, Any], context_tokens: int) -> Callable[[Tensor], Rotation]:
     (folder / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"], **written}))
     shape = read_shape(folder)
-    return Rotary(shape.rope, shape.head_dim, context_tokens, torch.device("cpu"), TorchKernels())
+    frequencies, factor = rotary_frequencies(shape.rope, shape.head_dim, context_tokens)
+    return partial(TorchKernels().rotation, frequencies=frequencies, factor=factor)
 
 
 @pytest.mark.parametrize("length", [50, TRAINED, 500])
