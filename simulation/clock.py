@@ -20,13 +20,13 @@ class Clock:
 
     def __init__(self) -> None:
         self.now = 0.0
-        self._plans: list[tuple[float, int, Callable[[], None]]] = []
+        self._plans: list[tuple[float, int, Callable[[], object]]] = []
         self._serial = 0
 
     def __call__(self) -> float:
         return self.now
 
-    def at(self, at_s: float, act: Callable[[], None]) -> None:
+    def at(self, at_s: float, act: Callable[[], object]) -> None:
         """Plan something; what is planned for the past happens now."""
         self._serial += 1
         heapq.heappush(self._plans, (max(at_s, self.now), self._serial, act))

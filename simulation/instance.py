@@ -1,43 +1,93 @@
-"""One life of a simulated instance: its real scheduler, worker and transfer loops, over the engine and transport of its fleet.
+"""One life of a simulated instance: its real scheduler, worker and transfer loop, over the engine and transport of its fleet.
 
-Owns the processes of its ranks: the leader's, with the worker's loop, and those of its followers, which are made at the welcome:
-how ranks find each other is not simulated. Whoever made it is told when it ends by itself.
-
-How full the page pool of a simulated instance was, over its life.
-
-Owns the sum over time. Pages change only when their instance acts, so it is exact if each act is preceded by `look`.
+Owns the loops of the worker and of the transfers' thread, and how full the page pool was over its life. The fleet is told when
+the instance ends by itself. Knows no other process.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 from common.errors import TandemError
 from common.executor import Executor
+from common.ids import Incarnation, InstanceId, Role
 from common.instance.membership import Memberships
 from common.instance.ports import Transfers
-from common.instance.ranks.executor import RankedExecutor
-from common.instance.ranks.leader import Followers, remote_transfers
-from common.instance.ranks.line import Line
+from common.instance.requests import InstanceLimits
 from common.instance.worker import InstanceWorker
-from common.messages import DecodeInbox, InstanceInfo, PrefillInbox
-from common.messages.ranks import ToLeader, rank_name
+from common.messages import DecodeInbox, InstanceInfo, PrefillInbox, RankInfo
+from common.pages.layout import heads_of
 from common.pages.pool import PagePool
+from common.step_cost import StepCost
 from decode.scheduler import DecodeScheduler
-from engine.toy import ToyRanks
-from kv_transfer.target_ranks import RankedTransfers
+from kv_transfer.target_ranks import TargetRanks
+from kv_transfer.transfer_loop import TransferLoop
+from kv_transfer.transport import Transport
 from prefill.scheduler import PrefillScheduler
 from simulation.clock import Clock, LocalClock, Loop
 from simulation.network import Network, Post
-from simulation.rank import Name, Parts, SimulatedFollower, SimulatedRank, Size
+
+STARTUP_TIMEOUT_S = 60.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class PollIntervals:
+    """How often a transfer loop polls its transport."""
+
+    busy_s: float = 0.025
+    """While its own pushes are under way."""
+    expecting_s: float = 0.2
+    """While it has none, and pushes of others may arrive."""
+    idle_s: float = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Size(InstanceLimits):
+    """What an instance is made of, with its limits."""
+
+    pages: int = 64
+    rows: int = 4
+    """Requests that run at once."""
+    chunk_tokens: int = 8
+    max_waiting: int = 64
+    request_timeout_s: float = 60.0
+    drain_timeout_s: float = 30.0
+    cost: StepCost = StepCost(step_s=0.001, chunk_token_s=0.0, decode_row_s=0.0)
+    verify_pages: bool = False
+    polls: PollIntervals = PollIntervals()
+
+
+@dataclass(frozen=True, slots=True)
+class Name:
+    """Who an instance is."""
+
+    id: InstanceId
+    role: Role
+    life: int
+    """The number of its incarnation."""
+    address: str
+    """The address of its inbox."""
+    routers: tuple[str, ...]
+    """The addresses of the routers at which it registers."""
+    began_s: float = 0.0
+    """What its clock showed when the simulated one showed 0."""
+
+    @property
+    def incarnation(self) -> Incarnation:
+        return Incarnation(f"{self.id}-{self.life}")
 
 
 class PageUse:
-    """page_s: pages in use times the seconds they were. seconds: counted so far. now: simulated time at which counting begins."""
+    """How much of a page pool was in use over time. Pages change only when their instance acts, so the sum is exact if each act
+    is preceded by `look`."""
 
     def __init__(self, pool: PagePool, now: float) -> None:
         self._pool = pool
         self._looked_s = now
-        self.page_s = self.seconds = 0.0
+        self.page_s = 0.0
+        """Pages in use, times the seconds that they were."""
+        self.seconds = 0.0
+        """Simulated seconds that were counted so far."""
 
     @property
     def most(self) -> float:
@@ -47,43 +97,104 @@ class PageUse:
     def look(self, now: float) -> None:
         """The pages in use now have been in use since the last look."""
         passed_s = now - self._looked_s
-        self.page_s += passed_s * (self._pool.leased_pages)
+        self.page_s += passed_s * self._pool.leased_pages
         self.seconds += passed_s
         self._looked_s = now
 
 
-STARTUP_TIMEOUT_S = 60.0
+class Process(Protocol):
+    """The process of a rank."""
+
+    def wake(self) -> None: ...
+
+    def leave(self, reason: str) -> None: ...
 
 
-class Instance:
-    """The leader's process. ended: called with the reason when it has drained or something in it raised a TandemError."""
+class SimulatedRank:
+    """What one rank computes and writes with, and the thread that drives its transfers."""
 
     def __init__(
         self,
-        name: Name,
+        engine: Executor,
+        make_transport: Callable[[Callable[[], None]], Transport],
         size: Size,
-        clock: Clock,
-        network: Network,
-        parts: Parts,
-        ended: Callable[["Instance", str], None],
+        clock: LocalClock,
+        process: Process,
+        info: RankInfo,
+        ranks: int = 1,
     ) -> None:
+        self._process, self._polls, self._clock = process, size.polls, clock
+        self._thread = Loop(clock.clock, self)
+        self.engine, self.info = engine, info
+        self.transport = make_transport(self.look)
+        description = engine.description
+        kv_heads = description.model.kv_heads
+        first_head = heads_of(info.rank, ranks, kv_heads).start
+        self.loop = TransferLoop(
+            self.transport, "memory", description.memory, description.layout, size.pages, clock, first_head=first_head
+        )
+        """What the thread drives."""
+        self.transfers = TargetRanks(self.loop, info.rank, ranks, kv_heads)
+        """What the process uses."""
+        self._thread.wake(clock.clock.now)
+
+    def act(self) -> None:
+        """A turn of the thread."""
+        try:
+            if self.loop.step():
+                self._process.wake()
+        except TandemError as error:
+            self._process.leave(f"{type(error).__name__}: {error}")
+
+    def next_deadline(self) -> float:
+        loop, polls = self.loop, self._polls
+        wait_s = polls.busy_s if loop.active else polls.expecting_s if loop.expecting else polls.idle_s
+        polls_s = self._clock() + wait_s
+        deadline = loop.next_deadline()
+        return self._clock.simulated(polls_s if deadline is None else min(polls_s, deadline))
+
+    def look(self) -> None:
+        """The thread acts as soon as may be."""
+        self._thread.wake(0.0)
+
+    def stop_until(self, until_s: float) -> None:
+        self._thread.stop_until(until_s)
+
+    def end(self) -> None:
+        """The thread never acts again."""
+        self._thread.end()
+
+
+class InstanceFleet(Protocol):
+    """The fleet of an instance, which makes what it computes and writes with."""
+
+    @property
+    def network(self) -> Network: ...
+
+    @property
+    def size(self) -> Size: ...
+
+    def make_engine(self, clock: LocalClock) -> Executor: ...
+
+    def make_transport(self, wake: Callable[[], None]) -> Transport:
+        """wake: makes the rank look at its transfers; for a transport that knows when something has happened."""
+
+    def instance_ended(self, instance: "Instance", reason: str) -> None:
+        """The instance has drained, or something in it raised a TandemError."""
+
+
+class Instance:
+    """The process of an instance, or of its first rank."""
+
+    def __init__(self, name: Name, clock: Clock, fleet: InstanceFleet) -> None:
+        size, network = fleet.size, fleet.network
         self.name = name
-        self._ended, self._network = ended, network
-        self._leads: Followers | None = None
-        self._rank_mail: Post[Any] | None = None
-        self.should_drain = False
-        self.stopped_until_s = 0.0
-        self._clock = LocalClock(clock, name.began_s)
-        self._loop = Loop(clock, self)
-        share = None if name.ranks == 1 else ToyRanks(name.ranks, self._wake_ranks)
-        self.rank = SimulatedRank(0, share, size, self._clock, parts, self, name.host(size))
-        self.engine, self.transport = self.rank.engine, self.rank.transport
-        self.followers = [
-            SimulatedFollower(number, share, name, size, clock, network, parts) for number in range(1, name.ranks) if share
-        ]
-        executor, transfers = self._spread()
-        engine = executor.description
-        ranks = [self.rank, *(follower.rank for follower in self.followers)]
+        self._fleet, self._network = fleet, network
+        self.clock = LocalClock(clock, name.began_s)
+        self.loop = Loop(clock, self)
+        self.rank = self.make_rank()
+        executor, transfers = self.join_ranks()
+        engine, ranks = executor.description, self.ranks
         self.info = InstanceInfo(
             id=name.id,
             incarnation=name.incarnation,
@@ -103,28 +214,26 @@ class Instance:
         self.scheduler = kind(self.info, engine, size, digest)
         self.page_use = PageUse(self.pool, clock.now)
         inbox: Any = PrefillInbox if is_prefill else DecodeInbox
-        mailbox = network.open(name.address, name.id, self._loop.wake, name.role)
         self._meter = network.meter(name.role)
-        self._mail: Post[Any] = Post(name.id, inbox, network, mailbox, {})
-        memberships = Memberships(self.info, name.routers, STARTUP_TIMEOUT_S, self._clock())
+        self.mail: Post[Any] = Post(name.id, inbox, network, network.open(name.address, name.id, self.loop.wake, name.role))
+        memberships = Memberships(self.info, name.routers, STARTUP_TIMEOUT_S, self.clock())
         self.worker: InstanceWorker[Any] = InstanceWorker(
-            memberships, self.scheduler, executor, transfers, self._mail, unix_s=-name.began_s
+            memberships, self.scheduler, executor, transfers, self.mail, unix_s=-name.began_s
         )
-        self._loop.wake(clock.now)
+        self.loop.wake(clock.now)
 
-    def _spread(self) -> tuple[Executor, Transfers]:
+    def make_rank(self) -> SimulatedRank:
+        """The rank of this process."""
+        info, fleet = RankInfo(rank=0, pid=1, host="here", device="cpu"), self._fleet
+        return SimulatedRank(fleet.make_engine(self.clock), fleet.make_transport, fleet.size, self.clock, self, info)
+
+    def join_ranks(self) -> tuple[Executor, Transfers]:
         """The executor and the transfers over all ranks."""
-        if not self.followers:
-            return self.engine, self.rank.transfers
-        me, address, now = rank_name(self.name.id, 0, self.name.incarnation), self.name.rank_address(0), self._clock()
-        inbox: Any = ToLeader
-        mail: Post[Any] = Post(me, inbox, self._network, self._network.open(address, me, self._loop.wake, "rank"), {})
-        for follower in self.followers:
-            mail.route(follower.name, follower.address, watch=True)
-        lines = [Line(follower.name, f"rank {number}", now) for number, follower in enumerate(self.followers, 1)]
-        self._leads, self._rank_mail = Followers(mail, lines, now), mail
-        transfers = RankedTransfers([self.rank.transfers, *remote_transfers(self._leads)])
-        return RankedExecutor(self.engine, self._leads), transfers
+        return self.rank.engine, self.rank.transfers
+
+    @property
+    def ranks(self) -> Sequence[SimulatedRank]:
+        return [self.rank]
 
     @property
     def pool(self) -> PagePool:
@@ -132,15 +241,10 @@ class Instance:
 
     def act(self) -> None:
         """One turn of the worker, as in `common.instance.worker.run`."""
-        now = self._clock()
-        self.page_use.look(self._clock.clock.now)
+        self.page_use.look(self.clock.clock.now)
         self._meter.begin()
         try:
-            if self._leads is not None:
-                self._leads.turn(self._clock)
-            if self.should_drain or (self._leads is not None and self._leads.drain_asked):
-                self.worker.drain(now)
-            self.worker.turn(now)
+            self.turn(self.clock())
             self._meter.lap("turns")
         except TandemError as error:
             self.leave(f"{type(error).__name__}: {error}")
@@ -150,58 +254,29 @@ class Instance:
         elif self.rank.loop.active:
             self.rank.look()
 
-    def next_deadline(self) -> float:
-        deadline = min(self._clock.simulated(self.worker.next_deadline()), self._mail.next_deadline())
-        if self._leads is None or self._rank_mail is None:
-            return deadline
-        return min(deadline, self._clock.simulated(self._leads.next_deadline()), self._rank_mail.next_deadline())
+    def turn(self, now: float) -> None:
+        self.worker.turn(now)
 
-    def _wake_ranks(self) -> None:
-        """All ranks have written a step, as a collective ends on all of them."""
-        self.wake()
-        for follower in self.followers:
-            follower.wake()
+    def next_deadline(self) -> float:
+        return min(self.clock.simulated(self.worker.next_deadline()), self.mail.next_deadline())
 
     def wake(self) -> None:
         """Something has happened: act as soon as may be."""
-        self._loop.wake(0.0)
-
-    @property
-    def processes(self) -> "Sequence[Instance | SimulatedFollower]":
-        """Of all ranks, in order."""
-        return [self, *self.followers]
-
-    @property
-    def is_up(self) -> bool:
-        """The processes of all ranks run."""
-        now = self._clock.clock.now
-        return now >= self.stopped_until_s and all(each.alive and now >= each.stopped_until_s for each in self.followers)
-
-    def drain(self) -> None:
-        """As SIGTERM does."""
-        self.should_drain = True
-        self.wake()
-
-    def stop_until(self, until_s: float) -> None:
-        """As SIGSTOP does to the leader, and SIGCONT then."""
-        self.stopped_until_s = max(self.stopped_until_s, until_s)
-        self._loop.stop_until(until_s)
-        self.rank.stop_until(until_s)
+        self.loop.wake(0.0)
 
     def leave(self, reason: str) -> None:
         """The process ends by itself, and says so."""
         self.worker.leave("" if reason == "drained" else reason)
-        if self._leads is not None:
-            self._leads.end(reason, orderly=reason == "drained")
-        self.rank.transfers.close()
+        self.end_ranks(reason)
         self.kill()
-        self._ended(self, reason)
+        self._fleet.instance_ended(self, reason)
+
+    def end_ranks(self, reason: str) -> None:
+        self.rank.transfers.close()
 
     def kill(self) -> None:
-        """As SIGKILL does to the leader: it never acts again. What is under way from and to its memory is not its own to end."""
-        self.page_use.look(self._clock.clock.now)
-        self._loop.end()
+        """As SIGKILL does: it never acts again. What is under way from and to its memory is not its own to end."""
+        self.page_use.look(self.clock.clock.now)
+        self.loop.end()
         self.rank.end()
         self._network.close(self.name.address)
-        if self._leads is not None:
-            self._network.close(self.name.rank_address(0))

@@ -1,31 +1,22 @@
-"""The network of a simulated fleet: letters on their way, and how each fares.
+"""The network of a simulated fleet: letters on their way, how each fares, and what was sent and how much CPU time it took.
 
-Owns the letters and the mailboxes. Opens no socket. What becomes of a letter is the weather's to say. Knows no roles.
-
-The CPU time of the processes of one role, by what they do.
-
-Owns the sample. Some turns are timed and stand for all: a clock of CPU time costs as much as a small message. The simulated clock
-never depends on it, so a run can be repeated exactly however long its turns took.
-
-What was sent between the processes of a simulated fleet: messages and bytes, by kind and direction.
-
-Owns the counts. Knows no messages and no time.
+Owns the letters, the mailboxes, the counts of messages and the samples of CPU time. Opens no socket and knows no roles. What
+becomes of a letter is the weather's to say. The simulated clock never depends on CPU time, so a run can be repeated exactly.
 """
 
 import heapq
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache, partial
-from typing import Any, Generic, Protocol, TypeVar, assert_never
+from typing import Any, Generic, Protocol, TypeAlias, TypeVar
 
 import msgspec
 
-from common import messages as m
-from common.ids import AttemptId, InstanceId
+from common.ids import InstanceId
 from common.mail import RECEIVE_LIMIT, FrameRefused, decode_body, pack_frame
 from common.messages import AnyMessage
-from common.messages.ranks import Command, Numbered, PushOrder, RankHello, RankRefused, RankWelcome, SettleOrder
 from simulation.clock import NEVER, Clock
 
 STRIDE = 13
@@ -33,7 +24,11 @@ STRIDE = 13
 
 
 class Meter:
-    """One for all processes of a role, whose turns do not overlap. clock: CPU seconds of this thread."""
+    """Samples the CPU time of all processes of a role, whose turns do not overlap.
+
+    Some turns are timed and stand for all: a clock of CPU time costs as much as a small message. clock: CPU seconds of this
+    thread.
+    """
 
     def __init__(self, clock: Callable[[], float] = time.thread_time, stride: int = STRIDE) -> None:
         self._clock = clock
@@ -70,90 +65,26 @@ class Meter:
         return {what: seconds / share for what, seconds in self._seconds.items()}
 
 
-@dataclass(slots=True, eq=False)
-class MessageCount:
-    """Messages of one kind in one direction, and the bytes of their frames."""
-
-    messages: int = 0
-    frame_bytes: int = 0
-
-
-class NetworkTraffic:
-    """by_way: by (role of the sender, kind of the message, role of the receiver). Each send counts once, also if it is lost."""
-
-    def __init__(self) -> None:
-        self.messages = self.frame_bytes = 0
-        self._by_way: dict[tuple[str, str, str], MessageCount] = {}
-
-    @property
-    def by_way(self) -> Mapping[tuple[str, str, str], MessageCount]:
-        return self._by_way
-
-    def add(self, sender: str, kind: str, receiver: str, frame_bytes: int) -> None:
-        tally = self._by_way.get((sender, kind, receiver))
-        if tally is None:
-            tally = self._by_way[sender, kind, receiver] = MessageCount()
-        tally.messages += 1
-        tally.frame_bytes += frame_bytes
-        self.messages += 1
-        self.frame_bytes += frame_bytes
-
-    def clear(self) -> None:
-        """Begin to count anew."""
-        self._by_way.clear()
-        self.messages = self.frame_bytes = 0
-
-
 M = TypeVar("M")
 DELAY_S = 0.001
 KNOCKS_S = 0.3
 """How long it takes to find out that a process is gone."""
-MEMBERSHIP = frozenset({"Heartbeat", "Register", "Welcome", "Peers", "TellLinks", "LinkReport", "DetokenizerHeartbeat"})
-"""Kinds of letters that are sent all the time."""
+
+Way: TypeAlias = tuple[str, str, str]
+"""The role of the sender, the kind of the message, and the role of the receiver."""
 
 
 @dataclass(frozen=True, slots=True)
 class Letter:
-    """A message on its way, and its bytes. kind: its class name, for people and for `log`. message: None for any bytes."""
+    """A message on its way."""
 
     sender: InstanceId
     to: InstanceId
     kind: str
+    """The name of the message's class, for people and for counts."""
     message: AnyMessage | None
+    """None for bytes that are no message."""
     body: bytes
-
-
-def keys_of(message: AnyMessage) -> set[AttemptId]:
-    """The requests that a message is about."""
-    match message:
-        case m.TokenBatch() | m.TextBatch():
-            return {delta.key for delta in message.deltas}
-        case m.Renew():
-            return {claim.key for claim in message.claims}
-        case m.Renewed():
-            return set(message.over)
-        case m.Probe():
-            return set(message.keys)
-        case m.Repeat():
-            return {key for key, _ in message.tokens}
-        case m.Probed():
-            return {standing.key for standing in message.standings}
-        case m.Generate() | m.Cancel() | m.Placed() | m.Reserve() | m.Grant() | m.Decline() | m.Handoff() | m.Withdraw():
-            return {message.key}
-        case m.ExpectAnswer() | m.ForgetAnswer():
-            return {message.key}
-        case m.Register() | m.Heartbeat() | m.Goodbye() | m.DetokenizerHeartbeat() | m.Welcome() | m.Refused() | m.Peers():
-            return set()
-        case m.Drain() | m.FlushCache() | m.TellCache() | m.CacheChanges() | m.TellLinks() | m.LinkReport():
-            return set()
-        case m.Trace() | m.Spans():
-            return set()
-        case Command(order=PushOrder() | SettleOrder() as order):
-            return {order.key}
-        case Numbered() | RankHello() | RankWelcome() | RankRefused():
-            return set()
-        case _:
-            assert_never(message)
 
 
 @cache
@@ -163,7 +94,7 @@ def frame_bytes(sender: InstanceId) -> int:
 
 
 class Weather(Protocol):
-    """Who says what becomes of letters."""
+    """What becomes of letters."""
 
     def delays(self, sender: InstanceId, to: InstanceId, now: float, kind: str) -> tuple[float, ...]:
         """After how many seconds a letter of this kind arrives, once for each time that it does; none: it is lost."""
@@ -181,14 +112,18 @@ class Calm:
 
 @dataclass(slots=True, eq=False)
 class SimulatedMailbox:
-    """What has been sent to one address. owner: who reads it. wake: called with the time at which a letter arrives. role: the
-    owner's, for people. is_open: its process lives. watchers: who want to know when it is gone."""
+    """What has been sent to one address."""
 
     owner: InstanceId
+    """The process that reads it."""
     wake: Callable[[float], None]
+    """Called with the time at which a letter arrives."""
     role: str
+    """The owner's role, for people."""
     is_open: bool = True
+    """The owner's process lives."""
     watchers: list["Post[Any]"] = field(default_factory=list)
+    """Processes that want to know when the owner is gone."""
     letters: list[tuple[float, int, Letter]] = field(default_factory=list)
 
     def next_deadline(self) -> float:
@@ -203,21 +138,20 @@ class SimulatedMailbox:
 
 
 class Network:
-    """Every mailbox by its address. log: (sender, kind, receiver), without membership. taps: told of every letter that is sent,
-    with its message and its delays. traffic: what was sent, in totals.
+    """Every mailbox by its address."""
 
-    brief: for long runs. It keeps no log, and a message is decoded only where that is timed: messages are
-    frozen, so readers may share them.
-    """
-
-    def __init__(self, clock: Clock, weather: Weather, brief: bool = False) -> None:
+    def __init__(self, clock: Clock, weather: Weather) -> None:
         self.clock = clock
         self.weather = weather
-        self.brief = brief
-        self.traffic = NetworkTraffic()
+        self.decodes_all = False
+        """Messages are frozen, so readers may share them: they are decoded only where that is timed, unless this is set."""
+        self.messages: Counter[Way] = Counter()
+        """How many messages were sent. Each send counts once, also if it is lost."""
+        self.frame_bytes: Counter[Way] = Counter()
+        """The bytes of their frames."""
         self.meters: dict[str, Meter] = {}
-        self.log: list[tuple[str, str, str]] = []
         self.taps: list[Callable[[Letter, AnyMessage, tuple[float, ...]], None]] = []
+        """Called with every letter that is sent, its message and its delays."""
         self._mailboxes: dict[str, SimulatedMailbox] = {}
         self._encode = msgspec.msgpack.Encoder().encode
         self._last: AnyMessage | None = None
@@ -225,8 +159,15 @@ class Network:
         self.letters = 0
         """Sent so far, each copy counted."""
 
+    def clear(self) -> None:
+        """Begin to count and to measure anew."""
+        self.messages.clear()
+        self.frame_bytes.clear()
+        for meter in self.meters.values():
+            meter.clear()
+
     def open(self, address: str, owner: InstanceId, wake: Callable[[float], None], role: str) -> SimulatedMailbox:
-        """The mailbox at this address, whose letters go to whoever opened it last."""
+        """The mailbox at this address, whose letters go to the process that opened it last."""
         mailbox = self._at(address)
         mailbox.owner, mailbox.wake, mailbox.role, mailbox.is_open = owner, wake, role, True
         return mailbox
@@ -239,7 +180,7 @@ class Network:
             self._knock(address, mailbox, watcher)
 
     def _knock(self, address: str, mailbox: SimulatedMailbox, watcher: "Post[Any]") -> None:
-        """He tries to connect again, until it is refused, or somebody is there."""
+        """The watcher tries to connect again, until that is refused, or somebody is there."""
         if mailbox.is_open:
             return
         delays = self.weather.delays(mailbox.owner, watcher.me, self.clock.now, "knock")
@@ -258,16 +199,8 @@ class Network:
         nobody: Callable[[float], None] = lambda at_s: None  # noqa: E731  nobody has opened it yet
         return self._mailboxes.setdefault(address, SimulatedMailbox(InstanceId(address), nobody, "nobody"))
 
-    def throw(self, sender: InstanceId, address: str, body: bytes) -> None:
-        """These bytes arrive there now, whoever sent them and whatever they are."""
-        mailbox = self._at(address)
-        self.letters += 1
-        letter = Letter(sender, mailbox.owner, "bytes", None, body)
-        heapq.heappush(mailbox.letters, (self.clock.now, self.letters, letter))
-        mailbox.wake(self.clock.now)
-
     def meter(self, role: str) -> Meter:
-        """That of all processes of this role."""
+        """The meter of all processes of this role."""
         return self.meters.setdefault(role, Meter())
 
     def post(self, sender: InstanceId, to: InstanceId, address: str, message: AnyMessage, role: str) -> None:
@@ -278,13 +211,13 @@ class Network:
         to = to if mailbox is None else mailbox.owner
         letter = Letter(sender, to, type(message).__name__, message, self._last_body)
         delays = self.weather.delays(sender, to, self.clock.now, letter.kind)
-        if not self.brief and letter.kind not in MEMBERSHIP:
-            self.log.append((sender, letter.kind, to))
         for tap in self.taps:
             tap(letter, message, delays)
         if mailbox is None:
             return
-        self.traffic.add(role, letter.kind, mailbox.role, len(letter.body) + frame_bytes(sender))
+        way = role, letter.kind, mailbox.role
+        self.messages[way] += 1
+        self.frame_bytes[way] += len(letter.body) + frame_bytes(sender)
         for delay_s in delays:
             arrives_s = self.clock.now + delay_s
             self.letters += 1
@@ -293,17 +226,15 @@ class Network:
 
 
 class Post(Generic[M]):
-    """Implements `common.instance.ports.Mail` over the network. What goes to somebody whose address is not known is lost."""
+    """Implements `common.instance.ports.Mail` over the network. A message to a process whose address is not known is lost."""
 
-    def __init__(
-        self, me: InstanceId, inbox: Any, network: Network, mailbox: SimulatedMailbox, routes: Mapping[InstanceId, str]
-    ) -> None:
+    def __init__(self, me: InstanceId, inbox: Any, network: Network, mailbox: SimulatedMailbox) -> None:
         self.me = me
         self._gone: list[InstanceId] = []
         self._meter = network.meter(mailbox.role)
         self._network = network
         self._mailbox = mailbox
-        self._routes = dict(routes)
+        self._routes: dict[InstanceId, str] = {}
         self._decoder: msgspec.msgpack.Decoder[M] = msgspec.msgpack.Decoder(inbox)
         self.messages_lost: dict[str, int] = {"no route": 0}
         self.frames_refused: dict[str, int] = {}
@@ -317,7 +248,7 @@ class Post(Generic[M]):
 
     def receive(self, most: int = RECEIVE_LIMIT) -> list[tuple[InstanceId, M]]:
         letters = self._mailbox.take(self._network.clock.now, most)
-        if self._network.brief and not self._meter.timing:
+        if not (self._network.decodes_all or self._meter.timing):
             return [(letter.sender, letter.message) for letter in letters]  # type: ignore[misc]
         mail: list[tuple[InstanceId, M]] = []
         for letter in letters:
@@ -337,7 +268,7 @@ class Post(Generic[M]):
                 self._network.watch(address, self)
 
     def knocked(self, address: str, mailbox: SimulatedMailbox) -> None:
-        """Somebody who is watched was gone a moment ago: find out whether he still is."""
+        """A watched process was gone a moment ago: find out whether it still is."""
         if not mailbox.is_open:
             self._gone += [name for name, at in self._routes.items() if at == address]
             self._mailbox.wake(self._network.clock.now)

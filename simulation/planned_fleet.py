@@ -1,17 +1,16 @@
 """A simulated fleet as a planner describes it: timed engines of a given size, and wires of a given speed.
 
-Owns the engines' busy time. Computes nothing and moves no bytes; everything that decides is the real code.
+Owns the engines' busy time and when writes end. Computes nothing and moves no bytes; everything that decides is the real code.
 
-The wires of a simulated fleet: writes take time, and what is under way shares each host's link. No memory is touched.
-
-Owns when writes end. Knows no pages and no messages. A host sends at full speed what was posted first, and takes in what arrived
-first; both directions of its link are independent:
+Writes take time, and what is under way shares each host's link. A host sends at full speed what was posted first, and takes in
+what arrived first; both directions of its link are independent:
 
     posted ─► waits for the sender's link ─► leaves ─► waits for the receiver's ─► latency ─► done
 
 The network between the hosts is as fast as all of their links together.
 """
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -19,20 +18,20 @@ import numpy as np
 
 from common.config import RouterConfig
 from common.executor import EngineDescription, Executor, Plan
-from common.ids import Int64Array, Role, Ticket
-from common.messages import ModelIdentity, PoolDescriptor
+from common.ids import ROUTER, Int64Array, Role, Ticket
+from common.messages import Ending, ModelIdentity, PoolDescriptor
 from common.pages.layout import KVLayout, MemoryRegion
 from common.step_cost import StepCost
 from engine.timed import Pace, TimedExecutor
-from engine.toy import ToyRanks
 from kv_transfer.transport import AgentLost, Connected, ConnectFailed, RunsDone, RunsFailed, Transport, TransportEvent
-from simulation.client import ClientObserver
+from router.attempts import ResumeReason
+from router.timelines import Durations, RequestTimes
 from simulation.clock import Clock, LocalClock
-from simulation.fleet import SimulatedFleet, World
-from simulation.instance import Instance, PageUse
-from simulation.network import Calm
+from simulation.fleet import SimulatedFleet
+from simulation.instance import Instance, Name, PageUse, PollIntervals, Size
+from simulation.network import Calm, Network
 from simulation.plan import FleetPlan
-from simulation.rank import Looks, Size
+from simulation.processes import RouterProcess
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,8 +154,8 @@ WORD, END = 10, 11
 """The tokens of an answer: its last one may be the end-of-text token."""
 BASE_ADDRESS = 2**40
 """Of every pool. Nobody reads or writes there."""
-LOOKS = Looks(busy_s=0.025, expecting_s=10.0, idle_s=10.0)
-"""The wires wake who waits for them, so nobody needs to look often. Who looks more rarely than that counts as stuck."""
+POLLS = PollIntervals(busy_s=0.025, expecting_s=10.0, idle_s=10.0)
+"""The wires wake the processes that wait for them, so none needs to poll often. One that polls more rarely counts as stuck."""
 WARM_UP_S = 5.0
 """After which every instance has its links, and has said so."""
 
@@ -170,7 +169,7 @@ def size_of(plan: FleetPlan, config: RouterConfig) -> Size:
         request_timeout_s=config.max_request_timeout_s,
         drain_timeout_s=config.drain_timeout_s,
         cost=StepCost.parse(plan.step_cost),
-        looks=LOOKS,
+        polls=POLLS,
         prefix_cache=plan.prefix_cache == "on",
     )
 
@@ -190,29 +189,29 @@ def describe(plan: FleetPlan) -> EngineDescription:
     return EngineDescription(model, layout, plan.kv_pages, plan.max_running, memory, eos_token_ids=(END,), device="simulated")
 
 
-@dataclass(slots=True, eq=False)
-class Work:
-    """What the engines of a role have done. busy_s: the sum of their steps."""
+class CountedPace(Pace):
+    """A pace that counts the steps of its role, and the seconds that they take."""
 
-    steps: int = 0
-    busy_s: float = 0.0
-
-
-class BusyPace(Pace):
-    """A pace that counts."""
-
-    def __init__(self, cost: StepCost, clock: Callable[[], float], work: Work) -> None:
+    def __init__(self, cost: StepCost, clock: Callable[[], float], role: Role, fleet: "PlannedFleet") -> None:
         super().__init__(cost, clock)
-        self._work = work
+        self._role, self._fleet = role, fleet
 
     def add(self, plan: Plan) -> float:
-        self._work.steps += 1
-        self._work.busy_s += self.cost.seconds(plan.chunk_tokens, len(plan.decode_rows))
+        self._fleet.steps[self._role] += 1
+        self._fleet.busy_s[self._role] += self.cost.seconds(plan.chunk_tokens, len(plan.decode_rows))
         return super().add(plan)
 
 
-class Resumes(ClientObserver):
-    """Keeps endings, resumes and predictions only: the clients measure the rest (`simulation/run.py`)."""
+class PlannedObserver:
+    """Keeps the resumes and the predictions of the router: its clients measure the rest (`simulation/run.py`)."""
+
+    def __init__(self) -> None:
+        self.resumes: list[ResumeReason] = []
+        self.predictions: list[tuple[float, float]] = []
+        """Times to first tokens as predicted, each with the real one."""
+
+    def resumed(self, reason: ResumeReason) -> None:
+        self.resumes.append(reason)
 
     def first_token(self, seconds: float, predicted_s: float | None) -> None:
         if predicted_s is not None:
@@ -221,37 +220,49 @@ class Resumes(ClientObserver):
     def next_tokens(self, seconds: float, tokens: int) -> None:
         """Not kept."""
 
+    def resume_gap(self, seconds: float) -> None:
+        """Not kept."""
 
-class PlannedFleet(SimulatedFleet):
+    def ended(self, ending: Ending, times: RequestTimes, attempts: int) -> None:
+        """Not kept."""
+
+    def phases(self, durations: Durations) -> None:
+        """Not kept."""
+
+
+class PlannedFleet(SimulatedFleet[Instance, RouterProcess]):
     """The fleet of a plan, ready for its load. config: of its router."""
 
     def __init__(self, plan: FleetPlan, config: RouterConfig) -> None:
         clock = Clock()
+        super().__init__(clock, Network(clock, Calm(plan.message_s)), size_of(plan, config))
         self.wires = Wires(clock, WireSpeed(bytes_per_s=plan.link_gbit * 1e9 / 8, latency_s=plan.link_latency_s))
-        self.work: dict[Role, Work] = {"prefill": Work(), "decode": Work()}
+        self.observer = PlannedObserver()
+        self.steps: Counter[Role] = Counter()
+        """How many steps the engines of a role have begun."""
+        self.busy_s: dict[Role, float] = {"prefill": 0.0, "decode": 0.0}
+        """The seconds that these steps take."""
         self._description = describe(plan)
         self._role: Role = "prefill"
         self._words = np.full(plan.context_tokens, WORD, dtype=np.int32)
         self._words[0] = END
-        world = World(clock=clock, weather=Calm(plan.message_s), brief=True, observer=Resumes())
-        super().__init__(plan.prefill, plan.decode, config, size_of(plan, config), world)
+        self.routers.append(RouterProcess(ROUTER, clock, self.network, config, self.observer))
+        self.start_instances(plan.prefill, plan.decode)
         self.run_for(WARM_UP_S)
         for instance in self.instances.values():
             instance.page_use = PageUse(instance.pool, clock.now)
-        self.network.traffic.clear()
-        for meter in self.network.meters.values():
-            meter.clear()
+        self.network.clear()
 
     def seed_that_ends(self, tokens: int) -> int:
         """The seed with which the end-of-text token is the last of a prompt and its answer, of so many tokens together."""
         return 1 - tokens % len(self._words)
 
-    def start(self, name: str, role: Role, address: str | None = None, began_s: float = 0.0) -> Instance:
-        self._role = role
-        return super().start(name, role, address, began_s)
+    def make_instance(self, name: Name) -> Instance:
+        self._role = name.role
+        return Instance(name, self.clock, self)
 
-    def make_engine(self, clock: LocalClock, ranks: ToyRanks | None) -> Executor:
-        return TimedExecutor(self._description, BusyPace(self.size.cost, clock, self.work[self._role]), self._words)
+    def make_engine(self, clock: LocalClock) -> Executor:
+        return TimedExecutor(self._description, CountedPace(self.size.cost, clock, self._role, self), self._words)
 
     def make_transport(self, wake: Callable[[], None]) -> Transport:
         return WireTransport(self.wires, wake)

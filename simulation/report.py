@@ -4,14 +4,13 @@ Owns what is reported, and in which words. All but the CPU times depends on noth
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from common.ids import Role
-from common.messages import Counters
 from simulation.run import ClientFigures, Simulation
 
 Lines = list[tuple[str, ...]]
@@ -34,49 +33,65 @@ class Percentiles(msgspec.Struct, frozen=True):
         values = np.asarray(seconds, dtype=np.float64) if len(seconds) else np.zeros(1)
         return cls(*(float(value) for value in np.percentile(values, (50, 90, 99, 100))))
 
+    def shown(self, name: str, unit: str = "") -> tuple[str, ...]:
+        """A line of a table, in milliseconds, or with the unit % as shares."""
+        return name, *(f"{value:.1%}" if unit else f"{1e3 * value:.1f}" for value in msgspec.structs.astuple(self))
+
+
+PERCENTILES_HEAD = ("", "p50", "p90", "p99", "most")
+
 
 class Engines(msgspec.Struct, frozen=True, kw_only=True):
-    """The instances of one role. busy_share: of their time, spent in steps. pages_mean, pages_most: share of KV pages in use, of
-    all instances over the time that they lived, and of any instance at any moment. killed: instances."""
+    """The instances of one role."""
 
     role: Role
     instances: int
     steps: int
     busy_share: float
+    """The share of their time that they spent in steps."""
     pages_mean: float
+    """The share of KV pages in use, of all instances over the time that they lived."""
     pages_most: float
+    """The largest share of any instance at any moment."""
     killed: int
+    """Instances that were killed."""
 
 
 class Caches(msgspec.Struct, frozen=True, kw_only=True):
-    """The prefix caches of one role. tokens_asked, tokens_hit: of the prompts that were computed there, of all attempts.
-    pages_asked, pages_hit: of the prompts that were handed over to it. pages_evicted: given to others."""
+    """The prefix caches of one role."""
 
     role: Role
     tokens_asked: int
+    """Tokens of the prompts that were computed there, of all attempts."""
     tokens_hit: int
+    """Those of them that were in the cache."""
     pages_asked: int
+    """Pages of the prompts that were handed over to it."""
     pages_hit: int
+    """Those of them that were in the cache."""
     pages_evicted: int
+    """Cached pages that were given to others."""
 
 
 class Prediction(msgspec.Struct, frozen=True, kw_only=True):
-    """How well times to first tokens were predicted, where they were. error_s: whatever its sign. error_share: of the real time.
-    mean_error_s: above 0 where first tokens came sooner than predicted."""
+    """How well times to first tokens were predicted, where they were."""
 
     answers: int
     predicted_s: Percentiles
     real_s: Percentiles
     error_s: Percentiles
+    """The size of the error, whatever its sign."""
     error_share: Percentiles
+    """The same as a share of the real time."""
     mean_error_s: float
+    """Above 0 where first tokens came sooner than predicted."""
 
 
 class TurnFigures(msgspec.Struct, frozen=True, kw_only=True):
-    """The answers of one turn of all conversations, as far as they finished. prompt_tokens, cached_tokens, pushed_bytes: sums.
-    turn: from 1."""
+    """The answers of one turn of all conversations, as far as they finished, with the sums of their tokens and bytes."""
 
     turn: int
+    """The number of the turn, from 1."""
     answers: int
     first_token_s: Percentiles
     prompt_tokens: int
@@ -95,8 +110,7 @@ class Way(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Cpu(msgspec.Struct, frozen=True, kw_only=True):
-    """CPU seconds of this machine that all processes of a role took together for one kind of work: a sample. Sockets are not
-    part of it."""
+    """CPU seconds of this machine that all processes of a role took together for one kind of work: a sample, without sockets."""
 
     role: str
     work: str
@@ -104,28 +118,29 @@ class Cpu(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Figures(msgspec.Struct, frozen=True, kw_only=True):
-    """What a simulation has found. seconds: simulated. cpu: the only part that differs from run to run.
-
-    good_requests: answers that finished and kept to both limits. first_token_s: of answers that finished. between_tokens_s: of
-    all answers. mean_between_tokens_s: one for each answer that finished. cut_short: conversations that ended before their last
-    turn, because an answer failed or was refused.
-    """
+    """What a simulation has found."""
 
     seconds: float
+    """Simulated seconds."""
     requests: int
     endings: dict[str, int]
     resumes: dict[str, int]
     preemptions: int
     first_token_s: Percentiles
+    """Over answers that finished."""
     between_tokens_s: Percentiles
+    """Over all answers."""
     mean_between_tokens_s: Percentiles
+    """Over answers that finished: the mean of each."""
     good_requests: int
+    """Answers that finished and kept to both limits."""
     slo_ttft_s: float
     slo_itl_s: float
     prompt_tokens: int
     tokens: int
     kv_bytes: int
     cut_short: int
+    """Conversations that ended before their last turn, because an answer failed or was refused."""
     prediction: Prediction | None
     turns: tuple[TurnFigures, ...]
     caches: tuple[Caches, ...]
@@ -134,27 +149,28 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
     frame_bytes: int
     ways: tuple[Way, ...]
     cpu: tuple[Cpu, ...]
+    """The only part that differs from run to run."""
 
     def cpu_share(self, role: str) -> float:
-        """Of one core."""
+        """The share of one core that the processes of a role took."""
         return sum(each.seconds for each in self.cpu if each.role == role) / self.seconds
 
 
 def figures(simulation: Simulation) -> Figures:
-    """Of a simulation that has run."""
+    """The figures of a simulation that has run."""
     measured, fleet, load = simulation.measured, simulation.fleet, simulation.load
     good = np.less_equal(measured.first_s, load.slo_ttft_s) & np.less_equal(measured.pace_s, load.slo_itl_s)
-    traffic, counters = fleet.network.traffic, {role: simulation.counters(role) for role in ROLES}
+    network = fleet.network
     ways = [
-        Way(kind=kind, sender=sender, receiver=receiver, messages=tally.messages, frame_bytes=tally.frame_bytes)
-        for (sender, kind, receiver), tally in traffic.by_way.items()
+        Way(kind=way[1], sender=way[0], receiver=way[2], messages=messages, frame_bytes=network.frame_bytes[way])
+        for way, messages in network.messages.items()
     ]
     return Figures(
         seconds=simulation.seconds,
-        requests=sum(measured.endings.values()),
+        requests=measured.endings.total(),
         endings=dict(sorted(measured.endings.items())),
         resumes=dict(sorted(Counter(str(reason) for reason in fleet.observer.resumes).items())),
-        preemptions=sum(each.preemptions for role in ROLES for each in counters[role]),
+        preemptions=sum(each.preemptions for role in ROLES for each in simulation.counters(role)),
         first_token_s=Percentiles.of(measured.first_s),
         between_tokens_s=Percentiles.of(measured.between_s),
         mean_between_tokens_s=Percentiles.of(measured.pace_s),
@@ -167,21 +183,21 @@ def figures(simulation: Simulation) -> Figures:
         cut_short=simulation.cut_short,
         prediction=_prediction(fleet.observer.predictions),
         turns=tuple(_turn(measured, turn) for turn in sorted(set(measured.turn))),
-        caches=tuple(_caches(role, counters) for role in ROLES),
+        caches=tuple(_caches(simulation, role) for role in ROLES),
         engines=tuple(_engines(simulation, role) for role in ROLES),
-        messages=traffic.messages,
-        frame_bytes=traffic.frame_bytes,
+        messages=network.messages.total(),
+        frame_bytes=network.frame_bytes.total(),
         ways=tuple(sorted(ways, key=lambda way: (-way.frame_bytes, way.kind, way.sender, way.receiver))),
         cpu=tuple(
             Cpu(role=role, work=work, seconds=seconds)
-            for role, meter in fleet.network.meters.items()
+            for role, meter in network.meters.items()
             for work, seconds in sorted(meter.seconds().items(), key=lambda item: -item[1])
         ),
     )
 
 
 def _prediction(pairs: Sequence[tuple[float, float]]) -> Prediction | None:
-    """Of predicted and real times. None: there are none."""
+    """pairs: predicted and real times. None: there are none."""
     if not pairs:
         return None
     predicted_s, real_s = np.asarray(pairs, dtype=np.float64).T
@@ -197,34 +213,32 @@ def _prediction(pairs: Sequence[tuple[float, float]]) -> Prediction | None:
 
 
 def _turn(measured: ClientFigures, turn: int) -> TurnFigures:
-    its = np.equal(measured.turn, turn)
-    sums = (int(np.asarray(each)[its].sum()) for each in (measured.prompt_tokens, measured.cached_tokens, measured.pushed_bytes))
-    prompt_tokens, cached_tokens, pushed_bytes = sums
+    is_of_turn = np.equal(measured.turn, turn)
     return TurnFigures(
         turn=turn + 1,
-        answers=int(np.count_nonzero(its)),
-        first_token_s=Percentiles.of(np.asarray(measured.first_s)[its]),
-        prompt_tokens=prompt_tokens,
-        cached_tokens=cached_tokens,
-        pushed_bytes=pushed_bytes,
+        answers=int(np.count_nonzero(is_of_turn)),
+        first_token_s=Percentiles.of(np.asarray(measured.first_s)[is_of_turn]),
+        prompt_tokens=int(np.asarray(measured.prompt_tokens)[is_of_turn].sum()),
+        cached_tokens=int(np.asarray(measured.cached_tokens)[is_of_turn].sum()),
+        pushed_bytes=int(np.asarray(measured.pushed_bytes)[is_of_turn].sum()),
     )
 
 
-def _caches(role: Role, counters: Mapping[Role, Sequence[Counters]]) -> Caches:
-    own = counters[role]
-    spared = sum(each.pages_spared for other in ROLES if other != role for each in counters[other])
+def _caches(simulation: Simulation, role: Role) -> Caches:
+    counters = simulation.counters(role)
+    spared = sum(each.pages_spared for each in simulation.counters("decode" if role == "prefill" else "prefill"))
     return Caches(
         role=role,
-        tokens_asked=sum(each.prompt_tokens_asked for each in own),
-        tokens_hit=sum(each.prompt_tokens_hit for each in own),
-        pages_asked=spared + sum(each.pages_received for each in own),
+        tokens_asked=sum(each.prompt_tokens_asked for each in counters),
+        tokens_hit=sum(each.prompt_tokens_hit for each in counters),
+        pages_asked=spared + sum(each.pages_received for each in counters),
         pages_hit=spared,
-        pages_evicted=sum(each.pages_evicted for each in own),
+        pages_evicted=sum(each.pages_evicted for each in counters),
     )
 
 
 def _engines(simulation: Simulation, role: Role) -> Engines:
-    plan, fleet, work = simulation.plan, simulation.fleet, simulation.fleet.work[role]
+    plan, fleet = simulation.plan, simulation.fleet
     for living in fleet.instances.values():
         living.page_use.look(fleet.clock.now)
     lives = [each.page_use for each in fleet.lives if each.name.role == role]
@@ -233,8 +247,8 @@ def _engines(simulation: Simulation, role: Role) -> Engines:
     return Engines(
         role=role,
         instances=instances,
-        steps=work.steps,
-        busy_share=work.busy_s / (simulation.seconds * max(1, instances)),
+        steps=fleet.steps[role],
+        busy_share=fleet.busy_s[role] / (simulation.seconds * max(1, instances)),
         pages_mean=sum(each.page_s for each in lives) / page_s if page_s else 0.0,
         pages_most=max((each.most for each in lives), default=0.0),
         killed=simulation.killed[role],
@@ -246,120 +260,92 @@ def _engines(simulation: Simulation, role: Role) -> Engines:
 
 def tables(found: Figures) -> list[tuple[str, Lines]]:
     """Titles and lines; the first line of each is its head."""
+    times = [
+        found.first_token_s.shown("time to first token"),
+        found.between_tokens_s.shown("between two tokens"),
+        found.mean_between_tokens_s.shown("mean between tokens of an answer"),
+    ]
+    shown = [("Requests", _requests(found)), ("Time, ms", [PERCENTILES_HEAD, *times])]
+    if found.prediction:
+        shown.append(("Time to first token, ms, and its prediction", _predictions(found.prediction)))
+    if len(found.turns) > 1:
+        shown.append(("Turns", _turns(found.turns)))
+    title = f"Control plane: {found.messages} messages, {_rate(found.frame_bytes / found.seconds)} in all"
     return [
-        ("Requests", _requests(found)),
-        ("Time, ms", _times(found)),
-        *([("Time to first token, ms, and its prediction", _predictions(found.prediction))] if found.prediction else []),
-        *([("Turns", _turns(found))] if len(found.turns) > 1 else []),
-        ("Prefix caches", _cache_lines(found)),
-        ("Instances", _instances(found)),
-        (f"Control plane: {found.messages} messages, {_rate(found.frame_bytes / found.seconds)} in all", _messages(found)),
+        *shown,
+        ("Prefix caches", _cache_lines(found.caches)),
+        ("Instances", _instances(found.engines)),
+        (title, _messages(found.ways, found.seconds)),
         ("CPU of this machine, without sockets, in simulated time", _cpu(found)),
     ]
 
 
 def _requests(found: Figures) -> Lines:
     share = found.good_requests / max(1, found.requests)
-    kept = f"first token within {found.slo_ttft_s:g} s and {1e3 * found.slo_itl_s:g} ms a token"
+    limits = f"first token within {found.slo_ttft_s:g} s and {1e3 * found.slo_itl_s:g} ms a token"
     lines: Lines = [("", ""), ("simulated", f"{found.seconds:.1f} s")]
     lines += [(f"ended: {how}", str(count)) for how, count in found.endings.items()]
     lines += [(f"resumed: {why}", str(count)) for why, count in found.resumes.items()]
-    return [
-        *lines,
-        (f"goodput: {kept}", f"{share:.1%}, {found.good_requests / found.seconds:.2f} requests/s"),
+    lines += [
+        (f"goodput: {limits}", f"{share:.1%}, {found.good_requests / found.seconds:.2f} requests/s"),
         ("prompt tokens", f"{found.prompt_tokens} ({found.prompt_tokens / found.seconds:.0f}/s)"),
         ("answer tokens", f"{found.tokens} ({found.tokens / found.seconds:.0f}/s)"),
         ("KV pushed", _rate(found.kv_bytes / found.seconds)),
         ("preemptions", str(found.preemptions)),
-        *([("conversations that ended before their last turn", str(found.cut_short))] if found.cut_short else []),
     ]
-
-
-def _times(found: Figures) -> Lines:
-    named = (
-        ("time to first token", found.first_token_s),
-        ("between two tokens", found.between_tokens_s),
-        ("mean between tokens of an answer", found.mean_between_tokens_s),
-    )
-    shown = [(name, *(f"{1e3 * value:.1f}" for value in (t.p50, t.p90, t.p99, t.most))) for name, t in named]
-    return [("", "p50", "p90", "p99", "most"), *shown]
+    if found.cut_short:
+        lines.append(("conversations that ended before their last turn", str(found.cut_short)))
+    return lines
 
 
 def _predictions(found: Prediction) -> Lines:
-    named = (("predicted", found.predicted_s), ("real", found.real_s), ("error, whatever its sign", found.error_s))
-    lines: Lines = [("", "p50", "p90", "p99", "most")]
-    lines += [(name, *(f"{1e3 * value:.1f}" for value in (t.p50, t.p90, t.p99, t.most))) for name, t in named]
-    share = found.error_share
-    return [*lines, ("error / real", *(f"{value:.1%}" for value in (share.p50, share.p90, share.p99, share.most)))]
-
-
-def _turns(found: Figures) -> Lines:
-    lines: Lines = [("turn", "answers", "first token, ms: p50", "p99", "prompt tokens", "not computed", "KV pushed each, MB")]
-    return lines + [
-        (
-            str(each.turn),
-            str(each.answers),
-            f"{1e3 * each.first_token_s.p50:.1f}",
-            f"{1e3 * each.first_token_s.p99:.1f}",
-            f"{each.prompt_tokens / each.answers:.0f}",
-            f"{each.cached_tokens / each.prompt_tokens:.1%}",
-            f"{each.pushed_bytes / each.answers / 1e6:.1f}",
-        )
-        for each in found.turns
+    return [
+        PERCENTILES_HEAD,
+        found.predicted_s.shown("predicted"),
+        found.real_s.shown("real"),
+        found.error_s.shown("error, whatever its sign"),
+        found.error_share.shown("error / real", "%"),
     ]
 
 
-def _cache_lines(found: Figures) -> Lines:
+def _turns(turns: Iterable[TurnFigures]) -> Lines:
+    lines: Lines = [("turn", "answers", "first token, ms: p50", "p99", "prompt tokens", "not computed", "KV pushed each, MB")]
+    for each in turns:
+        first, p99 = f"{1e3 * each.first_token_s.p50:.1f}", f"{1e3 * each.first_token_s.p99:.1f}"
+        prompt, cached = f"{each.prompt_tokens / each.answers:.0f}", _share(each.cached_tokens, each.prompt_tokens)
+        pushed = f"{each.pushed_bytes / each.answers / 1e6:.1f}"
+        lines.append((str(each.turn), str(each.answers), first, p99, prompt, cached, pushed))
+    return lines
+
+
+def _cache_lines(caches: Iterable[Caches]) -> Lines:
     """What was found in them of prompts to be computed there, in tokens, and of prompts handed over, in pages."""
     lines: Lines = [("role", "tokens to compute", "found", "share", "pages to push here", "found", "share", "pages evicted")]
-    return lines + [
-        (
-            each.role,
-            str(each.tokens_asked),
-            str(each.tokens_hit),
-            _share(each.tokens_hit, each.tokens_asked),
-            str(each.pages_asked),
-            str(each.pages_hit),
-            _share(each.pages_hit, each.pages_asked),
-            str(each.pages_evicted),
-        )
-        for each in found.caches
-    ]
+    for each in caches:
+        tokens = str(each.tokens_asked), str(each.tokens_hit), _share(each.tokens_hit, each.tokens_asked)
+        pages = str(each.pages_asked), str(each.pages_hit), _share(each.pages_hit, each.pages_asked)
+        lines.append((each.role, *tokens, *pages, str(each.pages_evicted)))
+    return lines
 
 
 def _share(part: int, whole: int) -> str:
     return f"{part / whole:.1%}" if whole else "-"
 
 
-def _instances(found: Figures) -> Lines:
+def _instances(engines: Iterable[Engines]) -> Lines:
     lines: Lines = [("role", "instances", "busy", "pages in use, mean", "at most in one", "steps", "killed")]
-    return lines + [
-        (
-            each.role,
-            str(each.instances),
-            f"{each.busy_share:.1%}",
-            f"{each.pages_mean:.1%}",
-            f"{each.pages_most:.1%}",
-            str(each.steps),
-            str(each.killed),
-        )
-        for each in found.engines
-    ]
+    for each in engines:
+        shares = (f"{share:.1%}" for share in (each.busy_share, each.pages_mean, each.pages_most))
+        lines.append((each.role, str(each.instances), *shares, str(each.steps), str(each.killed)))
+    return lines
 
 
-def _messages(found: Figures) -> Lines:
+def _messages(ways: Iterable[Way], seconds: float) -> Lines:
     lines: Lines = [("message", "from", "to", "messages/s", "bytes/s", "bytes each")]
-    return lines + [
-        (
-            way.kind,
-            way.sender,
-            way.receiver,
-            f"{way.messages / found.seconds:.2f}",
-            f"{way.frame_bytes / found.seconds:.0f}",
-            f"{way.frame_bytes / way.messages:.0f}",
-        )
-        for way in found.ways
-    ]
+    for way in ways:
+        rates = f"{way.messages / seconds:.2f}", f"{way.frame_bytes / seconds:.0f}", f"{way.frame_bytes / way.messages:.0f}"
+        lines.append((way.kind, way.sender, way.receiver, *rates))
+    return lines
 
 
 def _cpu(found: Figures) -> Lines:

@@ -1,16 +1,12 @@
 """A simulation from its first request to its last ending: the load comes, instances may die, and figures are taken.
 
-Owns who asks when, what conversations have said so far, and who is killed when. Measures by way of the clients, the network and
-the meters; judges nothing.
-
-What the clients of a simulated fleet measure: times to first tokens, times between tokens, and how answers ended.
-
-Owns the figures, in compact arrays: an hour of load has millions of tokens. Knows no instances.
+Owns who asks when, what conversations have said so far, who is killed when, and what the clients measure: times to first tokens,
+times between tokens, and how answers ended. Judges nothing.
 """
 
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,8 +16,8 @@ from common.errors import BadRequest, Overloaded, Unavailable
 from common.ids import ID_BYTES, RequestId, Role, pack_ids
 from common.messages import AnyMessage, Counters, Ending, Failed, Handoff
 from common.sampling_params import SamplingParams
+from router.outbox import ClientRequest
 from router.requests import RequestSpec
-from simulation.client import Client
 from simulation.clock import Clock
 from simulation.network import Letter
 from simulation.plan import FleetPlan, LoadPlan
@@ -30,62 +26,59 @@ from simulation.workload import ConversationTurn, SimulatedConversation, system_
 
 
 class ClientFigures:
-    """The figures of all clients together, in seconds, tokens and bytes.
+    """The figures of all clients together, in compact arrays: an hour of load has millions of tokens.
 
-    One for each answer that finished, in one order: turn (its number in its conversation, from 0), first_s (to the first token),
-    pace_s (mean between its tokens; 0 for an answer of one), prompt_tokens, cached_tokens (of its prompt, not computed by whom it
-    was given to), pushed_bytes (of its KV, all attempts).
-    between_s: every time between two tokens of one answer, also of those that failed. endings: how many answers ended how.
+    The arrays from `turn` to `pushed_bytes` have an item for each answer that finished, in one order.
     """
 
     def __init__(self) -> None:
         self.turn = array("L")
+        """The number of the answer in its conversation, from 0."""
         self.first_s = array("d")
+        """Seconds to the first token."""
         self.pace_s = array("d")
+        """Mean seconds between its tokens; 0 for an answer of one."""
         self.prompt_tokens = array("L")
         self.cached_tokens = array("L")
+        """Tokens of the prompt that the instance which was given the request did not compute."""
         self.pushed_bytes = array("Q")
+        """Bytes of KV that were pushed, over all attempts."""
         self.between_s = array("d")
+        """Every time between two tokens of one answer, also of those that failed."""
         self.endings: Counter[str] = Counter()
+        """How many answers ended how."""
         self.prompt_tokens_asked = self.tokens = 0
 
-    def asked(self, prompt_tokens: int) -> None:
-        self.prompt_tokens_asked += prompt_tokens
 
-    def ended(self, how: str) -> None:
-        self.endings[how] += 1
-
-
-class MeasuredClient(Client):
+class MeasuredClient:
     """One request of one choice. It reads what comes as soon as it comes.
 
-    turn: its number in its conversation, from 0. over: called when the answer has ended, with its tokens, or None when it failed.
+    turn: its number in its conversation, from 0. ended: called with the tokens of the answer, or None when it failed.
     """
 
     def __init__(
-        self, spec: RequestSpec, turn: int, clock: Clock, measured: ClientFigures, over: Callable[[list[int] | None], None]
+        self, spec: RequestSpec, turn: int, clock: Clock, measured: ClientFigures, ended: Callable[[list[int] | None], None]
     ) -> None:
-        super().__init__(spec.request_id)
-        self.request.wake = self._read
+        self.request = ClientRequest(wake=self._read)
         self.pushed_bytes = 0
         self._turn = turn
         self._prompt_tokens = spec.prompt_tokens
         self._clock = clock
         self._measured = measured
-        self._over = over
+        self._ended = ended
         self._asked_s = self._first_s = self._latest_s = clock.now
-        self._said: list[int] = []
+        self._token_ids: list[int] = []
         self._cached_tokens = 0
 
     def _read(self) -> None:
         now, measured = self._clock.now, self._measured
         for delta in self.request.take():
             for token in delta.token_ids:
-                if self._said:
+                if self._token_ids:
                     measured.between_s.append(now - self._latest_s)
                 else:
                     self._first_s = now
-                self._said.append(token)
+                self._token_ids.append(token)
                 self._latest_s = now
             measured.tokens += len(delta.token_ids)
             self._cached_tokens += delta.cached_tokens
@@ -93,32 +86,34 @@ class MeasuredClient(Client):
                 self._end(delta.ending)
 
     def _end(self, ending: Ending) -> None:
-        if isinstance(ending, Failed):
-            self._measured.ended(f"failed: {ending.kind}")
-            self._over(None)
-            return
         measured = self._measured
-        measured.ended(f"finished: {ending.reason}")
+        if isinstance(ending, Failed):
+            measured.endings[f"failed: {ending.kind}"] += 1
+            self._ended(None)
+            return
+        measured.endings[f"finished: {ending.reason}"] += 1
         measured.turn.append(self._turn)
         measured.first_s.append(self._first_s - self._asked_s)
-        measured.pace_s.append((self._latest_s - self._first_s) / max(1, len(self._said) - 1))
+        measured.pace_s.append((self._latest_s - self._first_s) / max(1, len(self._token_ids) - 1))
         measured.prompt_tokens.append(self._prompt_tokens)
         measured.cached_tokens.append(self._cached_tokens)
         measured.pushed_bytes.append(self.pushed_bytes)
-        self._over(self._said)
+        self._ended(self._token_ids)
 
 
 PROGRESS_S = 5.0
-"""Simulated; how often progress is told."""
+"""Simulated seconds between two lines of progress."""
 
 
 @dataclass(slots=True, eq=False)
-class Talk:
-    """A conversation under way. said: packed tokens of its prompts and answers so far. turn: the number of the next one."""
+class OpenConversation:
+    """A conversation under way."""
 
     conversation: SimulatedConversation
-    said: bytes
+    context: bytes
+    """The packed tokens of its prompts and answers so far."""
     turn: int = 0
+    """The number of its next turn."""
 
 
 class Simulation:
@@ -127,88 +122,88 @@ class Simulation:
     def __init__(self, fleet: FleetPlan, load: LoadPlan, config: RouterConfig) -> None:
         self.plan = fleet
         self.load = load
-        self._coming = workload(load)
+        self._conversations = workload(load)
         """First, because it may be refused, and the fleet takes long."""
         self.fleet = PlannedFleet(fleet, config)
-        self.fleet.network.taps.append(self._sent_letter)
+        self.fleet.network.taps.append(self._count_pushed)
         self.measured = ClientFigures()
-        self._of_killed: list[tuple[Role, Counters]] = []
         self.killed: Counter[str] = Counter()
         self.cut_short = 0
         """Conversations that ended before their last turn, because an answer failed or was refused."""
         self.began_s = self.fleet.clock.now
         self._system = system_prompt(load, VOCAB_SIZE)
         self._next: SimulatedConversation | None = None
-        self._talks = self._sent = 0
+        self._open_conversations = self._sent = 0
         self._open: dict[RequestId, MeasuredClient] = {}
         self._random = np.random.default_rng([load.seed, 1])
 
     def run(self, progress: Callable[[str], None] = lambda line: None) -> None:
         """Until every request has ended. progress: called with a line now and then."""
         clock = self.fleet.clock
-        self._plan_next(self._coming)
+        self._plan_next()
         if self.load.kill_every_s:
             self._plan_kill()
-        while self._goes_on:
-            self._tell(progress)
+        while self._is_running:
+            self._show(progress)
             ends_s = clock.now + PROGRESS_S
-            while clock.next_deadline() < ends_s and self._goes_on:
+            while clock.next_deadline() < ends_s and self._is_running:
                 clock.turn()
-            if self._goes_on:
+            if self._is_running:
                 clock.now = ends_s
 
     @property
     def seconds(self) -> float:
-        """Simulated, from the beginning of the load to the last ending."""
+        """Simulated seconds from the beginning of the load to the last ending."""
         return self.fleet.clock.now - self.began_s
 
     # --- the load ----------------------------------------------------------------------------------------------------------
 
     @property
-    def _goes_on(self) -> bool:
-        return self._next is not None or self._talks > 0
+    def _is_running(self) -> bool:
+        return self._next is not None or self._open_conversations > 0
 
-    def _plan_next(self, coming: Iterator[SimulatedConversation]) -> None:
-        self._next = next(coming, None)
+    def _plan_next(self) -> None:
+        self._next = next(self._conversations, None)
         if self._next is not None:
-            self.fleet.clock.at(self.began_s + self._next.at_s, lambda: self._begin(coming))
+            self.fleet.clock.at(self.began_s + self._next.at_s, self._begin)
 
-    def _begin(self, coming: Iterator[SimulatedConversation]) -> None:
+    def _begin(self) -> None:
         assert self._next is not None
-        self._talks += 1
-        self._ask(Talk(self._next, self._system))
-        self._plan_next(coming)
+        self._open_conversations += 1
+        self._ask(OpenConversation(self._next, self._system))
+        self._plan_next()
 
-    def _ask(self, talk: Talk) -> None:
+    def _ask(self, chat: OpenConversation) -> None:
         """The next turn of a conversation, unless its time is over."""
-        if talk.turn and self.load.duration_s and self.seconds >= self.load.duration_s:
-            self._talks -= 1
+        if chat.turn and self.load.duration_s and self.seconds >= self.load.duration_s:
+            self._open_conversations -= 1
             return
-        turn, name = talk.conversation.turns[talk.turn], RequestId(f"request-{self._sent}")
+        turn, name = chat.conversation.turns[chat.turn], RequestId(f"request-{self._sent}")
         self._sent += 1
-        talk.said += turn.prompt(VOCAB_SIZE)
-        sampling, session = self._sampling(turn, len(talk.said) // ID_BYTES), talk.conversation.session
-        spec = RequestSpec(name, 0, talk.said, sampling, session=session)
-        client = MeasuredClient(spec, talk.turn, self.fleet.clock, self.measured, lambda said: self._answered(talk, name, said))
-        self.measured.asked(len(talk.said) // ID_BYTES)
-        talk.turn += 1
+        chat.context += turn.prompt(VOCAB_SIZE)
+        sampling, session = self._sampling(turn, len(chat.context) // ID_BYTES), chat.conversation.session
+        spec = RequestSpec(name, 0, chat.context, sampling, session=session)
+        ended: Callable[[list[int] | None], None] = lambda token_ids: self._answered(chat, name, token_ids)  # noqa: E731
+        client = MeasuredClient(spec, chat.turn, self.fleet.clock, self.measured, ended)
+        self.measured.prompt_tokens_asked += len(chat.context) // ID_BYTES
+        chat.turn += 1
         self._open[name] = client
         try:
-            self.fleet.router_process.submit([spec], client)
+            self.fleet.router_process.submit(client.request, [spec])
         except (BadRequest, Overloaded, Unavailable) as error:
-            self.measured.ended(f"refused: {error.kind}")
-            self._answered(talk, name, None)
+            self.measured.endings[f"refused: {error.kind}"] += 1
+            self._answered(chat, name, None)
 
-    def _answered(self, talk: Talk, name: RequestId, said: list[int] | None) -> None:
+    def _answered(self, chat: OpenConversation, name: RequestId, token_ids: list[int] | None) -> None:
         """After an answer comes the next turn. After a failure comes none."""
         del self._open[name]
-        is_last = talk.turn == len(talk.conversation.turns)
-        if said is None or is_last:
+        is_last = chat.turn == len(chat.conversation.turns)
+        if token_ids is None or is_last:
             self.cut_short += not is_last
-            self._talks -= 1
+            self._open_conversations -= 1
             return
-        talk.said += pack_ids(said)
-        self.fleet.clock.at(self.fleet.clock.now + talk.conversation.turns[talk.turn].pause_s, lambda: self._ask(talk))
+        chat.context += pack_ids(token_ids)
+        self.fleet.clock.at(self.fleet.clock.now + chat.conversation.turns[chat.turn].pause_s, lambda: self._ask(chat))
 
     def _sampling(self, turn: ConversationTurn, prompt_tokens: int) -> SamplingParams:
         """Without --max-tokens a request asks for the tokens that it gets. With it, the model ends the answer by itself."""
@@ -218,7 +213,7 @@ class Simulation:
         seed = self.fleet.seed_that_ends(prompt_tokens + turn.output_tokens)
         return SamplingParams(max_new_tokens=min(self.load.max_tokens, room), temperature=0.0, seed=seed)
 
-    def _sent_letter(self, letter: Letter, message: AnyMessage, delays: tuple[float, ...]) -> None:
+    def _count_pushed(self, letter: Letter, message: AnyMessage, delays: tuple[float, ...]) -> None:
         if isinstance(message, Handoff) and message.key.request_id in self._open:
             self._open[message.key.request_id].pushed_bytes += message.pushed_bytes
 
@@ -234,19 +229,14 @@ class Simulation:
             killed = self.fleet.kill(names[int(self._random.integers(len(names)))])
             name, role = killed.name.id, killed.name.role
             self.killed[role] += 1
-            self._of_killed.append((role, killed.scheduler.report().counters))
-            self.fleet.clock.at(self.fleet.clock.now + self.load.restart_s, lambda: self._start(name, role))
+            self.fleet.clock.at(self.fleet.clock.now + self.load.restart_s, lambda: self.fleet.start(name, role))
         self._plan_kill()
-
-    def _start(self, name: str, role: Role) -> None:
-        self.fleet.start(name, role)
 
     # --- what is seen ------------------------------------------------------------------------------------------------------
 
-    def _tell(self, progress: Callable[[str], None]) -> None:
+    def _show(self, progress: Callable[[str], None]) -> None:
         progress(f"{self.seconds:.0f} s: {self._sent} requests, {len(self._open)} open, {self.measured.tokens} tokens")
 
     def counters(self, role: Role) -> list[Counters]:
-        """Of the instances of a role that live and of those that were killed."""
-        living = [each.scheduler.report().counters for each in self.fleet.instances.values() if each.name.role == role]
-        return [counters for killed, counters in self._of_killed if killed == role] + living
+        """The counters of every instance of a role that there was."""
+        return [each.scheduler.report().counters for each in self.fleet.lives if each.name.role == role]

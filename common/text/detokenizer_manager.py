@@ -95,7 +95,7 @@ class DetokenizerManager:
             self._trace(texts, began_s)
         if now >= self._next_beat_s:
             self._next_beat_s = now + HEARTBEAT_S
-            self._beat()
+            self._mailbox.send(self._router, heartbeat_of(self._detokenizer, self._shard))
 
     def _trace(self, texts: Sequence[TextDelta], began_s: float) -> None:
         """Record the turn, if it brought text, and send what is due."""
@@ -106,11 +106,7 @@ class DetokenizerManager:
         for router, spans in self._tracer.due(now):
             self._mailbox.send(router, spans)
 
-    def _beat(self) -> None:
-        """Send the heartbeat."""
-        core = self._detokenizer
-        dropped = sum(core.dropped.values())
-        beat = DetokenizerHeartbeat(
-            open_answers=core.open_answers, early_answers=core.early_answers, dropped=dropped, shard=self._shard
-        )
-        self._mailbox.send(self._router, beat)
+
+def heartbeat_of(core: Detokenizer, shard: int) -> DetokenizerHeartbeat:
+    dropped = sum(core.dropped.values())
+    return DetokenizerHeartbeat(open_answers=core.open_answers, early_answers=core.early_answers, dropped=dropped, shard=shard)

@@ -5,8 +5,8 @@ Owns that. Judges nothing: `checks` does.
 
 from dataclasses import dataclass
 
-from simulation.client import Client
 from tests.life.asks import Ask
+from tests.life.client import Client
 from tests.life.expected import Expected
 
 PAGE_TOKENS = 4

@@ -13,12 +13,12 @@ from common.pages.radix_cache import BlockNames, PageKeys, pages_of_block
 from router.attempts import ResumeReason
 from router.request_book import FRUITLESS_ATTEMPTS
 from router.timelines import RequestTimes
-from simulation.client import ReceivedAnswer
-from simulation.instance import Instance
-from simulation.processes import RouterProcess
 from tests.life.asked import Asked
+from tests.life.client import ReceivedAnswer
 from tests.life.deeds import Flush, KillDetokenizer, Slow, Stall
 from tests.life.expected import Expected
+from tests.life.fleet import ToyRouter
+from tests.life.ranks import ToyInstance
 from tests.life.trial import Trial
 
 FEW = 10
@@ -46,7 +46,7 @@ def unsettled(trial: Trial) -> Iterator[str]:
                 yield f"{follower.name} is gone and its instance lives" if lives else f"{follower.name} outlives its instance"
 
 
-def _not_settled(router: RouterProcess) -> Iterator[str]:
+def _not_settled(router: ToyRouter) -> Iterator[str]:
     if not router.alive:
         yield f"{router.name} is away"
         return
@@ -61,7 +61,7 @@ def _not_settled(router: RouterProcess) -> Iterator[str]:
             yield f"{router.name} has {tokens} assigned to {member.info.id}"
 
 
-def _not_home(trial: Trial, instance: Instance) -> Iterator[str]:
+def _not_home(trial: Trial, instance: ToyInstance) -> Iterator[str]:
     name, load = instance.name.id, instance.scheduler.report().load
     stuck = stuck_pages(trial, instance)
     leased = trial.ledger_of(instance).leased_pages
@@ -75,7 +75,7 @@ def _not_home(trial: Trial, instance: Instance) -> Iterator[str]:
         yield f"{name} reports {load.pages_quarantined} pages in quarantine, and {stuck} are stuck"
 
 
-def _not_informed(trial: Trial, router: RouterProcess) -> Iterator[str]:
+def _not_informed(trial: Trial, router: ToyRouter) -> Iterator[str]:
     """What a router does not know of the prefix caches that it follows."""
     for member, told in router.core.fleet.caches.told.items():
         instance = trial.instances.get(member.info.id)
@@ -107,7 +107,7 @@ def misinformed(trial: Trial) -> Iterator[str]:
                         yield f"{router.name} takes {known} to be in the cache of {member.info.id}, which has {cached}"
 
 
-def stuck_pages(trial: Trial, instance: Instance) -> int:
+def stuck_pages(trial: Trial, instance: ToyInstance) -> int:
     """Pages of the leases that a write held which failed without proof, and that have not come home since: as long as writer
     and reader live they cannot, unless the reader has not heard the writer for longer than a write can take."""
     agents, ledger = {pool.agent for pool in instance.info.pools}, trial.ledger_of(instance)

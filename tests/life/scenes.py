@@ -13,13 +13,12 @@ from common.messages import AnyMessage, Generate, Reserve
 from common.sampling_params import SamplingParams
 from common.step_cost import StepCost
 from router.requests import RequestSpec
-from simulation.client import Client
 from simulation.clock import TURN_S
-from simulation.fleet import SimulatedFleet, World
-from simulation.instance import Instance
 from simulation.network import DELAY_S, Letter
-from simulation.rank import Size
+from tests.life.client import Client
 from tests.life.expected import undisturbed
+from tests.life.fleet import ToyFleet, World
+from tests.life.ranks import ToyInstance, ToySize
 from tests.life.toys import transport_of
 
 PROMPT = [100 + n for n in range(19)]
@@ -28,7 +27,7 @@ MAX_TOKENS = 12
 OTHER_PROMPT = [300 + n for n in range(40)]
 BRING_S = 2.0
 """Within which a phase is reached."""
-SIZE = Size(rows=2, cost=StepCost(step_s=0.05, chunk_token_s=0.0, decode_row_s=0.0))
+SIZE = ToySize(rows=2, cost=StepCost(step_s=0.05, chunk_token_s=0.0, decode_row_s=0.0))
 SLOW_GRANT_S = 1.0
 
 
@@ -50,7 +49,7 @@ class Scene:
 
     def __init__(self, dispatch: Dispatch, timeout_s: float | None) -> None:
         self.grants = SlowGrants()
-        self.fleet = SimulatedFleet(2, 2, size=SIZE, config=RouterConfig(dispatch=dispatch), world=World(weather=self.grants))
+        self.fleet = ToyFleet(2, 2, size=SIZE, config=RouterConfig(dispatch=dispatch), world=World(weather=self.grants))
         self.timeout_s = timeout_s
         self.others: list[tuple[Client, list[int]]] = []
         """And what they must be answered."""
@@ -68,11 +67,11 @@ class Scene:
         self.others.append((client, undisturbed(prompt, max_tokens)))
 
     @property
-    def at_prefill(self) -> Instance:
+    def at_prefill(self) -> ToyInstance:
         return self.fleet.instances[self.prefill]
 
     @property
-    def at_decode(self) -> Instance:
+    def at_decode(self) -> ToyInstance:
         return self.fleet.instances[self.decode]
 
     def until(self, done: Callable[[], bool]) -> None:

@@ -12,7 +12,6 @@ from common.sampling_params import ANSWER_TOKENS
 from common.step_cost import StepCost
 from router.peering import AT_LEAST
 from simulation.network import KNOCKS_S
-from simulation.rank import Size
 from tests.life.asks import Ask, draw_asks, with_embeddings, with_extras, with_owners, with_shared_prompts
 from tests.life.deeds import (
     Deed,
@@ -31,6 +30,7 @@ from tests.life.deeds import (
     Supplant,
     Watch,
 )
+from tests.life.ranks import ToySize
 from tests.life.weather import Chances
 
 WINDOW_S = 12.0
@@ -80,7 +80,7 @@ class Schedule:
     seed: int
     prefill: int
     decode: int
-    size: Size
+    size: ToySize
     heartbeat_s: float
     peers_per_instance: int
     chances: Chances
@@ -141,8 +141,8 @@ def _draw(seed: int) -> Schedule:
     )
 
 
-def _size(random: Random, verify_pages: bool, apart: bool) -> Size:
-    return Size(
+def _size(random: Random, verify_pages: bool, apart: bool) -> ToySize:
+    return ToySize(
         pages=random.randint(FEWEST_PAGES, MOST_PAGES),
         rows=random.randint(2, 6),
         chunk_tokens=random.choice((4, 8, 16)),

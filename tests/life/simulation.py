@@ -22,8 +22,9 @@ from common.errors import TandemError
 from common.messages import AnyMessage, Failed
 from common.messages.ranks import Command, ConnectOrder
 from common.pages import radix_cache
-from simulation.network import MEMBERSHIP, Letter
+from simulation.network import Letter
 from tests.life.checks import disturbed, misanswered, misinformed, misplaced, mistimed, needless, unsettled
+from tests.life.letters import MEMBERSHIP
 from tests.life.schedule import Schedule, draw_schedule
 from tests.life.trial import Trial
 

@@ -6,19 +6,19 @@ from common.config import PolicyName, RouterConfig
 from common.ids import InstanceId, pack_ids
 from common.messages import TellCache
 from common.pages.radix_cache import BlockNames
-from simulation.fleet import SimulatedFleet
-from simulation.rank import Size
+from tests.life.fleet import ToyFleet
+from tests.life.ranks import ToySize
 
 PROMPT = [10 + number for number in range(70)]
 BLOCK_TOKENS = 32
 """Eight of the toy's pages of four tokens."""
 
 
-def fleet_of(policy: PolicyName) -> SimulatedFleet:
-    return SimulatedFleet(1, 1, RouterConfig(prefill_policy=policy, decode_policy=policy), Size(pages=64))
+def fleet_of(policy: PolicyName) -> ToyFleet:
+    return ToyFleet(1, 1, RouterConfig(prefill_policy=policy, decode_policy=policy), ToySize(pages=64))
 
 
-def known(fleet: SimulatedFleet, tokens: list[int]) -> dict[str, int]:
+def known(fleet: ToyFleet, tokens: list[int]) -> dict[str, int]:
     """How many of these tokens each instance holds, as far as the router knows."""
     caches = fleet.router.fleet.caches
     overlap = caches.match(BlockNames.of(pack_ids(tokens), 4).names)
@@ -57,7 +57,7 @@ def test_a_router_that_has_not_welcomed_an_instance_is_told_nothing() -> None:
 
 def test_a_prompt_is_not_taken_to_be_where_nothing_is_cached() -> None:
     policy = RouterConfig(prefill_policy="cache_aware", decode_policy="cache_aware")
-    fleet = SimulatedFleet(1, 1, policy, Size(pages=64, prefix_cache=False))
+    fleet = ToyFleet(1, 1, policy, ToySize(pages=64, prefix_cache=False))
     client = fleet.submit("r", PROMPT, 4)
     assert set(known(fleet, PROMPT).values()) == {0}, "also just after it was sent there"
     fleet.run(client)

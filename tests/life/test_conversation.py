@@ -6,16 +6,15 @@ from common.ids import RequestId, pack_ids
 from common.messages import Counters
 from common.sampling_params import SamplingParams
 from router.requests import RequestSpec
-from simulation.fleet import SimulatedFleet
-from simulation.instance import Instance
-from simulation.rank import Size
 from tests.life.expected import undisturbed
+from tests.life.fleet import ToyFleet
+from tests.life.ranks import ToyInstance, ToySize
 
 PAGE, TURNS, ANSWER = 4, 10, 6
 QUESTION = [100 + n for n in range(9)]
 
 
-def counters(instance: Instance) -> Counters:
+def counters(instance: ToyInstance) -> Counters:
     return instance.scheduler.report().counters
 
 
@@ -23,7 +22,7 @@ def counters(instance: Instance) -> Counters:
 def test_each_turn_moves_only_the_pages_of_new_tokens(caches: bool) -> None:
     """Decode has the former prompt and answer, but for the answer's last token, which was never fed back. Prefill has the former
     prompt: the answer's tokens were computed on decode."""
-    fleet = SimulatedFleet(size=Size(prefix_cache=caches))
+    fleet = ToyFleet(size=ToySize(prefix_cache=caches))
     prefill, decode = fleet.instances["prefill-0"], fleet.instances["decode-0"]
     said, former, with_answer = QUESTION, 0, 0
     for turn in range(TURNS):
@@ -43,7 +42,7 @@ def test_each_turn_moves_only_the_pages_of_new_tokens(caches: bool) -> None:
 
 
 def test_choices_of_one_prompt_compute_it_once_and_are_each_right() -> None:
-    fleet = SimulatedFleet()
+    fleet = ToyFleet()
     prompt = [*QUESTION, *QUESTION]
     sampling = SamplingParams(max_new_tokens=ANSWER, temperature=0.0)
     client = fleet.ask(*(RequestSpec(RequestId(f"choice {n}"), n, pack_ids(prompt), sampling) for n in range(3)))
@@ -56,7 +55,7 @@ def test_choices_of_one_prompt_compute_it_once_and_are_each_right() -> None:
 
 
 def test_a_decode_instance_that_serves_alone_computes_only_new_tokens() -> None:
-    fleet = SimulatedFleet(prefill=0)
+    fleet = ToyFleet(prefill=0)
     said, with_answer = QUESTION, 0
     for turn in range(TURNS):
         before = counters(fleet.instances["decode-0"])

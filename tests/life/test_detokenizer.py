@@ -5,20 +5,20 @@ from random import Random
 from common.config import RouterConfig
 from common.messages import Finished
 from common.step_cost import StepCost
-from simulation.client import Client
-from simulation.fleet import SimulatedFleet
-from simulation.rank import Size
+from tests.life.client import Client
 from tests.life.expected import undisturbed
+from tests.life.fleet import ToyFleet
+from tests.life.ranks import ToySize
 
 TOKENS = 100
-SIZE = Size(pages=1024, rows=16, chunk_tokens=64, cost=StepCost(step_s=0.02, chunk_token_s=0.002, decode_row_s=0.0))
+SIZE = ToySize(pages=1024, rows=16, chunk_tokens=64, cost=StepCost(step_s=0.02, chunk_token_s=0.002, decode_row_s=0.0))
 
 
 def prompt(number: int) -> list[int]:
     return [10 + number + token for token in range(40)]
 
 
-def assert_nothing_was_computed_anew(fleet: SimulatedFleet, clients: list[Client]) -> None:
+def assert_nothing_was_computed_anew(fleet: ToyFleet, clients: list[Client]) -> None:
     """Every answer is whole, and came of one attempt."""
     assert fleet.observer.resumes == []
     for number, client in enumerate(clients):
@@ -32,7 +32,7 @@ def assert_nothing_was_computed_anew(fleet: SimulatedFleet, clients: list[Client
 
 def test_streams_go_on_when_the_detokenizer_comes_back_and_no_token_is_computed_anew() -> None:
     """The study's chain: 16 streams on instances that live."""
-    fleet = SimulatedFleet(prefill=2, decode=2, size=SIZE)
+    fleet = ToyFleet(prefill=2, decode=2, size=SIZE)
     clients = [fleet.submit(f"r{number}", prompt(number), TOKENS) for number in range(16)]
     fleet.turn_until(lambda: all(len(client.token_ids) > 10 for client in clients))
     fleet.router_process.detokenizers[0].kill()
@@ -47,7 +47,7 @@ def test_streams_go_on_when_the_detokenizer_comes_back_and_no_token_is_computed_
 
 def test_answers_that_ended_while_no_detokenizer_was_there_come_whole() -> None:
     """Even after longer than the router waits before it asks, and before it calls the detokenizer silent."""
-    fleet = SimulatedFleet(size=SIZE, config=RouterConfig(dead_after_s=10.0))
+    fleet = ToyFleet(size=SIZE, config=RouterConfig(dead_after_s=10.0))
     clients = [fleet.submit(f"r{number}", prompt(number), TOKENS) for number in range(3)]
     fleet.turn_until(lambda: len(clients[0].token_ids) > 3)
     fleet.router_process.detokenizers[0].kill()
@@ -61,7 +61,7 @@ def test_answers_that_ended_while_no_detokenizer_was_there_come_whole() -> None:
 
 def test_a_detokenizer_may_die_as_often_and_whenever_it_likes() -> None:
     random = Random(0)
-    fleet = SimulatedFleet(prefill=2, decode=2, size=SIZE)
+    fleet = ToyFleet(prefill=2, decode=2, size=SIZE)
     clients: list[Client] = []
     for number in range(24):
         clients.append(fleet.submit(f"r{number}", prompt(number), TOKENS))

@@ -7,10 +7,10 @@ from common.ids import RequestId, pack_ids
 from common.sampling_params import SamplingParams
 from common.step_cost import StepCost
 from router.requests import RequestSpec
-from simulation.client import Client
-from simulation.fleet import SimulatedFleet
-from simulation.rank import Size
+from tests.life.client import Client
 from tests.life.expected import undisturbed
+from tests.life.fleet import ToyFleet
+from tests.life.ranks import ToySize
 
 STEP_S = 0.05
 FEW_STEPS = 10
@@ -19,7 +19,7 @@ SMALL = {"rows": (64, 4), "pages": (40, 40)}
 """What an instance has too little of, with its pages and rows."""
 
 
-def ask(fleet: SimulatedFleet, owner: str, name: str, prompt: list[int], max_tokens: int) -> Client:
+def ask(fleet: ToyFleet, owner: str, name: str, prompt: list[int], max_tokens: int) -> Client:
     sampling = SamplingParams(max_new_tokens=max_tokens, temperature=0.0)
     return fleet.ask(RequestSpec(RequestId(name), 0, pack_ids(prompt), sampling, owner=owner))
 
@@ -28,8 +28,8 @@ def ask(fleet: SimulatedFleet, owner: str, name: str, prompt: list[int], max_tok
 @pytest.mark.parametrize("dispatch", ["auto", "colocated"])
 def test_a_chat_ends_within_a_few_steps_whatever_another_key_has_running_and_waiting(dispatch: Dispatch, scarce: str) -> None:
     pages, rows = SMALL[scarce]
-    size = Size(pages=pages, rows=rows, chunk_tokens=64, cost=StepCost(step_s=STEP_S, chunk_token_s=0.0, decode_row_s=0.0))
-    fleet = SimulatedFleet(1, 1, size=size, config=RouterConfig(dispatch=dispatch))
+    size = ToySize(pages=pages, rows=rows, chunk_tokens=64, cost=StepCost(step_s=STEP_S, chunk_token_s=0.0, decode_row_s=0.0))
+    fleet = ToyFleet(1, 1, size=size, config=RouterConfig(dispatch=dispatch))
     long = [[30 * number + each for each in range(10, 18)] for number in range(1, 31)]
     flood = [ask(fleet, "alice", f"a{number}", prompt, 40) for number, prompt in enumerate(long)]
     fleet.run_for(10 * STEP_S)

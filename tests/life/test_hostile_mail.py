@@ -20,10 +20,11 @@ from common.errors import TandemError
 from common.ids import AttemptId, InstanceId, RequestId, text_name
 from common.mail import FrameRefused, decode_body
 from common.messages.ranks import ToFollower, ToLeader
-from simulation.client import Client
-from simulation.fleet import SimulatedFleet
+from tests.life.client import Client
 from tests.life.expected import undisturbed
+from tests.life.fleet import ToyFleet
 from tests.life.hostile import Hostile, Known
+from tests.life.ranks import rank_address
 
 INBOXES: dict[str, Any] = {
     "router": m.RouterInbox,
@@ -50,7 +51,7 @@ class Target:
 
     def __init__(self, inbox: str) -> None:
         ranks = {"prefill": 2, "decode": 2} if inbox in RANKS else None
-        self.fleet = SimulatedFleet(2, 2, CONFIG, ranks=ranks)  # type: ignore[arg-type]
+        self.fleet = ToyFleet(2, 2, CONFIG, ranks=ranks)  # type: ignore[arg-type]
         self.inbox, self.union = inbox, INBOXES[inbox]
         self.may_end = False
         self.clients: list[Client] = []
@@ -73,11 +74,11 @@ class Target:
         owner = self.owner()
         match self.inbox:
             case "leader":
-                mail, address = owner._rank_mail, owner.name.rank_address(0)
+                mail, address = owner.rank_mail, rank_address(owner.name, 0)
             case "prefill" | "decode":
-                mail, address = owner._mail, owner.name.address
+                mail, address = owner.mail, owner.name.address
             case _:
-                mail, address = owner._mail, owner.address
+                mail, address = owner.mail, owner.address
         before = sum(mail.frames_refused.values())
         self.fleet.network.throw(sender, address, body)
         self.fleet.run_for(0.02)
@@ -176,7 +177,7 @@ def test_a_pace_that_is_no_number_never_enters_the_mean_of_its_role() -> None:
             load = m.Load(step_s=absurd, chunk_token_s=absurd, decode_row_s=absurd)
             beat = m.Heartbeat(id=InstanceId(name), incarnation=instance.info.incarnation, load=load, counters=m.Counters())
             target.throw(InstanceId(name), msgspec.msgpack.encode(beat))
-    assert target.owner()._mail.frames_refused == {"body": 12}
+    assert target.owner().mail.frames_refused == {"body": 12}
     assert {member.info.id: repr(member.pace) for member in target.fleet.router.fleet.members()} == paces
 
 

@@ -7,15 +7,15 @@ from common.ids import ROUTER, InstanceId
 from common.messages import AnyMessage, Placed, Reserve
 from common.step_cost import StepCost
 from router.attempts import ResumeReason
-from simulation.client import Client
-from simulation.fleet import SimulatedFleet, World
 from simulation.network import DELAY_S, Letter
-from simulation.rank import Size
+from tests.life.client import Client
 from tests.life.expected import undisturbed
+from tests.life.fleet import ToyFleet, World
+from tests.life.ranks import ToySize
 from tests.life.toys import transport_of
 
 PROMPT = [100 + n for n in range(19)]
-SIZE = Size(rows=2, cost=StepCost(step_s=0.05, chunk_token_s=0.0, decode_row_s=0.0))
+SIZE = ToySize(rows=2, cost=StepCost(step_s=0.05, chunk_token_s=0.0, decode_row_s=0.0))
 P, D0, D1 = InstanceId("prefill-0"), InstanceId("decode-0"), InstanceId("decode-1")
 
 
@@ -33,9 +33,9 @@ class Scene:
     """A prefill instance, two decode instances, and a request. asked: to whom its Reserves went, and whether it waits there.
     placed: who has granted, as the prefill instance said. It does not matter whether the router heard it."""
 
-    def __init__(self, size: Size = SIZE) -> None:
+    def __init__(self, size: ToySize = SIZE) -> None:
         self.gaps = Gaps()
-        self.fleet = SimulatedFleet(1, 2, size=size, world=World(weather=self.gaps))
+        self.fleet = ToyFleet(1, 2, size=size, world=World(weather=self.gaps))
         self.asked: list[tuple[InstanceId, bool]] = []
         self.placed: list[InstanceId] = []
         self.fleet.network.taps.append(self._follow)
@@ -69,7 +69,7 @@ class Scene:
 
 def test_a_request_goes_where_there_is_room_by_the_time_that_its_prompt_is_computed() -> None:
     """The candidate with the fewest tokens at dispatch has its only row taken for longest: the request does not wait for it."""
-    scene = Scene(Size(rows=1, chunk_tokens=8, cost=SIZE.cost))
+    scene = Scene(ToySize(rows=1, chunk_tokens=8, cost=SIZE.cost))
     fleet = scene.fleet
     short = fleet.submit("short", [300] * 60, 6)
     fleet.turn_until(lambda: len(short.token_ids) > 1)
@@ -89,7 +89,7 @@ def test_a_request_goes_where_there_is_room_by_the_time_that_its_prompt_is_compu
 
 
 def test_a_request_for_which_nobody_has_room_waits_where_it_was_best() -> None:
-    scene = Scene(Size(rows=1, cost=SIZE.cost))
+    scene = Scene(ToySize(rows=1, cost=SIZE.cost))
     others = [scene.fleet.submit(f"other-{n}", [300 + n], 20) for n in range(2)]
     scene.fleet.turn_until(lambda: all(len(other.token_ids) > 1 for other in others))
     client = scene.ask()
@@ -101,7 +101,7 @@ def test_a_request_for_which_nobody_has_room_waits_where_it_was_best() -> None:
 
 def test_a_request_that_waits_at_its_best_candidate_goes_where_room_comes_earlier() -> None:
     """The best candidate has the longer answer to finish. The other one soon has nothing to do."""
-    scene = Scene(Size(rows=1, cost=SIZE.cost))
+    scene = Scene(ToySize(rows=1, cost=SIZE.cost))
     fleet = scene.fleet
     short = fleet.submit("short", [300] * 70, 6)
     long = fleet.submit("long", [400], 70)
@@ -146,7 +146,7 @@ def test_a_candidate_that_granted_in_vain_because_nothing_of_it_arrives_gets_its
 
 def test_a_candidate_whose_link_is_lost_before_its_grant_is_replaced_while_what_was_granted_there_is_resumed() -> None:
     """Nothing that it says to the prefill instance arrives, so the write lease ends under a push that goes on."""
-    scene = Scene(Size(rows=2, pages=64, cost=SIZE.cost))
+    scene = Scene(ToySize(rows=2, pages=64, cost=SIZE.cost))
     fleet = scene.fleet
     fleet.memory.hold = True
     other = fleet.submit("other", [200] * 19, 12)

@@ -1,21 +1,21 @@
 """The life of a request, top to bottom: read this first.
 
-A whole fleet runs in this process on a clock that the test turns by hand (`simulation/fleet.py`): the real router core, prefill
+A whole fleet runs in this process on a clock that the test turns by hand (`tests/life/fleet.py`): the real router core, prefill
 and decode schedulers, handoff protocol and detokenizer. The model is a toy whose next token is a digest of every byte of its KV,
 so one byte in the wrong place changes the answer.
 """
 
 from common.ids import DETOKENIZER
 from common.messages import Finished
-from simulation.fleet import SimulatedFleet
 from tests.life.expected import undisturbed
+from tests.life.fleet import ToyFleet
 from tests.life.toys import transport_of
 
 PROMPT = [100 + n for n in range(19)]  # with pages of 4 tokens: 4 full pages and one of 3; with chunks of 8: 8 + 8 + 3
 
 
 def test_one_request_travels_the_ring_once() -> None:
-    fleet = SimulatedFleet(prefill=1, decode=1)
+    fleet = ToyFleet(prefill=1, decode=1)
     prefill, decode = fleet.instances["prefill-0"], fleet.instances["decode-0"]
 
     # The router picks both instances, opens the answer at the detokenizer, and sends the request to the prefill instance only.
@@ -57,7 +57,7 @@ def test_one_request_travels_the_ring_once() -> None:
 
 
 def test_a_client_that_leaves_during_the_push_leaves_nothing_behind() -> None:
-    fleet = SimulatedFleet()
+    fleet = ToyFleet()
     fleet.memory.hold = True  # pushes stay in flight
     client = fleet.submit("r", PROMPT, max_tokens=50)
     fleet.turn_until(lambda: ("prefill-0", "TokenBatch", DETOKENIZER) in fleet.network.log)
@@ -72,7 +72,7 @@ def test_a_client_that_leaves_during_the_push_leaves_nothing_behind() -> None:
 
 
 def test_colocated_serving_is_a_routing_decision() -> None:
-    fleet = SimulatedFleet(prefill=0, decode=1)
+    fleet = ToyFleet(prefill=0, decode=1)
     client = fleet.submit("r", PROMPT, max_tokens=5)
     fleet.run(client)
     assert client.token_ids == undisturbed(PROMPT, 5)
@@ -80,7 +80,7 @@ def test_colocated_serving_is_a_routing_decision() -> None:
 
 
 def test_an_answer_of_one_token_never_meets_a_decode_instance() -> None:
-    fleet = SimulatedFleet()
+    fleet = ToyFleet()
     client = fleet.submit("r", PROMPT, max_tokens=1)
     fleet.run(client)
     assert client.token_ids == undisturbed(PROMPT, 1)

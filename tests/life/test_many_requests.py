@@ -4,16 +4,16 @@ from random import Random
 
 import pytest
 
-from simulation.fleet import SimulatedFleet
-from simulation.rank import Size
 from tests.life.expected import undisturbed
+from tests.life.fleet import ToyFleet
+from tests.life.ranks import ToySize
 
 
 @pytest.mark.parametrize("seed", range(12))
 def test_every_answer_is_that_of_an_undisturbed_run_and_everything_comes_home(seed: int) -> None:
     random = Random(seed)
     prefill, decode, pages = random.randrange(1, 4), random.randrange(1, 4), random.randrange(20, 64)
-    fleet = SimulatedFleet(prefill, decode, size=Size(pages=pages, rows=3))
+    fleet = ToyFleet(prefill, decode, size=ToySize(pages=pages, rows=3))
     asked = []
     for number in range(20):
         prompt = [random.randrange(10, 1000) for _ in range(random.randrange(1, 45))]
@@ -30,7 +30,7 @@ def test_every_answer_is_that_of_an_undisturbed_run_and_everything_comes_home(se
 @pytest.mark.parametrize("seed", range(12))
 def test_clients_that_leave_at_any_moment_disturb_nobody(seed: int) -> None:
     random = Random(1000 + seed)
-    fleet = SimulatedFleet(prefill=2, decode=2, size=Size(pages=40, rows=3))
+    fleet = ToyFleet(prefill=2, decode=2, size=ToySize(pages=40, rows=3))
     asked = []
     for number in range(20):
         prompt = [random.randrange(10, 1000) for _ in range(random.randrange(1, 45))]

@@ -7,24 +7,24 @@ from common.ids import InstanceId, Int64Array, Ticket
 from common.messages import Finished, PoolDescriptor
 from kv_transfer.memory import MemoryTransport
 from kv_transfer.transport import Transport
-from simulation.client import Client
-from simulation.fleet import SimulatedFleet
-from simulation.rank import Size
+from tests.life.client import Client
 from tests.life.expected import undisturbed
+from tests.life.fleet import ToyFleet
+from tests.life.ranks import ToySize
 
 PROMPT = [100 + n for n in range(19)]
 EVERY = 8
 LIMIT = 3
 
 
-class CountingFleet(SimulatedFleet):
+class CountingFleet(ToyFleet):
     """connects, closes: calls of transports, by the agent of the peer. pushes: how often they wrote, to measure or hand off."""
 
     def __init__(self, prefill: int, decode: int, config: RouterConfig | None = None) -> None:
         self.connects: list[str] = []
         self.closes: list[str | None] = []
         self.pushes = 0
-        super().__init__(prefill, decode, config, Size(pages=256, rows=16))
+        super().__init__(prefill, decode, config, ToySize(pages=256, rows=16))
 
     def make_transport(self, wake: Callable[[], None]) -> Transport:
         return _CountingTransport(self)
@@ -48,23 +48,23 @@ class _CountingTransport(MemoryTransport):
         super().close(agent)
 
 
-def all_usable(fleet: SimulatedFleet) -> bool:
+def all_usable(fleet: ToyFleet) -> bool:
     members = list(fleet.router.fleet.members("prefill"))
     everybody = len(members) == sum(instance.name.role == "prefill" for instance in fleet.instances.values())
     return everybody and fleet.router.fleet.settled and all(len(each.usable) == len(each.partners) > 0 for each in members)
 
 
-def partners(fleet: SimulatedFleet) -> dict[InstanceId, set[InstanceId]]:
+def partners(fleet: ToyFleet) -> dict[InstanceId, set[InstanceId]]:
     """Of each prefill instance."""
     return {member.info.id: set(member.partners) for member in fleet.router.fleet.members("prefill")}
 
 
-def handed_off(fleet: SimulatedFleet) -> int:
+def handed_off(fleet: ToyFleet) -> int:
     lives = (life for life in fleet.lives if life.name.role == "decode")
     return sum(life.scheduler.report().counters.handoffs for life in lives)
 
 
-def submit(fleet: SimulatedFleet, first: int, count: int) -> list[Client]:
+def submit(fleet: ToyFleet, first: int, count: int) -> list[Client]:
     return [fleet.submit(f"r{first + number}", PROMPT, 20) for number in range(count)]
 
 

@@ -5,8 +5,8 @@ from itertools import product
 import pytest
 
 from common.instance.ranks.line import SILENCE_S
-from simulation.fleet import SimulatedFleet
 from tests.life.expected import undisturbed
+from tests.life.fleet import ToyFleet
 
 PROMPT = list(range(10, 31))
 ANSWER = 12
@@ -14,8 +14,8 @@ DEGREES = [degrees for degrees in product((1, 2, 4), repeat=2) if degrees != (1,
 """The toy has two heads, so four ranks hold each of them twice."""
 
 
-def fleet_of(prefill: int, decode: int, instances: int = 1) -> SimulatedFleet:
-    return SimulatedFleet(instances, instances, ranks={"prefill": prefill, "decode": decode})
+def fleet_of(prefill: int, decode: int, instances: int = 1) -> ToyFleet:
+    return ToyFleet(instances, instances, ranks={"prefill": prefill, "decode": decode})
 
 
 @pytest.mark.parametrize(("prefill", "decode"), DEGREES)

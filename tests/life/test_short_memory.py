@@ -8,16 +8,16 @@ from common.messages import Finished
 from common.sampling_params import SamplingParams
 from common.step_cost import StepCost
 from router.requests import RequestSpec
-from simulation.client import Client
-from simulation.fleet import SimulatedFleet
-from simulation.rank import Size
+from tests.life.client import Client
+from tests.life.fleet import ToyFleet
+from tests.life.ranks import ToySize
 
 COST = StepCost(step_s=0.01, chunk_token_s=0.0001, decode_row_s=0.0)
 
 
 def test_little_is_computed_twice_when_memory_is_short_and_everybody_is_served() -> None:
     random = Random(0)
-    fleet = SimulatedFleet(size=Size(pages=64, rows=16, chunk_tokens=64, max_waiting=1024, request_timeout_s=600.0, cost=COST))
+    fleet = ToyFleet(size=ToySize(pages=64, rows=16, chunk_tokens=64, max_waiting=1024, request_timeout_s=600.0, cost=COST))
     clients, asked = [], 0
     for number in range(60):
         prompt = [random.randrange(10, 1000) for _ in range(random.randint(4, 16))]
@@ -34,8 +34,8 @@ def test_little_is_computed_twice_when_memory_is_short_and_everybody_is_served()
 def test_whoever_is_preempted_gets_the_whole_answer_though_nobody_has_a_second_attempt() -> None:
     """Memory is given out as if nobody's answer grew. The one of low priority gives it up first, and then the youngest do."""
     random = Random(1)
-    size = Size(pages=64, rows=16, chunk_tokens=64, max_waiting=1024, request_timeout_s=600.0, cost=COST, answer_tokens=0)
-    fleet = SimulatedFleet(size=size, config=RouterConfig(request_timeout_s=600.0, max_attempts=1))
+    size = ToySize(pages=64, rows=16, chunk_tokens=64, max_waiting=1024, request_timeout_s=600.0, cost=COST, answer_tokens=0)
+    fleet = ToyFleet(size=size, config=RouterConfig(request_timeout_s=600.0, max_attempts=1))
     sampling = SamplingParams(max_new_tokens=200, temperature=0.0)
     patient = fleet.ask(RequestSpec(RequestId("patient"), 0, pack_ids(range(10, 18)), sampling, priority=5))
     urgent: list[Client] = []

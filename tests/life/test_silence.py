@@ -8,17 +8,17 @@ from common.step_cost import StepCost
 from kv_transfer.handoff_target import MARGIN_S, ORPHANED_S, WRITE_LEASE_S
 from kv_transfer.memory import MemoryNetwork
 from prefill.scheduler import PrefillScheduler
-from simulation.client import Client
-from simulation.fleet import SimulatedFleet, World
-from simulation.rank import Size
+from tests.life.client import Client
 from tests.life.expected import undisturbed
 from tests.life.fabric import PAGE_BYTES
+from tests.life.fleet import ToyFleet, World
+from tests.life.ranks import ToySize
 from tests.life.toys import toy_of, transport_of
 
 PROMPT = [100 + n for n in range(19)]
 
 
-def held(fleet: SimulatedFleet) -> Client:
+def held(fleet: ToyFleet) -> Client:
     """A request whose push is in flight and does not move."""
     fleet.memory.hold = True
     client = fleet.submit("r", PROMPT, 5)
@@ -26,7 +26,7 @@ def held(fleet: SimulatedFleet) -> Client:
     return client
 
 
-def let_go(fleet: SimulatedFleet) -> None:
+def let_go(fleet: ToyFleet) -> None:
     fleet.memory.hold = False
     transport_of(fleet.instances["prefill-0"]).release()
 
@@ -36,7 +36,7 @@ def assert_answered(client: Client) -> None:
     assert client.token_ids == undisturbed(PROMPT, 5)
 
 
-def link_detail(fleet: SimulatedFleet) -> str:
+def link_detail(fleet: ToyFleet) -> str:
     """What prefill-0 knows of its link."""
     scheduler = fleet.instances["prefill-0"].scheduler
     assert isinstance(scheduler, PrefillScheduler)
@@ -44,7 +44,7 @@ def link_detail(fleet: SimulatedFleet) -> str:
     return link.detail
 
 
-def assert_whole(fleet: SimulatedFleet) -> None:
+def assert_whole(fleet: ToyFleet) -> None:
     """Everything is at home, every link is up, and a request takes the ring."""
     fleet.turn_until(lambda: fleet.is_home() and not fleet.router.unready(), seconds=30.0)
     before = fleet.instances["decode-0"].scheduler.report().counters.handoffs
@@ -55,7 +55,7 @@ def assert_whole(fleet: SimulatedFleet) -> None:
 
 
 def test_a_decode_instance_that_pauses_during_a_handoff_gets_the_request_again_when_it_is_back() -> None:
-    fleet = SimulatedFleet()
+    fleet = ToyFleet()
     client = held(fleet)
     fleet.pause("decode-0", 3.5)
     assert not client.endings, "nobody else can serve it, and it may wait a while"
@@ -66,7 +66,7 @@ def test_a_decode_instance_that_pauses_during_a_handoff_gets_the_request_again_w
 
 
 def test_a_prefill_instance_that_pauses_during_a_handoff_is_not_waited_for() -> None:
-    fleet = SimulatedFleet()
+    fleet = ToyFleet()
     client = held(fleet)
     fleet.pause("prefill-0", 3.5)
     assert client.ended, "the decode instance has served it alone"
@@ -76,8 +76,8 @@ def test_a_prefill_instance_that_pauses_during_a_handoff_is_not_waited_for() -> 
 
 
 def test_a_router_that_was_stopped_for_ten_seconds_finds_everybody_and_no_token_is_computed_anew() -> None:
-    size = Size(pages=256, rows=16, cost=StepCost(step_s=0.05, chunk_token_s=0.0, decode_row_s=0.0))
-    fleet = SimulatedFleet(prefill=2, decode=2, size=size)
+    size = ToySize(pages=256, rows=16, cost=StepCost(step_s=0.05, chunk_token_s=0.0, decode_row_s=0.0))
+    fleet = ToyFleet(prefill=2, decode=2, size=size)
     clients = [fleet.submit(f"r{number}", PROMPT, 100) for number in range(4)]
     fleet.run_for(1.0)
     fleet.stop_router(10.0)
@@ -96,7 +96,7 @@ def test_the_reservations_of_a_killed_writer_come_home_when_nothing_of_it_can_la
     apart: bool, ranks: int, after_s: float | None
 ) -> None:
     """A writer of several ranks is fenced by its silence: nothing proves that the others are gone."""
-    fleet = SimulatedFleet(size=Size(apart=apart), ranks={"prefill": ranks})
+    fleet = ToyFleet(size=ToySize(apart=apart), ranks={"prefill": ranks})
     client = held(fleet)
     decode = fleet.instances["decode-0"].scheduler
     fleet.turn_until(lambda: decode.report().load.reservations > 0)
@@ -116,7 +116,7 @@ def test_the_reservations_of_a_killed_writer_come_home_when_nothing_of_it_can_la
 
 
 def test_a_life_that_listens_at_the_address_of_its_predecessor_proves_that_it_is_gone() -> None:
-    fleet = SimulatedFleet()
+    fleet = ToyFleet()
     client = held(fleet)
     decode = fleet.instances["decode-0"].scheduler
     fleet.turn_until(lambda: decode.report().load.reservations > 0)
@@ -129,7 +129,7 @@ def test_a_life_that_listens_at_the_address_of_its_predecessor_proves_that_it_is
 
 
 def test_a_link_that_is_cut_is_made_again() -> None:
-    fleet = SimulatedFleet()
+    fleet = ToyFleet()
     client = held(fleet)
     agent = fleet.instances["decode-0"].info.pools[0].agent
     region = fleet.memory.regions.pop(agent)
@@ -141,7 +141,7 @@ def test_a_link_that_is_cut_is_made_again() -> None:
 
 
 def test_a_link_on_which_nothing_moves_is_given_up_and_made_again() -> None:
-    fleet = SimulatedFleet()
+    fleet = ToyFleet()
     client = held(fleet)
     fleet.turn_until(lambda: "no push completed" in link_detail(fleet), seconds=20.0)
     fleet.turn_until(lambda: client.ended)
@@ -151,7 +151,7 @@ def test_a_link_on_which_nothing_moves_is_given_up_and_made_again() -> None:
 
 
 def test_a_writer_that_is_not_answered_stops_in_mid_push_when_its_lease_ends() -> None:
-    fleet = SimulatedFleet(decode=2, world=World(memory=MemoryNetwork(slice_bytes=PAGE_BYTES)))
+    fleet = ToyFleet(decode=2, world=World(memory=MemoryNetwork(slice_bytes=PAGE_BYTES)))
     client = held(fleet)
     fleet.turn_until(lambda: ("prefill-0", "TokenBatch", DETOKENIZER) in fleet.network.log)
     assert ("prefill-0", "Reserve", "decode-0") in fleet.network.log
@@ -167,7 +167,7 @@ def test_a_writer_that_is_not_answered_stops_in_mid_push_when_its_lease_ends() -
     fleet.turn_until(lambda: fleet.is_home() and not fleet.router.unready(), seconds=30.0)
 
 
-def pages_written(fleet: SimulatedFleet) -> int:
+def pages_written(fleet: ToyFleet) -> int:
     """On decode-0."""
     pages = toy_of(fleet.instances["decode-0"]).pages
     return int(pages.reshape(len(pages), -1).any(axis=1).sum())

@@ -14,14 +14,13 @@ from common.step_cost import StepCost
 from router.attempts import ResumeReason
 from router.timelines import AttemptTimes, RequestTimes
 from simulation.clock import TURN_S
-from simulation.fleet import SimulatedFleet
-from simulation.instance import Instance
 from simulation.network import DELAY_S
-from simulation.rank import Size
 from tests.life.checks import disordered
+from tests.life.fleet import ToyFleet
+from tests.life.ranks import ToyInstance, ToySize
 
 STEP_S, CHUNK_TOKEN_S, ROW_S = 0.002, 0.010, 0.001
-SIZE = Size(cost=StepCost(step_s=STEP_S, chunk_token_s=CHUNK_TOKEN_S, decode_row_s=ROW_S))
+SIZE = ToySize(cost=StepCost(step_s=STEP_S, chunk_token_s=CHUNK_TOKEN_S, decode_row_s=ROW_S))
 CHUNKS, CHUNK_S, DECODE_S = 3, STEP_S + 8 * CHUNK_TOKEN_S, STEP_S + ROW_S
 PROMPT = list(range(10, 10 + 8 * CHUNKS))
 TURN = 1.5 * TURN_S
@@ -30,7 +29,7 @@ TOLD_S = 2.0
 """Within which every instance has sent a heartbeat."""
 
 
-def timeline_of(fleet: SimulatedFleet, name: str) -> RequestTimes:
+def timeline_of(fleet: ToyFleet, name: str) -> RequestTimes:
     (found,) = fleet.router.requests.timelines.find(name)
     return found
 
@@ -41,7 +40,7 @@ def times_of(attempt: AttemptTimes, role: Role) -> Times:
     return times
 
 
-def ask(fleet: SimulatedFleet, max_tokens: int) -> RequestTimes:
+def ask(fleet: ToyFleet, max_tokens: int) -> RequestTimes:
     """A request is served to its end, and instances have told of it."""
     client = fleet.submit("r", PROMPT, max_tokens)
     fleet.router.requests.timelines.name({"r": [RequestId("r")]})
@@ -51,7 +50,7 @@ def ask(fleet: SimulatedFleet, max_tokens: int) -> RequestTimes:
 
 
 def test_an_open_request_shows_how_many_tokens_its_client_has() -> None:
-    fleet = SimulatedFleet()
+    fleet = ToyFleet()
     client = fleet.submit("r", PROMPT, max_tokens=50)
     fleet.router.requests.timelines.name({"r": [RequestId("r")]})
     fleet.turn_until(lambda: len(client.token_ids) >= 20)
@@ -61,7 +60,7 @@ def test_an_open_request_shows_how_many_tokens_its_client_has() -> None:
 
 
 def test_each_thing_happens_in_its_order_and_takes_as_long_as_its_steps() -> None:
-    fleet = SimulatedFleet(prefill=0, decode=1, size=SIZE)
+    fleet = ToyFleet(prefill=0, decode=1, size=SIZE)
     fleet.start("prefill-0", "prefill", began_s=1_000.0)  # its own clock began at another moment
     fleet.turn_until(lambda: any(member.usable for member in fleet.router.fleet.members("prefill")))
     request = ask(fleet, max_tokens=6)
@@ -95,7 +94,7 @@ def test_each_thing_happens_in_its_order_and_takes_as_long_as_its_steps() -> Non
 
 
 def test_a_prompt_that_waits_for_memory_queues_until_the_one_before_it_has_left() -> None:
-    fleet = SimulatedFleet(size=Size(pages=8, cost=SIZE.cost))
+    fleet = ToyFleet(size=ToySize(pages=8, cost=SIZE.cost))
     clients = [fleet.submit(name, PROMPT, 2) for name in ("first", "second")]
     fleet.router.requests.timelines.name({name: [RequestId(name)] for name in ("first", "second")})
     fleet.run(*clients)
@@ -108,7 +107,7 @@ def test_a_prompt_that_waits_for_memory_queues_until_the_one_before_it_has_left(
 
 
 def test_what_the_prefix_cache_has_of_a_prompt_is_told_and_takes_no_time() -> None:
-    fleet = SimulatedFleet(size=SIZE)
+    fleet = ToyFleet(size=SIZE)
     fleet.run(fleet.submit("before", PROMPT, 2))
     (attempt,) = ask(fleet, max_tokens=2).attempts
     prefill, decode = times_of(attempt, "prefill"), times_of(attempt, "decode")
@@ -121,7 +120,7 @@ def test_what_the_prefix_cache_has_of_a_prompt_is_told_and_takes_no_time() -> No
 
 
 def test_where_one_instance_does_both_it_tells_of_prefill_and_decode_and_of_no_transfer() -> None:
-    fleet = SimulatedFleet(prefill=0, size=SIZE)
+    fleet = ToyFleet(prefill=0, size=SIZE)
     (told,) = ask(fleet, max_tokens=6).attempts[0].instances
     (durations,) = fleet.observer.durations
     assert durations.prefill_s == pytest.approx(CHUNKS * CHUNK_S, abs=TURN)
@@ -130,7 +129,7 @@ def test_where_one_instance_does_both_it_tells_of_prefill_and_decode_and_of_no_t
 
 
 def test_a_resume_is_another_attempt_that_says_why() -> None:
-    fleet = SimulatedFleet(decode=2, size=SIZE)
+    fleet = ToyFleet(decode=2, size=SIZE)
     client = fleet.submit("r", PROMPT, 20)
     fleet.router.requests.timelines.name({"r": [RequestId("r")]})
     fleet.turn_until(lambda: len(client.token_ids) > 4)
@@ -151,7 +150,7 @@ def test_a_resume_is_another_attempt_that_says_why() -> None:
 
 
 def test_an_instance_that_leaves_tells_of_its_last_requests() -> None:
-    fleet = SimulatedFleet(decode=2, size=SIZE)
+    fleet = ToyFleet(decode=2, size=SIZE)
     client = fleet.submit("r", PROMPT, 20)
     fleet.turn_until(lambda: len(client.token_ids) > 4)
     request = fleet.router.requests.timelines.of(RequestId("r"))
@@ -167,7 +166,7 @@ def test_an_instance_that_leaves_tells_of_its_last_requests() -> None:
 @pytest.mark.parametrize("seed", range(4))
 def test_every_instance_tells_once_of_each_request_that_has_left_it(seed: int) -> None:
     random = Random(seed)
-    fleet = SimulatedFleet(prefill=2, decode=2, routers=2, size=Size(pages=40, rows=3))
+    fleet = ToyFleet(prefill=2, decode=2, routers=2, size=ToySize(pages=40, rows=3))
     clients = []
     for number in range(30):
         prompt = [random.randrange(10, 1000) for _ in range(random.randrange(1, 45))]
@@ -187,6 +186,6 @@ def test_every_instance_tells_once_of_each_request_that_has_left_it(seed: int) -
     assert len(fleet.observer.durations) == told.total() > 0
 
 
-def left_of(instance: Instance) -> int:
+def left_of(instance: ToyInstance) -> int:
     """How many requests have left it."""
     return instance.scheduler.report().counters.requests_ended

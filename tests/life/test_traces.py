@@ -9,14 +9,14 @@ from common.config import RouterConfig
 from common.ids import InstanceId
 from common.messages import Span, unpack_spans
 from router.traces import NoTrace, TraceRuns
-from simulation.fleet import SimulatedFleet
 from tests.life.expected import undisturbed
+from tests.life.fleet import ToyFleet
 
 PROMPTS = {f"r{number}": [100 * number + n for n in range(9 + 5 * number)] for number in range(1, 6)}
 TRACE_S = 5.0
 
 
-def gathered(fleet: SimulatedFleet, seat: int = 0) -> dict[str, list[Span]]:
+def gathered(fleet: ToyFleet, seat: int = 0) -> dict[str, list[Span]]:
     """By process, once the trace is over."""
     traces = fleet.routers[seat].core.traces
     fleet.turn_until(lambda: traces.status(fleet.clock.now).state == "over")
@@ -37,7 +37,7 @@ def total(spans: list[Span], what: str) -> int:
 
 
 def test_spans_add_up_to_the_counters_and_do_not_change_an_answer() -> None:
-    fleet = SimulatedFleet(prefill=2, decode=2)
+    fleet = ToyFleet(prefill=2, decode=2)
     fleet.router_process.trace(TRACE_S)
     begun_s = fleet.clock.now
     clients = {name: fleet.submit(name, prompt, max_tokens=6) for name, prompt in PROMPTS.items()}
@@ -66,7 +66,7 @@ def test_spans_add_up_to_the_counters_and_do_not_change_an_answer() -> None:
 
 
 def test_the_spans_of_a_request_follow_each_other_as_its_life_does() -> None:
-    fleet = SimulatedFleet()
+    fleet = ToyFleet()
     fleet.router_process.trace(TRACE_S)
     fleet.run(fleet.submit("r", PROMPTS["r4"], max_tokens=5))
     spans = gathered(fleet)
@@ -88,7 +88,7 @@ def test_the_spans_of_a_request_follow_each_other_as_its_life_does() -> None:
 
 
 def test_whoever_joins_or_starts_again_is_told_and_each_router_has_its_own_trace() -> None:
-    fleet = SimulatedFleet(config=RouterConfig(max_attempts=2), routers=2)
+    fleet = ToyFleet(config=RouterConfig(max_attempts=2), routers=2)
     first, second = fleet.routers
     with pytest.raises(NoTrace):
         first.core.traces.status(fleet.clock.now)
@@ -120,7 +120,7 @@ def test_whoever_joins_or_starts_again_is_told_and_each_router_has_its_own_trace
 
 
 def test_nothing_is_remembered_of_requests_that_are_over() -> None:
-    fleet = SimulatedFleet()
+    fleet = ToyFleet()
     fleet.router_process.trace(TRACE_S)
     fleet.run(*(fleet.submit(name, prompt, max_tokens=1 + number % 2) for number, (name, prompt) in enumerate(PROMPTS.items())))
     for instance in fleet.instances.values():

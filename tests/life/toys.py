@@ -5,20 +5,20 @@ Owns nothing: it gives them their types.
 
 from engine.toy import ToyExecutor
 from kv_transfer.memory import MemoryTransport
-from simulation.instance import Instance
+from tests.life.ranks import ToyInstance
 
 
-def toy_of(instance: Instance) -> ToyExecutor:
-    assert isinstance(instance.engine, ToyExecutor)
-    return instance.engine
+def toy_of(instance: ToyInstance) -> ToyExecutor:
+    assert isinstance(instance.rank.engine, ToyExecutor)
+    return instance.rank.engine
 
 
-def toys_of(instance: Instance) -> list[ToyExecutor]:
+def toys_of(instance: ToyInstance) -> list[ToyExecutor]:
     """Those of all ranks."""
-    engines = [instance.engine, *(follower.rank.engine for follower in instance.followers)]
+    engines = [rank.engine for rank in instance.ranks]
     return [engine for engine in engines if isinstance(engine, ToyExecutor)]
 
 
-def transport_of(instance: Instance) -> MemoryTransport:
-    assert isinstance(instance.transport, MemoryTransport)
-    return instance.transport
+def transport_of(instance: ToyInstance) -> MemoryTransport:
+    assert isinstance(instance.rank.transport, MemoryTransport)
+    return instance.rank.transport

@@ -14,6 +14,7 @@ from random import Random
 from common.config import RouterConfig
 from common.ids import RequestId, pack_ids
 from common.sampling_params import SamplingParams
+from router.outbox import ClientRequest
 from router.requests import RequestSpec
 from simulation.plan import FleetPlan
 from simulation.planned_fleet import VOCAB_SIZE, PlannedFleet
@@ -28,13 +29,13 @@ def serve(fleet: PlannedFleet, requests: int, name: str) -> float:
     random = Random(name)
     prompts = [pack_ids([random.randrange(20, VOCAB_SIZE) for _ in range(PROMPT_TOKENS)]) for _ in range(requests)]
     began_s = time.process_time()
-    clients = [
-        fleet.ask(RequestSpec(RequestId(f"{name}-{number}"), 0, prompt, sampling)) for number, prompt in enumerate(prompts)
-    ]
-    while not all(client.ended for client in clients):
+    for number, prompt in enumerate(prompts):
+        spec = RequestSpec(RequestId(f"{name}-{number}"), 0, prompt, sampling)
+        fleet.router_process.submit(ClientRequest(), [spec])
+    while len(fleet.router_process.core.requests):
         fleet.run_for(1.0)
     spent_s = time.process_time() - began_s
-    fleet.turn_until(fleet.is_home)
+    fleet.run_for(1.0)  # every page comes home
     return spent_s
 
 
@@ -44,16 +45,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=15, help="pairs of a load that is not traced and one that is")
     flags = parser.parse_args(arguments)
     fleet = PlannedFleet(FleetPlan(prefill=1, decode=1), RouterConfig())
-    traces = fleet.router.traces
+    router = fleet.router_process
+    traces = router.core.traces
     serve(fleet, flags.requests, "warm up")
     ratios: list[float] = []
     spans = plain_s = traced_s = 0.0
     for number in range(flags.rounds):
         plain = serve(fleet, flags.requests, f"plain-{number}")
-        fleet.router_process.trace(LONGEST_S)
+        router.deliver(traces.start(LONGEST_S, fleet.clock.now))
         traced = serve(fleet, flags.requests, f"traced-{number}")
         spans += sum(process.spans for process in traces.status(fleet.clock.now).processes)
-        fleet.router_process.end_trace()
+        router.deliver(traces.end(fleet.clock.now))
         fleet.run_for(1.0)
         ratios.append(traced / plain)
         plain_s, traced_s = plain_s + plain, traced_s + traced

@@ -21,11 +21,8 @@ from router.fleet import UnknownInstance
 from router.members import QUARANTINE_DIVISOR
 from router.traces import TraceRuns
 from simulation.clock import Clock
-from simulation.fleet import SimulatedFleet, World
 from simulation.instance import Instance
-from simulation.network import Letter, keys_of
-from simulation.processes import RouterProcess
-from simulation.rank import SimulatedFollower
+from simulation.network import Letter
 from tests.life.asked import Asked
 from tests.life.asks import Ask
 from tests.life.deeds import (
@@ -48,7 +45,10 @@ from tests.life.deeds import (
 )
 from tests.life.expected import expect, spec_of
 from tests.life.fabric import Fabric, FabricTransport, Host, Tides
+from tests.life.fleet import ToyFleet, ToyRouter, World
 from tests.life.ledger import Ledger
+from tests.life.letters import keys_of
+from tests.life.ranks import SimulatedFollower, ToyInstance
 from tests.life.schedule import WINDOW_S, Fault, Schedule
 from tests.life.toys import toys_of
 from tests.life.weather import Cut, Storm
@@ -67,7 +67,7 @@ ORPHANS_S = 3.0
 """Within which requests of a dead router are over, if nothing else befalls their instances."""
 
 
-class Trial(SimulatedFleet):
+class Trial(ToyFleet):
     """The fleet is ready when it has been made; `run_window` begins the schedule."""
 
     def __init__(self, schedule: Schedule) -> None:
@@ -98,7 +98,7 @@ class Trial(SimulatedFleet):
         """What was found not to hold meanwhile."""
         self.asked = [Asked(ask, tuple(expect(choice) for choice in ask.choices)) for ask in schedule.asks]
         self._armed: dict[str, list[Deed]] = {}
-        self._leaving: set[Instance] = set()
+        self._leaving: set[ToyInstance] = set()
         config = RouterConfig(
             heartbeat_s=schedule.heartbeat_s,
             request_timeout_s=REQUEST_TIMEOUT_S,
@@ -151,13 +151,13 @@ class Trial(SimulatedFleet):
 
     # --- who is there ------------------------------------------------------------------------------------------------------
 
-    def ledger_of(self, instance: Instance) -> Ledger:
+    def ledger_of(self, instance: ToyInstance) -> Ledger:
         return self.ledgers[instance.info.pools[0].agent]
 
     def make_transport(self, wake: Callable[[], None]) -> Transport:
         return FabricTransport(self.fabric)
 
-    def start(self, name: str, role: Role, address: str | None = None, began_s: float = 0.0) -> Instance:
+    def start(self, name: str, role: Role, address: str | None = None, began_s: float = 0.0) -> ToyInstance:
         instance = super().start(name, role, address, began_s or self._random.uniform(1.0, 1000.0))
         ledger = self.ledgers[instance.info.pools[0].agent] = Ledger(instance.pool, toys_of(instance))
         for pool in instance.info.pools:
@@ -165,9 +165,9 @@ class Trial(SimulatedFleet):
         self._note(f"{name} starts, life {instance.name.life}")
         return instance
 
-    def kill(self, name: str, noticed_s: float = 0.0) -> Instance:
+    def kill(self, name: str, noticed_s: float = 0.0) -> ToyInstance:
         instance = self.instances[name]
-        for rank in range(instance.name.ranks):
+        for rank in range(len(instance.ranks)):
             self.kill_rank(name, rank, noticed_s)
         return instance
 
@@ -186,6 +186,7 @@ class Trial(SimulatedFleet):
         self.fabric.died(follower.rank.loop.descriptor.agent, 0.0)
 
     def instance_ended(self, instance: Instance, reason: str) -> None:
+        assert isinstance(instance, ToyInstance)
         if self.instances.get(instance.name.id) is instance and "newer incarnation" in reason:
             self.problems.append(f"{instance.info.incarnation} is the last of its name, and ended: {reason}")
         super().instance_ended(instance, reason)
@@ -196,7 +197,7 @@ class Trial(SimulatedFleet):
         if instance.name.id not in self.instances:
             self.clock.at(self.clock.now + LEFT_S, lambda: self._start_again(instance, inherits=False))
 
-    def _start_again(self, former: Instance, inherits: bool) -> None:
+    def _start_again(self, former: ToyInstance, inherits: bool) -> None:
         self.start(former.name.id, former.name.role, former.name.address if inherits else None)
 
     # --- clients -----------------------------------------------------------------------------------------------------------
@@ -319,7 +320,7 @@ class Trial(SimulatedFleet):
             case _:
                 assert_never(deed)
 
-    def _befall(self, instance: Instance, deed: RankDeed) -> None:
+    def _befall(self, instance: ToyInstance, deed: RankDeed) -> None:
         """Something befalls a single rank."""
         now, name = self.clock.now, instance.name.id
         match deed:
@@ -334,12 +335,12 @@ class Trial(SimulatedFleet):
                 leader, follower = rank_name(name, 0, instance.info.incarnation), instance.followers[deed.rank - 1].name
                 self.storm.cut(leader, follower, Cut(now + deed.seconds, deed.queued))
 
-    def _stop(self, instance: Instance, seconds: float) -> None:
+    def _stop(self, instance: ToyInstance, seconds: float) -> None:
         """All its processes are stopped."""
         for process in instance.processes:
             process.stop_until(self.clock.now + seconds)
 
-    def _supplant(self, former: Instance) -> None:
+    def _supplant(self, former: ToyInstance) -> None:
         if self.instances.get(former.name.id) is former:
             self._start_again(former, inherits=False)
             self._strike(former.name.id)
@@ -384,13 +385,13 @@ class Trial(SimulatedFleet):
             self._ask_as_stranger(self.routers[seat], InstanceId(f"stranger-{number}"))
         self._note(f"{self.routers[seat].name} starts")
 
-    def _ask_as_stranger(self, router: RouterProcess, name: InstanceId) -> None:
+    def _ask_as_stranger(self, router: ToyRouter, name: InstanceId) -> None:
         info = next(life.info for life in self.lives if life.name.role == "prefill")
         model = msgspec.structs.replace(info.model, fingerprint="of another model")
         stranger = msgspec.structs.replace(info, id=name, inbox="tcp://127.0.0.9:1", model=model)
         router.core.receive(Register(instance=stranger), self.clock.now)
 
-    def _open_of(self, router: InstanceId, instance: Instance) -> list[AttemptId]:
+    def _open_of(self, router: InstanceId, instance: ToyInstance) -> list[AttemptId]:
         """The requests of this router that hold something at this instance."""
         table = instance.scheduler._requests
         return [request.key for request in table if request.key.router == router]
@@ -426,7 +427,7 @@ class Trial(SimulatedFleet):
         if not all(asked.over for asked in self.asked):
             self.clock.at(self.clock.now + LOOK_S, self._look)
 
-    def _room(self, instance: Instance, router: RouterProcess) -> int:
+    def _room(self, instance: ToyInstance, router: ToyRouter) -> int:
         """Pages that it could give to one request of this router: a decode instance serves alone, if need be, unless too much of
         its memory waits for the end of writes."""
         is_up = router.alive and self._is_up(instance.name.id, router.name)

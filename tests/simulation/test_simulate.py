@@ -130,8 +130,8 @@ def test_a_prefill_instance_is_the_queue_that_the_theory_knows() -> None:
     waits_s = np.asarray(simulation.measured.first_s) - service_s - 3 * MESSAGE_S
     expected_s = service_s * load / (2 * (1 - load))
     assert waits_s.mean() == pytest.approx(expected_s, rel=0.12)
-    work = simulation.fleet.work["prefill"]
-    assert work.busy_s == pytest.approx(4000 * service_s)
+    busy_s = simulation.fleet.busy_s["prefill"]
+    assert busy_s == pytest.approx(4000 * service_s)
 
 
 def test_the_same_seed_gives_the_same_report_and_another_seed_another() -> None:
@@ -177,9 +177,9 @@ def test_messages_and_bytes_by_type_are_those_of_the_frames_that_were_sent() -> 
 def test_reading_messages_without_decoding_them_changes_nothing() -> None:
     load = LoadPlan(requests=20, mean_output=20)
     reports = []
-    for brief in (True, False):
+    for decodes_all in (False, True):
         simulation = Simulation(FleetPlan(prefill=2, decode=2), load, ROUTER)
-        simulation.fleet.network.brief = brief
+        simulation.fleet.network.decodes_all = decodes_all
         simulation.run()
         reports.append(replace_cpu(simulation))
     assert reports[0] == reports[1]

@@ -4,8 +4,8 @@ from random import Random
 
 from common.config import RouterConfig
 from common.step_cost import StepCost
-from simulation.fleet import SimulatedFleet
-from simulation.rank import Size
+from tests.life.fleet import ToyFleet
+from tests.life.ranks import ToySize
 
 REQUESTS, PER_S = 60, 12.0
 
@@ -13,10 +13,10 @@ REQUESTS, PER_S = 60, 12.0
 def preemptions(small_pages: int | None) -> int:
     """Of a large decode instance under load, and of a small one beside it if its pages are given."""
     cost = StepCost(step_s=0.01, chunk_token_s=0.0001, decode_row_s=0.0)
-    size = Size(pages=1024, rows=64, chunk_tokens=128, max_waiting=4096, request_timeout_s=600.0, cost=cost)
-    fleet = SimulatedFleet(prefill=1, decode=1, size=size, config=RouterConfig())
+    size = ToySize(pages=1024, rows=64, chunk_tokens=128, max_waiting=4096, request_timeout_s=600.0, cost=cost)
+    fleet = ToyFleet(prefill=1, decode=1, size=size, config=RouterConfig())
     if small_pages is not None:
-        fleet.size = Size(pages=small_pages, rows=64, chunk_tokens=128, max_waiting=4096, request_timeout_s=600.0, cost=cost)
+        fleet.size = ToySize(pages=small_pages, rows=64, chunk_tokens=128, max_waiting=4096, request_timeout_s=600.0, cost=cost)
         fleet.start("small", "decode")
         fleet.run_for(2.0)
     chance = Random(3)

@@ -1,0 +1,226 @@
+"""Instances of the toy fleet: over the toy engine, with one rank or several, each of which can be stopped and killed.
+
+Owns the processes of followers, which are made at the welcome: how ranks find each other is not simulated.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from common.errors import TandemError
+from common.executor import Executor
+from common.instance.ports import Transfers
+from common.instance.ranks.executor import RankedExecutor
+from common.instance.ranks.follower import FollowerLoop
+from common.instance.ranks.leader import Followers, remote_transfers
+from common.instance.ranks.line import Line
+from common.messages import RankInfo
+from common.messages.ranks import ToFollower, ToLeader, rank_name
+from engine.toy import ToyExecutor, ToyRanks
+from kv_transfer.target_ranks import RankedTransfers
+from simulation.clock import Clock, LocalClock, Loop
+from simulation.instance import Instance, InstanceFleet, Name, Process, SimulatedRank, Size
+from simulation.network import Network, Post
+
+FIRST_RANK_PORT, MOST_RANKS = 20_000, 16
+CLOCK_STEP_S = 37.0
+"""The clocks of neighbouring ranks show times that differ by so much."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ToySize(Size):
+    """What an instance is made of; its pages have 4 tokens each."""
+
+    apart: bool = False
+    """Each instance has a host of its own."""
+    prepare_s: float = 0.0
+    """How long a grammar takes to be ready."""
+
+
+class ToyParts(InstanceFleet, Protocol):
+    """The fleet of toy instances."""
+
+    @property
+    def size(self) -> ToySize: ...
+
+    def make_toy(self, clock: LocalClock, ranks: ToyRanks | None) -> ToyExecutor:
+        """ranks: what the engine's instance has; None: one."""
+
+    def follower_ended(self, follower: "SimulatedFollower", reason: str) -> None:
+        """Its process has ended by itself."""
+
+
+def rank_address(name: Name, rank: int) -> str:
+    """The address of a rank's inbox for messages between ranks."""
+    return f"tcp://127.0.0.1:{FIRST_RANK_PORT + MOST_RANKS * name.life + rank}"
+
+
+def make_toy_rank(
+    number: int,
+    name: Name,
+    share: ToyRanks | None,
+    clock: LocalClock,
+    fleet: ToyParts,
+    process: Process,
+) -> SimulatedRank:
+    info = RankInfo(rank=number, pid=1, host=name.id if fleet.size.apart else "here", device="cpu")
+    ranks = 1 if share is None else share.ranks
+    return SimulatedRank(fleet.make_toy(clock, share), fleet.make_transport, fleet.size, clock, process, info, ranks)
+
+
+class ToyInstance(Instance):
+    """The process of an instance's leader, and its followers."""
+
+    def __init__(self, name: Name, clock: Clock, fleet: ToyParts, ranks: int) -> None:
+        self.should_drain = False
+        self.stopped_until_s = 0.0
+        self._parts = fleet
+        self._leads: Followers | None = None
+        self.rank_mail: Post[Any] | None = None
+        self._share = None if ranks == 1 else ToyRanks(ranks, self._wake_ranks)
+        self.followers: list[SimulatedFollower] = []
+        super().__init__(name, clock, fleet)
+
+    def make_rank(self) -> SimulatedRank:
+        leader = make_toy_rank(0, self.name, self._share, self.clock, self._parts, self)
+        if self._share is not None:
+            self.followers = [
+                SimulatedFollower(number, self._share, self.name, self.clock.clock, self._parts)
+                for number in range(1, self._share.ranks)
+            ]
+        return leader
+
+    def join_ranks(self) -> tuple[Executor, Transfers]:
+        if not self.followers:
+            return super().join_ranks()
+        network, address, now = self._parts.network, rank_address(self.name, 0), self.clock()
+        me = rank_name(self.name.id, 0, self.name.incarnation)
+        inbox: Any = ToLeader
+        mail: Post[Any] = Post(me, inbox, network, network.open(address, me, self.loop.wake, "rank"))
+        for follower in self.followers:
+            mail.route(follower.name, follower.address, watch=True)
+        lines = [Line(follower.name, f"rank {number}", now) for number, follower in enumerate(self.followers, 1)]
+        self._leads, self.rank_mail = Followers(mail, lines, now), mail
+        transfers = RankedTransfers([self.rank.transfers, *remote_transfers(self._leads)])
+        return RankedExecutor(self.rank.engine, self._leads), transfers
+
+    @property
+    def ranks(self) -> Sequence[SimulatedRank]:
+        return [self.rank, *(follower.rank for follower in self.followers)]
+
+    @property
+    def processes(self) -> "Sequence[ToyInstance | SimulatedFollower]":
+        """The processes of all ranks, in order."""
+        return [self, *self.followers]
+
+    @property
+    def is_up(self) -> bool:
+        """The processes of all ranks run."""
+        now = self.clock.clock.now
+        return now >= self.stopped_until_s and all(each.alive and now >= each.stopped_until_s for each in self.followers)
+
+    def turn(self, now: float) -> None:
+        if self._leads is not None:
+            self._leads.turn(self.clock)
+        if self.should_drain or (self._leads is not None and self._leads.drain_asked):
+            self.worker.drain(now)
+        super().turn(now)
+
+    def next_deadline(self) -> float:
+        deadline = super().next_deadline()
+        if self._leads is None or self.rank_mail is None:
+            return deadline
+        return min(deadline, self.clock.simulated(self._leads.next_deadline()), self.rank_mail.next_deadline())
+
+    def drain(self) -> None:
+        """As SIGTERM does."""
+        self.should_drain = True
+        self.wake()
+
+    def stop_until(self, until_s: float) -> None:
+        """As SIGSTOP does to the leader, and SIGCONT then."""
+        self.stopped_until_s = max(self.stopped_until_s, until_s)
+        self.loop.stop_until(until_s)
+        self.rank.stop_until(until_s)
+
+    def end_ranks(self, reason: str) -> None:
+        if self._leads is not None:
+            self._leads.end(reason, orderly=reason == "drained")
+        super().end_ranks(reason)
+
+    def kill(self) -> None:
+        super().kill()
+        if self._leads is not None:
+            self._parts.network.close(rank_address(self.name, 0))
+
+    def _wake_ranks(self) -> None:
+        """All ranks have written a step, as a collective ends on all of them."""
+        self.wake()
+        for follower in self.followers:
+            follower.wake()
+
+
+class SimulatedFollower:
+    """The process of a rank other than the leader. name: of its instance."""
+
+    def __init__(self, number: int, ranks: ToyRanks, name: Name, clock: Clock, fleet: ToyParts) -> None:
+        self.name = rank_name(name.id, number, name.incarnation)
+        self.address = rank_address(name, number)
+        self.alive = True
+        self.stopped_until_s = 0.0
+        self._network: Network = fleet.network
+        self._parts = fleet
+        self._clock = LocalClock(clock, name.began_s + number * CLOCK_STEP_S)
+        self._loop = Loop(clock, self)
+        self.rank = make_toy_rank(number, name, ranks, self._clock, fleet, self)
+        inbox: Any = ToFollower
+        mailbox = self._network.open(self.address, self.name, self._loop.wake, "rank")
+        self.mail: Post[Any] = Post(self.name, inbox, self._network, mailbox)
+        leader = rank_name(name.id, 0, name.incarnation)
+        self.mail.route(leader, rank_address(name, 0), watch=True)
+        line = Line(leader, "rank 0", self._clock())
+        self._follower = FollowerLoop(self.rank.engine, self.rank.transfers, self.mail, line)
+        self._loop.wake(clock.now)
+
+    def act(self) -> None:
+        try:
+            self._follower.turn(self._clock())
+        except TandemError as error:
+            self.leave(f"{type(error).__name__}: {error}")
+            return
+        if self._follower.end is not None:
+            self.leave(self._follower.end.reason)
+        elif self.rank.loop.active:
+            self.rank.look()
+
+    def next_deadline(self) -> float:
+        return min(self._clock.simulated(self._follower.next_deadline()), self.mail.next_deadline())
+
+    def wake(self) -> None:
+        self._loop.wake(0.0)
+
+    def drain(self) -> None:
+        """As SIGTERM does."""
+        self._follower.ask_drain()
+
+    def stop_until(self, until_s: float) -> None:
+        """As SIGSTOP does, and SIGCONT then."""
+        self.stopped_until_s = max(self.stopped_until_s, until_s)
+        self._loop.stop_until(until_s)
+        self.rank.stop_until(until_s)
+
+    def leave(self, reason: str) -> None:
+        """The process ends by itself; if the leader does not know why, it is told."""
+        if self._follower.end is None:
+            self._follower.fail(reason)
+        self.rank.transfers.close()
+        self.kill()
+        self._parts.follower_ended(self, reason)
+
+    def kill(self) -> None:
+        """As SIGKILL does. Idempotent."""
+        if self.alive:
+            self.alive = False
+            self._loop.end()
+            self.rank.end()
+            self._network.close(self.address)
