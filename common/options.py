@@ -65,9 +65,9 @@ Switch = Literal["off", "on"]
 N = TypeVar("N", int, float)
 
 
-def option(default: Any, help_text: str) -> Any:
-    """A field that is also a flag."""
-    return field(default=default, metadata={"help": help_text})
+def option(default: Any, help_text: str, metavar: str = "") -> Any:
+    """A field that is also a flag. metavar: what help calls its value; default: by its type."""
+    return field(default=default, metadata={"help": help_text, "metavar": metavar})
 
 
 def require(holds: bool, flag: str, rule: str, value: object) -> None:
@@ -164,7 +164,7 @@ def _add_flag(group: argparse._ArgumentGroup, field: dataclasses.Field[Any], ann
         # A list, to which each time that the flag is given adds.
         group.add_argument(flag_of(field.name), default=[*default], nargs="+", action="extend", metavar="TEXT", help=help_text)
     elif annotation in (str, int, float):
-        metavar = {str: "TEXT", int: "N", float: "X"}[annotation]
+        metavar = field.metadata["metavar"] or {str: "TEXT", int: "N", float: "X"}[annotation]
         group.add_argument(flag_of(field.name), default=field.default, type=annotation, metavar=metavar, help=help_text)
     else:
         raise TypeError(f"{field.name}: no flag can be made of {annotation}")

@@ -2,83 +2,64 @@
 starts anything.
 
 Owns no command. Imports nothing heavy.
-
-How `launch local` divides the cores of a host without GPUs among its instances.
-
-Owns the flags and the arithmetic. What instances lend each other while they serve is `engine/cpu/lent_cores.py`.
-
-The commands that start a whole fleet: `launch local` and `launch ray`.
-
-Owns their flags. Imports nothing heavy: each command imports what it needs when it runs.
 """
 
 import argparse
 import difflib
+import shlex
 import shutil
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
 from common.access import read_access, require_guarded
-from common.addresses import LOOPBACK, bind_address, check_address
-from common.config import AccessConfig, EngineConfig, InstanceConfig, LogConfig, ModelConfig, RouterConfig, SecurityConfig
-from common.options import Switch, add_flags, option, parse_numbers, read_config, require
+from common.addresses import bind_address, check_address
+from common.config import AccessConfig, SecurityConfig
+from common.options import ConfigClass, add_flags, read_config, to_flags
 from common.trust import Trust, read_trust
-from launch import child
 from launch.child import BAD_FLAG
-from launch.ray_plan import RayConfig
 
-DECODE_TOKEN = 2.0
-"""What an answer's token costs, in tokens of prompts: about this much in batches of 8 to 16 rows, where reading the weights
-counts as much as computing with them (docs/measurements/cpu.md)."""
+SWITCHES = {
+    "--quick": "take less than a minute, to show that everything works: flags that are not given get small values",
+    "--markdown": "print the report as Markdown, with the command and the machine",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
-class CoresConfig:
-    """How the cores of a host without GPUs are divided."""
+class Command:
+    """A command of `launch`."""
 
-    workload: str = option(
-        "512,128",
-        "tokens of a typical prompt and of its answer: prefill and decode instances get cores by the work that each makes",
-    )
-    lend_cores: Switch = option(
-        "on", "on: while an instance has nothing to compute, others on this host use its cores too; off: each uses its own only"
-    )
+    name: str
+    explanation: str
+    """What the command does."""
+    run: Callable[[argparse.Namespace], int]
+    """Returns the exit status."""
+    configs: tuple[type[ConfigClass], ...] = ()
+    """The configs whose fields are its flags."""
+    without: tuple[str, ...] = ()
+    """Fields of them that are no flags: the command decides them."""
+    switches: tuple[str, ...] = ()
+    """Which of SWITCHES it has."""
+    life: str = ""
+    """What happens after the start, and how it ends."""
 
-    def __post_init__(self) -> None:
-        lengths = parse_numbers(self.workload, "workload", int)
-        require(len(lengths) == 2 and min(lengths) >= 1, "workload", "two numbers of tokens, such as 512,128", self.workload)
+    def add_to(self, commands: Any) -> argparse.ArgumentParser:
+        """commands: the subparsers of the console script."""
+        description = f"{self.explanation[0].upper()}{self.explanation[1:]}. {self.life}".rstrip()
+        parser: argparse.ArgumentParser = commands.add_parser(
+            self.name, help=self.explanation, description=description, allow_abbrev=False
+        )
+        self.set_up(parser)
+        return parser
 
-    @property
-    def prefill_share(self) -> float:
-        """Of the work."""
-        prompt, answer = parse_numbers(self.workload, "workload", int)
-        return prompt / (prompt + DECODE_TOKEN * answer)
-
-
-def divide_by_work(cores: int, prefill: int, decode: int, prefill_share: float) -> tuple[int, int]:
-    """Cores of each prefill and of each decode instance: at least one each, and together no more than there are where possible.
-    Of all divisions it is the one whose slower role takes the least time.
-
-    prefill, decode: how many instances. prefill_share: of the work, where there are both.
-    """
-    if not prefill:
-        return 0, max(1, cores // decode)
-
-    def slower_role(of_decode: int) -> float:
-        """How long the role takes that takes longer."""
-        return max(prefill_share / (prefill * left_for_prefill(of_decode)), (1 - prefill_share) / (decode * of_decode))
-
-    def left_for_prefill(of_decode: int) -> int:
-        return max(1, (cores - of_decode * decode) // prefill)
-
-    of_decode = min(range(1, max(1, (cores - prefill) // decode) + 1), key=slower_role)
-    return left_for_prefill(of_decode), of_decode
-
-
-Command = Callable[[argparse.Namespace], int]
+    def set_up(self, parser: argparse.ArgumentParser) -> None:
+        """Give a parser this command and its flags."""
+        parser.set_defaults(command=self.run, prog=parser.prog)
+        add_flags(parser, *self.configs, without=self.without)
+        for switch in self.switches:
+            parser.add_argument(switch, action="store_true", help=SWITCHES[switch])
 
 
 class CommandParser(argparse.ArgumentParser):
@@ -123,15 +104,6 @@ class ShowVersion(argparse.Action):
         parser.exit()
 
 
-def add_command(commands: Any, name: str, explanation: str, command: Command, life: str = "") -> argparse.ArgumentParser:
-    """explanation: what the command does. life: what happens after the start, and how it ends."""
-    parser: argparse.ArgumentParser = commands.add_parser(
-        name, help=explanation, description=f"{explanation[0].upper()}{explanation[1:]}. {life}".rstrip(), allow_abbrev=False
-    )
-    parser.set_defaults(command=command, prog=parser.prog)
-    return parser
-
-
 def read_security(flags: argparse.Namespace) -> tuple[SecurityConfig, Trust]:
     """Raises ConfigError, before anything is started, when the key cannot be used or an address needs one."""
     config = read_config(SecurityConfig, flags)
@@ -153,99 +125,15 @@ def read_guarded_access(flags: argparse.Namespace, security: SecurityConfig) -> 
     return config
 
 
+def command_line(flags: argparse.Namespace, *configs: ConfigClass, without: Sequence[str] = ()) -> str:
+    """The command line that was given, so that a reader can repeat it. without: fields that are no flags of the command."""
+    given = [switch for switch in SWITCHES if vars(flags).get(switch.strip("-"))]
+    return f"{flags.prog} {shlex.join([*given, *to_flags(*configs, without=without)])}".rstrip()
+
+
 def where_launch_is(message: str) -> str:
     """What to add to a message that says to run `launch`, where a shell would not find it; "" when it would."""
     ours = Path(sys.executable).with_name("launch")
     if "`launch " not in message or shutil.which("launch") is not None or not ours.exists():
         return ""
     return f" (`launch` is not on PATH: it is {ours}; or run `source {ours.with_name('activate')}` once in each shell)"
-
-
-DECIDED_FOR_INSTANCES = ("router", "host", "inbox_port", "name", "rank", "leader", "lent_cores", "memory_part")
-"""Fields that both commands set for their instances."""
-DECIDED_BY_RAY = (*DECIDED_FOR_INSTANCES, "sharers")
-DECIDED_FOR_ROUTERS = ("share_port", "own_port")
-"""Fields that they set for their routers."""
-OF_ALL = ("max_request_timeout_s", "drain_timeout_s")
-"""Fields that the router and its instances have in common: one flag is for both."""
-LOCAL_LIFE = (
-    "A process that dies is started again, a router on the same ports. An instance that was drained, by the router or by "
-    "SIGTERM, is not. Ctrl-C stops all processes in order; a second Ctrl-C stops them at once."
-)
-RAY_LIFE = (
-    "Ray reserves a place for each instance, and a process that dies is started again there, or on another node when its node is "
-    "gone. Files that flags name (model, keys) must be there on every node. Ctrl-C stops all processes in order."
-)
-
-
-def add_local(commands: Any) -> None:
-    local = add_command(commands, "local", "start routers, prefill and decode instances on this machine", _local, LOCAL_LIFE)
-    _add_fleet(local, DECIDED_FOR_INSTANCES)
-    add_flags(local, CoresConfig)
-
-
-def add_ray(commands: Any) -> None:
-    ray = add_command(
-        commands, "ray", "start routers here, and prefill and decode instances on a Ray cluster (needs Ray)", _ray, RAY_LIFE
-    )
-    add_flags(ray, RayConfig)
-    _add_fleet(ray, DECIDED_BY_RAY)
-
-
-def _add_fleet(parser: argparse.ArgumentParser, decided: tuple[str, ...]) -> None:
-    counts = parser.add_argument_group("How many")
-    counts.add_argument(
-        "--prefill", type=int, default=1, metavar="N", help="number of prefill instances; 0 means colocated serving (default: 1)"
-    )
-    counts.add_argument("--decode", type=int, default=1, metavar="M", help="number of decode instances (default: 1)")
-    counts.add_argument(
-        "--routers", type=int, default=1, metavar="R", help="number of routers, which share the HTTP port (default: 1)"
-    )
-    add_flags(parser, RouterConfig, without=DECIDED_FOR_ROUTERS)
-    add_flags(parser, ModelConfig)
-    add_flags(parser, EngineConfig, without=decided)
-    add_flags(parser, InstanceConfig, without=(*decided, *OF_ALL))
-    add_flags(parser, LogConfig, SecurityConfig, AccessConfig)
-
-
-@child.kept()
-def _local(flags: argparse.Namespace) -> int:
-    from launch.instance_command import check_model, count_gpus
-    from launch.local import LocalPlan, run
-
-    fleet = _read_fleet(flags)
-    engine = fleet["engine"]
-    child.configure(fleet["log"], "local")
-    gpus = count_gpus() if engine.device == "auto" and engine.executor == "torch" else 0
-    plan = LocalPlan(**fleet, gpus=gpus, cores=read_config(CoresConfig, flags))
-    check_model(plan.model, plan.engine, plan.instance.tp, on_cpu=plan.on_cpu)
-    return run(plan)
-
-
-@child.kept()
-def _ray(flags: argparse.Namespace) -> int:
-    from launch.instance_command import check_model
-    from launch.ray_fleet import RayPlan, run
-
-    fleet = _read_fleet(flags)
-    child.configure(fleet["log"], "ray")
-    plan = RayPlan(**fleet, ray=read_config(RayConfig, flags))
-    check_model(plan.model, plan.engine, plan.instance.tp, on_cpu=plan.engine.device == "cpu")
-    return run(plan)
-
-
-def _read_fleet(flags: argparse.Namespace) -> dict[str, Any]:
-    """The fields of a LocalPlan that flags give. Raises ConfigError."""
-    security, _ = read_security(flags)
-    return {
-        "prefill": flags.prefill,
-        "decode": flags.decode,
-        "routers": flags.routers,
-        "router": read_config(RouterConfig, flags),
-        "instance": read_config(InstanceConfig, flags, host=LOOPBACK),
-        "model": read_config(ModelConfig, flags),
-        "engine": read_config(EngineConfig, flags),
-        "log": read_config(LogConfig, flags),
-        "security": security,
-        "access": read_guarded_access(flags, security),
-    }

@@ -27,19 +27,18 @@ from common.addresses import LOOPBACK, port_of, reachable, require_free
 from common.config import AccessConfig, EngineConfig, InstanceConfig, LogConfig, ModelConfig, RouterConfig, SecurityConfig
 from common.errors import ConfigError, TandemError
 from common.host import core_count, divide_cores, place_on_gpus
-from common.options import parse_share, refuse_without_effect, require_at_least, require_between, to_flags
+from common.options import parse_share, refuse_without_effect, to_flags
 from common.processes.child import Broken, Exited, IntakeClosed, Parent, Progress, Ready, Reported, Running, stop_children
 from engine.cpu.lent_cores import make_file
 from engine.kv_budget import memory_part
 from launch.child import CloseIntake, MeetRouters, News, Order, Report, watch
-from launch.commands import CoresConfig, divide_by_work
+from launch.fleet_options import CoresConfig, FleetCounts, divide_by_work
 from launch.fleet_page import FleetPage, curl_line
 from launch.processes import ChildEvent, RoleProcess, launch_command
 from launch.rank_setup import check_nccl
 from launch.supervisor import Action, GiveUp, Notice, StartAgain, SupervisedChild, Supervisor
 
 ROUTER = "router"
-MOST_ROUTERS = 64
 STOP_S = 10.0
 """How long the processes of one stage may take to stop before they are killed. Instances and the router get their drain time on
 top."""
@@ -58,50 +57,56 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
-class LocalPlan:
-    """What to start. gpus: of this host. here: its address, as instances reach it. Raises ConfigError when the counts cannot make
-    a fleet."""
+class FleetConfig:
+    """What to start."""
 
-    prefill: int
-    decode: int
-    routers: int = 1
-    router: RouterConfig
-    instance: InstanceConfig
-    model: ModelConfig
-    engine: EngineConfig
-    log: LogConfig
+    counts: FleetCounts = FleetCounts()
+    router: RouterConfig = RouterConfig()
+    instance: InstanceConfig = InstanceConfig()
+    model: ModelConfig = ModelConfig()
+    engine: EngineConfig = EngineConfig()
+    log: LogConfig = LogConfig()
     security: SecurityConfig = SecurityConfig()
     access: AccessConfig = AccessConfig()
-    gpus: int = 0
-    cores: CoresConfig = CoresConfig()
-    here: str = LOOPBACK
-
-    def __post_init__(self) -> None:
-        require_at_least(self, prefill=0, decode=1)
-        require_between(self, 1, MOST_ROUTERS, "routers")
-        self._check_cores()
-        self._check_shares()
-        check_nccl(self.instance, on_gpus=not self.on_cpu and self.engine.executor == "torch")
 
     @property
     def router_names(self) -> list[str]:
-        return [ROUTER] if self.routers == 1 else [f"{ROUTER}-{number}" for number in range(self.routers)]
+        return [ROUTER] if self.counts.routers == 1 else [f"{ROUTER}-{number}" for number in range(self.counts.routers)]
 
     def names(self, role: Role) -> list[str]:
-        return [f"{role}-{number}" for number in range(self.prefill if role == "prefill" else self.decode)]
+        return [f"{role}-{number}" for number in range(self.counts.prefill if role == "prefill" else self.counts.decode)]
+
+    @property
+    def instance_names(self) -> list[str]:
+        return [name for role in ROLES for name in self.names(role)]
 
     def parts(self) -> list[SupervisedChild]:
         """What is to live."""
         instances = [SupervisedChild(name, role, drains=True) for role in ROLES for name in self.names(role)]
         return [*(SupervisedChild(name, ROUTER, drains=False) for name in self.router_names), *instances]
 
+
+@dataclass(frozen=True, kw_only=True)
+class LocalPlan:
+    """How the instances of a fleet share this host. Raises ConfigError when they cannot."""
+
+    config: FleetConfig
+    gpus: int = 0
+    """The GPUs of this host."""
+    cores: CoresConfig = CoresConfig()
+
+    def __post_init__(self) -> None:
+        self._check_cores()
+        self._check_shares()
+        check_nccl(self.config.instance, on_gpus=not self.on_cpu and self.config.engine.executor == "torch")
+
     def engines(self) -> dict[str, EngineConfig]:
         """The engine's config of each instance, by name: they share the cores, the GPUs and the memory that is free now."""
-        names = [name for role in ROLES for name in self.names(role)]
-        places = place_on_gpus(self.engine.device, len(names), self.gpus, self.instance.tp)
-        shared = replace(self.engine, sharers=max(places[0][1], self.engine.sharers))
+        engine, ranks, names = self.config.engine, self.config.instance.tp, self.config.instance_names
+        places = place_on_gpus(engine.device, len(names), self.gpus, ranks)
+        shared = replace(engine, sharers=max(places[0][1], engine.sharers))
         if self.on_cpu:
-            shared = replace(shared, memory_part=memory_part(shared, self.instance.tp, len(names) * self.instance.tp))
+            shared = replace(shared, memory_part=memory_part(shared, ranks, len(names) * ranks))
         return {
             name: replace(shared, threads=self._threads(name.startswith("prefill")), device=device)
             for name, (device, _) in zip(names, places, strict=True)
@@ -114,49 +119,53 @@ class LocalPlan:
 
     @property
     def on_cpu(self) -> bool:
-        return self.engine.device == "cpu" or (self.engine.device == "auto" and not self.gpus)
+        device = self.config.engine.device
+        return device == "cpu" or (device == "auto" and not self.gpus)
 
     @property
     def _why_not_divided(self) -> str:
         """Why cores are not divided by work; "": they are."""
-        if self.engine.threads:
+        engine = self.config.engine
+        if engine.threads:
             return "with --threads"
-        if self.engine.executor != "torch":
-            return f"with --executor {self.engine.executor}"
+        if engine.executor != "torch":
+            return f"with --executor {engine.executor}"
         return "" if self.on_cpu else "on GPUs"
 
     @property
     def _why_not_lent(self) -> str:
         """Why instances cannot lend each other cores; "": they can."""
-        if self.instance.tp > 1:
+        if self.config.instance.tp > 1:
             return "with --tp"
-        return self._why_not_divided or ("with one instance" if self.prefill + self.decode == 1 else "")
+        return self._why_not_divided or ("with one instance" if len(self.config.instance_names) == 1 else "")
 
     def _check_cores(self) -> None:
         """Raises ConfigError."""
-        no_prefill = "" if self.prefill else "with --prefill 0"
+        no_prefill = "" if self.config.counts.prefill else "with --prefill 0"
         for name, why in (("workload", self._why_not_divided or no_prefill), ("lend_cores", self._why_not_lent)):
             if why:
                 refuse_without_effect(self.cores, (name,), why)
 
     def _threads(self, is_prefill: bool) -> int:
-        if self.engine.threads:
-            return self.engine.threads
+        counts = self.config.counts
+        if self.config.engine.threads:
+            return self.config.engine.threads
         if self._why_not_divided:
-            return divide_cores(core_count(), self.prefill + self.decode)
-        of_prefill, of_decode = divide_by_work(core_count(), self.prefill, self.decode, self.cores.prefill_share)
-        return of_prefill if is_prefill else of_decode
+            return divide_cores(core_count(), counts.prefill + counts.decode)
+        threads = divide_by_work(core_count(), counts.prefill, counts.decode, self.cores.prefill_share)
+        return threads[0] if is_prefill else threads[1]
 
     def _check_shares(self) -> None:
         """Each instance takes its share of the whole device, so all on a device must fit together. Raises ConfigError."""
-        percent = parse_share(self.engine.kv_memory, "kv-memory")
-        places = place_on_gpus(self.engine.device, self.prefill + self.decode, self.gpus, self.instance.tp)
+        kv_memory, ranks = self.config.engine.kv_memory, self.config.instance.tp
+        percent = parse_share(kv_memory, "kv-memory")
+        places = place_on_gpus(self.config.engine.device, len(self.config.instance_names), self.gpus, ranks)
         on_gpus = places[0][0].startswith("cuda")
-        most = max(Counter(device for device, _ in places).values()) * (1 if on_gpus else self.instance.tp)
+        most = max(Counter(device for device, _ in places).values()) * (1 if on_gpus else ranks)
         if percent is not None and percent * most > 100:
             raise ConfigError(
-                f"--kv-memory {self.engine.kv_memory} is the share of one rank, and {most} ranks are on one device: give "
-                f"at most {100 // most}%"
+                f"--kv-memory {kv_memory} is the share of one rank, and {most} ranks are on one device: give at most "
+                f"{100 // most}%"
             )
 
 
@@ -185,19 +194,34 @@ class ChildFleet:
     `signalled` is called on a thread of its own, so that nothing delays a second signal.
     """
 
-    def __init__(self, plan: LocalPlan, command: Command, start_instance: StartInstance) -> None:
-        self._plan = plan
+    def __init__(
+        self,
+        config: FleetConfig,
+        engines: Callable[[], Mapping[str, EngineConfig]],
+        command: Command = launch_command,
+        start_instance: StartInstance | None = None,
+        here: str = LOOPBACK,
+        *,
+        lends_cores: bool = False,
+    ) -> None:
+        """engines: the engine of each instance, asked once the routers run. command: what runs a role with its flags.
+        start_instance: without it, instances are children too. here: the address of this host, as instances reach it.
+        lends_cores: instances of this host lend each other cores."""
+        self._config = config
+        self._engines = engines
         self._command = command
-        self._start_instance = start_instance
+        self._start_instance = start_instance or self._start_here
+        self._here = here
+        self._lends_cores = lends_cores
         self._events: queue.SimpleQueue[ChildEvent | _Signal] = queue.SimpleQueue()
-        self._supervisor = Supervisor(plan.parts())
+        self._supervisor = Supervisor(config.parts())
         self._starts: dict[str, Callable[[], Running]] = {}
         """How each part is started, the first time and again."""
         self._children: dict[str, Running] = {}
         self._routers: dict[str, RoleProcess] = {}
         self._own_urls: dict[str, str] = {}
-        """Of each of several routers, by which the others ask it."""
-        self.inherited: tuple[int, ...] = ()
+        """The address of each of several routers by which the others ask it."""
+        self._inherited: tuple[int, ...] = ()
         """Open files that children on this host have too."""
         self._signals = 0
         self._serving = False
@@ -215,35 +239,37 @@ class ChildFleet:
         for child in list(self._children.values()):
             child.kill()
 
-    def start(self) -> str:
-        """Returns the URL once every instance can serve requests. Raises FleetFailed, _StopAsked."""
-        plan = self._plan
-        deadline = time.monotonic() + plan.instance.startup_timeout_s
+    def start(self) -> None:
+        """Returns once every instance can serve requests. Raises FleetEnded, _StopAsked."""
+        config, counts, began = self._config, self._config.counts, time.monotonic()
+        deadline = began + config.instance.startup_timeout_s
         routers = self._start_routers(deadline)
         self._serving = True
-        controls = ",".join(reachable(addresses["control"], plan.here) for addresses in routers)
+        controls = ",".join(reachable(addresses["control"], self._here) for addresses in routers)
         lent_cores = ""
-        if plan.lends_cores:
-            self.inherited = (make_file(plan.prefill + plan.decode),)
-            lent_cores = f"/dev/fd/{self.inherited[0]}"
-        engines = plan.engines()
+        if self._lends_cores:
+            self._inherited = (make_file(len(config.instance_names)),)
+            lent_cores = f"/dev/fd/{self._inherited[0]}"
+        engines = self._engines()
         for role in ROLES:
-            for name in plan.names(role):
-                config = replace(plan.instance, router=controls, name=name)
+            for name in config.names(role):
+                instance = replace(config.instance, router=controls, name=name)
                 engine = replace(engines[name], lent_cores=lent_cores)
-                flags = to_flags(config, plan.model, engine, plan.log, plan.security)
+                flags = to_flags(instance, config.model, engine, config.log, config.security)
                 self._starts[name] = partial(self._start_instance, name, role, flags, self._events.put)
                 self._spawn(name)
-        prefill, decode = plan.names("prefill"), plan.names("decode")
+        prefill, decode = config.names("prefill"), config.names("decode")
         self._wait_until_ready([*prefill, *decode], deadline)
         for addresses in routers:
             self._wait_until_linked(reachable(addresses.get("own", addresses["http"]), LOOPBACK), prefill, decode, deadline)
         self._supervisor.started()
-        return routers[0]["http"]
+        url, several = routers[0]["http"], f"{counts.routers} routers, " if counts.routers > 1 else ""
+        parts = f"{several}{counts.prefill} prefill, {counts.decode} decode on {url}"
+        print(f"ready in {time.monotonic() - began:.1f} s: {parts}\n\n{curl_line(url, config.access)}\n", flush=True)
 
     def _start_routers(self, deadline: float) -> list[Mapping[str, str]]:
         """Their addresses. The first of several finds the port that they share; their control ports follow each other."""
-        names, config = self._plan.router_names, self._plan.router
+        names, config = self._config.router_names, self._config.router
         if len(names) > 1:
             require_free(config.host, config.port)
             config = replace(config, share_port="on")
@@ -265,7 +291,7 @@ class ChildFleet:
         return found
 
     def watch(self) -> None:
-        """Keep the fleet alive; return when a signal asks to stop. Raises FleetFailed when it cannot go on."""
+        """Keep the fleet alive; return when a signal asks to stop. Raises FleetEnded when it cannot go on."""
         try:
             while True:
                 self._next_event(None)
@@ -275,20 +301,23 @@ class ChildFleet:
     def stop(self) -> None:
         """Stop every child in order. Kill those that do not stop in time."""
         if self._serving:
-            self._close_intake([self._routers[name] for name in self._plan.router_names])
-        drained_s = self._plan.instance.drain_timeout_s + STOP_S
+            self._close_intake([self._routers[name] for name in self._config.router_names])
+        drained_s = self._config.instance.drain_timeout_s + STOP_S
         for role in ROLES:
-            self._stop_stage(self._plan.names(role), drained_s)
-        self._stop_stage(self._plan.router_names, STOP_S)
+            self._stop_stage(self._config.names(role), drained_s)
+        self._stop_stage(self._config.router_names, STOP_S)
         print("stopped", flush=True)
-        for file in self.inherited:
+        for file in self._inherited:
             os.close(file)
-        self.inherited = ()
+        self._inherited = ()
 
     # --- inside --------------------------------------------------------------------------------------------------------
 
+    def _start_here(self, name: str, role: Role, flags: Sequence[str], on_event: OnEvent) -> Running:
+        return RoleProcess(name, self._command(role, flags), on_event, inherited=self._inherited)
+
     def _start_router(self, name: str, config: RouterConfig) -> Running:
-        flags = to_flags(config, self._plan.model, self._plan.log, self._plan.security, self._plan.access)
+        flags = to_flags(config, self._config.model, self._config.log, self._config.security, self._config.access)
         router = self._routers[name] = RoleProcess(name, self._command(ROUTER, flags), self._events.put)
         return router
 
@@ -316,7 +345,7 @@ class ChildFleet:
         return ready
 
     def _wait_until_linked(self, url: str, prefill: list[str], decode: list[str], deadline: float) -> None:
-        page = FleetPage(url, self._plan.access)
+        page = FleetPage(url, self._config.access)
         while missing := page.missing(prefill, decode):
             if time.monotonic() >= deadline:
                 raise FleetEnded("the start took longer than --startup-timeout-s allows: " + "; ".join(missing))
@@ -325,7 +354,7 @@ class ChildFleet:
     def _next_event(self, deadline: float | None) -> ChildEvent | None:
         """The next event of a child, or None at the deadline or the supervisor's; what it calls for is done.
 
-        Raises FleetFailed, _StopAsked.
+        Raises FleetEnded, _StopAsked.
         """
         until = min((at for at in (deadline, self._supervisor.next_deadline()) if at is not None), default=None)
         try:
@@ -350,7 +379,7 @@ class ChildFleet:
             self._routers[name].order(MeetRouters(urls=tuple(url for other, url in self._own_urls.items() if other != name)))
 
     def _act(self, actions: Sequence[Action]) -> None:
-        """Raises FleetFailed."""
+        """Raises FleetEnded."""
         for action in actions:
             match action:
                 case StartAgain(name=name):
@@ -381,7 +410,7 @@ class ChildFleet:
 
     def _close_intake(self, routers: Sequence[RoleProcess]) -> None:
         """Return when each router has drained or exited, or at the deadline."""
-        limit_s = self._plan.router.drain_timeout_s + STOP_S
+        limit_s = self._config.router.drain_timeout_s + STOP_S
         deadline = time.monotonic() + limit_s
         _say_waiting([f"the open answers of {router.name}" for router in routers if router.status is None], limit_s)
         for router in routers:
@@ -397,28 +426,24 @@ class ChildFleet:
                 drained.add(event.child)
 
 
-def run(plan: LocalPlan, command: Command = launch_command, start_instance: StartInstance | None = None) -> int:
-    """Start, watch and stop. command: what runs a role with its flags. start_instance: without it, instances are children too.
+def run(plan: LocalPlan, command: Command = launch_command) -> int:
+    """Start a fleet of this host, watch and stop it. command: what runs a role with its flags. Returns the exit status."""
+    return run_fleet(ChildFleet(plan.config, plan.engines, command, lends_cores=plan.lends_cores))
+
+
+def run_fleet(fleet: ChildFleet) -> int:
+    """Start, watch and stop.
 
     Returns the exit status: 0 after an orderly stop, 1 when a part failed, BAD_FLAG when it can never run as it was started, 130
     when killed in haste.
     """
-
-    def start_here(name: str, role: Role, flags: Sequence[str], on_event: OnEvent) -> Running:
-        return RoleProcess(name, command(role, flags), on_event, inherited=fleet.inherited)
-
-    fleet = ChildFleet(plan, command, start_instance or start_here)
     parent: Parent[Order, Report] = Parent(msgspec.json.Decoder[Order](Order))
     watch(fleet.signalled)
     if parent.exists:
         threading.Thread(target=_stop_without, args=(parent, fleet), name="lifeline", daemon=True).start()
-    status, began = 0, time.monotonic()
+    status = 0
     try:
-        url = fleet.start()
-        took_s = time.monotonic() - began
-        routers = f"{plan.routers} routers, " if plan.routers > 1 else ""
-        parts = f"{routers}{plan.prefill} prefill, {plan.decode} decode"
-        print(f"ready in {took_s:.1f} s: {parts} on {url}\n\n{curl_line(url, plan.access)}\n", flush=True)
+        fleet.start()
         fleet.watch()
         print(STOPPING, flush=True)
     except _StopAsked:

@@ -32,11 +32,12 @@ from common.addresses import LOOPBACK, is_loopback
 from common.config import EngineConfig
 from common.errors import ConfigError, TandemError
 from common.processes.child import Exited, Progress, Ready, Reported
-from launch import child, local
+from launch import child
 from launch.child import Report
-from launch.local import ROLES, LocalPlan, OnEvent, Role
+from launch.fleet_options import Bundle, RayConfig, bundles_of, check_gpus
+from launch.local import ChildFleet, FleetConfig, OnEvent, Role, run_fleet
+from launch.rank_setup import check_nccl
 from launch.ranks import LONG_POLL_S, Ended, HostEvent, RankHost
-from launch.ray_plan import Bundle, RayConfig, bundles_of, check_gpus
 
 OTHERS_S = 15.0
 """How long the other hosts of an instance may take to end when one has ended: the ranks miss each other much sooner."""
@@ -196,31 +197,27 @@ CALLS_AT_ONCE = 4
 
 
 @dataclass(frozen=True, kw_only=True)
-class RayPlan(LocalPlan):
-    """What to start. Raises ConfigError, also when the ranks of an instance cannot be divided among its nodes."""
+class RayPlan:
+    """What Ray reserves for the instances of a fleet. Raises ConfigError when ranks cannot be divided among nodes."""
 
+    config: FleetConfig
     ray: RayConfig
 
     def __post_init__(self) -> None:
-        super().__post_init__()
+        engine = self.config.engine
+        check_nccl(self.config.instance, on_gpus=engine.device.startswith("cuda") and engine.executor == "torch")
         self.bundles()
 
     def engines(self) -> dict[str, EngineConfig]:
         """The ranks of an instance on one node share the processors that Ray reserves for them there."""
-        engine = replace(self.engine, threads=self.engine.threads or self.bundles()[0].cpus)
-        return {name: engine for role in ROLES for name in self.names(role)}
-
-    @property
-    def lends_cores(self) -> bool:
-        """Ray reserves cores for each instance."""
-        return False
+        engine = self.config.engine
+        engine = replace(engine, threads=engine.threads or self.bundles()[0].cpus)
+        return dict.fromkeys(self.config.instance_names, engine)
 
     def bundles(self) -> list[Bundle]:
-        """Of one instance."""
-        return bundles_of(self.ray, self.instance.tp, on_gpus=self.engine.device != "cpu" and self.engine.executor != "timed")
-
-    def _check_shares(self) -> None:
-        """Only GPUs count, which Ray gives to one rank each."""
+        """What Ray reserves for one instance."""
+        engine = self.config.engine
+        return bundles_of(self.ray, self.config.instance.tp, on_gpus=engine.device != "cpu" and engine.executor != "timed")
 
 
 class RayHost:
@@ -352,7 +349,7 @@ def import_ray() -> Any:
 
 
 def run(plan: RayPlan) -> int:
-    """Start, watch and stop. Returns the exit status, as `launch.local.run` does. Raises ConfigError."""
+    """Start, watch and stop. Returns the exit status, as `launch.local.run_fleet` does. Raises ConfigError."""
     ray = import_ray()
     signal.pthread_sigmask(signal.SIG_BLOCK, child.STOP_SIGNALS)  # before Ray starts threads, which would take them
     try:
@@ -362,15 +359,15 @@ def run(plan: RayPlan) -> int:
             f"--ray-address {plan.ray.ray_address}: no Ray cluster answers ({error}). Start one with `ray start --head` here and "
             "`ray start --address HEAD:6379` on the other nodes"
         ) from error
-    check_gpus(plan.bundles()[0], plan.engine.device, ray.nodes())
+    check_gpus(plan.bundles()[0], plan.config.engine.device, ray.nodes())
     here = str(ray.util.get_node_ip_address())
-    only = here if is_loopback(f"tcp://{plan.router.host}:0") else ""
-    places = {name: RayPlace(ray, name, plan.bundles(), only) for role in ROLES for name in plan.names(role)}
+    only = here if is_loopback(f"tcp://{plan.config.router.host}:0") else ""
+    places = {name: RayPlace(ray, name, plan.bundles(), only) for name in plan.config.instance_names}
 
     def start(name: str, role: Role, flags: Sequence[str], on_event: OnEvent) -> RayInstance:
         return RayInstance(name, role, flags, places[name], on_event)
 
     try:
-        return local.run(replace(plan, here=here), start_instance=start)
+        return run_fleet(ChildFleet(plan.config, plan.engines, start_instance=start, here=here))
     finally:
         ray.shutdown()

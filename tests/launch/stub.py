@@ -30,13 +30,14 @@ import types
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from common.config import EngineConfig, InstanceConfig, LogConfig, ModelConfig, RouterConfig
+from common.config import InstanceConfig, RouterConfig
 from common.errors import ConfigError
 from common.processes.child import IntakeClosed, Progress, Ready, stop_children
 from launch import child as child_half
 from launch import local
 from launch.child import ChildProcess, CloseIntake, Order, Report, run_child
-from launch.local import LocalPlan, run
+from launch.fleet_options import FleetCounts
+from launch.local import FleetConfig, LocalPlan, run
 from launch.processes import RoleProcess
 from tests.launch.waiting import PATIENCE_S
 
@@ -150,14 +151,10 @@ def serving(name: str, flags: Sequence[str]) -> Iterator[dict[str, str]]:
 
 def fleet(prefill: int, decode: int) -> int:
     """`launch local` with stubs for children. Notes how long each child may take to stop."""
-    plan = LocalPlan(
-        prefill=prefill,
-        decode=decode,
+    config = FleetConfig(
+        counts=FleetCounts(prefill=prefill, decode=decode),
         router=RouterConfig(port=0, control_port=0),
         instance=InstanceConfig(startup_timeout_s=PATIENCE_S, drain_timeout_s=5.0),
-        model=ModelConfig(),
-        engine=EngineConfig(),
-        log=LogConfig(),
     )
     os.environ |= {"STUB_PREFILLS": str(prefill), "STUB_DECODES": str(decode)}
 
@@ -169,7 +166,7 @@ def fleet(prefill: int, decode: int) -> int:
     local.stop_children = stop  # type: ignore[assignment, attr-defined]
     if os.environ.get("STUB_JUMP_TO_DEADLINE"):
         jump_to_deadline({("prefill-0", Ready), ("decode-0", Progress)})
-    return run(plan, stub_command)
+    return run(LocalPlan(config=config), stub_command)
 
 
 def jump_to_deadline(awaited: set[tuple[str, type[Report]]]) -> None:

@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 
-from common.config import EngineConfig, InstanceConfig, LogConfig, ModelConfig, RouterConfig, TransportName
+from common.config import EngineConfig, InstanceConfig, TransportName
 from common.errors import ConfigError
 from common.host import HostMemory, core_count, devices_of_ranks, divide_cores, place_on_gpus
 from engine import kv_budget
 from launch import child, rank_setup
-from launch.commands import CoresConfig, divide_by_work
+from launch.fleet_options import CoresConfig, FleetCounts, divide_by_work
 from launch.instance_command import count_gpus
-from launch.local import LocalPlan
+from launch.local import FleetConfig, LocalPlan
 from launch.rank_setup import engines_of_ranks
 
 
@@ -52,8 +52,7 @@ def test_the_ranks_of_an_instance_take_gpus_side_by_side() -> None:
 def test_a_local_fleet_shares_cores_and_gpus_by_name() -> None:
     def engines(gpus: int, engine: EngineConfig) -> dict[str, tuple[str, int, int]]:
         plan = LocalPlan(
-            prefill=1, decode=2, router=RouterConfig(), instance=InstanceConfig(), model=ModelConfig(), engine=engine,
-            log=LogConfig(), gpus=gpus,
+            config=FleetConfig(counts=FleetCounts(prefill=1, decode=2), engine=engine), gpus=gpus,
         )  # fmt: skip
         return {name: (made.device, made.sharers, made.threads) for name, made in plan.engines().items()}
 
@@ -91,8 +90,7 @@ def test_all_instances_and_ranks_that_are_started_together_get_one_part_of_the_m
     free_gib = iter((9, 5))
     monkeypatch.setattr(kv_budget, "host_memory_now", lambda: HostMemory(16 * 2**30, next(free_gib) * 2**30))
     plan = LocalPlan(
-        prefill=1, decode=3, router=RouterConfig(), instance=InstanceConfig(), model=ModelConfig(), engine=EngineConfig(),
-        log=LogConfig(),
+        config=FleetConfig(counts=FleetCounts(prefill=1, decode=3), engine=EngineConfig()),
     )  # fmt: skip
     assert {made.memory_part for made in plan.engines().values()} == {2 * 2**30}
     engines = engines_of_ranks(InstanceConfig(tp=2), EngineConfig(device="cpu", sharers=1))
@@ -106,8 +104,8 @@ def test_nccl_for_ranks_and_for_kv_on_one_gpu_is_refused_before_anything_starts(
     def plan(device: str, gpus: int, tp: int, transport: TransportName) -> LocalPlan:
         instance = InstanceConfig(tp=tp, transport=transport)
         return LocalPlan(
-            prefill=1, decode=1, router=RouterConfig(), instance=instance, model=ModelConfig(),
-            engine=EngineConfig(device=device), log=LogConfig(), gpus=gpus,
+            config=FleetConfig(counts=FleetCounts(prefill=1, decode=1), instance=instance,
+            engine=EngineConfig(device=device)), gpus=gpus,
         )  # fmt: skip
 
     for device in ("auto", "cuda"):
@@ -123,7 +121,7 @@ def test_nccl_for_ranks_and_for_kv_on_one_gpu_is_refused_before_anything_starts(
 
 
 def plan_part(plan: LocalPlan, engine: EngineConfig) -> int:
-    return replace(plan, engine=engine).engines()["decode-0"].memory_part
+    return replace(plan, config=replace(plan.config, engine=engine)).engines()["decode-0"].memory_part
 
 
 def test_no_division_that_uses_as_many_cores_is_faster() -> None:
@@ -139,8 +137,8 @@ def test_no_division_that_uses_as_many_cores_is_faster() -> None:
 def test_cores_are_lent_where_several_instances_compute_on_the_processor_with_one_rank_each() -> None:
     def lends(gpus: int = 0, prefill: int = 1, tp: int = 1, cores: CoresConfig = CoresConfig(), **engine: Any) -> bool:  # noqa: B008
         return LocalPlan(
-            prefill=prefill, decode=1, router=RouterConfig(), instance=InstanceConfig(tp=tp), model=ModelConfig(),
-            engine=EngineConfig(**engine), log=LogConfig(), gpus=gpus, cores=cores,
+            config=FleetConfig(counts=FleetCounts(prefill=prefill, decode=1), instance=InstanceConfig(tp=tp),
+            engine=EngineConfig(**engine)), gpus=gpus, cores=cores,
         ).lends_cores  # fmt: skip
 
     assert lends() and lends(device="cpu")
@@ -168,8 +166,8 @@ def test_cores_are_lent_where_several_instances_compute_on_the_processor_with_on
 def test_shares_of_a_memory_that_do_not_fit_on_one_device_are_refused_before_anything_starts() -> None:
     def plan(kv_memory: str, gpus: int) -> LocalPlan:
         return LocalPlan(
-            prefill=1, decode=2, router=RouterConfig(), instance=InstanceConfig(), model=ModelConfig(),
-            engine=EngineConfig(kv_memory=kv_memory), log=LogConfig(), gpus=gpus,
+            config=FleetConfig(counts=FleetCounts(prefill=1, decode=2),
+            engine=EngineConfig(kv_memory=kv_memory)), gpus=gpus,
         )  # fmt: skip
 
     for share, gpus, most in (("60%", 0, 33), ("33.5%", 1, 33), ("60%", 2, 50)):

@@ -13,11 +13,11 @@ import pytest
 from common.errors import ConfigError
 from common.processes.child import Exited, Progress, Ready, Reported
 from launch import ranks
+from launch.fleet_options import Bundle, RayConfig, bundles_of, check_gpus
 from launch.main import main
 from launch.processes import ChildEvent
 from launch.ranks import Ended, HostEvent, RankHost
 from launch.ray_fleet import HostLost, RayInstance
-from launch.ray_plan import Bundle, RayConfig, bundles_of, check_gpus
 from tests.launch.stub import stub_command
 from tests.launch.waiting import PATIENCE_S
 

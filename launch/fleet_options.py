@@ -1,0 +1,128 @@
+"""What `launch local` and `launch ray` are told about a fleet: how many processes, and which cores and nodes they have.
+
+Owns the flags and the arithmetic of cores, ranks and nodes. Imports nothing heavy: Ray is not needed to read the flags. What
+instances lend each other while they serve is `engine/cpu/lent_cores.py`.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from common.errors import ConfigError
+from common.options import Switch, option, parse_numbers, require, require_at_least, require_between
+
+MOST_ROUTERS = 64
+DECODE_TOKEN = 2.0
+"""What an answer's token costs, in tokens of prompts: about this much in batches of 8 to 16 rows, where reading the weights
+counts as much as computing with them (docs/measurements/cpu.md)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FleetCounts:
+    """How many."""
+
+    prefill: int = option(1, "number of prefill instances; 0 means colocated serving")
+    decode: int = option(1, "number of decode instances", metavar="M")
+    routers: int = option(1, "number of routers, which share the HTTP port", metavar="R")
+
+    def __post_init__(self) -> None:
+        require_at_least(self, prefill=0, decode=1)
+        require_between(self, 1, MOST_ROUTERS, "routers")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CoresConfig:
+    """How the cores of a host without GPUs are divided."""
+
+    workload: str = option(
+        "512,128",
+        "tokens of a typical prompt and of its answer: prefill and decode instances get cores by the work that each makes",
+    )
+    lend_cores: Switch = option(
+        "on", "on: while an instance has nothing to compute, others on this host use its cores too; off: each uses its own only"
+    )
+
+    def __post_init__(self) -> None:
+        lengths = parse_numbers(self.workload, "workload", int)
+        require(len(lengths) == 2 and min(lengths) >= 1, "workload", "two numbers of tokens, such as 512,128", self.workload)
+
+    @property
+    def prefill_share(self) -> float:
+        """The share of the work that prefill instances do."""
+        prompt, answer = parse_numbers(self.workload, "workload", int)
+        return prompt / (prompt + DECODE_TOKEN * answer)
+
+
+def divide_by_work(cores: int, prefill: int, decode: int, prefill_share: float) -> tuple[int, int]:
+    """Cores of each prefill and of each decode instance: at least one each, and together no more than there are where possible.
+    Of all divisions it is the one whose slower role takes the least time.
+
+    prefill, decode: how many instances. prefill_share: of the work, where there are both.
+    """
+    if not prefill:
+        return 0, max(1, cores // decode)
+
+    def slower_role(decode_cores: int) -> float:
+        """How long the role takes that takes longer."""
+        prefill_s = prefill_share / (prefill * left_for_prefill(decode_cores))
+        return max(prefill_s, (1 - prefill_share) / (decode * decode_cores))
+
+    def left_for_prefill(decode_cores: int) -> int:
+        return max(1, (cores - decode_cores * decode) // prefill)
+
+    decode_cores = min(range(1, max(1, (cores - prefill) // decode) + 1), key=slower_role)
+    return left_for_prefill(decode_cores), decode_cores
+
+
+@dataclass(frozen=True, kw_only=True)
+class RayConfig:
+    """Where instances run on a Ray cluster."""
+
+    ray_address: str = option("auto", "the Ray cluster: host:port of its head; auto: the cluster that this host is a node of")
+    nodes_per_instance: int = option(
+        1, "nodes that share the ranks of an instance equally; 1: all ranks on one node; 2 or more: on as many different nodes"
+    )
+    cpus_per_rank: int = option(
+        1, "processors that Ray reserves for each rank: its threads too, if --threads does not give others"
+    )
+
+    def __post_init__(self) -> None:
+        shown = self.ray_address
+        require(shown != "" and "://" not in shown, "ray-address", "host:port of the head, or auto", shown)
+        require_at_least(self, nodes_per_instance=1, cpus_per_rank=1)
+
+
+@dataclass(frozen=True, slots=True)
+class Bundle:
+    """What Ray reserves on one node for ranks `first` to `last` of an instance."""
+
+    first: int
+    last: int
+    cpus: int
+    gpus: int
+
+    @property
+    def resources(self) -> dict[str, float]:
+        """As Ray writes them."""
+        return {kind: float(amount) for kind, amount in (("CPU", self.cpus), ("GPU", self.gpus)) if amount}
+
+
+def bundles_of(config: RayConfig, ranks: int, on_gpus: bool) -> list[Bundle]:
+    """Of one instance, in the order of its ranks: the first bundle holds rank 0. Raises ConfigError when ranks do not divide."""
+    each, left = divmod(ranks, config.nodes_per_instance)
+    if left:
+        raise ConfigError(f"--tp {ranks} ranks cannot be divided equally among --nodes-per-instance {config.nodes_per_instance}")
+    return [
+        Bundle(first, first + each - 1, each * config.cpus_per_rank, each if on_gpus else 0) for first in range(0, ranks, each)
+    ]
+
+
+def check_gpus(bundle: Bundle, device: str, nodes: Iterable[Mapping[str, Any]]) -> None:
+    """nodes: as `ray.nodes()` lists them. Raises ConfigError for a bundle with GPUs where no node has one, unless the device is
+    given as cuda: then somebody, such as Ray's autoscaler, will add such nodes, and they are waited for."""
+    resources = [node["Resources"] for node in nodes if node["Alive"]]
+    if bundle.gpus and device == "auto" and not any(each.get("GPU") for each in resources):
+        raise ConfigError(
+            f"no node of the Ray cluster has a GPU (alive nodes: {len(resources)}): give --device cpu to serve without, or "
+            "--device cuda to wait until nodes with GPUs join; a node that has some says how many with `ray start --num-gpus N`"
+        )
