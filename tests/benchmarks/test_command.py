@@ -1,10 +1,21 @@
-"""How every instrument is started: flags from its options, the command that repeats it, and refusals by the flag."""
+"""How every instrument is started, and two that are quick enough to run whole: `control` and `ranks`.
 
+Flags are made from its options, a command repeats it, and refusals name the flag. `control` has a router that runs; `ranks` has
+processes that obey the leader in this one, and end with the measurement.
+"""
+
+import json
+import subprocess
+import sys
 from dataclasses import dataclass
+from pathlib import Path
 
+import msgspec
 import pytest
 
 from benchmarks.command import Invocation, start
+from benchmarks.ranks import RanksBench, RanksFigures, main
+from common.errors import ConfigError
 from common.options import option, require_above_0
 
 
@@ -53,3 +64,48 @@ def test_a_flag_that_is_not_known_is_refused_with_the_nearest_one(capsys: pytest
     with pytest.raises(SystemExit) as ended:
         begin("--secnds=1")
     assert ended.value.code == 2 and "did you mean --seconds?" in capsys.readouterr().err
+
+
+FIGURES = {
+    "heartbeat_bytes_per_s",
+    "join_bytes",
+    "losses_bytes",
+    "restart_s",
+    "choose_us",
+    "metrics_ms",
+    "cluster_ms",
+    "router_mb",
+    "longest_pause_ms",
+}
+"""Those that are above zero wherever they are measured."""
+
+
+def test_a_quick_run_measures_prints_and_writes_what_was_asked_for(tmp_path: Path) -> None:
+    figures = tmp_path / "figures.json"
+    command = [sys.executable, "-m", "benchmarks.control", "--quick", "--markdown", "--seconds", "0.3"]
+    done = subprocess.run([*command, "--json", str(figures)], capture_output=True, text=True, timeout=280, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("```sh\npython -m benchmarks.control --quick --markdown --seconds=0.3 --json=")
+    assert "\n| 6 | " in done.stdout
+    (fleet,) = json.loads(figures.read_text())
+    assert fleet["instances"] == 6 and fleet["trouble"] == ""
+    assert {name for name in FIGURES if fleet[name] > 0} == FIGURES
+    assert min(fleet["heartbeat_core_share"], fleet["losses_ms"]) >= 0
+    assert fleet["start_s"] < fleet["restart_s"]
+
+
+def test_one_and_two_ranks_are_measured_and_only_the_second_has_a_follower(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "figures.json"
+    assert main(["--ranks=1,2", "--rows=3", "--steps=20", f"--json={file}", "--markdown"]) == 0
+    assert "| 2 | 3 |" in capsys.readouterr().out
+    alone, two = msgspec.json.decode(file.read_bytes(), type=list[RanksFigures])
+    assert (alone.ranks, two.ranks) == (1, 2) and alone.follower_cpu_us == 0 < two.follower_cpu_us
+    assert min(alone.leader_cpu_us, two.leader_cpu_us, two.step_us) > 0
+
+
+@pytest.mark.parametrize("flags", [{"ranks": "0,1"}, {"ranks": "65"}, {"rows": "0"}, {"steps": 0}])
+def test_what_cannot_be_measured_is_refused(flags: dict[str, str]) -> None:
+    with pytest.raises(ConfigError, match=f"--{next(iter(flags))}"):
+        RanksBench(**flags)  # type: ignore[arg-type]

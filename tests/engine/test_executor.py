@@ -1,13 +1,20 @@
-"""The contract of an executor that computes: rows that grow, answers that are resumed, and digests of what is in memory."""
+"""The contract of an executor that computes: rows that grow, answers that are resumed, and digests of what is in memory.
+
+Also the report of a step's layers while it computes, and threads: one that has computed, and computes no more, leaves no OpenMP
+threads behind that make those of others sleep.
+"""
 
 import binascii
 import ctypes
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from msgspec.structs import replace
 
 from common.config import EngineConfig, ModelConfig
@@ -15,7 +22,7 @@ from common.executor import Chunk, Executor, ExecutorFailed, Plan, RowStart, Ste
 from common.ids import Int32Array
 from common.sampling_params import SamplingParams
 from common.step_cost import StepCost
-from engine.step_runner import PendingStep
+from engine.step_runner import LayerProgress, PendingStep
 from engine.timed import Pace
 from engine.torch_executor import TorchExecutor
 from engine.toy import ToyExecutor
@@ -251,3 +258,45 @@ def test_a_byte_that_changes_in_a_page_changes_its_digest_and_no_other(engine: E
 def test_closing_twice_is_closing_once(engine: Engine) -> None:
     engine.executor.close()
     engine.executor.close()
+
+
+@pytest.mark.parametrize(
+    ("layers", "groups", "expected"),
+    [(8, 4, [2, 4, 6, 8]), (8, 2, [4, 8]), (8, 1, [8]), (8, 0, []), (3, 4, [1, 2, 3]), (10, 4, [2, 5, 7, 10])],
+)
+def test_progress_is_reported_after_each_group(layers: int, groups: int, expected: list[int]) -> None:
+    told: list[int] = []
+    progress = LayerProgress(torch.device("cpu"), layers, groups, told.append)
+    for layer in range(1, layers + 1):
+        progress.written(layer)
+    progress.wait()
+    assert told == expected
+
+
+PROGRAM = """
+import os
+os.environ["OMP_NUM_THREADS"] = "2"
+import torch
+from engine.torch_executor import end_own_pool
+
+def threads():
+    return len(os.listdir("/proc/self/task"))
+
+torch.set_num_threads(2)
+end_own_pool()  # without one
+counts = [threads()]
+for _ in range(2):
+    whole = torch.ones(512, 512)
+    assert (whole @ whole)[0, 0] == 512
+    counts.append(threads())
+    end_own_pool()
+    counts.append(threads())
+print(*counts)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="it counts threads in /proc")
+def test_the_threads_end_and_come_back_when_they_are_needed() -> None:
+    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=60, check=True)
+    before, *counts = map(int, done.stdout.split())
+    assert counts == [before + 1, before] * 2

@@ -1,6 +1,13 @@
-"""The model runner against transformers' generate, token by token, on random-weight checkpoints."""
+"""The model runner against transformers' generate, token by token, on random-weight checkpoints.
+
+A step's memory stays with the process: the next step of the same size touches no page that the system must clear.
+"""
 
 import ctypes
+import platform
+import resource
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -200,3 +207,33 @@ def test_layers_reported_during_a_last_chunk_are_written(
     for layers, then in seen:
         np.testing.assert_array_equal(then[:, :layers], kv[:, :layers])
         assert layers == layout.layers or (then[:, layers:] != kv[:, layers:]).any()
+
+
+PROGRAM = """
+import resource, threading
+from engine.model_runner import keep_step_memory
+
+def step():
+    held = [b"x" * count for count in (2**26, 2**22, 2**20)]
+    return sum(map(len, held))
+
+def steps():
+    step()
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    step()
+    faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+
+faults = []
+
+keep_step_memory()
+thread = threading.Thread(target=steps)
+thread.start()
+thread.join()
+print(faults[0])
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="it is a setting of glibc")
+def test_the_second_step_of_a_size_finds_the_memory_of_the_first() -> None:
+    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=60, check=True)
+    assert int(done.stdout) < 2**26 // resource.getpagesize() // 4

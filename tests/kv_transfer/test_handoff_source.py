@@ -1,4 +1,4 @@
-"""The sending end of the handoff, as messages in and actions out."""
+"""The sending end of the handoff, as messages in and actions out; and what went over each link, in sums."""
 
 import math
 from dataclasses import replace
@@ -10,7 +10,8 @@ import pytest
 
 from common.ids import Generation, Incarnation, InstanceId, Life, Ticket, pack_ids
 from common.instance.ports import Allow, Push, PushDone, PushFailed, Send
-from common.messages import Decline, Failed, Grant, Handoff, Withdraw
+from common.messages import Decline, Failed, Grant, Handoff, LinkTraffic, Withdraw
+from kv_transfer.handoff_source import PeerTraffic, traffic_of
 from kv_transfer.handoff_target import WRITE_LEASE_S, Digest
 from kv_transfer.outgoing import SourceClosed, SourceGranted, SourceRead, SourceRefused
 from tests.builders import LAYOUT, key
@@ -350,3 +351,39 @@ def test_nothing_is_kept_of_a_peer_that_came_back_as_another_and_then_left() -> 
     assert source.peers_gone([(D, Incarnation("2"))]) == source.peers_gone([]) == []
     source.transfer_ended(PushFailed(Ticket(1), "the link was closed", quiescent=True))
     assert len(source) == 0 and source.next_deadline() is None and not source._sessions
+
+
+A, B = InstanceId("a"), InstanceId("b")
+
+
+def test_pushes_and_handoffs_add_up_for_each_peer_and_in_all() -> None:
+    traffic = PeerTraffic()
+    traffic.add(A, traffic_of(PushDone(Ticket(1), 100, 0.5, runs=3)))
+    traffic.add(A, traffic_of(PushDone(Ticket(2), 20, 0.25, runs=1)))
+    traffic.add(B, traffic_of(PushDone(Ticket(3), 7, 1.0, runs=2)))
+    traffic.add(A, LinkTraffic(handoffs=1, exposed_seconds=0.125))
+    to_a = LinkTraffic(pushes=2, runs=4, bytes_pushed=120, push_seconds=0.75, handoffs=1, exposed_seconds=0.125)
+    assert traffic.to(A) == to_a
+    assert traffic.total == LinkTraffic(pushes=3, runs=6, bytes_pushed=127, push_seconds=1.75, handoffs=1, exposed_seconds=0.125)
+
+
+@pytest.mark.parametrize(
+    ("begun", "quiescent", "counted"),
+    [
+        (False, True, LinkTraffic(pushes_refused=1)),
+        (True, True, LinkTraffic(pushes_broken=1)),
+        (True, False, LinkTraffic(pushes_unproven=1)),
+    ],
+)
+def test_a_failure_is_counted_by_its_kind(begun: bool, quiescent: bool, counted: LinkTraffic) -> None:
+    traffic = PeerTraffic()
+    traffic.add(A, traffic_of(PushFailed(Ticket(1), "cable", quiescent=quiescent, begun=begun)))
+    assert traffic.to(A) == counted and traffic.total.pushes_failed == 1
+
+
+def test_a_peer_that_left_is_forgotten_but_for_what_it_adds_to_the_total() -> None:
+    traffic = PeerTraffic()
+    for peer in (A, B):
+        traffic.add(peer, LinkTraffic(handoffs=1, exposed_seconds=1.0))
+    traffic.keep([B])
+    assert (traffic.to(A), traffic.to(B).handoffs, traffic.total.handoffs) == (LinkTraffic(), 1, 2)

@@ -1,13 +1,16 @@
-"""The receiving end of the handoff: generations, renewals, fences and leases."""
+"""The receiving end of the handoff: generations, renewals, fences and leases; and digests, compared with what was sent."""
 
 import math
 
+import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from common.ids import AttemptId, Generation, Incarnation, InstanceId, Life, pack_ids
 from common.messages import Claim, Grant, Handoff, Renew, Renewed, Withdraw
 from common.pages.pool import PageLease, PagePool
-from kv_transfer.handoff_target import MARGIN_S, WRITE_LEASE_S, HandoffTarget, Renewal
+from kv_transfer.handoff_target import MARGIN_S, WRITE_LEASE_S, HandoffTarget, Renewal, corrupt_pages
 from tests.builders import key
 
 P, Q = InstanceId("p"), InstanceId("q")
@@ -350,3 +353,33 @@ def test_a_reservation_that_its_writer_gave_up_and_cannot_let_go_keeps_its_pages
 
 def test_what_has_no_reservation_is_not_stuck() -> None:
     assert not is_stuck(Reader(), key("nobody"))
+
+
+WORDS = st.lists(st.integers(0, 2**32 - 1), max_size=8)
+
+
+def packed(digests: list[int]) -> bytes:
+    return b"".join(digest.to_bytes(4, "little") for digest in digests)
+
+
+@given(sent=WORDS, landed=WORDS)
+def test_a_page_is_corrupt_when_its_digests_differ_or_one_is_missing(sent: list[int], landed: list[int]) -> None:
+    alike = sum(ours == theirs for ours, theirs in zip(sent, landed, strict=False))
+    assert corrupt_pages(packed(sent), packed(landed)) == max(len(sent), len(landed)) - alike
+
+
+@given(digests=WORDS)
+def test_pages_that_landed_as_they_were_sent_are_sound(digests: list[int]) -> None:
+    assert corrupt_pages(packed(digests), packed(digests)) == 0
+
+
+@pytest.mark.parametrize("byte", range(8))
+def test_every_byte_of_a_digest_counts(byte: int) -> None:
+    landed = np.arange(8, dtype=np.uint8)
+    sent = landed.copy()
+    sent[byte] ^= 1
+    assert corrupt_pages(sent.tobytes(), landed.tobytes()) == 1
+
+
+def test_an_incomplete_digest_counts_as_missing() -> None:
+    assert corrupt_pages(packed([1]) + packed([2])[:3], packed([1, 2])) == 1

@@ -1,4 +1,7 @@
-"""What one connection can cost the server: clients that do not read, heads without an end, clients of HTTP/1.0, and upgrades."""
+"""What one connection can cost the server: clients that do not read, heads without an end, clients of HTTP/1.0, and upgrades.
+
+Also disconnects as TCP tells them, and the server's end.
+"""
 
 import asyncio
 import gc
@@ -13,11 +16,12 @@ from typing import Any
 import pytest
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from common.errors import ConfigError
 from common.messages import Finished, Generate, TextDelta
 from router.api import server
-from router.api.server import HEAD_BYTES, MAX_PIPELINED, PIECE_BYTES, _Protocol
+from router.api.server import HEAD_BYTES, MAX_PIPELINED, PIECE_BYTES, _Protocol, listen
 from router.metrics import Dropped
-from tests.router.calls import completion, metric, until
+from tests.router.calls import chat, completion, metric, until
 from tests.router.fakes import EchoFleet, Site, listening
 
 pytestmark = pytest.mark.anyio
@@ -285,3 +289,50 @@ async def test_a_tunnel_is_refused() -> None:
         answer = await asyncio.wait_for(reader.read(), 5)
         assert answer.startswith(b"HTTP/1.1 400 ") and answer.count(b"HTTP/1.1 ") == 1
         writer.close()
+
+
+async def ask(port: int, stream: bool) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """Post a chat over a connection of our own."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    body = json.dumps(chat(stream=stream, max_tokens=None)).encode()
+    head = "POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    writer.write(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+    await writer.drain()
+    return reader, writer
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_connection_that_is_closed_cancels_its_request(stream: bool) -> None:
+    async with Site(EchoFleet(stall_at=2)) as site, listening(site) as port:
+        reader, writer = await ask(port, stream)
+        if stream:
+            await asyncio.wait_for(reader.readuntil(b'"content":"e"'), 5)
+        await until(lambda: len(site.core.requests) > 0)
+        writer.close()
+        await until(lambda: not len(site.core.requests))
+        assert len(site.fleet.cancelled()) == 1
+
+
+async def test_a_request_behind_an_open_one_ends_the_connection_and_cancels_the_open_one() -> None:
+    async with Site(EchoFleet(stall_at=2)) as site, listening(site) as port:
+        reader, writer = await ask(port, stream=False)
+        await until(lambda: len(site.core.requests) > 0)
+        writer.write(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        await asyncio.wait_for(reader.read(), 60)
+        await until(lambda: not len(site.core.requests))
+        writer.close()
+
+
+async def test_a_server_that_stops_lets_an_open_answer_end() -> None:
+    async with Site() as site:
+        async with listening(site) as port:
+            reader, writer = await ask(port, stream=True)
+            await asyncio.wait_for(reader.readuntil(b"data: "), 5)
+        rest = await asyncio.wait_for(reader.read(), 5)
+        assert b"data: [DONE]" in rest
+        writer.close()
+
+
+async def test_a_port_that_is_taken_is_named() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(ConfigError, match="--port"):
+        listen("127.0.0.1", taken.getsockname()[1])

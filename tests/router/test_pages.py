@@ -1,18 +1,23 @@
-"""The pages about the router and its fleet, and what people do there: models, health, readiness, metrics, draining."""
+"""The pages about the router and its fleet, and what people do there: models, health, readiness, metrics, draining.
+
+The histogram gives the same page as the client library's.
+"""
 
 from random import Random
 from typing import Any, TypeVar
 
 import msgspec
+import prometheus_client
 import pytest
 from msgspec.structs import asdict
+from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from common.ids import DETOKENIZER, InstanceId
 from common.messages import Counters, DetokenizerHeartbeat, Drain, FlushCache, LinkInfo, LinkTraffic, Load, Register
 from router import core
 from router.members import Member
-from router.metrics import member_metrics
+from router.metrics import Histogram, member_metrics
 from tests.builders import COMPUTES, instance
 from tests.router.calls import assert_error, chat, get, metric, post, until
 from tests.router.fakes import CONTEXT, MODEL, EchoFleet, Site, beat
@@ -259,3 +264,18 @@ async def test_two_routers_can_live_in_one_process() -> None:
     async with Site() as one, Site() as other:
         await post(one, "/v1/chat/completions", chat())
         assert "tandem_requests_ended_total{" not in (await get(other, "/metrics")).text
+
+
+VALUES = (0.0, 0.004, 0.005, 0.0051, 1.0, 2.5, 1e9)
+
+
+def test_a_page_reads_like_that_of_the_client_library() -> None:
+    ours, theirs = CollectorRegistry(), CollectorRegistry()
+    name, what, buckets = "tandem_seconds", "Of something.", (0.005, 1.0, 2.0)
+    mine = Histogram(name, what, buckets, ours)
+    reference = prometheus_client.Histogram(name, what, buckets=buckets, registry=theirs)
+    for value in VALUES:
+        mine.observe(value)
+        reference.observe(value)
+    expected = [line for line in generate_latest(theirs).splitlines() if b"_created" not in line]
+    assert generate_latest(ours).splitlines() == expected

@@ -1,16 +1,281 @@
-"""Late choice at the router: which candidate decodes an attempt is known when its prefill instance says so."""
+"""The choice of instances, for fleets of a few members, and late choice: which candidate decodes an attempt.
 
+That is known when its prefill instance says so.
+"""
+
+from collections.abc import Sequence
+
+import msgspec
 import pytest
 
-from common.config import RouterConfig
-from common.errors import Preempted, Unavailable
+from common.config import Dispatch, RouterConfig
+from common.errors import BadRequest, Preempted, Unavailable
 from common.ids import Incarnation, InstanceId, Life
 from common.instance.ports import Send
-from common.messages import Failed, Load, Probe, Probed, Register, Standing
+from common.messages import Failed, InstanceInfo, Load, Probe, Probed, Register, Standing
 from router.attempts import ResumeReason
+from router.cost import Demand
+from router.fleet import Fleet
+from router.placement import Placer
 from router.requests import Record
 from tests.builders import instance, key
-from tests.router.bench import D0, D1, P0, P1, Bench, about_requests, cancels, close, generates, route, spec
+from tests.router.bench import D0, D1, P0, P1, Bench, about_requests, cancels, close, generates, new_fleet, placer_of, route, spec
+from tests.router.fakes import hear
+
+
+def placer(fleet: Fleet, dispatch: Dispatch = "auto") -> Placer:
+    return placer_of(fleet, RouterConfig(dispatch=dispatch))
+
+
+DISPATCHES: tuple[Dispatch, ...] = ("auto", "colocated")
+
+
+def chosen(
+    fleet: Fleet,
+    dispatch: Dispatch = "auto",
+    prompt_tokens: int = 10,
+    max_new_tokens: int = 5,
+    avoid: Sequence[InstanceInfo] = (),
+) -> tuple[str, str | None]:
+    lives = {Life(info.id, info.incarnation) for info in avoid}
+    choice = placer(fleet, dispatch).choose(Demand(prompt_tokens, max_new_tokens, avoid=lives))
+    return choice.first.info.id, None if choice.decode is None else choice.decode.info.id
+
+
+@pytest.fixture
+def fleet() -> Fleet:
+    return new_fleet(P0, D0)
+
+
+def test_a_request_goes_through_a_linked_pair() -> None:
+    assert chosen(new_fleet(P0, D0)) == ("p0", "d0")
+
+
+def test_the_least_loaded_in_tokens_is_taken_not_the_one_with_fewest_requests() -> None:
+    fleet = new_fleet(P0, P1, D0, D1)
+    hear(fleet, P0, D0, D1, load=Load(waiting_requests=1, waiting_tokens=900), now=1.0)
+    hear(fleet, P1, D0, D1, load=Load(waiting_requests=5, waiting_tokens=50, running_tokens=50), now=1.0)
+    hear(fleet, D0, P0, P1, load=Load(running_requests=1, running_tokens=400), now=1.0)
+    hear(fleet, D1, P0, P1, load=Load(running_requests=3, running_tokens=300), now=1.0)
+    assert chosen(fleet) == ("p1", "d1")
+
+
+def test_tokens_assigned_since_the_last_report_count_as_load() -> None:
+    fleet = new_fleet(P0, P1, D0)
+    hear(fleet, P1, D0, load=Load(waiting_tokens=20), now=1.0)
+    assert chosen(fleet) == ("p0", "d0")
+    next(member for member in fleet.members() if member.info.id == "p0").assigned_tokens = 21
+    assert chosen(fleet) == ("p1", "d0")
+
+
+def test_a_report_counts_what_all_routers_gave_and_what_is_assigned_later_comes_on_top() -> None:
+    fleet = new_fleet(P0, P1, D0)
+    member = next(member for member in fleet.members() if member.info.id == "p0")
+    member.assigned_tokens = 30
+    hear(fleet, P0, D0, now=1.0, load=Load(waiting_tokens=100))  # 30 are ours, 70 those of another router
+    hear(fleet, P1, D0, now=1.0, load=Load(waiting_tokens=105))
+    assert chosen(fleet) == ("p0", "d0")
+    member.assigned_tokens += 10
+    assert chosen(fleet) == ("p1", "d0")
+    member.assigned_tokens -= 30
+    assert chosen(fleet) == ("p0", "d0")
+
+
+def test_a_decode_instance_without_free_pages_for_the_request_comes_after_a_busier_one_that_has_them() -> None:
+    fleet = new_fleet(P0, D0, D1)
+    hear(fleet, D0, P0, now=1.0, load=Load(running_tokens=0, pages_free=3))
+    hear(fleet, D1, P0, now=1.0, load=Load(running_tokens=200, pages_free=4))
+    assert chosen(fleet, prompt_tokens=8, max_new_tokens=4) == ("p0", "d0")
+    assert chosen(fleet, prompt_tokens=8, max_new_tokens=5) == ("p0", "d1")
+
+
+def test_a_pair_is_used_only_when_both_ends_report_the_link() -> None:
+    fleet = new_fleet(P0, D0, D1, linked=False)
+    hear(fleet, P0, D0, D1, now=1.0)
+    assert chosen(fleet)[1] is None
+    hear(fleet, D1, P0, now=1.0)
+    assert chosen(fleet) == ("p0", "d1")
+
+
+def test_a_link_to_a_former_incarnation_is_no_link(fleet: Fleet) -> None:
+    successor = instance("d0", "decode", incarnation="2")
+    fleet.register(Register(instance=successor), 1.0)
+    hear(fleet, successor, P0, now=1.0)
+    assert chosen(fleet) == ("d0", None)
+    hear(fleet, P0, successor, now=1.0)
+    assert chosen(fleet) == ("p0", "d0")
+
+
+def test_a_prefill_instance_without_a_link_is_passed_over_even_if_it_is_idle() -> None:
+    fleet = new_fleet(P0, P1, D0)
+    hear(fleet, P0, now=1.0)
+    hear(fleet, P1, D0, load=Load(waiting_tokens=1000), now=1.0)
+    assert chosen(fleet) == ("p1", "d0")
+
+
+def test_a_draining_instance_gets_nothing_new() -> None:
+    fleet = new_fleet(P0, D0, D1)
+    hear(fleet, D0, P0, draining=True, now=1.0)
+    assert chosen(fleet) == ("p0", "d1")
+    hear(fleet, P0, D0, D1, draining=True, now=1.0)
+    assert chosen(fleet) == ("d1", None)
+
+
+WORN = Load(pages_quarantined=17, pages_total=64)
+
+
+def test_an_instance_gets_nothing_new_while_more_than_a_quarter_of_its_pages_is_quarantined() -> None:
+    fleet = new_fleet(P0, P1, D0, D1)
+    hear(fleet, P0, D0, D1, load=WORN, now=1.0)
+    hear(fleet, D1, P0, P1, load=WORN, now=1.0)
+    assert chosen(fleet) == chosen(fleet) == ("p1", "d0")
+    assert placer(fleet).unready() == []
+    hear(fleet, P0, D0, D1, load=Load(pages_quarantined=16, pages_total=64), now=2.0)
+    assert chosen(fleet, max_new_tokens=1) == ("p0", None)
+
+
+def test_a_fleet_whose_every_decode_instance_is_full_of_quarantined_pages_is_unready_and_says_so(fleet: Fleet) -> None:
+    hear(fleet, D0, P0, load=WORN, now=1.0)
+    with pytest.raises(Unavailable, match="17 of 64"):
+        chosen(fleet)
+    for dispatch in DISPATCHES:
+        (reason,) = placer(fleet, dispatch).unready()
+        assert "no decode instance takes requests" in reason and "d0 is quarantined: 17 of 64" in reason
+    hear(fleet, D0, P0, now=2.0)
+    assert placer(fleet).unready() == []
+
+
+def test_a_fleet_whose_every_prefill_instance_has_quarantined_pages_serves_without_them_and_is_unready(fleet: Fleet) -> None:
+    hear(fleet, P0, D0, load=WORN, now=1.0)
+    assert chosen(fleet) == ("d0", None)
+    assert ["p0 is quarantined: 17 of 64" in reason for reason in placer(fleet).unready()] == [True]
+    assert placer(fleet, "colocated").unready() == []
+
+
+def test_an_answer_of_one_token_needs_no_decode_instance() -> None:
+    assert chosen(new_fleet(P0), max_new_tokens=1) == ("p0", None)
+    assert chosen(new_fleet(P0, D0, linked=False), max_new_tokens=1) == ("p0", None)
+
+
+def test_without_prefill_instances_a_decode_instance_serves_alone() -> None:
+    assert chosen(new_fleet(D0)) == ("d0", None)
+
+
+def test_colocated_dispatch_never_asks_a_prefill_instance(fleet: Fleet) -> None:
+    assert chosen(fleet, "colocated") == ("d0", None)
+    assert chosen(fleet, "colocated", max_new_tokens=1) == ("d0", None)
+
+
+def test_a_prompt_that_no_prefill_memory_holds_goes_to_a_decode_instance() -> None:
+    small = msgspec.structs.replace(P0, pools=(msgspec.structs.replace(P0.pools[0], total_pages=2),))
+    fleet = new_fleet(small, D0)
+    assert chosen(fleet, prompt_tokens=8) == ("p0", "d0")
+    assert chosen(fleet, prompt_tokens=9) == ("d0", None)
+
+
+def test_a_placement_names_the_next_best_decode_instances_too() -> None:
+    others = [instance(f"d{number}", "decode") for number in range(6)]
+    fleet = new_fleet(P0, *others)
+    for info, tokens in zip(others, (50, 10, 60, 30, 20, 40), strict=True):
+        hear(fleet, info, P0, load=Load(running_tokens=tokens), now=1.0)
+    placement = placer(fleet).choose(Demand(10, 5))
+    assert [member.info.id for member in placement.decodes] == ["d1", "d4", "d3", "d5"]
+    assert placement.decode is placement.decodes[0]
+
+
+def test_a_request_that_no_memory_could_ever_hold_is_the_clients_error(fleet: Fleet) -> None:
+    capacity = D0.total_pages * D0.page_size
+    assert chosen(fleet, prompt_tokens=capacity - 4, max_new_tokens=5) == ("p0", "d0")
+    with pytest.raises(BadRequest) as raised:
+        chosen(fleet, prompt_tokens=capacity - 4, max_new_tokens=6)
+    assert raised.value.field == "max_tokens"
+
+
+def test_a_request_that_only_an_instance_in_trouble_holds_may_be_tried_again_later() -> None:
+    large = msgspec.structs.replace(D1, pools=(msgspec.structs.replace(D1.pools[0], total_pages=2 * D0.total_pages),))
+    fleet = new_fleet(P0, D0, large)
+    prompt_tokens = D0.total_pages * D0.page_size + 4
+    hear(fleet, large, P0, load=Load(oldest_step_s=31.0), now=1.0)
+    with pytest.raises(Unavailable, match="d1 is stuck"):
+        chosen(fleet, prompt_tokens=prompt_tokens, max_new_tokens=6)
+    hear(fleet, large, P0, now=2.0)
+    assert chosen(fleet, prompt_tokens=prompt_tokens, max_new_tokens=6)[0] == "d1"
+
+
+@pytest.mark.parametrize(
+    ("members", "reason"),
+    [((), "no instance is live"), ((P0,), "no decode instance is live")],
+)
+def test_a_fleet_that_cannot_serve_says_why(members: tuple[InstanceInfo, ...], reason: str) -> None:
+    fleet = new_fleet(*members)
+    with pytest.raises(Unavailable, match=reason):
+        chosen(fleet)
+    assert [reason in said for said in placer(fleet).unready()] == [True]
+
+
+def test_without_a_link_a_decode_instance_serves_alone_and_the_fleet_is_unready() -> None:
+    fleet = new_fleet(P0, D0, linked=False)
+    assert chosen(fleet) == ("d0", None)
+    assert placer(fleet).unready() == ["no prefill instance has a ready link to a decode instance"]
+    assert placer(fleet, "colocated").unready() == []
+
+
+@pytest.mark.parametrize("load", [Load(oldest_step_s=30.5), Load(oldest_transfer_s=31.0)])
+def test_a_stuck_instance_gets_nothing_new(load: Load) -> None:
+    fleet = new_fleet(P0, D0, D1)
+    hear(fleet, D0, P0, load=load, now=1.0)
+    assert chosen(fleet) == ("p0", "d1")
+    assert placer(fleet).unready() == []
+    hear(fleet, D1, P0, load=load, now=1.0)
+    (reason,) = placer(fleet).unready()
+    assert "d0 is stuck" in reason and "d1 is stuck" in reason
+    hear(fleet, D0, P0, load=Load(oldest_step_s=30.0, oldest_transfer_s=30.0), now=2.0)
+    assert chosen(fleet) == ("p0", "d0")
+
+
+def test_a_fleet_whose_last_decode_instance_drains_is_unready_and_says_so(fleet: Fleet) -> None:
+    fleet.drain(D0.id)
+    with pytest.raises(Unavailable, match="d0 is draining"):
+        chosen(fleet)
+    assert ["d0 is draining" in reason for reason in placer(fleet).unready()] == [True]
+
+
+def test_a_fleet_whose_prefill_instances_drain_is_ready_without_them(fleet: Fleet) -> None:
+    fleet.drain(P0.id)
+    assert chosen(fleet) == ("d0", None)
+    assert placer(fleet).unready() == []
+
+
+# --- where it failed before ----------------------------------------------------------------------------------------------
+
+
+def test_a_request_does_not_go_back_to_where_it_failed_while_others_can_serve() -> None:
+    fleet = new_fleet(P0, P1, D0, D1)
+    hear(fleet, P1, D0, D1, load=Load(waiting_tokens=900), now=1.0)
+    hear(fleet, D1, P0, P1, load=Load(running_tokens=900), now=1.0)
+    assert chosen(fleet) == ("p0", "d0")
+    assert chosen(fleet, avoid=[P0, D0]) == ("p1", "d1")
+    assert chosen(fleet, avoid=[P0]) == ("p1", "d0")
+    assert chosen(fleet, avoid=[D0]) == ("p0", "d1")
+    assert chosen(fleet, max_new_tokens=1, avoid=[P0]) == ("p1", None)
+
+
+def test_after_a_failure_at_the_only_prefill_instance_a_decode_instance_serves_alone() -> None:
+    assert chosen(new_fleet(P0, D0, D1), avoid=[P0, D0]) == ("d1", None)
+    assert chosen(new_fleet(P0, D0), avoid=[P0], max_new_tokens=1) == ("d0", None)
+
+
+def test_a_request_goes_back_to_where_it_failed_when_nobody_else_is_left() -> None:
+    assert chosen(new_fleet(P0, D0), avoid=[P0, D0]) == ("d0", None)
+    assert chosen(new_fleet(P0, D0), avoid=[D0]) == ("p0", "d0")
+    assert chosen(new_fleet(P0), avoid=[P0], max_new_tokens=1) == ("p0", None)
+
+
+def test_a_failure_at_one_incarnation_does_not_count_against_its_successor() -> None:
+    successor = instance("d0", "decode", incarnation="2")
+    assert chosen(new_fleet(successor, D1), "colocated", avoid=[D0]) == ("d0", None)
+    assert chosen(new_fleet(successor, D1), "colocated", avoid=[successor]) == ("d1", None)
+
 
 FIRST = Incarnation("1")
 OF_P0, OF_D0, OF_D1 = (Life(InstanceId(name), FIRST) for name in ("p0", "d0", "d1"))

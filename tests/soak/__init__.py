@@ -2,6 +2,5 @@
 
 python -m tests.soak.transfers --minutes 60
 
-transfers ─► fleet      the members, their pushes and what becomes of them
-         └─► report     what the kernel says of a process, how much CPU the run may use, the table, and the verdict
+Also floods of one client beside another one, requests that are generated from the API's description, and pages in a browser.
 """

@@ -1,17 +1,25 @@
-"""The table of requests: each is accepted once, served until its deadline, ended once, and its key is remembered a while."""
+"""The table of requests: each is accepted once, served until its deadline, ended once, and its key is remembered a while.
+
+Also the chunks of prompts under a token budget, what is emitted into the text pipeline, and the times of a drain: what runs may
+finish, then is handed off, and at last nothing more is waited for.
+"""
 
 import math
 
 import msgspec
+import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from common.ids import DETOKENIZER, ROUTER, InstanceId, shard_of, text_name
 from common.instance.ports import Action, RouterJoined, RouterLost, Send
-from common.instance.request import Phase, Request
-from common.instance.requests import MEMORY_S, RequestTable, read_terms
+from common.instance.request import Phase, PromptProgress, Request, next_chunks
+from common.instance.requests import LAST_S, MEMORY_S, Drainage, RequestTable, read_terms
+from common.instance.token_memory import emit_ending, emit_tokens
 from common.instance.waiting_line import Rank
-from common.messages import Ending, Failed, Finished, Probe, Probed, Repeat, Standing, Terms, TokenDelta
+from common.messages import Ending, Failed, Finished, Probe, Probed, Repeat, Standing, Terms, TokenBatch, TokenDelta
 from tests.builders import engine, instance, key, limits
 from tests.decode.rig import reserve
 from tests.prefill.rig import generate
@@ -208,3 +216,85 @@ def test_a_refusal_is_told_again_by_the_one_who_told_it() -> None:
 def test_terms_rank_by_priority_and_then_by_when_the_clients_request_arrived() -> None:
     assert read_terms(Terms(priority=3, age_s=2.5), 100.0) == Rank(3, 97.5)
     assert read_terms(Terms(age_s=9.0), 0.0) < read_terms(Terms(age_s=8.0), 0.0)
+
+
+@given(lengths=st.lists(st.integers(1, 40), min_size=1, max_size=6), budget=st.integers(1, 50))
+def test_every_token_is_planned_once_in_order_within_the_budget(lengths: list[int], budget: int) -> None:
+    prompts = [PromptProgress(row, np.arange(length, dtype=np.int32)) for row, length in enumerate(lengths)]
+    seen: dict[int, list[int]] = {row: [] for row in range(len(lengths))}
+    while chunks := next_chunks(prompts, budget):
+        assert sum(len(chunk.token_ids) for chunk in chunks) <= budget
+        for chunk in chunks:
+            assert chunk.start == len(seen[chunk.row])
+            seen[chunk.row] += chunk.token_ids.tolist()
+            assert chunk.last == (len(seen[chunk.row]) == lengths[chunk.row])
+    assert all(seen[row] == list(range(length)) for row, length in enumerate(lengths))
+
+
+def test_the_tokens_of_one_step_are_one_message() -> None:
+    deltas = [TokenDelta(key("a"), 3, (5,)), TokenDelta(key("b"), 0, (6,), Finished(reason="length"))]
+    assert emit_tokens(deltas, [DETOKENIZER] * 2) == [Send(DETOKENIZER, TokenBatch(deltas=tuple(deltas)))]
+
+
+def test_tokens_for_several_detokenizers_are_one_message_for_each() -> None:
+    deltas = [TokenDelta(key(name), 0, (5,)) for name in "abc"]
+    other = text_name(ROUTER, 1)
+    assert emit_tokens(deltas, [other, DETOKENIZER, other]) == [
+        Send(other, TokenBatch(deltas=(deltas[0], deltas[2]))),
+        Send(DETOKENIZER, TokenBatch(deltas=(deltas[1],))),
+    ]
+
+
+def test_a_step_without_tokens_sends_no_message() -> None:
+    assert emit_tokens([], []) == []
+
+
+def test_an_ending_without_a_token_has_the_number_of_the_token_that_would_have_come() -> None:
+    ending = Finished(reason="cancelled")
+    assert emit_ending(DETOKENIZER, key(), 4, ending) == Send(DETOKENIZER, TokenBatch(deltas=(TokenDelta(key(), 4, (), ending),)))
+
+
+def begun(now: float = 100.0) -> Drainage:
+    drainage = Drainage(InstanceId("d"), timeout_s=30.0)
+    drainage.begin(now)
+    return drainage
+
+
+def test_an_instance_that_does_not_leave_waits_for_nothing() -> None:
+    drainage = Drainage(InstanceId("d"), timeout_s=30.0)
+    assert not drainage.tick(1e9) and drainage.next_deadline() is None
+    assert not drainage.began and not drainage.is_over
+
+
+def test_what_runs_may_finish_and_is_then_handed_off_once() -> None:
+    drainage = begun()
+    assert drainage.began and drainage.next_deadline() == 130.0
+    assert not drainage.tick(129.9)
+    assert drainage.tick(130.0)
+    assert not drainage.tick(130.0) and drainage.next_deadline() == 130.0 + LAST_S
+
+
+def test_what_does_not_end_after_it_was_handed_off_is_not_waited_for() -> None:
+    drainage = begun()
+    drainage.tick(130.0)
+    over = []
+    for now in (130.0 + LAST_S - 0.1, 130.0 + LAST_S, 1e9):
+        assert not drainage.tick(now)
+        over.append(drainage.is_over)
+    assert over == [False, True, True] and drainage.next_deadline() is None
+
+
+def test_beginning_the_drain_again_gives_no_more_time() -> None:
+    drainage = begun()
+    drainage.begin(120.0)
+    assert drainage.next_deadline() == 130.0
+    drainage.tick(130.0)
+    drainage.begin(131.0)
+    assert drainage.next_deadline() == 130.0 + LAST_S
+
+
+def test_requests_that_come_too_late_may_try_elsewhere() -> None:
+    drainage = begun()
+    refusal = drainage.refusal()
+    assert refusal is not drainage.refusal(), "one that was raised holds what its callers held"
+    assert (refusal.status, refusal.retryable) == (503, True) and "d is leaving" in str(refusal)

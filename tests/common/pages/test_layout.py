@@ -1,4 +1,4 @@
-"""The layout's arithmetic, compared with numpy's for an array of the shape that the layout draws."""
+"""The layout's arithmetic, compared with numpy's for an array of that shape; and the form of page digests."""
 
 import msgspec
 import numpy as np
@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.errors import ConfigError
+from common.pages.host_memory import digest
 from common.pages.layout import ITEM_BYTES, KVDtype, KVLayout, PageOrder
 
 SMALL = st.integers(1, 5)
@@ -85,3 +86,13 @@ def test_a_layout_survives_the_wire_and_layouts_that_differ_are_unequal() -> Non
     assert layout != KVLayout(layers=2, kv_heads=2, head_dim=4, page_size=16, dtype="float16", order="head")
     with pytest.raises(msgspec.ValidationError, match="dtype"):
         msgspec.msgpack.decode(data.replace(b"bfloat16", b"float128"), type=KVLayout)
+
+
+def test_a_digest_is_the_crc_32_of_each_page_in_little_endian() -> None:
+    """The check value of CRC-32/ISO-HDLC (reveng.sourceforge.io/crc-catalogue), and the CRC of four zeros."""
+    pages = [np.frombuffer(b"123456789", dtype=np.uint8), np.zeros(4, dtype=np.uint8)]
+    assert digest(pages) == bytes.fromhex("2639f4cb" + "1cdf4421")
+
+
+def test_no_pages_have_no_digest() -> None:
+    assert digest([]) == b""

@@ -1,6 +1,10 @@
-"""Ways to load a model: in half precision, with FP8 weights, and without weight files."""
+"""Ways to load a model: in half precision, with FP8 weights, and without weight files.
+
+Models compute what follows the last layer's attention for the wanted tokens alone.
+"""
 
 import copy
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -14,11 +18,13 @@ from transformers import PreTrainedModel
 
 from common.errors import ConfigError
 from engine.models.linear import Fp8Linear
-from engine.models.registry import Loading, model_fingerprint
+from engine.models.registry import Loading, load_model, model_fingerprint
 from engine.models.shape import read_shape
 from engine.models.weights import WeightSlots
-from tests.engine.checkpoints import VOCAB, llama, qwen2, qwen3, saved
+from engine.torch_kernels import TorchKernels
+from tests.engine.checkpoints import VOCAB, llama, qwen2, qwen3, qwen3_moe, saved
 from tests.engine.exact import Answer, answers, reference_logits, runner
+from tests.engine.models.own_values import OwnValues
 from tests.engine.models.test_linear import needs_fp8_on_cpu, quantised
 
 PROMPTS = [np.random.default_rng(6).integers(3, VOCAB, length).astype(np.int32) for length in (3, 40, 90)]
@@ -152,3 +158,23 @@ def test_weights_that_do_not_fit_in_memory_are_refused_with_the_reason(tmp_path:
     config.write_text(config.read_text().replace('"hidden_size": 64', '"hidden_size": 2147483646'))
     with pytest.raises(ConfigError, match=r"config.json asks for weights that do not fit in the memory of cpu"):
         runner(path)
+
+
+LOADING = Loading(torch.float32, torch.device("cpu"), 64)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("make", [llama, qwen3_moe])
+@pytest.mark.parametrize("wanted", [[], [3], [5, 0, 2]])
+def test_hidden_states_are_those_of_the_wanted_tokens(
+    tmp_path: Path, make: Callable[[], PreTrainedModel], wanted: list[int]
+) -> None:
+    path = saved(make(), tmp_path)
+    shape = read_shape(path)
+    model = load_model(path, shape, LOADING, TorchKernels(), lambda text: None)
+    ids, positions, attention = torch.arange(6) * 80, torch.arange(6), OwnValues(shape.heads)
+    at = torch.tensor(wanted, dtype=torch.int64)
+    whole, some = model.hidden(ids, positions, OwnValues(shape.heads)), model.hidden(ids, positions, attention, at)
+    assert some.shape == (len(wanted), shape.hidden)
+    torch.testing.assert_close(some, whole[at])
+    assert attention.layers == shape.layers, "the keys and values of every layer are of use"
