@@ -240,6 +240,7 @@ class ToyFleet(SimulatedFleet[ToyInstance, ToyRouter]):
     def ask(self, *choices: RequestSpec, seat: int = 0) -> Client:
         """A client asks this router for some choices. Raises what the router raises, and Unavailable when nobody listens."""
         client = Client(*(choice.request_id for choice in choices))
+        client.request.owner = choices[0].owner
         router = self.routers[seat]
         if not router.alive:
             raise Unavailable(f"{router.name} is gone")
