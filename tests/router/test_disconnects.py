@@ -17,12 +17,15 @@ pytestmark = pytest.mark.anyio
 
 
 class RawClient:
-    """One HTTP request at the ASGI border, with hands on both channels."""
+    """One HTTP request at the ASGI border, with hands on both channels. request_id: its X-Request-Id. is_whole: its body is there
+    from the start; otherwise the last byte comes with `send_rest`."""
 
-    def __init__(self, site: Site, **fields: Any) -> None:
-        body = chat(**{"max_tokens": 50} | fields)
+    def __init__(self, site: Site, request_id: str = "mine", *, is_whole: bool = True, **fields: Any) -> None:
+        body = json.dumps(chat(**{"max_tokens": 50} | fields)).encode()
         self._to_app: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
-        self._to_app.put_nowait({"type": "http.request", "body": json.dumps(body).encode(), "more_body": False})
+        self._to_app.put_nowait({"type": "http.request", "body": body[:-1], "more_body": True})
+        if is_whole:
+            self.send_rest()
         self.sent: list[MutableMapping[str, Any]] = []
         self.may_send = asyncio.Event()
         self.may_send.set()
@@ -38,11 +41,15 @@ class RawClient:
             "raw_path": b"/v1/chat/completions",
             "query_string": b"",
             "root_path": "",
-            "headers": [(b"content-type", b"application/json")],
+            "headers": [(b"content-type", b"application/json"), (b"x-request-id", request_id.encode())],
             "client": ("client", 1),
             "server": ("router", 80),
         }
         self.call = asyncio.create_task(site.app(scope, self._to_app.get, self._send))
+
+    def send_rest(self) -> None:
+        """The last byte of the body."""
+        self._to_app.put_nowait({"type": "http.request", "body": b"}", "more_body": False})
 
     async def _send(self, message: MutableMapping[str, Any]) -> None:
         await self.may_send.wait()
@@ -50,6 +57,11 @@ class RawClient:
             raise OSError("the connection is closed")
         self.sent.append(message)
         self.news.set()
+
+    @property
+    def answered(self) -> str:
+        """The response's body so far."""
+        return b"".join(message.get("body", b"") for message in self.sent).decode()
 
     def leave(self) -> None:
         self._to_app.put_nowait({"type": "http.disconnect"})
