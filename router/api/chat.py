@@ -35,7 +35,7 @@ from router.api.fields import (
     tool_use,
 )
 from router.api.logprobs import ChatLogprobs, PromptLogprobs
-from router.api.parsing.parser import AnswerParser, Arguments, CallBegins, Content, Part, Reasoning
+from router.api.parsing.parser import AnswerParser, Part
 from router.api.structured import grammar_of
 from router.outbox import ChoiceDelta
 
@@ -365,19 +365,19 @@ class ChatShape(OpenAIShape[ChatRequest]):
             yield self._delta(part, parsing)
 
     def _delta(self, part: Part, parsing: _Parsing) -> _Delta:
-        match part:
-            case Content(text):
-                return _Delta(content=text)
-            case Reasoning(text):
-                return _Delta(reasoning_content=text, reasoning=text)
-            case CallBegins(name):
+        match part.kind:
+            case "content":
+                return _Delta(content=part.text)
+            case "reasoning":
+                return _Delta(reasoning_content=part.text, reasoning=part.text)
+            case "call":
                 parsing.calls += 1
-                function = _FunctionDelta(name=name, arguments="")
+                function = _FunctionDelta(name=part.text, arguments="")
                 return _Delta(tool_calls=(_CallDelta(parsing.calls - 1, function, self.accepted.reading.new_id(), "function"),))
-            case Arguments(text):
-                return _Delta(tool_calls=(_CallDelta(parsing.calls - 1, _FunctionDelta(arguments=text)),))
+            case "arguments":
+                return _Delta(tool_calls=(_CallDelta(parsing.calls - 1, _FunctionDelta(arguments=part.text)),))
             case _:
-                assert_never(part)
+                assert_never(part.kind)
 
     def _whole_choice(self, index: int, choice: WholeChoice) -> msgspec.Struct:
         logprobs = self._logprobs(choice.logprobs) if self.asked.logprobs is not None else None

@@ -70,8 +70,7 @@ class ChatPlan:
 
     def completed(self, specs: Sequence[RequestSpec], opened: bool) -> tuple[RequestSpec, ...]:
         """The request's specs with what follows from the answer's format. Raises BadRequest."""
-        syntax = None if self.tools is None else self.tools.syntax
-        grammar = answer_grammar(self.request.tools, syntax, self.request.grammar, thinks=self.thinks, opened=opened)
+        grammar = answer_grammar(self.request.tools, self.tools, self.request.grammar, thinks=self.thinks, opened=opened)
         return tuple(
             dataclasses.replace(spec, sampling=structs.replace(spec.sampling, grammar=grammar), shown=self.shown)
             for spec in specs

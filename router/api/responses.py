@@ -17,7 +17,7 @@ import msgspec
 from msgspec import Meta
 
 from common.errors import BadRequest
-from common.messages import Failed, Finished
+from common.messages import Finished
 from engine.grammar.grammars import check_text
 from router.api.answers import AnswerShape, PromptDetails, WholeChoice
 from router.api.chat import ChatRequest, Effort, call_for_template
@@ -39,7 +39,7 @@ from router.api.fields import (
     read_fields,
     tool_use,
 )
-from router.api.parsing.parser import AnswerParser, Arguments, CallBegins, Content, Part, Reasoning
+from router.api.parsing.parser import AnswerParser, Part, PartKind
 from router.api.structured import JsonObjectFormat, NamedSchema, TextFormat, format_grammar
 from router.outbox import ChoiceDelta
 
@@ -239,7 +239,7 @@ def _text(content: str | list[InputText] | list[InputText | OutputText]) -> str:
 
 
 Status: TypeAlias = Literal["in_progress", "completed", "incomplete"]
-_Kind: TypeAlias = Literal["message", "reasoning", "function_call"]
+ItemKind: TypeAlias = Literal["message", "reasoning", "function_call"]
 _encode = msgspec.json.Encoder().encode
 
 
@@ -326,13 +326,15 @@ class ResponseBody(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(slots=True)
 class OutputItem:
-    """An item of the answer, as far as it has come. kind: its type. texts: in pieces. call_id, name: of a call."""
+    """An item of the answer, as far as it has come."""
 
-    kind: _Kind
+    kind: ItemKind
     id: str
     texts: list[str] = field(default_factory=list)
+    """The text or the arguments, in pieces."""
     call_id: str = ""
     name: str = ""
+    """The name of the function that is called."""
 
     @property
     def text(self) -> str:
@@ -344,19 +346,24 @@ class OutputItem:
 
     def output(self, status: Status) -> Output:
         """As clients get it: an item in progress is empty."""
-        is_empty = status == "in_progress"
-        text = "" if is_empty else self.text
+        texts = () if status == "in_progress" else (self.text,)
         match self.kind:
             case "message":
-                return MessageOutput(self.id, status, () if is_empty else (OutputPart(text),))
+                return MessageOutput(self.id, status, [OutputPart(text) for text in texts])
             case "reasoning":
-                return ReasoningOutput(self.id, status, () if is_empty else (ThoughtPart(text),))
+                return ReasoningOutput(self.id, status, [ThoughtPart(text) for text in texts])
             case "function_call":
-                return CallOutput(self.id, status, self.call_id, self.name, text)
+                return CallOutput(self.id, status, self.call_id, self.name, "".join(texts))
             case _:
                 assert_never(self.kind)
 
 
+_ITEM_KINDS: Mapping[PartKind, ItemKind] = {
+    "content": "message",
+    "reasoning": "reasoning",
+    "call": "function_call",
+    "arguments": "function_call",
+}
 _TEXT_EVENTS = {"message": "output_text", "reasoning": "reasoning_text", "function_call": "function_call_arguments"}
 _ID_PREFIXES = {"message": "msg_", "reasoning": "rs_", "function_call": "fc_"}
 _Events: TypeAlias = Iterator[tuple[str, dict[str, Any]]]
@@ -364,7 +371,7 @@ _Events: TypeAlias = Iterator[tuple[str, dict[str, Any]]]
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class ResponseShape(AnswerShape[ResponseRequest]):
-    """/v1/responses"""
+    """The answer of POST /v1/responses."""
 
     _parser: AnswerParser | None = field(default=None, init=False)
     _items: list[OutputItem] = field(default_factory=list, init=False)
@@ -383,8 +390,7 @@ class ResponseShape(AnswerShape[ResponseRequest]):
         return b"".join(self._event(kind, fields) for kind, fields in self._news(delta, opens=opens))
 
     def last_events(self) -> bytes:
-        body = self._body(self._status)
-        return self._event(f"response.{body.status}", {"response": body})
+        return self._event(f"response.{self._status}", {"response": self._body(self._status)})
 
     def whole(self, choices: Sequence[WholeChoice]) -> bytes:
         (choice,) = choices
@@ -402,50 +408,38 @@ class ResponseShape(AnswerShape[ResponseRequest]):
         if opens:
             yield "response.created", {"response": self._body("in_progress")}
             yield "response.in_progress", {"response": self._body("in_progress")}
+        if self._parser is None:
+            parts = [Part("content", delta.text)] if delta.text else []
+        else:
+            parts = self._parser.push(delta.text) + (self._parser.finish() if isinstance(delta.ending, Finished) else [])
+        for part in parts:
+            yield from self._part_events(part)
         if isinstance(delta.ending, Finished):
             self._ending = delta.ending
-        ends = delta.ending is not None and not isinstance(delta.ending, Failed)
-        for part in self._parts(delta.text, ends=ends):
-            yield from self._told(part)
-        if ends:
             if not self._items:
-                yield from self._begin(OutputItem("message", self._new_id("message")))
+                yield from self._begin("message")
             yield from self._end(self._status)
 
-    def _parts(self, text: str, *, ends: bool) -> list[Part]:
-        if self._parser is None:
-            return [Content(text)] if text else []
-        return self._parser.push(text) + (self._parser.finish() if ends else [])
-
-    def _told(self, part: Part) -> _Events:
-        """The events of one part. It goes on with the last item, or begins another."""
-        match part:
-            case Content(text):
-                yield from self._text("message", text)
-            case Reasoning(text):
-                yield from self._text("reasoning", text)
-            case CallBegins(name):
-                yield from self._end("completed")
-                call_id = self.accepted.reading.new_id()
-                yield from self._begin(OutputItem("function_call", self._new_id("function_call"), call_id=call_id, name=name))
-            case Arguments(text):
-                yield from self._text("function_call", text)
-            case _:
-                assert_never(part)
-
-    def _text(self, kind: _Kind, text: str) -> _Events:
-        if not self._is_open or self._items[-1].kind != kind:
+    def _part_events(self, part: Part) -> _Events:
+        """The part goes on with the last item, or begins another."""
+        kind = _ITEM_KINDS[part.kind]
+        if part.kind == "call" or not self._is_open or self._items[-1].kind != kind:
             yield from self._end("completed")
-            yield from self._begin(OutputItem(kind, self._new_id(kind)))
-        self._items[-1].texts.append(text)
-        more: dict[str, Any] = {"logprobs": []} if kind == "message" else {}
-        yield f"response.{_TEXT_EVENTS[kind]}.delta", self._place() | {"delta": text} | more
+            yield from self._begin(kind, part.text)
+        if part.kind != "call":
+            self._items[-1].texts.append(part.text)
+            more: dict[str, Any] = {"logprobs": []} if kind == "message" else {}
+            yield f"response.{_TEXT_EVENTS[kind]}.delta", self._place() | {"delta": part.text} | more
 
-    def _begin(self, item: OutputItem) -> _Events:
+    def _begin(self, kind: ItemKind, name: str = "") -> _Events:
+        """Begin an item. name: of the function, for a call."""
+        item = OutputItem(kind, _ID_PREFIXES[kind] + secrets.token_hex(12))
         self._items.append(item)
         self._is_open = True
+        if kind == "function_call":
+            item.call_id, item.name = self.accepted.reading.new_id(), name
         yield "response.output_item.added", {"output_index": len(self._items) - 1, "item": item.output("in_progress")}
-        if item.kind != "function_call":
+        if kind != "function_call":
             yield "response.content_part.added", self._place() | {"part": item.part("")}
 
     def _end(self, status: Status) -> _Events:
@@ -468,21 +462,14 @@ class ResponseShape(AnswerShape[ResponseRequest]):
         place = {"item_id": item.id, "output_index": len(self._items) - 1}
         return place if item.kind == "function_call" else place | {"content_index": 0}
 
-    def _new_id(self, kind: _Kind) -> str:
-        return _ID_PREFIXES[kind] + secrets.token_hex(12)
-
     @property
     def _status(self) -> Status:
         """How the answer ends; its last item ends so too."""
         return "completed" if self._ending.reason == "stop" else "incomplete"
 
-    def _usage(self) -> ResponseUsage:
-        usage = self.usage()
-        return ResponseUsage(usage.prompt_tokens, usage.completion_tokens, usage.total_tokens, usage.prompt_tokens_details)
-
     def _body(self, status: Status) -> ResponseBody:
         """The response object. status: of the answer; its items are in it when it has ended."""
-        asked = self.asked.body
+        asked, usage = self.asked.body, self.usage()
         ended, last = status != "in_progress", len(self._items) - 1
         was_cut = status == "incomplete" and self._ending.reason == "length"
         outputs = [item.output(status if number == last else "completed") for number, item in enumerate(self._items)]
@@ -492,7 +479,9 @@ class ResponseShape(AnswerShape[ResponseRequest]):
             status=status,
             model=self.model,
             output=outputs if ended else (),
-            usage=self._usage() if ended else None,
+            usage=ResponseUsage(usage.prompt_tokens, usage.completion_tokens, usage.total_tokens, usage.prompt_tokens_details)
+            if ended
+            else None,
             incomplete_details=IncompleteDetails("max_output_tokens") if was_cut else None,
             instructions=asked.instructions,
             max_output_tokens=asked.max_output_tokens,

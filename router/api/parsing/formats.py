@@ -1,15 +1,8 @@
-"""Which format a model's answers have: by flag, or by what its chat template writes.
+"""How models write tool calls: one reader for each format, and grammars that hold an answer to it.
 
-Owns the names of the formats. Does not know requests.
-
-A call written as a JSON object: {"name": …, "arguments": {…}}, read as it comes.
-
-Owns what makes an object a call. Does not know what stands around it. The arguments are passed on as they were written, also when
-they are no JSON: clients expect text.
-
-How models write tool calls: one reader for each format.
-
-Owns the formats' marks. What does not read as a call is content, as it stands: no text is lost.
+Owns the marks and names of the formats, and which of them a model has: by flag, or by what its chat template writes. What does
+not read as a call is content, as it stands: no text is lost. Arguments are passed on as they were written, also when they are no
+JSON: clients expect text. Does not know requests.
 
     hermes    <tool_call>{"name": …, "arguments": {…}}</tool_call>, one after the other (Hermes 2, Qwen 2.5 and 3); some models
               write several objects into one <tool_call>
@@ -20,16 +13,14 @@ Owns the formats' marks. What does not read as a call is content, as it stands: 
     mistral   [TOOL_CALLS][{"name": …, "arguments": {…}}, …], the object alone, or [TOOL_CALLS]name[ARGS]{…}, one after the other
               https://github.com/mistralai/mistral-common
 
-What an answer with calls must look like, as a grammar: so that required calls come, and strict arguments match their schemas.
-
-Owns the formats' syntax as structural tags (https://xgrammar.mlc.ai/docs/tutorials/structural_tag). Builds them as plain data:
-the instances' xgrammar reads them. What it lets through, the reader of the same format reads as calls.
+Grammars are structural tags (https://xgrammar.mlc.ai/docs/tutorials/structural_tag), built as plain data: the instances' xgrammar
+reads them. What a grammar lets through, the reader of the same format reads as calls.
 """
 
 import re
 import secrets
 import string
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias, assert_never
 
@@ -72,26 +63,29 @@ def read_call(source: GrowingText, sink: PartSink, *, needs_arguments: bool = Fa
             if not name:
                 return False
             if early:
-                called = _begin(sink, name, "".join(early))
+                sink.call(name, "".join(early))
+                called = True
         elif key in ARGUMENT_KEYS and not called and not early:
             if name is not None:
-                called = _begin(sink, name, "")
-            yield from read_value(source, sink if called else None, early, end_mark)
+                sink.call(name)
+                called = True
+            yield from read_value(source, sink.arguments if called else early.append, end_mark, forgets=called)
         else:
             if not (yield from source.more()) or source.text[source.at] not in _VALUE_BEGINS:
                 return called
-            yield from read_value(source, None, [], end_mark)
+            yield from read_value(source, list[str]().append, end_mark)
         yield from source.skip_space()
         if (yield from source.next_is(",")):
             continue
         if (yield from source.next_is("}")) and name is not None and not called and not needs_arguments:
-            called = _begin(sink, name, "{}")
+            sink.call(name, "{}")
+            called = True
         return called
 
 
-def read_value(source: GrowingText, sink: PartSink | None, kept: list[str], end_mark: str = "") -> Reading[None]:
-    """Read one JSON value. Its text goes to the sink as arguments, as it comes; without a sink it is kept. end_mark: ends it
-    outside of strings too, and stays unread."""
+def read_value(source: GrowingText, tell: Callable[[str], object], end_mark: str = "", *, forgets: bool = False) -> Reading[None]:
+    """Read one JSON value. tell: gets its text, as it comes. end_mark: ends it outside of strings too, and stays unread. forgets:
+    what was read is forgotten."""
     value = _Value()
     while not value.ended and (yield from source.more()):
         begin = source.at
@@ -99,14 +93,14 @@ def read_value(source: GrowingText, sink: PartSink | None, kept: list[str], end_
         while source.at < len(source.text) and not maybe_mark and value.takes(source.text[source.at]):
             maybe_mark = not value.quoted and source.text[source.at] == end_mark[:1]
             source.at += not maybe_mark
-        _keep(source.text[begin : source.at], sink, kept)
+        tell(source.text[begin : source.at])
         if maybe_mark:
             if (yield from source.next_is(end_mark)):
                 source.at -= len(end_mark)
                 return
-            _keep(source.text[source.at], sink, kept)
+            tell(source.text[source.at])
             source.at += 1
-        if sink is not None:
+        if forgets:
             source.forget()
 
 
@@ -140,25 +134,12 @@ class _Value:
         return True
 
 
-def _keep(text: str, sink: PartSink | None, kept: list[str]) -> None:
-    if sink is None:
-        kept.append(text)
-    else:
-        sink.arguments(text)
-
-
-def _begin(sink: PartSink, name: str, arguments: str) -> bool:
-    sink.call(name)
-    sink.arguments(arguments)
-    return True
-
-
 def _read_string(source: GrowingText) -> Reading[str | None]:
     """Read a JSON string. Returns None when there is none."""
     written: list[str] = []
     if not (yield from source.more()) or source.text[source.at] != '"':
         return None
-    yield from read_value(source, None, written)
+    yield from read_value(source, written.append)
     try:
         return msgspec.json.decode("".join(written), type=str)
     except (msgspec.DecodeError, UnicodeError):
@@ -238,29 +219,47 @@ def _read_named(source: GrowingText, sink: PartSink) -> Reading[bool]:
     if not name or not (yield from source.more()) or source.text[source.at] != "{":
         return False
     sink.call(name)
-    yield from read_value(source, sink, [], TOOL_CALLS)
+    yield from read_value(source, sink.arguments, TOOL_CALLS, forgets=True)
     sink.mark()
     source.forget()
     return True
 
 
+THINK_MARKS = (THINK, THINK_END)
+_SHORT_ID = string.ascii_letters + string.digits
+_SHORT_ID_CHARS = 9
+"""Mistral's templates refuse longer ids of calls."""
 Format: TypeAlias = Mapping[str, Any]
 _ANY_OBJECT = {"type": "object"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CallSyntax:
-    """How calls are written. before_name, after_name: what stands before the arguments. separator: between calls. frame: what
-    stands around all of them. trigger: what free text cannot hold without a call behind it. starts_bare: an answer of nothing but
-    calls begins without the trigger, which other text needs; a new line serves there too."""
+class ToolFormat:
+    """How a model writes calls, and how they are read."""
 
+    name: ToolParserName
+    read: ToolReader
+    marks: tuple[str, ...]
+    """What stands around calls. Where these are special tokens, the detokenizer must show them."""
+    trigger: str
+    """The mark that free text cannot hold without a call behind it."""
     before_name: str
     after_name: str
+    """What stands between the name and the arguments."""
     end: str
-    trigger: str
     separator: str = ""
+    """What stands between calls."""
     frame: tuple[str, str] = ("", "")
+    """What stands around all calls."""
     starts_bare: bool = False
+    """Whether an answer of nothing but calls begins without the trigger, which other text needs; a new line serves there too."""
+    has_short_ids: bool = False
+    """Whether its calls need ids of nine letters and digits."""
+
+    def new_id(self) -> str:
+        if self.has_short_ids:
+            return "".join(secrets.choice(_SHORT_ID) for _ in range(_SHORT_ID_CHARS))
+        return "call_" + secrets.token_hex(12)
 
     def calls(self, functions: Sequence[tuple[str, Format]], *, parallel: bool) -> dict[str, Any]:
         """One call of these functions or more, and nothing else. functions: names, and schemas of arguments."""
@@ -294,31 +293,80 @@ class CallSyntax:
         ]
 
 
-HERMES_SYNTAX = CallSyntax(
-    before_name=CALL + '\n{"name": "', after_name='", "arguments": ', end="}\n" + CALL_END, trigger=CALL, separator="\n"
+HERMES = ToolFormat(
+    name="hermes",
+    read=read_hermes,
+    marks=(CALL, CALL_END),
+    trigger=CALL,
+    before_name=CALL + '\n{"name": "',
+    after_name='", "arguments": ',
+    end="}\n" + CALL_END,
+    separator="\n",
 )
-LLAMA3_SYNTAX = CallSyntax(
-    before_name='{"name": "', after_name='", "parameters": ', end="}", trigger=PYTHON_TAG, separator="; ", starts_bare=True
+LLAMA3 = ToolFormat(
+    name="llama3",
+    read=read_llama3,
+    marks=(PYTHON_TAG,),
+    trigger=PYTHON_TAG,
+    before_name='{"name": "',
+    after_name='", "parameters": ',
+    end="}",
+    separator="; ",
+    starts_bare=True,
 )
-MISTRAL_SYNTAX = CallSyntax(
+MISTRAL = ToolFormat(
+    name="mistral",
+    read=read_mistral,
+    marks=(TOOL_CALLS, CALL_ID, ARGS),
+    trigger=TOOL_CALLS,
     before_name='{"name": "',
     after_name='", "arguments": ',
     end="}",
-    trigger=TOOL_CALLS,
     separator=", ",
     frame=(TOOL_CALLS + "[", "]"),
+    has_short_ids=True,
 )
-MISTRAL_ARGS_SYNTAX = CallSyntax(before_name=TOOL_CALLS, after_name=ARGS, end="", trigger=TOOL_CALLS)
-"""Of newer models, whose templates write [ARGS]."""
+MISTRAL_ARGS = replace(MISTRAL, before_name=TOOL_CALLS, after_name=ARGS, end="", separator="", frame=("", ""))
+"""The format of newer models, whose templates write [ARGS]."""
+TOOL_FORMATS = {format.name: format for format in (HERMES, LLAMA3, MISTRAL)}
+_OTHER_FORMATS = ("<function=", "<arg_key>")
+"""What models write in <tool_call> that is not Hermes' JSON: Qwen 3 Coder's and GLM's formats."""
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerFormat:
+    """tools: None when the model's calls cannot be read. thinks: its answers may begin with thoughts."""
+
+    tools: ToolFormat | None
+    thinks: bool
+
+
+def answer_format(chat_template: str, tool_parser: ToolParserName, reasoning_parser: ReasoningParserName) -> AnswerFormat:
+    """chat_template: its source."""
+    tools = _format_in(chat_template) if tool_parser == "auto" else TOOL_FORMATS.get(tool_parser)
+    if tools is MISTRAL and ARGS in chat_template:
+        tools = MISTRAL_ARGS
+    has_thoughts = any(mark in chat_template for mark in THINK_MARKS)
+    return AnswerFormat(tools, has_thoughts if reasoning_parser == "auto" else reasoning_parser == "think")
+
+
+def _format_in(chat_template: str) -> ToolFormat | None:
+    if TOOL_CALLS in chat_template:
+        return MISTRAL
+    if CALL in chat_template and not any(mark in chat_template for mark in _OTHER_FORMATS):
+        return HERMES
+    if PYTHON_TAG in chat_template or ("<|start_header_id|>" in chat_template and '"parameters": ' in chat_template):
+        return LLAMA3
+    return None
 
 
 def answer_grammar(
-    use: ToolUse, syntax: CallSyntax | None, response: Grammar | None, *, thinks: bool, opened: bool
+    use: ToolUse, format: ToolFormat | None, response: Grammar | None, *, thinks: bool, opened: bool
 ) -> Grammar | None:
-    """What the answer must match; None: anything. syntax: None when it may hold no calls. response: what its content must match;
+    """What the answer must match; None: anything. format: None when it may hold no calls. response: what its content must match;
     where calls are required there is none. thinks: thoughts may come first; opened: they will. Raises BadRequest when `response`
     cannot be joined with the rest, or for a schema that no answer can be held to."""
-    answer: Format | None = None if syntax is None else _calls(use, syntax, response)
+    answer: Format | None = None if format is None else _calls(use, format, response)
     if answer is None:
         if response is None or not thinks:
             return response
@@ -329,19 +377,19 @@ def answer_grammar(
         before = _one_after_other(thoughts, blank)
         answer = _one_after_other(before if opened else {"type": "optional", "content": before}, answer)
     grammar = Grammar("structural_tag", msgspec.json.encode({"type": "structural_tag", "format": answer}).decode())
-    check_text(grammar, "response_format" if syntax is None else "tools")
+    check_text(grammar, "response_format" if format is None else "tools")
     return grammar
 
 
-def _calls(use: ToolUse, syntax: CallSyntax, response: Grammar | None) -> dict[str, Any] | None:
+def _calls(use: ToolUse, format: ToolFormat, response: Grammar | None) -> dict[str, Any] | None:
     """The content with its calls; None when both may be anything."""
     if use.required or response is not None:
-        calls = syntax.calls([(one.name, _schema(one, one.strict is not False)) for one in use.callable], parallel=use.parallel)
+        calls = format.calls([(one.name, _schema(one, one.strict is not False)) for one in use.callable], parallel=use.parallel)
         return calls if use.required or response is None else _either(calls, _format_of(response))
     if use.parallel and not any(one.strict for one in use.callable):
         return None
     functions = [(one.name, _schema(one, one.strict is True)) for one in use.callable]
-    return syntax.text_and_calls(functions, parallel=use.parallel)
+    return format.text_and_calls(functions, parallel=use.parallel)
 
 
 def _schema(function: Function, is_strict: bool) -> Format:
@@ -376,62 +424,3 @@ def _either(*options: Format) -> dict[str, Any]:
 
 def _one_after_other(*parts: Format) -> dict[str, Any]:
     return {"type": "sequence", "elements": parts}
-
-
-THINK_MARKS = (THINK, THINK_END)
-_OTHER_FORMATS = ("<function=", "<arg_key>")
-"""What models write in <tool_call> that is not Hermes' JSON: Qwen 3 Coder's and GLM's formats."""
-_SHORT_ID = string.ascii_letters + string.digits
-_SHORT_ID_CHARS = 9
-"""Mistral's templates refuse longer ids of calls."""
-
-
-@dataclass(frozen=True, slots=True)
-class ToolFormat:
-    """marks: what stands around its calls; where these are special tokens, the detokenizer must show those. syntax: how calls
-    that a grammar demands are written. has_short_ids: its calls need ids of nine letters and digits."""
-
-    name: ToolParserName
-    read: ToolReader
-    marks: tuple[str, ...]
-    syntax: CallSyntax
-    has_short_ids: bool = False
-
-    def new_id(self) -> str:
-        if self.has_short_ids:
-            return "".join(secrets.choice(_SHORT_ID) for _ in range(_SHORT_ID_CHARS))
-        return "call_" + secrets.token_hex(12)
-
-
-HERMES = ToolFormat("hermes", read_hermes, (CALL, CALL_END), HERMES_SYNTAX)
-LLAMA3 = ToolFormat("llama3", read_llama3, (PYTHON_TAG,), LLAMA3_SYNTAX)
-MISTRAL = ToolFormat("mistral", read_mistral, (TOOL_CALLS, CALL_ID, ARGS), MISTRAL_SYNTAX, has_short_ids=True)
-MISTRAL_ARGS = replace(MISTRAL, syntax=MISTRAL_ARGS_SYNTAX)
-TOOL_FORMATS = {format.name: format for format in (HERMES, LLAMA3, MISTRAL)}
-
-
-@dataclass(frozen=True, slots=True)
-class AnswerFormat:
-    """tools: None when the model's calls cannot be read. thinks: its answers may begin with thoughts."""
-
-    tools: ToolFormat | None
-    thinks: bool
-
-
-def answer_format(chat_template: str, tool_parser: ToolParserName, reasoning_parser: ReasoningParserName) -> AnswerFormat:
-    """chat_template: its source."""
-    tools = _format_in(chat_template) if tool_parser == "auto" else TOOL_FORMATS.get(tool_parser)
-    if tools is MISTRAL and ARGS in chat_template:
-        tools = MISTRAL_ARGS
-    has_thoughts = any(mark in chat_template for mark in THINK_MARKS)
-    return AnswerFormat(tools, has_thoughts if reasoning_parser == "auto" else reasoning_parser == "think")
-
-
-def _format_in(chat_template: str) -> ToolFormat | None:
-    if TOOL_CALLS in chat_template:
-        return MISTRAL
-    if CALL in chat_template and not any(mark in chat_template for mark in _OTHER_FORMATS):
-        return HERMES
-    if PYTHON_TAG in chat_template or ("<|start_header_id|>" in chat_template and '"parameters": ' in chat_template):
-        return LLAMA3
-    return None

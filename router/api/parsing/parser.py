@@ -1,28 +1,24 @@
-"""The parser of one answer: its text in, as it comes, and its parts out.
+"""What a model wrote, as it comes: its text in, and its parts out, thoughts first, then content and calls.
 
-Owns the order thoughts, then content and calls. Does not know requests or HTTP.
+Owns the unread text, and the rule for white space. Does not know the formats of calls, requests or HTTP.
 
-A text that grows while it is read: parsers are generators that yield when they need more of it.
-
-Owns the unread text. A step waits only while what has come leaves open what it is: so a text gives the same, however it is cut.
-Reading costs as much for each character in a long text as in a short one, whether it comes at once or in pieces: what is read
-is not copied again when more comes, and to forget it copies nothing.
+Parsers are generators that yield when they need more text, and they wait only while what has come leaves open what it is. So a
+text gives the same parts, however it is cut. Reading costs as much for each character in a long text as in a short one, whether
+it comes at once or in pieces: what is read is not copied again when more comes, and to forget it copies nothing.
 
     forgotten │ read, not forgotten │ unread │ to come
               │   pieces   │ text ──────────►│
                            └ begin  └ at
 
-The parts of an answer, and where a parser puts them.
-
-Owns the rule for white space. Around thoughts and calls it is nobody's, with two exceptions: where content stands on both sides
-of calls, one side's white space is kept, so that words do not join; and the first line of content or thoughts keeps its
-indentation. Everywhere else white space is kept. Does not know formats.
+White space around thoughts and calls is nobody's, with two exceptions: where content stands on both sides of calls, one side's
+white space is kept, so that words do not join; and the first line of content or thoughts keeps its indentation. Everywhere else
+white space is kept.
 """
 
 import re
 from collections.abc import Callable, Generator, Iterable
 from dataclasses import dataclass, field
-from typing import TypeAlias, TypeVar, assert_never
+from typing import Literal, TypeAlias, TypeVar
 
 R = TypeVar("R")
 _SPACE = re.compile(r"\s*")
@@ -31,17 +27,19 @@ Reading: TypeAlias = Generator[None, None, R]
 
 
 class GrowingText:
-    """text: what came last, with what was unread before it. at: how far it is read. over: nothing follows. A place in the text is
-    good until the next yield."""
+    """An answer's text that grows while it is read. A place in the text is good until the next yield."""
 
     __slots__ = ("_begin", "_pieces", "at", "over", "text")
 
     def __init__(self) -> None:
         self.text = ""
+        """What came last, with what was unread before it."""
         self.at = 0
+        """How far the text is read."""
         self.over = False
+        """Whether nothing follows."""
         self._begin = 0
-        """What was forgotten of `text`."""
+        """How much of the text is forgotten."""
         self._pieces: list[str] = []
         """What was read before `text` and is not forgotten."""
 
@@ -101,13 +99,6 @@ class GrowingText:
                 break
         return "".join(taken)
 
-    def first_of(self, marks: "Marks") -> tuple[str, str | None]:
-        """Read up to the first of these marks, and the mark, as far as that has come. Returns the text before it, and the mark or
-        None. A possible beginning of a mark stays unread, unless the text is over."""
-        end, mark = marks.find(self.text, self.at, self.over)
-        before, self.at = self.text[self.at : end], end + len(mark or "")
-        return before, mark
-
 
 class Marks:
     """Texts to look for, prepared once. A search costs about the same for one mark and for a thousand: it looks only at places
@@ -121,9 +112,6 @@ class Marks:
         self._beginnings = frozenset(text[:end] for text in texts for end in range(1, len(text)))
         first = "".join(sorted({re.escape(text[0]) for text in texts}))
         self._first = re.compile(f"[{first}]" if first else "(?!)")
-
-    def __bool__(self) -> bool:
-        return bool(self._texts)
 
     def find(self, text: str, at: int, is_over: bool) -> tuple[int, str | None]:
         """Where the first mark behind `at` begins, and the mark. Without one: where what may become a mark begins, or the end of
@@ -143,7 +131,8 @@ def read_until(source: GrowingText, tell: Callable[[str], None], marks: Marks) -
     it comes. What was read is forgotten, also what was read before."""
     source.forget()
     while (yield from source.more()):
-        before, mark = source.first_of(marks)
+        end, mark = marks.find(source.text, source.at, source.over)
+        before, source.at = source.text[source.at : end], end + len(mark or "")
         source.forget()
         tell(before)
         if mark is not None:
@@ -153,63 +142,48 @@ def read_until(source: GrowingText, tell: Callable[[str], None], marks: Marks) -
     return None
 
 
+TextKind: TypeAlias = Literal["content", "reasoning"]
+PartKind: TypeAlias = Literal["content", "reasoning", "call", "arguments"]
+
+
 @dataclass(frozen=True, slots=True)
-class Content:
+class Part:
+    """A piece of content, of thoughts, or of the arguments of the call that began last; or a call's beginning, with the name of
+    its function."""
+
+    kind: PartKind
     text: str
-
-
-@dataclass(frozen=True, slots=True)
-class Reasoning:
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
-class CallBegins:
-    name: str
-
-
-@dataclass(frozen=True, slots=True)
-class Arguments:
-    """A piece of the arguments of the call that began last."""
-
-    text: str
-
-
-Part: TypeAlias = Content | Reasoning | CallBegins | Arguments
 
 
 @dataclass(slots=True)
-class WholeCall:
+class ParsedCall:
     name: str
     arguments: str = ""
 
 
 @dataclass(slots=True)
-class WholeAnswer:
+class ParsedAnswer:
     """All parts of an answer."""
 
     content: str = ""
     reasoning: str = ""
-    calls: list[WholeCall] = field(default_factory=list)
+    calls: list[ParsedCall] = field(default_factory=list)
 
 
-def whole_answer(parts: Iterable[Part]) -> WholeAnswer:
+def parsed_answer(parts: Iterable[Part]) -> ParsedAnswer:
     """The answer that has these parts."""
-    content, reasoning = list[str](), list[str]()
+    texts: dict[TextKind, list[str]] = {"content": [], "reasoning": []}
     calls: list[tuple[str, list[str]]] = []
     for part in parts:
-        match part:
-            case Content(text):
-                content.append(text)
-            case Reasoning(text):
-                reasoning.append(text)
-            case CallBegins(name):
-                calls.append((name, []))
-            case Arguments(text):
-                calls[-1][1].append(text)
-            case _:
-                assert_never(part)
-    return WholeAnswer("".join(content), "".join(reasoning), [WholeCall(name, "".join(texts)) for name, texts in calls])
+        match part.kind:
+            case "call":
+                calls.append((part.text, []))
+            case "arguments":
+                calls[-1][1].append(part.text)
+            case kind:
+                texts[kind].append(part.text)
+    content, reasoning = map("".join, texts.values())
+    return ParsedAnswer(content, reasoning, [ParsedCall(name, "".join(pieces)) for name, pieces in calls])
 
 
 class PartSink:
@@ -217,21 +191,21 @@ class PartSink:
     copied once for each that follows it."""
 
     def __init__(self) -> None:
-        self._parts: list[tuple[type[Part], list[str]]] = []
+        self._parts: list[tuple[PartKind, list[str]]] = []
         self._after_mark = False
         """Whether nothing but white space came since a mark."""
         self._before_mark = ""
         """White space between content and the mark."""
         self._space: list[str] = []
         """White space that came last, in pieces: it waits for what follows it."""
-        self._kind: type[Content] | type[Reasoning] = Content
+        self._kind: TextKind = "content"
         self._has_content = False
 
     def content(self, text: str) -> None:
-        self._text(Content, text)
+        self._text("content", text)
 
     def reasoning(self, text: str) -> None:
-        self._text(Reasoning, text)
+        self._text("reasoning", text)
 
     def mark(self) -> None:
         """Here thoughts or a call begin or end."""
@@ -239,12 +213,13 @@ class PartSink:
             self._before_mark = "".join(self._space)
         self._after_mark, self._space = True, []
 
-    def call(self, name: str) -> None:
+    def call(self, name: str, arguments: str = "") -> None:
         self.mark()
-        self._parts.append((CallBegins, [name]))
+        self._parts.append(("call", [name]))
+        self.arguments(arguments)
 
     def arguments(self, text: str) -> None:
-        self._add(Arguments, text)
+        self._add("arguments", text)
 
     @property
     def holds_nothing(self) -> bool:
@@ -258,9 +233,9 @@ class PartSink:
 
     def take(self) -> list[Part]:
         parts, self._parts = self._parts, []
-        return [kind("".join(texts)) for kind, texts in parts]
+        return [Part(kind, "".join(texts)) for kind, texts in parts]
 
-    def _text(self, kind: type[Content] | type[Reasoning], text: str) -> None:
+    def _text(self, kind: TextKind, text: str) -> None:
         if not text:
             return
         self._kind = kind
@@ -275,20 +250,20 @@ class PartSink:
             body = settled.lstrip()
             space = self._space_between(kind, space + settled[: len(settled) - len(body)])
             settled, self._after_mark = body, False
-        self._has_content = self._has_content or kind is Content
+        self._has_content = self._has_content or kind == "content"
         self._add(kind, space)
         self._add(kind, settled)
 
-    def _space_between(self, kind: type[Content] | type[Reasoning], after_mark: str) -> str:
+    def _space_between(self, kind: TextKind, after_mark: str) -> str:
         """What stays of the white space on the two sides of the last marks, when text of this kind follows."""
-        if kind is Content and self._has_content:
+        if kind == "content" and self._has_content:
             return after_mark if "\n" in after_mark or not self._before_mark else self._before_mark
         return after_mark[after_mark.rfind("\n") + 1 :] if "\n" in after_mark else ""
 
-    def _add(self, kind: type[Content] | type[Reasoning] | type[Arguments], text: str) -> None:
+    def _add(self, kind: PartKind, text: str) -> None:
         if not text:
             return
-        if self._parts and self._parts[-1][0] is kind:
+        if self._parts and self._parts[-1][0] == kind:
             self._parts[-1][1].append(text)
         else:
             self._parts.append((kind, [text]))
@@ -301,8 +276,8 @@ ToolReader: TypeAlias = Callable[[GrowingText, PartSink], Reading[None]]
 
 
 class AnswerParser:
-    """thinks: the answer may begin with thoughts. opened: the prompt opened them already. read_tools: None when calls are
-    content."""
+    """The parser of one answer. thinks: it may begin with thoughts. opened: the prompt opened them already. read_tools: None when
+    calls are content."""
 
     def __init__(self, *, thinks: bool, opened: bool, read_tools: ToolReader | None) -> None:
         self._source, self._sink = GrowingText(), PartSink()
@@ -355,12 +330,12 @@ class AnswerReading:
     new_parser: Callable[[], AnswerParser] | None = None
     new_id: Callable[[], str] = str
 
-    def whole(self, text: str) -> WholeAnswer:
+    def whole(self, text: str) -> ParsedAnswer:
         """The parts of a whole answer."""
         if self.new_parser is None:
-            return WholeAnswer(text)
+            return ParsedAnswer(text)
         parser = self.new_parser()
-        return whole_answer([*parser.push(text), *parser.finish()])
+        return parsed_answer([*parser.push(text), *parser.finish()])
 
 
 PLAIN_TEXT = AnswerReading()

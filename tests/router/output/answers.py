@@ -7,7 +7,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from router.api.parsing.formats import HERMES, LLAMA3, MISTRAL, ToolFormat
-from router.api.parsing.parser import AnswerParser, WholeAnswer, WholeCall, whole_answer
+from router.api.parsing.parser import AnswerParser, ParsedAnswer, ParsedCall, parsed_answer
 
 NAMES = st.sampled_from(["f", "get_weather", "a.b-c"])
 VALUES = st.recursive(
@@ -18,11 +18,11 @@ VALUES = st.recursive(
 ARGUMENTS = st.dictionaries(st.sampled_from(["city", "n", "x"]), VALUES, max_size=3).flatmap(
     lambda value: st.sampled_from([json.dumps(value), json.dumps(value, indent=1), json.dumps(value, separators=(",", ":"))])
 )
-CALLS = st.lists(st.builds(WholeCall, NAMES, ARGUMENTS), max_size=3)
+CALLS = st.lists(st.builds(ParsedCall, NAMES, ARGUMENTS), max_size=3)
 TEXTS = st.sampled_from(["", "Let me see.", "a < b, [1]: {x}", "two\n\nlines", "<tool", "<|python", "[TOOL", "<thi"])
 
 
-def written(format: ToolFormat, content: str, calls: list[WholeCall], style: int) -> str:
+def written(format: ToolFormat, content: str, calls: list[ParsedCall], style: int) -> str:
     """The answer as a model would write it. style: which of the ways that the format has."""
     space = "\n" if style % 2 else ""
     if not calls:
@@ -54,9 +54,9 @@ def parser_of(format: ToolFormat | None, *, thinks: bool = False, opened: bool =
     return AnswerParser(thinks=thinks, opened=opened, read_tools=None if format is None else format.read)
 
 
-def pushed(parser: AnswerParser, pieces: list[str]) -> WholeAnswer:
+def pushed(parser: AnswerParser, pieces: list[str]) -> ParsedAnswer:
     """What the parts of these pieces are together."""
-    return whole_answer([*(part for piece in pieces for part in parser.push(piece)), *parser.finish()])
+    return parsed_answer([*(part for piece in pieces for part in parser.push(piece)), *parser.finish()])
 
 
 def cut(text: str, places: list[int]) -> list[str]:

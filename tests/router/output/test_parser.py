@@ -1,6 +1,7 @@
 """What a model writes becomes the same parts however its text is cut, and nothing of it is lost."""
 
 import json
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -9,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from router.api.parsing.formats import HERMES, LLAMA3, MISTRAL, ToolFormat, answer_format
-from router.api.parsing.parser import Arguments, CallBegins, Content, Reasoning, WholeAnswer, WholeCall
+from router.api.parsing.parser import ParsedAnswer, ParsedCall, Part
 from tests.router.output.answers import (
     CALLS,
     FORMATS,
@@ -21,6 +22,10 @@ from tests.router.output.answers import (
     written,
 )
 
+Arguments = partial(Part, "arguments")
+CallBegins = partial(Part, "call")
+Content = partial(Part, "content")
+Reasoning = partial(Part, "reasoning")
 CUTS = st.lists(st.integers(0, 500), max_size=12)
 MARKS = ("<tool_call>", "</tool_call>", "<|python_tag|>", "[TOOL_CALLS]", "[ARGS]", "<think>", "</think>")
 OBJECTS = ('{"name": "f", "arguments": {"a": 1}}', '{"name": "f", "parameters": {}}', '{"name": ')
@@ -32,10 +37,10 @@ SOUP = st.lists(
 @settings(max_examples=120, deadline=None)
 @given(st.sampled_from(FORMATS), TEXTS, CALLS, st.integers(0, 7), CUTS)
 def test_an_answer_has_the_content_and_calls_that_its_model_wrote(
-    format: ToolFormat, content: str, calls: list[WholeCall], style: int, places: list[int]
+    format: ToolFormat, content: str, calls: list[ParsedCall], style: int, places: list[int]
 ) -> None:
     text = written(format, content, calls, style)
-    assert pushed(parser_of(format), cut(text, places)) == WholeAnswer(content, "", calls)
+    assert pushed(parser_of(format), cut(text, places)) == ParsedAnswer(content, "", calls)
 
 
 @settings(max_examples=120, deadline=None)
@@ -83,7 +88,7 @@ def test_the_name_comes_first_and_arguments_come_as_they_are_written(format: Too
     parts = [part for step in steps for part in step]
     assert parts[0] == CallBegins("f")
     fragments = parts[1:]
-    texts = [part.text for part in fragments if isinstance(part, Arguments)]
+    texts = [part.text for part in fragments if part.kind == "arguments"]
     assert "".join(texts) == '{"a": "xyz", "b": [1, 2]}'
     assert max(map(len, texts)) <= 2, "a bracket waits for the character that tells it from a mark; nothing else waits"
     assert parser.finish() == []
@@ -92,17 +97,17 @@ def test_the_name_comes_first_and_arguments_come_as_they_are_written(format: Too
 def test_thoughts_are_told_apart_with_and_without_the_mark_in_the_prompt() -> None:
     text = "<think>\nhm, <b>\n</think>\n\nYes.\n"
     for opened in (False, True):
-        assert pushed(parser_of(None, thinks=True, opened=opened), list(text)) == WholeAnswer("Yes.\n", "hm, <b>")
+        assert pushed(parser_of(None, thinks=True, opened=opened), list(text)) == ParsedAnswer("Yes.\n", "hm, <b>")
     bare = "\nhm</think>Yes."
-    assert pushed(parser_of(None, thinks=True, opened=True), list(bare)) == WholeAnswer("Yes.", "hm")
-    assert pushed(parser_of(None, thinks=True), list(bare)) == WholeAnswer(bare)
-    assert pushed(parser_of(None, thinks=True), ["<think>cut ", "off "]) == WholeAnswer("", "cut off ")
+    assert pushed(parser_of(None, thinks=True, opened=True), list(bare)) == ParsedAnswer("Yes.", "hm")
+    assert pushed(parser_of(None, thinks=True), list(bare)) == ParsedAnswer(bare)
+    assert pushed(parser_of(None, thinks=True), ["<think>cut ", "off "]) == ParsedAnswer("", "cut off ")
 
 
 @settings(max_examples=80, deadline=None)
 @given(st.sampled_from(FORMATS), CALLS.filter(bool), st.integers(0, 5), *[st.text(" \n", max_size=4)] * 2, CUTS)
 def test_content_on_both_sides_of_calls_keeps_the_white_space_of_one_side(
-    format: ToolFormat, calls: list[WholeCall], style: int, before: str, after: str, places: list[int]
+    format: ToolFormat, calls: list[ParsedCall], style: int, before: str, after: str, places: list[int]
 ) -> None:
     text = written(format, "say" + before, calls, style) + after + "so"
     if format is LLAMA3 and style >= 4:
@@ -114,26 +119,35 @@ def test_content_on_both_sides_of_calls_keeps_the_white_space_of_one_side(
 
 def test_the_first_line_after_thoughts_keeps_its_indentation() -> None:
     text = "<think>\n  if so:\n</think> \n\n    return 1"
-    assert pushed(parser_of(None, thinks=True), list(text)) == WholeAnswer("    return 1", "  if so:")
+    assert pushed(parser_of(None, thinks=True), list(text)) == ParsedAnswer("    return 1", "  if so:")
 
 
 def test_calls_follow_thoughts() -> None:
     text = '<think>call it</think>\n<tool_call>{"name": "f", "arguments": {}}</tool_call>'
-    assert pushed(parser_of(HERMES, thinks=True), list(text)) == WholeAnswer("", "call it", [WholeCall("f", "{}")])
+    assert pushed(parser_of(HERMES, thinks=True), list(text)) == ParsedAnswer("", "call it", [ParsedCall("f", "{}")])
 
 
 @pytest.mark.parametrize(
     ("text", "parts"),
     [
-        ('a <tool_call>{"name": "f", "arguments": {"x": 1', [Content("a"), CallBegins("f"), Arguments('{"x": 1')]),
+        (
+            'a <tool_call>{"name": "f", "arguments": {"x": 1',
+            [Content("a"), CallBegins("f"), Arguments('{"x": 1')],
+        ),
         (
             '<tool_call>{"name": "f", "arguments": {"x": [1}</tool_call> b',
             [CallBegins("f"), Arguments('{"x": [1}'), Content("b")],
         ),
-        ('<tool_call>{"name": 3, "arguments": {}}</tool_call>', [Content('<tool_call>{"name": 3, "arguments": {}}</tool_call>')]),
+        (
+            '<tool_call>{"name": 3, "arguments": {}}</tool_call>',
+            [Content('<tool_call>{"name": 3, "arguments": {}}</tool_call>')],
+        ),
         ('<tool_call>{"name": "f"', [Content('<tool_call>{"name": "f"')]),
         ('<tool_call>{"name": "f"}</tool_call>', [CallBegins("f"), Arguments("{}")]),
-        ('<tool_call>{"name": "f", "arguments": {}}}</tool_call>x', [CallBegins("f"), Arguments("{}"), Content("}x")]),
+        (
+            '<tool_call>{"name": "f", "arguments": {}}}</tool_call>x',
+            [CallBegins("f"), Arguments("{}"), Content("}x")],
+        ),
     ],
 )
 def test_a_broken_call_loses_no_text(text: str, parts: list[object]) -> None:
@@ -149,13 +163,18 @@ def test_an_answer_in_json_that_is_no_call_is_content_for_llama() -> None:
         'see\n{"name": "Bob", "x": [1]}, [\n',
         "<|python_tag|>f.call(x=1)",
     ):
-        assert pushed(parser_of(LLAMA3), list(text)) == WholeAnswer(text)
+        assert pushed(parser_of(LLAMA3), list(text)) == ParsedAnswer(text)
 
 
 def test_a_parser_says_when_all_that_follows_is_content_as_it_is() -> None:
     parser = parser_of(None, thinks=True)
     seen = [(parser.push(text), parser.is_plain) for text in ("<think>x", "</think>", "\nyes", " no")]
-    assert seen == [([Reasoning("x")], False), ([], False), ([Content("yes")], True), ([Content(" no")], True)]
+    assert seen == [
+        ([Reasoning("x")], False),
+        ([], False),
+        ([Content("yes")], True),
+        ([Content(" no")], True),
+    ]
     assert parser.finish() == []
 
 
