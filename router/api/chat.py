@@ -20,6 +20,7 @@ from router.api.bodies import json_in
 from router.api.fields import (
     CHOICE_OF_TOOLS,
     NO_TOOLS,
+    ONLY_OPENAI,
     STREAM_OPTIONS,
     FunctionTool,
     NamedTool,
@@ -144,18 +145,11 @@ MESSAGES = Unsupported(
 """Fields that the messages of our own answers have when a client sends them back."""
 CHAT = Unsupported(
     {
-        "best_of": (1,),
-        "store": (False,),
-        "service_tier": ("auto", "default"),
-        "functions": ([],),
+        **ONLY_OPENAI,
+        **dict.fromkeys(("audio", "prediction", "verbosity", "web_search_options", "chat_template"), ()),
+        **dict.fromkeys(("functions", "documents"), ([],)),
         "function_call": ("none", "auto"),
         "modalities": (["text"],),
-        "audio": (),
-        "prediction": (),
-        "verbosity": (),
-        "web_search_options": (),
-        "chat_template": (),
-        "documents": ([],),
     },
     inside={"stream_options": STREAM_OPTIONS, "messages": MESSAGES},
 )
@@ -209,7 +203,7 @@ class ChatRequest(ReadRequest):
     def texts(self) -> Iterator[str]:
         """Everything that the chat template may write into the prompt."""
         values = [value for message in self.messages for value in message.values()]
-        for value in (*values, *self.tools.for_template(), *self.template_arguments.values(), self.reasoning_effort or ""):
+        for value in (*values, *self.tools.shown, *self.template_arguments.values(), self.reasoning_effort or ""):
             yield value if isinstance(value, str) else msgspec.json.encode(value).decode()
 
     def size_chars(self, texts: Iterable[str]) -> int:

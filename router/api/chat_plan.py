@@ -110,7 +110,7 @@ class ChatPlanner:
             fix = "leave tools out, or start the router with a --chat-template that does"
             raise BadRequest(f"the chat template of {self._model} does not show tools to the model: {fix}", field="tools")
         return ChatOptions(
-            tools=request.tools.for_template(),
+            tools=request.tools.shown,
             add_generation_prompt=request.add_generation_prompt,
             continue_final_message=request.continue_final_message,
             arguments=self._arguments(request),

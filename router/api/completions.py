@@ -18,7 +18,16 @@ from common.messages import Failed, Finished, TokenLogprob
 from router.api.answers import OpenAIFinish, OpenAIShape, TokenIds, WholeChoice, finish_of
 from router.api.bodies import MAX_PROMPTS
 from router.api.errors import ContextExceeded, no_room
-from router.api.fields import STREAM_OPTIONS, ReadRequest, SamplingFields, TopLogprobs, Unsupported, object_in, read_fields
+from router.api.fields import (
+    ONLY_OPENAI,
+    STREAM_OPTIONS,
+    ReadRequest,
+    SamplingFields,
+    TopLogprobs,
+    Unsupported,
+    object_in,
+    read_fields,
+)
 from router.api.logprobs import CompletionLogprobs, PromptLogprobs, TextPlace
 from router.api.structured import grammar_of
 from router.outbox import ChoiceDelta
@@ -28,7 +37,7 @@ COMPLETION_MAX_TOKENS = 16
 
 
 COMPLETION = Unsupported(
-    {"best_of": (1,), "store": (False,), "service_tier": ("auto", "default"), "suffix": ("",)},
+    {**ONLY_OPENAI, "suffix": ("",)},
     inside={"stream_options": STREAM_OPTIONS},
 )
 Prompt: TypeAlias = str | tuple[int, ...]

@@ -256,17 +256,14 @@ CHOICE_OF_TOOLS = Meta(
 class ToolUse:
     """What an answer may call."""
 
-    shown: tuple[Function, ...] = ()
-    """The functions that the chat template shows the model."""
+    shown: tuple[Mapping[str, Any], ...] = ()
+    """What the chat template shows the model."""
     callable: tuple[Function, ...] = ()
     """The functions that it may call; without any its answer is only text."""
     required: bool = False
     """Whether the answer must be a call of these."""
     parallel: bool = True
     """Whether it may be more than one call."""
-
-    def for_template(self) -> tuple[Mapping[str, Any], ...]:
-        return tuple(function.for_template() for function in self.shown)
 
 
 NO_TOOLS = ToolUse()
@@ -280,16 +277,17 @@ def tool_use(functions: Sequence[Function], choice: ToolPolicy | NamedTool | Nam
         if not _NAME.fullmatch(function.name):
             rule = "1 to 128 letters, digits or any of _.:/-"
             raise BadRequest(f"tools[{index}]: the function's name must be {rule}, is {shown(function.name)!r}", field="tools")
+    shown_tools = tuple(function.for_template() for function in functions)
     if isinstance(choice, NamedTool | NamedFunction):
         name = choice.function.name if isinstance(choice, NamedTool) else choice.name
         chosen = tuple(function for function in functions if function.name == name)[:1]
         if not chosen:
             raise BadRequest(f"tool_choice names {shown(name)!r}, which is not among the tools", field="tool_choice")
-        return ToolUse(shown=tuple(functions), callable=chosen, required=True, parallel=False)
+        return ToolUse(shown=shown_tools, callable=chosen, required=True, parallel=False)
     if choice == "required" and not functions:
         raise BadRequest("tool_choice is required, but there are no tools: send tools", field="tool_choice")
     callable = () if choice == "none" else tuple(functions)
-    return ToolUse(shown=tuple(functions), callable=callable, required=choice == "required", parallel=parallel)
+    return ToolUse(shown=shown_tools, callable=callable, required=choice == "required", parallel=parallel)
 
 
 @dataclass(frozen=True, slots=True)
@@ -304,6 +302,8 @@ class Unsupported:
     """Supported fields in which null asks for nothing. Of a whole body these are all."""
 
 
+ONLY_OPENAI: Mapping[str, tuple[object, ...]] = {"best_of": (1,), "store": (False,), "service_tier": ("auto", "default")}
+"""Fields of chats and completions."""
 STREAM_OPTIONS = Unsupported({"include_obfuscation": (False,)}, nullable=StreamOptions.__struct_encode_fields__)
 
 

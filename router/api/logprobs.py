@@ -104,13 +104,15 @@ class TextPlace:
         self._texts = texts
         self._characters = codecs.getincrementaldecoder("utf-8")("replace")
 
-    def pass_by(self, token_id: int, *, skips_special: bool, echo: str = "") -> None:
-        """skips_special: special tokens have no text, but those that stand in the echo."""
+    def pass_by(self, token_id: int, *, skips_special: bool, echo: str = "") -> int:
+        """Returns where this token begins. skips_special: special tokens have no text, but those that stand in the echo."""
+        begin = self.chars
         if skips_special and self._texts.is_special(token_id):
             written = self._texts.text(token_id)
             self.chars += len(written) if echo.startswith(written, self.chars) else 0
         else:
             self.chars += len(self._characters.decode(self._texts.bytes(token_id)))
+        return begin
 
 
 class LogprobWriter:
@@ -147,11 +149,11 @@ class LogprobWriter:
         written = CompletionLogprobs([], [], [], [])
         if prompt is not None:
             first, others, echo = prompt
-            self._add(written, first, None, place, skips_special=True, echo=echo)
+            self._add(written, place.pass_by(first, skips_special=True, echo=echo), first, None)
             for token in others:
-                self._add(written, token.token_id, token, place, skips_special=True, echo=echo)
+                self._add(written, place.pass_by(token.token_id, skips_special=True, echo=echo), token.token_id, token)
         for token in tokens:
-            self._add(written, token.token_id, token, place, skips_special=skips_special)
+            self._add(written, place.pass_by(token.token_id, skips_special=skips_special), token.token_id, token)
         return written
 
     def prompt(self, tokens: Iterable[TokenLogprob]) -> PromptLogprobs:
@@ -165,27 +167,16 @@ class LogprobWriter:
             written.append(at)
         return written
 
-    def _add(
-        self,
-        to: CompletionLogprobs,
-        token_id: int,
-        token: TokenLogprob | None,
-        place: TextPlace,
-        *,
-        skips_special: bool,
-        echo: str = "",
-    ) -> None:
+    def _add(self, to: CompletionLogprobs, offset: int, token_id: int, token: TokenLogprob | None) -> None:
         """token: None for the first of a prompt, which has no log probability."""
         likeliest: dict[str, float] = {}
-        for top, logprob in token.top[: self._top] if token is not None else ():
-            likeliest.setdefault(self._text(top), finite(logprob))
         if token is not None:
-            likeliest.setdefault(self._text(token_id), finite(token.logprob))
+            for top, logprob in (*token.top[: self._top], (token_id, token.logprob)):
+                likeliest.setdefault(self._text(top), finite(logprob))
         to.tokens.append(self._text(token_id))
         to.token_logprobs.append(None if token is None else finite(token.logprob))
         to.top_logprobs.append(None if token is None else likeliest)
-        to.text_offset.append(place.chars)
-        place.pass_by(token_id, skips_special=skips_special, echo=echo)
+        to.text_offset.append(offset)
 
     def _text(self, token_id: int) -> str:
         return f"token_id:{token_id}" if self._as_ids else self._texts.text(token_id)

@@ -115,19 +115,14 @@ class ReasoningConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 RESPONSE = Unsupported(
     {
-        "store": (False,),
-        "previous_response_id": (),
-        "conversation": (),
-        "prompt": (),
+        **dict.fromkeys(("previous_response_id", "conversation", "prompt", "prompt_cache_retention"), ()),
+        **dict.fromkeys(("max_tool_calls", "context_management"), ()),
+        **dict.fromkeys(("store", "background"), (False,)),
         "include": ([],),
-        "background": (False,),
         "truncation": ("disabled",),
         "top_logprobs": (0,),
-        "max_tool_calls": (),
         "service_tier": ("auto", "default"),
-        "prompt_cache_retention": (),
         "stream_options": ({}, {"include_obfuscation": False}),
-        "context_management": (),
     },
     inside={
         # there are no summaries, thoughts are in `content`

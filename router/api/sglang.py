@@ -71,25 +71,12 @@ PARAMETERS = Unsupported(
 )
 GENERATE = Unsupported(
     {
-        "input_embeds": (),
-        "image_data": ([],),
-        "video_data": ([],),
-        "audio_data": ([],),
-        "modalities": ([],),
-        "token_ids_logprob": (),
+        **dict.fromkeys(("input_embeds", "token_ids_logprob", "custom_logit_processor"), ()),
+        **dict.fromkeys(("session_params", "session_id", "lora_path", "lora_id"), ()),
+        **dict.fromkeys(("bootstrap_host", "bootstrap_port", "bootstrap_room"), ()),
+        **dict.fromkeys(("image_data", "video_data", "audio_data", "modalities"), ([],)),
+        **dict.fromkeys(("return_hidden_states", "return_routed_experts", "no_logs", "background"), (False,)),
         "log_metrics": (True,),
-        "return_hidden_states": (False,),
-        "return_routed_experts": (False,),
-        "session_params": (),
-        "session_id": (),
-        "lora_path": (),
-        "lora_id": (),
-        "custom_logit_processor": (),
-        "bootstrap_host": (),
-        "bootstrap_port": (),
-        "bootstrap_room": (),
-        "no_logs": (False,),
-        "background": (False,),
     },
     inside={"sampling_params": PARAMETERS},
 )
@@ -310,7 +297,7 @@ class Generated(msgspec.Struct, frozen=True, kw_only=True):
     index: int | msgspec.UnsetType = msgspec.UNSET
 
 
-class _Growing:
+class _GrowingList:
     """A JSON list that grows. What is in it is not encoded again."""
 
     __slots__ = ("_items",)
@@ -329,24 +316,31 @@ class _Growing:
 
 
 @dataclass(slots=True, eq=False)
-class _Written:
-    """What is written of one choice, in JSON: each event repeats all of it. text: without its quotation marks."""
+class _WrittenLogprobs:
+    """What is written of the log probabilities of tokens, and of the likeliest tokens in the place of each."""
+
+    own: _GrowingList = field(default_factory=_GrowingList)
+    top: _GrowingList = field(default_factory=_GrowingList)
+
+
+@dataclass(slots=True, eq=False)
+class _WrittenChoice:
+    """What is written of one choice, in JSON: each event repeats all of it."""
 
     tokens: int = 0
     cached_tokens: int = 0
     text: bytearray = field(default_factory=bytearray)
-    ids: _Growing = field(default_factory=_Growing)
-    logprobs: _Growing = field(default_factory=_Growing)
-    tops: _Growing = field(default_factory=_Growing)
-    prompt_logprobs: _Growing = field(default_factory=_Growing)
-    prompt_tops: _Growing = field(default_factory=_Growing)
+    """The text without its quotation marks."""
+    ids: _GrowingList = field(default_factory=_GrowingList)
+    logprobs: _WrittenLogprobs = field(default_factory=_WrittenLogprobs)
+    prompt_logprobs: _WrittenLogprobs = field(default_factory=_WrittenLogprobs)
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class GenerateShape(AnswerShape[GenerateRequest]):
-    """/generate"""
+    """The answer of POST /generate."""
 
-    _so_far: dict[int, _Written] = field(default_factory=dict, init=False)
+    _so_far: dict[int, _WrittenChoice] = field(default_factory=dict, init=False)
     _choice_ids: tuple[str, ...] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -367,8 +361,8 @@ class GenerateShape(AnswerShape[GenerateRequest]):
         prompt = self.accepted.specs[index].prompt
         written = self._so_far.get(index)
         if written is None:
-            written = self._so_far[index] = _Written()
-            self._begin_prompt(written, prompt)
+            written = self._so_far[index] = _WrittenChoice()
+            self._begin_prompt(written.prompt_logprobs, prompt)
         self._add(written, news)
         left_out, tops = msgspec.UNSET, self.asked.logprobs
         info = MetaInfo(
@@ -377,38 +371,37 @@ class GenerateShape(AnswerShape[GenerateRequest]):
             prompt_tokens=len(prompt) // ID_BYTES,
             completion_tokens=written.tokens,
             cached_tokens=written.cached_tokens,
-            input_token_logprobs=left_out if tops is None else written.prompt_logprobs.json,
-            output_token_logprobs=left_out if tops is None else written.logprobs.json,
-            input_top_logprobs=written.prompt_tops.json if tops else left_out,
-            output_top_logprobs=written.tops.json if tops else left_out,
+            input_token_logprobs=left_out if tops is None else written.prompt_logprobs.own.json,
+            output_token_logprobs=left_out if tops is None else written.logprobs.own.json,
+            input_top_logprobs=written.prompt_logprobs.top.json if tops else left_out,
+            output_top_logprobs=written.logprobs.top.json if tops else left_out,
         )
         numbered = index if in_stream and self.asked.is_batch else msgspec.UNSET
         text: Any = msgspec.Raw(b"".join((b'"', written.text, b'"')))
         return Generated(text=text, output_ids=written.ids.json, meta_info=info, index=numbered)
 
-    def _begin_prompt(self, written: _Written, prompt: bytes) -> None:
+    def _begin_prompt(self, written: _WrittenLogprobs, prompt: bytes) -> None:
         """As in SGLang, the first of a prompt's log probabilities has no number, wherever it stands."""
         start = self.asked.logprob_start
         if 0 <= start * ID_BYTES < len(prompt):
             first = int(unpack_ids(prompt[start * ID_BYTES : (start + 1) * ID_BYTES])[0])
-            written.prompt_logprobs.extend([self._entry(None, first)])
-            written.prompt_tops.extend([None])
+            written.own.extend([self._entry(None, first)])
+            written.top.extend([None])
 
-    def _add(self, written: _Written, news: ChoiceDelta | WholeChoice) -> None:
+    def _add(self, written: _WrittenChoice, news: ChoiceDelta | WholeChoice) -> None:
         written.cached_tokens += news.cached_tokens
-        if news.prompt_logprobs and self.asked.logprob_start >= 0:
-            of_prompt = news.prompt_logprobs[self.asked.logprob_start :]
-            written.prompt_logprobs.extend([self._own(token) for token in of_prompt])
-            if self.asked.logprobs:
-                written.prompt_tops.extend([self._top(token) for token in of_prompt])
-        if self.asked.hides_answer:
-            return
-        written.tokens += len(news.token_ids)
-        written.text += _encode(news.text)[1:-1]
-        written.ids.extend(news.token_ids)
-        written.logprobs.extend([self._own(token) for token in news.logprobs])
+        if self.asked.logprob_start >= 0:
+            self._add_logprobs(written.prompt_logprobs, news.prompt_logprobs[self.asked.logprob_start :])
+        if not self.asked.hides_answer:
+            written.tokens += len(news.token_ids)
+            written.text += _encode(news.text)[1:-1]
+            written.ids.extend(news.token_ids)
+            self._add_logprobs(written.logprobs, news.logprobs)
+
+    def _add_logprobs(self, written: _WrittenLogprobs, tokens: Sequence[TokenLogprob]) -> None:
+        written.own.extend([self._entry(token.logprob, token.token_id) for token in tokens])
         if self.asked.logprobs:
-            written.tops.extend([self._top(token) for token in news.logprobs])
+            written.top.extend([[self._entry(logprob, token_id) for token_id, logprob in token.top] for token in tokens])
 
     def _finish(self, ending: Finished, tokens: int) -> FinishReason:
         if self.asked.hides_answer:
@@ -420,12 +413,6 @@ class GenerateShape(AnswerShape[GenerateRequest]):
                 return FinishReason(type="length", length=tokens)
             case "stop":
                 return FinishReason(type="stop", matched=ending.matched)
-
-    def _own(self, token: TokenLogprob) -> Logprob:
-        return self._entry(token.logprob, token.token_id)
-
-    def _top(self, token: TokenLogprob) -> list[Logprob]:
-        return [self._entry(logprob, token_id) for token_id, logprob in token.top]
 
     def _entry(self, logprob: float | None, token_id: int) -> Logprob:
         text = self.token_texts.text(token_id) if self.asked.with_texts else None

@@ -107,7 +107,7 @@ def test_tools_and_calls_are_read_as_chat_templates_want_them() -> None:
         {"role": "tool", "content": "rain", "tool_call_id": "c1"},
     )
     f, g = function("f", parameters=schema), function("g", description="does it")
-    assert list(request.tools.for_template()) == [f, g], "strict is not for the model"
+    assert list(request.tools.shown) == [f, g], "strict is not for the model"
     assert [one.name for one in request.tools.callable] == ["g"] and request.tools.required and not request.tools.parallel
     assert request.template_arguments == {"enable_thinking": False}
 
