@@ -1,13 +1,8 @@
 """The port of the engine: plans in, sampled tokens out.
 
 Owns the vocabulary between a scheduler and an executor: what the scheduler decided for the next forward, what came of it, and how
-log probabilities become messages. Owns no implementation: `engine.torch_executor` (CPU and CUDA), `engine.toy` (its next token
-depends on every byte of its KV) and `engine.timed` (computes nothing) do. Knows no tensors, requests or time.
-
-A *row* is a place in the executor's persistent batch. A row's life:
-
-    RowStart ─► Chunk, Chunk, … Chunk(last) ─► in decode_rows, step after step
-    RowStart(with last_token) ────────────────► in decode_rows, step after step
+log probabilities become messages. Owns no implementation: `engine.torch_executor` (CPU and CUDA) and `engine.timed` (computes
+nothing) do. Knows no tensors, requests or time.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

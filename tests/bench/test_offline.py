@@ -12,9 +12,9 @@ from bench.options import OfflineOptions
 from common.errors import ConfigError
 from common.executor import Plan, StepResult
 from common.sampling_params import SamplingParams
-from engine.toy import ToyExecutor
 from launch.main import main
 from tests.engine.driver import Driver
+from tests.engine.toy import ToyExecutor
 
 GREEDY = SamplingParams(max_new_tokens=1, temperature=0.0, ignore_eos=True)
 

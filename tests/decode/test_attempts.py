@@ -8,9 +8,9 @@ from common.executor import Logprobs, StepResult
 from common.ids import ROUTER, Int32Array
 from common.messages import Cancel, Failed, Finished, Grant, Probe, Probed, Repeat, Standing, Terms, TokenDelta, Withdraw
 from decode.scheduler import DecodeScheduler
-from engine.toy import toy_logprob
 from tests.builders import LAYOUT, key, result, sampling
 from tests.decode.rig import LIFE, ME, WRITER, decoding, handoff, renew, reserve, reserved, scheduler, step, with_reservation
+from tests.engine.toy import toy_logprob
 from tests.schedulers import (
     abandon,
     declined,

@@ -25,11 +25,11 @@ from common.step_cost import StepCost
 from engine.step_runner import LayerProgress, PendingStep
 from engine.timed import Pace
 from engine.torch_executor import TorchExecutor
-from engine.toy import ToyExecutor
 from tests.builders import HandClock
 from tests.engine.checkpoints import llama, saved
 from tests.engine.driver import Driver
 from tests.engine.packed import CAN_RECORD, pack_everything
+from tests.engine.toy import ToyExecutor
 
 GREEDY = SamplingParams(max_new_tokens=99, temperature=0.0, seed=11)
 SAMPLED = SamplingParams(max_new_tokens=99, temperature=1.0, top_p=0.95, seed=11)

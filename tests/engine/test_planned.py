@@ -5,9 +5,9 @@ import pytest
 
 from common.executor import Plan, StepResult
 from common.sampling_params import SamplingParams
-from engine.toy import ToyExecutor
 from tests.engine.driver import Driver
 from tests.engine.planned import SequencePlanner
+from tests.engine.toy import ToyExecutor
 
 GREEDY = SamplingParams(max_new_tokens=1, temperature=0.0, ignore_eos=True)
 

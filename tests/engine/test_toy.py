@@ -10,7 +10,7 @@ from common.executor import Chunk, Plan, RowStart
 from common.sampling_params import SamplingParams
 from common.step_cost import StepCost
 from engine.timed import Pace
-from engine.toy import TOY_VOCAB, ToyExecutor
+from tests.engine.toy import TOY_VOCAB, ToyExecutor
 
 PROMPT = np.arange(100, 119, dtype=np.int32)  # 19 tokens: 4 full pages of 4 and one with 3
 DECODE = Plan(9, decode_rows=np.zeros(1, dtype=np.int32))

@@ -22,10 +22,10 @@ from common.errors import TransferError
 from common.ids import Int64Array, Ticket
 from common.messages import PoolDescriptor
 from common.processes.child import Respondent
-from kv_transfer.memory import MemoryNetwork, MemoryTransport
 from kv_transfer.transport import AgentLost, Connected, ConnectFailed, RunsDone, RunsFailed, TransportEvent
 from tests.kv_transfer.agent_process import Answer, Call, Event, Happened, Plan, Report, Started, event_in
 from tests.kv_transfer.local_agent import LAYOUT, WAIT_S, LocalAgent
+from tests.kv_transfer.memory import MemoryNetwork, MemoryTransport
 from tests.kv_transfer.pools import Bytes
 
 END_S = 30.0

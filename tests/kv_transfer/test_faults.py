@@ -7,10 +7,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from kv_transfer.memory import MemoryNetwork, MemoryTransport
 from kv_transfer.transport import RunsDone, RunsFailed
 from tests.kv_transfer.contract import POISON, rows
 from tests.kv_transfer.local_agent import LocalAgent
+from tests.kv_transfer.memory import MemoryNetwork, MemoryTransport
 
 PAGE_BYTES = 4096
 PAGES = 8

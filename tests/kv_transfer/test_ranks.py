@@ -16,13 +16,13 @@ from common.ids import Incarnation, InstanceId, Int32Array, Ticket
 from common.instance.ports import Allow, Connect, LinkChanged, Push, PushDone, TransferEvent, Transfers
 from common.messages import InstanceInfo, ModelIdentity, RankInfo
 from common.sampling_params import SamplingParams
-from engine.toy import ToyExecutor, ToyRanks
 from kv_transfer.backends import make_transport
-from kv_transfer.memory import MemoryNetwork, MemoryTransport
 from kv_transfer.target_ranks import RankedTransfers, TargetRanks
 from kv_transfer.transfer_loop import TransferLoop
 from kv_transfer.transport import Transport
 from tests.builders import key
+from tests.engine.toy import ToyExecutor, ToyRanks
+from tests.kv_transfer.memory import MemoryNetwork, MemoryTransport
 
 PAGES = 24
 WAIT_S = 30.0

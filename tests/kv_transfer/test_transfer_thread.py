@@ -12,10 +12,10 @@ import pytest
 from common.errors import TransferError
 from common.ids import Incarnation, InstanceId, Int64Array, Ticket
 from common.instance.ports import Allow, Connect, LinkChanged, Push, PushDone, PushFailed, Settle, Settled, TransferEvent
-from kv_transfer.memory import MemoryNetwork, MemoryTransport
 from kv_transfer.transfer_loop import LeaseOverrun, TransferLoop, TransferThread
 from tests.builders import LAYOUT, instance, key
 from tests.kv_transfer.local_agent import WAIT_S, region_of
+from tests.kv_transfer.memory import MemoryNetwork, MemoryTransport
 
 PEER = InstanceId("d")
 

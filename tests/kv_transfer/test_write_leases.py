@@ -10,9 +10,9 @@ from common.instance.ports import Connect, LinkChanged, PushDone
 from common.messages import PoolDescriptor
 from kv_transfer.handoff_target import MARGIN_S, OVERRUN_S, RENEW_S, WRITE_LEASE_S
 from kv_transfer.links import RETRY_S, STALL_S
-from kv_transfer.memory import MemoryNetwork, MemoryTransport
 from kv_transfer.transfer_loop import LeaseOverrun
 from tests.builders import LAYOUT
+from tests.kv_transfer.memory import MemoryNetwork, MemoryTransport
 from tests.kv_transfer.two import LIFE, PEER, SlowTransport, Two, failed, linked, refused
 
 EXPIRED = linked("lost", "the lease ended: it does not answer")

@@ -13,10 +13,10 @@ from common.ids import Incarnation, InstanceId, Ticket
 from common.instance.ports import Allow, Connect, LinkChanged, Push, PushFailed, TransferCommand, TransferEvent
 from common.messages import InstanceInfo, LinkInfo, LinkState
 from common.pages.layout import KVLayout
-from kv_transfer.memory import MemoryNetwork, MemoryTransport
 from kv_transfer.transfer_loop import TransferLoop
 from tests.builders import LAYOUT, instance, key
 from tests.kv_transfer.local_agent import region_of
+from tests.kv_transfer.memory import MemoryNetwork, MemoryTransport
 from tests.kv_transfer.pools import Bytes
 
 PEER = InstanceId("d")

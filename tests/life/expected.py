@@ -13,8 +13,8 @@ from common.ids import Int32Array, pack_ids
 from common.messages import Finished, TokenLogprob
 from common.sampling_params import SamplingParams
 from engine.grammar.grammars import ANY_TEXT
-from engine.toy import ToyExecutor, toy_logprob
 from router.requests import RequestSpec
+from tests.engine.toy import ToyExecutor, toy_logprob
 from tests.life.asks import Ask, Choice
 
 CONTEXT_PAGES = 64

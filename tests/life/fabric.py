@@ -15,10 +15,10 @@ from random import Random
 
 from common.ids import InstanceId, Int64Array
 from common.pages.layout import MemoryRegion
-from engine.toy import ToyExecutor
-from kv_transfer.memory import MemoryNetwork, MemoryTransport, Write
 from kv_transfer.transport import TransportEvent
 from simulation.clock import NEVER, Clock
+from tests.engine.toy import ToyExecutor
+from tests.kv_transfer.memory import MemoryNetwork, MemoryTransport, Write
 from tests.life.ledger import Ledger
 from tests.life.schedule import Rough
 from tests.life.weather import Storm

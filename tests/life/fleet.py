@@ -16,8 +16,6 @@ from common.messages import AnyMessage
 from common.sampling_params import SamplingParams
 from common.text.detokenizer import Detokenizer
 from engine.timed import Pace
-from engine.toy import ToyExecutor, ToyRanks
-from kv_transfer.memory import MemoryNetwork, MemoryTransport
 from kv_transfer.transport import Transport
 from router.core import RouterCore
 from router.requests import RequestSpec
@@ -26,6 +24,8 @@ from simulation.fleet import SimulatedFleet
 from simulation.instance import Instance, Name
 from simulation.network import Calm, Letter, Network, Weather
 from simulation.processes import FIRST_TEXT_PORT, RouterProcess
+from tests.engine.toy import ToyExecutor, ToyRanks
+from tests.kv_transfer.memory import MemoryNetwork, MemoryTransport
 from tests.life.client import Client, ClientObserver
 from tests.life.letters import MEMBERSHIP
 from tests.life.ranks import SimulatedFollower, ToyInstance, ToySize

@@ -13,7 +13,7 @@ from common.ids import Int32Array, unpack_ids
 from common.pages.pool import PageLease, PagePool
 from common.pages.radix_cache import CachedPage, Hit
 from common.sampling_params import SamplingParams
-from engine.toy import ToyExecutor
+from tests.engine.toy import ToyExecutor
 
 POISON = 0xA5
 

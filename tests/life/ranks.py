@@ -16,11 +16,11 @@ from common.instance.ranks.leader import Followers, remote_transfers
 from common.instance.ranks.line import Line
 from common.messages import RankInfo
 from common.messages.ranks import ToFollower, ToLeader, rank_name
-from engine.toy import ToyExecutor, ToyRanks
 from kv_transfer.target_ranks import RankedTransfers
 from simulation.clock import Clock, LocalClock, Loop
 from simulation.instance import Instance, InstanceFleet, Name, Process, SimulatedRank, Size
 from simulation.network import Network, Post
+from tests.engine.toy import ToyExecutor, ToyRanks
 
 FIRST_RANK_PORT, MOST_RANKS = 20_000, 16
 CLOCK_STEP_S = 37.0

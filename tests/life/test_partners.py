@@ -5,8 +5,8 @@ from collections.abc import Callable
 from common.config import RouterConfig
 from common.ids import InstanceId, Int64Array, Ticket
 from common.messages import Finished, PoolDescriptor
-from kv_transfer.memory import MemoryTransport
 from kv_transfer.transport import Transport
+from tests.kv_transfer.memory import MemoryTransport
 from tests.life.client import Client
 from tests.life.expected import undisturbed
 from tests.life.fleet import ToyFleet

@@ -6,8 +6,8 @@ from common.ids import DETOKENIZER
 from common.messages import Finished, LinkTraffic
 from common.step_cost import StepCost
 from kv_transfer.handoff_target import MARGIN_S, ORPHANED_S, WRITE_LEASE_S
-from kv_transfer.memory import MemoryNetwork
 from prefill.scheduler import PrefillScheduler
+from tests.kv_transfer.memory import MemoryNetwork
 from tests.life.client import Client
 from tests.life.expected import undisturbed
 from tests.life.fabric import PAGE_BYTES

@@ -3,8 +3,8 @@
 Owns nothing: it gives them their types.
 """
 
-from engine.toy import ToyExecutor
-from kv_transfer.memory import MemoryTransport
+from tests.engine.toy import ToyExecutor
+from tests.kv_transfer.memory import MemoryTransport
 from tests.life.ranks import ToyInstance
 
 

@@ -39,7 +39,6 @@ from common.text.tokenizer_manager import TokenizerManager
 from decode.scheduler import DecodeScheduler
 from engine.torch_executor import TorchExecutor
 from kv_transfer import transfer_loop
-from kv_transfer.memory import MemoryNetwork, MemoryTransport
 from kv_transfer.pushes import Pushes
 from kv_transfer.target_ranks import TargetRanks
 from kv_transfer.transfer_loop import TransferLoop, TransferThread
@@ -48,6 +47,7 @@ from router.api.app import Api, build_app
 from router.api.intake import Intake
 from router.core import Gateway, RouterCore
 from router.metrics import RouterMetrics
+from tests.kv_transfer.memory import MemoryNetwork, MemoryTransport
 
 ROOT = Path(__file__).resolve().parents[2]
 ROOMS = ("router", "prefill", "decode", "kv_transfer", "engine", "common", "launch")

@@ -29,9 +29,9 @@ from common.messages import (
 )
 from common.sampling_params import MAX_PROMPT_LOGPROBS, SamplingParams
 from engine.grammar.grammars import ANY_TEXT
-from engine.toy import toy_logprob
 from prefill.scheduler import PrefillScheduler
 from tests.builders import EOS, LAYOUT, key, result, sampling
+from tests.engine.toy import toy_logprob
 from tests.prefill.rig import DECODE, begun, finish_pushes, generate, grant_for, handoffs, scheduler, spans
 from tests.schedulers import deltas, failures, is_home, kinds, meet, messages
 

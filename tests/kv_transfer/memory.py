@@ -1,4 +1,4 @@
-"""The in-process transport: copies between pools of one process with memmove. For tests and simulation.
+"""The in-process transport: copies between pools of one process with memmove.
 
 Owns the network that its agents share, and the faults that a test injects: held writes, failures, dead agents. Knows no pages,
 threads or clock: the test decides what happens when.

@@ -1,8 +1,8 @@
 """The toy executor: the next token depends on every byte of the row's KV, so a misplaced page changes the answer.
 
 Owns its memory, the rows and the steps in flight. Computes no model: the KV of a slot is a hash of token, position and place, and
-the next token is a digest over the slots of the row, in order, as they are in memory at that moment. numpy only. For tests and
-simulation: a step completes when the caller or a clock says so.
+the next token is a digest over the slots of the row, in order, as they are in memory at that moment. numpy only. A
+step completes when the caller or a clock says so.
 
 With several ranks, each toy holds some heads of every slot. A step completes on a rank when all have written what it computes,
 and the token depends on the memory of all of them, as if their parts had been gathered.
