@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias, TypeVar
 
-from common.executor import Plan, StepResult
+from common.executor import StepPlan, StepResult
 from common.ids import AttemptId, Incarnation, InstanceId, Int32Array, Ticket
 from common.messages import AnyMessage, Counters, Failed, InstanceInfo, LinkInfo, Load, Timeline
 from common.sampling_params import Grammar
@@ -176,7 +176,7 @@ class Mail(Protocol[M]):
 class LayersDone:
     """The running step has written the KV of its first `layers` layers into the pages."""
 
-    plan: Plan
+    plan: StepPlan
     layers: int
 
 
@@ -241,7 +241,7 @@ class Decision:
     follows_layers: report LayersDone while the plan is computed.
     """
 
-    plan: Plan | None
+    plan: StepPlan | None
     actions: list[Action]
     follows_layers: bool = False
 

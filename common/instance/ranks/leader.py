@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import assert_never
 
-from common.executor import Plan
+from common.executor import StepPlan
 from common.ids import InstanceId
 from common.instance.ports import Mail, TransferCommand, TransferEvent
 from common.instance.ranks.line import PING_S, SILENCE_S, Line, RankLost, Refusals, pack_command, pack_plan, unpack_news
@@ -122,7 +122,7 @@ class Followers:
             if name in self._by_name:
                 raise RankLost(f"{self._by_name[name].line.who} is gone")
 
-    def launch(self, plan: Plan, grammar_id: Callable[[Grammar], int]) -> None:
+    def launch(self, plan: StepPlan, grammar_id: Callable[[Grammar], int]) -> None:
         """grammar_id: of a grammar that was prepared."""
         for follower in self._all:
             self._mail.send(follower.line.to, pack_plan(plan, follower.line.next(), grammar_id))

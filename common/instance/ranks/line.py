@@ -5,7 +5,7 @@ to the end, so it passes from the start-up to the loop that serves.
 
 Plans as they travel from the leader to its followers.
 
-Owns the translation of `Plan`, in both directions. Knows no sockets.
+Owns the translation of `StepPlan`, in both directions. Knows no sockets.
 
 Transfer commands and events as they travel between the leader and its followers.
 
@@ -27,7 +27,7 @@ from typing import assert_never
 from msgspec.structs import replace
 
 from common.errors import TandemError
-from common.executor import Chunk, Plan, RowStart
+from common.executor import Chunk, RowStart, StepPlan
 from common.ids import InstanceId, Int32Array, pack_ids, unpack_ids
 from common.instance.ports import (
     Allow,
@@ -124,7 +124,7 @@ class Line:
         return max(self._offsets_s, default=None)
 
 
-def pack_plan(plan: Plan, number: int, grammar_id: Callable[[Grammar], int]) -> Launch:
+def pack_plan(plan: StepPlan, number: int, grammar_id: Callable[[Grammar], int]) -> Launch:
     """number: of the message. grammar_id: of a grammar that the followers hold."""
     return Launch(
         number=number,
@@ -137,9 +137,9 @@ def pack_plan(plan: Plan, number: int, grammar_id: Callable[[Grammar], int]) -> 
     )
 
 
-def unpack_plan(message: Launch, grammars: Mapping[int, Grammar]) -> Plan:
+def unpack_plan(message: Launch, grammars: Mapping[int, Grammar]) -> StepPlan:
     """grammars: those that this rank holds. Raises RankLost for a row with another one."""
-    return Plan(
+    return StepPlan(
         step=message.step,
         starts=tuple(_unpack_start(start, grammars) for start in message.starts),
         chunks=tuple(Chunk(chunk.row, chunk.start, unpack_ids(chunk.token_ids), chunk.last) for chunk in message.chunks),
