@@ -109,14 +109,15 @@ class WholeChoice:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class AnswerShape(ABC, Generic[R]):
-    """How one answer is written. asked: what the client asks for. accepted: its choices. token_texts: for log probabilities."""
+    """How one answer is written."""
 
     id: str
     created: int
     model: str
-    asked: R
+    request: R
     accepted: Accepted
     token_texts: TokenTexts
+    """The texts of tokens, for log probabilities."""
 
     tokens: int = field(default=0, init=False)
     """Tokens of all choices so far."""
@@ -137,7 +138,7 @@ class AnswerShape(ABC, Generic[R]):
 
     def size(self, choices: Sequence[WholeChoice]) -> int:
         """How much there is to write: see LOOP_SIZE. Text counts as if a parser read it, though plain text costs less."""
-        each, of_prompt = 1 + (self.asked.logprobs or 0), 1 + (self.asked.prompt_logprobs or 0)
+        each, of_prompt = 1 + (self.request.logprobs or 0), 1 + (self.request.prompt_logprobs or 0)
         pairs = sum(len(choice.logprobs) * each + len(choice.prompt_logprobs) * of_prompt for choice in choices)
         chars = sum(len(text) for choice in choices for text in choice.texts)
         return chars + PAIR_SIZE * pairs + sum(len(choice.ending.embedding) // _NUMBER_BYTES for choice in choices)
@@ -154,11 +155,11 @@ class AnswerShape(ABC, Generic[R]):
     def count(self, index: int, news: ChoiceDelta | WholeChoice) -> None:
         """Take the tokens of this news of a choice into the usage."""
         self.tokens += len(news.token_ids)
-        if index % self.asked.fields.n == 0:
+        if index % self.request.fields.n == 0:
             self.cached_tokens += news.cached_tokens
 
     def logprob_writer(self, top: int | None) -> LogprobWriter:
-        return LogprobWriter(self.token_texts, top or 0, as_ids=self.asked.fields.return_tokens_as_token_ids)
+        return LogprobWriter(self.token_texts, top or 0, as_ids=self.request.fields.return_tokens_as_token_ids)
 
 
 class OpenAIBody(msgspec.Struct, Generic[C], frozen=True):
@@ -187,9 +188,9 @@ class OpenAIShape(AnswerShape[R]):
     whole_object: ClassVar[str]
 
     def __post_init__(self) -> None:
-        asked, options = self.asked, self.asked.fields.stream_options
-        asks_for_more = asked.fields.return_token_ids or asked.logprobs is not None
-        self._is_plain = not asks_for_more and not (options is not None and options.continuous_usage_stats)
+        fields, options = self.request.fields, self.request.fields.stream_options
+        has_more = fields.return_token_ids or self.request.logprobs is not None
+        self._is_plain = not has_more and not (options is not None and options.continuous_usage_stats)
 
     def events(self, delta: ChoiceDelta, *, opens: bool) -> bytes:
         self.count(delta.index, delta)
@@ -201,7 +202,7 @@ class OpenAIShape(AnswerShape[R]):
         return b"".join(map(self._event, self._chunk_choices(delta, opens=opens)))
 
     def last_events(self) -> bytes:
-        options = self.asked.fields.stream_options
+        options = self.request.fields.stream_options
         if options is None or not options.include_usage:
             return DONE
         return event(_encode(OpenAIBody(self.id, self.chunk_object, self.created, self.model, (), self.usage()))) + DONE
@@ -214,7 +215,7 @@ class OpenAIShape(AnswerShape[R]):
         return _encode(OpenAIBody(self.id, self.whole_object, self.created, self.model, parts, self.usage(), prompt))
 
     def _event(self, part: msgspec.Struct) -> bytes:
-        options = self.asked.fields.stream_options
+        options = self.request.fields.stream_options
         usage: Usage | msgspec.UnsetType | None = msgspec.UNSET
         if options is not None and options.continuous_usage_stats:
             usage = self.usage()
@@ -234,7 +235,7 @@ class OpenAIShape(AnswerShape[R]):
         return msgspec.UNSET
 
     def _ids(self, token_ids: Iterable[int]) -> TokenIds:
-        return tuple(token_ids) if self.asked.fields.return_token_ids else msgspec.UNSET
+        return tuple(token_ids) if self.request.fields.return_token_ids else msgspec.UNSET
 
     def _is_content(self, index: int) -> bool:
         """Whether the next text of this choice is told as it is, and not what a parser makes of it."""

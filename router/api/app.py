@@ -140,7 +140,7 @@ class Api:
             id=client.id,
             created=int(time.time()),
             model=self._model,
-            asked=asked,
+            request=asked,
             accepted=accepted,
             token_texts=self._intake.token_text,
         )

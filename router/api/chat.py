@@ -36,7 +36,7 @@ from router.api.fields import (
     tool_use,
 )
 from router.api.logprobs import ChatLogprobs, PromptLogprobs
-from router.api.parsing.parser import AnswerParser, Part
+from router.api.parsing.parser import AnswerParser, AnswerPart
 from router.api.structured import grammar_of
 from router.outbox import ChoiceDelta
 
@@ -333,10 +333,10 @@ class ChatShape(OpenAIShape[ChatRequest]):
         index, ids, finish = delta.index, self._ids(delta.token_ids), finish_of(delta.ending)
         logprobs = self._logprobs(delta.logprobs) if delta.logprobs else None
         chunks = [_ChunkChoice(index, _Delta(role="assistant", content=""))] if opens else []
-        said = list(self._said(index, delta.text, is_last=finish is not None))
-        if not said and (logprobs is not None or ids):
-            said.append(_Delta(content=""))
-        for piece in said:  # the tokens behind the text go with its first piece
+        pieces = list(self._text_deltas(index, delta.text, is_last=finish is not None))
+        if not pieces and (logprobs is not None or ids):
+            pieces.append(_Delta(content=""))
+        for piece in pieces:  # the tokens behind the text go with its first piece
             chunks.append(_ChunkChoice(index, piece, logprobs=logprobs, token_ids=ids))
             logprobs, ids = None, self._ids(())
         if finish is not None:
@@ -344,8 +344,8 @@ class ChatShape(OpenAIShape[ChatRequest]):
             chunks.append(_ChunkChoice(index, _Delta(), "tool_calls" if called and finish == "stop" else finish))
         return chunks
 
-    def _said(self, index: int, text: str, *, is_last: bool) -> Iterator[_Delta]:
-        """The text as it is told to the client: content, or the parts of it that are settled."""
+    def _text_deltas(self, index: int, text: str, *, is_last: bool) -> Iterator[_Delta]:
+        """The text as content, or as the parts of it that are settled."""
         if self._is_content(index):
             if text:
                 yield _Delta(content=text)
@@ -358,7 +358,7 @@ class ChatShape(OpenAIShape[ChatRequest]):
         for part in [*parts, *parsing.parser.finish()] if is_last else parts:
             yield self._delta(part, parsing)
 
-    def _delta(self, part: Part, parsing: _Parsing) -> _Delta:
+    def _delta(self, part: AnswerPart, parsing: _Parsing) -> _Delta:
         match part.kind:
             case "content":
                 return _Delta(content=part.text)
@@ -374,7 +374,7 @@ class ChatShape(OpenAIShape[ChatRequest]):
                 assert_never(part.kind)
 
     def _whole_choice(self, index: int, choice: WholeChoice) -> msgspec.Struct:
-        logprobs = self._logprobs(choice.logprobs) if self.asked.logprobs is not None else None
+        logprobs = self._logprobs(choice.logprobs) if self.request.logprobs is not None else None
         ids, finish, reading = self._ids(choice.token_ids), choice.finish, self.accepted.reading
         if reading.new_parser is None:
             return ChatChoice(index, _ChatMessage(choice.text), finish, logprobs, ids)
@@ -389,9 +389,9 @@ class ChatShape(OpenAIShape[ChatRequest]):
         return ChatChoice(index, message, "tool_calls" if calls and finish == "stop" else finish, logprobs, ids)
 
     def _prompt_logprobs(self, choices: Sequence[WholeChoice]) -> PromptLogprobs | msgspec.UnsetType:
-        if self.asked.prompt_logprobs is None:
+        if self.request.prompt_logprobs is None:
             return msgspec.UNSET
-        return self.logprob_writer(self.asked.prompt_logprobs).prompt(choices[0].prompt_logprobs)
+        return self.logprob_writer(self.request.prompt_logprobs).prompt(choices[0].prompt_logprobs)
 
     def _logprobs(self, tokens: Iterable[TokenLogprob]) -> ChatLogprobs:
-        return self.logprob_writer(self.asked.logprobs).chat(tokens)
+        return self.logprob_writer(self.request.logprobs).chat(tokens)

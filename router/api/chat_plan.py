@@ -41,14 +41,17 @@ class ChatTemplate(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatPlan:
-    """options: for the chat template. thinks: the answer may begin with thoughts. tools: the format of the calls; None: there are
-    none. shown: the marks that are special tokens; the detokenizer must show these, though it skips others."""
+    """How a chat's prompt is written, and how its answer is read."""
 
     request: ChatRequest
     options: ChatOptions
+    """What the chat template gets beside the messages."""
     thinks: bool
+    """Whether the answer may begin with thoughts."""
     tools: ToolFormat | None
+    """The format of the calls; None: there are none."""
     shown: tuple[int, ...]
+    """The marks that are special tokens: the detokenizer must show these, though it skips others."""
 
     @property
     def is_plain(self) -> bool:
@@ -57,12 +60,12 @@ class ChatPlan:
 
     def reading(self, opened: bool) -> AnswerReading:
         """opened: see `opens_thoughts`."""
-        format, tells_thoughts = self.tools, self.thinks and self.request.separate_reasoning
-        if format is None and not tells_thoughts:
+        format, separates = self.tools, self.thinks and self.request.separate_reasoning
+        if format is None and not separates:
             return PLAIN_TEXT
         new_parser = partial(
             AnswerParser,
-            thinks=tells_thoughts,
+            thinks=separates,
             opened=opened,
             read_tools=None if format is None else format.read,
         )

@@ -155,13 +155,13 @@ class CompletionShape(OpenAIShape[CompletionRequest]):
     """For each choice: behind the text of the tokens that were written with their logprobs."""
 
     def events(self, delta: ChoiceDelta, *, opens: bool) -> bytes:
-        if self.asked.hides_answer:
+        if self.request.hides_answer:
             ending = delta.ending if isinstance(delta.ending, Failed | None) else Finished(reason="length")
             delta = replace(delta, text="", token_ids=(), logprobs=(), ending=ending)
         return super(CompletionShape, self).events(delta, opens=opens)
 
     def whole(self, choices: Sequence[WholeChoice]) -> bytes:
-        if self.asked.hides_answer:
+        if self.request.hides_answer:
             ending = Finished(reason="length")
             choices = [
                 WholeChoice(prompt_logprobs=choice.prompt_logprobs, cached_tokens=choice.cached_tokens, ending=ending)
@@ -171,7 +171,7 @@ class CompletionShape(OpenAIShape[CompletionRequest]):
 
     def _chunk_choices(self, delta: ChoiceDelta, *, opens: bool) -> Iterable[msgspec.Struct]:
         index, parts = delta.index, list[msgspec.Struct]()
-        if opens and self.asked.echo:
+        if opens and self.request.echo:
             logprobs = self._logprobs(index, (), delta.prompt_logprobs)
             parts.append(TextChoice(index, self.accepted.echoes[index], None, logprobs))
         logprobs = self._logprobs(index, delta.logprobs) if delta.logprobs else None
@@ -184,23 +184,23 @@ class CompletionShape(OpenAIShape[CompletionRequest]):
         return parts
 
     def _whole_choice(self, index: int, choice: WholeChoice) -> msgspec.Struct:
-        asked = self.asked
+        request = self.request
         prompt: PromptLogprobs | msgspec.UnsetType = msgspec.UNSET
-        if asked.fields.prompt_logprobs is not None:
-            prompt = self.logprob_writer(asked.fields.prompt_logprobs).prompt(choice.prompt_logprobs)
-        echo = self.accepted.echoes[index] if asked.echo else ""
-        logprobs = self._logprobs(index, choice.logprobs, choice.prompt_logprobs if asked.echo else None)
+        if request.fields.prompt_logprobs is not None:
+            prompt = self.logprob_writer(request.fields.prompt_logprobs).prompt(choice.prompt_logprobs)
+        echo = self.accepted.echoes[index] if request.echo else ""
+        logprobs = self._logprobs(index, choice.logprobs, choice.prompt_logprobs if request.echo else None)
         return TextChoice(index, echo + choice.text, choice.finish, logprobs, self._ids(choice.token_ids), prompt)
 
     def _logprobs(
         self, index: int, tokens: Sequence[TokenLogprob], prompt: Sequence[TokenLogprob] | None = None
     ) -> CompletionLogprobs | None:
         """The next tokens of a choice. prompt: its tokens from the second on, if they come first."""
-        if self.asked.logprobs is None:
+        if self.request.logprobs is None:
             return None
         echoed: tuple[int, Sequence[TokenLogprob], str] | None = None
         if prompt is not None:
             echoed = int(unpack_ids(self.accepted.specs[index].prompt[:4])[0]), prompt, self.accepted.echoes[index]
         place = self._places.setdefault(index, TextPlace(self.token_texts))
-        skips = self.asked.fields.skip_special_tokens
-        return self.logprob_writer(self.asked.logprobs).completion(tokens, place, skips_special=skips, prompt=echoed)
+        skips = self.request.fields.skip_special_tokens
+        return self.logprob_writer(self.request.logprobs).completion(tokens, place, skips_special=skips, prompt=echoed)

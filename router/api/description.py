@@ -1,11 +1,8 @@
-"""The description of the API at /openapi.json, which /docs shows.
+"""The description of the API at /openapi.json, and the page at /docs that shows it.
 
 Owns the words and schemas. The schemas of bodies and errors are those of the structs that the router reads and writes; bodies are
-still read by `router.api.fields`, whose errors name the field and the fix.
-
-The page at /docs: Swagger UI over the description at /openapi.json. All of it comes from this host, and it reaches no other.
-
-Owns the page. Its script and style are files of the package fastapi-offline.
+still read by `router.api.fields`, whose errors name the field and the fix. The page is Swagger UI from files of the package
+fastapi-offline: all of it comes from this host, and it reaches no other.
 """
 
 from base64 import b64encode

@@ -1,6 +1,6 @@
-"""POST /v1/embeddings: its body, and its answer.
+"""POST /v1/embeddings: its fields and its answer.
 
-Owns their fields, and how embeddings are scaled and written. Fields: https://platform.openai.com/docs/api-reference/embeddings.
+Owns how embeddings are scaled and written. Fields: https://platform.openai.com/docs/api-reference/embeddings.
 """
 
 import base64
@@ -141,9 +141,9 @@ class EmbeddingShape(AnswerShape[EmbeddingRequest]):
     def _written(self, choice: WholeChoice) -> list[float] | str:
         numbers = np.frombuffer(choice.ending.embedding, dtype="<f4")
         length = float(np.linalg.norm(numbers.astype(np.float64)))
-        if self.asked.normalize and length > 0:
+        if self.request.normalize and length > 0:
             numbers = (numbers / length).astype("<f4")
-        if self.asked.as_base64:
+        if self.request.as_base64:
             return base64.b64encode(numbers.tobytes()).decode()
         written: list[float] = numbers.tolist()
         return written

@@ -39,7 +39,7 @@ from router.api.fields import (
     read_fields,
     tool_use,
 )
-from router.api.parsing.parser import AnswerParser, Part, PartKind
+from router.api.parsing.parser import AnswerParser, AnswerPart, PartKind
 from router.api.structured import JsonObjectFormat, NamedSchema, TextFormat, format_grammar
 from router.outbox import ChoiceDelta
 
@@ -382,7 +382,7 @@ class ResponseShape(AnswerShape[ResponseRequest]):
 
     def events(self, delta: ChoiceDelta, *, opens: bool) -> bytes:
         self.count(delta.index, delta)
-        return b"".join(self._event(kind, fields) for kind, fields in self._news(delta, opens=opens))
+        return b"".join(self._event(kind, fields) for kind, fields in self._delta_events(delta, opens=opens))
 
     def last_events(self) -> bytes:
         return self._event(f"response.{self._status}", {"response": self._body(self._status)})
@@ -390,7 +390,7 @@ class ResponseShape(AnswerShape[ResponseRequest]):
     def whole(self, choices: Sequence[WholeChoice]) -> bytes:
         (choice,) = choices
         self.count(0, choice)
-        for _ in self._news(ChoiceDelta(0, choice.text, (), choice.ending), opens=False):
+        for _ in self._delta_events(ChoiceDelta(0, choice.text, (), choice.ending), opens=False):
             pass  # the events of a stream; the items are what is wanted
         return _encode(self._body(self._status))
 
@@ -399,12 +399,12 @@ class ResponseShape(AnswerShape[ResponseRequest]):
         self._sent += 1
         return b"event: " + kind.encode() + b"\ndata: " + _encode(data) + b"\n\n"
 
-    def _news(self, delta: ChoiceDelta, *, opens: bool) -> _Events:
+    def _delta_events(self, delta: ChoiceDelta, *, opens: bool) -> _Events:
         if opens:
             yield "response.created", {"response": self._body("in_progress")}
             yield "response.in_progress", {"response": self._body("in_progress")}
         if self._parser is None:
-            parts = [Part("content", delta.text)] if delta.text else []
+            parts = [AnswerPart("content", delta.text)] if delta.text else []
         else:
             parts = self._parser.push(delta.text) + (self._parser.finish() if isinstance(delta.ending, Finished) else [])
         for part in parts:
@@ -415,7 +415,7 @@ class ResponseShape(AnswerShape[ResponseRequest]):
                 yield from self._begin("message")
             yield from self._end(self._status)
 
-    def _part_events(self, part: Part) -> _Events:
+    def _part_events(self, part: AnswerPart) -> _Events:
         """The part goes on with the last item, or begins another."""
         kind = _ITEM_KINDS[part.kind]
         if part.kind == "call" or not self._is_open or self._items[-1].kind != kind:
@@ -464,7 +464,7 @@ class ResponseShape(AnswerShape[ResponseRequest]):
 
     def _body(self, status: Status) -> ResponseBody:
         """The response object. status: of the answer; its items are in it when it has ended."""
-        asked, usage = self.asked.body, self.usage()
+        fields, usage = self.request.body, self.usage()
         ended, last = status != "in_progress", len(self._items) - 1
         was_cut = status == "incomplete" and self._ending.reason == "length"
         outputs = [item.output(status if number == last else "completed") for number, item in enumerate(self._items)]
@@ -478,15 +478,15 @@ class ResponseShape(AnswerShape[ResponseRequest]):
             if ended
             else None,
             incomplete_details=IncompleteDetails("max_output_tokens") if was_cut else None,
-            instructions=asked.instructions,
-            max_output_tokens=asked.max_output_tokens,
-            metadata=asked.metadata,
-            parallel_tool_calls=asked.parallel_tool_calls,
-            reasoning=asked.reasoning or ReasoningConfig(),
-            temperature=asked.temperature,
-            text=TextConfig(TextFormat()) if asked.text is None or asked.text.format is None else asked.text,
-            tool_choice=asked.tool_choice or "auto",
-            tools=asked.tools,
-            top_p=asked.top_p,
-            user=asked.user or None,
+            instructions=fields.instructions,
+            max_output_tokens=fields.max_output_tokens,
+            metadata=fields.metadata,
+            parallel_tool_calls=fields.parallel_tool_calls,
+            reasoning=fields.reasoning or ReasoningConfig(),
+            temperature=fields.temperature,
+            text=TextConfig(TextFormat()) if fields.text is None or fields.text.format is None else fields.text,
+            tool_choice=fields.tool_choice or "auto",
+            tools=fields.tools,
+            top_p=fields.top_p,
+            user=fields.user or None,
         )

@@ -227,12 +227,12 @@ def _generate_fields(raw: dict[str, Any]) -> GenerateFields:
 
 def _require_no_logprobs(fields: GenerateFields) -> None:
     """Raises BadRequest for a field that says which log probabilities are sent, and how."""
-    asked = {
+    wanted = {
         "top_logprobs_num": fields.top_logprobs_num > 0,
         "logprob_start_len": fields.logprob_start_len >= 0,
         "return_text_in_logprobs": fields.return_text_in_logprobs,
     }
-    for name in (name for name, is_asked in asked.items() if is_asked):
+    for name in (name for name, is_wanted in wanted.items() if is_wanted):
         raise BadRequest(f"{name} is for log probabilities only: leave it out or send return_logprob=true", field=name)
 
 
@@ -344,7 +344,7 @@ class GenerateShape(AnswerShape[GenerateRequest]):
     _choice_ids: tuple[str, ...] = field(init=False)
 
     def __post_init__(self) -> None:
-        self._choice_ids = self.asked.choice_ids(self.id, len(self.accepted.specs))
+        self._choice_ids = self.request.choice_ids(self.id, len(self.accepted.specs))
 
     def events(self, delta: ChoiceDelta, *, opens: bool) -> bytes:
         return event(_encode(self._generated(delta.index, delta, in_stream=True)))
@@ -354,20 +354,20 @@ class GenerateShape(AnswerShape[GenerateRequest]):
 
     def whole(self, choices: Sequence[WholeChoice]) -> bytes:
         all_of_them = [encoded(self._generated(index, choice)) for index, choice in enumerate(choices)]
-        return _encode(all_of_them if self.asked.is_batch else all_of_them[0])
+        return _encode(all_of_them if self.request.is_batch else all_of_them[0])
 
-    def _generated(self, index: int, news: ChoiceDelta | WholeChoice, *, in_stream: bool = False) -> Generated:
-        """The choice so far, with this news of it."""
+    def _generated(self, index: int, delta: ChoiceDelta | WholeChoice, *, in_stream: bool = False) -> Generated:
+        """The choice so far, with this delta of it."""
         prompt = self.accepted.specs[index].prompt
         written = self._so_far.get(index)
         if written is None:
             written = self._so_far[index] = _WrittenChoice()
             self._begin_prompt(written.prompt_logprobs, prompt)
-        self._add(written, news)
-        left_out, tops = msgspec.UNSET, self.asked.logprobs
+        self._add(written, delta)
+        left_out, tops = msgspec.UNSET, self.request.logprobs
         info = MetaInfo(
             id=self._choice_ids[index],
-            finish_reason=self._finish(news.ending, written.tokens) if isinstance(news.ending, Finished) else None,
+            finish_reason=self._finish(delta.ending, written.tokens) if isinstance(delta.ending, Finished) else None,
             prompt_tokens=len(prompt) // ID_BYTES,
             completion_tokens=written.tokens,
             cached_tokens=written.cached_tokens,
@@ -376,35 +376,35 @@ class GenerateShape(AnswerShape[GenerateRequest]):
             input_top_logprobs=written.prompt_logprobs.top.json if tops else left_out,
             output_top_logprobs=written.logprobs.top.json if tops else left_out,
         )
-        numbered = index if in_stream and self.asked.is_batch else msgspec.UNSET
+        numbered = index if in_stream and self.request.is_batch else msgspec.UNSET
         text: Any = msgspec.Raw(b"".join((b'"', written.text, b'"')))
         return Generated(text=text, output_ids=written.ids.json, meta_info=info, index=numbered)
 
     def _begin_prompt(self, written: _WrittenLogprobs, prompt: bytes) -> None:
         """As in SGLang, the first of a prompt's log probabilities has no number, wherever it stands."""
-        start = self.asked.logprob_start
+        start = self.request.logprob_start
         if 0 <= start * ID_BYTES < len(prompt):
             first = int(unpack_ids(prompt[start * ID_BYTES : (start + 1) * ID_BYTES])[0])
             written.own.extend([self._entry(None, first)])
             written.top.extend([None])
 
-    def _add(self, written: _WrittenChoice, news: ChoiceDelta | WholeChoice) -> None:
-        written.cached_tokens += news.cached_tokens
-        if self.asked.logprob_start >= 0:
-            self._add_logprobs(written.prompt_logprobs, news.prompt_logprobs[self.asked.logprob_start :])
-        if not self.asked.hides_answer:
-            written.tokens += len(news.token_ids)
-            written.text += _encode(news.text)[1:-1]
-            written.ids.extend(news.token_ids)
-            self._add_logprobs(written.logprobs, news.logprobs)
+    def _add(self, written: _WrittenChoice, delta: ChoiceDelta | WholeChoice) -> None:
+        written.cached_tokens += delta.cached_tokens
+        if self.request.logprob_start >= 0:
+            self._add_logprobs(written.prompt_logprobs, delta.prompt_logprobs[self.request.logprob_start :])
+        if not self.request.hides_answer:
+            written.tokens += len(delta.token_ids)
+            written.text += _encode(delta.text)[1:-1]
+            written.ids.extend(delta.token_ids)
+            self._add_logprobs(written.logprobs, delta.logprobs)
 
     def _add_logprobs(self, written: _WrittenLogprobs, tokens: Sequence[TokenLogprob]) -> None:
         written.own.extend([self._entry(token.logprob, token.token_id) for token in tokens])
-        if self.asked.logprobs:
+        if self.request.logprobs:
             written.top.extend([[self._entry(logprob, token_id) for token_id, logprob in token.top] for token in tokens])
 
     def _finish(self, ending: Finished, tokens: int) -> FinishReason:
-        if self.asked.hides_answer:
+        if self.request.hides_answer:
             return FinishReason(type="length", length=0)
         match ending.reason:
             case "cancelled":
@@ -415,5 +415,5 @@ class GenerateShape(AnswerShape[GenerateRequest]):
                 return FinishReason(type="stop", matched=ending.matched)
 
     def _entry(self, logprob: float | None, token_id: int) -> Logprob:
-        text = self.token_texts.text(token_id) if self.asked.with_texts else None
+        text = self.token_texts.text(token_id) if self.request.with_texts else None
         return None if logprob is None else finite(logprob), token_id, text

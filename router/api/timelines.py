@@ -1,17 +1,12 @@
-"""The answer of GET /requests/{id}: when each thing happened to a request, and how long each part took.
+"""What became of requests and what took time: GET /requests/{id}, and the traces of /cluster/trace.
 
-Owns its shape, and the change from the router's clock to UNIX time.
+Owns the shape of a timeline, the change from the router's clock to UNIX time, and the lines that a trace is read as: the first
+says how it stands, each other one is a span, in no order. Packed spans become lines in a thread, a few at a time: a trace may be
+hundreds of megabytes. Does not know who records what.
 
-The other routers behind this one's HTTP port: they are asked for a request that this one does not know.
-
-Owns who they are and how they are asked. Routers share no state, and the kernel deals out connections, so a client that asks
-for a request may meet a router that never had it. The question carries the client's own key. Who is asked obeys its own rules,
-and asks nobody else. It is bounded: so many threads, which keys take in turns, and so long.
-
-Traces over HTTP: begin one, see how it stands, read it, forget it.
-
-Owns the lines that a trace is read as: the first says how it stands, each other one is a span, in no order. Packed spans become
-lines in a thread, a few at a time: a trace may be hundreds of megabytes. Does not know who records what.
+Routers share no state, and the kernel deals out connections, so a client that asks for a request may meet a router that never had
+it. That router asks the others behind its HTTP port, with the client's own key; they obey their own rules, and ask nobody else.
+This is bounded: so many threads, which keys take in turns, and so long.
 """
 
 import asyncio

@@ -147,7 +147,7 @@ PartKind: TypeAlias = Literal["content", "reasoning", "call", "arguments"]
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class AnswerPart:
     """A piece of content, of thoughts, or of the arguments of the call that began last; or a call's beginning, with the name of
     its function."""
 
@@ -170,7 +170,7 @@ class ParsedAnswer:
     calls: list[ParsedCall] = field(default_factory=list)
 
 
-def parsed_answer(parts: Iterable[Part]) -> ParsedAnswer:
+def parsed_answer(parts: Iterable[AnswerPart]) -> ParsedAnswer:
     """The answer that has these parts."""
     texts: dict[TextKind, list[str]] = {"content": [], "reasoning": []}
     calls: list[tuple[str, list[str]]] = []
@@ -231,9 +231,9 @@ class PartSink:
         space, self._space = "".join(self._space), []
         self._add(self._kind, "" if self._after_mark else space)
 
-    def take(self) -> list[Part]:
+    def take(self) -> list[AnswerPart]:
         parts, self._parts = self._parts, []
-        return [Part(kind, "".join(texts)) for kind, texts in parts]
+        return [AnswerPart(kind, "".join(texts)) for kind, texts in parts]
 
     def _text(self, kind: TextKind, text: str) -> None:
         if not text:
@@ -290,13 +290,13 @@ class AnswerParser:
         """Whether all text from here on is content, as it is."""
         return self._at_content and self._sink.holds_nothing
 
-    def push(self, text: str) -> list[Part]:
+    def push(self, text: str) -> list[AnswerPart]:
         """The parts that this text settles. Their joined texts do not depend on how the answer is cut into pieces."""
         self._source.push(text)
         next(self._reading, None)
         return self._sink.take()
 
-    def finish(self) -> list[Part]:
+    def finish(self) -> list[AnswerPart]:
         """The answer is over. Returns the last parts."""
         self._source.over = True
         next(self._reading, None)
@@ -325,10 +325,12 @@ def _read_thoughts(source: GrowingText, sink: PartSink, opened: bool) -> Reading
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerReading:
-    """How the answers to a request are read. new_parser: for each choice; None: the text is content. new_id: of a call."""
+    """How the answers to a request are read."""
 
     new_parser: Callable[[], AnswerParser] | None = None
+    """Makes the parser of a choice; None: all text is content."""
     new_id: Callable[[], str] = str
+    """Makes the id of a call."""
 
     def whole(self, text: str) -> ParsedAnswer:
         """The parts of a whole answer."""

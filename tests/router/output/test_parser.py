@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from router.api.parsing.formats import HERMES, LLAMA3, MISTRAL, ToolFormat, answer_format
-from router.api.parsing.parser import ParsedAnswer, ParsedCall, Part
+from router.api.parsing.parser import AnswerPart, ParsedAnswer, ParsedCall
 from tests.router.output.answers import (
     CALLS,
     FORMATS,
@@ -22,10 +22,10 @@ from tests.router.output.answers import (
     written,
 )
 
-Arguments = partial(Part, "arguments")
-CallBegins = partial(Part, "call")
-Content = partial(Part, "content")
-Reasoning = partial(Part, "reasoning")
+Arguments = partial(AnswerPart, "arguments")
+CallBegins = partial(AnswerPart, "call")
+Content = partial(AnswerPart, "content")
+Reasoning = partial(AnswerPart, "reasoning")
 CUTS = st.lists(st.integers(0, 500), max_size=12)
 MARKS = ("<tool_call>", "</tool_call>", "<|python_tag|>", "[TOOL_CALLS]", "[ARGS]", "<think>", "</think>")
 OBJECTS = ('{"name": "f", "arguments": {"a": 1}}', '{"name": "f", "parameters": {}}', '{"name": ')
