@@ -45,13 +45,13 @@ def break_threads(which: str) -> None:
     stepped = threading.Event()
     launch, step = StepRunner.launch, TransferLoop.step
 
-    def failing_launch(self: StepRunner, plan: Any, report: Any) -> Any:
+    def failing_launch(self: StepRunner, *arguments: Any) -> Any:
         stepped.set()
         if which == "engine":
             raise RuntimeError("the device fell off the bus")
         if which == "stuck":
             threading.Event().wait(FOREVER_S)
-        return launch(self, plan, report)
+        return launch(self, *arguments)
 
     def failing_step(self: TransferLoop) -> bool:
         if which in ("transfer", "stuck") and stepped.is_set():
