@@ -13,10 +13,9 @@ from common.pages.radix_cache import BlockNames, PageKeys, pages_of_block
 from router.attempts import ResumeReason
 from router.request_book import FRUITLESS_ATTEMPTS
 from router.timelines import RequestTimes
-from tests.life.asked import Asked
 from tests.life.client import ReceivedAnswer
 from tests.life.deeds import Flush, KillDetokenizer, Slow, Stall
-from tests.life.expected import Expected
+from tests.life.expected import Asked, Expected
 from tests.life.fleet import ToyRouter
 from tests.life.ranks import ToyInstance
 from tests.life.trial import Trial

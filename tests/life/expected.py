@@ -1,6 +1,7 @@
-"""What a client must get: the answer of the toy with all KV in one place and nothing failing.
+"""What a client of a schedule asked for, what it must get, and what became of it.
 
-Owns the reference. Knows no fleet.
+The reference is the answer of the toy with all KV in one place and nothing failing. Knows no fleet. Judges nothing: `checks`
+does.
 """
 
 from collections.abc import Sequence
@@ -16,6 +17,7 @@ from engine.grammar.grammars import ANY_TEXT
 from router.requests import RequestSpec
 from tests.engine.toy import ToyExecutor, toy_logprob
 from tests.life.asks import Ask, Choice
+from tests.life.client import Client
 
 CONTEXT_PAGES = 64
 
@@ -113,3 +115,30 @@ def spec_of(choice: Choice, expected: Expected, ask: Ask, index: int) -> Request
         owner=ask.owner,
         salt=choice.salt,
     )
+
+
+PAGE_TOKENS = 4
+
+
+@dataclass(slots=True, eq=False)
+class Asked:
+    """What a client asked for, and what became of it. client: None until the router has taken it in. gives_up_s: when it stops
+    asking. unserved: for some time no instance could have served it. seat: of the router that it asked last."""
+
+    ask: Ask
+    expected: tuple[Expected, ...]
+    client: Client | None = None
+    gives_up_s: float | None = None
+    left: bool = False
+    given_up: bool = False
+    unserved: bool = False
+    seat: int = 0
+
+    @property
+    def pages(self) -> int:
+        """What its largest answer takes in all."""
+        return max(-(-(len(choice.prompt) + choice.max_tokens) // PAGE_TOKENS) for choice in self.ask.choices)
+
+    @property
+    def over(self) -> bool:
+        return self.given_up or (self.client.ended if self.client is not None else self.left)

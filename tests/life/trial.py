@@ -23,7 +23,6 @@ from router.traces import TraceRuns
 from simulation.clock import Clock
 from simulation.instance import Instance
 from simulation.network import Letter
-from tests.life.asked import Asked
 from tests.life.asks import Ask
 from tests.life.deeds import (
     Deed,
@@ -43,7 +42,7 @@ from tests.life.deeds import (
     Supplant,
     Watch,
 )
-from tests.life.expected import expect, spec_of
+from tests.life.expected import Asked, expect, spec_of
 from tests.life.fabric import Fabric, FabricTransport, Host, Tides
 from tests.life.fleet import ToyFleet, ToyRouter, World
 from tests.life.ledger import Ledger

@@ -1,9 +1,10 @@
-"""Simulations of planned fleets, held against what can be worked out by hand."""
+"""Simulations of planned fleets, held against what can be worked out by hand; and a small instance that joins is help."""
 
 import json
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import msgspec
@@ -13,12 +14,15 @@ import pytest
 from common.config import RouterConfig
 from common.mail import pack_frame
 from common.messages import AnyMessage
+from common.step_cost import StepCost
 from simulation.clock import TURN_S
 from simulation.network import Letter
 from simulation.plan import FleetPlan, LoadPlan
 from simulation.report import figures
 from simulation.run import Simulation
 from simulation.workload import workload
+from tests.life.fleet import ToyFleet
+from tests.life.ranks import ToySize
 
 ROUTER = RouterConfig()
 FLEET = FleetPlan(prefill=1, decode=1, step_cost="0.010,0.0001,0")
@@ -248,3 +252,31 @@ def test_fewer_answers_run_at_once_while_nobody_knows_that_they_end_before_their
     exact, more = (figures(simulate(fleet, **load, max_tokens=tokens)) for tokens in (0, 5000))
     assert exact.tokens == more.tokens == 8 * 64
     assert more.engines[1].pages_most < exact.engines[1].pages_most
+
+
+REQUESTS, PER_S = 60, 12.0
+
+
+def preemptions(small_pages: int | None) -> int:
+    """Of a large decode instance under load, and of a small one beside it if its pages are given."""
+    cost = StepCost(step_s=0.01, chunk_token_s=0.0001, decode_row_s=0.0)
+    size = ToySize(pages=1024, rows=64, chunk_tokens=128, max_waiting=4096, request_timeout_s=600.0, cost=cost)
+    fleet = ToyFleet(prefill=1, decode=1, size=size, config=RouterConfig())
+    if small_pages is not None:
+        fleet.size = ToySize(pages=small_pages, rows=64, chunk_tokens=128, max_waiting=4096, request_timeout_s=600.0, cost=cost)
+        fleet.start("small", "decode")
+        fleet.run_for(2.0)
+    chance = Random(3)
+    clients = []
+    for number in range(REQUESTS):
+        prompt = [chance.randrange(10, 1000) for _ in range(chance.randint(20, 60))]
+        clients.append(fleet.submit(f"r{number}", prompt, chance.randint(100, 180)))
+        fleet.run_for(chance.expovariate(PER_S))
+    fleet.turn_until(lambda: all(client.ended for client in clients), 600.0)
+    served = [life for life in fleet.lives if life.scheduler.report().counters.requests_ended]
+    assert len(served) == len(fleet.lives), "everyone helps"
+    return sum(life.scheduler.report().counters.preemptions for life in fleet.lives)
+
+
+def test_a_small_decode_instance_beside_a_large_one_makes_preemptions_no_more() -> None:
+    assert preemptions(small_pages=96) <= preemptions(small_pages=None)

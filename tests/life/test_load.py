@@ -1,0 +1,182 @@
+"""Many requests at once: with too little memory for all, with short decode memory, with a key that floods, and by the clock.
+
+Every answer is the undisturbed one, nobody fails, and a short chat beside a flood is delayed by a few steps. Steps have a known
+cost, which shows what disaggregation is for.
+"""
+
+from random import Random
+
+import pytest
+
+from common.config import Dispatch, RouterConfig
+from common.ids import RequestId, pack_ids
+from common.messages import Finished
+from common.sampling_params import SamplingParams
+from common.step_cost import StepCost
+from router.requests import RequestSpec
+from simulation.clock import TURN_S
+from simulation.network import DELAY_S
+from tests.life.client import Client
+from tests.life.expected import undisturbed
+from tests.life.fleet import ToyFleet
+from tests.life.ranks import ToySize
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_every_answer_is_that_of_an_undisturbed_run_and_everything_comes_home(seed: int) -> None:
+    random = Random(seed)
+    prefill, decode, pages = random.randrange(1, 4), random.randrange(1, 4), random.randrange(20, 64)
+    fleet = ToyFleet(prefill, decode, size=ToySize(pages=pages, rows=3))
+    asked = []
+    for number in range(20):
+        prompt = [random.randrange(10, 1000) for _ in range(random.randrange(1, 45))]
+        max_tokens = random.randrange(1, 20)
+        asked.append((prompt, max_tokens, fleet.submit(f"r{number}", prompt, max_tokens)))
+        for _ in range(random.randrange(4)):
+            fleet.clock.turn()
+    fleet.run(*(client for _, _, client in asked))
+    for prompt, max_tokens, client in asked:
+        assert client.token_ids == undisturbed(prompt, max_tokens)
+        assert len(client.endings) == 1
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_clients_that_leave_at_any_moment_disturb_nobody(seed: int) -> None:
+    random = Random(1000 + seed)
+    fleet = ToyFleet(prefill=2, decode=2, size=ToySize(pages=40, rows=3))
+    asked = []
+    for number in range(20):
+        prompt = [random.randrange(10, 1000) for _ in range(random.randrange(1, 45))]
+        asked.append((prompt, fleet.submit(f"r{number}", prompt, 12), random.random() < 0.5))
+        for _ in range(random.randrange(8)):
+            fleet.clock.turn()
+        for older, (_, _, leaves) in enumerate(asked):
+            if leaves and random.random() < 0.2:
+                fleet.leave(f"r{older}")
+    for number, (_, _, leaves) in enumerate(asked):
+        if leaves:
+            fleet.leave(f"r{number}")
+    fleet.run(*(client for _, client, _ in asked))
+    for prompt, client, leaves in asked:
+        assert len(client.endings) == 1
+        answer = undisturbed(prompt, 12)
+        assert client.token_ids == (answer[: len(client.token_ids)] if leaves else answer)
+
+
+COST = StepCost(step_s=0.01, chunk_token_s=0.0001, decode_row_s=0.0)
+
+
+def test_little_is_computed_twice_when_memory_is_short_and_everybody_is_served() -> None:
+    random = Random(0)
+    fleet = ToyFleet(size=ToySize(pages=64, rows=16, chunk_tokens=64, max_waiting=1024, request_timeout_s=600.0, cost=COST))
+    clients, asked = [], 0
+    for number in range(60):
+        prompt = [random.randrange(10, 1000) for _ in range(random.randint(4, 16))]
+        asked += len(prompt)
+        clients.append(fleet.submit(f"r{number}", prompt, random.randint(50, 100)))
+        fleet.run_for(random.expovariate(20))
+    fleet.turn_until(lambda: all(client.ended for client in clients), 600.0)
+    assert all(isinstance(ending, Finished) for client in clients for ending in client.endings)
+    counters = [life.scheduler.report().counters for life in fleet.lives]
+    assert sum(each.prompt_tokens_computed for each in counters) < 2.5 * asked, "without the forecast: six times"
+    assert fleet.clock.now < 14.0, "a reservation of the longest answers takes 18 s"
+
+
+def test_whoever_is_preempted_gets_the_whole_answer_though_nobody_has_a_second_attempt() -> None:
+    """Memory is given out as if nobody's answer grew. The one of low priority gives it up first, and then the youngest do."""
+    random = Random(1)
+    size = ToySize(pages=64, rows=16, chunk_tokens=64, max_waiting=1024, request_timeout_s=600.0, cost=COST, answer_tokens=0)
+    fleet = ToyFleet(size=size, config=RouterConfig(request_timeout_s=600.0, max_attempts=1))
+    sampling = SamplingParams(max_new_tokens=200, temperature=0.0)
+    patient = fleet.ask(RequestSpec(RequestId("patient"), 0, pack_ids(range(10, 18)), sampling, priority=5))
+    urgent: list[Client] = []
+    while fleet.clock.now < 3.0:
+        prompt = [random.randrange(10, 1000) for _ in range(8)]
+        urgent.append(fleet.submit(f"r{len(urgent)}", prompt, random.randint(40, 120)))
+        fleet.run_for(random.expovariate(6))
+    fleet.turn_until(lambda: all(client.ended for client in [patient, *urgent]), 600.0)
+    assert sum(life.scheduler.report().counters.preemptions for life in fleet.lives) > 2
+    assert all(isinstance(ending, Finished) for client in [patient, *urgent] for ending in client.endings)
+    assert len(patient.token_ids) == 200
+
+
+STEP_S = 0.05
+FEW_STEPS = 10
+"""Two are in flight when it comes, and two when room is made for it; and it needs four itself."""
+SMALL = {"rows": (64, 4), "pages": (40, 40)}
+"""What an instance has too little of, with its pages and rows."""
+
+
+def ask(fleet: ToyFleet, owner: str, name: str, prompt: list[int], max_tokens: int) -> Client:
+    sampling = SamplingParams(max_new_tokens=max_tokens, temperature=0.0)
+    return fleet.ask(RequestSpec(RequestId(name), 0, pack_ids(prompt), sampling, owner=owner))
+
+
+@pytest.mark.parametrize("scarce", SMALL)
+@pytest.mark.parametrize("dispatch", ["auto", "colocated"])
+def test_a_chat_ends_within_a_few_steps_whatever_another_key_has_running_and_waiting(dispatch: Dispatch, scarce: str) -> None:
+    pages, rows = SMALL[scarce]
+    size = ToySize(pages=pages, rows=rows, chunk_tokens=64, cost=StepCost(step_s=STEP_S, chunk_token_s=0.0, decode_row_s=0.0))
+    fleet = ToyFleet(1, 1, size=size, config=RouterConfig(dispatch=dispatch))
+    long = [[30 * number + each for each in range(10, 18)] for number in range(1, 31)]
+    flood = [ask(fleet, "alice", f"a{number}", prompt, 40) for number, prompt in enumerate(long)]
+    fleet.run_for(10 * STEP_S)
+    decode = fleet.instances["decode-0"].scheduler
+    assert (decode.report().load.running_requests == rows) is (scarce == "rows")
+    for number in range(4):
+        assert decode.report().load.waiting_requests, "there is no room"
+        asked_s = fleet.clock.now
+        prompt = [20 + number, 30, 40]
+        chat = ask(fleet, "bob", f"b{number}", prompt, 3)
+        fleet.turn_until(lambda chat=chat: chat.ended)  # type: ignore[misc]
+        assert fleet.clock.now - asked_s < FEW_STEPS * STEP_S
+        assert chat.token_ids == undisturbed(prompt, 3)
+    fleet.turn_until(lambda: all(client.ended for client in flood), 60.0)
+    fleet.turn_until(fleet.is_home)
+    assert [client.token_ids for client in flood] == [undisturbed(prompt, 40) for prompt in long]
+
+
+SIZE = ToySize(cost=StepCost(step_s=0.002, chunk_token_s=0.010, decode_row_s=0.001))
+CHUNK_S = 0.002 + 8 * 0.010
+"""A full chunk of 8 tokens."""
+SLACK_S = 8 * (TURN_S + DELAY_S)
+"""Messages and turns on the way of one token."""
+
+
+def longest_pause(fleet: ToyFleet) -> float:
+    """Between two tokens of an answer, while the prompt of another request of five chunks is computed."""
+    talking = fleet.submit("talking", list(range(10, 15)), max_tokens=60)
+    fleet.turn_until(lambda: len(fleet.observer.seconds_between) > 3)
+    other = fleet.submit("other", list(range(10, 50)), max_tokens=1)
+    fleet.run(talking, other)
+    return max(fleet.observer.seconds_between)
+
+
+def test_a_long_prompt_does_not_hold_up_the_tokens_of_others() -> None:
+    assert longest_pause(ToyFleet(size=SIZE)) < 2 * 0.003 + SLACK_S < CHUNK_S
+
+
+def test_where_one_instance_does_both_it_does() -> None:
+    assert longest_pause(ToyFleet(prefill=0, size=SIZE)) >= CHUNK_S
+
+
+@pytest.mark.parametrize("chunks", [1, 3])
+def test_the_first_token_takes_its_chunks_and_a_few_messages(chunks: int) -> None:
+    fleet = ToyFleet(size=SIZE)
+    fleet.run(fleet.submit("r", list(range(10, 10 + 8 * chunks)), max_tokens=4))
+    (seconds,) = fleet.observer.seconds_to_first
+    assert chunks * CHUNK_S <= seconds < chunks * CHUNK_S + SLACK_S
+
+
+def test_instances_measure_their_pace_and_their_router_hears_of_it() -> None:
+    fleet = ToyFleet(size=SIZE)
+    for number in range(12):
+        prompts = list(range(60 * number + 60, 61 * number + 62)), list(range(50, 55))
+        fleet.run(*(fleet.submit(f"r{number}-{n}", prompt, max_tokens=5) for n, prompt in enumerate(prompts)))
+    fleet.run_for(2.0)
+    loads = {member.info.role: member.load for member in fleet.router.fleet.members()}
+    cost = SIZE.cost
+    prefill, decode = loads["prefill"], loads["decode"]
+    assert (prefill.step_s, prefill.chunk_token_s) == pytest.approx((cost.step_s, cost.chunk_token_s), rel=0.1)
+    assert (decode.step_s, decode.decode_row_s) == pytest.approx((cost.step_s, cost.decode_row_s), rel=0.1)
+    assert (prefill.decode_row_s, decode.chunk_token_s) == (0.0, 0.0), "neither has had such steps"
