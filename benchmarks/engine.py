@@ -282,7 +282,7 @@ class DecodeStep(EngineFigure, frozen=True, kw_only=True):
     """Weights and KV."""
 
     def memory_share(self, ceilings: Ceilings | None) -> float | None:
-        """Of the time that a step takes, the part that reading its bytes at the speed of a copy takes."""
+        """The part of a step's time that reading its bytes at the speed of a copy takes."""
         if self.step_ms is None or ceilings is None:
             return None
         return self.read_bytes / (ceilings.copy_gb_per_s.median * 1e9) / (self.step_ms.median / 1e3)

@@ -29,7 +29,7 @@ class HostMemory:
 
 
 def host_memory_now(proc: Path = PROC, cgroups: Path = CGROUPS) -> HostMemory:
-    """Of the host, or of the tightest control group around this process."""
+    """The memory of the host, or that of the tightest control group around this process."""
     lines = _fields(proc / "meminfo")
     total_bytes, free_bytes = lines["MemTotal"] * 1024, lines["MemAvailable"] * 1024
     for folder, limit_name, used_name, prefix in (

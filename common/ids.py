@@ -67,7 +67,7 @@ DETOKENIZER = text_name(ROUTER, 0)
 
 
 ID_BYTES = 4
-"""Of a token or page id as it travels."""
+"""The size of a token or page id as it travels."""
 
 
 def pack_ids(ids: Int32Array | Sequence[int]) -> bytes:

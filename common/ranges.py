@@ -9,14 +9,14 @@ from typing import Annotated, TypeAlias
 from msgspec import Meta
 
 MOST_SECONDS = 1e9
-"""Of a time limit that a flag sets: thirty years."""
+"""The longest time limit that a flag can set: thirty years."""
 _FINITE = 1e15
 """Seconds and bytes are far below it."""
 Count: TypeAlias = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 """How many, which one, or which version."""
 Integer: TypeAlias = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 Size: TypeAlias = Annotated[int, Meta(ge=1, lt=2**31)]
-"""Of something that is there: pages, tokens of a page, heads."""
+"""The number of things of which there is at least one: pages, tokens of a page, heads."""
 TokenId: TypeAlias = Annotated[int, Meta(ge=0, lt=2**31)]
 """What `pack_ids` can pack."""
 Amount: TypeAlias = Annotated[float, Meta(ge=0, le=_FINITE)]

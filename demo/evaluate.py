@@ -39,7 +39,7 @@ CASES: tuple[tuple[Task, int], ...] = (
 )
 """Tasks and sizes: lines of a list, words of a line."""
 MOST_TOKENS = 120
-"""Of an answer."""
+"""The longest answer."""
 Answers: TypeAlias = Callable[[list[list[int]]], list[list[int]]]
 """The greedy answers to some prompts, all in token ids."""
 

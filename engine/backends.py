@@ -176,7 +176,7 @@ def check_attention(asked: AttentionName, layout: KVLayout, dtype: torch.dtype, 
 
 
 def _check_fp8_pages(layout: KVLayout, device: torch.device) -> None:
-    """Of whatever attention: what writes keys and values cannot convert to FP8 on older GPUs. Raises ConfigError."""
+    """What writes keys and values cannot convert to FP8 on older GPUs, whatever the attention. Raises ConfigError."""
     if device.type != "cuda" or torch_dtype(layout.dtype) != torch.float8_e4m3fn:
         return
     capability = torch.cuda.get_device_capability(device)

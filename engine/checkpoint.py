@@ -114,7 +114,7 @@ class StoredWeight:
 
     @property
     def nbytes(self) -> int:
-        """Of all of it."""
+        """The size of all tensors."""
         return prod(self.shape) * _FLOATS[self._stored.get_dtype()]
 
     def __getitem__(self, cut: tuple[slice, ...]) -> "Tensor":

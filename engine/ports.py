@@ -71,8 +71,8 @@ class Kernels(Protocol):
         [tokens, hidden]."""
 
     def rotation(self, positions: Tensor, frequencies: Tensor, factor: float) -> Rotation:
-        """Of the angles position * frequency. positions: [tokens] int64. frequencies: [rotary_dim / 2] float32. factor:
-        multiplies cos and sin."""
+        """The rotation by the angles position * frequency. positions: [tokens] int64. frequencies: [rotary_dim / 2] float32.
+        factor: multiplies cos and sin."""
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """Zhang and Sennrich 2019. x: [tokens, hidden]; weight: [hidden]. Returns the shape of x."""

@@ -60,7 +60,7 @@ class Engine:
 
     @property
     def url(self) -> str:
-        """Of the fleet's router: its whole HTTP API is there too."""
+        """The address of the fleet's router: its whole HTTP API is there too."""
         return self._fleet.url
 
     @overload

@@ -108,7 +108,8 @@ class Bundle:
 
 
 def bundles_of(config: RayConfig, ranks: int, on_gpus: bool) -> list[Bundle]:
-    """Of one instance, in the order of its ranks: the first bundle holds rank 0. Raises ConfigError when ranks do not divide."""
+    """The bundles of one instance, in the order of its ranks: the first bundle holds rank 0. Raises ConfigError when ranks do
+    not divide."""
     each, left = divmod(ranks, config.nodes_per_instance)
     if left:
         raise ConfigError(f"--tp {ranks} ranks cannot be divided equally among --nodes-per-instance {config.nodes_per_instance}")

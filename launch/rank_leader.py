@@ -111,7 +111,7 @@ class LeaderRanks:
 
     @property
     def pools(self) -> tuple[PoolDescriptor, ...]:
-        """Of the followers, in the order of ranks."""
+        """The pools of the followers, in the order of ranks."""
         return self._gathering.pools
 
     @property

@@ -28,10 +28,10 @@ from router.members import Member
 EXPECT_S = 2.0
 """How long a prompt that was sent to a member counts as if it were cached there, unless the member says so."""
 EXPECTED_NAMES = 2**18
-"""Of how many such blocks the index knows at once; the oldest go first."""
+"""How many such blocks the index knows at once; the oldest go first."""
 
 TRIES = 32
-"""Of so many holders of a prompt it is asked whether they suit: half a fleet may drain."""
+"""How many holders of a prompt are tried: half a fleet may drain."""
 
 
 @dataclass(slots=True, eq=False)

@@ -140,7 +140,7 @@ class Member:
         return max(self.load.tokens_to_compute + self.computing_tokens - self.computing_before, self.computing_tokens)
 
     def tokens_in_front(self, owner: str, tokens: int) -> int:
-        """Of `tokens_to_compute`, those that come before the end of a new prompt of this owner that has so many tokens. Forwards
+        """The part of `tokens_to_compute` that comes before the end of a new prompt of this owner with so many tokens. Forwards
         are shared: until then each other owner gets no more than this one. What other routers have assigned counts as another
         owner's, unless there are no keys."""
         if not owner:

@@ -174,7 +174,8 @@ class Acquaintance:
         self._forming: deque[tuple[_Told, _Told]] = deque()
         """Pairs that are still to be made in this round: writer and reader."""
         self._version = zlib.crc32(router.encode()) << 24
-        """Of the latest Peers to anybody. Numbers of two lives do not meet, so a late word to a former one confirms nothing."""
+        """The version of the latest Peers to anybody. Numbers of two lives do not meet, so a late word to a former one confirms
+        nothing."""
         self._gather_until_s = 0.0
 
     # --- who is there ------------------------------------------------------------------------------------------------------

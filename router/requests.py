@@ -165,7 +165,8 @@ class Record:
         return self.spec.prompt_tokens + len(self.token_ids)
 
     def block_names(self, page_size: int) -> Sequence[int]:
-        """Of the next attempt's prompt. They are kept, so only tokens of the answer that have come since are named."""
+        """The names of the blocks of the next attempt's prompt. They are kept, so only tokens of the answer that have come since
+        are named."""
         blocks = self._blocks
         if blocks is None or blocks.page_size != page_size:
             blocks = BlockNames.of(self.spec.prompt, page_size, self.spec.salt)

@@ -152,7 +152,7 @@ class PhaseObserver(Protocol):
 
 
 class Timelines:
-    """Of one router. stale: what instances told of attempts that are not known, or told twice."""
+    """The timelines of one router's requests. stale: what instances told of attempts that are not known, or told twice."""
 
     def __init__(self, observer: PhaseObserver) -> None:
         self._observer = observer

@@ -22,7 +22,7 @@ from router.fleet import Fleet
 from router.requests import Record
 
 MOST_BYTES = 256 * 2**20
-"""Of packed spans that are kept, with FRAME_BYTES for each message: idle instances send one span at a time."""
+"""The limit of packed spans that are kept, with FRAME_BYTES for each message: idle instances send one span at a time."""
 FRAME_BYTES = 110
 GRACE_S = 2.0
 

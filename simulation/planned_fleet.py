@@ -153,7 +153,7 @@ VOCAB_SIZE = 128_256
 WORD, END = 10, 11
 """The tokens of an answer: its last one may be the end-of-text token."""
 BASE_ADDRESS = 2**40
-"""Of every pool. Nobody reads or writes there."""
+"""The address of every pool. Nobody reads or writes there."""
 POLLS = PollIntervals(busy_s=0.025, expecting_s=10.0, idle_s=10.0)
 """The wires wake the processes that wait for them, so none needs to poll often. One that polls more rarely counts as stuck."""
 WARM_UP_S = 5.0

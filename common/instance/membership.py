@@ -80,7 +80,7 @@ class PeerSets:
         """When the next set of a former life ends."""
 
     def version(self, router: InstanceId) -> int:
-        """Of the router's set as it is here; 0: it has not sent any."""
+        """The version of the router's set as it is here; 0: it has not sent any."""
         known = self._sets.get(router)
         return 0 if known is None else known.version
 

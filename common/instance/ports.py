@@ -285,4 +285,4 @@ class Scheduler(Protocol[M_contra]):
         """The request in a row of a step that is in flight."""
 
     def take_timelines(self) -> Sequence[Timeline]:
-        """Of the requests that have left since the last call, with times of this instance's clock."""
+        """The timelines of the requests that have left since the last call, with times of this instance's clock."""

@@ -47,7 +47,7 @@ class CacheReporter:
 
     @property
     def version(self) -> int:
-        """Of the cache as it was told last; 0 while nobody follows."""
+        """The version of the cache as it was last reported; 0 while nobody follows."""
         return 0 if self._cache.log is None else self._version
 
     def ask(self, router: InstanceId) -> None:

@@ -54,13 +54,13 @@ class ModelIdentity(msgspec.Struct, frozen=True, kw_only=True):
     architecture: str
     """The model class that config.json names."""
     dtype: str
-    """Of the weights, for example "bfloat16"; that of the KV is in the layout."""
+    """The data type of the weights, for example "bfloat16"; that of the KV is in the layout."""
     vocab_size: Size
     """Rows of the embedding: every token id is below it."""
     context_tokens: Size
     """Most tokens of prompt and answer together."""
     kv_heads: Annotated[int, Meta(ge=0, lt=2**31)] = 0
-    """Of the whole model, whatever part of them a rank holds; 0: not told."""
+    """The KV heads of the whole model, whatever part of them a rank holds; 0: not reported."""
 
 
 class PoolDescriptor(msgspec.Struct, frozen=True, kw_only=True, dict=True):
@@ -158,7 +158,7 @@ class Register(Message, frozen=True):
     instance: InstanceInfo
     """Who wants to join."""
     address: str = ""
-    """Of this router, as the instance was told it; comes back in Welcome."""
+    """The address of this router, as the instance knows it; comes back in Welcome."""
     was_welcome: bool = False
     """A life of this router has welcomed it before."""
 
@@ -202,7 +202,8 @@ class Peers(Message, frozen=True):
     sends the whole set again."""
 
     version: Count
-    """Of the set with this message applied. It rises with every message, and no other life of a router uses the same numbers."""
+    """The version of the set with this message applied. It rises with every message, and no other life of a router uses the same
+    numbers."""
     since: Count | None = None
     """The version that these changes follow; None: `joined` begins the whole set."""
     joined: tuple[InstanceInfo, ...] = ()

@@ -84,7 +84,7 @@ class Claim(msgspec.Struct, frozen=True, array_like=True):
 
     key: AttemptId
     generation: Generation
-    """Of the reservation; 0 while no grant has arrived."""
+    """The generation of the reservation; 0 while no grant has arrived."""
     stuck: bool = False
     """The writer gave it up, but a write may still be in flight, so the pages must wait."""
     moved: bool = False
@@ -115,7 +115,7 @@ class Renewed(Message, frozen=True):
     over: tuple[AttemptId, ...] = ()
     """Claims that were cancelled or are unknown here: stop writing them, and withdraw them."""
     generations: tuple[Generation, ...] = ()
-    """Of the reservations in `over`, one for each; the claim's where there is no reservation. Empty: not said."""
+    """The generations of the reservations in `over`, one for each; the claim's where there is no reservation. Empty: unknown."""
     incarnation: Incarnation = UNNAMED
     """The reader's life."""
     writer: Incarnation = UNNAMED
@@ -127,7 +127,7 @@ class Handoff(Message, frozen=True):
 
     key: AttemptId
     generation: Generation
-    """Of the reservation."""
+    """The generation of the reservation."""
     first_token: TokenId
     """Token id of number `first` of the answer; it is on its way to the client."""
     pushed_pages: Count
@@ -137,7 +137,7 @@ class Handoff(Message, frozen=True):
     digests: bytes = b""
     """With --verify-pages: the CRC-32 (little-endian uint32) of each page that was written, in token order."""
     first_logprob: TokenLogprob | None = None
-    """Of the first token, if the request asks for it: the reader can then tell that token again."""
+    """The log probability of the first token, if the request asks for it: the reader can then send that token again."""
 
 
 class Withdraw(Message, frozen=True):
@@ -147,4 +147,4 @@ class Withdraw(Message, frozen=True):
     incarnation: Incarnation = UNNAMED
     """The writer's life. That of a predecessor may still write."""
     generation: Generation = Generation(0)
-    """Of the reservation; 0 while no grant has arrived, which fits any."""
+    """The generation of the reservation; 0 while no grant has arrived, which fits any."""

@@ -33,7 +33,7 @@ class CacheChanges(Message, frozen=True, omit_defaults=True):
     id: InstanceId
     incarnation: Incarnation
     version: Count
-    """Of the cache with this message applied. It rises with every message of changes."""
+    """The version of the cache with this message applied. It rises with every message of changes."""
     since: Count | None = None
     """The version that these changes follow; None: `stored` is a part of all blocks at this version."""
     stored: bytes = b""
@@ -207,15 +207,16 @@ class Heartbeat(Message, frozen=True, omit_defaults=True):
     counters: Counters
     """Since it began."""
     peers_version: Count = 0
-    """Of the last Peers that it has applied, from the router that it writes to; 0: none."""
+    """The version of the last Peers that it has applied, from the router that it writes to; 0: none."""
     links_version: Count = 0
-    """Of its last LinkReport; 0: none. The router asks with TellLinks when it has missed one."""
+    """The version of its last LinkReport; 0: none. The router asks with TellLinks when it has missed one."""
     cache_version: Count = 0
-    """Of its last CacheChanges; 0: none. A router that follows its cache asks with TellCache when it has missed one."""
+    """The version of its last CacheChanges; 0: none. A router that follows its cache asks with TellCache when it has missed
+    one."""
     draining: bool = False
     """It takes no more requests."""
     timelines: tuple[Timeline, ...] = ()
-    """Of attempts that have left it, in the order of their leaving. Each is told once; who misses a heartbeat misses them."""
+    """The timelines of attempts that have left it, in order. Each is sent once: a router that misses a heartbeat misses them."""
 
 
 class LinkReport(Message, frozen=True):

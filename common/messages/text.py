@@ -63,7 +63,8 @@ class TokenDelta(msgspec.Struct, frozen=True, array_like=True):
     logprobs: TokenLogprobs = ()
     """One for each token, if the request asks for them."""
     prompt_logprobs: TokenLogprobs = ()
-    """Of the prompt's tokens from the second one on, if the request asks for them: they come with the answer's first token."""
+    """The log probabilities of the prompt's tokens from the second one on, if the request asks for them: they come with
+    the answer's first token."""
     cached_tokens: Count = 0
     """Tokens of the prompt that were not computed, because their KV was there already; said with the answer's first token."""
 

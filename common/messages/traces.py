@@ -88,7 +88,7 @@ class Trace(Message, frozen=True):
     seconds: Seconds
     """For so long; 0: no longer."""
     number: Count
-    """Of the trace; Spans repeat it. The same number again changes nothing but the end."""
+    """The number of the trace; Spans repeat it. The same number again changes nothing but the end."""
 
 
 class Spans(Message, frozen=True):

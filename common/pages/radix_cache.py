@@ -46,7 +46,7 @@ def pages_of_block(page_size: int) -> int:
 
 
 def block_name(digest: bytes) -> int:
-    """Of the block that the page with this digest ends."""
+    """The name of the block that the page with this digest ends."""
     return int.from_bytes(digest[:NAME_BYTES], "little")
 
 
@@ -75,7 +75,7 @@ class BlockLog:
             self.overflow()
 
     def names(self, *, stored: bool) -> Iterator[int]:
-        """Of the blocks that have come, or gone."""
+        """The names of the blocks that have come, or gone."""
         return (name for name, is_stored in self._is_stored.items() if is_stored is stored)
 
     def overflow(self) -> None:
@@ -113,7 +113,7 @@ class PageKeys:
 
     @property
     def pages(self) -> Sequence[PageKey]:
-        """Of the whole pages."""
+        """The keys of the whole pages."""
         rest, size = self._rest, self._page_bytes
         if len(rest) >= size:
             last, end = self._last, len(rest) - len(rest) % size
@@ -165,7 +165,7 @@ def _salted(salt: str) -> bytes:
 
 
 def _digest(before: bytes, tokens: bytes) -> bytes:
-    """Of a page. before: the digest of the page before it."""
+    """The digest of a page. before: that of the page before it."""
     return blake2b(before + tokens, digest_size=DIGEST_BYTES).digest()
 
 

@@ -39,7 +39,7 @@ class Packed(NamedTuple):
     scale: Tensor | None
     """For each output; None: there is none."""
     outputs: int
-    """Of a row; half as many as the weight has if the layer is gated."""
+    """The numbers in a row of the result; half as many as the weight has if the layer is gated."""
     gated: bool
 
 
@@ -107,7 +107,7 @@ MOST_INPUTS = 2**16
 """A sum of as many products of bytes fits in 32 bits."""
 PANEL_SOURCE, INT8_SOURCE = (Path(__file__).with_name(name) for name in ("panel_product.c", "int8_product.c"))
 _FIELDS = "x weight scale bias out memory", "rows inputs outputs x_row", "", "gated"
-"""Of the structure `product_call` in `groups.h`."""
+"""The fields of the structure `product_call` in `groups.h`."""
 
 
 class NativeProduct:

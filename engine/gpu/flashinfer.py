@@ -33,7 +33,7 @@ from engine.ports import Kernels, LayerAttention, Segment, StepTokens
 
 PrefillKernels = Literal["fa2", "fa3"]
 GRAPH_PLAN_BYTES = 2**20
-"""Of the schedule of a decode step in a graph: 13 bytes for each tile and 4 for each row, of at most 4,096 rows."""
+"""The schedule of a decode step in a graph: 13 bytes for each tile and 4 for each row, of at most 4,096 rows."""
 _LEAST_WORKSPACE_BYTES = 2**27
 """What FlashInfer recommends."""
 
@@ -87,7 +87,7 @@ class _Shared:
         self.tensor_cores = decodes_on_tensor_cores(shape.query_heads // layout.kv_heads, memory.pool.dtype)
         workspace_bytes = float_workspace_bytes(memory, shape, _multiprocessors(self.device))
         self.workspace = torch.zeros(workspace_bytes, dtype=torch.uint8, device=self.device)
-        """Of all wrappers, because kernels use it one after the other. FlashInfer wants it zeroed once."""
+        """One for all wrappers, because kernels use it one after the other. FlashInfer wants it zeroed once."""
 
     def named(self, how: LayerAttention) -> dict[str, object]:
         """What every `plan` takes by name. FlashInfer counts a window without the token itself."""

@@ -38,12 +38,12 @@ if TYPE_CHECKING:
 START_S = 120.0
 """The process loads xgrammar within this time."""
 _HEAD = struct.Struct("<cQ")
-"""Of a frame: what it is, and how many bytes follow."""
+"""The head of a frame: what it is, and how many bytes follow."""
 _STARTED, _COMPILED, _QUICK, _REFUSED, _ENDED = b"S", b"C", b"Q", b"R", b"E"
 _CRASHES = {signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL}
 """What the kernel sends to a process for what it does itself."""
 STACK_BYTES = 4 * 2**20
-"""Of a fork: half of what a thread of the instance has, so that what fits here fits there."""
+"""The stack of a fork: half of what a thread of the instance has, so that what fits here fits there."""
 
 
 class Limits(msgspec.Struct, frozen=True):

@@ -204,7 +204,7 @@ class Grammars:
         self._compilers: list[Compiling] = []
         self._queue: CompileQueue[_Entry] = CompileQueue(COMPILERS)
         self._changed = threading.Condition(self._lock)
-        """Of the queue."""
+        """Notified when the queue changes."""
         self._threads = 0
         self._closed = False
         self._known: OrderedDict[Grammar, _Entry] = OrderedDict()

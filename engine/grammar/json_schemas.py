@@ -426,7 +426,7 @@ class _Check:
         return any(self._excludes(one.properties.get(key), other.properties.get(key), depth + 1) for key in shared)
 
     def _facts_of(self, schema: dict[str, Any]) -> Facts:
-        """Of a schema that may not be checked yet, as a reference can lead anywhere."""
+        """The schema may not be checked yet, because a reference can lead anywhere."""
         if id(schema) not in self._facts:
             self._facts[id(schema)] = facts_of(schema)
         return self._facts[id(schema)]

@@ -79,8 +79,8 @@ class Utf8:
 FEW_ROWS = 4
 """Masks of so few rows are made one after the other: that takes less time than waking threads."""
 MAX_WORK = 2**17
-"""Of a row's next token, as `count_work` counts it. The dearest grammar that was tried, `s ::= "a" s "b" s | "a" s | [a-z]`,
-takes 30 ms a token at half of it and 137 ms at twice (one core of an AMD EPYC); everyday schemas stay below 100."""
+"""The most work for a row's next token, as `count_work` counts it. The dearest grammar that was tried, `s ::= "a" s "b" s | "a"
+s | [a-z]`, takes 30 ms a token at half of it and 137 ms at twice (one core of an AMD EPYC); everyday schemas stay below 100."""
 SLOW_S = 1.0
 """CPU time of a row's token that no count explains."""
 _FEW_STATES = 64
@@ -203,7 +203,7 @@ class GrammarProcessor:
         self._batch: BatchGrammarMatcher | None = None
         self._staging = Staging(device)
         self._words = (vocab_size + 63) // 64
-        """Of 64 tokens each, in a mask."""
+        """How many words a mask has, each for 64 tokens."""
         self._utf8: Utf8 | None = None
 
     def start(self, starts: Sequence[RowStart]) -> None:

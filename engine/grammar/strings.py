@@ -128,8 +128,8 @@ _SIGN, _INNER = "[A-Za-z0-9]", r"[A-Za-z0-9\-]"
 
 
 def _label(most: int) -> str:
-    """Of a host's name: at most so many characters. The third and fourth are not both hyphens: behind "xn--" stands a code whose
-    right values no expression tells."""
+    """A label of a host's name: at most so many characters. The third and fourth are not both hyphens: behind "xn--" stands a
+    code whose right values no expression tells."""
     long = rf"{_INNER}({_SIGN}{_INNER}|-{_SIGN}){_INNER}{{0,{most - 5}}}{_SIGN}"
     return f"{_SIGN}({_INNER}?{_SIGN}|{_INNER}{{2}}{_SIGN}|{long})?"
 
@@ -169,7 +169,7 @@ LENGTHS: Mapping[str, tuple[int, int | None]] = {
     "hostname": (1, None),
     "uri": (2, None),
 }
-"""Of every text of a format: at least so many characters, and at most."""
+"""The fewest and the most characters of any text of a format."""
 _MORE = r"(%[0-9A-F]{2}[A-Za-z0-9._~!$&'()*+,;=:@/\-]{0,24}){0,4}"
 _LINE = rf"[A-Za-z0-9._~!$&'()*+,;=:@/\-]{{0,600}}{_MORE}"
 SHORT_URI = rf"[A-Za-z][A-Za-z0-9+.\-]{{0,15}}://[A-Za-z0-9.\-]{{1,100}}(:[0-9]{{1,4}})?(/{_LINE})?(\?{_LINE})?(#[A-Za-z0-9._~=\-]{{0,60}})?"

@@ -224,7 +224,7 @@ _MOST_FEW_ROWS = 64
 
 
 _SAMPLE_ITEMS, _SAMPLES, _CHUNK_SAMPLES = 2**20, 24, 4
-"""Of a large weight, only some outputs are measured, and of as many weights one after the other as no cache holds: few rows wait
+"""Only some outputs of a large weight are measured, over more weights in turn than a cache holds: few rows wait
 for the memory in a step. Chunks do not, and take longer."""
 
 
@@ -348,7 +348,7 @@ def _sample(weight: Tensor) -> Tensor:
 
 
 def _best_seconds(given: Sequence[Tensor], calls: _Calls) -> list[float]:
-    """Of each call: of all that is given with its weights in turn."""
+    """The best time of each call, over all weights in turn."""
     best_s, spent_s = [math.inf] * len(calls), 0.0
     for number in itertools.count(1):
         for at, (call, weights) in enumerate(calls):

@@ -31,8 +31,8 @@ from engine.models.weights import Cut, Stored, WeightSlots
 from engine.ports import Kernels
 
 Products = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""Of pairs [pairs, inputs], weights [experts, outputs, inputs] and ends [experts] int32: [pairs, outputs]. What is behind the
-last end may be anything."""
+"""Takes pairs [pairs, inputs], weights [experts, outputs, inputs] and ends [experts] int32; returns [pairs, outputs]. What is
+behind the last end may be anything."""
 
 _ALIGNED_BYTES = 16
 """What the kernel of `grouped` wants each row of its operands to be a multiple of."""

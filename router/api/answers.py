@@ -122,7 +122,7 @@ class AnswerShape(ABC, Generic[R]):
     tokens: int = field(default=0, init=False)
     """Tokens of all choices so far."""
     cached_tokens: int = field(default=0, init=False)
-    """Of the prompts, so far: each is counted once, as its first choice tells it."""
+    """The cached tokens of the prompts so far: each prompt is counted once, with its first choice."""
 
     @abstractmethod
     def events(self, delta: ChoiceDelta, *, opens: bool) -> bytes:
@@ -231,7 +231,7 @@ class OpenAIShape(AnswerShape[R]):
         return before, after
 
     def _prompt_logprobs(self, choices: Sequence[WholeChoice]) -> PromptLogprobs | msgspec.UnsetType:
-        """Of the whole answer, if it says them once for all choices."""
+        """The log probabilities of the prompt, if the answer has them once for all choices."""
         return msgspec.UNSET
 
     def _ids(self, token_ids: Iterable[int]) -> TokenIds:

@@ -246,7 +246,7 @@ class _Protocol(HttpToolsProtocol):
 
     def __init__(self, waiting: WaitingConnections, **arguments: Any) -> None:
         self._pieces: list[bytes] = []
-        """Of a body: those that arrived with the present read."""
+        """The pieces of a body that arrived with the present read."""
         super().__init__(**arguments)
         self._waiting = waiting
         self._unread: asyncio.TimerHandle | None = None

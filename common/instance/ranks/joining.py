@@ -232,14 +232,14 @@ class Gathering:
 
     @property
     def infos(self) -> tuple[RankInfo, ...]:
-        """Of the followers, in the order of ranks. Only when it is complete."""
+        """What the followers have sent, in the order of ranks. Only when it is complete."""
         infos = [self._joined[rank].info for rank in range(1, self._ranks)]
         told = zip(infos, self._told, strict=True)
         return tuple(replace(info, device=ready.pool.device, engine=ready.engine) for info, ready in told)
 
     @property
     def pools(self) -> tuple[PoolDescriptor, ...]:
-        """Of the followers, in the order of ranks. Only when it is complete."""
+        """What the followers have sent, in the order of ranks. Only when it is complete."""
         return tuple(ready.pool for ready in self._told)
 
     @property
