@@ -43,7 +43,8 @@ from engine.backends import device_of
 from engine.kv_memory import torch_dtype
 from engine.model_runner import ModelRunner
 from engine.models.decoder import Decoder
-from engine.models.shape import ServedShape, read_served_shape
+from engine.models.served_shape import read_served_shape
+from engine.models.shape import ServedShape
 from engine.replay import CannotRecord, load_recorder
 from engine.step_runner import PendingStep
 

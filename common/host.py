@@ -1,8 +1,7 @@
-"""The processor cores and GPUs of this host, and how instances share them. Owns no thread.
+"""This host: its memory, processor cores and GPUs, as far as this process may use them, and how instances share them.
 
-How much memory and processor time this process may use: what the host has, or less where its control groups say so.
-
-Owns the reading of /proc and of control groups (version 2 and 1), which is where containers have their limits. Decides nothing.
+Owns the reading of /proc and of control groups (version 2 and 1), which is where containers have their limits. Decides nothing,
+and takes no memory of a GPU.
 """
 
 import os
@@ -152,3 +151,17 @@ def devices_of_ranks(device: str, ranks: int, gpus: int) -> list[str]:
             f"of the ranks on another host with --rank, or give --device cpu"
         )
     return [f"cuda:{first + number}" for number in range(ranks)] if ranks > 1 else [device]
+
+
+DRIVER = (Path("/proc/driver/nvidia"), Path("/dev/nvidiactl"), Path("/dev/dxg"))
+"""Where NVIDIA's driver shows itself: on Linux, in containers, in WSL."""
+
+
+def count_gpus(driver: Sequence[Path] = DRIVER) -> int:
+    """GPUs that torch can use, as CUDA_VISIBLE_DEVICES allows. A host without the driver answers at once: importing torch takes
+    seconds."""
+    if not any(path.exists() for path in driver):
+        return 0
+    import torch
+
+    return torch.cuda.device_count()

@@ -55,8 +55,10 @@ from engine.kv_budget import (
 )
 from engine.kv_memory import KVMemory, KVMemoryMeter, torch_dtype, total_bytes
 from engine.logits_processors import make_processors
-from engine.models.registry import Loading, load_model, model_fingerprint
-from engine.models.shape import ServedShape, check_ranks, read_served_shape
+from engine.models.registry import load_model, model_fingerprint
+from engine.models.served_shape import read_served_shape
+from engine.models.shape import ServedShape, check_ranks
+from engine.models.weights import Loading
 from engine.parallel import ALONE, Group
 from engine.replay import CudaGraphs, GraphMaker, ladder, load_recorder
 from engine.step_runner import StepRunner

@@ -31,7 +31,8 @@ from common.step_cost import StepCost
 from engine.checkpoint import fingerprint
 from engine.grammar.grammars import AnythingGoes
 from engine.kv_budget import Agree, agreed_budget, as_offered, auto_host_kv_bytes, given_kv_bytes, layout_of
-from engine.models.shape import TOKENIZER, read_served_shape
+from engine.models.served_shape import read_served_shape
+from engine.models.shape import TOKENIZER
 
 
 class Pace:

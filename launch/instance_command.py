@@ -13,14 +13,12 @@ process nor a word from each of them. A name of Hugging Face is left to those wh
 """
 
 import secrets
-from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from common.addresses import check_instance_id
 from common.config import EngineConfig, InstanceConfig, LogConfig, ModelConfig, SecurityConfig
 from common.errors import ConfigError
-from common.host import core_count, divide_cores
+from common.host import core_count, count_gpus, divide_cores
 from common.model_path import model_folder
 from common.trust import Trust
 from engine.models.shape import DEFAULTS, check_ranks, read_architecture, read_shape, refuse_ranks
@@ -28,20 +26,6 @@ from launch.child import ChildProcess, run_process
 
 if TYPE_CHECKING:
     from common.ids import Role  # its module imports numpy
-
-
-DRIVER = (Path("/proc/driver/nvidia"), Path("/dev/nvidiactl"), Path("/dev/dxg"))
-"""Where NVIDIA's driver shows itself: on Linux, in containers, in WSL."""
-
-
-def count_gpus(driver: Sequence[Path] = DRIVER) -> int:
-    """GPUs that torch can use, as CUDA_VISIBLE_DEVICES allows. A host without the driver answers at once: importing torch takes
-    seconds."""
-    if not any(path.exists() for path in driver):
-        return 0
-    import torch
-
-    return torch.cuda.device_count()
 
 
 def check_model(model: ModelConfig, engine: EngineConfig, ranks: int, *, on_cpu: bool) -> None:

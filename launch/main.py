@@ -15,6 +15,7 @@ from bench import options
 from common.addresses import LOOPBACK
 from common.config import AccessConfig, EngineConfig, InstanceConfig, LogConfig, ModelConfig, RouterConfig, SecurityConfig
 from common.errors import ConfigError
+from common.host import count_gpus
 from common.options import read_config, with_defaults
 from common.trust import write_key
 from launch import chat, child, instance_command
@@ -105,7 +106,7 @@ def _local(flags: argparse.Namespace) -> int:
     config = _read_fleet(flags)
     engine = config.engine
     child.configure(config.log, "local")
-    gpus = instance_command.count_gpus() if engine.device == "auto" and engine.executor == "torch" else 0
+    gpus = count_gpus() if engine.device == "auto" and engine.executor == "torch" else 0
     plan = LocalPlan(config=config, gpus=gpus, cores=read_config(CoresConfig, flags))
     instance_command.check_model(config.model, engine, config.instance.tp, on_cpu=plan.on_cpu)
     return run(plan)

@@ -17,7 +17,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 from common.config import EngineConfig, InstanceConfig, LogConfig, ModelConfig, SecurityConfig, shares_gpu
 from common.errors import ConfigError
-from common.host import core_count, devices_of_ranks, divide_cores
+from common.host import core_count, count_gpus, devices_of_ranks, divide_cores
 from common.instance.ranks.line import RankLost
 from common.model_path import resolve_model_path
 from common.options import flag_of, to_flags
@@ -25,7 +25,6 @@ from common.processes.child import KILL_S, Exited, Progress, Reported
 from engine.checkpoint import fingerprint
 from engine.kv_budget import memory_part
 from launch.child import BAD_FLAG, ChildProcess, News
-from launch.instance_command import count_gpus
 from launch.processes import ChildEvent, RoleProcess, launch_command
 
 RankCommands = Callable[[str], Mapping[int, Sequence[str]]]

@@ -9,36 +9,19 @@ Owns the vocabulary between the registry and what it loads.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 import torch
 
-from common.config import LoadFormat, Quantization
 from common.errors import ConfigError, MemoryShort
 from common.model_path import CONFIG
 from engine.checkpoint import fingerprint, read_weights
 from engine.models.decoder import Decoder
 from engine.models.moe import grouped, mlp_of_layer, one_by_one, why_not_grouped, with_one_spelling
 from engine.models.shape import ModelShape, ServedShape, share_of
-from engine.models.weights import WeightSlots
-from engine.parallel import ALONE, Group
+from engine.models.weights import Loading, WeightSlots
 from engine.ports import Kernels, Model
-
-
-@dataclass(frozen=True, slots=True)
-class Loading:
-    """How an instance loads its model. context_tokens: the longest sequence that it was asked for. group: the ranks that share
-    the weights. sharers: processes of this host that have equal parts of its memory."""
-
-    dtype: torch.dtype
-    device: torch.device
-    context_tokens: int
-    load_format: LoadFormat = "auto"
-    quantization: Quantization = "none"
-    group: Group = ALONE
-    sharers: int = 1
 
 
 def model_fingerprint(path: Path, shape: ServedShape, loading: Loading) -> str:

@@ -372,16 +372,6 @@ def _read_windows(config: ConfigValues, listed: Mapping[str, Any], layers: int) 
     return tuple(known[kind] for kind in kinds)
 
 
-def read_served_shape(path: Path) -> ServedShape:
-    """The shape of the checkpoint in a folder, before its weights are read. Raises ConfigError if nothing can serve it."""
-    architecture = read_architecture(path)
-    if architecture in DEFAULTS:
-        return read_shape(path)
-    from engine.models.transformers_shape import read_transformers_shape
-
-    return read_transformers_shape(path, architecture)
-
-
 _FP8_MULTIPLE = 16
 """Sizes of FP8 products (`linear.py`)."""
 

@@ -18,7 +18,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttenti
 
 from common.errors import ConfigError
 from engine.checkpoint import check_weights, weight_files
-from engine.models.registry import Loading
+from engine.models.served_shape import FOREIGN, first_line, refusal
 from engine.models.shape import ServedShape
 from engine.models.transformers_check import (
     PROMPT_TOKENS,
@@ -32,7 +32,7 @@ from engine.models.transformers_check import (
     require_same,
     uniform,
 )
-from engine.models.transformers_shape import FOREIGN, first_line, refusal
+from engine.models.weights import Loading
 from engine.ports import LayerAttention, StepAttention
 
 _STEP, _DESCRIBED = "tandem", "tandem-described"

@@ -19,10 +19,11 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
-from common.config import Quantization
+from common.config import LoadFormat, Quantization
 from common.errors import ConfigError
 from engine.cpu.products import float_products, int8_product
 from engine.models.linear import AnyLinear, Fp8Linear, Gate, Int8Linear, Linear, PackedLinear, check_fp8, pack_all
+from engine.parallel import ALONE, Group
 from engine.ports import Kernels
 
 Cut = tuple[slice, ...]
@@ -247,3 +248,17 @@ def _listed(names: Iterable[str]) -> str:
     ordered = sorted(names)
     more = len(ordered) - _NAMED
     return ", ".join(ordered[:_NAMED]) + (f" and {more} more" if more > 0 else "")
+
+
+@dataclass(frozen=True, slots=True)
+class Loading:
+    """How an instance loads its model. context_tokens: the longest sequence that it was asked for. group: the ranks that share
+    the weights. sharers: processes of this host that have equal parts of its memory."""
+
+    dtype: torch.dtype
+    device: torch.device
+    context_tokens: int
+    load_format: LoadFormat = "auto"
+    quantization: Quantization = "none"
+    group: Group = ALONE
+    sharers: int = 1

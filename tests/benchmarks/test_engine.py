@@ -37,7 +37,7 @@ from common.config import EngineConfig
 from common.errors import ConfigError
 from common.pages.layout import KVLayout
 from engine.kv_memory import KVMemory
-from engine.models.shape import read_served_shape
+from engine.models.served_shape import read_served_shape
 
 CPU = EngineConfig(device="cpu", max_running=2, kv_memory="1MiB")
 

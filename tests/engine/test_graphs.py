@@ -22,8 +22,9 @@ from engine.gpu.flashinfer import FlashInferAttention, FlashInferShape
 from engine.kv_memory import KVMemory
 from engine.logits_processors import make_processors
 from engine.model_runner import ModelRunner
-from engine.models.registry import Loading, load_model
-from engine.models.shape import read_served_shape
+from engine.models.registry import load_model
+from engine.models.served_shape import read_served_shape
+from engine.models.weights import Loading
 from engine.ports import Attention, Kernels, LayerAttention
 from engine.replay import CudaGraphs, GraphMaker, fitting, ladder
 from engine.step_runner import StepRunner

@@ -12,11 +12,10 @@ import pytest
 
 from common.config import EngineConfig, InstanceConfig, TransportName
 from common.errors import ConfigError
-from common.host import HostMemory, core_count, devices_of_ranks, divide_cores, place_on_gpus
+from common.host import HostMemory, core_count, count_gpus, devices_of_ranks, divide_cores, place_on_gpus
 from engine import kv_budget
 from launch import child, rank_setup
 from launch.fleet_options import CoresConfig, FleetCounts, divide_by_work
-from launch.instance_command import count_gpus
 from launch.local import FleetConfig, LocalPlan
 from launch.rank_setup import engines_of_ranks
 

@@ -18,9 +18,9 @@ from transformers import PreTrainedModel
 
 from common.errors import ConfigError
 from engine.models.linear import Fp8Linear
-from engine.models.registry import Loading, load_model, model_fingerprint
+from engine.models.registry import load_model, model_fingerprint
 from engine.models.shape import read_shape
-from engine.models.weights import WeightSlots
+from engine.models.weights import Loading, WeightSlots
 from engine.torch_kernels import TorchKernels
 from tests.engine.checkpoints import VOCAB, llama, qwen2, qwen3, qwen3_moe, saved
 from tests.engine.exact import Answer, answers, reference_logits, runner

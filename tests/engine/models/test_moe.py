@@ -13,9 +13,9 @@ from transformers import PreTrainedModel
 from common.errors import ConfigError
 from engine.models import registry
 from engine.models.moe import MixtureOfExperts, Products, grouped, one_by_one, why_not_grouped
-from engine.models.registry import Loading, make_decoder
+from engine.models.registry import make_decoder
 from engine.models.shape import read_shape
-from engine.models.weights import WeightSlots
+from engine.models.weights import Loading, WeightSlots
 from engine.torch_kernels import TorchKernels
 from tests.engine.checkpoints import VOCAB, mixtral, qwen3_moe, saved
 from tests.engine.exact import answers, assert_exact, runner

@@ -17,9 +17,9 @@ from common.sampling_params import SamplingParams
 from engine.checkpoint import read_weights
 from engine.models import registry
 from engine.models.moe import MixtureOfExperts, Products, grouped, one_by_one
-from engine.models.registry import Loading, load_model
+from engine.models.registry import load_model
 from engine.models.shape import read_shape
-from engine.models.weights import Cut, Stored
+from engine.models.weights import Cut, Loading, Stored
 from engine.parallel import Group
 from engine.torch_kernels import TorchKernels
 from tests.engine.checkpoints import VOCAB, llama, mixtral, qwen2, qwen3, qwen3_moe, saved

@@ -13,9 +13,10 @@ from transformers import PreTrainedModel
 from common.config import Quantization
 from common.errors import ConfigError
 from engine.models.moe import with_one_spelling
-from engine.models.registry import Loading, make_decoder
-from engine.models.shape import DEFAULTS, check_ranks, read_served_shape, read_shape, share_of
-from engine.models.weights import WeightSlots
+from engine.models.registry import make_decoder
+from engine.models.served_shape import read_served_shape
+from engine.models.shape import DEFAULTS, check_ranks, read_shape, share_of
+from engine.models.weights import Loading, WeightSlots
 from engine.torch_kernels import TorchKernels
 from tests.common.text.tiny import write_checkpoint
 

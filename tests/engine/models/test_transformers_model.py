@@ -16,10 +16,10 @@ from transformers import PreTrainedModel
 from transformers.models.granite import modeling_granite
 
 from common.errors import ConfigError
-from engine.models.registry import Loading
-from engine.models.shape import read_served_shape
+from engine.models.served_shape import read_served_shape
 from engine.models.transformers_check import Different, described_mask
 from engine.models.transformers_model import TransformersModel, load_transformers_model
+from engine.models.weights import Loading
 from engine.ports import LayerAttention
 from tests.engine.checkpoints import VOCAB, mixtral, saved
 from tests.engine.exact import answers, assert_exact, runner

@@ -1,6 +1,7 @@
-"""The shape of a causal language model that only transformers knows, read by transformers.
+"""The shape of the checkpoint that an instance serves: one that we read, or that of a model that only transformers knows.
 
-Owns what is refused before the weights are loaded. Does not know how a model computes.
+Owns what is refused before the weights are loaded. Does not know how a model computes. Imports transformers only for a model
+that it alone knows.
 """
 
 from collections.abc import Iterator, Mapping
@@ -8,11 +9,19 @@ from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
 
 from common.errors import ConfigError
 from common.model_path import CONFIG
-from engine.models.shape import DEFAULTS, ConfigValues, ServedShape, quantised_weights, read_eos, unsupported
+from engine.models.shape import (
+    DEFAULTS,
+    ConfigValues,
+    ServedShape,
+    quantised_weights,
+    read_architecture,
+    read_eos,
+    read_shape,
+    unsupported,
+)
 
 FOREIGN = (
     ArithmeticError, AttributeError, ImportError, LookupError, OSError, RuntimeError, SafetensorError, TypeError, ValueError,
@@ -23,6 +32,8 @@ _LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
 
 def read_transformers_shape(path: Path, architecture: str) -> ServedShape:
     """Raises ConfigError that names the architecture, unless transformers has it and lets others compute its attention."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig  # takes 2 s of CPU
+
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=False, local_files_only=True)
         known = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
@@ -88,3 +99,11 @@ def _ropes(parameters: Any) -> Iterator[Mapping[str, Any]]:
         yield parameters
         for inner in parameters.values():
             yield from _ropes(inner)
+
+
+def read_served_shape(path: Path) -> ServedShape:
+    """The shape of the checkpoint in a folder, before its weights are read. Raises ConfigError if nothing can serve it."""
+    architecture = read_architecture(path)
+    if architecture in DEFAULTS:
+        return read_shape(path)
+    return read_transformers_shape(path, architecture)
