@@ -14,7 +14,7 @@ import msgspec
 import zmq
 
 from common.config import DEMO_MODEL
-from common.gate import EVENTS, RefusalWatch
+from common.gate import EVENTS, ConnectionWatch
 from common.ids import Incarnation, InstanceId, Role
 from common.instance.membership import Membership, PeerSets, State
 from common.instance.ports import PeersChanged
@@ -150,7 +150,7 @@ class PlayedFleet:
         self._control, self._model = control, model
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._context.set(zmq.MAX_SOCKETS, MAX_SOCKETS)
-        self._refusals = RefusalWatch(self._context, lambda: None)
+        self._refusals = ConnectionWatch(self._context, lambda: None)
         self._poller = zmq.Poller()
         self._outboxes: list[zmq.Socket[bytes]] = []
         self._played: dict[zmq.Socket[bytes], tuple[PlayedInstance, zmq.Socket[bytes]]] = {}
@@ -215,7 +215,7 @@ class PlayedFleet:
     def _connect(self) -> "zmq.Socket[bytes]":
         outbox = self._context.socket(zmq.PUSH)
         outbox.set(zmq.SNDHWM, SEND_LIMIT)
-        self._refusals.follow(self._control, outbox.get_monitor_socket(EVENTS))
+        self._refusals.follow(self._control, outbox.get_monitor_socket(EVENTS), knocks=True)
         outbox.connect(self._control)
         return outbox
 

@@ -20,18 +20,18 @@ from bench.report import BenchOutcome, say, this_hardware, write_figures
 from benchmarks.command import Invocation, start
 from benchmarks.processes import cpu_s
 from common.config import MOST_RANKS
-from common.executor import EngineDescription, Executor, StepHandle, StepPlan
+from common.executor import EngineDescription, Executor, Plan, StepHandle
 from common.ids import Incarnation
-from common.instance.ports import TransferCommand, TransferEvent
 from common.instance.ranks.executor import RankedExecutor
 from common.instance.ranks.follower import FollowerLoop
-from common.instance.ranks.joining import Gathering, Joining
 from common.instance.ranks.leader import Followers
 from common.instance.ranks.line import RankLost
+from common.instance.ranks.start import Gathering, Joining
 from common.instance.worker import STEPS_IN_FLIGHT
 from common.mail import Mailbox
 from common.messages import ModelIdentity, PoolDescriptor, RankInfo
 from common.messages.ranks import RankHello, ToFollower, ToLeader, rank_name
+from common.messages.transfers import TransferCommand, TransferEvent
 from common.options import option, parse_numbers, require, require_at_least
 from common.pages.layout import KVLayout, MemoryRegion
 from common.step_cost import StepCost
@@ -122,7 +122,7 @@ class RankLeader:
         launched = 0
         while launched < count or in_flight:
             while launched < count and len(in_flight) < STEPS_IN_FLIGHT:
-                in_flight.append(self._executor.launch(StepPlan(launched, decode_rows=batch)))
+                in_flight.append(self._executor.launch(Plan(launched, decode_rows=batch)))
                 launched += 1
             if in_flight[0].poll() is not None:
                 in_flight.popleft()

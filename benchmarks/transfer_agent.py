@@ -25,8 +25,8 @@ from common.addresses import LOOPBACK
 from common.config import TransportName
 from common.errors import TransferError
 from common.ids import ROUTER, AttemptId, Incarnation, InstanceId, Int32Array, Int64Array, RequestId, Ticket
-from common.instance.ports import Allow, Connect, Expect, LinkChanged, Push, PushDone, PushFailed
 from common.messages import InstanceInfo, ModelIdentity, PoolDescriptor
+from common.messages.transfers import Allow, Connect, Expect, LinkChanged, Push, PushDone, PushFailed
 from common.pages.host_memory import host_memory
 from common.pages.layout import KVLayout, MemoryRegion
 from kv_transfer.backends import make_transport

@@ -1,10 +1,6 @@
-"""Addresses of this host: where a process binds, and how others reach it.
+"""Addresses of this host, and names: where a process binds, how others reach it, and how instances and routers may be called.
 
-Owns the translation. Opens no connection.
-
-Which names an instance may have, and how long those of API keys may be.
-
-Owns the rule, and how routers and their detokenizers are called. Imports nothing heavy, so a flag can be checked before anything
+Owns the translation and the rule of names. Opens no connection. Imports nothing heavy, so a flag can be checked before anything
 is loaded.
 """
 

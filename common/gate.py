@@ -1,25 +1,18 @@
-"""The gate of an inbox: lets in only who has the cluster key, and counts who was turned away.
+"""The gate of an inbox, and the watch over the connections of outboxes: the two threads that a mailbox may have.
 
-Owns a thread that answers whether a key is welcome, which ZeroMQ asks (ZAP, https://rfc.zeromq.org/spec/27), and that reads what
-the inbox reports about failed handshakes. Does not know frames. The thread touches no socket of the mailbox, so a flood of
-strangers costs the mailbox's own thread nothing but its share of the interpreter. ZeroMQ reports nothing about a connection that
-speaks another protocol or an old version of this one: it closes it, uncounted.
+Owns who is let in (only holders of the cluster key), the counts of connections that were turned away, and the proof that nobody
+listens at an address any more. Does not know frames, or which process is at an address. The threads touch no socket of the
+mailbox, so a flood of strangers costs the mailbox's own thread nothing but its share of the interpreter.
 
-A stranger fails in ZeroMQ's I/O thread, at its first encrypted word, because it does not know the inbox's public key either. The
-answer here decides about somebody who knows that public key, but not the cluster key.
+The gate answers whether a key is welcome, which ZeroMQ asks (ZAP, https://rfc.zeromq.org/spec/27), and reads what the inbox
+reports about failed handshakes. A stranger fails in ZeroMQ's I/O thread, at its first encrypted word, because it does not know
+the inbox's public key either. The gate decides about a peer that knows that public key, but not the cluster key. ZeroMQ reports
+nothing about a connection that speaks another protocol or an old version of this one: it closes it, uncounted.
 
-A tally: how often each of several things has happened, with a line in the log now and then.
-
-Owns the counts and when to log. Does not know what is counted.
-
-Refusals: whether anybody still listens at an address whose connection broke.
-
-Owns a thread that follows connections and, when one breaks, knocks at its address: it opens a TCP connection and closes it again.
-A process that is gone leaves a port at which the host refuses connections. A process that is stopped or busy does not: the host
-takes connections for it. A network that is cut answers nothing. So only a refusal proves that the process is gone. An answer
-counts when it comes ANSWERS times in a row, because a process that ends may close its port a moment after its connections.
-
-Does not know frames or who is at an address.
+The watch follows connections. When one breaks, it knocks at the address: it opens a TCP connection and closes it again. A process
+that is gone leaves a port at which the host refuses connections. A process that is stopped or busy does not: the host takes
+connections for it. A network that is cut answers nothing. So only a refusal proves that the process is gone. An answer counts
+when it comes ANSWERS times in a row, because a process that ends may close its port a moment after its connections.
 """
 
 import logging
@@ -175,23 +168,26 @@ EVENTS = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | zmq.EVENT_MONI
 """What a monitor must report to be followed."""
 
 
-class RefusalWatch:
+class ConnectionWatch:
     """Made by the thread of a mailbox. wake: called on the watch's thread when `take` has news. It ends with the context."""
 
     def __init__(self, context: "zmq.Context[zmq.Socket[bytes]]", wake: Callable[[], None]) -> None:
         self._wake = wake
-        self._newcomers: queue.SimpleQueue[tuple[str, zmq.Socket[bytes]]] = queue.SimpleQueue()
-        self._refused: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self._newcomers: queue.SimpleQueue[tuple[zmq.Socket[bytes], _Followed]] = queue.SimpleQueue()
+        self._lost: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._up: frozenset[str] = frozenset()
         """The addresses whose connections are up. The thread replaces it."""
         self._bell, self._ringer = context.socket(zmq.PAIR), context.socket(zmq.PAIR)
+        for end in (self._bell, self._ringer):
+            end.set_hwm(0)  # one ring for each connection, however many are made at once
         self._bell.bind("inproc://refusals")
         self._ringer.connect("inproc://refusals")
         threading.Thread(target=self._run, name="refusals", daemon=True).start()
 
-    def follow(self, address: str, monitor: "zmq.Socket[bytes]") -> None:
-        """monitor: of a socket that is about to connect to tcp://host:port, for EVENTS. It belongs to the watch from now on."""
-        self._newcomers.put((address, monitor))
+    def follow(self, address: str, monitor: "zmq.Socket[bytes]", knocks: bool) -> None:
+        """monitor: of a socket that is about to connect to tcp://host:port, for EVENTS. It belongs to the watch from now on.
+        knocks: when the connection breaks, `take` has its address only if nobody listens there any more."""
+        self._newcomers.put((monitor, _Followed(address, knocks)))
         self._ringer.send(b"", zmq.NOBLOCK)
 
     def reaches(self, address: str) -> bool:
@@ -199,10 +195,10 @@ class RefusalWatch:
         return address in self._up
 
     def take(self) -> list[str]:
-        """The addresses at which nobody listens, each once for each time that a connection broke."""
+        """The addresses whose connection broke, each once for each time that it did."""
         addresses: list[str] = []
-        while not self._refused.empty():
-            addresses.append(self._refused.get_nowait())
+        while not self._lost.empty():
+            addresses.append(self._lost.get_nowait())
         return addresses
 
     def close(self) -> None:
@@ -214,7 +210,7 @@ class RefusalWatch:
     def _run(self) -> None:
         poller = zmq.Poller()
         poller.register(self._bell, zmq.POLLIN)
-        followed: dict[zmq.Socket[bytes], str] = {}
+        followed: dict[zmq.Socket[bytes], _Followed] = {}
         up: set[zmq.Socket[bytes]] = set()
         knocks: dict[str, _Verdict] = {}
         """What was answered lately at each address whose connection broke."""
@@ -223,8 +219,8 @@ class RefusalWatch:
                 for ready, _ in poller.poll(KNOCK_EVERY_MS if knocks else None):
                     if ready is self._bell:
                         self._bell.recv(zmq.NOBLOCK)
-                        address, monitor = self._newcomers.get_nowait()
-                        followed[monitor] = address
+                        monitor, newcomer = self._newcomers.get_nowait()
+                        followed[monitor] = newcomer
                         poller.register(monitor, zmq.POLLIN)
                         continue
                     event = parse_monitor_message(ready.recv_multipart(zmq.NOBLOCK))["event"]
@@ -232,17 +228,23 @@ class RefusalWatch:
                     if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                         up.add(ready)
                     elif event == zmq.EVENT_DISCONNECTED:
-                        knocks.setdefault(followed[ready], _Verdict(None))
+                        if followed[ready].knocks:
+                            knocks.setdefault(followed[ready].address, _Verdict(None))
+                        else:
+                            self._lose(followed[ready].address)
                     else:
                         poller.unregister(ready)
-                        knocks.pop(followed.pop(ready), None)
+                        knocks.pop(followed.pop(ready).address, None)
                         ready.close(linger=0)
-                    self._up = frozenset(followed[each] for each in up)
+                    self._up = frozenset(followed[each].address for each in up)
                 for address in list(knocks):
                     self._knock_again(address, knocks)
         except zmq.ContextTerminated:
             return
         finally:
+            while not self._newcomers.empty():
+                monitor, newcomer = self._newcomers.get_nowait()
+                followed[monitor] = newcomer
             for each in (*followed, self._bell):
                 each.close(linger=0)
 
@@ -254,12 +256,22 @@ class RefusalWatch:
             return
         del knocks[address]
         if not somebody:
-            self._refused.put(address)
-            self._wake()
+            self._lose(address)
+
+    def _lose(self, address: str) -> None:
+        self._lost.put(address)
+        self._wake()
+
+
+class _Followed(NamedTuple):
+    """A connection that is followed."""
+
+    address: str
+    knocks: bool
 
 
 class _Verdict(NamedTuple):
-    """somebody: as of `knock`. times: in a row."""
+    """The latest answer of `knock`, and how often in a row it came."""
 
     somebody: bool | None
     times: int = 0

@@ -20,11 +20,12 @@ _BOUNDLESS = 2**60
 
 @dataclass(frozen=True, slots=True)
 class HostMemory:
-    """total_bytes: the same on hosts of one kind. free_bytes: what can be used now; caches that the kernel gives back count as
-    free."""
+    """The memory of a host, or of a container."""
 
     total_bytes: int
+    """The same on hosts of one kind."""
     free_bytes: int
+    """What can be used now; caches that the kernel gives back count as free."""
 
 
 def host_memory_now(proc: Path = PROC, cgroups: Path = CGROUPS) -> HostMemory:

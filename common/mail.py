@@ -1,4 +1,4 @@
-"""The wire: one inbox and many outboxes over ZeroMQ, carrying msgspec messages in a versioned envelope.
+"""Mail: one inbox and many outboxes over ZeroMQ, carrying msgspec messages in a versioned envelope.
 
 Owns sockets, the envelope, and the counts of what was refused or lost. Does not know what a message means, whom to answer, or
 when to give up: somebody's deadline brings a lost message to light.
@@ -17,7 +17,7 @@ import logging
 import math
 import socket
 import struct
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
@@ -26,7 +26,7 @@ import zmq
 
 from common.addresses import check_address
 from common.errors import AddressTaken, ConfigError, TandemError, WireError
-from common.gate import EVENTS, Gate, RefusalWatch, Tally
+from common.gate import EVENTS, ConnectionWatch, Gate, Tally
 from common.ids import InstanceId
 from common.messages import WIRE_VERSION, AnyMessage
 from common.trust import LOOPBACK_ONLY, Trust
@@ -108,13 +108,12 @@ class _Attachment:
 
 @dataclass(frozen=True, eq=False)
 class _Outbox:
-    """The one connection to an address, whatever we call who is there. monitor: reports to the attached loop when the connection
-    breaks; None when nobody wants to know. watched: the refusal watch has the monitor."""
+    """The one connection to an address, whatever we call who is there."""
 
     address: str
     socket: "zmq.Socket[bytes]"
-    monitor: "zmq.Socket[bytes] | None" = None
-    watched: bool = False
+    is_watched: bool
+    """The connection watch has its monitor."""
     names: set[InstanceId] = field(default_factory=set)
 
 
@@ -149,7 +148,7 @@ class Mailbox(Generic[M]):
         self._outboxes: dict[InstanceId, _Outbox] = {}
         """By name; those with the same address are the same."""
         self._at: dict[str, _Outbox] = {}
-        self._refusals: RefusalWatch | None = None
+        self._watch: ConnectionWatch | None = None
         self._attached: _Attachment | None = None
         self._closed = False
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -217,13 +216,13 @@ class Mailbox(Generic[M]):
     def reaches(self, to: InstanceId) -> bool:
         """Whether the connection to a correspondent that is watched is up: he has been heard of, and it has not broken since."""
         outbox = self._outboxes.get(to)
-        return outbox is not None and self._refusals is not None and self._refusals.reaches(outbox.address)
+        return outbox is not None and self._watch is not None and self._watch.reaches(outbox.address)
 
     def refused(self) -> list[InstanceId]:
-        """Correspondents whose connection broke, and at whose address nobody listens any more; each break is told once."""
-        if self._refusals is None:
+        """Correspondents whose connection broke, and at whose address nobody listens any more; each break is reported once."""
+        if self._watch is None:
             return []
-        return [name for address in self._refusals.take() if address in self._at for name in self._at[address].names]
+        return [name for address in self._watch.take() if address in self._at for name in self._at[address].names]
 
     def send(self, to: InstanceId, message: AnyMessage) -> None:
         """Put a message in the outbox of `to`. Never blocks; `messages_lost` counts what cannot be put there. The same
@@ -316,6 +315,9 @@ class Mailbox(Generic[M]):
         def woken() -> None:
             self._sleep_again()
             loop.call_soon(check)
+            if on_broken is not None:
+                for name in self.refused():
+                    on_broken(name)
             on_mail()
 
         here = self._attached = _Attachment(loop, on_broken)
@@ -331,9 +333,6 @@ class Mailbox(Generic[M]):
         if not loop.is_closed():
             loop.remove_reader(self._inbox.fileno())
             loop.remove_reader(self._woken.fileno())
-            for outbox in self._at.values():
-                if outbox.monitor is not None:
-                    loop.remove_reader(outbox.monitor.fileno())
 
     def close(self) -> None:
         """Close every socket. Messages that were sent may still leave for half a second. Idempotent."""
@@ -345,8 +344,8 @@ class Mailbox(Generic[M]):
             self._close_outbox(outbox, linger_ms=_LINGER_MS)
         self._outboxes.clear()
         self._at.clear()
-        if self._refusals is not None:
-            self._refusals.close()
+        if self._watch is not None:
+            self._watch.close()
         self._inbox.close(linger=0)
         self._context.term()
         self._woken.close()
@@ -359,41 +358,15 @@ class Mailbox(Generic[M]):
         self._trust.check(check_address(address))
         made = self._new_socket(zmq.PUSH)
         self._gate.dress(made)
-        names: set[InstanceId] = set()
-        monitor = self._monitor(names, made)
-        if watch and monitor is None:
-            self._refusals = self._refusals or RefusalWatch(self._context, self.wake)
-            self._refusals.follow(address, made.get_monitor_socket(EVENTS))
+        reports_breaks = self._attached is not None and self._attached.on_broken is not None
+        if watch or reports_breaks:
+            self._watch = self._watch or ConnectionWatch(self._context, self.wake)
+            self._watch.follow(address, made.get_monitor_socket(EVENTS), knocks=not reports_breaks)
         made.connect(address)
-        return _Outbox(address, made, monitor, watch, names)
-
-    def _monitor(self, names: Iterable[InstanceId], outbox: "zmq.Socket[bytes]") -> "zmq.Socket[bytes] | None":
-        """Monitor a socket that is about to connect, if somebody wants to know when its connection breaks."""
-        here = self._attached
-        if here is None or here.on_broken is None:
-            return None
-        on_broken, monitor = here.on_broken, outbox.get_monitor_socket(zmq.EVENT_DISCONNECTED)
-
-        def look() -> None:
-            broken = False
-            while not monitor.closed and monitor.poll(0, zmq.POLLIN):
-                monitor.recv_multipart(zmq.NOBLOCK)
-                broken = True
-            if broken:
-                for name in list(names):
-                    on_broken(name)
-
-        here.loop.add_reader(monitor.fileno(), look)
-        here.loop.call_soon(look)  # the descriptor becomes readable only after the socket was once found empty
-        return monitor
+        return _Outbox(address, made, watch or reports_breaks)
 
     def _close_outbox(self, outbox: _Outbox, linger_ms: int) -> None:
-        if outbox.monitor is not None:
-            if self._attached is not None:
-                self._attached.loop.remove_reader(outbox.monitor.fileno())
-            outbox.socket.disable_monitor()
-            outbox.monitor.close(linger=0)
-        elif outbox.watched:
+        if outbox.is_watched:
             outbox.socket.disable_monitor()  # the watch closes its end when it reads of that
         outbox.socket.close(linger=linger_ms)
 

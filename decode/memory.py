@@ -24,7 +24,7 @@ from common.instance.requests import RequestTable
 from common.instance.waiting_line import Rank, WaitingLine
 from common.pages.pool import Closing, PageLease
 from decode.requests import DecodeRequest, Forecast, Growth
-from kv_transfer.handoff_target import HandoffTarget
+from kv_transfer.handoff_reader import HandoffReader
 
 
 def choose_victims(
@@ -107,7 +107,7 @@ class DecodeRoom:
     """Implements `common.instance.admission.Room`. A reservation may come into room that is free when all running requests have
     grown as forecast; pages that others hold already take no room."""
 
-    def __init__(self, requests: RequestTable[DecodeRequest], growth: Growth, target: HandoffTarget, rounds: Rounds) -> None:
+    def __init__(self, requests: RequestTable[DecodeRequest], growth: Growth, target: HandoffReader, rounds: Rounds) -> None:
         self._requests = requests
         self._growth = growth
         self._target = target
@@ -165,6 +165,6 @@ class DecodeRoom:
         return has_room and forecast.admits(own, len(request.prompt), limit, len(hit), unheld)
 
 
-def comes_home(request: DecodeRequest, target: HandoffTarget, now: float) -> bool:
+def comes_home(request: DecodeRequest, target: HandoffReader, now: float) -> bool:
     """Whether it has ended, and what it holds is free soon."""
     return request.phase is Phase.ENDED and not target.is_stuck(request.key, now)

@@ -11,13 +11,14 @@ from common.addresses import on_one_host
 from common.errors import InstanceFailed, Unavailable
 from common.executor import EngineDescription
 from common.ids import AttemptId, InstanceId, Life
-from common.instance.ports import Action, Expect, PeersChanged, Settle
+from common.instance.ports import Action, PeersChanged
 from common.instance.request import Phase
 from common.instance.requests import RequestTable
 from common.messages import Failed, Handoff, InstanceInfo, Renew, Reserve, Withdraw
 from common.messages.base import fits
+from common.messages.transfers import Expect, Settle
 from decode.requests import DecodeRequest
-from kv_transfer.handoff_target import MARGIN_S, ORPHANED_S, Digest, HandoffTarget, Reservation, corrupt_pages
+from kv_transfer.handoff_reader import MARGIN_S, ORPHANED_S, Digest, HandoffReader, Reservation, corrupt_pages
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,14 +53,14 @@ to make progress."""
 
 
 class Reservations:
-    """The reservations of one decode instance, whose generations and writers `HandoffTarget` keeps."""
+    """The reservations of one decode instance, whose generations and writers `HandoffReader` keeps."""
 
     def __init__(
         self,
         me: InstanceInfo,
         engine: EngineDescription,
         requests: RequestTable[DecodeRequest],
-        target: HandoffTarget,
+        target: HandoffReader,
         decode: Callable[[DecodeRequest, int], None],
         digest: Digest | None,
     ) -> None:
@@ -97,7 +98,7 @@ class Reservations:
         if len(peer.ranks) <= 1:
             is_near = on_one_host(peer.inbox, self._inbox) and not self._is_distant(peer)
             fenced_s = now + (ORPHANED_S if is_near and all(pool.device == "cpu" for pool in peer.pools) else MARGIN_S)
-        self._target.bury(writer, fenced_s)
+        self._target.writer_died(writer, fenced_s)
         waiting = [request for request in self._requests.waiting if request.peer == writer]
         return [action for request in waiting for action in self._requests.end(request, None, now)]
 
@@ -118,7 +119,7 @@ class Reservations:
     def grant(self, request: DecodeRequest, writer: Life, now: float) -> list[Action]:
         """The request has pages and a row: tell its writer where to write."""
         assert request.lease is not None and isinstance(request.asked, Reserve)
-        if not self._target.hears(writer):
+        if not self._target.is_current(writer):
             return self._requests.end(request, Failed.of(Unavailable(f"{writer.id} fell silent")), now)
         request.phase, request.in_transfer, request.times.granted_s = Phase.RESERVED, True, now
         layout, sent_s = self._engine.layout, request.asked.sent_s

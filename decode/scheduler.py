@@ -21,7 +21,7 @@ from msgspec.structs import replace
 
 from common.deadlines import earliest
 from common.errors import NoRoom, Preempted, Unavailable
-from common.executor import EngineDescription, StepPlan, StepResult
+from common.executor import EngineDescription, Plan, StepResult
 from common.ids import AttemptId, InstanceId, Int32Array, Life, pack_ids
 from common.instance.admission import admit
 from common.instance.ports import (
@@ -29,16 +29,12 @@ from common.instance.ports import (
     Decision,
     Event,
     LayersDone,
-    LinkChanged,
     PeerDied,
     PeersChanged,
     Prepared,
-    PushDone,
-    PushFailed,
     Report,
     RouterJoined,
     RouterLost,
-    Settled,
 )
 from common.instance.request import Phase
 from common.instance.requests import InstanceLimits, RequestTable, SharedMessage
@@ -62,12 +58,13 @@ from common.messages import (
     TokenDelta,
     Withdraw,
 )
+from common.messages.transfers import LinkChanged, PushDone, PushFailed, Settled
 from common.pages.pool import PagePool, count_pages
 from decode.batch import Batch
 from decode.memory import DecodeRoom, Rounds, choose_victims, comes_home
 from decode.requests import DecodeRequest, Growth, decline
 from decode.reservations import Reservations
-from kv_transfer.handoff_target import MARGIN_S, WRITE_LEASE_S, Digest, HandoffTarget
+from kv_transfer.handoff_reader import MARGIN_S, WRITE_LEASE_S, Digest, HandoffReader
 
 DecodeMessage = Generate | Cancel | Reserve | Renew | Handoff | Withdraw | SharedMessage
 
@@ -84,7 +81,7 @@ class DecodeScheduler:
         self._requests = RequestTable(DecodeRequest, me, engine, limits, self._end)
         self._batch = Batch(engine.max_rows, engine.eos_token_ids)
         self._growth = Growth(self._batch, self._page_size, limits.answer_tokens)
-        self._target = HandoffTarget(me.incarnation)
+        self._target = HandoffReader(me.incarnation)
         self._reservations = Reservations(me, engine, self._requests, self._target, self._decode, digest)
         self._rounds = Rounds()
         self._now = 0.0
@@ -118,7 +115,7 @@ class DecodeScheduler:
                 assert_never(message)
 
     def _reserve(self, asked: Reserve, writer: Life, now: float) -> list[Action]:
-        self._target.heard(writer, asked.sent_s, now)
+        self._target.contacted(writer, asked.sent_s, now)
         joined = self._requests.accept(asked, writer, now)
         if isinstance(joined, Failed):
             return [decline(writer, asked, joined)]
@@ -238,7 +235,7 @@ class DecodeScheduler:
         if not chunks and not len(decode_rows):
             assert not grown, "a row that grew is planned"
             return Decision(None, actions)
-        plan = StepPlan(
+        plan = Plan(
             requests.counters.steps + 1,
             starts=tuple(requests.starts),
             chunks=chunks,

@@ -22,11 +22,10 @@ import msgspec
 import numpy as np
 
 from common.errors import TransferError
-from common.ids import Int64Array, Ticket
+from common.ids import Int64Array
 from common.messages import PoolDescriptor
 from common.pages.layout import MemoryRegion
-from kv_transfer.pushes import Pushes, SliceFailed
-from kv_transfer.transport import TransportEvent
+from kv_transfer.pushes import SlicedTransport, SliceFailed
 
 SLICE_BYTES = 8 * 2**20
 """The most that one poll writes on one link; takes a millisecond or two."""
@@ -36,10 +35,11 @@ _PR_SET_PTRACER, _PR_SET_PTRACER_ANY = 0x59616D61, ctypes.c_ulong(-1).value
 
 
 class _CmaAddress(msgspec.Struct, frozen=True):
-    """The descriptor. beacon: the address of the agent's name in its memory."""
+    """What a pool's descriptor says to other agents."""
 
     pid: Annotated[int, msgspec.Meta(ge=1, lt=2**31)]
     beacon: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+    """The address of the agent's name in its memory."""
 
 
 class _Kernel:
@@ -81,13 +81,15 @@ _MEANING = {
 
 
 class _CmaLink:
-    """Implements `kv_transfer.pushes.PushLink`. Raises SliceFailed when the agent's process does not show its beacon."""
+    """Implements `kv_transfer.pushes.PushLink`. Raises SliceFailed when the agent's process does not show its beacon, and
+    msgspec.DecodeError."""
 
     detail = "Linux CMA"
     ready = None
 
-    def __init__(self, kernel: _Kernel, source: MemoryRegion, pool: PoolDescriptor, wire: _CmaAddress) -> None:
-        self._kernel, self._source, self._pool, self._wire = kernel, source, pool, wire
+    def __init__(self, kernel: _Kernel, source: MemoryRegion, pool: PoolDescriptor) -> None:
+        self._kernel, self._source, self._pool = kernel, source, pool
+        self._wire = msgspec.msgpack.decode(pool.wire, type=_CmaAddress)
         self._check_beacon()
 
     def write(self, runs: Int64Array) -> Future[None]:
@@ -115,44 +117,31 @@ class _CmaLink:
             raise SliceFailed(f"process {self._wire.pid}: it is not {self._pool.agent}, or has closed", quiescent=True)
 
 
-class CmaTransport:
+class CmaTransport(SlicedTransport):
     """Implements `kv_transfer.transport.Transport`."""
 
+    library = "CMA"
+
     def __init__(self) -> None:
+        super().__init__(SLICE_BYTES, slice_runs=16 * IOV_MAX, window=1)
         self._kernel = _Kernel()
         self._name = f"cma-{uuid.uuid4().hex}"
         self._beacon = ctypes.create_string_buffer(self._name.encode())
-        self._region: MemoryRegion | None = None
-        self._pushes = Pushes(SLICE_BYTES, slice_runs=16 * IOV_MAX, window=1)
 
     def register(self, region: MemoryRegion) -> tuple[str, bytes]:
         _check_device(region.device)
         self._region = region
-        self._pushes.register(region)
         self._kernel.let_peers_in()
         return self._name, msgspec.msgpack.encode(_CmaAddress(os.getpid(), ctypes.addressof(self._beacon)))
 
-    def connect(self, pool: PoolDescriptor) -> None:
-        self._pushes.connect(pool, lambda: self._link(pool))
-
-    def push(self, ticket: Ticket, agent: str, runs: Int64Array) -> None:
-        self._pushes.push(ticket, agent, runs)
-
-    def poll(self) -> list[TransportEvent]:
-        return self._pushes.poll()
+    def link_to(self, pool: PoolDescriptor) -> _CmaLink:
+        _check_device(pool.device)
+        return _CmaLink(self._kernel, self.region, pool)
 
     def close(self, agent: str | None = None) -> None:
-        self._pushes.close(agent)
+        super().close(agent)
         if agent is None:
             ctypes.memset(self._beacon, 0, len(self._beacon))
-
-    def _link(self, pool: PoolDescriptor) -> _CmaLink:
-        assert self._region is not None, "register comes before connect"
-        try:
-            _check_device(pool.device)
-            return _CmaLink(self._kernel, self._region, pool, msgspec.msgpack.decode(pool.wire, type=_CmaAddress))
-        except (msgspec.DecodeError, TransferError) as error:
-            raise TransferError(f"CMA could not connect to {pool.agent}: {error}") from error
 
 
 def _check_device(device: str) -> None:

@@ -1,16 +1,12 @@
 """The links of a transfer loop: made, measured, lost and made again.
 
-Owns each link's state, its measurement, and the deadlines by which a link without progress is lost and a lost one is tried again.
-Knows neither pages nor tickets: `kv_transfer/transfer_loop.py` pushes over the links and reports what moved.
+Owns each link's state, the measurement of its speed and of what carries it, and the deadlines by which a link without progress is
+lost and a lost one is tried again. Knows neither pages nor tickets: `kv_transfer/transfer_loop.py` pushes over the links and
+reports what moved.
 
-The wires of this host: how many bytes each of its network devices has sent, and how fast it is.
-
-Owns what Linux reports about them (`/proc/net/dev`, `/sys/class/net`, `/sys/class/infiniband`). Knows no transport: the
-byte counts show which device a library really uses, whatever it was told to use.
-
-How fast a link is, and what carries it: measured when the link comes up, by writing into the spare page of the peer's pool.
-
-Owns the measurement of a link, and the speed that this host should reach. Knows pools and wires. Posts nothing itself.
+A link is measured when it comes up, by writing into the spare page of the peer's pool. The counters of this host's network
+devices (`/proc/net/dev`, `/sys/class/net`, `/sys/class/infiniband`) show which device a library really uses, whatever it was told
+to use.
 """
 
 import math
@@ -27,8 +23,8 @@ import numpy as np
 from common.deadlines import DeadlineWheel, earliest
 from common.errors import TransferError
 from common.ids import Incarnation, InstanceId, Int64Array
-from common.instance.ports import LinkChanged
 from common.messages import InstanceInfo, LinkInfo, LinkState, PoolDescriptor
+from common.messages.transfers import LinkChanged
 from kv_transfer.planner import PageSlice, check_pool, mismatch, plan_runs, shared_heads
 from kv_transfer.transport import Transport
 
@@ -41,10 +37,12 @@ _WORD_BYTES = 4
 
 @dataclass(frozen=True, slots=True)
 class Wire:
-    """kind: RDMA or TCP. name: of the device, and its port for RDMA."""
+    """A network device of this host."""
 
     kind: str
+    """RDMA or TCP."""
     name: str
+    """The name of the device, with its port for RDMA."""
 
     def __str__(self) -> str:
         return f"{self.kind} over {self.name}"
@@ -205,20 +203,22 @@ TURN_S = 1.0
 
 @dataclass(slots=True, eq=False)
 class Link:
-    """bytes_in_flight, progress_s: of pushes since the link last came up, and when one of them last began or ended.
-
-    until_s: when the write lease ends that its pushes need. library: what the transport calls it. probe: its measurement.
-    """
+    """A link to one life of a peer."""
 
     info: InstanceInfo
     state: LinkState
     detail: str = ""
     bytes_in_flight: int = 0
+    """Bytes of pushes that began since the link last came up and have not ended."""
     progress_s: float = 0.0
+    """When one of these pushes last began or ended."""
     retry_s: float = RETRY_S
     until_s: float = -math.inf
+    """When the write lease ends that its pushes need."""
     library: str = ""
+    """The transport's name for the link."""
     probe: LinkProbe | None = None
+    """The measurement of the link while it lasts."""
     pool: PoolDescriptor = field(init=False)
 
     def __post_init__(self) -> None:
@@ -226,8 +226,11 @@ class Link:
 
 
 class Links:
-    """The links from one pool to the pools of peers. ours: the pool. changed: called when a link's state changes. measures: a new
-    link is measured before it is ready, where both pools have a spare page."""
+    """The links from the pool `ours` to the pools of peers.
+
+    changed: called when a link's state changes. measures: a new link is measured before it is ready, where both pools have a
+    spare page.
+    """
 
     def __init__(
         self,

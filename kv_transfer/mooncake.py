@@ -31,12 +31,11 @@ from typing import Annotated, Any
 import msgspec
 
 from common.errors import TransferError
-from common.ids import Int64Array, Ticket
+from common.ids import Int64Array
 from common.messages import PoolDescriptor
 from common.pages.layout import MemoryRegion
 from kv_transfer.cuda import check_can_be_mapped, use_device
-from kv_transfer.pushes import Pushes, SliceFailed
-from kv_transfer.transport import TransportEvent
+from kv_transfer.pushes import SlicedTransport, SliceFailed
 
 SLICE_BYTES = 16 * 2**20
 SLICE_RUNS = 512
@@ -58,11 +57,12 @@ WHEELS = (
 
 
 class _MooncakeAddress(msgspec.Struct, frozen=True):
-    """The descriptor: where the engine listens. beacon: the address of the agent's name, padded to NAME_BYTES."""
+    """What a pool's descriptor says to other agents: where the engine listens."""
 
     host: str
     port: Annotated[int, msgspec.Meta(ge=1, le=65535)]
     beacon: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+    """The address of the agent's name, padded to NAME_BYTES."""
 
     @property
     def session(self) -> str:
@@ -89,9 +89,8 @@ class _MooncakeLink:
                 raise TransferError("its memory cannot be read")
             if ctypes.string_at(landing, NAME_BYTES) != _padded(self._pool.agent):
                 raise TransferError("the descriptor belongs to another agent")
-        except (OSError, ValueError, RuntimeError, TransferError) as error:
-            reason = str(error) or type(error).__name__
-            raise TransferError(f"Mooncake could not connect to {self._pool.agent}: {reason}") from error
+        except (OSError, ValueError, RuntimeError) as error:
+            raise TransferError(str(error) or type(error).__name__) from error
 
     def write(self, runs: Int64Array) -> Future[None]:
         return self._threads.submit(self._write, runs)
@@ -115,10 +114,13 @@ class _MooncakeLink:
             )
 
 
-class MooncakeTransport:
+class MooncakeTransport(SlicedTransport):
     """Implements `kv_transfer.transport.Transport`. host: the address of this host that peers can reach."""
 
+    library = "Mooncake"
+
     def __init__(self, host: str) -> None:
+        super().__init__(SLICE_BYTES, SLICE_RUNS, WINDOW)
         self._engine = _make_engine()
         self._name = f"mooncake-{uuid.uuid4().hex}"
         self._beacon = ctypes.create_string_buffer(_padded(self._name), (1 + GREETINGS) * NAME_BYTES)
@@ -126,8 +128,6 @@ class MooncakeTransport:
         beacon = ctypes.addressof(self._beacon)
         self._landings = deque(beacon + NAME_BYTES * place for place in range(1, 1 + GREETINGS))
         """Those that no read is under way to. Threads of links give them back."""
-        self._region: MemoryRegion | None = None
-        self._pushes = Pushes(SLICE_BYTES, SLICE_RUNS, WINDOW)
         self._accepted("start", self._engine.initialize(host, "P2PHANDSHAKE", "tcp", ""))
         self._host = host
         self._detail = f"Mooncake {_protocol(self._engine.get_local_topology())}"
@@ -141,37 +141,22 @@ class MooncakeTransport:
         self._accepted("register the pool", self._engine.register_memory(region.address, region.region_bytes))
         self._accepted("register its name", self._engine.register_memory(beacon, len(self._beacon)))
         self._region = region
-        self._pushes.register(region)
         return self._name, msgspec.msgpack.encode(_MooncakeAddress(self._host, self._engine.get_rpc_port(), beacon))
-
-    def connect(self, pool: PoolDescriptor) -> None:
-        self._pushes.connect(pool, lambda: self._link(pool))
-
-    def push(self, ticket: Ticket, agent: str, runs: Int64Array) -> None:
-        self._pushes.push(ticket, agent, runs)
-
-    def poll(self) -> list[TransportEvent]:
-        return self._pushes.poll()
 
     def close(self, agent: str | None = None) -> None:
         """With None, writes of peers are refused from then on (over TCP)."""
-        self._pushes.close(agent)
+        super().close(agent)
         if agent is None and self._region is not None:
             self._engine.unregister_memory(self._region.address)
             self._engine.unregister_memory(ctypes.addressof(self._beacon))
             self._region = None
 
-    def _link(self, pool: PoolDescriptor) -> _MooncakeLink:
-        assert self._region is not None, "register comes before connect"
-        what = f"Mooncake could not connect to {pool.agent}"
-        try:
-            wire = msgspec.msgpack.decode(pool.wire, type=_MooncakeAddress)
-        except msgspec.DecodeError as error:
-            raise TransferError(f"{what}: {error}") from error
+    def link_to(self, pool: PoolDescriptor) -> _MooncakeLink:
+        wire = msgspec.msgpack.decode(pool.wire, type=_MooncakeAddress)
         if not self._landings:
-            raise TransferError(f"{what}: {GREETINGS} attempts to connect are under way")
+            raise TransferError(f"{GREETINGS} attempts to connect are under way")
         landing = self._landings.popleft()
-        link = _MooncakeLink(self._engine, self._detail, self._region, pool, wire, landing)
+        link = _MooncakeLink(self._engine, self._detail, self.region, pool, wire, landing)
         link.ready.add_done_callback(lambda _: self._landings.append(landing))
         return link
 

@@ -41,7 +41,7 @@ from common.ids import Int64Array, Ticket
 from common.messages import PoolDescriptor
 from common.pages.layout import MemoryRegion
 from kv_transfer.cuda import check_can_be_mapped, has_drained, index_of, use_device
-from kv_transfer.pushes import Pushes, SliceFailed
+from kv_transfer.pushes import SlicedTransport, SliceFailed
 from kv_transfer.transport import TransportEvent
 
 SLICE_BYTES = 16 * 2**20
@@ -59,10 +59,7 @@ out and the other lives on. Set UCX_MAX_RMA_RAILS=2 in the environment where ban
 
 
 class _NixlLink:
-    """Implements `kv_transfer.pushes.PushLink` for one remote agent. posted: writes that have not ended, and who waits for them.
-
-    kept_until_s: when a closed link is forgotten; infinite while it is open. is_dead: NIXL has dropped the agent.
-    """
+    """Implements `kv_transfer.pushes.PushLink` for one remote agent."""
 
     detail = "NIXL UCX"
     ready = None
@@ -72,8 +69,11 @@ class _NixlLink:
         self._source, self._source_memory = source, _memory_of(source.device)
         self._pool, self._target_memory = pool, _memory_of(pool.device)
         self.posted: list[tuple[Any, Future[None]]] = []
+        """The handles of writes that have not ended, each with the future that waits for it."""
         self.kept_until_s = math.inf
+        """When a closed link is forgotten; infinite while it is open."""
         self.is_dead = False
+        """NIXL has dropped the agent."""
 
     def write(self, runs: Int64Array) -> Future[None]:
         ended: Future[None] = Future()
@@ -131,10 +131,13 @@ class _NixlLink:
         return True
 
 
-class NixlTransport:
+class NixlTransport(SlicedTransport):
     """Implements `kv_transfer.transport.Transport`."""
 
+    library = "NIXL"
+
     def __init__(self, silence_s: int = SILENCE_S) -> None:
+        super().__init__(SLICE_BYTES, SLICE_RUNS, SLICES_IN_FLIGHT)
         try:
             from nixl import _bindings
             from nixl._api import nixl_agent, nixl_agent_config
@@ -146,11 +149,9 @@ class NixlTransport:
         self._agent_config: Any = nixl_agent_config(enable_prog_thread=False, backends=[])
         self._engine_config = ENGINE_CONFIG.format(silence_s=silence_s)
         self._agent: Any = None
-        self._region: MemoryRegion | None = None
         self._registered: Any = None
         self._links: dict[str, _NixlLink] = {}
         """Every agent that NIXL knows, by name: also closed links that are kept."""
-        self._pushes = Pushes(SLICE_BYTES, SLICE_RUNS, SLICES_IN_FLIGHT)
 
     def register(self, region: MemoryRegion) -> tuple[str, bytes]:
         """Also makes the agent: UCX must find the pool's device current on this thread."""
@@ -167,15 +168,11 @@ class NixlTransport:
         with self._translated(what):
             self._registered = self._agent.register_memory([(region.address, region.region_bytes, device, "")], memory)
             self._region = region
-            self._pushes.register(region)
             return self._name, bytes(self._agent.get_agent_metadata())
 
-    def connect(self, pool: PoolDescriptor) -> None:
-        self._pushes.connect(pool, lambda: self._link(pool))
-
     def push(self, ticket: Ticket, agent: str, runs: Int64Array) -> None:
-        self._pushes.push(ticket, agent, runs)
-        self._pushes.begin(agent)
+        super().push(ticket, agent, runs)
+        self.begin(agent)
 
     def poll(self) -> list[TransportEvent]:
         with self._translated("drive progress"):
@@ -183,12 +180,12 @@ class NixlTransport:
         for link in self._links.values():
             if link.posted:
                 link.follow()
-        events = self._pushes.poll()
+        events = super().poll()
         self._forget()
         return events
 
     def close(self, agent: str | None = None) -> None:
-        self._pushes.close(agent)
+        super().close(agent)
         if agent is None:
             for link in self._links.values():
                 link.kept_until_s = 0.0
@@ -200,28 +197,27 @@ class NixlTransport:
 
     # --- inside ------------------------------------------------------------------------------------------------------------
 
-    def _link(self, pool: PoolDescriptor) -> _NixlLink:
+    def link_to(self, pool: PoolDescriptor) -> _NixlLink:
         """The link that was kept, or a new one."""
         self._forget()
         link = self._links.get(pool.agent)
         if link is None:
             link = self._links[pool.agent] = self._add(pool)
         elif link.is_dead:
-            raise TransferError(f"NIXL could not connect to {pool.agent}: writes over the lost link have not ended")
+            raise TransferError("writes over the lost link have not ended")
         link.kept_until_s = math.inf
         return link
 
     def _add(self, pool: PoolDescriptor) -> _NixlLink:
-        assert self._region is not None, "register comes before connect"
-        with self._translated(f"connect to {pool.agent}"):
+        with self._translated():
             name = self._agent.add_remote_agent(pool.wire)
             known = name.decode() if isinstance(name, bytes) else str(name)
             if known != pool.agent:
                 if known not in self._links:
                     self._agent.remove_remote_agent(known)
-                raise TransferError(f"the descriptor of {pool.agent} belongs to {known}")
+                raise TransferError(f"the descriptor belongs to {known}")
             self._agent.make_connection(pool.agent)
-        return _NixlLink(self._agent, self._errors, self._region, pool)
+        return _NixlLink(self._agent, self._errors, self.region, pool)
 
     def _forget(self) -> None:
         """Remove closed links that are dead or have been kept for long enough, once nothing is in flight over them. Earlier, NIXL
@@ -235,11 +231,12 @@ class NixlTransport:
                     self._agent.remove_remote_agent(name)
 
     @contextmanager
-    def _translated(self, what: str) -> Iterator[None]:
+    def _translated(self, what: str = "") -> Iterator[None]:
+        """what: what NIXL could not do then; "": the caller says."""
         try:
             yield
         except self._errors as error:
-            raise TransferError(f"NIXL could not {what}: {_reason_of(error)}") from error
+            raise TransferError((f"NIXL could not {what}: " if what else "") + _reason_of(error)) from error
 
 
 def _reason_of(error: Exception) -> str:

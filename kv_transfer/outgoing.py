@@ -1,6 +1,6 @@
-"""Outgoing handoffs: what the sending end keeps of each, and the news of them.
+"""Outgoing handoffs: the record that the sending end keeps of each, and the events that it reports.
 
-Owns the record of a handoff and of a pair's session. Pure data. `handoff_source.py` says how they change.
+Owns the record of a handoff and of a pair's session. Pure data. `handoff_writer.py` says how they change.
 """
 
 from dataclasses import dataclass, field
@@ -8,7 +8,7 @@ from typing import Literal, TypeAlias
 
 from common.ids import AttemptId, Generation, Int32Array, Life, Ticket
 from common.messages import Failed, TokenLogprob
-from kv_transfer.handoff_target import MARGIN_S, RENEW_S, RENEWALS_AFTER, WRITE_LEASE_S
+from kv_transfer.handoff_reader import MARGIN_S, RENEW_S, RENEWALS_AFTER, WRITE_LEASE_S
 
 MOST_RENEWALS = int((WRITE_LEASE_S + MARGIN_S) / RENEW_S)
 """A reader that hears none of so many has given up what it holds."""
@@ -17,35 +17,34 @@ HandoffStage = Literal["reserving", "refused", "pushing", "draining", "stuck"]
 
 
 @dataclass(frozen=True, slots=True)
-class SourceClosed:
-    """The handoff is over on this side. failure: what the client is told; None when the decode instance has the request, or when
-    the request was given up on purpose.
-
-    quiescent: no push can still read the source pages. When False they must be quarantined.
-    """
+class HandoffClosed:
+    """The handoff is over on this side."""
 
     key: AttemptId
     failure: Failed | None
+    """What the client gets; None when the decode instance has the request, or when the request was given up on purpose."""
     quiescent: bool
+    """No push can still read the source pages. When False they must be quarantined."""
 
 
 @dataclass(frozen=True, slots=True)
-class SourceGranted:
-    """Its peer has granted a reservation: the handoff stays there. have_pages: how many pages of it need not be pushed."""
+class HandoffGranted:
+    """Its peer has granted a reservation: the handoff stays there."""
 
     key: AttemptId
     have_pages: int = 0
+    """How many pages of the reservation need not be pushed."""
 
 
 @dataclass(frozen=True, slots=True)
-class SourcePosted:
+class HandoffPosted:
     """Its first push was posted."""
 
     key: AttemptId
 
 
 @dataclass(frozen=True, slots=True)
-class SourceRefused:
+class HandoffRefused:
     """Its peer grants no reservation. The caller moves the handoff to another peer, or gives it up."""
 
     key: AttemptId
@@ -53,7 +52,7 @@ class SourceRefused:
 
 
 @dataclass(frozen=True, slots=True)
-class SourceRead:
+class SourcePagesRead:
     """Nothing reads the next `pages` of the source pages any more, counted from the first: they are written, and the prompt is
     computed."""
 
@@ -61,7 +60,7 @@ class SourceRead:
     pages: int
 
 
-SourceNews: TypeAlias = SourceGranted | SourcePosted | SourceRead | SourceRefused | SourceClosed
+HandoffEvent: TypeAlias = HandoffGranted | HandoffPosted | SourcePagesRead | HandoffRefused | HandoffClosed
 
 
 @dataclass(slots=True, eq=False)
@@ -71,8 +70,7 @@ class Outgoing:
     0 ····· read ····· posted ····· complete ····· len(source_pages)
 
     While the last chunk is computed, the pages from `complete` on hold their first layers_complete layers, and of the pages from
-    `posted` on the first layers_posted layers are written or in flight. in_flight: the first page of each push. read: the number
-    of pages that SourceRead has reported.
+    `posted` on the first layers_posted layers are written or in flight.
     """
 
     key: AttemptId
@@ -87,7 +85,9 @@ class Outgoing:
     layers_complete: int = 0
     layers_posted: int = 0
     in_flight: dict[Ticket, int] = field(default_factory=dict)
+    """The first page of each push."""
     read: int = 0
+    """How many pages SourcePagesRead has reported."""
     first_token: int | None = None
     first_logprob: TokenLogprob | None = None
     failure: Failed | None = None
@@ -99,31 +99,36 @@ class Outgoing:
 
 @dataclass(slots=True, eq=False)
 class Moved:
-    """A handoff that has left a decode instance before its grant. said: how many renewals said so. since_s: when the first of
-    them was sent. is_heard: one of them was answered."""
+    """A handoff that has left a decode instance before its grant."""
 
-    said: int = 0
+    renewals: int = 0
+    """How many renewals have named it."""
     since_s: float = float("inf")
-    is_heard: bool = False
+    """When the first of them was sent."""
+    is_answered: bool = False
+    """One of them was answered."""
 
-    def say(self, now: float) -> None:
-        self.said += 1
+    def name_at(self, now: float) -> None:
+        """A renewal names it."""
+        self.renewals += 1
         self.since_s = min(self.since_s, now)
 
     @property
     def is_over(self) -> bool:
-        """It need not be said again. A Reserve may arrive later than the answer does. A reader that answers nothing for long
-        takes its pages back by itself."""
-        return self.said >= (RENEWALS_AFTER if self.is_heard else MOST_RENEWALS)
+        """Renewals need not name it any more. A Reserve may arrive later than the answer does. A reader that answers nothing for
+        long takes its pages back by itself."""
+        return self.renewals >= (RENEWALS_AFTER if self.is_answered else MOST_RENEWALS)
 
 
 @dataclass(slots=True, eq=False)
 class Session:
-    """The open handoffs with one decode instance. moved: those that have left it, as long as renewals say so. until_s: when the
-    write lease there ends. is_dead: it has a new incarnation, so that nothing more is said here."""
+    """The handoffs with one decode instance."""
 
     open: dict[AttemptId, Outgoing] = field(default_factory=dict)
     moved: dict[AttemptId, Moved] = field(default_factory=dict)
+    """Handoffs that have left the instance, as long as renewals name them."""
     until_s: float = float("-inf")
+    """When the write lease there ends."""
     renewals_left: int = RENEWALS_AFTER
     is_dead: bool = False
+    """The instance has a new incarnation, so nothing more is sent to this one."""

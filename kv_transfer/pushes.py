@@ -1,15 +1,17 @@
-"""Pushes in slices: keeps track of tickets for a backend whose links write one slice of runs at a time.
+"""Pushes in slices: what the backends share whose links write one slice of runs at a time.
 
 Owns tickets, the slices that have not been written, and the link that carries them. Knows no library: a `PushLink` writes a slice
 and reports the result through a future. Each link begins its slices in order and has only a few under way, so closing a link
 leaves little to wait for.
 """
 
+from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import ClassVar, Protocol
+
+import msgspec
 
 from common.errors import TransferError
 from common.ids import Int64Array, Ticket
@@ -19,23 +21,26 @@ from kv_transfer.transport import AgentLost, Connected, ConnectFailed, RunsDone,
 
 
 class SliceFailed(TransferError):
-    """A slice was not written. `quiescent`: no byte of it will land any more. `loses_link`: the link is unusable too."""
+    """A slice was not written."""
 
     def __init__(self, reason: str, quiescent: bool, loses_link: bool = True) -> None:
         super().__init__(reason)
         self.quiescent = quiescent
+        """No byte of the slice will land any more."""
         self.loses_link = loses_link
+        """The link is unusable too."""
 
 
 class PushLink(Protocol):
-    """A connection to the pool of one agent. detail: what the library chose, for people. ready: ends when the connection is made,
-    or with TransferError; None where it is made at once."""
+    """A connection to the pool of one agent."""
 
     @property
-    def detail(self) -> str: ...
+    def detail(self) -> str:
+        """What kind of link the library chose, for people."""
 
     @property
-    def ready(self) -> "Future[None] | None": ...
+    def ready(self) -> "Future[None] | None":
+        """Ends when the connection is made, or with TransferError; None where it is made at once."""
 
     def write(self, runs: Int64Array) -> Future[None]:
         """Begin to write one slice; may block until it is written. The future ends with None once every byte is visible at the
@@ -47,13 +52,15 @@ class PushLink(Protocol):
 
 @dataclass(slots=True, eq=False)
 class _Pushing:
-    """A ticket that has not ended. slices: not begun yet. under_way: slices begun and not ended. failure: why no further slice is
-    begun."""
+    """A ticket that has not ended."""
 
     ticket: Ticket
     slices: deque[Int64Array]
+    """Those that were not begun."""
     under_way: int = 0
+    """How many slices were begun and have not ended."""
     failure: str | None = None
+    """Why no further slice is begun."""
     quiescent: bool = True
 
     def stop(self, reason: str) -> None:
@@ -71,33 +78,48 @@ class _Lane:
     under_way: list[tuple[_Pushing, Future[None]]] = field(default_factory=list)
 
 
-class Pushes:
-    """Implements connect, push, poll and close of `kv_transfer.transport.Transport` over the links that the backend makes.
+class SlicedTransport(ABC):
+    """Implements `kv_transfer.transport.Transport` but for `register`, over the links that a backend makes.
 
     slice_bytes, slice_runs: the largest slice. window: how many slices a link has under way at once.
     """
 
+    library: ClassVar[str]
+    """The name of what moves the bytes, for people."""
+
     def __init__(self, slice_bytes: int, slice_runs: int, window: int) -> None:
         self._slice_bytes, self._slice_runs, self._window = slice_bytes, slice_runs, window
-        self._source_bytes = 0
+        self._region: MemoryRegion | None = None
+        """The pool that is pushed from; `register` sets it."""
         self._lanes: dict[str, _Lane] = {}
-        self._connecting: dict[str, _Lane] = {}  # their links are not ready
-        self._leaving: list[_Lane] = []  # closed, with slices under way
+        self._connecting: dict[str, _Lane] = {}
+        """Lanes whose links are not ready."""
+        self._leaving: list[_Lane] = []
+        """Closed lanes with slices under way."""
         self._events: list[TransportEvent] = []
 
-    def register(self, region: MemoryRegion) -> None:
+    @property
+    def region(self) -> MemoryRegion:
         """The pool that is pushed from."""
-        self._source_bytes = region.region_bytes
+        assert self._region is not None, "register comes first"
+        return self._region
 
-    def connect(self, pool: PoolDescriptor, make_link: Callable[[], PushLink]) -> None:
-        """Make the link unless it exists. make_link: waits for no peer; raises TransferError when there can be no link."""
+    @abstractmethod
+    def register(self, region: MemoryRegion) -> tuple[str, bytes]:
+        """Register the pool's memory, as `Transport.register` says, and keep the region."""
+
+    @abstractmethod
+    def link_to(self, pool: PoolDescriptor) -> PushLink:
+        """Make a link; waits for no peer. Raises TransferError or msgspec.DecodeError when there can be none."""
+
+    def connect(self, pool: PoolDescriptor) -> None:
         if pool.agent in self._lanes:
             self._events.append(Connected(pool.agent, self._lanes[pool.agent].link.detail))
         elif pool.agent not in self._connecting:
             try:
-                self._connecting[pool.agent] = _Lane(pool, make_link())
-            except TransferError as error:
-                self._events.append(ConnectFailed(pool.agent, str(error)))
+                self._connecting[pool.agent] = _Lane(pool, self.link_to(pool))
+            except (TransferError, msgspec.DecodeError) as error:
+                self._cannot_connect(pool.agent, error)
 
     def push(self, ticket: Ticket, agent: str, runs: Int64Array) -> None:
         refusal = self._refusal(agent, runs)
@@ -151,7 +173,7 @@ class Pushes:
         if lane is None:
             return f"no link to {agent}"
         ends = runs[:, :2] + runs[:, 2:]
-        if (runs < 0).any() or (ends > (self._source_bytes, lane.pool.pool_bytes)).any():
+        if (runs < 0).any() or (ends > (self.region.region_bytes, lane.pool.pool_bytes)).any():
             return "a run is outside of its pool"
         return None
 
@@ -167,10 +189,13 @@ class Pushes:
                     ready.result()
             except TransferError as error:
                 lane.link.close()
-                self._events.append(ConnectFailed(agent, str(error)))
+                self._cannot_connect(agent, error)
             else:
                 self._lanes[agent] = lane
                 self._events.append(Connected(agent, lane.link.detail))
+
+    def _cannot_connect(self, agent: str, error: Exception) -> None:
+        self._events.append(ConnectFailed(agent, f"{self.library} could not connect to {agent}: {error}"))
 
     def _follow(self, lane: _Lane) -> None:
         """Take in the slices that have ended, and report the tickets that have none left."""

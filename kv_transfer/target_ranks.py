@@ -1,24 +1,15 @@
-"""Target ranks: a peer whose KV is divided among ranks is several targets for the transfers of one rank.
+"""Pushes and links between instances of several ranks.
 
-Owns which ranks of a peer this rank writes to, and joins what becomes of these writes. Implements
-`common.instance.ports.Transfers` over the transfers of this rank, to which each target is a peer with one pool. Knows neither
-requests nor transports.
+Owns two ends of the same join. `RankedTransfers`: an instance with several ranks, each of which writes its own pages. Every
+command goes to every rank, and an event comes when all have reported it, so the leader's scheduler knows nothing of ranks.
+`TargetRanks`: a peer whose KV is divided among ranks is several targets for the transfers of one rank, each a peer with one pool.
+Knows neither requests nor transports.
 
     Push(ticket, peer) ─┬─► Push(ticket + 1 · STRIDE, peer/0)  ──PushDone──►┬─► PushDone(ticket)
                         └─► Push(ticket + 2 · STRIDE, peer/1)  ──PushDone──►┘
 
 Where we and a peer have one rank each, commands and events pass as they are. A rank that writes nothing to a peer, because others
 hold the same heads, has done its part of a push at once: the next `poll` says so.
-
-Joined ends: of a push or a link that has several parts, one event when all of them have spoken.
-
-Owns what the parts have said so far. Parts are the ranks of a peer that one rank writes to (`target_ranks.py`), or the ranks of
-our own instance (`ranked_transfers.py`). Knows neither commands nor transports.
-
-Ranked transfers: the transfers of an instance with several ranks, each of which writes its own pages.
-
-Owns the join of what becomes of them. Implements `common.instance.ports.Transfers` for the leader's scheduler, which knows
-nothing of ranks: every command goes to every rank, and an event comes when all have reported it.
 """
 
 from collections import deque
@@ -31,7 +22,9 @@ from msgspec.structs import replace as changed
 
 from common.errors import TransferError
 from common.ids import AttemptId, Incarnation, InstanceId, Ticket
-from common.instance.ports import (
+from common.instance.ports import Transfers
+from common.messages import InstanceInfo, LinkInfo, LinkState, PoolDescriptor
+from common.messages.transfers import (
     Allow,
     Connect,
     LinkChanged,
@@ -42,22 +35,22 @@ from common.instance.ports import (
     Settled,
     TransferCommand,
     TransferEvent,
-    Transfers,
 )
-from common.messages import InstanceInfo, LinkInfo, LinkState, PoolDescriptor
 from common.pages.layout import heads_of
 from kv_transfer.planner import writers
 
 
 @dataclass(slots=True)
 class _SplitPush:
-    """A push whose parts have not all ended. waiting: how many. failure: the first; None: none has failed."""
+    """A push whose parts have not all ended."""
 
     waiting: int
+    """How many parts have not ended."""
     pushed_bytes: int = 0
     seconds: float = 0.0
     runs: int = 0
     failure: str | None = None
+    """The first failure."""
     quiescent: bool = True
     begun: bool = False
 
@@ -96,18 +89,19 @@ class JoinedPushes:
 
 @dataclass(slots=True)
 class _JoinedLink:
-    """A link to one life of a peer. said: by its parts, each by its name. told: what was last made of it."""
+    """A link to one life of a peer."""
 
     incarnation: Incarnation
     parts: int
-    said: dict[str, LinkInfo] = field(default_factory=dict)
-    told: tuple[LinkState, str] = ("connecting", "")
+    infos: dict[str, LinkInfo] = field(default_factory=dict)
+    """The latest report of each part, by its name."""
+    reported: tuple[LinkState, str] = ("connecting", "")
+    """State and detail of the whole that were reported last."""
 
 
 class JoinedLinks:
-    """Links that have several parts: ready when all parts are, lost when one is.
-
-    speed: of a link, from the speeds of its parts, in bytes per second.
+    """Links that have several parts: ready when all parts are, lost when one is. speed: makes the speed of a link, in bytes per
+    second, from those of its parts.
     """
 
     def __init__(self, speed: Callable[[Iterable[float]], float]) -> None:
@@ -115,7 +109,7 @@ class JoinedLinks:
         self._links: dict[InstanceId, _JoinedLink] = {}
 
     def expect(self, peer: InstanceId, incarnation: Incarnation, parts: int) -> None:
-        """So many parts will speak of the link to this life of the peer. What is known of the same life stays."""
+        """So many parts will report on the link to this life of the peer. What is known of the same life stays."""
         link = self._links.get(peer)
         if link is None or link.incarnation != incarnation:
             self._links[peer] = _JoinedLink(incarnation, parts)
@@ -123,33 +117,33 @@ class JoinedLinks:
     def forget(self, peer: InstanceId) -> None:
         self._links.pop(peer, None)
 
-    def changed(self, part: str, said: LinkInfo) -> LinkChanged | None:
-        """What a part says; it may name a life of the peer that has left. None: the whole has not changed."""
-        link = self._links.get(said.peer)
-        if link is None or link.incarnation != said.incarnation:
+    def changed(self, part: str, info: LinkInfo) -> LinkChanged | None:
+        """Take in the report of a part; it may name a life of the peer that has left. None: the whole has not changed."""
+        link = self._links.get(info.peer)
+        if link is None or link.incarnation != info.incarnation:
             return None
-        link.said[part] = said
+        link.infos[part] = info
         joined = self._join(link)
-        if link.told == (joined.state, joined.detail):
+        if link.reported == (joined.state, joined.detail):
             return None
-        link.told = joined.state, joined.detail
+        link.reported = joined.state, joined.detail
         return LinkChanged(joined)
 
     def _join(self, link: _JoinedLink) -> LinkInfo:
-        said = link.said
+        infos = link.infos
         for state in ("lost", "connecting"):
-            for part, info in said.items():
+            for part, info in infos.items():
                 if info.state == state:
                     return changed(info, detail=f"{part}: {info.detail}", bytes_per_s=None, host_bytes_per_s=None, warning="")
-        info = next(iter(said.values()))
-        if len(said) < link.parts:
+        info = next(iter(infos.values()))
+        if len(infos) < link.parts:
             return changed(info, state="connecting", detail="", bytes_per_s=None, host_bytes_per_s=None, warning="")
         return changed(
             info,
-            detail=", ".join(dict.fromkeys(info.detail for info in said.values())),
-            bytes_per_s=self._of_all(info.bytes_per_s for info in said.values()),
-            host_bytes_per_s=self._of_all(info.host_bytes_per_s for info in said.values()),
-            warning="; ".join(f"{part}: {info.warning}" for part, info in said.items() if info.warning),
+            detail=", ".join(dict.fromkeys(info.detail for info in infos.values())),
+            bytes_per_s=self._of_all(info.bytes_per_s for info in infos.values()),
+            host_bytes_per_s=self._of_all(info.host_bytes_per_s for info in infos.values()),
+            warning="; ".join(f"{part}: {info.warning}" for part, info in infos.items() if info.warning),
         )
 
     def _of_all(self, speeds: Iterable[float | None]) -> float | None:
@@ -223,10 +217,11 @@ STRIDE = 2**40
 
 @dataclass(frozen=True, slots=True)
 class _Spread:
-    """A peer of several targets. targets: name and number of each rank of its that we write to."""
+    """A peer of several targets."""
 
     incarnation: Incarnation
     targets: tuple[tuple[InstanceId, int], ...]
+    """The name and the number of each rank of the peer that we write to."""
 
 
 class TargetRanks:
@@ -242,28 +237,21 @@ class TargetRanks:
         self._links = JoinedLinks(min)  # the targets share what carries our bytes
         self._known: list[TransferEvent] = []
         """Events that needed no transfer."""
-        self._passes = True
-        """No peer has had several targets so far, and no event is ours."""
 
     def submit(self, command: TransferCommand) -> None:
         match command:
             case Connect():
                 self._connect(command)
-            case _ if self._passes:
-                self._transfers.submit(command)
             case Push() if command.peer in self._spread:
                 self._push(command, self._spread[command.peer])
             case Allow() if command.peer in self._spread:
                 for name, _ in self._spread[command.peer].targets:
-                    self._transfers.submit(replace(command, peer=name))
+                    self._transfers.submit(changed(command, peer=name))
             case _:
                 self._transfers.submit(command)
 
     def poll(self) -> list[TransferEvent]:
-        events = self._transfers.poll()
-        if self._passes:
-            return events
-        events, self._known = [*self._known, *events], []
+        events, self._known = [*self._known, *self._transfers.poll()], []
         return [joined for event in events if (joined := self._joined(event)) is not None]
 
     @property
@@ -288,13 +276,11 @@ class TargetRanks:
             try:
                 targets = self._targets(info)
             except TransferError as error:
-                self._passes = False
                 self._known.append(_link(info, "lost", str(error)))
                 continue
             if targets is None:
                 peers.append(info)
             else:
-                self._passes = False
                 peers += self._expand(info, targets)
         stay = {info.id for info in peers}  # it replaces the link to a former life by itself, and keeps one to the same life
         self._transfers.submit(Connect(tuple(peers), tuple(name for name in left if name not in stay)))

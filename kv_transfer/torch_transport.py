@@ -1,12 +1,8 @@
 """The torch transport: torch.distributed without a world. Gloo moves pools of the CPU, NCCL those of CUDA devices.
 
-Owns the store where peers meet, and the threads of its links. Knows no pages.
-Every agent hosts a TCPStore. A sender joins the receiver's store, and the two make a process group of their own with the receiver
-as rank 0 and a thread at each end. `poll` accepts joiners.
-
-Two ranks of torch.distributed and their protocol: one slice after the other, each with an answer.
-
-Owns the process groups of one pair and the messages on them. Knows neither tickets nor threads.
+Owns the store where peers meet, the process groups of each pair, and the threads of its links. Knows no pages. Every agent hosts
+a TCPStore. A sender joins the receiver's store, and the two make a process group of their own with a thread at each end. `poll`
+accepts joiners. A pair sends one slice after the other, each with an answer:
 
     rank 1, the sender                            rank 0, the receiver
     header: how many runs, and where  ─────────►  checks them
@@ -43,6 +39,7 @@ import socket
 import threading
 import time
 import uuid
+from abc import ABC, abstractmethod
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
 from dataclasses import dataclass, field
@@ -56,11 +53,11 @@ from torch import Tensor
 from torch.distributed import PrefixStore, ProcessGroupGloo, Store, TCPStore, is_nccl_available  # type: ignore[attr-defined]
 
 from common.errors import TransferError
-from common.ids import Int64Array, Ticket
+from common.ids import Int64Array
 from common.messages import PoolDescriptor
 from common.pages.layout import MemoryRegion
 from kv_transfer.cuda import card_of, use_device
-from kv_transfer.pushes import Pushes, SliceFailed
+from kv_transfer.pushes import SlicedTransport, SliceFailed
 from kv_transfer.transport import TransportEvent
 
 SLICE_BYTES = 8 * 2**20
@@ -101,19 +98,11 @@ class Landing:
             self._open = False
 
 
-class _Gloo:
-    """A process group for tensors on the CPU. Messages arrive in the order of sending.
+class _Group(ABC):
+    """A process group of two. Owns the messages under way, which arrive in the order of sending."""
 
-    Owns the messages under way: Gloo moves no bytes of one that is dropped, and keeps the connection while one is held.
-    """
-
-    def __init__(self, store: Store, rank: int, host: str, connect_s: float) -> None:
-        gloo: Any = ProcessGroupGloo
-        options = gloo._Options()
-        options._timeout = timedelta(seconds=connect_s)
-        options._threads = 1
-        options._devices = [gloo.create_device(hostname=host)]
-        self._group: Any = gloo(store, rank, 2, options)
+    def __init__(self, group: Any, rank: int) -> None:
+        self._group = group
         self._peer = 1 - rank
         self._under_way: list[Any] = []
 
@@ -126,8 +115,30 @@ class _Gloo:
     def finish(self, until: float) -> None:
         """Wait for the messages under way, in the order in which they began. until: a time of the monotonic clock."""
         while self._under_way:
-            self._under_way[0].wait(timedelta(seconds=max(1e-3, until - time.monotonic())))  # Gloo takes 0 for no limit
+            self._wait_for(self._under_way[0], until)
             del self._under_way[0]
+
+    @abstractmethod
+    def _wait_for(self, message: Any, until: float) -> None: ...
+
+    @abstractmethod
+    def close(self) -> None:
+        """May be called again."""
+
+
+class _Gloo(_Group):
+    """For tensors on the CPU. Gloo moves no bytes of a message that is dropped, and keeps the connection while one is held."""
+
+    def __init__(self, store: Store, rank: int, host: str, connect_s: float) -> None:
+        gloo: Any = ProcessGroupGloo
+        options = gloo._Options()
+        options._timeout = timedelta(seconds=connect_s)
+        options._threads = 1
+        options._devices = [gloo.create_device(hostname=host)]
+        super().__init__(gloo(store, rank, 2, options), rank)
+
+    def _wait_for(self, message: Any, until: float) -> None:
+        message.wait(timedelta(seconds=max(1e-3, until - time.monotonic())))  # Gloo takes 0 for no limit
 
     def close(self) -> None:
         """The peer's wait ends at once."""
@@ -135,8 +146,8 @@ class _Gloo:
         self._group = None
 
 
-class _Nccl:
-    """A process group for tensors on a CUDA device. Watches for silence itself: NCCL's watchdog would end the process.
+class _Nccl(_Group):
+    """For tensors on a CUDA device. Watches for silence itself: NCCL's watchdog would end the process.
 
     The first message makes the communicator, which blocks for as long as the peer lets it. So one byte goes when the pair is
     made: no push waits for it, and whoever waits for the pair does so for a bounded time.
@@ -148,31 +159,20 @@ class _Nccl:
         nccl: Any = torch.distributed.ProcessGroupNCCL
         options = nccl.Options()
         options._timeout = timedelta(days=1)
-        self._group: Any = nccl(store, rank, 2, options)
-        self._peer = 1 - rank
-        self._under_way: list[Any] = []
+        super().__init__(nccl(store, rank, 2, options), rank)
         meet = self.receive if rank == 0 else self.send
         meet(torch.zeros(1, dtype=torch.uint8, device=device))
         self.finish(time.monotonic() + connect_s)
 
-    def send(self, tensor: Tensor) -> None:
-        self._under_way.append(self._group.send([tensor], self._peer, 0))
-
-    def receive(self, tensor: Tensor) -> None:
-        self._under_way.append(self._group.recv([tensor], self._peer, 0))
-
-    def finish(self, until: float) -> None:
+    def _wait_for(self, message: Any, until: float) -> None:
         """Wait for the device's copies. NCCL's own `wait` orders streams, raises what has failed, and does not wait."""
-        while self._under_way:
-            while not self._under_way[0].is_completed():
-                if time.monotonic() > until:
-                    raise RuntimeError("Timed out waiting for NCCL")
-                time.sleep(NCCL_POLL_S)
-            self._under_way[0].wait()
-            del self._under_way[0]
+        while not message.is_completed():
+            if time.monotonic() > until:
+                raise RuntimeError("Timed out waiting for NCCL")
+            time.sleep(NCCL_POLL_S)
+        message.wait()
 
     def close(self) -> None:
-        """May be called again."""
         group, self._group = self._group, None
         if group is not None:
             group.abort()
@@ -185,7 +185,7 @@ class RankPair:
 
     def __init__(self, store: Store, name: str, rank: int, host: str, device: str, connect_s: float, silence_s: float) -> None:
         self._control = _Gloo(PrefixStore(f"{name}/control", store), rank, host, connect_s)
-        self._data: _Gloo | _Nccl = self._control
+        self._data: _Group = self._control
         if device != "cpu":
             self._data = _Nccl(PrefixStore(f"{name}/data", store), rank, device, connect_s)
         self._silence_s = silence_s
@@ -289,11 +289,12 @@ NOTHING = np.empty((0, 3), dtype=np.int64)
 
 
 class _TorchAddress(msgspec.Struct, frozen=True):
-    """The descriptor: where the agent's store is. card: the UUID of the GPU with its pool; empty on CPU."""
+    """What a pool's descriptor says to other agents: where the agent's store is."""
 
     host: str
     port: Annotated[int, msgspec.Meta(ge=1, le=65535)]
     card: str = ""
+    """The UUID of the GPU with its pool; empty on CPU."""
 
 
 @dataclass(slots=True, eq=False)
@@ -335,8 +336,7 @@ class _Sender:
                 stack.enter_context(stream_of(self._source.device))
                 self._pair = self._join()
             except (*ERRORS, TransferError) as error:
-                what = f"torch.distributed could not connect to {self._pool.agent}"
-                self.ready.set_exception(TransferError(f"{what}: {reason_of(error) or 'it does not answer'}"))
+                self.ready.set_exception(TransferError(reason_of(error) or "it does not answer"))
                 return
             self.ready.set_result(None)
             while (job := self._next()) is not None:
@@ -385,20 +385,21 @@ class _Sender:
             self._pair, self._failure = None, reason
 
 
-class TorchTransport:
+class TorchTransport(SlicedTransport):
     """Implements `kv_transfer.transport.Transport`. host: the address of this host that peers can reach."""
 
+    library = "torch.distributed"
+
     def __init__(self, host: str, silence_s: float = SILENCE_S) -> None:
+        super().__init__(SLICE_BYTES, SLICE_RUNS, WINDOW)
         self._host, self._silence_s = host, silence_s
         self._name = f"torch-{uuid.uuid4().hex}"
-        self._region: MemoryRegion | None = None
         self._landing: Landing | None = None
         self._store: TCPStore | None = None
         self._port = 0
         self._card = ""
         self._accept_at = 0.0
         self._threads: list[threading.Thread] = []
-        self._pushes = Pushes(SLICE_BYTES, SLICE_RUNS, WINDOW)
 
     def register(self, region: MemoryRegion) -> tuple[str, bytes]:
         if region.device != "cpu" and not is_nccl_available():
@@ -423,22 +424,15 @@ class TorchTransport:
         except ERRORS as error:
             raise TransferError(f"torch.distributed could not start on {self._host}: {reason_of(error)}") from error
         self._region = region
-        self._pushes.register(region)
         return self._name, msgspec.msgpack.encode(_TorchAddress(self._host, self._port, self._card))
-
-    def connect(self, pool: PoolDescriptor) -> None:
-        self._pushes.connect(pool, lambda: self._link(pool))
-
-    def push(self, ticket: Ticket, agent: str, runs: Int64Array) -> None:
-        self._pushes.push(ticket, agent, runs)
 
     def poll(self) -> list[TransportEvent]:
         self._accept()
-        return self._pushes.poll()
+        return super().poll()
 
     def close(self, agent: str | None = None) -> None:
         """With None, nothing lands in the pool any more, and the threads end: at once, or when a silent peer times out."""
-        self._pushes.close(agent)
+        super().close(agent)
         if agent is None and self._landing is not None:
             self._landing.close()
             self._store = None
@@ -448,22 +442,17 @@ class TorchTransport:
 
     # --- inside ------------------------------------------------------------------------------------------------------------
 
-    def _link(self, pool: PoolDescriptor) -> _Sender:
+    def link_to(self, pool: PoolDescriptor) -> _Sender:
         """A link whose thread makes the connection."""
-        assert self._region is not None, "register comes before connect"
-        what = f"torch.distributed could not connect to {pool.agent}"
-        if pool.device.partition(":")[0] != self._region.device.partition(":")[0]:
-            raise TransferError(f"{what}: its pool is on {pool.device} and ours on {self._region.device}")
-        try:
-            wire = msgspec.msgpack.decode(pool.wire, type=_TorchAddress)
-        except msgspec.DecodeError as error:
-            raise TransferError(f"{what}: {error}") from error
+        if pool.device.partition(":")[0] != self.region.device.partition(":")[0]:
+            raise TransferError(f"its pool is on {pool.device} and ours on {self.region.device}")
+        wire = msgspec.msgpack.decode(pool.wire, type=_TorchAddress)
         if wire.card and wire.card == self._card:
             raise TransferError(
-                f"{what}: its pool ({pool.device}) and ours ({self._region.device}) are on the same GPU, {wire.card}, and NCCL "
-                f"takes one process per GPU: use --transport nixl, or give each instance a GPU of its own with --device cuda:N"
+                f"its pool ({pool.device}) and ours ({self.region.device}) are on the same GPU, {wire.card}, and NCCL takes one "
+                f"process per GPU: use --transport nixl, or give each instance a GPU of its own with --device cuda:N"
             )
-        sender = _Sender(self._region, pool, wire, self._host, self._silence_s)
+        sender = _Sender(self.region, pool, wire, self._host, self._silence_s)
         self._threads.append(sender.thread)
         return sender
 
@@ -487,9 +476,9 @@ class TorchTransport:
 
     def _receive(self, name: str) -> None:
         """On a thread of its own: receive from one sender until the pair ends. The sender reports why it ended."""
-        assert self._region is not None and self._landing is not None, "register comes before poll"
+        assert self._landing is not None, "register comes before poll"
         try:
-            device, connect_s = self._region.device, connect_s_of(self._region.device)
+            device, connect_s = self.region.device, connect_s_of(self.region.device)
             store = TCPStore(
                 self._host, self._port, is_master=False, timeout=timedelta(seconds=connect_s), wait_for_workers=False
             )

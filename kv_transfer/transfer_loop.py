@@ -1,12 +1,8 @@
-"""The transfer loop: pushes over one transport, driven by commands and time.
+"""The transfer loop: pushes over one transport, driven by commands and time, and the thread that runs it.
 
-Owns tickets and the write leases that they need; the links are in `kv_transfer/links.py`. Implements
-`common.instance.ports.Transfers` when a test calls `step`; in a process it runs on a thread of its own
-(`kv_transfer/transfer_loop.py`). Reads no clock but the one it was given. Knows no requests.
-
-The transfer thread: one thread per process makes every call to the transport.
-
-Owns the thread and how often it polls. The loop itself is `kv_transfer/transfer_loop.py`.
+Owns tickets, the write leases that they need, and how often the transport is polled; the links are in `kv_transfer/links.py`. The
+loop implements `common.instance.ports.Transfers` when a test calls `step`, and reads no clock but the one it was given. In a
+process one thread makes every call to the transport. Knows no requests.
 """
 
 import threading
@@ -19,7 +15,8 @@ from typing import assert_never
 from common.deadlines import DeadlineWheel, earliest
 from common.errors import TransferError
 from common.ids import AttemptId, Int64Array, Ticket
-from common.instance.ports import (
+from common.messages import PoolDescriptor
+from common.messages.transfers import (
     Allow,
     Connect,
     Expect,
@@ -31,9 +28,8 @@ from common.instance.ports import (
     TransferCommand,
     TransferEvent,
 )
-from common.messages import PoolDescriptor
 from common.pages.layout import KVLayout, MemoryRegion
-from kv_transfer.handoff_target import OVERRUN_S
+from kv_transfer.handoff_reader import OVERRUN_S
 from kv_transfer.links import Link, LinkProbe, Links
 from kv_transfer.planner import PageSlice, check_pages, plan_runs
 from kv_transfer.transport import AgentLost, Connected, ConnectFailed, RunsDone, RunsFailed, Transport
@@ -44,13 +40,14 @@ SETTLE_POLLS = 16
 
 @dataclass(slots=True, eq=False)
 class _PostedPush:
-    """A push that has not ended. probe: the measurement it belongs to; such a push needs no lease: it writes a spare page."""
+    """A push that has not ended."""
 
     link: Link
     push_bytes: int
     began: float
     runs: int
     probe: LinkProbe | None = None
+    """The measurement that it belongs to; such a push needs no lease: it writes a spare page."""
 
 
 class LeaseOverrun(TransferError):
@@ -143,7 +140,7 @@ class TransferLoop:
         return earliest(self._leases.next_deadline(), self._links.next_deadline())
 
     def step(self) -> bool:
-        """Carry out commands, drive the transport, and collect what happened. True when `poll` has news.
+        """Carry out commands, drive the transport, and collect what happened. True when `poll` has events.
 
         Leases come first: nothing is posted or driven under a lease that has ended. Raises LeaseOverrun.
         """
@@ -264,18 +261,19 @@ class TransferLoop:
             self._events.append(PushDone(event.ticket, flight.push_bytes, seconds, flight.runs))
 
 
+# NIXL offers nothing to wait on, and each poll takes processor time from computing. So the pause between polls has three lengths.
 BUSY_S = 100e-6
+"""The pause while we push, or while other hosts push to us (over TCP, our polls set their pace)."""
 EXPECT_S = 1e-3
+"""The pause while peers on this host write to us, which hardly needs our help."""
 IDLE_S = 0.2
-"""How often the transport is polled. BUSY_S: while we push, or while other hosts push to us (over TCP, our polls set their pace).
-EXPECT_S: while peers on this host write to us, which hardly needs our help. IDLE_S: otherwise, to let peers connect. NIXL offers
-nothing to wait on, and each poll takes processor time from computing."""
+"""The pause otherwise; peers connect meanwhile."""
 DRAIN_S = 5.0
 
 
 class TransferThread:
-    """Implements `common.instance.ports.Transfers`. make_loop runs on the thread, and wake is called there when there is
-    news."""
+    """Implements `common.instance.ports.Transfers`. make_loop runs on the thread, and wake is called there when `poll` has
+    events."""
 
     def __init__(self, make_loop: Callable[[], TransferLoop], wake: Callable[[], None]) -> None:
         self._make_loop = make_loop

@@ -1,11 +1,9 @@
 """The port of a transport backend: register, connect, push, poll, close. A backend moves runs of bytes and knows nothing else.
 
-Owns no implementation. All calls come from one thread (`kv_transfer/transfer_loop.py`). There is no abort, because no library
-has one. Every ticket ends in RunsDone or RunsFailed, and RunsFailed says whether the ticket is quiescent.
-
-Runs of bytes, [n, 3] int64 rows of (source offset, target offset, bytes): merges runs and cuts them into slices.
-
-Knows neither pages nor layouts; `kv_transfer/planner.py` makes the runs.
+Owns the port, its events, and how runs are merged and cut into slices. Runs are [n, 3] int64 rows of (source offset, target
+offset, bytes); `kv_transfer/planner.py` makes them of pages and layouts, which are not known here. All calls come from one thread
+(`kv_transfer/transfer_loop.py`). There is no abort, because no library has one. Every ticket ends in RunsDone or RunsFailed, and
+RunsFailed says whether the ticket is quiescent.
 """
 
 from dataclasses import dataclass
@@ -20,10 +18,11 @@ from common.pages.layout import MemoryRegion
 
 @dataclass(frozen=True, slots=True)
 class Connected:
-    """The link to an agent is made. detail: what kind of link was chosen, for people."""
+    """The link to an agent is made."""
 
     agent: str
     detail: str
+    """What kind of link was chosen, for people."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,11 +42,12 @@ class RunsDone:
 
 @dataclass(frozen=True, slots=True)
 class RunsFailed:
-    """The ticket failed. `quiescent`: the backend has proven that no byte of it is or will be under way."""
+    """The ticket failed."""
 
     ticket: Ticket
     reason: str
     quiescent: bool
+    """The backend has proven that no byte of it is or will be under way."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +80,7 @@ class Transport(Protocol):
 
     def close(self, agent: str | None = None) -> None:
         """Close the link to one agent, or give up making it; with None, close everything. Tickets on closed links still end
-        through `poll`, unless the process ends first. What came of an attempt to connect is told no more."""
+        through `poll`, unless the process ends first. The result of an attempt to connect is not reported any more."""
 
 
 def merge_runs(runs: Int64Array) -> Int64Array:

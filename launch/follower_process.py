@@ -1,6 +1,6 @@
 """A follower as a process: a rank of an instance that is not rank 0.
 
-Owns the composition and the order of start and stop. Decides nothing: `common/instance/ranks/joining.py` says how it joins, and
+Owns the composition and the order of start and stop. Decides nothing: `common/instance/ranks/start.py` says how it joins, and
 `follower.py` beside it what it does.
 
     main thread      mailbox (the leader's messages alone), FollowerLoop
@@ -23,8 +23,8 @@ from common.config import EngineConfig, InstanceConfig, ModelConfig
 from common.errors import TandemError
 from common.ids import Incarnation, Role
 from common.instance.ranks.follower import FollowerLoop
-from common.instance.ranks.joining import Joining
 from common.instance.ranks.line import RankLost
+from common.instance.ranks.start import Joining
 from common.mail import Mailbox
 from common.messages.ranks import RankHello, RankWelcome, ToFollower, rank_name
 from common.processes.child import Ready

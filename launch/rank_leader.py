@@ -22,8 +22,8 @@ from common.executor import Executor
 from common.ids import Incarnation, InstanceId, Role
 from common.instance.ports import Transfers
 from common.instance.ranks.executor import RankedExecutor
-from common.instance.ranks.joining import Gathering
 from common.instance.ranks.leader import Followers, remote_transfers
+from common.instance.ranks.start import Gathering
 from common.mail import Mailbox
 from common.messages import EngineChoices, PoolDescriptor, RankInfo
 from common.messages.ranks import ToLeader, rank_name

@@ -1,12 +1,9 @@
-"""What must be equal on all ranks of an instance before they load anything, and the command that starts each.
+"""The ranks that one command starts: what must be equal on all ranks of an instance, and the processes of the others.
 
-Owns the list, and how one command's cores and GPUs are divided among the ranks that it starts.
-
-The other ranks of an instance that one command starts: child processes of the first of them.
-
-Owns the processes. What they say to each other is not known here. A rank that ends, however, is the end of the instance: `check`
-raises then. None is left behind, be it stopped: the kernel kills a child with its parent (`common/processes/child.py`), and this
-process kills those it has before it ends by its own timers.
+Owns the list of what is compared, how one command's cores and GPUs are divided among its ranks, and the child processes. Does not
+know what ranks send to each other. A rank that ends, however, is the end of the instance: `check` raises then. None is left
+behind, be it stopped: the kernel kills a child with its parent (`common/processes/child.py`), and this process kills those it has
+before it ends by its own timers.
 """
 
 import queue

@@ -1,12 +1,11 @@
-"""The far half of `launch ray`: what runs in a Ray actor, on the node where some ranks of an instance are.
+"""The start of an instance with several ranks on a thread, and the far half of `launch ray`.
 
-Owns one process of `launch`, which starts those ranks. The driver asks; this answers. Reports cross as JSON. Of Ray it knows the
-address of its node, and nothing else. When the actor is gone, so is the process's parent: it ends like any other child.
-
-The start of an instance with several ranks, on a thread of its own while the main thread loads the model.
-
-Owns the thread. What is said is decided by `common/instance/ranks/joining.py` on the leader and `joining.py` on a follower.
+Owns the thread that turns the start while the main thread loads the model. `common/instance/ranks/start.py` decides what is sent.
 When the start fails, the main thread may be deep in a library that waits for the other ranks: then the process ends without it.
+
+Owns also what runs in a Ray actor, on the node where some ranks of an instance are: one process of `launch`, which starts those
+ranks. The driver asks; this answers. Reports cross as JSON. Of Ray it knows the address of its node, and nothing else. When the
+actor is gone, so is the process's parent: it ends like any other child.
 """
 
 import queue
@@ -14,11 +13,12 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
 from common.addresses import free_port
+from common.instance.ranks.start import RankStart
 from common.mail import Mailbox
 from common.processes.child import KILL_S, JsonLine, Reported
 from launch.child import ChildProcess, Report
@@ -29,23 +29,6 @@ END_S = 2.0
 CLOSE_S = 1.0
 
 T = TypeVar("T")
-
-
-class RankStart(Protocol):
-    """One side of the start."""
-
-    @property
-    def complete(self) -> bool: ...
-
-    def turn(self, clock: Callable[[], float]) -> None: ...
-
-    def next_deadline(self, now: float) -> float: ...
-
-    def offer(self, pages: int) -> int: ...
-
-    def agreed(self, number: int) -> int | None: ...
-
-    def end(self, reason: str) -> None: ...
 
 
 class StartThread:

@@ -14,10 +14,11 @@ from msgspec.structs import replace
 from common.errors import NoRoom, Overloaded, Unavailable
 from common.ids import Incarnation, InstanceId
 from common.instance.admission import Verdict, find_givers
-from common.instance.ports import Connect, PeersChanged
+from common.instance.ports import PeersChanged
 from common.instance.request import Phase, Request
 from common.instance.requests import RequestTable
 from common.messages import Ending, Failed, Finished, LinkInfo, LinkReport, LinkTraffic, Reserve, Terms
+from common.messages.transfers import Connect
 
 _log = logging.getLogger(__name__)
 

@@ -12,8 +12,8 @@ A request's life here, top to bottom:
              ─► chunk after chunk, several prompts in one forward
     step_done ─► complete pages are pushed while the next chunk computes
              ─► last chunk: the first token goes to the client at once, the last pages are pushed, Handoff follows the last write
-    SourceRead ─► pages that nothing reads any more come home early
-    SourceClosed ─► the request ends, and its other pages come home
+    SourcePagesRead ─► pages that nothing reads any more come home early
+    HandoffClosed ─► the request ends, and its other pages come home
 
 A request ends through `_end`, and leaves when no step and no push can touch its row and its pages any more. An attempt that fails
 for a reason that may pass ends with a retryable `Failed`: the router resumes the request elsewhere.
@@ -25,7 +25,7 @@ from msgspec.structs import replace
 
 from common.deadlines import earliest
 from common.errors import BadRequest, Preempted, TandemError, Unavailable
-from common.executor import EngineDescription, StepPlan, StepResult
+from common.executor import EngineDescription, Plan, StepResult
 from common.ids import ROUTER, AttemptId, InstanceId, Life
 from common.instance.admission import admit
 from common.instance.ports import (
@@ -33,17 +33,13 @@ from common.instance.ports import (
     Decision,
     Event,
     LayersDone,
-    LinkChanged,
     PeerDied,
     PeersChanged,
     Prepared,
-    PushDone,
-    PushFailed,
     Report,
     RouterJoined,
     RouterLost,
     Send,
-    Settled,
 )
 from common.instance.request import Phase
 from common.instance.requests import InstanceLimits, RequestTable, SharedMessage
@@ -69,10 +65,11 @@ from common.messages import (
     TokenDelta,
     TokenLogprobs,
 )
+from common.messages.transfers import LinkChanged, PushDone, PushFailed, Settled
 from common.pages.pool import PageLease, PagePool, count_pages
-from kv_transfer.handoff_source import HandoffSource
-from kv_transfer.handoff_target import Digest
-from kv_transfer.outgoing import SourceClosed, SourceGranted, SourceNews, SourcePosted, SourceRead, SourceRefused
+from kv_transfer.handoff_reader import Digest
+from kv_transfer.handoff_writer import HandoffWriter
+from kv_transfer.outgoing import HandoffClosed, HandoffEvent, HandoffGranted, HandoffPosted, HandoffRefused, SourcePagesRead
 from prefill.requests import LinkBook, PrefillRequest, PromptRoom
 
 PrefillMessage = Generate | Cancel | Grant | Decline | Renewed | TellLinks | SharedMessage
@@ -87,7 +84,7 @@ class PrefillScheduler:
         self._engine = engine
         self._chunk_tokens = limits.chunk_tokens
         self._requests = RequestTable(PrefillRequest, me, engine, limits, self._end)
-        self._source = HandoffSource(me.incarnation, engine.layout, digest)
+        self._source = HandoffWriter(me.incarnation, engine.layout, digest)
         self._links = LinkBook(me.id, me.incarnation)
         self._quarantined: list[PageLease] = []
         """Pages that a push may still read, which is not proven to have stopped: nobody ever writes them again."""
@@ -188,7 +185,7 @@ class PrefillScheduler:
         chunks = requests.next_chunks(now)
         if not chunks:
             return Decision(None, actions)
-        plan = StepPlan(requests.counters.steps + 1, starts=tuple(requests.starts), chunks=chunks)
+        plan = Plan(requests.counters.steps + 1, starts=tuple(requests.starts), chunks=chunks)
         requests.launch(plan)
         return Decision(plan, actions, follows_layers=any(chunk.last for chunk in chunks))
 
@@ -347,35 +344,35 @@ class PrefillScheduler:
     def _follow_handoffs(self, now: float) -> list[Action]:
         """Act on what became of handoffs: move on, bring pages home, and end the requests whose handoff is over."""
         actions: list[Action] = []
-        while events := self._source.take_news():
+        while events := self._source.take_events():
             for event in events:
                 actions += self._handoff_event(self._requests[event.key], event, now)
         return actions
 
-    def _handoff_event(self, request: PrefillRequest, event: SourceNews, now: float) -> list[Action]:
+    def _handoff_event(self, request: PrefillRequest, event: HandoffEvent, now: float) -> list[Action]:
         assert request.lease is not None and request.peer is not None
         match event:
-            case SourceGranted():
+            case HandoffGranted():
                 request.decode = request.peer
                 request.times.granted_s, request.times.pages_had = now, event.have_pages
                 placed = Placed(id=self._me.id, incarnation=self._me.incarnation, key=request.key, decode=request.peer)
                 return [Send(request.key.router, placed)]
-            case SourcePosted():
+            case HandoffPosted():
                 request.times.first_push_s = now
                 return []
-            case SourceRefused():
+            case HandoffRefused():
                 return self._refused(request, event.failure, now)
-            case SourceRead():
+            case SourcePagesRead():
                 request.lease.give_back(event.pages)
                 if request.phase is not Phase.ENDED:
                     self._requests.shares.hold(request, 0, max(0, request.held_pages - event.pages))
                 return []
-            case SourceClosed():
+            case HandoffClosed():
                 return self._closed(request, event, now)
             case _:
                 assert_never(event)
 
-    def _closed(self, request: PrefillRequest, closed: SourceClosed, now: float) -> list[Action]:
+    def _closed(self, request: PrefillRequest, closed: HandoffClosed, now: float) -> list[Action]:
         assert request.lease is not None and request.peer is not None
         request.in_transfer = False
         if closed.failure is None and request.phase is Phase.HANDING_OFF:

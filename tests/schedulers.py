@@ -8,9 +8,9 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from common.executor import StepPlan
+from common.executor import Plan
 from common.ids import ROUTER, Incarnation, InstanceId, pack_ids
-from common.instance.ports import Action, Decision, LinkChanged, PeersChanged, RouterLost, Scheduler, Send, Settle, Settled
+from common.instance.ports import Action, Decision, PeersChanged, RouterLost, Scheduler, Send
 from common.messages import (
     AnyMessage,
     Decline,
@@ -26,6 +26,7 @@ from common.messages import (
     TokenBatch,
     TokenDelta,
 )
+from common.messages.transfers import LinkChanged, Settle, Settled
 from common.sampling_params import Pooling
 from decode.scheduler import DecodeScheduler
 from prefill.scheduler import PrefillScheduler
@@ -105,7 +106,7 @@ def kinds(actions: Sequence[Action]) -> list[str]:
     return [type(each.message if isinstance(each, Send) else each).__name__ for each in actions]
 
 
-def planned(decision: Decision) -> StepPlan:
+def planned(decision: Decision) -> Plan:
     assert decision.plan is not None
     return decision.plan
 

@@ -11,9 +11,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias, TypeVar
 
-from common.executor import StepPlan, StepResult
-from common.ids import AttemptId, Incarnation, InstanceId, Int32Array, Ticket
-from common.messages import AnyMessage, Counters, Failed, InstanceInfo, LinkInfo, Load, Timeline
+from common.executor import Plan, StepResult
+from common.ids import AttemptId, InstanceId
+from common.messages import AnyMessage, Counters, Failed, InstanceInfo, Load, Timeline
+from common.messages.transfers import (
+    TransferCommand,
+    TransferEvent,
+)
 from common.sampling_params import Grammar
 
 M = TypeVar("M")
@@ -23,103 +27,12 @@ M = TypeVar("M")
 
 
 @dataclass(frozen=True, slots=True)
-class Connect:
-    """Changes of the set of peers to write to: links to `peers` are made in the background, in place of links to former lives of
-    theirs, and links to those that left are closed. A link to the same life that is there already stays as it is."""
-
-    peers: tuple[InstanceInfo, ...]
-    left: tuple[InstanceId, ...] = ()
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Push:
-    """Write our pages into a peer's: source_pages[i] → target_pages[i]. [pages] int32 each. key: of the request, for traces.
-    layers: write only these; None: all.
-
-    The incarnation makes a push that was meant for a dead process fail instead of landing in its successor.
-    """
-
-    ticket: Ticket
-    peer: InstanceId
-    incarnation: Incarnation
-    source_pages: Int32Array
-    target_pages: Int32Array
-    key: AttemptId
-    layers: range | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Allow:
-    """Pushes to the peer may be written until `until_s` on our clock, and not at all without an Allow. It never moves back."""
-
-    peer: InstanceId
-    incarnation: Incarnation
-    until_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class Settle:
-    """Copy what peers wrote to us from our receive buffers into the pages, then report Settled."""
-
-    key: AttemptId
-
-
-@dataclass(frozen=True, slots=True)
-class Expect:
-    """Expect this many writes of peers; while there are any, drive progress often. distant: some may come from another host. Over
-    TCP they arrive only as fast as we drive progress."""
-
-    writes: int
-    distant: bool = False
-
-
-@dataclass(frozen=True, slots=True)
 class Prepare:
     """Make the grammar of this request ready for the executor, at its owner's turn, then report Prepared."""
 
     key: AttemptId
     grammar: Grammar
     owner: str = ""
-
-
-TransferCommand: TypeAlias = Connect | Push | Allow | Settle | Expect
-
-
-@dataclass(frozen=True, slots=True)
-class PushDone:
-    """Every byte of the push is visible at the target."""
-
-    ticket: Ticket
-    pushed_bytes: int
-    seconds: float
-    runs: int = 1
-
-
-@dataclass(frozen=True, slots=True)
-class PushFailed:
-    """The push did not complete. quiescent: no byte of it is or will be under way. begun: something may have been written."""
-
-    ticket: Ticket
-    reason: str
-    quiescent: bool
-    begun: bool = True
-
-
-@dataclass(frozen=True, slots=True)
-class LinkChanged:
-    """A link came up, or was lost with everything in flight on it."""
-
-    link: LinkInfo
-
-
-@dataclass(frozen=True, slots=True)
-class Settled:
-    """Everything that had arrived for the key's reservation before Settle is now in its pages."""
-
-    key: AttemptId
-
-
-TransferEvent: TypeAlias = PushDone | PushFailed | LinkChanged | Settled
 
 
 class Transfers(Protocol):
@@ -176,7 +89,7 @@ class Mail(Protocol[M]):
 class LayersDone:
     """The running step has written the KV of its first `layers` layers into the pages."""
 
-    plan: StepPlan
+    plan: Plan
     layers: int
 
 
@@ -241,7 +154,7 @@ class Decision:
     follows_layers: report LayersDone while the plan is computed.
     """
 
-    plan: StepPlan | None
+    plan: Plan | None
     actions: list[Action]
     follows_layers: bool = False
 

@@ -1,6 +1,6 @@
 """Handoffs: a prefill instance (the writer) moves a request's KV into pages of a decode instance (the reader).
 
-Owns the words of reservation, write lease and handoff; `kv_transfer/handoff_target.py` explains when a writer may write. Every
+Owns the words of reservation, write lease and handoff; `kv_transfer/handoff_reader.py` explains when a writer may write. Every
 `sent_s` is on the writer's clock: the reader only sends it back.
 
 Messages name the lives that they are from and to, because a successor of either process has the same name, the same address and

@@ -37,11 +37,11 @@ from typing import TypeAlias
 
 import msgspec
 
-from common.ids import AttemptId, Incarnation, InstanceId, Ticket, check_ids
+from common.ids import Incarnation, InstanceId, check_ids
 from common.messages.base import WIRE_VERSION, Message
-from common.messages.fleet import EngineChoices, InstanceInfo, ModelIdentity, PoolDescriptor, RankInfo
-from common.messages.heartbeats import LinkInfo
+from common.messages.fleet import EngineChoices, ModelIdentity, PoolDescriptor, RankInfo
 from common.messages.requests import Failed, Owner
+from common.messages.transfers import Allow, Connect, Expect, PackedPush, Settle, TransferEvent
 from common.ranges import Count, Moment, Seconds, TokenId
 from common.sampling_params import Grammar, SamplingParams
 
@@ -84,11 +84,11 @@ class RankRefused(Message, frozen=True):
     """For people."""
 
 
-class Numbered(Message, frozen=True):
+class Numbered(Message, frozen=True, kw_only=True):
     """Base of what is said after the welcome."""
 
-    number: Count
-    """1 for the first of its direction, then one more each time."""
+    number: Count = 0
+    """1 for the first of its direction, then one more each time; `Line.send` sets it."""
 
 
 class Offer(Numbered, frozen=True):
@@ -199,95 +199,19 @@ class DropGrammars(Numbered, frozen=True):
 # --- transfers -------------------------------------------------------------------------------------------------------------
 
 
-class ConnectOrder(msgspec.Struct, frozen=True, tag=True):
-    """`Connect` as it travels."""
-
-    peers: tuple[InstanceInfo, ...]
-    left: tuple[InstanceId, ...]
-
-
-class PushOrder(msgspec.Struct, frozen=True, tag=True):
-    """`Push` as it travels; pages are packed, layers are first and end."""
-
-    ticket: Ticket
-    peer: InstanceId
-    incarnation: Incarnation
-    source_pages: bytes
-    target_pages: bytes
-    key: AttemptId
-    layers: tuple[Count, Count] | None
-
-    def __post_init__(self) -> None:
-        check_ids(self.source_pages, self.target_pages)
-
-
-class AllowOrder(msgspec.Struct, frozen=True, tag=True):
-    """`Allow` as it travels. until_s: on the follower's clock, no later than on the leader's."""
-
-    peer: InstanceId
-    incarnation: Incarnation
-    until_s: Moment
-
-
-class SettleOrder(msgspec.Struct, frozen=True, tag=True):
-    """`Settle` as it travels."""
-
-    key: AttemptId
-
-
-class ExpectOrder(msgspec.Struct, frozen=True, tag=True):
-    """`Expect` as it travels."""
-
-    writes: Count
-    distant: bool
-
-
-Order: TypeAlias = ConnectOrder | PushOrder | AllowOrder | SettleOrder | ExpectOrder
+Order: TypeAlias = Connect | PackedPush | Allow | Settle | Expect
 
 
 class Command(Numbered, frozen=True):
-    """leader → follower: for its transfers."""
+    """leader → follower: for its transfers. The end of an Allow is on the follower's clock."""
 
     order: Order
-
-
-class PushDoneNews(msgspec.Struct, frozen=True, tag=True):
-    """`PushDone` as it travels."""
-
-    ticket: Ticket
-    pushed_bytes: Count
-    seconds: Seconds
-    runs: Count
-
-
-class PushFailedNews(msgspec.Struct, frozen=True, tag=True):
-    """`PushFailed` as it travels."""
-
-    ticket: Ticket
-    reason: str
-    quiescent: bool
-    begun: bool
-
-
-class LinkNews(msgspec.Struct, frozen=True, tag=True):
-    """`LinkChanged` as it travels."""
-
-    link: LinkInfo
-
-
-class SettledNews(msgspec.Struct, frozen=True, tag=True):
-    """`Settled` as it travels."""
-
-    key: AttemptId
-
-
-News: TypeAlias = PushDoneNews | PushFailedNews | LinkNews | SettledNews
 
 
 class Events(Numbered, frozen=True):
     """follower → leader: what became of its transfers, in this order."""
 
-    news: tuple[News, ...]
+    news: tuple[TransferEvent, ...]
 
 
 # --- life ------------------------------------------------------------------------------------------------------------------
@@ -333,9 +257,13 @@ class End(Numbered, frozen=True):
     """The instance has drained."""
 
 
-ToFollower: TypeAlias = RankWelcome | RankRefused | Agreed | Launch | PrepareGrammar | DropGrammars | Command | Ping | End
-"""The inbox of a follower."""
-ToLeader: TypeAlias = (
-    RankHello | Offer | RankReady | LayersReached | StepReturned | GrammarPrepared | Events | Pong | AskDrain | RankFailed
+FromLeader: TypeAlias = Agreed | Launch | PrepareGrammar | DropGrammars | Command | Ping | End
+"""What the leader sends over a line."""
+FromFollower: TypeAlias = (
+    Offer | RankReady | LayersReached | StepReturned | GrammarPrepared | Events | Pong | AskDrain | RankFailed
 )
+"""What a follower sends over its line."""
+ToFollower: TypeAlias = RankWelcome | RankRefused | FromLeader
+"""The inbox of a follower."""
+ToLeader: TypeAlias = RankHello | FromFollower
 """The inbox of the leader for its followers."""

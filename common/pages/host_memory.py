@@ -1,11 +1,8 @@
-"""Host memory for a pool of pages: private, zeroed, and in huge pages where the system has them.
+"""The bytes of a pool of pages in host memory: their mapping, and their digests.
 
-Owns the mapping. Knows no pages. Copying between processes looks up every page of the system that it touches; a huge page
+Owns the mapping, which is private, zeroed, and in huge pages where the system has them, and the format of a digest. Does not know
+where pages lie or who compares digests. Copying between processes looks up every page of the system that it touches; a huge page
 replaces 512 small ones, which makes it faster (docs/measurements/transports.md).
-
-Digests of pages: CRC-32, little-endian uint32, one after the other.
-
-Owns the format of a digest. Does not know where pages lie or who compares digests.
 """
 
 import mmap
@@ -19,7 +16,7 @@ from numpy.typing import NDArray
 
 
 def digest(pages: Iterable[NDArray[np.uint8]]) -> bytes:
-    """pages: the bytes of each page, contiguous. Returns four bytes per page."""
+    """CRC-32 of each page, little-endian uint32, one after the other. pages: the bytes of each page, contiguous."""
     return np.array([zlib.crc32(page.data) for page in pages], dtype="<u4").tobytes()
 
 

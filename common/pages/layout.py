@@ -1,15 +1,11 @@
-"""The layout of KV pages in memory: sizes and strides, in elements and bytes.
+"""The layout of KV pages in memory: sizes and strides, in elements and bytes, and which KV heads a rank holds.
 
-Owns the arithmetic. Knows no tensors, devices or transports.
+Owns the arithmetic, which the model and the planner of transfers share. Knows no tensors, devices or transports.
 
 A pool is page-major: page `p` is the run of `page_bytes` bytes at `base + p * page_bytes`. Inside a page:
 
     order "layer":  [layer, 2, head, token, dim]        one layer is one run
     order "head":   [head, layer, 2, token, dim]        one slice of heads is one run
-
-Which KV heads a rank holds.
-
-Owns that division, which the model and the planner of transfers share. Knows numbers only.
 """
 
 from functools import cached_property

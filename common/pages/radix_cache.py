@@ -1,8 +1,8 @@
 """The prefix cache: which pages hold the KV of which tokens, so that a prompt which begins alike need not be computed again.
 
-Owns the index of whole pages whose KV is final, who holds each, and the order in which those that nobody holds are given up.
-Knows page ids and tokens. Does not know tensors, requests, leases or time: `pool.py` moves pages between it, leases and free
-memory.
+Owns the index of whole pages whose KV is final, who holds each, the order in which those that nobody holds are given up, and the
+blocks by which routers know the cache. Knows page ids and tokens. Does not know tensors, requests, leases, messages or time:
+`pool.py` moves pages between it, leases and free memory.
 
     keys:      page 0            page 1            page 2          a page's digest is that of its tokens and of the digest before
                salt ─► d0 ─────► d1 ─────────────► d2              it, so it stands for all tokens up to the page's end
@@ -12,10 +12,7 @@ Who holds a cached page holds all pages before it. So those that nobody holds st
 pages behind all others, the deepest first. A page always stands before the one that it follows, and the first in the order is the
 least recently used one that no other cached page follows.
 
-Blocks: a prefix cache as routers see it, in steps of about 128 tokens instead of pages.
-
-Owns the size and the names of blocks, and which have come and gone since somebody was told. Knows digests. Does not know pages,
-instances, routers or messages.
+Blocks are the cache as routers see it, in steps of about 128 tokens instead of pages:
 
     pages of 16:    0  1  2  3  4  5  6  7 | 8  9 10 11 12 13 14 15 | 16 ...
                                         block 0                  block 1
@@ -37,7 +34,7 @@ BLOCK_TOKENS, BLOCK_PAGES = 128, 8
 """A block has as many tokens, if these are whole pages, and at most as many pages."""
 NAME_BYTES = 8
 MOST_CHANGES = 2**16
-"""So many changes are remembered until somebody is told. Of more, all that is there is told instead."""
+"""So many changes are remembered between two reports. After more, a report names all blocks that are there."""
 
 
 def pages_of_block(page_size: int) -> int:
@@ -51,16 +48,16 @@ def block_name(digest: bytes) -> int:
 
 
 class BlockLog:
-    """Which blocks have come into a cache and gone from it since the log was cleared. each: pages of a block. overflowed: it is
-    not known any more."""
+    """Which blocks have come into a cache and gone from it since the log was cleared. each: pages of a block."""
 
     def __init__(self, each: int) -> None:
         self.each = each
         self.overflowed = False
+        """It is not known any more what has changed."""
         self._is_stored: dict[int, bool] = {}
 
     def __bool__(self) -> bool:
-        """Whether there is anything to tell."""
+        """Whether there is anything to report."""
         return self.overflowed or bool(self._is_stored)
 
     def note(self, number: int, digest: bytes, *, stored: bool) -> None:
@@ -84,7 +81,7 @@ class BlockLog:
         self._is_stored.clear()
 
     def clear(self) -> None:
-        """Somebody was told."""
+        """A report was made."""
         self.overflowed = False
         self._is_stored.clear()
 
@@ -93,10 +90,11 @@ DIGEST_BYTES = 16
 
 
 class PageKey(NamedTuple):
-    """What a whole page is known by. tokens: those of the page, packed (`pack_ids`)."""
+    """What a whole page is known by."""
 
     digest: bytes
     tokens: bytes
+    """The page's tokens, packed (`pack_ids`)."""
 
 
 class PageKeys:
@@ -131,12 +129,13 @@ class PageKeys:
 
 @dataclass(frozen=True, slots=True)
 class BlockNames:
-    """The names of a prompt's whole blocks, in order, and what it takes to go on when the prompt grows. page_size: tokens of a
-    page. tokens: of the prompt."""
+    """The names of a prompt's whole blocks, in order, and what it takes to go on when the prompt grows."""
 
     page_size: int
+    """Tokens of a page."""
     names: Sequence[int]
     tokens: int
+    """How many tokens the prompt has."""
     _last: bytes
     """The digest of the last whole page."""
     _rest: bytes
@@ -171,15 +170,18 @@ def _digest(before: bytes, tokens: bytes) -> bytes:
 
 @dataclass(slots=True, eq=False)
 class CachedPage:
-    """A page whose KV is final; nobody writes it any more. before: the one that it follows. number: in its prompt, counted from
-    0. leases: how many hold it. is_indexed: it can be hit; False once the cache was flushed."""
+    """A page whose KV is final; nobody writes it any more."""
 
     key: PageKey
     before: "CachedPage | None"
+    """The page that it follows."""
     page: int
     number: int
+    """The page's place in its prompt, counted from 0."""
     leases: int = 1
+    """How many leases hold it."""
     is_indexed: bool = True
+    """It can be hit; False once the cache was flushed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,16 +210,19 @@ NO_HIT = Hit()
 
 
 class RadixCache:
-    """enabled: False: nothing is ever hit. unheld: the pages that no lease holds, by their digests, in the order in
-    which they are given up. epoch: how often it was flushed. evicted: pages given up for other requests so far. log: which blocks
-    have come and gone; None: nobody wants to know."""
+    """The index of one pool. enabled: when False, nothing is ever hit."""
 
     def __init__(self, enabled: bool = True) -> None:
         self.enabled = enabled
         self._index: dict[bytes, CachedPage] = {}
         self.unheld: OrderedDict[bytes, CachedPage] = OrderedDict()
-        self.epoch = self.evicted = 0
+        """The pages that no lease holds, by their digests, in the order in which they are given up."""
+        self.epoch = 0
+        """How often the cache was flushed."""
+        self.evicted = 0
+        """Pages given up for other requests so far."""
         self.log: BlockLog | None = None
+        """Which blocks have come and gone; None: no router follows the cache."""
 
     def match(self, keys: PageKeys, most_pages: int, known: Hit = NO_HIT) -> Hit:
         """The cached pages that these begin with, at most `most_pages`. known: what an earlier call has returned for the same:

@@ -1,36 +1,26 @@
 """The detokenizer's core: token deltas in, text deltas out, each answer in order, exactly once and with exactly one ending.
 
-Owns the open answers and what waits. Opens no socket and reads no clock: the time is an argument. Does not know who sent a
-delta. The first token comes from a prefill instance, later ones from a decode instance and `ExpectAnswer` from the router, each
-over its own socket, so any of them may overtake any other.
+Owns the open answers: the order of their tokens, their stop strings, what waits, and how large a batch of text may be. Opens no
+socket and reads no clock: the time is an argument. Does not know who sent a delta. The first token comes from a prefill instance,
+later ones from a decode instance and `ExpectAnswer` from the router, each over its own socket, so any of them may overtake any
+other.
 
     early tokens ─► wait ─ExpectAnswer─► open ─its ending went out │ ForgetAnswer─► forgotten; the key is remembered for a while
       deadline: dropped                  deadline while tokens are missing, end of its life: Failed
                                          ExpectAnswer again: the text after the router's last token goes out once more
 
-Log probabilities travel beside their tokens: a delta of text has those of its tokens, no others.
+Tokens are numbered from 0, so each is taken once and in order, even if it arrives twice, late or early:
+
+    taken │ next … gap … │ waiting │ … │ the ending's place
+
+Log probabilities travel beside their tokens: a delta of text has those of its tokens, no others. An answer keeps all its tokens,
+in case the text of some is lost on its way and must be made again.
 
 What an answer holds back (half a character, the beginning of a stop string) goes out with its ending. It does not go out with a
 failure after which the request is resumed: then the next attempt's answer begins with it.
 
-The order of one answer's tokens, which come from several instances over several sockets.
-
-Owns the numbers: which token is next, which wait for a gap to close, where the answer ends. Keeps every token, and its log
-probability if it has one, in case the text of some is lost on its way and must be made again. Does not know text, keys or time.
-Tokens are numbered from 0, so each is taken once and in order, even if it arrives twice, late or early.
-
-    taken │ next … gap … │ waiting │ … │ the ending's place
-
-Stop strings: where an answer ends, found while its text arrives in pieces.
-
-Owns the text that is held back because it may be the beginning of a stop string. Does not know tokens.
-
-The answer ends as soon as its text contains a stop string. When two are complete at that moment, the longer one counts. So it
+An answer ends as soon as its text contains a stop string. When two are complete at that moment, the longer one counts. So it
 makes no difference how the text was cut into pieces.
-
-The cut of what one turn of the detokenizer brought into batches.
-
-Owns how large a batch may be. Does not know sockets or texts.
 """
 
 from array import array
@@ -60,7 +50,6 @@ from common.messages import (
     TokenBatch,
     TokenDelta,
     TokenLogprob,
-    TokenLogprobs,
     pack_logprobs,
     unpack_logprobs,
 )
@@ -68,28 +57,32 @@ from common.text.incremental import IncrementalDecoder, Vocabulary
 
 
 class TokenOrder:
-    """first: the number of the first token that is expected. has_logprobs: each token comes with its log probability, which goes
-    where the token goes."""
+    """The tokens of one answer, by their numbers. Knows neither text nor keys.
+
+    first: the number of the first token that is expected. has_logprobs: each token comes with its log probability, which goes
+    where the token goes.
+    """
 
     def __init__(self, first: int = 0, has_logprobs: bool = False) -> None:
         self._first = first
         self._taken = array("i")
         self.next = first
         """Number of the next token: all before it were taken or are ready to be."""
-        self._dropped_tokens = 0
         self._ready: list[int] = []
-        self._waiting: dict[int, tuple[tuple[int, ...], TokenLogprobs]] = {}
+        self._waiting: dict[int, tuple[Sequence[int], Sequence[TokenLogprob]]] = {}
+        """Tokens that came before their turn, by the number of the first."""
         self.waiting_tokens = 0
-        self._ending: Ending | None = None
+        self.announced_ending: Ending | None = None
+        """The ending, even while tokens before it are missing."""
         self._ends_at = 2**63
         self.has_logprobs = has_logprobs
         self._taken_logprobs: list[bytes] = []
-        """Packed, of all tokens that were taken."""
+        """The log probabilities of all tokens that were taken, packed."""
         self._ready_logprobs: list[TokenLogprob] = []
-        self._prompt_logprobs = b""
-        """Packed."""
+        self.prompt_logprobs = b""
+        """The prompt's log probabilities, packed. They come with token 0 and go with it."""
         self.cached_tokens = 0
-        """They are told with token 0, as the prompt's log probabilities."""
+        """How many tokens of the prompt were cached. The number comes with token 0 and goes with it."""
 
     def put(self, first: int, token_ids: Sequence[int], ending: Ending | None, logprobs: Sequence[TokenLogprob] = ()) -> int:
         """Take in tokens; `first` is the number of the first of them. The first ending that comes counts. logprobs: one for each
@@ -97,18 +90,26 @@ class TokenOrder:
 
         Returns how many tokens are of no use: they came before, or they lie after the ending.
         """
-        dropped_before = self._dropped_tokens
         end = first + len(token_ids)
-        if ending is not None and self._ending is None:
-            self._ending, self._ends_at = ending, end
+        if ending is not None and self.announced_ending is None:
+            self.announced_ending, self._ends_at = ending, end
         if first > self.next and token_ids:
-            self._let_wait(first, tuple(token_ids), tuple(logprobs))
-        else:
-            next_before = self.next
-            self._append(first, token_ids, logprobs)
-            if self.next > next_before and self._waiting:
-                self._close_gap()
-        return self._dropped_tokens - dropped_before
+            return self._let_wait(first, token_ids, logprobs)
+        dropped = 0
+        while True:
+            fresh = slice(max(0, self.next - first), max(0, self._ends_at - first))
+            ready = token_ids[fresh]
+            dropped += len(token_ids) - len(ready)
+            self._ready += ready
+            self.next += len(ready)
+            if self.has_logprobs:
+                assert len(logprobs) == len(token_ids), "each token has its log probability"
+                self._ready_logprobs += logprobs[fresh]
+            first = min(self._waiting, default=self.next + 1)
+            if first > self.next:
+                return dropped
+            token_ids, logprobs = self._waiting.pop(first)
+            self.waiting_tokens -= len(token_ids)
 
     def take(self) -> list[int]:
         """Returns the tokens that are in order and were not taken before. Take their log probabilities too, if it has them."""
@@ -123,15 +124,6 @@ class TokenOrder:
             self._taken_logprobs.append(pack_logprobs(ready))
         return ready
 
-    @property
-    def prompt_logprobs(self) -> TokenLogprobs:
-        """They come with token 0, whoever tells it, and go with it."""
-        return unpack_logprobs([self._prompt_logprobs]) if self._prompt_logprobs else ()
-
-    @prompt_logprobs.setter
-    def prompt_logprobs(self, logprobs: TokenLogprobs) -> None:
-        self._prompt_logprobs = pack_logprobs(logprobs)
-
     def pour_into(self, other: "TokenOrder") -> None:
         """Give everything that has arrived to another order of the same answer, which may begin elsewhere."""
         if other.has_logprobs and not self.has_logprobs:
@@ -140,56 +132,37 @@ class TokenOrder:
         other.put(self._first, [*self._taken, *self._ready], None, logprobs)
         for first, (token_ids, waiting) in self._waiting.items():
             other.put(first, token_ids, None, waiting)
-        if self._ending is not None:
-            other.put(self._ends_at, (), self._ending)
-        other._prompt_logprobs = self._prompt_logprobs
+        if self.announced_ending is not None:
+            other.put(self._ends_at, (), self.announced_ending)
+        other.prompt_logprobs = self.prompt_logprobs
         other.cached_tokens = self.cached_tokens
 
     @property
     def ending(self) -> Ending | None:
         """The ending, once every token before it is there."""
-        return self._ending if self._ends_at <= self.next else None
-
-    @property
-    def announced_ending(self) -> Ending | None:
-        """The ending, even while tokens before it are missing."""
-        return self._ending
+        return self.announced_ending if self._ends_at <= self.next else None
 
     @property
     def has_gap(self) -> bool:
         """Whether something arrived that must wait for tokens before it."""
-        return bool(self._waiting) or (self._ending is not None and self.ending is None)
+        return bool(self._waiting) or (self.announced_ending is not None and self.ending is None)
 
-    def _let_wait(self, first: int, token_ids: tuple[int, ...], logprobs: TokenLogprobs) -> None:
+    def _let_wait(self, first: int, token_ids: Sequence[int], logprobs: Sequence[TokenLogprob]) -> int:
+        """Keep the longer of what came now and what waits there. Returns how many tokens the shorter one has."""
         known = self._waiting.get(first, ((), ()))
-        came = (token_ids, logprobs)
-        kept, again = (came, known) if len(token_ids) > len(known[0]) else (known, came)
+        new = (token_ids, logprobs)
+        kept, dropped = (new, known) if len(token_ids) > len(known[0]) else (known, new)
         self._waiting[first] = kept
-        self._dropped_tokens += len(again[0])
         self.waiting_tokens += len(kept[0]) - len(known[0])
-
-    def _close_gap(self) -> None:
-        for first in sorted(self._waiting):
-            if first > self.next:
-                return
-            token_ids, logprobs = self._waiting.pop(first)
-            self.waiting_tokens -= len(token_ids)
-            self._append(first, token_ids, logprobs)
-
-    def _append(self, first: int, token_ids: Sequence[int], logprobs: Sequence[TokenLogprob]) -> None:
-        begin, end = max(0, self.next - first), max(0, self._ends_at - first)
-        fresh = token_ids[begin:end]
-        self._dropped_tokens += len(token_ids) - len(fresh)
-        self._ready += fresh
-        self.next += len(fresh)
-        if self.has_logprobs:
-            assert len(logprobs) == len(token_ids), "each token has its log probability"
-            self._ready_logprobs += logprobs[begin:end]
+        return len(dropped[0])
 
 
 class StopStrings:
-    """One answer's search. stops: none of them empty (ValueError). included: the stop string stays in the text, so nothing is
-    held back."""
+    """The search in one answer's text, which arrives in pieces. Owns the text that is held back because it may be the beginning
+    of a stop string. Does not know tokens.
+
+    stops: none of them empty (ValueError). included: the stop string stays in the text, so nothing is held back.
+    """
 
     def __init__(self, stops: Sequence[str], included: bool = False) -> None:
         if "" in stops:
@@ -261,21 +234,22 @@ def cut(deltas: Iterable[TextDelta]) -> Iterator[TextBatch]:
 
 @dataclass(frozen=True, kw_only=True)
 class DetokenizerLimits:
-    """open_answers: most at once; more are refused. early_answers: most answers whose ExpectAnswer has not come.
-
-    waiting_tokens: most of one answer. remembered: keys of answers that are over. patience_s: how long tokens wait for their
-    ExpectAnswer, or for tokens before them.
-    """
+    """How much a detokenizer keeps."""
 
     open_answers: int = 65_536
+    """Most at once; more are refused."""
     early_answers: int = 4_096
+    """Most answers whose ExpectAnswer has not come."""
     waiting_tokens: int = 16_384
+    """Most waiting tokens of one answer."""
     remembered: int = 16_384
+    """Keys of answers that are over."""
     patience_s: float = 10.0
+    """How long tokens wait for their ExpectAnswer, or for tokens before them."""
 
 
 class _OpenText:
-    """One open answer. dies_s: when it is forgotten. Raises ValueError when the ExpectAnswer contradicts itself."""
+    """One open answer. Raises ValueError when the ExpectAnswer contradicts itself."""
 
     def __init__(self, vocabulary: Vocabulary, opened: ExpectAnswer, dies_s: float) -> None:
         context = [int(id) for id in unpack_ids(opened.context)]
@@ -293,21 +267,28 @@ class _OpenText:
         self._ahead = text[len(opened.text) :]
         """Text of the answer's tokens so far that was not delivered: a former attempt held it back."""
         self.dies_s = dies_s
+        """When the answer is forgotten."""
         self.waits = False
         """Whether its deadline is for missing tokens, and not the end of its life."""
 
-    def advance(self, key: AttemptId, broken_off: Ending | None = None) -> list[TextDelta]:
-        """Render the tokens whose turn has come: one delta, or none when nothing is new.
+    def advance(self, key: AttemptId, broken_off: Ending | None = None) -> TextDelta | None:
+        """Render the tokens whose turn has come; None when nothing is new.
 
-        It carries the ending if that has come, or `broken_off` if the answer ends although tokens are missing.
+        The delta carries the ending if that has come, or `broken_off` if the answer ends although tokens are missing.
         """
         order = self.order
         token_ids = order.take()
         first = order.next - len(token_ids)
         ending = order.ending or broken_off
         if not token_ids and ending is None and self._stops.matched is None:
-            return []
-        is_last_silent = ending is not None and bool(token_ids) and token_ids[-1] == self._silent_token(ending)
+            return None
+        # The token that ended the answer is counted, but has no text, unless the client wants that.
+        is_last_silent = (
+            isinstance(ending, Finished)
+            and ending.reason == "stop"
+            and not self._include_stop
+            and token_ids[-1:] == [ending.matched]
+        )
         used, text = self._render(first, token_ids[:-1] if is_last_silent else token_ids)
         is_last_word = ending is not None and not (isinstance(ending, Failed) and ending.retryable)
         if self._stops.matched is None and is_last_word:
@@ -318,8 +299,11 @@ class _OpenText:
         elif is_last_word:
             text += self._stops.flush()
         text, self._ahead = self._ahead + text, ""
-        delta = TextDelta(key, first, tuple(token_ids), text, ending)
-        return [self._told_with(delta) if token_ids and (order.has_logprobs or first == 0) else delta]
+        logprobs = tuple(order.take_logprobs()[: len(token_ids)]) if order.has_logprobs else ()
+        if first or not token_ids:
+            return TextDelta(key, first, tuple(token_ids), text, ending, logprobs)
+        prompt_logprobs = unpack_logprobs([order.prompt_logprobs]) if order.prompt_logprobs else ()
+        return TextDelta(key, first, tuple(token_ids), text, ending, logprobs, prompt_logprobs, order.cached_tokens)
 
     def _render(self, first: int, token_ids: list[int]) -> tuple[int, str]:
         """Returns how many tokens were used, up to the one that completes a stop string, and their text. first: the number of the
@@ -331,21 +315,6 @@ class _OpenText:
                 return used, text
             text += stops.push(step(token_id), used >= ignored)
         return len(token_ids), text
-
-    def _silent_token(self, ending: Ending) -> str | int | None:
-        """The token that ended the answer: it is counted, but has no text, unless the client wants that."""
-        if self._include_stop or not isinstance(ending, Finished) or ending.reason != "stop":
-            return None
-        return ending.matched
-
-    def _told_with(self, delta: TextDelta) -> TextDelta:
-        """The delta with the log probabilities of its tokens; what is told of the prompt goes with token 0."""
-        order = self.order
-        logprobs = tuple(order.take_logprobs()[: len(delta.token_ids)]) if order.has_logprobs else ()
-        prompt_logprobs, cached_tokens = (order.prompt_logprobs, order.cached_tokens) if delta.first == 0 else ((), 0)
-        if not logprobs and not prompt_logprobs and not cached_tokens:
-            return delta
-        return replace(delta, logprobs=logprobs, prompt_logprobs=prompt_logprobs, cached_tokens=cached_tokens)
 
 
 class Detokenizer:
@@ -378,7 +347,17 @@ class Detokenizer:
         """Take in a message. Returns at most one delta per key."""
         match message:
             case TokenBatch():
-                return self._receive_tokens(message.deltas, now)
+                taken: dict[AttemptId, list[TokenDelta]] = {}
+                for delta in message.deltas:
+                    if delta.key in self._over:
+                        self.dropped["after the end"] += 1
+                    elif delta.first < 0:
+                        self.dropped["malformed"] += 1
+                    elif delta.key in self._open:
+                        taken.setdefault(delta.key, []).append(delta)
+                    else:
+                        self._receive_early(delta, now)
+                return [text for key, deltas in taken.items() for text in self._advance(key, self._open[key], deltas, now)]
             case ExpectAnswer():
                 return self._open_answer(message, now)
             case ForgetAnswer():
@@ -398,10 +377,8 @@ class Detokenizer:
         return [replace(each, standings=tuple(self._with_waiting(one) for one in each.standings)) for each in taken]
 
     def tick(self, now: float) -> list[TextDelta]:
-        """Act on the deadlines that have passed.
-
-        Early tokens are dropped. An open answer fails, because tokens are missing or because its life is over.
-        """
+        """Act on the deadlines that have passed. Early tokens are dropped; an open answer fails, because tokens are missing or
+        its life is over."""
         texts: list[TextDelta] = []
         for key in self._deadlines.expired(now):
             answer = self._open.get(key)
@@ -419,19 +396,6 @@ class Detokenizer:
 
     def _with_waiting(self, standing: Standing) -> Standing:
         return replace(standing, waits=True) if standing.key in self._early else standing
-
-    def _receive_tokens(self, deltas: Iterable[TokenDelta], now: float) -> list[TextDelta]:
-        taken: dict[AttemptId, list[TokenDelta]] = {}
-        for delta in deltas:
-            if delta.key in self._over:
-                self.dropped["after the end"] += 1
-            elif delta.first < 0:
-                self.dropped["malformed"] += 1
-            elif delta.key in self._open:
-                taken.setdefault(delta.key, []).append(delta)
-            else:
-                self._receive_early(delta, now)
-        return [text for key, deltas in taken.items() for text in self._advance(key, self._open[key], deltas, now)]
 
     def _receive_early(self, delta: TokenDelta, now: float) -> None:
         """Keep tokens that came before their ExpectAnswer, for a while and not too many."""
@@ -475,28 +439,29 @@ class Detokenizer:
                 self.dropped["malformed"] += 1
                 continue
             if delta.prompt_logprobs and delta.first == 0:
-                order.prompt_logprobs = delta.prompt_logprobs
+                order.prompt_logprobs = pack_logprobs(delta.prompt_logprobs)
             if delta.cached_tokens and delta.first == 0:
                 order.cached_tokens = delta.cached_tokens
             again = order.put(delta.first, delta.token_ids, delta.ending, delta.logprobs)
             if again:
                 self.dropped["tokens that came again"] += again
-        if answer.order.waiting_tokens > self._limits.waiting_tokens:
+        if order.waiting_tokens > self._limits.waiting_tokens:
             return self._break_off(key, answer, Failed.of(_missing(answer)))
-        texts = answer.advance(key)
-        if texts and texts[0].ending is not None:
+        text = answer.advance(key)
+        if text is not None and text.ending is not None:
             self._end(key)
-        elif answer.order.has_gap and (texts or not answer.waits):
+        elif order.has_gap and (text is not None or not answer.waits):
             answer.waits = True
             self._deadlines.set(key, min(now + self._limits.patience_s, answer.dies_s))
-        elif answer.waits and not answer.order.has_gap:
+        elif answer.waits and not order.has_gap:
             answer.waits = False
             self._deadlines.set(key, answer.dies_s)
-        return texts
+        return [] if text is None else [text]
 
     def _break_off(self, key: AttemptId, answer: _OpenText, ending: Ending) -> list[TextDelta]:
         self._end(key)
-        return answer.advance(key, ending)
+        text = answer.advance(key, ending)
+        return [] if text is None else [text]
 
     def _refuse(self, opened: ExpectAnswer, error: TandemError) -> list[TextDelta]:
         self._end(opened.key)

@@ -24,18 +24,12 @@ _MAX_ID = 2**31
 
 
 class Vocabulary:
-    """A tokenizer, shared by the decoders of all answers. It says which tokens have text; only those are decoded."""
+    """A tokenizer, shared by the decoders of all answers."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
-        self._special = frozenset(id for id, token in tokenizer.get_added_tokens_decoder().items() if token.special)
-
-    def is_special(self, token_id: int) -> bool:
-        return token_id in self._special
-
-    def has(self, token_id: int) -> bool:
-        """Ids that the tokenizer lacks (padding of the model's embedding) have no text."""
-        return 0 <= token_id < _MAX_ID and self.tokenizer.id_to_token(token_id) is not None
+        self.special = frozenset(id for id, token in tokenizer.get_added_tokens_decoder().items() if token.special)
+        """The ids of the special tokens."""
 
 
 class IncrementalDecoder:
@@ -57,8 +51,8 @@ class IncrementalDecoder:
         skip_special_tokens: bool = True,
         shown: Collection[int] = (),
     ) -> None:
-        self._vocabulary = vocabulary
-        self._skip_special_tokens, self._shown = skip_special_tokens, shown
+        self._tokenizer = vocabulary.tokenizer
+        self._skipped = vocabulary.special.difference(shown) if skip_special_tokens else frozenset[int]()
         before = [id for id in context[-CONTEXT_TOKENS:] if self._has_text(id)]
         complete = len(before)
         while complete and self._decode(before[:complete]).endswith(REPLACEMENT):
@@ -73,14 +67,14 @@ class IncrementalDecoder:
             return ""
         self._pending.append(token_id)
         try:
-            text = self._stream.step(self._vocabulary.tokenizer, token_id)
+            text = self._stream.step(self._tokenizer, token_id)
         except Exception as error:  # the library has no narrower type
             if "Invalid prefix" in str(error):
                 return self._start_over()
             raise
         if text is not None:
             self._settled, self._pending = self._pending, []
-            return self._wanted(text)
+            return self._without_unwanted(text)
         if len(self._pending) >= PENDING_TOKENS:
             return self._settle_what_is_no_character()
         return ""
@@ -91,18 +85,17 @@ class IncrementalDecoder:
             return ""
         text = self._text_after_settled(self._pending)
         self._begin([], [])
-        return self._wanted(text)
+        return self._without_unwanted(text)
 
     def _has_text(self, token_id: int) -> bool:
-        if self._skip_special_tokens and self._vocabulary.is_special(token_id) and token_id not in self._shown:
-            return False
-        return self._vocabulary.has(token_id)
+        """Skipped special tokens have no text, nor have ids that the tokenizer lacks (padding of the model's embedding)."""
+        return token_id not in self._skipped and 0 <= token_id < _MAX_ID and self._tokenizer.id_to_token(token_id) is not None
 
     def _begin(self, settled: list[int], pending: list[int]) -> None:
         self._settled, self._pending = settled, pending
         self._stream = DecodeStream(settled, skip_special_tokens=False)
         for token_id in pending:
-            text = self._stream.step(self._vocabulary.tokenizer, token_id)
+            text = self._stream.step(self._tokenizer, token_id)
             assert text is None, "pending tokens have settled text"
 
     def _settle_what_is_no_character(self) -> str:
@@ -113,7 +106,7 @@ class IncrementalDecoder:
             text = self._text_after_settled(self._pending[:-kept])
             if text + self._decode(tail) == whole:
                 self._begin([], [])
-                return self._wanted(text) + "".join(self.step(token_id) for token_id in tail)
+                return self._without_unwanted(text) + "".join(self.step(token_id) for token_id in tail)
         return ""
 
     def _start_over(self) -> str:
@@ -122,7 +115,7 @@ class IncrementalDecoder:
         self._begin([], [])
         return "".join(self.step(token_id) for token_id in pending)
 
-    def _wanted(self, text: str) -> str:
+    def _without_unwanted(self, text: str) -> str:
         unwanted, self._unwanted = self._unwanted, ""
         return text.removeprefix(unwanted)
 
@@ -131,5 +124,5 @@ class IncrementalDecoder:
         return self._decode(self._settled + token_ids)[len(before) :]
 
     def _decode(self, token_ids: list[int]) -> str:
-        text: str = self._vocabulary.tokenizer.decode(token_ids, skip_special_tokens=False)
+        text: str = self._tokenizer.decode(token_ids, skip_special_tokens=False)
         return text

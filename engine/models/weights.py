@@ -45,7 +45,7 @@ class Stored(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class WeightPart:
+class Part:
     """Some rows of a merged layer. name: in the checkpoint, without .weight or .bias. outputs: how many rows it has there. here:
     which of them this rank has; None: all."""
 
@@ -94,7 +94,7 @@ class WeightSlots:
 
     def linear(
         self,
-        parts: Sequence[WeightPart],
+        parts: Sequence[Part],
         inputs: int,
         bias: bool,
         inputs_here: range | None = None,

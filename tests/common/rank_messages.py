@@ -2,6 +2,7 @@
 
 from common.ids import ROUTER, AttemptId, Incarnation, InstanceId, RequestId, Ticket, pack_ids
 from common.messages import AnyMessage, Failed, LinkInfo, RankInfo, ranks
+from common.messages.transfers import LinkChanged, PackedPush, PushDone, PushFailed, Settled
 from common.sampling_params import Grammar, SamplingParams
 from tests.builders import instance
 
@@ -38,14 +39,14 @@ SAMPLES: tuple[AnyMessage, ...] = (
     ranks.PrepareGrammar(number=7, grammar_id=1, grammar=GRAMMAR),
     ranks.GrammarPrepared(number=8, grammar_id=1, refused=Failed("no")),
     ranks.DropGrammars(number=9, grammar_ids=(1, 2)),
-    ranks.Command(number=10, order=ranks.PushOrder(Ticket(1), PEER, LIFE, IDS, IDS, KEY, (0, 2))),
+    ranks.Command(number=10, order=PackedPush(Ticket(1), PEER, LIFE, IDS, IDS, KEY, (0, 2))),
     ranks.Events(
         number=11,
         news=(
-            ranks.PushDoneNews(Ticket(1), 4096, 0.5, 2),
-            ranks.PushFailedNews(Ticket(2), "gone", quiescent=True, begun=False),
-            ranks.LinkNews(LinkInfo(peer=PEER, incarnation=LIFE, state="ready")),
-            ranks.SettledNews(KEY),
+            PushDone(Ticket(1), 4096, 0.5, 2),
+            PushFailed(Ticket(2), "gone", quiescent=True, begun=False),
+            LinkChanged(LinkInfo(peer=PEER, incarnation=LIFE, state="ready")),
+            Settled(KEY),
         ),
     ),
     ranks.Ping(number=12, sent_s=1.5),

@@ -8,7 +8,7 @@ from common.instance.ports import Action, RouterJoined
 from common.messages import Claim, Grant, Handoff, Renew, Reserve, Terms
 from decode.reservations import MEASURED_S
 from decode.scheduler import DecodeScheduler
-from kv_transfer.handoff_target import Digest
+from kv_transfer.handoff_reader import Digest
 from tests.builders import LAYOUT, engine, instance, key, limits, result, sampling
 from tests.schedulers import generate as generate
 from tests.schedulers import grants, meet, planned, prompt_of

@@ -13,9 +13,10 @@ from msgspec.structs import replace
 
 from common.errors import NoRoom
 from common.ids import ROUTER, Generation, InstanceId, unpack_ids
-from common.instance.ports import Action, Send, Settle, Settled
+from common.instance.ports import Action, Send
 from common.messages import Claim, Decline, FlushCache, Grant, Renew, Renewed, Reserve, Terms, Withdraw
-from kv_transfer.handoff_target import OVERRUN_S, WRITE_LEASE_S
+from common.messages.transfers import Settle, Settled
+from kv_transfer.handoff_reader import OVERRUN_S, WRITE_LEASE_S
 from tests.any_order import AGES_S, OWNERS, SECONDS, SELDOM, SETTINGS, AnyOrderMachine
 from tests.builders import LAYOUT, instance, key
 from tests.decode.rig import WRITERS_LIFE, handoff, renew, reserve, scheduler

@@ -9,11 +9,12 @@ import msgspec
 import pytest
 
 from common.ids import ROUTER, Incarnation
-from common.instance.ports import Action, Connect, Expect, RouterJoined, Settle, Settled
+from common.instance.ports import Action, RouterJoined
 from common.messages import Cancel, Grant, Withdraw
+from common.messages.transfers import Connect, Expect, Settle, Settled
 from decode.reservations import MEASURED_S
 from decode.scheduler import DecodeScheduler
-from kv_transfer.handoff_target import MARGIN_S, WRITE_LEASE_S
+from kv_transfer.handoff_reader import MARGIN_S, WRITE_LEASE_S
 from tests.builders import engine, instance, key, limits
 from tests.decode.rig import WRITER, handoff, renew, reserve, scheduler, with_reservation
 from tests.schedulers import (

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from common.errors import TransferError
-from common.instance.ports import PushDone
+from common.messages.transfers import PushDone
 from common.pages.layout import KVLayout, PageOrder
 from common.processes.child import ChildEnded
 from kv_transfer.links import busiest, bytes_sent

@@ -20,8 +20,8 @@ from common.addresses import LOOPBACK
 from common.config import TransportName
 from common.errors import TransferError
 from common.ids import ROUTER, AttemptId, Incarnation, InstanceId, RequestId, Ticket
-from common.instance.ports import Allow, Connect, LinkChanged, Push, PushDone, PushFailed, Settle, Settled
 from common.messages import InstanceInfo, PoolDescriptor
+from common.messages.transfers import Allow, Connect, LinkChanged, Push, PushDone, PushFailed, Settle, Settled
 from common.pages.layout import KVLayout
 from common.processes.child import JsonLine, Parent
 from kv_transfer.backends import make_transport

@@ -11,8 +11,8 @@ from typing import TypeAlias
 import msgspec
 
 from common.ids import InstanceId
-from common.instance.ports import LinkChanged, PushDone, PushFailed, Settled
 from common.messages import InstanceInfo, LinkInfo, LinkState
+from common.messages.transfers import LinkChanged, PushDone, PushFailed, Settled
 from tests.builders import instance
 from tests.kv_transfer.agent_process import Event, Plan
 from tests.kv_transfer.agents import Kind, PoolProcess

@@ -13,13 +13,13 @@ from dataclasses import dataclass, field
 from common.ids import Int64Array, Ticket
 from common.messages import PoolDescriptor
 from common.pages.layout import MemoryRegion
-from kv_transfer.pushes import Pushes, SliceFailed
+from kv_transfer.pushes import SlicedTransport, SliceFailed
 from kv_transfer.transport import AgentLost, ConnectFailed, TransportEvent
 
 
 @dataclass(slots=True, eq=False)
 class Write:
-    """One slice on its way. writer, reader: the agents. landed: ends when the bytes are at the target, or with the failure."""
+    """One slice on its way from the agent `writer` to the agent `reader`."""
 
     writer: str
     reader: str
@@ -27,6 +27,7 @@ class Write:
     target: MemoryRegion
     runs: Int64Array
     landed: "Future[None]" = field(default_factory=Future)
+    """Ends when the bytes are at the target, or with the failure."""
 
     def land(self) -> None:
         """Copy the bytes to the target."""
@@ -41,67 +42,68 @@ class Write:
 
 @dataclass(slots=True, eq=False)
 class MemoryNetwork:
-    """What the agents of one process share. hold: writes wait for `MemoryTransport.release`. window: slices that a link has under
-    way at once. Transports read slice_bytes and window when they are made. silent: agents that do not answer who connects, until
-    the test says what comes of it."""
+    """What the agents of one process share. Transports read slice_bytes and window when they are made."""
 
     regions: dict[str, MemoryRegion] = field(default_factory=dict)
     hold: bool = False
+    """Writes wait for `MemoryTransport.release`."""
     slice_bytes: int = 16 * 2**20
     window: int = sys.maxsize
+    """How many slices a link has under way at once."""
     names: int = 0
     silent: "dict[str, Future[None]]" = field(default_factory=dict)
+    """Agents that do not answer a peer that connects, until the test decides the result."""
 
     def carry(self, write: Write) -> None:
         """Carry out a write: it lands at once. A simulation lets it take time, or fail."""
         write.land()
 
 
-class MemoryTransport:
-    """Implements `kv_transfer.transport.Transport` among the agents of one network. held: writes that wait for `release`."""
+class MemoryTransport(SlicedTransport):
+    """Implements `kv_transfer.transport.Transport` among the agents of one network."""
+
+    library = "memmove"
 
     def __init__(self, network: MemoryNetwork) -> None:
+        super().__init__(network.slice_bytes, sys.maxsize, network.window)
         self.network = network
-        self._pushes = Pushes(network.slice_bytes, sys.maxsize, network.window)
         self.name = ""
         self._peers: set[str] = set()
-        self._refused: list[TransportEvent] = []
         self.held: deque[Write] = deque()
+        """Writes that wait for `release`."""
 
     def register(self, region: MemoryRegion) -> tuple[str, bytes]:
         self.network.names += 1
         self.name = f"memory-{self.network.names}"
-        self.network.regions[self.name] = region
-        self._pushes.register(region)
+        self.network.regions[self.name] = self._region = region
         return self.name, b""
 
     def connect(self, pool: PoolDescriptor) -> None:
         if pool.agent not in self.network.regions:
-            self._refused.append(ConnectFailed(pool.agent, f"agent {pool.agent} is not in this process"))
+            self._events.append(ConnectFailed(pool.agent, f"agent {pool.agent} is not in this process"))
             return
         self._peers.add(pool.agent)
-        self._pushes.connect(pool, lambda: self._link(pool.agent))
+        super().connect(pool)
+
+    def link_to(self, pool: PoolDescriptor) -> "_MemoryLink":
+        return _MemoryLink(self, pool.agent, self.network.regions[pool.agent], self.network.silent.get(pool.agent))
 
     def push(self, ticket: Ticket, agent: str, runs: Int64Array) -> None:
-        self._pushes.push(ticket, agent, runs)
-        self._pushes.begin(agent)
+        super().push(ticket, agent, runs)
+        self.begin(agent)
 
     def poll(self) -> list[TransportEvent]:
         if not self.network.hold:
             self.release()
         lost = [agent for agent in self._peers if agent not in self.network.regions]
         self._peers.difference_update(lost)
-        refused, self._refused = self._refused, []
-        return [*refused, *(AgentLost(agent, "the agent died") for agent in lost), *self._pushes.poll()]
+        return [*(AgentLost(agent, "the agent died") for agent in lost), *super().poll()]
 
     def close(self, agent: str | None = None) -> None:
-        self._pushes.close(agent)
+        super().close(agent)
         self._peers = self._peers - {agent} if agent else set()
         if agent is None:
             self.network.regions.pop(self.name, None)
-
-    def _link(self, agent: str) -> "_MemoryLink":
-        return _MemoryLink(self, agent, self.network.regions[agent], self.network.silent.get(agent))
 
     # --- what a test injects -----------------------------------------------------------------------------------------------
 

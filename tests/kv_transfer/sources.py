@@ -6,21 +6,21 @@ from typing import Any, Concatenate, ParamSpec, TypeAlias
 
 from common.ids import AttemptId, Generation, Incarnation, InstanceId, pack_ids
 from common.messages import Grant, Reserve
-from kv_transfer.handoff_source import HandoffSource
-from kv_transfer.handoff_target import WRITE_LEASE_S
+from kv_transfer.handoff_reader import WRITE_LEASE_S
+from kv_transfer.handoff_writer import HandoffWriter
 from tests.builders import key, sampling
 
 P = ParamSpec("P")
-Method: TypeAlias = Callable[Concatenate[HandoffSource, P], list[Any]]
+Method: TypeAlias = Callable[Concatenate[HandoffWriter, P], list[Any]]
 
 
 def with_news(
-    method: Callable[Concatenate[HandoffSource, P], list[Any]],
-) -> Callable[Concatenate[HandoffSource, P], list[Any]]:
+    method: Callable[Concatenate[HandoffWriter, P], list[Any]],
+) -> Callable[Concatenate[HandoffWriter, P], list[Any]]:
     """The method's actions, and behind them the news."""
 
-    def call(source: HandoffSource, /, *args: P.args, **named: P.kwargs) -> list[Any]:
-        return [*method(source, *args, **named), *source.take_news()]
+    def call(source: HandoffWriter, /, *args: P.args, **named: P.kwargs) -> list[Any]:
+        return [*method(source, *args, **named), *source.take_events()]
 
     return call
 
@@ -45,18 +45,18 @@ def grant(
     )
 
 
-class Source(HandoffSource):
-    """A HandoffSource whose caller takes the news after each event."""
+class Source(HandoffWriter):
+    """A HandoffWriter whose caller takes the events after each event."""
 
-    open = with_news(HandoffSource.open)
-    move = with_news(HandoffSource.move)
-    cannot_reach = with_news(HandoffSource.cannot_reach)
-    computed = with_news(HandoffSource.computed)
-    give_up = with_news(HandoffSource.give_up)
-    receive = with_news(HandoffSource.receive)
-    transfer_ended = with_news(HandoffSource.transfer_ended)
-    peers_gone = with_news(HandoffSource.peers_gone)
-    tick = with_news(HandoffSource.tick)
+    open = with_news(HandoffWriter.open)
+    move = with_news(HandoffWriter.move)
+    cannot_reach = with_news(HandoffWriter.cannot_reach)
+    computed = with_news(HandoffWriter.computed)
+    give_up = with_news(HandoffWriter.give_up)
+    receive = with_news(HandoffWriter.receive)
+    transfer_ended = with_news(HandoffWriter.transfer_ended)
+    peers_gone = with_news(HandoffWriter.peers_gone)
+    tick = with_news(HandoffWriter.tick)
 
     def layers_computed(self, key: AttemptId, layers: int) -> list[Any]:
         return self.computed(key, 0, layers)

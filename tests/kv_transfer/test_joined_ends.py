@@ -7,7 +7,8 @@ import pytest
 from msgspec.structs import replace
 
 from common.ids import Incarnation, InstanceId, Ticket
-from common.instance.ports import (
+from common.messages import InstanceInfo, LinkInfo, LinkState
+from common.messages.transfers import (
     Allow,
     Connect,
     Expect,
@@ -20,7 +21,6 @@ from common.instance.ports import (
     TransferCommand,
     TransferEvent,
 )
-from common.messages import InstanceInfo, LinkInfo, LinkState
 from kv_transfer.target_ranks import RankedTransfers, TargetRanks
 from tests.builders import LAYOUT, instance, key
 

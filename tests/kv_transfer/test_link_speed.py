@@ -4,8 +4,8 @@ import msgspec
 import numpy as np
 import pytest
 
-from common.instance.ports import Connect, LinkChanged, PushFailed, TransferEvent
 from common.messages import LinkInfo
+from common.messages.transfers import Connect, LinkChanged, PushFailed, TransferEvent
 from kv_transfer import links
 from kv_transfer.links import (
     FIRST_BYTES,

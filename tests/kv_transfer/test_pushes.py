@@ -1,5 +1,6 @@
 """Pushes in slices: their order, the window, and how tickets end when a link is closed or lost."""
 
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
@@ -8,8 +9,9 @@ import pytest
 
 from common.errors import TransferError
 from common.ids import Int64Array, Ticket
+from common.messages import PoolDescriptor
 from common.pages.layout import MemoryRegion
-from kv_transfer.pushes import Pushes, SliceFailed
+from kv_transfer.pushes import SlicedTransport, SliceFailed
 from kv_transfer.transport import AgentLost, Connected, ConnectFailed, RunsDone, RunsFailed, TransportEvent
 from tests.kv_transfer.local_agent import pool_descriptor
 
@@ -42,16 +44,34 @@ class HeldLink:
             self.written[number][1].set_exception(failed)
 
 
+class HeldTransport(SlicedTransport):
+    """A backend whose links the test makes."""
+
+    library = "held"
+    _make_link: Callable[[], HeldLink]
+
+    def register(self, region: MemoryRegion) -> tuple[str, bytes]:
+        self._region = region
+        return "me", b""
+
+    def link_to(self, pool: PoolDescriptor) -> HeldLink:
+        return self._make_link()
+
+    def connect_by(self, make_link: Callable[[], HeldLink], agent: str = "peer") -> None:
+        self._make_link = make_link
+        self.connect(pool_descriptor(agent, 0, POOL_BYTES, b""))
+
+
 @pytest.fixture
-def pushes() -> Pushes:
-    made = Pushes(SLICE_BYTES, SLICE_RUNS, WINDOW)
+def pushes() -> HeldTransport:
+    made = HeldTransport(SLICE_BYTES, SLICE_RUNS, WINDOW)
     made.register(MemoryRegion(address=0, region_bytes=POOL_BYTES, device="cpu"))
     return made
 
 
-def linked(pushes: Pushes, agent: str = "peer") -> HeldLink:
+def linked(pushes: HeldTransport, agent: str = "peer") -> HeldLink:
     link = HeldLink()
-    pushes.connect(pool_descriptor(agent, 0, POOL_BYTES, b""), lambda: link)
+    pushes.connect_by(lambda: link, agent)
     assert pushes.poll() == [Connected(agent, "held")]
     return link
 
@@ -60,7 +80,7 @@ def run_of(run_bytes: int, at: int = 0) -> Int64Array:
     return np.array([(at, at, run_bytes)], dtype=np.int64)
 
 
-def writing(pushes: Pushes, *push_bytes: int) -> HeldLink:
+def writing(pushes: HeldTransport, *push_bytes: int) -> HeldLink:
     """A link to the peer with one push for each number of bytes. Tickets count from 1. The first slices have begun."""
     link = linked(pushes)
     for ticket, run_bytes in enumerate(push_bytes, 1):
@@ -69,7 +89,7 @@ def writing(pushes: Pushes, *push_bytes: int) -> HeldLink:
     return link
 
 
-def test_slices_are_begun_in_order_and_no_more_than_the_window_at_once(pushes: Pushes) -> None:
+def test_slices_are_begun_in_order_and_no_more_than_the_window_at_once(pushes: HeldTransport) -> None:
     link = linked(pushes)
     pushes.push(Ticket(1), "peer", run_of(250))
     pushes.push(Ticket(2), "peer", run_of(50, at=500))
@@ -84,7 +104,7 @@ def test_slices_are_begun_in_order_and_no_more_than_the_window_at_once(pushes: P
     assert pushes.poll() == [RunsDone(Ticket(2))]
 
 
-def test_a_push_may_begin_before_the_next_poll(pushes: Pushes) -> None:
+def test_a_push_may_begin_before_the_next_poll(pushes: HeldTransport) -> None:
     link = linked(pushes)
     pushes.push(Ticket(1), "peer", run_of(250))
     pushes.begin("peer")
@@ -92,7 +112,7 @@ def test_a_push_may_begin_before_the_next_poll(pushes: Pushes) -> None:
     assert [int(runs[0, 0]) for runs, _ in link.written] == [0, 100]
 
 
-def test_a_ticket_is_done_when_its_last_slice_is(pushes: Pushes) -> None:
+def test_a_ticket_is_done_when_its_last_slice_is(pushes: HeldTransport) -> None:
     link = writing(pushes, 200)
     link.end(1)
     assert pushes.poll() == []
@@ -101,7 +121,7 @@ def test_a_ticket_is_done_when_its_last_slice_is(pushes: Pushes) -> None:
     assert pushes.poll() == []
 
 
-def test_a_slice_has_at_most_slice_runs_runs(pushes: Pushes) -> None:
+def test_a_slice_has_at_most_slice_runs_runs(pushes: HeldTransport) -> None:
     link = linked(pushes)
     runs = np.stack([np.arange(10) * 7, np.arange(10) * 11, np.full(10, 3)], axis=1)
     pushes.push(Ticket(1), "peer", runs)
@@ -114,21 +134,23 @@ def test_a_slice_has_at_most_slice_runs_runs(pushes: Pushes) -> None:
     assert events + pushes.poll() == [RunsDone(Ticket(1))]
 
 
-def test_a_push_of_nothing_is_done(pushes: Pushes) -> None:
+def test_a_push_of_nothing_is_done(pushes: HeldTransport) -> None:
     linked(pushes)
     pushes.push(Ticket(1), "peer", np.empty((0, 3), dtype=np.int64))
     assert pushes.poll() == [RunsDone(Ticket(1))]
 
 
 @pytest.mark.parametrize("run", [(-1, 0, 5), (0, -1, 5), (0, 0, -5), (996, 0, 5), (0, 996, 5)])
-def test_a_run_outside_of_a_pool_fails_the_push_before_anything_is_written(pushes: Pushes, run: tuple[int, int, int]) -> None:
+def test_a_run_outside_of_a_pool_fails_the_push_before_anything_is_written(
+    pushes: HeldTransport, run: tuple[int, int, int]
+) -> None:
     link = linked(pushes)
     pushes.push(Ticket(1), "peer", np.array([(0, 0, 10), run], dtype=np.int64))
     assert pushes.poll() == [RunsFailed(Ticket(1), "a run is outside of its pool", quiescent=True)]
     assert not link.written
 
 
-def test_a_closed_link_begins_nothing_more_and_its_tickets_end_with_their_slices(pushes: Pushes) -> None:
+def test_a_closed_link_begins_nothing_more_and_its_tickets_end_with_their_slices(pushes: HeldTransport) -> None:
     link = writing(pushes, 400, 100)
     pushes.close("peer")
     assert link.closed == 1
@@ -142,7 +164,7 @@ def test_a_closed_link_begins_nothing_more_and_its_tickets_end_with_their_slices
     assert pushes.poll() == [RunsFailed(Ticket(3), "no link to peer", quiescent=True)]
 
 
-def test_a_closed_link_can_be_made_again_while_the_old_one_still_writes(pushes: Pushes) -> None:
+def test_a_closed_link_can_be_made_again_while_the_old_one_still_writes(pushes: HeldTransport) -> None:
     old = writing(pushes, 100)
     pushes.close("peer")
     new = linked(pushes)
@@ -155,7 +177,7 @@ def test_a_closed_link_can_be_made_again_while_the_old_one_still_writes(pushes: 
 
 
 @pytest.mark.parametrize("quiescent", [True, False])
-def test_a_failed_slice_loses_the_link_once_and_fails_every_push_on_it(pushes: Pushes, quiescent: bool) -> None:
+def test_a_failed_slice_loses_the_link_once_and_fails_every_push_on_it(pushes: HeldTransport, quiescent: bool) -> None:
     link, other = writing(pushes, 100, 100, 100), linked(pushes, "other")
     pushes.push(Ticket(4), "other", run_of(100))
     pushes.poll()
@@ -171,7 +193,7 @@ def test_a_failed_slice_loses_the_link_once_and_fails_every_push_on_it(pushes: P
     assert (link.closed, other.closed) == (1, 0)
 
 
-def test_a_push_is_quiescent_only_if_all_its_slices_are(pushes: Pushes) -> None:
+def test_a_push_is_quiescent_only_if_all_its_slices_are(pushes: HeldTransport) -> None:
     link = writing(pushes, 200)
     link.end(0, SliceFailed("it broke", quiescent=False))
     pushes.poll()
@@ -179,29 +201,29 @@ def test_a_push_is_quiescent_only_if_all_its_slices_are(pushes: Pushes) -> None:
     assert pushes.poll() == [RunsFailed(Ticket(1), "it broke", quiescent=False)]
 
 
-def test_a_link_that_cannot_be_made_leaves_nothing_behind(pushes: Pushes) -> None:
+def test_a_link_that_cannot_be_made_leaves_nothing_behind(pushes: HeldTransport) -> None:
     def refused() -> HeldLink:
         raise TransferError("not today")
 
-    pushes.connect(pool_descriptor("peer", 0, POOL_BYTES, b""), refused)
-    assert pushes.poll() == [ConnectFailed("peer", "not today")]
+    pushes.connect_by(refused)
+    assert pushes.poll() == [ConnectFailed("peer", "held could not connect to peer: not today")]
     linked(pushes)
     pushes.push(Ticket(1), "peer", run_of(1))
     assert pushes.poll() == []
 
 
-def test_closing_everything_closes_every_link(pushes: Pushes) -> None:
+def test_closing_everything_closes_every_link(pushes: HeldTransport) -> None:
     links = [linked(pushes, "one"), linked(pushes, "two")]
     pushes.close()
     pushes.close()
     assert [link.closed for link in links] == [1, 1]
 
 
-def test_a_link_that_is_used_again_is_lost_with_a_write_of_before_it_was_closed(pushes: Pushes) -> None:
+def test_a_link_that_is_used_again_is_lost_with_a_write_of_before_it_was_closed(pushes: HeldTransport) -> None:
     link = writing(pushes, 10)
     pushes.close("peer")
     assert pushes.poll() == []
-    pushes.connect(pool_descriptor("peer", 0, POOL_BYTES, b""), lambda: link)
+    pushes.connect_by(lambda: link)
     assert pushes.poll() == [Connected("peer", "held")]
     link.end(0, SliceFailed("the endpoint is dead", quiescent=True))
     assert set(map(type, pushes.poll())) == {RunsFailed, AgentLost}
@@ -209,14 +231,14 @@ def test_a_link_that_is_used_again_is_lost_with_a_write_of_before_it_was_closed(
     assert [type(event) for event in pushes.poll()] == [RunsFailed]
 
 
-def connecting(pushes: Pushes) -> HeldLink:
+def connecting(pushes: HeldTransport) -> HeldLink:
     """A link to the peer that is being made."""
     link = HeldLink(ready=Future())
-    pushes.connect(pool_descriptor("peer", 0, POOL_BYTES, b""), lambda: link)
+    pushes.connect_by(lambda: link)
     return link
 
 
-def test_a_link_that_is_being_made_carries_nothing_yet_and_is_told_once_when_it_is_ready(pushes: Pushes) -> None:
+def test_a_link_that_is_being_made_carries_nothing_yet_and_is_told_once_when_it_is_ready(pushes: HeldTransport) -> None:
     link = connecting(pushes)
     connecting(pushes)  # is the same attempt
     pushes.push(Ticket(1), "peer", run_of(1))
@@ -229,16 +251,16 @@ def test_a_link_that_is_being_made_carries_nothing_yet_and_is_told_once_when_it_
     assert len(link.written) == 1
 
 
-def test_an_attempt_that_fails_is_told_and_closed(pushes: Pushes) -> None:
+def test_an_attempt_that_fails_is_told_and_closed(pushes: HeldTransport) -> None:
     link = connecting(pushes)
     assert link.ready is not None
     link.ready.set_exception(TransferError("nobody there"))
-    assert pushes.poll() == [ConnectFailed("peer", "nobody there")]
+    assert pushes.poll() == [ConnectFailed("peer", "held could not connect to peer: nobody there")]
     assert link.closed == 1
 
 
 @pytest.mark.parametrize("comes_late", [False, True])
-def test_an_attempt_that_is_given_up_is_told_no_more_and_another_may_begin(pushes: Pushes, comes_late: bool) -> None:
+def test_an_attempt_that_is_given_up_is_told_no_more_and_another_may_begin(pushes: HeldTransport, comes_late: bool) -> None:
     link = connecting(pushes)
     assert link.ready is not None
     if not comes_late:
@@ -251,9 +273,9 @@ def test_an_attempt_that_is_given_up_is_told_no_more_and_another_may_begin(pushe
     linked(pushes)
 
 
-def test_what_came_of_an_attempt_is_forgotten_with_its_link(pushes: Pushes) -> None:
-    pushes.connect(pool_descriptor("peer", 0, POOL_BYTES, b""), HeldLink)
+def test_what_came_of_an_attempt_is_forgotten_with_its_link(pushes: HeldTransport) -> None:
+    pushes.connect_by(HeldLink)
     pushes.poll()
-    pushes.connect(pool_descriptor("peer", 0, POOL_BYTES, b""), HeldLink)
+    pushes.connect_by(HeldLink)
     pushes.close("peer")
     assert pushes.poll() == []

@@ -8,10 +8,11 @@ from msgspec.structs import replace
 
 from common.errors import InstanceFailed
 from common.ids import Generation, Incarnation, InstanceId, Life, Ticket
-from common.instance.ports import Allow, PushDone, PushFailed, Send
+from common.instance.ports import Send
 from common.messages import Decline, Failed, Renew, Renewed, Withdraw
-from kv_transfer.handoff_target import RENEW_S, RENEWALS_AFTER, WRITE_LEASE_S
-from kv_transfer.outgoing import MOST_RENEWALS, SourceClosed, SourceRefused
+from common.messages.transfers import Allow, PushDone, PushFailed
+from kv_transfer.handoff_reader import RENEW_S, RENEWALS_AFTER, WRITE_LEASE_S
+from kv_transfer.outgoing import MOST_RENEWALS, HandoffClosed, HandoffRefused
 from tests.builders import LAYOUT, key
 from tests.kv_transfer.sources import BEGAN_S, ME, D, Source, grant, reserve
 
@@ -36,7 +37,7 @@ class Writer:
         """Its peer has no room: another one is asked."""
         full = Failed(message="full", retryable=True)
         peer = E if to == D else D
-        assert self.source.receive(peer, Decline(key=key(name), failed=full), self.now) == [SourceRefused(key(name), full)]
+        assert self.source.receive(peer, Decline(key=key(name), failed=full), self.now) == [HandoffRefused(key(name), full)]
         self.source.move(reserve(name, tokens=8, sent_s=self.now), Life(to, FIRST))
 
     def grant(self, name: str, generation: int = 5) -> list[Any]:
@@ -70,7 +71,7 @@ def stuck() -> Writer:
     """A handoff, "a", of which a push failed without proof that it has ended."""
     writer = pushing()
     (closed,) = writer.source.transfer_ended(PushFailed(Ticket(1), "cable", quiescent=False))
-    assert isinstance(closed, SourceClosed) and not closed.quiescent
+    assert isinstance(closed, HandoffClosed) and not closed.quiescent
     return writer
 
 
@@ -157,13 +158,13 @@ def test_a_handoff_that_is_over_on_the_other_side_is_drained_and_withdrawn_and_m
     withdraw, closed = writer.source.transfer_ended(PushDone(Ticket(1), 1, 0.1))
     assert withdraw == Send(D, Withdraw(key=key("a"), incarnation=ME, generation=Generation(5)))
     failure = Failed.of(InstanceFailed("d does not hold the reservation of a/0"))
-    assert failure.retryable and closed == SourceClosed(key("a"), failure, quiescent=True)
+    assert failure.retryable and closed == HandoffClosed(key("a"), failure, quiescent=True)
 
 
 def test_a_handoff_that_is_reported_over_twice_is_withdrawn_once() -> None:
     writer = Writer("a")
     writer.tick()
-    assert [type(output) for output in writer.renewed(writer.now, "a", "a", "unknown")] == [Allow, Send, SourceRefused]
+    assert [type(output) for output in writer.renewed(writer.now, "a", "a", "unknown")] == [Allow, Send, HandoffRefused]
     assert [type(output) for output in writer.renewed(writer.now, "a")] == []
 
 
@@ -174,7 +175,7 @@ def test_a_reserve_that_was_sent_just_before_is_not_taken_for_over(sent_before_s
     writer.now += RENEW_S - sent_before_s
     writer.open("a")
     assert writer.tick(sent_before_s) == {D: [("old", 0), ("a", 0)]}
-    closed = [output.key for output in writer.renewed(writer.now, "a") if isinstance(output, SourceRefused)]
+    closed = [output.key for output in writer.renewed(writer.now, "a") if isinstance(output, HandoffRefused)]
     assert closed == ([key("a")] if is_over else [])
 
 

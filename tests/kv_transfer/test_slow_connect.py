@@ -10,8 +10,8 @@ from msgspec.structs import replace
 
 from common.errors import TransferError
 from common.ids import Ticket
-from common.instance.ports import Allow, Connect, LinkChanged, PushDone, TransferEvent
 from common.messages import InstanceInfo, LinkInfo, LinkState, PoolDescriptor
+from common.messages.transfers import Allow, Connect, LinkChanged, PushDone, TransferEvent
 from kv_transfer.links import AGAIN, ATTEMPT_S, ATTEMPTS, RETRY_S
 from tests.builders import LAYOUT, instance
 from tests.kv_transfer.two import LIFE, PEER, Two, linked
@@ -90,7 +90,7 @@ def test_an_attempt_that_fails_is_told_with_its_reason(beside: Silent) -> None:
     beside.source.loop.submit(members(beside, peer))
     beside.turn()
     beside.attempts[peer.pools[0].agent].set_exception(TransferError("it hung up"))
-    assert beside.turn() == [news(peer, "lost", "it hung up")]
+    assert beside.turn() == [news(peer, "lost", f"memmove could not connect to {peer.pools[0].agent}: it hung up")]
 
 
 def test_a_peer_that_leaves_while_it_is_connected_is_forgotten_and_its_successor_served(beside: Silent) -> None:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from common.ids import Incarnation, Ticket
-from common.instance.ports import Connect, Expect, LinkChanged, PushDone, Settle, Settled
+from common.messages.transfers import Connect, Expect, LinkChanged, PushDone, Settle, Settled
 from kv_transfer.links import RETRY_MOST_S, RETRY_S, SLOWEST_BYTES_PER_S, STALL_S
 from kv_transfer.transfer_loop import SETTLE_POLLS
 from tests.builders import LAYOUT, key

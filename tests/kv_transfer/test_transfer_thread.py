@@ -11,7 +11,7 @@ import pytest
 
 from common.errors import TransferError
 from common.ids import Incarnation, InstanceId, Int64Array, Ticket
-from common.instance.ports import Allow, Connect, LinkChanged, Push, PushDone, PushFailed, Settle, Settled, TransferEvent
+from common.messages.transfers import Allow, Connect, LinkChanged, Push, PushDone, PushFailed, Settle, Settled, TransferEvent
 from kv_transfer.transfer_loop import LeaseOverrun, TransferLoop, TransferThread
 from tests.builders import LAYOUT, instance, key
 from tests.kv_transfer.local_agent import WAIT_S, region_of

@@ -13,7 +13,7 @@ import pytest
 
 from benchmarks.namespaces import two_namespaces
 from common.errors import TransferError
-from common.instance.ports import PushDone, PushFailed
+from common.messages.transfers import PushDone, PushFailed
 from kv_transfer.links import RETRY_S
 from tests.kv_transfer.agents import Kind, mooncake_kind, nixl_kind
 from tests.kv_transfer.hosts import Cable, Held, TwoHosts, await_true, is_within, processes_in

@@ -6,9 +6,9 @@ import pytest
 
 from common.errors import TransferError
 from common.ids import Incarnation, Ticket
-from common.instance.ports import Connect, LinkChanged, PushDone
 from common.messages import PoolDescriptor
-from kv_transfer.handoff_target import MARGIN_S, OVERRUN_S, RENEW_S, WRITE_LEASE_S
+from common.messages.transfers import Connect, LinkChanged, PushDone
+from kv_transfer.handoff_reader import MARGIN_S, OVERRUN_S, RENEW_S, WRITE_LEASE_S
 from kv_transfer.links import RETRY_S, STALL_S
 from kv_transfer.transfer_loop import LeaseOverrun
 from tests.builders import LAYOUT

@@ -10,8 +10,8 @@ import msgspec
 import numpy as np
 
 from common.ids import Incarnation, InstanceId, Ticket
-from common.instance.ports import Allow, Connect, LinkChanged, Push, PushFailed, TransferCommand, TransferEvent
 from common.messages import InstanceInfo, LinkInfo, LinkState
+from common.messages.transfers import Allow, Connect, LinkChanged, Push, PushFailed, TransferCommand, TransferEvent
 from common.pages.layout import KVLayout
 from kv_transfer.transfer_loop import TransferLoop
 from tests.builders import LAYOUT, instance, key

@@ -8,7 +8,8 @@ from typing import assert_never
 from common import messages as m
 from common.ids import AttemptId
 from common.messages import AnyMessage
-from common.messages.ranks import Command, Numbered, PushOrder, RankHello, RankRefused, RankWelcome, SettleOrder
+from common.messages.ranks import Command, Numbered, RankHello, RankRefused, RankWelcome
+from common.messages.transfers import PackedPush, Settle
 
 MEMBERSHIP = frozenset({"Heartbeat", "Register", "Welcome", "Peers", "TellLinks", "LinkReport", "DetokenizerHeartbeat"})
 """Kinds of letters that are sent all the time."""
@@ -39,7 +40,7 @@ def keys_of(message: AnyMessage) -> set[AttemptId]:
             return set()
         case m.Trace() | m.Spans():
             return set()
-        case Command(order=PushOrder() | SettleOrder() as order):
+        case Command(order=PackedPush() | Settle() as order):
             return {order.key}
         case Numbered() | RankHello() | RankWelcome() | RankRefused():
             return set()

@@ -11,7 +11,7 @@ import pytest
 
 from common.ids import InstanceId
 from common.messages import Ending, Failed, Finished
-from kv_transfer.handoff_target import MARGIN_S, WRITE_LEASE_S
+from kv_transfer.handoff_reader import MARGIN_S, WRITE_LEASE_S
 from router.attempts import ResumeReason
 from tests.life.expected import undisturbed
 from tests.life.scenes import MAX_TOKENS, PROMPT, Phase, Scene

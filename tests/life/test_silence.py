@@ -5,7 +5,7 @@ import pytest
 from common.ids import DETOKENIZER
 from common.messages import Finished, LinkTraffic
 from common.step_cost import StepCost
-from kv_transfer.handoff_target import MARGIN_S, ORPHANED_S, WRITE_LEASE_S
+from kv_transfer.handoff_reader import MARGIN_S, ORPHANED_S, WRITE_LEASE_S
 from prefill.scheduler import PrefillScheduler
 from tests.kv_transfer.memory import MemoryNetwork
 from tests.life.client import Client

@@ -39,7 +39,7 @@ from common.text.tokenizer_manager import TokenizerManager
 from decode.scheduler import DecodeScheduler
 from engine.torch_executor import TorchExecutor
 from kv_transfer import transfer_loop
-from kv_transfer.pushes import Pushes
+from kv_transfer.pushes import SlicedTransport
 from kv_transfer.target_ranks import TargetRanks
 from kv_transfer.transfer_loop import TransferLoop, TransferThread
 from prefill.scheduler import PrefillScheduler
@@ -61,7 +61,7 @@ ANSWER_TOKENS = 8
 PAUSE_S = 0.0005
 """Between turns, when the engine and transfer threads get the interpreter: a thread that never waits starves the others."""
 IDLE_TURNS = 100
-_TURNS = (DetokenizerManager._turn, Detokenizer.next_deadline, Detokenizer.tick, Pushes.begin, transfer_loop._pace)
+_TURNS = (DetokenizerManager._turn, Detokenizer.next_deadline, Detokenizer.tick, SlicedTransport.begin, transfer_loop._pace)
 THREADS_TURNS = {function.__code__ for function in _TURNS}
 """What the threads of an idle fleet call in each turn."""
 COMPREHENSIONS = frozenset({"<listcomp>", "<dictcomp>", "<setcomp>", "<genexpr>"})

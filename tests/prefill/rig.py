@@ -5,11 +5,12 @@ Owns their shapes. Knows no test.
 
 from functools import partial
 
-from common.executor import StepPlan
+from common.executor import Plan
 from common.ids import ROUTER, Generation, Incarnation, InstanceId, pack_ids, unpack_ids
-from common.instance.ports import Action, Decision, Push, PushDone, RouterJoined
+from common.instance.ports import Action, Decision, RouterJoined
 from common.messages import Generate, Grant, Handoff, Reserve
-from kv_transfer.handoff_target import WRITE_LEASE_S, Digest
+from common.messages.transfers import Push, PushDone
+from kv_transfer.handoff_reader import WRITE_LEASE_S, Digest
 from prefill.scheduler import PrefillScheduler
 from tests import schedulers
 from tests.builders import LAYOUT, engine, instance, limits, result
@@ -59,7 +60,7 @@ def handoffs(actions: list[Action]) -> list[Handoff]:
     return [message for message in messages(actions) if isinstance(message, Handoff)]
 
 
-def spans(plan: StepPlan | None) -> list[tuple[int, int, bool]]:
+def spans(plan: Plan | None) -> list[tuple[int, int, bool]]:
     assert plan is not None
     return [(chunk.start, chunk.start + len(chunk.token_ids), chunk.last) for chunk in plan.chunks]
 

@@ -13,9 +13,10 @@ from hypothesis.stateful import invariant, precondition, rule
 
 from common.errors import NoRoom, Overloaded, Unavailable
 from common.ids import ROUTER, Generation, InstanceId, pack_ids, unpack_ids
-from common.instance.ports import Action, Allow, Connect, Push, PushDone, PushFailed, Send
+from common.instance.ports import Action, Send
 from common.messages import Decline, Failed, Grant, Handoff, LinkState, Placed, Renew, Renewed, Reserve, Terms, Withdraw
-from kv_transfer.handoff_target import WRITE_LEASE_S
+from common.messages.transfers import Allow, Connect, Push, PushDone, PushFailed
+from kv_transfer.handoff_reader import WRITE_LEASE_S
 from tests.any_order import AGES_S, OWNERS, SECONDS, SETTINGS, AnyOrderMachine
 from tests.builders import LAYOUT, instance, key
 from tests.prefill.rig import generate, scheduler

@@ -4,7 +4,7 @@ import msgspec
 import pytest
 
 from common.ids import ROUTER, Incarnation, Int32Array, Life, Ticket, pack_ids
-from common.instance.ports import Action, Allow, Connect, Push, PushFailed, Settled
+from common.instance.ports import Action
 from common.messages import (
     Cancel,
     Decline,
@@ -23,7 +23,8 @@ from common.messages import (
     TokenDelta,
     Withdraw,
 )
-from kv_transfer.handoff_target import RENEW_S, RENEWALS_AFTER, WRITE_LEASE_S
+from common.messages.transfers import Allow, Connect, Push, PushFailed, Settled
+from kv_transfer.handoff_reader import RENEW_S, RENEWALS_AFTER, WRITE_LEASE_S
 from tests.builders import LAYOUT, instance, key, result
 from tests.prefill.rig import DECODE, LIFE, ME, begun, finish_pushes, generate, grant_for, handoffs, pushing, reserves, scheduler
 from tests.schedulers import abandon, deltas, drain, failures, is_home, kinds, link_changed, meet, messages

@@ -5,8 +5,9 @@ from msgspec.structs import replace
 
 from common.errors import BadRequest, NoRoom, Overloaded, Preempted, TandemError, Unavailable
 from common.ids import ROUTER, Incarnation, InstanceId, Life
-from common.instance.ports import Action, Push, Send
+from common.instance.ports import Action, Send
 from common.messages import Decline, Failed, Handoff, Placed, Reserve, Withdraw
+from common.messages.transfers import Push
 from prefill.scheduler import PrefillScheduler
 from tests.builders import instance, key, result
 from tests.prefill.rig import LIFE, ME, finish_pushes, grant_for, scheduler

@@ -2,10 +2,10 @@
 
 from msgspec.structs import replace
 
-from common.executor import StepPlan
+from common.executor import Plan
 from common.ids import ROUTER, Ticket
-from common.instance.ports import Push, PushDone
 from common.messages import Cancel, Generate
+from common.messages.transfers import Push, PushDone
 from prefill.scheduler import PrefillScheduler
 from tests.builders import LAYOUT, key, result
 from tests.prefill.rig import DECODE, begun, finish_pushes, generate, grant_for, handoffs, reserves, scheduler, spans
@@ -14,7 +14,7 @@ from tests.schedulers import deltas, is_home
 PAGE = LAYOUT.page_size
 
 
-def served(made: PrefillScheduler, request: Generate, token: int = 5) -> StepPlan:
+def served(made: PrefillScheduler, request: Generate, token: int = 5) -> Plan:
     """The request is computed in one chunk and handed off. Returns the plan."""
     _, decision = begun(request, made, is_granted=True)
     plan = decision.plan

@@ -18,7 +18,7 @@ from typing import Literal, get_args
 
 import msgspec
 
-from common.instance.ports import PushDone
+from common.messages.transfers import PushDone
 from common.options import add_flags, option, read_config
 from tests.kv_transfer.agent_process import Plan
 from tests.kv_transfer.agents import nixl_kind

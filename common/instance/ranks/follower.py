@@ -16,8 +16,6 @@ from common.instance.ranks.line import (
     Line,
     RankLost,
     digest_tokens,
-    pack_event,
-    unpack_order,
     unpack_plan,
 )
 from common.messages.ranks import (
@@ -39,6 +37,7 @@ from common.messages.ranks import (
     StepReturned,
     ToFollower,
 )
+from common.messages.transfers import PackedPush
 from common.sampling_params import Grammar
 
 
@@ -87,7 +86,7 @@ class FollowerLoop:
         self._report_grammars()
         events = self._transfers.poll()
         if events:
-            self._mail.send(self._line.to, Events(number=self._line.next(), news=tuple(pack_event(event) for event in events)))
+            self._line.send(Events(news=tuple(events)))
 
     def next_deadline(self) -> float:
         """When the next turn is due even if nothing happens before."""
@@ -98,11 +97,11 @@ class FollowerLoop:
 
     def ask_drain(self) -> None:
         """This process was told to stop: ask the leader to drain the instance."""
-        self._mail.send(self._line.to, AskDrain(number=self._line.next()))
+        self._line.send(AskDrain())
 
     def fail(self, reason: str) -> None:
         """Tell the leader that this rank cannot go on."""
-        self._mail.send(self._line.to, RankFailed(number=self._line.next(), reason=reason))
+        self._line.send(RankFailed(reason=reason))
 
     def _obey(self, message: ToFollower, now: float) -> None:
         match message:
@@ -110,13 +109,12 @@ class FollowerLoop:
                 plan = unpack_plan(message, self._grammars)
                 self._steps.append(_FollowerStep(plan.step, self._executor.launch(plan)))
             case Command(order=order):
-                self._transfers.submit(unpack_order(order))
+                self._transfers.submit(order.unpack() if isinstance(order, PackedPush) else order)
             case Ping(sent_s=sent_s, serving=serving):
                 if serving:
                     self._silence_s = SILENCE_S
                 age_s = max(0.0, now - self._transfers.progress_s)
-                pong = Pong(number=self._line.next(), sent_s=sent_s, heard_s=now, transfer_age_s=age_s)
-                self._mail.send(self._line.to, pong)
+                self._line.send(Pong(sent_s=sent_s, heard_s=now, transfer_age_s=age_s))
             case PrepareGrammar(grammar_id=grammar_id, grammar=grammar, owner=owner):
                 self._grammars[grammar_id] = grammar
                 self._preparing[grammar_id] = self._executor.prepare(grammar, owner)
@@ -139,13 +137,12 @@ class FollowerLoop:
                 layers = step.handle.layers_done
                 if layers > step.layers_told:
                     step.layers_told = layers
-                    self._mail.send(self._line.to, LayersReached(number=self._line.next(), step=step.number, layers=layers))
+                    self._line.send(LayersReached(step=step.number, layers=layers))
                 return
             self._steps.popleft()
             digest = digest_tokens(result.tokens)
-            self._mail.send(self._line.to, StepReturned(number=self._line.next(), step=step.number, digest=digest))
+            self._line.send(StepReturned(step=step.number, digest=digest))
 
     def _report_grammars(self) -> None:
         for grammar_id, refused in take_prepared(self._preparing):
-            prepared = GrammarPrepared(number=self._line.next(), grammar_id=grammar_id, refused=refused)
-            self._mail.send(self._line.to, prepared)
+            self._line.send(GrammarPrepared(grammar_id=grammar_id, refused=refused))

@@ -9,10 +9,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import assert_never
 
-from common.executor import StepPlan
+from msgspec.structs import replace
+
+from common.executor import Plan
 from common.ids import InstanceId
-from common.instance.ports import Mail, TransferCommand, TransferEvent
-from common.instance.ranks.line import PING_S, SILENCE_S, Line, RankLost, Refusals, pack_command, pack_plan, unpack_news
+from common.instance.ports import Mail
+from common.instance.ranks.line import PING_S, SILENCE_S, Line, RankLost, Refusals, pack_plan
 from common.messages import Failed
 from common.messages.ranks import (
     AskDrain,
@@ -23,6 +25,7 @@ from common.messages.ranks import (
     GrammarPrepared,
     LayersReached,
     Offer,
+    Order,
     Ping,
     Pong,
     PrepareGrammar,
@@ -32,6 +35,7 @@ from common.messages.ranks import (
     StepReturned,
     ToLeader,
 )
+from common.messages.transfers import Allow, PackedPush, Push, TransferCommand, TransferEvent
 from common.sampling_params import Grammar
 
 PROOF_S = 1.0
@@ -105,7 +109,7 @@ class Followers:
         if now >= self._ping_s:
             self._ping_s = now + PING_S
             for follower in self._all:
-                self._mail.send(follower.line.to, Ping(number=follower.line.next(), sent_s=now, serving=True))
+                follower.line.send(Ping(sent_s=now, serving=True))
 
     def next_deadline(self) -> float:
         """When the next turn is due even if nothing happens before."""
@@ -122,24 +126,24 @@ class Followers:
             if name in self._by_name:
                 raise RankLost(f"{self._by_name[name].line.who} is gone")
 
-    def launch(self, plan: StepPlan, grammar_id: Callable[[Grammar], int]) -> None:
+    def launch(self, plan: Plan, grammar_id: Callable[[Grammar], int]) -> None:
         """grammar_id: of a grammar that was prepared."""
+        launch = pack_plan(plan, grammar_id)
         for follower in self._all:
-            self._mail.send(follower.line.to, pack_plan(plan, follower.line.next(), grammar_id))
+            follower.line.send(launch)
 
     def prepare(self, grammar_id: int, grammar: Grammar, owner: str = "") -> None:
         self._grammars.add(grammar_id)
         grammar = Grammar(grammar.kind, grammar.text)  # a message that waits keeps no request's alive
         for follower in self._all:
-            prepare = PrepareGrammar(number=follower.line.next(), grammar_id=grammar_id, grammar=grammar, owner=owner)
-            self._mail.send(follower.line.to, prepare)
+            follower.line.send(PrepareGrammar(grammar_id=grammar_id, grammar=grammar, owner=owner))
 
     def drop_grammars(self, grammar_ids: Sequence[int]) -> None:
         self._grammars -= set(grammar_ids)
         for follower in self._all:
             for grammar_id in grammar_ids:
                 follower.prepared.pop(grammar_id, None)
-            self._mail.send(follower.line.to, DropGrammars(number=follower.line.next(), grammar_ids=tuple(grammar_ids)))
+            follower.line.send(DropGrammars(grammar_ids=tuple(grammar_ids)))
 
     def command(self, follower: FollowerLine, command: TransferCommand) -> None:
         """For its transfers. Commands wait, in order, until the first ping is answered."""
@@ -147,15 +151,21 @@ class Followers:
         if offset_s is None:
             follower.held.append(command)
             return
-        order = pack_command(command, offset_s)
-        self._mail.send(follower.line.to, Command(number=follower.line.next(), order=order))
+        match command:
+            case Push():
+                order: Order = PackedPush.pack(command)
+            case Allow():
+                order = replace(command, until_s=command.until_s + offset_s)
+            case _:
+                order = command
+        follower.line.send(Command(order=order))
 
     def end(self, reason: str, *, orderly: bool) -> None:
         """Tell all of them to exit. orderly: the instance has drained. Idempotent."""
         if not self._ended:
             self._ended = True
             for follower in self._all:
-                self._mail.send(follower.line.to, End(number=follower.line.next(), reason=reason, orderly=orderly))
+                follower.line.send(End(reason=reason, orderly=orderly))
 
     def _hello(self, sender: InstanceId, hello: RankHello) -> None:
         """All ranks are there. One that is lost may have a successor, whom the next life of the leader lets in."""
@@ -171,7 +181,7 @@ class Followers:
             case LayersReached(step=step, layers=layers):
                 follower.layers[step] = layers
             case Events(news=news):
-                follower.events.extend(unpack_news(each) for each in news)
+                follower.events.extend(news)
             case GrammarPrepared(grammar_id=grammar_id, refused=refused):
                 if grammar_id in self._grammars:
                     follower.prepared[grammar_id] = refused

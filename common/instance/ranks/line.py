@@ -1,19 +1,8 @@
 """A line between two ranks: messages are numbered, and silence is counted.
 
-Owns the numbers of both directions and when the other side was last heard. Sends nothing itself. A line serves from the welcome
-to the end, so it passes from the start-up to the loop that serves.
-
-Plans as they travel from the leader to its followers.
-
-Owns the translation of `StepPlan`, in both directions. Knows no sockets.
-
-Transfer commands and events as they travel between the leader and its followers.
-
-Owns the translation, in both directions, and with it that of a lease's end to another host's clock. Knows no sockets.
-
-Those who say that they are a rank of the instance and cannot be one: they are told why.
-
-Owns whom it has told, and the routes to them, of which it keeps the latest. Opens no socket and reads no clock.
+Owns the numbers of both directions, when the other side was last heard, plans as they travel, and which processes were refused as
+ranks. A line serves from the welcome to the end, so it passes from the start to the loop that serves. Opens no socket and reads
+no clock.
 
 A process that says it is a rank which is there already may be that one's successor. It is refused when the first is heard again
 after it; until then it gets no answer and asks again.
@@ -22,45 +11,23 @@ after it; until then it gets no answer and asks again.
 import zlib
 from collections import deque
 from collections.abc import Callable, Mapping
-from typing import assert_never
+from typing import Any
 
 from msgspec.structs import replace
 
 from common.errors import TandemError
-from common.executor import Chunk, RowStart, StepPlan
+from common.executor import Chunk, Plan, RowStart
 from common.ids import InstanceId, Int32Array, pack_ids, unpack_ids
-from common.instance.ports import (
-    Allow,
-    Connect,
-    Expect,
-    LinkChanged,
-    Mail,
-    Push,
-    PushDone,
-    PushFailed,
-    Settle,
-    Settled,
-    TransferCommand,
-    TransferEvent,
-)
+from common.instance.ports import Mail
 from common.messages.ranks import (
-    AllowOrder,
-    ConnectOrder,
-    ExpectOrder,
+    FromFollower,
+    FromLeader,
     Launch,
-    LinkNews,
-    News,
     Numbered,
-    Order,
     PromptChunk,
-    PushDoneNews,
-    PushFailedNews,
-    PushOrder,
     RankHello,
     RankRefused,
     RowBegins,
-    SettledNews,
-    SettleOrder,
     ToLeader,
 )
 from common.sampling_params import Grammar
@@ -84,7 +51,8 @@ class RankLost(TandemError):
 class Line:
     """The line to one rank. to: its name as a sender. who: for people, such as "rank 2 (pid 17 on gpu-4)". now: as it begins."""
 
-    def __init__(self, to: InstanceId, who: str, now: float) -> None:
+    def __init__(self, mail: Mail[Any], to: InstanceId, who: str, now: float) -> None:
+        self._mail = mail
         self.to = to
         self.who = who
         self.heard_s = now
@@ -93,10 +61,10 @@ class Line:
         self._taken = 0
         self._offsets_s: deque[float] = deque(maxlen=PONGS_KEPT)
 
-    def next(self) -> int:
-        """The number of the message that is about to be sent."""
+    def send(self, message: FromLeader | FromFollower) -> None:
+        """Number the message and send it."""
         self._sent += 1
-        return self._sent
+        self._mail.send(self.to, replace(message, number=self._sent))
 
     def take(self, message: Numbered, now: float) -> None:
         """A message has arrived. Raises RankLost when one before it has not."""
@@ -124,10 +92,9 @@ class Line:
         return max(self._offsets_s, default=None)
 
 
-def pack_plan(plan: StepPlan, number: int, grammar_id: Callable[[Grammar], int]) -> Launch:
-    """number: of the message. grammar_id: of a grammar that the followers hold."""
+def pack_plan(plan: Plan, grammar_id: Callable[[Grammar], int]) -> Launch:
+    """grammar_id: the number of a grammar that the followers hold."""
     return Launch(
-        number=number,
         step=plan.step,
         starts=tuple(_pack_start(start, grammar_id) for start in plan.starts),
         chunks=tuple(PromptChunk(chunk.row, chunk.start, pack_ids(chunk.token_ids), chunk.last) for chunk in plan.chunks),
@@ -137,9 +104,9 @@ def pack_plan(plan: StepPlan, number: int, grammar_id: Callable[[Grammar], int])
     )
 
 
-def unpack_plan(message: Launch, grammars: Mapping[int, Grammar]) -> StepPlan:
+def unpack_plan(message: Launch, grammars: Mapping[int, Grammar]) -> Plan:
     """grammars: those that this rank holds. Raises RankLost for a row with another one."""
-    return StepPlan(
+    return Plan(
         step=message.step,
         starts=tuple(_unpack_start(start, grammars) for start in message.starts),
         chunks=tuple(Chunk(chunk.row, chunk.start, unpack_ids(chunk.token_ids), chunk.last) for chunk in message.chunks),
@@ -186,77 +153,12 @@ def _unpack_start(start: RowBegins, grammars: Mapping[int, Grammar]) -> RowStart
     )
 
 
-def pack_command(command: TransferCommand, clock_offset_s: float) -> Order:
-    """clock_offset_s: what to add to a time of our clock to have one of the follower's that is no later."""
-    match command:
-        case Connect():
-            return ConnectOrder(command.peers, command.left)
-        case Push():
-            layers = None if command.layers is None else (command.layers.start, command.layers.stop)
-            source, target = pack_ids(command.source_pages), pack_ids(command.target_pages)
-            return PushOrder(command.ticket, command.peer, command.incarnation, source, target, command.key, layers)
-        case Allow():
-            return AllowOrder(command.peer, command.incarnation, command.until_s + clock_offset_s)
-        case Settle():
-            return SettleOrder(command.key)
-        case Expect():
-            return ExpectOrder(command.writes, command.distant)
-        case _:
-            assert_never(command)
-
-
-def unpack_order(order: Order) -> TransferCommand:
-    match order:
-        case ConnectOrder():
-            return Connect(order.peers, order.left)
-        case PushOrder():
-            layers = None if order.layers is None else range(*order.layers)
-            source, target = unpack_ids(order.source_pages), unpack_ids(order.target_pages)
-            return Push(order.ticket, order.peer, order.incarnation, source, target, order.key, layers)
-        case AllowOrder():
-            return Allow(order.peer, order.incarnation, order.until_s)
-        case SettleOrder():
-            return Settle(order.key)
-        case ExpectOrder():
-            return Expect(order.writes, order.distant)
-        case _:
-            assert_never(order)
-
-
-def pack_event(event: TransferEvent) -> News:
-    match event:
-        case PushDone():
-            return PushDoneNews(event.ticket, event.pushed_bytes, event.seconds, event.runs)
-        case PushFailed():
-            return PushFailedNews(event.ticket, event.reason, event.quiescent, event.begun)
-        case LinkChanged():
-            return LinkNews(event.link)
-        case Settled():
-            return SettledNews(event.key)
-        case _:
-            assert_never(event)
-
-
-def unpack_news(news: News) -> TransferEvent:
-    match news:
-        case PushDoneNews():
-            return PushDone(news.ticket, news.pushed_bytes, news.seconds, news.runs)
-        case PushFailedNews():
-            return PushFailed(news.ticket, news.reason, news.quiescent, news.begun)
-        case LinkNews():
-            return LinkChanged(news.link)
-        case SettledNews():
-            return Settled(news.key)
-        case _:
-            assert_never(news)
-
-
 MOST_KEPT = 64
 """So many routes are kept, and reasons."""
 
 
 class Refusals:
-    """The leader's."""
+    """The processes that the leader has refused, and those that may be successors of ranks. Keeps the routes to the latest."""
 
     def __init__(self, mail: Mail[ToLeader]) -> None:
         self._mail = mail

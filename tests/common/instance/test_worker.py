@@ -11,12 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.errors import BadRequest, PeerRefused, TransferError
-from common.executor import Chunk, StepPlan
+from common.executor import Chunk, Plan
 from common.ids import DETOKENIZER, ROUTER, Incarnation, InstanceId, Ticket, pack_ids, text_name
 from common.instance.membership import ABANDON_AFTER_S
-from common.instance.ports import Connect, LinkChanged, Prepare, PushDone, Settled
+from common.instance.ports import Prepare
 from common.instance.worker import HALF_LIFE_STEPS, LEAST_STEPS, ROUTE_MEMORY_S, CostMeter, run
 from common.messages import Cancel, Drain, Failed, Generate, LinkInfo, LinkReport, LinkState, Peers, Refused, Reserve, TokenBatch
+from common.messages.transfers import Connect, LinkChanged, PushDone, Settled
 from common.sampling_params import Grammar
 from common.step_cost import StepCost
 from engine.grammar.grammars import ANY_TEXT
@@ -333,9 +334,9 @@ WORK = ((0, 1), (500, 0), (0, 60), (8000, 0), (0, 20), (2000, 30))
 """Chunk tokens and decode rows of some steps."""
 
 
-def plan(tokens: int, rows: int) -> StepPlan:
+def plan(tokens: int, rows: int) -> Plan:
     chunks = (Chunk(0, 0, np.zeros(tokens, dtype=np.int32), last=True),) if tokens else ()
-    return StepPlan(0, chunks=chunks, decode_rows=np.zeros(rows, dtype=np.int32))
+    return Plan(0, chunks=chunks, decode_rows=np.zeros(rows, dtype=np.int32))
 
 
 class Engine:
@@ -354,7 +355,7 @@ class Engine:
         return self.meter.read()
 
 
-def seconds(work: StepPlan) -> float:
+def seconds(work: Plan) -> float:
     return COST.seconds(work.chunk_tokens, len(work.decode_rows))
 
 

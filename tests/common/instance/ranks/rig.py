@@ -35,7 +35,7 @@ class RanksOf(Generic[E]):
         ranks = range(1, len(self.offsets_s) + 1)
         self.names = [rank_name("decode-0", rank, Incarnation("a")) for rank in ranks]
         self.mail: FakeMail[ToLeader] = FakeMail()
-        lines = [Line(name, f"rank {rank}", self.now) for rank, name in zip(ranks, self.names, strict=True)]
+        lines = [Line(self.mail, name, f"rank {rank}", self.now) for rank, name in zip(ranks, self.names, strict=True)]
         self.followers = Followers(self.mail, lines, self.now)
         self.own = make()
         self.executor = RankedExecutor(self.own, self.followers)
@@ -44,7 +44,7 @@ class RanksOf(Generic[E]):
         self.transfers = [FakeTransfers() for _ in ranks]
         self.mails: list[FakeMail[ToFollower]] = [FakeMail() for _ in ranks]
         self.loops = [
-            FollowerLoop(executor, transfers, mail, Line(LEADER, "rank 0", offset_s))
+            FollowerLoop(executor, transfers, mail, Line(mail, LEADER, "rank 0", offset_s))
             for executor, transfers, mail, offset_s in zip(
                 self.executors, self.transfers, self.mails, self.offsets_s, strict=True
             )

@@ -6,9 +6,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.errors import BadRequest
-from common.executor import Chunk, ExecutorFailed, Preparation, RowStart, StepPlan, StepResult, take_prepared
+from common.executor import Chunk, ExecutorFailed, Plan, Preparation, RowStart, StepResult, take_prepared
 from common.ids import ROUTER, AttemptId, Incarnation, InstanceId, RequestId, Ticket
-from common.instance.ports import (
+from common.instance.ranks.leader import PROOF_S
+from common.instance.ranks.line import PING_S, SILENCE_S, RankLost, pack_plan, unpack_plan
+from common.messages import LinkInfo, RankInfo
+from common.messages.ranks import Launch, RankHello, RankRefused, StepReturned, ToLeader, rank_name
+from common.messages.transfers import (
     Allow,
     Connect,
     Expect,
@@ -21,10 +25,6 @@ from common.instance.ports import (
     TransferCommand,
     TransferEvent,
 )
-from common.instance.ranks.leader import PROOF_S
-from common.instance.ranks.line import PING_S, SILENCE_S, RankLost, pack_plan, unpack_plan
-from common.messages import LinkInfo, RankInfo
-from common.messages.ranks import Launch, RankHello, RankRefused, StepReturned, ToLeader, rank_name
 from common.sampling_params import Grammar, SamplingParams
 from engine.grammar.grammars import ANY_TEXT
 from tests.builders import instance
@@ -36,15 +36,15 @@ PAGES = np.array([5, 7], dtype=np.int32)
 EMPTY = np.empty(0, dtype=np.int32)
 
 
-def decode_step(step: int = 1) -> StepPlan:
-    return StepPlan(step, decode_rows=np.array([0, 2], dtype=np.int32))
+def decode_step(step: int = 1) -> Plan:
+    return Plan(step, decode_rows=np.array([0, 2], dtype=np.int32))
 
 
 def test_a_plan_arrives_as_it_was_sent_with_the_grammars_that_the_rank_holds() -> None:
     held = Grammar("regex", "a")
     sampling = SamplingParams(max_new_tokens=3, seed=9, grammar=held, bad_words=((1, 2),))
     tokens = np.arange(5, dtype=np.int32)
-    plan = StepPlan(
+    plan = Plan(
         3,
         starts=(RowStart(0, PAGES, sampling, 4, 11, tokens, 2), RowStart(1, EMPTY, SamplingParams(max_new_tokens=1))),
         chunks=(Chunk(1, 0, tokens, last=False),),
@@ -52,7 +52,7 @@ def test_a_plan_arrives_as_it_was_sent_with_the_grammars_that_the_rank_holds() -
         grown_rows=np.array([0], dtype=np.int32),
         grown_pages=np.array([31], dtype=np.int32),
     )
-    launch = travelled(pack_plan(plan, 1, lambda grammar: 7), Launch)
+    launch = travelled(pack_plan(plan, lambda grammar: 7), Launch)
     got = unpack_plan(launch, {6: Grammar("regex", "a"), 7: held})
     assert repr(got) == repr(plan) and got.starts[0].sampling.grammar is held
     with pytest.raises(RankLost, match="row 0 is to begin with grammar 7, which this rank does not hold"):

@@ -8,8 +8,8 @@ from msgspec.structs import replace
 from common.errors import ConfigError, PeerRefused
 from common.ids import Incarnation, InstanceId
 from common.instance.ranks.follower import FollowerLoop
-from common.instance.ranks.joining import ABSENT_S, HELLO_S, SOMEBODY, Gathering, Joining
 from common.instance.ranks.line import MOST_KEPT, SILENCE_S, START_SILENCE_S, RankLost
+from common.instance.ranks.start import ABSENT_S, HELLO_S, SOMEBODY, Gathering, Joining
 from common.messages import EngineChoices, PoolDescriptor, RankInfo
 from common.messages.base import WIRE_VERSION
 from common.messages.ranks import Ping, RankHello, RankRefused, RankWelcome, ToFollower, ToLeader, rank_name

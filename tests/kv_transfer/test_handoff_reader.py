@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from common.ids import AttemptId, Generation, Incarnation, InstanceId, Life, pack_ids
 from common.messages import Claim, Grant, Handoff, Renew, Renewed, Withdraw
 from common.pages.pool import PageLease, PagePool
-from kv_transfer.handoff_target import MARGIN_S, WRITE_LEASE_S, HandoffTarget, Renewal, corrupt_pages
+from kv_transfer.handoff_reader import MARGIN_S, WRITE_LEASE_S, HandoffReader, Renewal, corrupt_pages
 from tests.builders import key
 
 P, Q = InstanceId("p"), InstanceId("q")
@@ -24,7 +24,7 @@ class Reader:
     """A target with its pool, which hears what is sent at once."""
 
     def __init__(self, incarnation: str = "1") -> None:
-        self.pool, self.target, self.now = PagePool(16), HandoffTarget(Incarnation(incarnation)), CLOCKS_S
+        self.pool, self.target, self.now = PagePool(16), HandoffReader(Incarnation(incarnation)), CLOCKS_S
 
     @property
     def writers_now(self) -> float:
@@ -32,7 +32,7 @@ class Reader:
 
     def reserve(self, name: str = "r", writer: Life = WRITER) -> tuple[Grant, PageLease]:
         """A reservation of 3 pages, of which the prompt needs 2."""
-        self.target.heard(writer, self.writers_now, self.now)
+        self.target.contacted(writer, self.writers_now, self.now)
         lease = self.pool.lease(3)
         assert lease is not None
         send = self.target.grant(key(name), writer, lease, prompt_pages=2, asked_s=self.writers_now)
@@ -243,10 +243,10 @@ def test_the_reservations_of_a_writer_that_fell_silent_are_fenced_when_it_cannot
     reader.reserve("b")
     assert reader.target.next_deadline() == CLOCKS_S + SILENCE_S
     reader.later(SILENCE_S - 1e-3)
-    assert reader.fenced() == [] and reader.target.hears(WRITER)
+    assert reader.fenced() == [] and reader.target.is_current(WRITER)
     reader.later(1e-3)
     assert reader.fenced() == ["a", "b"]
-    assert len(reader.target.open) == 0 and not reader.target.hears(WRITER) and reader.target.next_deadline() is None
+    assert len(reader.target.open) == 0 and not reader.target.is_current(WRITER) and reader.target.next_deadline() is None
 
 
 def test_every_newer_word_puts_the_fence_off() -> None:
@@ -298,17 +298,17 @@ def test_a_writer_that_speaks_again_after_its_fence_is_heard_again_and_told_what
     reader, grant, _ = reserved(later_s=SILENCE_S)
     reader.fenced()
     assert over(reader.renew(("r", grant.generation))) == ["r"]
-    assert reader.target.hears(WRITER) and reader.target.next_deadline() == reader.now + SILENCE_S
+    assert reader.target.is_current(WRITER) and reader.target.next_deadline() == reader.now + SILENCE_S
     assert reader.target.land(P, handoff(grant.generation)) is None
 
 
 @pytest.mark.parametrize("sent_s", [math.nan, math.inf, -math.inf])
 def test_a_word_at_no_time_is_fenced_as_any_other(sent_s: float) -> None:
     reader = Reader()
-    reader.target.heard(WRITER, sent_s, reader.now)
+    reader.target.contacted(WRITER, sent_s, reader.now)
     reader.later(SILENCE_S)
     reader.target.fenced(reader.now)
-    assert not reader.target.hears(WRITER)
+    assert not reader.target.is_current(WRITER)
 
 
 # --- stuck reservations ----------------------------------------------------------------------------------------------------

@@ -1,12 +1,13 @@
 """The sending end of the handoff: which pages of a request are written into its reservation, and when it is over.
 
-Owns the state of each outgoing handoff, the tickets of its pushes, and the write lease for each decode instance it writes to.
-Knows messages and page ids; the time is an argument. Does not know what tokens mean, models, sockets or libraries.
+Owns the state of each outgoing handoff, the tickets of its pushes, the write lease for each decode instance it writes to, and the
+totals of what went over the links. Knows messages and page ids; the time is an argument. Does not know what tokens mean, models,
+sockets or libraries.
 
     open ──Reserve──►  RESERVING ──Grant──► PUSHING ──all pages written, first token known──► Handoff ─► closed
                         │  │  ▲                │
                         │  │  └── move ─────┐  │
-                        │  └─► REFUSED ─────┘  │   Decline, over, its peer cannot be reached: another peer is asked
+                        │  └─► REFUSED ─────┘  │   Decline, over, its peer cannot be reached: the caller moves it to another
                      give_up               give_up, push failed, Decline, over
                         ▼                      ▼
                         Withdraw ◄── drained (no push in flight) ── DRAINING ─► closed
@@ -14,19 +15,14 @@ Knows messages and page ids; the time is an argument. Does not know what tokens 
 
 Before the grant nothing is written anywhere, so a handoff may move to another peer; what is computed stays and is pushed there.
 After the grant it stays where it is. The former peer may hold a reservation all the same, because its Grant is late or lost: a
-late one is answered with Withdraw, and renewals say that the handoff has moved until it has heard so.
+late one is answered with Withdraw, and renewals say that the handoff has moved until the peer has answered one of them.
 
 Single messages are not acknowledged. While a handoff with an instance is open, and a little longer, Renew says every second which
-handoffs are open. That extends the write lease (`kv_transfer/handoff_target.py`), and shows either side what a lost message left
+handoffs are open. That extends the write lease (`kv_transfer/handoff_reader.py`), and shows either side what a lost message left
 behind.
 
-What comes out is of two kinds. The actions that a method returns are to be carried out, in order. The news, which the caller
-takes with `take_news` after each event, say what became of a handoff, and which source pages no push reads any more: only then
-may their page lease end.
-
-What went over the links of an instance: one total for each peer, and one over all.
-
-Owns the totals. Knows the events of pushes. Does not know requests, links or how anything is reported.
+A method returns actions, to be carried out in order. Events, which the caller takes with `take_events` after each call, report
+the state of a handoff, and which source pages no push reads any more: only then may their page lease end.
 """
 
 from collections import defaultdict
@@ -36,29 +32,31 @@ from typing import assert_never
 from common.deadlines import DeadlineWheel
 from common.errors import InstanceFailed, Unavailable
 from common.ids import ID_BYTES, AttemptId, Generation, Incarnation, InstanceId, Int32Array, Life, Ticket, unpack_ids
-from common.instance.ports import Action, Allow, Push, PushDone, PushFailed, Send
+from common.instance.ports import Action, Send
 from common.messages import Claim, Decline, Failed, Grant, Handoff, LinkTraffic, Renew, Renewed, Reserve, TokenLogprob, Withdraw
 from common.messages.base import fits
+from common.messages.transfers import Allow, Push, PushDone, PushFailed
 from common.pages.layout import KVLayout
-from kv_transfer.handoff_target import RENEW_S, RENEWALS_AFTER, Digest
+from kv_transfer.handoff_reader import RENEW_S, RENEWALS_AFTER, Digest
 from kv_transfer.outgoing import (
+    HandoffClosed,
+    HandoffEvent,
+    HandoffGranted,
+    HandoffPosted,
+    HandoffRefused,
     Moved,
     Outgoing,
     Session,
-    SourceClosed,
-    SourceGranted,
-    SourceNews,
-    SourcePosted,
-    SourceRead,
-    SourceRefused,
+    SourcePagesRead,
 )
 
 
 class PeerTraffic:
-    """total: since the instance began, including peers that have left."""
+    """What went over the links of an instance: one total for each peer, and one over all. Does not know requests or links."""
 
     def __init__(self) -> None:
         self.total = LinkTraffic()
+        """Everything since the instance began, including peers that have left."""
         self._by_peer: defaultdict[InstanceId, LinkTraffic] = defaultdict(LinkTraffic)
 
     def to(self, peer: InstanceId) -> LinkTraffic:
@@ -88,12 +86,8 @@ def traffic_of(event: PushDone | PushFailed) -> LinkTraffic:
             return LinkTraffic(pushes_unproven=1)
 
 
-class HandoffSource:
-    """All outgoing handoffs of one prefill instance. stale: messages and events that match no handoff; they were dropped.
-    pages_pushed: those that were handed off. pages_spared: those that peers had already.
-
-    digest: computes the digests that go with a handoff (--verify-pages).
-    """
+class HandoffWriter:
+    """All outgoing handoffs of one prefill instance. digest: computes the digests that go with a handoff (--verify-pages)."""
 
     def __init__(self, incarnation: Incarnation, layout: KVLayout, digest: Digest | None = None) -> None:
         self._incarnation = incarnation
@@ -106,8 +100,13 @@ class HandoffSource:
         self._renewals: DeadlineWheel[Life] = DeadlineWheel()
         self._tickets = 0
         self.traffic = PeerTraffic()
-        self._news: list[SourceNews] = []
-        self.stale = self.pages_pushed = self.pages_spared = 0
+        self._events: list[HandoffEvent] = []
+        self.stale = 0
+        """Messages and events that match no handoff; they were dropped."""
+        self.pages_pushed = 0
+        """Pages that were handed off."""
+        self.pages_spared = 0
+        """Pages that peers had already."""
 
     def __len__(self) -> int:
         return len(self._by_key)
@@ -116,25 +115,25 @@ class HandoffSource:
     def pushes_in_flight(self) -> int:
         return len(self._by_ticket)
 
-    def take_news(self) -> list[SourceNews]:
-        """What there is since the last call, in order."""
-        news, self._news = self._news, []
-        return news
+    def take_events(self) -> list[HandoffEvent]:
+        """The events since the last call, in order."""
+        events, self._events = self._events, []
+        return events
 
     def next_deadline(self) -> float | None:
         return self._renewals.next_deadline()
 
-    # --- what the scheduler says -------------------------------------------------------------------------------------------
+    # --- calls of the scheduler --------------------------------------------------------------------------------------------
 
     def open(self, reserve: Reserve, peer: Life, source_pages: Int32Array) -> list[Action]:
-        """Ask `peer` for a reservation. source_pages: [pages] int32, in token order; they stay leased until SourceClosed."""
+        """Ask `peer` for a reservation. source_pages: [pages] int32, in token order; they stay leased until HandoffClosed."""
         assert reserve.key not in self._by_key, f"{reserve.key} is handed off twice"
         outgoing = Outgoing(reserve.key, peer, source_pages, reserve.sent_s)
         self._by_key[reserve.key] = outgoing
         return self._reserve(outgoing, reserve)
 
     def move(self, reserve: Reserve, peer: Life) -> list[Action]:
-        """Ask `peer` instead, after SourceRefused."""
+        """Ask `peer` instead, after HandoffRefused."""
         outgoing = self._by_key[reserve.key]
         assert outgoing.stage == "refused", f"{reserve.key} moves while it is {outgoing.stage}"
         outgoing.stage, outgoing.peer, outgoing.reserved_s = "reserving", peer, reserve.sent_s
@@ -175,11 +174,12 @@ class HandoffSource:
             return []
         return self._drain(outgoing, failure=None)
 
-    # --- what decode instances and transfers say ---------------------------------------------------------------------------
+    # --- messages and the ends of pushes -----------------------------------------------------------------------------------
 
     def receive(self, sender: InstanceId, message: Grant | Decline | Renewed, now: float) -> list[Action]:
-        """A decode instance spoke. A message is dropped and counted when it is late, comes from an instance or a life that we did
-        not ask, or answers a former process of our name: it names that one, or a time that has not come yet on our clock."""
+        """Take in a message of a decode instance. It is dropped and counted when it is late, comes from an instance or a life
+        that was not asked, or answers a former process of our name: it names that one, or a time that has not come yet on our
+        clock."""
         if not isinstance(message, Decline) and (message.sent_s > now or not fits(message.writer, self._incarnation)):
             self.stale += 1
             return []
@@ -245,7 +245,7 @@ class HandoffSource:
         for peer in self._renewals.expired(now):
             session = self._sessions[peer]
             for moved in session.moved.values():
-                moved.say(now)
+                moved.name_at(now)
             claims = [Claim(each.key, each.generation, each.stage == "stuck") for each in session.open.values()]
             claims += [Claim(key, Generation(0), moved=True) for key in session.moved]
             session.moved = {key: moved for key, moved in session.moved.items() if not moved.is_over}
@@ -303,7 +303,7 @@ class HandoffSource:
         self.pages_spared += have
         if outgoing.stage == "reserving":
             outgoing.stage = "pushing"
-        self._news.append(SourceGranted(outgoing.key, have))
+        self._events.append(HandoffGranted(outgoing.key, have))
         return [*self._extend(outgoing.peer, grant.sent_s + grant.write_lease_s), *self._advance(outgoing)]
 
     def _declined(self, outgoing: Outgoing, decline: Decline) -> list[Action]:
@@ -319,7 +319,7 @@ class HandoffSource:
         del session.open[outgoing.key]
         session.moved[outgoing.key] = Moved()
         self._drop_if_dead(outgoing.peer)
-        self._news.append(SourceRefused(outgoing.key, failure))
+        self._events.append(HandoffRefused(outgoing.key, failure))
         if is_declined:
             return []
         return [Send(outgoing.peer.id, Withdraw(key=outgoing.key, incarnation=self._incarnation))]
@@ -330,7 +330,7 @@ class HandoffSource:
         for peer in peers:
             actions += self._extend(peer, renewed.sent_s + renewed.write_lease_s)
             for moved in self._sessions[peer].moved.values():
-                moved.is_heard = moved.is_heard or moved.since_s <= renewed.sent_s
+                moved.is_answered = moved.is_answered or moved.since_s <= renewed.sent_s
         generations = renewed.generations or (None,) * len(renewed.over)
         for key, generation in zip(renewed.over, generations, strict=False):
             outgoing = self._by_key.get(key)
@@ -379,7 +379,7 @@ class HandoffSource:
         # The prompt is computed, so only the pushes still need its pages (and the digests, which are computed last).
         read = min(outgoing.in_flight.values(), default=outgoing.posted)
         if read > outgoing.read and self._digest is None:
-            self._news.append(SourceRead(outgoing.key, read - outgoing.read))
+            self._events.append(SourcePagesRead(outgoing.key, read - outgoing.read))
             outgoing.read = read
         return actions
 
@@ -401,7 +401,7 @@ class HandoffSource:
         """Push pages [posted, end), or only these layers of them."""
         if not outgoing.has_posted:
             outgoing.has_posted = True
-            self._news.append(SourcePosted(outgoing.key))
+            self._events.append(HandoffPosted(outgoing.key))
         self._tickets += 1
         ticket = Ticket(self._tickets)
         span = slice(outgoing.posted, end)
@@ -425,12 +425,12 @@ class HandoffSource:
             return [Send(outgoing.peer.id, withdraw)]
         # Withdraw promises that no write is under way. Without proof it is not sent, and the claim stays.
         outgoing.stage = "stuck"
-        self._news.append(SourceClosed(outgoing.key, outgoing.failure, quiescent=False))
+        self._events.append(HandoffClosed(outgoing.key, outgoing.failure, quiescent=False))
         return []
 
     def _close(self, outgoing: Outgoing, failure: Failed | None) -> None:
         """Its session ends with the last renewal; that of a dead peer with its last handoff."""
-        self._news.append(SourceClosed(outgoing.key, failure, quiescent=True))
+        self._events.append(HandoffClosed(outgoing.key, failure, quiescent=True))
         del self._by_key[outgoing.key]
         if outgoing.stage != "refused":
             del self._sessions[outgoing.peer].open[outgoing.key]

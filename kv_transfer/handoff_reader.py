@@ -1,30 +1,25 @@
 """The receiving end of the handoff: reservations, which are pages leased for KV that is on its way.
 
-Owns the reservations and their generations, and when each writer was last heard. Knows messages and pages; the time is an
-argument. Does not know what tokens mean, models, sockets or libraries.
+Owns the reservations and their generations, the time of each writer's latest message, how long a writer may write, and the
+comparison of page digests. Knows messages and pages; the time is an argument. Does not know what tokens mean, models, sockets or
+libraries.
 
     grant ──► RESERVED ──Handoff(generation)──► landed: the lease passes to the caller
                  ├──────Withdraw─────────────────────────► the caller closes the lease
                  ├──────Renew that says it has moved ────► likewise
                  ├──────Renew that does not claim it ────► lost (its Handoff or Withdraw did not arrive): likewise
                  ├──────the writer is silent for too long,
-                 │      or dead ─────────────────────────► fenced (`kv_transfer/handoff_target.py`): likewise
+                 │      or dead ─────────────────────────► fenced: likewise
                  └──────cancel───► CANCELLED, until one of the above happens: likewise
 
 A cancelled reservation keeps its pages, because a write may still be under way.
 
-Digests of pages: whether the pages that landed are the pages that were sent.
-
-Owns the comparison. The digests themselves are the executor's (`Executor.digest_pages`): CRC-32, little-endian uint32.
-
-How long a writer may write: the times on which both ends of a handoff rely.
-
-Owns the numbers and their order. The target of a one-sided write cannot stop it. So a writer that is cut off stops by its own
-clock, and the reader waits longer than that before it reuses the pages. Clocks are never compared: the writer counts from when it
-*sent* its latest message that the reader has answered, the reader from when the writer's last message arrived, which is later.
+The target of a one-sided write cannot stop it. So a writer that is cut off stops by its own clock, and the reader waits longer
+than that before it reuses the pages. Clocks are never compared: the writer counts from when it *sent* its latest message that the
+reader has answered, the reader from when the writer's last message arrived, which is later.
 
     writer   sent ├────── WRITE_LEASE_S ──────┤ posts no slice ── OVERRUN_S ──┤ if a write is still in flight, the process ends
-    reader      heard ├────── WRITE_LEASE_S ──────┼─────────── MARGIN_S ───────────┤ the pages come home
+    reader    arrived ├────── WRITE_LEASE_S ──────┼─────────── MARGIN_S ───────────┤ the pages come home
 
 A writer whose process is gone needs no lease to end: it posts nothing. That is proven when its host refuses connections to its
 inbox, or another life has bound the same address. The kernel closes a process's sockets when the last of its threads has left,
@@ -63,14 +58,6 @@ Digest: TypeAlias = Callable[[Int32Array], bytes]
 """Computes the digests of some pages, concatenated."""
 
 
-def corrupt_pages(sent: bytes, landed: bytes) -> int:
-    """How many pages differ. A digest that is missing on either side counts as a difference."""
-    pages = max(len(sent), len(landed)) // 4
-    ours, theirs = (np.frombuffer(digests[: len(digests) // 4 * 4], dtype="<u4") for digests in (landed, sent))
-    common = min(len(ours), len(theirs))
-    return pages - int((ours[:common] == theirs[:common]).sum())
-
-
 WRITE_LEASE_S = 5.0
 RENEW_S = 1.0
 """How often a writer renews its lease while a handoff is open."""
@@ -86,42 +73,50 @@ RENEWALS_AFTER = 3
 
 @dataclass(slots=True, eq=False)
 class Reservation:
-    """grant: the answer to its Reserve. prompt_pages of the lease wait for KV; the rest is room for the answer. asked_s: when the
-    Reserve was sent, on the writer's clock. cancelled_s: when it was cancelled, on our clock; None while it is wanted.
-    """
+    """Pages of ours that a writer may write."""
 
     key: AttemptId
     writer: Life
     grant: Grant
+    """The answer to its Reserve."""
     lease: PageLease
+    """Its first pages wait for KV; the rest is room for the answer."""
     prompt_pages: int
+    """How many pages wait for KV."""
     asked_s: float
+    """When the Reserve was sent, on the writer's clock."""
     have_tokens: int = 0
+    """Leading tokens whose KV is here already."""
     cancelled_s: float | None = None
+    """When it was cancelled, on our clock; None while it is wanted."""
 
 
 @dataclass(slots=True, eq=False)
-class _Heard:
-    """The latest message of a writer: when it was sent on its clock, and when it arrived on ours."""
+class _LastContact:
+    """The latest message of a writer."""
 
     sent_s: float
-    heard_s: float
+    """On the writer's clock."""
+    arrived_s: float
+    """On our clock."""
 
 
 @dataclass(frozen=True, slots=True)
 class Renewal:
-    """What a Renew brought. sends: the answer, and grants again. moved: reservations that the writer never used, because another
-    reader has the request. lost: those that it no longer knows. stuck: those that it has given up but cannot release, because a
-    write may still be under way."""
+    """The effects of a Renew."""
 
     sends: list[Send]
+    """The answer, and grants again."""
     moved: list[Reservation]
+    """Reservations that the writer never used, because another reader has the request."""
     lost: list[Reservation]
+    """Those that the writer no longer knows."""
     stuck: list[Reservation]
+    """Those that the writer has given up but cannot release, because a write may still be under way."""
 
 
-class HandoffTarget:
-    """All reservations of one decode instance. open: by key. stale: messages that match no reservation; they were dropped.
+class HandoffReader:
+    """All reservations of one decode instance.
 
     Generations begin at a number that belongs to the incarnation, so a late message to a former incarnation matches none of them.
     """
@@ -130,39 +125,40 @@ class HandoffTarget:
         self.open: dict[AttemptId, Reservation] = {}
         self._stuck: set[AttemptId] = set()
         """Reservations that their writers cannot release."""
-        self._heard: dict[Life, _Heard] = {}
+        self._contacts: dict[Life, _LastContact] = {}
         self._silence: DeadlineWheel[Life] = DeadlineWheel()
-        self._buried: set[Life] = set()
-        """Those of `_heard` whose processes are gone."""
+        self._dead: set[Life] = set()
+        """The writers among `_contacts` whose processes are gone."""
         self._incarnation = incarnation
         self._generations = zlib.crc32(incarnation.encode()) << 24
         self.stale = 0
+        """Messages that match no reservation; they were dropped."""
 
-    def heard(self, writer: Life, sent_s: float, now: float) -> None:
+    def contacted(self, writer: Life, sent_s: float, now: float) -> None:
         """A Reserve or Renew of this writer arrived. One that is older than the latest changes nothing, nor does the last mail of
         a dead writer."""
-        known = self._heard.get(writer)
-        if writer not in self._buried and (known is None or sent_s > known.sent_s):
-            self._heard[writer] = _Heard(sent_s, now)
+        known = self._contacts.get(writer)
+        if writer not in self._dead and (known is None or sent_s > known.sent_s):
+            self._contacts[writer] = _LastContact(sent_s, now)
             self._silence.set(writer, now + WRITE_LEASE_S + MARGIN_S)
 
-    def bury(self, writer: Life, fenced_s: float | None) -> None:
+    def writer_died(self, writer: Life, fenced_s: float | None) -> None:
         """The writer's process is gone, and nothing of it lands after `fenced_s`; None: its other ranks may write until its lease
         ends."""
-        if writer in self._heard and writer not in self._buried:
-            self._buried.add(writer)
+        if writer in self._contacts and writer not in self._dead:
+            self._dead.add(writer)
             if fenced_s is not None:
                 self._silence.hasten(writer, fenced_s)
 
-    def hears(self, writer: Life) -> bool:
-        """Whether the writer has been heard lately. Only then may it be granted anything."""
-        return writer in self._heard and writer not in self._buried
+    def is_current(self, writer: Life) -> bool:
+        """Whether the writer lives and its latest message is recent. Only then may it be granted anything."""
+        return writer in self._contacts and writer not in self._dead
 
     def grant(
         self, key: AttemptId, writer: Life, lease: PageLease, prompt_pages: int, asked_s: float, have_tokens: int = 0
     ) -> Send:
-        """Open a reservation over `lease` and tell the writer, which was heard before, where to write. have_tokens: see
-        `Grant`."""
+        """Open a reservation over `lease`. Returns the message that says where the writer may write; the writer is current.
+        have_tokens: see `Grant`."""
         assert key not in self.open, f"{key} is reserved twice"
         assert prompt_pages <= len(lease)
         self._generations += 1
@@ -170,7 +166,7 @@ class HandoffTarget:
             key=key,
             generation=Generation(self._generations),
             pages=pack_ids(lease.pages[:prompt_pages]),
-            sent_s=self._heard[writer].sent_s,
+            sent_s=self._contacts[writer].sent_s,
             write_lease_s=WRITE_LEASE_S,
             have_tokens=have_tokens,
             incarnation=self._incarnation,
@@ -208,11 +204,11 @@ class HandoffTarget:
             reservation.cancelled_s = now
 
     def renew(self, sender: InstanceId, renew: Renew, now: float, waits: Callable[[AttemptId], bool]) -> Renewal:
-        """A writer said which handoffs it holds open. waits: whether a key is waiting for a reservation here."""
+        """A writer lists the handoffs that it holds open. waits: whether a key waits for a reservation here."""
         writer = Life(sender, renew.incarnation)
-        if writer in self._buried:  # its last mail; were it alive after all, its lease would end unrenewed
+        if writer in self._dead:  # its last mail; were it alive after all, its lease would end unrenewed
             return Renewal([], [], [], [])
-        self.heard(writer, renew.sent_s, now)
+        self.contacted(writer, renew.sent_s, now)
         claims = {claim.key: claim for claim in renew.claims if not claim.moved}
         moved_keys = {claim.key for claim in renew.claims if claim.moved}
         sends: list[Send] = []
@@ -229,7 +225,7 @@ class HandoffTarget:
                 over.append((key, reservation.grant.generation))
             elif not claim.generation:
                 # The first grant may have been lost; the writer drops a second.
-                sends.append(Send(sender, replace(reservation.grant, sent_s=self._heard[writer].sent_s)))
+                sends.append(Send(sender, replace(reservation.grant, sent_s=self._contacts[writer].sent_s)))
         gone = [r for r in self.open.values() if r.writer == writer and r.asked_s < renew.sent_s and r.key not in claims]
         for reservation in gone:
             self._close(reservation.key)
@@ -250,8 +246,8 @@ class HandoffTarget:
         writing, or that have been dead for long enough."""
         fenced: list[Reservation] = []
         for writer in self._silence.expired(now):
-            del self._heard[writer]
-            self._buried.discard(writer)
+            del self._contacts[writer]
+            self._dead.discard(writer)
             fenced += [reservation for reservation in self.open.values() if reservation.writer == writer]
         for reservation in fenced:
             self._close(reservation.key)
@@ -272,7 +268,7 @@ class HandoffTarget:
 
     def is_quarantined(self, key: AttemptId, now: float) -> bool:
         """Whether it is stuck, and nobody knows for how long: that of a dead writer comes home, and speaks of no failure here."""
-        return self.is_stuck(key, now) and self.open[key].writer not in self._buried
+        return self.is_stuck(key, now) and self.open[key].writer not in self._dead
 
     def is_stuck(self, key: AttemptId, now: float) -> bool:
         """Whether the reservation has waited unusually long for its writer: it was cancelled, or the writer fell silent, longer
@@ -283,4 +279,13 @@ class HandoffTarget:
         if reservation is None:
             return False
         cancelled = reservation.cancelled_s is not None and now - reservation.cancelled_s > WRITE_LEASE_S
-        return cancelled or now - self._heard[reservation.writer].heard_s > WRITE_LEASE_S
+        return cancelled or now - self._contacts[reservation.writer].arrived_s > WRITE_LEASE_S
+
+
+def corrupt_pages(sent: bytes, landed: bytes) -> int:
+    """How many pages that landed differ from those that were sent. Digests are the executor's (`Executor.digest_pages`): CRC-32,
+    little-endian uint32. A digest that is missing on either side counts as a difference."""
+    pages = max(len(sent), len(landed)) // 4
+    ours, theirs = (np.frombuffer(digests[: len(digests) // 4 * 4], dtype="<u4") for digests in (landed, sent))
+    common = min(len(ours), len(theirs))
+    return pages - int((ours[:common] == theirs[:common]).sum())

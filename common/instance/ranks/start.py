@@ -1,18 +1,16 @@
-"""A follower's side of the start: it says hello until it is welcome, offers pages, and is ready.
+"""The start of an instance with several ranks: they gather, agree on a number of pages, and are ready.
 
-Owns what the leader has answered. Opens no socket, as `gathering` on the other side.
+Owns what each side of the start has sent and received. Opens no socket. `turn` takes in mail, reads the clock that it is given,
+and sends what has become due. Another thread may load the model meanwhile, and say what this rank offers.
 
-The leader's side of the start: the ranks of an instance gather, agree on a number of pages, and are ready.
-
-Owns who has said hello, and what they offer. Opens no socket. `turn` takes in mail, reads the clock that it is given, and sends
-what has become due. Another thread may load the model meanwhile, and say what this rank offers.
-
-    missing ─hello of every rank, and open()─► welcome ─► rounds of offers: the least is agreed ─► ready() of all ─► complete
+    follower   hello, again and again ─► welcome ─► offers, each answered with what is agreed ─► ready
+    leader     missing ─hello of every rank, and open()─► welcome ─► rounds of offers: the least is agreed ─► all are ready
 
 Before the welcome a rank may leave and come again: it is missing when its process is gone or says hello no more. After the
 welcome, a rank that is lost ends the instance.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
@@ -46,39 +44,66 @@ SOMEBODY = InstanceId("rank-0")
 """The leader, whose name is not known before it answers."""
 
 
-class Joining:
-    """leader: its address."""
+class RankStart(ABC):
+    """One side of the start."""
 
-    def __init__(self, mail: Mail[ToFollower], leader: str, hello: RankHello) -> None:
-        self._mail = mail
-        self._leader = leader
-        self._hello = hello
-        self._hello_s = 0.0
-        self._line: Line | None = None
+    def __init__(self) -> None:
         self._offers: list[int] = []
-        self._offered = 0
+        """How many pages this rank can hold, by the number of the round."""
         self._agreed: list[int] = []
-        self._ready: tuple[ModelIdentity, PoolDescriptor, EngineChoices] | None = None
-        self._complete = False
-        self.welcome: RankWelcome | None = None
-        mail.route(SOMEBODY, leader, watch=True)
+        """How many pages all ranks use, by the number of the round."""
 
-    # --- what the thread that loads says ---------------------------------------------------------------------------------------
+    # --- for the thread that loads ---------------------------------------------------------------------------------------------
 
     def offer(self, pages: int) -> int:
         """This rank can hold so many pages. Returns the number of the round."""
         self._offers.append(pages)
         return len(self._offers) - 1
 
+    def agreed(self, number: int) -> int | None:
+        """The pages that all ranks use, of that round; None: it is not known yet."""
+        return self._agreed[number] if number < len(self._agreed) else None
+
+    @property
+    @abstractmethod
+    def complete(self) -> bool:
+        """Nothing is left to do for this side."""
+
+    # --- for the thread that turns ---------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def turn(self, clock: Callable[[], float]) -> None:
+        """Take in mail and send what is due. Raises RankLost, and what the side names."""
+
+    @abstractmethod
+    def next_deadline(self, now: float) -> float:
+        """When the next turn is due even if nothing happens before."""
+
+    @abstractmethod
+    def end(self, reason: str) -> None:
+        """Tell the other side that this rank cannot go on."""
+
+
+class Joining(RankStart):
+    """A follower's side. leader: the address of rank 0."""
+
+    def __init__(self, mail: Mail[ToFollower], leader: str, hello: RankHello) -> None:
+        super().__init__()
+        self._mail = mail
+        self._leader = leader
+        self._hello = hello
+        self._hello_s = 0.0
+        self._line: Line | None = None
+        self._offered = 0
+        """How many of the offers were sent."""
+        self._ready: tuple[ModelIdentity, PoolDescriptor, EngineChoices] | None = None
+        self._complete = False
+        self.welcome: RankWelcome | None = None
+        mail.route(SOMEBODY, leader, watch=True)
+
     def ready(self, model: ModelIdentity, pool: PoolDescriptor, engine: EngineChoices = EngineChoices()) -> None:  # noqa: B008
         """This rank can take plans and writes. They may come from then on: no `turn` takes them in."""
         self._ready = model, pool, engine
-
-    # --- what it learns --------------------------------------------------------------------------------------------------------
-
-    def agreed(self, number: int) -> int | None:
-        """The pages that all ranks use, of that round; None: the leader has not said."""
-        return self._agreed[number] if number < len(self._agreed) else None
 
     @property
     def waits_for(self) -> str:
@@ -91,7 +116,7 @@ class Joining:
 
     @property
     def complete(self) -> bool:
-        """The leader has been told that this rank is ready."""
+        """The leader was sent that this rank is ready."""
         return self._complete
 
     @property
@@ -114,7 +139,7 @@ class Joining:
             match message:
                 case RankWelcome():
                     if self._line is None:
-                        self._line = Line(sender, f"rank 0 at {self._leader}", now)
+                        self._line = Line(self._mail, sender, f"rank 0 at {self._leader}", now)
                         self._mail.route(sender, self._leader, watch=True)
                         self.welcome = message
                 case RankRefused(reason=reason):
@@ -131,26 +156,25 @@ class Joining:
             return
         self._line.check(now, START_SILENCE_S)
         while self._offered < len(self._offers):
-            self._mail.send(self._line.to, Offer(number=self._line.next(), pages=self._offers[self._offered]))
+            self._line.send(Offer(pages=self._offers[self._offered]))
             self._offered += 1
         if self._ready is not None:
             model, pool, engine = self._ready
-            self._mail.send(self._line.to, RankReady(number=self._line.next(), model=model, pool=pool, engine=engine))
+            self._line.send(RankReady(model=model, pool=pool, engine=engine))
             self._complete = True
 
     def next_deadline(self, now: float) -> float:
         return self._hello_s if self._line is None else now + HELLO_S
 
     def end(self, reason: str) -> None:
-        """Tell the leader that this rank cannot go on."""
         if self._line is not None:
-            self._mail.send(self._line.to, RankFailed(number=self._line.next(), reason=reason))
+            self._line.send(RankFailed(reason=reason))
 
     def _take(self, message: ToFollower, now: float) -> None:
         assert self._line is not None
         match message:
             case Ping(sent_s=sent_s):
-                self._mail.send(self._line.to, Pong(number=self._line.next(), sent_s=sent_s, heard_s=now))
+                self._line.send(Pong(sent_s=sent_s, heard_s=now))
             case Agreed(pages=pages):
                 self._agreed.append(pages)
             case End(reason=reason):
@@ -165,19 +189,21 @@ ABSENT_S = 5.0
 
 @dataclass(slots=True, eq=False)
 class _JoinedFollower:
-    """A follower that has said hello. offers: in the order of rounds."""
+    """A follower that has said hello."""
 
     name: InstanceId
     info: RankInfo
     line: Line
     offers: list[int] = field(default_factory=list)
+    """Its offers in the order of rounds."""
     ready: RankReady | None = None
 
 
-class Gathering:
-    """ranks: of the instance. setup: what must be equal on all of them (`RankHello.setup`)."""
+class Gathering(RankStart):
+    """The leader's side. ranks: how many the instance has. setup: what must be equal on all of them (`RankHello.setup`)."""
 
     def __init__(self, mail: Mail[ToLeader], ranks: int, setup: Mapping[str, str]) -> None:
+        super().__init__()
         self._mail = mail
         self._ranks = ranks
         self._setup = setup
@@ -185,27 +211,16 @@ class Gathering:
         self._refusals = Refusals(mail)
         self._meeting: str | None = None
         self._welcomed = False
-        self._own_offers: list[int] = []
-        self._agreed: list[int] = []
         self._own: tuple[ModelIdentity, PoolDescriptor] | None = None
         self._ping_s = 0.0
-
-    # --- what the thread that loads says ---------------------------------------------------------------------------------------
 
     def open(self, meeting: str) -> None:
         """The ranks' collectives may meet there: welcome the followers as soon as all are here."""
         self._meeting = meeting
 
-    def offer(self, pages: int) -> int:
-        """This rank can hold so many pages. Returns the number of the round."""
-        self._own_offers.append(pages)
-        return len(self._own_offers) - 1
-
     def ready(self, model: ModelIdentity, pool: PoolDescriptor) -> None:
         """This rank can take plans and writes."""
         self._own = model, pool
-
-    # --- what it learns --------------------------------------------------------------------------------------------------------
 
     @property
     def missing(self) -> list[int]:
@@ -221,10 +236,6 @@ class Gathering:
     def welcomed(self) -> bool:
         return self._welcomed
 
-    def agreed(self, number: int) -> int | None:
-        """The pages that all ranks use, of that round; None: not all have offered."""
-        return self._agreed[number] if number < len(self._agreed) else None
-
     @property
     def complete(self) -> bool:
         """All ranks are ready."""
@@ -232,20 +243,20 @@ class Gathering:
 
     @property
     def infos(self) -> tuple[RankInfo, ...]:
-        """What the followers have sent, in the order of ranks. Only when it is complete."""
+        """The followers, in the order of ranks. Only when it is complete."""
         infos = [self._joined[rank].info for rank in range(1, self._ranks)]
-        told = zip(infos, self._told, strict=True)
-        return tuple(replace(info, device=ready.pool.device, engine=ready.engine) for info, ready in told)
+        readies = zip(infos, self._readies, strict=True)
+        return tuple(replace(info, device=ready.pool.device, engine=ready.engine) for info, ready in readies)
 
     @property
     def pools(self) -> tuple[PoolDescriptor, ...]:
-        """What the followers have sent, in the order of ranks. Only when it is complete."""
-        return tuple(ready.pool for ready in self._told)
+        """The followers' pools, in the order of ranks. Only when it is complete."""
+        return tuple(ready.pool for ready in self._readies)
 
     @property
-    def _told(self) -> list[RankReady]:
-        told = [self._joined[rank].ready for rank in range(1, self._ranks)]
-        return [ready for ready in told if ready is not None]
+    def _readies(self) -> list[RankReady]:
+        readies = [self._joined[rank].ready for rank in range(1, self._ranks)]
+        return [ready for ready in readies if ready is not None]
 
     def followers(self, now: float) -> Followers:
         """Those that serve from now on. Only when it is complete; this object is not used any more."""
@@ -268,7 +279,7 @@ class Gathering:
                 joined.line.take(message, now)
                 self._refusals.heard(rank, joined.line.who, now)
                 self._take(joined, message, now)
-        self._part(self._mail.refused(), began)
+        self._drop_gone(self._mail.refused(), began)
         if not self._welcomed and self._meeting is not None and not self.missing:
             self._welcomed = True
             for each in self._joined.values():
@@ -281,24 +292,23 @@ class Gathering:
         return self._ping_s if self._welcomed else now + PING_S
 
     def end(self, reason: str) -> None:
-        """Tell all that were welcomed to exit."""
         if self._welcomed:
             for each in self._joined.values():
-                self._mail.send(each.name, End(number=each.line.next(), reason=reason))
+                each.line.send(End(reason=reason))
 
     def _go_on(self, now: float) -> None:
         for each in self._joined.values():
             each.line.check(now, START_SILENCE_S)
             if now >= self._ping_s:
-                self._mail.send(each.name, Ping(number=each.line.next(), sent_s=now))
+                each.line.send(Ping(sent_s=now))
         if now >= self._ping_s:
             self._ping_s = now + PING_S
         number = len(self._agreed)
-        if len(self._own_offers) > number and all(len(each.offers) > number for each in self._joined.values()):
-            pages = min(self._own_offers[number], *(each.offers[number] for each in self._joined.values()))
+        if len(self._offers) > number and all(len(each.offers) > number for each in self._joined.values()):
+            pages = min(self._offers[number], *(each.offers[number] for each in self._joined.values()))
             self._agreed.append(pages)
             for each in self._joined.values():
-                self._mail.send(each.name, Agreed(number=each.line.next(), pages=pages))
+                each.line.send(Agreed(pages=pages))
         if self._own is not None:
             for rank, each in self._joined.items():
                 if each.ready is not None:
@@ -317,7 +327,7 @@ class Gathering:
         else:
             self._refusals.joined(hello.rank)
             self._mail.route(sender, hello.address, watch=True)
-            self._joined[hello.rank] = _JoinedFollower(sender, hello.info, Line(sender, describe(hello), now))
+            self._joined[hello.rank] = _JoinedFollower(sender, hello.info, Line(self._mail, sender, describe(hello), now))
 
     def _why_not(self, hello: RankHello) -> str | None:
         if hello.wire_version != WIRE_VERSION:
@@ -332,8 +342,8 @@ class Gathering:
                 return f"{name} is {theirs} there, and {ours} on rank 0: all ranks need the same"
         return None
 
-    def _part(self, gone: list[InstanceId], now: float) -> None:
-        """The processes of these are gone."""
+    def _drop_gone(self, gone: list[InstanceId], now: float) -> None:
+        """The processes of these are gone. Raises RankLost after the welcome."""
         for rank, each in list(self._joined.items()):
             if self._welcomed and each.name in gone:
                 raise RankLost(f"{each.line.who} is gone")
@@ -359,14 +369,12 @@ class Gathering:
 
 def _compare(rank: int, theirs: RankReady, model: ModelIdentity, pool: PoolDescriptor) -> None:
     """Raises ConfigError that names the first difference."""
-    ours = {"the model": model, "the transport": pool.backend, "a page": pool.layout, "the number of pages": pool.total_pages}
     other = theirs.pool
-    told = {
-        "the model": theirs.model,
-        "the transport": other.backend,
-        "a page": other.layout,
-        "the number of pages": other.total_pages,
-    }
-    for name, value in ours.items():
-        if told[name] != value:
-            raise ConfigError(f"rank {rank} differs from rank 0 in {name}: {told[name]} there, {value} on rank 0")
+    for name, there, ours in (
+        ("the model", theirs.model, model),
+        ("the transport", other.backend, pool.backend),
+        ("a page", other.layout, pool.layout),
+        ("the number of pages", other.total_pages, pool.total_pages),
+    ):
+        if there != ours:
+            raise ConfigError(f"rank {rank} differs from rank 0 in {name}: {there} there, {ours} on rank 0")

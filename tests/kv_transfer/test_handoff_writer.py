@@ -9,19 +9,20 @@ import numpy as np
 import pytest
 
 from common.ids import Generation, Incarnation, InstanceId, Life, Ticket, pack_ids
-from common.instance.ports import Allow, Push, PushDone, PushFailed, Send
+from common.instance.ports import Send
 from common.messages import Decline, Failed, Grant, Handoff, LinkTraffic, Withdraw
-from kv_transfer.handoff_source import PeerTraffic, traffic_of
-from kv_transfer.handoff_target import WRITE_LEASE_S, Digest
-from kv_transfer.outgoing import SourceClosed, SourceGranted, SourceRead, SourceRefused
+from common.messages.transfers import Allow, Push, PushDone, PushFailed
+from kv_transfer.handoff_reader import WRITE_LEASE_S, Digest
+from kv_transfer.handoff_writer import PeerTraffic, traffic_of
+from kv_transfer.outgoing import HandoffClosed, HandoffGranted, HandoffRefused, SourcePagesRead
 from tests.builders import LAYOUT, key
 from tests.kv_transfer.sources import BEGAN_S, ME, D, Source, grant, reserve
 
 LIFE, OTHER = Incarnation("1"), InstanceId("other")
 PEER = Life(D, LIFE)
 SOURCE_PAGES = np.array([10, 11, 12], dtype=np.int32)
-GRANTED = SourceGranted(key())
-CLOSED = SourceClosed(key(), None, quiescent=True)
+GRANTED = HandoffGranted(key())
+CLOSED = HandoffClosed(key(), None, quiescent=True)
 WITHDRAW = Send(D, Withdraw(key=key(), incarnation=ME, generation=Generation(5)))
 WITHDRAWN = [WITHDRAW, CLOSED]
 UNGRANTED = Send(D, Withdraw(key=key(), incarnation=ME))
@@ -37,7 +38,7 @@ def granted(have_tokens: int = 0, digest: Digest | None = None) -> Source:
     source = opened(digest)
     assert source.receive(D, grant(have_tokens=have_tokens), BEGAN_S + 0.1) == [
         Allow(D, LIFE, BEGAN_S + WRITE_LEASE_S),
-        SourceGranted(key(), have_tokens // LAYOUT.page_size),
+        HandoffGranted(key(), have_tokens // LAYOUT.page_size),
     ]
     return source
 
@@ -70,7 +71,7 @@ def test_complete_pages_are_pushed_chunk_by_chunk_and_the_last_page_with_the_fir
     assert pushes(source.computed(key(), 6)) == [([10], [20])]
     assert pushes(source.computed(key(), 7)) == []
     assert pushes(source.sampled(key(), 99)) == [([11, 12], [21, 22])]
-    assert source.transfer_ended(done(1)) == [SourceRead(key(), 1)]
+    assert source.transfer_ended(done(1)) == [SourcePagesRead(key(), 1)]
     handoff = Handoff(key=key(), generation=Generation(5), first_token=99, pushed_pages=3, pushed_bytes=200)
     assert source.transfer_ended(done(2)) == [Send(D, handoff), CLOSED]
     assert len(source) == 0 and source.pushes_in_flight == 0
@@ -79,7 +80,7 @@ def test_complete_pages_are_pushed_chunk_by_chunk_and_the_last_page_with_the_fir
 def test_pages_are_read_for_the_last_time_when_the_prompt_is_computed_and_every_push_of_them_has_ended() -> None:
     source = pushing(4, 8)
     assert source.transfer_ended(done(1)) == [], "the chunks that follow attend to them"
-    assert SourceRead(key(), 1) in source.sampled(key(), 99)
+    assert SourcePagesRead(key(), 1) in source.sampled(key(), 99)
     assert source.transfer_ended(done(3)) == [], "an earlier one is on its way"
     assert source.transfer_ended(done(2))[-1] == CLOSED
 
@@ -93,7 +94,7 @@ def test_pages_whose_digests_go_with_the_handoff_are_read_until_then() -> None:
 
 def test_pages_that_are_there_already_are_read_as_soon_as_the_prompt_is_computed() -> None:
     source = granted(have_tokens=8)
-    assert SourceRead(key(), 2) in source.sampled(key(), 99)
+    assert SourcePagesRead(key(), 2) in source.sampled(key(), 99)
 
 
 def layered(outputs: list[Any]) -> list[tuple[list[int], range | None]]:
@@ -106,7 +107,7 @@ def test_the_last_chunk_is_pushed_layer_by_layer_while_it_is_computed_and_the_re
     assert layered(source.layers_computed(key(), 1)) == [([21, 22], range(1))]
     assert layered(source.layers_computed(key(), 1)) == []
     assert layered(source.sampled(key(), 99)) == [([21, 22], range(1, LAYOUT.layers))]
-    assert [source.transfer_ended(done(ticket)) for ticket in (1, 2)] == [[SourceRead(key(), 1)], []]
+    assert [source.transfer_ended(done(ticket)) for ticket in (1, 2)] == [[SourcePagesRead(key(), 1)], []]
     handoff = Handoff(key=key(), generation=Generation(5), first_token=99, pushed_pages=3, pushed_bytes=300)
     assert source.transfer_ended(done(3)) == [Send(D, handoff), CLOSED]
 
@@ -162,7 +163,7 @@ def test_pages_that_the_decode_instance_holds_already_are_not_sent() -> None:
 
 
 def test_a_handoff_without_any_push_follows_the_first_token_at_once() -> None:
-    assert [type(output) for output in granted(have_tokens=12).sampled(key(), 99)] == [Send, SourceClosed]
+    assert [type(output) for output in granted(have_tokens=12).sampled(key(), 99)] == [Send, HandoffClosed]
 
 
 def test_a_handoff_carries_the_digests_of_the_pages_that_were_pushed() -> None:
@@ -201,7 +202,7 @@ def test_a_failed_push_reports_the_reason_and_withdraws_unless_it_may_still_writ
     source = pushing(4, 8)
     assert source.transfer_ended(PushFailed(Ticket(1), "cable", quiescent=quiescent)) == []
     withdraws = [WITHDRAW] if quiescent else []
-    closed = SourceClosed(key(), unavailable("pushing to d failed: cable"), quiescent)
+    closed = HandoffClosed(key(), unavailable("pushing to d failed: cable"), quiescent)
     assert source.transfer_ended(done(2)) == [*withdraws, closed]
 
 
@@ -225,8 +226,8 @@ FULL = Failed(message="full", kind="overloaded_error", status=429, retryable=Tru
 
 
 DECLINE = Decline(key=key(), failed=FULL)
-REFUSED = SourceRefused(key(), FULL)
-DECLINED = SourceClosed(key(), FULL, quiescent=True)
+REFUSED = HandoffRefused(key(), FULL)
+DECLINED = HandoffClosed(key(), FULL, quiescent=True)
 
 
 def test_a_decline_before_the_grant_refuses_with_its_reason_and_giving_up_then_closes() -> None:
@@ -273,7 +274,7 @@ def test_a_decline_of_an_earlier_reserve_says_nothing_about_the_latest() -> None
 
 def test_a_peer_that_cannot_be_reached_loses_what_it_has_not_granted_and_is_told_so() -> None:
     lost = unavailable("the link was lost")
-    assert opened().cannot_reach(D, lost) == [UNGRANTED, SourceRefused(key(), lost)]
+    assert opened().cannot_reach(D, lost) == [UNGRANTED, HandoffRefused(key(), lost)]
     assert granted().cannot_reach(D, lost) == opened().cannot_reach(OTHER, lost) == []
 
 
@@ -294,7 +295,7 @@ def test_a_grant_of_pages_that_cannot_be_there_or_of_the_wrong_size_is_refused(c
     source.computed(key(), 8)
     withdraw, closed = source.receive(D, msgspec.structs.replace(grant(), **change), BEGAN_S)
     assert withdraw == WITHDRAW
-    assert isinstance(closed, SourceClosed) and reason in str(closed.failure)
+    assert isinstance(closed, HandoffClosed) and reason in str(closed.failure)
 
 
 @pytest.mark.parametrize(("answer", "actions"), [(grant(), [replace(WITHDRAW, to=OTHER)]), (DECLINE, [])])
@@ -329,14 +330,14 @@ def test_a_grant_with_an_impossible_time_raises_nothing_and_allows_nothing(sent_
 
 
 GONE = unavailable("d left the fleet")
-LEFT = SourceClosed(key(), GONE, quiescent=True)
+LEFT = HandoffClosed(key(), GONE, quiescent=True)
 
 
 @pytest.mark.parametrize("now_there", [[], [(D, Incarnation("2"))]], ids=["left", "came back as another"])
 def test_a_peer_that_left_grants_nothing(now_there: list[tuple[InstanceId, Incarnation]]) -> None:
     source = opened()
     assert source.peers_gone([(D, LIFE)]) == []
-    assert source.peers_gone(now_there) == [UNGRANTED, SourceRefused(key(), GONE)]
+    assert source.peers_gone(now_there) == [UNGRANTED, HandoffRefused(key(), GONE)]
 
 
 def test_a_handoff_to_a_peer_that_left_is_drained_before_its_pages_come_home() -> None:
