@@ -60,13 +60,16 @@ class KeyRing:
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """api_keys, control_key: None lets everybody in. tls: None for plain HTTP. origins: where web pages may be from, "*": from
-    anywhere."""
+    """Who may use the HTTP side, and how."""
 
     api_keys: KeyRing | None = None
+    """None lets everybody in."""
     control_key: KeyRing | None = None
+    """None lets everybody in."""
     tls: ssl.SSLContext | None = field(default=None, repr=False)
+    """None for plain HTTP."""
     origins: tuple[str, ...] = ()
+    """Where web pages may be from; "*": from anywhere."""
 
 
 OPEN = Access()

@@ -260,7 +260,12 @@ class Mailbox(Generic[M]):
             except zmq.Again:
                 break
             try:
-                mail.append(self._read(frame))
+                if self._inbox.getsockopt(zmq.RCVMORE):
+                    while self._inbox.getsockopt(zmq.RCVMORE):
+                        self._inbox.recv(zmq.NOBLOCK)
+                    raise FrameRefused("parts", "it has more than one part")
+                sender, body = unpack_frame(frame)
+                mail.append((sender, decode_body(self._decoder, sender, body)))
             except FrameRefused as error:
                 self._refused.add(error.reason, str(error))
         return mail
@@ -369,14 +374,6 @@ class Mailbox(Generic[M]):
         if outbox.is_watched:
             outbox.socket.disable_monitor()  # the watch closes its end when it reads of that
         outbox.socket.close(linger=linger_ms)
-
-    def _read(self, frame: bytes) -> tuple[InstanceId, M]:
-        if self._inbox.getsockopt(zmq.RCVMORE):
-            while self._inbox.getsockopt(zmq.RCVMORE):
-                self._inbox.recv(zmq.NOBLOCK)
-            raise FrameRefused("parts", "it has more than one part")
-        sender, body = unpack_frame(frame)
-        return sender, decode_body(self._decoder, sender, body)
 
     def _has_mail(self) -> bool:
         return self._inbox.poll(0, zmq.POLLIN) != 0

@@ -39,10 +39,12 @@ def derive(secret: bytes) -> ClusterKey:
 
 @dataclass(frozen=True, slots=True)
 class Trust:
-    """key: None speaks plain ZeroMQ. insecure: without a key, addresses beyond loopback are allowed all the same."""
+    """Whom a process lets in, and where it may listen and connect."""
 
     key: ClusterKey | None = None
+    """None speaks plain ZeroMQ."""
     insecure: bool = False
+    """Without a key, addresses beyond loopback are allowed all the same."""
 
     def check(self, address: str) -> str:
         """Returns tcp://host:port if this process may listen or connect there. Raises ConfigError. Looks up no name."""

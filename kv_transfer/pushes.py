@@ -122,14 +122,18 @@ class SlicedTransport(ABC):
                 self._cannot_connect(pool.agent, error)
 
     def push(self, ticket: Ticket, agent: str, runs: Int64Array) -> None:
-        refusal = self._refusal(agent, runs)
-        if refusal is not None:
-            self._events.append(RunsFailed(ticket, refusal, quiescent=True))
-        else:
-            most = self._slice_runs
-            groups = slice_runs(runs, self._slice_bytes)
-            slices = deque(group[at : at + most] for group in groups for at in range(0, len(group), most))
-            self._lanes[agent].pushings.append(_Pushing(ticket, slices))
+        lane = self._lanes.get(agent)
+        if lane is None:
+            self._events.append(RunsFailed(ticket, f"no link to {agent}", quiescent=True))
+            return
+        ends = runs[:, :2] + runs[:, 2:]
+        if (runs < 0).any() or (ends > (self.region.region_bytes, lane.pool.pool_bytes)).any():
+            self._events.append(RunsFailed(ticket, "a run is outside of its pool", quiescent=True))
+            return
+        most = self._slice_runs
+        groups = slice_runs(runs, self._slice_bytes)
+        slices = deque(group[at : at + most] for group in groups for at in range(0, len(group), most))
+        lane.pushings.append(_Pushing(ticket, slices))
 
     def begin(self, agent: str) -> None:
         """Begin as many slices to this agent as the window allows. `poll` does so for all of them; a backend whose writes are
@@ -166,16 +170,6 @@ class SlicedTransport(ABC):
             self._leave(self._lanes[name], "the link was closed")
 
     # --- inside ------------------------------------------------------------------------------------------------------------
-
-    def _refusal(self, agent: str, runs: Int64Array) -> str | None:
-        """Why these runs cannot be written; None if they can."""
-        lane = self._lanes.get(agent)
-        if lane is None:
-            return f"no link to {agent}"
-        ends = runs[:, :2] + runs[:, 2:]
-        if (runs < 0).any() or (ends > (self.region.region_bytes, lane.pool.pool_bytes)).any():
-            return "a run is outside of its pool"
-        return None
 
     def _take_connected(self) -> None:
         """Take in the links that are ready, and those that will never be."""

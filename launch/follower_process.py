@@ -110,7 +110,7 @@ def serve(
             pool = thread.start(TRANSPORT_START_S)
             stack.callback(meeting.leave)
             made = executor.description
-            start.say(lambda: joining.ready(made.model, pool, made.choices))
+            start.call(lambda: joining.ready(made.model, pool, made.choices))
             start.finish()
         finally:
             timer.cancel()

@@ -89,13 +89,13 @@ class LeaderRanks:
     def parallel(self) -> ParallelContext:
         """Loading with it waits until every rank is there."""
         if self._is_timed:
-            self._start.say(lambda: self._gathering.open(""))
+            self._start.call(lambda: self._gathering.open(""))
         return ParallelContext(0, self._instance.tp, self._start.agree, None if self._is_timed else self._meet)
 
     def join(self, executor: Executor, transfers: Transfers, pool: PoolDescriptor) -> tuple[Executor, Transfers]:
         """This rank can take plans: wait until all can. Returns the executor and the transfers over all of them."""
         model = executor.description.model
-        self._start.say(lambda: self._gathering.ready(model, pool))
+        self._start.call(lambda: self._gathering.ready(model, pool))
         self._start.finish()
         self._followers = self._gathering.followers(time.monotonic())
         return RankedExecutor(executor, self._followers), RankedTransfers([transfers, *remote_transfers(self._followers)])
@@ -163,7 +163,7 @@ class LeaderRanks:
         from engine.parallel import TorchGroup, open_store
 
         store = open_store(self._host)
-        self._start.say(lambda: self._gathering.open(f"{self._host}:{store.port}"))
+        self._start.call(lambda: self._gathering.open(f"{self._host}:{store.port}"))
         self._start.wait_for(lambda: self._gathering.welcomed or None)
         self._group = TorchGroup(store, 0, self._instance.tp, device, self._host, self._instance.startup_timeout_s)
         return self._group

@@ -32,7 +32,7 @@ T = TypeVar("T")
 
 
 class StartThread:
-    """Turns `start` until it is complete or has failed. also: called before each turn. It may raise too."""
+    """Turns `start` until it is complete or has failed. also: a function that is called before each turn; it may raise too."""
 
     def __init__(
         self, process: ChildProcess, mailbox: Mailbox[Any], start: RankStart, also: Callable[[float], None] = lambda now: None
@@ -44,16 +44,16 @@ class StartThread:
         self._failure: Exception | None = None
         self._stopped = False
         self._turned = threading.Condition()
-        """Held while the start turns, and while the main thread speaks."""
+        """Held while the start turns, and while the main thread calls it."""
         self._thread = threading.Thread(target=self._run, name="ranks start", daemon=True)
         self._thread.start()
 
-    def say(self, speak: Callable[[], T]) -> T:
-        """Tell the start something, from another thread."""
+    def call(self, method: Callable[[], T]) -> T:
+        """Call a method of the start from another thread."""
         with self._turned:
-            said = speak()
+            result = method()
         self._mailbox.wake()
-        return said
+        return result
 
     def wait_for(self, look: Callable[[], T | None]) -> T:
         """Wait until `look` finds something. Raises what the start has failed with."""
@@ -68,7 +68,7 @@ class StartThread:
 
     def agree(self, pages: int) -> int:
         """This rank can hold so many pages. Waits, and returns how many all ranks use."""
-        number = self.say(lambda: self._start.offer(pages))
+        number = self.call(lambda: self._start.offer(pages))
         return self.wait_for(lambda: self._start.agreed(number))
 
     def finish(self) -> None:
@@ -77,10 +77,10 @@ class StartThread:
         self._thread.join()
 
     def close(self) -> None:
-        """Stop, whatever is open; so the mailbox can be closed. When an error unwinds, the other side hears of it. Idempotent."""
+        """Stop, whatever is open; so the mailbox can be closed. When an error unwinds, the other side gets it. Idempotent."""
         error = sys.exception()
         if error is not None and self._failure is None and not self._start.complete:
-            self.say(lambda: self._start.end(str(error)))
+            self.call(lambda: self._start.end(str(error)))
         self._stopped = True
         self._mailbox.wake()
         self._thread.join(CLOSE_S)

@@ -41,7 +41,7 @@ from common.messages import (
     Spans,
     TextBatch,
 )
-from common.tracing import Recorder
+from common.tracing import SpanRecorder
 from router.fleet import Change, Fleet
 from router.outbox import ClientRequest
 from router.request_book import Observer, RequestBook
@@ -118,7 +118,7 @@ class RouterCore:
             config.peers_per_instance,
             config.needs_caches,
         )
-        recorder = Recorder(unix_s)
+        recorder = SpanRecorder(unix_s)
         self.requests = RequestBook(router, self.fleet, observer, config, self.detokenizer_names, recorder)
         self.traces = Traces(router, self.detokenizer_names, self.fleet, recorder, unix_s)
         self.detokenizers = [DetokenizerWatch(config.dead_after_s) for _ in detokenizers]

@@ -27,7 +27,7 @@ from common.errors import DeadlinePassed, InstanceFailed, Preempted, TandemError
 from common.ids import AttemptId, InstanceId, Life, RequestId
 from common.instance.ports import Send
 from common.messages import Ending, Failed, Finished, Generate, Placed, Probed, Terms, TextDelta
-from common.tracing import Recorder
+from common.tracing import SpanRecorder
 from router.attempts import Attempt, ResumeReason, Setback
 from router.fleet import Fleet
 from router.members import Member
@@ -79,7 +79,7 @@ class RequestBook:
         observer: Observer,
         config: RouterConfig,
         detokenizers: Sequence[InstanceId],
-        recorder: Recorder,
+        recorder: SpanRecorder,
     ) -> None:
         self._fleet = fleet
         self._observer = observer

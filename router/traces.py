@@ -16,7 +16,7 @@ from common.ids import Incarnation, InstanceId, Life
 from common.instance.ports import Send
 from common.messages import Ending, Failed, InstanceInfo, Spans, Trace, pack_spans
 from common.messages.base import UNNAMED
-from common.tracing import LONGEST_S, MESSAGE_SPANS, Recorder
+from common.tracing import LONGEST_S, MESSAGE_SPANS, SpanRecorder
 from router.attempts import Attempt
 from router.fleet import Fleet
 from router.requests import Record
@@ -104,14 +104,14 @@ class _Trace:
 
 
 class Traces:
-    """The trace that runs, or the last one. recorder: the router's own. unix_s: see `Recorder`."""
+    """The trace that runs, or the last one. recorder: the router's own. unix_s: see `SpanRecorder`."""
 
     def __init__(
         self,
         router: InstanceId,
         detokenizers: tuple[InstanceId, ...],
         fleet: Fleet,
-        recorder: Recorder,
+        recorder: SpanRecorder,
         unix_s: float = 0.0,
         most_bytes: int = MOST_BYTES,
     ) -> None:
@@ -226,7 +226,7 @@ class Traces:
         return Send(name, Trace(seconds=trace.ends_s - now, number=trace.number))
 
 
-def record_attempt(recorder: Recorder, attempt: Attempt, why: str, now: float) -> None:
+def record_attempt(recorder: SpanRecorder, attempt: Attempt, why: str, now: float) -> None:
     """An attempt is over. why: its ending, or the reason of the resume that follows."""
     recorder.add(
         "attempts",
@@ -242,7 +242,7 @@ def record_attempt(recorder: Recorder, attempt: Attempt, why: str, now: float) -
     )
 
 
-def record_request(recorder: Recorder, record: Record, ending: Ending, now: float) -> None:
+def record_request(recorder: SpanRecorder, record: Record, ending: Ending, now: float) -> None:
     """A request has ended, and with it its present attempt."""
     why = ending.kind if isinstance(ending, Failed) else ending.reason
     if record.attempt is not None:

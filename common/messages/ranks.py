@@ -1,6 +1,6 @@
-"""What the ranks of one instance say to each other: the leader, which is rank 0, and its followers.
+"""The messages between the ranks of one instance: the leader, which is rank 0, and its followers.
 
-Owns the vocabulary between ranks. Does not know schedulers: a follower obeys plans and commands, and reports what became of them.
+Owns the vocabulary between ranks. Does not know schedulers: a follower obeys plans and commands, and reports their results.
 
     start     follower ─RankHello, again and again──────────► leader      until every rank is there
                        ◄─RankWelcome | RankRefused──────────              to all of them at once: now they load
@@ -10,7 +10,7 @@ Owns the vocabulary between ranks. Does not know schedulers: a follower obeys pl
 
     serving            ◄─Launch(plan)───────────────────────
                        ─LayersReached…, StepReturned(CRC)───►             a step is complete when every rank has returned it
-                       ◄─Command(Connect | Push | Allow …)──
+                       ◄─TransferOrder(Connect | Push | …)──
                        ─Events(push done, link changed …)───►
                        ◄─PrepareGrammar, DropGrammars───────
                        ─GrammarPrepared─────────────────────►
@@ -60,7 +60,7 @@ class RankHello(Message, frozen=True):
     rank: Count
     """1 or higher."""
     ranks: Count
-    """As it was told with --tp."""
+    """The number that --tp gives."""
     address: str
     """ZeroMQ address of its inbox."""
     info: RankInfo
@@ -85,10 +85,10 @@ class RankRefused(Message, frozen=True):
 
 
 class Numbered(Message, frozen=True, kw_only=True):
-    """Base of what is said after the welcome."""
+    """Base of the messages after the welcome."""
 
     number: Count = 0
-    """1 for the first of its direction, then one more each time; `Line.send` sets it."""
+    """1 for the first of its direction, then one more each time; `RankLine.send` sets it."""
 
 
 class Offer(Numbered, frozen=True):
@@ -202,14 +202,14 @@ class DropGrammars(Numbered, frozen=True):
 Order: TypeAlias = Connect | PackedPush | Allow | Settle | Expect
 
 
-class Command(Numbered, frozen=True):
+class TransferOrder(Numbered, frozen=True, tag="Command"):
     """leader → follower: for its transfers. The end of an Allow is on the follower's clock."""
 
     order: Order
 
 
 class Events(Numbered, frozen=True):
-    """follower → leader: what became of its transfers, in this order."""
+    """follower → leader: the events of its transfers, in order."""
 
     news: tuple[TransferEvent, ...]
 
@@ -238,7 +238,7 @@ class Pong(Numbered, frozen=True):
 
 
 class AskDrain(Numbered, frozen=True):
-    """follower → leader: its process was told to stop, so the instance is to drain."""
+    """follower → leader: its process is to stop, so the instance is to drain."""
 
 
 class RankFailed(Numbered, frozen=True):
@@ -257,7 +257,7 @@ class End(Numbered, frozen=True):
     """The instance has drained."""
 
 
-FromLeader: TypeAlias = Agreed | Launch | PrepareGrammar | DropGrammars | Command | Ping | End
+FromLeader: TypeAlias = Agreed | Launch | PrepareGrammar | DropGrammars | TransferOrder | Ping | End
 """What the leader sends over a line."""
 FromFollower: TypeAlias = (
     Offer | RankReady | LayersReached | StepReturned | GrammarPrepared | Events | Pong | AskDrain | RankFailed

@@ -22,13 +22,14 @@ from common.pages.radix_cache import CachedPage, Hit, PageKey, PageKeys, RadixCa
 
 
 class PageLease:
-    """The right to some pages, and the only way to give them back. found: how many of the first ones others have computed."""
+    """The right to some pages, and the only way to give them back."""
 
     def __init__(self, pool: "PagePool", pages: Int32Array, hit: Hit) -> None:
         self._pool = pool
         self._pages = pages
         self._cached = list(hit.pages)
         self.found = len(hit)
+        """How many of the first pages others have computed."""
         self._given_back = 0
         self._epoch = pool.cache.epoch
         self._open = True

@@ -30,12 +30,13 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingMode:
-    """How embeddings are made. normalize: they are scaled to length 1. size: how many numbers they have; None: the checkpoint's
-    config does not say."""
+    """How embeddings are made."""
 
     pooling: Pooling
     normalize: bool
+    """They are scaled to length 1."""
     size: int | None
+    """How many numbers they have; None: the checkpoint's config does not say."""
 
 
 def read_embedding(model: str, pooling: PoolingName) -> EmbeddingMode | None:

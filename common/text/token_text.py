@@ -23,8 +23,8 @@ class _Token(NamedTuple):
 
 
 class TokenText:
-    """The texts of one tokenizer's tokens. An id that it lacks (padding of the model's embedding) has no text. Remembers what it
-    was asked for, which is no more than the vocabulary."""
+    """The text of each token of one tokenizer. An id that it lacks (padding of the model's embedding) has no text. Remembers what
+    was looked up, which is no more than the vocabulary."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer

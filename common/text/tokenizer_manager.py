@@ -33,17 +33,16 @@ _TEMPLATE_BUGS = (ArithmeticError, AttributeError, LookupError, RecursionError, 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatOptions:
-    """What a chat template gets besides the messages.
-
-    tools: the functions that the model may call, as in OpenAI's API; empty: the template gets none. add_generation_prompt: the
-    text ends where the assistant's answer begins. continue_final_message: it ends within the last message, which the answer
-    continues; not with add_generation_prompt. arguments: further names that the template reads.
-    """
+    """What a chat template gets besides the messages."""
 
     tools: Sequence[Mapping[str, Any]] = ()
+    """The functions that the model may call, as in OpenAI's API; empty: the template gets none."""
     add_generation_prompt: bool = True
+    """The text ends where the assistant's answer begins."""
     continue_final_message: bool = False
+    """The text ends within the last message, which the answer continues; not with add_generation_prompt."""
     arguments: Mapping[str, Any] = field(default_factory=dict)
+    """Further names that the template reads."""
 
 
 PLAIN_CHAT = ChatOptions()

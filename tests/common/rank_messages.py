@@ -39,7 +39,7 @@ SAMPLES: tuple[AnyMessage, ...] = (
     ranks.PrepareGrammar(number=7, grammar_id=1, grammar=GRAMMAR),
     ranks.GrammarPrepared(number=8, grammar_id=1, refused=Failed("no")),
     ranks.DropGrammars(number=9, grammar_ids=(1, 2)),
-    ranks.Command(number=10, order=PackedPush(Ticket(1), PEER, LIFE, IDS, IDS, KEY, (0, 2))),
+    ranks.TransferOrder(number=10, order=PackedPush(Ticket(1), PEER, LIFE, IDS, IDS, KEY, (0, 2))),
     ranks.Events(
         number=11,
         news=(

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from common.ids import InstanceId
 from common.messages import Spans, Trace, unpack_spans
-from common.tracing import LONGEST_S, MESSAGE_SPANS, MESSAGES_A_TURN, SEND_S, Recorder, Tracer
+from common.tracing import LONGEST_S, MESSAGE_SPANS, MESSAGES_A_TURN, SEND_S, SpanRecorder, Tracer
 
 ME, A, B = InstanceId("me"), InstanceId("router-a"), InstanceId("router-b")
 STEPS = st.lists(
@@ -84,7 +84,7 @@ def test_spans_that_do_not_fill_a_message_wait_for_more_and_not_for_long() -> No
 
 
 def test_what_does_not_fit_is_counted_and_times_are_told_in_unix_time() -> None:
-    recorder = Recorder(unix_s=1000.0, limit=2)
+    recorder = SpanRecorder(unix_s=1000.0, limit=2)
     recorder.begin()
     for number in range(5):
         recorder.add("steps", str(number), number, number + 0.5, "r", size=number)

@@ -8,7 +8,7 @@ from typing import assert_never
 from common import messages as m
 from common.ids import AttemptId
 from common.messages import AnyMessage
-from common.messages.ranks import Command, Numbered, RankHello, RankRefused, RankWelcome
+from common.messages.ranks import Numbered, RankHello, RankRefused, RankWelcome, TransferOrder
 from common.messages.transfers import PackedPush, Settle
 
 MEMBERSHIP = frozenset({"Heartbeat", "Register", "Welcome", "Peers", "TellLinks", "LinkReport", "DetokenizerHeartbeat"})
@@ -40,7 +40,7 @@ def keys_of(message: AnyMessage) -> set[AttemptId]:
             return set()
         case m.Trace() | m.Spans():
             return set()
-        case Command(order=PackedPush() | Settle() as order):
+        case TransferOrder(order=PackedPush() | Settle() as order):
             return {order.key}
         case Numbered() | RankHello() | RankWelcome() | RankRefused():
             return set()

@@ -13,7 +13,7 @@ from common.instance.ports import Transfers
 from common.instance.ranks.executor import RankedExecutor
 from common.instance.ranks.follower import FollowerLoop
 from common.instance.ranks.leader import Followers, remote_transfers
-from common.instance.ranks.line import Line
+from common.instance.ranks.line import RankLine
 from common.messages import RankInfo
 from common.messages.ranks import ToFollower, ToLeader, rank_name
 from kv_transfer.target_ranks import RankedTransfers
@@ -99,7 +99,7 @@ class ToyInstance(Instance):
         mail: Post[Any] = Post(me, inbox, network, network.open(address, me, self.loop.wake, "rank"))
         for follower in self.followers:
             mail.route(follower.name, follower.address, watch=True)
-        lines = [Line(mail, follower.name, f"rank {number}", now) for number, follower in enumerate(self.followers, 1)]
+        lines = [RankLine(mail, follower.name, f"rank {number}", now) for number, follower in enumerate(self.followers, 1)]
         self._leads, self.rank_mail = Followers(mail, lines, now), mail
         transfers = RankedTransfers([self.rank.transfers, *remote_transfers(self._leads)])
         return RankedExecutor(self.rank.engine, self._leads), transfers
@@ -178,7 +178,7 @@ class SimulatedFollower:
         self.mail: Post[Any] = Post(self.name, inbox, self._network, mailbox)
         leader = rank_name(name.id, 0, name.incarnation)
         self.mail.route(leader, rank_address(name, 0), watch=True)
-        line = Line(self.mail, leader, "rank 0", self._clock())
+        line = RankLine(self.mail, leader, "rank 0", self._clock())
         self._follower = FollowerLoop(self.rank.engine, self.rank.transfers, self.mail, line)
         self._loop.wake(clock.now)
 

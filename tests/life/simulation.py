@@ -20,7 +20,7 @@ from unittest.mock import patch
 
 from common.errors import TandemError
 from common.messages import AnyMessage, Failed
-from common.messages.ranks import Command
+from common.messages.ranks import TransferOrder
 from common.messages.transfers import Connect
 from common.pages import radix_cache
 from simulation.network import Letter
@@ -121,7 +121,7 @@ def _say(*lines: str) -> None:
 
 
 def _say_letter(trial: Trial, letter: Letter, message: AnyMessage, delays: tuple[float, ...]) -> None:
-    tells_peers = isinstance(message, Command) and isinstance(message.order, Connect)  # as Peers: with addresses of memory
+    tells_peers = isinstance(message, TransferOrder) and isinstance(message.order, Connect)  # as Peers: with addresses of memory
     if letter.kind not in MEMBERSHIP and not tells_peers:
         arrives = " ".join(f"{trial.clock.now + delay:.4f}" for delay in delays) or "lost"
         _say(f"{trial.clock.now:9.4f}  {letter.sender} -> {letter.to} [{arrives}] {message}")

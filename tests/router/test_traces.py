@@ -10,7 +10,7 @@ from common.config import RouterConfig
 from common.ids import ROUTER, InstanceId, Life
 from common.messages import Span, Spans, Trace, pack_spans
 from common.messages.base import UNNAMED
-from common.tracing import Recorder
+from common.tracing import SpanRecorder
 from router.fleet import Fleet
 from router.traces import FRAME_BYTES, GRACE_S, Traces
 from tests.router.calls import assert_error, chat
@@ -23,7 +23,7 @@ SPANS = tuple(Span("turns", "turn", float(at), at + 0.5, "", {"tokens": at}) for
 def made(most_bytes: int = 10_000) -> Traces:
     config = RouterConfig()
     fleet = Fleet(ROUTER, ["tcp://detokenizer:1"], config.heartbeat_s, config.dead_after_s, None, config.peers_per_instance)
-    return Traces(ROUTER, (TEXT,), fleet, Recorder(), most_bytes=most_bytes)
+    return Traces(ROUTER, (TEXT,), fleet, SpanRecorder(), most_bytes=most_bytes)
 
 
 def said(number: int = 1, **fields: Any) -> Spans:

@@ -7,7 +7,7 @@ Owns nothing itself. The messages and what holds between ranks are in `common/me
       RankedExecutor ─┬─ its own executor                          its own executor
                       └─ Followers ── Launch, PrepareGrammar ──►
       Transfers ──────┬─ its own                                   its own transfers
-                      └─ RemoteTransfers ── Command ───────────►
+                      └─ RemoteTransfers ── TransferOrder ─────►
 
 No class here opens a socket or reads a clock: the simulation of a fleet runs them as processes do.
 """

@@ -88,7 +88,7 @@ class RankedPreparation:
 
 
 class RankedExecutor:
-    """own: the leader's."""
+    """Implements `Executor` over the leader's own executor and its followers."""
 
     def __init__(self, own: Executor, followers: Followers) -> None:
         self._own = own
@@ -97,7 +97,7 @@ class RankedExecutor:
         self._numbers: dict[int, int] = {}
         """Those of `_grammars`, by the identity of the object: grammars of different requests may be equal."""
         self._dropped: list[int] = []
-        """Grammars whose requests have ended, which the followers have not been told."""
+        """Grammars whose requests have ended, and that the followers still keep."""
         self._last_grammar = 0
 
     @property
@@ -105,13 +105,13 @@ class RankedExecutor:
         return self._own.description
 
     def launch(self, plan: Plan) -> RankedStep:
-        self._tell_dropped()
+        self._send_dropped()
         self._followers.launch(plan, lambda grammar: self._numbers[id(grammar)])
         return RankedStep(self._own.launch(plan), plan.step, self._followers)
 
     def prepare(self, grammar: Grammar, owner: str = "") -> RankedPreparation:
         """The followers keep what they compile as long as this object `grammar` exists."""
-        self._tell_dropped()
+        self._send_dropped()
         self._last_grammar += 1
         number = self._last_grammar
         self._grammars[number] = weakref.ref(grammar, partial(self._drop, number, id(grammar)))
@@ -131,7 +131,7 @@ class RankedExecutor:
         self._numbers.pop(identity, None)
         self._dropped.append(number)
 
-    def _tell_dropped(self) -> None:
+    def _send_dropped(self) -> None:
         if self._dropped:
             dropped, self._dropped = self._dropped, []
             self._followers.drop_grammars(dropped)

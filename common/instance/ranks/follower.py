@@ -5,23 +5,16 @@ leader says so, is gone or silent, or when a message was lost. Opens no socket a
 """
 
 from collections import deque
+from dataclasses import dataclass
 from typing import assert_never
 
 from common.deadlines import earliest
 from common.executor import Executor, Preparation, StepHandle, take_prepared
 from common.instance.ports import Mail, Transfers
-from common.instance.ranks.line import (
-    SILENCE_S,
-    START_SILENCE_S,
-    Line,
-    RankLost,
-    digest_tokens,
-    unpack_plan,
-)
+from common.instance.ranks.line import SILENCE_S, START_SILENCE_S, RankLine, RankLost, digest_tokens, unpack_plan
 from common.messages.ranks import (
     Agreed,
     AskDrain,
-    Command,
     DropGrammars,
     End,
     Events,
@@ -36,24 +29,26 @@ from common.messages.ranks import (
     RankWelcome,
     StepReturned,
     ToFollower,
+    TransferOrder,
 )
 from common.messages.transfers import PackedPush
 from common.sampling_params import Grammar
 
 
+@dataclass(slots=True, eq=False)
 class _FollowerStep:
-    """A step in flight. layers_told: those that the leader knows of."""
+    """A step in flight."""
 
-    def __init__(self, number: int, handle: StepHandle) -> None:
-        self.number = number
-        self.handle = handle
-        self.layers_told = 0
+    number: int
+    handle: StepHandle
+    layers_reported: int = 0
+    """The leader knows that so many layers are written."""
 
 
 class FollowerLoop:
-    """line: to the leader, whose name `mail` can reach."""
+    """The loop of one rank that is not the leader. line: to the leader, whose name `mail` can reach."""
 
-    def __init__(self, executor: Executor, transfers: Transfers, mail: Mail[ToFollower], line: Line) -> None:
+    def __init__(self, executor: Executor, transfers: Transfers, mail: Mail[ToFollower], line: RankLine) -> None:
         self._executor = executor
         self._transfers = transfers
         self._mail = mail
@@ -65,7 +60,7 @@ class FollowerLoop:
         """Those of open requests, by the leader's number: rows begin with these objects, and keep what is compiled."""
         self._preparing: dict[int, Preparation] = {}
         self.end: End | None = None
-        """The leader's word that this rank is to exit."""
+        """The leader's message that this rank is to exit."""
         self.stale = 0
         """Messages from others than this life of the leader."""
 
@@ -96,7 +91,7 @@ class FollowerLoop:
         return earliest(silent_s, step_ends, *prepared) or silent_s
 
     def ask_drain(self) -> None:
-        """This process was told to stop: ask the leader to drain the instance."""
+        """This process is to stop: ask the leader to drain the instance."""
         self._line.send(AskDrain())
 
     def fail(self, reason: str) -> None:
@@ -108,7 +103,7 @@ class FollowerLoop:
             case Launch():
                 plan = unpack_plan(message, self._grammars)
                 self._steps.append(_FollowerStep(plan.step, self._executor.launch(plan)))
-            case Command(order=order):
+            case TransferOrder(order=order):
                 self._transfers.submit(order.unpack() if isinstance(order, PackedPush) else order)
             case Ping(sent_s=sent_s, serving=serving):
                 if serving:
@@ -135,8 +130,8 @@ class FollowerLoop:
             result = step.handle.poll()
             if result is None:
                 layers = step.handle.layers_done
-                if layers > step.layers_told:
-                    step.layers_told = layers
+                if layers > step.layers_reported:
+                    step.layers_reported = layers
                     self._line.send(LayersReached(step=step.number, layers=layers))
                 return
             self._steps.popleft()

@@ -1,7 +1,8 @@
-"""The leader's followers: what they are told, and what they have said.
+"""The leader's followers: the lines to them, and what came over these.
 
-Owns the lines to them, and what came over these until somebody asks. Decides nothing but that the instance ends: when a follower
-is gone, silent, has failed, or a message of its was lost, `turn` raises RankLost. Opens no socket; its clock is its caller's.
+Owns the reports of the followers until the executor or the transfers take them. Decides nothing but that the instance ends: when
+a follower is gone, silent, has failed, or a message of its was lost, `turn` raises RankLost. Opens no socket; its clock is its
+caller's.
 """
 
 from collections import deque
@@ -14,11 +15,10 @@ from msgspec.structs import replace
 from common.executor import Plan
 from common.ids import InstanceId
 from common.instance.ports import Mail
-from common.instance.ranks.line import PING_S, SILENCE_S, Line, RankLost, Refusals, pack_plan
+from common.instance.ranks.line import PING_S, SILENCE_S, RankLine, RankLost, Refusals, pack_plan
 from common.messages import Failed
 from common.messages.ranks import (
     AskDrain,
-    Command,
     DropGrammars,
     End,
     Events,
@@ -34,6 +34,7 @@ from common.messages.ranks import (
     RankReady,
     StepReturned,
     ToLeader,
+    TransferOrder,
 )
 from common.messages.transfers import Allow, PackedPush, Push, TransferCommand, TransferEvent
 from common.sampling_params import Grammar
@@ -45,14 +46,16 @@ its end tells which it was: the host refuses connections after a third of a seco
 
 @dataclass(slots=True, eq=False)
 class FollowerLine:
-    """What one follower has said that nobody has asked for yet. returned: step → CRC of its tokens. layers: of the running step.
-    prepared: grammar → why it cannot be used, or None."""
+    """The line to one follower, and its reports that were not taken yet."""
 
     rank: int
-    line: Line
+    line: RankLine
     returned: dict[int, int] = field(default_factory=dict)
+    """Step → CRC of the tokens that it has sampled."""
     layers: dict[int, int] = field(default_factory=dict)
+    """Running step → how many of its layers are written."""
     prepared: dict[int, Failed | None] = field(default_factory=dict)
+    """Grammar → why it cannot be used, or None."""
     events: deque[TransferEvent] = field(default_factory=deque)
     held: list[TransferCommand] = field(default_factory=list)
     """Commands that wait until it is known how the clocks differ."""
@@ -63,7 +66,7 @@ class Followers:
     """lines: to ranks 1, 2, … in order, whose names `mail` can reach. refusals: of the start. Call `turn` before each turn of the
     instance's worker."""
 
-    def __init__(self, mail: Mail[ToLeader], lines: Sequence[Line], now: float, refusals: Refusals | None = None) -> None:
+    def __init__(self, mail: Mail[ToLeader], lines: Sequence[RankLine], now: float, refusals: Refusals | None = None) -> None:
         self._mail = mail
         self._all = [FollowerLine(rank, line, transfers_progress_s=now) for rank, line in enumerate(lines, 1)]
         self._by_name = {follower.line.to: follower for follower in self._all}
@@ -90,7 +93,7 @@ class Followers:
         """Take in mail, and ping. Raises RankLost."""
         began = clock()
         mail = self._mail.receive()
-        now = self._now = clock()  # not before the mail has arrived: `Line.compare_clocks`
+        now = self._now = clock()  # not before the mail has arrived: `RankLine.compare_clocks`
         for sender, message in mail:
             follower = self._by_name.get(sender)
             if follower is None or isinstance(message, RankHello):
@@ -158,7 +161,7 @@ class Followers:
                 order = replace(command, until_s=command.until_s + offset_s)
             case _:
                 order = command
-        follower.line.send(Command(order=order))
+        follower.line.send(TransferOrder(order=order))
 
     def end(self, reason: str, *, orderly: bool) -> None:
         """Tell all of them to exit. orderly: the instance has drained. Idempotent."""

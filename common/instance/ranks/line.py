@@ -48,7 +48,7 @@ class RankLost(TandemError):
     retryable = True
 
 
-class Line:
+class RankLine:
     """The line to one rank. to: its name as a sender. who: for people, such as "rank 2 (pid 17 on gpu-4)". now: as it begins."""
 
     def __init__(self, mail: Mail[Any], to: InstanceId, who: str, now: float) -> None:

@@ -20,7 +20,7 @@ from common.errors import ConfigError, PeerRefused
 from common.ids import InstanceId
 from common.instance.ports import Mail
 from common.instance.ranks.leader import Followers
-from common.instance.ranks.line import PING_S, START_SILENCE_S, Line, RankLost, Refusals, describe
+from common.instance.ranks.line import PING_S, START_SILENCE_S, RankLine, RankLost, Refusals, describe
 from common.messages import EngineChoices, ModelIdentity, PoolDescriptor, RankInfo
 from common.messages.base import WIRE_VERSION
 from common.messages.ranks import (
@@ -93,7 +93,7 @@ class Joining(RankStart):
         self._leader = leader
         self._hello = hello
         self._hello_s = 0.0
-        self._line: Line | None = None
+        self._line: RankLine | None = None
         self._offered = 0
         """How many of the offers were sent."""
         self._ready: tuple[ModelIdentity, PoolDescriptor, EngineChoices] | None = None
@@ -120,7 +120,7 @@ class Joining(RankStart):
         return self._complete
 
     @property
-    def line(self) -> Line:
+    def line(self) -> RankLine:
         """To the leader. Only after the welcome."""
         assert self._line is not None
         return self._line
@@ -139,7 +139,7 @@ class Joining(RankStart):
             match message:
                 case RankWelcome():
                     if self._line is None:
-                        self._line = Line(self._mail, sender, f"rank 0 at {self._leader}", now)
+                        self._line = RankLine(self._mail, sender, f"rank 0 at {self._leader}", now)
                         self._mail.route(sender, self._leader, watch=True)
                         self.welcome = message
                 case RankRefused(reason=reason):
@@ -193,7 +193,7 @@ class _JoinedFollower:
 
     name: InstanceId
     info: RankInfo
-    line: Line
+    line: RankLine
     offers: list[int] = field(default_factory=list)
     """Its offers in the order of rounds."""
     ready: RankReady | None = None
@@ -268,7 +268,7 @@ class Gathering(RankStart):
         """Raises RankLost, ConfigError."""
         began = clock()
         mail = self._mail.receive()
-        now = clock()  # not before the mail has arrived: `Line.compare_clocks`
+        now = clock()  # not before the mail has arrived: `RankLine.compare_clocks`
         for sender, message in mail:
             if isinstance(message, RankHello):
                 self._hello(sender, message, now)
@@ -327,7 +327,7 @@ class Gathering(RankStart):
         else:
             self._refusals.joined(hello.rank)
             self._mail.route(sender, hello.address, watch=True)
-            self._joined[hello.rank] = _JoinedFollower(sender, hello.info, Line(self._mail, sender, describe(hello), now))
+            self._joined[hello.rank] = _JoinedFollower(sender, hello.info, RankLine(self._mail, sender, describe(hello), now))
 
     def _why_not(self, hello: RankHello) -> str | None:
         if hello.wire_version != WIRE_VERSION:

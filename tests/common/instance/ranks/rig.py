@@ -13,7 +13,7 @@ from common.ids import Incarnation
 from common.instance.ranks.executor import RankedExecutor
 from common.instance.ranks.follower import FollowerLoop
 from common.instance.ranks.leader import Followers, RemoteTransfers, remote_transfers
-from common.instance.ranks.line import Line
+from common.instance.ranks.line import RankLine
 from common.messages import AnyMessage
 from common.messages.ranks import ToFollower, ToLeader, rank_name
 from tests.common.instance.rig import FakeExecutor, FakeTransfers
@@ -35,7 +35,7 @@ class RanksOf(Generic[E]):
         ranks = range(1, len(self.offsets_s) + 1)
         self.names = [rank_name("decode-0", rank, Incarnation("a")) for rank in ranks]
         self.mail: FakeMail[ToLeader] = FakeMail()
-        lines = [Line(self.mail, name, f"rank {rank}", self.now) for rank, name in zip(ranks, self.names, strict=True)]
+        lines = [RankLine(self.mail, name, f"rank {rank}", self.now) for rank, name in zip(ranks, self.names, strict=True)]
         self.followers = Followers(self.mail, lines, self.now)
         self.own = make()
         self.executor = RankedExecutor(self.own, self.followers)
@@ -44,7 +44,7 @@ class RanksOf(Generic[E]):
         self.transfers = [FakeTransfers() for _ in ranks]
         self.mails: list[FakeMail[ToFollower]] = [FakeMail() for _ in ranks]
         self.loops = [
-            FollowerLoop(executor, transfers, mail, Line(mail, LEADER, "rank 0", offset_s))
+            FollowerLoop(executor, transfers, mail, RankLine(mail, LEADER, "rank 0", offset_s))
             for executor, transfers, mail, offset_s in zip(
                 self.executors, self.transfers, self.mails, self.offsets_s, strict=True
             )
