@@ -13,7 +13,7 @@ from common import messages
 from common.ids import ROUTER, AttemptId, Generation, Incarnation, InstanceId, Life, RequestId, pack_ids, unpack_ids
 from common.instance.token_memory import PIECE_TOKENS
 from common.mail import MAX_FRAME_BYTES
-from common.messages import AnyMessage, DecodeInbox, DetokenizerInbox, Message, PrefillInbox, RouterInbox
+from common.messages import AnyMessage, DecodeInbox, DetokenizerInbox, Message, PrefillInbox, RouterInbox, transfers
 from common.messages.base import fits
 from common.messages.ranks import ToFollower, ToLeader
 from common.sampling_params import MAX_LOGPROBS, MAX_PROMPT_LOGPROBS, SamplingParams
@@ -220,8 +220,26 @@ def test_a_message_cannot_be_changed(sample: AnyMessage) -> None:
 @pytest.mark.parametrize("sample", SAMPLES, ids=lambda sample: type(sample).__name__)
 def test_the_tag_on_the_wire_is_the_name_of_the_class_or_its_former_name(sample: AnyMessage) -> None:
     name = type(sample).__name__
-    former = {"ExpectAnswer": "Open", "ForgetAnswer": "Close"}
+    former = {"ExpectAnswer": "Open", "ForgetAnswer": "Close", "TransferOrder": "Command"}
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(sample))["type"] == former.get(name, name)
+
+
+@pytest.mark.parametrize(
+    ("kind", "tag"),
+    [
+        (transfers.Connect, "ConnectOrder"),
+        (transfers.PackedPush, "PushOrder"),
+        (transfers.Allow, "AllowOrder"),
+        (transfers.Settle, "SettleOrder"),
+        (transfers.Expect, "ExpectOrder"),
+        (transfers.PushDone, "PushDoneNews"),
+        (transfers.PushFailed, "PushFailedNews"),
+        (transfers.LinkChanged, "LinkNews"),
+        (transfers.Settled, "SettledNews"),
+    ],
+)
+def test_the_commands_and_events_of_transfers_keep_the_tags_of_their_first_names(kind: type[msgspec.Struct], tag: str) -> None:
+    assert kind.__struct_config__.tag == tag
 
 
 def test_endings_are_two_and_only_two() -> None:
