@@ -117,7 +117,7 @@ class DecodeRoom:
         """Made when the first request asks, since it takes a few array operations."""
 
     def offer(self, request: DecodeRequest, now: float) -> Verdict:
-        requests, pool, has_row = self._requests, self._requests.pool, self._requests.rows.free_count > 0
+        requests, pool, has_row = self._requests, self._requests.pool, bool(self._requests.free_rows)
         if not has_row and not self._is_shared:
             return Verdict.CLOSED
         if self._forecast is None:
@@ -141,7 +141,7 @@ class DecodeRoom:
             return None
         requests, in_rows = self._requests, self._requests.in_row.values()
         going = [each for each in requests.holders.values() if comes_home(each, self._target, now)]
-        free_rows = requests.rows.free_count + sum(each.phase is Phase.ENDED for each in in_rows)
+        free_rows = len(requests.free_rows) + sum(each.phase is Phase.ENDED for each in in_rows)
 
         def fits(victims: list[DecodeRequest]) -> bool:
             available = requests.pages_after([*going, *victims])

@@ -26,10 +26,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from common.ids import Int64Array, Life
-from common.instance.ports import Send
+from common.ids import Int64Array
 from common.instance.request import Request
-from common.messages import Decline, Failed, Generate, Reserve
+from common.messages import Failed
 from decode.batch import Batch
 
 MEMORY = 64
@@ -150,9 +149,3 @@ class DecodeRequest(Request):
     def waits_for_grammar(self) -> bool:
         """It cannot be admitted yet. A reservation can: its grammar is needed when its KV is here."""
         return self.prepares and self.peer is None
-
-
-def decline(writer: Life, asked: Generate | Reserve, failed: Failed) -> Send:
-    """asked: the Reserve that is declined."""
-    sent_s = asked.sent_s if isinstance(asked, Reserve) else None
-    return Send(writer.id, Decline(key=asked.key, failed=failed, sent_s=sent_s))

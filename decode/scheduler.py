@@ -37,7 +37,7 @@ from common.instance.ports import (
     RouterLost,
 )
 from common.instance.request import Phase
-from common.instance.requests import InstanceLimits, RequestTable, SharedMessage
+from common.instance.requests import InstanceLimits, RequestTable, SharedMessage, decline
 from common.instance.token_memory import emit_tokens
 from common.messages import (
     Cancel,
@@ -62,7 +62,7 @@ from common.messages.transfers import LinkChanged, PushDone, PushFailed, Settled
 from common.pages.pool import PagePool, count_pages
 from decode.batch import Batch
 from decode.memory import DecodeRoom, Rounds, choose_victims, comes_home
-from decode.requests import DecodeRequest, Growth, decline
+from decode.requests import DecodeRequest, Growth
 from decode.reservations import Reservations
 from kv_transfer.handoff_reader import MARGIN_S, WRITE_LEASE_S, Digest, HandoffReader
 
@@ -95,12 +95,15 @@ class DecodeScheduler:
     def receive(self, sender: InstanceId, message: DecodeMessage, now: float) -> list[Action]:
         match message:
             case Generate():
-                joined = self._requests.accept(message, None, now)
-                if isinstance(joined, Failed):
-                    return self._requests.tell_refused(message, joined)
-                return [] if joined is None else self._requests.preparation(joined)
+                _, actions = self._requests.accept(message, None, now)
+                return actions
             case Reserve():
-                return self._reserve(message, Life(sender, message.incarnation), now)
+                writer = Life(sender, message.incarnation)
+                self._target.contacted(writer, message.sent_s, now)
+                joined, actions = self._requests.accept(message, writer, now)
+                if joined is not None:
+                    self._rounds.joined(joined.key, now)
+                return actions
             case Renew():
                 return self._reservations.renew(sender, message, now)
             case Handoff():
@@ -113,16 +116,6 @@ class DecodeScheduler:
                 return self._requests.receive(sender, message, now)
             case _:
                 assert_never(message)
-
-    def _reserve(self, asked: Reserve, writer: Life, now: float) -> list[Action]:
-        self._target.contacted(writer, asked.sent_s, now)
-        joined = self._requests.accept(asked, writer, now)
-        if isinstance(joined, Failed):
-            return [decline(writer, asked, joined)]
-        if joined is None:
-            return []
-        self._rounds.joined(joined.key, now)
-        return self._requests.preparation(joined)
 
     def _cancel(self, message: Cancel, now: float) -> list[Action]:
         request = self._requests.cancel(message.key, now)
@@ -330,7 +323,7 @@ class DecodeScheduler:
     def _release(self, request: DecodeRequest, now: float) -> None:
         """The request has ended: bring home what nothing in flight can touch. When no step writes its KV any more, whoever begins
         with the same tokens may share its whole pages."""
-        if request.row is not None and request.lease is not None and not self._requests.rows.in_flight[request.row]:
+        if request.row is not None and request.lease is not None and not self._requests.steps_of_row[request.row]:
             sampled, progress, final = int(self._batch.sampled[request.row]), request.progress, 0
             if not sampled and progress is not None:
                 final = progress.computed

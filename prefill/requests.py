@@ -174,7 +174,7 @@ class PromptRoom:
 
     def offer(self, request: PrefillRequest, now: float) -> Verdict | Failed:
         requests = self._requests
-        if requests.rows.free_count == 0:
+        if not requests.free_rows:
             return Verdict.CLOSED
         if self._to_compute[request.owner] >= self._chunk_tokens:
             return Verdict.OWNER_BUSY

@@ -271,14 +271,11 @@ class PrefillScheduler:
             objection = BadRequest(cannot, field="decodes")
         elif asked.decodes and not any(name in self._requests.peers for name in asked.decodes):
             objection = Unavailable(f"{self._me.id} knows none of the decode instances {', '.join(asked.decodes)}")
-        joined = self._requests.accept(asked, None, now, objection)
-        if isinstance(joined, Failed):
-            return self._requests.tell_refused(asked, joined)
-        if joined is None:
-            return []
-        joined.candidates = asked.decodes
-        self._requests.prompts.find(joined)
-        return self._requests.preparation(joined)
+        joined, actions = self._requests.accept(asked, None, now, objection)
+        if joined is not None:
+            joined.candidates = asked.decodes
+            self._requests.prompts.find(joined)
+        return actions
 
     def _begin(self, request: PrefillRequest, now: float) -> list[Action]:
         """The request has its pages and a row: compute it and ask for its reservation. Not earlier, so that decode memory stays

@@ -32,6 +32,7 @@ from common.instance.token_memory import Emitted, TokenMemory, emit_ending, emit
 from common.instance.waiting_line import Rank, Shares, WaitingLine, has_place
 from common.messages import (
     Counters,
+    Decline,
     Drain,
     Ending,
     Failed,
@@ -112,37 +113,6 @@ class InstanceLimits:
     """Whether KV is kept for later requests that begin alike."""
 
 
-class RowPool:
-    """The rows of the executor's batch: which are free, and how many steps in flight still name each. A step may still write the
-    pages of the request that has the row, so a row is given back only when no step in flight names it."""
-
-    def __init__(self, total: int) -> None:
-        self.in_flight = np.zeros(total, dtype=np.int32)
-        """For each row, the launched steps that name it and have not returned."""
-        self._free = list(range(total - 1, -1, -1))
-
-    @property
-    def free_count(self) -> int:
-        return len(self._free)
-
-    def take(self) -> int:
-        """A free row. Raises IndexError when there is none: ask `free_count` first."""
-        return self._free.pop()
-
-    def give_back(self, row: int) -> None:
-        assert self.in_flight[row] == 0, f"row {row} is named by a step in flight"
-        self._free.append(row)
-
-    def launched(self, rows: Int32Array) -> None:
-        """A plan that names `rows` (each once) was launched."""
-        self.in_flight[rows] += 1
-
-    def returned(self, rows: Int32Array) -> None:
-        """The step of that plan returned."""
-        self.in_flight[rows] -= 1
-        assert (self.in_flight[rows] >= 0).all(), "a step returned twice"
-
-
 _log = logging.getLogger(__name__)
 
 MEMORY_S = 60.0
@@ -159,6 +129,12 @@ SharedEvent: TypeAlias = Prepared | RouterJoined | RouterLost
 def read_terms(terms: Terms, now: float) -> Rank:
     """The rank of a request among the others."""
     return Rank(terms.priority, now - terms.age_s)
+
+
+def decline(writer: Life, asked: Generate | Reserve, failed: Failed) -> Send:
+    """asked: the Reserve that is declined."""
+    sent_s = asked.sent_s if isinstance(asked, Reserve) else None
+    return Send(writer.id, Decline(key=asked.key, failed=failed, sent_s=sent_s))
 
 
 class RequestTable(Generic[R]):
@@ -189,9 +165,12 @@ class RequestTable(Generic[R]):
         self.pool = PagePool(engine.total_pages, limits.prefix_cache)
         self.prompts = PromptCache(self.pool, engine.layout.page_size)
         self.cache_reports = CacheReporter(me, self.pool.cache)
-        self.rows = RowPool(engine.max_rows)
+        self.free_rows = list(range(engine.max_rows - 1, -1, -1))
+        """Rows of the executor's batch that no request has."""
         self.in_row: dict[int, R] = {}
-        """The request in each row."""
+        """The request in each other row."""
+        self.steps_of_row = np.zeros(engine.max_rows, dtype=np.int32)
+        """For each row, the launched steps that name it and have not returned. They may still write the pages of its request."""
         self.holders: dict[AttemptId, R] = {}
         """Requests that hold pages, also those that have ended. A row is scarcer than pages, and is often free earlier."""
         self.computing: dict[int, PromptProgress] = {}
@@ -331,26 +310,21 @@ class RequestTable(Generic[R]):
 
     def accept(
         self, asked: Generate | Reserve, peer: Life | None, now: float, objection: TandemError | None = None
-    ) -> R | Failed | None:
-        """Put a request into the waiting line and return it, or the reason when it is refused. An attempt is served once: a
-        request whose key is known is counted as stale and dropped, and None is returned.
+    ) -> tuple[R | None, list[Action]]:
+        """Put a request into the waiting line and return it with what must be made ready for it; None when it is refused or
+        dropped. An attempt is served once: a request whose key is known is counted as stale and dropped.
 
         peer: with whom it shares the work. objection: why the role refuses it, if it does.
         """
         key = asked.key
         if key in self._open or key in self._over:
             self.counters.messages_stale += 1
-            return None
+            return None, []
         try:
             rank = read_terms(asked.terms, now)
             prompt, pages = self._check(asked, peer, objection)
         except TandemError as error:
-            refused = Failed.of(error)
-            if isinstance(asked, Generate):
-                self._memory.keep(key, Emitted.nothing(asked.first, refused))
-            if isinstance(asked, Generate) or asked.waits:  # a Reserve that does not wait may come again, to wait
-                self._over.set(key, now + MEMORY_S)
-            return refused
+            return None, self._refuse(asked, peer, Failed.of(error), now)
         limit_s = self._limits.request_timeout_s
         deadline_s = now + (limit_s if asked.terms.timeout_s is None else min(asked.terms.timeout_s, limit_s))
         pipeline = self._pipeline_of(key)
@@ -365,7 +339,19 @@ class RequestTable(Generic[R]):
         self._deadlines.set(key, deadline_s)
         self.waiting.join(key, rank, request)
         self.counters.requests_accepted += 1
-        return request
+        grammar = asked.sampling.grammar
+        return request, [] if grammar is None else [Prepare(key, grammar, request.owner)]
+
+    def _refuse(self, asked: Generate | Reserve, peer: Life | None, refused: Failed, now: float) -> list[Action]:
+        """A request is not accepted. Its writer is told, or the client, unless it is of a router that we do not know."""
+        if peer is None:
+            self._memory.keep(asked.key, Emitted.nothing(asked.first, refused))
+        if not isinstance(asked, Reserve) or asked.waits:  # a Reserve that does not wait may come again, to wait
+            self._over.set(asked.key, now + MEMORY_S)
+        if peer is not None:
+            return [decline(peer, asked, refused)]
+        pipeline = self._pipeline_of(asked.key)
+        return [] if pipeline is None else [emit_ending(pipeline, asked.key, asked.first, refused)]
 
     def _check(self, asked: Generate | Reserve, peer: Life | None, objection: TandemError | None) -> tuple[Int32Array, int]:
         """The prompt, and the pages to lease for it: one more than it fills, if the answer can need it. Raises the error with
@@ -402,11 +388,6 @@ class RequestTable(Generic[R]):
             raise Unavailable(f"{self._me.id} does not know the instance {peer.id}")
         return prompt, min(layout.pages_for(len(prompt)) + 1, most_pages)
 
-    def preparation(self, request: R) -> list[Action]:
-        """What must be made ready for a request that was accepted."""
-        grammar = request.asked.sampling.grammar
-        return [] if grammar is None else [Prepare(request.key, grammar, request.owner)]
-
     # --- in a row ----------------------------------------------------------------------------------------------------------
 
     def pages_taken(self, request: R) -> int:
@@ -423,7 +404,7 @@ class RequestTable(Generic[R]):
         owner's. work: tokens that its owner is given."""
         taken = self.pages_taken(request)
         self.waiting.leave(request.key)
-        request.lease, request.row = self.pool.lease(request.pages, request.hit), self.rows.take()
+        request.lease, request.row = self.pool.lease(request.pages, request.hit), self.free_rows.pop()
         assert request.lease is not None
         request.times.admitted_s = now
         self.in_row[request.row] = self.holders[request.key] = request
@@ -454,11 +435,12 @@ class RequestTable(Generic[R]):
         """The plan, made of `starts` and `next_chunks`, goes to the executor."""
         self.starts = []
         self.counters.steps = plan.step
-        self.rows.launched(plan.rows)
+        self.steps_of_row[plan.rows] += 1
 
     def chunks_done(self, result: StepResult, now: float) -> list[R]:
         """A step came back: note what it has computed of prompts. Returns the request of each of its chunks."""
-        self.rows.returned(result.plan.rows)
+        self.steps_of_row[result.plan.rows] -= 1
+        assert (self.steps_of_row >= 0).all(), "a step returned twice"
         prompts = result.prompt_logprobs.by_row()
         requests: list[R] = []
         for chunk in result.plan.chunks:
@@ -512,26 +494,24 @@ class RequestTable(Generic[R]):
     def release(self, request: R, now: float) -> None:
         """Bring home what nothing in flight can touch: the row when no step names it, and the pages of a request that has ended
         when no transfer reads or writes them either."""
-        if request.row is not None:
-            if self.rows.in_flight[request.row]:
+        key, row = request.key, request.row
+        if row is not None:
+            if self.steps_of_row[row]:
                 return
-            del self.in_row[request.row]
-            self.rows.give_back(request.row)
-            self.starts = [start for start in self.starts if start.row != request.row]
+            del self.in_row[row]
+            self.free_rows.append(row)
+            self.starts = [start for start in self.starts if start.row != row]
             request.row = None
-        if request.phase is Phase.ENDED and not request.in_transfer:
-            self._remove(request, now)
-
-    def _remove(self, request: R, now: float) -> None:
-        """Nothing can touch the request's pages any more: they come home. This happens once."""
-        del self._open[request.key]
-        self.holders.pop(request.key, None)
-        self._over.set(request.key, now + MEMORY_S)
-        self._memory.keep(request.key, request.emitted)
+        if request.phase is not Phase.ENDED or request.in_transfer:
+            return
+        del self._open[key]
+        self.holders.pop(key, None)
+        self._over.set(key, now + MEMORY_S)
+        self._memory.keep(key, request.emitted)
         request.times.cached_tokens = request.cached_tokens
-        self._left.append(Timeline(request.key, request.times))
+        self._left.append(Timeline(key, request.times))
         if request.decode is not None:
-            self._decodes[request.key] = request.decode
+            self._decodes[key] = request.decode
         if request.lease is not None:
             request.lease.close()
 
@@ -539,11 +519,6 @@ class RequestTable(Generic[R]):
         """The ending goes to the client, after the tokens that went before."""
         request.ending = ending
         return emit_ending(request.pipeline, request.key, request.next_token, ending)
-
-    def tell_refused(self, asked: Generate, refused: Failed) -> list[Action]:
-        """A request that was not accepted ends. Nobody can be told about one of a router that we do not know."""
-        pipeline = self._pipeline_of(asked.key)
-        return [] if pipeline is None else [emit_ending(pipeline, asked.key, asked.first, refused)]
 
     # --- questions of routers ----------------------------------------------------------------------------------------------
 

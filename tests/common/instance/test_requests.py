@@ -13,19 +13,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from common.ids import DETOKENIZER, ROUTER, InstanceId, shard_of, text_name
+from common.ids import DETOKENIZER, ROUTER, InstanceId, Life, shard_of, text_name
 from common.instance.ports import Action, RouterJoined, RouterLost, Send
 from common.instance.request import Phase, PromptProgress, Request, next_chunks
 from common.instance.requests import LAST_S, MEMORY_S, Drainage, RequestTable, read_terms
 from common.instance.token_memory import emit_ending, emit_tokens
 from common.instance.waiting_line import Rank
-from common.messages import Ending, Failed, Finished, Probe, Probed, Repeat, Standing, Terms, TokenBatch, TokenDelta
+from common.messages import Ending, Finished, Probe, Probed, Repeat, Standing, Terms, TokenBatch, TokenDelta
 from tests.builders import engine, instance, key, limits
-from tests.decode.rig import reserve
+from tests.decode.rig import WRITERS_LIFE, reserve
 from tests.prefill.rig import generate
-from tests.schedulers import deltas
+from tests.schedulers import declined, deltas, failures
 
 ME = instance("d", "decode")
+WRITER = Life(InstanceId("p"), WRITERS_LIFE)
 LENGTH = Finished("length")
 
 
@@ -45,8 +46,8 @@ class Table(RequestTable[Request]):
 
 def is_accepted(made: Table, now: float, name: str = "r", timeout_s: float | None = None, first: int = 0) -> bool:
     """Whether a request that is well formed is accepted when it comes now."""
-    joined = made.accept(generate(name, 10, first=first, terms=Terms(timeout_s=timeout_s)), None, now)
-    assert not isinstance(joined, Failed)
+    joined, actions = made.accept(generate(name, 10, first=first, terms=Terms(timeout_s=timeout_s)), None, now)
+    assert actions == []
     return joined is not None
 
 
@@ -116,7 +117,7 @@ def test_a_router_that_is_gone_is_worth_a_warning_only_when_requests_end_with_it
 def test_another_attempt_is_another_key() -> None:
     made, _ = opened()
     again = msgspec.structs.replace(generate("r", 10), key=key(attempt=1))
-    assert isinstance(made.accept(again, None, 0.0), Request)
+    assert made.accept(again, None, 0.0)[0] is made[again.key]
     assert (made.counters.requests_accepted, made.counters.messages_stale) == (2, 0)
 
 
@@ -207,9 +208,11 @@ def test_what_was_emitted_is_told_again_until_the_request_is_forgotten() -> None
 
 def test_a_refusal_is_told_again_by_the_one_who_told_it() -> None:
     made = Table()
-    refused = made.accept(generate("r", 10, max_new_tokens=10_000), None, 0.0)
-    assert isinstance(refused, Failed) and repeated(made, 0, "r") == [TokenDelta(key(), 0, (), refused)]
-    assert isinstance(made.accept(reserve("other", 10, max_new_tokens=10_000), None, 0.0), Failed)
+    joined, actions = made.accept(generate("r", 10, max_new_tokens=10_000), None, 0.0)
+    ((name, refused),) = failures(actions).items()
+    assert (joined, name) == (None, "r") and repeated(made, 0, "r") == [TokenDelta(key(), 0, (), refused)]
+    joined, actions = made.accept(reserve("other", 10, max_new_tokens=10_000), WRITER, 0.0)
+    assert joined is None and list(declined(actions)) == ["other"]
     assert repeated(made, 0, "other") == [], "its writer tells the client"
 
 
