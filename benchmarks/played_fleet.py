@@ -16,8 +16,8 @@ import zmq
 from common.config import DEMO_MODEL
 from common.gate import EVENTS, ConnectionWatch
 from common.ids import Incarnation, InstanceId, Role
-from common.instance.membership import Membership, PeerSets, State
-from common.instance.ports import PeersChanged
+from common.instance.membership import Membership, PeerSets
+from common.instance.ports import PeersChanged, Report
 from common.mail import SEND_LIMIT, pack_frame, unpack_frame
 from common.messages import (
     AnyMessage,
@@ -106,8 +106,8 @@ class PlayedInstance:
             messages.append(self._link_report(since, self._unreported.values()))
         self._unreported.clear()
         peers_version = 0 if self.router is None else self._peers.version(self.router)
-        state = State(Load(pages_free=PAGES, pages_total=PAGES), Counters(), self._links_version, draining=False)
-        messages += [send.message for send in self.membership.due(now, state, peers_version, reachable=reachable)]
+        report = Report(Load(pages_free=PAGES, pages_total=PAGES), Counters(), drained=False, links_version=self._links_version)
+        messages += [send.message for send in self.membership.due(now, report, peers_version, reachable=reachable)]
         self._has_sent_all = self.membership.joined and peers_version > 0
         return messages
 

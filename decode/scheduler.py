@@ -257,9 +257,9 @@ class DecodeScheduler:
             reservations=len(self._target.open),
             pages_quarantined=count_pages(lease for lease in stuck if lease is not None),
         )
-        totals = requests.totals()
-        totals.messages_stale += self._target.stale
-        return Report(load, totals, requests.drained, cache_version=requests.cache_reports.version)
+        counters = requests.counters_so_far()
+        counters.messages_stale += self._target.stale
+        return requests.report(load, counters)
 
     def key_in(self, row: int) -> AttemptId:
         return self._requests.in_row[row].key

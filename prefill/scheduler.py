@@ -212,9 +212,9 @@ class PrefillScheduler:
             pushes_in_flight=source.pushes_in_flight,
             pages_quarantined=count_pages([*self._quarantined, *stuck]),
         )
-        totals = requests.totals()
-        totals = replace(
-            totals,
+        counters = requests.counters_so_far()
+        counters = replace(
+            counters,
             pages_pushed=source.pages_pushed,
             pages_spared=source.pages_spared,
             bytes_pushed=pushed.bytes_pushed,
@@ -222,9 +222,9 @@ class PrefillScheduler:
             pushes_failed=pushed.pushes_failed,
             push_seconds=pushed.push_seconds,
             exposed_seconds=pushed.exposed_seconds,
-            messages_stale=totals.messages_stale + source.stale,
+            messages_stale=counters.messages_stale + source.stale,
         )
-        return Report(load, totals, requests.drained, self._links.version, requests.cache_reports.version)
+        return requests.report(load, counters, self._links.version)
 
     def key_in(self, row: int) -> AttemptId:
         return self._requests.in_row[row].key

@@ -1,45 +1,37 @@
-"""An instance's membership at one of its routers: it registers until it is welcome, then reports.
+"""The memberships of an instance: one at each router that it was given, with the peers that this router wants it to work with.
 
-Owns the times of registration and of heartbeats in both directions. Opens no socket, reads no clock.
+Owns the times of registration and of heartbeats in both directions, which router is which, and the union of the peers of all
+routers, which the instance acts on. Opens no socket, reads no clock. Knows neither links nor requests.
 
-The router answers heartbeats. When it falls silent, the instance goes on serving and registers again until a router welcomes
-it there. If that is the same life, it was only held up, and still waits for every answer. If it is another life, if nobody
-answers for ABANDON_AFTER_S, or if the router's process is proven to be gone, nobody waits for the answers any more.
+    Register(address) ─► Welcome(router, address) ─► its requests are served          at other times Welcome comes without address
+    Welcome of another life, Refused, ABANDON_AFTER_S of silence, or its process is gone ─► its requests end
 
-The peer sets of an instance: with whom each router wants it to work, and what that comes to together.
-
-Owns one set for each router, and the union, which the instance acts on. Knows neither links nor requests nor sockets.
-
-    Peers of router a ─► set of a ─┐
-    Peers of router b ─► set of b ─┼─► union ─PeersChanged─► scheduler, routes
-    (a former life of a) set kept ─┘    for one id with two incarnations, the latest news counts
-
-A router that starts again learns its members one by one. So the set of its former life still counts until a router speaks, and
-for KEEP_S after that: otherwise each instance would close its links, only to make and measure them again a moment later.
-
-The memberships of an instance: one at each router that it was told of.
-
-Owns which router is which: it has an address, and each life of it a name of its own. Opens no socket, reads no clock.
-
-    Register(address) ─► Welcome(router, address) ─► Met: its requests are served     at other times Welcome comes without address
-    Welcome of another life, Refused, ABANDON_AFTER_S of silence, or its process is gone ─► Lost: its requests end
+The router answers heartbeats. When it falls silent, the instance goes on serving and registers again until a router welcomes it
+there. If that is the same life, it was only held up, and still waits for every answer. If it is another life, if nobody answers
+for ABANDON_AFTER_S, or if the router's process is proven to be gone, nobody waits for the answers any more.
 
 An instance is ready when one router has welcomed it. The others may come later, or be refused their help: it goes on registering.
 So it does when all refuse it later: the first that came to a router that has just started may be the odd one.
+
+    Peers of router a ─► set of a ─┐
+    Peers of router b ─► set of b ─┼─► union ─PeersChanged─► scheduler, routes
+    (a former life of a) set kept ─┘    for one id with two incarnations, the latest description counts
+
+A router that starts again learns its members one by one. So the set of its former life still counts until a router speaks, and
+for KEEP_S after that: otherwise each instance would close its links, only to make and measure them again a moment later.
 """
 
 import logging
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TypeAlias
 
 from common.addresses import ROUTER_NAME
 from common.deadlines import DeadlineWheel
 from common.errors import PeerRefused
 from common.ids import InstanceId
-from common.instance.ports import PeersChanged, Send
-from common.messages import Counters, Goodbye, Heartbeat, InstanceInfo, Load, Peers, Refused, Register, Timeline, Welcome
+from common.instance.ports import PeersChanged, Report, Send
+from common.messages import Goodbye, Heartbeat, InstanceInfo, Peers, Refused, Register, Timeline, Welcome
 from common.messages.base import fits
 
 KEEP_S = 10.0
@@ -47,31 +39,35 @@ KEEP_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
-class _News:
-    """A peer as one router described it. serial: rises with all news that the instance gets."""
+class _Described:
+    """A peer as one router described it."""
 
     info: InstanceInfo
     serial: int
+    """Rises with every description that the instance gets."""
 
 
 @dataclass(slots=True, eq=False)
-class _Set:
-    """What one router said. place: its address. version: 0 before its first word. coming: a whole set of which only the first
-    messages are here."""
+class _PeerSet:
+    """The peers that one life of a router has named."""
 
     place: str
+    """The router's address."""
     version: int = 0
-    peers: dict[InstanceId, _News] = field(default_factory=dict)
-    coming: dict[InstanceId, InstanceInfo] | None = None
+    """0 before its first message."""
+    peers: dict[InstanceId, _Described] = field(default_factory=dict)
+    incomplete: dict[InstanceId, InstanceInfo] | None = None
+    """A whole set of which only the first messages are here."""
 
 
 class PeerSets:
-    """Every message and every deadline returns what it changes in the union; None when nothing."""
+    """The peers of all routers together. Every message and every deadline returns what it changes in the union; None when
+    nothing."""
 
     def __init__(self) -> None:
-        self._sets: dict[InstanceId, _Set] = {}
+        self._sets: dict[InstanceId, _PeerSet] = {}
         self._former: DeadlineWheel[int] = DeadlineWheel()
-        self._former_sets: dict[int, _Set] = {}
+        self._former_sets: dict[int, _PeerSet] = {}
         self._orphaned: list[int] = []
         """Former sets that last until another router speaks."""
         self._union: dict[InstanceId, InstanceInfo] = {}
@@ -87,20 +83,20 @@ class PeerSets:
     def receive(self, router: InstanceId, message: Peers, place: str = "") -> PeersChanged | None:
         """place: the router's address, at which its successor will be. Changes that follow another version than ours are dropped:
         the router sends the whole set when it sees our version."""
-        known = self._sets.setdefault(router, _Set(place))
+        known = self._sets.setdefault(router, _PeerSet(place))
         if message.version == known.version or message.since not in (None, known.version):
             return None
         known.version = message.version
         if message.since is None:
-            known.coming = {}
-        if known.coming is None:
+            known.incomplete = {}
+        if known.incomplete is None:
             return self._apply(known, message.joined, message.left)
-        known.coming.update((peer.id, peer) for peer in message.joined)
+        known.incomplete.update((peer.id, peer) for peer in message.joined)
         for gone in message.left:
-            known.coming.pop(gone, None)
+            known.incomplete.pop(gone, None)
         if message.more:
             return None
-        whole, known.coming = known.coming, None
+        whole, known.incomplete = known.incomplete, None
         return self._apply(known, whole.values(), [peer for peer in known.peers if peer not in whole])
 
     def retire(self, router: InstanceId, now: float) -> None:
@@ -123,7 +119,7 @@ class PeerSets:
 
     # --- inside ------------------------------------------------------------------------------------------------------------
 
-    def _apply(self, known: _Set, joined: Iterable[InstanceInfo], left: Iterable[InstanceId]) -> PeersChanged | None:
+    def _apply(self, known: _PeerSet, joined: Iterable[InstanceInfo], left: Iterable[InstanceId]) -> PeersChanged | None:
         touched: set[InstanceId] = set()
         for gone in left:
             touched.add(gone)
@@ -132,10 +128,10 @@ class PeerSets:
                 if former.place == known.place:  # who left the new life has left the former too
                     former.peers.pop(gone, None)
         for info in joined:
-            said = known.peers.get(info.id)
-            if said is None or said.info.incarnation != info.incarnation:
+            described = known.peers.get(info.id)
+            if described is None or described.info.incarnation != info.incarnation:
                 self._serial += 1
-                known.peers[info.id] = _News(info, self._serial)
+                known.peers[info.id] = _Described(info, self._serial)
                 touched.add(info.id)
         return self._settle(touched)
 
@@ -145,15 +141,16 @@ class PeerSets:
         left: list[InstanceId] = []
         for peer in sorted(touched):
             sets = (*self._sets.values(), *self._former_sets.values())
-            news = max((each.peers[peer] for each in sets if peer in each.peers), key=lambda news: news.serial, default=None)
+            descriptions = [each.peers[peer] for each in sets if peer in each.peers]
+            latest = max(descriptions, key=lambda each: each.serial, default=None)
             before = self._union.get(peer)
-            if news is None:
+            if latest is None:
                 if before is not None:
                     del self._union[peer]
                     left.append(peer)
-            elif before is None or before.incarnation != news.info.incarnation:
-                self._union[peer] = news.info
-                joined.append(news.info)
+            elif before is None or before.incarnation != latest.info.incarnation:
+                self._union[peer] = latest.info
+                joined.append(latest.info)
         return PeersChanged(tuple(joined), tuple(left)) if joined or left else None
 
 
@@ -169,18 +166,6 @@ OVER_REMEMBERED = 4
 """How many such lives a membership remembers."""
 TIMELINES_AT_ONCE, TIMELINES_WAITING = 256, 4_096
 """How many timelines go with a heartbeat, and how many wait for one."""
-
-
-@dataclass(frozen=True, slots=True)
-class State:
-    """How the instance is, as its heartbeats say it to all routers. links_version, cache_version: of its latest report of links,
-    and of its prefix cache."""
-
-    load: Load
-    counters: Counters
-    links_version: int
-    draining: bool
-    cache_version: int = 0
 
 
 class Membership:
@@ -251,7 +236,7 @@ class Membership:
             self.timelines_dropped += 1
         self._timelines.append(timeline)
 
-    def due(self, now: float, state: State, peers_version: int, *, reachable: bool) -> list[Send]:
+    def due(self, now: float, report: Report, peers_version: int, *, reachable: bool) -> list[Send]:
         """The messages to send at `next_deadline`, which then moves on. peers_version: of this router's set of peers. reachable:
         the connection to it is up. While it is not, one Register waits for it, and no more, because they would all arrive."""
         if self.welcome is not None:
@@ -270,12 +255,12 @@ class Membership:
         beat = Heartbeat(
             id=self._info.id,
             incarnation=self._info.incarnation,
-            load=state.load,
-            counters=state.counters,
+            load=report.load,
+            counters=report.counters,
             peers_version=peers_version,
-            links_version=state.links_version,
-            cache_version=state.cache_version,
-            draining=state.draining,
+            links_version=report.links_version,
+            cache_version=report.cache_version,
+            draining=report.draining,
             timelines=self._take_timelines(),
         )
         return [Send(self.name, beat)]
@@ -299,33 +284,25 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Met:
-    """A life of a router has welcomed us, or its detokenizers have moved. at: the membership."""
+class RouterChange:
+    """A life of a router has welcomed us, its detokenizers have moved, or it is lost: gone, or it does not want us any more."""
 
     at: Membership
     router: InstanceId
     detokenizers: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Lost:
-    """That life is gone, or does not want us any more."""
-
-    at: Membership
-    router: InstanceId
-    detokenizers: tuple[str, ...]
-
-
-RouterNews: TypeAlias = Met | Lost
+    """Their addresses."""
+    is_lost: bool = False
 
 
 class Memberships:
-    """addresses: of the routers. Raises PeerRefused, from `receive` when no router wants us or ever has, one says that a newer
-    life has taken our place, or two addresses lead to one router at the start, and from `check` when none has answered within
-    `startup_timeout_s`."""
+    """The memberships at all routers. Raises PeerRefused, from `receive` when no router wants us or ever has, one says that a
+    newer life has taken our place, or two addresses lead to one router at the start, and from `check` when none has answered
+    within `startup_timeout_s`."""
 
     def __init__(self, info: InstanceInfo, addresses: Sequence[str], startup_timeout_s: float, now: float) -> None:
+        """addresses: those of the routers."""
         self.info = info
+        self.peers = PeerSets()
         self._all = [Membership(info, address, now) for address in addresses]
         self._started_s = now + startup_timeout_s
         """From then on it is no mistake of the start when two addresses lead to one router."""
@@ -343,13 +320,14 @@ class Memberships:
 
     @property
     def next_deadline(self) -> float:
+        """When `due` has something to send."""
         return min(membership.next_deadline for membership in self._all)
 
     def of(self, router: InstanceId) -> Membership | None:
         """Where this life of a router has welcomed us."""
         return next((one for one in self._all if one.welcome is not None and one.welcome.router == router), None)
 
-    def receive(self, message: Welcome | Refused, now: float) -> list[RouterNews]:
+    def receive(self, message: Welcome | Refused, now: float) -> list[RouterChange]:
         if isinstance(message, Refused):
             return self._refused(message, now)
         known = self.of(message.router)
@@ -361,13 +339,16 @@ class Memberships:
             return self._twice(known, at, message.router, now)
         self._give_up_s, before = None, at.welcome
         at.receive(message, now)
-        met = Met(at, message.router, message.detokenizers)
+        joined = RouterChange(at, message.router, message.detokenizers)
         if before is not None and before.router == message.router:
-            return [met] if before.detokenizers != message.detokenizers else []
+            return [joined] if before.detokenizers != message.detokenizers else []
         _log.info("welcomed by %s at %s", message.router, at.address)
-        return [met] if before is None else [Lost(at, before.router, before.detokenizers), met]
+        if before is None:
+            return [joined]
+        self.peers.retire(before.router, now)
+        return [RouterChange(at, before.router, before.detokenizers, is_lost=True), joined]
 
-    def _twice(self, known: Membership, at: Membership, router: InstanceId, now: float) -> list[RouterNews]:
+    def _twice(self, known: Membership, at: Membership, router: InstanceId, now: float) -> list[RouterChange]:
         """A router that is known answers at another address too. Later than at the start it is ignored: names may be moved."""
         reason = f"it is {router}, which has welcomed us at {known.address} already"
         if now < self._started_s and not at.was_welcome:
@@ -377,7 +358,7 @@ class Memberships:
             _log.warning("the router at %s is of no use: %s", at.address, reason)
         return []
 
-    def _refused(self, message: Refused, now: float) -> list[RouterNews]:
+    def _refused(self, message: Refused, now: float) -> list[RouterChange]:
         if not fits(message.incarnation, self.info.incarnation) or message.id not in ("", self.info.id):
             self.stale += 1
             return []
@@ -386,21 +367,21 @@ class Memberships:
         at = next((one for one in self._all if one.address == message.address or len(self._all) == 1), None)
         if at is None:
             return []
-        is_news, at.refusal = at.refusal != message.reason, message.reason
+        is_other, at.refusal = at.refusal != message.reason, message.reason
         never_welcome = not any(one.was_welcome for one in self._all)
         if never_welcome and all(one.refusal is not None for one in self._all):
             reasons = (f"the router at {one.address} refused {self.info.id}: {one.refusal}" for one in self._all)
             raise PeerRefused("; ".join(reasons))
-        if is_news:
+        if is_other:
             _log.warning("the router at %s refused us: %s", at.address, message.reason)
         return self._lose(at, now)
 
-    def gone(self, names: Iterable[InstanceId], now: float) -> list[RouterNews]:
+    def gone(self, names: Iterable[InstanceId], now: float) -> list[RouterChange]:
         """The processes of these routers, as the mail calls them, are proven to be gone."""
         named = set(names)
-        return [news for one in self._all if one.name in named for news in self._lose(one, now)]
+        return [change for one in self._all if one.name in named for change in self._lose(one, now)]
 
-    def check(self, now: float) -> list[RouterNews]:
+    def check(self, now: float) -> list[RouterChange]:
         """The routers that have been silent for too long."""
         if self._give_up_s is not None and now >= self._give_up_s:
             asked = ", ".join(one.address if one.refusal is None else f"{one.address} ({one.refusal})" for one in self._all)
@@ -408,17 +389,36 @@ class Memberships:
                 f"no router answered the registration in time, of {asked}: is --router right, is it running, and do both sides "
                 "have the same --cluster-key, or none? (the log of a router counts those that it turns away)"
             )
-        return [news for one in self._all if one.abandoned for news in self._lose(one, now)]
+        return [change for one in self._all if one.abandoned for change in self._lose(one, now)]
+
+    def receive_peers(self, router: InstanceId, message: Peers, now: float) -> PeersChanged | None:
+        """A router names the peers to work with. It uses no link of which it does not know that both ends know of it, so it hears
+        from us soon."""
+        membership = self.of(router)
+        if membership is None:
+            return None
+        membership.hurry(now)
+        return self.peers.receive(router, message, membership.address)
+
+    def due(self, now: float, report: Report, reaches: Callable[[InstanceId], bool]) -> list[Send]:
+        """The messages to send now. reaches: whether the connection to a router is up."""
+        sends: list[Send] = []
+        for membership in self._all:
+            if now >= membership.next_deadline:
+                version = 0 if membership.welcome is None else self.peers.version(membership.welcome.router)
+                sends += membership.due(now, report, version, reachable=reaches(membership.name))
+        return sends
 
     def hurry(self, now: float) -> None:
         """Something changed that the routers should know soon."""
         for membership in self._all:
             membership.hurry(now)
 
-    def _lose(self, at: Membership, now: float) -> list[RouterNews]:
+    def _lose(self, at: Membership, now: float) -> list[RouterChange]:
         welcome = at.welcome
         if welcome is None:
             return []
         at.end(now)
         _log.info("%s at %s is gone", welcome.router, at.address)
-        return [Lost(at, welcome.router, welcome.detokenizers)]
+        self.peers.retire(welcome.router, now)
+        return [RouterChange(at, welcome.router, welcome.detokenizers, is_lost=True)]

@@ -161,14 +161,18 @@ class Decision:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """How an instance is. drained: it was told to drain, and nothing is left, or what is left will never end. links_version: of
-    its last LinkReport; 0 where there is none. cache_version: of its last CacheChanges."""
+    """How an instance is."""
 
     load: Load
     counters: Counters
     drained: bool
+    """It was told to drain, and nothing is left, or what is left will never end."""
+    draining: bool = False
+    """It was told to drain."""
     links_version: int = 0
+    """The version of its last LinkReport; 0 where there is none."""
     cache_version: int = 0
+    """The version of its last CacheChanges."""
 
 
 M_contra = TypeVar("M_contra", contravariant=True)

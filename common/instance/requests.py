@@ -25,7 +25,7 @@ from common.deadlines import DeadlineWheel, earliest
 from common.errors import BadRequest, DeadlinePassed, Overloaded, TandemError, Unavailable
 from common.executor import Chunk, EngineDescription, Plan, RowStart, StepResult
 from common.ids import AttemptId, Incarnation, InstanceId, Int32Array, Life, shard_of, text_name, unpack_ids
-from common.instance.ports import Action, PeersChanged, Prepare, Prepared, RouterJoined, RouterLost, Send
+from common.instance.ports import Action, PeersChanged, Prepare, Prepared, Report, RouterJoined, RouterLost, Send
 from common.instance.prompt_cache import CacheReporter, PromptCache
 from common.instance.request import Phase, PromptProgress, Request, next_chunks
 from common.instance.token_memory import Emitted, TokenMemory, emit_ending, emit_tokens
@@ -270,9 +270,10 @@ class RequestTable(Generic[R]):
             actions += self.end(request, None if error is None else Failed.of(error()), now)
         return actions
 
-    @property
-    def drained(self) -> bool:
-        return self._drainage.is_over or (self._drainage.began and not self._open)
+    def report(self, load: Load, counters: Counters, links_version: int = 0) -> Report:
+        """load, counters: those of `load` and `counters_so_far`, with what the role adds."""
+        drained = self._drainage.is_over or (self._drainage.began and not self._open)
+        return Report(load, counters, drained, self._drainage.began, links_version, self.cache_reports.version)
 
     def knows(self, peer: Life) -> bool:
         return self.peers.get(peer.id) == peer.incarnation
@@ -294,7 +295,7 @@ class RequestTable(Generic[R]):
             pages_cached=self.pool.cached_pages,
         )
 
-    def totals(self) -> Counters:
+    def counters_so_far(self) -> Counters:
         """What both roles count. A reservation that waits does not count yet: `forget` may take it off again, and a counter never
         falls."""
         may_be_forgotten = sum(isinstance(request.asked, Reserve) for request in self.waiting)

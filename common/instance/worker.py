@@ -7,9 +7,9 @@ socket and reads no clock except through its ports, so the same code runs as a p
 import sys
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain, combinations
-from typing import Generic, TypeVar, assert_never
+from typing import Generic, TypeVar
 
 import msgspec
 import numpy as np
@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from common.deadlines import DeadlineWheel, earliest
 from common.executor import Executor, Plan, Preparation, StepHandle, take_prepared
 from common.ids import ROUTER, AttemptId, InstanceId, text_name
-from common.instance.membership import Lost, Memberships, Met, PeerSets, RouterNews, State
+from common.instance.membership import Memberships, RouterChange
 from common.instance.ports import (
     Action,
     LayersDone,
@@ -177,7 +177,6 @@ class InstanceWorker(Generic[M]):
         self._unix_s = unix_s
         self._in_flight: deque[_InFlight] = deque()
         self._preparing: dict[AttemptId, Preparation] = {}
-        self._peers = PeerSets()
         self._former: DeadlineWheel[InstanceId] = DeadlineWheel()
         self._routed: dict[InstanceId, InstanceInfo] = {}
         """The peers whose address the mail knows."""
@@ -193,19 +192,19 @@ class InstanceWorker(Generic[M]):
         """Take in everything that happened, act on it, and keep the executor busy."""
         self._tracer.now = now
         gone = self._mail.refused()
-        self._heed(self._memberships.gone(gone, now), now)
+        self._follow(self._memberships.gone(gone, now), now)
         self._bury(gone, now)
         for sender, message in self._mail.receive():
             match message:
                 case Welcome() | Refused():
-                    self._heed(self._memberships.receive(message, now), now)
+                    self._follow(self._memberships.receive(message, now), now)
                 case Drain(incarnation=life):
                     if fits(life, self._memberships.info.incarnation):
                         self.drain(now)
                     else:
                         self._stale += 1
                 case Peers():
-                    self._told(sender, message, now)
+                    self._meet(self._memberships.receive_peers(sender, message, now), now)
                 case Trace():
                     if self._memberships.of(sender) is not None:
                         self._tracer.ask(sender, message, now)
@@ -219,7 +218,7 @@ class InstanceWorker(Generic[M]):
             self._act(self._scheduler.handle(event, now))
         self._take_prepared(now)
         self._take_steps(now)
-        self._meet(self._peers.tick(now), now)
+        self._meet(self._memberships.peers.tick(now), now)
         for name in self._former.expired(now):
             self._mail.route(name, None)
             del self._routed[name]
@@ -246,7 +245,7 @@ class InstanceWorker(Generic[M]):
     def next_deadline(self) -> float:
         """When the next turn is due even if nothing happens before."""
         step_ends = self._in_flight[0].handle.ends_s if self._in_flight else None
-        peers = earliest(self._former.next_deadline(), self._peers.next_deadline())
+        peers = earliest(self._former.next_deadline(), self._memberships.peers.next_deadline())
         prepared = [each.ends_s for each in self._preparing.values()]
         known = earliest(self._scheduler.next_deadline(), peers, step_ends, self._tracer.next_deadline(), *prepared)
         return self._memberships.next_deadline if known is None else min(known, self._memberships.next_deadline)
@@ -314,60 +313,40 @@ class InstanceWorker(Generic[M]):
 
     def _report(self, now: float) -> None:
         """Tell the routers how this instance is. One that has not answered for minutes has lost its requests."""
-        self._heed(self._memberships.check(now), now)
-        report = self._scheduler.report()
-        step_s = now - self._in_flight[0].launched_s if self._in_flight else 0.0
-        transfer_s = max(0.0, now - self._transfers.progress_s)
-        cost = self._cost.read()
+        self._follow(self._memberships.check(now), now)
+        report, cost = self._scheduler.report(), self._cost.read()
         load = msgspec.structs.replace(
             report.load,
-            oldest_step_s=step_s,
-            oldest_transfer_s=transfer_s,
+            oldest_step_s=now - self._in_flight[0].launched_s if self._in_flight else 0.0,
+            oldest_transfer_s=max(0.0, now - self._transfers.progress_s),
             step_s=cost.step_s,
             chunk_token_s=cost.chunk_token_s,
             decode_row_s=cost.decode_row_s,
         )
-        refused, lost = sum(self._mail.frames_refused.values()), sum(self._mail.messages_lost.values())
-        stale = report.counters.messages_stale + self._stale + self._memberships.stale
         counters = msgspec.structs.replace(
             report.counters,
-            frames_refused=refused,
-            messages_lost=lost,
-            messages_stale=stale,
+            frames_refused=sum(self._mail.frames_refused.values()),
+            messages_lost=sum(self._mail.messages_lost.values()),
+            messages_stale=report.counters.messages_stale + self._stale + self._memberships.stale,
             timelines_dropped=sum(membership.timelines_dropped for membership in self._memberships),
         )
-        state = State(load, counters, report.links_version, self._draining, report.cache_version)
-        for membership in self._memberships:
-            if now >= membership.next_deadline:
-                version = 0 if membership.welcome is None else self._peers.version(membership.welcome.router)
-                self._act(membership.due(now, state, version, reachable=self._mail.reaches(membership.name)))
+        self._act(self._memberships.due(now, replace(report, load=load, counters=counters), self._mail.reaches))
 
-    def _heed(self, news: Sequence[RouterNews], now: float) -> None:
+    def _follow(self, changes: Sequence[RouterChange], now: float) -> None:
         """Routers came or are gone: learn or forget where they and their detokenizers are, and tell the scheduler."""
-        for each in news:
-            router = each.router
-            detokenizers = [text_name(router, shard) for shard in range(len(each.detokenizers))]
-            match each:
-                case Met():
-                    self._mail.route(router, each.at.address)
-                    for name, address in zip(detokenizers, each.detokenizers, strict=True):
-                        self._mail.route(name, address)
-                    self._act(self._scheduler.handle(RouterJoined(router, len(detokenizers)), now))
-                case Lost():
-                    self._tracer.forget(router)
-                    self._peers.retire(router, now)
-                    self._act(self._scheduler.handle(RouterLost(router), now))
-                    for name in (router, *detokenizers):
-                        self._mail.route(name, None)
-                case _:
-                    assert_never(each)
-
-    def _told(self, router: InstanceId, message: Peers, now: float) -> None:
-        """A router says with whom to work. It uses no link of which it does not know that both ends know of it."""
-        membership = self._memberships.of(router)
-        if membership is not None:
-            self._meet(self._peers.receive(router, message, membership.address), now)
-            membership.hurry(now)
+        for change in changes:
+            router = change.router
+            detokenizers = [text_name(router, shard) for shard in range(len(change.detokenizers))]
+            if change.is_lost:
+                self._tracer.forget(router)
+                self._act(self._scheduler.handle(RouterLost(router), now))
+                for name in (router, *detokenizers):
+                    self._mail.route(name, None)
+            else:
+                self._mail.route(router, change.at.address)
+                for name, address in zip(detokenizers, change.detokenizers, strict=True):
+                    self._mail.route(name, address)
+                self._act(self._scheduler.handle(RouterJoined(router, len(detokenizers)), now))
 
     def _meet(self, change: PeersChanged | None, now: float) -> None:
         """Other peers: learn their addresses, and tell the scheduler.

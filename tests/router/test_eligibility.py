@@ -13,7 +13,8 @@ from msgspec.structs import replace
 
 from common.errors import PeerRefused
 from common.ids import ROUTER, Incarnation, InstanceId
-from common.instance.membership import SELDOM_EVERY_S, Memberships, State
+from common.instance.membership import SELDOM_EVERY_S, Memberships
+from common.instance.ports import Report
 from common.messages import WIRE_VERSION, Counters, Heartbeat, InstanceInfo, Load, Refused, Register, Welcome
 from router.fleet import REFUSED_REMEMBERED, VOTE_S, VOTES_COUNTED, Fleet, Majority
 from tests.builders import instance
@@ -226,7 +227,7 @@ def test_an_instance_whose_ranks_do_not_fit_each_other_is_refused(asking: Instan
 
 
 AT = "tcp://127.0.0.1:7"
-IDLE = State(Load(), Counters(), 0, draining=False)
+IDLE = Report(Load(), Counters(), drained=False)
 HEALED_S = 2 * SELDOM_EVERY_S
 
 

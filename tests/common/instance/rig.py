@@ -140,7 +140,7 @@ class FakeScheduler:
         raise AssertionError("its plans are empty")
 
     def report(self) -> Report:
-        return Report(Load(pages_free=5), Counters(steps=6), self.drained)
+        return Report(Load(pages_free=5), Counters(steps=6), self.drained, draining="Drain" in self.told)
 
     def take_timelines(self) -> list[Timeline]:
         return []

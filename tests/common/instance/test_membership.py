@@ -20,13 +20,11 @@ from common.instance.membership import (
     SELDOM_EVERY_S,
     TIMELINES_AT_ONCE,
     TIMELINES_WAITING,
-    Lost,
     Memberships,
-    Met,
     PeerSets,
-    State,
+    RouterChange,
 )
-from common.instance.ports import PeersChanged, Send
+from common.instance.ports import PeersChanged, Report, Send
 from common.messages import Counters, Goodbye, Heartbeat, Load, Peers, Refused, Register, Timeline, Times, Welcome
 from router.fleet import Fleet
 from tests.builders import instance, key
@@ -49,14 +47,14 @@ class Member:
 
     def receive(self, message: Welcome | Refused) -> list[str]:
         """The routers that are lost by this message."""
-        return [news.router for news in self.all.receive(message, self.now) if isinstance(news, Lost)]
+        return [change.router for change in self.all.receive(message, self.now) if change.is_lost]
 
     def router_lost(self) -> bool:
-        return any(isinstance(news, Lost) for news in self.all.check(self.now))
+        return any(change.is_lost for change in self.all.check(self.now))
 
     def beat(self) -> list[str]:
         """What is sent now."""
-        sends = self.membership.due(self.now, State(Load(), Counters(), 0, draining=False), 0, reachable=True)
+        sends = self.membership.due(self.now, Report(Load(), Counters(), drained=False), 0, reachable=True)
         assert all(send.to == self.membership.name for send in sends)
         return [type(send.message).__name__ for send in sends]
 
@@ -107,7 +105,9 @@ def test_a_refusal_is_told_with_its_reason() -> None:
 
 def test_a_heartbeat_says_how_the_instance_is(member: Member) -> None:
     load, counters = Load(pages_free=3), Counters(steps=5)
-    (send,) = member.membership.due(100.0, State(load, counters, 8, draining=True), 7, reachable=True)
+    (send,) = member.membership.due(
+        100.0, Report(load, counters, drained=False, draining=True, links_version=8), 7, reachable=True
+    )
     beat = Heartbeat(
         id=INFO.id,
         incarnation=INFO.incarnation,
@@ -214,9 +214,9 @@ def both() -> Memberships:
 def test_each_router_is_a_membership_of_its_own_and_one_is_enough() -> None:
     members = both()
     here, there = members
-    assert members.receive(OTHER, 100.0) == [Met(there, OTHER.router, OTHER.detokenizers)] and members.joined
+    assert members.receive(OTHER, 100.0) == [RouterChange(there, OTHER.router, OTHER.detokenizers)] and members.joined
     members.check(1000.0)  # the deadline of the start is over
-    assert members.receive(WELCOME, 100.0) == [Met(here, WELCOME.router, WELCOME.detokenizers)]
+    assert members.receive(WELCOME, 100.0) == [RouterChange(here, WELCOME.router, WELCOME.detokenizers)]
     assert members.of(OTHER.router) is there and members.of(InstanceId("router-2")) is None
 
 
@@ -225,7 +225,7 @@ def test_a_welcome_without_an_address_answers_a_heartbeat_of_the_life_that_it_na
     here, there = members
     members.receive(WELCOME, 100.0)
     moved = msgspec.structs.replace(WELCOME, address="", detokenizers=("tcp://127.0.0.1:5",))
-    assert members.receive(moved, 100.0) == [Met(here, WELCOME.router, moved.detokenizers)]
+    assert members.receive(moved, 100.0) == [RouterChange(here, WELCOME.router, moved.detokenizers)]
     assert members.receive(msgspec.structs.replace(OTHER, address=""), 100.0) == [] and there.welcome is None
 
 
@@ -234,7 +234,7 @@ def test_only_the_requests_of_the_router_that_is_gone_end_and_it_is_asked_again(
     here, there = members
     for welcome in (WELCOME, OTHER):
         members.receive(welcome, 100.0)
-    assert members.gone([there.name], 100.0) == [Lost(there, OTHER.router, OTHER.detokenizers)]
+    assert members.gone([there.name], 100.0) == [RouterChange(there, OTHER.router, OTHER.detokenizers, is_lost=True)]
     assert members.gone([there.name], 100.0) == []
     assert here.joined and there.next_deadline <= 100.0 + REGISTER_EVERY_S
 
@@ -244,7 +244,7 @@ def test_one_that_is_there_and_does_not_answer_is_asked_more_and_more_seldom() -
     pauses = []
     for _ in range(20):
         now = there.next_deadline
-        there.due(now, State(Load(), Counters(), 0, draining=False), 0, reachable=True)
+        there.due(now, Report(Load(), Counters(), drained=False), 0, reachable=True)
         pauses.append(there.next_deadline - now)
     assert pauses[0] == REGISTER_EVERY_S and pauses == sorted(pauses) and pauses[-1] == SELDOM_EVERY_S
 
@@ -255,11 +255,11 @@ def test_one_registration_waits_for_a_router_that_is_down_and_it_is_asked_soon_w
     sent = []
     for reachable in (True, True, True, True, False, False, False, True):
         now = here.next_deadline
-        sent.append(len(here.due(now, State(Load(), Counters(), 0, draining=False), 0, reachable=reachable)))
+        sent.append(len(here.due(now, Report(Load(), Counters(), drained=False), 0, reachable=reachable)))
     assert sent == [1, 1, 1, 1, 0, 0, 0, 1] and here.next_deadline == now + REGISTER_EVERY_S
     members.receive(WELCOME, now)
     members.gone([here.name], now)
-    down = [len(here.due(now, State(Load(), Counters(), 0, draining=False), 0, reachable=False)) for _ in range(100)]
+    down = [len(here.due(now, Report(Load(), Counters(), drained=False), 0, reachable=False)) for _ in range(100)]
     assert sum(down) == 1, "they would all arrive at once"
 
 
@@ -349,7 +349,7 @@ def test_timelines_go_with_heartbeats_a_few_with_each_and_the_oldest_are_dropped
         member.membership.note(timeline)
     told: list[Timeline] = []
     while True:
-        (send,) = member.membership.due(member.now, State(Load(), Counters(), 0, draining=False), 0, reachable=True)
+        (send,) = member.membership.due(member.now, Report(Load(), Counters(), drained=False), 0, reachable=True)
         assert isinstance(send.message, Heartbeat)
         if not send.message.timelines:
             break
@@ -366,7 +366,7 @@ def test_timelines_for_a_router_that_is_gone_are_forgotten(member: Member) -> No
     member.membership.note(Timeline(key(), Times(1, 0.0)))
     member.membership.end(member.now)
     member.receive(WELCOME)
-    (send,) = member.membership.due(member.now, State(Load(), Counters(), 0, draining=False), 0, reachable=True)
+    (send,) = member.membership.due(member.now, Report(Load(), Counters(), drained=False), 0, reachable=True)
     assert isinstance(send.message, Heartbeat) and send.message.timelines == ()
 
 
