@@ -95,10 +95,11 @@ class LayersDone:
 
 @dataclass(frozen=True, slots=True)
 class RouterJoined:
-    """This life of a router has welcomed us, and may send requests from now on. detokenizers: how many it has."""
+    """This life of a router has welcomed us, and may send requests from now on."""
 
     router: InstanceId
     detokenizers: int
+    """How many it has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,11 +111,12 @@ class RouterLost:
 
 @dataclass(frozen=True, slots=True)
 class PeersChanged:
-    """The instances of the other role to work with are others now. joined: those that are new, or new incarnations. left: those
-    that are there no longer, in no incarnation."""
+    """The instances of the other role to work with are others now."""
 
     joined: tuple[InstanceInfo, ...] = ()
+    """Those that are new, or new incarnations."""
     left: tuple[InstanceId, ...] = ()
+    """Those that are there no longer, in no incarnation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,10 +129,11 @@ class PeerDied:
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """Rows with the grammar of this request can be launched. refused: they never can, because of this."""
+    """Rows with the grammar of this request can be launched."""
 
     key: AttemptId
     refused: Failed | None = None
+    """Why they never can; None when they can."""
 
 
 Event: TypeAlias = Prepared | TransferEvent | LayersDone | PeersChanged | PeerDied | RouterJoined | RouterLost
@@ -149,14 +152,13 @@ Action: TypeAlias = Send | Prepare | TransferCommand
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """plan: the next forward, or None when there is nothing to compute. actions: what to do before it is launched.
-
-    follows_layers: report LayersDone while the plan is computed.
-    """
+    """What a scheduler wants next."""
 
     plan: Plan | None
     actions: list[Action]
+    """What to do before it is launched."""
     follows_layers: bool = False
+    """Report LayersDone while the plan is computed."""
 
 
 @dataclass(frozen=True, slots=True)

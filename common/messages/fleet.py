@@ -21,7 +21,7 @@ _POOL_DEVICE = re.compile(r"cpu|cuda:[0-9]{1,3}")
 
 
 class EngineChoices(msgspec.Struct, frozen=True, kw_only=True):
-    """What an engine took where flags leave it open or a host lacks something. For people; "": not told."""
+    """What an engine took where flags leave it open or a host lacks something. For people; "": not said."""
 
     attention: str = ""
     """The implementation, and why where it is not the fastest one."""

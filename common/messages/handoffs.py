@@ -40,7 +40,7 @@ class Reserve(Message, frozen=True):
     salt: Salt = ""
     """As in Generate."""
     cached_tokens: Count = 0
-    """Tokens of the prompt that the writer need not compute: what is told with the answer's first token, whoever tells it."""
+    """Tokens of the prompt that the writer need not compute; the client sees the figure with the answer's first token."""
 
     def __post_init__(self) -> None:
         check_ids(self.prompt)

@@ -1,10 +1,8 @@
-"""What an instance reports about itself: its load and its totals at every heartbeat, its links when they change.
+"""What an instance reports about itself: its load and its totals at every heartbeat, its links when they change, and to routers
+that ask, which blocks are in its prefix cache.
 
-Owns the figures. Does not know who uses them: `router/metrics.py` makes a metric of each field of Load and Counters.
-
-Prefix caches: what an instance tells those routers that ask which blocks it has.
-
-Owns the words. Does not know how a router uses them: `common/pages/radix_cache.py` says what a block is.
+Owns the figures. Does not know who uses them: `router/metrics.py` makes a metric of each field of Load and Counters, and
+`common/pages/radix_cache.py` says what a block is.
 """
 
 from operator import add
@@ -194,7 +192,7 @@ class Counters(msgspec.Struct, kw_only=True):
     messages_lost: Count = 0
     """Messages that could not be sent."""
     timelines_dropped: Count = 0
-    """Timelines of attempts that were dropped untold, because too many waited for a heartbeat."""
+    """Timelines of attempts that were dropped unsent, because too many waited for a heartbeat."""
 
 
 class Heartbeat(Message, frozen=True, omit_defaults=True):

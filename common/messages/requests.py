@@ -1,10 +1,6 @@
-"""Requests: the router has them served, asks about them and cancels them.
+"""Requests: the router has them served, asks about them and cancels them, and each attempt ends as it should or with an error.
 
-Owns what an instance is told and asked about a request. Does not know KV or text.
-
-How a request ends: as it should, or with an error.
-
-Owns the two endings. Does not know who ends a request or what becomes of the next attempt.
+Owns what a router and an instance say about a request. Does not know KV or text, or what becomes of the next attempt.
 """
 
 from typing import Annotated, Literal, TypeAlias

@@ -1,10 +1,7 @@
 """The text pipeline: instances send tokens to the detokenizer, which sends text to the router.
 
-Owns what carries tokens and text. Does not know tokenizers or HTTP.
-
-Log probabilities of tokens, on the wire and as they are kept to be told again.
-
-Owns their shape, and their packed form: as objects they take about eight times the memory. Does not know who asks for them.
+Owns what carries tokens and text, and log probabilities in the packed form in which they are kept to be sent again: as objects
+they take about eight times the memory. Does not know tokenizers or HTTP.
 """
 
 from collections.abc import Iterable, Sequence

@@ -1,11 +1,8 @@
-"""Traces: a router has the processes of its fleet record what takes time, and gathers it.
+"""What takes time: traces, which a router has the processes of its fleet record, and timelines of attempts.
 
-Owns the shape of a span, and its packed form: a router keeps it packed, because nobody reads it before the trace is over. Does
-not know who records what.
-
-What happened to an attempt on one instance: when, and how much. An instance tells the router when the attempt has left it.
-
-Owns the record, which schedulers keep and messages carry. People and histograms read it; nothing decides by it.
+Owns the shape of a span, and its packed form: a router keeps it packed, because nobody reads it before the trace is over. Owns
+the times of an attempt on one instance, which schedulers keep and messages carry once the attempt has left. People and histograms
+read them; nothing decides by them. Does not know who records what.
 
 On an instance the times are of its own clock. What leaves its process is UNIX time. So times of two hosts compare as
 well as NTP aligns their clocks. The differences between times of one instance are exact.
