@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from common.deadlines import DeadlineWheel, earliest
 from common.ids import AttemptId
 from common.instance.admission import Verdict, find_givers, give_up_order
-from common.instance.request import Phase
+from common.instance.request import RequestPhase
 from common.instance.requests import RequestTable
 from common.instance.waiting_line import Rank, WaitingLine
 from common.pages.pool import Closing, PageLease
@@ -141,7 +141,7 @@ class DecodeRoom:
             return None
         requests, in_rows = self._requests, self._requests.in_row.values()
         going = [each for each in requests.holders.values() if comes_home(each, self._target, now)]
-        free_rows = len(requests.free_rows) + sum(each.phase is Phase.ENDED for each in in_rows)
+        free_rows = len(requests.free_rows) + sum(each.phase is RequestPhase.ENDED for each in in_rows)
 
         def fits(victims: list[DecodeRequest]) -> bool:
             available = requests.pages_after([*going, *victims])
@@ -151,10 +151,10 @@ class DecodeRoom:
         def holders() -> list[DecodeRequest]:
             """Reservations come later: their room is free only when their writers have let go. An owner's oldest comes last, so
             that it advances whoever comes."""
-            running = sorted((r for r in in_rows if r.phase is not Phase.ENDED), key=lambda each: each.rank, reverse=True)
+            running = sorted((r for r in in_rows if r.phase is not RequestPhase.ENDED), key=lambda each: each.rank, reverse=True)
             oldest = {each.owner: each for each in running}
             least = [each for each in running if each.rank.priority >= request.rank.priority]
-            return sorted(least, key=lambda each: (each is oldest[each.owner], each.phase is Phase.RESERVED))
+            return sorted(least, key=lambda each: (each is oldest[each.owner], each.phase is RequestPhase.RESERVED))
 
         return find_givers(requests, request, 1, holders, fits)
 
@@ -167,4 +167,4 @@ class DecodeRoom:
 
 def comes_home(request: DecodeRequest, target: HandoffReader, now: float) -> bool:
     """Whether it has ended, and what it holds is free soon."""
-    return request.phase is Phase.ENDED and not target.is_stuck(request.key, now)
+    return request.phase is RequestPhase.ENDED and not target.is_stuck(request.key, now)

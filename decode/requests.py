@@ -140,7 +140,7 @@ class Growth:
 class DecodeRequest(Request):
     """Its peer is the writer that sends its KV; None when its prompt is computed here."""
 
-    untold: Failed | None = None
+    pending_failure: Failed | None = None
     """How it ended while its writer was to tell the client. If the writer has handed off instead, we must."""
     landed: int | None = None
     """Its first token, when its KV is here but its grammar is not ready yet."""

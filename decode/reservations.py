@@ -12,7 +12,7 @@ from common.errors import InstanceFailed, Unavailable
 from common.executor import EngineDescription
 from common.ids import AttemptId, InstanceId, Life
 from common.instance.ports import Action, PeersChanged
-from common.instance.request import Phase
+from common.instance.request import RequestPhase
 from common.instance.requests import RequestTable
 from common.messages import Failed, Handoff, InstanceInfo, Renew, Reserve, Withdraw
 from common.messages.base import fits
@@ -121,7 +121,7 @@ class Reservations:
         assert request.lease is not None and isinstance(request.asked, Reserve)
         if not self._target.is_current(writer):
             return self._requests.end(request, Failed.of(Unavailable(f"{writer.id} fell silent")), now)
-        request.phase, request.in_transfer, request.times.granted_s = Phase.RESERVED, True, now
+        request.phase, request.in_transfer, request.times.granted_s = RequestPhase.RESERVED, True, now
         layout, sent_s = self._engine.layout, request.asked.sent_s
         pages, have_tokens = layout.pages_for(len(request.prompt)), len(request.hit) * layout.page_size
         return [self._target.grant(request.key, writer, request.lease, pages, sent_s, have_tokens)]
@@ -148,8 +148,10 @@ class Reservations:
         request.in_transfer = False
         # No step has its pages yet: what others have computed meanwhile takes their place.
         reservation.lease.publish(request.keys, len(request.prompt) // page_size, replaces=True)
-        if request.phase is Phase.ENDED:
-            sends: list[Action] = [] if request.untold is None else [self._requests.tell(request, request.untold)]
+        if request.phase is RequestPhase.ENDED:
+            sends: list[Action] = (
+                [] if request.pending_failure is None else [self._requests.tell(request, request.pending_failure)]
+            )
             self._requests.release(request, now)
             return sends
         self._decode(request, handoff.first_token)
@@ -158,13 +160,13 @@ class Reservations:
     def withdraw(self, sender: InstanceId, message: Withdraw, now: float) -> list[Action]:
         """The writer gives up, and tells the client why if the client is to know."""
         request = self._requests.get(message.key)
-        if request is not None and request.phase is Phase.WAITING and request.peer is not None:
+        if request is not None and request.phase is RequestPhase.WAITING and request.peer is not None:
             is_its = request.peer.id == sender and fits(message.incarnation, request.peer.incarnation)
             return self._requests.end(request, None, now) if is_its else []
         reservation = self._target.withdraw(sender, message)
         if reservation is None:
             return []
-        self._requests[message.key].untold = None
+        self._requests[message.key].pending_failure = None
         return self._close(reservation, None, now)
 
     def renew(self, sender: InstanceId, message: Renew, now: float) -> list[Action]:
@@ -175,7 +177,7 @@ class Reservations:
         renewal = self._target.renew(sender, message, now, lambda key: key in waiting_keys)
         actions: list[Action] = list(renewal.sends)
         for reservation in renewal.moved:
-            self._requests[reservation.key].untold = None
+            self._requests[reservation.key].pending_failure = None
             actions += self._close(reservation, None, now)
         for reservation in renewal.lost:
             self._requests.counters.handoffs_lost += 1
@@ -209,8 +211,8 @@ class Reservations:
         """No write for this reservation is or will be under way, and it was not handed off. failed: what the client is told, if
         nobody else tells it. The pages come home when everything that had arrived for them is in memory."""
         request = self._requests[reservation.key]
-        untold = request.untold or (failed if request.phase is not Phase.ENDED else None)
+        pending_failure = request.pending_failure or (failed if request.phase is not RequestPhase.ENDED else None)
         actions: list[Action] = [Settle(request.key)]
-        if untold is not None:
-            actions.append(self._requests.tell(request, untold))
+        if pending_failure is not None:
+            actions.append(self._requests.tell(request, pending_failure))
         return actions + self._requests.end(request, None, now)

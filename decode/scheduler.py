@@ -36,7 +36,7 @@ from common.instance.ports import (
     RouterJoined,
     RouterLost,
 )
-from common.instance.request import Phase
+from common.instance.request import RequestPhase
 from common.instance.requests import InstanceLimits, RequestTable, SharedMessage, decline
 from common.instance.token_memory import emit_tokens
 from common.messages import (
@@ -68,7 +68,7 @@ from kv_transfer.handoff_reader import MARGIN_S, WRITE_LEASE_S, Digest, HandoffR
 
 DecodeMessage = Generate | Cancel | Reserve | Renew | Handoff | Withdraw | SharedMessage
 
-_IN_BATCH = (Phase.COMPUTING, Phase.DECODING)
+_IN_BATCH = (RequestPhase.COMPUTING, RequestPhase.DECODING)
 
 
 class DecodeScheduler:
@@ -121,7 +121,7 @@ class DecodeScheduler:
         request = self._requests.cancel(message.key, now)
         if request is None:
             return []
-        if request.phase is Phase.DECODING and request.row is not None:
+        if request.phase is RequestPhase.DECODING and request.row is not None:
             if message.complete:
                 self._growth.ended(request.row, stopped=True)
             else:
@@ -140,7 +140,7 @@ class DecodeScheduler:
             case Prepared():
                 actions = self._requests.handle(event, now)
                 request = self._requests.get(event.key)
-                if request is not None and request.phase is Phase.DECODING and request.landed is not None:
+                if request is not None and request.phase is RequestPhase.DECODING and request.landed is not None:
                     self._decode(request, request.landed)
                 return actions
             case RouterJoined() | RouterLost():
@@ -155,7 +155,7 @@ class DecodeScheduler:
         actions = self._requests.tick(now)
         for key in self._rounds.over(self._requests.waiting, now):
             reservation = self._requests.get(key)
-            if reservation is not None and reservation.phase is Phase.WAITING:
+            if reservation is not None and reservation.phase is RequestPhase.WAITING:
                 actions += self._decline_for_now(reservation, now)
         actions += self._reservations.fence(now)
         return actions + self._reservations.expect(now)
@@ -223,7 +223,7 @@ class DecodeScheduler:
         chunks = requests.next_chunks(now)
         for chunk in chunks:
             if chunk.last:
-                requests.in_row[chunk.row].phase = Phase.DECODING
+                requests.in_row[chunk.row].phase = RequestPhase.DECODING
                 self._batch.prompt_planned(chunk.row)
         if not chunks and not len(decode_rows):
             assert not grown, "a row that grew is planned"
@@ -247,7 +247,7 @@ class DecodeScheduler:
 
     def report(self) -> Report:
         requests, sampled = self._requests, self._batch.sampled
-        running = [request for request in requests.in_row.values() if request.phase is not Phase.ENDED]
+        running = [request for request in requests.in_row.values() if request.phase is not RequestPhase.ENDED]
         stuck = [each.lease for each in requests.holders.values() if self._target.is_quarantined(each.key, self._now)]
         load = replace(
             requests.load(),
@@ -293,7 +293,7 @@ class DecodeScheduler:
 
     def _decode(self, request: DecodeRequest, first_token: int) -> None:
         """Its KV is here: it decodes from the next plan on, or when its grammar is ready."""
-        request.phase = Phase.DECODING
+        request.phase = RequestPhase.DECODING
         request.landed = first_token if request.prepares else None
         if not request.prepares:
             self._join(request, sampled=1)
@@ -312,7 +312,7 @@ class DecodeScheduler:
             self._target.cancel(request.key, now)
             if isinstance(ending, Failed):
                 actions.append(decline(request.peer, request.asked, ending))
-                request.untold = ending
+                request.pending_failure = ending
         elif ending is not None:
             actions.append(self._requests.tell(request, ending))
         if request.row is not None:
@@ -384,11 +384,11 @@ class DecodeScheduler:
         if lacking:
             ended = [each for each in self._requests.holders.values() if comes_home(each, self._target, now)]
             coming = [each.lease for each in ended if each.lease is not None]
-            holders = [r for r in in_row.values() if r.phase is not Phase.ENDED]
+            holders = [r for r in in_row.values() if r.phase is not RequestPhase.ENDED]
             preempted = Failed.of(Preempted(f"{self._me.id} needs the memory for an older request"))
             for victim in choose_victims(holders, lacking, coming):
                 actions += self._preempt(victim, preempted, grown, now)
-            self._extend((request for request in lacking if request.phase is not Phase.ENDED), grown)
+            self._extend((request for request in lacking if request.phase is not RequestPhase.ENDED), grown)
         return actions, grown
 
     def _preempt(self, victim: DecodeRequest, preempted: Failed, grown: dict[int, int], now: float) -> list[Action]:

@@ -15,7 +15,7 @@ from common.errors import NoRoom, Overloaded, Unavailable
 from common.ids import Incarnation, InstanceId
 from common.instance.admission import Verdict, find_givers
 from common.instance.ports import PeersChanged
-from common.instance.request import Phase, Request
+from common.instance.request import Request, RequestPhase
 from common.instance.requests import RequestTable
 from common.messages import Ending, Failed, Finished, LinkInfo, LinkReport, LinkTraffic, Reserve, Terms
 from common.messages.transfers import Connect
@@ -192,10 +192,10 @@ class PromptRoom:
 
     def who_gives_way(self, request: PrefillRequest, now: float) -> list[PrefillRequest] | None:
         requests, takes = self._requests, self._requests.pages_taken(request)
-        ended = [each for each in requests.holders.values() if each.phase is Phase.ENDED and not self._is_stuck(each)]
+        ended = [each for each in requests.holders.values() if each.phase is RequestPhase.ENDED and not self._is_stuck(each)]
 
         def holders() -> list[PrefillRequest]:
-            running = (r for r in requests.holders.values() if r.phase is not Phase.ENDED and r.decode is None)
+            running = (r for r in requests.holders.values() if r.phase is not RequestPhase.ENDED and r.decode is None)
             least = (each for each in running if each.rank.priority >= request.rank.priority)
             return sorted(least, key=lambda each: each.rank, reverse=True)
 

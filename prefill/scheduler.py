@@ -41,7 +41,7 @@ from common.instance.ports import (
     RouterLost,
     Send,
 )
-from common.instance.request import Phase
+from common.instance.request import RequestPhase
 from common.instance.requests import InstanceLimits, RequestTable, SharedMessage
 from common.instance.token_memory import emit_tokens
 from common.messages import (
@@ -156,7 +156,7 @@ class PrefillScheduler:
         actions: list[Action] = []
         for chunk, request in zip(result.plan.chunks, self._requests.chunks_done(result, now), strict=True):
             assert request.progress is not None
-            if request.phase is Phase.ENDED:
+            if request.phase is RequestPhase.ENDED:
                 self._requests.release(request, now)
             elif chunk.row in result.failed:
                 actions += self._end(request, Failed.of(result.failed[chunk.row]), now)
@@ -258,7 +258,7 @@ class PrefillScheduler:
 
     def _is_stuck(self, request: PrefillRequest) -> bool:
         """Whether its pages wait for the end of pushes over a link that is gone."""
-        if request.peer is None or request.phase is not Phase.ENDED or not request.in_transfer:
+        if request.peer is None or request.phase is not RequestPhase.ENDED or not request.in_transfer:
             return False
         return request.peer.id in self._links.lost or not self._requests.knows(request.peer)
 
@@ -302,7 +302,7 @@ class PrefillScheduler:
 
     def _refused(self, request: PrefillRequest, failure: Failed, now: float) -> list[Action]:
         """Its peer grants no reservation: ask the next candidate, if that may help."""
-        if request.phase is Phase.ENDED:
+        if request.phase is RequestPhase.ENDED:
             return []
         assert request.peer is not None
         request.exclude(request.peer.id, failure)
@@ -321,7 +321,7 @@ class PrefillScheduler:
         deltas.append(request.with_logprobs(TokenDelta(request.key, request.next_token, (token,), ending), logprobs))
         request.add_token(token)
         request.ending = ending
-        request.phase = Phase.HANDING_OFF
+        request.phase = RequestPhase.HANDING_OFF
         self._requests.counters.tokens_generated += 1
         if ending is not None:
             return self._end(request, None, now)
@@ -361,7 +361,7 @@ class PrefillScheduler:
                 return self._refused(request, event.failure, now)
             case SourcePagesRead():
                 request.lease.give_back(event.pages)
-                if request.phase is not Phase.ENDED:
+                if request.phase is not RequestPhase.ENDED:
                     self._requests.shares.hold(request, 0, max(0, request.held_pages - event.pages))
                 return []
             case HandoffClosed():
@@ -372,12 +372,12 @@ class PrefillScheduler:
     def _closed(self, request: PrefillRequest, closed: HandoffClosed, now: float) -> list[Action]:
         assert request.lease is not None and request.peer is not None
         request.in_transfer = False
-        if closed.failure is None and request.phase is Phase.HANDING_OFF:
+        if closed.failure is None and request.phase is RequestPhase.HANDING_OFF:
             self._source.traffic.add(request.peer.id, request.hand_off(now))
         if not closed.quiescent:
             self._quarantined.append(request.lease)
             request.lease = None
-        if request.phase is Phase.ENDED:
+        if request.phase is RequestPhase.ENDED:
             self._requests.release(request, now)
             return []
         return self._end(request, closed.failure, now)

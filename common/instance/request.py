@@ -92,7 +92,7 @@ def _parts(prompts: Iterable[PromptProgress], budget_tokens: int) -> dict[str, i
     return parts
 
 
-class Phase(Enum):
+class RequestPhase(Enum):
     """From any phase a request may go to ENDED. It is gone when no step and no write can touch its pages any more.
 
     prefill   WAITING ─► COMPUTING ─► HANDING_OFF ─► ENDED ─► (gone)
@@ -131,7 +131,7 @@ class Request:
     """The detokenizer that gets its tokens."""
     keys: PageKeys
     """Names of its pages in the prefix cache."""
-    phase: Phase = Phase.WAITING
+    phase: RequestPhase = RequestPhase.WAITING
     lease: PageLease | None = None
     row: int | None = None
     """Its place in the executor's batch, from its admission until no step names it any more."""

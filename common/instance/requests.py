@@ -27,7 +27,7 @@ from common.executor import Chunk, EngineDescription, Plan, RowStart, StepResult
 from common.ids import AttemptId, Incarnation, InstanceId, Int32Array, Life, shard_of, text_name, unpack_ids
 from common.instance.ports import Action, PeersChanged, Prepare, Prepared, Report, RouterJoined, RouterLost, Send
 from common.instance.prompt_cache import CacheReporter, PromptCache
-from common.instance.request import Phase, PromptProgress, Request, next_chunks
+from common.instance.request import PromptProgress, Request, RequestPhase, next_chunks
 from common.instance.token_memory import Emitted, TokenMemory, emit_ending, emit_tokens
 from common.instance.waiting_line import Rank, Shares, WaitingLine, has_place
 from common.messages import (
@@ -223,7 +223,7 @@ class RequestTable(Generic[R]):
         match event:
             case Prepared():
                 request = self._open.get(event.key)
-                if request is None or request.phase is Phase.ENDED:
+                if request is None or request.phase is RequestPhase.ENDED:
                     return []
                 request.prepares = False
                 return [] if event.refused is None else self.end(request, event.refused, now)
@@ -418,7 +418,7 @@ class RequestTable(Generic[R]):
         """Its prompt is computed here, from behind its hit on."""
         assert request.row is not None
         begin = request.cached_tokens
-        request.phase = Phase.COMPUTING
+        request.phase = RequestPhase.COMPUTING
         request.progress = PromptProgress(request.row, request.prompt, begin, begin, request.owner)
         self.computing[request.row] = request.progress
         self.starts.append(request.row_start(length=begin))
@@ -452,7 +452,7 @@ class RequestTable(Generic[R]):
             self.counters.prompt_tokens_computed += len(chunk.token_ids)
             if chunk.row in prompts:
                 request.collect(prompts[chunk.row])
-            if chunk.last and request.phase is not Phase.ENDED and chunk.row not in result.failed:
+            if chunk.last and request.phase is not RequestPhase.ENDED and chunk.row not in result.failed:
                 request.times.last_chunk_s = now
             requests.append(request)
         return requests
@@ -467,13 +467,13 @@ class RequestTable(Generic[R]):
             self._over.set(key, now + MEMORY_S)
         return request
 
-    def close(self, request: R, now: float) -> Phase | None:
+    def close(self, request: R, now: float) -> RequestPhase | None:
         """The request is served no longer; from now on it waits only for steps and transfers. Returns the phase that it was in;
         None when it had ended before."""
         before = request.phase
-        if before is Phase.ENDED:
+        if before is RequestPhase.ENDED:
             return None
-        request.phase = Phase.ENDED
+        request.phase = RequestPhase.ENDED
         request.times.ended_s = now
         self.counters.requests_ended += 1
         self.waiting.leave(request.key)
@@ -503,7 +503,7 @@ class RequestTable(Generic[R]):
             self.free_rows.append(row)
             self.starts = [start for start in self.starts if start.row != row]
             request.row = None
-        if request.phase is not Phase.ENDED or request.in_transfer:
+        if request.phase is not RequestPhase.ENDED or request.in_transfer:
             return
         del self._open[key]
         self.holders.pop(key, None)
@@ -552,7 +552,7 @@ class RequestTable(Generic[R]):
         request = self._open.get(key)
         if request is None:
             return Standing(key, None, self._decodes.get(key))
-        return Standing(key, None if request.phase is Phase.ENDED else request.next_token, request.decode)
+        return Standing(key, None if request.phase is RequestPhase.ENDED else request.next_token, request.decode)
 
     def _pipeline_of(self, key: AttemptId) -> InstanceId | None:
         """The detokenizer that gets the tokens of this key; None when its router is not known."""

@@ -69,12 +69,12 @@ class CostMeter:
         """Since the last fit: how many steps came back together, their chunk tokens, their decode rows, and their seconds."""
         self._ended_s = float("-inf")
         self._count = 0
-        self._told: Vector = np.zeros((3, 3))
+        self._products: Vector = np.zeros((3, 3))
         self._seconds: Vector = np.zeros(3)
         self._weight = 0.0
         """How many steps that is, where each counts by its share: as much as the fit expects it to take of its seconds."""
         self._most: Vector = np.zeros(3)
-        """The largest that the diagonal of `_told` has been."""
+        """The largest that the diagonal of `_products` has been."""
         self._fit: Vector = np.zeros(3)
         self._cost = StepCost()
 
@@ -107,17 +107,19 @@ class CostMeter:
         weighed = what * weights[:, None]
         shares = weights * expected
         kept = 0.5 ** (len(seconds) / HALF_LIFE_STEPS)
-        self._told = self._told * kept + weighed.T @ weighed
+        self._products = self._products * kept + weighed.T @ weighed
         self._seconds = self._seconds * kept + weighed.T @ (seconds * weights)
         self._weight = self._weight * kept + float(shares @ shares)
-        self._most = np.maximum(self._most, self._told.diagonal())
+        self._most = np.maximum(self._most, self._products.diagonal())
         former = self._most * FORMER_SHARE
-        self._fit = _solve(self._told + np.diag(former), self._seconds + former * self._fit, np.flatnonzero(self._most).tolist())
-        told = float(self._fit @ self._told @ self._fit)
-        if told > self._weight > 0:  # older steps were faster, and would count for more than they are
-            scale = self._weight / told
-            self._told, self._seconds, self._most = self._told * scale, self._seconds * scale, self._most * scale
-        self._weight = min(self._weight, told)
+        self._fit = _solve(
+            self._products + np.diag(former), self._seconds + former * self._fit, np.flatnonzero(self._most).tolist()
+        )
+        fitted = float(self._fit @ self._products @ self._fit)
+        if fitted > self._weight > 0:  # older steps were faster, and would count for more than they are
+            scale = self._weight / fitted
+            self._products, self._seconds, self._most = self._products * scale, self._seconds * scale, self._most * scale
+        self._weight = min(self._weight, fitted)
 
 
 def _solve(matrix: Vector, right: Vector, seen: list[int]) -> Vector:

@@ -15,7 +15,7 @@ from msgspec.structs import replace
 
 from common.ids import DETOKENIZER, ROUTER, InstanceId, Life, shard_of, text_name
 from common.instance.ports import Action, RouterJoined, RouterLost, Send
-from common.instance.request import Phase, PromptProgress, Request, next_chunks
+from common.instance.request import PromptProgress, Request, RequestPhase, next_chunks
 from common.instance.requests import LAST_S, MEMORY_S, Drainage, RequestTable, read_terms
 from common.instance.token_memory import emit_ending, emit_tokens
 from common.instance.waiting_line import Rank
@@ -78,7 +78,7 @@ def test_a_request_is_open_until_it_is_removed() -> None:
 def test_a_request_ends_once_and_leaves_the_line() -> None:
     made, request = opened()
     assert list(made.waiting) == [request]
-    assert [made.close(request, 1.0), made.close(request, 1.0), made.counters.requests_ended] == [Phase.WAITING, None, 1]
+    assert [made.close(request, 1.0), made.close(request, 1.0), made.counters.requests_ended] == [RequestPhase.WAITING, None, 1]
     assert len(made.waiting) == 0 and list(made) == [request]
 
 
