@@ -4,7 +4,7 @@ Owns the vocabulary between scheduler, worker and the rim. Knows no sockets, lib
 `Transfers`, `common.mail` implements `Mail`, and each role implements `Scheduler`.
 
     Mail ──message──► Scheduler ──Action──► Mail, Transfers
-    Transfers ─Event─►    └───StepPlan──► Executor ──StepResult──► Scheduler
+    Transfers ─Event─►    └──────Plan────► Executor ──StepResult──► Scheduler
 """
 
 from collections.abc import Mapping, Sequence
