@@ -430,7 +430,7 @@ def filled_core(infos: Sequence[InstanceInfo]) -> RouterCore:
     for info in infos:
         core.receive(Register(instance=info), 0.0)
     sets: dict[InstanceId, Peers] = {}
-    while not core.fleet.settled:
+    while not core.fleet.peering.settled:
         sets.update((send.to, send.message) for send in core.flush(0.0) if isinstance(send.message, Peers))
     for info in infos:
         links = tuple(LinkInfo(peer=peer.id, incarnation=peer.incarnation, state="ready") for peer in sets[info.id].joined)

@@ -23,7 +23,7 @@ from common.ids import Role
 from common.instance.ports import Send
 from common.messages import CacheChanges, TellCache
 from common.pages.radix_cache import NAME_BYTES, pages_of_block
-from router.members import Member
+from router.members import Lag, Member
 
 EXPECT_S = 2.0
 """How long a prompt that was sent to a member counts as if it were cached there, unless the member says so."""
@@ -35,25 +35,25 @@ TRIES = 32
 
 
 @dataclass(slots=True, eq=False)
-class _Told:
-    """What one member has said. bit: its place in the holders of a block.
-
-    held: names of the blocks that it says it has. expected: others that it is to have soon, because of a prompt. version: of its
-    cache as it is here; 0: it has not said anything yet. coming: all its blocks, of which only some parts are here. behind_s:
-    since when its heartbeats have shown another version, or when it was asked; None: nothing is missing.
-    """
+class _MemberCache:
+    """The prefix cache of one member."""
 
     member: Member
     bit: int
+    """Its place in the holders of a block."""
     held: set[int] = field(default_factory=set)
-    expected: "dict[int, _Prompt]" = field(default_factory=dict)
+    """Names of the blocks that it has reported."""
+    expected: "dict[int, _SentPrompt]" = field(default_factory=dict)
+    """Other blocks that it is to have soon, because of a prompt."""
     version: int = 0
-    coming: "_Coming | None" = None
-    behind_s: float | None = None
+    """Version of the cache as it is here; 0: no report has come yet."""
+    arriving: "_ArrivingReport | None" = None
+    """A report of all its blocks, of which only some parts are here."""
+    lag: Lag = field(default_factory=Lag)
 
 
 @dataclass(slots=True, eq=False)
-class _Coming:
+class _ArrivingReport:
     """The first parts of all blocks of a member at this version."""
 
     version: int
@@ -62,10 +62,10 @@ class _Coming:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Prompt:
-    """What was sent to a member, as far as it was not there, and until when it is expected to be there soon."""
+class _SentPrompt:
+    """Blocks that were sent to a member and were not there, and until when they are expected to be there soon."""
 
-    told: _Told
+    cache: _MemberCache
     names: Sequence[int]
     until_s: float
 
@@ -82,10 +82,10 @@ class Overlap:
 
     def tokens(self, member: Member) -> int:
         """How many of the prompt's first tokens the member holds: whole blocks."""
-        told = self._index.told.get(member)
-        if told is None or not self._holders or not self._holders[0] & told.bit:
+        cache = self._index.of_members.get(member)
+        if cache is None or not self._holders or not self._holders[0] & cache.bit:
             return 0
-        bit = told.bit
+        bit = cache.bit
         fewer = bisect_left(self._holders, True, key=lambda holders: not holders & bit)
         return self._depths[fewer - 1] * self._index.block_tokens
 
@@ -130,7 +130,7 @@ class CacheIndex:
     """follows: whether members are asked for their caches; if not, nobody holds anything. heartbeat_s: how long a missing message
     is waited for. page_size, block_tokens: tokens of a page and of a block; 0 before anybody with a prefix cache has joined.
 
-    For `Overlap`: told: what each member has said. seats: the members by the numbers of their bits. of_role: their bits.
+    For `Overlap`: cache: what each member has said. seats: the members by the numbers of their bits. of_role: their bits.
     """
 
     def __init__(self, follows: bool, heartbeat_s: float = 1.0) -> None:
@@ -139,12 +139,12 @@ class CacheIndex:
         self._random = Random(0)  # a simulation is repeated exactly
         self._holders: dict[int, int] = {}
         """Who holds, or is expected to hold, the block of this name."""
-        self._expected: deque[_Prompt] = deque()
+        self._expected: deque[_SentPrompt] = deque()
         self._expected_names = 0
         self._free: list[int] = []
         """Numbers of seats whose members left."""
-        self.told: dict[Member, _Told] = {}
-        self.seats: list[_Told] = []
+        self.of_members: dict[Member, _MemberCache] = {}
+        self.seats: list[_MemberCache] = []
         self.of_role: dict[Role, int] = {"prefill": 0, "decode": 0}
         self.page_size = self.block_tokens = 0
 
@@ -177,12 +177,12 @@ class CacheIndex:
     def expect(self, members: Iterable[Member], names: Sequence[int], now: float) -> None:
         """A prompt with these blocks was sent to the members: for a moment, others may follow it there."""
         self._expire(now)
-        for told in filter(None, map(self.told.get, members)):
-            prompt = _Prompt(told, [name for name in names if name not in told.held], now + EXPECT_S)
+        for cache in filter(None, map(self.of_members.get, members)):
+            prompt = _SentPrompt(cache, [name for name in names if name not in cache.held], now + EXPECT_S)
             for name in prompt.names:
-                if name not in told.expected:
-                    self._add(told, name)
-                told.expected[name] = prompt
+                if name not in cache.expected:
+                    self._add(cache, name)
+                cache.expected[name] = prompt
             self._expected.append(prompt)
             self._expected_names += len(prompt.names)
         while self._expected_names > EXPECTED_NAMES:
@@ -197,21 +197,21 @@ class CacheIndex:
         self.page_size = member.info.page_size
         self.block_tokens = pages_of_block(self.page_size) * self.page_size
         number = self._free.pop() if self._free else len(self.seats)
-        told = self.told[member] = _Told(member, 1 << number)
-        self.seats[number : number + 1] = [told]
-        self.of_role[member.info.role] |= told.bit
+        cache = self.of_members[member] = _MemberCache(member, 1 << number)
+        self.seats[number : number + 1] = [cache]
+        self.of_role[member.info.role] |= cache.bit
 
     def leave(self, member: Member) -> None:
         """It holds nothing any more."""
-        told = self.told.pop(member, None)
-        if told is None:
+        cache = self.of_members.pop(member, None)
+        if cache is None:
             return
-        for name in told.held | told.expected.keys():
-            self._drop(told, name)
-        told.held.clear()
-        told.expected.clear()
-        self.of_role[member.info.role] ^= told.bit
-        self._free.append(told.bit.bit_length() - 1)
+        for name in cache.held | cache.expected.keys():
+            self._drop(cache, name)
+        cache.held.clear()
+        cache.expected.clear()
+        self.of_role[member.info.role] ^= cache.bit
+        self._free.append(cache.bit.bit_length() - 1)
 
     # --- what members say --------------------------------------------------------------------------------------------------
 
@@ -219,72 +219,66 @@ class CacheIndex:
         """A member's heartbeat names the version of its cache. What has been missing for longer than a heartbeat is asked for
         again."""
         self._expire(now)
-        told = self.told.get(member)
-        if told is None:
+        cache = self.of_members.get(member)
+        if cache is None:
             return []
-        if version == told.version > 0:
-            told.behind_s = None
-            return []
-        is_new = told.version == 0 and told.behind_s is None
-        if told.behind_s is None:
-            told.behind_s = now
-        if not is_new and now - told.behind_s < self._heartbeat_s / 2:  # changes may be under way
-            return []
-        told.behind_s = now
-        return [Send(member.info.id, TellCache())]
+        is_new = cache.version == 0 and cache.lag.since_s is None
+        is_missing = cache.version == 0 or version != cache.version  # changes may be under way
+        is_overdue = cache.lag.is_overdue(is_missing, now, 0.0 if is_new else self._heartbeat_s / 2)
+        return [Send(member.info.id, TellCache())] if is_overdue else []
 
     def receive(self, member: Member, message: CacheChanges) -> None:
         """A member tells of its cache. What was overtaken is dropped; the next heartbeats show that it is missing."""
-        told = self.told.get(member)
-        if told is None or len(message.stored) % NAME_BYTES or len(message.gone) % NAME_BYTES:
+        cache = self.of_members.get(member)
+        if cache is None or len(message.stored) % NAME_BYTES or len(message.gone) % NAME_BYTES:
             return
         if message.since is None:
-            self._take_part(told, message)
-        elif message.since == told.version:
+            self._take_part(cache, message)
+        elif message.since == cache.version:
             for name in _unpack(message.gone):
-                self._lose(told, name)
+                self._lose(cache, name)
             for name in _unpack(message.stored):
-                self._store(told, name)
-            told.version = message.version
+                self._store(cache, name)
+            cache.version = message.version
 
     # --- inside ------------------------------------------------------------------------------------------------------------
 
-    def _take_part(self, told: _Told, message: CacheChanges) -> None:
+    def _take_part(self, cache: _MemberCache, message: CacheChanges) -> None:
         """A part of all blocks: they count when the last part is here."""
-        if message.version < told.version:
+        if message.version < cache.version:
             return
         if message.part == 0:
-            told.coming = _Coming(message.version)
-        coming = told.coming
-        if coming is None or (coming.version, coming.parts) != (message.version, message.part):
+            cache.arriving = _ArrivingReport(message.version)
+        arriving = cache.arriving
+        if arriving is None or (arriving.version, arriving.parts) != (message.version, message.part):
             return
-        coming.parts += 1
-        coming.names.update(_unpack(message.stored))
+        arriving.parts += 1
+        arriving.names.update(_unpack(message.stored))
         if message.more:
             return
-        told.coming = None
-        for name in told.held - coming.names:
-            self._lose(told, name)
-        for name in coming.names - told.held:
-            self._store(told, name)
-        told.version = message.version
+        cache.arriving = None
+        for name in cache.held - arriving.names:
+            self._lose(cache, name)
+        for name in arriving.names - cache.held:
+            self._store(cache, name)
+        cache.version = message.version
 
-    def _store(self, told: _Told, name: int) -> None:
-        if told.expected.pop(name, None) is None and name not in told.held:
-            self._add(told, name)
-        told.held.add(name)
+    def _store(self, cache: _MemberCache, name: int) -> None:
+        if cache.expected.pop(name, None) is None and name not in cache.held:
+            self._add(cache, name)
+        cache.held.add(name)
 
-    def _lose(self, told: _Told, name: int) -> None:
-        if name in told.held:
-            told.held.remove(name)
-            self._drop(told, name)
+    def _lose(self, cache: _MemberCache, name: int) -> None:
+        if name in cache.held:
+            cache.held.remove(name)
+            self._drop(cache, name)
 
-    def _add(self, told: _Told, name: int) -> None:
+    def _add(self, cache: _MemberCache, name: int) -> None:
         holders = self._holders.get(name)
-        self._holders[name] = told.bit if holders is None else holders | told.bit
+        self._holders[name] = cache.bit if holders is None else holders | cache.bit
 
-    def _drop(self, told: _Told, name: int) -> None:
-        holders = self._holders[name] ^ told.bit
+    def _drop(self, cache: _MemberCache, name: int) -> None:
+        holders = self._holders[name] ^ cache.bit
         if holders == 0:
             del self._holders[name]
         else:
@@ -297,12 +291,12 @@ class CacheIndex:
 
     def _forget_oldest(self) -> None:
         prompt = self._expected.popleft()
-        told = prompt.told
+        cache = prompt.cache
         self._expected_names -= len(prompt.names)
         for name in prompt.names:
-            if told.expected.get(name) is prompt:
-                del told.expected[name]
-                self._drop(told, name)
+            if cache.expected.get(name) is prompt:
+                del cache.expected[name]
+                self._drop(cache, name)
 
 
 def _unpack(names: bytes) -> Iterable[int]:

@@ -39,7 +39,7 @@ async def cluster_page(core: RouterCore) -> dict[str, Any]:
             "messages_stale": core.requests.stale + core.requests.stale_standings + core.fleet.stale,
             "prediction_errors": core.requests.placer.prediction_errors(),
             "unready": core.unready(),
-            "settled": core.fleet.settled,
+            "settled": core.fleet.peering.settled,
         },
         "detokenizers": [
             {"shard": shard, "silent": watch.silent} | ({} if watch.last is None else asdict(watch.last))

@@ -42,7 +42,7 @@ from common.messages import (
     TextBatch,
 )
 from common.tracing import SpanRecorder
-from router.fleet import Change, Fleet
+from router.fleet import Change, Members
 from router.outbox import ClientRequest
 from router.request_book import Observer, RequestBook
 from router.requests import RequestSpec
@@ -109,15 +109,7 @@ class RouterCore:
         self._config = config
         self.unix_s = unix_s
         self.detokenizer_names = tuple(text_name(router, shard) for shard in range(len(detokenizers)))
-        self.fleet = Fleet(
-            router,
-            detokenizers,
-            config.heartbeat_s,
-            config.dead_after_s,
-            vocab_size,
-            config.peers_per_instance,
-            config.needs_caches,
-        )
+        self.fleet = Members(router, detokenizers, config, vocab_size)
         recorder = SpanRecorder(unix_s)
         self.requests = RequestBook(router, self.fleet, observer, config, self.detokenizer_names, recorder)
         self.traces = Traces(router, self.detokenizer_names, self.fleet, recorder, unix_s)
@@ -203,13 +195,13 @@ class RouterCore:
     def flush(self, now: float) -> list[Send]:
         """What was gathered to be sent together. Call it at the end of each turn."""
         self.traces.tick(now)
-        return self.fleet.flush(now)
+        return self.fleet.peering.flush(now)
 
     def next_deadline(self) -> float | None:
         """When `tick` must be called; None when nothing is due."""
         silent_s = (watch.silent_at_s for watch in self.detokenizers)
         due_s = (each.next_deadline() for each in (self.fleet, self.requests, self.traces))
-        return earliest(*silent_s, *due_s, self.fleet.next_flush())
+        return earliest(*silent_s, *due_s, self.fleet.peering.next_deadline())
 
     def unready(self) -> list[str]:
         """Why no request could be served now; empty when one could."""

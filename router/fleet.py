@@ -1,7 +1,7 @@
-"""The fleet: which instances are members, what they last reported, and who must know about whom.
+"""The fleet: which instances are members, what they last reported, and which of them must know about which.
 
 Owns membership, the last report of each member, and the deadlines after which a silent member is lost. Opens no socket and reads
-no clock. Does not know requests. `eligibility` says who may be a member, `members` which members take requests.
+no clock. Does not know requests. `join_rules` says who may be a member, `members` which members take requests.
 
     Register ─► Welcome
              └► Refused(reason)      a mismatch, an earlier incarnation (final), an absurd description; shown on /cluster
@@ -12,23 +12,21 @@ no clock. Does not know requests. `eligibility` says who may be a member, `membe
               ─► the member is lost
     flush ─► Peers                   what has changed for each member (`router.peering`)
 
-The majority: whether those that were refused served here before, and are more than those that are members now.
-
-Owns the votes. Who is first at a router that has just started decides what all others must be like. If that one is the odd one,
-the fleet of the former life would stay outside. So an instance that a former life has welcomed votes whenever it is refused
-because it differs; instances that are alike vote together. Newcomers do not: nobody can push out a fleet by starting a larger
-one. Knows neither members nor messages.
+The first member of a router that has just started decides what all others must be like. If that one is the odd one, the fleet of
+the former life would stay outside. So an instance that a former life has welcomed votes whenever it is refused because it
+differs; instances that are alike vote together, and a majority of them replaces the members. Newcomers do not vote: nobody can
+push out a fleet by starting a larger one.
 """
 
-from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from random import Random
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from msgspec.structs import replace
 
 from common.addresses import check_address
+from common.config import RouterConfig
 from common.deadlines import DeadlineWheel, earliest
 from common.errors import BadRequest, ConfigError
 from common.ids import InstanceId, Life, Role
@@ -52,35 +50,12 @@ from common.messages import (
 from router.cache_index import CacheIndex
 from router.join_rules import difference, likeness, malformed
 from router.members import Candidates, Member, RolePace
-from router.peering import Acquaintance
+from router.peering import Peering
 
 VOTE_S = 15.0
 """How long a vote counts: who is refused asks again before that, however seldom it asks."""
 VOTES_COUNTED = 4096
 """How many votes are kept, the newest."""
-
-
-class Majority:
-    def __init__(self) -> None:
-        self._votes: dict[InstanceId, tuple[Hashable, float]] = {}
-        """What each is like, and until when its vote counts, the oldest first."""
-        self._counts: Counter[Hashable] = Counter()
-
-    def vote(self, name: InstanceId, likeness: Hashable, now: float) -> int:
-        """Count the vote of this instance, in place of its former one. likeness: equal for all that fit together. Returns how
-        many vote with it."""
-        self._withdraw(name)
-        while self._votes and (len(self._votes) >= VOTES_COUNTED or next(iter(self._votes.values()))[1] <= now):
-            self._withdraw(next(iter(self._votes)))
-        self._votes[name] = likeness, now + VOTE_S
-        self._counts[likeness] += 1
-        return self._counts[likeness]
-
-    def _withdraw(self, name: InstanceId) -> None:
-        likeness, _ = self._votes.pop(name, (None, 0.0))
-        self._counts[likeness] -= 1
-        if self._counts[likeness] <= 0:
-            del self._counts[likeness]
 
 
 DEPARTED_REMEMBERED = 4096
@@ -118,58 +93,51 @@ class UnknownInstance(BadRequest):
     status = 404
 
 
-@dataclass(frozen=True, slots=True)
-class Departure:
-    """A member that left, and why. silent: it may only have been unreachable; its next heartbeat makes it a member again."""
+class Departure(NamedTuple):
+    """A member that left, and why."""
 
     member: Member
     reason: str
     silent: bool
+    """It may only have been unreachable; its next heartbeat makes it a member again."""
 
 
-@dataclass(frozen=True, slots=True)
-class Refusal:
-    """An instance that may not be a member, and why. inbox: None when it gave no valid address, so it cannot be told."""
+class RefusedInstance(NamedTuple):
+    """An instance that may not be a member, and why."""
 
     inbox: str | None
+    """None when it gave no valid address, so that the refusal cannot be sent."""
     reason: str
 
 
 @dataclass(slots=True)
 class Change:
-    """What followed from a message or a deadline.
-
-    lost: members that left or got stuck: they no longer serve their requests. more_can_serve: a member takes requests or has a
-    link that it did not have before.
-    """
+    """What followed from a message or a deadline."""
 
     sends: list[Send] = field(default_factory=list)
     lost: list[Member] = field(default_factory=list)
+    """Members that left or got stuck: they no longer serve their requests."""
     more_can_serve: bool = False
+    """A member takes requests or has a link that it did not have before."""
 
 
-class Fleet:
-    """Membership as a state machine. vocab_size: of the router's tokenizer, or None to take any. peers_per_instance: see
-    RouterConfig. follows_caches: whether the members are to tell of their prefix caches."""
+class Members:
+    """Membership as a state machine."""
 
     def __init__(
-        self,
-        router: InstanceId,
-        detokenizers: Sequence[str],
-        heartbeat_s: float,
-        dead_after_s: float,
-        vocab_size: int | None = None,
-        peers_per_instance: int = 0,
-        follows_caches: bool = False,
+        self, router: InstanceId, detokenizers: Sequence[str], config: RouterConfig, vocab_size: int | None = None
     ) -> None:
+        """detokenizers: their addresses. vocab_size: of the router's tokenizer; None: any."""
+        self._heartbeat_s, self._dead_after_s = config.heartbeat_s, config.dead_after_s
         self._welcome = Welcome(
-            router=router, detokenizers=tuple(detokenizers), heartbeat_s=heartbeat_s, dead_after_s=dead_after_s
+            router=router,
+            detokenizers=tuple(detokenizers),
+            heartbeat_s=config.heartbeat_s,
+            dead_after_s=config.dead_after_s,
         )
-        self._heartbeat_s = heartbeat_s
-        self._acquaintance = Acquaintance(router, heartbeat_s, peers_per_instance)
+        self.peering = Peering(router, config.heartbeat_s, config.peers_per_instance)
         self.candidates = Candidates(Random(router))  # no two lives of a router draw alike, and a simulation is repeated exactly
-        self.caches = CacheIndex(follows_caches, heartbeat_s)
-        self._dead_after_s = dead_after_s
+        self.caches = CacheIndex(config.needs_caches, config.heartbeat_s)
         self._vocab_size = vocab_size
         self._members: dict[InstanceId, Member] = {}
         self._paces: dict[Role, RolePace] = {"prefill": RolePace(), "decode": RolePace()}
@@ -180,16 +148,13 @@ class Fleet:
         self._moved: dict[InstanceId, None] = {}
         """Whose address may have changed since `take_moves`."""
         self._replaced: dict[Life, None] = {}
-        self._majority = Majority()
-        self.refused: dict[InstanceId, Refusal] = {}
+        self._votes: dict[InstanceId, tuple[Hashable, float]] = {}
+        """What each instance that was welcome once and is refused now is like, and until when its vote counts."""
+        self.refused: dict[InstanceId, RefusedInstance] = {}
         """Who was refused lately, each under a name of its own: id#incarnation."""
         self._curious: dict[InstanceId, list[Callable[[LinkReport], object]]] = {}
         """Who waits for a member's report of all its links."""
         self._silence: DeadlineWheel[InstanceId] = DeadlineWheel()
-        self.next_flush = self._acquaintance.next_deadline
-        """When `flush` has something to send; None when it has nothing."""
-        self.flush = self._acquaintance.flush
-        """What the members are to be told of each other now: call it at the end of each turn."""
         self.model: ModelIdentity | None = None
         """What every member serves: as the first one does, unless a majority that was here before differs. None: no member."""
         self.holds_grammars = True
@@ -201,9 +166,7 @@ class Fleet:
     # --- what it looks like ----------------------------------------------------------------------------------------------
 
     def members(self, role: Role | None = None) -> Iterator[Member]:
-        for member in self._members.values():
-            if role is None or member.info.role == role:
-                yield member
+        yield from self._members.values() if role is None else self.candidates.members[role]
 
     def find(self, life: Life) -> Member | None:
         """The member that is this life, if there is one."""
@@ -228,11 +191,6 @@ class Fleet:
     def next_deadline(self) -> float | None:
         """When the next member is lost unless it is heard from, or a route is forgotten; None when there is neither."""
         return earliest(self._silence.next_deadline(), self._farewells.next_deadline())
-
-    @property
-    def settled(self) -> bool:
-        """All members have been told of each other."""
-        return self._acquaintance.settled
 
     # --- messages and time -----------------------------------------------------------------------------------------------
 
@@ -260,7 +218,9 @@ class Fleet:
     def _is_outvoted(self, info: InstanceInfo, now: float) -> bool:
         """Those like this one, whom a former life of this router had welcomed, are no fewer than the members, and more than the
         members that were welcome then."""
-        votes = self._majority.vote(info.id, likeness(info), now)
+        mine = likeness(info)
+        _remember(self._votes, info.id, (mine, now + VOTE_S), VOTES_COUNTED)
+        votes = sum(until_s > now and theirs == mine for theirs, until_s in self._votes.values())
         return votes >= len(self._members) and votes > sum(member.was_welcome for member in self._members.values())
 
     def heartbeat(self, message: Heartbeat, now: float) -> Change:
@@ -286,7 +246,7 @@ class Fleet:
         took_requests, was_stuck = member.trouble is None, member.stuck
         member.take_report(report, now)
         self.candidates.judge(member)
-        more, sends = self._acquaintance.heard(report, now)
+        more, sends = self.peering.receive_heartbeat(report, now)
         change.sends += sends
         if self.caches.follows:
             change.sends += self.caches.heard(member, report.cache_version, now)
@@ -312,7 +272,7 @@ class Fleet:
         if message.since is None:
             for answer in self._curious.pop(message.id, ()):
                 answer(message)
-        return Change(more_can_serve=self._acquaintance.reported(message))
+        return Change(more_can_serve=self.peering.receive_links(message))
 
     def cache_changed(self, message: CacheChanges) -> None:
         """A member tells of its prefix cache."""
@@ -379,8 +339,7 @@ class Fleet:
 
     def _join(self, message: Register, now: float) -> list[Send]:
         info = message.instance
-        total_pages = info.total_pages
-        load = Load(pages_free=total_pages, pages_total=total_pages)
+        load = Load(pages_free=info.total_pages, pages_total=info.total_pages)
         member = Member(info, load, was_welcome=message.was_welcome)
         member.pace, member.other_pace = self._paces[info.role], self._paces["decode" if info.role == "prefill" else "prefill"]
         former = self.departed.pop(info.id, None)
@@ -395,7 +354,7 @@ class Fleet:
         self.model, self.holds_grammars = info.model, info.holds_grammars
         self._heard(member, now)
         self._moved[info.id] = None
-        self._acquaintance.join(member)
+        self.peering.join(member)
         self.candidates.judge(member)
         self.caches.join(member)
         return self._greet(member, message.address)
@@ -412,7 +371,7 @@ class Fleet:
         for forgotten in _remember(self.departed, info.id, Departure(member, reason, silent), DEPARTED_REMEMBERED):
             self._farewells.clear(forgotten)
             self._moved[forgotten] = None
-        self._acquaintance.leave(member)
+        self.peering.leave(member)
         self.candidates.leave(member)
         self.caches.leave(member)
         return Change(lost=[member])
@@ -440,7 +399,7 @@ class Fleet:
         inbox, reason = _good_address(info.inbox), reason[:REASON_SHOWN]
         if name not in self.refused or self.refused[name].inbox != inbox:
             self._moved[name] = None
-        self._moved |= dict.fromkeys(_remember(self.refused, name, Refusal(inbox, reason), REFUSED_REMEMBERED))
+        self._moved |= dict.fromkeys(_remember(self.refused, name, RefusedInstance(inbox, reason), REFUSED_REMEMBERED))
         ends, life = self._is_replaced(info), info.incarnation
         refused = Refused(reason=reason, address=message.address, incarnation=life, id=info.id, final=ends)
         return [] if inbox is None else [Send(name, refused)]
@@ -453,8 +412,7 @@ class Fleet:
 
     def _unfit(self, info: InstanceInfo) -> str | None:
         """Why it cannot be a member, whoever else is one."""
-        reason = malformed(info)
-        if reason is not None:
+        if reason := malformed(info):
             return reason
         if self._is_replaced(info):
             return f"a newer incarnation of {info.id} has taken its place"

@@ -229,6 +229,26 @@ class Member:
             self.trouble = Trouble("quarantined", f"{load.pages_quarantined} of {total_pages} pages are quarantined")
 
 
+@dataclass(slots=True, eq=False)
+class Lag:
+    """Since when a member's heartbeats show that a report of it is missing here."""
+
+    since_s: float | None = None
+    """None: nothing is missing."""
+
+    def is_overdue(self, is_missing: bool, now: float, patience_s: float) -> bool:
+        """Whether to ask the member for its report now. patience_s: a missing report may be under way for so long."""
+        if not is_missing:
+            self.since_s = None
+            return False
+        if self.since_s is None:
+            self.since_s = now
+        if now - self.since_s < patience_s:
+            return False
+        self.since_s = now
+        return True
+
+
 class Pool(Protocol):
     """Members from which one can draw by number: a list or a line."""
 

@@ -52,7 +52,7 @@ class ClientRequest:
     unique: str = ""
     """A part of the ids of its choices that no other request has, whatever ids clients choose."""
     session: str = ""
-    """See `Ask`."""
+    """See `Demand`."""
     names: Mapping[str, Collection[int]] = field(default_factory=dict)
     """Each id by which the client may know it, with the numbers of the choices for which it stands."""
     choices: int = 0

@@ -1,27 +1,22 @@
-"""Acquaintance: which members work together, what each has been told of the others, and which pairs can be used.
+"""Peering: which members work together, what each has been sent about the others, and which pairs can be used.
 
-Owns the pairs and the versions of what was said. Does not know why a member joins or leaves, nor requests.
+Owns the choice of pairs, and the versions of what was sent. Does not know why a member joins or leaves, nor requests.
 
     join, leave ─► partners ─flush─► Peers to both ends       changes, coalesced; the whole set when a heartbeat lacks them
     LinkReport ─► links ──────────┐                           TellLinks when a heartbeat shows that one is missing
     Heartbeat: peers_version ─────┴─► `usable`                the writer reports the link ready, and the reader knows the writer
 
-Partners: which prefill instances link to which decode instances when not every pair may.
-
-Owns the choice. Pure and deterministic: it depends on names only, so several routers over one fleet choose alike. Knows no
-messages, loads or links.
-
-Each pair of names has a rank, a hash of both (rendezvous hashing, Thaler and Ravishankar 1998). The favourites of an instance are
-those of the other role with the highest ranks. A pair is linked when the decode instance is among the `limit` favourites of the
-prefill instance, or the prefill instance among the AT_LEAST favourites of the decode instance. So everyone has partners, one that
-dies is replaced by the next favourite, and one that joins changes little. A partner that a newcomer displaces is kept, because
-its link is there already. When a prefill instance has more than twice the limit, those of the lowest ranks go that are too
-many.
+Where not every pair may link, the choice depends on names only, so several routers over one fleet choose alike. Each pair of
+names has a rank, a hash of both (rendezvous hashing, Thaler and Ravishankar 1998). The favourites of an instance are those of the
+other role with the highest ranks. A pair is linked when the decode instance is among the `limit` favourites of the prefill
+instance, or the prefill instance among the AT_LEAST favourites of the decode instance. So everyone has partners, one that dies is
+replaced by the next favourite, and one that joins changes little. A partner that a newcomer displaces is kept, because its link
+is there already. When a prefill instance has more than twice the limit, those of the lowest ranks go that are too many.
 """
 
 import zlib
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import NamedTuple
@@ -33,7 +28,7 @@ from numpy.typing import NDArray
 from common.ids import Incarnation, InstanceId, Role
 from common.instance.ports import Send
 from common.messages import Heartbeat, InstanceInfo, LinkReport, Peers, TellLinks
-from router.members import Member
+from router.members import Lag, Member
 
 AT_LEAST = 4
 """A decode instance has so many partners, if there are so many."""
@@ -134,47 +129,47 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 @dataclass(slots=True, eq=False)
-class _Told:
-    """What one member has been told and has said.
-
-    version, told_s: of the latest Peers. whole: it needs the whole set. changed: partners that may have changed since, each with
-    the incarnation that was told, None for none.
-    unaware: of a reader, the writers whose lives it has not confirmed to know, each with the version that tells it.
-    links_version: of the latest LinkReport. links_missing: one before it has not arrived. links_behind_s: since when heartbeats
-    show that something is missing, or when it was asked for; None: nothing is missing.
-    """
+class _PeerState:
+    """What one member has been sent about its peers, and what it has reported about them."""
 
     member: Member
     info_bytes: int
+    """Size of its description in a message."""
     version: int = 0
-    told_s: float = 0.0
-    whole: bool = True
+    """Version of the latest Peers to it."""
+    sent_s: float = 0.0
+    """When that was sent."""
+    needs_all: bool = True
+    """It is to get the whole set."""
     changed: dict[InstanceId, Incarnation | None] = field(default_factory=dict)
+    """Partners that may have changed since, each with the incarnation that was sent; None: none was."""
     unaware: dict[InstanceId, int] = field(default_factory=dict)
+    """Partners whose lives it has not confirmed to know, each with the version that tells it."""
     links_version: int = 0
-    links_missing: bool = False
-    links_behind_s: float | None = None
+    """Version of its latest LinkReport."""
+    lacks_links: bool = False
+    """A report before that one has not arrived."""
+    links_lag: Lag = field(default_factory=Lag)
 
 
-class Acquaintance:
-    """router: the name of this life. heartbeat_s: how long a missing message is waited for. partners_limit: see `Partners`.
-
-    What lets more pairs serve returns True.
-    """
+class Peering:
+    """The pairs of the fleet."""
 
     def __init__(self, router: InstanceId, heartbeat_s: float, partners_limit: int) -> None:
+        """router: the name of this life. heartbeat_s: how long to wait for a missing message. partners_limit: see `Partners`."""
         self._heartbeat_s = heartbeat_s
         self._partners = Partners(partners_limit)
-        self._told: dict[InstanceId, _Told] = {}
+        self._states: dict[InstanceId, _PeerState] = {}
         self._dirty: dict[InstanceId, None] = {}
-        """Who is to be told something in the next round."""
-        self._telling: dict[InstanceId, None] = {}
-        """Who is still to be told something in this round."""
-        self._regroup = False
-        self._forming: deque[tuple[_Told, _Told]] = deque()
+        """Members that are to be sent something in the next round."""
+        self._sending: dict[InstanceId, None] = {}
+        """Members that are still to be sent something in this round."""
+        self._is_changed = False
+        """Members have come or gone since the pairs were chosen."""
+        self._forming: deque[tuple[_PeerState, _PeerState]] = deque()
         """Pairs that are still to be made in this round: writer and reader."""
         self._version = zlib.crc32(router.encode()) << 24
-        """The version of the latest Peers to anybody. Numbers of two lives do not meet, so a late word to a former one confirms
+        """Version of the latest Peers to anybody. Numbers of two lives do not meet, so a late answer to a former one confirms
         nothing."""
         self._gather_until_s = 0.0
 
@@ -183,215 +178,199 @@ class Acquaintance:
     def join(self, member: Member) -> None:
         """A new life; the former one of its name has left."""
         info = member.info
-        self._told[info.id] = _Told(member, len(_encoder.encode(info)))
+        self._states[info.id] = _PeerState(member, len(_encoder.encode(info)))
         self._partners.join(info.id, info.role)
         self._dirty[info.id] = None
-        self._regroup = True
+        self._is_changed = True
 
     def leave(self, member: Member) -> None:
-        """Nobody uses its links any more. Its partners are told at the next flush."""
+        """Nobody uses its links any more. Its partners learn it at the next flush."""
         info = member.info
         for partner in list(member.partners.values()):
-            self._part(member, partner)
+            self._separate(member, partner)
         self._partners.leave(info.id, info.role)
-        del self._told[info.id]
+        del self._states[info.id]
         self._dirty.pop(info.id, None)
-        self._telling.pop(info.id, None)
-        self._regroup = True
+        self._sending.pop(info.id, None)
+        self._is_changed = True
 
-    # --- what members say --------------------------------------------------------------------------------------------------
+    # --- what members report -----------------------------------------------------------------------------------------------
 
-    def heard(self, beat: Heartbeat, now: float) -> tuple[bool, list[Send]]:
-        """A member's heartbeat: what it knows now, and what it has said. What has been missing for longer than a heartbeat is
-        sent or asked for again. Returns whether more pairs can serve, and what to send."""
-        told = self._told[beat.id]
-        more = self._confirmed(told, beat.peers_version)
-        if beat.peers_version != told.version and now - told.told_s > self._heartbeat_s:
-            told.whole = True
+    def receive_heartbeat(self, beat: Heartbeat, now: float) -> tuple[bool, list[Send]]:
+        """What a member knows now, and what it has reported. What has been missing for longer than a heartbeat is sent again, or
+        asked for again. Returns whether more pairs can serve, and what to send."""
+        state = self._states[beat.id]
+        more = self._confirm(state, beat.peers_version)
+        if beat.peers_version != state.version and now - state.sent_s > self._heartbeat_s:
+            state.needs_all = True
             self._dirty[beat.id] = None
-        return more, self._ask_links(told, beat, now)
+        return more, self._ask_links(state, beat, now)
 
-    def reported(self, report: LinkReport) -> bool:
-        """A writer tells of its links. Reports that were overtaken are dropped; the next heartbeat shows that one is missing."""
-        told = self._told[report.id]
-        is_old = report.version < told.links_version or (report.since is not None and report.version == told.links_version)
+    def receive_links(self, report: LinkReport) -> bool:
+        """A writer reports its links. Reports that were overtaken are dropped; the next heartbeat shows that one is missing."""
+        state = self._states[report.id]
+        is_old = report.version < state.links_version or (report.since is not None and report.version == state.links_version)
         if is_old:
             return False
+        writer = state.member
         if report.since is None:
-            told.links_missing = False
-            told.member.links.clear()
-            told.member.speeds.clear()
-        elif report.since != told.links_version:
-            told.links_missing = True
-        told.links_version = report.version
+            state.lacks_links = False
+            writer.links.clear()
+            writer.speeds.clear()
+        elif report.since != state.links_version:
+            state.lacks_links = True
+        state.links_version = report.version
         more = False
         for link in report.links:
-            partner = told.member.partners.get(link.peer)
+            partner = writer.partners.get(link.peer)
             if partner is not None and partner.info.incarnation == link.incarnation:
-                told.member.links[link.peer] = link.state
+                writer.links[link.peer] = link.state
                 if link.bytes_per_s is not None:
-                    told.member.speeds[link.peer] = link.bytes_per_s
-                more = self._judge(told.member, partner) or more
+                    writer.speeds[link.peer] = link.bytes_per_s
+                more = self._judge(writer, partner) or more
         if report.since is None:
-            for partner in list(told.member.usable):
-                self._judge(told.member, partner)
+            for partner in list(writer.usable):
+                self._judge(writer, partner)
         return more
 
-    # --- what members are told -----------------------------------------------------------------------------------------------
+    def _confirm(self, state: _PeerState, version: int) -> bool:
+        """The member has applied what it was sent up to this version. Returns whether more pairs can serve."""
+        if not state.unaware or version > state.version:
+            return False
+        more = False
+        for name in [name for name, sent in state.unaware.items() if sent <= version]:
+            del state.unaware[name]
+            partner = state.member.partners.get(name)
+            if partner is not None and state.member.info.role == "decode":
+                more = self._judge(partner, state.member) or more
+        return more
+
+    def _judge(self, writer: Member, reader: Member) -> bool:
+        """Whether the pair can be used, and could not before."""
+        state, name = self._states[reader.info.id], writer.info.id
+        knows = name not in state.unaware and state.changed.get(name, writer.info.incarnation) == writer.info.incarnation
+        was_usable = reader in writer.usable
+        if knows and writer.links.get(reader.info.id) == "ready":
+            writer.usable.add(reader)
+            return not was_usable
+        writer.usable.discard(reader)
+        return False
+
+    def _ask_links(self, state: _PeerState, beat: Heartbeat, now: float) -> list[Send]:
+        """Ask a writer for all its links when it has sent a report that is not here, or none of a link that it must have."""
+        member = state.member
+        if member.info.role != "prefill":
+            return []
+        is_silent = beat.peers_version == state.version and len(member.links) < len(member.partners)
+        is_missing = is_silent or state.lacks_links or beat.links_version != state.links_version
+        is_new = state.links_version == 0 and not is_silent
+        if not state.links_lag.is_overdue(is_missing, now, 0.0 if is_new else self._heartbeat_s / 2):
+            return []
+        state.links_version = min(state.links_version, beat.links_version)  # a report beyond that was not the member's
+        return [Send(member.info.id, TellLinks())]
+
+    # --- what members are sent -----------------------------------------------------------------------------------------------
 
     @property
     def settled(self) -> bool:
-        """Everybody has been told everything, as far as this router knows."""
-        return not (self._dirty or self._regroup or self._telling or self._forming)
+        """Everybody has been sent everything, as far as this router knows."""
+        return not (self._dirty or self._is_changed or self._sending or self._forming)
 
     def next_deadline(self) -> float | None:
         """When `flush` has something to do."""
         return None if self.settled else self._gather_until_s
 
     def flush(self, now: float) -> list[Send]:
-        """Tell the members what has changed, if enough time has passed since the last round. Call it at the end of a turn.
+        """Send the members what has changed, if enough time has passed since the last round. Call it at the end of a turn.
 
-        Members that are told the same get the same message object, one after the other, so that it is encoded once."""
+        Members that are sent the same get the same message object, one after the other, so that it is encoded once."""
         if self.settled or now < self._gather_until_s:
             return []
         self._gather_until_s = now  # the round goes on in the next turn
-        if not self._telling:
+        if not self._sending:
             self._form_pairs()
             if self._forming:
                 return []
-            self._telling, self._dirty = self._dirty, {}
-        sends = self._tell(now)
-        if not self._telling:
-            self._gather_until_s = now + GATHER_S
-        return sends
-
-    # --- inside ------------------------------------------------------------------------------------------------------------
-
-    def _form_pairs(self) -> None:
-        """Make the pairs that there should be, as many as one turn may."""
-        if self._regroup and not self._forming:
-            regrouping = self._partners.settle()
-            self._regroup = False
-            for pair in regrouping.dropped:
-                self._part(self._told[pair.prefill].member, self._told[pair.decode].member)
-            self._forming.extend((self._told[pair.prefill], self._told[pair.decode]) for pair in regrouping.made)
-        for _ in range(min(len(self._forming), PAIRS_AT_ONCE)):
-            prefill, decode = self._forming.popleft()
-            if not (self._is_here(prefill) and self._is_here(decode)):
-                continue  # it has left since the pairs were chosen
-            for one, other in ((prefill, decode), (decode, prefill)):
-                one.member.partners[other.member.info.id] = other.member
-                one.changed.setdefault(other.member.info.id, None)
-                self._dirty[one.member.info.id] = None
-
-    def _is_here(self, told: _Told) -> bool:
-        return self._told.get(told.member.info.id) is told
-
-    def _tell(self, now: float) -> list[Send]:
-        """Tell as many as one turn may."""
+            self._sending, self._dirty = self._dirty, {}
         groups: dict[tuple[object, ...], list[Send]] = {}
         first, room = self._version + 1, INFOS_AT_ONCE
-        while self._telling and room > 0:
-            name = next(iter(self._telling))
-            del self._telling[name]
-            for message in self._news(self._told[name], first, now):
+        while self._sending and room > 0:
+            name = next(iter(self._sending))
+            del self._sending[name]
+            for message in self._changes(self._states[name], first, now):
                 lives = tuple((info.id, info.incarnation) for info in message.joined)
                 group = groups.setdefault((message.version, message.since, lives, message.left, message.more), [])
                 group.append(Send(name, group[0].message if group else message))
                 room -= MESSAGE_INFOS + len(lives)
+        if not self._sending:
+            self._gather_until_s = now + GATHER_S
         return [send for group in groups.values() for send in group]
 
-    def _news(self, told: _Told, first: int, now: float) -> list[Peers]:
-        """What the member is to be told, in messages numbered from `first` on."""
-        partners = told.member.partners
-        joined: list[InstanceInfo] = []
-        left: list[InstanceId] = []
-        for name, before in told.changed.items():
-            partner = partners.get(name)
-            if partner is None:
-                told.unaware.pop(name, None)
-                if before is not None:
-                    left.append(name)
-            elif partner.info.incarnation != before:
-                joined.append(partner.info)
-        told.changed.clear()
-        if not (told.whole or joined or left):
-            return []
-        fresh = [info.id for info in joined]
-        if told.whole:
-            joined, left = [partner.info for partner in partners.values()], []
-        messages: list[Peers] = []
-        since = None if told.whole else told.version
-        for part in self._parts(joined):
-            version = first + len(messages)
-            messages.append(Peers(version=version, since=since, joined=part, left=tuple(left)))
-            since, left = version, []
-        if told.whole:
-            messages = [msgspec.structs.replace(message, more=True) for message in messages[:-1]] + messages[-1:]
-        told.version, told.told_s, told.whole = messages[-1].version, now, False
-        told.unaware.update((name, told.version) for name in fresh)
-        self._version = max(self._version, told.version)
-        return messages
+    def _form_pairs(self) -> None:
+        """Make the pairs that there should be, as many as one turn may."""
+        if self._is_changed and not self._forming:
+            self._is_changed = False
+            regrouping = self._partners.settle()
+            for pair in regrouping.dropped:
+                self._separate(self._states[pair.prefill].member, self._states[pair.decode].member)
+            self._forming.extend((self._states[pair.prefill], self._states[pair.decode]) for pair in regrouping.made)
+        for _ in range(min(len(self._forming), PAIRS_AT_ONCE)):
+            pair_states = self._forming.popleft()
+            if any(self._states.get(state.member.info.id) is not state for state in pair_states):
+                continue  # one has left since the pairs were chosen
+            for state, other in (pair_states, pair_states[::-1]):
+                state.member.partners[other.member.info.id] = other.member
+                state.changed.setdefault(other.member.info.id, None)
+                self._dirty[state.member.info.id] = None
 
-    def _parts(self, infos: Iterable[InstanceInfo]) -> Iterator[tuple[InstanceInfo, ...]]:
-        """Cut what is too large for one message. At least one part, which may be empty."""
-        part: list[InstanceInfo] = []
-        part_bytes = 0
-        for info in infos:
-            info_bytes = self._told[info.id].info_bytes
-            if part and part_bytes + info_bytes > WHOLE_BYTES:
-                yield tuple(part)
-                part, part_bytes = [], 0
-            part.append(info)
-            part_bytes += info_bytes
-        yield tuple(part)
-
-    def _part(self, one: Member, other: Member) -> None:
+    def _separate(self, one: Member, other: Member) -> None:
         for mine, theirs in ((one, other), (other, one)):
             del mine.partners[theirs.info.id]
             mine.links.pop(theirs.info.id, None)
             mine.speeds.pop(theirs.info.id, None)
             mine.usable.discard(theirs)
-            self._told[mine.info.id].changed.setdefault(theirs.info.id, theirs.info.incarnation)
+            self._states[mine.info.id].changed.setdefault(theirs.info.id, theirs.info.incarnation)
             self._dirty[mine.info.id] = None
 
-    def _confirmed(self, told: _Told, version: int) -> bool:
-        """The member has applied what it was told up to this version. Returns whether more pairs can serve."""
-        if not told.unaware or version > told.version:
-            return False
-        more = False
-        for name in [name for name, tells in told.unaware.items() if tells <= version]:
-            del told.unaware[name]
-            partner = told.member.partners.get(name)
-            if partner is not None and told.member.info.role == "decode":
-                more = self._judge(partner, told.member) or more
-        return more
+    def _changes(self, state: _PeerState, first: int, now: float) -> list[Peers]:
+        """What the member is to be sent, in messages numbered from `first` on."""
+        partners = state.member.partners
+        joined: list[InstanceInfo] = []
+        left: list[InstanceId] = []
+        for name, before in state.changed.items():
+            partner = partners.get(name)
+            if partner is None:
+                state.unaware.pop(name, None)
+                if before is not None:
+                    left.append(name)
+            elif partner.info.incarnation != before:
+                joined.append(partner.info)
+        state.changed.clear()
+        if not (state.needs_all or joined or left):
+            return []
+        fresh = [info.id for info in joined]
+        if state.needs_all:
+            joined, left = [partner.info for partner in partners.values()], []
+        messages: list[Peers] = []
+        since = None if state.needs_all else state.version
+        parts = self._parts(joined)
+        for part in parts:
+            version, more = first + len(messages), state.needs_all and len(messages) < len(parts) - 1
+            messages.append(Peers(version=version, since=since, joined=part, left=tuple(left), more=more))
+            since, left = version, []
+        state.version, state.sent_s, state.needs_all = messages[-1].version, now, False
+        state.unaware.update((name, state.version) for name in fresh)
+        self._version = max(self._version, state.version)
+        return messages
 
-    def _judge(self, writer: Member, reader: Member) -> bool:
-        """Whether the pair can be used, and could not before."""
-        told, name = self._told[reader.info.id], writer.info.id
-        knows = name not in told.unaware and told.changed.get(name, writer.info.incarnation) == writer.info.incarnation
-        if not (knows and writer.links.get(reader.info.id) == "ready"):
-            writer.usable.discard(reader)
-        elif reader not in writer.usable:
-            writer.usable.add(reader)
-            return True
-        return False
-
-    def _ask_links(self, told: _Told, beat: Heartbeat, now: float) -> list[Send]:
-        """Ask a writer for all its links when it has said something that is not here, or nothing of a link that it must have."""
-        member = told.member
-        if member.info.role != "prefill":
-            return []
-        silent = beat.peers_version == told.version and len(member.links) < len(member.partners)
-        if not (silent or told.links_missing or beat.links_version != told.links_version):
-            told.links_behind_s = None
-            return []
-        if told.links_behind_s is None:
-            told.links_behind_s = now
-        is_new = told.links_version == 0 and not silent
-        if not is_new and now - told.links_behind_s < self._heartbeat_s / 2:  # a report may be under way
-            return []
-        told.links_behind_s = now
-        told.links_version = min(told.links_version, beat.links_version)  # a report beyond that was not the member's
-        return [Send(member.info.id, TellLinks())]
+    def _parts(self, infos: Iterable[InstanceInfo]) -> list[tuple[InstanceInfo, ...]]:
+        """Cut what is too large for one message. At least one part, which may be empty."""
+        parts: list[tuple[InstanceInfo, ...]] = [()]
+        part_bytes = 0
+        for info in infos:
+            part_bytes += self._states[info.id].info_bytes
+            if parts[-1] and part_bytes > WHOLE_BYTES:
+                parts.append(())
+                part_bytes = self._states[info.id].info_bytes
+            parts[-1] += (info,)
+        return parts

@@ -20,7 +20,7 @@ from common.ids import AttemptId, InstanceId, Life, Role, shard_of
 from router.attempts import Attempt, Placement
 from router.cache_index import NO_OVERLAP, WholePrompt
 from router.cost import Demand, is_measured, pair_cost_s, single_estimate
-from router.fleet import Fleet
+from router.fleet import Members
 from router.members import Candidates, Member
 from router.policies import CANDIDATES, POLICIES, Policy, Suits, cache_aware, soonest, ttft_s
 from router.requests import Record
@@ -51,7 +51,7 @@ class Placer:
     always. conditional: as auto, but a decode instance alone also where one costs less than the pair would.
     """
 
-    def __init__(self, router: InstanceId, detokenizers: Sequence[InstanceId], fleet: Fleet, config: RouterConfig) -> None:
+    def __init__(self, router: InstanceId, detokenizers: Sequence[InstanceId], fleet: Members, config: RouterConfig) -> None:
         """detokenizers: their names, by number."""
         self._router, self._detokenizers = router, detokenizers
         self._candidates = candidates = fleet.candidates

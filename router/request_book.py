@@ -29,7 +29,7 @@ from common.instance.ports import Send
 from common.messages import Ending, Failed, Finished, Generate, Placed, Probed, Terms, TextDelta
 from common.tracing import SpanRecorder
 from router.attempts import Attempt, ResumeReason, Setback
-from router.fleet import Fleet
+from router.fleet import Members
 from router.members import Member
 from router.outbox import ChoiceDelta, ClientRequest, nobody_reads
 from router.placement import Placer
@@ -75,7 +75,7 @@ class RequestBook:
     def __init__(
         self,
         router: InstanceId,
-        fleet: Fleet,
+        fleet: Members,
         observer: Observer,
         config: RouterConfig,
         detokenizers: Sequence[InstanceId],

@@ -18,7 +18,7 @@ from common.messages import Ending, Failed, InstanceInfo, Spans, Trace, pack_spa
 from common.messages.base import UNNAMED
 from common.tracing import LONGEST_S, MESSAGE_SPANS, SpanRecorder
 from router.attempts import Attempt
-from router.fleet import Fleet
+from router.fleet import Members
 from router.requests import Record
 
 MOST_BYTES = 256 * 2**20
@@ -110,7 +110,7 @@ class Traces:
         self,
         router: InstanceId,
         detokenizers: tuple[InstanceId, ...],
-        fleet: Fleet,
+        fleet: Members,
         recorder: SpanRecorder,
         unix_s: float = 0.0,
         most_bytes: int = MOST_BYTES,

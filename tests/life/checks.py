@@ -76,7 +76,7 @@ def _not_home(trial: Trial, instance: ToyInstance) -> Iterator[str]:
 
 def _not_informed(trial: Trial, router: ToyRouter) -> Iterator[str]:
     """What a router does not know of the prefix caches that it follows."""
-    for member, told in router.core.fleet.caches.told.items():
+    for member, told in router.core.fleet.caches.of_members.items():
         instance = trial.instances.get(member.info.id)
         if instance is None or instance.info.incarnation != member.info.incarnation:
             yield f"{router.name} follows the cache of {member.life}, which is away"
@@ -91,13 +91,13 @@ def misinformed(trial: Trial) -> Iterator[str]:
     """Prompts of which a router takes another part to be cached than that which an instance would hit."""
     for router in trial.routers:
         caches = router.core.fleet.caches
-        if not caches.told:  # it follows none, or nobody has joined since it began
+        if not caches.of_members:  # it follows none, or nobody has joined since it began
             continue
         for asked in trial.asked:
             for choice, expected in zip(asked.ask.choices, asked.expected, strict=True):
                 tokens = pack_ids([*choice.prompt, *expected.token_ids])
                 overlap = caches.match(BlockNames.of(tokens, caches.page_size, choice.salt).names)
-                for member in caches.told:
+                for member in caches.of_members:
                     keys = PageKeys(caches.page_size, choice.salt, tokens)
                     hit = trial.instances[member.info.id].pool.cache.match(keys, len(keys.pages))
                     cached = len(hit) * caches.page_size

@@ -97,7 +97,7 @@ def _counts(trial: Trial) -> Counter[str]:
     for kind, letters in trial.cache_letters.items():
         counts[f"letters about caches: {kind}"] += letters
     for router in trial.routers:
-        counts["cached blocks known"] += sum(len(told.held) for told in router.core.fleet.caches.told.values())
+        counts["cached blocks known"] += sum(len(told.held) for told in router.core.fleet.caches.of_members.values())
     counts["lives"] += len(trial.lives)
     counts["timelines told"] += trial.told.total()
     counts["timelines taken"] += len(trial.observer.durations)

@@ -49,9 +49,10 @@ class _CountingTransport(MemoryTransport):
 
 
 def all_usable(fleet: ToyFleet) -> bool:
-    members = list(fleet.router.fleet.members("prefill"))
+    router = fleet.router.fleet
+    members = list(router.members("prefill"))
     everybody = len(members) == sum(instance.name.role == "prefill" for instance in fleet.instances.values())
-    return everybody and fleet.router.fleet.settled and all(len(each.usable) == len(each.partners) > 0 for each in members)
+    return everybody and router.peering.settled and all(len(each.usable) == len(each.partners) > 0 for each in members)
 
 
 def partners(fleet: ToyFleet) -> dict[InstanceId, set[InstanceId]]:

@@ -27,7 +27,7 @@ from common.messages import (
 )
 from common.sampling_params import SamplingParams
 from router.core import RouterCore
-from router.fleet import Fleet
+from router.fleet import Members
 from router.outbox import ClientRequest
 from router.placement import Placer
 from router.requests import RequestSpec
@@ -39,8 +39,8 @@ PROMPT = pack_ids(range(100, 120))
 DEFAULT = key()
 
 
-def new_fleet(*members: InstanceInfo, linked: bool = True, dead_after_s: float = 3.0) -> Fleet:
-    fleet = Fleet(ROUTER, ["tcp://detokenizer:1"], heartbeat_s=0.5, dead_after_s=dead_after_s)
+def new_fleet(*members: InstanceInfo, linked: bool = True, dead_after_s: float = 3.0) -> Members:
+    fleet = Members(ROUTER, ["tcp://detokenizer:1"], RouterConfig(heartbeat_s=0.5, dead_after_s=dead_after_s))
     for member in members:
         fleet.register(Register(instance=member), 0.0)
     for member in members if linked else ():
@@ -48,7 +48,7 @@ def new_fleet(*members: InstanceInfo, linked: bool = True, dead_after_s: float =
     return fleet
 
 
-def placer_of(fleet: Fleet, config: RouterConfig) -> Placer:
+def placer_of(fleet: Members, config: RouterConfig) -> Placer:
     return Placer(ROUTER, (DETOKENIZER,), fleet, config)
 
 

@@ -55,7 +55,7 @@ from router.api.intake import Intake
 from router.api.server import MAX_BODY_BYTES, WaitingConnections, listen, serve_app
 from router.attempts import ResumeReason
 from router.core import Gateway, RouterCore
-from router.fleet import Change, Fleet
+from router.fleet import Change, Members
 from router.metrics import RouterMetrics
 from router.timelines import Durations, RequestTimes
 from tests.builders import LAYOUT, engine, instance
@@ -169,11 +169,11 @@ def beat(
 
 
 def says(
-    fleet: Fleet, of: InstanceInfo, *peers: InstanceInfo, load: Load | None = None, draining: bool = False
+    fleet: Members, of: InstanceInfo, *peers: InstanceInfo, load: Load | None = None, draining: bool = False
 ) -> list[RouterInbox]:
     """What a member sends that has taken in all that it was told: a prefill instance has ready links to these peers and to no
     others, a decode instance knows all its peers, or none if there are none here."""
-    told = fleet._acquaintance._told.get(of.id)
+    told = fleet.peering._states.get(of.id)
     if told is None:
         return [beat(of, load, draining)]
     if of.role == "decode":
@@ -184,7 +184,7 @@ def says(
 
 
 def hear(
-    fleet: Fleet, of: InstanceInfo, *peers: InstanceInfo, now: float, load: Load | None = None, draining: bool = False
+    fleet: Members, of: InstanceInfo, *peers: InstanceInfo, now: float, load: Load | None = None, draining: bool = False
 ) -> Change:
     """What follows from what a member says: see `says`."""
     flush(fleet, now)
@@ -200,10 +200,10 @@ def hear(
     return all_changes
 
 
-def flush(fleet: Fleet, now: float) -> list[Send]:
+def flush(fleet: Members, now: float) -> list[Send]:
     """What members are told of each other now, however long ago they were told something."""
-    fleet._acquaintance._gather_until_s = now
-    return fleet.flush(now)
+    fleet.peering._gather_until_s = now
+    return fleet.peering.flush(now)
 
 
 def _holding(member: InstanceInfo, context_tokens: int) -> InstanceInfo:
@@ -371,7 +371,7 @@ class Site:
         if self.fleet.joins:
             self.fleet.join()
             while self.core.unready():
-                self.core.fleet._acquaintance._gather_until_s = 0.0  # a router waits for more that join at the same time
+                self.core.fleet.peering._gather_until_s = 0.0  # a router waits for more that join at the same time
                 self.gateway.deliver(())
                 await asyncio.sleep(0)
         return self

@@ -173,7 +173,7 @@ class Followed(RuleBasedStateMachine):
     def holders_are_those_who_hold_or_are_expected_to(self) -> None:
         for router in self.routers:
             counted: dict[int, int] = {}
-            for told in router.index.told.values():
+            for told in router.index.of_members.values():
                 assert not told.held & told.expected.keys()
                 for name in (*told.held, *told.expected):
                     counted[name] = counted.get(name, 0) | told.bit

@@ -13,7 +13,7 @@ from common.ids import InstanceId, Life, Role
 from common.messages import Goodbye, Load, Register
 from common.sampling_params import ANSWER_TOKENS
 from router.cost import Demand
-from router.fleet import Fleet
+from router.fleet import Members
 from router.members import Member
 from router.placement import REASONS, Placer
 from router.policies import CANDIDATES, SAMPLE, least_loaded
@@ -68,11 +68,11 @@ def reference(members: list[Member], asked: Asked) -> Outcome:
     return holders[0].info.id, ()
 
 
-def placer(fleet: Fleet, dispatch: Dispatch = "auto") -> Placer:
+def placer(fleet: Members, dispatch: Dispatch = "auto") -> Placer:
     return placer_of(fleet, RouterConfig(dispatch=dispatch))
 
 
-def outcome(fleet: Fleet, asked: Asked) -> Outcome:
+def outcome(fleet: Members, asked: Asked) -> Outcome:
     try:
         placement = placer(fleet, asked.dispatch).choose(Demand(asked.prompt_tokens, asked.max_new_tokens, avoid=asked.avoid))
     except (BadRequest, Unavailable) as error:
@@ -85,7 +85,9 @@ class Population:
 
     def __init__(self, seed: int, most: int) -> None:
         self.chance = Random(seed)
-        self.fleet = Fleet(InstanceId(f"router-{seed}"), ["tcp://detokenizer:1"], heartbeat_s=0.5, dead_after_s=3.0)
+        self.fleet = Members(
+            InstanceId(f"router-{seed}"), ["tcp://detokenizer:1"], RouterConfig(heartbeat_s=0.5, dead_after_s=3.0)
+        )
         self._most = most
 
     @property
@@ -160,9 +162,9 @@ def test_a_choice_among_few_is_the_best_for_everyone_who_looks_at_all() -> None:
 # --- many members --------------------------------------------------------------------------------------------------------
 
 
-def crowd(seed: int = 1, pages: Sequence[int] = (64,)) -> Fleet:
+def crowd(seed: int = 1, pages: Sequence[int] = (64,)) -> Members:
     """A hundred of each role, all linked."""
-    fleet = Fleet(InstanceId(f"router-{seed}"), ["tcp://detokenizer:1"], heartbeat_s=0.5, dead_after_s=3.0)
+    fleet = Members(InstanceId(f"router-{seed}"), ["tcp://detokenizer:1"], RouterConfig(heartbeat_s=0.5, dead_after_s=3.0))
     for number in range(100):
         for role in ROLES:
             info = instance(f"{role}-{number:02}", role)
@@ -192,7 +194,7 @@ def test_a_choice_among_many_looks_at_a_sample_and_is_the_best_of_it() -> None:
 
 
 def test_the_same_seed_draws_the_same_and_everybody_is_drawn_at_some_time() -> None:
-    def served(fleet: Fleet) -> list[str]:
+    def served(fleet: Members) -> list[str]:
         placed = [placer(fleet).choose(Demand(10, 5)) for _ in range(300)]
         return [member.info.id for one in placed for member in (one.first, *one.decodes[:1])]
 
@@ -225,7 +227,7 @@ def test_the_only_one_that_can_serve_is_found_in_a_crowd() -> None:
     assert {placed[0] for _ in range(20) if isinstance(placed := outcome(fleet, Asked("auto", 5, 5)), tuple)} == {"prefill-42"}
 
 
-def life(fleet: Fleet, role: Role, but: int) -> list[Life]:
+def life(fleet: Members, role: Role, but: int) -> list[Life]:
     """All lives of this role except that of one number."""
     return [member.life for member in fleet.members(role) if member.info.id != f"{role}-{but:02}"]
 

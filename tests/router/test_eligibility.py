@@ -11,19 +11,21 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
+from common.config import RouterConfig
 from common.errors import PeerRefused
 from common.ids import ROUTER, Incarnation, InstanceId
 from common.instance.membership import SELDOM_EVERY_S, Memberships
 from common.instance.ports import Report
 from common.messages import WIRE_VERSION, Counters, Heartbeat, InstanceInfo, Load, Refused, Register, Welcome
-from router.fleet import REFUSED_REMEMBERED, VOTE_S, VOTES_COUNTED, Fleet, Majority
+from router import fleet as router_fleet
+from router.fleet import REFUSED_REMEMBERED, VOTE_S, Members
 from tests.builders import instance
 from tests.router.bench import D0, D1, P0
 from tests.router.test_fleet import DEAD_AFTER_S, ids, new_fleet, refusal_of
 
 
 @pytest.fixture
-def fleet() -> Fleet:
+def fleet() -> Members:
     return new_fleet(P0, D0)
 
 
@@ -96,7 +98,7 @@ def test_a_description_with_a_number_out_of_range_is_no_message(path: str, value
         msgspec.msgpack.decode(absurd, type=Register)
 
 
-def test_a_newcomer_that_is_absurd_does_not_evict_the_member_of_its_name(fleet: Fleet) -> None:
+def test_a_newcomer_that_is_absurd_does_not_evict_the_member_of_its_name(fleet: Members) -> None:
     absurd = replace(d1("pools.device", "tpu"), id=D0.id, incarnation=Incarnation("2"))
     assert fleet.register(Register(instance=absurd), 1.0).lost == []
     assert ids(fleet) == ["p0", "d0"]
@@ -137,7 +139,7 @@ def test_an_instance_that_does_not_match_is_refused_and_told_what_differs(asking
 
 
 def test_an_instance_whose_vocabulary_is_not_the_routers_is_refused() -> None:
-    fleet = Fleet(ROUTER, ["tcp://detokenizer:1"], heartbeat_s=0.5, dead_after_s=DEAD_AFTER_S, vocab_size=5)
+    fleet = Members(ROUTER, ["tcp://detokenizer:1"], RouterConfig(heartbeat_s=0.5, dead_after_s=DEAD_AFTER_S), vocab_size=5)
     assert "the router's model is 5" in refusal_of(fleet, P0)[1]
     fleet.register(Register(instance=d1("model.vocab_size", 5)), 1.0)
     assert ids(fleet) == ["d1"]
@@ -253,7 +255,7 @@ class World:
     def new_router(self, *first: InstanceInfo) -> None:
         """The former life is gone, and everybody knows. These ask before all others."""
         self.lives += 1
-        self.fleet = Fleet(InstanceId(f"router-{self.lives}"), (), heartbeat_s=0.5, dead_after_s=3.0)
+        self.fleet = Members(InstanceId(f"router-{self.lives}"), (), RouterConfig(heartbeat_s=0.5, dead_after_s=3.0))
         for each in self.instances.values():
             each.gone([next(iter(each)).name], self.now)
         for info in first:
@@ -352,9 +354,19 @@ def test_equal_halves_do_not_push_each_other_out() -> None:
     assert seen == {frozenset(names(halves[1]))} and not world.exited
 
 
-def test_a_vote_counts_once_for_a_while_and_their_number_is_bounded() -> None:
-    majority, a, b = Majority(), InstanceId("a"), InstanceId("b")
-    assert [majority.vote(a, "x", 0.0), majority.vote(a, "x", 1.0), majority.vote(b, "x", 2.0)] == [1, 1, 2]
-    assert majority.vote(a, "y", 3.0) == 1 and majority.vote(InstanceId("c"), "x", 4.0) == 2
-    assert majority.vote(InstanceId("d"), "x", 4.0 + VOTE_S) == 1
-    assert [majority.vote(InstanceId(str(n)), "z", 30.0) for n in range(VOTES_COUNTED + 5)][-1] == VOTES_COUNTED
+def test_a_vote_counts_once_for_a_while_and_their_number_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    def outvoted(votes: Sequence[tuple[int, float]]) -> bool:
+        """Whether three members are pushed out, after these welcome ones asked: each with a number, and when."""
+        members = Members(InstanceId("router"), (), RouterConfig(heartbeat_s=0.5, dead_after_s=3.0))
+        for number in range(3):
+            members.register(Register(instance=good(number)), 0.0)
+        for number, at_s in votes:
+            members.register(Register(instance=odd(number), was_welcome=True), at_s)
+        return all(member.info.id.startswith("odd") for member in members.members())
+
+    assert outvoted([(0, 0.0), (1, 1.0), (2, 2.0)])
+    assert not outvoted([(0, 0.0), (0, 1.0), (1, 2.0), (1, 3.0)]), "one instance has one vote"
+    assert not outvoted([(0, 0.0), (1, 1.0), (2, 0.0 + VOTE_S)]), "the first vote is too old"
+    assert outvoted([(0, 0.0), (1, 1.0), (0, 2.0), (2, 0.5 + VOTE_S)]), "it was given again"
+    monkeypatch.setattr(router_fleet, "VOTES_COUNTED", 2)
+    assert not outvoted([(0, 0.0), (1, 1.0), (2, 2.0)]), "only the newest are kept"

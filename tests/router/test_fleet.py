@@ -20,7 +20,7 @@ from common.messages import (
     Register,
     Welcome,
 )
-from router.fleet import DEPARTED_REMEMBERED, LEFT_ROUTE_S, REPLACED_REMEMBERED, SILENT_ROUTE_S, Fleet, UnknownInstance
+from router.fleet import DEPARTED_REMEMBERED, LEFT_ROUTE_S, REPLACED_REMEMBERED, SILENT_ROUTE_S, Members, UnknownInstance
 from tests.builders import instance
 from tests.router import bench
 from tests.router.bench import D0, D1, P0
@@ -32,15 +32,15 @@ D0_NEXT = instance("d0", "decode", incarnation="2")
 
 
 @pytest.fixture
-def fleet() -> Fleet:
+def fleet() -> Members:
     return new_fleet(P0, D0)
 
 
-def ids(fleet: Fleet) -> list[str]:
+def ids(fleet: Members) -> list[str]:
     return [member.info.id for member in fleet.members()]
 
 
-def refusal_of(fleet: Fleet, asking: InstanceInfo, now: float = 1.0) -> tuple[InstanceId, str]:
+def refusal_of(fleet: Members, asking: InstanceInfo, now: float = 1.0) -> tuple[InstanceId, str]:
     """To whom the refusal of this registration goes, and its reason."""
     (refusal,) = fleet.register(Register(instance=asking), now).sends
     assert isinstance(refusal.message, Refused)
@@ -50,7 +50,7 @@ def refusal_of(fleet: Fleet, asking: InstanceInfo, now: float = 1.0) -> tuple[In
 Told = dict[str, tuple[list[str], list[str]]]
 
 
-def told(fleet: Fleet, now: float = 1.0) -> Told:
+def told(fleet: Members, now: float = 1.0) -> Told:
     """Who is told of which peers that joined and left, now."""
     news: Told = {}
     for send in flush(fleet, now):
@@ -62,14 +62,14 @@ def told(fleet: Fleet, now: float = 1.0) -> Told:
 WELCOME = Welcome(router=ROUTER, detokenizers=("tcp://detokenizer:1",), heartbeat_s=0.5, dead_after_s=DEAD_AFTER_S)
 
 
-def test_an_instance_that_registers_gets_its_peers_and_the_other_role_hears_about_it(fleet: Fleet) -> None:
+def test_an_instance_that_registers_gets_its_peers_and_the_other_role_hears_about_it(fleet: Members) -> None:
     assert told(fleet) == {"p0": (["d0"], []), "d0": (["p0"], [])}
     change = fleet.register(Register(instance=D1), 1.0)
     assert (change.sends, change.lost) == ([Send(D1.id, WELCOME)], [])
     assert told(fleet) == {"d1": (["p0"], []), "p0": (["d1"], [])}
 
 
-def test_registering_again_is_answered_again_but_tells_nobody_anything_new(fleet: Fleet) -> None:
+def test_registering_again_is_answered_again_but_tells_nobody_anything_new(fleet: Members) -> None:
     told(fleet)
     fleet.take_moves()
     assert fleet.register(Register(instance=D0), 1.0).sends == [Send(D0.id, WELCOME)]
@@ -83,7 +83,7 @@ def test_registering_again_keeps_the_last_report() -> None:
     assert next(fleet.members()).load.running_tokens == 7
 
 
-def test_a_silent_member_is_lost_and_its_peers_hear_of_it(fleet: Fleet) -> None:
+def test_a_silent_member_is_lost_and_its_peers_hear_of_it(fleet: Members) -> None:
     hear(fleet, P0, now=2.0)
     assert fleet.next_deadline() == DEAD_AFTER_S
     assert fleet.tick(2.9).lost == []
@@ -94,7 +94,7 @@ def test_a_silent_member_is_lost_and_its_peers_hear_of_it(fleet: Fleet) -> None:
     assert fleet.next_deadline() == 2.0 + DEAD_AFTER_S
 
 
-def test_a_member_that_was_only_silent_is_a_member_again_at_its_next_heartbeat(fleet: Fleet) -> None:
+def test_a_member_that_was_only_silent_is_a_member_again_at_its_next_heartbeat(fleet: Members) -> None:
     hear(fleet, P0, now=2.0)
     fleet.tick(DEAD_AFTER_S)
     assert told(fleet) == {"p0": ([], ["d0"])}
@@ -105,7 +105,7 @@ def test_a_member_that_was_only_silent_is_a_member_again_at_its_next_heartbeat(f
     assert fleet.departed == {}
 
 
-def test_a_goodbye_removes_at_once_and_heartbeats_that_follow_are_stale(fleet: Fleet) -> None:
+def test_a_goodbye_removes_at_once_and_heartbeats_that_follow_are_stale(fleet: Members) -> None:
     told(fleet)
     change = fleet.goodbye(Goodbye(id=D0.id, incarnation=D0.incarnation), 1.0)
     assert [member.info for member in change.lost] == [D0]
@@ -121,7 +121,7 @@ def test_a_goodbye_of_a_former_incarnation_does_not_remove_its_successor() -> No
     assert (ids(fleet), fleet.stale) == (["p0", "d0"], 1)
 
 
-def test_a_newer_incarnation_takes_the_place_of_the_older(fleet: Fleet) -> None:
+def test_a_newer_incarnation_takes_the_place_of_the_older(fleet: Members) -> None:
     told(fleet)
     change = fleet.register(Register(instance=D0_NEXT), 1.0)
     assert [member.info for member in change.lost] == [D0]
@@ -139,7 +139,7 @@ def test_a_replaced_incarnation_is_refused_at_its_own_address_and_its_successor_
     assert [member.info for member in fleet.members()] == [D0_NEXT]
 
 
-def test_an_incarnation_that_wakes_after_its_successor_joined_is_refused_and_the_successor_stays(fleet: Fleet) -> None:
+def test_an_incarnation_that_wakes_after_its_successor_joined_is_refused_and_the_successor_stays(fleet: Members) -> None:
     hear(fleet, P0, now=2.0)
     fleet.tick(DEAD_AFTER_S)
     fleet.register(Register(instance=D0_NEXT), 3.5)
@@ -169,7 +169,7 @@ def test_how_many_replaced_incarnations_are_remembered_is_bounded() -> None:
     assert fleet.register(Register(instance=lives[0]), 1.0).lost, "the oldest is forgotten"
 
 
-def test_a_prefill_instance_that_was_only_silent_meets_its_peers_again_and_they_meet_it(fleet: Fleet) -> None:
+def test_a_prefill_instance_that_was_only_silent_meets_its_peers_again_and_they_meet_it(fleet: Members) -> None:
     hear(fleet, D0, P0, now=2.0)
     assert [member.info for member in fleet.tick(DEAD_AFTER_S).lost] == [P0]
     assert told(fleet) == {"d0": ([], ["p0"])}
@@ -180,7 +180,7 @@ def test_a_prefill_instance_that_was_only_silent_meets_its_peers_again_and_they_
     assert fleet.next_deadline() == 4.0 + DEAD_AFTER_S
 
 
-def test_reports_of_links_to_a_silent_member_are_void_when_it_returns(fleet: Fleet) -> None:
+def test_reports_of_links_to_a_silent_member_are_void_when_it_returns(fleet: Members) -> None:
     hear(fleet, P0, D0, now=2.0)
     fleet.tick(DEAD_AFTER_S)
     hear(fleet, P0, D0, now=3.5)  # sent before it heard that d0 is gone
@@ -209,18 +209,18 @@ def test_everyone_that_was_silent_at_once_comes_back_and_knows_the_others() -> N
 # --- heartbeats ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_heartbeat_is_answered_unless_the_last_answer_is_younger_than_half_of_what_counts_as_silence(fleet: Fleet) -> None:
+def test_a_heartbeat_is_answered_unless_the_last_answer_is_younger_than_half_of_what_counts_as_silence(fleet: Members) -> None:
     for now, answered in ((1.0, True), (1.5, False), (2.9, False), (3.0, True), (3.5, False), (5.0, True)):
         assert hear(fleet, D0, P0, now=now).sends == [Send(D0.id, WELCOME)] * answered
 
 
-def test_a_heartbeat_of_a_stranger_is_not_answered_and_is_counted_as_stale(fleet: Fleet) -> None:
+def test_a_heartbeat_of_a_stranger_is_not_answered_and_is_counted_as_stale(fleet: Members) -> None:
     assert hear(fleet, D1, now=1.0).sends == []
     assert hear(fleet, instance("d0", "decode", incarnation="0"), now=1.0).sends == []
     assert (ids(fleet), fleet.stale) == (["p0", "d0"], 2)
 
 
-def test_a_new_detokenizer_is_named_to_every_member_and_to_those_that_come(fleet: Fleet) -> None:
+def test_a_new_detokenizer_is_named_to_every_member_and_to_those_that_come(fleet: Members) -> None:
     moved = replace(WELCOME, detokenizers=("tcp://detokenizer:2",))
     assert fleet.detokenizer_moved(0, "tcp://detokenizer:2") == [Send(P0.id, moved), Send(D0.id, moved)]
     assert fleet.register(Register(instance=D1), 1.0).sends[0] == Send(D1.id, moved)
@@ -230,7 +230,7 @@ STUCK = Load(oldest_step_s=31.0)
 DRAIN = Drain(incarnation=D0.incarnation)
 
 
-def test_a_member_that_gets_stuck_is_lost_for_its_requests_once_and_stays_a_member(fleet: Fleet) -> None:
+def test_a_member_that_gets_stuck_is_lost_for_its_requests_once_and_stays_a_member(fleet: Members) -> None:
     assert hear(fleet, D0, P0, load=Load(oldest_step_s=29.0), now=1.0).lost == []
     assert [member.info for member in hear(fleet, D0, P0, load=STUCK, now=2.0).lost] == [D0]
     assert hear(fleet, D0, P0, load=STUCK, now=2.5).lost == []
@@ -242,7 +242,7 @@ def test_a_member_that_gets_stuck_is_lost_for_its_requests_once_and_stays_a_memb
 # --- draining ------------------------------------------------------------------------------------------------------------
 
 
-def test_a_member_is_told_to_drain_until_it_says_that_it_does(fleet: Fleet) -> None:
+def test_a_member_is_told_to_drain_until_it_says_that_it_does(fleet: Members) -> None:
     assert fleet.drain(D0.id) == [Send(D0.id, DRAIN)]
     (_, member) = fleet.members()
     assert (member.draining, member.trouble is None) == (True, False)
@@ -253,7 +253,7 @@ def test_a_member_is_told_to_drain_until_it_says_that_it_does(fleet: Fleet) -> N
     assert member.trouble is not None
 
 
-def test_a_member_that_was_told_to_drain_and_was_silent_for_a_while_is_told_again(fleet: Fleet) -> None:
+def test_a_member_that_was_told_to_drain_and_was_silent_for_a_while_is_told_again(fleet: Members) -> None:
     fleet.drain(D0.id)
     hear(fleet, P0, now=2.0)
     fleet.tick(DEAD_AFTER_S)
@@ -261,7 +261,7 @@ def test_a_member_that_was_told_to_drain_and_was_silent_for_a_while_is_told_agai
     assert [member.trouble is None for member in fleet.members("decode")] == [False]
 
 
-def test_the_successor_of_a_draining_incarnation_takes_requests(fleet: Fleet) -> None:
+def test_the_successor_of_a_draining_incarnation_takes_requests(fleet: Members) -> None:
     fleet.drain(D0.id)
     fleet.register(Register(instance=D0_NEXT), 1.0)
     assert [member.trouble is None for member in fleet.members("decode")] == [True]
@@ -273,7 +273,7 @@ def test_an_instance_that_is_not_a_member_cannot_be_drained() -> None:
     assert raised.value.status == 404
 
 
-def test_a_member_whose_connection_broke_is_dead_when_two_heartbeats_pass_without_one(fleet: Fleet) -> None:
+def test_a_member_whose_connection_broke_is_dead_when_two_heartbeats_pass_without_one(fleet: Members) -> None:
     for member in (P0, D0):
         hear(fleet, member, now=10.0)
     fleet.connection_broken(P0.id, 10.1)

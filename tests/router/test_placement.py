@@ -15,7 +15,7 @@ from common.instance.ports import Send
 from common.messages import Failed, InstanceInfo, Load, Probe, Probed, Register, Standing
 from router.attempts import ResumeReason
 from router.cost import Demand
-from router.fleet import Fleet
+from router.fleet import Members
 from router.placement import Placer
 from router.requests import Record
 from tests.builders import instance, key
@@ -23,7 +23,7 @@ from tests.router.bench import D0, D1, P0, P1, Bench, about_requests, cancels, c
 from tests.router.fakes import hear
 
 
-def placer(fleet: Fleet, dispatch: Dispatch = "auto") -> Placer:
+def placer(fleet: Members, dispatch: Dispatch = "auto") -> Placer:
     return placer_of(fleet, RouterConfig(dispatch=dispatch))
 
 
@@ -31,7 +31,7 @@ DISPATCHES: tuple[Dispatch, ...] = ("auto", "colocated")
 
 
 def chosen(
-    fleet: Fleet,
+    fleet: Members,
     dispatch: Dispatch = "auto",
     prompt_tokens: int = 10,
     max_new_tokens: int = 5,
@@ -43,7 +43,7 @@ def chosen(
 
 
 @pytest.fixture
-def fleet() -> Fleet:
+def fleet() -> Members:
     return new_fleet(P0, D0)
 
 
@@ -97,7 +97,7 @@ def test_a_pair_is_used_only_when_both_ends_report_the_link() -> None:
     assert chosen(fleet) == ("p0", "d1")
 
 
-def test_a_link_to_a_former_incarnation_is_no_link(fleet: Fleet) -> None:
+def test_a_link_to_a_former_incarnation_is_no_link(fleet: Members) -> None:
     successor = instance("d0", "decode", incarnation="2")
     fleet.register(Register(instance=successor), 1.0)
     hear(fleet, successor, P0, now=1.0)
@@ -134,7 +134,7 @@ def test_an_instance_gets_nothing_new_while_more_than_a_quarter_of_its_pages_is_
     assert chosen(fleet, max_new_tokens=1) == ("p0", None)
 
 
-def test_a_fleet_whose_every_decode_instance_is_full_of_quarantined_pages_is_unready_and_says_so(fleet: Fleet) -> None:
+def test_a_fleet_whose_every_decode_instance_is_full_of_quarantined_pages_is_unready_and_says_so(fleet: Members) -> None:
     hear(fleet, D0, P0, load=WORN, now=1.0)
     with pytest.raises(Unavailable, match="17 of 64"):
         chosen(fleet)
@@ -145,7 +145,7 @@ def test_a_fleet_whose_every_decode_instance_is_full_of_quarantined_pages_is_unr
     assert placer(fleet).unready() == []
 
 
-def test_a_fleet_whose_every_prefill_instance_has_quarantined_pages_serves_without_them_and_is_unready(fleet: Fleet) -> None:
+def test_a_fleet_whose_every_prefill_instance_has_quarantined_pages_serves_without_them_and_is_unready(fleet: Members) -> None:
     hear(fleet, P0, D0, load=WORN, now=1.0)
     assert chosen(fleet) == ("d0", None)
     assert ["p0 is quarantined: 17 of 64" in reason for reason in placer(fleet).unready()] == [True]
@@ -161,7 +161,7 @@ def test_without_prefill_instances_a_decode_instance_serves_alone() -> None:
     assert chosen(new_fleet(D0)) == ("d0", None)
 
 
-def test_colocated_dispatch_never_asks_a_prefill_instance(fleet: Fleet) -> None:
+def test_colocated_dispatch_never_asks_a_prefill_instance(fleet: Members) -> None:
     assert chosen(fleet, "colocated") == ("d0", None)
     assert chosen(fleet, "colocated", max_new_tokens=1) == ("d0", None)
 
@@ -183,7 +183,7 @@ def test_a_placement_names_the_next_best_decode_instances_too() -> None:
     assert placement.decode is placement.decodes[0]
 
 
-def test_a_request_that_no_memory_could_ever_hold_is_the_clients_error(fleet: Fleet) -> None:
+def test_a_request_that_no_memory_could_ever_hold_is_the_clients_error(fleet: Members) -> None:
     capacity = D0.total_pages * D0.page_size
     assert chosen(fleet, prompt_tokens=capacity - 4, max_new_tokens=5) == ("p0", "d0")
     with pytest.raises(BadRequest) as raised:
@@ -233,14 +233,14 @@ def test_a_stuck_instance_gets_nothing_new(load: Load) -> None:
     assert chosen(fleet) == ("p0", "d0")
 
 
-def test_a_fleet_whose_last_decode_instance_drains_is_unready_and_says_so(fleet: Fleet) -> None:
+def test_a_fleet_whose_last_decode_instance_drains_is_unready_and_says_so(fleet: Members) -> None:
     fleet.drain(D0.id)
     with pytest.raises(Unavailable, match="d0 is draining"):
         chosen(fleet)
     assert ["d0 is draining" in reason for reason in placer(fleet).unready()] == [True]
 
 
-def test_a_fleet_whose_prefill_instances_drain_is_ready_without_them(fleet: Fleet) -> None:
+def test_a_fleet_whose_prefill_instances_drain_is_ready_without_them(fleet: Members) -> None:
     fleet.drain(P0.id)
     assert chosen(fleet) == ("d0", None)
     assert placer(fleet).unready() == []

@@ -11,7 +11,7 @@ from common.ids import ROUTER, InstanceId, Life
 from common.messages import Span, Spans, Trace, pack_spans
 from common.messages.base import UNNAMED
 from common.tracing import SpanRecorder
-from router.fleet import Fleet
+from router.fleet import Members
 from router.traces import FRAME_BYTES, GRACE_S, Traces
 from tests.router.calls import assert_error, chat
 from tests.router.fakes import EchoFleet, Site
@@ -22,7 +22,7 @@ SPANS = tuple(Span("turns", "turn", float(at), at + 0.5, "", {"tokens": at}) for
 
 def made(most_bytes: int = 10_000) -> Traces:
     config = RouterConfig()
-    fleet = Fleet(ROUTER, ["tcp://detokenizer:1"], config.heartbeat_s, config.dead_after_s, None, config.peers_per_instance)
+    fleet = Members(ROUTER, ["tcp://detokenizer:1"], config)
     return Traces(ROUTER, (TEXT,), fleet, SpanRecorder(), most_bytes=most_bytes)
 
 

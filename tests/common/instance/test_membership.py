@@ -10,6 +10,7 @@ from random import Random
 import msgspec
 import pytest
 
+from common.config import RouterConfig
 from common.errors import PeerRefused
 from common.ids import Incarnation, InstanceId
 from common.instance.membership import (
@@ -26,7 +27,7 @@ from common.instance.membership import (
 )
 from common.instance.ports import PeersChanged, Report, Send
 from common.messages import Counters, Goodbye, Heartbeat, Load, Peers, Refused, Register, Timeline, Times, Welcome
-from router.fleet import Fleet
+from router.fleet import Members
 from tests.builders import instance, key
 
 INFO = instance("p", "prefill")
@@ -326,8 +327,8 @@ def test_of_two_processes_of_one_name_the_later_one_goes_on_wherever_and_wheneve
         assert exited == {0} and [member.info for member in fleets[HERE].members()] == [lives[1]]
 
 
-def new_fleet(router: str) -> Fleet:
-    return Fleet(InstanceId(router), (), heartbeat_s=1.0, dead_after_s=3.0)
+def new_fleet(router: str) -> Members:
+    return Members(InstanceId(router), (), RouterConfig(heartbeat_s=1.0, dead_after_s=3.0))
 
 
 def test_a_late_word_of_a_router_that_has_a_successor_is_not_believed_for_a_while(member: Member) -> None:
