@@ -39,7 +39,7 @@ class Trouble:
 @dataclass(slots=True, eq=False)
 class RolePace:
     """Seconds of a step, and what each prompt token and each decode row adds: the mean of what members of one role have reported
-    of late. 0: nobody has measured it."""
+    lately. 0: nobody has measured it."""
 
     step_s: float = 0.0
     chunk_token_s: float = 0.0
@@ -58,63 +58,73 @@ class RolePace:
 
 @dataclass(slots=True, eq=False)
 class Member:
-    """One life of an instance in the fleet.
-
-    told_to_drain: by this router. reports_draining: by the member itself.
-    trouble: why it takes no requests; None when it takes them. stuck: it reports, but a step or transfer in it does not move: it
-    will not serve what it was given.
-    pace: the mean of its role, for what it has not measured itself. other_pace: the mean of the other role.
-    partners: the members of the other role that it works with. links: of a prefill member, the state of each partner's link that
-    it has reported. speeds: bytes per second of the links that it has measured. usable: of a prefill member, the partners that
-    its requests can go to: the link is ready, and the partner knows of it. `router.peering` keeps the four.
-    answer_due_s: heartbeats before then are not answered. excused: the router was held up when this member was due, and has given
-    it more time since it was last heard.
-    was_welcome: a life of the router had welcomed it before it joined.
-    capacity_tokens: how many tokens of KV fit its memory when it is empty.
-    reported_s: when it last reported.
-    assigned_tokens, assigned_requests: of the router's open requests, those that this member works on or will, kept by the
-    attempts. assigned_before, requests_before: as many were assigned when it last reported. growth_tokens: by how many tokens
-    the assigned requests are expected to grow here. computing: the attempts whose prompts it still is to compute for this router,
-    in the order in which it got them. computing_tokens: of these prompts. computing_before: as many when it last reported.
-    computes_since_s: since when it computes the first of them, as far as this router knows: then it was given one while it had
-    none, or another one was computed or given up.
-    requests_of, prompts_of: of the assigned requests, and of the tokens that are to be computed, how many each owner has.
-    chosen: number of the last choice of this member. Among equally loaded members, the one with the lowest number is next.
-    """
+    """One life of an instance in the fleet."""
 
     info: InstanceInfo
     load: Load
     counters: Counters = field(default_factory=Counters)
-    pace: RolePace = field(default_factory=RolePace)
-    other_pace: RolePace = field(default_factory=RolePace)
-    partners: dict[InstanceId, "Member"] = field(default_factory=dict)
-    links: dict[InstanceId, LinkState] = field(default_factory=dict)
-    speeds: dict[InstanceId, float] = field(default_factory=dict)
-    usable: "Line" = field(default_factory=lambda: Line())
-    answer_due_s: float = 0.0
-    excused: bool = False
-    was_welcome: bool = False
-    told_to_drain: bool = False
-    reports_draining: bool = False
     reported_s: float = 0.0
+    """When it last reported."""
+    was_welcome: bool = False
+    """A life of the router had welcomed it before it joined."""
+    answer_due_s: float = 0.0
+    """Heartbeats before then are not answered."""
+    excused: bool = False
+    """The router was held up when this member was due, and has given it more time since it was last heard."""
+    told_to_drain: bool = False
+    """This router has told it to leave."""
+    reports_draining: bool = False
+    """The member says that it leaves."""
+
+    pace: RolePace = field(default_factory=RolePace)
+    """The mean of its role, for what it has not measured itself."""
+    other_pace: RolePace = field(default_factory=RolePace)
+    """The mean of the other role."""
+
+    partners: dict[InstanceId, "Member"] = field(default_factory=dict)
+    """The members of the other role that it works with. `router.peering` keeps this and the next three."""
+    links: dict[InstanceId, LinkState] = field(default_factory=dict)
+    """The state of the link to each partner, as a prefill member has reported it."""
+    speeds: dict[InstanceId, float] = field(default_factory=dict)
+    """Bytes per second of the links that it has measured."""
+    usable: "Line" = field(default_factory=lambda: Line())
+    """The partners to which the requests of a prefill member can go: the link is ready, and the partner knows of it."""
+
     assigned_tokens: int = 0
+    """Tokens of this router's open requests on which the member works or will. The attempts keep all that follows."""
     assigned_before: int = 0
+    """As many were assigned when it last reported."""
     assigned_requests: int = 0
     requests_before: int = 0
-    growth_tokens: int = 0
-    computing: dict[AttemptId, None] = field(default_factory=dict)
-    computing_tokens: int = 0
-    computing_before: int = 0
-    computes_since_s: float = 0.0
+    """As many requests were assigned when it last reported."""
     requests_of: Counter[str] = field(default_factory=Counter)
+    """How many of the assigned requests each owner has."""
+    growth_tokens: int = 0
+    """By how many tokens the assigned requests are expected to grow here."""
+    computing: dict[AttemptId, None] = field(default_factory=dict)
+    """The attempts whose prompts it still is to compute for this router, in the order in which it got them."""
+    computing_tokens: int = 0
+    """Tokens of these prompts."""
+    computing_before: int = 0
+    """As many were to be computed when it last reported."""
+    computes_since_s: float = 0.0
+    """Since when it computes the first of them, as far as this router knows: then it was given one while it had none, or another
+    one was computed or given up."""
     prompts_of: Counter[str] = field(default_factory=Counter)
+    """How many of the tokens that are to be computed each owner has."""
     chosen: int = 0
+    """Number of the last choice of this member. Among equally loaded members, the one with the lowest number is next."""
+
     life: Life = field(init=False)
     page_size: int = field(init=False)
     capacity_tokens: int = field(init=False)
+    """How many tokens of KV fit its memory when it is empty."""
     order: tuple[int, str] = field(init=False)
+    """Its place in a line."""
     trouble: Trouble | None = field(init=False)
+    """Why it takes no requests; None when it takes them."""
     stuck: bool = field(init=False)
+    """It reports, but a step or transfer in it does not move: it will not serve what it was given."""
 
     def __post_init__(self) -> None:
         self.life = Life(self.info.id, self.info.incarnation)
@@ -140,8 +150,8 @@ class Member:
         return max(self.load.tokens_to_compute + self.computing_tokens - self.computing_before, self.computing_tokens)
 
     def tokens_in_front(self, owner: str, tokens: int) -> int:
-        """The part of `tokens_to_compute` that comes before the end of a new prompt of this owner with so many tokens. Forwards
-        are shared: until then each other owner gets no more than this one. What other routers have assigned counts as another
+        """How many of `tokens_to_compute` come before the end of a new prompt of this owner that has so many tokens. Forwards are
+        shared: until then each other owner gets no more than this one. What other routers have assigned counts as another
         owner's, unless there are no keys."""
         if not owner:
             return self.tokens_to_compute
