@@ -22,7 +22,7 @@ from router.fleet import Members
 from router.requests import Record
 
 MOST_BYTES = 256 * 2**20
-"""The limit of packed spans that are kept, with FRAME_BYTES for each message: idle instances send one span at a time."""
+"""Room for packed spans, with FRAME_BYTES for each message: idle instances send one span at a time."""
 FRAME_BYTES = 110
 GRACE_S = 2.0
 
@@ -42,7 +42,7 @@ class NoTrace(BadRequest):
 
 
 class TracedProcess(msgspec.Struct, kw_only=True):
-    """A process of the fleet, and what it has recorded. dropped: spans for which it had no room. over: it has sent everything."""
+    """A process of the fleet, and what it has recorded."""
 
     id: InstanceId
     incarnation: Incarnation = UNNAMED
@@ -52,20 +52,25 @@ class TracedProcess(msgspec.Struct, kw_only=True):
     device: str = ""
     spans: int = 0
     dropped: int = 0
+    """Spans for which it had no room."""
     over: bool = False
+    """It has sent everything."""
 
 
 class TraceStatus(msgspec.Struct, kw_only=True):
-    """How a trace stands. began_s: UNIX time. processes: spans name one by its place here. bytes: of memory that they
-    take. spans_refused: those for which this router had no room."""
+    """How a trace stands."""
 
     number: int
-    state: Literal["running", "over"]
+    state: Literal["running", "over"] = "running"
     began_s: float
+    """UNIX time."""
     seconds: float
-    processes: list[TracedProcess]
-    bytes: int
-    spans_refused: int
+    processes: list[TracedProcess] = []
+    """Spans name a process by its place here."""
+    bytes: int = 0
+    """Memory that the spans take."""
+    spans_refused: int = 0
+    """Spans for which this router had no room."""
 
 
 class Frame(msgspec.Struct, frozen=True):
@@ -76,31 +81,30 @@ class Frame(msgspec.Struct, frozen=True):
 
 
 class _Trace:
-    """One trace. Times are of the router's clock."""
+    """One trace. Its end is a time of the router's clock."""
 
-    def __init__(self, number: int, seconds: float, now: float, most_bytes: int) -> None:
-        self.number, self.seconds, self.began_s, self.ends_s = number, seconds, now, now + seconds
+    def __init__(self, status: TraceStatus, ends_s: float, most_bytes: int) -> None:
+        self.status = status
+        self.ends_s = ends_s
         self._most_bytes = most_bytes
-        self.processes: list[TracedProcess] = []
         self.places: dict[Life, int] = {}
         self.frames: list[Frame] = []
-        self.bytes = self.spans_refused = 0
 
     def add(self, process: TracedProcess) -> None:
-        self.places[Life(process.id, process.incarnation)] = len(self.processes)
-        self.processes.append(process)
+        self.places[Life(process.id, process.incarnation)] = len(self.status.processes)
+        self.status.processes.append(process)
 
     def keep(self, place: int, count: int, packed: bytes) -> None:
-        self.processes[place].spans += count
-        size = len(packed) + FRAME_BYTES
-        if self.bytes + size > self._most_bytes:
-            self.spans_refused += count
+        status, size = self.status, len(packed) + FRAME_BYTES
+        status.processes[place].spans += count
+        if status.bytes + size > self._most_bytes:
+            status.spans_refused += count
             return
-        self.bytes += size
+        status.bytes += size
         self.frames.append(Frame(place, packed))
 
     def is_over(self, now: float) -> bool:
-        return now >= self.ends_s + GRACE_S or (now >= self.ends_s and all(process.over for process in self.processes))
+        return now >= self.ends_s + GRACE_S or (now >= self.ends_s and all(process.over for process in self.status.processes))
 
 
 class Traces:
@@ -131,7 +135,8 @@ class Traces:
         if self._trace is not None and not self._trace.is_over(now):
             raise TraceRuns("a trace runs already: wait for its end, or end it with DELETE /cluster/trace")
         self._number += 1
-        trace = self._trace = _Trace(self._number, seconds, now, self._most_bytes)
+        status = TraceStatus(number=self._number, began_s=now + self._unix_s, seconds=seconds)
+        trace = self._trace = _Trace(status, now + seconds, self._most_bytes)
         trace.add(TracedProcess(id=self._router, role="router"))
         self._recorder.begin()
         sends = [send for shard in range(len(self._detokenizers)) for send in self.detokenizer_moved(shard, now)]
@@ -145,20 +150,13 @@ class Traces:
         if now >= trace.ends_s:
             return []
         told = [*self._detokenizers, *(life.id for life in trace.places if self._fleet.find(life) is not None)]
-        return [Send(name, Trace(seconds=0.0, number=trace.number)) for name in told]
+        return [Send(name, Trace(seconds=0.0, number=trace.status.number)) for name in told]
 
     def status(self, now: float) -> TraceStatus:
         """Raises NoTrace."""
         trace = self._known()
-        return TraceStatus(
-            number=trace.number,
-            state="over" if trace.is_over(now) else "running",
-            began_s=trace.began_s + self._unix_s,
-            seconds=trace.seconds,
-            processes=trace.processes,
-            bytes=trace.bytes,
-            spans_refused=trace.spans_refused,
-        )
+        trace.status.state = "over" if trace.is_over(now) else "running"
+        return trace.status
 
     def frames(self) -> list[Frame]:
         """What there is. Raises NoTrace."""
@@ -188,9 +186,9 @@ class Traces:
         """Spans of another trace, and of strangers, are dropped."""
         trace = self._trace
         place = None if trace is None else trace.places.get(Life(message.id, message.incarnation))
-        if trace is None or place is None or message.number != trace.number:
+        if trace is None or place is None or message.number != trace.status.number:
             return
-        process = trace.processes[place]
+        process = trace.status.processes[place]
         process.dropped, process.over = max(process.dropped, message.dropped), process.over or message.last
         if message.count > 0:
             trace.keep(place, message.count, message.packed)
@@ -204,10 +202,10 @@ class Traces:
         while len(self._recorder) >= (1 if is_over else MESSAGE_SPANS):
             spans = self._recorder.take(MESSAGE_SPANS)
             trace.keep(0, len(spans), pack_spans(spans))
-        trace.processes[0].dropped = self._recorder.dropped
+        trace.status.processes[0].dropped = self._recorder.dropped
         if is_over:
             self._recorder.end()
-            trace.processes[0].over = True
+            trace.status.processes[0].over = True
 
     def next_deadline(self) -> float | None:
         return self._trace.ends_s if self._trace is not None and self._recorder.on else None
@@ -223,7 +221,7 @@ class Traces:
         return self._trace if self._trace is not None and now < self._trace.ends_s else None
 
     def _ask(self, name: InstanceId, trace: _Trace, now: float) -> Send:
-        return Send(name, Trace(seconds=trace.ends_s - now, number=trace.number))
+        return Send(name, Trace(seconds=trace.ends_s - now, number=trace.status.number))
 
 
 def record_attempt(recorder: SpanRecorder, attempt: Attempt, why: str, now: float) -> None:

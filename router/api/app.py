@@ -61,7 +61,7 @@ from router.api.sglang import (
 from router.api.timelines import FORGET, READ, READ_TIMELINE, START, TimelineApi, TraceApi
 from router.cluster import cluster_page
 from router.core import Gateway
-from router.metrics import DetokenizerCollector, FleetCollector, MailCollector, RouterMetrics, member_metrics
+from router.metrics import RouterCollector, RouterMetrics, member_metrics
 from router.outbox import ClientRequest
 
 R = TypeVar("R", bound=ReadRequest)
@@ -90,9 +90,7 @@ class Api:
         self._session_header = config.sessions_by
         self._keep_alive_s = config.keep_alive_s
         self._started = int(time.time())
-        metrics.registry.register(FleetCollector(gateway.core))
-        metrics.registry.register(DetokenizerCollector(gateway.core))
-        metrics.registry.register(MailCollector(gateway.mail))
+        metrics.registry.register(RouterCollector(gateway.core, gateway.mail))
 
     async def chat_completions(self, request: Request) -> Response:
         """Answer a chat: each message has a role and a text."""
