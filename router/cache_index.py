@@ -31,7 +31,7 @@ EXPECTED_NAMES = 2**18
 """How many such blocks the index knows at once; the oldest go first."""
 
 TRIES = 32
-"""How many holders of a prompt are tried: half a fleet may drain."""
+"""How many holders of a prompt are looked at: half a fleet may drain."""
 
 
 @dataclass(slots=True, eq=False)
@@ -127,13 +127,11 @@ class WholePrompt(Overlap):
 
 
 class CacheIndex:
-    """follows: whether members are asked for their caches; if not, nobody holds anything. heartbeat_s: how long a missing message
-    is waited for. page_size, block_tokens: tokens of a page and of a block; 0 before anybody with a prefix cache has joined.
-
-    For `Overlap`: cache: what each member has said. seats: the members by the numbers of their bits. of_role: their bits.
-    """
+    """The prefix caches of all members."""
 
     def __init__(self, follows: bool, heartbeat_s: float = 1.0) -> None:
+        """follows: whether members are asked for their caches; if not, nobody holds anything. heartbeat_s: how long to wait for a
+        missing message."""
         self.follows = follows
         self._heartbeat_s = heartbeat_s
         self._random = Random(0)  # a simulation is repeated exactly
@@ -145,8 +143,11 @@ class CacheIndex:
         """Numbers of seats whose members left."""
         self.of_members: dict[Member, _MemberCache] = {}
         self.seats: list[_MemberCache] = []
+        """The members by the numbers of their bits."""
         self.of_role: dict[Role, int] = {"prefill": 0, "decode": 0}
+        """The bits of the members of each role."""
         self.page_size = self.block_tokens = 0
+        """Tokens of a page and of a block; 0 before anybody with a prefix cache has joined."""
 
     def __len__(self) -> int:
         """How many blocks somebody holds."""

@@ -1,19 +1,10 @@
-"""The router's core: the fleet, the request book and the watch over the detokenizers, fed with messages and time.
+"""The router's core: the fleet, the request book and a watch over the detokenizers, fed with messages and time; and the gateway,
+which joins the core, its mail and its clock in one event loop.
 
-Owns only what joins the three: a change in one that the others must act on. Callers reach each part directly. Opens no socket and
-reads no clock, so a whole fleet runs in one process under test. Does not know HTTP.
-
-The watch over the detokenizer, through which every token passes: whether it is alive, and what it last reported.
-
-Owns the deadline of its silence. Does not know requests, text or processes: the launcher restarts a dead detokenizer.
-
-The gateway: the core, its mail and its clock, joined in one event loop.
-
-A turn of the loop takes in mail for TURN_S at most, so that everything else on the loop gets its share. While mail is left,
-nobody is taken for silent.
-
-Owns the delivery of what the core decides, and the one timer. Decides nothing. Everything here runs on the loop's thread and
-nothing blocks.
+The core owns what joins its parts: a change in one that the others must act on. It opens no socket and reads no clock, so a whole
+fleet runs in one process under test. The gateway owns the delivery of what the core decides, and the one timer; it decides
+nothing, and everything in it runs on the loop's thread and blocks nothing. A turn of the loop takes in mail for TURN_S at most,
+so that everything else on the loop gets its share; while mail is left, no silence counts. Neither knows HTTP.
 """
 
 import asyncio
@@ -50,25 +41,26 @@ from router.traces import Traces
 
 _log = logging.getLogger(__name__)
 LEAST_S = 3.0
-"""It sends a heartbeat every second, however often instances send theirs."""
+"""The shortest silence that counts: a detokenizer sends a heartbeat every second, however often instances send theirs."""
 
 
 class DetokenizerWatch:
-    """dead_after_s: how long the detokenizer, once heard, may be silent before it is taken for dead.
-
-    silent: it is taken for dead. silent_at_s: when it will be unless it is heard; None before its first heartbeat, and while it
-    is silent. last: its last report. heard_s: when it was last heard; infinite before its first heartbeat, when nothing can be
-    said, and minus infinite while it is silent.
-    """
+    """Whether a detokenizer is alive, and what it last reported. Every token passes through one."""
 
     def __init__(self, dead_after_s: float) -> None:
         self.dead_after_s = max(dead_after_s, LEAST_S)
+        """How long it may be silent before it is taken for dead."""
         self.silent_at_s: float | None = None
+        """When it will be, unless a heartbeat comes; None before the first one, and while it is silent."""
         self.last: DetokenizerHeartbeat | None = None
+        """Its last report."""
         self.silent = False
+        """It is taken for dead."""
         self.heard_s = math.inf
+        """When its last heartbeat came; infinite before the first one, when nothing can be said, and minus infinite while it is
+        silent."""
         self._excused = False
-        """It has got more time since it was last heard."""
+        """It has got more time since its last heartbeat."""
 
     def heard(self, heartbeat: DetokenizerHeartbeat, now: float) -> bool:
         """Take in a heartbeat. Returns whether it ends a silence."""
@@ -152,7 +144,7 @@ class RouterCore:
         """An instance tells of attempts that have left it."""
         member = self.fleet.find(Life(message.id, message.incarnation))
         if member is not None:
-            self.requests.timelines.told(member.info, message.timelines)
+            self.requests.timelines.receive(member.info, message.timelines)
 
     def detokenizer_moved(self, shard: int, address: str, now: float) -> list[Send]:
         """A new detokenizer has replaced the former one, at this address: tell the members, and open what was open there."""
@@ -238,8 +230,8 @@ TURN_S, TURN_MESSAGES = 0.01, 1_024
 LINKS_S = 2.0
 """How long an instance may take to tell of its links."""
 BACKLOG_S = 30.0
-"""A router that has not caught up with its mail for this long takes silence for what it is: what is left to read cannot be from
-those that it waits for, because mail is read from all of them in turn."""
+"""A router that has not caught up with its mail for this long treats silent instances as lost: what is left to read cannot be
+from those that it waits for, because mail is read from all of them in turn."""
 
 
 class Gateway:

@@ -66,7 +66,7 @@ def _misfit(info: InstanceInfo, rank: int) -> str | None:
 
 
 def _kv_heads(info: InstanceInfo) -> int:
-    """The KV heads of the whole model."""
+    """KV heads of the whole model."""
     return info.model.kv_heads or info.pools[0].layout.kv_heads
 
 

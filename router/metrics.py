@@ -4,8 +4,8 @@ Owns the names (`tandem_`, and `tandem_instance_` for figures of instances) and 
 live in one process. Implements `request_book.Observer`. Does not know HTTP routes or where the numbers come from.
 
 Two things are written here rather than by the client library, because of what they cost. A histogram is observed with every
-token: a third of a microsecond instead of two and a half. A thousand instances report 32,000 figures: a fraction of a microsecond each
-instead of ten. Figures of pairs are not here: there are too many.
+token: a third of a microsecond instead of two and a half. A thousand instances report 32,000 figures: a fraction of a microsecond
+each instead of ten. Figures of pairs are not here: there are too many.
 """
 
 import asyncio

@@ -35,18 +35,18 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Serving:
-    """A router that serves. url: of its HTTP side. own_url: the same, but nobody else listens there. control: where instances
-    register. All have the ports that were chosen.
-
-    detokenizer_moved: call it, on the router's loop, with number and address of a detokenizer that replaces the former one.
-    meet_others: call it there with the own URLs of all routers at the same port, and whom to trust behind https.
-    """
+    """A router that serves. All addresses have the ports that were chosen."""
 
     url: str
+    """Where it serves HTTP."""
     own_url: str
+    """The same, but nobody else listens there."""
     control: str
+    """Where instances register."""
     detokenizer_moved: Callable[[int, str], None]
+    """Call it, on the router's loop, with number and address of a detokenizer that replaces the former one."""
     meet_others: Callable[[Sequence[str], ssl.SSLContext | None], None]
+    """Call it there with the own URLs of all routers at the same port, and whom to trust behind https."""
 
 
 async def serve(

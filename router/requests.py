@@ -72,25 +72,31 @@ class Places:
 
 @dataclass(frozen=True, slots=True)
 class RequestSpec:
-    """One choice of a client's request. index: its number in the answer. prompt: packed token ids. priority: lower is earlier.
-    timeout_s: counted from its arrival; None: the router's own limit. skip_special_tokens, include_stop, shown: see
-    `ExpectAnswer`. owner: name of the client's API key; "": it has none. salt: see `Generate`. session: see
-    `Demand`. blocks: of the prompt; None: they were not named."""
+    """One choice of a client's request."""
 
     request_id: RequestId
     index: int
+    """Its number in the answer."""
     prompt: bytes
+    """Packed token ids."""
     sampling: SamplingParams
     stop: tuple[str, ...] = ()
     priority: int = 0
+    """Lower is earlier."""
     timeout_s: float | None = None
+    """Seconds from its arrival; None: the router's own limit."""
     skip_special_tokens: bool = True
+    """See `ExpectAnswer`, also for `include_stop` and `shown`."""
     include_stop: bool = False
     owner: str = ""
+    """Name of the client's API key; "": it has none."""
     shown: tuple[int, ...] = ()
     salt: str = ""
+    """See `Generate`."""
     session: str = ""
+    """See `Demand`."""
     blocks: BlockNames | None = None
+    """Names of the prompt's blocks; None: they were not named."""
 
     @property
     def prompt_tokens(self) -> int:
@@ -112,27 +118,29 @@ class Phase(StrEnum):
 
 @dataclass(slots=True, eq=False)
 class Record:
-    """An open request. Times are seconds of the caller's clock.
-
-    attempt: the present one; None while the request waits for an instance. attempts: how many were started. preemptions: how many
-    of them ended because their memory was needed. fruitless: how many in a row failed without a token. avoid: where attempts
-    failed. crowded: where the last one was preempted. texts: what was delivered, in pieces. gap_since_s: when the client of a
-    resumed request began to wait for its next token; None when it does not wait.
-    """
+    """An open request. Times are seconds of the caller's clock."""
 
     spec: RequestSpec
     client: ClientRequest
     times: RequestTimes
     timeout_s: float
     attempt: Attempt | None = None
+    """The present one; None while the request waits for an instance."""
     attempts: int = 0
+    """How many were started."""
     preemptions: int = 0
+    """How many of them ended because their memory was needed."""
     fruitless: int = 0
+    """How many in a row failed without a token."""
     avoid: set[Life] = field(default_factory=set)
+    """Where attempts failed."""
     crowded: set[Life] = field(default_factory=set)
+    """Where the last one was preempted."""
     token_ids: list[int] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
+    """What was delivered, in pieces."""
     gap_since_s: float | None = None
+    """When the client of a resumed request began to wait for its next token; None when it does not wait."""
     _blocks: BlockNames | None = None
 
     def __post_init__(self) -> None:
@@ -165,8 +173,7 @@ class Record:
         return self.spec.prompt_tokens + len(self.token_ids)
 
     def block_names(self, page_size: int) -> Sequence[int]:
-        """The names of the blocks of the next attempt's prompt. They are kept, so only tokens of the answer that have come since
-        are named."""
+        """Names of the blocks of the next attempt's prompt. They are kept: only tokens that have come since are named."""
         blocks = self._blocks
         if blocks is None or blocks.page_size != page_size:
             blocks = BlockNames.of(self.spec.prompt, page_size, self.spec.salt)

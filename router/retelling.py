@@ -68,7 +68,7 @@ def expect_answer(record: Record, attempt: Attempt, now: float, *, again: bool =
 
 
 class Retelling:
-    """What every attempt of this router has been sent. find: the request whose present attempt has this key, if there is one."""
+    """The silences of every attempt of this router. find: the request whose present attempt has this id, if there is one."""
 
     def __init__(self, find: Callable[[AttemptId], Served | None]) -> None:
         self._find = find

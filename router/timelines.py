@@ -29,18 +29,18 @@ MOST_OF_AN_ATTEMPT = 8
 
 @dataclass(frozen=True, slots=True)
 class Durations:
-    """How long an attempt took on one instance, in seconds; None: it did not get so far there.
-
-    queue: until it had its pages, where its prompt is computed. prefill: from then until its first token. transfer: from the
-    grant, or from the first push if that is later, to the handoff. exposed_transfer: from the first token to the handoff. decode:
-    from the handoff, or from the first token if the prompt was computed there too, to its end.
-    """
+    """How long an attempt took on one instance, in seconds; None: it did not get so far there."""
 
     queue_s: float | None = None
+    """Until it had its pages, where its prompt is computed."""
     prefill_s: float | None = None
+    """From then until its first token."""
     transfer_s: float | None = None
+    """From the grant, or from the first push if that is later, to the handoff."""
     exposed_transfer_s: float | None = None
+    """From the first token to the handoff."""
     decode_s: float | None = None
+    """From the handoff, or from the first token if the prompt was computed there too, to its end."""
 
     @staticmethod
     def of(role: Role, times: Times) -> "Durations":
@@ -69,7 +69,7 @@ def _between(begin: float | None, end: float | None) -> float | None:
 
 @dataclass(frozen=True, slots=True)
 class InstanceTimes:
-    """What an instance told."""
+    """The times that one instance has reported."""
 
     id: InstanceId
     role: Role
@@ -78,19 +78,25 @@ class InstanceTimes:
 
 @dataclass(slots=True, eq=False)
 class AttemptTimes:
-    """number: as in its key. first: who was asked. decode, placed_s: who granted a reservation, and when the router heard of it.
-    ended_s, reason, failure: when and why another attempt followed; None and "" where none did. instances: what they told, as it
-    came."""
+    """The times of one attempt."""
 
     number: int
+    """The attempt's number in its id."""
     first: InstanceId
+    """The instance that got the request."""
     dispatched_s: float
     placed_s: float | None = None
+    """When the router learned who decodes."""
     decode: InstanceId | None = None
+    """The instance that granted a reservation."""
     ended_s: float | None = None
+    """When another attempt followed; None where none did."""
     reason: ResumeReason | None = None
+    """Why another attempt followed."""
     failure: str = ""
+    """What failed, in words."""
     instances: list[InstanceTimes] = field(default_factory=list)
+    """Reports of instances, in the order of their arrival."""
 
     def awaits(self, instance: InstanceId) -> bool:
         """Whether this one may have something to tell."""
@@ -102,24 +108,28 @@ class AttemptTimes:
 
 @dataclass(slots=True, eq=False)
 class RequestTimes:
-    """One choice of a client's request. received_s: its HTTP request was here. tokenized_s: it was dispatched. tokens: of its
-    answer so far. predicted_first_s: from its arrival to its first token, as predicted when it was last placed before that; None:
-    it was not. ending: how it ended, as in the metrics; "" while it is open."""
+    """One choice of a client's request."""
 
     request_id: RequestId
     index: int
     owner: str
     prompt_tokens: int
     received_s: float
+    """When its HTTP request arrived."""
     tokenized_s: float
+    """When it was dispatched."""
     attempts: list[AttemptTimes] = field(default_factory=list)
     predicted_first_s: float | None = None
+    """Seconds from its arrival to its first token, as predicted when it was last placed before that; None: no prediction."""
     first_token_s: float | None = None
     last_token_s: float | None = None
     tokens: int = 0
+    """Tokens of its answer so far."""
     ended_s: float | None = None
     ending: str = ""
+    """How it ended, as in the metrics; "" while it is open."""
     names: list[str] = field(default_factory=list)
+    """Ids by which its client knows it."""
 
     def dispatched(self, number: int, first: InstanceId, predicted_s: float | None, now: float) -> None:
         """The attempt of this number begins. Of many attempts the latest are remembered. predicted_s: from now to its first
@@ -152,7 +162,7 @@ class PhaseObserver(Protocol):
 
 
 class Timelines:
-    """The timelines of one router's requests. stale: what instances told of attempts that are not known, or told twice."""
+    """The timelines of one router's requests."""
 
     def __init__(self, observer: PhaseObserver) -> None:
         self._observer = observer
@@ -160,6 +170,7 @@ class Timelines:
         self._ended: deque[RequestId] = deque()
         self._named: dict[str, list[RequestTimes]] = {}
         self.stale = 0
+        """Reports about attempts that are not known, and reports that came twice."""
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -198,8 +209,8 @@ class Timelines:
         """The latest requests that clients know by this id, in the order of their dispatch. owner: only those of this API key."""
         return [each for each in self._named.get(name, ()) if owner in (None, each.owner)][-MOST_FOUND:]
 
-    def told(self, by: InstanceInfo, timelines: Iterable[Timeline]) -> None:
-        """Take in what an instance tells of attempts that have left it."""
+    def receive(self, by: InstanceInfo, timelines: Iterable[Timeline]) -> None:
+        """An instance reports attempts that have left it."""
         for timeline in timelines:
             attempt = self._attempt(timeline)
             if attempt is None or not attempt.awaits(by.id):

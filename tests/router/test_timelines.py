@@ -181,9 +181,9 @@ def test_an_instance_tells_once_of_an_attempt_that_there_is_and_of_no_other() ->
     made = request("r")
     timelines.begin(made)
     attempts = [0, 0, 1, -1]
-    timelines.told(decode, [Timeline(AttemptId(made.request_id, number, ROUTER), AT_DECODE) for number in attempts])
+    timelines.receive(decode, [Timeline(AttemptId(made.request_id, number, ROUTER), AT_DECODE) for number in attempts])
     for number in range(20):
-        timelines.told(instance(f"d{number}", "decode"), [Timeline(AttemptId(made.request_id, 0, ROUTER), AT_DECODE)])
+        timelines.receive(instance(f"d{number}", "decode"), [Timeline(AttemptId(made.request_id, 0, ROUTER), AT_DECODE)])
     assert len(made.attempts[0].instances) == 8 == len(observer.durations) < timelines.stale
 
 
