@@ -1,15 +1,8 @@
-"""The device of an instance, what is decided by it where a flag leaves it open, and whether it can go on after an error.
+"""What an instance computes with: its device, and which implementations of kernels and attention it gets there, and why.
 
-Owns those defaults. Knows no models and no memory.
-
-Which implementation of the kernels a device gets.
-
-Owns the choice. Imports Triton only for CUDA: torch brings it along there, and other machines may not have it. A CPU gets C where
-there is a compiler.
-
-Which implementation of attention an instance gets, and why.
-
-Owns the choice and what each backend supports. Imports FlashInfer only where it is taken. Does not know models, rows or plans.
+Owns the choice, what each backend supports, what is decided by the device where a flag leaves it open, and whether a device can
+go on after an error. Imports Triton and FlashInfer only where they are taken: other machines may not have them. A CPU gets C
+where there is a compiler. Does not know models, rows or plans.
 """
 
 import logging
@@ -176,7 +169,8 @@ def check_attention(asked: AttentionName, layout: KVLayout, dtype: torch.dtype, 
 
 
 def _check_fp8_pages(layout: KVLayout, device: torch.device) -> None:
-    """What writes keys and values cannot convert to FP8 on older GPUs, whatever the attention. Raises ConfigError."""
+    """Refuses FP8 pages on older GPUs, whatever the attention: what writes keys and values cannot convert to FP8 there. Raises
+    ConfigError."""
     if device.type != "cuda" or torch_dtype(layout.dtype) != torch.float8_e4m3fn:
         return
     capability = torch.cuda.get_device_capability(device)

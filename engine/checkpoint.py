@@ -114,7 +114,7 @@ class StoredWeight:
 
     @property
     def nbytes(self) -> int:
-        """The size of all tensors."""
+        """Bytes of the whole weight."""
         return prod(self.shape) * _FLOATS[self._stored.get_dtype()]
 
     def __getitem__(self, cut: tuple[slice, ...]) -> "Tensor":

@@ -198,7 +198,7 @@ class BatchTensors:
         chunks = self._chunk(plan) if plan.chunks else _NO_CHUNKS
         decoded = plan.decode_rows.astype(np.int64)
         self._host_length[decoded] += 1
-        rows = plan.rows
+        rows = np.concatenate([chunks.rows, decoded]) if plan.chunks else decoded
         assert (self._host_length[rows] <= self._leased[rows] * self.page_size).all(), "a row would write beyond its pages"
         decode = decoded
         if decode_size > len(decoded):

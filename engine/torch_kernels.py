@@ -1,10 +1,8 @@
 """The engine's small operations in plain torch: what every other implementation builds on, and the reference for it.
 
-Owns their arithmetic. Knows tensors only.
-
-The noise of sampling: a hash of (seed, position, token), so an answer does not depend on its batch or on a resume.
-
-Owns the hash and the temperature below which there is no noise. Knows tensors only. `triton_sampling` computes the same numbers.
+Owns their arithmetic, the noise of sampling, which is a hash of (seed, position, token), so that an answer does not depend on its
+batch or on a resume, and the temperature below which there is none. Knows tensors only. `gpu/triton_source.py` and
+`cpu/elementwise.c` compute the same numbers.
 """
 
 import torch

@@ -259,7 +259,6 @@ class NativeFunction:
         self, library: ctypes.CDLL, name: str, pointers: str, counts: str = "", floats: str = "", ints: str = ""
     ) -> None:
         function = library[name]  # by index: each time a function of its own
-        function.argtypes, function.restype = [ctypes.c_void_p, ctypes.c_int], None
         self._function = function
         self._address = ctypes.cast(function, ctypes.c_void_p).value or 0
         kinds = (
@@ -267,12 +266,14 @@ class NativeFunction:
         )  # fmt: skip
         fields = [(field, kind) for kind, names in kinds for field in names.split()]
         self._structure: Any = type(name, (ctypes.Structure,), {"_fields_": fields})
+        function.argtypes, function.restype = [ctypes.POINTER(self._structure), ctypes.c_int], None
 
     def __call__(self, *values: Tensor | float | None) -> None:
-        """values: of all fields. A tensor stands for its address, and None for no address."""
-        call = self._structure(*[value.data_ptr() if isinstance(value, Tensor) else value for value in values])
-        if LISTENING.to is not None:
-            LISTENING.to.called(self._address, call)
+        """values: of all fields. A plain tensor stands for its address, and None for no address."""
+        call = self._structure(*[value.data_ptr() if type(value) is Tensor else value for value in values])
+        listener = LISTENING.to
+        if listener is not None:
+            listener.called(self._address, call)
             return
         # Asked at each call: torch's number follows the cores that other instances lend, and the runtime has one pool for both.
-        self._function(ctypes.addressof(call), torch.get_num_threads())
+        self._function(call, torch.get_num_threads())

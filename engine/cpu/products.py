@@ -139,14 +139,16 @@ class NativeProduct:
         """x: float32. Returns float32."""
         if x.stride(1) != 1:
             x = x.contiguous()
-        (rows, inputs), groups, together = x.shape, packed.weight.shape[1], self._together
+        rows, inputs = x.shape
+        weight, bias, scale, outputs, gated = packed
+        groups, together = weight.shape[1], self._together
         assert x.dtype == torch.float32 and -(-inputs // together) == groups, "not the inputs of this weight"
-        row_bytes = groups * together + _QUANTISED_ROW_BYTES if together > 1 else inputs * x.itemsize
-        memory = x.new_empty(rows * row_bytes, dtype=torch.uint8)
-        out = x.new_empty(rows, packed.outputs)
-        self._function(
-            x, packed.weight, packed.scale, packed.bias, out, memory, rows, inputs, packed.outputs, x.stride(0), packed.gated
-        )
+        if together == 1:
+            memory = x.new_empty(rows * inputs)
+        else:
+            memory = x.new_empty(rows * (groups * together + _QUANTISED_ROW_BYTES), dtype=torch.uint8)
+        out = x.new_empty(rows, outputs)
+        self._function(x, weight, scale, bias, out, memory, rows, inputs, outputs, x.stride(0), gated)
         return out
 
     def _pieces(self, weight: Tensor, gated: bool) -> Iterator[tuple[slice, slice, Tensor]]:

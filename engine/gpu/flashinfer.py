@@ -1,7 +1,7 @@
 """Attention over KV pages by FlashInfer (Ye et al. 2025, arXiv 2501.01005): the backend of CUDA.
 
 Owns the wrappers, their workspaces, and the lists of pages that they read. Knows the package by the `FlashInfer` port only, so a
-test can stand in for it. Does not know models, sampling or requests, nor when this backend is the right one (`choice.py`).
+test can stand in for it. Does not know models, sampling or requests, nor when this backend is the right one (`backends.py`).
 
 A pool's view of one layer is what FlashInfer calls "HND": [pages, kv_heads, page_size, dim]. It takes any page and head stride. A
 step is planned once for all layers that attend alike:
@@ -33,7 +33,7 @@ from engine.ports import Kernels, LayerAttention, Segment, StepTokens
 
 PrefillKernels = Literal["fa2", "fa3"]
 GRAPH_PLAN_BYTES = 2**20
-"""The schedule of a decode step in a graph: 13 bytes for each tile and 4 for each row, of at most 4,096 rows."""
+"""The schedule of a decode step in a graph takes 13 bytes for each tile and 4 for each row, of at most 4,096 rows."""
 _LEAST_WORKSPACE_BYTES = 2**27
 """What FlashInfer recommends."""
 
@@ -87,7 +87,7 @@ class _Shared:
         self.tensor_cores = decodes_on_tensor_cores(shape.query_heads // layout.kv_heads, memory.pool.dtype)
         workspace_bytes = float_workspace_bytes(memory, shape, _multiprocessors(self.device))
         self.workspace = torch.zeros(workspace_bytes, dtype=torch.uint8, device=self.device)
-        """One for all wrappers, because kernels use it one after the other. FlashInfer wants it zeroed once."""
+        """All wrappers share it, because kernels use it one after the other. FlashInfer wants it zeroed once."""
 
     def named(self, how: LayerAttention) -> dict[str, object]:
         """What every `plan` takes by name. FlashInfer counts a window without the token itself."""

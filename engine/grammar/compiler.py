@@ -1,15 +1,10 @@
 """The compiler: a grammar becomes what a matcher needs, and is tried before any row uses it.
 
-Owns the calls of xgrammar's compiler, and the trial. Does not know processes or caches. It runs in a process of its own
-(`grammar_process.py`), for xgrammar may crash, and may take hours.
-
-Which tokens are text to a grammar: all but special tokens, which give no text in an answer.
-
-Owns that choice. A structural tag may name special tokens in its marks, as the calls of some models do: these are text to it, and
-the router shows those of calls and thoughts. Does not know how grammars are compiled, nor any model.
-
-A vocabulary comes with its special tokens *marked*: their bytes follow a prefix that no text has. So one `TokenizerInfo` says all
-that is needed, also to another process.
+Owns the calls of xgrammar's compiler, the trial, and which tokens are text to a grammar: all but special tokens, which give no
+text in an answer. A structural tag may name special tokens in its marks, as the calls of some models do: these are text to it,
+and the router shows those of calls and thoughts. A vocabulary comes with its special tokens *marked*: their bytes follow a prefix
+that no text has. So one `TokenizerInfo` says all that is needed, also to another process. Does not know processes, caches or
+models. It runs in a process of its own (`compiler_process.py`), for xgrammar may crash, and may take hours.
 """
 
 import json

@@ -1,16 +1,13 @@
 """Grammars, compiled for the model's vocabulary by xgrammar: off the loop, each once, the latest ones and those in use kept.
 
-Owns the cache, the threads, and what is refused before xgrammar sees it. Does not know requests, rows or logits, nor whose
-grammar is next (`grammar_queue.py`), nor where the compiler runs (`grammar_process.py`). The tokenizer and a compiler are loaded
-for the first grammar, or ahead of it (`warm`); a second compiler when two grammars are there at once.
+Owns the cache, the threads, whose grammar is compiled next, and what is refused before xgrammar sees it. Does not know requests,
+rows or logits, nor where the compiler runs (`compiler_process.py`). The tokenizer and a compiler are loaded for the first
+grammar, or ahead of it (`warm`); a second compiler when two grammars are there at once.
 
-Which grammar is compiled next: owners take turns by the work that they ask for, and each may have only so much waiting.
-
-Owns the order and the bounds. Pure: knows no threads, compilers or clocks.
-
-An owner's turn begins where its turn before has ended, on a clock that counts work instead of time, but not in the past. The turn
-that begins first is next; among equals the shorter, then the older (start-time fair queueing; Goyal, Vin and Cheng, 1996). So who
-has asked for nothing yet comes before all who have, however much they have waiting.
+Owners take turns by the work that they ask for, and each may have only so much waiting. An owner's turn begins where its turn
+before has ended, on a clock that counts work instead of time, but not in the past. The turn that begins first is next; among
+equals the shorter, then the older (start-time fair queueing; Goyal, Vin and Cheng, 1996). So an owner that has asked for nothing
+yet comes before all that have, however much they have waiting.
 """
 
 import contextlib
@@ -204,7 +201,7 @@ class Grammars:
         self._compilers: list[Compiling] = []
         self._queue: CompileQueue[_Entry] = CompileQueue(COMPILERS)
         self._changed = threading.Condition(self._lock)
-        """Notified when the queue changes."""
+        """Notified when the queue has changed."""
         self._threads = 0
         self._closed = False
         self._known: OrderedDict[Grammar, _Entry] = OrderedDict()

@@ -1,11 +1,8 @@
-"""What a JSON schema says of the types and values that match it, read without following references.
+"""Which JSON schemas an answer can be held to: what xgrammar 0.2 enforces exactly, and no more.
 
-Pure. Takes schemas that nobody has checked yet; knows nothing of what is supported.
-
-Which JSON schemas an answer can be held to: what xgrammar 0.2 enforces exactly, and no more.
-
-Owns the allow-list. xgrammar ignores what it does not know, or only warns, so its answers would not validate. Such a schema is
-refused instead, with the place in it and the keyword. Pure; knows nothing of xgrammar itself. The tests compare with a validator.
+Owns the allow-list, and what a schema says of the types and values that match it. xgrammar ignores what it does not know, or only
+warns, so its answers would not validate. Such a schema is refused instead, with the place in it and the keyword. Pure; knows
+nothing of xgrammar itself. The tests compare with a validator.
 """
 
 import json
@@ -426,7 +423,7 @@ class _Check:
         return any(self._excludes(one.properties.get(key), other.properties.get(key), depth + 1) for key in shared)
 
     def _facts_of(self, schema: dict[str, Any]) -> Facts:
-        """The schema may not be checked yet, because a reference can lead anywhere."""
+        """What a schema says that may not be checked yet, as a reference can lead anywhere."""
         if id(schema) not in self._facts:
             self._facts[id(schema)] = facts_of(schema)
         return self._facts[id(schema)]

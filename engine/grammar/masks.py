@@ -1,22 +1,16 @@
 """The grammar processor: of the tokens of a row with a grammar, only those are left with which its answer can go on.
 
-Owns a matcher for each such row. A row begins with the answer's tokens so far, so a resumed answer goes on where it was. xgrammar
-reads tokens and makes masks on the host. So the masks of a step wait for the tokens of the step before, while the device computes
-the forward that this step has given it already.
+Owns a matcher for each such row, and the masks that keep an answer UTF-8. A row begins with the answer's tokens so far, so a
+resumed answer goes on where it was. xgrammar reads tokens and makes masks on the host. So the masks of a step wait for the tokens
+of the step before, while the device computes the forward that this step has given it already. Does not know how grammars are
+compiled.
 
 Where no mask can be made the row fails, and its request ends with an error: a stop token says that the answer matches. Grammars
 are tried before rows use them, but no trial meets every text. A row whose token takes too much work would stop all others. Work
 is counted, not timed: every rank, and an instance that carries the answer on, fails the row at the same token.
 
 The count sees what the parser shows: its states. It does not see rules of an EBNF grammar that end in very many ways at once. So
-a row also fails when a token takes CPU seconds. That is no verdict of this rank: it changes no token, and only rank 0's is heard.
-
-Which tokens keep an answer with a grammar UTF-8.
-
-Owns the masks for that. Knows the bytes of the vocabulary, and no grammars.
-
-xgrammar 0.2 takes some bytes for a character that are none: surrogates, and characters written with more bytes than they need. A
-client would see several replacement characters in place of one. What else would be no UTF-8 it refuses itself.
+a row also fails when a token takes CPU seconds. That is no verdict of this rank: it changes no token, and only rank 0's counts.
 """
 
 import re
@@ -47,7 +41,9 @@ _WRONG = re.compile(b"|".join(b"%c[%c-%c]" % (first, low, high) for first, (low,
 
 
 class Utf8:
-    """vocabulary: the bytes of each token. words: of 64 tokens each, in a mask."""
+    """Which tokens keep an answer UTF-8. xgrammar 0.2 takes some bytes for a character that are none: surrogates, and characters
+    written with more bytes than they need. A client would see several replacement characters in place of one. What else would be
+    no UTF-8 it refuses itself. vocabulary: the bytes of each token. words: of 64 tokens each, in a mask."""
 
     def __init__(self, vocabulary: Sequence[bytes], words: int) -> None:
         self._words = words
@@ -79,8 +75,8 @@ class Utf8:
 FEW_ROWS = 4
 """Masks of so few rows are made one after the other: that takes less time than waking threads."""
 MAX_WORK = 2**17
-"""The most work for a row's next token, as `count_work` counts it. The dearest grammar that was tried, `s ::= "a" s "b" s | "a"
-s | [a-z]`, takes 30 ms a token at half of it and 137 ms at twice (one core of an AMD EPYC); everyday schemas stay below 100."""
+"""The most work of a row's next token, as `count_work` counts it. The dearest grammar that was tried, `s ::= "a" s "b" s | "a" s
+| [a-z]`, takes 30 ms a token at half of it and 137 ms at twice (one core of an AMD EPYC); everyday schemas stay below 100."""
 SLOW_S = 1.0
 """CPU time of a row's token that no count explains."""
 _FEW_STATES = 64
@@ -203,7 +199,7 @@ class GrammarProcessor:
         self._batch: BatchGrammarMatcher | None = None
         self._staging = Staging(device)
         self._words = (vocab_size + 63) // 64
-        """How many words a mask has, each for 64 tokens."""
+        """Words of 64 tokens each, in a mask."""
         self._utf8: Utf8 | None = None
 
     def start(self, starts: Sequence[RowStart]) -> None:

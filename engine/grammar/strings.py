@@ -1,26 +1,19 @@
-"""The patterns of a JSON schema's strings, as rules that hold exactly.
+"""The strings of a grammar: patterns, lengths and formats of JSON strings, as rules that hold exactly, and how large regular
+expressions, EBNF grammars and JSON texts may be, so that they compile soon.
 
-Owns the way around xgrammar 0.2's own reading of `pattern`, which takes `(ba+)?` for `(ba+)?|a*`. A schema gets a name in place
-of each pattern. The rules that xgrammar makes of the schema get the rules of the pattern in place of that name. Sets of
-characters become lists of ranges, without the characters that JSON escapes. The names of sets are read as ECMA-262 reads them.
+Owns the ways around xgrammar 0.2's own reading. It takes `(ba+)?` for `(ba+)?|a*`: so a schema gets a name in place of each
+pattern, and the rules that xgrammar makes of the schema get the rules of the pattern in place of that name. Sets of characters
+become lists of ranges, without the characters that JSON escapes; the names of sets are read as ECMA-262 reads them.
 
-Rules for strings with a least and a largest length, with every character that JSON can write.
+Its strings of a given length hold no escape, so no quotation mark and no end of a line
+(https://github.com/mlc-ai/xgrammar/issues/800). Here one rule stands for "at most so many characters more". All strings of a
+grammar share these rules, so a grammar with several such strings compiles about as fast as with one. Long strings are counted in
+blocks.
 
-Owns the way around xgrammar 0.2's own rules, which let such a string hold no escape, so no quotation mark and no end of a line
-(https://github.com/mlc-ai/xgrammar/issues/800). One rule stands for "at most so many characters more". All strings of a grammar
-share these rules, so a grammar with several such strings compiles about as fast as with one. Long strings are counted in blocks.
-
-How libraries write the schemas of strings, in words of which each can be held by itself.
-
-Owns what pydantic and zod add that restricts nothing more: lengths that a format has anyhow, a pattern beside its format, formats
-that no validator knows. What comes back holds no value that the schema forbids. Pure; knows nothing of other types.
-
-The formats of strings, as regular expressions whose every match a validator accepts.
-
-Owns the patterns, and which formats are left to xgrammar: its own date has 30 February, its json-pointer bare quotation marks.
-A pattern may leave out rare values that are right (leap seconds, very long names); it holds none that is wrong.
-
-How large regular expressions, EBNF grammars and JSON texts may be is decided here as well, so that they compile soon.
+Owns as well what pydantic and zod write that restricts nothing more (lengths that a format has anyhow, a pattern beside its
+format, formats that no validator knows), and the formats as regular expressions whose every match a validator accepts: xgrammar's
+own date has 30 February, its json-pointer bare quotation marks. They may leave out rare values that are right (leap seconds, very
+long names), and hold none that is wrong. Pure; knows nothing of other types.
 """
 
 import re
@@ -128,7 +121,7 @@ _SIGN, _INNER = "[A-Za-z0-9]", r"[A-Za-z0-9\-]"
 
 
 def _label(most: int) -> str:
-    """A label of a host's name: at most so many characters. The third and fourth are not both hyphens: behind "xn--" stands a
+    """A label of a host's name, of at most so many characters. The third and fourth are not both hyphens: behind "xn--" stands a
     code whose right values no expression tells."""
     long = rf"{_INNER}({_SIGN}{_INNER}|-{_SIGN}){_INNER}{{0,{most - 5}}}{_SIGN}"
     return f"{_SIGN}({_INNER}?{_SIGN}|{_INNER}{{2}}{_SIGN}|{long})?"
@@ -169,7 +162,7 @@ LENGTHS: Mapping[str, tuple[int, int | None]] = {
     "hostname": (1, None),
     "uri": (2, None),
 }
-"""The fewest and the most characters of any text of a format."""
+"""The length of every text of a format: at least so many characters, and at most."""
 _MORE = r"(%[0-9A-F]{2}[A-Za-z0-9._~!$&'()*+,;=:@/\-]{0,24}){0,4}"
 _LINE = rf"[A-Za-z0-9._~!$&'()*+,;=:@/\-]{{0,600}}{_MORE}"
 SHORT_URI = rf"[A-Za-z][A-Za-z0-9+.\-]{{0,15}}://[A-Za-z0-9.\-]{{1,100}}(:[0-9]{{1,4}})?(/{_LINE})?(\?{_LINE})?(#[A-Za-z0-9._~=\-]{{0,60}})?"

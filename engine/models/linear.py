@@ -1,8 +1,16 @@
 """Linear layers: a weight, perhaps a bias, and their product with the step's tokens; in the model's dtype, packed or not, in FP8,
 or (on CPU) in int8: weights with a scale for each output, and tokens that are quantised in every step.
 
-Owns the arithmetic of one layer. Does not know where weights come from, which layer it is, or which product is the fastest
-(`engine/cpu/products.py`).
+Owns the arithmetic of one layer, and on CPU the choice between torch's product over plain weights and one over packed ones: the
+measurement at start, the memory that second copies may take, and the order of packing, layer by layer, so that beyond second
+copies no more than one weight is in memory twice. Does not know where weights come from, which layer it is, or how the products
+of `engine/cpu/products.py` compute.
+
+Which product is the fastest one depends on the processor and on the rows. For the few rows of decode steps torch's own is the
+slowest nearly everywhere, and the one in C (`panel_product.c`) is as fast as the memory. For the many rows of a chunk
+all are about equal on some processors, and one is clearly faster or slower on others. So the products over packed weights
+compete, and each layer has the plain weight, one that is packed for the fastest of them, or, where that is clearly faster and
+memory allows, both.
 """
 
 import itertools
@@ -224,7 +232,7 @@ _MOST_FEW_ROWS = 64
 
 
 _SAMPLE_ITEMS, _SAMPLES, _CHUNK_SAMPLES = 2**20, 24, 4
-"""Only some outputs of a large weight are measured, over more weights in turn than a cache holds: few rows wait
+"""Only some outputs of a large weight are measured, and of as many weights one after the other as no cache holds: few rows wait
 for the memory in a step. Chunks do not, and take longer."""
 
 
@@ -347,7 +355,7 @@ def _sample(weight: Tensor) -> Tensor:
 
 
 def _best_seconds(given: Sequence[Tensor], calls: _Calls) -> list[float]:
-    """The best time of each call, over all weights in turn."""
+    """The seconds of each call, over all that is given with its weights in turn."""
     best_s, spent_s = [math.inf] * len(calls), 0.0
     for number in itertools.count(1):
         for at, (call, weights) in enumerate(calls):

@@ -31,7 +31,7 @@ from engine.models.weights import Cut, Stored, WeightSlots
 from engine.ports import Kernels
 
 Products = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""Takes pairs [pairs, inputs], weights [experts, outputs, inputs] and ends [experts] int32; returns [pairs, outputs]. What is
+"""The products of pairs [pairs, inputs], weights [experts, outputs, inputs] and ends [experts] int32: [pairs, outputs]. What is
 behind the last end may be anything."""
 
 _ALIGNED_BYTES = 16

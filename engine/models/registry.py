@@ -1,11 +1,8 @@
-"""Which implementation serves a checkpoint: a decoder of Tandem's own, or transformers' implementation of any other model.
+"""Which implementation serves a checkpoint, and how an instance loads it: a decoder of Tandem's own, or transformers'
+implementation of any other model.
 
 Owns the choice and the loading. Knows no pages, rows or plans. transformers' models are imported only for a checkpoint that needs
 them: the import takes seconds.
-
-How an instance loads its model.
-
-Owns the vocabulary between the registry and what it loads.
 """
 
 from collections.abc import Callable

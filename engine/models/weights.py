@@ -1,13 +1,8 @@
 """Where the weights of a model go: memory that is allocated first and filled as a checkpoint is read.
 
 Owns the memory of each weight, and the check that a checkpoint has exactly the weights of the model, in their shapes. Of several
-ranks, each has parts of some weights and nothing of others, and reads no more than that. Only what is being copied is in memory
-twice. Does not know files or architectures.
-
-Which part of a model each rank has: heads, the width of mlps, experts, rows of the vocabulary.
-
-Owns the division, and the refusal of what cannot be divided. Imports no torch; knows no weights or tensors. Source: Shoeybi et
-al. 2019 (Megatron-LM): a layer whose outputs are divided feeds one whose inputs are, and the outputs of that one are summed.
+ranks, each has parts of some weights and nothing of others (`shape.share_of`), and reads no more than that. Only what is being
+copied is in memory twice. Does not know files or architectures.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
