@@ -106,27 +106,32 @@ FP8_CAPABILITY = (8, 9)
 
 @dataclass(frozen=True, slots=True)
 class AttentionNeeds:
-    """What attention must handle. layers: how each layer attends. dtype: of queries and results. max_rows: most decode rows of a
-    step. pages_per_row: most pages of a row. prefill: which of FlashInfer's kernels compute chunks; None: the fastest that can be
-    had."""
+    """What attention must handle."""
 
     memory: KVMemory
     query_heads: int
     layers: Sequence[LayerAttention]
+    """How each layer attends."""
     dtype: torch.dtype
+    """The dtype of queries and results."""
     max_rows: int
+    """Most decode rows of a step."""
     pages_per_row: int
+    """Most pages of a row."""
     prefill: PrefillKernels | None = None
+    """Which of FlashInfer's kernels compute chunks; None: the fastest that can be had."""
 
 
 @dataclass(frozen=True, slots=True)
-class Host:
-    """What FlashInfer needs of the host. capability: of the GPU, (major, minor); None on CPU. version: of FlashInfer; None if it
-    is not installed. lacking: what it compiles with and is not there; nothing where there is the package of compiled kernels."""
+class FlashInferHost:
+    """What FlashInfer needs of the host."""
 
     capability: tuple[int, int] | None
+    """The GPU's, (major, minor); None on CPU."""
     version: str | None
+    """None if FlashInfer is not installed."""
     lacking: tuple[build.Lacking, ...] = ()
+    """What it compiles with and is not there; nothing where there is the package of compiled kernels."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,11 +147,13 @@ class Refusal:
 
 @dataclass(frozen=True, slots=True)
 class ChosenAttention:
-    """name: of the implementation, for people. prefill: as in the needs; None where it is not FlashInfer."""
+    """The attention that an instance got."""
 
     attention: Attention
     name: str
+    """The implementation, for people."""
     prefill: PrefillKernels | None = None
+    """As in the needs; None where it is not FlashInfer."""
 
 
 NOT_COMPILED = Refusal("attention in C could not be compiled (the log says why)", "install gcc or clang")

@@ -35,38 +35,40 @@ which torch's kernels on CUDA read other rows of a mask (pytorch issue 187225)."
 
 @dataclass(frozen=True, slots=True)
 class _Chunk:
-    """A chunk, or a piece of one, whose keys are gathered from `pages` [pages] int64, and of them the first `context` slots.
-
-    owned: how many of those slots hold the row's KV; the others are zeroed. begin: the position of the first slot. masked: what a
-    token must not see is hidden by a mask [group * tokens, context], added to the scores. mask: that mask; None where it is made
-    in each layer anew, because the masks of all pieces would take too much memory. causal: nothing is hidden but the tokens of a
-    whole prompt from those before them.
-    """
+    """A chunk, or a piece of one."""
 
     segment: Segment
     pages: Tensor
+    """[pages] int64, from which its keys are gathered."""
     context: int
+    """How many of their slots it attends to, the first ones."""
     owned: int
+    """How many of those slots hold the row's KV; the others are zeroed."""
     begin: int = 0
+    """The position of the first slot."""
     masked: bool = False
+    """What a token must not see is hidden by a mask [group * tokens, context], added to the scores."""
     mask: Tensor | None = None
+    """That mask; None where it is made in each layer anew, because the masks of all pieces would take too much memory."""
     causal: bool = False
+    """Nothing is hidden but the tokens of a whole prompt from those before them."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """Decode rows [begin, end) that are gathered at once, over `context` slots. table: [rows, pages] int64.
-
-    Some rows may have slots that are not theirs, or that lie before their window. hidden: [rows, 1, context, 1] bool, those
-    slots. mask: [rows, 1, 1, context], added to the scores.
-    """
+    """Decode rows [begin, end) that are gathered at once. Some may have slots that are not theirs, or that lie before their
+    window."""
 
     begin: int
     end: int
     context: int
+    """How many slots are gathered of each row."""
     table: Tensor
+    """[rows, pages] int64."""
     hidden: Tensor | None
+    """[rows, 1, context, 1] bool: the slots that a row must not see."""
     mask: Tensor | None
+    """[rows, 1, 1, context], added to the scores."""
 
 
 @dataclass(frozen=True, slots=True)

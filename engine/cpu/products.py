@@ -39,7 +39,7 @@ class Packed(NamedTuple):
     scale: Tensor | None
     """For each output; None: there is none."""
     outputs: int
-    """The numbers in a row of the result; half as many as the weight has if the layer is gated."""
+    """How many a row gets; half as many as the weight has if the layer is gated."""
     gated: bool
 
 

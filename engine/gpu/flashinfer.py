@@ -53,15 +53,19 @@ class FlashInfer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class FlashInferShape:
-    """What FlashInfer must handle. dtype: of queries and results. layers: how each layer attends. max_rows: most decode rows of a
-    step. pages_per_row: most pages of a row. prefill: which kernels compute chunks."""
+    """What FlashInfer must handle."""
 
     query_heads: int
     layers: tuple[LayerAttention, ...]
+    """How each layer attends."""
     dtype: torch.dtype
+    """The dtype of queries and results."""
     max_rows: int
+    """Most decode rows of a step."""
     pages_per_row: int
+    """Most pages of a row."""
     prefill: PrefillKernels
+    """Which kernels compute chunks."""
 
 
 @dataclass(frozen=True, slots=True)

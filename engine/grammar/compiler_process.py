@@ -47,15 +47,19 @@ STACK_BYTES = 4 * 2**20
 
 
 class Limits(msgspec.Struct, frozen=True):
-    """What one grammar may use. cpu_s: whole seconds, of all threads. memory_bytes: more than the process has without it.
-    compiled_bytes: as text. wall_s: behind cpu_s, for a process that waits: that is no fault of the grammar. quick_s: what takes
-    less CPU time is compiled once more by the instance, for its text may be a hundred times as large and take longer to read."""
+    """What one grammar may use."""
 
     cpu_s: int = 12
+    """Whole seconds, of all threads."""
     wall_s: float = 30.0
+    """Longer than cpu_s, for a process that waits: that is no fault of the grammar."""
     memory_bytes: int = 3 * 2**30
+    """More than the process has without it."""
     compiled_bytes: int = 128 * 2**20
+    """The size of the compiled grammar as text."""
     quick_s: float = 0.5
+    """What takes less CPU time is compiled once more by the instance, for its text may be a hundred times as large and take
+    longer to read."""
 
 
 class _Ended(Exception):

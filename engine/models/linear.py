@@ -56,19 +56,19 @@ class Linear:
 
 @dataclass(slots=True)
 class PackedLinear:
-    """A layer on CPU with the plain weight, a packed one, or both.
-
-    weight: [outputs, inputs]; None: only the packed one is there. bias: [outputs], or None. shared: the weight is used elsewhere
-    too, so it stays in memory. packed_rows: for how many rows the packed weight is used; for all others torch's product is, over
-    the plain one. product: the one over the packed weight.
-    """
+    """A layer on CPU with the plain weight, a packed one, or both."""
 
     weight: Tensor | None
+    """[outputs, inputs]; None: only the packed one is there."""
     bias: Tensor | None
+    """[outputs], or None."""
     gate: Gate | None = None
     shared: bool = False
+    """The weight is used elsewhere too, so it stays in memory."""
     packed_rows: range = range(0)
+    """For how many rows the packed weight is used; for all others torch's product is, over the plain one."""
     product: PackedProduct | None = None
+    """The one over the packed weight."""
     packed: Packed | None = None
 
     def __call__(self, x: Tensor) -> Tensor:

@@ -43,18 +43,22 @@ _FUSED = re.compile(r"(.+\.mlp\.experts)\.(gate_up_proj|down_proj)")
 
 @dataclass(slots=True)
 class MixtureOfExperts:
-    """router: [experts, hidden]. gate_up: [experts here, 2 * intermediate, hidden], the gate first. down: [experts here, hidden,
-    intermediate]. chosen: how many experts compute a token. normalised: whether their weights are scaled to a sum of 1. first:
-    which expert is the first one here."""
+    """The experts of one layer that this rank has, and the router over all of them."""
 
     router: Tensor
+    """[experts, hidden]."""
     gate_up: Tensor
+    """[experts here, 2 * intermediate, hidden], the gate first."""
     down: Tensor
+    """[experts here, hidden, intermediate]."""
     chosen: int
+    """How many experts compute a token."""
     normalised: bool
+    """Whether their weights are scaled to a sum of 1."""
     products: Products
     kernels: Kernels
     first: int = 0
+    """Which expert is the first one here."""
 
     def __call__(self, x: Tensor) -> Tensor:
         """[tokens, hidden] → [tokens, hidden], of the experts here."""
