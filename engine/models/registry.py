@@ -21,22 +21,6 @@ from engine.models.weights import Loading, WeightSlots
 from engine.ports import Kernels, Model
 
 
-@dataclass(frozen=True, slots=True)
-class Loading:
-    """How an instance loads its model."""
-
-    dtype: torch.dtype
-    device: torch.device
-    context_tokens: int
-    """The longest sequence that the instance was asked for."""
-    load_format: LoadFormat = "auto"
-    quantization: Quantization = "none"
-    group: Group = ALONE
-    """The ranks that share the weights."""
-    sharers: int = 1
-    """Processes of this host that have equal parts of its memory."""
-
-
 def model_fingerprint(path: Path, shape: ServedShape, loading: Loading) -> str:
     """Equal for instances that load the same checkpoint in the same way."""
     ways = [f"answers end at {list(shape.eos_token_ids)}"]  # generation_config.json may name them, which no digest reads
