@@ -34,7 +34,7 @@ from benchmarks.engine import (
     Started,
 )
 from common.config import DEMO_MODEL, EngineConfig, ModelConfig
-from common.executor import Chunk, EngineDescription, Plan, RowStart
+from common.executor import Chunk, EngineDescription, RowStart, StepPlan
 from common.ids import Int32Array
 from common.model_path import model_name, resolve_model_path
 from common.pages.layout import ITEM_BYTES, KVDtype, MemoryRegion
@@ -95,7 +95,7 @@ def timed_s(act: Callable[[], object], device: torch.device, repeats: int) -> li
     return [before.elapsed_time(after) / 1e3 for before, after in zip(began, ended, strict=True)]
 
 
-def device_ms(runner: ModelRunner, plan: Plan, launch_s: float) -> float:
+def device_ms(runner: ModelRunner, plan: StepPlan, launch_s: float) -> float:
     """How long the CUDA device works on a step, without a gap. The device is kept busy until the host has given it everything,
     which takes about launch_s, so it never waits for the host."""
     before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
@@ -220,7 +220,7 @@ def why_not_decoded(engine: EngineDescription, batch: int, context: int, steps: 
     return ""
 
 
-def decode_plans(engine: EngineDescription, batch: int, context: int, steps: int) -> list[Plan]:
+def decode_plans(engine: EngineDescription, batch: int, context: int, steps: int) -> list[StepPlan]:
     """Decode steps of rows whose last step is about at `context`, over a context that nobody computed, in scattered pages. They
     get pages one by one, as served: each row in another step."""
     layout = engine.layout
@@ -234,20 +234,20 @@ def decode_plans(engine: EngineDescription, batch: int, context: int, steps: int
         RowStart(row, pages(layout.pages_for(length)), GREEDY, length=length, last_token=row % engine.model.vocab_size)
         for row, length in enumerate(lengths.tolist())
     )
-    rows, plans = np.arange(batch, dtype=np.int32), list[Plan]()
+    rows, plans = np.arange(batch, dtype=np.int32), list[StepPlan]()
     for number in range(steps):
         full = rows[(lengths + number) % layout.page_size == 0]
-        plans.append(Plan(number, starts if number == 0 else (), (), rows, full, pages(len(full))))
+        plans.append(StepPlan(number, starts if number == 0 else (), (), rows, full, pages(len(full))))
     return plans
 
 
-def prefill_plans(engine: EngineDescription, tokens: int, chunk_tokens: int) -> list[Plan]:
+def prefill_plans(engine: EngineDescription, tokens: int, chunk_tokens: int) -> list[StepPlan]:
     """A random prompt in chunks."""
     random = np.random.default_rng(3)
     prompt = random.integers(0, engine.model.vocab_size, tokens).astype(np.int32)
     pages = random.permutation(engine.total_pages)[: engine.layout.pages_for(tokens)].astype(np.int32)
     return [
-        Plan(
+        StepPlan(
             begin,
             starts=(RowStart(0, pages, GREEDY),) if begin == 0 else (),
             chunks=(Chunk(0, begin, prompt[begin : begin + chunk_tokens], last=begin + chunk_tokens >= tokens),),
@@ -364,7 +364,7 @@ def decode_step(task: EngineTask, started: StartedModel, batch: int, context: in
     )
 
 
-def in_flight(runner: ModelRunner, plans: Sequence[Plan]) -> tuple[list[float], list[float]]:
+def in_flight(runner: ModelRunner, plans: Sequence[StepPlan]) -> tuple[list[float], list[float]]:
     """Seconds from one step's end to the next's, while another is always in flight, and of each launch."""
     ends, launches = list[float](), list[float]()
     before: PendingStep | None = None
@@ -427,7 +427,11 @@ def products_of(started: StartedModel, tokens: int, sampled: int, replays: bool 
 
 
 def beside_floor(
-    task: EngineTask, started: StartedModel, plans: Sequence[Plan], products: Callable[[], object], which: tuple[str, int, int]
+    task: EngineTask,
+    started: StartedModel,
+    plans: Sequence[StepPlan],
+    products: Callable[[], object],
+    which: tuple[str, int, int],
 ) -> Floor:
     """The first plans only warm up. Step and floor take turns, so that other work on the host slows both. Attention reads the KV
     of each row once, as fast as torch sums a part of the pages, and in prefill computes no faster than the products do."""

@@ -42,7 +42,7 @@ from benchmarks.engine_steps import (
 )
 from common.config import DEMO_MODEL, EngineConfig, ModelConfig
 from common.errors import ConfigError, TandemError
-from common.executor import Chunk, EngineDescription, Plan, RowStart
+from common.executor import Chunk, EngineDescription, RowStart, StepPlan
 from common.ids import Int32Array
 from common.messages import ModelIdentity
 from common.pages.layout import KVLayout
@@ -189,7 +189,7 @@ def measure_sampling(task: EngineTask, say: Say) -> Iterator[Figure]:
         )
 
 
-def sampling_plans(runner: ModelRunner, sampling: SamplingParams) -> list[Plan]:
+def sampling_plans(runner: ModelRunner, sampling: SamplingParams) -> list[StepPlan]:
     """A step in which all rows start, and those that are timed. Nobody has computed the rows' context."""
     if sampling.grammar is not None and runner.grammars is not None:
         runner.grammars.prepare(sampling.grammar, lambda: None).wait()
@@ -208,7 +208,7 @@ def sampling_plans(runner: ModelRunner, sampling: SamplingParams) -> list[Plan]:
         for row in range(described.max_rows)
     )
     rows = np.arange(described.max_rows, dtype=np.int32)
-    return [Plan(number, starts if number == 0 else (), decode_rows=rows) for number in range(STEPS_AT_ONCE + 1)]
+    return [StepPlan(number, starts if number == 0 else (), decode_rows=rows) for number in range(STEPS_AT_ONCE + 1)]
 
 
 # --- whole answers -----------------------------------------------------------------------------------------------------------
@@ -272,11 +272,13 @@ def answers_of(runner: ModelRunner, prompts: Sequence[Int32Array], tokens: int, 
     answers: Answers = []
     for row, prompt in enumerate(prompts):
         pages = np.array(list(islice(free, runner.description.layout.pages_for(len(prompt) + tokens))), dtype=np.int32)
-        plan = Plan(row, (RowStart(row, pages, sampling),), (Chunk(row, 0, prompt, last=True),))
+        plan = StepPlan(row, (RowStart(row, pages, sampling),), (Chunk(row, 0, prompt, last=True),))
         answers.append(runner.run(plan).tokens.tolist())
     rows = np.arange(len(prompts), dtype=np.int32)
     for number in range(1, tokens):
-        for answer, token in zip(answers, runner.run(Plan(len(prompts) + number, decode_rows=rows)).tokens.tolist(), strict=True):
+        for answer, token in zip(
+            answers, runner.run(StepPlan(len(prompts) + number, decode_rows=rows)).tokens.tolist(), strict=True
+        ):
             answer.append(token)
     return answers
 

@@ -20,7 +20,7 @@ from bench.report import BenchOutcome, say, this_hardware, write_figures
 from benchmarks.command import Invocation, start
 from benchmarks.processes import cpu_s
 from common.config import MOST_RANKS
-from common.executor import EngineDescription, Executor, Plan, StepHandle
+from common.executor import EngineDescription, Executor, StepHandle, StepPlan
 from common.ids import Incarnation
 from common.instance.ranks.executor import RankedExecutor
 from common.instance.ranks.follower import FollowerLoop
@@ -122,7 +122,7 @@ class RankLeader:
         launched = 0
         while launched < count or in_flight:
             while launched < count and len(in_flight) < STEPS_IN_FLIGHT:
-                in_flight.append(self._executor.launch(Plan(launched, decode_rows=batch)))
+                in_flight.append(self._executor.launch(StepPlan(launched, decode_rows=batch)))
                 launched += 1
             if in_flight[0].poll() is not None:
                 in_flight.popleft()

@@ -91,7 +91,7 @@ class RowStart:
 
     row: int
     pages: Int32Array
-    """[pages] int32: the page ids that the row holds so far, in token order; `Plan.grown_pages` adds to them."""
+    """[pages] int32: the page ids that the row holds so far, in token order; `StepPlan.grown_pages` adds to them."""
     sampling: SamplingParams
     length: int = 0
     """Tokens whose KV is in those pages."""
@@ -119,7 +119,7 @@ class Chunk:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Plan:
+class StepPlan:
     """One forward. Applied in this order: starts, growth, then chunks and decode rows in one forward."""
 
     step: int
@@ -161,7 +161,7 @@ class StepResult:
     prompts = result.prompt_logprobs.by_row()  # row -> (TokenLogprob, …), to put behind those of the chunks before
     """
 
-    plan: Plan
+    plan: StepPlan
     tokens: Int32Array
     """[rows] int32, aligned with the plan's `sampled_rows`."""
     logprobs: Logprobs = NO_LOGPROBS
@@ -246,7 +246,7 @@ class Executor(Protocol):
     @property
     def description(self) -> EngineDescription: ...
 
-    def launch(self, plan: Plan) -> StepHandle: ...
+    def launch(self, plan: StepPlan) -> StepHandle: ...
 
     def prepare(self, grammar: Grammar, owner: str = "") -> Preparation:
         """Begin to make the grammar ready, at this owner's turn (see `Terms`). Never blocks. A row with a grammar is launched

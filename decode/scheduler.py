@@ -21,7 +21,7 @@ from msgspec.structs import replace
 
 from common.deadlines import earliest
 from common.errors import NoRoom, Preempted, Unavailable
-from common.executor import EngineDescription, Plan, StepResult
+from common.executor import EngineDescription, StepPlan, StepResult
 from common.ids import AttemptId, InstanceId, Int32Array, Life, pack_ids
 from common.instance.admission import admit
 from common.instance.ports import (
@@ -228,7 +228,7 @@ class DecodeScheduler:
         if not chunks and not len(decode_rows):
             assert not grown, "a row that grew is planned"
             return Decision(None, actions)
-        plan = Plan(
+        plan = StepPlan(
             requests.counters.steps + 1,
             starts=tuple(requests.starts),
             chunks=chunks,

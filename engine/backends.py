@@ -135,7 +135,7 @@ class FlashInferHost:
 
 
 @dataclass(frozen=True, slots=True)
-class Refusal:
+class BackendRefusal:
     """Why a backend cannot be used, and what to do for it to be."""
 
     reason: str
@@ -156,7 +156,7 @@ class ChosenAttention:
     """As in the needs; None where it is not FlashInfer."""
 
 
-NOT_COMPILED = Refusal("attention in C could not be compiled (the log says why)", "install gcc or clang")
+NOT_COMPILED = BackendRefusal("attention in C could not be compiled (the log says why)", "install gcc or clang")
 
 
 def check_attention(asked: AttentionName, layout: KVLayout, dtype: torch.dtype, device: torch.device) -> None:
@@ -208,7 +208,7 @@ def make_flashinfer(
     asked: AttentionName,
     kernels: Kernels,
     progress: Callable[[str], None],
-    host: Host,
+    host: FlashInferHost,
     load: Callable[[], FlashInfer],
 ) -> ChosenAttention:
     """As `make_attention`, on a known host, with the kernels compiled. load: imports FlashInfer.
@@ -234,54 +234,58 @@ def make_flashinfer(
                 name += f", because {failures[0]}"
             return ChosenAttention(made, name, kind)
         failures.append(f"{kind} fails with: {made}")
-    raise Refusal(f"FlashInfer cannot be used: {'; '.join(failures)}", "see the whole errors in the log").as_error(asked)
+    raise BackendRefusal(f"FlashInfer cannot be used: {'; '.join(failures)}", "see the whole errors in the log").as_error(asked)
 
 
-def host_of(device: torch.device) -> Host:
+def host_of(device: torch.device) -> FlashInferHost:
     try:
         installed = version("flashinfer-python")
     except PackageNotFoundError:
         installed = None
-    return Host(
+    return FlashInferHost(
         capability=torch.cuda.get_device_capability(device) if device.type == "cuda" else None,
         version=installed,
         lacking=() if find_spec("flashinfer_jit_cache") is not None else build.for_flashinfer(),
     )
 
 
-def flashinfer_refusal(layout: KVLayout, dtype: torch.dtype, host: Host) -> Refusal | None:
+def flashinfer_refusal(layout: KVLayout, dtype: torch.dtype, host: FlashInferHost) -> BackendRefusal | None:
     """None if FlashInfer can be used. dtype: of queries."""
     kv_dtype = torch_dtype(layout.dtype)
     dtypes = (torch.float16, torch.bfloat16)
     if host.capability is None:
-        return Refusal("FlashInfer needs a CUDA device and this instance computes on CPU", "give --device cuda")
+        return BackendRefusal("FlashInfer needs a CUDA device and this instance computes on CPU", "give --device cuda")
     if host.version is None:
-        return Refusal("FlashInfer is not installed", "install it, as with pip install '.[flashinfer]'")
+        return BackendRefusal("FlashInfer is not installed", "install it, as with pip install '.[flashinfer]'")
     if host.capability < (8, 0):
         major, minor = host.capability
-        return Refusal(f"the GPU's compute capability is {major}.{minor} and FlashInfer needs 8.0", "take a newer GPU")
+        return BackendRefusal(f"the GPU's compute capability is {major}.{minor} and FlashInfer needs 8.0", "take a newer GPU")
     if host.lacking:
         lacking = build.none_of(host.lacking)
-        return Refusal(f"FlashInfer compiles its kernels, and there is {lacking} here", build.fixes(host.lacking))
+        return BackendRefusal(f"FlashInfer compiles its kernels, and there is {lacking} here", build.fixes(host.lacking))
     if dtype not in dtypes:
-        return Refusal(f"FlashInfer has no kernels for {_name(dtype)}", "give --dtype bfloat16")
+        return BackendRefusal(f"FlashInfer has no kernels for {_name(dtype)}", "give --dtype bfloat16")
     if kv_dtype not in (dtype, torch.float8_e4m3fn):
-        return Refusal(f"FlashInfer has no kernels for {_name(dtype)} over {_name(kv_dtype)} pages", "give --kv-dtype auto")
+        return BackendRefusal(
+            f"FlashInfer has no kernels for {_name(dtype)} over {_name(kv_dtype)} pages", "give --kv-dtype auto"
+        )
     if layout.head_dim not in HEAD_DIMS:
         dims = ", ".join(map(str, HEAD_DIMS))
-        return Refusal(f"the model's heads have {layout.head_dim} elements and FlashInfer has {dims}", "take another model")
+        return BackendRefusal(
+            f"the model's heads have {layout.head_dim} elements and FlashInfer has {dims}", "take another model"
+        )
     return None
 
 
-def native_refusal(layout: KVLayout, dtype: torch.dtype, device: torch.device) -> Refusal | None:
+def native_refusal(layout: KVLayout, dtype: torch.dtype, device: torch.device) -> BackendRefusal | None:
     """None if attention in C can be used where it compiles. dtype: of queries."""
     kv_dtype = torch_dtype(layout.dtype)
     if device.type != "cpu":
-        return Refusal(f"attention in C is for CPU and this instance computes on {device.type}", "give --device cpu")
+        return BackendRefusal(f"attention in C is for CPU and this instance computes on {device.type}", "give --device cpu")
     if dtype not in DTYPES:
-        return Refusal(f"attention in C has no {_name(dtype)}", "give --dtype float32 or bfloat16")
+        return BackendRefusal(f"attention in C has no {_name(dtype)}", "give --dtype float32 or bfloat16")
     if kv_dtype not in DTYPES:
-        return Refusal(f"attention in C does not read {_name(kv_dtype)} pages", "give --kv-dtype auto")
+        return BackendRefusal(f"attention in C does not read {_name(kv_dtype)} pages", "give --kv-dtype auto")
     return None
 
 

@@ -19,7 +19,7 @@ import torch
 
 from common.config import EngineConfig, ModelConfig
 from common.errors import ConfigError, MemoryShort
-from common.executor import Chunk, EngineDescription, Plan, RowStart, StepResult
+from common.executor import Chunk, EngineDescription, RowStart, StepPlan, StepResult
 from common.host import sharers_of_host
 from common.ids import Int32Array
 from common.messages import EngineChoices, ModelIdentity
@@ -117,10 +117,10 @@ def warm_up(steps: StepRunner, page_size: int, chunk_tokens: int, max_rows: int,
         decoding.append(replace(one, row=row, pages=longest, length=context_tokens - 1) if is_long else replace(one, row=row))
     rows = np.arange(1, max_rows, dtype=np.int32)
     beginning, ending = (RowStart(0, longest, _ANY, length=length, token_ids=known) for length in (0, context_tokens - tokens))
-    steps.launch(Plan(0, starts=(beginning,), chunks=(Chunk(0, 0, prompt, last=True),))).wait()
+    steps.launch(StepPlan(0, starts=(beginning,), chunks=(Chunk(0, 0, prompt, last=True),))).wait()
     last = Chunk(0, context_tokens - tokens, prompt, last=True)
-    steps.launch(Plan(0, starts=(ending, *decoding), chunks=(last,), decode_rows=rows)).wait()
-    steps.launch(Plan(0, starts=(one, *decoding), decode_rows=np.arange(max_rows, dtype=np.int32))).wait()
+    steps.launch(StepPlan(0, starts=(ending, *decoding), chunks=(last,), decode_rows=rows)).wait()
+    steps.launch(StepPlan(0, starts=(one, *decoding), decode_rows=np.arange(max_rows, dtype=np.int32))).wait()
 
 
 Progress = Callable[[str], None]
@@ -206,7 +206,7 @@ class ModelRunner:
         """The device and its stream, for the thread that launches steps. Only one thread launches at a time."""
         return contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
-    def run(self, plan: Plan, report: Callable[[int], None] | None = None) -> StepResult:
+    def run(self, plan: StepPlan, report: Callable[[int], None] | None = None) -> StepResult:
         """Launch one step and wait for it."""
         with self.on_device():
             return self.steps.launch(plan, report).wait()

@@ -100,7 +100,7 @@ class _Recorded(ctypes.Structure):
     _fields_ = (("function", ctypes.c_void_p), ("call", ctypes.c_void_p))
 
 
-class Recorder:
+class CallRecorder:
     """Makes recordings that run one after the other, on one thread, and share the memory of what is computed.
 
     So what a recording returns lasts until the next one runs.
@@ -239,7 +239,7 @@ class _Memory:
         return torch.empty(0, dtype=tensor.dtype).set_(block.untyped_storage(), *at)
 
 
-def load_recorder() -> Recorder | None:
+def load_recorder() -> CallRecorder | None:
     """None, and the log says why, where C cannot be compiled."""
     library = load(SOURCE)
-    return None if library is None else Recorder(library)
+    return None if library is None else CallRecorder(library)

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from common.executor import Plan, RowStart
+from common.executor import RowStart, StepPlan
 from common.ids import Int64Array
 from engine.torch_kernels import GREEDY_BELOW
 
@@ -188,7 +188,7 @@ class BatchTensors:
 
     # --- on the host -------------------------------------------------------------------------------------------------------
 
-    def prepare(self, plan: Plan, decode_size: int) -> HostStep:
+    def prepare(self, plan: StepPlan, decode_size: int) -> HostStep:
         """Take the plan's rows in on the host, and make the arrays of the step. decode_size: pad the decode rows to so many."""
         begun = self._start(plan.starts) if plan.starts else _NO_STARTS
         grown = plan.grown_rows.astype(np.int64)
@@ -246,7 +246,7 @@ class BatchTensors:
             table_pages=np.concatenate([start.pages for start in starts], dtype=np.int64),
         )
 
-    def _chunk(self, plan: Plan) -> _ChunkArrays:
+    def _chunk(self, plan: StepPlan) -> _ChunkArrays:
         lengths = np.array([len(chunk.token_ids) for chunk in plan.chunks], dtype=np.int64)
         starts = np.array([chunk.start for chunk in plan.chunks], dtype=np.int64)
         rows = np.array([chunk.row for chunk in plan.chunks], dtype=np.int64)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from common.errors import TandemError
-from common.executor import Logprobs, Plan, RowStart
+from common.executor import Logprobs, RowStart, StepPlan
 from common.ids import Int32Array, Int64Array
 from engine.logits_processors import row_parts
 from engine.ports import Kernels, LogitsProcessor, SampledRows
@@ -152,7 +152,7 @@ class Sampler:
         self._is_special[rows] = self._is_processed[rows] | (self._top_counts[rows] != _NOTHING)
         self._has_special = bool(self._is_special.any())
 
-    def prepare(self, plan: Plan, host: HostStep, behind_graph: bool) -> SpecialRows | None:
+    def prepare(self, plan: StepPlan, host: HostStep, behind_graph: bool) -> SpecialRows | None:
         """What is special about this step; None: nothing. behind_graph: a graph draws the tokens first."""
         rows = host.arrays.sampled_rows
         has_prompts = bool(self._prompts) and bool(plan.chunks)
@@ -181,7 +181,7 @@ class Sampler:
         ]
         return SpecialRows(processed, sent[0], sent[1], sampled, sent[2], prompt, sent[3], sent[4])
 
-    def _reported_of_prompts(self, plan: Plan) -> _ReportedTokens:
+    def _reported_of_prompts(self, plan: StepPlan) -> _ReportedTokens:
         """The token behind each token of the chunks, as far as it is one of the prompt."""
         parts, begin = list[_ReportedTokens](), 0
         for chunk in plan.chunks:

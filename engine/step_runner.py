@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from common.errors import TandemError
-from common.executor import NO_LOGPROBS, Plan, RowStart, StepResult
+from common.executor import NO_LOGPROBS, RowStart, StepPlan, StepResult
 from common.ids import Int32Array, Int64Array
 from common.sampling_params import Pooling
 from engine.kv_memory import KVMemory
@@ -34,7 +34,7 @@ from engine.ports import (
     Segment,
     StepTokens,
 )
-from engine.replay import CannotRecord, GraphMaker, Recorder, Recording, Replay, fitting
+from engine.replay import CallRecorder, CannotRecord, GraphMaker, Recording, Replay, fitting
 from engine.rows import BatchTensors, HostStep, Staging, StepArrays
 from engine.sampling import Sampler, SpecialRows, TokenLogprobsOnDevice
 from engine.torch_kernels import write
@@ -141,11 +141,11 @@ class Poolings:
             if start.sampling.pooling is not None:
                 self._poolings[start.row] = start.sampling.pooling
 
-    def need_hidden(self, plan: Plan) -> bool:
+    def need_hidden(self, plan: StepPlan) -> bool:
         """Whether `pool` needs the hidden states of this step's chunks."""
         return any(chunk.row in self._poolings for chunk in plan.chunks)
 
-    def pool(self, plan: Plan, hidden: Tensor) -> PooledPrompts | None:
+    def pool(self, plan: StepPlan, hidden: Tensor) -> PooledPrompts | None:
         """Take in the chunks of a step. hidden: [tokens, hidden], normed, those of the chunks first; anything for a step that
         does not `need_hidden`."""
         rows: list[int] = []
@@ -180,14 +180,14 @@ class Poolings:
 class PendingStep:
     """A step whose work has been given to the device: what is still to come of it, and how to wait for that.
 
-    tokens: [sampled] int64 on the device, in the order of `Plan.sampled_rows`. The other arguments are those of a `StepResult`;
-    None: there are none. Make it when all of the step's work has been started: its event comes behind that. A thread that waits
-    for the event sleeps, and keeps no core busy.
+    tokens: [sampled] int64 on the device, in the order of `StepPlan.sampled_rows`. The other arguments are those of a
+    `StepResult`; None: there are none. Make it when all of the step's work has been started: its event comes behind that. A
+    thread that waits for the event sleeps, and keeps no core busy.
     """
 
     def __init__(
         self,
-        plan: Plan,
+        plan: StepPlan,
         tokens: Tensor,
         progress: LayerProgress,
         logprobs: TokenLogprobsOnDevice | None = None,
@@ -239,7 +239,7 @@ def _to_host(tensor: Tensor) -> Tensor:
 class _PreparedStep:
     """A step before its forward."""
 
-    plan: Plan
+    plan: StepPlan
     host: HostStep
     arrays: StepArrays[Tensor]
     """`host.arrays` on the device."""
@@ -303,7 +303,7 @@ class StepRunner:
 
     @torch.inference_mode()
     def launch(
-        self, plan: Plan, report: Callable[[int], None] | None = None, between: Callable[[], None] | None = None
+        self, plan: StepPlan, report: Callable[[int], None] | None = None, between: Callable[[], None] | None = None
     ) -> PendingStep:
         """Start one forward: rows that start, rows that grow, then chunks and decode rows together.
 
@@ -367,7 +367,7 @@ class StepRunner:
     # --- recordings --------------------------------------------------------------------------------------------------------
 
     @torch.inference_mode()
-    def record(self, recorder: Recorder, progress: Callable[[str], None]) -> str | None:
+    def record(self, recorder: CallRecorder, progress: Callable[[str], None]) -> str | None:
         """On CPU: replay decode steps from now on, of those numbers of rows that can be recorded. Returns why none can."""
         if not self._model.capturable:
             return "the model's implementation cannot be recorded"
@@ -463,7 +463,7 @@ class StepRunner:
         return PendingStep(plan, tokens, step.progress, logprobs, failed=None if special is None else special.failed)
 
 
-def _segments(plan: Plan) -> tuple[Segment, ...]:
+def _segments(plan: StepPlan) -> tuple[Segment, ...]:
     segments: list[Segment] = []
     for chunk in plan.chunks:
         begin = segments[-1].end if segments else 0

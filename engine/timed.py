@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from common.config import EngineConfig, ModelConfig
 from common.errors import ConfigError, MemoryShort
-from common.executor import NO_LOGPROBS, EngineDescription, Logprobs, Plan, StepResult
+from common.executor import NO_LOGPROBS, EngineDescription, Logprobs, StepPlan, StepResult
 from common.host import host_memory_now
 from common.ids import Int32Array
 from common.messages import ModelIdentity, TokenLogprob
@@ -43,7 +43,7 @@ class Pace:
         self.clock = clock
         self._busy_until_s = 0.0
 
-    def add(self, plan: Plan) -> float:
+    def add(self, plan: StepPlan) -> float:
         """Returns when the plan's step ends, on the clock. It begins now, or when the step before it ends."""
         self._busy_until_s = max(self.clock(), self._busy_until_s) + self.cost.seconds(plan.chunk_tokens, len(plan.decode_rows))
         return self._busy_until_s
@@ -99,7 +99,7 @@ class TimedExecutor:
         self._pooled: set[int] = set()
         """The rows that ask for an embedding."""
 
-    def launch(self, plan: Plan) -> TimedStep:
+    def launch(self, plan: StepPlan) -> TimedStep:
         for start in plan.starts:
             self._next[start.row] = start.sampling.seed % len(self._words) + start.length
             self._reports.pop(start.row, None)
@@ -115,7 +115,7 @@ class TimedExecutor:
         result = StepResult(plan, tokens, *reported, embeddings)
         return TimedStep(result, self._pace.add(plan), self._pace.clock)
 
-    def _logprobs(self, plan: Plan, tokens: Int32Array) -> tuple[Logprobs, Logprobs]:
+    def _logprobs(self, plan: StepPlan, tokens: Int32Array) -> tuple[Logprobs, Logprobs]:
         asked = self._reports
         sampled = [
             (row, token)
@@ -200,7 +200,7 @@ class TimedCheckpoint(TimedExecutor):
         self._thread = threading.Thread(target=self._wake_at_ends, name="step ends", daemon=True)
         self._thread.start()
 
-    def launch(self, plan: Plan) -> TimedStep:
+    def launch(self, plan: StepPlan) -> TimedStep:
         step = super().launch(plan)
         self._ends.put(step.ends_s)
         return step

@@ -72,7 +72,7 @@ class _Part:
 
 
 @dataclass(frozen=True, slots=True)
-class _Plan:
+class _AttentionPlan:
     """What the layers share that attend alike."""
 
     chunks: list[_Chunk]
@@ -91,7 +91,7 @@ class PagedAttention:
         self._dtype = dtype
         self._group = query_heads // memory.layout.kv_heads
         self._heads = torch.arange(memory.layout.kv_heads, device=memory.pool.device)[:, None]
-        self._plans: dict[LayerAttention, _Plan] = {}
+        self._plans: dict[LayerAttention, _AttentionPlan] = {}
 
     def plan(self, step: StepTokens) -> None:
         width = self._memory.layout.pages_for(int(step.host_lengths.max(initial=1)))
@@ -113,9 +113,9 @@ class PagedAttention:
 
     # --- planning ----------------------------------------------------------------------------------------------------------
 
-    def _planned(self, step: StepTokens, how: LayerAttention) -> _Plan:
+    def _planned(self, step: StepTokens, how: LayerAttention) -> _AttentionPlan:
         chunks = [piece for chunk in step.chunks for piece in self._pieces(step, chunk, how)]
-        return _Plan(chunks, self._parts(step, how))
+        return _AttentionPlan(chunks, self._parts(step, how))
 
     def _pieces(self, step: StepTokens, segment: Segment, how: LayerAttention) -> list[_Chunk]:
         """The chunk as it is if its mask is small enough, else in pieces of tokens."""

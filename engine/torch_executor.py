@@ -15,7 +15,7 @@ import torch
 
 from common.config import EngineConfig, ModelConfig
 from common.errors import BadRequest, TandemError
-from common.executor import ExecutorFailed, Plan, StepResult
+from common.executor import ExecutorFailed, StepPlan, StepResult
 from common.ids import Int32Array
 from common.options import refuse_without_effect
 from common.sampling_params import Grammar
@@ -64,7 +64,7 @@ STOP_S = 30.0
 class StepInFlight:
     """Implements `StepHandle`. The engine thread sets its fields, the loop's thread reads them."""
 
-    plan: Plan
+    plan: StepPlan
     wake: Callable[[], None]
     """Called when it completes or progresses, on a thread of the executor."""
     result: StepResult | None = None
@@ -121,7 +121,7 @@ class TorchExecutor:
             thread.start()
         self._await_grammars(progress)
 
-    def launch(self, plan: Plan) -> StepInFlight:
+    def launch(self, plan: StepPlan) -> StepInFlight:
         step = StepInFlight(plan, self._wake)
         self._steps.put_nowait(step)
         return step

@@ -25,7 +25,7 @@ from msgspec.structs import replace
 
 from common.deadlines import earliest
 from common.errors import BadRequest, Preempted, TandemError, Unavailable
-from common.executor import EngineDescription, Plan, StepResult
+from common.executor import EngineDescription, StepPlan, StepResult
 from common.ids import ROUTER, AttemptId, InstanceId, Life
 from common.instance.admission import admit
 from common.instance.ports import (
@@ -185,7 +185,7 @@ class PrefillScheduler:
         chunks = requests.next_chunks(now)
         if not chunks:
             return Decision(None, actions)
-        plan = Plan(requests.counters.steps + 1, starts=tuple(requests.starts), chunks=chunks)
+        plan = StepPlan(requests.counters.steps + 1, starts=tuple(requests.starts), chunks=chunks)
         requests.launch(plan)
         return Decision(plan, actions, follows_layers=any(chunk.last for chunk in chunks))
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from common.config import RouterConfig
-from common.executor import EngineDescription, Executor, Plan
+from common.executor import EngineDescription, Executor, StepPlan
 from common.ids import ROUTER, Int64Array, Role, Ticket
 from common.messages import Ending, ModelIdentity, PoolDescriptor
 from common.pages.layout import KVLayout, MemoryRegion
@@ -196,7 +196,7 @@ class CountedPace(Pace):
         super().__init__(cost, clock)
         self._role, self._fleet = role, fleet
 
-    def add(self, plan: Plan) -> float:
+    def add(self, plan: StepPlan) -> float:
         self._fleet.steps[self._role] += 1
         self._fleet.busy_s[self._role] += self.cost.seconds(plan.chunk_tokens, len(plan.decode_rows))
         return super().add(plan)

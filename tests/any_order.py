@@ -11,7 +11,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from common.executor import Plan
+from common.executor import StepPlan
 from common.ids import ROUTER, InstanceId
 from common.instance.ports import Action, Scheduler
 from common.messages import Cancel, Generate, Probe, Reserve
@@ -34,7 +34,7 @@ class AnyOrderMachine(RuleBasedStateMachine):
         self.now = 100.0
         self.asked: dict[str, tuple[float, InstanceId, Reserve | Generate]] = {}
         """By the name of the request: when it was asked for, by whom, and how."""
-        self.in_flight: list[Plan] = []
+        self.in_flight: list[StepPlan] = []
         self.pages: dict[int, list[int]] = {}
         """Of each row: what its RowStart and growth have named."""
         self.length: dict[int, int] = {}

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from common.executor import EngineDescription, Plan, StepResult
+from common.executor import EngineDescription, StepPlan, StepResult
 from common.ids import ROUTER, AttemptId, Incarnation, InstanceId, RequestId, Role
 from common.instance.requests import InstanceLimits
 from common.messages import EngineChoices, InstanceInfo, ModelIdentity, PoolDescriptor, RankInfo
@@ -89,7 +89,7 @@ class HandClock:
         return self.now_s
 
 
-def result(plan: Plan | None, tokens: Sequence[int] = ()) -> StepResult:
+def result(plan: StepPlan | None, tokens: Sequence[int] = ()) -> StepResult:
     """The step came back with these tokens, one for each sampled row."""
     assert plan is not None
     assert len(plan.sampled_rows) == len(tokens), "a token for each sampled row"

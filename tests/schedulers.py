@@ -8,7 +8,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from common.executor import Plan
+from common.executor import StepPlan
 from common.ids import ROUTER, Incarnation, InstanceId, pack_ids
 from common.instance.ports import Action, Decision, PeersChanged, RouterLost, Scheduler, Send
 from common.messages import (
@@ -106,7 +106,7 @@ def kinds(actions: Sequence[Action]) -> list[str]:
     return [type(each.message if isinstance(each, Send) else each).__name__ for each in actions]
 
 
-def planned(decision: Decision) -> Plan:
+def planned(decision: Decision) -> StepPlan:
     assert decision.plan is not None
     return decision.plan
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias, TypeVar
 
-from common.executor import Plan, StepResult
+from common.executor import StepPlan, StepResult
 from common.ids import AttemptId, InstanceId
 from common.messages import AnyMessage, Counters, Failed, InstanceInfo, Load, Timeline
 from common.messages.transfers import (
@@ -89,7 +89,7 @@ class Mail(Protocol[M]):
 class LayersDone:
     """The running step has written the KV of its first `layers` layers into the pages."""
 
-    plan: Plan
+    plan: StepPlan
     layers: int
 
 
@@ -154,7 +154,7 @@ Action: TypeAlias = Send | Prepare | TransferCommand
 class Decision:
     """What a scheduler wants next."""
 
-    plan: Plan | None
+    plan: StepPlan | None
     actions: list[Action]
     """What to do before it is launched."""
     follows_layers: bool = False

@@ -23,7 +23,7 @@ from msgspec.structs import replace
 
 from common.deadlines import DeadlineWheel, earliest
 from common.errors import BadRequest, DeadlinePassed, Overloaded, TandemError, Unavailable
-from common.executor import Chunk, EngineDescription, Plan, RowStart, StepResult
+from common.executor import Chunk, EngineDescription, RowStart, StepPlan, StepResult
 from common.ids import AttemptId, Incarnation, InstanceId, Int32Array, Life, shard_of, text_name, unpack_ids
 from common.instance.ports import Action, PeersChanged, Prepare, Prepared, Report, RouterJoined, RouterLost, Send
 from common.instance.prompt_cache import CacheReporter, PromptCache
@@ -432,7 +432,7 @@ class RequestTable(Generic[R]):
                 del self.computing[chunk.row]
         return chunks
 
-    def launch(self, plan: Plan) -> None:
+    def launch(self, plan: StepPlan) -> None:
         """The plan, made of `starts` and `next_chunks`, goes to the executor."""
         self.starts = []
         self.counters.steps = plan.step

@@ -12,7 +12,7 @@ Times are those of the turns that saw it happen.
 
 from collections.abc import Callable, Sequence
 
-from common.executor import Plan
+from common.executor import StepPlan
 from common.ids import AttemptId, InstanceId, Ticket
 from common.instance.ports import Action, Send
 from common.messages import Cancel, Handoff, InstanceInfo, TokenBatch, Trace, Withdraw
@@ -99,7 +99,7 @@ class InstanceTracer(Tracer):
             layers=0 if push.layers is None else len(push.layers),
         )
 
-    def step_done(self, plan: Plan, launched_s: float) -> None:
+    def step_done(self, plan: StepPlan, launched_s: float) -> None:
         """A step has come back, and its rows still belong to their requests."""
         began_s, self._returned_s = max(launched_s, self._returned_s), self.now
         rows, tokens = len(plan.decode_rows), plan.chunk_tokens

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from common.deadlines import DeadlineWheel, earliest
-from common.executor import Executor, Plan, Preparation, StepHandle, take_prepared
+from common.executor import Executor, Preparation, StepHandle, StepPlan, take_prepared
 from common.ids import ROUTER, AttemptId, InstanceId, text_name
 from common.instance.membership import Memberships, RouterChange
 from common.instance.ports import (
@@ -78,7 +78,7 @@ class CostMeter:
         self._fit: Vector = np.zeros(3)
         self._cost = StepCost()
 
-    def step(self, plan: Plan, launched_s: float, ended_s: float) -> None:
+    def step(self, plan: StepPlan, launched_s: float, ended_s: float) -> None:
         """A step has come back. It began when it was launched, or when the one before it ended. Steps that come back in one
         turn count as one: nobody knows when the first of them ended."""
         self._count += 1
@@ -149,7 +149,7 @@ M = TypeVar("M")
 class _InFlight:
     """A step that was launched. follows_layers: the scheduler wants to hear of its layers; layers_seen: those it has heard of."""
 
-    plan: Plan
+    plan: StepPlan
     handle: StepHandle
     launched_s: float
     follows_layers: bool

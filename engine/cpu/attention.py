@@ -55,7 +55,7 @@ class _Planning(ctypes.Structure):
     )
 
 
-class _Call(ctypes.Structure):
+class _AttentionCall(ctypes.Structure):
     """`call` in C, which says what each field is. What is of one layer is C's own."""
 
     _fields_ = (
@@ -106,7 +106,7 @@ class NativeAttention:
         self._plan_items.argtypes, self._plan_items.restype = [ctypes.c_void_p], None
         keys, layout = memory.layers[0][0], memory.layout
         self._calls = {
-            how: _Call(
+            how: _AttentionCall(
                 workspace_floats=self._workspace_floats,
                 page_stride=keys.stride(0), head_stride=keys.stride(1), heads=query_heads, kv_heads=layout.kv_heads,
                 page_size=layout.page_size, dim=layout.head_dim, window=2**62 if how.window is None else how.window,
@@ -163,7 +163,7 @@ class NativeAttention:
         chunks = [(chunk.begin, chunk.end, chunk.start, chunk.row) for chunk in step.chunks]
         return np.concatenate([np.array(chunks, dtype=np.int64), rows])
 
-    def _plan(self, call: _Call, how: LayerAttention, step: StepTokens, segments: Int64Array) -> _Kept:
+    def _plan(self, call: _AttentionCall, how: LayerAttention, step: StepTokens, segments: Int64Array) -> _Kept:
         """Set what changes from step to step. Returns the memory that the call points to by then."""
         kv_heads = self._memory.layout.kv_heads
         planning = _Planning(

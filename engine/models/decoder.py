@@ -19,7 +19,7 @@ from torch import Tensor
 from common.errors import ConfigError
 from engine.models.linear import AnyLinear
 from engine.models.shape import ModelShape, Rope, Share, share_of
-from engine.models.weights import Part, WeightSlots
+from engine.models.weights import WeightPart, WeightSlots
 from engine.parallel import ALONE, Group
 from engine.ports import HeadNorm, Kernels, LayerAttention, StepAttention
 
@@ -183,8 +183,8 @@ class Decoder:
 def gated_mlp(shape: ModelShape, share: Share, slots: WeightSlots, number: int) -> GatedMlp:
     """The mlp of layer `number`."""
     prefix, width = f"model.layers.{number}.mlp.", share.intermediate
-    gate_up = [Part(prefix + name, shape.intermediate, width) for name in ("gate_proj", "up_proj")]
-    down = [Part(prefix + "down_proj", shape.hidden)]
+    gate_up = [WeightPart(prefix + name, shape.intermediate, width) for name in ("gate_proj", "up_proj")]
+    down = [WeightPart(prefix + "down_proj", shape.hidden)]
     return GatedMlp(
         gate_up=slots.linear(gate_up, shape.hidden, shape.mlp_bias, gated=True),
         down=slots.linear(down, shape.intermediate, shape.mlp_bias, width, share.adds_biases),
@@ -199,9 +199,9 @@ def _layer(shape: ModelShape, share: Share, slots: WeightSlots, number: int, mlp
         range(heads.start * shape.head_dim, heads.stop * shape.head_dim) for heads in (share.heads, share.kv_heads)
     )
     qkv = [
-        Part(attention + "q_proj", queries, queries_here),
-        Part(attention + "k_proj", keys, keys_here),
-        Part(attention + "v_proj", keys, keys_here),
+        WeightPart(attention + "q_proj", queries, queries_here),
+        WeightPart(attention + "k_proj", keys, keys_here),
+        WeightPart(attention + "v_proj", keys, keys_here),
     ]
     head_norm = None
     if shape.qk_norm:
@@ -212,7 +212,7 @@ def _layer(shape: ModelShape, share: Share, slots: WeightSlots, number: int, mlp
         qkv=slots.linear(qkv, shape.hidden, shape.qkv_bias),
         head_norm=head_norm,
         output=slots.linear(
-            [Part(attention + "o_proj", shape.hidden)], queries, shape.output_bias, queries_here, share.adds_biases
+            [WeightPart(attention + "o_proj", shape.hidden)], queries, shape.output_bias, queries_here, share.adds_biases
         ),
         post_norm=slots.tensor(prefix + "post_attention_layernorm.weight", shape.hidden),
         mlp=mlp,

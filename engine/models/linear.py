@@ -257,7 +257,7 @@ _Calls = Sequence[tuple[Callable[[Tensor, Any], object], Sequence[Tensor] | Sequ
 """Products of rows and a weight, and weights as each of them reads them."""
 
 
-class Measured(NamedTuple):
+class MeasuredProduct(NamedTuple):
     """The fastest product over packed weights, and its times."""
 
     product: PackedProduct
@@ -283,7 +283,7 @@ def mean(ratios: Ratios) -> float:
     return math.prod(ratios.values()) ** (1 / len(ratios))
 
 
-def measure(samples: Sequence[Tensor], products: Sequence[PackedProduct]) -> Measured:
+def measure(samples: Sequence[Tensor], products: Sequence[PackedProduct]) -> MeasuredProduct:
     """samples: weights, [outputs, inputs] each. products: one at least; the fastest in the mean is returned. Takes about a second
     for the largest models.
 
@@ -307,7 +307,8 @@ def measure(samples: Sequence[Tensor], products: Sequence[PackedProduct]) -> Mea
     finally:
         torch.set_num_threads(threads)
     return min(
-        (Measured(product, found) for product, found in zip(products, ratios, strict=True)), key=lambda each: mean(each.packed)
+        (MeasuredProduct(product, found) for product, found in zip(products, ratios, strict=True)),
+        key=lambda each: mean(each.packed),
     )
 
 

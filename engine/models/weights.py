@@ -40,7 +40,7 @@ class Stored(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class WeightPart:
     """Some rows of a merged layer. name: in the checkpoint, without .weight or .bias. outputs: how many rows it has there. here:
     which of them this rank has; None: all."""
 
@@ -89,7 +89,7 @@ class WeightSlots:
 
     def linear(
         self,
-        parts: Sequence[Part],
+        parts: Sequence[WeightPart],
         inputs: int,
         bias: bool,
         inputs_here: range | None = None,

@@ -10,7 +10,7 @@ import pytest
 from bench.offline import OfflineFailed, OfflineSequence, sequences_of, serve
 from bench.options import OfflineOptions
 from common.errors import ConfigError
-from common.executor import Plan, StepResult
+from common.executor import StepPlan, StepResult
 from common.sampling_params import SamplingParams
 from launch.main import main
 from tests.engine.driver import Driver
@@ -47,7 +47,7 @@ def test_sequences_that_share_an_engine_answer_as_each_would_alone_also_when_the
     for each, answer in zip(asked, answers, strict=True):
         alone = ToyExecutor(24, 1)
 
-        def compute(plan: Plan, alone: ToyExecutor = alone) -> StepResult:
+        def compute(plan: StepPlan, alone: ToyExecutor = alone) -> StepResult:
             result = alone.launch(plan).poll()
             assert result is not None
             return result

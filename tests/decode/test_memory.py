@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from common.executor import Plan
+from common.executor import StepPlan
 from common.ids import DETOKENIZER, ROUTER, Generation
 from common.instance.waiting_line import Rank
 from common.messages import Cancel, Claim, Grant, Renew, Terms, Times, Withdraw
@@ -37,7 +37,7 @@ def ask(made: DecodeScheduler, name: str, tokens: int, max_new_tokens: int = 16,
     assert made.receive(ROUTER, generate(name, tokens, max_new_tokens, terms=terms), 100.0) == []
 
 
-def grown(plan: Plan) -> list[tuple[int, int]]:
+def grown(plan: StepPlan) -> list[tuple[int, int]]:
     return list(zip(plan.grown_rows.tolist(), plan.grown_pages.tolist(), strict=True))
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from common.executor import Chunk, EngineDescription, Plan, RowStart
+from common.executor import Chunk, EngineDescription, RowStart, StepPlan
 from common.ids import Int32Array
 from common.sampling_params import SamplingParams
 from tests.engine.driver import Run
@@ -53,7 +53,7 @@ class Churn:
                     self._free += request.pages
                     self._rows[row] = None
 
-    def _plan(self, step: int, waiting: list[Request]) -> Plan:
+    def _plan(self, step: int, waiting: list[Request]) -> StepPlan:
         """Chunks in some steps only, because a step with chunks is not a graph's."""
         prefills = self._random.random() < 0.3
         starts, chunks, decode = [], [], []
@@ -76,7 +76,9 @@ class Churn:
                 chunks.append(Chunk(row, request.computed, part, last=request.computed + len(part) == len(request.prompt)))
                 request.computed += len(part)
         rows, pages = (np.array(list(ids), dtype=np.int32) for ids in (grown.keys(), grown.values()))
-        return Plan(step, tuple(starts), tuple(chunks), self._random.permutation(np.array(decode, dtype=np.int32)), rows, pages)
+        return StepPlan(
+            step, tuple(starts), tuple(chunks), self._random.permutation(np.array(decode, dtype=np.int32)), rows, pages
+        )
 
     def _lease(self, request: Request, tokens: int) -> list[int]:
         new = [self._free.pop() for _ in range(self._layout.pages_for(tokens) - len(request.pages))]

@@ -15,7 +15,7 @@ import torch
 from transformers import PreTrainedModel
 
 from benchmarks.engine_steps import memory_of
-from common.executor import Chunk, Plan, RowStart, StepResult
+from common.executor import Chunk, RowStart, StepPlan, StepResult
 from common.ids import Int32Array
 from common.sampling_params import SamplingParams
 from engine.model_runner import ModelRunner
@@ -47,7 +47,7 @@ class EngineContract:
         fields: dict[str, object] = {"device": self.device, "dtype": "float32", "attention": "torch", "graphs": "off"}
         return exact.runner(path, lambda text: None, **(fields | changes))
 
-    def results(self, made: ModelRunner, plans: Sequence[Plan], in_flight: int) -> list[StepResult]:
+    def results(self, made: ModelRunner, plans: Sequence[StepPlan], in_flight: int) -> list[StepResult]:
         """Of each plan, with so many in flight, and a card that begins late. Nothing of a result is read before the last one."""
         results: list[StepResult] = []
         waiting: deque[PendingStep] = deque()
@@ -88,14 +88,14 @@ class EngineContract:
         pages = np.arange(4, dtype=np.int32)
         both, step = np.arange(2, dtype=np.int32), 0
         plans = [
-            Plan(
+            StepPlan(
                 step,
                 starts=(RowStart(0, pages, GREEDY), RowStart(1, pages + 4, GREEDY)),
                 chunks=(Chunk(0, 0, given_up, last=True), Chunk(1, 0, beside, last=True)),
             ),
-            *(Plan(1 + number, decode_rows=both) for number in range(3)),
-            Plan(4, starts=(RowStart(0, pages, GREEDY),), chunks=(Chunk(0, 0, after, last=True),), decode_rows=both[1:]),
-            *(Plan(5 + number, decode_rows=both) for number in range(7)),
+            *(StepPlan(1 + number, decode_rows=both) for number in range(3)),
+            StepPlan(4, starts=(RowStart(0, pages, GREEDY),), chunks=(Chunk(0, 0, after, last=True),), decode_rows=both[1:]),
+            *(StepPlan(5 + number, decode_rows=both) for number in range(7)),
         ]
         results = self.results(made, plans, len(plans))
         of_row = {row: [int(r.tokens[r.plan.sampled_rows.tolist().index(row)]) for r in results] for row in (0, 1)}
@@ -116,7 +116,7 @@ class EngineContract:
                 seen.append((layers, kv[:, :layers].cpu().clone()))
 
         start = RowStart(0, np.arange(pages, dtype=np.int32), GREEDY)
-        made.run(Plan(1, starts=(start,), chunks=(Chunk(0, 0, prompt, last=True),)), look)
+        made.run(StepPlan(1, starts=(start,), chunks=(Chunk(0, 0, prompt, last=True),)), look)
         assert [layers for layers, _ in seen] == [2, 4, 6]
         after = kv.cpu()
         assert all(torch.equal(then, after[:, :layers]) for layers, then in seen)

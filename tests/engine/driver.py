@@ -7,11 +7,11 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from common.executor import Chunk, EngineDescription, Plan, RowStart, StepResult
+from common.executor import Chunk, EngineDescription, RowStart, StepPlan, StepResult
 from common.ids import Int32Array
 from common.sampling_params import SamplingParams
 
-Run = Callable[[Plan], StepResult]
+Run = Callable[[StepPlan], StepResult]
 
 
 class Driver:
@@ -78,8 +78,8 @@ class Driver:
             self._grown[row] = next(self._pages)
             self._held[row] += 1
 
-    def _plan(self, step: int, chunks: list[Chunk], decode: list[int]) -> Plan:
-        plan = Plan(
+    def _plan(self, step: int, chunks: list[Chunk], decode: list[int]) -> StepPlan:
+        plan = StepPlan(
             step,
             starts=tuple(self._starts),
             chunks=tuple(chunks),

@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from common.config import EngineConfig, ModelConfig
-from common.executor import Plan, StepResult
+from common.executor import StepPlan, StepResult
 from common.ids import Int32Array
 from common.sampling_params import SamplingParams
 from engine.model_runner import ModelRunner
@@ -62,7 +62,7 @@ def answers(made: ModelRunner, prompts: Sequence[Int32Array], tokens: int, chunk
     given = [Answer(prompt) for prompt in prompts]
     with recorded_logits() as calls:
 
-        def run(plan: Plan) -> StepResult:
+        def run(plan: StepPlan) -> StepResult:
             calls.clear()
             result = made.run(plan)
             for row, logits in zip(plan.sampled_rows.tolist(), calls[-1] if calls else (), strict=True):

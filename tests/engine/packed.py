@@ -7,7 +7,7 @@ import pytest
 
 from engine.cpu.products import load_panel_product
 from engine.models import linear as packing
-from engine.models.linear import Measured
+from engine.models.linear import MeasuredProduct
 from engine.replay import load_recorder
 
 IN_C = load_panel_product()
@@ -18,7 +18,7 @@ def pack_everything(monkeypatch: pytest.MonkeyPatch, ratios: dict[int, float] | 
     """Every layer in float32 that is loaded from now on is packed for the product in C. ratios: its times beside torch's."""
     assert IN_C is not None
     product = IN_C
-    measured = Measured(product, ratios or dict.fromkeys(packing.ROWS, 0.5))
+    measured = MeasuredProduct(product, ratios or dict.fromkeys(packing.ROWS, 0.5))
     monkeypatch.setattr(packing, "_LEAST_ITEMS", 0)
     monkeypatch.setattr(packing, "_LEAST_OUTPUTS", 0)
     monkeypatch.setattr(packing, "measure", lambda samples, products: measured)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from common.executor import Chunk, EngineDescription, Plan, RowStart
+from common.executor import Chunk, EngineDescription, RowStart, StepPlan
 from common.ids import Int32Array, Int64Array
 from common.sampling_params import SamplingParams
 
@@ -37,7 +37,7 @@ class PlannedBatch:
         self._held[row], self.length[row] = count, length
         return RowStart(row, pages, self._sampling, length=length, last_token=last_token)
 
-    def plan(self, starts: Sequence[RowStart] = (), chunks: Sequence[Chunk] = ()) -> Plan:
+    def plan(self, starts: Sequence[RowStart] = (), chunks: Sequence[Chunk] = ()) -> StepPlan:
         """The next step: a token for each row that has some left, beside these chunks. A row that ends gives up its pages."""
         rows = np.flatnonzero(self.left > 0)
         short = rows[self.length[rows] == self._held[rows] * self._page_size]
@@ -49,7 +49,7 @@ class PlannedBatch:
         for row in rows[self.left[rows] == 0].tolist():
             self.end(row)
         self._step += 1
-        return Plan(self._step, tuple(starts), tuple(chunks), rows.astype(np.int32), short.astype(np.int32), grown)
+        return StepPlan(self._step, tuple(starts), tuple(chunks), rows.astype(np.int32), short.astype(np.int32), grown)
 
     def end(self, row: int) -> None:
         """The row gives up its pages behind the next plan."""
@@ -88,7 +88,7 @@ class SequencePlanner:
         self._owed = np.zeros(engine.max_rows, dtype=np.int64)
         """Pages that a row may still grow by."""
 
-    def next(self) -> Plan | None:
+    def next(self) -> StepPlan | None:
         """None when every token of every sequence is planned."""
         batch = self._batch
         running = (batch.left > 0) | self._is_computing()

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from common.config import EngineConfig, ModelConfig
-from common.executor import Plan, StepResult
+from common.executor import StepPlan, StepResult
 from common.ids import Int32Array
 from engine.kv_budget import Agree
 from engine.model_runner import ModelRunner
@@ -76,7 +76,7 @@ def answers_of_ranks(
         made = runner_of(path, group, agree, **changes)
         given = [Answer(prompt) for prompt in prompts]
 
-        def step(plan: Plan) -> StepResult:
+        def step(plan: StepPlan) -> StepResult:
             calls = logits_of[threading.get_ident()]
             calls.clear()
             result = made.run(plan)

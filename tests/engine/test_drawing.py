@@ -10,7 +10,7 @@ import torch
 from msgspec.structs import replace
 from transformers import PreTrainedModel
 
-from common.executor import Chunk, Plan, RowStart, StepResult
+from common.executor import Chunk, RowStart, StepPlan, StepResult
 from common.ids import Int32Array
 from common.messages import TokenLogprob
 from common.sampling_params import SamplingParams
@@ -80,7 +80,7 @@ class Recorder:
     told: dict[int, list[TokenLogprob]] = field(default_factory=dict)
     of_prompts: dict[int, list[TokenLogprob]] = field(default_factory=dict)
 
-    def run(self, plan: Plan) -> StepResult:
+    def run(self, plan: StepPlan) -> StepResult:
         result = self.engine.run(plan)
         for heard, logprobs in ((self.told, result.logprobs), (self.of_prompts, result.prompt_logprobs)):
             for row, these in logprobs.by_row().items():
@@ -158,7 +158,7 @@ def test_a_row_that_is_handed_off_into_a_row_of_another_goes_on_as_it_would_have
     pages = [np.arange(100 + 6 * row, 106 + 6 * row, dtype=np.int32) for row in range(4)]
     starts = [RowStart(row, pages[row], wanted[row], token_ids=given[row]) for row in range(4)]
     chunks = [Chunk(row, 0, given[row], last=True) for row in range(4)]
-    first = engine.run(Plan(1, starts=tuple(starts), chunks=tuple(chunks))).tokens.tolist()
+    first = engine.run(StepPlan(1, starts=tuple(starts), chunks=tuple(chunks))).tokens.tolist()
     handed_off = tuple(
         RowStart(
             row=4 + row,
@@ -172,5 +172,5 @@ def test_a_row_that_is_handed_off_into_a_row_of_another_goes_on_as_it_would_have
         for row in range(4)
     )
     rows = np.arange(4, 8, dtype=np.int32)
-    steps = [engine.run(Plan(2 + at, handed_off if at == 0 else (), decode_rows=rows)) for at in range(TOKENS - 1)]
+    steps = [engine.run(StepPlan(2 + at, handed_off if at == 0 else (), decode_rows=rows)) for at in range(TOKENS - 1)]
     assert [[first[row], *(int(step.tokens[row]) for step in steps)] for row in range(4)] == through

@@ -18,7 +18,7 @@ import torch
 from msgspec.structs import replace
 
 from common.config import EngineConfig, ModelConfig
-from common.executor import Chunk, Executor, ExecutorFailed, Plan, RowStart, StepHandle, StepResult
+from common.executor import Chunk, Executor, ExecutorFailed, RowStart, StepHandle, StepPlan, StepResult
 from common.ids import Int32Array
 from common.sampling_params import SamplingParams
 from common.step_cost import StepCost
@@ -52,7 +52,7 @@ class Engine:
             self._wait()
         return result
 
-    def run(self, plan: Plan) -> StepResult:
+    def run(self, plan: StepPlan) -> StepResult:
         return self.finished(self.executor.launch(plan))
 
     def answers(
@@ -164,7 +164,7 @@ def test_a_prompt_goes_on_behind_pages_that_another_row_has_computed(
     begun = np.concatenate([asked[: 2 * size], tail])
     pages = np.random.default_rng(5).permutation(24).astype(np.int32)
     own, before = np.concatenate([pages[:2], pages[8:12]]), pages[12:20]
-    first = Plan(
+    first = StepPlan(
         1,
         (
             RowStart(0, pages[:8], sampling, token_ids=begun),
@@ -175,13 +175,13 @@ def test_a_prompt_goes_on_behind_pages_that_another_row_has_computed(
     engine.run(first)
     rows = np.array([0], dtype=np.int32)
     there, half = 2 * size, 2 * size + 5
-    second = Plan(
+    second = StepPlan(
         2, (RowStart(1, own, sampling, length=there, token_ids=asked),), (Chunk(1, there, asked[there:half], last=False),), rows
     )
     engine.run(second)
-    answer = [int(engine.run(Plan(3, (), (Chunk(1, half, asked[half:], last=True),), rows)).tokens[0])]
+    answer = [int(engine.run(StepPlan(3, (), (Chunk(1, half, asked[half:], last=True),), rows)).tokens[0])]
     both = np.array([0, 1], dtype=np.int32)
-    answer += [int(engine.run(Plan(step, decode_rows=both)).tokens[1]) for step in range(4, 9)]
+    answer += [int(engine.run(StepPlan(step, decode_rows=both)).tokens[1]) for step in range(4, 9)]
     assert answer == undisturbed
 
 
@@ -201,7 +201,7 @@ def test_plans_run_in_the_order_of_their_launch_without_waiting_between_them(eng
     expected = engine.answers(asked, GREEDY, tokens=7)
     page_size, rows = engine.description.layout.page_size, np.arange(2, dtype=np.int32)
     plans = [
-        Plan(
+        StepPlan(
             0,
             starts=tuple(RowStart(row, np.arange(row * 2, row * 2 + 2, dtype=np.int32), GREEDY) for row in range(2)),
             chunks=tuple(Chunk(row, 0, prompt, last=True) for row, prompt in enumerate(asked)),
@@ -211,7 +211,7 @@ def test_plans_run_in_the_order_of_their_launch_without_waiting_between_them(eng
     for step in range(6):
         short = [row for row, prompt in enumerate(asked) if len(prompt) + step == held[row] * page_size]
         grown = np.array(short, dtype=np.int32)
-        plans.append(Plan(1 + step, decode_rows=rows, grown_rows=grown, grown_pages=100 - 10 * grown + step))
+        plans.append(StepPlan(1 + step, decode_rows=rows, grown_rows=grown, grown_pages=100 - 10 * grown + step))
         for row in short:
             held[row] += 1
     handles = [engine.executor.launch(plan) for plan in plans]
@@ -226,12 +226,12 @@ def test_a_row_never_writes_beyond_the_pages_that_it_holds(engine: Engine) -> No
     (prompt,) = prompts(page_size)
     start = RowStart(0, np.array([3], dtype=np.int32), GREEDY)
     row = np.zeros(1, dtype=np.int32)
-    engine.run(Plan(1, starts=(start,), chunks=(Chunk(0, 0, prompt, last=True),)))
-    engine.run(Plan(2, decode_rows=row, grown_rows=row, grown_pages=np.array([7], dtype=np.int32)))
+    engine.run(StepPlan(1, starts=(start,), chunks=(Chunk(0, 0, prompt, last=True),)))
+    engine.run(StepPlan(2, decode_rows=row, grown_rows=row, grown_pages=np.array([7], dtype=np.int32)))
     for step in range(page_size - 1):
-        engine.run(Plan(3 + step, decode_rows=row))
+        engine.run(StepPlan(3 + step, decode_rows=row))
     with pytest.raises((AssertionError, ExecutorFailed), match="beyond its pages"):
-        engine.run(Plan(99, decode_rows=row))
+        engine.run(StepPlan(99, decode_rows=row))
 
 
 def test_the_digests_of_pages_are_the_crc_32_of_their_bytes_in_memory(engine: Engine) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from common.errors import ConfigError
-from common.executor import EngineDescription, ExecutorFailed, Plan, StepResult
+from common.executor import EngineDescription, ExecutorFailed, StepPlan, StepResult
 from common.messages import EngineChoices, ModelIdentity
 from common.pages.layout import KVDtype, KVLayout
 from common.sampling_params import SamplingParams
@@ -116,7 +116,7 @@ class Engine:
     def _told(self, text: str) -> None:
         self._size = int(text.split("batch size ")[1].split()[0])
 
-    def run(self, plan: Plan) -> StepResult:
+    def run(self, plan: StepPlan) -> StepResult:
         return self.steps.launch(plan).wait()
 
     def answers(self, prompts: list[np.ndarray], sampling: list[SamplingParams]) -> list[list[int]]:

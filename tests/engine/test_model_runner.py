@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from common.config import EngineConfig, ModelConfig
 from common.errors import ConfigError, MemoryShort
-from common.executor import Chunk, Plan, RowStart
+from common.executor import Chunk, RowStart, StepPlan
 from common.ids import Int32Array
 from common.sampling_params import SamplingParams
 from engine import model_runner
@@ -200,9 +200,9 @@ def test_layers_reported_during_a_last_chunk_are_written(
         seen.append((layers, kv.copy()))
 
     prompt = np.arange(3, 23, dtype=np.int32)
-    made.run(Plan(1, starts=(RowStart(0, pages, GREEDY),), chunks=(Chunk(0, 0, prompt[:10], last=False),)), look)
+    made.run(StepPlan(1, starts=(RowStart(0, pages, GREEDY),), chunks=(Chunk(0, 0, prompt[:10], last=False),)), look)
     assert seen == [], "nobody pushes layers of a chunk that another one follows"
-    made.run(Plan(2, chunks=(Chunk(0, 10, prompt[10:], last=True),)), look)
+    made.run(StepPlan(2, chunks=(Chunk(0, 10, prompt[10:], last=True),)), look)
     assert [layers for layers, _ in seen] == expected
     for layers, then in seen:
         np.testing.assert_array_equal(then[:, :layers], kv[:, :layers])

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from common.executor import Plan
+from common.executor import StepPlan
 from common.pages.layout import KVLayout
 from engine.gpu.flashinfer import FlashInferAttention, FlashInferShape
 from engine.kv_memory import KVMemory
@@ -52,7 +52,7 @@ def test_tokens_are_read_when_their_own_step_is_done(card: FakeStream) -> None:
     steps = []
     for name, tokens in (("first", [5, 6]), ("second", []), ("third", [8])):
         card.start(lambda name=name: ran.append(name))  # type: ignore[misc]
-        steps.append(PendingStep(Plan(1), torch.tensor(tokens, dtype=torch.int64, device=CARD), silent()))
+        steps.append(PendingStep(StepPlan(1), torch.tensor(tokens, dtype=torch.int64, device=CARD), silent()))
     assert ran == [] and not any(step.is_complete for step in steps)
     assert (steps[0].wait().tokens.tolist(), ran) == ([5, 6], ["first"])
     assert (steps[1].wait().tokens.tolist(), ran) == ([], ["first", "second"]), "its KV is written, though it samples nothing"
@@ -62,7 +62,7 @@ def test_tokens_are_read_when_their_own_step_is_done(card: FakeStream) -> None:
 def test_log_probabilities_are_read_when_their_step_is_done(card: FakeStream) -> None:
     packed = measure_logprobs(torch.tensor([[0.0, 1.0, 2.0]]), torch.tensor([1]), most=1)
     told = TokenLogprobsOnDevice(np.array([5]), np.array([1]), packed.as_subclass(CardTensor))
-    step = PendingStep(Plan(1), torch.tensor([1], device=CARD), silent(), told, told)
+    step = PendingStep(StepPlan(1), torch.tensor([1], device=CARD), silent(), told, told)
     assert card.done == 0
     result = step.wait()
     for logprobs in (result.logprobs, result.prompt_logprobs):
@@ -79,7 +79,7 @@ def test_layers_are_reported_when_the_card_has_written_them_and_before_it_goes_o
         card.start(lambda layer=layer: written.append(layer))  # type: ignore[misc]
         progress.written(layer)
     card.start(lambda: written.append(99))
-    step = PendingStep(Plan(1), torch.tensor([3], device=CARD), progress)
+    step = PendingStep(StepPlan(1), torch.tensor([3], device=CARD), progress)
     assert written == [] and reported == []
     assert step.wait().tokens.tolist() == [3]
     assert reported == [(2, [1, 2]), (4, [1, 2, 3, 4])]

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from common.executor import Plan, StepResult
+from common.executor import StepPlan, StepResult
 from common.sampling_params import SamplingParams
 from tests.engine.driver import Driver
 from tests.engine.planned import SequencePlanner
@@ -12,7 +12,7 @@ from tests.engine.toy import ToyExecutor
 GREEDY = SamplingParams(max_new_tokens=1, temperature=0.0, ignore_eos=True)
 
 
-def result_of(executor: ToyExecutor, plan: Plan) -> StepResult:
+def result_of(executor: ToyExecutor, plan: StepPlan) -> StepResult:
     result = executor.launch(plan).result
     assert result is not None
     return result
@@ -37,7 +37,7 @@ def test_sequences_that_share_a_batch_answer_as_each_would_alone(rows: int) -> N
     for prompt, count, answer in zip(planner.prompts, answers.tolist(), found, strict=True):
         alone = ToyExecutor(24, 1)
 
-        def compute(plan: Plan, alone: ToyExecutor = alone) -> StepResult:
+        def compute(plan: StepPlan, alone: ToyExecutor = alone) -> StepResult:
             return result_of(alone, plan)
 
         assert [answer] == Driver(compute, alone.description).answers([prompt], count, GREEDY)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from common.executor import Plan, StepResult
+from common.executor import StepPlan, StepResult
 from common.sampling_params import Pooling, SamplingParams
 from tests.engine.checkpoints import VOCAB, llama, saved
 from tests.engine.driver import Driver
@@ -27,7 +27,7 @@ def test_embeddings_are_pooled_from_the_last_hidden_states(tmp_path: Path, made:
     for chunk_tokens in (16, 100):
         got: dict[int, bytes] = {}
 
-        def run(plan: Plan, got: dict[int, bytes] = got) -> StepResult:
+        def run(plan: StepPlan, got: dict[int, bytes] = got) -> StepResult:
             result = running.run(plan)
             got |= result.embeddings
             return result

@@ -10,7 +10,7 @@ import torch
 from transformers import PreTrainedModel
 
 from common.errors import ConfigError
-from common.executor import Plan, StepResult
+from common.executor import StepPlan, StepResult
 from engine.model_runner import ModelRunner
 from engine.models import linear as packing
 from engine.replay import Recording
@@ -78,7 +78,7 @@ def test_logits_are_those_of_the_same_step_without_a_recording_bit_by_bit(
         assert len(steps) == len(eager_steps) and all(map(torch.equal, steps, eager_steps))
 
 
-def kept(one: ModelRunner, steps: list[torch.Tensor], plan: Plan) -> StepResult:
+def kept(one: ModelRunner, steps: list[torch.Tensor], plan: StepPlan) -> StepResult:
     """The logits of a replay last until the next one."""
     result = one.run(plan)
     if steps:

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from common.executor import Chunk, Plan, RowStart
+from common.executor import Chunk, RowStart, StepPlan
 from common.sampling_params import SamplingParams
 from engine.rows import BatchTensors, HostStep, StepArrays
 from engine.torch_kernels import GREEDY_BELOW
@@ -33,7 +33,7 @@ def begun(
         RowStart(row, page, sampling, length=3 if lengths is None else lengths[row], last_token=50 + row)
         for row, sampling in enumerate(params)
     ]
-    host = rows.prepare(Plan(1, starts=tuple(starts), decode_rows=np.arange(len(params), dtype=np.int32)), decode_size)
+    host = rows.prepare(StepPlan(1, starts=tuple(starts), decode_rows=np.arange(len(params), dtype=np.int32)), decode_size)
     rows.apply(on_device(host))
     return rows, host
 
@@ -90,7 +90,7 @@ def test_any_one_filter_counts_and_all_must_have_a_top_k_to_order_fewer_tokens(
 def test_a_row_that_starts_again_forgets_how_it_sampled() -> None:
     rows, _ = begun([asked(top_k=5, min_p=0.1, seed=-3)])
     start = RowStart(0, np.zeros(1, dtype=np.int32), asked(0.0, seed=4))
-    host = rows.prepare(Plan(2, starts=(start,), chunks=(Chunk(0, 0, np.full(2, 7, dtype=np.int32), last=True),)), 0)
+    host = rows.prepare(StepPlan(2, starts=(start,), chunks=(Chunk(0, 0, np.full(2, 7, dtype=np.int32), last=True),)), 0)
     rows.apply(on_device(host))
     got = rows.sampling(torch.zeros(1, dtype=torch.int64))
     assert (got.seed.item(), got.top_k.item(), got.min_p.item(), got.temperature.item()) == (4, 0, 0.0, 0.0)
@@ -102,6 +102,6 @@ def test_a_short_batch_is_filled_with_the_null_row() -> None:
     assert host.arrays.decode_rows.tolist() == [0, 1, ROWS, ROWS, ROWS]
     assert host.decode_lengths.tolist() == [1, 10, 1, 1, 1]
     assert rows.table[ROWS].tolist() == [SPARE] * PAGES
-    again = rows.prepare(Plan(2, decode_rows=np.array([1], dtype=np.int32)), 2)
+    again = rows.prepare(StepPlan(2, decode_rows=np.array([1], dtype=np.int32)), 2)
     assert again.arrays.decode_rows.tolist() == [1, ROWS]
     assert again.decode_lengths.tolist() == [11, 1]

@@ -10,7 +10,7 @@ import pytest
 
 from common.config import EngineConfig, ModelConfig, with_step_size
 from common.errors import ConfigError
-from common.executor import Plan
+from common.executor import StepPlan
 from common.text.tokenizer_manager import TokenizerManager
 from engine.model_runner import ModelRunner
 from engine.timed import TimedCheckpoint, plain_words
@@ -40,7 +40,7 @@ def test_it_is_described_as_the_real_one_but_belongs_to_another_fleet() -> None:
 def test_its_loop_is_woken_when_a_step_ends() -> None:
     woken = threading.Event()
     executor = timed(woken, step_cost="0.005,0,0")
-    step = executor.launch(Plan(1, decode_rows=np.arange(3, dtype=np.int32)))
+    step = executor.launch(StepPlan(1, decode_rows=np.arange(3, dtype=np.int32)))
     assert step.poll() is None
     assert woken.wait(60.0)
     result = step.poll()

@@ -6,20 +6,20 @@ from typing import Any
 import numpy as np
 import pytest
 
-from common.executor import Chunk, Plan, RowStart
+from common.executor import Chunk, RowStart, StepPlan
 from common.sampling_params import SamplingParams
 from common.step_cost import StepCost
 from engine.timed import Pace
 from tests.engine.toy import TOY_VOCAB, ToyExecutor
 
 PROMPT = np.arange(100, 119, dtype=np.int32)  # 19 tokens: 4 full pages of 4 and one with 3
-DECODE = Plan(9, decode_rows=np.zeros(1, dtype=np.int32))
+DECODE = StepPlan(9, decode_rows=np.zeros(1, dtype=np.int32))
 PAGES = np.array([9, 2, 17, 5, 11, 20], dtype=np.int32)
 START = RowStart(0, PAGES, SamplingParams(max_new_tokens=4))
-PREFILL = Plan(1, starts=(START,), chunks=(Chunk(0, 0, PROMPT, last=True),))
+PREFILL = StepPlan(1, starts=(START,), chunks=(Chunk(0, 0, PROMPT, last=True),))
 
 
-def tokens_of(executor: ToyExecutor, plan: Plan) -> list[int]:
+def tokens_of(executor: ToyExecutor, plan: StepPlan) -> list[int]:
     """What a step samples that completes at its launch."""
     result = executor.launch(plan).poll()
     assert result is not None
@@ -32,7 +32,7 @@ def prefilled(executor: ToyExecutor, chunks: tuple[int, ...] = (19,)) -> int:
     start, sampled = 0, [-1]
     for number, tokens in enumerate(chunks):
         chunk = Chunk(0, start, PROMPT[start : start + tokens], last=start + tokens == len(PROMPT))
-        sampled = tokens_of(executor, Plan(number, starts=(START,) if number == 0 else (), chunks=(chunk,)))
+        sampled = tokens_of(executor, StepPlan(number, starts=(START,) if number == 0 else (), chunks=(chunk,)))
         start += tokens
     return sampled[0]
 
@@ -40,7 +40,7 @@ def prefilled(executor: ToyExecutor, chunks: tuple[int, ...] = (19,)) -> int:
 def handed_off(executor: ToyExecutor, first_token: int) -> int:
     """Decode one token as a decode instance does after the handoff."""
     start = RowStart(0, PAGES, START.sampling, length=len(PROMPT), last_token=first_token)
-    return tokens_of(executor, Plan(9, starts=(start,), decode_rows=DECODE.decode_rows))[0]
+    return tokens_of(executor, StepPlan(9, starts=(start,), decode_rows=DECODE.decode_rows))[0]
 
 
 def moved(damage: Callable[[np.ndarray], None] | None = None) -> int:
@@ -89,7 +89,7 @@ def test_a_row_never_writes_beyond_its_pages() -> None:
     executor = ToyExecutor(24, 2)
     start = RowStart(0, PAGES[:5], SamplingParams(max_new_tokens=4), length=20, last_token=1)
     with pytest.raises(AssertionError, match="beyond its pages"):
-        executor.launch(Plan(1, starts=(start,), decode_rows=np.zeros(1, dtype=np.int32)))
+        executor.launch(StepPlan(1, starts=(start,), decode_rows=np.zeros(1, dtype=np.int32)))
 
 
 def test_every_single_byte_of_the_row_matters_and_no_other_does() -> None:
@@ -119,7 +119,7 @@ def test_kv_of_another_token_or_position_differs_in_every_place() -> None:
     pages = np.arange(189, dtype=np.int32).reshape(3, 63)
     starts = tuple(RowStart(row, pages[row], SamplingParams(max_new_tokens=1)) for row in range(3))
     chunks = tuple(Chunk(row, 0, ids.astype(np.int32), last=True) for row, ids in enumerate(tokens))
-    executor.launch(Plan(1, starts=starts, chunks=chunks))
+    executor.launch(StepPlan(1, starts=starts, chunks=chunks))
     slots = executor.pages[pages].transpose(0, 1, 5, 6, 2, 3, 4).reshape(3, 252, 4, 8)[:, :250]
     places = np.moveaxis(slots, -1, 0).reshape(8, 750, 4)
     written = {(int(token), position) for ids in tokens for position, token in enumerate(ids)}

@@ -7,7 +7,7 @@ from unittest import mock
 import pytest
 import torch
 
-from common.executor import Plan
+from common.executor import StepPlan
 from engine.gpu.flashinfer import FlashInferAttention, FlashInferShape
 from engine.grammar.masks import GrammarProcessor, load_mask_kernel
 from engine.kv_memory import KVMemory
@@ -26,10 +26,10 @@ def test_the_largest_steps_run_on_a_pool_of_a_page_and_later_answers_are_as_if_t
 ) -> None:
     path = saved(qwen3(), tmp_path)
     fresh, warmed = Engine(path), Engine(path)
-    plans: list[Plan] = []
+    plans: list[StepPlan] = []
     launch = warmed.steps.launch
 
-    def noted(plan: Plan) -> PendingStep:
+    def noted(plan: StepPlan) -> PendingStep:
         plans.append(plan)
         return launch(plan)
 

@@ -16,7 +16,7 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from common.executor import EngineDescription, Logprobs, Plan, RowStart, StepResult
+from common.executor import EngineDescription, Logprobs, RowStart, StepPlan, StepResult
 from common.ids import Int32Array, Int64Array
 from common.messages import ModelIdentity, TokenLogprob
 from common.pages.host_memory import digest
@@ -53,7 +53,7 @@ class ToyStep:
     """A step in flight. Its forward runs when it completes, not before. catch_up: completes all steps whose time has come.
     is_written: its forward has run, and it waits for other ranks."""
 
-    def __init__(self, plan: Plan, ends_s: float | None, catch_up: Callable[[], None]) -> None:
+    def __init__(self, plan: StepPlan, ends_s: float | None, catch_up: Callable[[], None]) -> None:
         self.plan = plan
         self.ends_s = ends_s
         self.is_written = False
@@ -155,7 +155,7 @@ class ToyExecutor:
             device="cpu",
         )
 
-    def launch(self, plan: Plan) -> ToyStep:
+    def launch(self, plan: StepPlan) -> ToyStep:
         step = ToyStep(plan, None if self._pace is None else self._pace.add(plan), self._catch_up)
         self._in_flight.append(step)
         if self._pace is None and not self._manual:
@@ -220,7 +220,7 @@ class ToyExecutor:
             step.ends_s = None  # the last rank to write wakes the others
             self._ranks.wrote(plan.step)
 
-    def _logprobs(self, plan: Plan, tokens: Int32Array) -> tuple[Logprobs, Logprobs]:
+    def _logprobs(self, plan: StepPlan, tokens: Int32Array) -> tuple[Logprobs, Logprobs]:
         """Of the sampled tokens and of the prompts' tokens in this step's chunks, for the rows that ask."""
         rows, told = list[int](), list[TokenLogprob]()
         for row, token in zip(plan.sampled_rows.tolist(), tokens.tolist(), strict=True):
@@ -237,7 +237,7 @@ class ToyExecutor:
                     prompt_told.append(toy_logprob(token, position, alternatives))
         return Logprobs.of(rows, told), Logprobs.of(prompt_rows, prompt_told)
 
-    def _embeddings(self, plan: Plan, tokens: Int32Array) -> dict[int, bytes]:
+    def _embeddings(self, plan: StepPlan, tokens: Int32Array) -> dict[int, bytes]:
         """Of the prompts that are complete, whose rows ask: the token that would follow, as the only dimension. It depends on all
         of their KV."""
         sampled = zip(plan.sampled_rows.tolist(), tokens, strict=True)

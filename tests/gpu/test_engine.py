@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from common.config import EngineConfig, ModelConfig
 from common.errors import ConfigError
-from common.executor import Chunk, Plan, RowStart, StepResult
+from common.executor import Chunk, RowStart, StepPlan, StepResult
 from engine.model_runner import ModelRunner
 from engine.models.decoder import Decoder
 from engine.replay import CudaGraphs
@@ -121,8 +121,8 @@ def test_a_step_is_launched_and_layers_are_reported_while_another_step_runs(
     made = demo(attention=attention, graphs="off", kv_memory="64MiB")
     start = RowStart(0, np.arange(20, dtype=np.int32), GREEDY)
     plans = [
-        Plan(1, starts=(start,), chunks=(Chunk(0, 0, np.arange(300, 500, dtype=np.int32), last=True),)),
-        Plan(2, decode_rows=np.zeros(1, dtype=np.int32)),
+        StepPlan(1, starts=(start,), chunks=(Chunk(0, 0, np.arange(300, 500, dtype=np.int32), last=True),)),
+        StepPlan(2, decode_rows=np.zeros(1, dtype=np.int32)),
     ]
     expected = [made.run(plan).tokens.tolist() for plan in plans]  # memory is allocated, and kernels are loaded
     logits = Decoder.logits
@@ -151,7 +151,7 @@ def test_no_launch_does_what_makes_the_host_wait(attention: str) -> None:
     asked = [random.integers(300, 2000, length).astype(np.int32) for length in (3, 30, 90, 200, 45)]
     sampling = [EVERY_KIND[row % len(EVERY_KIND)] for row in range(len(asked))]
 
-    def launched(plan: Plan) -> StepResult:
+    def launched(plan: StepPlan) -> StepResult:
         with made.on_device():
             torch.cuda.set_sync_debug_mode("error")
             try:

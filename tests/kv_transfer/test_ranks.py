@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from common.executor import Chunk, Plan, RowStart
+from common.executor import Chunk, RowStart, StepPlan
 from common.ids import Incarnation, InstanceId, Int32Array, Ticket
 from common.instance.ports import Transfers
 from common.messages import InstanceInfo, ModelIdentity, RankInfo
@@ -63,7 +63,7 @@ class RankedInstance:
             max_running=2,
         )
 
-    def sample(self, plan: Plan) -> int:
+    def sample(self, plan: StepPlan) -> int:
         """The token of a step of one row, which is the same on all ranks."""
         steps = [toy.launch(plan) for toy in self.toys]
         results = [step.poll() for step in steps]
@@ -76,13 +76,13 @@ class RankedInstance:
         self.steps += 1
         starts = (RowStart(0, pages, SAMPLING),) if begin == 0 else ()
         chunk = Chunk(0, begin, prompt[begin:end], last=end == len(prompt))
-        return self.sample(Plan(self.steps, starts=starts, chunks=(chunk,)))
+        return self.sample(StepPlan(self.steps, starts=starts, chunks=(chunk,)))
 
     def decode(self, pages: Int32Array, tokens: int, last: int) -> int:
         """The token after one that follows a prompt whose KV is in these pages."""
         self.steps += 1
         start = RowStart(0, pages, SAMPLING, length=tokens, last_token=last)
-        return self.sample(Plan(self.steps, starts=(start,), decode_rows=np.zeros(1, dtype=np.int32)))
+        return self.sample(StepPlan(self.steps, starts=(start,), decode_rows=np.zeros(1, dtype=np.int32)))
 
     def close(self) -> None:
         self.transfers.close()

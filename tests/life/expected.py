@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from common.executor import Chunk, Plan, RowStart
+from common.executor import Chunk, RowStart, StepPlan
 from common.ids import Int32Array, pack_ids
 from common.messages import Finished, TokenLogprob
 from common.sampling_params import SamplingParams
@@ -28,8 +28,8 @@ def undisturbed(prompt: Sequence[int], max_tokens: int, temperature: float = 0.0
     ids: Int32Array = np.array(prompt, dtype=np.int32)
     sampling = SamplingParams(max_new_tokens=max_tokens, temperature=temperature, seed=seed)
     start = RowStart(0, np.arange(CONTEXT_PAGES, dtype=np.int32), sampling)
-    plans = [Plan(1, starts=(start,), chunks=(Chunk(0, 0, ids, last=True),))]
-    plans += [Plan(2 + n, decode_rows=np.zeros(1, dtype=np.int32)) for n in range(max_tokens - 1)]
+    plans = [StepPlan(1, starts=(start,), chunks=(Chunk(0, 0, ids, last=True),))]
+    plans += [StepPlan(2 + n, decode_rows=np.zeros(1, dtype=np.int32)) for n in range(max_tokens - 1)]
     results = [executor.launch(plan).poll() for plan in plans]
     return [int(result.tokens[0]) for result in results if result is not None]
 

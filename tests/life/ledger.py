@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from common.executor import Chunk, Plan, RowStart
+from common.executor import Chunk, RowStart, StepPlan
 from common.ids import Int32Array, unpack_ids
 from common.pages.pool import PageLease, PagePool
 from common.pages.radix_cache import CachedPage, Hit
@@ -60,7 +60,7 @@ class Ledger:
                 at = at.before
             alone = ToyExecutor(len(tokens), 1)
             start = RowStart(0, np.arange(len(tokens), dtype=np.int32), SamplingParams(max_new_tokens=1))
-            alone.launch(Plan(1, (start,), (Chunk(0, 0, np.concatenate(tokens), last=False),)))
+            alone.launch(StepPlan(1, (start,), (Chunk(0, 0, np.concatenate(tokens), last=False),)))
             whole = alone.pages[-1]
             if not all(np.array_equal(whole[:, :, toy.heads], toy.pages[cached.page]) for toy in self._toys):
                 wrong.append(cached.page)

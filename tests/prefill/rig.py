@@ -5,7 +5,7 @@ Owns their shapes. Knows no test.
 
 from functools import partial
 
-from common.executor import Plan
+from common.executor import StepPlan
 from common.ids import ROUTER, Generation, Incarnation, InstanceId, pack_ids, unpack_ids
 from common.instance.ports import Action, Decision, RouterJoined
 from common.messages import Generate, Grant, Handoff, Reserve
@@ -60,7 +60,7 @@ def handoffs(actions: list[Action]) -> list[Handoff]:
     return [message for message in messages(actions) if isinstance(message, Handoff)]
 
 
-def spans(plan: Plan | None) -> list[tuple[int, int, bool]]:
+def spans(plan: StepPlan | None) -> list[tuple[int, int, bool]]:
     assert plan is not None
     return [(chunk.start, chunk.start + len(chunk.token_ids), chunk.last) for chunk in plan.chunks]
 

@@ -2,7 +2,7 @@
 
 from msgspec.structs import replace
 
-from common.executor import Plan
+from common.executor import StepPlan
 from common.ids import ROUTER, Ticket
 from common.messages import Cancel, Generate
 from common.messages.transfers import Push, PushDone
@@ -14,7 +14,7 @@ from tests.schedulers import deltas, is_home
 PAGE = LAYOUT.page_size
 
 
-def served(made: PrefillScheduler, request: Generate, token: int = 5) -> Plan:
+def served(made: PrefillScheduler, request: Generate, token: int = 5) -> StepPlan:
     """The request is computed in one chunk and handed off. Returns the plan."""
     _, decision = begun(request, made, is_granted=True)
     plan = decision.plan

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from common.errors import BadRequest
-from common.executor import Logprobs, Plan, StepResult
+from common.executor import Logprobs, StepPlan, StepResult
 from common.ids import ROUTER, InstanceId, pack_ids, unpack_ids
 from common.instance.ports import Prepare, Prepared, Send
 from common.messages import (
@@ -276,7 +276,7 @@ def test_a_request_that_is_cancelled_while_its_grammar_is_made_ready_is_over() -
 TOKENS = 19
 
 
-def reported(plan: Plan | None, tokens: list[int], sampling: SamplingParams) -> StepResult:
+def reported(plan: StepPlan | None, tokens: list[int], sampling: SamplingParams) -> StepResult:
     """The step came back, with what its only row asks for."""
     plain = result(plan, tokens)
     (chunk,) = plain.plan.chunks

@@ -9,7 +9,7 @@ from functools import partial
 from typing import NoReturn
 
 from common.errors import BadRequest, TandemError, Unavailable
-from common.executor import EngineDescription, Executor, ExecutorFailed, Plan, Preparation, StepHandle, StepResult
+from common.executor import EngineDescription, Executor, ExecutorFailed, Preparation, StepHandle, StepPlan, StepResult
 from common.ids import Int32Array
 from common.instance.ranks.leader import FollowerLine, Followers
 from common.instance.ranks.line import RankLost, digest_tokens
@@ -104,7 +104,7 @@ class RankedExecutor:
     def description(self) -> EngineDescription:
         return self._own.description
 
-    def launch(self, plan: Plan) -> RankedStep:
+    def launch(self, plan: StepPlan) -> RankedStep:
         self._send_dropped()
         self._followers.launch(plan, lambda grammar: self._numbers[id(grammar)])
         return RankedStep(self._own.launch(plan), plan.step, self._followers)

@@ -12,7 +12,7 @@ from typing import assert_never
 
 from msgspec.structs import replace
 
-from common.executor import Plan
+from common.executor import StepPlan
 from common.ids import InstanceId
 from common.instance.ports import Mail
 from common.instance.ranks.line import PING_S, SILENCE_S, RankLine, RankLost, Refusals, pack_plan
@@ -129,7 +129,7 @@ class Followers:
             if name in self._by_name:
                 raise RankLost(f"{self._by_name[name].line.who} is gone")
 
-    def launch(self, plan: Plan, grammar_id: Callable[[Grammar], int]) -> None:
+    def launch(self, plan: StepPlan, grammar_id: Callable[[Grammar], int]) -> None:
         """grammar_id: of a grammar that was prepared."""
         launch = pack_plan(plan, grammar_id)
         for follower in self._all:

@@ -16,7 +16,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from common.errors import TandemError
-from common.executor import Chunk, Plan, RowStart
+from common.executor import Chunk, RowStart, StepPlan
 from common.ids import InstanceId, Int32Array, pack_ids, unpack_ids
 from common.instance.ports import Mail
 from common.messages.ranks import (
@@ -92,7 +92,7 @@ class RankLine:
         return max(self._offsets_s, default=None)
 
 
-def pack_plan(plan: Plan, grammar_id: Callable[[Grammar], int]) -> Launch:
+def pack_plan(plan: StepPlan, grammar_id: Callable[[Grammar], int]) -> Launch:
     """grammar_id: the number of a grammar that the followers hold."""
     return Launch(
         step=plan.step,
@@ -104,9 +104,9 @@ def pack_plan(plan: Plan, grammar_id: Callable[[Grammar], int]) -> Launch:
     )
 
 
-def unpack_plan(message: Launch, grammars: Mapping[int, Grammar]) -> Plan:
+def unpack_plan(message: Launch, grammars: Mapping[int, Grammar]) -> StepPlan:
     """grammars: those that this rank holds. Raises RankLost for a row with another one."""
-    return Plan(
+    return StepPlan(
         step=message.step,
         starts=tuple(_unpack_start(start, grammars) for start in message.starts),
         chunks=tuple(Chunk(chunk.row, chunk.start, unpack_ids(chunk.token_ids), chunk.last) for chunk in message.chunks),

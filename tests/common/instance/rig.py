@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from common.executor import EngineDescription, Plan, StepResult
+from common.executor import EngineDescription, StepPlan, StepResult
 from common.ids import ROUTER, AttemptId, InstanceId, Int32Array
 from common.instance.membership import Memberships
 from common.instance.ports import Action, Decision, Event, LayersDone, Prepared, Report, RouterJoined, Scheduler
@@ -53,7 +53,7 @@ class FakeStep:
 
 class FakeExecutor:
     def __init__(self) -> None:
-        self.steps: deque[tuple[Plan, FakeStep]] = deque()
+        self.steps: deque[tuple[StepPlan, FakeStep]] = deque()
         self.now = self.prepared_s = 0.0
         self.prepared_for: list[str] = []
 
@@ -61,7 +61,7 @@ class FakeExecutor:
     def description(self) -> EngineDescription:
         return engine()
 
-    def launch(self, plan: Plan) -> FakeStep:
+    def launch(self, plan: StepPlan) -> FakeStep:
         self.steps.append((plan, FakeStep()))
         return self.steps[-1][1]
 
@@ -131,7 +131,7 @@ class FakeScheduler:
         if self.steps_to_plan == 0:
             return Decision(None, [])
         self.steps_to_plan -= 1
-        return Decision(Plan(1), [], follows_layers=True)
+        return Decision(StepPlan(1), [], follows_layers=True)
 
     def next_deadline(self) -> float | None:
         return self.deadline_s

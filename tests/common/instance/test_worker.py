@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.errors import BadRequest, PeerRefused, TransferError
-from common.executor import Chunk, Plan
+from common.executor import Chunk, StepPlan
 from common.ids import DETOKENIZER, ROUTER, Incarnation, InstanceId, Ticket, pack_ids, text_name
 from common.instance.membership import ABANDON_AFTER_S
 from common.instance.ports import Prepare
@@ -334,9 +334,9 @@ WORK = ((0, 1), (500, 0), (0, 60), (8000, 0), (0, 20), (2000, 30))
 """Chunk tokens and decode rows of some steps."""
 
 
-def plan(tokens: int, rows: int) -> Plan:
+def plan(tokens: int, rows: int) -> StepPlan:
     chunks = (Chunk(0, 0, np.zeros(tokens, dtype=np.int32), last=True),) if tokens else ()
-    return Plan(0, chunks=chunks, decode_rows=np.zeros(rows, dtype=np.int32))
+    return StepPlan(0, chunks=chunks, decode_rows=np.zeros(rows, dtype=np.int32))
 
 
 class Engine:
@@ -355,7 +355,7 @@ class Engine:
         return self.meter.read()
 
 
-def seconds(work: Plan) -> float:
+def seconds(work: StepPlan) -> float:
     return COST.seconds(work.chunk_tokens, len(work.decode_rows))
 
 

@@ -15,7 +15,7 @@ from common.pages.layout import KVDtype
 from engine import backends as choice
 from engine.backends import (
     AttentionNeeds,
-    Host,
+    FlashInferHost,
     check_attention,
     check_device,
     flashinfer_refusal,
@@ -35,7 +35,7 @@ from tests.engine.attention.steps import Shape
 from tests.engine.checkpoints import qwen3, saved
 from tests.engine.exact import runner
 
-H100 = Host(capability=(9, 0), version="0.6.4")
+H100 = FlashInferHost(capability=(9, 0), version="0.6.4")
 
 
 def needs(dtype: torch.dtype = torch.bfloat16, kv_dtype: KVDtype = "bfloat16", head_dim: int = 128) -> AttentionNeeds:
@@ -64,7 +64,7 @@ def test_flashinfer_takes_half_precision_over_the_same_or_fp8_pages(supported: A
     ],
 )
 def test_what_flashinfer_does_not_support_is_named_with_the_fix(
-    refused: AttentionNeeds, host: Host, reason: str, fix: str
+    refused: AttentionNeeds, host: FlashInferHost, reason: str, fix: str
 ) -> None:
     refusal = flashinfer_refusal(refused.memory.layout, refused.dtype, host)
     assert refusal is not None

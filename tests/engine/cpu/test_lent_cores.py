@@ -16,7 +16,7 @@ import torch
 
 from common.config import EngineConfig, ModelConfig
 from common.errors import ConfigError
-from common.executor import Plan, StepResult
+from common.executor import StepPlan, StepResult
 from common.sampling_params import SamplingParams
 from engine.cpu import lent_cores
 from engine.cpu.lent_cores import COMPUTING, GRACE_NS, LOOK_AGAIN_NS, SLOT_BYTES, TAKE_AGAIN_NS, LentCores, make_file
@@ -228,7 +228,7 @@ def write_second_slot(path: Path, threads: int, state: int) -> None:
         file.write(struct.pack("qq", threads, state))
 
 
-def finished(executor: TorchExecutor, plan: Plan) -> StepResult:
+def finished(executor: TorchExecutor, plan: StepPlan) -> StepResult:
     handle = executor.launch(plan)
     until = time.monotonic() + 60
     while (result := handle.poll()) is None:

@@ -12,7 +12,7 @@ from common.host import HostMemory
 from engine.backends import make_kernels
 from engine.cpu.products import Packed, PackedProduct, float_products
 from engine.models import linear as packing
-from engine.models.linear import ROWS, Measured, PackedLinear, measure, pack_all
+from engine.models.linear import ROWS, MeasuredProduct, PackedLinear, measure, pack_all
 from tests.engine.checkpoints import VOCAB, llama, qwen3, saved
 from tests.engine.exact import answers, assert_exact, runner
 from tests.engine.ranks import answers_of_ranks
@@ -42,7 +42,7 @@ def layer(outputs: int, inputs: int, *, shared: bool = False) -> PackedLinear:
 
 def measures(monkeypatch: pytest.MonkeyPatch, packed: dict[int, float]) -> None:
     """The first product is the fastest, with these times."""
-    monkeypatch.setattr(packing, "measure", lambda samples, products: Measured(products[0], packed))
+    monkeypatch.setattr(packing, "measure", lambda samples, products: MeasuredProduct(products[0], packed))
 
 
 @pytest.mark.parametrize(
@@ -58,7 +58,7 @@ def measures(monkeypatch: pytest.MonkeyPatch, packed: dict[int, float]) -> None:
 def test_the_faster_product_is_used_where_both_weights_are_there(
     packed: dict[int, float], keeps_weight: bool, uses: set[int]
 ) -> None:
-    measured = Measured(Unused(), packed)
+    measured = MeasuredProduct(Unused(), packed)
     rows = measured.packed_rows(keeps_weight)
     assert {count for count in (1, 2, 8, 16, 32, 100, 256, 5000) if count in rows} == uses
     fastest = {count: min(packed[count], 1.0) for count in ROWS}
@@ -66,7 +66,7 @@ def test_the_faster_product_is_used_where_both_weights_are_there(
 
 
 def test_the_range_of_packed_rows_is_the_best_one_where_no_range_is_right_for_all() -> None:
-    measured = Measured(Unused(), {1: 0.5, 8: 1.1, 16: 0.6, 32: 2.0, 256: 0.9})
+    measured = MeasuredProduct(Unused(), {1: 0.5, 8: 1.1, 16: 0.6, 32: 2.0, 256: 0.9})
     assert [count in measured.packed_rows(keeps_weight=True) for count in ROWS] == [True, True, True, False, False]
 
 
@@ -96,9 +96,9 @@ def test_the_fastest_product_is_measured_and_the_threads_stay(order: int) -> Non
 def test_some_of_each_large_weight_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[tuple[int, ...]] = []
 
-    def heard(samples: Sequence[Tensor], products: Sequence[PackedProduct]) -> Measured:
+    def heard(samples: Sequence[Tensor], products: Sequence[PackedProduct]) -> MeasuredProduct:
         seen.extend(tuple(sample.shape) for sample in samples)
-        return Measured(products[0], FASTER_PLAIN)
+        return MeasuredProduct(products[0], FASTER_PLAIN)
 
     monkeypatch.setattr(packing, "measure", heard)
     layers = [layer(16, 16), layer(512, 256), layer(4096, 1000), layer(4, 70_016), layer(64, 70_016), *[layer(512, 128)] * 40]
@@ -182,7 +182,7 @@ def test_models_give_the_answers_of_transformers_by_each_product(
 ) -> None:
     monkeypatch.setattr(packing, "_LEAST_ITEMS", 0)
     monkeypatch.setattr(packing, "_LEAST_OUTPUTS", 0)
-    monkeypatch.setattr(packing, "measure", lambda samples, products: Measured(product, measured))
+    monkeypatch.setattr(packing, "measure", lambda samples, products: MeasuredProduct(product, measured))
     model = (
         llama(attention_bias=True, mlp_bias=True, tie_word_embeddings=True) if ranks == 1 else qwen3(tie_word_embeddings=False)
     )

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from engine.cpu.build import LISTENING
 from engine.cpu.kernels import NativeKernels, load_native_kernels
-from engine.replay import CannotRecord, Recorder, Recording, load_recorder
+from engine.replay import CallRecorder, CannotRecord, Recording, load_recorder
 
 KERNELS, FOUND = load_native_kernels(), load_recorder()
 pytestmark = pytest.mark.skipif(KERNELS is None or FOUND is None, reason="there is no C compiler")
@@ -25,7 +25,7 @@ def _inference() -> Iterator[None]:
 
 
 @pytest.fixture
-def recorder() -> Recorder:
+def recorder() -> CallRecorder:
     made = load_recorder()
     assert made is not None
     return made
@@ -46,7 +46,7 @@ def deep(x: Tensor, weight: Tensor, between: Callable[[int], None]) -> Tensor:
     return kernels().silu_and_mul(x)
 
 
-def recorded(recorder: Recorder, rows: int) -> tuple[Tensor, Tensor, Recording]:
+def recorded(recorder: CallRecorder, rows: int) -> tuple[Tensor, Tensor, Recording]:
     x, weight = torch.zeros(rows, WIDTH), 1 + torch.arange(WIDTH) / WIDTH
     return x, weight, recorder.record(lambda between: (deep(x, weight, between),))
 
@@ -60,14 +60,14 @@ def ignored(_: int) -> None:
     pass
 
 
-def test_it_computes_what_the_function_does_from_what_its_tensors_hold_then(recorder: Recorder) -> None:
+def test_it_computes_what_the_function_does_from_what_its_tensors_hold_then(recorder: CallRecorder) -> None:
     x, weight, recording = recorded(recorder, 7)
     for seed in range(4):
         x.copy_(torch.randn(7, WIDTH, generator=torch.Generator().manual_seed(seed)))
         assert torch.equal(run(recording), deep(x, weight, ignored))
 
 
-def test_nothing_is_computed_while_it_is_recorded(recorder: Recorder) -> None:
+def test_nothing_is_computed_while_it_is_recorded(recorder: CallRecorder) -> None:
     rows, length = torch.arange(3), torch.tensor([5, 6, 7, 0])
     table = torch.zeros(4, 9, dtype=torch.int32)
     recording = recorder.record(lambda _: (kernels().decode_inputs(rows, length, length, table, 2, 3)[1],))
@@ -76,7 +76,7 @@ def test_nothing_is_computed_while_it_is_recorded(recorder: Recorder) -> None:
     assert run(recording).tolist() == [6, 7, 8]
 
 
-def test_others_have_their_say_where_the_function_let_them(recorder: Recorder) -> None:
+def test_others_have_their_say_where_the_function_let_them(recorder: CallRecorder) -> None:
     x, _, recording = recorded(recorder, 3)
     x.normal_()
     expected = run(recording).clone()
@@ -84,7 +84,7 @@ def test_others_have_their_say_where_the_function_let_them(recorder: Recorder) -
     assert torch.equal(run(recording, lambda: said.append(1)), expected) and len(said) == 5
 
 
-def test_it_runs_on_the_threads_that_torch_has_by_then(recorder: Recorder) -> None:
+def test_it_runs_on_the_threads_that_torch_has_by_then(recorder: CallRecorder) -> None:
     x, weight, recording = recorded(recorder, 2000)
     x.normal_()
     before = torch.get_num_threads()
@@ -98,7 +98,7 @@ def test_it_runs_on_the_threads_that_torch_has_by_then(recorder: Recorder) -> No
         torch.set_num_threads(before)
 
 
-def test_recordings_of_many_sizes_do_not_disturb_each_other_and_outlive_their_recorder(recorder: Recorder) -> None:
+def test_recordings_of_many_sizes_do_not_disturb_each_other_and_outlive_their_recorder(recorder: CallRecorder) -> None:
     made = [recorded(recorder, rows) for rows in (1, 2, 3, 5, 8, 64, 65, 300)]
     del recorder
     gc.collect()
@@ -110,7 +110,7 @@ def test_recordings_of_many_sizes_do_not_disturb_each_other_and_outlive_their_re
     assert all(each.isnan().all() for each in filler), "nobody else's memory is written"
 
 
-def test_sizes_share_memory(recorder: Recorder) -> None:
+def test_sizes_share_memory(recorder: CallRecorder) -> None:
     """Of the many tensors of a deep function only those that are alive together take some, and small sizes take that of the
     largest, which came first."""
     recorded(recorder, 64)
@@ -121,7 +121,7 @@ def test_sizes_share_memory(recorder: Recorder) -> None:
     assert sum(len(block) for block in recorder._memory._blocks.values()) == largest
 
 
-def test_a_view_keeps_the_memory_of_its_tensor(recorder: Recorder) -> None:
+def test_a_view_keeps_the_memory_of_its_tensor(recorder: CallRecorder) -> None:
     x, weight = torch.randn(4, WIDTH), torch.ones(WIDTH)
 
     def function(_: Callable[[int], None]) -> Tensor:
@@ -133,7 +133,7 @@ def test_a_view_keeps_the_memory_of_its_tensor(recorder: Recorder) -> None:
     assert torch.equal(run(recorder.record(lambda between: (function(between),))), expected)
 
 
-def test_several_results_do_not_share_memory(recorder: Recorder) -> None:
+def test_several_results_do_not_share_memory(recorder: CallRecorder) -> None:
     x, weight = torch.randn(4, WIDTH), torch.ones(WIDTH)
     recording = recorder.record(lambda _: (kernels().rms_norm(x, weight, EPS), kernels().likeliest(x)))
     normed, likeliest = recording.run()
@@ -156,7 +156,7 @@ def test_several_results_do_not_share_memory(recorder: Recorder) -> None:
         ("of nothing", lambda x: torch.empty(0, 3) + 1),
     ],
 )
-def test_what_torch_computes_is_refused_and_named(recorder: Recorder, name: str, compute: Callable[[Tensor], Tensor]) -> None:
+def test_what_torch_computes_is_refused_and_named(recorder: CallRecorder, name: str, compute: Callable[[Tensor], Tensor]) -> None:
     x, weight = torch.zeros(3, WIDTH), torch.ones(WIDTH)
     with pytest.raises(CannotRecord):
         recorder.record(lambda _: (kernels().rms_norm(compute(kernels().rms_norm(x, weight, EPS)), weight, EPS),))

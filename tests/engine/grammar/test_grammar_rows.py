@@ -9,7 +9,7 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from common.config import EngineConfig, ModelConfig
-from common.executor import Chunk, Plan, RowStart
+from common.executor import Chunk, RowStart, StepPlan
 from common.ids import Int32Array
 from common.model_path import resolve_model_path
 from common.sampling_params import Grammar, SamplingParams
@@ -76,7 +76,7 @@ def handed_off(runner: ModelRunner, given: list[Int32Array]) -> list[list[int]]:
     pages = [np.arange(width * row, width * (row + 1), dtype=np.int32) for row in range(rows)]
     starts = [RowStart(row, pages[row], ASKED[row], token_ids=given[row]) for row in range(rows)]
     chunks = [Chunk(row, 0, given[row], last=True) for row in range(rows)]
-    answers = [[token] for token in runner.run(Plan(1, starts=tuple(starts), chunks=tuple(chunks))).tokens.tolist()]
+    answers = [[token] for token in runner.run(StepPlan(1, starts=tuple(starts), chunks=tuple(chunks))).tokens.tolist()]
     moved = [
         RowStart(
             row=7 - row,
@@ -91,7 +91,7 @@ def handed_off(runner: ModelRunner, given: list[Int32Array]) -> list[list[int]]:
     ]
     decode_rows = np.array([7 - row for row in range(rows)], dtype=np.int32)
     for step in range(TOKENS - 1):
-        result = runner.run(Plan(2 + step, starts=tuple(moved) if step == 0 else (), decode_rows=decode_rows))
+        result = runner.run(StepPlan(2 + step, starts=tuple(moved) if step == 0 else (), decode_rows=decode_rows))
         for answer, token in zip(answers, result.tokens.tolist(), strict=True):
             answer.append(token)
     return answers

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from common.executor import Chunk, Plan, RowStart
+from common.executor import Chunk, RowStart, StepPlan
 from engine.model_runner import ModelRunner
 from tests.engine.checkpoints import VOCAB, llama, mistral, mixtral, qwen2, qwen3, qwen3_moe, saved
 from tests.engine.exact import GREEDY, Answer, answers, assert_exact, recorded_logits, runner
@@ -63,14 +63,14 @@ def handed_over(prefill: ModelRunner, decode: ModelRunner) -> list[Answer]:
             source = np.arange(layout.pages_for(length), dtype=np.int32)[::-1].copy()
             begin = RowStart(row, source, GREEDY)
             chunk = Chunk(row, 0, answer.prompt, last=True)
-            answer.tokens += prefill.run(Plan(row, starts=(begin,), chunks=(chunk,))).tokens.tolist()
+            answer.tokens += prefill.run(StepPlan(row, starts=(begin,), chunks=(chunk,))).tokens.tolist()
             answer.logits.append(calls[-1][0].clone())
             target = np.array([next(free) for _ in range(layout.pages_for(length + TOKENS))], dtype=np.int32)
             pages_of(decode)[target[: len(source)]] = pages_of(prefill)[source]
             starts.append(RowStart(row, target, GREEDY, length, last_token=answer.tokens[0]))
         rows = np.arange(len(given), dtype=np.int32)
         for step in range(TOKENS - 1):
-            result = decode.run(Plan(step, starts=tuple(starts) if step == 0 else (), decode_rows=rows))
+            result = decode.run(StepPlan(step, starts=tuple(starts) if step == 0 else (), decode_rows=rows))
             for answer, token, logits in zip(given, result.tokens.tolist(), calls[-1], strict=True):
                 answer.tokens.append(token)
                 answer.logits.append(logits.clone())

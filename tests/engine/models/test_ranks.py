@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from common.errors import ConfigError
-from common.executor import Plan, StepResult
+from common.executor import StepPlan, StepResult
 from common.sampling_params import SamplingParams
 from engine.checkpoint import read_weights
 from engine.models import registry
@@ -181,7 +181,7 @@ def test_sampled_answers_and_log_probabilities_of_prompts_are_those_of_one_rank(
     def sampled(group: Group | None) -> tuple[list[list[int]], list[float]]:
         made, told = runner(path) if group is None else runner_of(path, group, agree), list[float]()
 
-        def run(plan: Plan) -> StepResult:
+        def run(plan: StepPlan) -> StepResult:
             result = made.run(plan)
             told.extend(token.logprob for tokens in result.prompt_logprobs.by_row().values() for token in tokens)
             return result

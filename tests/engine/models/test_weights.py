@@ -9,7 +9,7 @@ from torch import Tensor
 
 from common.errors import ConfigError
 from engine.models.linear import Linear, PackedLinear
-from engine.models.weights import Part, WeightSlots
+from engine.models.weights import WeightPart, WeightSlots
 from engine.torch_kernels import TorchKernels
 
 CPU = torch.device("cpu")
@@ -19,7 +19,7 @@ def slots_of(dtype: torch.dtype = torch.float32) -> tuple[WeightSlots, Tensor, L
     """A norm, and a merged layer of two parts."""
     slots = WeightSlots(dtype, CPU, TorchKernels())
     norm = slots.tensor("norm.weight", 4)
-    linear = slots.linear([Part("a", 2), Part("b", 3)], inputs=4, bias=True)
+    linear = slots.linear([WeightPart("a", 2), WeightPart("b", 3)], inputs=4, bias=True)
     assert isinstance(linear, Linear | PackedLinear) and linear.weight is not None
     return slots, norm, Linear(linear.weight, linear.bias)
 
@@ -105,7 +105,7 @@ def test_random_weights_depend_on_the_seed_and_the_name_only() -> None:
     assert not torch.equal(made[0], made[2])
     assert len({float(number) for number in made[0].flatten()}) == made[0].numel(), "no two parts are alike"
     other = WeightSlots(torch.float32, CPU, TorchKernels())
-    alone = other.linear([Part("b", 3)], inputs=4, bias=False)
+    alone = other.linear([WeightPart("b", 3)], inputs=4, bias=False)
     other.fill_random()
     assert isinstance(alone, Linear | PackedLinear) and alone.weight is not None
     assert torch.equal(alone.weight, made[0][2:])

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from common.errors import TandemError
-from common.executor import EngineDescription, Plan, RowStart, StepResult
+from common.executor import EngineDescription, RowStart, StepPlan, StepResult
 from common.ids import Int32Array
 from common.sampling_params import Grammar, SamplingParams
 from engine.grammar import masks as grammar_rows
@@ -47,7 +47,7 @@ class GrammarExecutor:
     def description(self) -> EngineDescription:
         return engine()
 
-    def launch(self, plan: Plan) -> DoneStep:
+    def launch(self, plan: StepPlan) -> DoneStep:
         if plan.starts:
             self.processor.start(plan.starts)
         rows = plan.sampled_rows
@@ -95,7 +95,7 @@ class Leader:
     def step(self, rows: Sequence[int], starts: Sequence[RowStart] = ()) -> None:
         """Raises RankLost when ranks differ."""
         self._step += 1
-        plan = Plan(self._step, starts=tuple(starts), decode_rows=np.array(rows, dtype=np.int32))
+        plan = StepPlan(self._step, starts=tuple(starts), decode_rows=np.array(rows, dtype=np.int32))
         handle = self.rig.executor.launch(plan)
         self.rig.turn()
         result = handle.poll()

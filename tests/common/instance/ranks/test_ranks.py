@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.errors import BadRequest
-from common.executor import Chunk, ExecutorFailed, Plan, Preparation, RowStart, StepResult, take_prepared
+from common.executor import Chunk, ExecutorFailed, Preparation, RowStart, StepPlan, StepResult, take_prepared
 from common.ids import ROUTER, AttemptId, Incarnation, InstanceId, RequestId, Ticket
 from common.instance.ranks.leader import PROOF_S
 from common.instance.ranks.line import PING_S, SILENCE_S, RankLost, pack_plan, unpack_plan
@@ -36,15 +36,15 @@ PAGES = np.array([5, 7], dtype=np.int32)
 EMPTY = np.empty(0, dtype=np.int32)
 
 
-def decode_step(step: int = 1) -> Plan:
-    return Plan(step, decode_rows=np.array([0, 2], dtype=np.int32))
+def decode_step(step: int = 1) -> StepPlan:
+    return StepPlan(step, decode_rows=np.array([0, 2], dtype=np.int32))
 
 
 def test_a_plan_arrives_as_it_was_sent_with_the_grammars_that_the_rank_holds() -> None:
     held = Grammar("regex", "a")
     sampling = SamplingParams(max_new_tokens=3, seed=9, grammar=held, bad_words=((1, 2),))
     tokens = np.arange(5, dtype=np.int32)
-    plan = Plan(
+    plan = StepPlan(
         3,
         starts=(RowStart(0, PAGES, sampling, 4, 11, tokens, 2), RowStart(1, EMPTY, SamplingParams(max_new_tokens=1))),
         chunks=(Chunk(1, 0, tokens, last=False),),
