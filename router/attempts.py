@@ -112,12 +112,12 @@ class Attempt:
         self._asked_where = False
         self._answers: dict[int, dict[Member, int | None]] = {}
         """What members answered since the last token, by the round of probes: one may be slower than another by some rounds."""
-        self.was_told_again = False
+        self.is_repeated = False
         """Its tokens were asked for again, none has come since, and no later round has shown that nothing is missing."""
         self.seemed_lost = False
         """Something has said since the last token that messages were lost: a gap in the text, or a round of probes."""
         self._was_opened_again = False
-        self._told_round = 0
+        self._repeat_round = 0
         """The latest round that began before that."""
 
     @property
@@ -139,7 +139,7 @@ class Attempt:
         return (self.decode,) if self.tokens >= 2 else (self.first, self.decode)
 
     @property
-    def tellers(self) -> tuple[Member, ...]:
+    def possible_senders(self) -> tuple[Member, ...]:
         """Who may know its tokens from the next one on, or its ending: any candidate, while it is not known who decodes."""
         return self.members if self.decode is None else self.needed
 
@@ -159,7 +159,7 @@ class Attempt:
         self._bearer.growth_tokens -= self._growth_tokens
         decode.growth_tokens += self._growth_tokens
         self._bearer = decode
-        self.was_told_again = False
+        self.is_repeated = False
         self._answers.clear()
 
     def advance(self, tokens: int, now: float) -> None:
@@ -184,15 +184,15 @@ class Attempt:
     def restart_silence(self, now: float) -> None:
         """Count its silence from now: a token came, or none could come until now."""
         self.silent_since_s = now
-        self.was_told_again = self.seemed_lost = False
+        self.is_repeated = self.seemed_lost = False
         self._answers.clear()
 
-    def start_again(self, now: float, told_round: int) -> None:
+    def start_again(self, now: float, repeat_round: int) -> None:
         """Count its silence from now: its tokens are asked for again. What members answer in rounds up to this one decides
         nothing."""
         self.silent_since_s = now
-        self.was_told_again = self._was_opened_again = True
-        self._told_round = told_round
+        self.is_repeated = self._was_opened_again = True
+        self._repeat_round = repeat_round
         self._answers.clear()
 
     def withdraw(self) -> list[Send]:
@@ -256,13 +256,13 @@ class Attempt:
         if len(self._answers) > ROUNDS:
             del self._answers[min(self._answers)]
         is_suspect = self._is_suspect(known)
-        if self.was_told_again:
-            if round_ <= self._told_round or len(known) < len(self.needed):
+        if self.is_repeated:
+            if round_ <= self._repeat_round or len(known) < len(self.needed):
                 return Loss.NONE
-            self.was_told_again = is_suspect
+            self.is_repeated = is_suspect
         if not is_suspect:
             return Loss.NONE
-        is_proven = self.was_told_again and self.seemed_lost
+        is_proven = self.is_repeated and self.seemed_lost
         self.seemed_lost = True
         return Loss.PROVEN if is_proven else Loss.SEEMS
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
 from random import Random
-from typing import Literal, Protocol
+from typing import Literal
 
 from common.ids import AttemptId, InstanceId, Life, Role
 from common.messages import Counters, Heartbeat, InstanceInfo, LinkState, Load
@@ -259,65 +259,45 @@ class Lag:
         return True
 
 
-class Pool(Protocol):
-    """Members from which one can draw by number: a list or a line."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, number: int, /) -> Member: ...
-
-    def __iter__(self) -> Iterator[Member]: ...
-
-
 _order = attrgetter("order")
 _capacity = attrgetter("capacity_tokens")
 
 
-class Line:
-    """Members in the order of their memory and names, those with the least memory first."""
+class Line(list[Member]):
+    """Members in the order of their memory and names, those with the least memory first. Changed by `add` and `discard` only."""
 
     def __init__(self) -> None:
-        self._members: list[Member] = []
+        super().__init__()
         self._known: set[Member] = set()
         self.changes = 0
         """How often a member came or went."""
 
-    def __len__(self) -> int:
-        return len(self._members)
-
-    def __iter__(self) -> Iterator[Member]:
-        return iter(self._members)
-
-    def __contains__(self, member: Member) -> bool:
+    def __contains__(self, member: object) -> bool:
         return member in self._known
-
-    def __getitem__(self, number: int) -> Member:
-        return self._members[number]
 
     def add(self, member: Member) -> None:
         """Idempotent."""
         if member not in self._known:
             self._known.add(member)
-            insort(self._members, member, key=_order)
+            insort(self, member, key=_order)
             self.changes += 1
 
     def discard(self, member: Member) -> None:
         """Idempotent."""
         if member in self._known:
             self._known.remove(member)
-            del self._members[bisect_left(self._members, member.order, key=_order)]
+            del self[bisect_left(self, member.order, key=_order)]
             self.changes += 1
 
     def holding(self, tokens: int) -> Sequence[Member]:
         """Those whose memory holds so many tokens when it is empty."""
-        first = bisect_left(self._members, tokens, key=_capacity)
-        return self._members[first:] if first else self._members
+        first = bisect_left(self, tokens, key=_capacity)
+        return self[first:] if first else self
 
     def after(self, last: Member | None) -> Iterator[Member]:
         """All of them, each once, from the one behind this member on. None: from the first."""
-        line = self._members
-        first = 0 if last is None else bisect_right(line, last.order, key=_order)
-        return (line[number % len(line)] for number in range(first, first + len(line)))
+        first = 0 if last is None else bisect_right(self, last.order, key=_order)
+        return (self[number % len(self)] for number in range(first, first + len(self)))
 
 
 class Candidates:
@@ -350,7 +330,7 @@ class Candidates:
         member.chosen = self._choices
         self.latest[member.info.role] = member
 
-    def some(self, members: Pool, most: int) -> list[Member]:
+    def some(self, members: Sequence[Member], most: int) -> list[Member]:
         """Random ones, in random order; all of them, if there are no more than so many."""
         count, random = len(members), self._random.random
         if count < 2 * most:

@@ -24,14 +24,14 @@ from typing import TypeAlias
 from common.config import PolicyName
 from common.ids import Role
 from router.cost import Demand, decode_cost_s, predict_ttft, prefill_cost_s, single_estimate
-from router.members import Candidates, Member, Pool
+from router.members import Candidates, Member
 
 CANDIDATES = 4
 """How many decode instances a placement names: the next one is asked when the best has no room by then."""
 
 Suits: TypeAlias = Callable[[Member], bool]
 """Whether a member can serve the request."""
-Policy: TypeAlias = Callable[[Pool, Suits, Demand, Member | None], Iterator[Sequence[Member]]]
+Policy: TypeAlias = Callable[[Sequence[Member], Suits, Demand, Member | None], Iterator[Sequence[Member]]]
 """Yields the members of the pool that suit, in groups that are not empty, each with its best member first. A caller that can use
 nobody of a group takes the next one; together the groups hold all that suit. The last argument is the prefill member that is to
 push KV to them; None for prefill members, and for a decode member that is to serve the request alone."""
@@ -55,7 +55,7 @@ class Sampled:
         self._rank_of = rank_of
         self._drawn, self._deepest, self._compared = drawn, deepest, compared
 
-    def __call__(self, pool: Pool, suits: Suits, demand: Demand, source: Member | None) -> Iterator[Sequence[Member]]:
+    def __call__(self, pool: Sequence[Member], suits: Suits, demand: Demand, source: Member | None) -> Iterator[Sequence[Member]]:
         some = [member for member in self._candidates.some(pool, self._drawn) if suits(member)]
         if self._deepest:
             some = list(dict.fromkeys([*some, *demand.overlap.deepest(self._role, self._deepest, suits)]))
@@ -165,7 +165,7 @@ class Ring:
             self._points += points
         self._points.sort()
 
-    def order(self, key: str, pool: Pool) -> Iterator[Member]:
+    def order(self, key: str, pool: Sequence[Member]) -> Iterator[Member]:
         """Every member once, in the order of this key; if few are in the pool, only these."""
         (start,) = _hash(key, 1)
         if len(pool) ** 2 < len(self._members):
@@ -202,7 +202,7 @@ class BySession:
         self._changes = -1
         """Changes of the line when the ring got its members."""
 
-    def __call__(self, pool: Pool, suits: Suits, demand: Demand, source: Member | None) -> Iterator[Sequence[Member]]:
+    def __call__(self, pool: Sequence[Member], suits: Suits, demand: Demand, source: Member | None) -> Iterator[Sequence[Member]]:
         if not demand.session:
             return self._without_session(pool, suits, demand, source)
         if self._changes != self._line.changes:
@@ -217,7 +217,7 @@ class RoundRobin:
     def __init__(self, candidates: Candidates, role: Role) -> None:
         self._candidates, self._role = candidates, role
 
-    def __call__(self, pool: Pool, suits: Suits, demand: Demand, source: Member | None) -> Iterator[Sequence[Member]]:
+    def __call__(self, pool: Sequence[Member], suits: Suits, demand: Demand, source: Member | None) -> Iterator[Sequence[Member]]:
         line, latest = self._candidates.lines[self._role], self._candidates.latest.get(self._role)
         return _grouped(filter(suits, line.after(latest)))
 

@@ -164,7 +164,7 @@ class Retelling:
     def gap(self, attempt: Attempt) -> None:
         """Text came that does not follow what came before."""
         attempt.seemed_lost = True
-        if not attempt.was_told_again:
+        if not attempt.is_repeated:
             self.tell_again([attempt])
 
     def _open_again(self, now: float) -> list[Send]:
@@ -183,7 +183,7 @@ class Retelling:
             taken += ANSWER_TOKENS + len(record.token_ids)
             attempt.start_again(now, self._round)
             self.watch(attempt, now)
-            for member in attempt.tellers:
+            for member in attempt.possible_senders:
                 repeats.setdefault(member, []).append((key, attempt.next_token))
         self._turn_s = now + taken / TOKENS_PER_S
         return sends + [Send(member.info.id, Repeat(tokens=tuple(tokens))) for member, tokens in repeats.items()]
