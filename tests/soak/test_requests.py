@@ -18,7 +18,7 @@ def test_generated_requests_get_proper_answers_and_leave_nothing_open() -> None:
 
 def test_an_answer_that_no_request_may_get_is_found() -> None:
     sender = Sender()
-    sender._site.core.draining = True
+    sender._site.core.requests.is_draining = True
     with pytest.raises(Broken, match="503"):
         sender.send("GET", "/ready", {}, "GET /ready")
     assert sender.close() == []
