@@ -37,7 +37,7 @@ from bench.options import LoadOptions, ResultOptions, ServeOptions
 from bench.report import say, text_table, write_figures
 from bench.workloads import LoadSession, LoadSessions, RequestBodies, sessions_of
 from common.errors import TandemError
-from common.processes.child import allow_many_files
+from common.host import allow_many_files
 
 LIST_S = 60.0
 EARLY_S = 0.0005

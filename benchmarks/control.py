@@ -26,6 +26,7 @@ from benchmarks.command import Invocation, start
 from benchmarks.played_fleet import PlayedFleet, describe, played_model
 from benchmarks.processes import cpu_s, resident_mb
 from common.config import POLICIES, RouterConfig
+from common.host import allow_many_files
 from common.ids import ROUTER, InstanceId
 from common.messages import Counters, Heartbeat, InstanceInfo, LinkReport, Load, Peers, Register
 from common.messages.heartbeats import LinkInfo
@@ -38,7 +39,6 @@ from common.processes.child import (
     Progress,
     Ready,
     Respondent,
-    allow_many_files,
     stop_children,
 )
 from common.processes.local_fleet import FleetFailed
@@ -336,7 +336,7 @@ class MeasuredRouter:
         """Start it, later again on the same ports, and wait until it serves. Raises FleetFailed."""
         flags = [f"--{name}={port}" for name, port in zip(("port", "control-port"), self._ports, strict=True)]
         command = [sys.executable, "-P", "-m", "launch.main", "router", *flags]
-        self._child: Respondent[Progress, RouterReport] = Respondent("router", command, msgspec.json.Decoder(RouterReport))
+        self._child: Respondent[RouterReport] = Respondent("router", command, msgspec.json.Decoder(RouterReport))
         report, until = None, time.monotonic() + START_S
         while not isinstance(report, Ready):
             try:

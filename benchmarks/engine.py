@@ -552,7 +552,7 @@ def figures_of(task: EngineTask, until: float) -> Iterator[Figure]:
     """The figures of a task as its process finds them. Raises ChildEnded, or TimeoutError at that time of the monotonic clock."""
     decoder = msgspec.json.Decoder[Figure | Progress | Done](Figure | Progress | Done)
     command = [sys.executable, "-P", "-m", "benchmarks.engine_worker"]
-    child: Respondent[EngineTask, Figure | Progress | Done] = Respondent("engine worker", command, decoder)
+    child: Respondent[Figure | Progress | Done] = Respondent("engine worker", command, decoder)
     progress = "its first step"
     try:
         child.order(task)

@@ -305,15 +305,14 @@ ACTS: Mapping[Section, Callable[[EngineTask, Say], Iterator[Figure]]] = {
 
 
 def main() -> None:
-    parent: Parent[EngineTask, Figure | Progress | Done] = Parent(msgspec.json.Decoder(EngineTask))
-
-    def act(task: EngineTask) -> Done:
-        for figure in ACTS[task.section](task, lambda text: parent.report(Progress(text=text))):
-            parent.report(figure)
-        return Done()
+    parent: Parent[EngineTask] = Parent(msgspec.json.Decoder(EngineTask))
 
     try:
-        parent.obey(act)
+        while (tasks := parent.read_orders()) is not None:
+            for task in tasks:
+                for figure in ACTS[task.section](task, lambda text: parent.report(Progress(text=text))):
+                    parent.report(figure)
+                parent.report(Done())
     except TandemError as error:
         sys.exit(f"{type(error).__name__}: {error}")
 

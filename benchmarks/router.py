@@ -26,8 +26,8 @@ from benchmarks.command import Invocation, start
 from benchmarks.processes import below, command_of, cpu_s, resident_mb
 from common.addresses import LOOPBACK
 from common.config import DEMO_MODEL
+from common.host import allow_many_files
 from common.options import option, parse_numbers, require, require_at_least
-from common.processes.child import allow_many_files
 from common.processes.local_fleet import FleetFailed, local_fleet
 
 LOAD_S, PATIENCE_S = 600.0, 120.0

@@ -5,6 +5,7 @@ and takes no memory of a GPU.
 """
 
 import os
+import resource
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -166,3 +167,10 @@ def count_gpus(driver: Sequence[Path] = DRIVER) -> int:
     import torch
 
     return torch.cuda.device_count()
+
+
+def allow_many_files() -> None:
+    """Raise this process's limit to the highest that it may have. Sockets count as files, and systems start processes with a
+    limit as low as 1024."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))

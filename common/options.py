@@ -1,15 +1,8 @@
-"""What config classes are made of: frozen dataclasses whose fields are options, and rules that their values keep.
+"""What config classes are made of: frozen dataclasses whose fields are options, rules that their values keep, and their flags.
 
-Flags are made from these fields (`common/options.py`): one field, one flag, one help text. A value that breaks a rule is refused
-by its flag on construction, so no config holds one. Does not know which configs there are.
-
-Amounts and shares of memory, as flags write them: "512MiB", "40%", "auto".
-
-Owns the spelling. Knows no flag and no memory.
-
-Flags, made from the fields of the config classes: one field, one flag, one help text.
-
-Owns the translation in both directions. Knows dataclasses and argparse; does not know what a flag means.
+One field is one flag and one help text. A value that breaks a rule is refused by its flag on construction: no config holds one.
+Owns the translation between configs and command lines, and how amounts of memory are spelled ("512MiB", "40%", "auto"). Does not
+know which configs there are or what a flag means.
 """
 
 import argparse
@@ -71,36 +64,35 @@ def option(default: Any, help_text: str, metavar: str = "") -> Any:
 
 
 def require(holds: bool, flag: str, rule: str, value: object) -> None:
-    """Raises ConfigError, which names the flag and the rule, unless the rule holds."""
+    """Raises ConfigError, which names the flag and the rule, unless the rule holds. flag: it, or its field."""
     if not holds:
-        raise ConfigError(f"--{flag} must be {rule}; it is {value!r}")
+        raise ConfigError(f"{flag_of(flag)} must be {rule}; it is {value!r}")
 
 
 def require_at_least(config: Any, **least: float) -> None:
     """Raises ConfigError, which names the flag, unless each of these fields is at least this."""
     for name, limit in least.items():
-        require(
-            vars(config)[name] >= limit, _flag_name(name), f"at least {limit:g}" if limit else "0 or more", vars(config)[name]
-        )
+        value = vars(config)[name]
+        require(value >= limit, name, f"at least {limit:g}" if limit else "0 or more", value)
 
 
 def require_between(config: Any, least: float, most: float, *names: str) -> None:
     """Raises ConfigError, which names the flag, unless each of these fields is from least to most."""
     for name in names:
-        require(least <= vars(config)[name] <= most, _flag_name(name), f"between {least:g} and {most:g}", vars(config)[name])
+        require(least <= vars(config)[name] <= most, name, f"between {least:g} and {most:g}", vars(config)[name])
 
 
 def require_above_0(config: Any, *names: str) -> None:
     """Raises ConfigError, which names the flag, unless each of these fields is above 0."""
     for name in names:
-        require(vars(config)[name] > 0, _flag_name(name), "above 0", vars(config)[name])
+        require(vars(config)[name] > 0, name, "above 0", vars(config)[name])
 
 
 def refuse_without_effect(config: Any, names: Iterable[str], why: str) -> None:
     """Raises ConfigError when one of these fields, which would change nothing, does not have its default."""
     for name in names:
         if getattr(config, name) != type(config).__dataclass_fields__[name].default:
-            raise ConfigError(f"--{_flag_name(name)} has no effect {why}: leave it out")
+            raise ConfigError(f"{flag_of(name)} has no effect {why}: leave it out")
 
 
 def require_choices(config: Any) -> None:
@@ -109,7 +101,7 @@ def require_choices(config: Any) -> None:
     for known in fields(config):
         if get_origin(types[known.name]) is Literal:
             choices, value = get_args(types[known.name]), getattr(config, known.name)
-            require(value in choices, _flag_name(known.name), " or ".join(choices), value)
+            require(value in choices, known.name, " or ".join(choices), value)
 
 
 def parse_numbers(text: str, flag: str, kind: Callable[[str], N]) -> tuple[N, ...]:
@@ -118,10 +110,6 @@ def parse_numbers(text: str, flag: str, kind: Callable[[str], N]) -> tuple[N, ..
         return tuple(kind(part) for part in text.split(","))
     except ValueError:
         raise ConfigError(f"--{flag} must be numbers with commas between them; it is {text!r}") from None
-
-
-def _flag_name(field_name: str) -> str:
-    return field_name.replace("_", "-")
 
 
 class ConfigClass(Protocol):

@@ -44,6 +44,7 @@ class Timing:
 
     began_s: float
     first_s: float | None = None
+    """When its first text came."""
     ended_s: float = 0.0
     prompt_tokens: int = 0
     answer_tokens: int = 0

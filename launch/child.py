@@ -1,29 +1,16 @@
-"""A process of `launch`: it reports, takes orders, and stops when it is told to or when its parent is gone.
+"""A process of `launch`: how it is started, what it and its parent send each other, its environment, log and signals, and how it
+stops.
 
-Owns the signals of the process. Does not know what the process does. A process that a person started in a terminal has no parent
-to report to: it prints its reports.
+Owns the vocabulary of orders and reports, and the meaning of an exit status. Does not know what a process does. Imports nothing
+heavy. A process that a person started in a terminal has no parent to report to: it prints its reports.
 
 A process is told to stop by SIGTERM, by SIGINT, or by end of file on the order pipe, which also comes when the parent was killed.
 
     the first time: stop in order; it may take long, because an instance finishes what runs there or hands it off
     a signal after that, or ORPHAN_S without a parent: end at once; HURRY_S to say goodbye, then the process is gone
 
-The log of a process: lines on stderr that say who speaks.
-
-Owns the format. Does not know what is logged.
-
-The signals that ask a process to stop, taken by a thread of their own.
-
-Owns SIGINT and SIGTERM of this process. A handler in Python runs only when the main thread comes back to Python: a signal that
-arrives just before it begins to wait is not seen until the wait is over. A thread that only waits for signals misses none.
-
-What the processes of `launch` and their parents say to each other, and what an exit status means.
-
-Owns the vocabulary. Imports nothing heavy, opens nothing.
-
-The environment of a process, set before the libraries that read it are imported.
-
-Owns the variables for programs, threads, logs and transports. Imports nothing heavy.
+A handler of signals in Python runs only when the main thread comes back to Python: a signal that arrives just before it begins to
+wait is not seen until the wait is over. So a thread of its own waits for signals, and misses none.
 """
 
 import logging
@@ -31,8 +18,8 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 from typing import NoReturn, TypeAlias
@@ -42,8 +29,10 @@ import msgspec
 from common.config import LogConfig
 from common.errors import ConfigError, TandemError
 from common.host import core_count
-from common.processes.child import Broken, IntakeClosed, JsonLine, Parent, Progress, Ready
+from common.processes import child as events
+from common.processes.child import Broken, Child, IntakeClosed, JsonLine, Parent, Progress, Ready
 
+_log = logging.getLogger(__name__)
 _QUIET = ("asyncio", "httpx", "filelock", "huggingface_hub", "urllib3")
 """Libraries whose debug and info lines are about themselves."""
 
@@ -86,7 +75,7 @@ BAD_FLAG = 2
 """Exit status of a process that can never run as it was started: it cannot honour a flag or a file."""
 
 
-class News(JsonLine, frozen=True):
+class Notification(JsonLine, frozen=True, tag="News"):
     """Something that people should know, while the child goes on."""
 
     text: str
@@ -108,9 +97,43 @@ class MeetRouters(JsonLine, frozen=True):
     urls: tuple[str, ...]
 
 
-Report: TypeAlias = Progress | Ready | News | IntakeClosed | Broken
+Report: TypeAlias = Progress | Ready | Notification | IntakeClosed | Broken
 Order: TypeAlias = CloseIntake | MeetRouter | MeetRouters
 
+
+ChildEvent: TypeAlias = events.ChildEvent[Report]
+
+
+def launch_command(role: str, flags: Sequence[str]) -> list[str]:
+    """The command that runs a role of this very code. -P: a folder where it is started shadows none of its packages."""
+    return [sys.executable, "-P", "-m", "launch.main", role, *flags]
+
+
+class RoleProcess(Child[Report]):
+    """A process that runs a role. What it writes appears on our stderr as well."""
+
+    def __init__(
+        self,
+        name: str,
+        command: Sequence[str],
+        on_event: Callable[[ChildEvent], object],
+        environment: Mapping[str, str] | None = None,
+        *,
+        killed_with_us: bool = False,
+        inherited: Sequence[int] = (),
+    ) -> None:
+        decoder = msgspec.json.Decoder[Report](Report)
+        super().__init__(name, command, decoder, on_event, _echo, environment, killed_with_us=killed_with_us, inherited=inherited)
+
+
+def _echo(line: str) -> None:
+    """Our own stderr may be gone; the child must not block on that."""
+    with suppress(OSError, ValueError):
+        sys.stderr.write(line)
+        sys.stderr.flush()
+
+
+# --- the environment ---------------------------------------------------------------------------------------------------------
 
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS", "RAYON_NUM_THREADS")
 _SPINS = "1000"
@@ -152,14 +175,14 @@ def find_programs() -> None:
         os.environ["PATH"] = f"{ours}{os.pathsep}{path}" if path else ours
 
 
+# --- the child's half --------------------------------------------------------------------------------------------------------
+
 ORPHAN_S = 15.0
 """How long an orderly stop may take when no parent is left to kill this process."""
 HURRY_S = 1.0
 """How long a process lives on after it was told to end at once."""
 RETRY_S = 0.2
 """How soon a main thread that is starting is interrupted again: the first signal may have come just before it began to wait."""
-
-_log = logging.getLogger(__name__)
 
 
 class StoppedWhileStarting(BaseException):
@@ -183,7 +206,7 @@ class ChildProcess:
         self._early_orders: list[Order] = []
         self._on_sudden_end: list[Callable[[], object]] = []
         self._lock = threading.Lock()
-        self._parent: Parent[Order, Report] = Parent(msgspec.json.Decoder[Order](Order))
+        self._parent: Parent[Order] = Parent(msgspec.json.Decoder[Order](Order))
 
     @property
     def has_parent(self) -> bool:
@@ -354,7 +377,7 @@ def _run(process: ChildProcess, body: Callable[[ChildProcess], None]) -> int:
 
 def _print(name: str, report: Report) -> None:
     match report:
-        case Progress() | News():
+        case Progress() | Notification():
             print(f"{name}: {report.text}", file=sys.stderr, flush=True)
         case Ready():
             print(f"{name}: ready, " + ", ".join(f"{use} {address}" for use, address in report.addresses.items()), flush=True)

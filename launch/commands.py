@@ -27,7 +27,7 @@ SWITCHES = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Command:
     """A command of `launch`."""
 

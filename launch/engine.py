@@ -26,7 +26,7 @@ Prompt: TypeAlias = str | Sequence[int]
 Parameters: TypeAlias = Mapping[str, Any]
 """`sampling_params` of POST /generate: max_new_tokens, temperature, top_p, stop, json_schema and the others."""
 Answer: TypeAlias = dict[str, Any]
-"""As POST /generate sends it: text, output_ids, meta_info. Of a chat, as POST /v1/chat/completions sends it."""
+"""The answer as POST /generate sends it (text, output_ids, meta_info), or as POST /v1/chat/completions sends that of a chat."""
 Chat: TypeAlias = Sequence[Mapping[str, Any]]
 """Messages, as OpenAI's: {"role": "user", "content": "Hello!"}."""
 
@@ -60,7 +60,7 @@ class Engine:
 
     @property
     def url(self) -> str:
-        """The address of the fleet's router: its whole HTTP API is there too."""
+        """The URL of the fleet's router: its whole HTTP API is there too."""
         return self._fleet.url
 
     @overload

@@ -103,7 +103,7 @@ class Bundle:
 
     @property
     def resources(self) -> dict[str, float]:
-        """As Ray writes them."""
+        """The resources as Ray writes them."""
         return {kind: float(amount) for kind, amount in (("CPU", self.cpus), ("GPU", self.gpus)) if amount}
 
 

@@ -1,4 +1,4 @@
-"""What `launch local` asks the router about the fleet: which members are missing, and how to send a first request.
+"""What `launch local` reads of the router about the fleet: which members are missing, and how to send a first request.
 
 Owns the questions. Knows the router's pages. Imports nothing heavy.
 """
@@ -61,7 +61,7 @@ class FleetPage:
 
 
 def trusting(cert: str) -> ssl.SSLContext:
-    """For a client that knows the server by this certificate, not by its host name: it asks by a loopback address."""
+    """The context of a client that knows the server by this certificate, not by its host name: it uses a loopback address."""
     context = ssl.create_default_context(cafile=cert)
     context.check_hostname = False
     context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN  # the certificate itself is trusted, whoever has signed it

@@ -1,15 +1,8 @@
 """The commands `prefill` and `decode`: an instance, or some of its ranks.
 
-Owns which process a command becomes. Imports nothing heavy: the process does when it runs.
-
-How many GPUs this process may use.
-
-Owns the question. Uses none of them: a count takes no memory there.
-
-What can be told of a model and its flags before anything is started: whether it is there, and what its config rules out.
-
-Owns which questions come first. Reads config.json only, and imports nothing heavy: a wrong flag costs neither the start of a
-process nor a word from each of them. A name of Hugging Face is left to those who download it.
+Owns which process a command becomes, and what is checked before anything is started: the count of GPUs, and what the config of a
+model rules out. Reads config.json only, and imports nothing heavy: a wrong flag costs neither the start of a process nor a report
+from each. A name of Hugging Face is left to those who download it.
 """
 
 import secrets
@@ -53,58 +46,40 @@ def run(
     security: SecurityConfig,
     trust: Trust,
 ) -> int:
-    """Returns the exit status. Raises ConfigError for a name that cannot be one."""
+    """With several ranks this process is the first of those that the command starts, and it starts the others. Returns the exit
+    status. Raises ConfigError for a name that cannot be one."""
     name = instance.name or f"{role}-{secrets.token_hex(3)}"
     try:
         check_instance_id(name)
     except ConfigError as error:
         raise ConfigError(f"--name: {error}") from None
-    if instance.tp > 1:
-        return _run_ranks(role, name, instance, model, engine, log, security, trust)
+    ranks, is_alone = instance.ranks, instance.tp == 1
+    threads = engine.threads if is_alone else divide_cores(engine.threads or core_count(), len(ranks))
 
     def body(process: ChildProcess) -> None:
         from common.ids import InstanceId
-        from launch.instance_process import serve
+        from launch import instance_process
 
         _check(instance, model, engine)
-        serve(process, role, instance, model, engine, InstanceId(name), trust)
-
-    return run_process(name, log, engine.threads, body)
-
-
-def _run_ranks(
-    role: "Role",
-    name: str,
-    instance: InstanceConfig,
-    model: ModelConfig,
-    engine: EngineConfig,
-    log: LogConfig,
-    security: SecurityConfig,
-    trust: Trust,
-) -> int:
-    """This process is the first of the ranks that the command starts. It starts the others."""
-    first, threads = instance.ranks[0], divide_cores(engine.threads or core_count(), len(instance.ranks))
-
-    def body(process: ChildProcess) -> None:
-        from common.ids import InstanceId
+        if is_alone:
+            instance_process.serve(process, role, instance, model, engine, InstanceId(name), trust)
+            return
         from common.instance.ranks.line import RankLost
-        from launch import follower_process, instance_process
+        from launch import follower_process
         from launch.rank_setup import commands_of_ranks, engines_of_ranks
 
-        _check(instance, model, engine)
         engines = engines_of_ranks(instance, engine)
         others = commands_of_ranks(role, name, instance, model, engines, log, security)
-        serve = instance_process.serve if first == 0 else follower_process.serve
+        serve = instance_process.serve if ranks[0] == 0 else follower_process.serve
         try:
-            serve(process, role, instance, model, engines[first], InstanceId(name), trust, others)
+            serve(process, role, instance, model, engines[ranks[0]], InstanceId(name), trust, others)
         except RankLost as error:
             process.end_now(str(error))  # threads may wait in a library for the rank that is lost
 
-    return run_process(name if first == 0 else f"{name}.rank-{first}", log, threads, body)
+    return run_process(name if ranks[0] == 0 else f"{name}.rank-{ranks[0]}", log, threads, body)
 
 
 def _check(instance: InstanceConfig, model: ModelConfig, engine: EngineConfig) -> None:
     """Before weights are loaded or other ranks are started. Raises ConfigError."""
-
     on_cpu = engine.device == "cpu" or (engine.device == "auto" and not count_gpus())
     check_model(model, engine, instance.tp, on_cpu=on_cpu)

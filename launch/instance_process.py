@@ -108,11 +108,11 @@ def _turn_until_drained(
     process: ChildProcess, worker: InstanceWorker[Any], mailbox: Mailbox[Any], info: InstanceInfo, ranks: LeaderRanks | None
 ) -> None:
     """Raises StoppedAtOnce, RankLost."""
-    told = threading.Event()
+    stopping = threading.Event()
     reported = False
 
     def drain() -> None:
-        told.set()
+        stopping.set()
         mailbox.wake()
 
     def wait(timeout_s: float) -> None:
@@ -129,14 +129,14 @@ def _turn_until_drained(
         wait(min(timeout_s, ranks.followers.next_deadline() - time.monotonic()))
         ranks.turn()
         if ranks.followers.drain_asked:
-            told.set()
+            stopping.set()
 
     process.on_stop(drain)
     if ranks is None:
-        run_worker(worker, wait, time.monotonic, told.is_set)
+        run_worker(worker, wait, time.monotonic, stopping.is_set)
     else:
         mailbox.wait_for_mail_of(ranks.mailbox)
-        run_worker(worker, wait_with_ranks, time.monotonic, told.is_set)
+        run_worker(worker, wait_with_ranks, time.monotonic, stopping.is_set)
 
 
 def _scheduler(info: InstanceInfo, instance: InstanceConfig, engine: EngineConfig, executor: Executor) -> Scheduler[Any]:

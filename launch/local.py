@@ -12,7 +12,6 @@ the same.
 import logging
 import os
 import queue
-import signal
 import threading
 import time
 from collections import Counter
@@ -31,10 +30,9 @@ from common.options import parse_share, refuse_without_effect, to_flags
 from common.processes.child import Broken, Exited, IntakeClosed, Parent, Progress, Ready, Reported, Running, stop_children
 from engine.cpu.lent_cores import make_file
 from engine.kv_budget import memory_part
-from launch.child import CloseIntake, MeetRouters, News, Order, Report, watch
+from launch.child import ChildEvent, CloseIntake, MeetRouters, Notification, Order, Report, RoleProcess, launch_command, watch
 from launch.fleet_options import CoresConfig, FleetCounts, divide_by_work
 from launch.fleet_page import FleetPage, curl_line
-from launch.processes import ChildEvent, RoleProcess, launch_command
 from launch.rank_setup import check_nccl
 from launch.supervisor import Action, GiveUp, Notice, StartAgain, SupervisedChild, Supervisor
 
@@ -178,14 +176,7 @@ class FleetEnded(TandemError):
 
 
 class _StopAsked(Exception):
-    """A signal asked for an orderly stop."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Signal:
-    """A signal arrived. It waits in the queue of events like the others."""
-
-    number: int
+    """A signal asked for an orderly stop. It waits in the queue of events like the others, and is raised then."""
 
 
 class ChildFleet:
@@ -213,7 +204,7 @@ class ChildFleet:
         self._start_instance = start_instance or self._start_here
         self._here = here
         self._lends_cores = lends_cores
-        self._events: queue.SimpleQueue[ChildEvent | _Signal] = queue.SimpleQueue()
+        self._events: queue.SimpleQueue[ChildEvent | _StopAsked] = queue.SimpleQueue()
         self._supervisor = Supervisor(config.parts())
         self._starts: dict[str, Callable[[], Running]] = {}
         """How each part is started, the first time and again."""
@@ -230,11 +221,11 @@ class ChildFleet:
     def killed(self) -> bool:
         return self._signals > 1
 
-    def signalled(self, number: int) -> None:
+    def signalled(self) -> None:
         """First: stop in order. Second: kill. On the thread that takes signals."""
         self._signals += 1
         if self._signals == 1:
-            self._events.put(_Signal(number))
+            self._events.put(_StopAsked())
             return
         for child in list(self._children.values()):
             child.kill()
@@ -361,8 +352,8 @@ class ChildFleet:
             event = self._events.get(timeout=None if until is None else max(0.0, until - time.monotonic()))
         except queue.Empty:
             event = None
-        if isinstance(event, _Signal):
-            raise _StopAsked
+        if isinstance(event, _StopAsked):
+            raise event
         if isinstance(event, Reported):
             self._show(event.child, event.report)
             if isinstance(event.report, Ready) and "own" in event.report.addresses:
@@ -401,7 +392,7 @@ class ChildFleet:
 
     def _show(self, child: str, report: Report) -> None:
         match report:
-            case Progress(text=text) | News(text=text):
+            case Progress(text=text) | Notification(text=text):
                 print(f"{child:<12} {text}", flush=True)
             case Ready(addresses=addresses):
                 print(f"{child:<12} ready: " + ", ".join(f"{use} {address}" for use, address in addresses.items()), flush=True)
@@ -437,8 +428,8 @@ def run_fleet(fleet: ChildFleet) -> int:
     Returns the exit status: 0 after an orderly stop, 1 when a part failed, BAD_FLAG when it can never run as it was started, 130
     when killed in haste.
     """
-    parent: Parent[Order, Report] = Parent(msgspec.json.Decoder[Order](Order))
-    watch(fleet.signalled)
+    parent: Parent[Order] = Parent(msgspec.json.Decoder[Order](Order))
+    watch(lambda number: fleet.signalled())
     if parent.exists:
         threading.Thread(target=_stop_without, args=(parent, fleet), name="lifeline", daemon=True).start()
     status = 0
@@ -461,8 +452,8 @@ def _say_waiting(names: Sequence[str], limit_s: float) -> None:
         print(f"stopping     waiting for {', '.join(names)}, {limit_s:g} s at most", flush=True)
 
 
-def _stop_without(parent: Parent[Order, Report], fleet: ChildFleet) -> None:
+def _stop_without(parent: Parent[Order], fleet: ChildFleet) -> None:
     """Stop the fleet in order when the process that started it is gone."""
     while parent.read_orders() is not None:
         pass
-    fleet.signalled(signal.SIGTERM)
+    fleet.signalled()

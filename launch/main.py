@@ -71,13 +71,8 @@ def _build_detokenizer_parser() -> argparse.ArgumentParser:
     parser = CommandParser(prog=f"launch {DETOKENIZER}", allow_abbrev=False)
     parser.add_argument("--of", required=True)
     parser.add_argument("--shard", type=int, required=True)
-    command = Command(
-        name=DETOKENIZER,
-        explanation="",
-        run=_detokenizer,
-        configs=(RouterConfig, ModelConfig, LogConfig, SecurityConfig),
-    )
-    command.set_up(parser)
+    configs = RouterConfig, ModelConfig, LogConfig, SecurityConfig
+    Command(DETOKENIZER, "", _detokenizer, configs).set_up(parser)
     return parser
 
 
@@ -146,9 +141,11 @@ def _router(flags: argparse.Namespace) -> int:
     access = read_guarded_access(flags, security)
 
     def body(process: ChildProcess) -> None:
+        import uvloop
+
         from launch.router_process import serve
 
-        serve(process, config, model, log, security, access)
+        uvloop.run(serve(process, config, model, log, security, access))
 
     return run_process("router", log, 1, body)
 
@@ -277,91 +274,79 @@ LOAD_OPTIONS = (options.TargetOptions, options.WorkloadOptions, options.LoadOpti
 
 COMMANDS = (
     Command(
-        name="local",
-        explanation="start routers, prefill and decode instances on this machine",
-        run=_local,
-        configs=(FleetCounts, *FLEET, CoresConfig),
+        "local",
+        "start routers, prefill and decode instances on this machine",
+        _local,
+        (FleetCounts, *FLEET, CoresConfig),
         without=DECIDED_FOR_A_FLEET,
         life="A process that dies is started again, a router on the same ports. An instance that was drained, by the router or "
         "by SIGTERM, is not. Ctrl-C stops all processes in order; a second Ctrl-C stops them at once.",
     ),
     Command(
-        name="ray",
-        explanation="start routers here, and prefill and decode instances on a Ray cluster (needs Ray)",
-        run=_ray,
-        configs=(RayConfig, FleetCounts, *FLEET),
+        "ray",
+        "start routers here, and prefill and decode instances on a Ray cluster (needs Ray)",
+        _ray,
+        (RayConfig, FleetCounts, *FLEET),
         without=(*DECIDED_FOR_A_FLEET, "sharers"),
         life="Ray reserves a place for each instance, and a process that dies is started again there, or on another node when "
         "its node is gone. Files that flags name (model, keys) must be there on every node. Ctrl-C stops all processes in order.",
     ),
     Command(
-        name="router",
-        explanation="start the router: it serves the HTTP API, and instances register with it",
-        run=_router,
-        configs=(RouterConfig, ModelConfig, LogConfig, SecurityConfig, AccessConfig),
+        "router",
+        "start the router: it serves the HTTP API, and instances register with it",
+        _router,
+        (RouterConfig, ModelConfig, LogConfig, SecurityConfig, AccessConfig),
         life="SIGTERM or Ctrl-C drains it: it refuses new requests, lets the open ones finish, then ends. A second signal ends "
         "it at once.",
     ),
+    Command("prefill", "start one prefill instance", partial(_instance, "prefill"), INSTANCE, life=INSTANCE_LIFE),
+    Command("decode", "start one decode instance", partial(_instance, "decode"), INSTANCE, life=INSTANCE_LIFE),
+    Command("chat", "talk with the served model in this terminal", _chat, (chat.ChatFlags,)),
     Command(
-        name="prefill",
-        explanation="start one prefill instance",
-        run=partial(_instance, "prefill"),
-        configs=INSTANCE,
-        life=INSTANCE_LIFE,
-    ),
-    Command(
-        name="decode",
-        explanation="start one decode instance",
-        run=partial(_instance, "decode"),
-        configs=INSTANCE,
-        life=INSTANCE_LIFE,
-    ),
-    Command(name="chat", explanation="talk with the served model in this terminal", run=_chat, configs=(chat.ChatFlags,)),
-    Command(
-        name="simulate",
-        explanation="run a whole fleet in this process on simulated time, and report what its clients and its control plane see",
-        run=_simulate,
-        configs=(FleetPlan, LoadPlan, RouterConfig),
+        "simulate",
+        "run a whole fleet in this process on simulated time, and report what its clients and its control plane see",
+        _simulate,
+        (FleetPlan, LoadPlan, RouterConfig),
         without=tuple({field.name for field in dataclasses.fields(RouterConfig)} - {*SIMULATED, "max_requests"}),
         switches=("--markdown",),
         life="Routers, schedulers and protocols are the real ones; computing and transfers take the time that the flags say.",
     ),
 )
 KEY = Command(
-    name="key",
-    explanation="make a key, of a fleet or of its control, in a new file that only its owner can read",
-    run=_key,
+    "key",
+    "make a key, of a fleet or of its control, in a new file that only its owner can read",
+    _key,
     life=KEY_LIFE,
 )
 BENCHES = (
     Command(
-        name="offline",
-        explanation="measure the throughput of one engine, with its scheduler and without HTTP",
-        run=_bench_offline,
-        configs=(options.OfflineOptions, ModelConfig, EngineConfig),
+        "offline",
+        "measure the throughput of one engine, with its scheduler and without HTTP",
+        _bench_offline,
+        (options.OfflineOptions, ModelConfig, EngineConfig),
         without=("executor", "step_cost"),  # it measures what computes
         switches=("--quick", "--markdown"),
     ),
     Command(
-        name="serve",
-        explanation="send a load to any server with OpenAI's API, and report what its clients see",
-        run=_bench_serve,
-        configs=LOAD_OPTIONS,
+        "serve",
+        "send a load to any server with OpenAI's API, and report what its clients see",
+        _bench_serve,
+        LOAD_OPTIONS,
         life="The flags are named as in `vllm bench serve`, and so are the keys of the JSON file.",
     ),
     Command(
-        name="compare",
-        explanation="send the same load through several layouts in turn, and draw what their clients see",
-        run=_bench_compare,
-        configs=(options.CompareOptions, *LOAD_OPTIONS),
+        "compare",
+        "send the same load through several layouts in turn, and draw what their clients see",
+        _bench_compare,
+        (options.CompareOptions, *LOAD_OPTIONS),
         without=options.DECIDED_BY_COMPARE,
         switches=("--markdown",),
     ),
     Command(
-        name="trace",
-        explanation="record what every process of a fleet does, and write a trace that Perfetto shows",
-        run=_bench_trace,
-        configs=(options.TraceOptions, options.WorkloadOptions, options.LoadOptions),
+        "trace",
+        "record what every process of a fleet does, and write a trace that Perfetto shows",
+        _bench_trace,
+        (options.TraceOptions, options.WorkloadOptions, options.LoadOptions),
         without=options.DECIDED_BY_TRACE,
         switches=("--markdown",),
     ),

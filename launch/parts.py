@@ -28,13 +28,14 @@ Progress = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class ParallelContext:
-    """Which rank of its instance a process is, and how it works with the others. agree: on a number of pages. meet: the device →
-    the group of all ranks; None: it computes alone."""
+    """Which rank of its instance a process is, and how it works with the others."""
 
     rank: int = 0
     ranks: int = 1
     agree: Agree = as_offered
+    """Agrees with the other ranks on a number of pages."""
     meet: "Callable[[torch.device], Group] | None" = None
+    """From the device to the group of all ranks; None: it computes alone."""
 
 
 SINGLE_RANK = ParallelContext()

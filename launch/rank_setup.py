@@ -21,8 +21,7 @@ from common.options import flag_of, to_flags
 from common.processes.child import KILL_S, Exited, Progress, Reported
 from engine.checkpoint import fingerprint
 from engine.kv_budget import memory_part
-from launch.child import BAD_FLAG, ChildProcess, News
-from launch.processes import ChildEvent, RoleProcess, launch_command
+from launch.child import BAD_FLAG, ChildEvent, ChildProcess, Notification, RoleProcess, launch_command
 
 RankCommands = Callable[[str], Mapping[int, Sequence[str]]]
 """The leader's address → the command of each other rank that this one starts."""
@@ -73,7 +72,7 @@ class RankChildren:
     def _heard(self, event: ChildEvent) -> None:
         """On a thread of the child."""
         if isinstance(event, Reported):
-            if isinstance(event.report, Progress | News):
+            if isinstance(event.report, Progress | Notification):
                 self._process.progress(f"rank {self._ranks[event.child]}: {event.report.text}")
             return
         self._ends.put(event)

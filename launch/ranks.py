@@ -21,8 +21,7 @@ from common.addresses import free_port
 from common.instance.ranks.start import RankStart
 from common.mail import Mailbox
 from common.processes.child import KILL_S, JsonLine, Reported
-from launch.child import ChildProcess, Report
-from launch.processes import ChildEvent, RoleProcess, launch_command
+from launch.child import ChildEvent, ChildProcess, Report, RoleProcess, launch_command
 
 END_S = 2.0
 """How long the main thread may take to notice that the start has failed. Then the process ends without it."""

@@ -1,19 +1,15 @@
 """`launch ray`: routers on this host, and prefill and decode instances on the nodes of a Ray cluster.
 
-Owns everything that calls Ray. Start, watch and stop are those of `launch local`; the instances are children in Ray actors.
+Owns everything that calls Ray, and the joining of an instance's hosts, each of which runs a part of its ranks, to one life with
+one end. Start, watch and stop of the fleet are those of `launch local`; to them an instance is like a child process.
 
     placement group   one for each instance: a bundle of processors and GPUs on each of its nodes. Ray keeps it when the instance
                       dies, moves its bundles when a node is lost and another has room, and gives it back when this process ends
     actor             one for each bundle and life: it starts the ranks there as a child process (`launch/ranks.py`)
 
-Only texts and numbers cross to the actors and back: Ray itself would unpickle anything.
-
-An instance on a Ray cluster, as `launch ray` sees it: started, watched and stopped like a child process.
-
-Owns the joining of an instance's hosts, each of which runs a part of its ranks, to one life with one end. Does not know Ray: a
-place (`launch/ray_fleet.py`) finds the hosts, and a host does what it is told (`launch/ranks.py`).
-
     wait for a place ─► start every host's ranks ─► pass on what rank 0's host reports ─► one has ended ─► so do the others
+
+Only texts and numbers cross to the actors and back: Ray itself would unpickle anything.
 """
 
 import contextlib
@@ -23,7 +19,6 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from time import monotonic
 from typing import Any, Protocol
 
 import msgspec
@@ -41,6 +36,16 @@ from launch.ranks import LONG_POLL_S, Ended, HostEvent, RankHost
 
 OTHERS_S = 15.0
 """How long the other hosts of an instance may take to end when one has ended: the ranks miss each other much sooner."""
+
+ANSWER_S = 30.0
+"""How long an actor may take to answer, after which it counts as lost."""
+KILL_S = 6.0
+"""How long it may take to end its process before Ray ends the actor."""
+LOOK_S = 0.5
+SHOW_AFTER_S = 5.0
+"""When a wait for a place is worth a line."""
+CALLS_AT_ONCE = 4
+"""Calls that one actor takes at once: it waits for events while it is told to stop."""
 
 
 class HostLost(TandemError):
@@ -86,7 +91,7 @@ class RayInstance:
         """flags: without those that follow from where the ranks are."""
         self.name = name
         self._role, self._flags, self._place, self._on_event = role, flags, place, on_event
-        self._told = self._killed = False
+        self._is_stopping = self._killed = False
         self._hosts: Sequence[RankNode] = ()
         self._account = "it waits for a place on the Ray cluster"
         self._lock = threading.Lock()
@@ -96,7 +101,7 @@ class RayInstance:
 
     def terminate(self) -> None:
         with self._lock:
-            self._told = True
+            self._is_stopping = True
             for host in self._hosts:
                 host.terminate()
 
@@ -175,7 +180,7 @@ class RayInstance:
         self._on_event(Reported(self.name, report))
 
     def _given_up(self) -> bool:
-        return self._told or self._killed
+        return self._is_stopping or self._killed
 
 
 def _next(ends: "queue.SimpleQueue[Ended]", until: float) -> Ended | None:
@@ -183,17 +188,6 @@ def _next(ends: "queue.SimpleQueue[Ended]", until: float) -> Ended | None:
         return ends.get(timeout=max(0.0, until - time.monotonic()))
     except queue.Empty:
         return None
-
-
-ANSWER_S = 30.0
-"""How long an actor may take to answer, after which it counts as lost."""
-KILL_S = 6.0
-"""How long it may take to end its process before Ray ends the actor."""
-LOOK_S = 0.5
-SHOW_AFTER_S = 5.0
-"""When a wait for a place is worth a line."""
-CALLS_AT_ONCE = 4
-"""On one actor: it waits for events while it is told to stop."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -328,10 +322,10 @@ class Patience:
 
     def __init__(self, given_up: Callable[[], bool], waits: Callable[[str], object], what: str) -> None:
         self._given_up, self._waits, self._what = given_up, waits, what
-        self._show_at: float | None = monotonic() + SHOW_AFTER_S
+        self._show_at: float | None = time.monotonic() + SHOW_AFTER_S
 
     def ended(self) -> bool:
-        if self._show_at is not None and monotonic() >= self._show_at:
+        if self._show_at is not None and time.monotonic() >= self._show_at:
             self._show_at = None
             self._waits(self._what)
         return self._given_up()

@@ -19,8 +19,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, assert_never
 
-import uvloop
-
 from common.access import Access, read_access, read_again
 from common.addresses import LOOPBACK, host_for_peers, new_router_name, reachable
 from common.config import AccessConfig, LogConfig, ModelConfig, RouterConfig, SecurityConfig
@@ -28,9 +26,20 @@ from common.errors import ConfigError, TandemError
 from common.options import to_flags
 from common.processes.child import Exited, IntakeClosed, Progress, Ready, Reported, stop_children
 from common.trust import read_trust
-from launch.child import BAD_FLAG, ChildProcess, CloseIntake, MeetRouter, MeetRouters, News, Order, Report
+from launch.child import (
+    BAD_FLAG,
+    ChildEvent,
+    ChildProcess,
+    CloseIntake,
+    MeetRouter,
+    MeetRouters,
+    Notification,
+    Order,
+    Report,
+    RoleProcess,
+    launch_command,
+)
 from launch.fleet_page import trusting
-from launch.processes import ChildEvent, RoleProcess, launch_command
 from launch.supervisor import Action, GiveUp, Notice, StartAgain, SupervisedChild, Supervisor
 
 if TYPE_CHECKING:
@@ -49,20 +58,7 @@ class DetokenizerFailed(TandemError):
     """The detokenizer did not start. The router cannot work without it."""
 
 
-def serve(
-    process: ChildProcess,
-    config: RouterConfig,
-    model: ModelConfig,
-    log: LogConfig,
-    security: SecurityConfig,
-    access: AccessConfig,
-) -> None:
-    """Serve until told to stop."""
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(_run(process, config, model, log, security, access))
-
-
-async def _run(
+async def serve(
     process: ChildProcess,
     config: RouterConfig,
     model: ModelConfig,
@@ -70,6 +66,7 @@ async def _run(
     security: SecurityConfig,
     access_config: AccessConfig,
 ) -> None:
+    """Serve until told to stop."""
     trust, access = read_trust(security), read_access(access_config)
     if access_config.api_keys or access_config.control_key:
         asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, _read_keys_again, access, access_config)
@@ -80,7 +77,7 @@ async def _run(
         KeptDetokenizer(
             DETOKENIZER if config.detokenizers == 1 else f"{DETOKENIZER}-{shard}",
             launch_command(DETOKENIZER, ["--of", router, "--shard", str(shard), *flags]),
-            lambda text: process.report(News(text=text)),
+            lambda text: process.report(Notification(text=text)),
             duties.give_up,
         )
         for shard in range(config.detokenizers)

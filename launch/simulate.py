@@ -20,23 +20,24 @@ GC_OBJECTS = 200_000
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
-    """All that is written to --json. took_s: on this machine."""
+    """All that is written to --json."""
 
     command: str
     hardware: Hardware
     took_s: float
+    """Seconds of this machine."""
     found: Figures
 
 
 def run(fleet: FleetPlan, load: LoadPlan, config: RouterConfig, command: str, markdown: bool) -> int:
     """Raises ConfigError."""
-    began_s = told_s = time.monotonic()
+    began_s = shown_s = time.monotonic()
 
     def progress(line: str) -> None:
-        nonlocal told_s
-        if load.progress == "on" and time.monotonic() - told_s >= PROGRESS_S:
-            told_s = time.monotonic()
-            say(f"{told_s - began_s:.0f} s: simulated {line}")
+        nonlocal shown_s
+        if load.progress == "on" and time.monotonic() - shown_s >= PROGRESS_S:
+            shown_s = time.monotonic()
+            say(f"{shown_s - began_s:.0f} s: simulated {line}")
 
     hardware, usual = this_hardware(), gc.get_threshold()
     gc.set_threshold(GC_OBJECTS)

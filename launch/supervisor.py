@@ -17,8 +17,7 @@ from typing import TypeAlias
 
 from common.deadlines import DeadlineWheel
 from common.processes.child import Exited, Ready
-from launch.child import BAD_FLAG
-from launch.processes import ChildEvent
+from launch.child import BAD_FLAG, ChildEvent
 
 FIRST_BACKOFF_S, LONGEST_BACKOFF_S = 0.5, 30.0
 STEADY_S = 60.0
@@ -27,11 +26,12 @@ STEADY_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class SupervisedChild:
-    """A child that is to live. drains: it ends with status 0 when it was told to leave in order, and only then."""
+    """A child that is to live."""
 
     name: str
     role: str
     drains: bool
+    """It ends with status 0 when it was told to leave in order, and only then."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,11 +43,12 @@ class StartAgain:
 
 @dataclass(frozen=True, slots=True)
 class Notice:
-    """For people: what became of the part; `account` is what is known of the reason, in one or more lines."""
+    """What became of the part, for people."""
 
     name: str
     text: str
     account: str
+    """What is known of the reason, in one or more lines."""
 
     @property
     def headline(self) -> str:
@@ -57,10 +58,11 @@ class Notice:
 
 @dataclass(frozen=True, slots=True)
 class GiveUp:
-    """The whole cannot go on, and why. status: the exit status of the whole, BAD_FLAG or 1."""
+    """The whole cannot go on."""
 
     reason: str
     status: int
+    """The exit status of the whole, BAD_FLAG or 1."""
 
 
 Action: TypeAlias = StartAgain | Notice | GiveUp

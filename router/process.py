@@ -15,11 +15,11 @@ from dataclasses import dataclass
 from common.access import OPEN, Access
 from common.addresses import bind_address
 from common.config import ModelConfig, RouterConfig
+from common.host import allow_many_files
 from common.ids import InstanceId
 from common.mail import Mailbox
 from common.messages import RouterInbox
 from common.options import parse_bytes
-from common.processes.child import allow_many_files
 from common.text.embedding import read_embedding
 from common.text.tokenizer_manager import TokenizerManager
 from common.trust import LOOPBACK_ONLY, Trust

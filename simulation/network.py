@@ -26,13 +26,10 @@ STRIDE = 13
 class Meter:
     """Samples the CPU time of all processes of a role, whose turns do not overlap.
 
-    Some turns are timed and stand for all: a clock of CPU time costs as much as a small message. clock: CPU seconds of this
-    thread.
+    Some turns are timed and stand for all: a clock of CPU time costs as much as a small message.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.thread_time, stride: int = STRIDE) -> None:
-        self._clock = clock
-        self._stride = stride
+    def __init__(self) -> None:
         self._turns = self._timed = 0
         self._seconds: dict[str, float] = {}
         self._since_s = 0.0
@@ -42,15 +39,15 @@ class Meter:
     def begin(self) -> None:
         """A turn begins."""
         self._turns += 1
-        self.timing = self._turns % self._stride == 0
+        self.timing = self._turns % STRIDE == 0
         if self.timing:
             self._timed += 1
-            self._since_s = self._clock()
+            self._since_s = time.thread_time()
 
     def lap(self, what: str) -> None:
         """What was done since the last lap, or since the turn began, was this."""
         if self.timing:
-            now = self._clock()
+            now = time.thread_time()
             self._seconds[what] = self._seconds.get(what, 0.0) + now - self._since_s
             self._since_s = now
 

@@ -109,5 +109,5 @@ class LoadPlan:
 def _check(plan: FleetPlan | LoadPlan) -> None:
     """Raises ConfigError, which names the flag."""
     for name, value in vars(plan).items():
-        require(name not in _ABOVE_0 or 0 < value < math.inf, name.replace("_", "-"), "above 0", value)
-        require(name not in _AT_LEAST_0 or 0 <= value < math.inf, name.replace("_", "-"), "0 or more", value)
+        require(name not in _ABOVE_0 or 0 < value < math.inf, name, "above 0", value)
+        require(name not in _AT_LEAST_0 or 0 <= value < math.inf, name, "0 or more", value)

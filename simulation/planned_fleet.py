@@ -36,29 +36,28 @@ from simulation.processes import RouterProcess
 
 @dataclass(frozen=True, kw_only=True)
 class WireSpeed:
-    """bytes_per_s: of each direction of a host's link. latency_s: of a write, whatever its size."""
+    """How fast every host's link is."""
 
     bytes_per_s: float
+    """In each direction."""
     latency_s: float
-
-    def seconds(self, write_bytes: int) -> float:
-        """A write that nothing else delays."""
-        return self.latency_s + write_bytes / self.bytes_per_s
+    """What any write takes, whatever its size."""
 
 
 @dataclass(slots=True, eq=False)
 class _Host:
-    """When the last write that was posted here has left, and when the last one that comes here has arrived. writers: who has a
-    link to this host."""
+    """A host's link."""
 
-    transport: "WireTransport"
     sent_s: float = 0.0
+    """When the last write that was posted here has left."""
     arrived_s: float = 0.0
+    """When the last write that comes here has arrived."""
     writers: set["WireTransport"] = field(default_factory=set)
+    """The transports that are connected to this host."""
 
 
 class Wires:
-    """What the hosts of one fleet share. bytes_written: by writes that have ended well."""
+    """What the hosts of one fleet share."""
 
     def __init__(self, clock: Clock, speed: WireSpeed) -> None:
         self.clock = clock
@@ -66,6 +65,7 @@ class Wires:
         self.hosts: dict[str, _Host] = {}
         self.names = 0
         self.bytes_written = 0
+        """Bytes of the writes that have ended well."""
 
     def died(self, agent: str) -> None:
         """The process of this agent is gone: those with a link to it see that at once, and what is under way to it fails."""
@@ -96,22 +96,22 @@ class WireTransport:
         self._events: list[TransportEvent] = []
 
     def register(self, region: MemoryRegion) -> tuple[str, bytes]:
-        self._wires.hosts[self.name] = _Host(self)
+        self._wires.hosts[self.name] = _Host()
         return self.name, b""
 
     def connect(self, pool: PoolDescriptor) -> None:
         host = self._wires.hosts.get(pool.agent)
         if host is None:
-            self._tell(ConnectFailed(pool.agent, f"agent {pool.agent} is gone"))
+            self._report(ConnectFailed(pool.agent, f"agent {pool.agent} is gone"))
             return
         host.writers.add(self)
         self._linked.add(pool.agent)
-        self._tell(Connected(pool.agent, "simulated"))
+        self._report(Connected(pool.agent, "simulated"))
 
     def push(self, ticket: Ticket, agent: str, runs: Int64Array) -> None:
         reader = self._wires.hosts.get(agent)
         if reader is None or agent not in self._linked:
-            self._tell(RunsFailed(ticket, f"no link to {agent}", quiescent=True))
+            self._report(RunsFailed(ticket, f"no link to {agent}", quiescent=True))
             return
         write_bytes = int(runs[:, 2].sum())
         self._writes[ticket] = agent
@@ -137,14 +137,14 @@ class WireTransport:
         for ticket in [ticket for ticket, reader in self._writes.items() if reader == agent]:
             del self._writes[ticket]
             self._events.append(RunsFailed(ticket, "the agent died", quiescent=True))
-        self._tell(AgentLost(agent, "the agent died"))
+        self._report(AgentLost(agent, "the agent died"))
 
     def _arrived(self, ticket: Ticket, write_bytes: int) -> None:
         if self._writes.pop(ticket, None) is not None and self.name in self._wires.hosts:
             self._wires.bytes_written += write_bytes
-            self._tell(RunsDone(ticket))
+            self._report(RunsDone(ticket))
 
-    def _tell(self, event: TransportEvent) -> None:
+    def _report(self, event: TransportEvent) -> None:
         self._events.append(event)
         self._wake()
 

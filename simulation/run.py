@@ -66,7 +66,7 @@ class MeasuredClient:
         self._clock = clock
         self._measured = measured
         self._ended = ended
-        self._asked_s = self._first_s = self._latest_s = clock.now
+        self._sent_s = self._first_s = self._latest_s = clock.now
         self._token_ids: list[int] = []
         self._cached_tokens = 0
 
@@ -93,7 +93,7 @@ class MeasuredClient:
             return
         measured.endings[f"finished: {ending.reason}"] += 1
         measured.turn.append(self._turn)
-        measured.first_s.append(self._first_s - self._asked_s)
+        measured.first_s.append(self._first_s - self._sent_s)
         measured.pace_s.append((self._latest_s - self._first_s) / max(1, len(self._token_ids) - 1))
         measured.prompt_tokens.append(self._prompt_tokens)
         measured.cached_tokens.append(self._cached_tokens)

@@ -24,13 +24,14 @@ _MIX = (np.uint64(0x9E3779B97F4A7C15), np.uint64(0xBF58476D1CE4E5B9), np.uint64(
 
 @dataclass(frozen=True, slots=True)
 class ConversationTurn:
-    """What one turn adds to its conversation, in tokens. blocks: ids of the blocks of its part of the prompt; the last may be cut
-    short. pause_s: from the end of the answer before it."""
+    """What one turn adds to its conversation."""
 
     input_tokens: int
     output_tokens: int
     blocks: tuple[int, ...]
+    """The ids of the blocks of its part of the prompt; the last may be cut short."""
     pause_s: float = 0.0
+    """Seconds from the end of the answer before it."""
 
     def prompt(self, vocab_size: int) -> bytes:
         """Its own part of the prompt: packed token ids, [input_tokens]."""
@@ -39,11 +40,13 @@ class ConversationTurn:
 
 @dataclass(frozen=True, slots=True)
 class SimulatedConversation:
-    """When its first turn comes, and its turns: at least one. session: its name; "": it has none."""
+    """A conversation of one turn or more."""
 
     at_s: float
+    """When its first turn comes."""
     turns: tuple[ConversationTurn, ...]
     session: str = ""
+    """The name of its session; "": it has none."""
 
 
 class _Line(msgspec.Struct):

@@ -1,24 +1,14 @@
-"""The parent's half: child processes that take orders, report, and leave nothing behind.
+"""Child processes that take orders, report in lines of JSON, and leave nothing behind: the parent's half and the child's half.
 
-Owns the processes, their pipes and the threads that read them. Does not know what a child does or which child is needed for what.
-
-A child leads a session of its own, so Ctrl-C in a terminal reaches the parent alone. It dies with its parent: the order pipe is
-its lifeline (`common/processes/child.py`). Where that is asked for, the kernel kills it, be it stopped. When a child has ended,
-the rest of its process group is killed.
-
-Lines of JSON on the two pipes between a child process and its parent.
-
-Owns the base of every line, its encoding, and the environment variables that name the pipes. Does not know what is said, except
-for the reports on a child's start and end, which are the same for all parents.
+Owns the processes, their pipes, the lines that all children share, and the threads that read them. Does not know what a child
+does or which child is needed for what.
 
     parent ── orders ──► child      end of file on this pipe: the parent is gone, or wants the child to stop
     parent ◄── reports ── child     end of file on this pipe: the child is gone
 
-How many files a process may open. Owns the system's limit for this process, and nothing else.
-
-The child's half: a process takes orders from the parent that started it, and reports to it.
-
-Owns this process's ends of the two pipes. Does not know what the orders and reports mean.
+A child leads a session of its own, so Ctrl-C in a terminal reaches the parent alone. It dies with its parent: the order pipe is
+its lifeline. Where that is asked for, the kernel kills it, be it stopped. When a child has ended, the rest of its process group
+is killed.
 """
 
 import contextlib
@@ -26,8 +16,6 @@ import ctypes
 import logging
 import os
 import queue
-import resource
-import select
 import signal
 import subprocess
 import sys
@@ -61,15 +49,17 @@ class JsonLine(msgspec.Struct, frozen=True, kw_only=True, tag=True, tag_field="t
 
 
 class Progress(JsonLine, frozen=True):
-    """The child is still starting. text: what it is doing."""
+    """The child is still starting."""
 
     text: str
+    """What it is doing."""
 
 
 class Ready(JsonLine, frozen=True):
-    """The child does its work now. addresses: where it can be reached, by purpose."""
+    """The child does its work now."""
 
     addresses: dict[str, str]
+    """Where it can be reached, by purpose."""
 
 
 class IntakeClosed(JsonLine, frozen=True):
@@ -113,37 +103,31 @@ class LineReader(Generic[LineT]):
         return lines
 
 
-def allow_many_files() -> None:
-    """Raise this process's limit to the highest that it may have. Sockets count as files, and systems start processes with a
-    limit as low as 1024."""
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-
+# --- the child's half --------------------------------------------------------------------------------------------------------
 
 _PR_SET_PDEATHSIG = 1
 OrderT = TypeVar("OrderT")
-ReportT = TypeVar("ReportT", bound=msgspec.Struct)
 
 
-class Parent(Generic[OrderT, ReportT]):
-    """The parent of this process. Create it once, before anything starts other processes."""
+class Parent(Generic[OrderT]):
+    """The parent of this process. Create it once, before anything starts other processes. decoder: of the orders."""
 
     def __init__(self, decoder: "msgspec.json.Decoder[OrderT]") -> None:
-        """decoder: of the orders."""
         if (parent := os.environ.pop(KILLED_WITH, None)) is not None:
             _be_killed_with(int(parent))
         self._lock = threading.Lock()
         self._report_fd = _take_fd(REPORT_FD)
-        self._order_fd = _take_fd(ORDER_FD)
-        self._reader = None if self._order_fd is None else LineReader(self._order_fd, decoder, "order")
+        self.order_fd = _take_fd(ORDER_FD)
+        """The end of the pipe at which orders arrive; None when there is no parent."""
+        self._reader = None if self.order_fd is None else LineReader(self.order_fd, decoder, "order")
 
     @property
     def exists(self) -> bool:
         """False when a person started this process in a terminal."""
         return self._reader is not None
 
-    def report(self, report: ReportT) -> None:
-        """Tell the parent. Any thread may call it. Does nothing when the parent is gone."""
+    def report(self, report: msgspec.Struct) -> None:
+        """Send a report to the parent. Any thread may call it. Does nothing when the parent is gone."""
         if self._report_fd is not None:
             with contextlib.suppress(BrokenPipeError), self._lock:
                 write_line(self._report_fd, report)
@@ -151,30 +135,6 @@ class Parent(Generic[OrderT, ReportT]):
     def read_orders(self) -> list[OrderT] | None:
         """Wait for orders. Returns None when the parent is gone."""
         return None if self._reader is None else self._reader.read()
-
-    def obey(
-        self, act: Callable[[OrderT], ReportT | None], turn: Callable[[], float | None] = lambda: None, wake: int | None = None
-    ) -> None:
-        """Answer each order with the report that `act` returns, until `act` returns None or the parent is gone.
-
-        turn: called before each wait; returns how many seconds the wait may last. wake: an eventfd that ends the wait.
-        """
-        assert self._order_fd is not None
-        watched = [self._order_fd] if wake is None else [self._order_fd, wake]
-        while True:
-            ready, _, _ = select.select(watched, [], [], turn())
-            if wake is not None and wake in ready:
-                os.eventfd_read(wake)
-            if self._order_fd not in ready:
-                continue
-            orders = self.read_orders()
-            if orders is None:
-                return
-            for order in orders:
-                answer = act(order)
-                if answer is None:
-                    return
-                self.report(answer)
 
 
 def _be_killed_with(parent: int) -> None:
@@ -196,6 +156,9 @@ def _take_fd(variable: str) -> int | None:
     return int(text)
 
 
+# --- the parent's half -------------------------------------------------------------------------------------------------------
+
+ReportT = TypeVar("ReportT", bound=msgspec.Struct)
 KEPT_LINES = 20
 KILL_S = 5.0
 """A killed process is gone within this time, unless the kernel keeps it."""
@@ -213,11 +176,13 @@ class Reported(Generic[ReportT]):
 
 @dataclass(frozen=True, slots=True)
 class Exited:
-    """status: the exit status; −n when signal n ended the child. account: why it ended, for people (`Child.account`)."""
+    """The child of that name has ended."""
 
     child: str
     status: int
+    """Its exit status; −n when signal n ended it."""
     account: str
+    """Why it ended, for people (`Child.account`)."""
 
 
 ChildEvent: TypeAlias = Reported[ReportT] | Exited
@@ -227,7 +192,7 @@ class ChildEnded(TandemError):
     """A child ended while a report was expected of it."""
 
 
-class Child(Generic[OrderT, ReportT]):
+class Child(Generic[ReportT]):
     """A running child process.
 
     decoder: of its reports. on_event: called with every report, and at last with Exited. on_output: called with each line that it
@@ -355,8 +320,8 @@ class Child(Generic[OrderT, ReportT]):
         self._gone.set()
 
 
-class Respondent(Child[OrderT, ReportT]):
-    """A child whose reports wait until somebody takes them. output: the lines that it has written."""
+class Respondent(Child[ReportT]):
+    """A child whose reports wait until they are taken."""
 
     def __init__(
         self,
@@ -367,6 +332,7 @@ class Respondent(Child[OrderT, ReportT]):
     ) -> None:
         self._events: queue.SimpleQueue[ChildEvent[ReportT]] = queue.SimpleQueue()
         self.output: list[str] = []
+        """The lines that it has written."""
         super().__init__(name, command, decoder, self._events.put, self.output.append, environment)
 
     def next_report(self, timeout_s: float) -> ReportT | None:

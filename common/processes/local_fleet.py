@@ -49,13 +49,13 @@ class LocalFleet:
         self.url = ""
         self._lines: list[str] = []
         self._on_output = on_output
-        self._heard = threading.Event()
-        self._child: Child[Progress, Progress] = Child(
+        self._changed = threading.Event()
+        self._child: Child[Progress] = Child(
             "launch local",
             [sys.executable, "-P", "-m", "launch.main", "local", "--port=0", "--control-port=0", *flags],
             msgspec.json.Decoder[Progress](Progress),
-            lambda event: self._heard.set(),
-            self._hear,
+            lambda event: self._changed.set(),
+            self._keep_line,
         )
 
     @property
@@ -71,10 +71,10 @@ class LocalFleet:
         """Wait until it is complete, and printed a first request. Raises FleetFailed."""
         until = time.monotonic() + START_S
         while not (printed := _CURL_LINE.search(self.output)):
-            self._heard.clear()
+            self._changed.clear()
             if self._child.status is not None or time.monotonic() > until:
                 raise FleetFailed(f"the fleet did not start: {self._child.account()}")
-            self._heard.wait(LOOK_S)
+            self._changed.wait(LOOK_S)
         self.url = printed[1]
 
     def stop(self) -> None:
@@ -86,9 +86,9 @@ class LocalFleet:
         if self._child.status != 0:
             raise FleetFailed(f"the fleet failed: {self._child.account()}")
 
-    def _hear(self, line: str) -> None:
+    def _keep_line(self, line: str) -> None:
         self._lines.append(line)
-        self._heard.set()
+        self._changed.set()
         self._on_output(line)
 
 

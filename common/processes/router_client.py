@@ -102,12 +102,12 @@ class RouterClient:
 
     def get(self, path: str) -> Any:
         """The JSON of a page. Raises RequestFailed."""
-        with self._connected(self._call()) as connection, self._asked(connection, "GET", path, None) as response:
+        with self._connected(self._call()) as connection, self._response(connection, "GET", path, None) as response:
             return _decoded(response.read())
 
     def post(self, path: str, body: Mapping[str, Any]) -> Any:
         """The JSON answer to a JSON body. Raises RequestFailed."""
-        with self._connected(self._call()) as connection, self._asked(connection, "POST", path, body) as response:
+        with self._connected(self._call()) as connection, self._response(connection, "POST", path, body) as response:
             return _decoded(response.read())
 
     def stream(self, path: str, body: Mapping[str, Any]) -> EventStreamReader:
@@ -116,7 +116,7 @@ class RouterClient:
         return EventStreamReader(call, self._events(call, path, body))
 
     def _events(self, call: _HttpCall, path: str, body: Mapping[str, Any]) -> Generator[Any, None, None]:
-        with self._connected(call) as connection, self._asked(connection, "POST", path, body) as response:
+        with self._connected(call) as connection, self._response(connection, "POST", path, body) as response:
             while True:
                 line = response.readline()
                 if not line:
@@ -153,7 +153,7 @@ class RouterClient:
                 self._open.discard(call)
             call.connection.close()
 
-    def _asked(
+    def _response(
         self, connection: http.client.HTTPConnection, method: str, path: str, body: Mapping[str, Any] | None
     ) -> http.client.HTTPResponse:
         """Close the answer: its connection may have forgotten it, and then the socket stays open as long as the answer is."""

@@ -19,7 +19,7 @@ from typing import Any
 from common.ids import Role
 from common.options import option
 from common.processes.child import Exited, Ready, Reported
-from launch.processes import ChildEvent, RoleProcess, launch_command
+from launch.child import ChildEvent, RoleProcess, launch_command
 from tests.rig.shared_memory import FOLDER, abandoned, shared_files
 
 MARK = "TANDEM_CHAOS"

@@ -14,8 +14,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from demo.evaluate import MODEL
+from launch.child import RoleProcess, launch_command
 from launch.engine import Engine
-from launch.processes import RoleProcess, launch_command
 from tests.e2e.test_supervision import DECODE, begun, busiest
 from tests.e2e.test_token_exact import ANSWER_TOKENS, Reference, answers, demo_prompts
 from tests.rig.pages import FleetPages, RunningFleet, running_fleet, until

@@ -19,7 +19,7 @@ from common.errors import TransferError
 from common.processes.child import Exited, Ready, Reported
 from common.trust import write_key
 from demo.evaluate import MODEL
-from launch.processes import ChildEvent, RoleProcess, launch_command
+from launch.child import ChildEvent, RoleProcess, launch_command
 from tests.e2e.test_ranks import departure
 from tests.e2e.test_supervision import PROMPTS, begun
 from tests.e2e.test_token_exact import Reference, answers, demo_prompts

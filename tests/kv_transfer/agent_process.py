@@ -6,6 +6,7 @@ transfers come in between. It ends when it is told to, or when its parent is gon
 """
 
 import os
+import select
 import sys
 import threading
 import time
@@ -184,7 +185,7 @@ class ThreadEnd:
         self._thread.close()
 
 
-def main(plan: Plan, parent: "Parent[Call, Report]") -> None:
+def main(plan: Plan, parent: "Parent[Call]") -> None:
     end = (ThreadEnd if plan.is_threaded else PortEnd)(plan)
     parent.report(Started(pool=end.pool))
 
@@ -205,7 +206,22 @@ def main(plan: Plan, parent: "Parent[Call, Report]") -> None:
         parent.report(Answer(refused=f"threads are left: {left}" if left else None))
         return None
 
-    parent.obey(act, turn, end.wake)
+    assert parent.order_fd is not None
+    watched = [parent.order_fd] if end.wake is None else [parent.order_fd, end.wake]
+    while True:
+        ready, _, _ = select.select(watched, [], [], turn())
+        if end.wake is not None and end.wake in ready:
+            os.eventfd_read(end.wake)
+        if parent.order_fd not in ready:
+            continue
+        calls = parent.read_orders()
+        if calls is None:
+            return
+        for call in calls:
+            answer = act(call)
+            if answer is None:
+                return
+            parent.report(answer)
 
 
 def transport_of(plan: Plan) -> Transport:

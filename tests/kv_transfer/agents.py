@@ -87,7 +87,7 @@ class PoolProcess(ABC):
         self._answers: deque[Answer] = deque()
         command = [*prefix, sys.executable, "-m", "tests.kv_transfer.agent_process", msgspec.json.encode(plan).decode()]
         decoder = msgspec.json.Decoder[Report](Report)
-        self._child: Respondent[Call, Report] = Respondent(name, command, decoder, kind.environment)
+        self._child: Respondent[Report] = Respondent(name, command, decoder, kind.environment)
         self.pid = self._child.pid
 
     @abstractmethod

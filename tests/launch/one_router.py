@@ -12,7 +12,7 @@ from common.ids import DETOKENIZER, ROUTER, AttemptId, Incarnation, InstanceId, 
 from common.mail import Mailbox
 from common.processes.child import Exited
 from common.sampling_params import SamplingParams
-from launch.processes import ChildEvent, RoleProcess
+from launch.child import ChildEvent, RoleProcess
 from tests.rig.shared_memory import left_behind, shared_files
 
 HANG_S = 60.0

@@ -35,10 +35,9 @@ from common.errors import ConfigError
 from common.processes.child import IntakeClosed, Progress, Ready, stop_children
 from launch import child as child_half
 from launch import local
-from launch.child import ChildProcess, CloseIntake, Order, Report, run_child
+from launch.child import ChildProcess, CloseIntake, Order, Report, RoleProcess, run_child
 from launch.fleet_options import FleetCounts
 from launch.local import FleetConfig, LocalPlan, run
-from launch.processes import RoleProcess
 from tests.launch.waiting import PATIENCE_S
 
 FOREVER_S = 600.0

@@ -13,8 +13,7 @@ import pytest
 
 from common.processes import child as child_processes
 from common.processes.child import Broken, Exited, Progress, Ready, Reported, stop_children
-from launch.child import BAD_FLAG, MeetRouter
-from launch.processes import ChildEvent, RoleProcess
+from launch.child import BAD_FLAG, ChildEvent, MeetRouter, RoleProcess
 from tests.launch.stub import stub_command
 from tests.launch.waiting import PATIENCE_S, is_alive, wait_for
 

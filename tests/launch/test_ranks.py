@@ -19,8 +19,7 @@ from common.ids import Incarnation, InstanceId
 from common.instance.ranks.line import RankLost
 from common.processes.child import Exited, Progress, Ready, Reported
 from common.trust import LOOPBACK_ONLY
-from launch.child import BAD_FLAG, ChildProcess
-from launch.processes import ChildEvent, RoleProcess
+from launch.child import BAD_FLAG, ChildEvent, ChildProcess, RoleProcess
 from launch.rank_leader import LeaderRanks, describe_missing
 from launch.rank_setup import RankChildren, no_ranks, rank_setup
 from tests.launch.one_router import HANG_S, Router

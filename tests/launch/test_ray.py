@@ -13,9 +13,9 @@ import pytest
 from common.errors import ConfigError
 from common.processes.child import Exited, Progress, Ready, Reported
 from launch import ranks
+from launch.child import ChildEvent
 from launch.fleet_options import Bundle, RayConfig, bundles_of, check_gpus
 from launch.main import main
-from launch.processes import ChildEvent
 from launch.ranks import Ended, HostEvent, RankHost
 from launch.ray_fleet import HostLost, RayInstance
 from tests.launch.stub import stub_command

@@ -5,8 +5,7 @@ import signal
 import pytest
 
 from common.processes.child import Broken, Exited, Progress, Ready, Reported
-from launch.child import BAD_FLAG
-from launch.processes import ChildEvent
+from launch.child import BAD_FLAG, ChildEvent
 from launch.supervisor import Action, GiveUp, Notice, StartAgain, SupervisedChild, Supervisor
 
 PARTS = (

@@ -24,7 +24,7 @@ class Say(JsonLine, frozen=True):
     text: str
 
 
-def started(code: str, events: Events, environment: dict[str, str] | None = None) -> Child[Say, Progress]:
+def started(code: str, events: Events, environment: dict[str, str] | None = None) -> Child[Progress]:
     """A child that runs this code."""
     decoder = msgspec.json.Decoder(Progress)
     return Child("child", [sys.executable, "-c", code], decoder, events.put, lambda line: None, environment)
