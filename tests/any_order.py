@@ -36,9 +36,9 @@ class AnyOrderMachine(RuleBasedStateMachine):
         """By the name of the request: when it was asked for, by whom, and how."""
         self.in_flight: list[StepPlan] = []
         self.pages: dict[int, list[int]] = {}
-        """Of each row: what its RowStart and growth have named."""
+        """The pages that each row's RowStart and growth have named."""
         self.length: dict[int, int] = {}
-        """Of each row: how many tokens have KV that no step writes any more. Others may read their whole pages too."""
+        """How many tokens of each row have KV that no step writes any more. Others may read their whole pages too."""
         self.endings: Counter[str] = Counter()
 
     # --- what a role adds ------------------------------------------------------------------------------------------------

@@ -264,7 +264,7 @@ DELAYS = Delays(ttft_s=0.05, itl_s=0.02, event_tokens=2)
 
 @pytest.fixture
 def port() -> Iterator[int]:
-    """Of a double in a thread of its own."""
+    """The port of a double that serves in a thread of its own."""
     double, over = Double(DELAYS), threading.Event()
     thread = threading.Thread(target=double.serve, args=(over,))
     thread.start()

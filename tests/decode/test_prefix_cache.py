@@ -227,7 +227,7 @@ def test_another_salt_and_a_flush_leave_nothing_to_hit() -> None:
 
 
 def test_pages_that_others_hold_take_no_room_and_bring_none_when_their_request_is_preempted() -> None:
-    """Of 12 pages the first takes 9: eight of its prompt, and one for its answer. Another with the same prompt needs one more.
+    """The first takes 9 of 12 pages: eight of its prompt, and one for its answer. Another with the same prompt needs one more.
     Each grows by two pages, for which there is room only once."""
     made = scheduler(total_pages=12)
     made.receive(WRITER, handoff(granted_to(made, replace(known("old", 8 * PAGE, 13), terms=Terms(age_s=9.0)))), 0.0)

@@ -62,7 +62,7 @@ def start(programs: Path, tmp_path: Path, request: pytest.FixtureRequest) -> Sta
 
 
 def fleet_of(programs: Path) -> dict[str, tuple[str, list[str]]]:
-    """Of each part that was started: its node and GPUs, and its words."""
+    """Each part that was started, with its node and GPUs and with its words."""
     found = {}
     for where, *words in calls_of(programs):
         if words[0] != "key":

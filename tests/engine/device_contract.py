@@ -48,7 +48,7 @@ class EngineContract:
         return exact.runner(path, lambda text: None, **(fields | changes))
 
     def results(self, made: ModelRunner, plans: Sequence[StepPlan], in_flight: int) -> list[StepResult]:
-        """Of each plan, with so many in flight, and a card that begins late. Nothing of a result is read before the last one."""
+        """The result of each plan, with so many in flight on a card that begins late. None is read before the last has come."""
         results: list[StepResult] = []
         waiting: deque[PendingStep] = deque()
         with made.on_device():

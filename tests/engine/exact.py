@@ -25,7 +25,7 @@ from tests.engine.driver import Driver
 
 GREEDY = SamplingParams(max_new_tokens=99, temperature=0.0)
 TOLERANCE = 1e-4
-"""Of logits, relative to the largest of the position."""
+"""The tolerated error of logits, relative to the largest of the position."""
 
 
 def runner(path: Path, say: Callable[[str], None] = lambda text: None, **changes: object) -> ModelRunner:

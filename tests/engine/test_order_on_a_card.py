@@ -86,7 +86,7 @@ def test_layers_are_reported_when_the_card_has_written_them_and_before_it_goes_o
 
 
 class Wrapper:
-    """Of FlashInfer: a plan writes its schedule to a buffer of the host, and starts its copy to the card."""
+    """A wrapper as FlashInfer's: a plan writes its schedule to a buffer of the host, and starts its copy to the card."""
 
     def __init__(self, card: FakeStream) -> None:
         self._card, self._in_flight = card, False

@@ -221,7 +221,7 @@ class ToyExecutor:
             self._ranks.wrote(plan.step)
 
     def _logprobs(self, plan: StepPlan, tokens: Int32Array) -> tuple[Logprobs, Logprobs]:
-        """Of the sampled tokens and of the prompts' tokens in this step's chunks, for the rows that ask."""
+        """Log probabilities of the sampled tokens, and of the prompts' tokens in this step's chunks, for the rows that ask."""
         rows, told = list[int](), list[TokenLogprob]()
         for row, token in zip(plan.sampled_rows.tolist(), tokens.tolist(), strict=True):
             alternatives = self._sampling[row].logprobs
@@ -238,8 +238,8 @@ class ToyExecutor:
         return Logprobs.of(rows, told), Logprobs.of(prompt_rows, prompt_told)
 
     def _embeddings(self, plan: StepPlan, tokens: Int32Array) -> dict[int, bytes]:
-        """Of the prompts that are complete, whose rows ask: the token that would follow, as the only dimension. It depends on all
-        of their KV."""
+        """The embeddings of complete prompts whose rows ask: the token that would follow, as the only dimension. It depends
+        on all KV of a prompt."""
         sampled = zip(plan.sampled_rows.tolist(), tokens, strict=True)
         return {row: token.astype("<f4").tobytes() for row, token in sampled if self._sampling[row].pooling is not None}
 

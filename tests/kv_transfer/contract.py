@@ -24,7 +24,7 @@ from tests.kv_transfer.pools import Bytes
 
 MIB = 2**20
 POOL_BYTES = 20 * MIB + 12346
-"""Of the pair that most cases share: some slices of a push, and a rest."""
+"""The size of the two pools that most cases share: some slices of a push, and a rest."""
 LATE_S = 0.3
 """What is written so long after its push has ended would be found."""
 SOURCE_SEED = 1

@@ -59,7 +59,7 @@ class Client:
 
     @property
     def token_ids(self) -> list[int]:
-        """Of the first choice, as is what follows."""
+        """The tokens of the first choice. The properties below are the first choice's too."""
         return self.answers[0].token_ids
 
     @property

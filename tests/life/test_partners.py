@@ -56,7 +56,7 @@ def all_usable(fleet: ToyFleet) -> bool:
 
 
 def partners(fleet: ToyFleet) -> dict[InstanceId, set[InstanceId]]:
-    """Of each prefill instance."""
+    """The partners of each prefill instance."""
     return {member.info.id: set(member.partners) for member in fleet.router.fleet.members("prefill")}
 
 

@@ -23,9 +23,10 @@ APART_S = 1e-6
 
 @dataclass(frozen=True, kw_only=True)
 class Chances:
-    """Of each letter. caches_lost: of those that tell of prefix caches. overtaking: whether letters of one sender to one receiver
-    may overtake each other; those of a detokenizer and to one never do, for gaps in text and answers to probes tell the router
-    what was lost. ranks_lost: of a letter between ranks, which ends their instance."""
+    """The chances of what may happen to a letter. caches_lost: for letters that tell of prefix caches. overtaking: whether
+    letters of one sender to one receiver may overtake each other; those of a detokenizer and to one never do, for gaps in text
+    and answers to probes tell the router what was lost. ranks_lost: for a letter between ranks, whose loss ends their
+    instance."""
 
     lost: float
     twice: float

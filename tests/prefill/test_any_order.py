@@ -144,7 +144,7 @@ class AnyOrder(AnyOrderMachine):
 
     @rule(data=st.data(), decoder=ONE_DECODER)
     def a_late_grant(self, data: st.DataObject, decoder: InstanceId) -> None:
-        """Of a candidate that was asked before the present one."""
+        """A grant of a candidate that was asked before the present one."""
         name = data.draw(st.sampled_from(self.recent()))
         if self.is_former(name, decoder):
             _, _, generate = self.asked[name]

@@ -252,7 +252,7 @@ class EchoFleet(FakeMail[RouterInbox]):
         self.tells: tuple[LinkInfo, ...] = ()
         """What the prefill instance answers when it is asked for its links; nothing: it does not answer."""
         self.cached_tokens = 0
-        """Of each prompt."""
+        """How many tokens of each prompt the fleet had cached."""
 
     def join(self) -> None:
         for one in (self.prefill, self.decode):

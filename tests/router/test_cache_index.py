@@ -60,7 +60,7 @@ class Holder:
         lease.close()
 
     def tokens(self, pages: list[int]) -> int:
-        """Of the whole blocks of this prompt that are cached."""
+        """The tokens in whole blocks of this prompt that are cached."""
         cached = len(self.pool.cache.match(PageKeys(PAGE_TOKENS, packed=packed(pages)), len(pages)))
         return cached // (BLOCK_TOKENS // PAGE_TOKENS) * BLOCK_TOKENS
 

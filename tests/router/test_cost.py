@@ -23,7 +23,7 @@ MEASURED = {"step_s": STEP_S, "chunk_token_s": TOKEN_S, "decode_row_s": ROW_S}
 
 
 class Cached(Overlap):
-    """Of a prompt, by the names of members."""
+    """The overlap of a prompt, by the names of members."""
 
     def __init__(self, held: Mapping[str, int]) -> None:
         self.held = held

@@ -16,7 +16,7 @@ from tests.router.calls import metric
 
 STEP_S, TOKEN_S = 0.5, 0.1
 PROMPT_S = STEP_S + 20 * TOKEN_S
-"""Of the prompt of `spec`, where nothing is in front of it."""
+"""The time of the prompt of `spec`, where nothing is in front of it."""
 
 
 def measured(**load: int) -> Load:

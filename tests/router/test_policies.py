@@ -49,7 +49,7 @@ def ranked(policy: Policy, candidates: Candidates, ask: Demand = ASK, barred: Se
 
 
 def test_of_two_random_members_the_less_loaded_is_taken() -> None:
-    """Of three members, the least loaded is among the two drawn in two cases of three, and the most loaded never wins."""
+    """The least loaded of three members is among the two drawn in two cases of three, and the most loaded never wins."""
     candidates = line_of(map(member, ("p0", "p1", "p2")))
     for each, tokens in zip(candidates.lines["prefill"], (50, 10, 90), strict=True):
         each.assigned_tokens = tokens

@@ -7,7 +7,7 @@ import ast
 import io
 import re
 import tokenize
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
@@ -154,6 +154,26 @@ def no_blanket_ignore(source: Source) -> Iterator[Fault]:
             yield Fault(source.path, token.start[0], "an ignore that does not name what it silences")
 
 
+def full_sentences(source: Source) -> Iterator[Fault]:
+    """A docstring is a sentence with a noun of its own."""
+    for node in source.nodes:
+        if not isinstance(node, ast.Expr) or not isinstance(node.value, ast.Constant):
+            continue
+        if isinstance(node.value.value, str) and node.value.value.lstrip().startswith("Of "):
+            yield Fault(source.path, node.lineno, "a docstring that begins with “Of”: say what it is, then of what")
+
+
+def names_used_twice(sources: Sequence[Source]) -> Iterator[Fault]:
+    """One name, one thing: no class of the product is defined in two files."""
+    first: dict[str, Source] = {}
+    for source in sources:
+        if source.path.parts[0] == "tests":
+            continue
+        for node in source.nodes:
+            if isinstance(node, ast.ClassDef) and first.setdefault(node.name, source) is not source:
+                yield Fault(source.path, node.lineno, f"class {node.name} is defined in {first[node.name].path} too")
+
+
 RULES: tuple[Rule, ...] = (
     short_files,
     short_functions,
@@ -165,6 +185,7 @@ RULES: tuple[Rule, ...] = (
     nothing_unfinished,
     no_pickle,
     no_blanket_ignore,
+    full_sentences,
 )
 
 

@@ -28,6 +28,15 @@ def test_every_file_keeps_the_rule(rule: Rule, sources: list[Source]) -> None:
     assert not faults, "\n" + "\n".join(faults)
 
 
+def test_no_class_of_the_product_is_defined_in_two_files(sources: list[Source]) -> None:
+    faults = [str(fault) for fault in rules.names_used_twice(sources)]
+    assert not faults, "\n" + "\n".join(faults)
+    twice = [Source.parse(path, OPENING + "class Answer: ...\n") for path in ("router/a.py", "common/b.py", "tests/c.py")]
+    assert [str(fault) for fault in rules.names_used_twice(twice)] == [
+        "common/b.py:2: class Answer is defined in router/a.py too"
+    ]
+
+
 def test_every_exception_to_a_rule_is_still_needed(sources: list[Source]) -> None:
     used = {
         (str(source.path), function)
@@ -51,6 +60,7 @@ BROKEN: list[tuple[Rule, str, str, int]] = [
     (rules.no_blind_except, "a.py", OPENING + "try:\n    g()\nexcept (ValueError, BaseException):\n    pass\n", 4),
     (rules.no_drawer, "common/utils.py", OPENING, 1),
     (rules.nothing_unfinished, "a.py", OPENING + "x = 1  # TO" + "DO: more\n", 2),
+    (rules.full_sentences, "a.py", OPENING + 'x = 1\n"""Of an answer."""\n', 3),
     (rules.no_pickle, "a.py", OPENING + "import pickle\n", 2),
     (rules.no_pickle, "a.py", OPENING + "from pickle import loads\n", 2),
     (rules.no_pickle, "a.py", OPENING + "socket.recv_pyobj()\n", 2),

@@ -61,7 +61,7 @@ def test_the_router_predicts_first_tokens_from_what_instances_have_measured(rate
 
 @pytest.mark.parametrize("prefix_cache", ["on", "off"])
 def test_a_prompt_that_begins_as_another_takes_the_time_of_the_rest(tmp_path: Path, prefix_cache: Any) -> None:
-    """Of the same four blocks of 512 tokens; the second prompt has one more, cut short."""
+    """Both prompts have the same four blocks of 512 tokens; the second has one more, cut short."""
     asked = (
         {"timestamp": 1000 * n, "input_length": 2048 + 100 * n, "output_length": 1, "hash_ids": [1, 2, 3, 4, 5]} for n in (0, 1)
     )
@@ -258,7 +258,7 @@ REQUESTS, PER_S = 60, 12.0
 
 
 def preemptions(small_pages: int | None) -> int:
-    """Of a large decode instance under load, and of a small one beside it if its pages are given."""
+    """The preemptions of a large decode instance under load, and of a small one beside it if its pages are given."""
     cost = StepCost(step_s=0.01, chunk_token_s=0.0001, decode_row_s=0.0)
     size = ToySize(pages=1024, rows=64, chunk_tokens=128, max_waiting=4096, request_timeout_s=600.0, cost=cost)
     fleet = ToyFleet(prefill=1, decode=1, size=size, config=RouterConfig())

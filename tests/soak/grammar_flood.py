@@ -18,7 +18,7 @@ from common.processes.router_client import RequestFailed, RouterClient
 from tests.rig.report import figures, keyed_fleet, say
 
 PROPERTIES = 1_700
-"""Of a large schema: about 60,000 characters, of at most 65,536."""
+"""The properties of a large schema: about 60,000 characters, of at most 65,536."""
 WAIT_S = 600.0
 """Nobody waits longer for an answer."""
 

@@ -36,7 +36,7 @@ DEAD_AFTER_S = 1.0
 """So long after a receiver has died, everybody knows. As in a real fleet that is before its lost link is tried again: of each
 connection that is refused, UCX 1.23 keeps the socket."""
 CHECKED = 1 / 16
-"""Of the pushes, this share is compared byte for byte."""
+"""The share of pushes that is compared byte for byte."""
 Presence = Literal["here", "dead", "gone"]
 Strike = Literal["kill receiver", "kill sender", "receiver leaves", "sender leaves", "reconnect"]
 

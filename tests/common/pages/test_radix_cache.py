@@ -97,7 +97,7 @@ class CacheLaws(RuleBasedStateMachine):
     @precondition(lambda self: self.held)
     @rule(data=st.data(), upto=st.integers(0, 5), replaces=st.booleans())
     def publish(self, data: st.DataObject, upto: int, replaces: bool) -> None:
-        """Of two copies one goes: that in the cache, if nobody holds it, or else ours if nobody has used it."""
+        """One of two copies goes: that in the cache, if nobody holds it, or else ours if nobody has used it."""
         held = data.draw(st.sampled_from(self.held))
         upto = min(upto, len(held.paths))
         if held.given_back > held.published:

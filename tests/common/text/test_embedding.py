@@ -18,7 +18,7 @@ def old_pooling(*on: str) -> dict[str, Any]:
 
 
 def checkpoint(path: Path, *kinds: str, pooling: object = None) -> str:
-    """Of sentence-transformers, with modules of these kinds; none: an ordinary one."""
+    """A checkpoint of sentence-transformers with modules of these kinds; without any, an ordinary one."""
     (path / "config.json").write_text(json.dumps({"hidden_size": 8}))
     modules = [
         {"idx": at, "path": f"{at}_{kind}", "type": f"sentence_transformers.models.{kind}"} for at, kind in enumerate(kinds)

@@ -43,7 +43,7 @@ class Captured:
         self.outs = [self.graph.run(layer, self.query) for layer in range(len(LAYERS))]
 
     def error(self, step: Step) -> float:
-        """Of a replay for another step of the size."""
+        """The error of a replay for another step of the size."""
         self.query.copy_(step.query)
         self.graph.plan(step.tokens)
         self.replay()

@@ -15,7 +15,7 @@ SHAPE = Shape(heads=6, kv_heads=2, dim=16, page_size=5, layers=(LayerAttention(0
 CHUNKS = [(0, 1), (0, 7), (3, 1), (9, 6), (20, 20)]
 LENGTHS = [1, 4, 5, 6, 23, 40, 11, 12, 12]
 SLOT_BYTES = 2 * 2 * 16 * 4
-"""Of a token's keys and values in a layer."""
+"""The bytes of a token's keys and values in one layer."""
 
 
 def gather_at_most(monkeypatch: pytest.MonkeyPatch, tokens: int) -> None:

@@ -38,7 +38,7 @@ class Kernels:
         return [0]
 
     def paged_run(self, *arguments: Any) -> None:
-        """Of chunks, and of decode rows on tensor cores."""
+        """The kernel of chunks, and of decode rows on tensor cores."""
         query, keys, values, queries, indptr, indices, last, out, _, mask, layout, window_left = arguments[3:15]
         softcap, scale = arguments[22:24]
         assert layout == HND
@@ -46,7 +46,7 @@ class Kernels:
         out.copy_(given)
 
     def run(self, *arguments: Any) -> None:
-        """Of decode rows on CUDA cores."""
+        """The kernel of decode rows on CUDA cores."""
         query, keys, values, indptr, indices, last, out, _, layout, window_left = arguments[3:13]
         softcap, scale = arguments[15:17]
         assert layout == HND

@@ -111,7 +111,7 @@ def test_recordings_of_many_sizes_do_not_disturb_each_other_and_outlive_their_re
 
 
 def test_sizes_share_memory(recorder: CallRecorder) -> None:
-    """Of the many tensors of a deep function only those that are alive together take some, and small sizes take that of the
+    """Only tensors of a deep function that are alive together take memory of their own, and small sizes take that of the
     largest, which came first."""
     recorded(recorder, 64)
     largest = sum(len(block) for block in recorder._memory._blocks.values())

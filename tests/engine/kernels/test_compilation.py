@@ -57,7 +57,7 @@ class Compiling:
 
 @pytest.fixture(params=[90, *(pytest.param(each, marks=pytest.mark.soak) for each in (80, 89, 100, 120))])
 def capability(request: pytest.FixtureRequest) -> int:
-    """Of Hopper, and of Ampere, Ada and two kinds of Blackwell."""
+    """The compute capability of Hopper; with --soak, of Ampere, Ada and two kinds of Blackwell."""
     assert isinstance(request.param, int)
     return request.param
 

@@ -32,7 +32,7 @@ TOKENS = 4
 
 
 def distance(logits: Tensor, exact: Tensor) -> float:
-    """Of the tokens' logits, as a share of the exact ones."""
+    """The error of the tokens' logits, as a share of the exact ones."""
     return float((logits.double() - exact).norm() / exact.norm())
 
 
