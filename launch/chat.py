@@ -40,7 +40,7 @@ class ChatFlags:
 
 @dataclass(slots=True)
 class Timing:
-    """The times of one answer, in seconds of `clock`. first_s: when its first text came."""
+    """The times of one answer, in seconds of `clock`."""
 
     began_s: float
     first_s: float | None = None

@@ -33,8 +33,7 @@ from launch.child import ChildProcess
 from launch.instance_process import CLOSE_S, TRANSPORT_START_S
 from launch.parts import ParallelContext, make_executor, make_transfers
 from launch.rank_leader import LOST_S, describe_rank
-from launch.rank_setup import RankChildren, RankCommands, no_ranks, rank_setup
-from launch.ranks import StartThread
+from launch.rank_setup import RankChildren, RankCommands, StartThread, no_ranks, rank_setup
 
 if TYPE_CHECKING:
     import torch

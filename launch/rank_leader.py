@@ -31,8 +31,7 @@ from common.trust import Trust
 from kv_transfer.target_ranks import RankedTransfers
 from launch.child import ChildProcess
 from launch.parts import ParallelContext
-from launch.rank_setup import RankChildren, RankCommands, rank_setup
-from launch.ranks import StartThread
+from launch.rank_setup import RankChildren, RankCommands, StartThread, rank_setup
 
 if TYPE_CHECKING:
     import torch

@@ -1,21 +1,28 @@
-"""The ranks that one command starts: what must be equal on all ranks of an instance, and the processes of the others.
+"""The ranks that one command starts: what must be equal on all ranks of an instance, the processes of the others, and the thread
+that turns the start while the main thread loads the model.
 
 Owns the list of what is compared, how one command's cores and GPUs are divided among its ranks, and the child processes. Does not
-know what ranks send to each other. A rank that ends, however, is the end of the instance: `check` raises then. None is left
-behind, be it stopped: the kernel kills a child with its parent (`common/processes/child.py`), and this process kills those it has
-before it ends by its own timers.
+know what ranks send to each other: `common/instance/ranks/start.py` decides that. A rank that ends is the end of the instance:
+`RankChildren.check` raises then. When the start fails, the main thread may be deep in a library that waits for the other ranks:
+then the process ends without it. No rank is left behind, be it stopped: the kernel kills a child with its parent
+(`common/processes/child.py`), and this process kills those it has before it ends by its own timers.
 """
 
 import queue
+import sys
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
 from importlib.metadata import PackageNotFoundError, version
+from typing import Any, TypeVar
 
 from common.config import EngineConfig, InstanceConfig, LogConfig, ModelConfig, SecurityConfig, shares_gpu
 from common.errors import ConfigError
 from common.host import core_count, count_gpus, devices_of_ranks, divide_cores
 from common.instance.ranks.line import RankLost
+from common.instance.ranks.start import RankStart
+from common.mail import Mailbox
 from common.model_path import resolve_model_path
 from common.options import flag_of, to_flags
 from common.processes.child import KILL_S, Exited, Progress, Reported
@@ -158,3 +165,88 @@ def _version(library: str) -> str:
         return version(library)
     except PackageNotFoundError:
         return "none"
+
+
+END_S = 2.0
+"""How long the main thread may take to notice that the start has failed. Then the process ends without it."""
+
+
+CLOSE_S = 1.0
+
+
+T = TypeVar("T")
+
+
+class StartThread:
+    """Turns `start` until it is complete or has failed. also: a function that is called before each turn; it may raise too."""
+
+    def __init__(
+        self, process: ChildProcess, mailbox: Mailbox[Any], start: RankStart, also: Callable[[float], None] = lambda now: None
+    ) -> None:
+        self._process = process
+        self._mailbox = mailbox
+        self._start = start
+        self._also = also
+        self._failure: Exception | None = None
+        self._stopped = False
+        self._turned = threading.Condition()
+        """Held while the start turns, and while the main thread calls it."""
+        self._thread = threading.Thread(target=self._run, name="ranks start", daemon=True)
+        self._thread.start()
+
+    def call(self, method: Callable[[], T]) -> T:
+        """Call a method of the start from another thread."""
+        with self._turned:
+            result = method()
+        self._mailbox.wake()
+        return result
+
+    def wait_for(self, look: Callable[[], T | None]) -> T:
+        """Wait until `look` finds something. Raises what the start has failed with."""
+        with self._turned:
+            while True:
+                if self._failure is not None:
+                    raise self._failure
+                found = look()
+                if found is not None:
+                    return found
+                self._turned.wait()
+
+    def agree(self, pages: int) -> int:
+        """This rank can hold so many pages. Waits, and returns how many all ranks use."""
+        number = self.call(lambda: self._start.offer(pages))
+        return self.wait_for(lambda: self._start.agreed(number))
+
+    def finish(self) -> None:
+        """Wait until it is complete. From then on the mailbox belongs to the caller. Raises what the start has failed with."""
+        self.wait_for(lambda: self._start.complete or None)
+        self._thread.join()
+
+    def close(self) -> None:
+        """Stop, whatever is open; so the mailbox can be closed. When an error unwinds, the other side gets it. Idempotent."""
+        error = sys.exception()
+        if error is not None and self._failure is None and not self._start.complete:
+            self.call(lambda: self._start.end(str(error)))
+        self._stopped = True
+        self._mailbox.wake()
+        self._thread.join(CLOSE_S)
+
+    def _run(self) -> None:
+        try:
+            while not self._stopped and (wait_s := self._turn()) is not None:
+                self._mailbox.wait(wait_s)
+        except Exception as error:  # noqa: BLE001 - the thread's outermost door; the main thread's next wait raises it
+            with self._turned:
+                self._failure = error
+                self._start.end(str(error))
+                self._turned.notify_all()
+            self._process.end_within(END_S, str(error))
+
+    def _turn(self) -> float | None:
+        """Returns how long to wait; None when it is complete."""
+        with self._turned:
+            now = time.monotonic()
+            self._also(now)
+            self._start.turn(time.monotonic)
+            self._turned.notify_all()
+            return None if self._start.complete else self._start.next_deadline(now) - now

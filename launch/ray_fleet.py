@@ -5,7 +5,7 @@ one end. Start, watch and stop of the fleet are those of `launch local`; to them
 
     placement group   one for each instance: a bundle of processors and GPUs on each of its nodes. Ray keeps it when the instance
                       dies, moves its bundles when a node is lost and another has room, and gives it back when this process ends
-    actor             one for each bundle and life: it starts the ranks there as a child process (`launch/ranks.py`)
+    actor             one for each bundle and life (`RankHost`): it starts the ranks there as a child process
 
     wait for a place ─► start every host's ranks ─► pass on what rank 0's host reports ─► one has ended ─► so do the others
 
@@ -23,29 +23,95 @@ from typing import Any, Protocol
 
 import msgspec
 
-from common.addresses import LOOPBACK, is_loopback
+from common.addresses import LOOPBACK, free_port, is_loopback
 from common.config import EngineConfig
 from common.errors import ConfigError, TandemError
-from common.processes.child import Exited, Progress, Ready, Reported
+from common.processes.child import KILL_S, Exited, JsonLine, Progress, Ready, Reported
 from launch import child
-from launch.child import Report
+from launch.child import ChildEvent, Report, RoleProcess, launch_command
 from launch.fleet_options import Bundle, RayConfig, bundles_of, check_gpus
 from launch.local import ChildFleet, FleetConfig, OnEvent, Role, run_fleet
 from launch.rank_setup import check_nccl
-from launch.ranks import LONG_POLL_S, Ended, HostEvent, RankHost
 
 OTHERS_S = 15.0
 """How long the other hosts of an instance may take to end when one has ended: the ranks miss each other much sooner."""
 
 ANSWER_S = 30.0
 """How long an actor may take to answer, after which it counts as lost."""
-KILL_S = 6.0
+ACTOR_KILL_S = 6.0
 """How long it may take to end its process before Ray ends the actor."""
 LOOK_S = 0.5
 SHOW_AFTER_S = 5.0
 """When a wait for a place is worth a line."""
 CALLS_AT_ONCE = 4
 """Calls that one actor takes at once: it waits for events while it is told to stop."""
+
+
+# --- on a node -----------------------------------------------------------------------------------------------------------------
+
+LONG_POLL_S = 5.0
+"""How long a question for events may wait for one."""
+
+
+class Ended(JsonLine, frozen=True):
+    """The process has ended. status, account: as in `common.processes.child.Exited`."""
+
+    status: int
+    account: str
+
+
+HostEvent = Report | Ended
+
+
+class RankHost:
+    """What runs in an actor: the process of some ranks, on their node. Its methods may be called at the same time from several
+    threads. When the actor is gone, so is the process's parent: the process ends like any other child."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._events: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+        self._child: RoleProcess | None = None
+
+    def node(self) -> str:
+        """The address of this node, as Ray knows it."""
+        from ray.util import get_node_ip_address
+
+        return str(get_node_ip_address())
+
+    def free_port(self) -> int:
+        """A port that nobody listens at now."""
+        return free_port()
+
+    def start(self, role: str, flags: Sequence[str]) -> None:
+        """Start the process. Called once. Raises OSError."""
+        self._child = RoleProcess(self._name, launch_command(role, flags), self._keep)
+
+    def next_events(self) -> list[bytes]:
+        """Each a HostEvent as JSON. Waits LONG_POLL_S for the first one."""
+        try:
+            events = [self._events.get(timeout=LONG_POLL_S)]
+        except queue.Empty:
+            return []
+        while not self._events.empty():
+            events.append(self._events.get())
+        return events
+
+    def terminate(self) -> None:
+        if self._child is not None:
+            self._child.terminate()
+
+    def kill(self) -> None:
+        """Returns when the process is gone."""
+        if self._child is not None:
+            self._child.kill()
+            self._child.wait(KILL_S)
+
+    def _keep(self, event: ChildEvent) -> None:
+        line = event.report if isinstance(event, Reported) else Ended(status=event.status, account=event.account)
+        self._events.put(msgspec.json.encode(line))
+
+
+# --- here ----------------------------------------------------------------------------------------------------------------------
 
 
 class HostLost(TandemError):
@@ -249,7 +315,7 @@ class RayHost:
 def end_actor(ray: Any, actor: Any) -> None:
     """End its process, then the actor itself. An actor that does not answer takes its process with it."""
     with contextlib.suppress(ray.exceptions.RayError):  # it is gone, or held up: Ray ends it in either case
-        ray.get(actor.kill.remote(), timeout=KILL_S)
+        ray.get(actor.kill.remote(), timeout=ACTOR_KILL_S)
     ray.kill(actor)
 
 

@@ -12,12 +12,11 @@ import pytest
 
 from common.errors import ConfigError
 from common.processes.child import Exited, Progress, Ready, Reported
-from launch import ranks
+from launch import ray_fleet
 from launch.child import ChildEvent
 from launch.fleet_options import Bundle, RayConfig, bundles_of, check_gpus
 from launch.main import main
-from launch.ranks import Ended, HostEvent, RankHost
-from launch.ray_fleet import HostLost, RayInstance
+from launch.ray_fleet import Ended, HostEvent, HostLost, RankHost, RayInstance
 from tests.launch.stub import stub_command
 from tests.launch.waiting import PATIENCE_S
 
@@ -210,7 +209,7 @@ def test_an_instance_that_waits_for_room_says_so_and_can_be_stopped(hosts: list[
 
 
 def test_a_host_starts_a_process_and_answers_with_its_reports_and_its_end(log: object, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ranks, "launch_command", stub_command)
+    monkeypatch.setattr(ray_fleet, "launch_command", stub_command)
     host = RankHost("decode-0")
     assert 0 < host.free_port() < 65536
     host.start("decode", ["--name=decode-0"])
