@@ -143,9 +143,6 @@ class Record:
     """When the client of a resumed request began to wait for its next token; None when it does not wait."""
     _blocks: BlockNames | None = None
 
-    def __post_init__(self) -> None:
-        self._blocks = self.spec.blocks
-
     @property
     def deadline_s(self) -> float:
         return self.times.received_s + self.timeout_s
@@ -174,7 +171,7 @@ class Record:
 
     def block_names(self, page_size: int) -> Sequence[int]:
         """Names of the blocks of the next attempt's prompt. They are kept: only tokens that have come since are named."""
-        blocks = self._blocks
+        blocks = self._blocks or self.spec.blocks
         if blocks is None or blocks.page_size != page_size:
             blocks = BlockNames.of(self.spec.prompt, page_size, self.spec.salt)
         if blocks.tokens < self.prompt_tokens:

@@ -18,7 +18,7 @@ from router.api.bodies import LARGE_BODY_BYTES, body_of, unless_left
 from router.api.errors import response_to
 from router.api.guard import Guard
 from router.api.intake import Intake
-from router.api.request_ids import HEADER, id_in, new_id
+from router.api.request_ids import HEADER, id_in
 from router.core import Gateway
 from router.metrics import RouterMetrics
 from router.outbox import ClientRequest
@@ -56,7 +56,7 @@ class Visit:
     def __init__(self, admission: Admission, send: Send) -> None:
         self._admission = admission
         self._has_place = self._is_large = False
-        self.id = new_id()
+        self.id = secrets.token_hex(12)
         self.owner = ""
         """The name of the client's API key; empty without one."""
         self.send = send
@@ -75,7 +75,8 @@ class Visit:
     def enter(self, prefix: str = "", session: str = "") -> ClientRequest:
         """Let a request for the model in: the router knows it from now on. prefix: of its answer's id. session: see `Ask`. Raises
         Unavailable when the router drains."""
-        client = ClientRequest(prefix + self.id, self.owner, secrets.token_hex(8), session)
+        names = {self.id: (0,), prefix + self.id: (0,)}
+        client = ClientRequest(prefix + self.id, self.owner, secrets.token_hex(8), session, names, choices=1)
         self._admission.gateway.arrive(client)
         self.client = client
         return client

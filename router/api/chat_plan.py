@@ -53,11 +53,6 @@ class ChatPlan:
     shown: tuple[int, ...]
     """The marks that are special tokens: the detokenizer must show these, though it skips others."""
 
-    @property
-    def is_plain(self) -> bool:
-        """Whether the answer's text is its content, and is what the request alone says."""
-        return not self.thinks and self.tools is None
-
     def reading(self, opened: bool) -> AnswerReading:
         """opened: see `opens_thoughts`."""
         format, separates = self.tools, self.thinks and self.request.separate_reasoning

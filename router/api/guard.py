@@ -1,10 +1,8 @@
 """The guard of the HTTP side: which URL needs which key, and whose key a request has.
 
 Owns that table and where a request carries its key. What is not in the table needs an API key, so that a new route is never open
-by mistake. The keys are in `common.access`; what is checked where there are none is in `web_pages`. Never says or logs a key,
-nor what was sent in place of one.
-
-Web pages: what a page in somebody's browser may do with a router that asks for no key.
+by mistake. The keys are in `common.access`. Never says or logs a key, nor what was sent in place of one. Owns also what a page in
+somebody's browser may do with a router that asks for no key.
 
 A browser lets every page send requests to every address, loopback too. It only hides the answers, and not even those when the
 page's own name is made to lead to this host (DNS rebinding). Three things tell such requests from others: the name by which the
@@ -54,9 +52,14 @@ class WebPages:
     def require_asked(self, scope: Scope) -> None:
         """Raises NotAsked, UnsupportedBody."""
         headers = {name: value.decode("latin-1") for name, value in reversed(scope["headers"])}
-        host = headers.get(b"host", "").lower()
-        if scope["path"] not in _PROBED_PATHS:
-            self._require_name(host)
+        host = headers.get(b"host", "").lower()  # "": a client of HTTP/1.0 that tells none, which is no browser
+        name = _name_in(host)
+        is_known = self._serves_every_name or name in self._names or scope["path"] in _PROBED_PATHS
+        if host and not is_known and not _is_loopback_name(name):
+            raise NotAsked(
+                f"this router is not called {shown(name)!r}: without --api-keys it answers to localhost, 127.0.0.1 and what "
+                "--host and --allow-origin say, so that no web page makes its own name lead here"
+            )
         if scope["method"] in EFFECTLESS_METHODS:
             return
         origin, site = headers.get(b"origin"), headers.get(b"sec-fetch-site", "none")
@@ -65,29 +68,17 @@ class WebPages:
                 raise NotAsked(f"a web page from elsewhere (Sec-Fetch-Site: {shown(site)}) may not do this: {_FIX}")
         elif origin not in self._origins and (not host or _host_in(origin) != host):
             raise NotAsked(f"a web page from {shown(origin)} may not do this: {_FIX}")
-        _require_json(headers)
-
-    def _require_name(self, host: str) -> None:
-        """host: of the URL, with its port; "" for a client of HTTP/1.0 that tells none, which is no browser."""
-        name = _name_in(host)
-        if host and not self._serves_every_name and name not in self._names and not _is_loopback_name(name):
-            raise NotAsked(
-                f"this router is not called {shown(name)!r}: without --api-keys it answers to localhost, 127.0.0.1 and what "
-                "--host and --allow-origin say, so that no web page makes its own name lead here"
-            )
+        # A page may send any other type without asking first, or none, and an old browser says nothing else of it: so an empty
+        # body of another type is refused too. A body without a length comes in chunks.
+        has_body = headers.get(b"content-length", "0").strip("0") != "" or b"transfer-encoding" in headers
+        given = headers.get(b"content-type", "" if has_body else _JSON)
+        if given.partition(";")[0].strip().lower() != _JSON:
+            sent = f"is {shown(given)!r}" if given else "is missing"
+            fix = f"send the header Content-Type: {_JSON} (curl -H 'Content-Type: {_JSON}')"
+            raise UnsupportedBody(f"the body's type {sent}: {fix}")
 
 
 _FIX = "start the router with --allow-origin and the page's origin, such as https://chat.example.com, or with --api-keys"
-
-
-def _require_json(headers: dict[bytes, str]) -> None:
-    """A page may send any other type without asking first, or none, and an old browser says nothing else of it: so an empty body
-    of another type is refused too. A body without a length comes in chunks."""
-    has_body = headers.get(b"content-length", "0").strip("0") != "" or b"transfer-encoding" in headers
-    given = headers.get(b"content-type", "" if has_body else _JSON)
-    if given.partition(";")[0].strip().lower() != _JSON:
-        sent = f"is {shown(given)!r}" if given else "is missing"
-        raise UnsupportedBody(f"the body's type {sent}: send the header Content-Type: {_JSON} (curl -H 'Content-Type: {_JSON}')")
 
 
 def _host_in(origin: str) -> str:

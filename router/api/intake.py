@@ -96,6 +96,8 @@ class Intake:
     def __init__(self, core: RouterCore, tokenizer: Tokenizer, model: str, config: RouterConfig) -> None:
         self._core = core
         self._tokenizer = tokenizer
+        self.token_text: TokenTexts = tokenizer.token_text
+        """The text of single tokens."""
         self._model = model
         self._chats = ChatPlanner(tokenizer, model, config)
         self._chat_max_tokens = config.default_max_tokens or None
@@ -123,7 +125,7 @@ class Intake:
         encode = partial(self._tokenizer.encode_chat, options=plan.options, field=field)
         prompts = await self._encode(encode, (request.messages,), (texts,), size, request.fields, field, client)
         accepted = self._accept(client, prompts, request, field, self._chat_max_tokens)
-        if plan.is_plain:
+        if plan.tools is None and not plan.thinks:
             return accepted
         tail = unpack_ids(prompts[0].packed[-TAIL_TOKENS * ID_BYTES :]).tolist()
         opened = plan.opens_thoughts(self._tokenizer.decode(tail, skip_special_tokens=False))
@@ -188,11 +190,6 @@ class Intake:
         return prompt if isinstance(prompt, str) else self._tokenizer.decode(prompt)
 
     @property
-    def token_text(self) -> TokenTexts:
-        """The text of single tokens."""
-        return self._tokenizer.token_text
-
-    @property
     def context_tokens(self) -> int:
         """Longest prompt and answer together: the checkpoint's limit, or less when the fleet's memory holds less."""
         model, own = self._core.fleet.model, self._tokenizer.context_tokens
@@ -235,18 +232,19 @@ class Intake:
         context = self.context_tokens
         page_size, salt = self._core.fleet.caches.page_size, fields.cache_salt or ""
 
-        def encoded(prompt: P) -> _Encoded:
-            ids = encode(prompt)
-            _require_room(len(ids), context, prompt_field)
-            self._check_ids(ids, prompt_field)
-            packed = pack_ids(ids)
-            blocks = BlockNames.of(packed, page_size, salt) if page_size else None
-            return _Encoded(packed, echo(prompt) if echo else "", blocks)
-
         def work() -> list[_Encoded]:
             for parts in texts:
                 self._require_fit(parts, context, prompt_field)
-            return list(map(encoded, prompts))
+            encoded: list[_Encoded] = []
+            for prompt in prompts:
+                ids = encode(prompt)
+                if len(ids) >= context:  # there is no room for an answer
+                    raise ContextExceeded(context, no_room(prompt_field, len(ids), context), prompt_field)
+                self._check_ids(ids, prompt_field)
+                packed = pack_ids(ids)
+                blocks = BlockNames.of(packed, page_size, salt) if page_size else None
+                encoded.append(_Encoded(packed, echo(prompt) if echo else "", blocks))
+            return encoded
 
         self._core.requests.reserve(client, len(prompts) * fields.n)
         return await self._run(work, size, client.owner)
@@ -302,7 +300,8 @@ class Intake:
             sampling.check_prompt(prompt_tokens)
             for _ in range(fields.n):
                 index = len(specs)
-                params = replace(sampling, seed=_wrapped(seed + samples[packed]))
+                signed = (seed + samples[packed] + 2**63) % 2**64 - 2**63  # within 64 bits
+                params = replace(sampling, seed=signed)
                 samples[packed] += 1
                 specs.append(
                     RequestSpec(
@@ -390,9 +389,8 @@ class Intake:
         self, prompt_tokens: int, request: ReadRequest, prompt_field: str, default: int | None, context: int, most: int | None
     ) -> int:
         """What the client asked for; otherwise what the context and the largest decode instance leave, but no more than the
-        default if there is one. most: see `most_tokens_with`. Raises BadRequest when the context has no room for an answer."""
+        default if there is one. most: see `most_tokens_with`. Raises BadRequest when the context has no room for it."""
         asked = request.max_tokens
-        _require_room(prompt_tokens, context, prompt_field)
         if asked is None:
             memory = max((member.capacity_tokens for member in self._core.fleet.members("decode")), default=context)
             room = max(1, min(context, memory) - prompt_tokens)
@@ -407,16 +405,5 @@ class Intake:
         return asked
 
 
-def _require_room(prompt_tokens: int, context: int, prompt_field: str) -> None:
-    """Raises BadRequest when the context has no room for an answer."""
-    if prompt_tokens >= context:
-        raise ContextExceeded(context, no_room(prompt_field, prompt_tokens, context), prompt_field)
-
-
 def unknown_model(model: str, served: str) -> UnknownModel:
     return UnknownModel(f"model {shown(model)!r} is not served here: use {served!r}", field="model", code="model_not_found")
-
-
-def _wrapped(seed: int) -> int:
-    """The seed, wrapped round into the signed 64-bit range."""
-    return (seed + 2**63) % 2**64 - 2**63

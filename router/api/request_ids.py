@@ -5,7 +5,6 @@ header. Does not know what a request asks for.
 """
 
 import re
-import secrets
 from typing import Final
 
 from starlette.types import Scope
@@ -15,10 +14,6 @@ from common.errors import BadRequest
 HEADER: Final = b"x-request-id"
 MAX_CHARS = 128
 _VISIBLE = re.compile(rf"^[!-~]{{1,{MAX_CHARS}}}\Z")
-
-
-def new_id() -> str:
-    return secrets.token_hex(12)
 
 
 def checked_id(request_id: str, field: str) -> str:
