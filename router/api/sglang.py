@@ -215,9 +215,9 @@ def _generate_fields(raw: dict[str, Any]) -> GenerateFields:
     BadRequest."""
     given = raw.get("sampling_params", {})
     if isinstance(given, list):
-        if not given or any(one != given[0] for one in given):
-            differ = "sampling_params differ between prompts: send each as a request of its own"
-            raise BadRequest(differ, field="sampling_params")
+        if not given or given[0] is None or any(one != given[0] for one in given):
+            same = "sampling_params must be one object, or the same for each prompt: send each other as a request of its own"
+            raise BadRequest(same, field="sampling_params")
         raw = raw | {"sampling_params": given[0]}
     fields = read_fields(raw, GenerateFields, GENERATE)
     if None not in (fields.cache_salt, fields.extra_key) and fields.cache_salt != fields.extra_key:

@@ -98,6 +98,7 @@ async def test_sampling_parameters_reach_the_fleet_under_our_names(site: Site) -
         (prompt(sampling_params={"colour": 1}), "sampling_params.colour", "not a known field"),
         (prompt(sampling_params={"temperature": 3}), "sampling_params.temperature", "at most 2"),
         (prompt(sampling_params=[{"n": 1}, {"n": 2}]), "sampling_params", "a request of its own"),
+        (prompt(sampling_params=[None]), "sampling_params", "must be one object"),
         (prompt(sampling_params={"max_new_tokens": 1, "min_new_tokens": 2}), "sampling_params.min_new_tokens", "lower it"),
         (prompt(sampling_params={"max_new_tokens": 9_999}), "sampling_params.max_new_tokens", "has room for"),
         (prompt(tokens=9_999, stream=True, return_logprob=True, top_logprobs_num=2), "return_logprob", "stream=false"),
