@@ -161,7 +161,7 @@ OPENVINO = PeerEnvironment(name="openvino", steps=(("openvino-genai==2026.4.1.0"
 CONVERT = PeerEnvironment(
     name="convert",
     steps=(
-        (TORCH, "transformers==5.5.4", "openvino==2026.4.1", "openvino-tokenizers==2026.4.1.0", "nncf==3.4.0"),
+        (TORCH, "transformers==5.5.4", "openvino==2026.4.1", "openvino-tokenizers==2026.4.1.0", "nncf==3.4.0", "requests"),
         # What its metadata requires includes torchvision, whose build is for another torch.
         ("--no-deps", "optimum-intel==2.2.0", "optimum==2.3.0"),
     ),

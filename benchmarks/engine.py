@@ -1,4 +1,4 @@
-"""The engine on one device, built, checked and timed in processes of its own.
+"""The engine on one device, built and timed in processes of its own.
 
 Owns the flags, the tasks in their order, the figures, the goals and the report. A task that fails or takes too long is
 reported in its place, with what it had found by then, and the next goes on. Uses no device: tasks are done by
@@ -24,7 +24,7 @@ from common.options import option, parse_numbers, require, require_above_0, requ
 from common.processes.child import KILL_S, ChildEnded, JsonLine, Progress, Respondent
 from launch import child
 
-Section = Literal["ceilings", "build", "host", "sampling", "checks", "steps", "floor"]
+Section = Literal["ceilings", "build", "host", "sampling", "steps", "floor"]
 SECTIONS: tuple[Section, ...] = get_args(Section)
 
 _QWEN3 = {
@@ -137,7 +137,7 @@ QUICK_ENGINE: dict[str, Any] = {"max_running": 4, "chunk_tokens": 32, "page_size
 
 
 class EngineTask(JsonLine, frozen=True, kw_only=True):
-    """Something to measure or to check, in a process of its own, and so on a device where nothing else of this has memory."""
+    """Something to measure, in a process of its own, and so on a device where nothing else of this has memory."""
 
     section: Section
     label: str
@@ -169,8 +169,6 @@ def tasks(bench: EngineBench, engine: EngineConfig, is_quick: bool, on_cuda: boo
                     yield make(label=f"build {name}", limit_s=240.0, model=name)
                 for name in (DEMO_MODEL, bench.shapes[0]) if on_cuda else ():
                     yield make(label=f"build {name}, FP8 pages", limit_s=240.0, model=name, engine=fp8)
-            case "checks":
-                yield make(label="check answers", limit_s=120.0)
             case "steps" | "floor":
                 limit_s, shapes = (100.0, bench.shapes) if section == "steps" else (300.0, () if on_cuda else bench.shapes)
                 room = replace(
@@ -204,25 +202,6 @@ class EngineFigure(JsonLine, frozen=True, kw_only=True):
 
     def cells(self, ceilings: Ceilings | None) -> tuple[str, ...]:
         raise NotImplementedError
-
-
-class Agreement(EngineFigure, frozen=True, kw_only=True):
-    """How many tokens of answers are those of others: up to the first of an answer that differs, because what follows that has
-    another past."""
-
-    title = "Equal tokens, up to the first of an answer that differs"
-    heads = ("what", "tokens", "of", "")
-    what: str
-    equal: int
-    total: int
-    must_be_equal: bool
-    """All of them; else it is a measurement without a verdict."""
-    skipped: str = ""
-    """Why nothing was compared."""
-
-    def cells(self, ceilings: Ceilings | None) -> tuple[str, ...]:
-        last = f"not checked: {self.skipped}" if self.skipped else f"{self.equal / self.total:.1%}"
-        return self.what, str(self.equal), str(self.total), last
 
 
 class Built(EngineFigure, frozen=True, kw_only=True):
@@ -394,8 +373,8 @@ class SampledStep(EngineFigure, frozen=True, kw_only=True):
         return self.model, str(self.vocab_size), str(self.rows), self.asked, self.step_ms.text(".2f"), f"{self.ratio:.2f}"
 
 
-Figure: TypeAlias = Ceilings | Agreement | Built | Started | DecodeStep | Prefill | Floor | HostWork | SampledStep
-TABLES: tuple[type[EngineFigure], ...] = (Built, Agreement, HostWork, SampledStep, Floor, Prefill, DecodeStep)
+Figure: TypeAlias = Ceilings | Built | Started | DecodeStep | Prefill | Floor | HostWork | SampledStep
+TABLES: tuple[type[EngineFigure], ...] = (Built, HostWork, SampledStep, Floor, Prefill, DecodeStep)
 """Behind the start-up. What matters most comes last, because the end of an output is what one sees."""
 TitledTable: TypeAlias = tuple[str, list[tuple[str, ...]]]
 F = TypeVar("F")
@@ -438,12 +417,7 @@ def _percent(share: float | None, digits: int) -> str:
 
 
 def judge(figures: Sequence[Figure]) -> Iterator[Goal]:
-    """The checks, then the goals of speed, which are goals of one Hopper card."""
-    for tokens in _of(Agreement, figures):
-        if tokens.must_be_equal:
-            met = None if tokens.skipped else tokens.equal == tokens.total
-            figure = f"not checked: {tokens.skipped}" if tokens.skipped else f"{tokens.equal} of {tokens.total} tokens"
-            yield Goal(rule=tokens.what, met=met, figure=figure)
+    """They are goals of one Hopper card."""
     ceilings = ceilings_of(figures)
     steps = [step for step in _of(DecodeStep, figures) if step.model == GOAL_MODEL and step.batch == GOAL_BATCH]
     fills = [fill for fill in _of(Prefill, figures) if (fill.model, fill.tokens) == (GOAL_MODEL, GOAL_PROMPT)]
@@ -577,7 +551,7 @@ def reason_of(account: str) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    explanation = "Build, check and time the engine on one device: decode steps, prefill, memory, pushes."
+    explanation = "Build and time the engine on one device: decode steps, prefill, memory."
     return start("engine", explanation, run, EngineBench, EngineConfig, without=OF_TIMED, arguments=arguments)
 
 

@@ -5,7 +5,6 @@ Weights and contexts are random numbers, because speed does not depend on what t
 """
 
 import contextlib
-import ctypes
 import json
 import re
 import tempfile
@@ -15,7 +14,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -37,7 +35,7 @@ from common.config import DEMO_MODEL, EngineConfig, ModelConfig
 from common.executor import Chunk, EngineDescription, RowStart, StepPlan
 from common.ids import Int32Array
 from common.model_path import model_name, resolve_model_path
-from common.pages.layout import ITEM_BYTES, KVDtype, MemoryRegion
+from common.pages.layout import ITEM_BYTES, KVDtype
 from common.sampling_params import SamplingParams
 from engine.backends import device_of
 from engine.kv_memory import torch_dtype
@@ -108,35 +106,13 @@ def device_ms(runner: ModelRunner, plan: StepPlan, launch_s: float) -> float:
     return float(before.elapsed_time(after))
 
 
-def fill_randomly(region: MemoryRegion, dtype: torch.dtype) -> None:
-    """Numbers as keys and values have them: zeros would be read faster than what is served. region: of a pool."""
-    pool = memory_of(region)
-    items = pool[: len(pool) // dtype.itemsize * dtype.itemsize].view(dtype)
-    for part in torch.split(items, _FILL_ELEMENTS):
-        if dtype.itemsize > 1:
+def fill_randomly(pool: Tensor) -> None:
+    """Numbers as keys and values have them: zeros would be read faster than what is served."""
+    for part in torch.split(pool.view(-1), _FILL_ELEMENTS):
+        if pool.dtype.itemsize > 1:
             part.normal_()
         else:
-            part.copy_(torch.randn(part.shape, dtype=torch.bfloat16, device=part.device).to(dtype))
-
-
-def memory_of(region: MemoryRegion) -> Tensor:
-    """The bytes of a pool, [bytes] uint8; nothing is copied."""
-    if region.device == "cpu":
-        return torch.frombuffer((ctypes.c_char * region.region_bytes).from_address(region.address), dtype=torch.uint8)
-    with torch.cuda.device(region.device):
-        return torch.as_tensor(_CudaArray(region), device=region.device)
-
-
-class _CudaArray:
-    """Memory of a card as libraries exchange it. Source: CUDA Array Interface, version 3."""
-
-    def __init__(self, region: MemoryRegion) -> None:
-        self.__cuda_array_interface__: dict[str, Any] = {
-            "shape": (region.region_bytes,),
-            "typestr": "|u1",
-            "data": (region.address, False),
-            "version": 3,
-        }
+            part.copy_(torch.randn(part.shape, dtype=torch.bfloat16, device=part.device).to(pool.dtype))
 
 
 def measure_ceilings(task: EngineTask, say: Say) -> Iterator[Figure]:
@@ -302,7 +278,7 @@ def start_model(task: EngineTask, say: Say) -> StartedModel:
         free_bytes=torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None,
     )
     with runner.on_device():
-        fill_randomly(described.memory, torch_dtype(described.layout.dtype))
+        fill_randomly(runner.memory.pool)
     return StartedModel(runner, shape, figure)
 
 
@@ -436,7 +412,7 @@ def beside_floor(
     """The first plans only warm up. Step and floor take turns, so that other work on the host slows both. Attention reads the KV
     of each row once, as fast as torch sums a part of the pages, and in prefill computes no faster than the products do."""
     (step, rows, context), runner, shape = which, started.runner, started.shape
-    layout, pool = runner.description.layout, memory_of(runner.description.memory)
+    layout, pool = runner.description.layout, runner.memory.pool.view(torch.uint8).view(-1)
     part = pool[: min(READ_BYTES, len(pool)) // 8 * 8].view(torch.int64)
     read_share = rows * context * layout.page_bytes / layout.page_size / part.nbytes
     compute_share = 0.0

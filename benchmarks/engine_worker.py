@@ -1,16 +1,13 @@
 """A process of `python -m benchmarks.engine`: does one task and reports each figure as soon as it has it.
 
-Owns the host's work of a step, what sampling parameters cost, and whether whole answers are equal; steps are timed by
-`benchmarks/engine_steps.py`. It ends when the task fails, with the reason as the last line that it prints, or when its parent is
-gone.
+Owns the host's work of a step and what sampling parameters cost; steps are timed by `benchmarks/engine_steps.py`. It ends when
+the task fails, with the reason as the last line that it prints, or when its parent is gone.
 """
 
-import gc
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import islice
 from typing import Any
 
 import msgspec
@@ -20,7 +17,6 @@ from torch import Tensor
 
 from bench.report import Spread
 from benchmarks.engine import (
-    Agreement,
     Done,
     EngineTask,
     Figure,
@@ -29,7 +25,6 @@ from benchmarks.engine import (
     Section,
 )
 from benchmarks.engine_steps import (
-    GREEDY,
     Say,
     build,
     checkpoint,
@@ -40,24 +35,19 @@ from benchmarks.engine_steps import (
     measure_floor,
     measure_steps,
 )
-from common.config import DEMO_MODEL, EngineConfig, ModelConfig
-from common.errors import ConfigError, TandemError
-from common.executor import Chunk, EngineDescription, RowStart, StepPlan
-from common.ids import Int32Array
+from common.config import DEMO_MODEL, EngineConfig
+from common.errors import TandemError
+from common.executor import EngineDescription, RowStart, StepPlan
 from common.messages import ModelIdentity
 from common.pages.layout import KVLayout
 from common.processes.child import Parent, Progress
 from common.sampling_params import Grammar, SamplingParams
-from common.text.tokenizer_manager import TokenizerManager
 from engine.backends import AttentionNeeds, make_attention, make_kernels
 from engine.kv_memory import KVMemory
 from engine.model_runner import ModelRunner
 from engine.ports import LayerAttention, StepAttention
 from engine.replay import CudaGraphs
 from engine.step_runner import StepRunner
-
-SAMPLED = SamplingParams(max_new_tokens=1, temperature=0.8, top_p=0.95, top_k=50, seed=5, ignore_eos=True)
-
 
 # --- the host's work ---------------------------------------------------------------------------------------------------------
 
@@ -211,86 +201,6 @@ def sampling_plans(runner: ModelRunner, sampling: SamplingParams) -> list[StepPl
     return [StepPlan(number, starts if number == 0 else (), decode_rows=rows) for number in range(STEPS_AT_ONCE + 1)]
 
 
-# --- whole answers -----------------------------------------------------------------------------------------------------------
-
-ROWS, FILLED_ROWS, COUNTED_TOKENS = 8, 5, 40
-Answers = list[list[int]]
-
-
-def check_answers(task: EngineTask, say: Say) -> Iterator[Figure]:
-    """With graphs (on CPU: recordings) and without, with FP8 weights and with FP8 pages. Tokens of graphs must be those of eager
-    steps where the batch has the size of a graph; a graph with rows that only fill it takes other matrix kernels, which round
-    differently, so there the rate is measured. The demo model is to count: it is sure of each digit, so that rounding decides
-    nothing."""
-    sizes: dict[str, Any] = {"kv_memory": "256MiB", "context_tokens": 1024}
-    tokens = COUNTED_TOKENS
-    if task.is_quick:
-        sizes, tokens = {"kv_memory": "4MiB", "context_tokens": 256}, 4
-    eager = replace(task.engine, max_running=ROWS, graph_sizes=str(ROWS), graphs="off", **sizes)
-    tokenizer = TokenizerManager(DEMO_MODEL)
-    prompts = [
-        np.array(tokenizer.encode_chat([{"role": "user", "content": f"Please count from {first} to {first + 19}."}]), np.int32)
-        for first in range(11, 11 + 8 * ROWS, 8)
-    ]
-    greedy, sampled, filled = (ROWS, GREEDY), (ROWS, SAMPLED), (FILLED_ROWS, GREEDY)
-
-    def answers(config: EngineConfig, *cases: tuple[int, SamplingParams]) -> list[Answers]:
-        """The answers of one runner, which is gone at the end. cases: rows and sampling."""
-        runner = ModelRunner(ModelConfig(), config, say)
-        found = [answers_of(runner, prompts[:rows], tokens, sampling) for rows, sampling in cases]
-        del runner
-        gc.collect()
-        return found
-
-    plain, *others, again = answers(eager, greedy, sampled, filled, greedy)
-    yield agreement("eager steps give the same tokens twice", again, plain, must_be_equal=True)
-    in_a_graph = f"{ROWS} rows in a graph of {ROWS}"
-    graphed = (
-        (f"graphs: greedy tokens are those of eager steps, {in_a_graph}", greedy, plain, True),
-        (f"graphs: sampled tokens are those of eager steps, {in_a_graph}", sampled, others[0], True),
-        (f"graphs: tokens of {FILLED_ROWS} rows in a graph of {ROWS}", filled, others[1], False),
-    )
-    weights, pages = replace(eager, dtype="bfloat16", quantization="fp8"), replace(eager, kv_dtype="fp8_e4m3")
-    for config, cases in (
-        (replace(eager, graphs="on"), graphed),
-        (weights, (("FP8 weights (--quantization fp8): tokens as without", greedy, plain, False),)),
-        (pages, (("FP8 pages (--kv-dtype fp8_e4m3): tokens as without", greedy, plain, False),)),
-    ):
-        try:
-            found = answers(config, *(case for _, case, _, _ in cases))
-        except ConfigError as error:
-            for what, _, _, must_be_equal in cases:
-                yield Agreement(what=what, equal=0, total=0, must_be_equal=must_be_equal, skipped=str(error))
-            continue
-        for (what, _, expected, must_be_equal), ours in zip(cases, found, strict=True):
-            yield agreement(what, ours, expected, must_be_equal=must_be_equal)
-
-
-def answers_of(runner: ModelRunner, prompts: Sequence[Int32Array], tokens: int, sampling: SamplingParams) -> Answers:
-    """So many tokens for each prompt: one prompt after the other, then all rows together."""
-    free = iter(np.random.default_rng(7).permutation(runner.description.total_pages).tolist())
-    answers: Answers = []
-    for row, prompt in enumerate(prompts):
-        pages = np.array(list(islice(free, runner.description.layout.pages_for(len(prompt) + tokens))), dtype=np.int32)
-        plan = StepPlan(row, (RowStart(row, pages, sampling),), (Chunk(row, 0, prompt, last=True),))
-        answers.append(runner.run(plan).tokens.tolist())
-    rows = np.arange(len(prompts), dtype=np.int32)
-    for number in range(1, tokens):
-        for answer, token in zip(
-            answers, runner.run(StepPlan(len(prompts) + number, decode_rows=rows)).tokens.tolist(), strict=True
-        ):
-            answer.append(token)
-    return answers
-
-
-def agreement(what: str, ours: Answers, theirs: Answers, *, must_be_equal: bool) -> Agreement:
-    equal = 0
-    for mine, other in zip(ours, theirs, strict=True):
-        differs = np.flatnonzero(np.array(mine) != np.array(other))
-        equal += int(differs[0]) if len(differs) else len(other)
-    return Agreement(what=what, equal=equal, total=sum(map(len, theirs)), must_be_equal=must_be_equal)
-
-
 # --- the process -------------------------------------------------------------------------------------------------------------
 
 ACTS: Mapping[Section, Callable[[EngineTask, Say], Iterator[Figure]]] = {
@@ -298,7 +208,6 @@ ACTS: Mapping[Section, Callable[[EngineTask, Say], Iterator[Figure]]] = {
     "build": build,
     "host": measure_host,
     "sampling": measure_sampling,
-    "checks": check_answers,
     "steps": measure_steps,
     "floor": measure_floor,
 }

@@ -178,9 +178,9 @@ class ModelRunner:
             self.model = load_model(path, shape, loading, self._kernels, progress)
             budget = self._budget(shape, layout, given, maker, progress)
             progress(f"making {budget.total_pages} KV pages of {layout.page_bytes} bytes")
-            self._memory = KVMemory(layout, budget.total_pages, self._device)
+            self.memory = KVMemory(layout, budget.total_pages, self._device)
             with self._memory_errors("lower --kv-memory, --chunk-tokens, --max-running or --context-tokens"):
-                self.steps = self._make_steps(self._memory, shape, budget.context_tokens, progress)
+                self.steps = self._make_steps(self.memory, shape, budget.context_tokens, progress)
                 self._prepare_replays(maker, progress)
                 self._warm_up(self.steps, layout, budget.context_tokens)  # last: a capture gives back what torch keeps for steps
         self.description = EngineDescription(
@@ -196,7 +196,7 @@ class ModelRunner:
             layout=layout,
             total_pages=budget.total_pages,
             max_rows=engine.max_running,
-            memory=self._memory.region,
+            memory=self.memory.region,
             eos_token_ids=shape.eos_token_ids,
             device=str(self._device),
             choices=EngineChoices(attention="" if self._chosen is None else self._chosen[0], graphs=self._graphs),
@@ -213,7 +213,7 @@ class ModelRunner:
 
     def digest_pages(self, pages: Int32Array) -> bytes:
         """As `Executor.digest_pages`; from any thread."""
-        return self._memory.digest_pages(pages)
+        return self.memory.digest_pages(pages)
 
     # --- making ------------------------------------------------------------------------------------------------------------
 

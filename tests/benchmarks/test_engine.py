@@ -31,7 +31,7 @@ from benchmarks.engine import (
     tables,
     tasks,
 )
-from benchmarks.engine_steps import fill_randomly, memory_of, phases, prefill_flop, shape_folder, step_weight_bytes
+from benchmarks.engine_steps import fill_randomly, phases, prefill_flop, shape_folder, step_weight_bytes
 from benchmarks.engine_worker import KINDS
 from common.config import EngineConfig
 from common.errors import ConfigError
@@ -42,7 +42,7 @@ from engine.models.served_shape import read_served_shape
 CPU = EngineConfig(device="cpu", max_running=2, kv_memory="1MiB")
 
 
-def test_a_quick_run_checks_measures_prints_and_writes_what_was_asked_for(tmp_path: Path) -> None:
+def test_a_quick_run_measures_prints_and_writes_what_was_asked_for(tmp_path: Path) -> None:
     figures = tmp_path / "figures.json"
     command = [sys.executable, "-m", "benchmarks.engine", "--quick", "--device=cpu", f"--json={figures}"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
@@ -50,7 +50,7 @@ def test_a_quick_run_checks_measures_prints_and_writes_what_was_asked_for(tmp_pa
     outcome = json.loads(figures.read_text())
     assert outcome["command"].startswith("python -m benchmarks.engine --quick --json=")
     assert outcome["hardware"]["libraries"]["torch"] == torch.__version__
-    labels = ["ceilings", "host", "sampling tiny, vocabulary of 512", "check answers", "steps tiny", "floor tiny"]
+    labels = ["ceilings", "host", "sampling tiny, vocabulary of 512", "steps tiny", "floor tiny"]
     assert [(run["label"], run["failure"]) for run in outcome["runs"]] == [(label, "") for label in labels]
     by_type: dict[str, list[dict[str, Any]]] = {}
     for figure in outcome["figures"]:
@@ -73,8 +73,6 @@ def test_a_quick_run_checks_measures_prints_and_writes_what_was_asked_for(tmp_pa
     sampled = {step["asked"]: step for step in by_type["SampledStep"]}
     assert sampled.keys() == KINDS.keys() and sampled["nothing"]["ratio"] == 1
     assert all(step["rows"] == 4 and step["vocab_size"] == 512 and step["ratio"] > 0 for step in sampled.values())
-    assert {tokens["total"] for tokens in by_type["Agreement"]} == {20, 32}, "the filled batch has five rows"
-    assert all(tokens["equal"] == tokens["total"] for tokens in by_type["Agreement"] if tokens["must_be_equal"])
     assert "Decode steps:" in done.stdout and done.stdout.index("What ran:") < done.stdout.index("Decode steps:")
     assert "not measured: Llama-3-8B: a decode step of 32 rows and 2048 tokens" in done.stdout
 
@@ -155,11 +153,10 @@ def test_the_operations_of_a_prompt_are_those_that_torch_counts() -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float8_e4m3fn"])
-def test_a_pool_is_filled_with_random_numbers_where_it_lies(dtype: str) -> None:
+def test_a_pool_is_filled_with_random_numbers(dtype: str) -> None:
     memory = KVMemory(KVLayout(layers=2, kv_heads=1, head_dim=64, page_size=4, dtype=dtype), 7, torch.device("cpu"))  # type: ignore[arg-type]
-    fill_randomly(memory.region, memory.pool.dtype)
+    fill_randomly(memory.pool)
     wide = memory.pool.float()
-    assert memory_of(memory.region).data_ptr() == memory.region.address
     assert 0.9 < float(wide.std()) < 1.1 and bool(wide.isfinite().all()) and float((wide == 0).float().mean()) < 0.01
 
 

@@ -14,7 +14,6 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from benchmarks.engine_steps import memory_of
 from common.executor import Chunk, RowStart, StepPlan, StepResult
 from common.ids import Int32Array
 from common.sampling_params import SamplingParams
@@ -104,10 +103,10 @@ class EngineContract:
     def test_layers_that_are_reported_are_in_their_pages(self, tmp_path: Path) -> None:
         """What is read then, by another stream of a card, is what is there after the step."""
         made = self.runner(saved(llama(num_hidden_layers=6), tmp_path), layer_groups=3)
-        layout, memory = made.description.layout, memory_of(made.description.memory)
+        layout = made.description.layout
         (prompt,) = prompts(200)
         pages = layout.pages_for(len(prompt))
-        kv = memory[: pages * layout.page_bytes].view(pages, layout.layers, -1)
+        kv = made.memory.pool[:pages].view(torch.uint8).view(pages, layout.layers, -1)
         aside = contextlib.nullcontext() if self.device == "cpu" else torch.cuda.stream(torch.cuda.Stream())  # type: ignore[no-untyped-call]
         seen: list[tuple[int, torch.Tensor]] = []
 
