@@ -46,6 +46,10 @@ class Invocation:
         """The first line is the head."""
         return markdown_table(lines) if self.is_markdown else text_table(lines)
 
+    def section(self, title: str, lines: Sequence[Sequence[str]]) -> list[str]:
+        """A table with its title."""
+        return [f"### {title}" if self.is_markdown else f"{title}:", self.table(lines)]
+
     def publish(self, outcome: BenchOutcome, settings: str, steady: str, body: Sequence[str], json: str) -> None:
         """Print the report, and write the file.
 

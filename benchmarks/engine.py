@@ -491,7 +491,7 @@ def run(invocation: Invocation) -> int:
     found: list[TitledTable] = [("What ran", [("task", "s", "not measured because"), *runs]), *tables(outcome.figures)]
     body: list[str] = []
     for title, table in found:
-        body += [f"### {title}" if invocation.is_markdown else f"{title}:", invocation.table(table)]
+        body += invocation.section(title, table)
     invocation.publish(outcome, settings, STEADY, body, bench.json)
     return 1 if any(run.failure for run in outcome.runs) else 0
 

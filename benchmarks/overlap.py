@@ -167,11 +167,10 @@ def run(invocation: Invocation) -> int:
         models=models,
     )
     settings = f"{engine.threads} thread{'' if engine.threads == 1 else 's'} for each instance, {bench.transport}"
-    head = "### " if invocation.is_markdown else ""
     body = []
     for model in models:
-        body += [f"{head}{model.model}: time to first token, {SPREAD}", invocation.table(first_tokens(model))]
-        body += [f"{head}{model.model}: the transfer of a prompt, {SPREAD}", invocation.table(transfers(model))]
+        body += invocation.section(f"{model.model}: time to first token, {SPREAD}", first_tokens(model))
+        body += invocation.section(f"{model.model}: the transfer of a prompt, {SPREAD}", transfers(model))
     invocation.publish(outcome, settings, STEADY, body, bench.json)
     return 0
 

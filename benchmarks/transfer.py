@@ -6,32 +6,38 @@ Prints its progress on stderr.
 """
 
 import contextlib
-import os
 import re
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from multiprocessing import Pipe
-from typing import Any, Concatenate, ParamSpec, TypeAlias, TypeVar, cast, get_args
+from typing import Any, TypeAlias, TypeVar, get_args
 
 import msgspec
 
-from bench.report import BenchOutcome, Goal, Spread, bytes_text, markdown_table, say, text_table, this_hardware
+from bench.report import BenchOutcome, Goal, Spread, bytes_text, say, this_hardware
 from benchmarks.command import Invocation, start
 from benchmarks.namespaces import Spot, two_namespaces
-from benchmarks.transfer_agent import AgentPlan, PushShape, TransferAgent, TransferWay
+from benchmarks.transfer_agent import (
+    AgentOrder,
+    AgentPlan,
+    AgentReport,
+    ChecksumOrder,
+    ExpectOrder,
+    LinkOrder,
+    PushOrder,
+    PushShape,
+    TransferWay,
+)
 from common.addresses import LOOPBACK
 from common.config import TransportName
 from common.errors import ConfigError, TransferError
-from common.messages import PoolDescriptor
 from common.options import Switch, option, parse_bytes, parse_numbers, require, require_above_0
+from common.processes.child import Broken, ChildEnded, Respondent, stop_children
 from launch import child
 
-P = ParamSpec("P")
 T = TypeVar("T")
 ALL = "all"
 SMALLEST_PAGE_BYTES = 512
@@ -54,7 +60,7 @@ ONE_HOST_TRANSPORTS: tuple[TransportName, ...] = ("cma",)
 LARGE_PAGE_BYTES = 64 * 2**10
 NETWORK_PAGE_BYTES = 256 * 2**10
 MEMMOVE, SOCKET, COPY = TransferWay("memmove"), TransferWay("socket"), TransferWay("copy")
-NIXL, NIXL_THREAD = TransferWay("transport", "nixl"), TransferWay("thread", "nixl")
+NIXL = TransferWay("thread", "nixl")
 STEADY = "CPU-s/GB is affected least."
 SWITCHES = {"namespaces": "also measure between two network namespaces, which stand for two hosts (needs root)"}
 
@@ -209,59 +215,17 @@ def run(invocation: Invocation) -> int:
     outcome = TransferOutcome(
         command=invocation.command,
         hardware=hardware,
-        goals=judge(host, network),
+        goals=list(judge(host, network)),
         pool_bytes=bench.pool_bytes,
         host=host,
         network=network,
     )
-    body = [part for place in (host, network) for part in report(place, invocation.is_markdown)]
+    body = [part for place in (host, network) for part in report(place, invocation)]
     invocation.publish(outcome, f"pools of {bytes_text(bench.pool_bytes)}", STEADY, body, bench.json)
     return 0
 
 
-class AgentProcess:
-    """One process of a pair, whose agent is called through a pipe. What it prints goes to stderr."""
-
-    def __init__(self, plan: AgentPlan, spot: Spot, variables: Mapping[str, str]) -> None:
-        self._pipe, theirs = Pipe()
-        command = [*spot.prefix, sys.executable, "-m", "benchmarks.transfer_agent", str(theirs.fileno())]
-        with theirs:
-            self._process = subprocess.Popen(
-                command,
-                stdout=2,
-                pass_fds=(theirs.fileno(),),
-                env={**os.environ, **variables},
-                start_new_session=True,  # Ctrl-C reaches the parent alone, which closes the pipe
-            )
-        with contextlib.suppress(BrokenPipeError):  # it has ended already: the next result says so
-            self._pipe.send(plan)
-
-    def call(self, method: Callable[Concatenate[TransferAgent, P], T], *arguments: P.args, **named: P.kwargs) -> T:
-        """Call this method of the agent. Raises TransferError with the reason when that fails."""
-        with contextlib.suppress(BrokenPipeError):
-            self._pipe.send((method.__name__, arguments, named))
-        return cast(T, self.result())
-
-    def result(self) -> object:
-        """The result of the last call; first, when it has started, its pool. Raises TransferError with the reason."""
-        if not self._pipe.poll(RESULT_S):
-            raise TransferError(f"an agent did not answer for {RESULT_S:g} s")
-        try:
-            result = self._pipe.recv()
-        except (EOFError, ConnectionError):
-            raise TransferError(f"an agent ended with exit status {self._process.wait(KILL_S)}") from None
-        if isinstance(result, TransferError):
-            raise result
-        return result
-
-    def close(self) -> None:
-        """Let it end; kill it when it does not."""
-        self._pipe.close()
-        try:
-            self._process.wait(KILL_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait(KILL_S)
+AgentProcess: TypeAlias = Respondent[AgentReport | Broken]
 
 
 class AgentPair(contextlib.AbstractContextManager["AgentPair"]):
@@ -272,7 +236,7 @@ class AgentPair(contextlib.AbstractContextManager["AgentPair"]):
         self._pool_bytes = bench.pool_bytes
         source, target = bench.devices
         ends = list(zip(spots, ((source, target), (target, source)), strict=True))
-        self._agents = []
+        self._agents: list[AgentProcess] = []
         for spot, (device, other_device) in ends[:1] if way.is_local else ends:
             plan = AgentPlan(
                 way=way,
@@ -283,42 +247,61 @@ class AgentPair(contextlib.AbstractContextManager["AgentPair"]):
                 device=device,
                 other_device=other_device,
             )
-            self._agents.append(AgentProcess(plan, spot, variables))
+            command = [*spot.prefix, sys.executable, "-m", "benchmarks.transfer_agent", msgspec.json.encode(plan).decode()]
+            decoder = msgspec.json.Decoder[AgentReport | Broken](AgentReport | Broken)
+            self._agents.append(AgentProcess("an agent", command, decoder, variables))
         self._source, self._target = self._agents[0], self._agents[-1]
 
     def __exit__(self, *_: object) -> None:
-        for agent in self._agents:
-            agent.close()
+        stop_children(self._agents, KILL_S)
 
     def connect(self) -> None:
         """Wait until both have started, and link them. Raises TransferError."""
-        pools = [cast(PoolDescriptor, agent.result()) for agent in self._agents]
-        self._target.call(TransferAgent.expect, True)
-        self._source.call(TransferAgent.connect, pools[-1])
-        self._target.call(TransferAgent.expect, False)
+        *_, pool = [_next_report(agent).pool for agent in self._agents]
+        assert pool is not None, "the first report names the pool"
+        self.expect(True)
+        _obeyed(self._source, LinkOrder(pool))
+        self.expect(False)
 
     def check(self, point: PushShape, seed: int) -> None:
         """Push one turn, which also warms up the way, and compare what landed. Raises TransferError."""
-        turn = point.pushes_in_turn(self._pool_bytes)
-        self._target.call(TransferAgent.expect, True)
-        self._source.call(TransferAgent.push, point, seed, seconds=0.0, least_pushes=turn)
-        sent = self._source.call(TransferAgent.checksum, point, seed, landed=False)
-        landed = self._target.call(TransferAgent.checksum, point, seed, landed=True)
-        self._target.call(TransferAgent.expect, False)
-        if sent != landed:
+        self.expect(True)
+        _obeyed(self._source, PushOrder(point, seed, seconds=0.0, least_pushes=point.pushes_in_turn(self._pool_bytes)))
+        sent = _obeyed(self._source, ChecksumOrder(point, seed, landed=False))
+        landed = _obeyed(self._target, ChecksumOrder(point, seed, landed=True))
+        self.expect(False)
+        if sent.checksum != landed.checksum:
             raise TransferError(f"{self.way.label} wrote other bytes than were sent")
 
     def measure(self, point: PushShape, seed: int, seconds: float) -> PushSample:
         """Push for this many seconds. CPU time is that of all threads of both processes. Raises TransferError."""
         least = LEAST_PUSHES_OF_ONE_PAGE if point.pages == 1 else LEAST_PUSHES
-        before = self.cpu_s(pushes=True)
-        pushes = self._source.call(TransferAgent.push, point, seed, seconds, least)
-        after = self.cpu_s(pushes=False)
-        return PushSample.of(point, pushes, after - before)
+        before_s = self.expect(True)
+        pushes_s = _obeyed(self._source, PushOrder(point, seed, seconds, least)).pushes_s
+        return PushSample.of(point, pushes_s, self.expect(False) - before_s)
 
-    def cpu_s(self, pushes: bool) -> float:
-        """CPU time of both processes so far. pushes: whether some will come from here on. Raises TransferError."""
-        return sum(agent.call(TransferAgent.cpu_s, pushes and agent is self._target) for agent in self._agents)
+    def expect(self, pushes: bool) -> float:
+        """Returns the CPU time of both processes so far. pushes: whether some will come to the target from here on. Raises
+        TransferError."""
+        return sum(_obeyed(agent, ExpectOrder(pushes and agent is self._target)).cpu_s for agent in self._agents)
+
+
+def _obeyed(agent: AgentProcess, order: AgentOrder) -> AgentReport:
+    """What the order has led to. Raises TransferError with the reason when it fails."""
+    agent.order(order)
+    return _next_report(agent)
+
+
+def _next_report(agent: AgentProcess) -> AgentReport:
+    try:
+        report = agent.next_report(RESULT_S)
+    except ChildEnded as error:
+        raise TransferError(str(error)) from error
+    if report is None:
+        raise TransferError(f"an agent did not answer for {RESULT_S:g} s")
+    if isinstance(report, Broken):
+        raise TransferError(report.reason)
+    return report
 
 
 class WorkingPairs:
@@ -344,7 +327,7 @@ class WorkingPairs:
 
 def measure_host(bench: TransferBench) -> TransferPlace:
     """Every way on this host."""
-    through = [TransferWay(kind, name) for name in bench.transports for kind in ("transport", "thread")]
+    through = [TransferWay("thread", name) for name in bench.transports]
     yardsticks = [MEMMOVE, SOCKET] if bench.devices == CPUS else [COPY]
     return _measure(bench, "host", [*yardsticks, *through], ONE_HOST, {})
 
@@ -352,7 +335,7 @@ def measure_host(bench: TransferBench) -> TransferPlace:
 def measure_network(bench: TransferBench) -> TransferPlace:
     """Every way that works over a network, between two network namespaces; or why namespaces cannot be made."""
     names = [name for name in bench.transports if name not in ONE_HOST_TRANSPORTS]
-    ways = [SOCKET, *(TransferWay(kind, name) for name in names for kind in ("transport", "thread"))]
+    ways = [SOCKET, *(TransferWay("thread", name) for name in names)]
     try:
         with two_namespaces() as spots:
             return _measure(bench, "network", ways, spots, NETWORK_ENVIRONMENT)
@@ -385,18 +368,15 @@ def _measure(
 def _watch_idle(pairs: Sequence[AgentPair], idle_s: float) -> dict[str, float]:
     """The share of a core that the two processes of each pair use while they are idle."""
     time.sleep(SETTLE_S)
-    began, before = time.monotonic(), [pair.cpu_s(pushes=False) for pair in pairs]
+    began, before = time.monotonic(), [pair.expect(False) for pair in pairs]
     time.sleep(idle_s)
-    after, elapsed_s = [pair.cpu_s(pushes=False) for pair in pairs], time.monotonic() - began
+    after, elapsed_s = [pair.expect(False) for pair in pairs], time.monotonic() - began
     return {pair.way.label: (end - start) / elapsed_s for pair, start, end in zip(pairs, before, after, strict=True)}
 
 
-def judge(host: TransferPlace, network: TransferPlace) -> list[Goal]:
-    """The goals of NIXL, through the port alone and through a transfer thread, as an instance uses it."""
-    return [goal for way in (NIXL, NIXL_THREAD) for goal in _goals_of(way, host, network)]
-
-
-def _goals_of(way: TransferWay, host: TransferPlace, network: TransferPlace) -> Iterator[Goal]:
+def judge(host: TransferPlace, network: TransferPlace) -> Iterator[Goal]:
+    """The goals of NIXL, as an instance uses it."""
+    way = NIXL
     large = [row for row in _fullest(host) if row.way == way and row.point.page_bytes >= LARGE_PAGE_BYTES]
     one_page = [row for row in host.rows if row.way == way and row.point.pages == 1 and row.point.page_bytes <= LARGE_PAGE_BYTES]
     far = [row for row in _fullest(network) if row.way == way and row.point.page_bytes == NETWORK_PAGE_BYTES]
@@ -435,21 +415,14 @@ def _ratio(row: TransferRow, other: TransferRow | None) -> list[float]:
     return [statistics.median(ours.gb_per_s / theirs.gb_per_s for ours, theirs in pairs)]
 
 
-def report(place: TransferPlace, is_markdown: bool) -> Iterator[str]:
-    """The figures of a place: in Markdown a table for each, with the ways side by side, and for a terminal one table of all."""
-    if place.rows and is_markdown:
+def report(place: TransferPlace, invocation: Invocation) -> Iterator[str]:
+    """A table for each figure, with the ways side by side."""
+    if place.rows:
         for title, cell in TABLES.items():
-            yield f"### {place.name.capitalize()}: {title}"
-            yield markdown_table(side_by_side(place, cell))
-    elif place.rows:
-        lines = [(*_point(row), row.way.label, *(cell(row) for cell in TABLES.values())) for row in place.rows]
-        yield f"{place.name}:"
-        yield text_table([("page", "pages", "arrangement", "way", *TABLES), *lines])
-    bullet = "- " if is_markdown else ""
+            yield from invocation.section(f"{place.name.capitalize()}: {title}", side_by_side(place, cell))
     if place.idle_cores:
-        idle = (f"{label} {cores:.2%}" for label, cores in place.idle_cores.items())
-        yield f"{bullet}an idle pair uses of one core: {', '.join(idle)}"
-    yield from (f"{bullet}{label} was skipped: {reason}" for label, reason in place.skipped.items())
+        yield f"- an idle pair uses of one core: {', '.join(f'{label} {cores:.2%}' for label, cores in place.idle_cores.items())}"
+    yield from (f"- {label} was skipped: {reason}" for label, reason in place.skipped.items())
 
 
 def side_by_side(place: TransferPlace, cell: Callable[[TransferRow], str]) -> list[tuple[str, ...]]:
@@ -457,13 +430,10 @@ def side_by_side(place: TransferPlace, cell: Callable[[TransferRow], str]) -> li
     labels = list(dict.fromkeys(row.way.label for row in place.rows))
     cells: dict[tuple[str, ...], dict[str, str]] = {}
     for row in place.rows:
-        cells.setdefault(_point(row), {})[row.way.label] = cell(row)
+        point = bytes_text(row.point.page_bytes), str(row.point.pages), row.point.arrangement
+        cells.setdefault(point, {})[row.way.label] = cell(row)
     lines = [(*point, *(by_label[label] for label in labels)) for point, by_label in cells.items()]
     return [("page", "pages", "", *labels), *lines]
-
-
-def _point(row: TransferRow) -> tuple[str, str, str]:
-    return bytes_text(row.point.page_bytes), str(row.point.pages), row.point.arrangement
 
 
 def _speed(row: TransferRow) -> str:

@@ -1,21 +1,20 @@
-"""One of the two processes of a way to move KV pages: a pool and one end over it, whose methods its parent calls.
+"""One of the two processes of a way to move KV pages: a pool and one end over it, which does what its parent orders.
 
-Owns the memory, what a push is on each way, and the clock around pushes. Run as `python -m benchmarks.transfer_agent FD`: its
-plan and then calls come through that end of a pipe. It ends when a call fails, or when the parent has closed the pipe. Does not
-know what is worth measuring.
+Owns the memory, what a push is on each way, and the clock around pushes. Run as `python -m benchmarks.transfer_agent PLAN`, with
+orders from its parent. It ends when an order fails, which it reports, or when its parent is gone. Does not know what is worth
+measuring.
 """
 
 import contextlib
 import ctypes
 import itertools
+import signal
 import socket
 import sys
 import threading
 import time
 import zlib
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from multiprocessing.connection import Connection
+from collections.abc import Callable
 from typing import Any, Literal, TypeAlias
 
 import msgspec
@@ -29,10 +28,10 @@ from common.messages import InstanceInfo, ModelIdentity, PoolDescriptor
 from common.messages.transfers import Allow, Connect, Expect, LinkChanged, Push, PushDone, PushFailed
 from common.pages.host_memory import host_memory
 from common.pages.layout import KVLayout, MemoryRegion
+from common.processes.child import Broken, JsonLine, Parent
 from kv_transfer.backends import make_transport
 from kv_transfer.planner import PageSlice, plan_runs
-from kv_transfer.transfer_loop import BUSY_S, EXPECT_S, IDLE_S, TransferLoop, TransferThread
-from kv_transfer.transport import AgentLost, Connected, ConnectFailed, RunsDone, RunsFailed
+from kv_transfer.transfer_loop import TransferLoop, TransferThread
 
 PUSH_S = 60.0
 """A push that takes longer has failed."""
@@ -62,10 +61,9 @@ class PushShape(msgspec.Struct, frozen=True):
 class TransferWay(msgspec.Struct, frozen=True):
     """How bytes get from one process to the other."""
 
-    kind: Literal["transport", "thread", "socket", "memmove", "copy"]
-    """transport: through the port alone, polled without a pause. thread: through a TransferThread, as an instance does it.
-    socket: one TCP connection. memmove: a loop in one process, which is the speed of the memory. copy: the same for GPUs, a copy
-    of each run on one stream."""
+    kind: Literal["thread", "socket", "memmove", "copy"]
+    """thread: through a TransferThread, as an instance does it. socket: one TCP connection. memmove: a loop in one process, which
+    is the speed of the memory. copy: the same for GPUs, a copy of each run on one stream."""
     transport: TransportName | None = None
 
     @property
@@ -75,12 +73,11 @@ class TransferWay(msgspec.Struct, frozen=True):
 
     @property
     def label(self) -> str:
-        through = {"transport": f"{self.transport}", "thread": f"{self.transport} thread"}
-        return {**through, "socket": "tcp socket", "memmove": "memmove", "copy": "device copy"}[self.kind]
+        names = {"thread": f"{self.transport} thread", "socket": "tcp socket", "memmove": "memmove", "copy": "device copy"}
+        return names[self.kind]
 
 
-@dataclass(frozen=True, kw_only=True)
-class AgentPlan:
+class AgentPlan(msgspec.Struct, frozen=True, kw_only=True):
     """One end of a way."""
 
     way: TransferWay
@@ -93,6 +90,51 @@ class AgentPlan:
     device: str = "cpu"
     other_device: str = "cpu"
     """Where the other end's pool is."""
+
+
+class LinkOrder(JsonLine, frozen=True):
+    """Get ready to push there."""
+
+    pool: PoolDescriptor
+
+
+class ExpectOrder(JsonLine, frozen=True):
+    """Report the CPU time of the process so far, and be ready for what comes."""
+
+    pushes: bool
+    """Whether pushes come to this end from here on."""
+
+
+class PushOrder(JsonLine, frozen=True):
+    """Push again and again, for this many seconds and at least this many times, and report the seconds of each push."""
+
+    shape: PushShape
+    seed: int
+    seconds: float
+    least_pushes: int
+
+
+class ChecksumOrder(JsonLine, frozen=True):
+    """Report the checksum of what the last push of a turn read on this end or, if `landed`, wrote there: no later push of that
+    turn has overwritten its pages."""
+
+    shape: PushShape
+    seed: int
+    landed: bool
+
+
+AgentOrder: TypeAlias = LinkOrder | ExpectOrder | PushOrder | ChecksumOrder
+
+
+class AgentReport(JsonLine, frozen=True, kw_only=True):
+    """What an order has led to. The first report says that the agent is there."""
+
+    pool: PoolDescriptor | None = None
+    """What the other end must know of the pool, in the first report."""
+    cpu_s: float = 0.0
+    """User and system time of all threads."""
+    pushes_s: tuple[float, ...] = ()
+    checksum: int = 0
 
 
 class BenchPool:
@@ -172,10 +214,7 @@ def make_pool(device: str, pool_bytes: int, huge_pages: bool) -> BenchPool:
 
 
 class TransferAgent:
-    """A pool and one end of a way over it. An end that needs no turns and holds nothing inherits that.
-
-    Raises TransferError from any method for what cannot be done.
-    """
+    """A pool and one end of a way over it. Raises TransferError from any method for what cannot be done."""
 
     def __init__(self, plan: AgentPlan) -> None:
         self.plan = plan
@@ -208,10 +247,6 @@ class TransferAgent:
     def expect(self, pushes: bool) -> None:
         """Whether pushes are on their way to this end."""
 
-    def turn(self) -> float | None:
-        """Make progress. Returns after how many seconds to call it again; None: never."""
-        return None
-
     def close(self) -> None:
         """Give up what is held."""
 
@@ -219,30 +254,32 @@ class TransferAgent:
         """[runs, 3] int64: source offset, target offset and length of each, in bytes."""
         return plan_runs(source_pages, target_pages, PageSlice(self.layout), PageSlice(self.layout))
 
-    def cpu_s(self, pushes: bool) -> float:
-        """CPU time of this process so far, user and system. pushes: whether some will come to this end from here on."""
-        self.expect(pushes)
-        return time.process_time()
+    def obey(self, order: AgentOrder) -> AgentReport:
+        match order:
+            case LinkOrder():
+                self.connect(order.pool)
+                return AgentReport()
+            case ExpectOrder():
+                self.expect(order.pushes)
+                return AgentReport(cpu_s=time.process_time())
+            case PushOrder():
+                return AgentReport(pushes_s=tuple(self.push(order)))
+            case ChecksumOrder():
+                source, target = pages_of(order.shape, self.plan.unit_bytes, self.plan.pool_bytes, order.seed)[-1]
+                pool, pages = (self.landing, target) if order.landed else (self.pool, source)
+                return AgentReport(checksum=pool.checksum(pages, self.plan.unit_bytes))
 
-    def push(self, shape: PushShape, seed: int, seconds: float, least_pushes: int) -> list[float]:
-        """Push again and again, for this many seconds and at least this many times. Returns the seconds of each push."""
-        pages = pages_of(shape, self.plan.unit_bytes, self.plan.pool_bytes, seed)
+    def push(self, order: PushOrder) -> list[float]:
+        pages = pages_of(order.shape, self.plan.unit_bytes, self.plan.pool_bytes, order.seed)
         pushes = [self.prepare(source, target) for source, target in pages]
         taken: list[float] = []
         began = before = time.perf_counter()
-        while len(taken) < least_pushes or before - began < seconds:
+        while len(taken) < order.least_pushes or before - began < order.seconds:
             pushes[len(taken) % len(pushes)]()
             now = time.perf_counter()
             taken.append(now - before)
             before = now
         return taken
-
-    def checksum(self, shape: PushShape, seed: int, landed: bool) -> int:
-        """The checksum of what the last push of a turn read on this end or, if `landed`, wrote there: no later push of that turn
-        has overwritten its pages."""
-        source, target = pages_of(shape, self.plan.unit_bytes, self.plan.pool_bytes, seed)[-1]
-        pool, pages = (self.landing, target) if landed else (self.pool, source)
-        return pool.checksum(pages, self.plan.unit_bytes)
 
 
 def pages_of(shape: PushShape, unit_bytes: int, pool_bytes: int, seed: int) -> list[tuple[Int32Array, Int32Array]]:
@@ -263,67 +300,6 @@ def pages_of(shape: PushShape, unit_bytes: int, pool_bytes: int, seed: int) -> l
 def layout_of(page_bytes: int) -> KVLayout:
     """A layout whose pages have this size."""
     return KVLayout(layers=1, kv_heads=1, head_dim=page_bytes // 2, page_size=1, dtype="uint8")
-
-
-def _has(events: Iterable[object], is_awaited: Callable[[object], bool]) -> bool:
-    """Whether one of the events is awaited. Raises TransferError when one of them is a failure."""
-    found = False
-    for event in events:
-        match event:
-            case RunsFailed() | AgentLost() | ConnectFailed() | PushFailed():
-                raise TransferError(event.reason)
-            case LinkChanged() if event.link.state == "lost":
-                raise TransferError(event.link.detail)
-        found = found or is_awaited(event)
-    return found
-
-
-def _wait(poll: Callable[[], Iterable[object]], is_awaited: Callable[[object], bool], pause: Callable[[], object]) -> None:
-    """Poll until an awaited event comes. One push or connection is under way at a time, so no event of another one can."""
-    until = time.monotonic() + PUSH_S
-    while not _has(poll(), is_awaited):
-        if time.monotonic() > until:
-            raise TransferError(f"nothing happened for {PUSH_S:g} s")
-        pause()
-
-
-class PortAgent(TransferAgent):
-    """The transport's port alone: every call comes from this thread, which polls without a pause after a push."""
-
-    def __init__(self, plan: AgentPlan) -> None:
-        super().__init__(plan)
-        assert plan.way.transport is not None
-        self._transport = make_transport(plan.way.transport, plan.host)
-        self.descriptor = self.describe(plan.way.transport, *self._transport.register(self.pool.region))
-        self._peer = ""
-        self._tickets = map(Ticket, itertools.count())
-        self._turn_s = IDLE_S
-
-    def connect(self, pool: PoolDescriptor) -> None:
-        super().connect(pool)
-        self._peer = pool.agent
-        self._transport.connect(pool)
-        _wait(self._transport.poll, lambda event: isinstance(event, Connected), lambda: time.sleep(BUSY_S))
-
-    def prepare(self, source_pages: Int32Array, target_pages: Int32Array) -> PushOnce:
-        runs = self.runs(source_pages, target_pages)
-
-        def push() -> None:
-            self._transport.push(next(self._tickets), self._peer, runs)
-            _wait(self._transport.poll, lambda event: isinstance(event, RunsDone), lambda: None)
-
-        return push
-
-    def expect(self, pushes: bool) -> None:
-        expect_s = BUSY_S if self.is_distant else EXPECT_S
-        self._turn_s = expect_s if pushes else IDLE_S
-
-    def turn(self) -> float:
-        _has(self._transport.poll(), lambda event: False)
-        return self._turn_s
-
-    def close(self) -> None:
-        self._transport.close()
 
 
 class ThreadAgent(TransferAgent):
@@ -362,11 +338,21 @@ class ThreadAgent(TransferAgent):
         self._thread.close()
 
     def _wait(self, is_awaited: Callable[[object], bool]) -> None:
-        def pause() -> None:
+        """Wait for this event. One push or connection is under way at a time, so none is of another one."""
+        until = time.monotonic() + PUSH_S
+        while True:
+            for event in self._thread.poll():
+                match event:
+                    case PushFailed():
+                        raise TransferError(event.reason)
+                    case LinkChanged() if event.link.state == "lost":
+                        raise TransferError(event.link.detail)
+                if is_awaited(event):
+                    return
+            if time.monotonic() > until:
+                raise TransferError(f"nothing happened for {PUSH_S:g} s")
             self._events.wait(PUSH_S)
             self._events.clear()
-
-        _wait(self._thread.poll, is_awaited, pause)
 
 
 def _instance_of(pool: PoolDescriptor) -> InstanceInfo:
@@ -449,7 +435,6 @@ class LocalAgent(TransferAgent):
 
 
 AGENTS: dict[str, type[TransferAgent]] = {
-    "transport": PortAgent,
     "thread": ThreadAgent,
     "socket": SocketAgent,
     "memmove": LocalAgent,
@@ -457,21 +442,20 @@ AGENTS: dict[str, type[TransferAgent]] = {
 }
 
 
-def serve(parent: Connection) -> None:
-    """Make the agent of a plan, and do what the parent calls, until it closes the pipe."""
-    with contextlib.suppress(EOFError):
-        try:
-            plan: AgentPlan = parent.recv()
-            with contextlib.closing(AGENTS[plan.way.kind](plan)) as agent:
-                parent.send(agent.descriptor)
-                while True:
-                    while not parent.poll(agent.turn()):
-                        continue
-                    method, arguments, named = parent.recv()
-                    parent.send(getattr(agent, method)(*arguments, **named))
-        except TransferError as error:
-            parent.send(error)
+def main() -> None:
+    """Make the agent of the plan, and obey."""
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit())  # so that the agent is closed
+    parent: Parent[AgentOrder] = Parent(msgspec.json.Decoder(AgentOrder))
+    try:
+        plan = msgspec.json.decode(sys.argv[1], type=AgentPlan)
+        with contextlib.closing(AGENTS[plan.way.kind](plan)) as agent:
+            parent.report(AgentReport(pool=agent.descriptor))
+            while (orders := parent.read_orders()) is not None:
+                for order in orders:
+                    parent.report(agent.obey(order))
+    except TransferError as error:
+        parent.report(Broken(reason=str(error)))
 
 
 if __name__ == "__main__":
-    serve(Connection(int(sys.argv[1])))
+    main()
