@@ -1,13 +1,11 @@
 """What a router adds to a request and to a token, and how many streams it carries: fleets with the timed executor under load.
 
-Owns the flags of the fleets, the load generator and the figures. The generator reads of an answer only what it counts, because a
-client that understands HTTP would cost more than the router does: tokens are words of the timed executor, each of which begins
-with a space, and no other spaces are in an answer but one in each event. Run it as `python -m benchmarks.router`.
+Owns the flags of the fleets, the phases of a load and the figures. `bench/client.py` is the client, in processes of its own, so
+that its work does not count as the router's. Run it as `python -m benchmarks.router`.
 """
 
 import asyncio
 import contextlib
-import json
 import math
 import multiprocessing
 import sys
@@ -16,24 +14,25 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.pool import AsyncResult, Pool
 from typing import Any, TypeAlias
-from urllib.parse import urlsplit
 
 import msgspec
 import uvloop
 
+from bench.client import USAGE_FIELDS, HttpClient, TimedAnswer
 from bench.report import BenchOutcome, Goal, say, this_hardware
 from benchmarks.command import Invocation, start
 from benchmarks.processes import below, command_of, cpu_s, resident_mb
-from common.addresses import LOOPBACK
 from common.config import DEMO_MODEL
 from common.host import allow_many_files
 from common.options import option, parse_numbers, require, require_at_least
 from common.processes.local_fleet import FleetFailed, local_fleet
 
 LOAD_S, PATIENCE_S = 600.0, 120.0
-CONNECTING = 128
-"""So many connections are made at once."""
-KEPT_REASONS, REASON_BYTES = 3, 300
+CONNECTING, CONNECT_S = 128, 0.02
+"""So many connections are made at once, and then none for so long."""
+LOOK_S = 0.02
+"""How often the load generator looks whether all streams are open."""
+KEPT_REASONS = 3
 LONGEST_ANSWER = 2000
 """Tokens of one answer at most: prompt and answer must fit the demo model's context."""
 REQUESTS_AT_ONCE = BESIDE = 64
@@ -157,26 +156,28 @@ class Counted:
     """What was counted in a part of the time."""
 
     s: float = 0.0
-    tokens: int = 0
     events: int = 0
+    """Those with tokens."""
     cpu_s: float = 0.0
     """CPU time of the routers."""
 
     def since(self, then: "Counted") -> "Counted":
-        return Counted(self.s - then.s, self.tokens - then.tokens, self.events - then.events, self.cpu_s - then.cpu_s)
+        return Counted(self.s - then.s, self.events - then.events, self.cpu_s - then.cpu_s)
 
 
 @dataclass(slots=True)
 class LoadResult:
+    """What came of a load."""
+
     ttft_s: list[float] = field(default_factory=list)
     """From sending a request to its first token, for each."""
     failed: int = 0
     """Requests without a whole answer."""
     reasons: list[str] = field(default_factory=list)
+    tokens_per_event: float = 1.0
     total: Counted = Counted()
     window: Counted = Counted()
-    """From the first token of the last of `parallel` streams to the end of the first that ends; nothing when the first had ended
-    before the last began."""
+    """The time in which all `parallel` streams were open; nothing when the first had ended before the last began."""
     own_cpu_s: float = 0.0
     """CPU time of the load generator."""
     opening_s: float = 0.0
@@ -190,139 +191,72 @@ class LoadResult:
     @property
     def steady(self) -> Counted:
         """The time when all streams are open, where there is one; else all of it."""
-        return self.window if self.window.tokens else self.total
+        return self.window if self.window.events else self.total
 
 
 class LoadRun:
-    """A load under way. Make it in the loop's thread."""
+    """A load under way. The server says at the end how many tokens an answer has: to count them in each event would be more work
+    for the router than is usual."""
 
     def __init__(self, load: RouterLoad) -> None:
-        self.load, self.result = load, LoadResult(before_mb=sum(map(resident_mb, load.pids)))
+        self._load, self._result = load, LoadResult(before_mb=sum(map(resident_mb, load.pids)))
         params = {"model": DEMO_MODEL, "prompt": "Tell me more.", "stream": True, "ignore_eos": True, "max_tokens": load.tokens}
-        body = json.dumps(params).encode()
-        head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-        self.request = f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body
-        self.over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self.sent = self.tokens = self.events = 0
-        self._open = self._ended = 0
-        self._all_open: Counted | None = None
-        self._began, self._own_s = self._count(), time.process_time()
+        self._body = msgspec.json.encode(params | USAGE_FIELDS["last"])
+        self._left = iter(range(load.requests))
+        self._answers: list[TimedAnswer] = []
 
-    def began(self, ttft_s: float) -> None:
-        """A stream has got its first token."""
-        result = self.result
-        result.ttft_s.append(ttft_s)
-        self._open += 1
-        result.most_open = max(result.most_open, self._open)
-        if len(result.ttft_s) == self.load.parallel and not self._ended:
-            result.open_mb = sum(map(resident_mb, self.load.pids))
-            self._all_open = self._count()
-            result.opening_s = self._all_open.s - self._began.s
+    async def carry_out(self) -> LoadResult:
+        load, result = self._load, self._result
+        client = HttpClient(load.url, "/v1/completions", {}, PATIENCE_S)
+        began, own_s = self._count(), time.process_time()
+        watch = asyncio.create_task(self._watch(began))
+        async with asyncio.TaskGroup() as group:
+            for number in range(load.parallel):
+                group.create_task(self._ask_one_after_the_other(client))
+                if number % CONNECTING == CONNECTING - 1:
+                    await asyncio.sleep(CONNECT_S)
+        watch.cancel()
+        client.close()
+        result.total, result.own_cpu_s = self._count().since(began), time.process_time() - own_s
+        result.ttft_s = [answer.ttft_s for answer in self._answers if answer.counted]
+        result.tokens_per_event = sum(answer.output_tokens for answer in self._answers) / max(1, result.total.events)
+        return result
 
-    def ended(self, begun: bool, failure: str) -> None:
-        """A stream is over. failure: empty for a whole answer."""
-        if self._all_open is not None:
-            self.result.window, self._all_open = self._count().since(self._all_open), None
-        self._open -= begun
-        self._ended += 1
-        if failure:
-            self._fail(1, failure)
-        if self._ended == self.load.requests and not self.over.done():
-            self.over.set_result(None)
+    async def _ask_one_after_the_other(self, client: HttpClient) -> None:
+        for _ in self._left:
+            answer = TimedAnswer(0.0, self._load.tokens)
+            self._answers.append(answer)
+            answer.begin(time.perf_counter())
+            await client.ask(answer, self._body)
+            missing = self._load.tokens - answer.output_tokens
+            if answer.error or missing:
+                self._result.failed += 1
+                reason = answer.message or f"{missing} tokens are missing"
+                self._result.reasons = [*self._result.reasons, reason][:KEPT_REASONS]
 
-    def finish(self) -> LoadResult:
-        missing = self.load.requests - self._ended
-        if missing:
-            self._fail(missing, f"{missing} answers were not over after {PATIENCE_S:g} s")
-        self.result.total = self._count().since(self._began)
-        self.result.own_cpu_s = time.process_time() - self._own_s
-        return self.result
-
-    def _fail(self, requests: int, reason: str) -> None:
-        self.result.failed += requests
-        if len(self.result.reasons) < KEPT_REASONS:
-            self.result.reasons.append(reason)
+    async def _watch(self, began: Counted) -> None:
+        """Find the time in which all streams are open."""
+        load, result = self._load, self._result
+        all_open: Counted | None = None
+        while True:
+            await asyncio.sleep(LOOK_S)
+            now_open = sum(1 for answer in self._answers if answer.counted and not answer.ended_s)
+            result.most_open = max(result.most_open, now_open)
+            if now_open == load.parallel:
+                now = self._count()
+                if all_open is None:
+                    all_open, result.opening_s = now, now.s - began.s
+                    result.open_mb = sum(map(resident_mb, load.pids))
+                result.window = now.since(all_open)
 
     def _count(self) -> Counted:
-        return Counted(time.perf_counter(), self.tokens, self.events, sum(map(cpu_s, self.load.pids)))
-
-
-class LoadConnection(asyncio.Protocol):
-    """One connection, and one request after another on it."""
-
-    def __init__(self, run: LoadRun) -> None:
-        self._run = run
-        self._transport: asyncio.Transport
-        self._sent_s = 0.0
-        self._tokens = 0
-        self._is_waiting = self._is_accepted = False
-
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        self._transport = transport
-        self._send()
-
-    def data_received(self, data: bytes) -> None:
-        if not self._is_waiting:
-            return
-        run, body = self._run, data
-        if not self._is_accepted:
-            head, _, body = data.partition(b"\r\n\r\n")
-            if not head.startswith(b"HTTP/1.1 200"):
-                self._finish(data[:REASON_BYTES].decode(errors="replace"))
-                return
-            self._is_accepted = True
-        events = body.count(b"data: ")
-        tokens = body.count(b" ") - events
-        if tokens and not self._tokens:
-            run.began(time.perf_counter() - self._sent_s)
-        self._tokens += tokens
-        run.tokens += tokens
-        run.events += events
-        if data.endswith(b"0\r\n\r\n"):
-            missing = run.load.tokens - self._tokens
-            self._finish(f"{missing} tokens are missing" if missing else "")
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        if self._is_waiting:
-            self._finish(f"the connection was lost: {exc!r}")
-
-    def _send(self) -> None:
-        run = self._run
-        if run.sent == run.load.requests or self._transport.is_closing():
-            self._transport.close()
-            return
-        run.sent += 1
-        self._is_waiting, self._is_accepted, self._tokens = True, False, 0
-        self._sent_s = time.perf_counter()
-        self._transport.write(run.request)
-
-    def _finish(self, failure: str) -> None:
-        self._is_waiting = False
-        self._run.ended(self._tokens > 0, failure)
-        if failure:
-            self._transport.close()
-        else:
-            self._send()
-
-
-async def carry_out(load: RouterLoad) -> LoadResult:
-    loop, url, run = asyncio.get_running_loop(), urlsplit(load.url), LoadRun(load)
-    for first in range(0, load.parallel, CONNECTING):
-        count = min(CONNECTING, load.parallel - first)
-        connections = (
-            loop.create_connection(lambda: LoadConnection(run), url.hostname or LOOPBACK, url.port or 80) for _ in range(count)
-        )
-        for connection in await asyncio.gather(*connections, return_exceptions=True):
-            if isinstance(connection, BaseException):
-                run.sent += 1
-                run.ended(False, f"no connection: {connection!r}")
-    await asyncio.wait((run.over,), timeout=PATIENCE_S)
-    return run.finish()
+        events = sum(answer.counted for answer in self._answers)
+        return Counted(time.perf_counter(), events, sum(map(cpu_s, self._load.pids)))
 
 
 def generate(load: RouterLoad) -> LoadResult:
     """The work of the load generator's process."""
-    result: LoadResult = uvloop.run(carry_out(load))
+    result: LoadResult = uvloop.run(LoadRun(load).carry_out())
     return result
 
 
@@ -434,16 +368,17 @@ def measure_streams(bench: RouterBench, streams: int) -> StreamRate:
         before_s = sum(map(cpu_s, fleet.detokenizers))
         result = fleet.send(streams, streams, tokens)
         detokenizer_s = sum(map(cpu_s, fleet.detokenizers)) - before_s
-    steady = result.steady
+    steady, all_tokens = result.steady, result.tokens_per_event * result.total.events
+    steady_tokens = result.tokens_per_event * steady.events
     return StreamRate(
         streams=streams,
         failed=result.failed,
-        tokens_per_s=steady.tokens / steady.s,
-        per_core_s=steady.tokens / steady.cpu_s,
-        router_us=1e6 * steady.cpu_s / steady.tokens,
-        tokens_per_event=steady.tokens / max(1, steady.events),
-        detokenizer_us=1e6 * detokenizer_s / result.total.tokens,
-        load_us=1e6 * result.own_cpu_s / result.total.tokens,
+        tokens_per_s=steady_tokens / steady.s,
+        per_core_s=steady_tokens / steady.cpu_s,
+        router_us=1e6 * steady.cpu_s / steady_tokens,
+        tokens_per_event=result.tokens_per_event,
+        detokenizer_us=1e6 * detokenizer_s / all_tokens,
+        load_us=1e6 * result.own_cpu_s / all_tokens,
     )
 
 
@@ -452,20 +387,18 @@ def measure_open(bench: RouterBench) -> OpenStreams:
     flags = f"--decode={math.ceil(bench.open / MOST_ROWS)}", "--chunk-tokens=8192"
     with loaded_fleet(bench, f"{OPEN_STEP_S},0,0", bench.open, *flags) as fleet:
         fleet.send(4, 4, 2)
-        return open_streams(fleet.send(bench.open, bench.open, int(bench.open_s / OPEN_STEP_S)), bench.open)
-
-
-def open_streams(result: LoadResult, streams: int) -> OpenStreams:
+        result = fleet.send(bench.open, bench.open, int(bench.open_s / OPEN_STEP_S))
     steady = result.steady
+    steady_tokens = result.tokens_per_event * steady.events
     return OpenStreams(
-        streams=streams,
+        streams=bench.open,
         most_open=result.most_open,
         failed=result.failed,
         reasons=tuple(result.reasons),
         kib_each=1024 * (result.open_mb - result.before_mb) / max(1, result.most_open),
-        opened_per_s=streams / result.opening_s if result.opening_s else 0.0,
-        tokens_per_s=steady.tokens / steady.s,
-        router_us=1e6 * steady.cpu_s / steady.tokens,
+        opened_per_s=bench.open / result.opening_s if result.opening_s else 0.0,
+        tokens_per_s=steady_tokens / steady.s,
+        router_us=1e6 * steady.cpu_s / steady_tokens,
     )
 
 

@@ -5,13 +5,12 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from benchmarks import router
-from benchmarks.router import RouterLoad, carry_out, open_streams
+from benchmarks.router import LoadResult, LoadRun, RouterLoad
 
 pytestmark = pytest.mark.anyio
 
@@ -31,53 +30,55 @@ def test_a_quick_run_measures_prints_and_writes_what_was_asked_for(tmp_path: Pat
     assert outcome["open"] is None
 
 
-@pytest.mark.parametrize(
-    ("answer", "reason"),
-    [
-        (b"HTTP/1.1 503 Service Unavailable\r\n\r\nno instance is live", "no instance is live"),
-        (b'HTTP/1.1 200 OK\r\n\r\ndata: {"text":" one"}\n\ndata: [DONE]\n\n0\r\n\r\n', "2 tokens are missing"),
-        (b'HTTP/1.1 200 OK\r\n\r\ndata: {"text":" one"}\n\n', "connection was lost"),
-    ],
-)
-async def test_an_answer_that_is_refused_cut_or_too_short_is_a_failure_with_its_reason(answer: bytes, reason: str) -> None:
+def chunk(data: bytes) -> bytes:
+    return b"%x\r\n%b\r\n" % (len(data), data)
+
+
+HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
+WORD = chunk(b'data: {"choices":[{"text":" one","finish_reason":null}]}\n\n')
+END = chunk(b'data: {"choices":[{"text":" two","finish_reason":"length"}]}\n\ndata: [DONE]\n\n') + chunk(b"")
+
+
+async def loaded(answer: Callable[[asyncio.StreamWriter], Awaitable[None]], streams: int, tokens: int) -> LoadResult:
+    """The load on a server that answers in this way."""
+
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await reader.readuntil(b"}")
-        writer.write(answer)
+        await reader.readuntil(b"}}")
+        await answer(writer)
         writer.close()
 
     async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
         url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-        loaded = await carry_out(RouterLoad(url=url, requests=2, parallel=2, tokens=3, pids=()))
-    assert loaded.failed == 2 and all(reason in each for each in loaded.reasons)
+        return await LoadRun(RouterLoad(url, requests=streams, parallel=streams, tokens=tokens, pids=(os.getpid(),))).carry_out()
 
 
-async def test_the_rate_of_opening_counts_the_time_in_which_connections_wait_for_each_other(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    streams, pause_s = 4, 0.05
-    waiting: list[asyncio.StreamWriter] = []
-    loop = asyncio.get_running_loop()
-    connect = loop.create_connection
+@pytest.mark.parametrize(
+    ("answer", "reason"),
+    [
+        (b"HTTP/1.1 503 Service Unavailable\r\nContent-Length: 19\r\n\r\nno instance is live", "no instance is live"),
+        (HEAD + WORD + END, "1 tokens are missing"),
+        (HEAD + WORD + chunk(b""), "the stream ended before"),
+    ],
+)
+async def test_an_answer_that_is_refused_cut_or_too_short_is_a_failure_with_its_reason(answer: bytes, reason: str) -> None:
+    async def write(writer: asyncio.StreamWriter) -> None:
+        writer.write(answer)
 
-    async def slow(*args: Any, **kwargs: Any) -> Any:
+    result = await loaded(write, streams=2, tokens=3)
+    assert result.failed == 2 and all(reason in each for each in result.reasons), result.reasons
+
+
+async def test_the_steady_time_begins_when_all_streams_are_open_and_opening_takes_until_then() -> None:
+    pause_s, open_s = 0.1, 0.3
+
+    async def write(writer: asyncio.StreamWriter) -> None:
         await asyncio.sleep(pause_s)
-        return await connect(*args, **kwargs)
+        writer.write(HEAD + WORD)
+        await asyncio.sleep(open_s)
+        writer.write(END)
 
-    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await reader.readuntil(b"}")
-        writer.write(b'HTTP/1.1 200 OK\r\n\r\ndata: {"text":" one"}\n\n')
-        waiting.append(writer)
-        if len(waiting) == streams:
-            await asyncio.sleep(pause_s)
-            for each in waiting:
-                each.write(b'data: {"text":" two"}\n\n0\r\n\r\n')
-
-    monkeypatch.setattr(router, "CONNECTING", 1)
-    monkeypatch.setattr(loop, "create_connection", slow)
-    async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
-        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-        loaded = await carry_out(RouterLoad(url=url, requests=streams, parallel=streams, tokens=2, pids=(os.getpid(),)))
-        for each in waiting:
-            each.close()
-    assert loaded.failed == 0, loaded.reasons
-    assert 0 < open_streams(loaded, streams).opened_per_s <= 1 / pause_s
+    result = await loaded(write, streams=4, tokens=2)
+    assert result.failed == 0, result.reasons
+    assert result.most_open == 4 and result.open_mb > 0
+    assert pause_s <= result.opening_s <= result.total.s - result.window.s
+    assert 0 < result.window.s < result.total.s and (result.total.events, result.tokens_per_event) == (8, 1)
