@@ -5,15 +5,12 @@ Weights and contexts are random numbers, because speed does not depend on what t
 """
 
 import contextlib
-import json
 import re
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -21,7 +18,6 @@ from torch import Tensor
 
 from bench.report import Spread
 from benchmarks.engine import (
-    SHAPES,
     Built,
     Ceilings,
     DecodeStep,
@@ -30,11 +26,12 @@ from benchmarks.engine import (
     Floor,
     Prefill,
     Started,
+    shape_folder,
 )
 from common.config import DEMO_MODEL, EngineConfig, ModelConfig
 from common.executor import Chunk, EngineDescription, RowStart, StepPlan
 from common.ids import Int32Array
-from common.model_path import model_name, resolve_model_path
+from common.model_path import resolve_model_path
 from common.pages.layout import ITEM_BYTES, KVDtype
 from common.sampling_params import SamplingParams
 from engine.backends import device_of
@@ -135,16 +132,6 @@ def measure_ceilings(task: EngineTask, say: Say) -> Iterator[Figure]:
 
 
 # --- models and plans --------------------------------------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def shape_folder(name: str, **changes: object) -> Iterator[ModelConfig]:
-    """A checkpoint of that shape which has a config and nothing else, gone at the end: for `--load-format dummy`."""
-    with tempfile.TemporaryDirectory(prefix="tandem-bench-") as folder:
-        path = Path(folder) / name
-        path.mkdir()
-        (path / "config.json").write_text(json.dumps(SHAPES[name] | changes))
-        yield ModelConfig(model=str(path), served_name=model_name(name))
 
 
 @contextlib.contextmanager

@@ -11,7 +11,6 @@ import json
 import random
 import shutil
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -24,6 +23,7 @@ import msgspec
 from bench.client import completion_of_ids
 from bench.report import BenchOutcome, Goal, Spread, say, this_hardware
 from benchmarks.command import Invocation, start
+from benchmarks.engine import shape_folder
 from common.config import DEMO_MODEL, EngineConfig, InstanceConfig, LogConfig, ModelConfig, RouterConfig, TransportName
 from common.host import core_count, divide_cores
 from common.model_path import resolve_model_path
@@ -182,6 +182,7 @@ def _measure(model: str, bench: OverlapBench, engine: EngineConfig) -> OverlapMo
         folder = model
         if model == RANDOM:
             folder = stack.enter_context(_random_model(bench, context_tokens=(bench.lengths[-1] + 1) * engine.chunk_tokens))
+            engine = replace(engine, load_format="dummy")
         vocab_size = TokenizerManager(folder).vocab_size
         fleets = {}
         for kind in FLEETS:
@@ -224,25 +225,22 @@ def fleet_flags(kind: FleetKind, model: str, bench: OverlapBench, engine: Engine
 
 @contextlib.contextmanager
 def _random_model(bench: OverlapBench, context_tokens: int) -> Iterator[str]:
-    """The folder of a Qwen3 checkpoint with random weights, the bench's shape and the demo model's tokenizer; gone at the end."""
-    from transformers import Qwen3Config, Qwen3ForCausalLM  # takes seconds
-
-    config = Qwen3Config(
-        vocab_size=TokenizerManager(DEMO_MODEL).vocab_size,
-        hidden_size=bench.hidden,
-        intermediate_size=MLP_FACTOR * bench.hidden,
-        num_hidden_layers=bench.layers,
-        num_attention_heads=bench.kv_heads,
-        num_key_value_heads=bench.kv_heads,
-        head_dim=bench.head_dim,
-        max_position_embeddings=context_tokens,
-        tie_word_embeddings=True,
-    )
-    with tempfile.TemporaryDirectory(prefix="tandem-bench-") as folder:
-        Qwen3ForCausalLM(config).save_pretrained(folder)
+    """The folder of a Qwen3 model of the bench's shape with the demo model's tokenizer, for weights that are made up; gone at the
+    end."""
+    sizes = {
+        "vocab_size": TokenizerManager(DEMO_MODEL).vocab_size,
+        "hidden_size": bench.hidden,
+        "intermediate_size": MLP_FACTOR * bench.hidden,
+        "num_hidden_layers": bench.layers,
+        "num_attention_heads": bench.kv_heads,
+        "num_key_value_heads": bench.kv_heads,
+        "head_dim": bench.head_dim,
+        "max_position_embeddings": context_tokens,
+    }
+    with shape_folder("tiny", **sizes) as model:
         for file in resolve_model_path(DEMO_MODEL, weights=False).glob("*token*"):
-            shutil.copy(file, Path(folder) / file.name)
-        yield folder
+            shutil.copy(file, Path(model.model) / file.name)
+        yield model.model
 
 
 def _prompt(tokens: int, vocab_size: int, number: int) -> list[int]:

@@ -28,10 +28,11 @@ from benchmarks.engine import (
     figures_of,
     judge,
     reason_of,
+    shape_folder,
     tables,
     tasks,
 )
-from benchmarks.engine_steps import fill_randomly, phases, prefill_flop, shape_folder, step_weight_bytes
+from benchmarks.engine_steps import fill_randomly, phases, prefill_flop, step_weight_bytes
 from benchmarks.engine_worker import KINDS
 from common.config import EngineConfig
 from common.errors import ConfigError
