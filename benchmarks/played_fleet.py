@@ -1,7 +1,7 @@
 """A fleet of instances without engines, played in one process over real ZeroMQ.
 
 Owns the sockets of the instances and their time, and counts the bytes of every message in both directions. A played instance
-says what the product's instances say, because it says it through their `Membership` and `PeerSets`; every link that it is to make
+says what the product's instances say, because it says it through their `Memberships`; every link that it is to make
 is ready at once. It never gets a request. Does not know what is measured.
 """
 
@@ -16,7 +16,7 @@ import zmq
 from common.config import DEMO_MODEL
 from common.gate import EVENTS, ConnectionWatch
 from common.ids import Incarnation, InstanceId, Role
-from common.instance.membership import Membership, PeerSets
+from common.instance.membership import Memberships
 from common.instance.ports import PeersChanged, Report
 from common.mail import SEND_LIMIT, pack_frame, unpack_frame
 from common.messages import (
@@ -44,6 +44,7 @@ SENDERS_PER_SOCKET = 16
 MAX_SOCKETS = 16_384
 TURN_S = 0.005
 """All inboxes are looked at this often: a look at a thousand of them takes a tenth of that."""
+STARTUP_S = 600.0
 PAGES = 100_000
 NIXL_AGENT_BYTES = 450
 """As long as NIXL's description of an agent."""
@@ -59,36 +60,35 @@ class PlayedInstance:
 
     def __init__(self, info: InstanceInfo, control: str, now: float) -> None:
         self.info = info
-        self.membership = Membership(info, control, now)
+        self.memberships = Memberships(info, [control], STARTUP_S, now)
+        (self._membership,) = self.memberships
         self.links: dict[InstanceId, LinkInfo] = {}
         """The links to all its peers."""
-        self.router: InstanceId | None = None
-        """The router whose member it is."""
         self.is_settled = False
         """The router has answered since all that is new was sent."""
-        self._peers = PeerSets()
         self._unreported: dict[InstanceId, LinkInfo] = {}
         self._links_version = 0
         self._has_sent_all = False
         """The router was sent all that is new."""
 
-    def receive(self, message: PrefillInbox, now: float, *, reachable: bool) -> list[AnyMessage]:
+    @property
+    def router(self) -> InstanceId | None:
+        """The router whose member it is."""
+        welcome = self._membership.welcome
+        return None if welcome is None else welcome.router
+
+    def receive(self, message: PrefillInbox, now: float) -> list[AnyMessage]:
         """Returns what it sends then. Raises FleetFailed for what no played instance should get."""
         match message:
             case Welcome():
-                self.membership.receive(message, now)
-                if self.router != message.router:
-                    # It keeps its links when the router is another one, and waits for that one's word on its peers.
-                    if self.router is not None:
-                        self._peers.retire(self.router, now)
-                    self.router, self._has_sent_all = message.router, False
+                if self.memberships.receive(message, now):
+                    self._has_sent_all = False  # the router is another one: its word on the peers is to come
                 self.is_settled = self._has_sent_all
             case Refused():
                 raise FleetFailed(f"a played instance was refused: {message.reason}")
             case Peers():
                 if self.router is not None:
-                    self._meet(self._peers.receive(self.router, message))
-                    return self.due(now, reachable=reachable)
+                    self._meet(self.memberships.receive_peers(self.router, message, now))
             case TellLinks():
                 return [self._link_report(None, self.links.values())]
             case _:
@@ -97,7 +97,7 @@ class PlayedInstance:
 
     def due(self, now: float, *, reachable: bool) -> list[AnyMessage]:
         """What it sends at its deadline. reachable: the connection to the router is up."""
-        change = self._peers.tick(now)
+        change = self.memberships.peers.tick(now)
         if change is not None:
             self._meet(change)
         messages: list[AnyMessage] = []
@@ -105,18 +105,16 @@ class PlayedInstance:
             since, self._links_version = self._links_version, self._links_version + 1
             messages.append(self._link_report(since, self._unreported.values()))
         self._unreported.clear()
-        peers_version = 0 if self.router is None else self._peers.version(self.router)
         report = Report(Load(pages_free=PAGES, pages_total=PAGES), Counters(), drained=False, links_version=self._links_version)
-        messages += [send.message for send in self.membership.due(now, report, peers_version, reachable=reachable)]
-        self._has_sent_all = self.membership.joined and peers_version > 0
+        messages += [send.message for send in self.memberships.due(now, report, lambda router: reachable)]
+        named = self.router is not None and self.memberships.peers.version(self.router) > 0
+        self._has_sent_all = self.memberships.joined and named
         return messages
 
     def lose_router(self, now: float) -> None:
         """The router's process is proven to be gone: begin anew, and keep the links for a while."""
-        if self.router is not None:
-            self.membership.end(now)
-            self._peers.retire(self.router, now)
-            self.router, self._has_sent_all, self.is_settled = None, False, False
+        self.memberships.gone([self._membership.name], now)
+        self._has_sent_all = self.is_settled = False
 
     def _meet(self, change: PeersChanged | None) -> None:
         """Link to other peers, of which the router is to hear."""
@@ -228,10 +226,10 @@ class PlayedFleet:
         for inbox, _ in self._poller.poll(0):
             instance, outbox = self._played[inbox]
             for message in self._received(inbox):
-                self._send(instance, outbox, instance.receive(message, time.monotonic(), reachable=reachable))
+                self._send(instance, outbox, instance.receive(message, time.monotonic()))
         now = time.monotonic()
         for instance, outbox in self._played.values():
-            if instance.membership.next_deadline <= now:
+            if instance.memberships.next_deadline <= now:
                 self._send(instance, outbox, instance.due(now, reachable=reachable))
 
     def _received(self, inbox: "zmq.Socket[bytes]") -> Iterator[PrefillInbox]:
