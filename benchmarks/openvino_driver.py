@@ -27,12 +27,12 @@ def main(folder: str, settings_text: str) -> None:
     number = 0
     report(reports, [])
     for line in orders:
-        handles = []
-        for request in json.loads(line)["requests"]:
+        load, handles = json.loads(line), []
+        for prompt, answer_tokens in zip(load["prompts"], load["answer_tokens"], strict=True):
             config = openvino_genai.GenerationConfig(
-                max_new_tokens=request["answer_tokens"], ignore_eos=True, do_sample=False, apply_chat_template=False
+                max_new_tokens=answer_tokens, ignore_eos=True, do_sample=False, apply_chat_template=False
             )
-            ids = openvino.Tensor(np.array([request["prompt"]], dtype=np.int64))
+            ids = openvino.Tensor(np.array([prompt], dtype=np.int64))
             handles.append(pipeline.add_request(number, ids, config))
             number += 1
         while pipeline.has_non_finished_requests():

@@ -12,11 +12,8 @@ from bench.client import TimedAnswer
 from bench.offline import OfflineSequence
 from bench.report import Hardware
 from benchmarks.cpu_engines import (
-    CONVERT,
     ENGINES,
-    OPENVINO,
     Peer,
-    PeerEnvironment,
     PeerFailed,
     PeerRoom,
     ask_driver,
@@ -38,9 +35,9 @@ orders, reports = os.fdopen(int(os.environ["TANDEM_ORDER_FD"])), os.fdopen(int(o
 print("a library may print what it wants")
 print('{"requests": []}', file=reports, flush=True)
 for line in orders:
-    requests = json.loads(line)["requests"]
-    for step in range(max(each["answer_tokens"] for each in requests)):
-        arrived = [at for at, each in enumerate(requests) if step < each["answer_tokens"]]
+    lengths = json.loads(line)["answer_tokens"]
+    for step in range(max(lengths)):
+        arrived = [at for at, length in enumerate(lengths) if step < length]
         print(json.dumps({"requests": arrived}), file=reports, flush=True)
     print('{"requests": []}', file=reports, flush=True)
 """
@@ -68,7 +65,7 @@ def turn(engine: str, round_number: int, rate: float) -> PeerTurn:
     ("values", "message"),
     [
         ({"engines": "tandem,abacus"}, "--engines: there is no 'abacus'"),
-        ({"engines": " ,"}, "--engines is empty"),
+        ({"engines": "tandem,vllm"}, "--vllm"),
         ({"rounds": 0}, "--rounds must be at least 1; it is 0"),
         ({"prompt_tokens": "9,3"}, "--prompt-tokens"),
     ],
@@ -79,10 +76,19 @@ def test_what_cannot_be_measured_is_refused_with_its_flag(values: dict[str, obje
 
 
 def test_a_quick_run_needs_no_peer() -> None:
-    assert not any(ENGINES[name].is_peer for name in with_defaults(CpuPeersBench(), QUICK).names)
+    assert not any(ENGINES[name].peer for name in with_defaults(CpuPeersBench(), QUICK).names)
 
 
-ROOM = PeerRoom.for_requests(requests_of((100, 10), (300, 20)), "0.6b", Path("cache"), threads=2, limit_s=1.0)
+def test_peers_take_part_where_they_are_installed() -> None:
+    own = ("tandem", "tandem-1p1d", "tandem-int8", "tandem-int8-1p1d")
+    assert CpuPeersBench().names == own
+    assert CpuPeersBench(vllm="python").names == (*own, "vllm")
+    assert CpuPeersBench(engines="openvino, tandem,openvino", openvino="python").names == ("openvino", "tandem")
+
+
+ROOM = PeerRoom.for_requests(
+    requests_of((100, 10), (300, 20)), "0.6b", cache=Path("cache"), openvino="", vllm="", threads=2, limit_s=1.0
+)
 
 
 @pytest.mark.parametrize("is_separate", [False, True])
@@ -98,11 +104,6 @@ def test_every_engine_has_kv_memory_for_all_requests_at_once() -> None:
     assert (ROOM.rows, ROOM.context_tokens) == (2, 11 * 32)
     assert ROOM.kv_bytes == 16 * 32 * 28 * 2 * 8 * 128 * 4
     assert ROOM.kv_gib == 1
-
-
-def test_another_recipe_has_another_folder() -> None:
-    newer = PeerEnvironment(name=OPENVINO.name, steps=(("openvino-genai==2099.1",),), named_packages=OPENVINO.named_packages)
-    assert len({OPENVINO.key, newer.key, CONVERT.key}) == 3
 
 
 def test_the_figures_of_a_turn_are_those_of_its_tokens() -> None:
