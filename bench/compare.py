@@ -25,7 +25,7 @@ from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormat
 from numpy.typing import NDArray
 
 from bench.options import CompareOptions, Layout, ServeOptions
-from bench.report import Hardware, Spread, cautions, machine_line, markdown_table, say, text_table, this_hardware, write_figures
+from bench.report import Hardware, ReportStyle, Spread, cautions, machine_line, say, this_hardware, write_figures
 from bench.serve import ServerRefuses, measure, times_ms
 from common.errors import ConfigError
 from common.processes.local_fleet import FleetFailed, local_fleet
@@ -145,7 +145,7 @@ def run(bench: CompareOptions, common: ServeOptions, command: str, markdown: boo
         failures=failures,
     )
     publish(outcome, folder)
-    print(report(outcome, markdown))
+    print(report(outcome, ReportStyle(markdown)))
     say(f"wrote {folder / 'page.html'}")
     return 1 if failures else 0
 
@@ -244,14 +244,10 @@ def publish(outcome: CompareOutcome, folder: Path) -> None:
     (folder / "page.html").write_text(page(outcome, drawn), encoding="utf-8")
 
 
-def report(outcome: CompareOutcome, markdown: bool) -> str:
+def report(outcome: CompareOutcome, style: ReportStyle) -> str:
     """For a terminal, or the section for docs/measurements/compare.md."""
-    tables = [(title, table(outcome, key)) for key, (title, _) in METRICS.items()]
-    if markdown:
-        parts = [f"```sh\n{outcome.command}\n```", *notes(outcome), *failed(outcome), markdown_table(_layouts(outcome)), HOW]
-        return "\n\n".join([*parts, *(f"**{title}**\n\n{markdown_table(lines)}" for title, lines in tables)])
-    parts = [*notes(outcome), *failed(outcome), text_table(_layouts(outcome)), HOW]
-    return "\n".join([*parts, *(f"\n{title}\n{text_table(lines)}" for title, lines in tables)])
+    sections = [part for key, (title, _) in METRICS.items() for part in style.section(title, table(outcome, key))]
+    return style.text(outcome.command, [*notes(outcome), *failed(outcome), style.table(_layouts(outcome)), HOW, *sections])
 
 
 def page(outcome: CompareOutcome, charts: Sequence[tuple[str, str, bytes]]) -> str:

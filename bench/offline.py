@@ -19,17 +19,7 @@ import msgspec
 import numpy as np
 
 from bench.options import OfflineOptions
-from bench.report import (
-    BenchOutcome,
-    Spread,
-    markdown_report,
-    markdown_table,
-    publish,
-    say,
-    text_report,
-    text_table,
-    this_hardware,
-)
+from bench.report import BenchOutcome, ReportStyle, Spread, say, this_hardware, write_figures
 from common.config import EngineConfig, ModelConfig
 from common.errors import ConfigError, Preempted, TandemError
 from common.executor import EngineDescription, Executor, StepHandle
@@ -137,11 +127,12 @@ def run(bench: OfflineOptions, model: ModelConfig, engine: EngineConfig, command
         total_tokens_per_s=Spread.of((prompts + answers) / each.seconds for each in runs),
         runs=runs,
     )
-    publish(outcome, report(outcome, markdown), bench.json)
+    print(report(outcome, ReportStyle(markdown)))
+    write_figures(outcome, bench.json)
     return 0
 
 
-def report(outcome: OfflineOutcome, markdown: bool) -> str:
+def report(outcome: OfflineOutcome, style: ReportStyle) -> str:
     settings = (
         f"{outcome.model} in {outcome.dtype} on {outcome.device}, "
         f"--threads {outcome.threads}, chunks of {outcome.chunk_tokens} tokens, at most {outcome.rows} rows in a step"
@@ -158,9 +149,7 @@ def report(outcome: OfflineOutcome, markdown: bool) -> str:
         f"{last.decode_rows / last.steps:.1f}",
         f"{last.preempted}",
     )
-    if markdown:
-        return markdown_report(outcome, settings, STEADY, [markdown_table([HEAD, line])])
-    return text_report(outcome, settings, STEADY, [text_table([HEAD, line])])
+    return style.report(outcome, settings, STEADY, [style.table([HEAD, line])])
 
 
 def sequences_of(bench: OfflineOptions, vocab_size: int) -> list[OfflineSequence]:

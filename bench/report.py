@@ -13,6 +13,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -162,35 +163,44 @@ def machine_line(hardware: Hardware, settings: str) -> str:
     )
 
 
-def text_report(outcome: BenchOutcome, settings: str, steady: str, body: Sequence[str]) -> str:
-    """A report for a terminal. settings: what to know besides the machine. steady: which figures other work affects least."""
-    goals = [f"{_VERDICTS[goal.met]:>12}: {goal.rule}: {goal.figure}" for goal in outcome.goals]
-    return "\n".join([machine_line(outcome.hardware, settings), *body, *goals, *cautions(outcome.hardware, steady)])
-
-
-def markdown_report(outcome: BenchOutcome, settings: str, steady: str, body: Sequence[str]) -> str:
-    """The section for a file in docs/measurements. Arguments as for `text_report`."""
-    judged = [(goal.rule, _VERDICTS[goal.met], goal.figure) for goal in outcome.goals]
-    goals = [markdown_table([("goal", "", "measured"), *judged])] if judged else []
-    head = [f"```sh\n{outcome.command}\n```", machine_line(outcome.hardware, settings), *cautions(outcome.hardware, steady)]
-    return "\n\n".join([*head, *goals, *body])
-
-
 def cautions(hardware: Hardware, steady: str = "") -> list[str]:
     """What to say of figures from a machine that had other work."""
     return [f"{BUSY} {steady}".rstrip()] if hardware.load > QUIET_LOAD else []
-
-
-def publish(outcome: BenchOutcome, report: str, json: str) -> None:
-    """Print the report. json: the file that gets every figure; empty for none."""
-    print(report)
-    write_figures(outcome, json)
 
 
 def write_figures(figures: object, json: str) -> None:
     """json: the file that gets them; empty for none."""
     if json:
         Path(json).write_bytes(msgspec.json.format(msgspec.json.encode(figures)))
+
+
+@dataclass(frozen=True, slots=True)
+class ReportStyle:
+    """How a report looks: for a terminal, or in Markdown as a section for docs/measurements, with the command."""
+
+    is_markdown: bool
+
+    def table(self, lines: Sequence[Sequence[str]]) -> str:
+        """The first line is the head."""
+        return markdown_table(lines) if self.is_markdown else text_table(lines)
+
+    def section(self, title: str, lines: Sequence[Sequence[str]]) -> list[str]:
+        """A table with its title."""
+        return [f"### {title}" if self.is_markdown else f"{title}:", self.table(lines)]
+
+    def text(self, command: str, parts: Sequence[str]) -> str:
+        """parts: paragraphs and tables."""
+        return "\n\n".join([f"```sh\n{command}\n```", *parts]) if self.is_markdown else "\n".join(parts)
+
+    def report(self, outcome: BenchOutcome, settings: str, steady: str, body: Sequence[str]) -> str:
+        """settings: what to know besides the machine. steady: which figures other work affects least."""
+        machine, warning = machine_line(outcome.hardware, settings), cautions(outcome.hardware, steady)
+        judged = [(goal.rule, _VERDICTS[goal.met], goal.figure) for goal in outcome.goals]
+        if self.is_markdown:
+            goals = [markdown_table([("goal", "", "measured"), *judged])] if judged else []
+            return self.text(outcome.command, [machine, *warning, *goals, *body])
+        goals = [f"{verdict:>12}: {rule}: {figure}" for rule, verdict, figure in judged]
+        return self.text(outcome.command, [machine, *body, *goals, *warning])
 
 
 def say(line: str) -> None:

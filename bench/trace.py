@@ -26,7 +26,7 @@ import msgspec
 
 from bench.client import tls_context
 from bench.options import LoadOptions, ServeOptions, TraceOptions, WorkloadOptions
-from bench.report import machine_line, markdown_table, say, text_table, this_hardware
+from bench.report import ReportStyle, machine_line, say, this_hardware
 from bench.serve import ServerRefuses, measure
 from common.errors import ConfigError, TandemError
 from common.processes.local_fleet import FleetFailed, local_fleet
@@ -117,11 +117,8 @@ def run(bench: TraceOptions, workload: WorkloadOptions, load: LoadOptions, comma
     except OSError as error:
         raise ConfigError(f"--out {bench.out} cannot be written: {error.strerror}") from error
     machine = machine_line(hardware, f"{status.seconds:g} s, {len(slices):,} spans, {size_bytes / 1e6:.2f} MB")
-    lines = table(status, slices)
-    if markdown:
-        print("\n\n".join([f"```sh\n{command}\n```", machine, markdown_table(lines)]))
-    else:
-        print("\n".join([machine, text_table(lines)]))
+    style = ReportStyle(markdown)
+    print(style.text(command, [machine, style.table(table(status, slices))]))
     if status.spans_refused:
         say(f"the router had no room for {status.spans_refused:,} spans: record for a shorter time")
     say(f"wrote {bench.out}: open it at https://ui.perfetto.dev")

@@ -8,7 +8,7 @@ import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
 
-from bench.report import BenchOutcome, markdown_report, markdown_table, publish, text_report, text_table
+from bench.report import BenchOutcome, ReportStyle, write_figures
 from common.errors import ConfigError
 from common.options import C, ConfigClass, add_flags, read_config, to_flags, with_defaults
 from launch.child import BAD_FLAG
@@ -28,7 +28,7 @@ class Invocation:
     ) -> None:
         """Raises ConfigError for a value that no config takes."""
         self._flags = flags
-        self.is_quick, self.is_markdown = bool(flags.quick), bool(flags.markdown)
+        self.is_quick, self.style = bool(flags.quick), ReportStyle(flags.markdown)
         words = [f"--{switch}" for switch in switches if vars(flags)[switch]]
         words += to_flags(*(read_config(config, flags) for config in configs))
         self.command = f"{program} {shlex.join(words)}".rstrip()
@@ -42,22 +42,14 @@ class Invocation:
         """Whether this switch was given."""
         return bool(vars(self._flags)[switch])
 
-    def table(self, lines: Sequence[Sequence[str]]) -> str:
-        """The first line is the head."""
-        return markdown_table(lines) if self.is_markdown else text_table(lines)
-
-    def section(self, title: str, lines: Sequence[Sequence[str]]) -> list[str]:
-        """A table with its title."""
-        return [f"### {title}" if self.is_markdown else f"{title}:", self.table(lines)]
-
     def publish(self, outcome: BenchOutcome, settings: str, steady: str, body: Sequence[str], json: str) -> None:
         """Print the report, and write the file.
 
         settings: what to know besides the machine. steady: which figures other work affects least. body: paragraphs and tables.
         json: the file that gets every figure; empty for none.
         """
-        report = markdown_report if self.is_markdown else text_report
-        publish(outcome, report(outcome, settings, steady, body), json)
+        print(self.style.report(outcome, settings, steady, body))
+        write_figures(outcome, json)
 
 
 def start(

@@ -167,7 +167,7 @@ def run(invocation: Invocation) -> int:
     outcome = ControlOutcome(
         command=invocation.command, hardware=hardware, goals=list(goals(fleets)), seconds=bench.seconds, fleets=fleets
     )
-    body = [invocation.table(table(fleets))]
+    body = [invocation.style.table(table(fleets))]
     for fleet in fleets:
         if fleet.choose_us_by:
             by_name = ", ".join(f"{name} {figure:.0f}" for name, figure in fleet.choose_us_by.items())

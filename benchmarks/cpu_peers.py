@@ -281,7 +281,7 @@ def run(invocation: Invocation) -> int:
         failures=failures,
     )
     failed = [(f"{each.engine}, round {each.round + 1}: {each.reason}",) for each in failures]
-    body = [invocation.table(table(outcome)), HOW, *([invocation.table([("failed",), *failed])] if failed else [])]
+    body = [invocation.style.table(table(outcome)), HOW, *([invocation.style.table([("failed",), *failed])] if failed else [])]
     invocation.publish(outcome, settings_of(outcome), STEADY, body, bench.json)
     return 1 if failures else 0
 

@@ -506,7 +506,7 @@ def run(invocation: Invocation) -> int:
     found: list[TitledTable] = [("What ran", [("task", "s", "not measured because"), *runs]), *tables(outcome.figures)]
     body: list[str] = []
     for title, table in found:
-        body += invocation.section(title, table)
+        body += invocation.style.section(title, table)
     invocation.publish(outcome, settings, STEADY, body, bench.json)
     return 1 if any(run.failure for run in outcome.runs) else 0
 

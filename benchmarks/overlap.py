@@ -169,8 +169,8 @@ def run(invocation: Invocation) -> int:
     settings = f"{engine.threads} thread{'' if engine.threads == 1 else 's'} for each instance, {bench.transport}"
     body = []
     for model in models:
-        body += invocation.section(f"{model.model}: time to first token, {SPREAD}", first_tokens(model))
-        body += invocation.section(f"{model.model}: the transfer of a prompt, {SPREAD}", transfers(model))
+        body += invocation.style.section(f"{model.model}: time to first token, {SPREAD}", first_tokens(model))
+        body += invocation.style.section(f"{model.model}: the transfer of a prompt, {SPREAD}", transfers(model))
     invocation.publish(outcome, settings, STEADY, body, bench.json)
     return 0
 

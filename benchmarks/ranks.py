@@ -102,7 +102,7 @@ def run(invocation: Invocation) -> int:
         for each in figures
     ]
     settings = f"{bench.steps} steps each; the timed executor, whose steps take no time"
-    invocation.publish(outcome, settings, STEADY, [invocation.table([COLUMNS, *lines])], "")
+    invocation.publish(outcome, settings, STEADY, [invocation.style.table([COLUMNS, *lines])], "")
     write_figures(figures, bench.json)
     return 0
 

@@ -327,7 +327,7 @@ def run(invocation: Invocation) -> int:
         open=opened,
     )
     settings = f"{bench.routers} router{'s' * (bench.routers > 1)}, instances without a model, all processes on these cores"
-    invocation.publish(outcome, settings, STEADY, [invocation.table(lines) for lines in tables(outcome)], bench.json)
+    invocation.publish(outcome, settings, STEADY, [invocation.style.table(lines) for lines in tables(outcome)], bench.json)
     return 0
 
 

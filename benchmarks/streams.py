@@ -153,7 +153,7 @@ def run(invocation: Invocation) -> int:
         runs=runs,
     )
     settings = f"{bench.streams} streams, prompts of {bench.prompt_tokens} tokens, {bench.seconds:g} s for each run"
-    table, flags = invocation.table, [("layout", "launch local"), *outcome.layouts.items()]
+    table, flags = invocation.style.table, [("layout", "launch local"), *outcome.layouts.items()]
     body = [table(flags), HOW, table(figures(outcome)), RATIOS, table(ratios(outcome))]
     invocation.publish(outcome, settings, STEADY, body, bench.json)
     return int(failed)

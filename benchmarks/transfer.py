@@ -419,7 +419,7 @@ def report(place: TransferPlace, invocation: Invocation) -> Iterator[str]:
     """A table for each figure, with the ways side by side."""
     if place.rows:
         for title, cell in TABLES.items():
-            yield from invocation.section(f"{place.name.capitalize()}: {title}", side_by_side(place, cell))
+            yield from invocation.style.section(f"{place.name.capitalize()}: {title}", side_by_side(place, cell))
     if place.idle_cores:
         yield f"- an idle pair uses of one core: {', '.join(f'{label} {cores:.2%}' for label, cores in place.idle_cores.items())}"
     yield from (f"- {label} was skipped: {reason}" for label, reason in place.skipped.items())

@@ -8,7 +8,7 @@ import time
 
 import msgspec
 
-from bench.report import Hardware, machine_line, markdown_table, say, text_table, this_hardware, write_figures
+from bench.report import Hardware, ReportStyle, machine_line, say, this_hardware, write_figures
 from common.config import RouterConfig
 from simulation.plan import FleetPlan, LoadPlan
 from simulation.report import Figures, figures, tables
@@ -54,9 +54,6 @@ def run(fleet: FleetPlan, load: LoadPlan, config: RouterConfig, command: str, ma
 
 
 def report(outcome: Outcome, markdown: bool) -> str:
-    ran = machine_line(outcome.hardware, f"it ran for {outcome.took_s:.0f} s on one core")
-    if markdown:
-        body = [part for title, lines in tables(outcome.found) for part in (f"### {title}", markdown_table(lines))]
-        return "\n\n".join([f"```sh\n{outcome.command}\n```", ran, *body])
-    body = [f"{title}:\n{text_table(lines)}\n" for title, lines in tables(outcome.found)]
-    return "\n".join([ran, "", *body])
+    style, ran = ReportStyle(markdown), machine_line(outcome.hardware, f"it ran for {outcome.took_s:.0f} s on one core")
+    body = [part for title, lines in tables(outcome.found) for part in style.section(title, lines)]
+    return style.text(outcome.command, [ran, *body])

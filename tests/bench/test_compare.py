@@ -41,7 +41,7 @@ from bench.options import (
     WorkloadOptions,
     check_comparable,
 )
-from bench.report import this_hardware
+from bench.report import ReportStyle, this_hardware
 from common.errors import ConfigError
 from common.options import read_config, to_flags
 from common.processes.local_fleet import FleetFailed
@@ -213,7 +213,7 @@ def test_the_page_holds_the_figures_and_the_charts_and_refers_to_nothing_outside
     assert all((tmp_path / name).read_bytes().startswith(b"\x89PNG") for name in charts)
     written = json.loads((tmp_path / "figures.json").read_text())
     assert len(written["runs"]) == 7 and written["runs"][0]["figures"]["p99_itl_ms"] == 7.0
-    assert "| 1 | 8.0 (7.0 … 9.0) | 8.0 (7.0 … 9.0)  ×1.00 |" in report(outcome, markdown=True)
+    assert "| 1 | 8.0 (7.0 … 9.0) | 8.0 (7.0 … 9.0)  ×1.00 |" in report(outcome, ReportStyle(is_markdown=True))
 
 
 ITL_S = {"quick": 0.001, "slow": 0.03}

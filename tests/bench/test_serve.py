@@ -22,7 +22,7 @@ import pytest
 
 from bench.client import TimedAnswer
 from bench.options import LoadOptions, ResultOptions
-from bench.report import BenchOutcome, Spread, markdown_report, text_report, this_hardware
+from bench.report import BenchOutcome, ReportStyle, Spread, this_hardware
 from bench.serve import RunningLoad, due_times, figures_of
 from bench.workloads import LoadSession, LoadTurn
 from launch.main import main
@@ -303,5 +303,5 @@ def test_a_spread_has_the_median_and_what_nine_of_ten_do_not_exceed() -> None:
 def test_a_report_from_a_busy_machine_says_what_that_does_to_it(load: float, cautious: bool) -> None:
     on = msgspec.structs.replace(this_hardware(), load=load)
     outcome = BenchOutcome(command="measure", hardware=on, goals=[])
-    for report in (text_report, markdown_report):
-        assert ("The machine had other work" in report(outcome, "settings", "Ratios are steady.", [])) == cautious
+    for style in (ReportStyle(is_markdown=False), ReportStyle(is_markdown=True)):
+        assert ("The machine had other work" in style.report(outcome, "settings", "Ratios are steady.", [])) == cautious

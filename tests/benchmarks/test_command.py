@@ -45,7 +45,7 @@ def test_quick_takes_the_place_of_defaults_only_and_the_command_repeats_what_was
     status, given = begin("--quick", "--cold", "--seconds=2")
     assert status == 0 and given is not None
     drops = given.config(Drops, {"count": 1, "seconds": 0.1})
-    assert (drops.count, drops.seconds, given.has("cold"), given.is_markdown) == (1, 2.0, True, False)
+    assert (drops.count, drops.seconds, given.has("cold"), given.style.is_markdown) == (1, 2.0, True, False)
     assert given.command == "python -m benchmarks.drops --cold --quick --seconds=2.0"
 
 
