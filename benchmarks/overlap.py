@@ -5,8 +5,8 @@ request, which goes to each of them in turn, so that other work of the machine a
 stderr.
 """
 
+import asyncio
 import contextlib
-import http.client
 import json
 import random
 import shutil
@@ -20,7 +20,7 @@ from typing import Any, Literal, get_args
 
 import msgspec
 
-from bench.client import completion_of_ids
+from bench.client import COUNTED_STREAM, HttpClient, TimedAnswer, completion_of_ids
 from bench.report import BenchOutcome, Goal, Spread, say, this_hardware
 from benchmarks.command import Invocation, start
 from benchmarks.engine import shape_folder
@@ -44,7 +44,8 @@ HEARTBEAT_S = 0.2
 """Counters come with heartbeats."""
 ANSWER_TOKENS = 2
 """The second token is the first that a decode instance computes."""
-COUNTED_S = 60.0
+ANSWER_S, COUNTED_S = 600.0, 60.0
+SERVED_NAME = "model"
 LOOK_EVERY_S = 0.02
 MOST_EXPOSED = {1: 50, 8: 10}
 """Per cent of a prompt's transfer that may be exposed, by the prompt's chunks."""
@@ -190,7 +191,7 @@ def _measure(model: str, bench: OverlapBench, engine: EngineConfig) -> OverlapMo
             fleets[kind] = CountedFleet(local.url, PREFILLS[kind] + 1)
         say(f"{model}: the first requests")
         for fleet in fleets.values():
-            fleet.serve(_prompt(lengths[bench.lengths[-1]], vocab_size, 0))  # so that memory and links have been used
+            serve(fleet, _prompt(lengths[bench.lengths[-1]], vocab_size, 0))  # so that memory and links have been used
         for number in range(1, bench.repeat + 1):
             for chunks, tokens in lengths.items():
                 say(f"{model}, round {number} of {bench.repeat}: {tokens} tokens")
@@ -216,7 +217,7 @@ def fleet_flags(kind: FleetKind, model: str, bench: OverlapBench, engine: Engine
         *to_flags(
             RouterConfig(heartbeat_s=HEARTBEAT_S),
             InstanceConfig(transport=bench.transport),
-            ModelConfig(model=model),
+            ModelConfig(model=model, served_name=SERVED_NAME),
             replace(engine, layer_groups=0) if kind == "page-wise" else engine,
             LogConfig(log_level="warning"),
         ),
@@ -248,14 +249,19 @@ def _prompt(tokens: int, vocab_size: int, number: int) -> list[int]:
     return random.Random(f"{number} {tokens}").choices(range(vocab_size), k=tokens)
 
 
+def serve(fleet: "CountedFleet", prompt: list[int]) -> tuple[TimedAnswer, "FleetCounters"]:
+    """Raises FleetFailed."""
+    return fleet.serve(completion_of_ids(SERVED_NAME, prompt, ANSWER_TOKENS, **COUNTED_STREAM), ANSWER_TOKENS)
+
+
 def _sample(kind: FleetKind, fleet: "CountedFleet", prompt: list[int], chunks: int, number: int) -> OverlapSample:
-    tokens, counted = fleet.serve(prompt)
+    answer, counted = serve(fleet, prompt)
     return OverlapSample(
         fleet=kind,
         chunks=chunks,
         round=number,
-        first_token_s=tokens[0][0],
-        next_token_s=tokens[-1][0] - tokens[0][0],
+        first_token_s=answer.ttft_s,
+        next_token_s=answer.token_s - answer.first_s,
         push_s=counted.push_seconds,
         exposed_s=counted.exposed_seconds,
         pushed_bytes=counted.bytes_pushed,
@@ -277,19 +283,29 @@ class CountedFleet:
     def __init__(self, url: str, instances: int) -> None:
         self._url = url
         self._instances = instances
-        self._model = ""
 
-    def serve(self, prompt: Sequence[int], answer_tokens: int = ANSWER_TOKENS) -> tuple[list[tuple[float, int]], FleetCounters]:
-        """Send one request and wait until every instance has counted it. Returns each token with the seconds after which it came
-        to the client, and what was counted."""
+    def serve(self, body: bytes, answer_tokens: int) -> tuple[TimedAnswer, FleetCounters]:
+        """Send one request for a completion and wait until every instance has counted it. Returns the answer, and what was
+        counted."""
         before = self._totals()
-        tokens = self._send(prompt, answer_tokens)
+        answer = asyncio.run(self._ask(body, answer_tokens))
+        if answer.error:
+            raise FleetFailed(f"a request failed: {answer.message}")
+        if answer.counted != answer_tokens:
+            raise FleetFailed(f"an answer has {answer.counted} tokens instead of {answer_tokens}")
         deadline = time.monotonic() + COUNTED_S
         while (now := self._totals())["requests_ended"] - before["requests_ended"] < self._instances:
             if time.monotonic() > deadline:
                 raise FleetFailed(f"an answered request is not over on each instance after {COUNTED_S:g} s: {now}")
             time.sleep(LOOK_EVERY_S)
-        return tokens, FleetCounters(**{name: now[name] - before[name] for name in now})
+        return answer, FleetCounters(**{name: now[name] - before[name] for name in now})
+
+    async def _ask(self, body: bytes, answer_tokens: int) -> TimedAnswer:
+        client, answer = HttpClient(self._url, "/v1/completions", {}, ANSWER_S, keeps_text=True), TimedAnswer(0.0, answer_tokens)
+        answer.begin(time.perf_counter())
+        await client.ask(answer, body)
+        client.close()
+        return answer
 
     def _totals(self) -> dict[str, Any]:
         with connected(self._url) as connection:
@@ -297,35 +313,7 @@ class CountedFleet:
             instances = json.loads(connection.getresponse().read())["instances"]
         if len(instances) < self._instances:
             raise FleetFailed("an instance has left")
-        self._model = instances[0]["model"]["name"]
         return {name: sum(each["counters"][name] for each in instances) for name in FleetCounters.__struct_fields__}
-
-    def _send(self, prompt: Sequence[int], answer_tokens: int) -> list[tuple[float, int]]:
-        data = completion_of_ids(self._model, prompt, answer_tokens, stream=True, return_token_ids=True)
-        with connected(self._url) as connection:
-            began = time.perf_counter()
-            connection.request("POST", "/v1/completions", data, {"Content-Type": "application/json"})
-            response = connection.getresponse()
-            if response.status != http.HTTPStatus.OK:
-                raise FleetFailed(f"HTTP {response.status}: {response.read().decode(errors='replace')}")
-            tokens = [(at - began, token_id) for at, token_id in _tokens(response)]
-        if len(tokens) != answer_tokens:
-            raise FleetFailed(f"an answer has {len(tokens)} tokens instead of {answer_tokens}")
-        return tokens
-
-
-def _tokens(response: http.client.HTTPResponse) -> Iterator[tuple[float, int]]:
-    """Each token of a streamed completion, and when it arrived on `time.perf_counter`. Raises FleetFailed for an error event."""
-    for line in response:
-        now = time.perf_counter()
-        data = line.strip().removeprefix(b"data: ")
-        if not data or data.startswith(b":") or data == b"[DONE]":
-            continue
-        event: dict[str, Any] = json.loads(data)
-        if "error" in event:
-            raise FleetFailed(f"a request failed: {event['error']}")
-        for choice in event["choices"]:
-            yield from ((now, token_id) for token_id in choice.get("token_ids", ()))
 
 
 def judge(models: Sequence[OverlapModel]) -> list[Goal]:

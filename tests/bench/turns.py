@@ -2,7 +2,7 @@
 
 Owns the comparison. Each fleet is one prefill and one decode instance with the demo model, on this machine. One request is open
 at a time, and every turn goes to both fleets before the next, so that other work of the machine affects both alike. A turn's
-prompt is that of the turn before, its answer, and new random tokens. Prints a Markdown table; judges nothing.
+prompt is that of the turn before, its answer, and new random words. Prints a Markdown table; judges nothing.
 
     python -m tests.bench.turns --turns 10 --conversations 4
 """
@@ -17,12 +17,13 @@ from typing import get_args
 
 import numpy as np
 
+from bench.options import ServeOptions, WorkloadOptions
 from bench.report import machine_line, markdown_table, say, this_hardware
+from bench.workloads import RequestBodies, sessions_of
 from benchmarks.overlap import CountedFleet
 from common.config import DEMO_MODEL
 from common.options import Switch
 from common.processes.local_fleet import local_fleet
-from common.text.tokenizer_manager import TokenizerManager
 
 CACHES: tuple[Switch, ...] = get_args(Switch)
 INSTANCES = 2
@@ -47,7 +48,15 @@ def main() -> None:
     parser.add_argument("--output-tokens", type=int, default=32)
     flags = parser.parse_args()
     hardware = this_hardware()
-    vocab_size = TokenizerManager(DEMO_MODEL).vocab_size
+    options = WorkloadOptions(
+        dataset_name="conversation",
+        num_prompts=flags.conversations,
+        conversation_turns=flags.turns,
+        random_input_len=flags.input_tokens,
+        random_output_len=flags.output_tokens,
+    )
+    load = ServeOptions(workload=options)
+    sessions, bodies = sessions_of(load, DEMO_MODEL), RequestBodies(load, DEMO_MODEL, "continuous")
     found = {cache: [Turn() for _ in range(flags.turns)] for cache in CACHES}
     common = ("--threads=1", f"--heartbeat-s={HEARTBEAT_S}", "--log-level=warning")
     with contextlib.ExitStack() as stack:
@@ -55,23 +64,20 @@ def main() -> None:
             cache: CountedFleet(stack.enter_context(local_fleet(f"--prefix-cache={cache}", *common)).url, INSTANCES)
             for cache in CACHES
         }
-        for number in range(-1, flags.conversations):  # the first one is not measured: memory and links have been used then
-            say(f"conversation {number + 1} of {flags.conversations}, load {os.getloadavg()[0]:.1f}")
-            chance = random.Random(f"conversation {number}")
-            prompts: dict[Switch, list[int]] = {cache: [] for cache in CACHES}
-            for at in range(flags.turns):
-                new = chance.choices(range(vocab_size), k=flags.input_tokens)
+        for number, session in enumerate((sessions.warmups[0], *sessions.measured)):
+            say(f"conversation {number} of {flags.conversations}, load {os.getloadavg()[0]:.1f}")
+            chance = random.Random(number)
+            texts: dict[Switch, list[str]] = {cache: [] for cache in CACHES}
+            for turn in range(flags.turns):
                 for cache in chance.sample(CACHES, len(CACHES)):
-                    prompt = prompts[cache]
-                    prompt += new
-                    tokens, counted = fleets[cache].serve(prompt, flags.output_tokens)
-                    if number >= 0:
-                        turn = found[cache][at]
-                        turn.prompt_tokens = len(prompt)
-                        turn.first_s.append(tokens[0][0])
-                        turn.pushed_bytes.append(counted.bytes_pushed)
-                    prompt += [token_id for _, token_id in tokens]
-            assert prompts["on"] == prompts["off"], "a prefix cache has changed an answer"
+                    answer, counted = fleets[cache].serve(bodies.body(session, texts[cache]), flags.output_tokens)
+                    texts[cache].append(answer.text)
+                    if number:  # the first one is not measured: memory and links have been used then
+                        of = found[cache][turn]
+                        of.prompt_tokens = answer.prompt_tokens
+                        of.first_s.append(answer.ttft_s)
+                        of.pushed_bytes.append(counted.bytes_pushed)
+            assert texts["on"] == texts["off"], "a prefix cache has changed an answer"
     sys.stdout.write(f"{machine_line(hardware, f'{os.getloadavg()[0]:.1f} at the end')}\n\n{markdown_table(lines(found))}\n")
 
 

@@ -195,8 +195,8 @@ def test_a_quick_run_measures_prints_and_writes_what_was_asked_for(tmp_path: Pat
             assert 0 < each["push_s"] < 60 and 0 <= each["exposed_s"] < 60
 
 
-def event(*token_ids: int) -> dict[str, Any]:
-    return {"choices": [{"index": 0, "text": "", "token_ids": token_ids}]}
+def event(*words: str, tokens: int) -> dict[str, Any]:
+    return {"choices": [{"index": 0, "text": "".join(words)}], "usage": {"completion_tokens": tokens}}
 
 
 ENDING: dict[str, Any] = {"choices": [{"index": 0, "text": "", "finish_reason": "length"}]}
@@ -207,9 +207,8 @@ class Stub(http.server.ThreadingHTTPServer):
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
-        self.status, self.events, self.counts = 200, [event(5), event(7), ENDING], True
+        self.status, self.events, self.counts = 200, [event("five", tokens=1), event("seven", tokens=2), ENDING], True
         self.ended = 3
-        self.asked: dict[str, Any] = {}
 
 
 class Handler(http.server.BaseHTTPRequestHandler):
@@ -217,17 +216,18 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         counters = {"requests_ended": self.server.ended, "bytes_pushed": 10, "push_seconds": 0.5, "exposed_seconds": 0.25}
-        instance = {"model": {"name": "stub"}, "counters": counters}
+        instance = {"counters": counters}
         self._answer(200, json.dumps({"instances": [instance]}).encode())
 
     def do_POST(self) -> None:
-        self.server.asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.rfile.read(int(self.headers["Content-Length"]))
         self.server.ended += self.server.counts
         events = [json.dumps(each) for each in self.server.events] + ["[DONE]"]
         self._answer(self.server.status, "".join(f"data: {each}\n\n" for each in events).encode())
 
     def _answer(self, status: int, body: bytes) -> None:
         self.send_response(status)
+        self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         self.wfile.write(body)
 
@@ -250,39 +250,32 @@ def fleet_of(stub: Stub) -> CountedFleet:
 
 
 def test_a_request_is_timed_token_by_token_and_counted(stub: Stub) -> None:
-    tokens, counted = fleet_of(stub).serve([4, 5, 6])
-    assert 0 < tokens[0][0] <= tokens[1][0] and [token_id for _, token_id in tokens] == [5, 7]
+    answer, counted = fleet_of(stub).serve(b"{}", 2)
+    assert answer.ttft_s > 0 and answer.first_s <= answer.token_s and answer.text == "fiveseven"
     assert counted == FleetCounters(requests_ended=1)
-    assert (stub.asked["model"], stub.asked["prompt"], stub.asked["max_tokens"]) == ("stub", [4, 5, 6], 2)
-
-
-def test_two_tokens_in_one_event_have_come_at_once(stub: Stub) -> None:
-    stub.events = [event(5, 7), ENDING]
-    tokens, _ = fleet_of(stub).serve([4])
-    assert tokens[0][0] == tokens[1][0]
 
 
 @pytest.mark.parametrize(
     ("status", "events", "reason"),
     [
         (503, [], "HTTP 503"),
-        (200, [event(5), {"error": {"message": "no instance is left"}}], "no instance is left"),
-        (200, [event(5), ENDING], "1 tokens instead of 2"),
+        (200, [event("five", tokens=1), {"error": {"message": "no instance is left"}}], "no instance is left"),
+        (200, [event("five", tokens=1), ENDING], "1 tokens instead of 2"),
     ],
 )
 def test_an_answer_that_fails_is_no_sample(stub: Stub, status: int, events: list[dict[str, Any]], reason: str) -> None:
     stub.status, stub.events = status, events
     with pytest.raises(FleetFailed, match=reason):
-        fleet_of(stub).serve([4])
+        fleet_of(stub).serve(b"{}", 2)
 
 
 def test_a_request_that_no_instance_counts_is_no_sample(stub: Stub, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(overlap, "COUNTED_S", 0.1)
     stub.counts = False
     with pytest.raises(FleetFailed, match="not over on each instance"):
-        fleet_of(stub).serve([4])
+        fleet_of(stub).serve(b"{}", 2)
 
 
 def test_a_fleet_that_lacks_an_instance_is_not_measured(stub: Stub) -> None:
     with pytest.raises(FleetFailed, match="an instance has left"):
-        CountedFleet(f"http://127.0.0.1:{stub.server_address[1]}", instances=2).serve([4])
+        CountedFleet(f"http://127.0.0.1:{stub.server_address[1]}", instances=2).serve(b"{}", 2)
