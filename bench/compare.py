@@ -10,7 +10,7 @@ import contextlib
 import html
 import io
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormat
 from numpy.typing import NDArray
 
 from bench.options import CompareOptions, Layout, ServeOptions
-from bench.report import Hardware, ReportStyle, Spread, cautions, machine_line, say, this_hardware, write_figures
+from bench.report import Hardware, ReportStyle, cautions, machine_line, ratios, say, spread_of, this_hardware, write_figures
 from bench.serve import ServerRefuses, measure, times_ms
 from common.errors import ConfigError
 from common.processes.local_fleet import FleetFailed, local_fleet
@@ -198,18 +198,6 @@ def run_of(
         errors=figures["errors_by_kind"],
         quantiles_ms=quantiles,
     )
-
-
-def spread_of(values: Iterable[float]) -> Spread | None:
-    """None without values."""
-    known = list(values)
-    return Spread.of(known) if known else None
-
-
-def ratios(ours: dict[int, float], theirs: dict[int, float]) -> Spread | None:
-    """ours / theirs, round by round, so that what changes about the machine between rounds cancels out. A round with nothing to
-    divide by is left out."""
-    return spread_of(value / theirs[number] for number, value in ours.items() if theirs.get(number, 0.0) > 0)
 
 
 def pooled(runs: Sequence[CompareRun], name: str) -> tuple[list[float], list[float]]:

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -73,6 +73,18 @@ class Spread(msgspec.Struct, frozen=True, kw_only=True):
         """The median in this format, and between which values it lies where there are several."""
         least, median, most = (format(scale * value, form) for value in (self.least, self.median, self.most))
         return median if self.least == self.most else f"{median} ({least} … {most})"
+
+
+def spread_of(values: Iterable[float]) -> Spread | None:
+    """None without values."""
+    known = list(values)
+    return Spread.of(known) if known else None
+
+
+def ratios(ours: Mapping[int, float], theirs: Mapping[int, float]) -> Spread | None:
+    """ours / theirs, round by round, so that what changes about the machine between rounds cancels out. A round with nothing to
+    divide by is left out."""
+    return spread_of(value / theirs[number] for number, value in ours.items() if theirs.get(number, 0.0) > 0)
 
 
 class Goal(msgspec.Struct, frozen=True, kw_only=True):

@@ -22,7 +22,7 @@ import numpy as np
 from bench.client import TimedAnswer
 from bench.offline import OfflineSequence, sequences_of
 from bench.options import OfflineOptions
-from bench.report import BenchOutcome, Goal, Spread, say, this_hardware
+from bench.report import BenchOutcome, Goal, Spread, ratios, say, this_hardware
 from bench.serve import times_ms
 from benchmarks.command import Invocation, start
 from benchmarks.cpu_engines import ENGINES, MODELS, PeerFailed, PeerRoom, check, checkpoint
@@ -182,12 +182,13 @@ class CpuPeersOutcome(BenchOutcome, frozen=True, kw_only=True):
 
 
 def lead(turns: Sequence[PeerTurn], engine: str) -> Spread | None:
-    """The output tokens/s of colocated Tandem in the engine's precision, in those of the engine, round by round: what changes
-    about the machine between rounds cancels out. None where they have no round in common."""
-    rates = {(turn.engine, turn.round): turn.output_tokens_per_s for turn in turns}
-    own = _tandem_of(engine)
-    shares = [rates[own, number] / rate for (name, number), rate in rates.items() if name == engine and (own, number) in rates]
-    return Spread.of(shares) if shares else None
+    """The output tokens/s of colocated Tandem in the engine's precision, in those of the engine, round by round. None where they
+    have no round in common."""
+
+    def rates(name: str) -> dict[int, float]:
+        return {turn.round: turn.output_tokens_per_s for turn in turns if turn.engine == name}
+
+    return ratios(rates(_tandem_of(engine)), rates(engine))
 
 
 def judge(engines: Sequence[str], turns: Sequence[PeerTurn]) -> Iterator[Goal]:

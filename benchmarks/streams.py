@@ -5,7 +5,6 @@ figures and the table. `bench/client.py` is the client. Prints its progress on s
 """
 
 import asyncio
-import json
 import random
 import shlex
 import statistics
@@ -20,16 +19,16 @@ import msgspec
 import numpy as np
 
 from bench.client import COUNTED_STREAM, HttpClient, TimedAnswer, completion_of_ids
-from bench.report import BenchOutcome, Spread, say, this_hardware
+from bench.report import BenchOutcome, Spread, ratios, say, spread_of, this_hardware
 from benchmarks.command import Invocation, start
 from common.config import DEMO_MODEL
 from common.options import option, parse_numbers, require, require_above_0, require_at_least
-from common.processes.local_fleet import FleetFailed, connected, local_fleet
+from common.processes.local_fleet import FleetFailed, local_fleet
 from common.text.tokenizer_manager import TokenizerManager
 from launch import child
 
 PAIR = "1 prefill + 1 decode"
-PATH = "/v1/completions"
+PATH, SERVED_NAME = "/v1/completions", "model"
 STREAM_TOKENS = 3000
 """An answer that is longer than any run."""
 ANSWER_TOKENS = 2
@@ -77,7 +76,7 @@ class StreamsBench:
 
     def layouts(self) -> dict[str, tuple[str, ...]]:
         """Flags of `launch local` by the layout's name, the pair first."""
-        common = (f"--model={self.model}", "--log-level=warning", "--prefix-cache=off")
+        common = (f"--model={self.model}", f"--served-name={SERVED_NAME}", "--log-level=warning", "--prefix-cache=off")
         half, whole = ((f"--threads={self.threads // 2}",), (f"--threads={self.threads}",)) if self.threads else ((), ())
         found = {PAIR: (*common, "--prefill=1", f"--chunk-tokens={self.prefill_chunk}", *half)}
         for chunk in self.chunk_sizes:
@@ -154,16 +153,13 @@ def run(invocation: Invocation) -> int:
     )
     settings = f"{bench.streams} streams, prompts of {bench.prompt_tokens} tokens, {bench.seconds:g} s for each run"
     table, flags = invocation.style.table, [("layout", "launch local"), *outcome.layouts.items()]
-    body = [table(flags), HOW, table(figures(outcome)), RATIOS, table(ratios(outcome))]
+    body = [table(flags), HOW, table(figures(outcome)), RATIOS, table(beside_the_pair(outcome))]
     invocation.publish(outcome, settings, STEADY, body, bench.json)
     return int(failed)
 
 
 async def measure(bench: StreamsBench, layout: str, number: int, url: str, vocab_size: int) -> StreamsRun:
     """Streams and prompts for one fleet. Raises FleetFailed when an answer fails or a stream ends."""
-    with connected(url) as connection:
-        connection.request("GET", "/v1/models")
-        model = str(json.loads(connection.getresponse().read())["data"][0]["id"])
     client = HttpClient(url, PATH, {}, TIMEOUT_S)
     chance = random.Random(number)  # all layouts of a round get the same prompts
     streams: list[TimedAnswer] = []
@@ -173,7 +169,7 @@ async def measure(bench: StreamsBench, layout: str, number: int, url: str, vocab
         answer = TimedAnswer(time.perf_counter(), answer_tokens, tokens)
         answers.append(answer)
         body = completion_of_ids(
-            model, chance.choices(range(vocab_size // 8, vocab_size), k=tokens), answer_tokens, **COUNTED_STREAM
+            SERVED_NAME, chance.choices(range(vocab_size // 8, vocab_size), k=tokens), answer_tokens, **COUNTED_STREAM
         )
         answer.begin(time.perf_counter())
         await client.ask(answer, body)
@@ -234,27 +230,26 @@ def _gaps(answer: TimedAnswer, began_s: float, ended_s: float) -> "np.ndarray[tu
 
 def figures(outcome: StreamsOutcome) -> list[tuple[str, ...]]:
     """A row for each layout: its medians."""
+    spreads = ((name, (spread_of(_by_round(outcome, name, of).values()) for of, _ in FIGURES)) for name in outcome.layouts)
+    return [HEAD, *((name, *(_cell(each, form) for each, (_, form) in zip(row, FIGURES, strict=True))) for name, row in spreads)]
+
+
+def beside_the_pair(outcome: StreamsOutcome) -> list[tuple[str, ...]]:
+    """A row for each layout but the pair."""
     rows: list[tuple[str, ...]] = [HEAD]
-    for layout in outcome.layouts:
-        runs = [run for run in outcome.runs if run.layout == layout]
-        rows.append((layout, *(_spread([figure(run) for run in runs], form) for figure, form in FIGURES)))
+    for name in outcome.layouts:
+        if name != PAIR:
+            found = (ratios(_by_round(outcome, PAIR, of), _by_round(outcome, name, of)) for of, _ in FIGURES)
+            rows.append((name, *(_cell(each, ".2f") for each in found)))
     return rows
 
 
-def ratios(outcome: StreamsOutcome) -> list[tuple[str, ...]]:
-    """A row for each layout that ran beside the pair. A round with nothing to divide by is left out."""
-    rows: list[tuple[str, ...]] = [HEAD]
-    pairs = {run.round: run for run in outcome.runs if run.layout == PAIR}
-    for layout in outcome.layouts:
-        both = [(pairs[run.round], run) for run in outcome.runs if run.layout == layout != PAIR and run.round in pairs]
-        if both:
-            divided = ([of(pair) / of(run) for pair, run in both if of(run) > 0] for of, _ in FIGURES)
-            rows.append((layout, *(_spread(values, ".2f") for values in divided)))
-    return rows
+def _by_round(outcome: StreamsOutcome, layout: str, figure: Callable[[StreamsRun], float]) -> dict[int, float]:
+    return {run.round: figure(run) for run in outcome.runs if run.layout == layout}
 
 
-def _spread(values: Sequence[float], form: str) -> str:
-    return Spread.of(values).text(form) if values else "–"
+def _cell(spread: Spread | None, form: str) -> str:
+    return "–" if spread is None else spread.text(form)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

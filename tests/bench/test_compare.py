@@ -26,7 +26,6 @@ from bench.compare import (
     measure_all,
     pooled,
     publish,
-    ratios,
     report,
     run_of,
     table,
@@ -41,7 +40,7 @@ from bench.options import (
     WorkloadOptions,
     check_comparable,
 )
-from bench.report import ReportStyle, this_hardware
+from bench.report import ReportStyle, ratios, this_hardware
 from common.errors import ConfigError
 from common.options import read_config, to_flags
 from common.processes.local_fleet import FleetFailed

@@ -6,7 +6,7 @@ import pytest
 
 from bench.client import TimedAnswer
 from bench.report import markdown_table, this_hardware
-from benchmarks.streams import PAIR, StreamsBench, StreamsOutcome, StreamsRun, figures, ratios, run_of
+from benchmarks.streams import PAIR, StreamsBench, StreamsOutcome, StreamsRun, beside_the_pair, figures, run_of
 from common.errors import ConfigError
 
 
@@ -44,7 +44,7 @@ def test_a_layout_that_stands_still_has_no_figures_and_breaks_no_report() -> Non
         command="python -m benchmarks.streams", hardware=this_hardware(), goals=[], seconds=10.0, streams=8, prompt_tokens=512,
         layouts={PAIR: "", "colocated, chunks of 32": "", "colocated, chunks of 512": ""}, runs=[pair, still, other],
     )  # fmt: skip
-    text = "\n".join(map(markdown_table, (figures(outcome), ratios(outcome))))
+    text = "\n".join(map(markdown_table, (figures(outcome), beside_the_pair(outcome))))
     assert "| 1 prefill + 1 decode | 100 | 150 | 200 | 80.0 | 120 | 4.00 |" in text
     assert "| colocated, chunks of 512 | 0.25 | 0.25 | 0.25 | 2.00 | 1.20 | 0.80 |" in text
     assert "| colocated, chunks of 32 | – |" in text
