@@ -1,20 +1,27 @@
 """How every instrument is started, and two that are quick enough to run whole: `control` and `ranks`.
 
-Flags are made from its options, a command repeats it, and refusals name the flag. `control` has a router that runs; `ranks` has
-processes that obey the leader in this one, and end with the measurement.
+Flags are made from its options, a command repeats it, and each instrument refuses by its flag what it cannot measure. `control`
+has a router that runs; `ranks` has processes that obey the leader in this one, and end with the measurement.
 """
 
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 
 from benchmarks.command import Invocation, start
+from benchmarks.cpu_peers import CpuPeersBench
+from benchmarks.engine import EngineBench
+from benchmarks.overlap import OverlapBench
 from benchmarks.ranks import RanksBench, RanksFigures, main
+from benchmarks.streams import StreamsBench
+from benchmarks.transfer import TransferBench
 from common.errors import ConfigError
 from common.options import option, require_above_0
 
@@ -105,7 +112,46 @@ def test_one_and_two_ranks_are_measured_and_only_the_second_has_a_follower(
     assert min(alone.leader_cpu_us, two.leader_cpu_us, two.step_us) > 0
 
 
-@pytest.mark.parametrize("flags", [{"ranks": "0,1"}, {"ranks": "65"}, {"rows": "0"}, {"steps": 0}])
-def test_what_cannot_be_measured_is_refused(flags: dict[str, str]) -> None:
-    with pytest.raises(ConfigError, match=f"--{next(iter(flags))}"):
-        RanksBench(**flags)  # type: ignore[arg-type]
+REFUSED: list[tuple[Callable[..., object], str, list[Any]]] = [
+    (RanksBench, "ranks", ["0,1", "65"]),
+    (RanksBench, "rows", ["0"]),
+    (RanksBench, "steps", [0]),
+    (TransferBench, "transport", ["pigeon"]),
+    (TransferBench, "page_bytes", ["64KiB,100KiB", "64", "auto", "512MiB"]),
+    (TransferBench, "pages", ["1,two", "0"]),
+    (TransferBench, "memory", ["much"]),
+    (TransferBench, "device", ["cpu,cuda", "cuda:"]),
+    (TransferBench, "seconds", [0.0]),
+    (TransferBench, "repeat", [0]),
+    (TransferBench, "idle_s", [-1.0]),
+    (OverlapBench, "model", ["demo,", "demo,demo"]),
+    (OverlapBench, "chunks", ["1,two", "0,1"]),
+    (OverlapBench, "repeat", [0]),
+    (OverlapBench, "layers", [0]),
+    (OverlapBench, "hidden", [-1]),
+    (OverlapBench, "kv_heads", [0]),
+    (OverlapBench, "head_dim", [63]),
+    (EngineBench, "models", ["GPT-5", ""]),
+    (EngineBench, "only", ["steps,lunch"]),
+    (EngineBench, "batches", ["1,x"]),
+    (EngineBench, "contexts", ["0"]),
+    (EngineBench, "rounds", [1]),
+    (EngineBench, "budget_s", [0.0]),
+    (CpuPeersBench, "engines", ["tandem,abacus"]),
+    (CpuPeersBench, "rounds", [0]),
+    (CpuPeersBench, "prompt_tokens", ["9,3"]),
+    (StreamsBench, "threads", [1]),
+]
+
+
+@pytest.mark.parametrize(
+    ("bench", "field", "value"), [(bench, field, value) for bench, field, values in REFUSED for value in values]
+)
+def test_what_cannot_be_measured_is_refused_by_its_flag(bench: Callable[..., object], field: str, value: object) -> None:
+    with pytest.raises(ConfigError, match=f"--{field.replace('_', '-')}"):
+        bench(**{field: value})
+
+
+def test_a_peer_that_is_not_installed_is_refused_by_the_flag_that_names_it() -> None:
+    with pytest.raises(ConfigError, match="--vllm must be a Python for vllm"):
+        CpuPeersBench(engines="tandem,vllm")

@@ -35,7 +35,6 @@ from benchmarks.engine import (
 from benchmarks.engine_steps import fill_randomly, phases, prefill_flop, step_weight_bytes
 from benchmarks.engine_worker import KINDS
 from common.config import EngineConfig
-from common.errors import ConfigError
 from common.pages.layout import KVLayout
 from engine.kv_memory import KVMemory
 from engine.models.served_shape import read_served_shape
@@ -214,20 +213,3 @@ def test_tasks_come_in_the_order_of_their_sections_and_what_a_device_lacks_is_le
     assert labels == ["ceilings", *builds, "steps tiny"]
     on_cpu = [task.label for task in tasks(bench, EngineConfig(), is_quick=False, on_cuda=False)]
     assert on_cpu == ["ceilings", "steps tiny", "floor tiny"]
-
-
-@pytest.mark.parametrize(
-    ("flags", "named"),
-    [
-        ({"models": "GPT-5"}, "--models"),
-        ({"models": ""}, "--models"),
-        ({"only": "steps,lunch"}, "--only"),
-        ({"batches": "1,x"}, "--batches"),
-        ({"contexts": "0"}, "--contexts"),
-        ({"rounds": 1}, "--rounds"),
-        ({"budget_s": 0.0}, "--budget-s"),
-    ],
-)
-def test_what_cannot_be_measured_is_refused_by_its_flag(flags: dict[str, object], named: str) -> None:
-    with pytest.raises(ConfigError, match=named):
-        EngineBench(**flags)  # type: ignore[arg-type]

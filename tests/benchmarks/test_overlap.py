@@ -8,7 +8,7 @@ import json
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +17,6 @@ import pytest
 from benchmarks import overlap
 from benchmarks.overlap import (
     FLEETS,
-    QUICK,
-    QUICK_ENGINE,
     CountedFleet,
     FleetCounters,
     FleetKind,
@@ -33,41 +31,8 @@ from benchmarks.overlap import (
 )
 from common.config import EngineConfig
 from common.errors import ConfigError
-from common.options import with_defaults
 from common.processes.local_fleet import FleetFailed
 from launch.main import build_parser
-
-
-@pytest.mark.parametrize(
-    ("flags", "named"),
-    [
-        ({"model": "demo,"}, "--model"),
-        ({"model": "demo,demo"}, "--model"),
-        ({"chunks": "1,two"}, "--chunks"),
-        ({"chunks": "0,1"}, "--chunks"),
-        ({"repeat": 0}, "--repeat"),
-        ({"layers": 0}, "--layers"),
-        ({"hidden": -1}, "--hidden"),
-        ({"kv_heads": 0}, "--kv-heads"),
-        ({"head_dim": 63}, "--head-dim"),
-    ],
-)
-def test_what_cannot_be_measured_is_refused_by_the_name_of_its_flag(flags: dict[str, str | float], named: str) -> None:
-    bench: Callable[..., object] = OverlapBench
-    with pytest.raises(ConfigError, match=named):
-        bench(**flags)
-
-
-def test_quick_is_small_and_leaves_flags_that_were_given() -> None:
-    bench = with_defaults(OverlapBench(layers=3), QUICK)
-    assert (bench.models, bench.repeat, bench.layers) == (("random",), 1, 3)
-    engine = with_defaults(EngineConfig(page_size=8), QUICK_ENGINE)
-    assert (engine.page_size, engine.chunk_tokens) == (8, 64)
-
-
-def test_the_defaults_measure_random_weights_and_the_demo_model_at_one_two_and_eight_chunks() -> None:
-    bench = OverlapBench()
-    assert (bench.models, bench.lengths) == (("random", "demo"), (1, 2, 8))
 
 
 def test_a_prompt_is_whole_chunks_less_a_page() -> None:

@@ -2,12 +2,9 @@
 
 from array import array
 
-import pytest
-
 from bench.client import TimedAnswer
 from bench.report import markdown_table, this_hardware
 from benchmarks.streams import PAIR, StreamsBench, StreamsOutcome, StreamsRun, beside_the_pair, figures, run_of
-from common.errors import ConfigError
 
 
 def stream(first_s: float, *gaps_s: float) -> TimedAnswer:
@@ -57,5 +54,3 @@ def test_each_round_has_every_layout_and_the_cores_are_the_same_for_all() -> Non
     assert {"--prefill=1", "--threads=2", "--chunk-tokens=512"} <= set(flags[PAIR])
     assert {"--prefill=0", "--threads=4", "--chunk-tokens=32"} <= set(flags["colocated, chunks of 32"])
     assert not any("--threads" in flag for each in StreamsBench().layouts().values() for flag in each)
-    with pytest.raises(ConfigError, match="--threads must be at least 2, or 0"):
-        StreamsBench(threads=1)

@@ -6,7 +6,6 @@ A quick run, what it leaves, and what it does about ways that fail.
 import json
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -20,7 +19,6 @@ from benchmarks.transfer import (
     MEMMOVE,
     NIXL,
     ONE_HOST,
-    QUICK,
     SOCKET,
     SWITCHES,
     AgentPair,
@@ -44,8 +42,7 @@ from benchmarks.transfer_agent import (
     make_pool,
     pages_of,
 )
-from common.errors import ConfigError, TransferError
-from common.options import with_defaults
+from common.errors import TransferError
 
 KIB, MIB = 2**10, 2**20
 UNIT, POOL = 4096, 64 * 4096
@@ -74,36 +71,6 @@ def test_pages_are_capped_by_what_the_memory_holds_and_no_point_comes_twice() ->
 
 def test_a_pool_is_a_whole_number_of_the_largest_pages() -> None:
     assert TransferBench(page_bytes="64KiB,1MiB", memory="2600KiB").pool_bytes == 2 * MIB
-
-
-@pytest.mark.parametrize(
-    ("flags", "named"),
-    [
-        ({"transport": "pigeon"}, "--transport"),
-        ({"page_bytes": "64KiB,100KiB"}, "--page-bytes"),
-        ({"page_bytes": "64"}, "--page-bytes"),
-        ({"page_bytes": "auto"}, "--page-bytes"),
-        ({"page_bytes": "2MiB", "memory": "1MiB"}, "--page-bytes"),
-        ({"pages": "1,two"}, "--pages"),
-        ({"pages": "0"}, "--pages"),
-        ({"memory": "much"}, "--memory"),
-        ({"device": "cpu,cuda"}, "--device"),
-        ({"device": "cuda:"}, "--device"),
-        ({"seconds": 0.0}, "--seconds"),
-        ({"repeat": 0}, "--repeat"),
-        ({"idle_s": -1.0}, "--idle-s"),
-    ],
-)
-def test_what_cannot_be_measured_is_refused_by_the_name_of_its_flag(flags: dict[str, str | float], named: str) -> None:
-    bench: Callable[..., object] = TransferBench
-    with pytest.raises(ConfigError, match=named):
-        bench(**flags)
-
-
-def test_quick_is_small_and_leaves_flags_that_were_given() -> None:
-    small = with_defaults(TransferBench(pages="1,4", transport="nixl"), QUICK)
-    assert (small.pages, small.transport) == ("1,4", "nixl")
-    assert small.pool_bytes < TransferBench().pool_bytes and small.repeat == 1
 
 
 @pytest.mark.parametrize(
