@@ -17,7 +17,7 @@ from typing import Any, TypeAlias, TypeVar, get_args
 
 import msgspec
 
-from bench.report import BenchOutcome, Goal, Spread, bytes_text, say, this_hardware
+from bench.report import BenchOutcome, Goal, Spread, bytes_text, ratios, say, this_hardware
 from benchmarks.command import Invocation, start
 from benchmarks.namespaces import Spot, two_namespaces
 from benchmarks.transfer_agent import (
@@ -304,27 +304,6 @@ def _next_report(agent: AgentProcess) -> AgentReport:
     return report
 
 
-class WorkingPairs:
-    """The pairs that have not failed."""
-
-    def __init__(self, pairs: Sequence[AgentPair]) -> None:
-        self.pairs = list(pairs)
-        self.skipped: dict[str, str] = {}
-        """Why the others have failed."""
-
-    def each(self, act: Callable[[AgentPair], T]) -> list[tuple[TransferWay, T]]:
-        """Act on one pair after the other, so that each has the machine to itself. A pair that fails is not used again."""
-        results = []
-        for pair in list(self.pairs):
-            try:
-                results.append((pair.way, act(pair)))
-            except TransferError as error:
-                self.pairs.remove(pair)
-                self.skipped[pair.way.label] = str(error)
-                say(f"{pair.way.label} is skipped: {error}")
-        return results
-
-
 def measure_host(bench: TransferBench) -> TransferPlace:
     """Every way on this host."""
     through = [TransferWay("thread", name) for name in bench.transports]
@@ -346,23 +325,35 @@ def measure_network(bench: TransferBench) -> TransferPlace:
 def _measure(
     bench: TransferBench, name: str, ways: Sequence[TransferWay], spots: Spots, variables: Mapping[str, str]
 ) -> TransferPlace:
-    points = list(bench.points())
+    points, skipped = list(bench.points()), dict[str, str]()
     samples: dict[tuple[TransferWay, PushShape], list[PushSample]] = {}
+
+    def each(act: Callable[[AgentPair], T]) -> list[tuple[TransferWay, T]]:
+        """Act on one pair after the other, so that each has the machine to itself. A pair that fails is not used again."""
+        results = []
+        for pair in list(pairs):
+            try:
+                results.append((pair.way, act(pair)))
+            except TransferError as error:
+                pairs.remove(pair)
+                skipped[pair.way.label] = str(error)
+                say(f"{pair.way.label} is skipped: {error}")
+        return results
+
     with contextlib.ExitStack() as stack:
-        working = WorkingPairs([stack.enter_context(AgentPair(bench, way, spots, variables)) for way in ways])
-        working.each(AgentPair.connect)
-        idle_cores = _watch_idle(working.pairs, bench.idle_s)
+        pairs = [stack.enter_context(AgentPair(bench, way, spots, variables)) for way in ways]
+        each(AgentPair.connect)
+        idle_cores = _watch_idle(pairs, bench.idle_s)
         say(f"{name}: the first pushes")
         for point in points:
-            working.each(partial(AgentPair.check, point=point, seed=0))
+            each(partial(AgentPair.check, point=point, seed=0))
         for number in range(1, bench.repeat + 1):
             for point in points:
                 say(f"{name}, round {number} of {bench.repeat}: {point.pages} {point.arrangement} pages of {point.page_bytes} B")
-                for way, sample in working.each(partial(AgentPair.measure, point=point, seed=number, seconds=bench.seconds)):
+                for way, sample in each(partial(AgentPair.measure, point=point, seed=number, seconds=bench.seconds)):
                     samples.setdefault((way, point), []).append(sample)
-    measured = [pair.way for pair in working.pairs]
-    rows = [TransferRow(way=way, point=point, samples=samples[way, point]) for point in points for way in measured]
-    return TransferPlace(name=name, rows=rows, idle_cores=idle_cores, skipped=working.skipped)
+    rows = [TransferRow(way=pair.way, point=point, samples=samples[pair.way, point]) for point in points for pair in pairs]
+    return TransferPlace(name=name, rows=rows, idle_cores=idle_cores, skipped=skipped)
 
 
 def _watch_idle(pairs: Sequence[AgentPair], idle_s: float) -> dict[str, float]:
@@ -408,11 +399,10 @@ def _fullest(place: TransferPlace) -> list[TransferRow]:
 
 
 def _ratio(row: TransferRow, other: TransferRow | None) -> list[float]:
-    """The speed of one row in that of another, round by round, so that both have seen the same noise. Their median, if any."""
-    if other is None:
-        return []
-    pairs = zip(row.samples, other.samples, strict=True)
-    return [statistics.median(ours.gb_per_s / theirs.gb_per_s for ours, theirs in pairs)]
+    """The speed of one row in that of another: the median of the rounds, if any."""
+    speeds = [{at: sample.gb_per_s for at, sample in enumerate(each.samples)} for each in (row, other) if each is not None]
+    found = ratios(*speeds) if len(speeds) == 2 else None
+    return [] if found is None else [found.median]
 
 
 def report(place: TransferPlace, invocation: Invocation) -> Iterator[str]:
@@ -436,24 +426,15 @@ def side_by_side(place: TransferPlace, cell: Callable[[TransferRow], str]) -> li
     return [("page", "pages", "", *labels), *lines]
 
 
-def _speed(row: TransferRow) -> str:
-    speed = row.spread(lambda sample: sample.gb_per_s)
-    return f"{speed.median:.2f} ({speed.least:.2f} … {speed.most:.2f})"
-
-
 def _latency(row: TransferRow) -> str:
     median, p99 = row.spread(lambda sample: 1e6 * sample.median_s), row.spread(lambda sample: 1e6 * sample.p99_s)
     return f"{median.median:.0f} / {p99.median:.0f}"
 
 
-def _cost(row: TransferRow) -> str:
-    return f"{row.spread(lambda sample: sample.cpu_s_per_gb).median:.2f}"
-
-
 TABLES: dict[str, Callable[[TransferRow], str]] = {
-    "GB/s, median (least … most of the rounds)": _speed,
+    "GB/s, median (least … most of the rounds)": lambda row: row.spread(lambda sample: sample.gb_per_s).text(".2f"),
     "microseconds of a push, median / p99": _latency,
-    "CPU-s/GB, both processes": _cost,
+    "CPU-s/GB, both processes": lambda row: f"{row.spread(lambda sample: sample.cpu_s_per_gb).median:.2f}",
 }
 
 
