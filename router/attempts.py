@@ -1,7 +1,7 @@
-"""One attempt at serving a request: who serves it, how many tokens it has brought, and what its members know about it.
+"""An open request, and its present attempt: who serves it, how many tokens it has brought, and what its members know about it.
 
-Owns the tokens that it assigns to its members, until each is released. Does not know texts, clients, or why another attempt
-follows it.
+Owns the tokens and texts that were delivered, so that the next attempt is prompt + tokens so far, and the tokens that an attempt
+assigns to its members, until each is released. Decides nothing: the request book says when an attempt starts and ends.
 
     first ──first token──► decode ──later tokens──►        (no candidates: first serves it alone)
     └─ needed until token 2 proves the handoff ─┘└─ needed
@@ -9,27 +9,22 @@ follows it.
 Which candidate becomes its decode instance is the first member's to say (Placed). Until then only the first is needed.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import Enum, StrEnum, auto
 
-from common.ids import AttemptId, Incarnation, InstanceId
+from common.ids import AttemptId, InstanceId, Life, pack_ids
 from common.instance.ports import Send
 from common.messages import Cancel, Failed, ForgetAnswer
+from common.pages.radix_cache import BlockNames
 from router.cost import Demand, predict_ttft, uncached_tokens
 from router.members import Member
+from router.outbox import ClientRequest
+from router.requests import RequestSpec
+from router.timelines import RequestTimes, ResumeReason
 
 ROUNDS = 8
 """As many rounds of probes may be under way. A member that is slower by more is not judged."""
-
-
-class ResumeReason(StrEnum):
-    """Why a request is resumed."""
-
-    LOST_INSTANCE = "lost_instance"
-    FAILED_ATTEMPT = "failed_attempt"
-    PREEMPTED = "preempted"
-    LOST_MESSAGES = "lost_messages"
 
 
 class Loss(Enum):
@@ -68,28 +63,112 @@ class Placement:
         return self.decodes[0] if self.decodes else None
 
 
+class Phase(StrEnum):
+    """Where an open request is."""
+
+    AWAITING = "awaiting_first_token"
+    GENERATING = "generating"
+    RESUMING = "resuming"
+
+
+@dataclass(slots=True, eq=False)
+class Record:
+    """An open request. Times are seconds of the caller's clock."""
+
+    spec: RequestSpec
+    client: ClientRequest
+    times: RequestTimes
+    timeout_s: float
+    attempt: "Attempt | None" = None
+    """The present one; None while the request waits for an instance."""
+    attempts: int = 0
+    """How many were started."""
+    preemptions: int = 0
+    """How many of them ended because their memory was needed."""
+    fruitless: int = 0
+    """How many in a row failed without a token."""
+    avoid: set[Life] = field(default_factory=set)
+    """Where attempts failed."""
+    crowded: set[Life] = field(default_factory=set)
+    """Where the last one was preempted."""
+    token_ids: list[int] = field(default_factory=list)
+    texts: list[str] = field(default_factory=list)
+    """What was delivered, in pieces."""
+    gap_since_s: float | None = None
+    """When the client of a resumed request began to wait for its next token; None when it does not wait."""
+    _blocks: BlockNames | None = None
+
+    @property
+    def deadline_s(self) -> float:
+        return self.times.received_s + self.timeout_s
+
+    @property
+    def phase(self) -> Phase:
+        if self.attempt is None:
+            return Phase.RESUMING
+        return Phase.GENERATING if self.token_ids else Phase.AWAITING
+
+    @property
+    def failed_attempts(self) -> int:
+        """How many attempts have failed, when none is open. Preemptions need no limit: they end with the request's deadline, and
+        they become rarer as it grows older than the others."""
+        return self.attempts - self.preemptions
+
+    @property
+    def prompt(self) -> bytes:
+        """Packed token ids of the next attempt's prompt."""
+        return self.spec.prompt + pack_ids(self.token_ids) if self.token_ids else self.spec.prompt
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Length of the next attempt's prompt."""
+        return self.spec.prompt_tokens + len(self.token_ids)
+
+    def block_names(self, page_size: int) -> Sequence[int]:
+        """Names of the blocks of the next attempt's prompt. They are kept: only tokens that have come since are named."""
+        blocks = self._blocks or self.spec.blocks
+        if blocks is None or blocks.page_size != page_size:
+            blocks = BlockNames.of(self.spec.prompt, page_size, self.spec.salt)
+        if blocks.tokens < self.prompt_tokens:
+            blocks = blocks.extended(pack_ids(self.token_ids[blocks.tokens - self.prompt_tokens :]))
+        self._blocks = blocks
+        return blocks.names
+
+    @property
+    def remaining_tokens(self) -> int:
+        return self.spec.sampling.max_new_tokens - len(self.token_ids)
+
+    def set_back(self, attempt: "Attempt", setback: Setback, now: float) -> None:
+        """The attempt is over, but the request is not. A preemption is no failure: the instance is well, only full for now."""
+        attempt.release(now)
+        self.attempt = None
+        self.times.resumed(setback.reason, setback.failed, now)
+        places = {member.life for member in setback.at}
+        is_preemption = setback.reason is ResumeReason.PREEMPTED
+        self.preemptions += is_preemption
+        self.crowded = places if is_preemption else set()
+        self.avoid |= set() if is_preemption else places
+        if attempt.tokens:
+            self.fruitless = 0
+        elif not is_preemption:
+            self.fruitless += 1
+        if self.gap_since_s is None:
+            self.gap_since_s = now if self.times.last_token_s is None else self.times.last_token_s
+
+
 class Attempt:
-    """demand: what was placed. detokenizer: who makes text of its tokens. first_token: number of the first token that it is to
-    bring."""
+    """demand: what was placed. detokenizer: who makes text of its tokens."""
 
     def __init__(
-        self,
-        key: AttemptId,
-        detokenizer: InstanceId,
-        demand: Demand,
-        placement: Placement,
-        first_token: int,
-        now: float,
+        self, record: Record, key: AttemptId, detokenizer: InstanceId, demand: Demand, placement: Placement, now: float
     ) -> None:
-        self.key = key
-        self.demand = demand
-        self.detokenizer = detokenizer
+        self.record = record
+        self.key, self.demand, self.detokenizer = key, demand, detokenizer
         self.first, self.candidates = placement.first, placement.decodes
         self.decode: Member | None = None
         """The candidate that has granted a reservation, once that is known."""
-        self.next_token = first_token
         self.started_s = self.silent_since_s = now
-        self._first_token = first_token
+        self._first_token = len(record.token_ids)
         self._bearer = placement.decode or self.first
         """To whom its later tokens are assigned: the best candidate, until it is known who decodes."""
         if not self.first.computing:
@@ -103,7 +182,6 @@ class Attempt:
         self._assigned = {self.first: self._computing}
         if self._bearer.info.role == "decode":
             self._assigned[self._bearer] = demand.prompt_tokens
-        self._owner = demand.owner
         for member, tokens in self._assigned.items():
             member.assign(demand.owner, tokens)
         self.first.compute(key, demand.owner, self._computing)
@@ -144,9 +222,14 @@ class Attempt:
         return self.members if self.decode is None else self.needed
 
     @property
+    def next_token(self) -> int:
+        """Number of the next token that it is to bring."""
+        return len(self.record.token_ids)
+
+    @property
     def tokens(self) -> int:
         """How many tokens it has brought."""
-        return self.next_token - self._first_token
+        return len(self.record.token_ids) - self._first_token
 
     def place(self, decode: Member) -> None:
         """This decode instance has granted its reservation. Nothing changes that: what is told later is old, or the same."""
@@ -154,7 +237,7 @@ class Attempt:
             return
         self.decode = decode
         tokens = self._unassign(self._bearer)
-        decode.assign(self._owner, tokens)
+        decode.assign(self.demand.owner, tokens)
         self._assigned[decode] = tokens
         self._bearer.growth_tokens -= self._growth_tokens
         decode.growth_tokens += self._growth_tokens
@@ -162,17 +245,23 @@ class Attempt:
         self.is_repeated = False
         self._answers.clear()
 
-    def advance(self, tokens: int, now: float) -> None:
-        """Take in that it brought this many tokens."""
+    def advance(self, token_ids: Sequence[int], now: float) -> None:
+        """Take in tokens that it brought."""
+        tokens, record = len(token_ids), self.record
         if self._computing:
             self._computed()
             self.first.computes_since_s = now
-        if self.candidates and self.first in self._assigned:
-            self._unassign(self.first)
+            if self.candidates:
+                self._unassign(self.first)
         self._bearer.assigned_tokens += tokens
         self._assigned[self._bearer] += tokens
-        self._grow_less(tokens)
-        self.next_token += tokens
+        growth_tokens = min(tokens, self._growth_tokens)
+        self._growth_tokens -= growth_tokens
+        self._bearer.growth_tokens -= growth_tokens
+        record.token_ids += token_ids
+        record.times.tokens += tokens
+        record.gap_since_s, record.times.last_token_s = None, now
+        self.restart_silence(now)
 
     def should_ask_where(self) -> bool:
         """True once: it was handed off, and Placed has not come, so that it may be lost."""
@@ -219,30 +308,21 @@ class Attempt:
             if next(iter(self.first.computing)) == self.key:
                 self.first.computes_since_s = now
             self._computed()
-        self._grow_less(self._growth_tokens)
+        self._bearer.growth_tokens -= self._growth_tokens
+        self._growth_tokens = 0
 
     def _unassign(self, member: Member) -> int:
         """Take it off this member. Returns how many tokens that was."""
         tokens = self._assigned.pop(member)
-        member.unassign(self._owner, tokens)
+        member.assign(self.demand.owner, -tokens, -1)
         return tokens
 
     def _computed(self) -> None:
         """Nothing of its prompt is to be computed any more."""
-        self.first.computed(self.key, self._owner, self._computing)
+        self.first.computed(self.key, self.demand.owner, self._computing)
         self._computing = 0
 
-    def _grow_less(self, tokens: int) -> None:
-        """So many of the tokens that are still expected are not any more; all of them, if there are fewer."""
-        fewer = min(tokens, self._growth_tokens)
-        self._growth_tokens -= fewer
-        self._bearer.growth_tokens -= fewer
-
     # --- probes --------------------------------------------------------------------------------------------------------
-
-    def find_needed(self, name: InstanceId, incarnation: Incarnation) -> Member | None:
-        """The needed member that this is, if it is one."""
-        return next((member for member in self.needed if member.life == (name, incarnation)), None)
 
     def note_answer(self, member: Member, next_token: int | None, round_: int) -> Loss:
         """Take in a member's answer to a probe: the number of the token that it emits next, or None when it knows nothing. What

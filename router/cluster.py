@@ -12,9 +12,9 @@ from msgspec import Raw
 from msgspec.json import encode
 from msgspec.structs import asdict
 
+from router.attempts import Phase
 from router.core import RouterCore
 from router.members import Member
-from router.requests import Phase
 
 DEPARTED_SHOWN = 32
 """How many of the latest departures are shown."""
@@ -36,7 +36,7 @@ async def cluster_page(core: RouterCore) -> dict[str, Any]:
             "phases": {phase.value: phases[phase] for phase in Phase},
             "queue_depth": phases[Phase.AWAITING],
             "unread_chars": sum(client.unread_chars for client in core.requests.clients),
-            "messages_stale": core.requests.stale + core.requests.stale_standings + core.fleet.stale,
+            "messages_stale": core.requests.stale + core.requests.retelling.stale_standings + core.fleet.stale,
             "prediction_errors": core.requests.placer.prediction_errors(),
             "unready": core.unready(),
             "settled": core.fleet.peering.settled,

@@ -129,7 +129,7 @@ class RouterCore:
                 self._hear(message)
                 return self._apply(self.fleet.goodbye(message, now), now)
             case Placed():
-                return self.requests.placed(message, now)
+                return self.requests.placed(message.key, Life(message.id, message.incarnation), message.decode, now)
             case Probed():
                 return self.requests.probed(message, now)
             case Spans():

@@ -186,16 +186,11 @@ class Member:
         counts_reported = self.load.tokens_to_compute > self.computing_before
         return now - (max(self.computes_since_s, self.reported_s) if counts_reported else self.computes_since_s)
 
-    def assign(self, owner: str, tokens: int) -> None:
-        """Another request of this owner, with so many tokens."""
+    def assign(self, owner: str, tokens: int, requests: int = 1) -> None:
+        """A request of this owner comes, with so many tokens. Both are negative when one goes."""
         self.assigned_tokens += tokens
-        self.assigned_requests += 1
-        self.requests_of[owner] += 1
-
-    def unassign(self, owner: str, tokens: int) -> None:
-        self.assigned_tokens -= tokens
-        self.assigned_requests -= 1
-        self.requests_of[owner] -= 1
+        self.assigned_requests += requests
+        self.requests_of[owner] += requests
         if not self.requests_of[owner]:
             del self.requests_of[owner]
 

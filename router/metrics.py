@@ -25,11 +25,10 @@ from prometheus_client.utils import floatToGoString
 
 from common.instance.ports import Mail
 from common.messages import Counters, Ending, Failed, LinkState, Load, RouterInbox
-from router.attempts import ResumeReason
+from router.attempts import Phase
 from router.core import RouterCore
 from router.members import Member
-from router.requests import Phase
-from router.timelines import Durations, RequestTimes
+from router.timelines import Durations, RequestTimes, ResumeReason
 
 
 class Histogram(Collector):
@@ -252,7 +251,7 @@ class RouterCollector(Collector):
         )
         stale = [
             (("text",), requests.stale),
-            (("probe",), requests.stale_standings),
+            (("probe",), requests.retelling.stale_standings),
             (("timeline",), requests.timelines.stale),
             (("membership",), fleet.stale),
         ]

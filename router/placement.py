@@ -17,13 +17,12 @@ from statistics import median
 from common.config import Dispatch, RouterConfig
 from common.errors import BadRequest, Overloaded, TandemError, Unavailable
 from common.ids import AttemptId, InstanceId, Life, Role, shard_of
-from router.attempts import Attempt, Placement
+from router.attempts import Attempt, Placement, Record
 from router.cache_index import NO_OVERLAP, WholePrompt
 from router.cost import Demand, is_measured, pair_cost_s, single_estimate
 from router.fleet import Members
 from router.members import Candidates, Member
 from router.policies import CANDIDATES, POLICIES, Policy, Suits, cache_aware, soonest, ttft_s
-from router.requests import Record
 
 REASONS = 4
 """How many instances in trouble a reason names."""
@@ -99,7 +98,7 @@ class Placer:
                     placement = placements[record.spec.prompt] = choose(demand)
                 key = AttemptId(record.spec.request_id, record.attempts, self._router)
                 detokenizer = self._detokenizers[shard_of(key, len(self._detokenizers))]
-                attempts.append(Attempt(key, detokenizer, demand, placement, len(record.token_ids), now))
+                attempts.append(Attempt(record, key, detokenizer, demand, placement, now))
         except TandemError:
             _release(attempts, now)
             raise

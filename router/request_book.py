@@ -15,7 +15,7 @@ under the next attempt number. Token numbers go on, so the client gets every tok
 is started again, tokens are told again first (`retelling.py`); the book resumes what that did not help.
 """
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from enum import Enum
 from typing import Protocol, assert_never
 
@@ -26,16 +26,16 @@ from common.deadlines import DeadlineWheel, earliest
 from common.errors import DeadlinePassed, InstanceFailed, Preempted, TandemError, Unavailable
 from common.ids import AttemptId, InstanceId, Life, RequestId
 from common.instance.ports import Send
-from common.messages import Ending, Failed, Finished, Generate, Placed, Probed, Terms, TextDelta
+from common.messages import Ending, Failed, Finished, Generate, Probed, Terms, TextDelta
 from common.tracing import SpanRecorder
-from router.attempts import Attempt, ResumeReason, Setback
+from router.attempts import Attempt, Record, Setback
 from router.fleet import Members
 from router.members import Member
 from router.outbox import ChoiceDelta, ClientRequest, nobody_reads
 from router.placement import Placer
-from router.requests import Places, Record, RequestSpec
-from router.retelling import Retelling, expect_answer
-from router.timelines import PhaseObserver, RequestTimes, Timelines
+from router.requests import Places, RequestSpec
+from router.retelling import Retelling
+from router.timelines import PhaseObserver, RequestTimes, ResumeReason, Timelines
 from router.traces import record_attempt, record_request
 
 FRUITLESS_ATTEMPTS = 4
@@ -85,12 +85,13 @@ class RequestBook:
         self._observer = observer
         self._recorder = recorder
         self._config = config
-        self._clients: dict[ClientRequest, None] = {}
+        self.clients: dict[ClientRequest, None] = {}
+        """Every client's request that has arrived and whose response has not ended."""
         self._records: dict[RequestId, Record] = {}
         self._parked: dict[RequestId, Failed] = {}
         """The requests that wait for an instance, and why."""
         self._alarms: DeadlineWheel[tuple[Alarm, RequestId]] = DeadlineWheel()
-        self._retelling = Retelling(self._find)
+        self.retelling = Retelling(self._find)
         self.timelines = Timelines(observer)
         self.places = Places(config.max_requests, "requests")
         """A request has places for its choices from when its prompts are tokenized."""
@@ -102,25 +103,15 @@ class RequestBook:
         self.stale = 0
         """Dropped deltas: of requests or attempts that are not open, with tokens that had come already, or after a gap."""
 
-    @property
-    def stale_standings(self) -> int:
-        """See `Retelling`."""
-        return self._retelling.stale_standings
-
     def next_deadline(self) -> float | None:
         """When `tick` must be called; None when nothing is due."""
-        return earliest(self._alarms.next_deadline(), self._retelling.next_deadline())
+        return earliest(self._alarms.next_deadline(), self.retelling.next_deadline())
 
     def __len__(self) -> int:
         return len(self._records)
 
     def records(self) -> Iterable[Record]:
         return self._records.values()
-
-    @property
-    def clients(self) -> Collection[ClientRequest]:
-        """Every client's request that has arrived and whose response has not ended."""
-        return self._clients
 
     # --- in --------------------------------------------------------------------------------------------------------------
 
@@ -129,7 +120,7 @@ class RequestBook:
         if self.is_draining:
             raise Unavailable("the router is draining and will stop: send the request to another router, or try again later")
         client.received_s = now
-        self._clients[client] = None
+        self.clients[client] = None
 
     def reserve(self, client: ClientRequest, choices: int) -> None:
         """Take places for so many choices. Raises Overloaded."""
@@ -166,18 +157,19 @@ class RequestBook:
             self._records[record.spec.request_id] = record
             self.timelines.begin(record.times)
             self._alarms.set((Alarm.DEADLINE, record.spec.request_id), record.deadline_s)
-            sends += self._announce(record, attempt, now)
+            sends += self._announce(attempt, now)
         self.timelines.name({name: [specs[number].request_id for number in numbers] for name, numbers in client.names.items()})
         return sends + self.cancel([specs[number].request_id for number in client.aborted], now)
 
-    def _announce(self, record: Record, attempt: Attempt, now: float) -> list[Send]:
-        """Tell the detokenizer to expect the attempt's tokens, and its first member to serve it."""
-        record.begin(attempt, now)
-        self._retelling.watch(attempt, now)
+    def _announce(self, attempt: Attempt, now: float) -> list[Send]:
+        """The request's next attempt begins: tell the detokenizer to expect its tokens, and its first member to serve it."""
+        record = attempt.record
+        record.attempt = attempt
+        record.times.dispatched(record.attempts, attempt.first.info.id, attempt.predicted_s, now)
+        record.attempts += 1
         if attempt.demand.blocks:
             self._fleet.caches.expect((attempt.first, *attempt.candidates[:1]), attempt.demand.blocks, now)
-        spec, first = record.spec, len(record.token_ids)
-        left_s = record.deadline_s - now
+        spec, first = record.spec, attempt.next_token
         # Log probabilities of the prompt have come with the answer's first token.
         prompt_logprobs = None if first else spec.sampling.prompt_logprobs
         generate = Generate(
@@ -189,26 +181,27 @@ class RequestBook:
             terms=Terms(
                 priority=spec.priority,
                 age_s=max(0.0, now - record.times.received_s),
-                timeout_s=max(0.0, left_s),
+                timeout_s=max(0.0, record.deadline_s - now),
                 owner=spec.owner,
             ),
             salt=spec.salt,
         )
-        return [expect_answer(record, attempt, now), Send(attempt.first.info.id, generate)]
+        return [self.retelling.expect(attempt, now), Send(attempt.first.info.id, generate)]
 
     # --- tokens ----------------------------------------------------------------------------------------------------------
 
     def text(self, delta: TextDelta, now: float) -> list[Send]:
         """Pass on text of one request if it is what comes next."""
-        found = self._find(delta.key)
-        if found is None or delta.first != found[1].next_token:
+        attempt = self._find(delta.key)
+        if attempt is None or delta.first != attempt.next_token:
             self.stale += 1
-            if found is not None and (delta.ending is not None or delta.first + len(delta.token_ids) > found[1].next_token):
-                self._retelling.gap(found[1])  # there is something new in it, but not from the next token on
+            if attempt is not None and (delta.ending is not None or delta.first + len(delta.token_ids) > attempt.next_token):
+                self.retelling.gap(attempt)  # there is something new in it, but not from the next token on
             return []
-        record, attempt = found
+        record, client = attempt.record, attempt.record.client
         if delta.token_ids:
-            self._count_tokens(record, attempt, delta.token_ids, now)
+            self._observe(record, len(delta.token_ids), now)
+            attempt.advance(delta.token_ids, now)
         setback = None
         if delta.ending is not None:
             setback = _setback(attempt, delta.ending)
@@ -218,7 +211,6 @@ class RequestBook:
                 # after a failure the other instance may not.
                 told = isinstance(delta.ending, Finished) and not isinstance(delta.ending.matched, str)
                 return attempt.close() + ([] if told else attempt.cancels(complete=isinstance(delta.ending, Finished)))
-        client = record.client
         if delta.token_ids or delta.text:
             record.texts.append(delta.text)
             client.put(_news(record, delta, None))
@@ -226,67 +218,56 @@ class RequestBook:
             slow = Failed(message="the client reads too slowly: its request was cancelled", kind="slow_client", status=408)
             return self._break_off(record, slow, now)
         if setback is not None:
-            return self._resume(record, attempt, setback, now)
-        return self._retelling.ask([attempt], now) if attempt.should_ask_where() else []
+            return self._resume(attempt, setback, now)
+        return self.retelling.ask([attempt], now) if attempt.should_ask_where() else []
 
-    def _find(self, key: AttemptId) -> tuple[Record, Attempt] | None:
-        """The request whose present attempt this is, and the attempt."""
+    def _find(self, key: AttemptId) -> Attempt | None:
+        """The present attempt of a request, if it has this id."""
         record = self._records.get(key.request_id)
-        if record is None or record.attempt is None or record.attempt.key != key:
-            return None
-        return record, record.attempt
+        attempt = None if record is None else record.attempt
+        return attempt if attempt is not None and attempt.key == key else None
 
-    def _count_tokens(self, record: Record, attempt: Attempt, token_ids: Sequence[int], now: float) -> None:
+    def _observe(self, record: Record, tokens: int, now: float) -> None:
+        """So many tokens have come."""
         times = record.times
         if times.last_token_s is None:
             times.first_token_s = now
             self._observer.first_token(now - times.received_s, times.predicted_first_s)
             self.placer.note_first_token(times.predicted_first_s, now - times.received_s)
         else:
-            self._observer.next_tokens(now - times.last_token_s, len(token_ids))
+            self._observer.next_tokens(now - times.last_token_s, tokens)
         if record.gap_since_s is not None:
             self._observer.resume_gap(now - record.gap_since_s)
-        record.gap_since_s, times.last_token_s = None, now
-        record.token_ids += token_ids
-        times.tokens += len(token_ids)
-        attempt.advance(len(token_ids), now)
-        attempt.restart_silence(now)
 
     # --- where it is decoded ---------------------------------------------------------------------------------------------
 
-    def placed(self, message: Placed, now: float) -> list[Send]:
-        """A prefill instance says which decode instance has granted the reservation of an attempt."""
-        return self._place(message.key, Life(message.id, message.incarnation), message.decode, now)
-
-    def _place(self, key: AttemptId, told_by: Life, decode: Life, now: float) -> list[Send]:
-        """An attempt whose decode instance is lost meanwhile is resumed: nobody noticed when that one was lost."""
-        served = self._find(key)
-        if served is None or served[1].first.life != told_by:
+    def placed(self, key: AttemptId, told_by: Life, decode: Life, now: float) -> list[Send]:
+        """A prefill instance says which decode instance has granted the reservation of an attempt. When that one is lost
+        meanwhile, the attempt is resumed: nobody noticed then."""
+        attempt = self._find(key)
+        if attempt is None or attempt.first.life != told_by:
             self.stale += 1
             return []
-        record, attempt = served
         if attempt.decode is not None:
             return []
         member = self._fleet.find(decode)
         if member is None or member.stuck:
-            lost = Failed.of(Unavailable(f"instance {decode.id} was lost while it served the request"))
-            places = () if member is None else (member,)
-            return self._resume(record, attempt, Setback(ResumeReason.LOST_INSTANCE, lost, places), now)
+            return self._resume(attempt, _lost(decode.id, () if member is None else (member,)), now)
         attempt.place(member)
-        record.times.attempts[-1].place(decode.id, now)
+        attempt.record.times.attempts[-1].place(decode.id, now)
         return []
 
     # --- resuming --------------------------------------------------------------------------------------------------------
 
     def member_lost(self, member: Member, now: float) -> list[Send]:
         """A member left the fleet or is stuck: resume the requests that cannot go on without it."""
-        lost = Failed.of(Unavailable(f"instance {member.info.id} was lost while it served the request"))
-        setback = Setback(ResumeReason.LOST_INSTANCE, lost, (member,))
-        return self._resume_all((pair for pair in self._attempts() if member in pair[1].needed), setback, now)
+        setback = _lost(member.info.id, (member,))
+        attempts = [attempt for attempt in self._attempts() if member in attempt.needed]
+        return [send for attempt in attempts for send in self._resume(attempt, setback, now)]
 
     def detokenizer_moved(self, detokenizer: InstanceId) -> None:
         """A new detokenizer knows no request yet: open every answer there whose text it makes, a few in each turn."""
-        self._retelling.tell_again(attempt for _, attempt in self._attempts_of(detokenizer))
+        self.retelling.tell_again(attempt for attempt in self._attempts() if attempt.detokenizer == detokenizer)
 
     def retry_parked(self, now: float) -> list[Send]:
         """More members can serve than before: try every request that waits for one. One that pauses after fruitless attempts goes
@@ -294,21 +275,16 @@ class RequestBook:
         waiting = [request_id for request_id in self._parked if (Alarm.RETRY, request_id) not in self._alarms]
         return [send for request_id in waiting for send in self._try_again(self._records[request_id], now)]
 
-    def _attempts(self) -> Iterable[tuple[Record, Attempt]]:
-        return ((record, record.attempt) for record in self._records.values() if record.attempt is not None)
+    def _attempts(self) -> Iterable[Attempt]:
+        return (record.attempt for record in self._records.values() if record.attempt is not None)
 
-    def _attempts_of(self, detokenizer: InstanceId) -> Iterable[tuple[Record, Attempt]]:
-        return (pair for pair in self._attempts() if pair[1].detokenizer == detokenizer)
-
-    def _resume_all(self, pairs: Iterable[tuple[Record, Attempt]], setback: Setback, now: float) -> list[Send]:
-        return [send for record, attempt in list(pairs) for send in self._resume(record, attempt, setback, now)]
-
-    def _resume(self, record: Record, attempt: Attempt, setback: Setback, now: float) -> list[Send]:
+    def _resume(self, attempt: Attempt, setback: Setback, now: float) -> list[Send]:
         """Withdraw what is left of the attempt, and start the next one if the request may have another."""
+        record = attempt.record
         if self._recorder.on:
             record_attempt(self._recorder, attempt, setback.reason, now)
         sends = attempt.withdraw()
-        self._retelling.drop(attempt)
+        self.retelling.drop(attempt)
         record.set_back(attempt, setback, now)
         if record.remaining_tokens == 0:
             self._end(record, Finished(reason="length"), now)
@@ -336,33 +312,33 @@ class RequestBook:
         self._parked.pop(request_id, None)
         self._alarms.clear((Alarm.WAIT, request_id))
         self._alarms.clear((Alarm.RETRY, request_id))
-        return self._announce(record, attempt, now)
+        return self._announce(attempt, now)
 
     # --- probes ----------------------------------------------------------------------------------------------------------
 
     def probe_all(self, detokenizer: InstanceId, now: float) -> list[Send]:
         """Its tokens can come again after a pause: ask about every attempt, and forget what its members said before."""
-        attempts = [attempt for _, attempt in self._attempts_of(detokenizer)]
+        attempts = [attempt for attempt in self._attempts() if attempt.detokenizer == detokenizer]
         for attempt in attempts:
             attempt.restart_silence(now)
-        return self._retelling.ask(attempts, now)
+        return self.retelling.ask(attempts, now)
 
     def probed(self, message: Probed, now: float) -> list[Send]:
         """Take in what a member knows about some attempts, and resume those that have lost messages for good."""
         life, sends = Life(message.id, message.incarnation), list[Send]()
         for standing in message.standings:
             if standing.decode is not None:
-                sends += self._place(standing.key, life, standing.decode, now)
-        for record, attempt in self._retelling.probed(message):
-            lost = f"messages about the request were lost, from token {attempt.next_token} on"
-            sends += self._resume(record, attempt, _messages_lost(attempt, lost), now)
+                sends += self.placed(standing.key, life, standing.decode, now)
+        for attempt in self.retelling.probed(message):
+            lost = Failed.of(InstanceFailed(f"messages about the request were lost, from token {attempt.next_token} on"))
+            sends += self._resume(attempt, Setback(ResumeReason.LOST_MESSAGES, lost, attempt.needed), now)
         return sends
 
     # --- out -------------------------------------------------------------------------------------------------------------
 
     def leave(self, client: ClientRequest, now: float) -> list[Send]:
         """Its response has ended, or its client has gone: end what is open of it. Idempotent."""
-        self._clients.pop(client, None)
+        self.clients.pop(client, None)
         self.release(client)
         client.wake = nobody_reads
         return self.cancel(client.request_ids, now) if client.unended else []
@@ -371,7 +347,7 @@ class RequestBook:
         """End the choices that this owner's clients know by this id; None: all of the owner's. Those of a request that is still
         read end when it is dispatched. Returns how many choices that ends."""
         count, sends = 0, list[Send]()
-        for client in [client for client in self._clients if client.owner == owner]:
+        for client in [client for client in self.clients if client.owner == owner]:
             numbers = client.numbers(name)
             if client.request_ids:
                 open_ids = [client.request_ids[number] for number in numbers if client.request_ids[number] in self._records]
@@ -412,7 +388,7 @@ class RequestBook:
                     sends += self._try_again(record, now)
                 case _:
                     assert_never(alarm)
-        return sends + self._retelling.tick(now, heard_s)
+        return sends + self.retelling.tick(now, heard_s)
 
     def _too_slow(self, record: Record) -> DeadlinePassed:
         allowed_s, most_s = record.timeout_s, self._config.max_request_timeout_s
@@ -436,7 +412,7 @@ class RequestBook:
         for alarm in Alarm:
             self._alarms.clear((alarm, request_id))
         if record.attempt is not None:
-            self._retelling.drop(record.attempt)
+            self.retelling.drop(record.attempt)
             record.attempt.release(now)
         record.client.put(ChoiceDelta(record.spec.index, "", (), ending) if last is None else _news(record, last, ending))
         record.times.ended(ending, now)
@@ -459,5 +435,7 @@ def _setback(attempt: Attempt, ending: Ending) -> Setback | None:
     return Setback(ResumeReason.FAILED_ATTEMPT, ending, attempt.needed)
 
 
-def _messages_lost(attempt: Attempt, reason: str) -> Setback:
-    return Setback(ResumeReason.LOST_MESSAGES, Failed.of(InstanceFailed(reason)), attempt.needed)
+def _lost(name: InstanceId, at: tuple[Member, ...]) -> Setback:
+    """This instance was lost."""
+    failed = Failed.of(Unavailable(f"instance {name} was lost while it served the request"))
+    return Setback(ResumeReason.LOST_INSTANCE, failed, at)

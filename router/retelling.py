@@ -17,7 +17,6 @@ follow.
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from typing import TypeAlias
 
 from common.deadlines import DeadlineWheel, earliest
 from common.ids import ID_BYTES, AttemptId, InstanceId, pack_ids
@@ -25,7 +24,6 @@ from common.instance.ports import Send
 from common.messages import ExpectAnswer, Probe, Probed, Repeat
 from router.attempts import Attempt, Loss
 from router.members import Member
-from router.requests import Record
 
 PROBE_S = 2.0
 """After this long without a token the router asks an attempt's members about it, and again after as long."""
@@ -43,34 +41,11 @@ ANSWER_TOKENS = 64
 TOKENS_PER_S = 400_000.0
 """A detokenizer takes in more, so it has time left for the tokens that come."""
 
-Served: TypeAlias = tuple[Record, Attempt]
-"""An open request and its present attempt."""
-
-
-def expect_answer(record: Record, attempt: Attempt, now: float, *, again: bool = False) -> Send:
-    """Tell the detokenizer to make text of the attempt's tokens from the next one on."""
-    spec = record.spec
-    message = ExpectAnswer(
-        key=attempt.key,
-        stop=spec.stop,
-        first=len(record.token_ids),
-        context=spec.prompt[-CONTEXT_TOKENS * ID_BYTES :] + pack_ids(record.token_ids),
-        text="".join(record.texts),
-        skip_special_tokens=spec.skip_special_tokens,
-        shown=spec.shown,
-        include_stop=spec.include_stop,
-        min_tokens=spec.sampling.min_tokens,
-        logprobs=spec.sampling.logprobs is not None,
-        again=again,
-        life_s=record.deadline_s - now + SPARE_LIFE_S,
-    )
-    return Send(attempt.detokenizer, message)
-
 
 class Retelling:
-    """The silences of every attempt of this router. find: the request whose present attempt has this id, if there is one."""
+    """The silences of every attempt of this router. find: the present attempt of a request, if it has this id."""
 
-    def __init__(self, find: Callable[[AttemptId], Served | None]) -> None:
+    def __init__(self, find: Callable[[AttemptId], Attempt | None]) -> None:
         self._find = find
         self._silences: DeadlineWheel[AttemptId] = DeadlineWheel()
         """When to look at an attempt. A token does not move this; an alarm that rings too early is set again."""
@@ -87,9 +62,25 @@ class Retelling:
         """When `tick` must be called; None when nothing is due."""
         return earliest(self._silences.next_deadline(), self._turn_s if self._line else None)
 
-    def watch(self, attempt: Attempt, now: float) -> None:
-        """The attempt begins."""
+    def expect(self, attempt: Attempt, now: float, *, again: bool = False) -> Send:
+        """Watch the attempt from now on, and tell the detokenizer to make text of its tokens from the next one on."""
         self._silences.set(attempt.key, now + PROBE_S)
+        record, spec = attempt.record, attempt.record.spec
+        message = ExpectAnswer(
+            key=attempt.key,
+            stop=spec.stop,
+            first=len(record.token_ids),
+            context=spec.prompt[-CONTEXT_TOKENS * ID_BYTES :] + pack_ids(record.token_ids),
+            text="".join(record.texts),
+            skip_special_tokens=spec.skip_special_tokens,
+            shown=spec.shown,
+            include_stop=spec.include_stop,
+            min_tokens=spec.sampling.min_tokens,
+            logprobs=spec.sampling.logprobs is not None,
+            again=again,
+            life_s=record.deadline_s - now + SPARE_LIFE_S,
+        )
+        return Send(attempt.detokenizer, message)
 
     def drop(self, attempt: Attempt) -> None:
         """The attempt is over. Idempotent."""
@@ -108,16 +99,16 @@ class Retelling:
                 asked.setdefault(member, []).append(attempt.key)
         return [Send(member.info.id, Probe(keys=tuple(keys), round=self._round)) for member, keys in asked.items()]
 
-    def probed(self, message: Probed) -> list[Served]:
+    def probed(self, message: Probed) -> list[Attempt]:
         """Take in what a member knows about some attempts. Returns those that have lost messages for good."""
-        lost: list[Served] = []
+        lost: list[Attempt] = []
+        by = (message.id, message.incarnation)
         for standing in message.standings:
-            served = self._find(standing.key)
-            member = None if served is None else served[1].find_needed(message.id, message.incarnation)
-            if served is None or member is None:
+            attempt = self._find(standing.key)
+            member = None if attempt is None else next((member for member in attempt.needed if member.life == by), None)
+            if attempt is None or member is None:
                 self.stale_standings += 1
                 continue
-            attempt = served[1]
             if attempt.key in self._line:
                 continue  # its tokens are about to be asked for again
             if standing.waits:
@@ -125,7 +116,7 @@ class Retelling:
                 continue
             match attempt.note_answer(member, standing.next_token, message.round):
                 case Loss.PROVEN:
-                    lost.append(served)
+                    lost.append(attempt)
                 case Loss.SEEMS:
                     self.tell_again([attempt])
                 case Loss.NONE:
@@ -136,8 +127,8 @@ class Retelling:
         """Ask about the attempts that are silent, and open answers again whose turn it is. heard_s: when each detokenizer was
         last heard; minus infinite while what does not come from it says nothing."""
         sends = self._open_again(now) if self._line and now >= self._turn_s else []
-        served = (self._find(key) for key in self._silences.expired(now))
-        silent = [one[1] for one in served if one is not None and self._is_silent(one[1], now, heard_s)]
+        attempts = map(self._find, self._silences.expired(now))
+        silent = [attempt for attempt in attempts if attempt is not None and self._is_silent(attempt, now, heard_s)]
         return sends + self.ask(silent, now)
 
     def _is_silent(self, attempt: Attempt, now: float, heard_s: Mapping[InstanceId, float]) -> bool:
@@ -175,14 +166,12 @@ class Retelling:
         while self._line and taken < TURN_TOKENS:
             key = next(iter(self._line))
             del self._line[key]
-            served = self._find(key)
-            if served is None:
+            attempt = self._find(key)
+            if attempt is None:
                 continue
-            record, attempt = served
-            sends.append(expect_answer(record, attempt, now, again=True))
-            taken += ANSWER_TOKENS + len(record.token_ids)
+            sends.append(self.expect(attempt, now, again=True))
+            taken += ANSWER_TOKENS + attempt.next_token
             attempt.start_again(now, self._round)
-            self.watch(attempt, now)
             for member in attempt.possible_senders:
                 repeats.setdefault(member, []).append((key, attempt.next_token))
         self._turn_s = now + taken / TOKENS_PER_S

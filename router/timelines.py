@@ -11,11 +11,11 @@ import math
 from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import Protocol
 
 from common.ids import InstanceId, RequestId, Role
 from common.messages import Ending, Failed, InstanceInfo, Timeline, Times
-from router.attempts import ResumeReason
 
 REMEMBERED = 4_096
 """Requests that have ended: 1.4 kB each, and 1 kB more for each further attempt."""
@@ -25,6 +25,15 @@ MOST_ATTEMPTS, FAILURE_CHARS = 16, 200
 """What is remembered of a request that is resumed again and again, and of why."""
 MOST_OF_AN_ATTEMPT = 8
 """Instances of which times are taken for one attempt: it has one that computes and up to four that may decode."""
+
+
+class ResumeReason(StrEnum):
+    """Why a request is resumed."""
+
+    LOST_INSTANCE = "lost_instance"
+    FAILED_ATTEMPT = "failed_attempt"
+    PREEMPTED = "preempted"
+    LOST_MESSAGES = "lost_messages"
 
 
 @dataclass(frozen=True, slots=True)

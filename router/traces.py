@@ -17,9 +17,8 @@ from common.instance.ports import Send
 from common.messages import Ending, Failed, InstanceInfo, Spans, Trace, pack_spans
 from common.messages.base import UNNAMED
 from common.tracing import LONGEST_S, MESSAGE_SPANS, SpanRecorder
-from router.attempts import Attempt
+from router.attempts import Attempt, Record
 from router.fleet import Members
-from router.requests import Record
 
 MOST_BYTES = 256 * 2**20
 """Room for packed spans, with FRAME_BYTES for each message: idle instances send one span at a time."""

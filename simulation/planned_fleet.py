@@ -24,8 +24,7 @@ from common.pages.layout import KVLayout, MemoryRegion
 from common.step_cost import StepCost
 from engine.timed import Pace, TimedExecutor
 from kv_transfer.transport import AgentLost, Connected, ConnectFailed, RunsDone, RunsFailed, Transport, TransportEvent
-from router.attempts import ResumeReason
-from router.timelines import Durations, RequestTimes
+from router.timelines import Durations, RequestTimes, ResumeReason
 from simulation.clock import Clock, LocalClock
 from simulation.fleet import SimulatedFleet
 from simulation.instance import Instance, Name, PageUse, PollIntervals, Size

@@ -10,9 +10,8 @@ from common.ids import pack_ids
 from common.messages import Failed, Finished
 from common.pages.pool import PageLease, count_pages
 from common.pages.radix_cache import BlockNames, PageKeys, pages_of_block
-from router.attempts import ResumeReason
 from router.request_book import FRUITLESS_ATTEMPTS
-from router.timelines import RequestTimes
+from router.timelines import RequestTimes, ResumeReason
 from tests.life.client import ReceivedAnswer
 from tests.life.deeds import Flush, KillDetokenizer, Slow, Stall
 from tests.life.expected import Asked, Expected

@@ -7,9 +7,8 @@ from dataclasses import dataclass, field
 
 from common.ids import RequestId
 from common.messages import Ending, TokenLogprob
-from router.attempts import ResumeReason
 from router.outbox import ClientRequest
-from router.timelines import Durations, RequestTimes
+from router.timelines import Durations, RequestTimes, ResumeReason
 
 
 @dataclass(slots=True, eq=False)

@@ -12,7 +12,7 @@ import pytest
 from common.ids import InstanceId
 from common.messages import Ending, Failed, Finished
 from kv_transfer.handoff_reader import MARGIN_S, WRITE_LEASE_S
-from router.attempts import ResumeReason
+from router.timelines import ResumeReason
 from tests.life.expected import undisturbed
 from tests.life.scenes import MAX_TOKENS, PROMPT, Phase, Scene
 from tests.life.toys import transport_of

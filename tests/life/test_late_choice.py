@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from common.ids import ROUTER, InstanceId
 from common.messages import AnyMessage, Placed, Reserve
 from common.step_cost import StepCost
-from router.attempts import ResumeReason
+from router.timelines import ResumeReason
 from simulation.network import DELAY_S, Letter
 from tests.life.client import Client
 from tests.life.expected import undisturbed

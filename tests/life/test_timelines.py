@@ -11,8 +11,7 @@ import pytest
 from common.ids import InstanceId, RequestId, Role
 from common.messages import Times
 from common.step_cost import StepCost
-from router.attempts import ResumeReason
-from router.timelines import AttemptTimes, RequestTimes
+from router.timelines import AttemptTimes, RequestTimes, ResumeReason
 from simulation.clock import TURN_S
 from simulation.network import DELAY_S
 from tests.life.checks import disordered

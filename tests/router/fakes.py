@@ -53,11 +53,10 @@ from common.text.tokenizer_manager import ChatOptions
 from router.api.app import Api, build_app
 from router.api.intake import Intake
 from router.api.server import MAX_BODY_BYTES, WaitingConnections, listen, serve_app
-from router.attempts import ResumeReason
 from router.core import Gateway, RouterCore
 from router.fleet import Change, Members
 from router.metrics import RouterMetrics
-from router.timelines import Durations, RequestTimes
+from router.timelines import Durations, RequestTimes, ResumeReason
 from tests.builders import LAYOUT, engine, instance
 from tests.common.mailboxes import FakeMail
 

@@ -13,11 +13,11 @@ from common.errors import BadRequest, Preempted, Unavailable
 from common.ids import Incarnation, InstanceId, Life
 from common.instance.ports import Send
 from common.messages import Failed, InstanceInfo, Load, Probe, Probed, Register, Standing
-from router.attempts import ResumeReason
+from router.attempts import Record
 from router.cost import Demand
 from router.fleet import Members
 from router.placement import Placer
-from router.requests import Record
+from router.timelines import ResumeReason
 from tests.builders import instance, key
 from tests.router.bench import D0, D1, P0, P1, Bench, about_requests, cancels, close, generates, new_fleet, placer_of, route, spec
 from tests.router.fakes import hear

@@ -6,8 +6,8 @@ from common.config import RouterConfig
 from common.ids import AttemptId, Incarnation, RequestId
 from common.instance.ports import Send
 from common.messages import DetokenizerHeartbeat, Finished, InstanceInfo, Probed, Standing
-from router.attempts import ResumeReason
 from router.retelling import PROBE_S
+from router.timelines import ResumeReason
 from tests.builders import key
 from tests.router.bench import D0, D1, P0, Bench, announced, cancels, close, generates, probes, retold, route, spec
 
@@ -220,7 +220,7 @@ def test_answers_from_or_about_others_are_dropped_and_counted(standing: Probed) 
     for round_s in (2.0, 4.0, 6.0):
         bench.ask(round_s)
         assert bench.core.receive(standing, round_s) == []
-    assert bench.core.requests.stale_standings == 3
+    assert bench.core.requests.retelling.stale_standings == 3
 
 
 def test_one_answer_about_many_attempts_resumes_those_that_were_lost() -> None:

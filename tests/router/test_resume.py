@@ -22,9 +22,10 @@ from common.messages import (
     TokenLogprobs,
 )
 from common.pages import radix_cache
-from router.attempts import ResumeReason
+from router.attempts import Phase
 from router.request_book import FRUITLESS_ATTEMPTS
-from router.requests import Phase, RequestSpec
+from router.requests import RequestSpec
+from router.timelines import ResumeReason
 from tests.builders import instance, key
 from tests.router.bench import (
     D0,

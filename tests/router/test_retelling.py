@@ -8,9 +8,9 @@ from common.ids import RequestId, pack_ids
 from common.instance.ports import Send
 from common.messages import Finished
 from router import retelling
-from router.attempts import ResumeReason
 from router.requests import RequestSpec
 from router.retelling import ANSWER_TOKENS, TOKENS_PER_S, TURN_TOKENS
+from router.timelines import ResumeReason
 from tests.builders import key
 from tests.router.bench import D0, D1, P0, PROMPT, Bench, announced, cancels, close, generates, probes, retold, spec
 

@@ -39,11 +39,11 @@ from common.messages import (
 )
 from common.sampling_params import SamplingParams
 from router import request_book
-from router.attempts import ResumeReason
 from router.core import RouterCore
 from router.members import Member
 from router.outbox import ChoiceDelta, ClientRequest
 from router.requests import RequestSpec
+from router.timelines import ResumeReason
 from tests.builders import instance
 from tests.router.bench import PROMPT
 from tests.router.fakes import Unobserved, flush, says

@@ -10,7 +10,6 @@ from common.access import Access, KeyRing
 from common.ids import ROUTER, AttemptId, InstanceId, RequestId, Role
 from common.messages import Failed, Finished, Heartbeat, InstanceInfo, Timeline, Times
 from router.api.timelines import RequestTimeline
-from router.attempts import ResumeReason
 from router.timelines import (
     FAILURE_CHARS,
     MOST_ATTEMPTS,
@@ -19,6 +18,7 @@ from router.timelines import (
     AttemptTimes,
     Durations,
     RequestTimes,
+    ResumeReason,
     Timelines,
 )
 from tests.builders import instance, key
