@@ -39,6 +39,7 @@ gone, so writers of several ranks are fenced by silence. Until then pages of the
 they say nothing of this instance. A dead writer's last mail renews nothing: should it be alive after all, its lease runs out.
 """
 
+import math
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -87,8 +88,10 @@ class Reservation:
     """When the Reserve was sent, on the writer's clock."""
     have_tokens: int = 0
     """Leading tokens whose KV is here already."""
-    cancelled_s: float | None = None
-    """When it was cancelled, on our clock; None while it is wanted."""
+    cancelled_s: float = math.inf
+    """When it was cancelled, on our clock; infinite while it is wanted."""
+    is_stuck: bool = False
+    """Its writer cannot release it."""
 
 
 @dataclass(slots=True, eq=False)
@@ -123,8 +126,6 @@ class HandoffReader:
 
     def __init__(self, incarnation: Incarnation) -> None:
         self.open: dict[AttemptId, Reservation] = {}
-        self._stuck: set[AttemptId] = set()
-        """Reservations that their writers cannot release."""
         self._contacts: dict[Life, _LastContact] = {}
         self._silence: DeadlineWheel[Life] = DeadlineWheel()
         self._dead: set[Life] = set()
@@ -181,7 +182,7 @@ class HandoffReader:
         if reservation is None or reservation.writer.id != sender or reservation.grant.generation != handoff.generation:
             self.stale += 1
             return None
-        return self._close(handoff.key)
+        return self.open.pop(handoff.key)
 
     def withdraw(self, sender: InstanceId, withdraw: Withdraw) -> Reservation | None:
         """The writer has drained and gives up. Returns the reservation, whose lease the caller closes; None if it is unknown, or
@@ -195,13 +196,13 @@ class HandoffReader:
         ):
             self.stale += 1
             return None
-        return self._close(withdraw.key)
+        return self.open.pop(withdraw.key)
 
     def cancel(self, key: AttemptId, now: float) -> None:
         """The request has ended. Its reservation, if there is one, ends with its writer's next message about it."""
         reservation = self.open.get(key)
-        if reservation is not None and reservation.cancelled_s is None:
-            reservation.cancelled_s = now
+        if reservation is not None:
+            reservation.cancelled_s = min(reservation.cancelled_s, now)
 
     def renew(self, sender: InstanceId, renew: Renew, now: float, waits: Callable[[AttemptId], bool]) -> Renewal:
         """A writer lists the handoffs that it holds open. waits: whether a key waits for a reservation here."""
@@ -219,16 +220,16 @@ class HandoffReader:
             if reservation is None or reservation.writer != writer:
                 over += [] if waits(key) else [(key, claim.generation)]
             elif claim.stuck:
-                self._stuck.add(key)
+                reservation.is_stuck = True
                 stuck.append(reservation)
-            elif reservation.cancelled_s is not None:
+            elif reservation.cancelled_s < math.inf:
                 over.append((key, reservation.grant.generation))
             elif not claim.generation:
                 # The first grant may have been lost; the writer drops a second.
                 sends.append(Send(sender, replace(reservation.grant, sent_s=self._contacts[writer].sent_s)))
         gone = [r for r in self.open.values() if r.writer == writer and r.asked_s < renew.sent_s and r.key not in claims]
         for reservation in gone:
-            self._close(reservation.key)
+            del self.open[reservation.key]
         moved = [reservation for reservation in gone if reservation.key in moved_keys]
         lost = [reservation for reservation in gone if reservation.key not in moved_keys]
         answer = Renewed(
@@ -250,7 +251,7 @@ class HandoffReader:
             self._dead.discard(writer)
             fenced += [reservation for reservation in self.open.values() if reservation.writer == writer]
         for reservation in fenced:
-            self._close(reservation.key)
+            del self.open[reservation.key]
         return fenced
 
     def next_deadline(self) -> float | None:
@@ -259,12 +260,8 @@ class HandoffReader:
     def lost_pages(self, page_size: int) -> int:
         """Pages that do not come home while their writers live, which say that they cannot release them. Hits are shared, and so
         not lost to others."""
-        held = (self.open[key] for key in self._stuck)
+        held = (reservation for reservation in self.open.values() if reservation.is_stuck)
         return sum(len(reservation.lease) - reservation.have_tokens // page_size for reservation in held)
-
-    def _close(self, key: AttemptId) -> Reservation:
-        self._stuck.discard(key)
-        return self.open.pop(key)
 
     def is_quarantined(self, key: AttemptId, now: float) -> bool:
         """Whether it is stuck, and nobody knows for how long: that of a dead writer comes home, and speaks of no failure here."""
@@ -273,13 +270,11 @@ class HandoffReader:
     def is_stuck(self, key: AttemptId, now: float) -> bool:
         """Whether the reservation has waited unusually long for its writer: it was cancelled, or the writer fell silent, longer
         than a write lease ago. Or the writer says that it cannot release it."""
-        if key in self._stuck:
-            return True
         reservation = self.open.get(key)
         if reservation is None:
             return False
-        cancelled = reservation.cancelled_s is not None and now - reservation.cancelled_s > WRITE_LEASE_S
-        return cancelled or now - self._contacts[reservation.writer].arrived_s > WRITE_LEASE_S
+        waited_s = now - min(self._contacts[reservation.writer].arrived_s, reservation.cancelled_s)
+        return reservation.is_stuck or waited_s > WRITE_LEASE_S
 
 
 def corrupt_pages(sent: bytes, landed: bytes) -> int:

@@ -27,7 +27,6 @@ the state of a handoff, and which source pages no push reads any more: only then
 
 from collections import defaultdict
 from collections.abc import Container, Iterable
-from typing import assert_never
 
 from common.deadlines import DeadlineWheel
 from common.errors import InstanceFailed, Unavailable
@@ -125,19 +124,22 @@ class HandoffWriter:
 
     # --- calls of the scheduler --------------------------------------------------------------------------------------------
 
-    def open(self, reserve: Reserve, peer: Life, source_pages: Int32Array) -> list[Action]:
-        """Ask `peer` for a reservation. source_pages: [pages] int32, in token order; they stay leased until HandoffClosed."""
-        assert reserve.key not in self._by_key, f"{reserve.key} is handed off twice"
-        outgoing = Outgoing(reserve.key, peer, source_pages, reserve.sent_s)
-        self._by_key[reserve.key] = outgoing
-        return self._reserve(outgoing, reserve)
-
-    def move(self, reserve: Reserve, peer: Life) -> list[Action]:
-        """Ask `peer` instead, after HandoffRefused."""
-        outgoing = self._by_key[reserve.key]
-        assert outgoing.stage == "refused", f"{reserve.key} moves while it is {outgoing.stage}"
-        outgoing.stage, outgoing.peer, outgoing.reserved_s = "reserving", peer, reserve.sent_s
-        return self._reserve(outgoing, reserve)
+    def reserve(self, reserve: Reserve, peer: Life, source_pages: Int32Array) -> list[Action]:
+        """Ask `peer` for a reservation: for a new handoff, or instead of the peer that has refused it (HandoffRefused).
+        source_pages: [pages] int32, in token order; they stay leased until HandoffClosed."""
+        outgoing = self._by_key.get(reserve.key)
+        if outgoing is None:
+            outgoing = self._by_key[reserve.key] = Outgoing(reserve.key, peer, source_pages, reserve.sent_s)
+        else:
+            assert outgoing.stage == "refused", f"{reserve.key} is handed off twice: it is {outgoing.stage}"
+            outgoing.stage, outgoing.peer, outgoing.reserved_s = "reserving", peer, reserve.sent_s
+        session = self._sessions.setdefault(peer, Session())
+        session.open[reserve.key] = outgoing
+        session.moved.pop(reserve.key, None)
+        session.renewals_left, session.is_dead = RENEWALS_AFTER, False
+        if peer not in self._renewals:
+            self._renewals.set(peer, reserve.sent_s + RENEW_S)
+        return [Send(peer.id, reserve)]
 
     def cannot_reach(self, peer: InstanceId, failure: Failed) -> list[Action]:
         """No page can be written there now: what it has not granted yet is refused."""
@@ -183,13 +185,25 @@ class HandoffWriter:
         if not isinstance(message, Decline) and (message.sent_s > now or not fits(message.writer, self._incarnation)):
             self.stale += 1
             return []
-        match message:
-            case Renewed():
-                return self._renewed(sender, message)
-            case Grant() | Decline():
-                return self._answered(sender, message)
-            case _:
-                assert_never(message)
+        if isinstance(message, Renewed):
+            return self._renewed(sender, message)
+        # The answer to a Reserve: perhaps not to the latest one, and perhaps of another instance than the one that was asked.
+        outgoing = self._by_key.get(message.key)
+        if outgoing is not None and outgoing.stage != "stuck":
+            peer = outgoing.peer
+            match message:
+                case Decline() if peer.id == sender and message.sent_s in (None, outgoing.reserved_s):
+                    return self._declined(outgoing, message)
+                case Grant() if peer.id != sender:
+                    # It has moved. No page of this grant was or will be written, so its reader need not wait for a renewal.
+                    self.stale += 1
+                    withdraw = Withdraw(key=message.key, incarnation=self._incarnation, generation=message.generation)
+                    return [Send(sender, withdraw)]
+                case Grant() if outgoing.target_pages is None and outgoing.stage != "refused":
+                    if fits(message.incarnation, peer.incarnation):
+                        return self._granted(outgoing, message)
+        self.stale += 1
+        return []
 
     def key_of(self, ticket: Ticket) -> AttemptId | None:
         """Whose push this is, if it is one of ours that has not ended."""
@@ -215,7 +229,8 @@ class HandoffWriter:
     def peers_gone(self, alive: Iterable[tuple[InstanceId, Incarnation]]) -> list[Action]:
         """Only `alive` remain, so handoffs to others fail. Their pushes end through their own events.
 
-        A peer whose name has a new incarnation is dead: it reuses no page, and is sent nothing more.
+        A peer whose name has a new incarnation is dead: it reuses no page, and is sent nothing more. Sessions end with their last
+        renewal; one with the dead ends here, once no handoff of it is open.
         """
         incarnations = dict(alive)
         self.traffic.keep(incarnations)
@@ -259,37 +274,7 @@ class HandoffWriter:
 
     # --- inside ------------------------------------------------------------------------------------------------------------
 
-    def _reserve(self, outgoing: Outgoing, reserve: Reserve) -> list[Action]:
-        peer = outgoing.peer
-        session = self._sessions.setdefault(peer, Session())
-        session.open[reserve.key] = outgoing
-        session.moved.pop(reserve.key, None)
-        session.renewals_left, session.is_dead = RENEWALS_AFTER, False
-        if peer not in self._renewals:
-            self._renewals.set(peer, reserve.sent_s + RENEW_S)
-        return [Send(peer.id, reserve)]
-
-    def _answered(self, sender: InstanceId, answer: Grant | Decline) -> list[Action]:
-        """A decode instance answered a Reserve: perhaps not the latest one, and perhaps not the one that it was sent for."""
-        outgoing = self._by_key.get(answer.key)
-        if outgoing is not None and outgoing.stage != "stuck":
-            if outgoing.peer.id == sender:
-                if isinstance(answer, Decline) and answer.sent_s in (None, outgoing.reserved_s):
-                    return self._declined(outgoing, answer)
-                if isinstance(answer, Grant) and fits(answer.incarnation, outgoing.peer.incarnation):
-                    return self._granted(outgoing, answer)
-            elif isinstance(answer, Grant):
-                # The handoff has moved. No page of this grant was or will be written, so its reader need not wait for a renewal.
-                self.stale += 1
-                withdraw = Withdraw(key=answer.key, incarnation=self._incarnation, generation=answer.generation)
-                return [Send(sender, withdraw)]
-        self.stale += 1
-        return []
-
     def _granted(self, outgoing: Outgoing, grant: Grant) -> list[Action]:
-        if outgoing.target_pages is not None or outgoing.stage == "refused":
-            self.stale += 1
-            return []
         outgoing.generation = grant.generation
         pages = len(outgoing.source_pages)
         have, beyond = divmod(grant.have_tokens, self._page_size)
@@ -318,7 +303,6 @@ class HandoffWriter:
         session = self._sessions[outgoing.peer]
         del session.open[outgoing.key]
         session.moved[outgoing.key] = Moved()
-        self._drop_if_dead(outgoing.peer)
         self._events.append(HandoffRefused(outgoing.key, failure))
         if is_declined:
             return []
@@ -429,17 +413,10 @@ class HandoffWriter:
         return []
 
     def _close(self, outgoing: Outgoing, failure: Failed | None) -> None:
-        """Its session ends with the last renewal; that of a dead peer with its last handoff."""
         self._events.append(HandoffClosed(outgoing.key, failure, quiescent=True))
         del self._by_key[outgoing.key]
         if outgoing.stage != "refused":
             del self._sessions[outgoing.peer].open[outgoing.key]
-            self._drop_if_dead(outgoing.peer)
-
-    def _drop_if_dead(self, peer: Life) -> None:
-        session = self._sessions[peer]
-        if session.is_dead and not session.open:
-            del self._sessions[peer]
 
 
 def _invalid(outgoing: Outgoing, reason: str) -> Failed:

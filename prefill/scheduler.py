@@ -288,7 +288,7 @@ class PrefillScheduler:
             return []
         assert request.lease is not None
         request.in_transfer, request.times.asked_s = True, now
-        actions = self._source.open(request.reserve(self._me.incarnation, now), peer, request.lease.pages)
+        actions = self._source.reserve(request.reserve(self._me.incarnation, now), peer, request.lease.pages)
         return actions + self._source.computed(request.key, request.cached_tokens)
 
     def _choose(self, request: PrefillRequest) -> Life | None:
@@ -304,13 +304,13 @@ class PrefillScheduler:
         """Its peer grants no reservation: ask the next candidate, if that may help."""
         if request.phase is RequestPhase.ENDED:
             return []
-        assert request.peer is not None
+        assert request.peer is not None and request.lease is not None
         request.exclude(request.peer.id, failure)
         peer = self._choose(request) if failure.retryable else None
         if peer is None:
             return self._end(request, failure, now)
         self._requests.counters.reservations_moved += 1
-        return self._source.move(request.reserve(self._me.incarnation, now), peer)
+        return self._source.reserve(request.reserve(self._me.incarnation, now), peer, request.lease.pages)
 
     def _first_token(
         self, request: PrefillRequest, token: int, logprobs: TokenLogprobs, deltas: list[TokenDelta], now: float

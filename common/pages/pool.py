@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from common.ids import Int32Array
-from common.pages.radix_cache import CachedPage, Hit, PageKey, PageKeys, RadixCache
+from common.pages.radix_cache import CachedPage, Hit, PageKeys, RadixCache
 
 
 class PageLease:
@@ -28,7 +28,7 @@ class PageLease:
         self._pool = pool
         self._pages = pages
         self._cached = list(hit.pages)
-        self.found = len(hit)
+        self.found = len(hit.pages)
         """How many of the first pages others have computed."""
         self._given_back = 0
         self._epoch = pool.cache.epoch
@@ -74,7 +74,7 @@ class PageLease:
         """
         if not self._open:
             raise RuntimeError("a closed lease has no pages")
-        cache = self._pool.cache
+        pool, cache = self._pool, self._pool.cache
         if not cache.enabled or self._epoch != cache.epoch:
             return
         begin, skipped = len(self._cached), self._given_back
@@ -82,9 +82,12 @@ class PageLease:
         before = self._cached[-1] if begin else None
         pages = self._pages[begin - skipped : max(begin, upto_pages) - skipped].tolist()
         for key, page in zip(keys.pages[begin:upto_pages], pages, strict=True):
-            before = self._pool._publish(key, before, page)
+            before = cache.insert(key, before, page)
             if before is None:
                 return
+            if before.page != page and cache.hold([before]):
+                pool._put([before.page])  # nobody held it
+                before.page = page
             self._cached.append(before)
         if replaces:
             self._use_found()
@@ -97,7 +100,7 @@ class PageLease:
         if not 0 <= page_count <= len(self._pages):
             raise ValueError(f"{page_count} of {len(self._pages)} pages")
         own = self._own()[:page_count]
-        self._pool._take_back(self._pages[:page_count][own])
+        self._pool._put(self._pages[:page_count][own])
         self._pages = self._pages[page_count:]
         self._given_back += page_count
 
@@ -106,15 +109,15 @@ class PageLease:
         if not self._open:
             raise RuntimeError("a lease is closed once")
         self._open = False
-        self._pool._take_back(self._pages[self._own()])
-        self._pool._release(self._cached)
+        self._pool._put(self._pages[self._own()])
+        self._pool._put(self._pool.cache.release(self._cached))
 
     def _use_found(self) -> None:
         """What others have published takes the place of own pages, which go home."""
         cached = np.array([cached.page for cached in self._cached[self._given_back :]], dtype=np.int32)
         doubles = np.flatnonzero(self._pages[: len(cached)] != cached)
         if len(doubles):
-            self._pool._take_back(self._pages[doubles])
+            self._pool._put(self._pages[doubles])
             self._pages = np.concatenate([cached, self._pages[len(cached) :]])
             self.found = max(self.found, self._given_back + int(doubles[-1]) + 1)
 
@@ -135,7 +138,6 @@ class PagePool:
         self.cache = RadixCache(caches)
         self._free = np.arange(total_pages - 1, -1, -1, dtype=np.int32)
         self._free_count = total_pages
-        self.leased_pages = 0
         self.most_used = 0
 
     @property
@@ -152,6 +154,11 @@ class PagePool:
         """What can be leased."""
         return self._free_count + len(self.cache.unheld)
 
+    @property
+    def leased_pages(self) -> int:
+        """Those that some lease holds."""
+        return self.total_pages - self.available_pages
+
     def takes(self, page_count: int, hit: Hit) -> int:
         """How many of the available pages such a lease takes: fewer than `page_count` where others hold pages of the hit."""
         return page_count - len(hit) + hit.unheld
@@ -165,7 +172,7 @@ class PagePool:
             raise ValueError(f"a lease of {page_count} pages")
         if self.takes(page_count, hit) > self.available_pages:
             return None
-        self._leased(self.cache.hold(hit.pages))
+        self.cache.hold(hit.pages)
         own = self._take(page_count - len(hit))
         assert own is not None, "there was room"
         hits = np.array([cached.page for cached in hit.pages], dtype=np.int32)
@@ -174,8 +181,7 @@ class PagePool:
     def flush(self) -> int:
         """Nothing that was published so far can be hit any more. Returns how many pages were cached."""
         pages = self.cache.flush()
-        self._put(np.array(pages, dtype=np.int32))
-        self._leased(0)
+        self._put(pages)
         return len(pages)
 
     # --- for leases --------------------------------------------------------------------------------------------------------
@@ -187,42 +193,19 @@ class PagePool:
         if page_count > self.available_pages:
             return None
         if page_count > self._free_count:
-            self._put(np.array(self.cache.evict(page_count - self._free_count), dtype=np.int32))
+            self._put(self.cache.evict(page_count - self._free_count))
         rest = self._free_count - page_count
         pages = self._free[rest : self._free_count][::-1].copy()
         self._free_count = rest
-        self._leased(page_count)
+        self.most_used = max(self.most_used, self.leased_pages)
         return pages
 
-    def _take_back(self, pages: Int32Array) -> None:
-        self._put(pages)
-        self._leased(-len(pages))
-
-    def _publish(self, key: PageKey, before: CachedPage | None, page: int) -> CachedPage | None:
-        """The page of this key, which the lease holds from now on: `page`, or that of others who hold one. None: there can be
-        none."""
-        cached = self.cache.insert(key, before, page)
-        if cached is not None and cached.page != page and self.cache.hold([cached]):
-            self._put(np.array([cached.page], dtype=np.int32))  # nobody held it
-            cached.page = page
-        return cached
-
-    def _release(self, cached: list[CachedPage]) -> None:
-        unheld, flushed = self.cache.release(cached)
-        self._put(np.array(flushed, dtype=np.int32))
-        self._leased(-unheld)
-
-    def _put(self, pages: Int32Array) -> None:
+    def _put(self, pages: Int32Array | list[int]) -> None:
         """These are free."""
         end = self._free_count + len(pages)
-        assert end <= self.total_pages, "more pages came home than left"
+        assert end + len(self.cache.unheld) <= self.total_pages, "more pages came home than left"
         self._free[self._free_count : end] = pages[::-1]
         self._free_count = end
-
-    def _leased(self, more: int) -> None:
-        self.leased_pages += more
-        self.most_used = max(self.most_used, self.leased_pages)
-        assert self.available_pages + self.leased_pages == self.total_pages, "free + cached + leased == total"
 
 
 class Closing:

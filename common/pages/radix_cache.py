@@ -255,20 +255,17 @@ class RadixCache:
             cached.leases += 1
         return fresh
 
-    def release(self, pages: Sequence[CachedPage]) -> tuple[int, list[int]]:
-        """A lease holds these no longer, from its first page on. Returns how many of them nobody holds now, and the ids of those
-        among them that were flushed: they are free."""
-        unheld, flushed = 0, list[int]()
+    def release(self, pages: Sequence[CachedPage]) -> list[int]:
+        """A lease holds these no longer, from its first page on. Returns the ids of those that nobody holds now and that were
+        flushed: they are free."""
+        flushed: list[int] = []
         for cached in reversed(pages):
             cached.leases -= 1
-            if cached.leases:
-                continue
-            unheld += 1
-            if cached.is_indexed:
+            if not cached.leases and cached.is_indexed:
                 self.unheld[cached.key.digest] = cached
-            else:
+            elif not cached.leases:
                 flushed.append(cached.page)
-        return unheld, flushed
+        return flushed
 
     def insert(self, key: PageKey, before: CachedPage | None, page: int) -> CachedPage | None:
         """Find the page of this key, or let `page` be it, held by one lease. None: it cannot be cached."""

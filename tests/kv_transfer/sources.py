@@ -48,8 +48,7 @@ def grant(
 class Source(HandoffWriter):
     """A HandoffWriter whose caller takes the events after each event."""
 
-    open = with_news(HandoffWriter.open)
-    move = with_news(HandoffWriter.move)
+    reserve = with_news(HandoffWriter.reserve)
     cannot_reach = with_news(HandoffWriter.cannot_reach)
     computed = with_news(HandoffWriter.computed)
     give_up = with_news(HandoffWriter.give_up)

@@ -30,7 +30,7 @@ UNGRANTED = Send(D, Withdraw(key=key(), incarnation=ME))
 
 def opened(digest: Digest | None = None) -> Source:
     source = Source(ME, LAYOUT, digest=digest)
-    assert source.open(reserve(), PEER, SOURCE_PAGES) == [Send(D, reserve())]
+    assert source.reserve(reserve(), PEER, SOURCE_PAGES) == [Send(D, reserve())]
     return source
 
 
@@ -240,7 +240,7 @@ def moved(source: Source) -> Source:
     """Its peer has declined, and another one is asked, half a second later."""
     again = reserve(sent_s=BEGAN_S + 0.5)
     source.receive(D, DECLINE, BEGAN_S + 0.1)
-    assert source.move(again, Life(OTHER, LIFE)) == [Send(OTHER, again)]
+    assert source.reserve(again, Life(OTHER, LIFE), SOURCE_PAGES) == [Send(OTHER, again)]
     return source
 
 
@@ -267,7 +267,7 @@ def test_a_late_answer_of_a_former_candidate_is_never_used(answer: Grant | Decli
 def test_a_decline_of_an_earlier_reserve_says_nothing_about_the_latest() -> None:
     source = moved(opened())
     source.receive(OTHER, DECLINE, BEGAN_S + 0.6)
-    source.move(reserve(sent_s=BEGAN_S + 0.7), PEER)
+    source.reserve(reserve(sent_s=BEGAN_S + 0.7), PEER, SOURCE_PAGES)
     assert source.receive(D, msgspec.structs.replace(DECLINE, sent_s=BEGAN_S), BEGAN_S + 0.8) == []
     assert source.receive(D, msgspec.structs.replace(DECLINE, sent_s=BEGAN_S + 0.7), BEGAN_S + 0.9) == [REFUSED]
 
@@ -351,7 +351,8 @@ def test_nothing_is_kept_of_a_peer_that_came_back_as_another_and_then_left() -> 
     source = pushing(4)
     assert source.peers_gone([(D, Incarnation("2"))]) == source.peers_gone([]) == []
     source.transfer_ended(PushFailed(Ticket(1), "the link was closed", quiescent=True))
-    assert len(source) == 0 and source.next_deadline() is None and not source._sessions
+    assert len(source) == 0 and source.next_deadline() is None and source.peers_gone([]) == []
+    assert not source._sessions, "with the next change of the peers"
 
 
 A, B = InstanceId("a"), InstanceId("b")

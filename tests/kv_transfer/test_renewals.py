@@ -31,14 +31,14 @@ class Writer:
             self.open(name)
 
     def open(self, name: str, peer: InstanceId = D, incarnation: Incarnation = FIRST) -> None:
-        self.source.open(reserve(name, tokens=8, sent_s=self.now), Life(peer, incarnation), PAGES)
+        self.source.reserve(reserve(name, tokens=8, sent_s=self.now), Life(peer, incarnation), PAGES)
 
     def move(self, name: str, to: InstanceId) -> None:
         """Its peer has no room: another one is asked."""
         full = Failed(message="full", retryable=True)
         peer = E if to == D else D
         assert self.source.receive(peer, Decline(key=key(name), failed=full), self.now) == [HandoffRefused(key(name), full)]
-        self.source.move(reserve(name, tokens=8, sent_s=self.now), Life(to, FIRST))
+        self.source.reserve(reserve(name, tokens=8, sent_s=self.now), Life(to, FIRST), PAGES)
 
     def grant(self, name: str, generation: int = 5) -> list[Any]:
         return self.source.receive(D, grant(name, (20, 21), generation, self.now), self.now)

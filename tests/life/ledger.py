@@ -75,8 +75,8 @@ class Ledger:
             self._leases.append(lease)
         return lease
 
-    def _comes_home(self, pages: Int32Array) -> None:
-        for page in pages.tolist():
+    def _comes_home(self, pages: Int32Array | list[int]) -> None:
+        for page in pages:
             self._tenancies[page] += 1
         for toy in self._toys:
             toy.pages[pages] = POISON
