@@ -75,10 +75,9 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def _demo_path() -> Path:
     package = find_spec("demo")
-    roots = [] if package is None else list(package.submodule_search_locations or [])
-    for root in roots:
-        folder = Path(root) / "model"
-        if (folder / "config.json").is_file():
+    roots = package.submodule_search_locations if package is not None else None
+    for folder in (Path(root) / "model" for root in roots or ()):
+        if (folder / CONFIG).is_file():
             return folder
     raise ConfigError("--model demo: the demo model is not installed; reinstall Tandem, or give a folder or a Hugging Face name")
 

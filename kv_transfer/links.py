@@ -243,9 +243,9 @@ class Links:
         self._transport, self._ours, self._clock = transport, ours, clock
         self._measures, self._changed = measures, changed
         self._links: dict[InstanceId, Link] = {}
-        self._stalls: DeadlineWheel[InstanceId] = DeadlineWheel()
+        self._limits: DeadlineWheel[InstanceId] = DeadlineWheel()
+        """By when an attempt to connect must have a result, or the link that is up must have made progress."""
         self._retries: DeadlineWheel[InstanceId] = DeadlineWheel()
-        self._attempts: DeadlineWheel[InstanceId] = DeadlineWheel()
         self._connecting: dict[str, Link] = {}
         """Links whose attempt to connect is under way, by the agent."""
         self._new: deque[Link] = deque()
@@ -273,15 +273,15 @@ class Links:
 
     def next_deadline(self) -> float | None:
         opens_s = self._opens_s if self._next_line() else None
-        return earliest(self._stalls.next_deadline(), self._retries.next_deadline(), self._attempts.next_deadline(), opens_s)
+        return earliest(self._limits.next_deadline(), self._retries.next_deadline(), opens_s)
 
     def tick(self, now: float) -> None:
         """Lose the links without progress, and give up attempts without a result."""
-        for peer in self._attempts.expired(now):
-            self._lose(self._links[peer], f"it did not answer within {ATTEMPT_S:g} s")
-        for peer in self._stalls.expired(now):
-            link = self._links[peer]
-            self.cut(link, f"no push completed for {self._clock() - link.progress_s:.0f} s")
+        for link in [self._links[peer] for peer in self._limits.expired(now)]:
+            if link.pool.agent in self._connecting:
+                self._lose(link, f"it did not answer within {ATTEMPT_S:g} s")
+            else:
+                self.cut(link, f"no push completed for {self._clock() - link.progress_s:.0f} s")
 
     def open_waiting(self) -> None:
         """Begin to connect to the peers that wait for it, for as long as the turn allows. Lost ones, after a pause."""
@@ -334,7 +334,7 @@ class Links:
         """Forget the link to the peer, whatever its life, if there is one."""
         link = self._links.pop(peer, None)
         if link is not None:
-            self._stalls.clear(peer)
+            self._limits.clear(peer)
             self._retries.clear(peer)
             self._ended(link.pool.agent)
             self._transport.close(link.pool.agent)
@@ -359,9 +359,9 @@ class Links:
             link.progress_s = self._clock()
         link.bytes_in_flight = max(0, link.bytes_in_flight + push_bytes)
         if link.bytes_in_flight:
-            self._stalls.set(link.info.id, link.progress_s + STALL_S + link.bytes_in_flight / SLOWEST_BYTES_PER_S)
+            self._limits.set(link.info.id, link.progress_s + STALL_S + link.bytes_in_flight / SLOWEST_BYTES_PER_S)
         else:
-            self._stalls.clear(link.info.id)
+            self._limits.clear(link.info.id)
 
     def next_to_measure(self, now: float) -> Link | None:
         """The link whose turn has come to be measured."""
@@ -402,7 +402,7 @@ class Links:
         """The link whose attempt to connect is over; None if none was under way."""
         link = self._connecting.pop(agent, None)
         if link is not None:
-            self._attempts.clear(link.info.id)
+            self._limits.clear(link.info.id)
         return link
 
     def _open(self, link: Link) -> None:
@@ -422,12 +422,12 @@ class Links:
             self._lose(link, str(error))
             return
         self._connecting[pool.agent] = link
-        self._attempts.set(link.info.id, self._clock() + ATTEMPT_S)
+        self._limits.set(link.info.id, self._clock() + ATTEMPT_S)
         self._transport.connect(pool)
 
     def _lose(self, link: Link, reason: str) -> None:
         """Its pushes end by their own events. New pushes are refused until the link is up again."""
-        self._stalls.clear(link.info.id)
+        self._limits.clear(link.info.id)
         if self._ended(link.pool.agent) is not None:
             self._transport.close(link.pool.agent)  # an attempt to make it again was under way
         link.probe = None

@@ -12,12 +12,11 @@ Where we and a peer have one rank each, commands and events pass as they are. A 
 hold the same heads, has done its part of a push at once: the next `poll` says so.
 """
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal, assert_never
+from typing import Literal, NamedTuple, assert_never
 
-import msgspec
 from msgspec.structs import replace as changed
 
 from common.errors import TransferError
@@ -40,51 +39,34 @@ from common.pages.layout import heads_of
 from kv_transfer.planner import writers
 
 
-@dataclass(slots=True)
-class _SplitPush:
-    """A push whose parts have not all ended."""
-
-    waiting: int
-    """How many parts have not ended."""
-    pushed_bytes: int = 0
-    seconds: float = 0.0
-    runs: int = 0
-    failure: str | None = None
-    """The first failure."""
-    quiescent: bool = True
-    begun: bool = False
-
-
 class JoinedPushes:
     """Pushes that several parts carry out. Each ends when its last part does."""
 
     def __init__(self) -> None:
-        self._pushing: dict[Ticket, _SplitPush] = {}
+        self._parts: dict[Ticket, int] = {}
+        """How many parts each push has."""
+        self._ends: defaultdict[Ticket, list[tuple[str, PushDone | PushFailed]]] = defaultdict(list)
+        """How those that have ended did, each with its name."""
 
     def begin(self, ticket: Ticket, parts: int) -> None:
-        assert ticket not in self._pushing, f"push {ticket} is begun twice"
-        self._pushing[ticket] = _SplitPush(parts)
+        assert ticket not in self._parts, f"push {ticket} is begun twice"
+        self._parts[ticket] = parts
 
     def ended(self, ticket: Ticket, part: str, end: PushDone | PushFailed) -> PushDone | PushFailed | None:
         """A part of the push has ended. Returns the end of the whole with the last part: it is done when all are, and quiescent
         when all are. part: its name, for people."""
-        push = self._pushing[ticket]
-        push.waiting -= 1
-        if isinstance(end, PushDone):
-            push.begun = True
-            push.pushed_bytes += end.pushed_bytes
-            push.seconds = max(push.seconds, end.seconds)
-            push.runs += end.runs
-        else:
-            push.failure = push.failure or f"{part}: {end.reason}"
-            push.quiescent &= end.quiescent
-            push.begun |= end.begun
-        if push.waiting:
+        self._ends[ticket].append((part, end))
+        if len(self._ends[ticket]) < self._parts[ticket]:
             return None
-        del self._pushing[ticket]
-        if push.failure is None:
-            return PushDone(ticket, push.pushed_bytes, push.seconds, push.runs)
-        return PushFailed(ticket, push.failure, push.quiescent, push.begun)
+        del self._parts[ticket]
+        ends = self._ends.pop(ticket)
+        done = [end for _, end in ends if isinstance(end, PushDone)]
+        failed = [(part, end) for part, end in ends if isinstance(end, PushFailed)]
+        if not failed:
+            pushed_bytes, seconds = sum(end.pushed_bytes for end in done), max(end.seconds for end in done)
+            return PushDone(ticket, pushed_bytes, seconds, sum(end.runs for end in done))
+        quiescent, begun = all(end.quiescent for _, end in failed), bool(done) or any(end.begun for _, end in failed)
+        return PushFailed(ticket, f"{failed[0][0]}: {failed[0][1].reason}", quiescent, begun)
 
 
 @dataclass(slots=True)
@@ -215,13 +197,12 @@ STRIDE = 2**40
 """More than an instance has tickets. The multiple says which target a ticket of ours belongs to; 0: a peer that is one target."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Spread:
+class _Spread(NamedTuple):
     """A peer of several targets."""
 
     incarnation: Incarnation
-    targets: tuple[tuple[InstanceId, int], ...]
-    """The name and the number of each rank of the peer that we write to."""
+    targets: list[int]
+    """The ranks of the peer that we write to."""
 
 
 class TargetRanks:
@@ -231,8 +212,6 @@ class TargetRanks:
         self._transfers = transfers
         self._rank, self._ranks, self._kv_heads = rank, ranks, kv_heads
         self._spread: dict[InstanceId, _Spread] = {}
-        self._peers: dict[InstanceId, tuple[InstanceId, str]] = {}
-        """Each target's peer, and its name for people."""
         self._pushes = JoinedPushes()
         self._links = JoinedLinks(min)  # the targets share what carries our bytes
         self._known: list[TransferEvent] = []
@@ -245,8 +224,8 @@ class TargetRanks:
             case Push() if command.peer in self._spread:
                 self._push(command, self._spread[command.peer])
             case Allow() if command.peer in self._spread:
-                for name, _ in self._spread[command.peer].targets:
-                    self._transfers.submit(changed(command, peer=name))
+                for target in self._spread[command.peer].targets:
+                    self._transfers.submit(changed(command, peer=_name_of(command.peer, target)))
             case _:
                 self._transfers.submit(command)
 
@@ -268,6 +247,7 @@ class TargetRanks:
         for gone in command.left:
             left += self._leave(gone)
         peers: list[InstanceInfo] = []
+        """What our transfers see of them."""
         for info in command.peers:
             former = self._spread.get(info.id)
             if former is not None and former.incarnation == info.incarnation:
@@ -280,8 +260,12 @@ class TargetRanks:
                 continue
             if targets is None:
                 peers.append(info)
-            else:
-                peers += self._expand(info, targets)
+                continue
+            self._spread[info.id] = _Spread(info.incarnation, targets)
+            self._links.expect(info.id, info.incarnation, len(targets))
+            peers += [changed(info, id=_name_of(info.id, target), pools=(info.pools[target],)) for target in targets]
+            if not targets:
+                self._known.append(_link(info, "ready", "other ranks write"))
         stay = {info.id for info in peers}  # it replaces the link to a former life by itself, and keeps one to the same life
         self._transfers.submit(Connect(tuple(peers), tuple(name for name in left if name not in stay)))
 
@@ -291,9 +275,7 @@ class TargetRanks:
         if spread is None:
             return [peer]
         self._links.forget(peer)
-        for name, _ in spread.targets:
-            del self._peers[name]
-        return [name for name, _ in spread.targets]
+        return [_name_of(peer, target) for target in spread.targets]
 
     def _targets(self, info: InstanceInfo) -> list[int] | None:
         """The ranks of a peer that this rank writes to; None: we and the peer have one rank. Raises TransferError."""
@@ -307,27 +289,16 @@ class TargetRanks:
             return None
         return [part.target for part in writers(self._ranks, ranks, self._kv_heads) if part.source == self._rank]
 
-    def _expand(self, info: InstanceInfo, targets: list[int]) -> list[InstanceInfo]:
-        """What our transfers see of the peer."""
-        names = [InstanceId(f"{info.id}/{target}") for target in targets]
-        self._spread[info.id] = _Spread(info.incarnation, tuple(zip(names, targets, strict=True)))
-        self._links.expect(info.id, info.incarnation, len(targets))
-        if not targets:
-            self._known.append(_link(info, "ready", "other ranks write"))
-        for name, target in zip(names, targets, strict=True):
-            self._peers[name] = info.id, f"to rank {target}"
-        return [
-            msgspec.structs.replace(info, id=name, pools=(info.pools[target],))
-            for name, target in zip(names, targets, strict=True)
-        ]
-
     def _push(self, push: Push, spread: _Spread) -> None:
-        if not spread.targets:
-            self._known.append(_nothing_to_write(push, spread.incarnation))
-            return
-        self._pushes.begin(push.ticket, len(spread.targets))
-        for name, target in spread.targets:
-            self._transfers.submit(replace(push, ticket=Ticket(push.ticket + (target + 1) * STRIDE), peer=name))
+        if spread.targets:
+            self._pushes.begin(push.ticket, len(spread.targets))
+        elif push.incarnation == spread.incarnation:
+            self._known.append(PushDone(push.ticket, 0, 0.0, 0))
+        else:
+            self._known.append(PushFailed(push.ticket, f"there is no link to {push.peer}", quiescent=True, begun=False))
+        for target in spread.targets:
+            ticket = Ticket(push.ticket + (target + 1) * STRIDE)
+            self._transfers.submit(replace(push, ticket=ticket, peer=_name_of(push.peer, target)))
 
     # --- events ----------------------------------------------------------------------------------------------------------------
 
@@ -336,13 +307,16 @@ class TargetRanks:
             case PushDone() | PushFailed() if event.ticket >= STRIDE:
                 target, ticket = divmod(event.ticket, STRIDE)
                 return self._pushes.ended(Ticket(ticket), f"to rank {target - 1}", event)
-            case LinkChanged(link=link) if link.peer in self._peers:
-                peer, part = self._peers[link.peer]
-                return self._links.changed(part, msgspec.structs.replace(link, peer=peer))
             case LinkChanged(link=link) if "/" in link.peer:
-                return None  # of a target that has left
+                peer, _, rank = link.peer.rpartition("/")
+                return self._links.changed(f"to rank {rank}", changed(link, peer=InstanceId(peer)))
             case _:
                 return event
+
+
+def _name_of(peer: InstanceId, target: int) -> InstanceId:
+    """What our transfers call a rank of the peer. No instance has such a name."""
+    return InstanceId(f"{peer}/{target}")
 
 
 def _check_heads(pool: PoolDescriptor, heads: range) -> None:
@@ -353,9 +327,3 @@ def _check_heads(pool: PoolDescriptor, heads: range) -> None:
 
 def _link(info: InstanceInfo, state: Literal["lost", "ready"], detail: str) -> LinkChanged:
     return LinkChanged(LinkInfo(peer=info.id, incarnation=info.incarnation, state=state, detail=detail))
-
-
-def _nothing_to_write(push: Push, life: Incarnation) -> PushDone | PushFailed:
-    if push.incarnation != life:
-        return PushFailed(push.ticket, f"there is no link to {push.peer}", quiescent=True, begun=False)
-    return PushDone(push.ticket, 0, 0.0, 0)
