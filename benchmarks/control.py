@@ -1,8 +1,7 @@
 """What the control plane of a fleet costs its router: `launch router` under instances that are played, phase by phase.
 
-Owns the phases, what is counted in each, and the figures. The instances are of `benchmarks/played_fleet.py`. Only the choice of
-instances is measured inside the router's core: a request over HTTP takes a hundred times as long. Run it as
-`python -m benchmarks.control`.
+Owns the phases, what is counted in each, and the figures. The instances are of `benchmarks/played_fleet.py`. What the choice of
+instances for a request costs inside the router is `tests/benchmarks/choice_cost.py`. Run it as `python -m benchmarks.control`.
 """
 
 import contextlib
@@ -14,7 +13,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from multiprocessing.pool import AsyncResult
 from multiprocessing.sharedctypes import Synchronized
 from typing import Any, TypeAlias
 from urllib.parse import urlsplit
@@ -23,29 +21,12 @@ import msgspec
 
 from bench.report import BenchOutcome, Goal, say, this_hardware, write_figures
 from benchmarks.command import Invocation, start
-from benchmarks.played_fleet import PlayedFleet, describe, played_model
+from benchmarks.played_fleet import PlayedFleet, played_model
 from benchmarks.processes import cpu_s, resident_mb
-from common.config import POLICIES, RouterConfig
 from common.host import allow_many_files
-from common.ids import ROUTER, InstanceId
-from common.messages import Counters, Heartbeat, InstanceInfo, LinkReport, Load, Peers, Register
-from common.messages.heartbeats import LinkInfo
 from common.options import option, parse_numbers, require, require_above_0
-from common.processes.child import (
-    KILL_S,
-    Broken,
-    ChildEnded,
-    IntakeClosed,
-    Progress,
-    Ready,
-    Respondent,
-    stop_children,
-)
-from common.processes.local_fleet import FleetFailed
-from router.core import RouterCore
-from router.cost import Demand
-from router.metrics import RouterMetrics
-from router.placement import Placer
+from common.processes.child import KILL_S, Broken, ChildEnded, IntakeClosed, Progress, Ready, Respondent, stop_children
+from common.processes.local_fleet import FleetFailed, connected
 
 START_S, STOP_S, ANSWER_S = 60.0, 20.0, 300.0
 PING_EVERY_S = 0.01
@@ -60,10 +41,6 @@ BEATS = ("Heartbeat", "Welcome")
 SPAWN = multiprocessing.get_context("spawn")
 RouterReport: TypeAlias = Progress | Ready | IntakeClosed | Broken
 STEADY = "Bytes are not affected, CPU times little."
-PROMPT_TOKENS, ANSWER_TOKENS, BLOCKS = 1000, 200, 7
-ROUNDS, CHOICES = 5, 100
-HELD = 10
-"""One instance in so many has a prompt in its cache."""
 GOAL_INSTANCES = 1000
 QUICK: dict[str, Any] = {"instances": "6", "seconds": 1.0}
 
@@ -97,29 +74,19 @@ class ControlFigures(msgspec.Struct, kw_only=True):
     join_bytes: int | None = None
     """Messages in both directions that one more instance causes."""
     losses_bytes: int | None = None
-    """Messages in both directions that `lost` deaths at once cause."""
+    """Messages in both directions that ten deaths at once cause, or those of half of a smaller fleet."""
     losses_ms: float | None = None
     """The CPU time of these deaths."""
     restart_s: float | None = None
     """From the start of a router on the ports of a killed one until all instances are members with their links."""
-    choose_us: float | None = None
-    """The CPU time of the choice of instances for one request, by the default policy."""
+    start_s: float | None = None
+    """The part of `restart_s` in which nothing listened."""
     metrics_ms: float | None = None
     cluster_ms: float | None = None
     router_mb: float | None = None
     """Resident memory."""
     longest_pause_ms: float | None = None
     """The slowest answer to a ping in any phase but the restart."""
-    lost: int = 0
-    fill_s: float | None = None
-    start_s: float | None = None
-    """The part of `restart_s` in which nothing listened."""
-    metrics_bytes: int | None = None
-    cluster_bytes: int | None = None
-    choose_us_by: dict[str, float] = {}
-    """The choice by each policy, and with conditional dispatch."""
-    pauses_ms: dict[str, float] = {}
-    """The slowest answer to a ping by phase."""
     trouble: str = ""
 
 
@@ -138,7 +105,6 @@ COLUMNS = (
     ("losses_bytes", "losses, kB", 0, 1e-3),
     ("losses_ms", "losses, ms of CPU", 0, 1.0),
     ("restart_s", "restart, s", 1, 1.0),
-    ("choose_us", "choose, us", 0, 1.0),
     ("metrics_ms", "/metrics, ms", 0, 1.0),
     ("cluster_ms", "/cluster, ms", 0, 1.0),
     ("router_mb", "memory, MB", 0, 1.0),
@@ -151,7 +117,6 @@ LIMITS = (
     ("a join", "join_bytes", 1, " MB", 1e-6),
     ("ten losses at once", "losses_bytes", 2, " MB", 1e-6),
     ("ten losses at once", "losses_ms", 50, " ms", 1.0),
-    ("choose, by default", "choose_us", 50, " us", 1.0),
     ("/metrics", "metrics_ms", 50, " ms", 1.0),
     ("the longest pause", "longest_pause_ms", 100, " ms", 1.0),
 )
@@ -168,10 +133,6 @@ def run(invocation: Invocation) -> int:
         command=invocation.command, hardware=hardware, goals=list(goals(fleets)), seconds=bench.seconds, fleets=fleets
     )
     body = [invocation.style.table(table(fleets))]
-    for fleet in fleets:
-        if fleet.choose_us_by:
-            by_name = ", ".join(f"{name} {figure:.0f}" for name, figure in fleet.choose_us_by.items())
-            body.append(f"{fleet.instances} instances: choose, us: {by_name}")
     body += [f"{fleet.instances} instances: {fleet.trouble}" for fleet in fleets if fleet.trouble]
     invocation.publish(outcome, f"each fleet was watched at rest for {bench.seconds:g} s", STEADY, body, "")
     write_figures(fleets, bench.json)
@@ -203,15 +164,13 @@ def goals(fleets: Sequence[ControlFigures]) -> Iterator[Goal]:
 
 def measure(bench: ControlBench, instances: int) -> ControlFigures:
     """What could be measured of a fleet of this size."""
-    figures, model = ControlFigures(instances=instances), played_model()
-    with contextlib.closing(MeasuredRouter()) as router, contextlib.closing(PlayedFleet(router.control, model)) as fleet:
+    figures = ControlFigures(instances=instances)
+    with contextlib.closing(MeasuredRouter()) as router, contextlib.closing(PlayedFleet(router.control, played_model())) as fleet:
         try:
             ControlSession(bench, figures, router, fleet).run()
         except FleetFailed as error:
             figures.trouble = str(error).splitlines()[0]
             say(f"{instances} instances: {error}")
-        figures.choose_us_by = choose_us([describe(number, model, 1) for number in range(instances)])
-        figures.choose_us = figures.choose_us_by[RouterConfig().prefill_policy]
     return figures
 
 
@@ -221,47 +180,37 @@ class ControlSession:
     def __init__(self, bench: ControlBench, figures: ControlFigures, router: "MeasuredRouter", fleet: PlayedFleet) -> None:
         self._bench, self._figures, self._router, self._fleet = bench, figures, router, fleet
         self._calm_s = min(CALM_S, bench.seconds)
-        self._idle_share = 0.0
-        self._rest_share = 0.0
-        self._rest_bytes_per_s = 0.0
-        """The bytes of a fleet at rest, without heartbeats and their answers."""
+        self._rest_share = self._rest_bytes_per_s = 0.0
+        """The share of a core, and the bytes without heartbeats and their answers, of a fleet at rest."""
 
     def run(self) -> None:
         """Raises FleetFailed."""
-        pauses = self._figures.pauses_ms
-        for phase in (self._fill, self._rest, self._join, self._lose, self._pages, self._restart):
-            name = phase.__name__.strip("_")
-            say(f"{self._figures.instances} instances: {name}")
-            self._router.longest_pause_s()
+        for phase in (self._fill_and_rest, self._join, self._lose, self._pages):
+            say(f"{self._figures.instances} instances: {phase.__name__.strip('_')}")
             phase()
-            pauses[name] = round(1e3 * self._router.longest_pause_s(), 1)
-        self._figures.longest_pause_ms = max(pause for name, pause in pauses.items() if name != "restart")
+        self._figures.longest_pause_ms = 1e3 * self._router.longest_pause_s.value
+        self._restart()
 
-    def _fill(self) -> None:
+    def _fill_and_rest(self) -> None:
         time.sleep(self._calm_s)
         elapsed_s, used_s, _ = self._watch(lambda: time.sleep(self._bench.seconds))
-        self._idle_share = used_s / elapsed_s
-        began, left = time.monotonic(), self._figures.instances
+        idle_share, left = used_s / elapsed_s, self._figures.instances
         while left:
             self._fleet.add(min(left, AT_ONCE))
             left -= min(left, AT_ONCE)
             self._settle("joining")
-        self._figures.fill_s = time.monotonic() - began
-
-    def _rest(self) -> None:
         self._fleet.run(self._calm_s)
         elapsed_s, used_s, moved = self._watch(lambda: self._fleet.run(self._bench.seconds))
-        self._rest_share = used_s / elapsed_s
-        self._rest_bytes_per_s = without_beats(moved) / elapsed_s
-        self._figures.heartbeat_core_share = max(0.0, self._rest_share - self._idle_share)
+        self._rest_share, self._rest_bytes_per_s = used_s / elapsed_s, without_beats(moved) / elapsed_s
+        self._figures.heartbeat_core_share = max(0.0, self._rest_share - idle_share)
         self._figures.heartbeat_bytes_per_s = moved.total() / elapsed_s
-        self._figures.router_mb = self._router.resident_mb()
+        self._figures.router_mb = resident_mb(self._router.pid)
 
     def _join(self) -> None:
         self._figures.join_bytes, _ = self._cost(lambda: self._fleet.add(1), "a join")
 
     def _lose(self) -> None:
-        lost = self._figures.lost = min(MOST_LOST, self._figures.instances // 2)
+        lost = min(MOST_LOST, self._figures.instances // 2)
         self._figures.losses_bytes, self._figures.losses_ms = self._cost(lambda: self._fleet.lose(lost), "losses")
 
     def _cost(self, act: Callable[[], object], what: str) -> tuple[int, float]:
@@ -278,25 +227,27 @@ class ControlSession:
 
     def _watch(self, act: Callable[[], object]) -> tuple[float, float, Counter[str]]:
         """Seconds, the router's seconds of CPU, and the bytes of each message that pass meanwhile."""
-        began, cpu_s, before = time.monotonic(), self._router.cpu_s(), self._fleet.moved_bytes.copy()
+        began, used_s, before = time.monotonic(), cpu_s(self._router.pid), self._fleet.moved_bytes.copy()
         act()
-        return time.monotonic() - began, self._router.cpu_s() - cpu_s, self._fleet.moved_bytes - before
+        return time.monotonic() - began, cpu_s(self._router.pid) - used_s, self._fleet.moved_bytes - before
 
     def _pages(self) -> None:
-        self._figures.metrics_ms, self._figures.metrics_bytes = self._page("/metrics")
-        self._figures.cluster_ms, self._figures.cluster_bytes = self._page("/cluster")
+        self._figures.metrics_ms, self._figures.cluster_ms = self._page_ms("/metrics"), self._page_ms("/cluster")
 
-    def _page(self, path: str) -> tuple[float, int]:
-        """The median time in milliseconds, and the size in bytes."""
-        pages: list[tuple[float, int]] = []
+    def _page_ms(self, path: str) -> float:
+        """The median time until the last byte. No instance is played meanwhile, so nothing else keeps the router busy."""
+        took_s = []
         for _ in range(PAGES):
             self._fleet.run(self._calm_s)
-            page = self._router.page(path)
-            self._fleet.run_until(page.ready, ANSWER_S, path)
-            pages.append(page.get())
-        return 1e3 * statistics.median(took_s for took_s, _ in pages), pages[-1][1]
+            with connected(self._router.url) as connection:
+                began = time.monotonic()
+                connection.request("GET", path)
+                connection.getresponse().read()
+                took_s.append(time.monotonic() - began)
+        return 1e3 * statistics.median(took_s)
 
     def _restart(self) -> None:
+        say(f"{self._figures.instances} instances: restart")
         former = self._fleet.routers()
         self._router.kill()
         began = time.monotonic()
@@ -317,20 +268,23 @@ def without_beats(moved: Counter[str]) -> int:
 
 
 class MeasuredRouter:
-    """`launch router` with the demo model. Separate processes ping it and get its pages, so that the work of playing instances
-    does not count as a pause of the router."""
+    """`launch router` with the demo model. A separate process pings it, so that the work of playing instances does not count as a
+    pause of the router."""
 
     def __init__(self) -> None:
         """Raises FleetFailed."""
         self.url = self.control = ""
         self._ports = 0, 0
-        self._processes = contextlib.ExitStack()
         self.start()
-        self._longest_pause_s: Synchronized[float] = SPAWN.Value("d", 0.0)
-        pings = SPAWN.Process(target=ping, args=(self.url, self._longest_pause_s), daemon=True)
-        pings.start()
-        self._processes.callback(pings.kill)
-        self._pages = self._processes.enter_context(SPAWN.Pool(1))
+        self.longest_pause_s: Synchronized[float] = SPAWN.Value("d", 0.0)
+        """The time of the slowest answer to a ping so far."""
+        self._pings = SPAWN.Process(target=ping, args=(self.url, self.longest_pause_s), daemon=True)
+        self._pings.start()
+
+    @property
+    def pid(self) -> int:
+        """Its process, which is not that of the detokenizer."""
+        return self._child.pid
 
     def start(self) -> None:
         """Start it, later again on the same ports, and wait until it serves. Raises FleetFailed."""
@@ -354,33 +308,8 @@ class MeasuredRouter:
         self._child.wait(KILL_S)
 
     def close(self) -> None:
-        self._processes.close()
+        self._pings.kill()
         stop_children([self._child], STOP_S)
-
-    def cpu_s(self) -> float:
-        """The CPU time of all its threads so far, in user and system mode, without the detokenizer's process."""
-        return cpu_s(self._child.pid)
-
-    def resident_mb(self) -> float:
-        return resident_mb(self._child.pid)
-
-    def longest_pause_s(self) -> float:
-        """The time of the slowest answer to a ping since the last call."""
-        with self._longest_pause_s.get_lock():
-            longest_s, self._longest_pause_s.value = self._longest_pause_s.value, 0.0
-        return longest_s
-
-    def page(self, path: str) -> "AsyncResult[tuple[float, int]]":
-        """Get this page; its seconds until the last byte, and its size, when they are there."""
-        return self._pages.apply_async(get_page, (self.url, path))
-
-
-def get_page(url: str, path: str) -> tuple[float, int]:
-    with contextlib.closing(http.client.HTTPConnection(urlsplit(url).netloc, timeout=ANSWER_S)) as connection:
-        began = time.monotonic()
-        connection.request("GET", path)
-        page = connection.getresponse().read()
-        return time.monotonic() - began, len(page)
 
 
 def ping(url: str, longest_s: "Synchronized[float]") -> None:
@@ -397,64 +326,6 @@ def ping(url: str, longest_s: "Synchronized[float]") -> None:
             continue
         with longest_s.get_lock():
             longest_s.value = max(longest_s.value, time.monotonic() - began)
-
-
-# --- the choice of instances -------------------------------------------------------------------------------------------------
-
-
-def choose_us(infos: Sequence[InstanceInfo]) -> dict[str, float]:
-    """Microseconds of CPU for one choice among these instances, each linked with all of the other role, by the policy of both
-    roles, and with conditional dispatch: the best of some rounds."""
-    core = filled_core(infos)
-    configs: dict[str, RouterConfig] = {each: RouterConfig(prefill_policy=each, decode_policy=each) for each in POLICIES}
-    configs["conditional"] = RouterConfig(dispatch="conditional")
-    taken: dict[str, float] = {}
-    for name, config in configs.items():
-        placer, rounds, caches = Placer(ROUTER, core.detokenizer_names, core.fleet, config), list[float](), core.fleet.caches
-        overlaps = [caches.match(blocks_of(number)) for number in range(CHOICES)]
-        demands = [
-            Demand(PROMPT_TOKENS, ANSWER_TOKENS, each, session=f"session {number}") for number, each in enumerate(overlaps)
-        ]
-        for _ in range(ROUNDS):
-            began = time.thread_time()
-            for demand in demands:
-                placer.choose(demand)
-            rounds.append((time.thread_time() - began) / CHOICES)
-        taken[name] = 1e6 * min(rounds)
-    return taken
-
-
-def filled_core(infos: Sequence[InstanceInfo]) -> RouterCore:
-    """A router's core without sockets, whose members are all linked."""
-    core = RouterCore(ROUTER, ["tcp://127.0.0.1:1"], RouterConfig(dispatch="conditional"), RouterMetrics())
-    for info in infos:
-        core.receive(Register(instance=info), 0.0)
-    sets: dict[InstanceId, Peers] = {}
-    while not core.fleet.peering.settled:
-        sets.update((send.to, send.message) for send in core.flush(0.0) if isinstance(send.message, Peers))
-    for info in infos:
-        links = tuple(LinkInfo(peer=peer.id, incarnation=peer.incarnation, state="ready") for peer in sets[info.id].joined)
-        core.receive(LinkReport(id=info.id, incarnation=info.incarnation, version=1, links=links), 0.0)
-        pages = info.total_pages
-        load = Load(pages_free=pages, pages_total=pages, step_s=0.006, chunk_token_s=0.00004, decode_row_s=0.0001)
-        beat = Heartbeat(
-            id=info.id,
-            incarnation=info.incarnation,
-            load=load,
-            counters=Counters(),
-            peers_version=sets[info.id].version,
-            links_version=1,
-        )
-        core.receive(beat, 0.0)
-    for number, member in enumerate(core.fleet.members()):
-        for prompt in range(number % HELD, CHOICES, HELD):
-            core.fleet.caches.expect([member], blocks_of(prompt), 0.0)
-    return core
-
-
-def blocks_of(prompt: int) -> range:
-    """The names of a prompt's blocks."""
-    return range(BLOCKS * prompt, BLOCKS * (prompt + 1))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -2,20 +2,20 @@
 
 Owns the flags, the tasks in their order, the figures, the goals and the report. A task that fails or takes too long is
 reported in its place, with what it had found by then, and the next goes on. Uses no device: tasks are done by
-`benchmarks/engine_worker.py`. Run it as `python -m benchmarks.engine`.
+`benchmarks/engine_steps.py`. Run it as `python -m benchmarks.engine`.
 """
 
 import contextlib
-import itertools
 import json
-import re
+import multiprocessing
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeAlias, TypeVar, get_args
 
@@ -24,12 +24,12 @@ import msgspec
 from bench.report import BenchOutcome, Goal, Spread, say, this_hardware
 from benchmarks.command import Invocation, start
 from common.config import DEMO_MODEL, EngineConfig, ModelConfig
+from common.errors import TandemError
 from common.model_path import model_name
 from common.options import option, parse_numbers, require, require_above_0, require_at_least
-from common.processes.child import KILL_S, ChildEnded, JsonLine, Progress, Respondent
 from launch import child
 
-Section = Literal["ceilings", "build", "host", "sampling", "steps", "floor"]
+Section = Literal["ceilings", "host", "sampling", "steps", "floor"]
 SECTIONS: tuple[Section, ...] = get_args(Section)
 
 _QWEN3 = {
@@ -63,18 +63,17 @@ SHAPES: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 """config.json of each model, as far as its speed depends on it. tiny: to show that everything works."""
-GOAL_MODEL, GOAL_BATCH, GOAL_CONTEXT, GOAL_PROMPT, GOAL_ROWS = "Llama-3-8B", 32, 2048, 8192, 256
-LEAST_MEMORY_SHARE, LEAST_MATMUL_SHARE, MOST_HOST_MS = 70, 60, 0.5
+GOAL_STEP, GOAL_PREFILL, GOAL_ROWS = ("Llama-3-8B", 32, 2048), ("Llama-3-8B", 8192), 256
+LEAST_MEMORY_SHARE, LEAST_MATMUL_SHARE, MOST_HOST_MS = 0.7, 0.6, 0.5
+STEP_RULE = "Llama-3-8B: a decode step of 32 rows and 2048 tokens at 70 % of the speed of a copy or more"
+PREFILL_RULE = "Llama-3-8B: prefill of 8192 tokens at 60 % of the speed of a product of matrices or more, with the best chunk"
 MISSING = "–"
-PROGRESS = ("loading", "making", "measuring", "capturing")
-"""How lines of a start begin that are mere progress."""
 LEAST_S = 5.0
 """A task is not begun with less time than this."""
-BUILDS_AT_ONCE = 6
 STEADY = "Shares are of what the device did in the same run."
 OF_TIMED = ("executor", "step_cost")
 """Fields of the engine that are no flags here: what is measured computes."""
-_ERROR = re.compile(r"[A-Za-z][\w.]*(Error|Exception|Failed|Refused|Ended): ")
+SPAWN = multiprocessing.get_context("spawn")
 
 
 @contextlib.contextmanager
@@ -151,14 +150,14 @@ QUICK_ENGINE: dict[str, Any] = {"max_running": 4, "chunk_tokens": 32, "page_size
 # --- tasks -------------------------------------------------------------------------------------------------------------------
 
 
-class EngineTask(JsonLine, frozen=True, kw_only=True):
+@dataclass(frozen=True, kw_only=True)
+class EngineTask:
     """Something to measure, in a process of its own, and so on a device where nothing else of this has memory."""
 
     section: Section
     label: str
     bench: EngineBench
     engine: EngineConfig
-    is_quick: bool
     limit_s: float
     """After this time it is stopped. What it has reported by then is kept."""
     model: str = ""
@@ -167,38 +166,32 @@ class EngineTask(JsonLine, frozen=True, kw_only=True):
 
 
 def tasks(bench: EngineBench, engine: EngineConfig, is_quick: bool, on_cuda: bool) -> Iterator[EngineTask]:
-    """In their order: what matters most comes first, because the time may not be enough for all. on_cuda: there are graphs, and
-    kernels to compile."""
+    """In their order: what matters most comes first, because the time may not be enough for all. The floor is that of a CPU."""
+    sampled = [("tiny", 512)] if is_quick else [(DEMO_MODEL, 0), ("tiny", 32_000), ("tiny", 151_936)]
+    room = replace(
+        engine,
+        chunk_tokens=max(*bench.chunk_lengths, engine.chunk_tokens),
+        context_tokens=max(*bench.context_lengths, bench.prompt_tokens),
+        max_running=max(*bench.batch_sizes, engine.max_running),
+    )
     for section in bench.sections:
-        make = partial(EngineTask, section=section, label=section, bench=bench, engine=engine, is_quick=is_quick, limit_s=60.0)
+        make = partial(EngineTask, section=section, bench=bench)
         match section:
             case "ceilings" | "host":
-                yield make()
+                yield make(label=section, limit_s=60.0, engine=engine)
             case "sampling":
-                for name, size in [("tiny", 512)] if is_quick else [(DEMO_MODEL, 0), ("tiny", 32_000), ("tiny", 151_936)]:
+                for name, size in sampled:
                     label = f"sampling {name}, vocabulary of {size or 'its own'}"
-                    yield make(label=label, limit_s=150.0, model=name, vocab_size=size)
-            case "build":
-                fp8 = replace(engine, kv_dtype="fp8_e4m3")
-                for name in (DEMO_MODEL, *bench.shapes) if on_cuda else ():
-                    yield make(label=f"build {name}", limit_s=240.0, model=name)
-                for name in (DEMO_MODEL, bench.shapes[0]) if on_cuda else ():
-                    yield make(label=f"build {name}, FP8 pages", limit_s=240.0, model=name, engine=fp8)
+                    yield make(label=label, limit_s=150.0, engine=engine, model=name, vocab_size=size)
             case "steps" | "floor":
-                limit_s, shapes = (100.0, bench.shapes) if section == "steps" else (300.0, () if on_cuda else bench.shapes)
-                room = replace(
-                    engine,
-                    chunk_tokens=max(*bench.chunk_lengths, engine.chunk_tokens),
-                    context_tokens=max(*bench.context_lengths, bench.prompt_tokens),
-                    max_running=max(*bench.batch_sizes, engine.max_running),
-                )
-                yield from (make(label=f"{section} {name}", limit_s=limit_s, model=name, engine=room) for name in shapes)
+                for name in bench.shapes if section == "steps" or not on_cuda else ():
+                    yield make(label=f"{section} {name}", limit_s=300.0, engine=room, model=name)
 
 
 # --- figures -----------------------------------------------------------------------------------------------------------------
 
 
-class Ceilings(JsonLine, frozen=True, kw_only=True):
+class Ceilings(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """What the device can do: copies, and products of matrices."""
 
     device: str
@@ -209,7 +202,7 @@ class Ceilings(JsonLine, frozen=True, kw_only=True):
     matmul_tflop_per_s: Spread
 
 
-class EngineFigure(JsonLine, frozen=True, kw_only=True):
+class EngineFigure(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """A figure that is a line of a table."""
 
     title: ClassVar[str]
@@ -219,41 +212,22 @@ class EngineFigure(JsonLine, frozen=True, kw_only=True):
         raise NotImplementedError
 
 
-class Built(EngineFigure, frozen=True, kw_only=True):
-    """A model was started with one layer, which compiles its kernels."""
-
-    title = "Builds, all at once"
-    heads = ("what", "s")
-    what: str
-    seconds: float
-
-    def cells(self, ceilings: Ceilings | None) -> tuple[str, ...]:
-        return self.what, f"{self.seconds:.1f}"
-
-
 class Started(EngineFigure, frozen=True, kw_only=True):
     """A model runner was started."""
 
     title = "Start-up"
-    heads = ("model", "dtype", "s", "weights read, GB", "pages, GB", "context", "phases, s")
+    heads = ("model", "dtype", "s", "weights read, GB", "pages, GB", "context")
     model: str
     dtype: str
     seconds: float
-    phases: dict[str, float]
-    """The first words of what it said at each phase, and the seconds until the next."""
-    said: list[str]
-    """Every line."""
     weight_bytes: int
     """What a decode step reads."""
     pool_bytes: int
     context_tokens: int
-    free_bytes: int | None
-    """What is left of the device's memory; None on CPU."""
 
     def cells(self, ceilings: Ceilings | None) -> tuple[str, ...]:
         sizes = f"{self.weight_bytes / 1e9:.2f}", f"{self.pool_bytes / 1e9:.2f}", str(self.context_tokens)
-        phases = ", ".join(f"{name} {seconds:.1f}" for name, seconds in self.phases.items())
-        return self.model, self.dtype, f"{self.seconds:.1f}", *sizes, phases
+        return self.model, self.dtype, f"{self.seconds:.1f}", *sizes
 
 
 class DecodeStep(EngineFigure, frozen=True, kw_only=True):
@@ -315,15 +289,8 @@ class Prefill(EngineFigure, frozen=True, kw_only=True):
 
     def cells(self, ceilings: Ceilings | None) -> tuple[str, ...]:
         speeds = f"{self.tokens / self.seconds.median:.0f}", f"{self.flop / self.seconds.median / 1e12:.3g}"
-        milliseconds = self.seconds.text(".1f", scale=1e3)
-        return (
-            self.model,
-            str(self.tokens),
-            str(self.chunk_tokens),
-            milliseconds,
-            *speeds,
-            _percent(self.matmul_share(ceilings), 1),
-        )
+        which = self.model, str(self.tokens), str(self.chunk_tokens), self.seconds.text(".1f", scale=1e3)
+        return (*which, *speeds, _percent(self.matmul_share(ceilings), 1))
 
 
 class Floor(EngineFigure, frozen=True, kw_only=True):
@@ -388,26 +355,20 @@ class SampledStep(EngineFigure, frozen=True, kw_only=True):
         return self.model, str(self.vocab_size), str(self.rows), self.asked, self.step_ms.text(".2f"), f"{self.ratio:.2f}"
 
 
-Figure: TypeAlias = Ceilings | Built | Started | DecodeStep | Prefill | Floor | HostWork | SampledStep
-TABLES: tuple[type[EngineFigure], ...] = (Built, HostWork, SampledStep, Floor, Prefill, DecodeStep)
-"""Behind the start-up. What matters most comes last, because the end of an output is what one sees."""
+Figure: TypeAlias = Ceilings | Started | DecodeStep | Prefill | Floor | HostWork | SampledStep
+TABLES: tuple[type[EngineFigure], ...] = (Started, HostWork, SampledStep, Floor, Prefill, DecodeStep)
+"""What matters most comes last, because the end of an output is what one sees."""
 TitledTable: TypeAlias = tuple[str, list[tuple[str, ...]]]
 F = TypeVar("F")
 
 
-class Done(JsonLine, frozen=True, kw_only=True):
-    """A task is over."""
-
-
-class TaskRun(JsonLine, frozen=True, kw_only=True):
+class TaskRun(msgspec.Struct, frozen=True, kw_only=True):
     """What became of a task."""
 
     label: str
     seconds: float
     failure: str = ""
-    """Why it did not come to its end, in one line; empty if it did."""
-    account: str = ""
-    """All that is known of that."""
+    """Why it did not come to its end; empty if it did."""
 
 
 class EngineOutcome(BenchOutcome, frozen=True, kw_only=True):
@@ -434,25 +395,15 @@ def _percent(share: float | None, digits: int) -> str:
 def judge(figures: Sequence[Figure]) -> Iterator[Goal]:
     """They are goals of one Hopper card."""
     ceilings = ceilings_of(figures)
-    steps = [step for step in _of(DecodeStep, figures) if step.model == GOAL_MODEL and step.batch == GOAL_BATCH]
-    fills = [fill for fill in _of(Prefill, figures) if (fill.model, fill.tokens) == (GOAL_MODEL, GOAL_PROMPT)]
+    steps = [step for step in _of(DecodeStep, figures) if (step.model, step.batch, step.context) == GOAL_STEP]
+    fills = [fill for fill in _of(Prefill, figures) if (fill.model, fill.tokens) == GOAL_PREFILL]
     for rule, least, shares in (
-        (
-            f"a decode step of {GOAL_BATCH} rows and {GOAL_CONTEXT} tokens at {LEAST_MEMORY_SHARE} % of the speed of a copy or "
-            "more",
-            LEAST_MEMORY_SHARE,
-            [step.memory_share(ceilings) for step in steps if step.context == GOAL_CONTEXT],
-        ),
-        (
-            f"prefill of {GOAL_PROMPT} tokens at {LEAST_MATMUL_SHARE} % of the speed of a product of matrices or more, with the "
-            "best chunk",
-            LEAST_MATMUL_SHARE,
-            [fill.matmul_share(ceilings) for fill in fills],
-        ),
+        (STEP_RULE, LEAST_MEMORY_SHARE, [step.memory_share(ceilings) for step in steps]),
+        (PREFILL_RULE, LEAST_MATMUL_SHARE, [fill.matmul_share(ceilings) for fill in fills]),
     ):
-        best = max((100 * share for share in shares if share is not None), default=None)
-        met, figure = (None, "not measured") if best is None else (best >= least, f"{best:.1f} %")
-        yield Goal(rule=f"{GOAL_MODEL}: {rule}", met=met, figure=figure)
+        best = max((share for share in shares if share is not None), default=None)
+        met = None if best is None else best >= least
+        yield Goal(rule=rule, met=met, figure="not measured" if best is None else f"{best:.1%}")
     host = max((work.launch_ms.median for work in _of(HostWork, figures) if work.rows == GOAL_ROWS), default=None)
     yield Goal(
         rule=f"the executor's host work for {GOAL_ROWS} decode rows below {MOST_HOST_MS} ms (the scheduler adds its own)",
@@ -463,11 +414,7 @@ def judge(figures: Sequence[Figure]) -> Iterator[Goal]:
 
 def tables(figures: Sequence[Figure]) -> Iterator[TitledTable]:
     """Those that have figures, each with its title and its heads."""
-    ceilings, starts = ceilings_of(figures), _of(Started, figures)
-    if starts:
-        yield Started.title, [Started.heads, *(start.cells(ceilings) for start in starts)]
-        said = [(start.model, text) for start in starts for text in dict.fromkeys(start.said) if not text.startswith(PROGRESS)]
-        yield "What each model's start said", [("model", ""), *said]
+    ceilings = ceilings_of(figures)
     for kind in TABLES:
         found = _of(kind, figures)
         if found:
@@ -485,10 +432,8 @@ def run(invocation: Invocation) -> int:
     on_cuda = engine.device.startswith("cuda") or (engine.device == "auto" and bool(hardware.gpus))
     began = time.monotonic()
     done = TaskRuns(began + bench.budget_s)
-    every = tasks(bench, engine, invocation.is_quick, on_cuda)
-    for is_build, group in itertools.groupby(every, lambda task: task.section == "build"):
-        with ThreadPoolExecutor(BUILDS_AT_ONCE if is_build else 1) as pool:  # no build is timed for its own sake
-            list(pool.map(done.do, group))
+    for task in tasks(bench, engine, invocation.is_quick, on_cuda):
+        done.do(task)
     outcome = EngineOutcome(
         command=invocation.command,
         hardware=hardware,
@@ -526,43 +471,56 @@ class TaskRuns:
             self.runs.append(TaskRun(label=task.label, seconds=0.0, failure="no time was left (--budget-s)"))
             return
         say(task.label)
-        account = ""
+        failure = ""
         try:
             for figure in figures_of(task, began + left_s):
                 self.figures.append(figure)
-        except (ChildEnded, TimeoutError) as error:
-            account = str(error)
-            say(f"{task.label} failed: {account}")
-        seconds = time.monotonic() - began
-        self.runs.append(TaskRun(label=task.label, seconds=seconds, failure=reason_of(account), account=account))
+        except TaskFailed as error:
+            failure = str(error)
+            say(f"{task.label} failed: {failure}")
+        self.runs.append(TaskRun(label=task.label, seconds=time.monotonic() - began, failure=failure))
+
+
+class TaskFailed(TandemError):
+    """A task did not come to its end."""
 
 
 def figures_of(task: EngineTask, until: float) -> Iterator[Figure]:
-    """The figures of a task as its process finds them. Raises ChildEnded, or TimeoutError at that time of the monotonic clock."""
-    decoder = msgspec.json.Decoder[Figure | Progress | Done](Figure | Progress | Done)
-    command = [sys.executable, "-P", "-m", "benchmarks.engine_worker"]
-    child: Respondent[Figure | Progress | Done] = Respondent("engine worker", command, decoder)
-    progress = "its first step"
+    """The figures of a task as its process finds them. until: on the monotonic clock. Raises TaskFailed."""
+    ours, theirs = SPAWN.Pipe(duplex=False)
+    process = SPAWN.Process(target=work, args=(task, theirs), daemon=True)
+    process.start()
+    theirs.close()
     try:
-        child.order(task)
-        while not isinstance(report := child.next_report(until - time.monotonic()), Done):
-            if report is None:
-                raise TimeoutError(f"it took too long and was stopped; it was at: {progress}")
-            if isinstance(report, Progress):
-                progress = report.text
-                say(f"  {task.label}: {progress}")
-            else:
-                yield report
+        while True:
+            if not ours.poll(until - time.monotonic()):
+                raise TaskFailed("it took too long and was stopped")
+            found = ours.recv()
+            if found is None:
+                return
+            if isinstance(found, str):
+                raise TaskFailed(found)
+            yield found
+    except EOFError as error:
+        process.join()
+        raise TaskFailed(f"its process ended with exit status {process.exitcode}") from error
     finally:
-        child.kill()  # what it has started ends with it
-        child.wait(KILL_S)
+        process.kill()
+        process.join()
 
 
-def reason_of(account: str) -> str:
-    """The reason in an account: the last line that names an error, because CUDA's errors end in general advice; or the last."""
-    lines = [line.strip() for line in account.splitlines() if line.strip()]
-    named = [line for line in lines if _ERROR.match(line)]
-    return (named or lines or [""])[-1]
+def work(task: EngineTask, parent: Connection) -> None:
+    """A process that does a task: it sends each figure as soon as it has it, and at the end nothing, or why it failed."""
+    from benchmarks.engine_steps import ACTS  # takes seconds, and the parent needs nothing of it
+
+    try:
+        for figure in ACTS[task.section](task, lambda text: say(f"  {task.label}: {text}")):
+            parent.send(figure)
+        parent.send(None)
+    except (LookupError, OSError, RuntimeError, TandemError, ValueError) as error:
+        traceback.print_exc()
+        # CUDA's errors end in general advice: the reason is their first line.
+        parent.send(f"{type(error).__name__}: {str(error).partition(chr(10))[0]}")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -571,4 +529,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    from benchmarks import engine  # what a child sends is of this module, and not of `__main__`
+
+    sys.exit(engine.main())

@@ -1,30 +1,33 @@
-"""Steps of `python -m benchmarks.engine`: start-up, decode steps and prefill of a model, alone and beside their floor on CPU.
+"""What `python -m benchmarks.engine` measures, each task in a process: ceilings, steps and their floor, host work, sampling.
 
 Owns what is timed: the wall clock while two steps are in flight, as an instance has them, the device's own time, and the host's.
 Weights and contexts are random numbers, because speed does not depend on what they say.
 """
 
 import contextlib
-import re
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
+from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 from torch import Tensor
 
 from bench.report import Spread
 from benchmarks.engine import (
-    Built,
     Ceilings,
     DecodeStep,
     EngineTask,
     Figure,
     Floor,
+    HostWork,
     Prefill,
+    SampledStep,
+    Section,
     Started,
     shape_folder,
 )
@@ -32,16 +35,17 @@ from common.config import DEMO_MODEL, EngineConfig, ModelConfig
 from common.executor import Chunk, EngineDescription, RowStart, StepPlan
 from common.ids import Int32Array
 from common.model_path import resolve_model_path
-from common.pages.layout import ITEM_BYTES, KVDtype
-from common.sampling_params import SamplingParams
-from engine.backends import device_of
-from engine.kv_memory import torch_dtype
+from common.pages.layout import ITEM_BYTES, KVDtype, KVLayout
+from common.sampling_params import Grammar, SamplingParams
+from engine.backends import AttentionNeeds, device_of, make_attention, make_kernels
+from engine.kv_memory import KVMemory, torch_dtype
 from engine.model_runner import ModelRunner
 from engine.models.decoder import Decoder
 from engine.models.served_shape import read_served_shape
 from engine.models.shape import ServedShape
-from engine.replay import CannotRecord, load_recorder
-from engine.step_runner import PendingStep
+from engine.ports import LayerAttention, StepAttention
+from engine.replay import CannotRecord, CudaGraphs, load_recorder
+from engine.step_runner import PendingStep, StepRunner
 
 GREEDY = SamplingParams(max_new_tokens=1, temperature=0.0, ignore_eos=True)
 WARM_STEPS, ALONE_STEPS = 4, 7
@@ -172,29 +176,27 @@ def prefill_flop(shape: ServedShape, tokens: int) -> float:
     return products + 4.0 * shape.heads * shape.head_dim * pairs * shape.layers
 
 
-def why_not_decoded(engine: EngineDescription, batch: int, context: int, steps: int) -> str:
+def why_not_decoded(layout: KVLayout, total_pages: int, batch: int, context: int, steps: int) -> str:
     """Why so many steps of so many rows cannot be measured; empty: they can."""
-    layout = engine.layout
     needed = batch * layout.pages_for(context)
-    if needed > engine.total_pages:
-        return f"needs {needed * layout.page_bytes / 1e9:.1f} GB of KV, there are {engine.memory.region_bytes / 1e9:.1f}"
+    if needed > total_pages:
+        return f"needs {needed * layout.page_bytes / 1e9:.1f} GB of KV, there are {total_pages * layout.page_bytes / 1e9:.1f}"
     if context <= steps + layout.page_size:
         return f"a context of more than {steps + layout.page_size} tokens is needed for {steps} steps"
     return ""
 
 
-def decode_plans(engine: EngineDescription, batch: int, context: int, steps: int) -> list[StepPlan]:
+def decode_plans(layout: KVLayout, total_pages: int, batch: int, context: int, steps: int) -> list[StepPlan]:
     """Decode steps of rows whose last step is about at `context`, over a context that nobody computed, in scattered pages. They
     get pages one by one, as served: each row in another step."""
-    layout = engine.layout
-    free = iter(np.random.default_rng(7).permutation(engine.total_pages).tolist())
+    free = iter(np.random.default_rng(7).permutation(total_pages).tolist())
 
     def pages(count: int) -> Int32Array:
         return np.array(list(islice(free, count)), dtype=np.int32)
 
     lengths = context - steps - np.arange(batch) % layout.page_size
     starts = tuple(
-        RowStart(row, pages(layout.pages_for(length)), GREEDY, length=length, last_token=row % engine.model.vocab_size)
+        RowStart(row, pages(layout.pages_for(length)), GREEDY, length=length, last_token=1)
         for row, length in enumerate(lengths.tolist())
     )
     rows, plans = np.arange(batch, dtype=np.int32), list[StepPlan]()
@@ -222,14 +224,6 @@ def prefill_plans(engine: EngineDescription, tokens: int, chunk_tokens: int) -> 
 # --- steps -------------------------------------------------------------------------------------------------------------------
 
 
-def build(task: EngineTask, say: Say) -> Iterator[Figure]:
-    """Start the model with one layer and few graphs: that takes every kernel that it needs."""
-    began = time.monotonic()
-    with checkpoint(task, num_hidden_layers=1) as (model, engine):
-        ModelRunner(model, replace(engine, kv_memory="1GiB", graph_sizes="1,8", max_running=8, context_tokens=512), say)
-    yield Built(what=task.label, seconds=time.monotonic() - began)
-
-
 @dataclass(frozen=True, slots=True)
 class StartedModel:
     """A model runner whose pool is full of random numbers."""
@@ -240,46 +234,25 @@ class StartedModel:
 
 
 def start_model(task: EngineTask, say: Say) -> StartedModel:
-    lines: list[tuple[float, str]] = []
-
-    def note(text: str) -> None:
-        lines.append((time.monotonic(), text))
-        say(text)
-
     with checkpoint(task) as (model, engine):
         shape = read_served_shape(resolve_model_path(model.model, weights=False))
         began = time.monotonic()
-        runner = ModelRunner(model, engine, note)
-        ended = time.monotonic()
-    described, device = runner.description, current(engine.device)
+        runner = ModelRunner(model, engine, say)
+        seconds = time.monotonic() - began
+    described = runner.description
     dtype: KVDtype = described.model.dtype  # type: ignore[assignment]
+    current(engine.device)
     figure = Started(
         model=task.model,
         dtype=dtype,
-        seconds=ended - began,
-        phases=phases(lines, began, ended),
-        said=[text for _, text in lines],
+        seconds=seconds,
         weight_bytes=step_weight_bytes(shape, ITEM_BYTES[dtype], engine),
         pool_bytes=described.memory.region_bytes,
         context_tokens=described.model.context_tokens,
-        free_bytes=torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None,
     )
     with runner.on_device():
         fill_randomly(runner.memory.pool)
     return StartedModel(runner, shape, figure)
-
-
-def phases(lines: Sequence[tuple[float, str]], began: float, ended: float) -> dict[str, float]:
-    """How long each phase took: from its first line to the first of the next. Lines that begin with the same two words are of one
-    phase, and these are its name; what is before the first line is called "before"."""
-    times: dict[str, float] = {}
-    name, since = "before", began
-    for at, text in (*lines, (ended, "")):
-        new = " ".join(re.findall("[A-Za-z]+", text)[:2])
-        if new != name:
-            times[name] = times.get(name, 0.0) + at - since
-            name, since = new, at
-    return times
 
 
 def measure_steps(task: EngineTask, say: Say) -> Iterator[Figure]:
@@ -307,15 +280,15 @@ def measure_steps(task: EngineTask, say: Say) -> Iterator[Figure]:
 def decode_step(task: EngineTask, started: StartedModel, batch: int, context: int) -> DecodeStep:
     runner, engine, rounds = started.runner, started.runner.description, task.bench.rounds
     steps = WARM_STEPS + rounds + (ALONE_STEPS if engine.device.startswith("cuda") else 0)
-    reason = why_not_decoded(engine, batch, context, steps)
+    layout, total_pages = engine.layout, engine.total_pages
+    reason = why_not_decoded(layout, total_pages, batch, context, steps)
     if reason:
         return DecodeStep(model=task.model, batch=batch, context=context, skipped=reason)
-    plans = decode_plans(engine, batch, context, steps)
+    plans = decode_plans(layout, total_pages, batch, context, steps)
     for plan in plans[:WARM_STEPS]:
         runner.steps.launch(plan).wait()
     step_s, launch_s = in_flight(runner, plans[WARM_STEPS : WARM_STEPS + rounds])
     alone = [device_ms(runner, plan, max(launch_s)) for plan in plans[WARM_STEPS + rounds :]]
-    layout = engine.layout
     return DecodeStep(
         model=task.model,
         batch=batch,
@@ -362,12 +335,13 @@ def measure_floor(task: EngineTask, say: Say) -> Iterator[Figure]:
         for batch in bench.batch_sizes:
             say(f"floor of decode, batch {batch}, context {context}")
             steps = WARM_STEPS + bench.rounds
-            skipped = why_not_decoded(engine, batch, context, steps)
+            skipped = why_not_decoded(engine.layout, engine.total_pages, batch, context, steps)
             if skipped:
                 yield Floor(model=task.model, step="decode", rows=batch, context=context, skipped=skipped)
                 continue
+            plans = decode_plans(engine.layout, engine.total_pages, batch, context, steps)
             products = products_of(started, batch, batch, replays=True)
-            yield beside_floor(task, started, decode_plans(engine, batch, context, steps), products, ("decode", batch, context))
+            yield beside_floor(task, started, plans, products, ("decode", batch, context))
 
 
 def products_of(started: StartedModel, tokens: int, sampled: int, replays: bool = False) -> Callable[[], object]:
@@ -425,3 +399,152 @@ def beside_floor(
         attention_ms=attention_ms,
         ratio=Spread.of(step_s / (products_s + attention_s) for step_s, products_s, attention_s in rounds),
     )
+
+
+# --- the host's work ---------------------------------------------------------------------------------------------------------
+
+HOST_ROWS, HOST_CONTEXT, HOST_VOCAB = 256, 1024, 8
+HOST_WARM_STEPS = 20
+
+
+class EmptyModel:
+    """Implements `Model`: its results are there before it is called."""
+
+    capturable = True
+    spared_bytes = 0
+
+    def __init__(self, rows: int, head_dim: int, device: torch.device) -> None:
+        self.attention: Sequence[LayerAttention] = [LayerAttention(head_dim**-0.5)]
+        self._hidden = torch.zeros(rows, 1, device=device)
+        self._logits = torch.zeros(rows, HOST_VOCAB, device=device)
+
+    def hidden(self, token_ids: Tensor, positions: Tensor, attention: StepAttention, wanted: Tensor | None = None) -> Tensor:
+        return self._hidden[: len(token_ids if wanted is None else wanted)]
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return self._logits[: len(hidden)]
+
+
+def measure_host(task: EngineTask, say: Say) -> Iterator[Figure]:
+    """What `StepRunner.launch` costs when the model computes nothing. The device is idle at each launch, so nothing of it is
+    waited for. One row in as many as a page has tokens gets a page in each step; no row starts."""
+    device = current(task.engine.device)
+    on_cuda = device.type == "cuda"
+    head_dim, kv_heads, dtype = (128, 8, "bfloat16") if on_cuda else (8, 1, "float32")
+    layout = KVLayout(layers=1, kv_heads=kv_heads, head_dim=head_dim, page_size=16, dtype=dtype)  # type: ignore[arg-type]
+    lines: list[str] = []
+    with torch.cuda.stream(torch.cuda.Stream(device) if on_cuda else None):  # type: ignore[no-untyped-call]
+        memory = KVMemory(layout, HOST_ROWS * layout.pages_for(HOST_CONTEXT), device)
+        steps = empty_step_runner(memory, 4 * kv_heads, task.engine, lines.append)
+        has_graphs = on_cuda and task.engine.graphs != "off" and steps.capture(CudaGraphs(), [HOST_ROWS], lines.append) is None
+        taken: list[float] = []
+        rounds = min(10 * task.bench.rounds, 500)
+        for plan in decode_plans(layout, memory.total_pages, HOST_ROWS, HOST_CONTEXT, HOST_WARM_STEPS + rounds):
+            began = time.perf_counter()
+            pending = steps.launch(plan)
+            taken.append(time.perf_counter() - began)
+            pending.wait()
+    yield HostWork(
+        device=str(device),
+        rows=HOST_ROWS,
+        graphs=has_graphs,
+        attention=next((text for text in lines if text.startswith("attention")), "torch"),
+        launch_ms=Spread.of(1e3 * seconds for seconds in taken[HOST_WARM_STEPS:]),
+    )
+
+
+def empty_step_runner(memory: KVMemory, query_heads: int, engine: EngineConfig, say: Say) -> StepRunner:
+    device, layout = memory.pool.device, memory.layout
+    kernels, model = make_kernels(device), EmptyModel(HOST_ROWS, layout.head_dim, device)
+    pages_per_row = layout.pages_for(HOST_CONTEXT)
+    needs = AttentionNeeds(memory, query_heads, model.attention, memory.pool.dtype, HOST_ROWS, pages_per_row)
+    return StepRunner(
+        model,
+        kernels,
+        memory,
+        make_attention(needs, engine.attention, kernels, say).attention,
+        max_rows=HOST_ROWS,
+        pages_per_row=pages_per_row,
+        layer_groups=0,
+        vocab_size=HOST_VOCAB,
+    )
+
+
+# --- sampling ----------------------------------------------------------------------------------------------------------------
+
+PROMPT_TOKENS, STEPS_AT_ONCE, SAMPLING_ROWS = 128, 3, 64
+NOTHING = SamplingParams(max_new_tokens=99, temperature=0.0)
+KINDS: dict[str, dict[str, Any]] = {
+    "nothing": {},
+    "temperature": {"temperature": 0.8},
+    "penalties": {"repetition_penalty": 1.1, "presence_penalty": 0.5, "frequency_penalty": 0.5},
+    "logit_bias of 300 tokens": {"logit_bias": tuple((token, 1.0) for token in range(300))},
+    "min_tokens": {"min_tokens": 99},
+    "8 bad words": {"bad_words": tuple(tuple(range(20 * word, 20 * word + 1 + word % 4)) for word in range(8))},
+    "logprobs 5": {"logprobs": 5},
+}
+WITH_VOCABULARY: dict[str, dict[str, Any]] = {
+    "a JSON schema": {"grammar": Grammar("json_schema", '{"type":"array","items":{"type":"string"}}')},
+    "a regular expression": {"grammar": Grammar("regex", r"(\d{3}-){99}")},
+}
+"""Only of a model that has a tokenizer."""
+
+
+def measure_sampling(task: EngineTask, say: Say) -> Iterator[Figure]:
+    """Decode steps whose rows all ask for the same, beside steps whose rows ask for nothing. Each round times a few steps of
+    every kind, so that all kinds meet the same disturbances."""
+    rows = task.engine.max_running or SAMPLING_ROWS
+    with checkpoint(task, vocab_size=task.vocab_size) as (model, engine):
+        runner = ModelRunner(model, replace(engine, max_running=rows, context_tokens=256, kv_memory="256MiB"), say)
+    kinds = KINDS | WITH_VOCABULARY if task.model == DEMO_MODEL else KINDS
+    seconds: dict[str, list[float]] = {kind: [] for kind in kinds}
+    with runner.on_device():
+        for number in range(task.bench.rounds + 1):
+            say(f"round {number}")
+            for kind, fields in kinds.items():
+                first, *others = sampling_plans(runner, msgspec.structs.replace(NOTHING, **fields))
+                runner.steps.launch(first).wait()
+                taken, _ = in_flight(runner, others)
+                if number:  # the first round compiles and warms up
+                    seconds[kind] += taken
+    plain = float(np.median(seconds["nothing"]))
+    for kind, taken in seconds.items():
+        yield SampledStep(
+            model=task.model,
+            vocab_size=runner.description.model.vocab_size,
+            rows=rows,
+            asked=kind,
+            step_ms=Spread.of(1e3 * each for each in taken),
+            ratio=float(np.median(taken)) / plain,
+        )
+
+
+def sampling_plans(runner: ModelRunner, sampling: SamplingParams) -> list[StepPlan]:
+    """A step in which all rows start, and those that are timed. Nobody has computed the rows' context."""
+    if sampling.grammar is not None and runner.grammars is not None:
+        runner.grammars.prepare(sampling.grammar, lambda: None).wait()
+    described = runner.description
+    pages = described.layout.pages_for(PROMPT_TOKENS + STEPS_AT_ONCE + 1)
+    random = np.random.default_rng(5)
+    starts = tuple(
+        RowStart(
+            row=row,
+            pages=np.arange(row * pages, (row + 1) * pages, dtype=np.int32),
+            sampling=sampling,
+            length=PROMPT_TOKENS - 1,
+            last_token=1,
+            token_ids=random.integers(0, described.model.vocab_size, PROMPT_TOKENS).astype(np.int32),
+        )
+        for row in range(described.max_rows)
+    )
+    rows = np.arange(described.max_rows, dtype=np.int32)
+    return [StepPlan(number, starts if number == 0 else (), decode_rows=rows) for number in range(STEPS_AT_ONCE + 1)]
+
+
+ACTS: Mapping[Section, Callable[[EngineTask, Say], Iterator[Figure]]] = {
+    "ceilings": measure_ceilings,
+    "host": measure_host,
+    "sampling": measure_sampling,
+    "steps": measure_steps,
+    "floor": measure_floor,
+}

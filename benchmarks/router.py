@@ -1,25 +1,28 @@
 """What a router adds to a request and to a token, and how many streams it carries: fleets with the timed executor under load.
 
-Owns the flags of the fleets, the phases of a load and the figures. `bench/client.py` is the client, in processes of its own, so
-that its work does not count as the router's. Run it as `python -m benchmarks.router`.
+Owns the flags of the fleets, the phases, and what is made of a load's answers and of the CPU time of the routers meanwhile. The
+load is that of `launch bench serve`, sent by processes of its own, so that its work does not count as the router's. Run it as
+`python -m benchmarks.router`.
 """
 
-import asyncio
 import contextlib
 import math
 import multiprocessing
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from multiprocessing.pool import AsyncResult, Pool
 from typing import Any, TypeAlias
 
 import msgspec
-import uvloop
+import numpy as np
 
-from bench.client import USAGE_FIELDS, HttpClient, TimedAnswer
+from bench.client import USAGE_FIELDS, TimedAnswer
+from bench.options import LoadOptions, ServeOptions, TargetOptions, WorkloadOptions
 from bench.report import BenchOutcome, Goal, say, this_hardware
+from bench.serve import MeasuredLoad, measure
 from benchmarks.command import Invocation, start
 from benchmarks.processes import below, command_of, cpu_s, resident_mb
 from common.config import DEMO_MODEL
@@ -27,15 +30,18 @@ from common.host import allow_many_files
 from common.options import option, parse_numbers, require, require_at_least
 from common.processes.local_fleet import FleetFailed, local_fleet
 
-LOAD_S, PATIENCE_S = 600.0, 120.0
-CONNECTING, CONNECT_S = 128, 0.02
-"""So many connections are made at once, and then none for so long."""
+LOAD_S = 600.0
+CONNECTIONS_PER_S = 6400.0
+"""As fast as connections are made."""
 LOOK_S = 0.02
-"""How often the load generator looks whether all streams are open."""
+"""How often the CPU time and the memory of the routers are looked at."""
+PROMPT_TOKENS = 4
 KEPT_REASONS = 3
 LONGEST_ANSWER = 2000
 """Tokens of one answer at most: prompt and answer must fit the demo model's context."""
 REQUESTS_AT_ONCE = BESIDE = 64
+OTHERS_S = 3.0
+"""Within this time the streams beside have begun."""
 BESIDE_STEP_S, OPEN_STEP_S = 0.01, 1.0
 """In which each of the streams beside, and each of those that are open at once, gets a token."""
 LEAST_STEP_S = 0.0005
@@ -96,34 +102,25 @@ class RequestRate(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StreamRate(msgspec.Struct, frozen=True, kw_only=True):
-    """So many streams at once."""
+    """So many streams at once. Rates and CPU times of the router are of the time when all are open, where there is one."""
 
     streams: int
+    most_open: int
+    """Streams that had begun and not ended, at once."""
     failed: int
+    opened_per_s: float
+    """From the first connection until all are open; 0 when they never were."""
     tokens_per_s: float
     per_core_s: float
     router_us: float
     """The CPU time of the router for a token; `per_core_s` is its inverse."""
     tokens_per_event: float
     """1 when each token was sent alone."""
+    kib_each: float
+    """What the resident memory of the router has grown by, for each."""
     detokenizer_us: float
     load_us: float
     """The CPU time of the load generator for a token."""
-
-
-class OpenStreams(msgspec.Struct, frozen=True, kw_only=True):
-    """Streams that were open at once."""
-
-    streams: int
-    most_open: int
-    failed: int
-    reasons: tuple[str, ...]
-    kib_each: float
-    """Resident memory of the router for each."""
-    opened_per_s: float
-    """From the first connection until all are open; 0 when they never were."""
-    tokens_per_s: float
-    router_us: float
 
 
 class RouterOutcome(BenchOutcome, frozen=True, kw_only=True):
@@ -133,134 +130,10 @@ class RouterOutcome(BenchOutcome, frozen=True, kw_only=True):
     first_token: list[FirstTokens]
     requests: RequestRate
     streams: list[StreamRate]
-    open: OpenStreams | None
+    open: StreamRate | None
 
 
 # --- the load ----------------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class RouterLoad:
-    """So many requests, each for an answer of `tokens` tokens as a stream."""
-
-    url: str
-    requests: int
-    parallel: int
-    tokens: int
-    pids: tuple[int, ...]
-    """The processes of the routers."""
-
-
-@dataclass(frozen=True, slots=True)
-class Counted:
-    """What was counted in a part of the time."""
-
-    s: float = 0.0
-    events: int = 0
-    """Those with tokens."""
-    cpu_s: float = 0.0
-    """CPU time of the routers."""
-
-    def since(self, then: "Counted") -> "Counted":
-        return Counted(self.s - then.s, self.events - then.events, self.cpu_s - then.cpu_s)
-
-
-@dataclass(slots=True)
-class LoadResult:
-    """What came of a load."""
-
-    ttft_s: list[float] = field(default_factory=list)
-    """From sending a request to its first token, for each."""
-    failed: int = 0
-    """Requests without a whole answer."""
-    reasons: list[str] = field(default_factory=list)
-    tokens_per_event: float = 1.0
-    total: Counted = Counted()
-    window: Counted = Counted()
-    """The time in which all `parallel` streams were open; nothing when the first had ended before the last began."""
-    own_cpu_s: float = 0.0
-    """CPU time of the load generator."""
-    opening_s: float = 0.0
-    """From before the first connection is made to the first token of the last of `parallel` streams; 0 as for `window`."""
-    most_open: int = 0
-    """Streams that had begun and not ended, at once."""
-    before_mb: float = 0.0
-    open_mb: float = 0.0
-    """Resident memory of the routers when the last of `parallel` streams had begun."""
-
-    @property
-    def steady(self) -> Counted:
-        """The time when all streams are open, where there is one; else all of it."""
-        return self.window if self.window.events else self.total
-
-
-class LoadRun:
-    """A load under way. The server says at the end how many tokens an answer has: to count them in each event would be more work
-    for the router than is usual."""
-
-    def __init__(self, load: RouterLoad) -> None:
-        self._load, self._result = load, LoadResult(before_mb=sum(map(resident_mb, load.pids)))
-        params = {"model": DEMO_MODEL, "prompt": "Tell me more.", "stream": True, "ignore_eos": True, "max_tokens": load.tokens}
-        self._body = msgspec.json.encode(params | USAGE_FIELDS["last"])
-        self._left = iter(range(load.requests))
-        self._answers: list[TimedAnswer] = []
-
-    async def carry_out(self) -> LoadResult:
-        load, result = self._load, self._result
-        client = HttpClient(load.url, "/v1/completions", {}, PATIENCE_S)
-        began, own_s = self._count(), time.process_time()
-        watch = asyncio.create_task(self._watch(began))
-        async with asyncio.TaskGroup() as group:
-            for number in range(load.parallel):
-                group.create_task(self._ask_one_after_the_other(client))
-                if number % CONNECTING == CONNECTING - 1:
-                    await asyncio.sleep(CONNECT_S)
-        watch.cancel()
-        client.close()
-        result.total, result.own_cpu_s = self._count().since(began), time.process_time() - own_s
-        result.ttft_s = [answer.ttft_s for answer in self._answers if answer.counted]
-        result.tokens_per_event = sum(answer.output_tokens for answer in self._answers) / max(1, result.total.events)
-        return result
-
-    async def _ask_one_after_the_other(self, client: HttpClient) -> None:
-        for _ in self._left:
-            answer = TimedAnswer(0.0, self._load.tokens)
-            self._answers.append(answer)
-            answer.begin(time.perf_counter())
-            await client.ask(answer, self._body)
-            missing = self._load.tokens - answer.output_tokens
-            if answer.error or missing:
-                self._result.failed += 1
-                reason = answer.message or f"{missing} tokens are missing"
-                self._result.reasons = [*self._result.reasons, reason][:KEPT_REASONS]
-
-    async def _watch(self, began: Counted) -> None:
-        """Find the time in which all streams are open."""
-        load, result = self._load, self._result
-        all_open: Counted | None = None
-        while True:
-            await asyncio.sleep(LOOK_S)
-            now_open = sum(1 for answer in self._answers if answer.counted and not answer.ended_s)
-            result.most_open = max(result.most_open, now_open)
-            if now_open == load.parallel:
-                now = self._count()
-                if all_open is None:
-                    all_open, result.opening_s = now, now.s - began.s
-                    result.open_mb = sum(map(resident_mb, load.pids))
-                result.window = now.since(all_open)
-
-    def _count(self) -> Counted:
-        events = sum(answer.counted for answer in self._answers)
-        return Counted(time.perf_counter(), events, sum(map(cpu_s, self._load.pids)))
-
-
-def generate(load: RouterLoad) -> LoadResult:
-    """The work of the load generator's process."""
-    result: LoadResult = uvloop.run(LoadRun(load).carry_out())
-    return result
-
-
-# --- what is measured --------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -273,21 +146,112 @@ class LoadedFleet:
     detokenizers: tuple[int, ...]
     generators: Pool
 
-    def begin(self, requests: int, parallel: int, tokens: int) -> "AsyncResult[LoadResult]":
-        return self.generators.apply_async(generate, (RouterLoad(self.url, requests, parallel, tokens, self.pids),))
+    def begin(self, requests: int, parallel: int, tokens: int) -> "AsyncResult[MeasuredLoad]":
+        """So many requests, each for a stream of `tokens` tokens. The server says at the end how many tokens an answer has: to
+        count them in each event would be more work for the router than is usual."""
+        is_even = parallel == requests > 1
+        load = ServeOptions(
+            target=TargetOptions(base_url=self.url, model=DEMO_MODEL),
+            workload=WorkloadOptions(num_prompts=requests, random_input_len=PROMPT_TOKENS, random_output_len=tokens),
+            load=LoadOptions(
+                max_concurrency=parallel,
+                extra_body=msgspec.json.encode(USAGE_FIELDS["last"]).decode(),
+                request_rate=CONNECTIONS_PER_S if is_even else math.inf,
+                burstiness=math.inf if is_even else 1.0,
+            ),
+        )
+        return self.generators.apply_async(measure, (load,))
 
-    def send(self, requests: int, parallel: int, tokens: int) -> LoadResult:
-        return ended(self.begin(requests, parallel, tokens))
+    def send(self, requests: int, parallel: int, tokens: int) -> "WatchedLoad":
+        """Send them and watch the routers until all is answered. Raises FleetFailed when no request had an answer."""
+        load = self.begin(requests, parallel, tokens)
+        looks: list[tuple[float, float, float]] = []
+        while not load.ready():
+            load.wait(LOOK_S)
+            looks.append((time.perf_counter(), sum(map(cpu_s, self.pids)), sum(map(resident_mb, self.pids))))
+        return WatchedLoad(ended(load), looks, parallel)
 
 
-def ended(load: "AsyncResult[LoadResult]") -> LoadResult:
+def ended(load: "AsyncResult[MeasuredLoad]") -> MeasuredLoad:
     """Raises FleetFailed when no request had an answer."""
-    result = load.get(LOAD_S)
-    if not result.ttft_s:
-        raise FleetFailed(f"the load came to nothing: {'; '.join(result.reasons)}")
-    for reason in result.reasons:
-        say(f"failed: {reason}")
-    return result
+    measured = load.get(LOAD_S)
+    reasons = Counter(answer.message for answer in measured.answers if answer.error)
+    if not measured.figures["completed"]:
+        raise FleetFailed(f"the load came to nothing: {'; '.join(reasons)}")
+    for reason, count in reasons.most_common(KEPT_REASONS):
+        say(f"{count} failed: {reason}")
+    return measured
+
+
+class WatchedLoad:
+    """What came of a load, and of the routers meanwhile. Clocks of all processes of a machine are one clock.
+
+    looks: [looks, 3]: when the routers were looked at, their CPU time, and their resident memory in MiB.
+    """
+
+    def __init__(self, load: MeasuredLoad, looks: Sequence[tuple[float, float, float]], parallel: int) -> None:
+        self.load, self.parallel = load, parallel
+        self.whole = [answer for answer in load.answers if not answer.error and answer.output_tokens >= answer.requested_tokens]
+        self.failed = len(load.answers) - len(self.whole)
+        self.tokens = sum(answer.output_tokens for answer in self.whole)
+        self.tokens_per_event = self.tokens / max(1, sum(answer.counted for answer in self.whole))
+        self._at_s, self._cpu_s, self._mb = np.array(looks).T
+
+    def router_s(self, begin_s: float, end_s: float) -> float:
+        """The CPU time of the routers meanwhile."""
+        begin, end = np.interp((begin_s, end_s), self._at_s, self._cpu_s)
+        return float(end - begin)
+
+    def grown_mb(self) -> float:
+        """The most that the memory of the routers has grown by."""
+        return float(self._mb.max() - self._mb[0])
+
+    def all_s(self) -> tuple[float, float]:
+        """From the beginning to the end of the load."""
+        return self.load.began_s, self.load.began_s + self.load.figures["duration"]
+
+    def all_open_s(self) -> tuple[float, float] | None:
+        """The time in which all `parallel` streams are open; None when the first has ended before the last begins."""
+        begin = max((answer.first_s for answer in self.whole), default=0.0)
+        end = min((answer.last_s for answer in self.whole), default=0.0)
+        return (begin, end) if begin < end and len(self.whole) == self.parallel else None
+
+    def tokens_in(self, begin_s: float, end_s: float) -> float:
+        """Tokens that came in this time."""
+        counts = [_events_in(answer, begin_s, end_s) for answer in self.whole]
+        return self.tokens_per_event * sum(counts)
+
+    def first_tokens(self, beside: int) -> FirstTokens:
+        p50_ms, p99_ms = np.percentile([1e3 * answer.ttft_s for answer in self.whole], (50, 99)).tolist()
+        return FirstTokens(beside=beside, requests=len(self.whole), p50_ms=p50_ms, p99_ms=p99_ms)
+
+    def rate(self, detokenizer_s: float) -> StreamRate:
+        """Of streams that began at once. detokenizer_s: the CPU time of the detokenizers."""
+        open_s, began_s = self.all_open_s(), self.load.began_s
+        begin_s, end_s = open_s or self.all_s()
+        tokens, used_s = self.tokens_in(begin_s, end_s), self.router_s(begin_s, end_s)
+        most_open = self.load.figures["max_concurrent_requests"]
+        return StreamRate(
+            streams=self.parallel,
+            most_open=most_open,
+            failed=self.failed,
+            opened_per_s=0.0 if open_s is None else self.parallel / (begin_s - began_s),
+            tokens_per_s=tokens / (end_s - begin_s),
+            per_core_s=tokens / used_s,
+            router_us=1e6 * used_s / tokens,
+            tokens_per_event=self.tokens_per_event,
+            kib_each=1024 * self.grown_mb() / max(1, most_open),
+            detokenizer_us=1e6 * detokenizer_s / self.tokens,
+            load_us=1e6 * self.load.cpu_s / self.tokens,
+        )
+
+
+def _events_in(answer: TimedAnswer, begin_s: float, end_s: float) -> int:
+    at_s = answer.first_s + np.cumsum([0.0, *answer.gaps_s])
+    return int(((at_s > begin_s) & (at_s <= end_s)).sum())
+
+
+# --- what is measured --------------------------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
@@ -337,72 +301,44 @@ def measure_requests(bench: RouterBench) -> tuple[list[FirstTokens], RequestRate
     say(f"requests: one by one, many at once, and beside {BESIDE} streams")
     with loaded_fleet(bench, f"0,0,{BESIDE_STEP_S / BESIDE}") as fleet:
         fleet.send(20, 4, 8)  # what is made at the first use is made
-        alone = first_tokens(fleet.send(few, 1, 1), 0)
+        alone = fleet.send(few, 1, 1).first_tokens(0)
         many = fleet.send(bench.requests, REQUESTS_AT_ONCE, 1)
-        others = fleet.begin(BESIDE, BESIDE, min(LONGEST_ANSWER, 4 * few))
-        beside = first_tokens(fleet.send(few, 1, 1), BESIDE)
+        others = fleet.begin(BESIDE, BESIDE, min(LONGEST_ANSWER, 4 * few + int(OTHERS_S / BESIDE_STEP_S)))
+        time.sleep(OTHERS_S)
+        beside = fleet.send(few, 1, 1).first_tokens(BESIDE)
         ended(others)
-    done, used_s = len(many.ttft_s), many.total.cpu_s
+    done, used_s = len(many.whole), many.router_s(*many.all_s())
     requests = RequestRate(
         requests=done,
         parallel=REQUESTS_AT_ONCE,
         failed=many.failed,
-        per_s=done / many.total.s,
+        per_s=done / many.load.figures["duration"],
         per_core_s=done / used_s,
         router_ms=1e3 * used_s / done,
     )
     return [alone, beside], requests
 
 
-def first_tokens(result: LoadResult, beside: int) -> FirstTokens:
-    ordered = sorted(1e3 * each for each in result.ttft_s)
-    p50_ms, p99_ms = ordered[len(ordered) // 2], ordered[int(0.99 * (len(ordered) - 1))]
-    return FirstTokens(beside=beside, requests=len(ordered), p50_ms=p50_ms, p99_ms=p99_ms)
-
-
 def measure_streams(bench: RouterBench, streams: int) -> StreamRate:
-    say(f"{streams} streams")
     tokens = max(2, min(LONGEST_ANSWER, int(bench.rate * bench.seconds / streams)))
-    with loaded_fleet(bench, f"{max(LEAST_STEP_S, streams / bench.rate)},0,0", streams) as fleet:
-        fleet.send(20, 4, 8)
-        before_s = sum(map(cpu_s, fleet.detokenizers))
-        result = fleet.send(streams, streams, tokens)
-        detokenizer_s = sum(map(cpu_s, fleet.detokenizers)) - before_s
-    steady, all_tokens = result.steady, result.tokens_per_event * result.total.events
-    steady_tokens = result.tokens_per_event * steady.events
-    return StreamRate(
-        streams=streams,
-        failed=result.failed,
-        tokens_per_s=steady_tokens / steady.s,
-        per_core_s=steady_tokens / steady.cpu_s,
-        router_us=1e6 * steady.cpu_s / steady_tokens,
-        tokens_per_event=result.tokens_per_event,
-        detokenizer_us=1e6 * detokenizer_s / all_tokens,
-        load_us=1e6 * result.own_cpu_s / all_tokens,
-    )
+    return _measure(bench, f"{max(LEAST_STEP_S, streams / bench.rate)},0,0", streams, tokens)
 
 
-def measure_open(bench: RouterBench) -> OpenStreams:
-    say(f"{bench.open} streams open at once")
+def measure_open(bench: RouterBench) -> StreamRate:
     flags = f"--decode={math.ceil(bench.open / MOST_ROWS)}", "--chunk-tokens=8192"
-    with loaded_fleet(bench, f"{OPEN_STEP_S},0,0", bench.open, *flags) as fleet:
+    return _measure(bench, f"{OPEN_STEP_S},0,0", bench.open, int(bench.open_s / OPEN_STEP_S), *flags)
+
+
+def _measure(bench: RouterBench, cost: str, streams: int, tokens: int, *flags: str) -> StreamRate:
+    say(f"{streams} streams at once")
+    with loaded_fleet(bench, cost, streams, *flags) as fleet:
         fleet.send(4, 4, 2)
-        result = fleet.send(bench.open, bench.open, int(bench.open_s / OPEN_STEP_S))
-    steady = result.steady
-    steady_tokens = result.tokens_per_event * steady.events
-    return OpenStreams(
-        streams=bench.open,
-        most_open=result.most_open,
-        failed=result.failed,
-        reasons=tuple(result.reasons),
-        kib_each=1024 * (result.open_mb - result.before_mb) / max(1, result.most_open),
-        opened_per_s=bench.open / result.opening_s if result.opening_s else 0.0,
-        tokens_per_s=steady_tokens / steady.s,
-        router_us=1e6 * steady.cpu_s / steady_tokens,
-    )
+        before_s = sum(map(cpu_s, fleet.detokenizers))
+        watched = fleet.send(streams, streams, tokens)
+        return watched.rate(sum(map(cpu_s, fleet.detokenizers)) - before_s)
 
 
-def goals(alone: FirstTokens, requests: RequestRate, streams: Sequence[StreamRate], opened: OpenStreams | None) -> Iterator[Goal]:
+def goals(alone: FirstTokens, requests: RequestRate, streams: Sequence[StreamRate], opened: StreamRate | None) -> Iterator[Goal]:
     """The goals for one router process on one core. alone: beside no other streams."""
     for name, value in (("median", alone.p50_ms), ("99th percentile", alone.p99_ms)):
         yield Goal(rule=f"added time to the first token, {name}: under 3 ms", met=value < 3, figure=f"{value:.2f} ms")
@@ -419,6 +355,20 @@ def goals(alone: FirstTokens, requests: RequestRate, streams: Sequence[StreamRat
 
 
 Lines: TypeAlias = list[tuple[str, ...]]
+STREAM_COLUMNS = {
+    "streams": ("streams", ","),
+    "open at once": ("most_open", ","),
+    "failed": ("failed", ""),
+    "opened/s": ("opened_per_s", ",.0f"),
+    "tokens/s": ("tokens_per_s", ",.0f"),
+    "tokens in an event": ("tokens_per_event", ".2f"),
+    "router, us of CPU a token": ("router_us", ".1f"),
+    "1/that": ("per_core_s", ",.0f"),
+    "router, KiB each": ("kib_each", ".0f"),
+    "detokenizer, us a token": ("detokenizer_us", ".1f"),
+    "load generator, us a token": ("load_us", ".1f"),
+}
+"""The figure of each column, and its format."""
 
 
 def tables(outcome: RouterOutcome) -> Iterator[Lines]:
@@ -429,19 +379,10 @@ def tables(outcome: RouterOutcome) -> Iterator[Lines]:
     head = ("requests", "at once", "failed", "requests/s", "router, ms of CPU each", "1/that")
     rates = f"{of.per_s:,.0f}", f"{of.router_ms:.3f}", f"{of.per_core_s:,.0f}"
     yield [head, (f"{of.requests:,}", f"{of.parallel}", f"{of.failed}", *rates)]
-    head = ("streams", "failed", "tokens/s", "tokens in an event", "router, us of CPU a token", "1/that")
-    lines: Lines = [(*head, "detokenizer, us a token", "load generator, us a token")]
-    for each in outcome.streams:
-        rates = f"{each.tokens_per_s:,.0f}", f"{each.tokens_per_event:.2f}", f"{each.router_us:.1f}"
-        others = f"{each.per_core_s:,.0f}", f"{each.detokenizer_us:.1f}", f"{each.load_us:.1f}"
-        lines.append((f"{each.streams:,}", f"{each.failed}", *rates, *others))
-    yield lines
-    if outcome.open is not None:
-        opened = outcome.open
-        head = ("streams", "open at once", "failed", "opened/s", "router, KiB each", "tokens/s", "router, us of CPU a token")
-        rates = f"{opened.opened_per_s:,.0f}", f"{opened.kib_each:.0f}", f"{opened.tokens_per_s:,.0f}"
-        counts = f"{opened.streams:,}", f"{opened.most_open:,}", f"{opened.failed}"
-        yield [head, (*counts, *rates, f"{opened.router_us:.1f}")]
+    streams = [*outcome.streams, *([] if outcome.open is None else [outcome.open])]
+    rows = [msgspec.structs.asdict(each) for each in streams]
+    lines = (tuple(format(row[name], form) for name, form in STREAM_COLUMNS.values()) for row in rows)
+    yield [tuple(STREAM_COLUMNS), *lines]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

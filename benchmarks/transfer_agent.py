@@ -13,7 +13,6 @@ import socket
 import sys
 import threading
 import time
-import zlib
 from collections.abc import Callable
 from typing import Any, Literal, TypeAlias
 
@@ -86,7 +85,6 @@ class AgentPlan(msgspec.Struct, frozen=True, kw_only=True):
     unit_bytes: int
     """The size of a page of its pool."""
     pool_bytes: int
-    huge_pages: bool
     device: str = "cpu"
     other_device: str = "cpu"
     """Where the other end's pool is."""
@@ -114,16 +112,7 @@ class PushOrder(JsonLine, frozen=True):
     least_pushes: int
 
 
-class ChecksumOrder(JsonLine, frozen=True):
-    """Report the checksum of what the last push of a turn read on this end or, if `landed`, wrote there: no later push of that
-    turn has overwritten its pages."""
-
-    shape: PushShape
-    seed: int
-    landed: bool
-
-
-AgentOrder: TypeAlias = LinkOrder | ExpectOrder | PushOrder | ChecksumOrder
+AgentOrder: TypeAlias = LinkOrder | ExpectOrder | PushOrder
 
 
 class AgentReport(JsonLine, frozen=True, kw_only=True):
@@ -134,7 +123,6 @@ class AgentReport(JsonLine, frozen=True, kw_only=True):
     cpu_s: float = 0.0
     """User and system time of all threads."""
     pushes_s: tuple[float, ...] = ()
-    checksum: int = 0
 
 
 class BenchPool:
@@ -143,18 +131,10 @@ class BenchPool:
     bytes: Any
     """[pool_bytes] uint8: an array, or a tensor on a GPU."""
 
-    def __init__(self, pool_bytes: int, huge_pages: bool) -> None:
-        self.bytes = host_memory(pool_bytes, huge_pages)
+    def __init__(self, pool_bytes: int) -> None:
+        self.bytes = host_memory(pool_bytes, huge_pages=True)
         self.bytes[:] = 0
         self.region = MemoryRegion(address=self.bytes.ctypes.data, region_bytes=pool_bytes, device="cpu")
-
-    def fill(self) -> None:
-        """Write numbers, of which no two are alike."""
-        self.bytes.view(np.int64)[:] = np.arange(len(self.bytes) // 8)
-
-    def checksum(self, pages: Int32Array, page_bytes: int) -> int:
-        """CRC-32 of these pages, one after the other."""
-        return zlib.crc32(self.bytes.reshape(-1, page_bytes)[pages].tobytes())
 
     def copies(self, landing: "BenchPool", runs: Int64Array) -> PushOnce:
         """A loop that copies the runs with one core. landing: a pool of the same kind."""
@@ -175,25 +155,17 @@ class DevicePool(BenchPool):
         """device: cuda or cuda:N. Raises TransferError when the memory cannot be had."""
         import torch  # takes a second, and only pools on a GPU need it
 
-        self._torch = torch
         try:
             self.bytes = torch.zeros(pool_bytes, dtype=torch.uint8, device=device)
         except (RuntimeError, AssertionError) as error:
             raise TransferError(f"no pool of {pool_bytes} bytes on {device}: {str(error).splitlines()[0]}") from error
         self.region = MemoryRegion(address=self.bytes.data_ptr(), region_bytes=pool_bytes, device=str(self.bytes.device))
+        # A push is no work of torch's stream, so nothing of it may still run.
+        self._wait = torch.cuda.current_stream(self.bytes.device).synchronize if self.bytes.is_cuda else lambda: None
         self._wait()
-
-    def fill(self) -> None:
-        self._torch.arange(len(self.bytes) // 8, out=self.bytes.view(self._torch.int64))
-        self._wait()
-
-    def checksum(self, pages: Int32Array, page_bytes: int) -> int:
-        indices = self._torch.from_numpy(pages.astype(np.int64)).to(self.bytes.device)
-        return zlib.crc32(self.bytes.view(-1, page_bytes)[indices].cpu().numpy().tobytes())
 
     def copies(self, landing: BenchPool, runs: Int64Array) -> PushOnce:
-        to, source = landing.bytes, self.bytes
-        parts = [(to[there : there + length], source[here : here + length]) for here, there, length in runs.tolist()]
+        parts = [(landing.bytes[to : to + length], self.bytes[at : at + length]) for at, to, length in runs.tolist()]
 
         def push() -> None:
             for target_run, source_run in parts:
@@ -202,15 +174,10 @@ class DevicePool(BenchPool):
 
         return push
 
-    def _wait(self) -> None:
-        """A push is no work of torch's stream, so nothing of it may still run."""
-        if self.bytes.is_cuda:
-            self._torch.cuda.current_stream(self.bytes.device).synchronize()
 
-
-def make_pool(device: str, pool_bytes: int, huge_pages: bool) -> BenchPool:
+def make_pool(device: str, pool_bytes: int) -> BenchPool:
     """device: cpu, cuda or cuda:N. Raises TransferError."""
-    return BenchPool(pool_bytes, huge_pages) if device == "cpu" else DevicePool(pool_bytes, device)
+    return BenchPool(pool_bytes) if device == "cpu" else DevicePool(pool_bytes, device)
 
 
 class TransferAgent:
@@ -218,7 +185,7 @@ class TransferAgent:
 
     def __init__(self, plan: AgentPlan) -> None:
         self.plan = plan
-        self.pool = self.landing = make_pool(plan.device, plan.pool_bytes, plan.huge_pages)
+        self.pool = self.landing = make_pool(plan.device, plan.pool_bytes)
         """`landing` is what pushes write into."""
         self.layout = layout_of(plan.unit_bytes)
         self.is_distant = plan.host != LOOPBACK  # the other process is on another host, or stands for one that is
@@ -238,7 +205,6 @@ class TransferAgent:
 
     def connect(self, pool: PoolDescriptor) -> None:
         """Get ready to push there."""
-        self.pool.fill()
 
     def prepare(self, source_pages: Int32Array, target_pages: Int32Array) -> PushOnce:
         """A call that writes our pages into the other end's, and returns when every byte is there."""
@@ -264,10 +230,6 @@ class TransferAgent:
                 return AgentReport(cpu_s=time.process_time())
             case PushOrder():
                 return AgentReport(pushes_s=tuple(self.push(order)))
-            case ChecksumOrder():
-                source, target = pages_of(order.shape, self.plan.unit_bytes, self.plan.pool_bytes, order.seed)[-1]
-                pool, pages = (self.landing, target) if order.landed else (self.pool, source)
-                return AgentReport(checksum=pool.checksum(pages, self.plan.unit_bytes))
 
     def push(self, order: PushOrder) -> list[float]:
         pages = pages_of(order.shape, self.plan.unit_bytes, self.plan.pool_bytes, order.seed)
@@ -319,7 +281,6 @@ class ThreadAgent(TransferAgent):
         self.descriptor = self._thread.start(PUSH_S)
 
     def connect(self, pool: PoolDescriptor) -> None:
-        super().connect(pool)
         self._thread.submit(Connect((_instance_of(pool),)))
         self._wait(lambda event: isinstance(event, LinkChanged) and event.link.state == "ready")
         self._thread.submit(Allow(TARGET, LIFE, time.monotonic() + WRITE_LEASE_S))
@@ -376,7 +337,6 @@ class SocketAgent(TransferAgent):
         self.descriptor = self.describe(agent=plan.host, wire=str(self._listener.getsockname()[1]).encode())
 
     def connect(self, pool: PoolDescriptor) -> None:
-        super().connect(pool)
         address = pool.agent, int(pool.wire)
         try:
             self._connection = socket.create_connection(address, PUSH_S)
@@ -428,7 +388,7 @@ class LocalAgent(TransferAgent):
 
     def __init__(self, plan: AgentPlan) -> None:
         super().__init__(plan)
-        self.landing = make_pool(plan.other_device, plan.pool_bytes, plan.huge_pages)
+        self.landing = make_pool(plan.other_device, plan.pool_bytes)
 
     def prepare(self, source_pages: Int32Array, target_pages: Int32Array) -> PushOnce:
         return self.pool.copies(self.landing, self.runs(source_pages, target_pages))

@@ -8,27 +8,31 @@ prompt is that of the turn before, its answer, and new random words. Prints a Ma
 """
 
 import argparse
+import asyncio
 import contextlib
+import json
 import os
 import random
 import sys
+import time
 from dataclasses import dataclass, field
 from typing import get_args
 
 import numpy as np
 
+from bench.client import HttpClient, TimedAnswer
 from bench.options import ServeOptions, WorkloadOptions
 from bench.report import machine_line, markdown_table, say, this_hardware
 from bench.workloads import RequestBodies, sessions_of
-from benchmarks.overlap import CountedFleet
 from common.config import DEMO_MODEL
 from common.options import Switch
-from common.processes.local_fleet import local_fleet
+from common.processes.local_fleet import connected, local_fleet
 
 CACHES: tuple[Switch, ...] = get_args(Switch)
 INSTANCES = 2
 HEARTBEAT_S = 0.2
 """Counters come with heartbeats."""
+COUNTED_S, LOOK_S = 60.0, 0.02
 
 
 @dataclass(slots=True)
@@ -38,6 +42,32 @@ class Turn:
     prompt_tokens: int = 0
     first_s: list[float] = field(default_factory=list)
     pushed_bytes: list[int] = field(default_factory=list)
+
+
+def serve(url: str, body: bytes, answer_tokens: int) -> tuple[TimedAnswer, int]:
+    """Send one completion, and wait until every instance has counted it. Returns the answer, and the bytes that were pushed."""
+
+    async def ask() -> None:
+        client = HttpClient(url, "/v1/completions", {}, COUNTED_S, keeps_text=True)
+        answer.begin(time.perf_counter())
+        await client.ask(answer, body)
+        client.close()
+
+    answer, before, deadline = TimedAnswer(0.0, answer_tokens), totals(url), time.monotonic() + COUNTED_S
+    asyncio.run(ask())
+    assert not answer.error and answer.counted == answer_tokens, answer.message
+    while (now := totals(url))["requests_ended"] - before["requests_ended"] < INSTANCES:
+        assert time.monotonic() < deadline, f"an answered request is not over on each instance: {now}"
+        time.sleep(LOOK_S)
+    return answer, now["bytes_pushed"] - before["bytes_pushed"]
+
+
+def totals(url: str) -> dict[str, int]:
+    """Counters of all instances of a fleet, added up."""
+    with connected(url) as connection:
+        connection.request("GET", "/cluster")
+        instances = json.loads(connection.getresponse().read())["instances"]
+    return {name: sum(each["counters"][name] for each in instances) for name in ("requests_ended", "bytes_pushed")}
 
 
 def main() -> None:
@@ -60,23 +90,20 @@ def main() -> None:
     found = {cache: [Turn() for _ in range(flags.turns)] for cache in CACHES}
     common = ("--threads=1", f"--heartbeat-s={HEARTBEAT_S}", "--log-level=warning")
     with contextlib.ExitStack() as stack:
-        fleets = {
-            cache: CountedFleet(stack.enter_context(local_fleet(f"--prefix-cache={cache}", *common)).url, INSTANCES)
-            for cache in CACHES
-        }
+        urls = {cache: stack.enter_context(local_fleet(f"--prefix-cache={cache}", *common)).url for cache in CACHES}
         for number, session in enumerate((sessions.warmups[0], *sessions.measured)):
             say(f"conversation {number} of {flags.conversations}, load {os.getloadavg()[0]:.1f}")
             chance = random.Random(number)
             texts: dict[Switch, list[str]] = {cache: [] for cache in CACHES}
             for turn in range(flags.turns):
                 for cache in chance.sample(CACHES, len(CACHES)):
-                    answer, counted = fleets[cache].serve(bodies.body(session, texts[cache]), flags.output_tokens)
+                    answer, pushed = serve(urls[cache], bodies.body(session, texts[cache]), flags.output_tokens)
                     texts[cache].append(answer.text)
                     if number:  # the first one is not measured: memory and links have been used then
                         of = found[cache][turn]
                         of.prompt_tokens = answer.prompt_tokens
                         of.first_s.append(answer.ttft_s)
-                        of.pushed_bytes.append(counted.bytes_pushed)
+                        of.pushed_bytes.append(pushed)
             assert texts["on"] == texts["off"], "a prefix cache has changed an answer"
     sys.stdout.write(f"{machine_line(hardware, f'{os.getloadavg()[0]:.1f} at the end')}\n\n{markdown_table(lines(found))}\n")
 

@@ -18,9 +18,7 @@ import pytest
 from benchmarks.command import Invocation, start
 from benchmarks.cpu_peers import CpuPeersBench
 from benchmarks.engine import EngineBench
-from benchmarks.overlap import OverlapBench
 from benchmarks.ranks import RanksBench, RanksFigures, main
-from benchmarks.streams import StreamsBench
 from benchmarks.transfer import TransferBench
 from common.errors import ConfigError
 from common.options import option, require_above_0
@@ -78,7 +76,6 @@ FIGURES = {
     "join_bytes",
     "losses_bytes",
     "restart_s",
-    "choose_us",
     "metrics_ms",
     "cluster_ms",
     "router_mb",
@@ -124,13 +121,6 @@ REFUSED: list[tuple[Callable[..., object], str, list[Any]]] = [
     (TransferBench, "seconds", [0.0]),
     (TransferBench, "repeat", [0]),
     (TransferBench, "idle_s", [-1.0]),
-    (OverlapBench, "model", ["demo,", "demo,demo"]),
-    (OverlapBench, "chunks", ["1,two", "0,1"]),
-    (OverlapBench, "repeat", [0]),
-    (OverlapBench, "layers", [0]),
-    (OverlapBench, "hidden", [-1]),
-    (OverlapBench, "kv_heads", [0]),
-    (OverlapBench, "head_dim", [63]),
     (EngineBench, "models", ["GPT-5", ""]),
     (EngineBench, "only", ["steps,lunch"]),
     (EngineBench, "batches", ["1,x"]),
@@ -140,7 +130,6 @@ REFUSED: list[tuple[Callable[..., object], str, list[Any]]] = [
     (CpuPeersBench, "engines", ["tandem,abacus"]),
     (CpuPeersBench, "rounds", [0]),
     (CpuPeersBench, "prompt_tokens", ["9,3"]),
-    (StreamsBench, "threads", [1]),
 ]
 
 

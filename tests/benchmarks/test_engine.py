@@ -4,10 +4,10 @@ import json
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
@@ -24,16 +24,15 @@ from benchmarks.engine import (
     Prefill,
     Section,
     Started,
+    TaskFailed,
     TaskRuns,
     figures_of,
     judge,
-    reason_of,
     shape_folder,
     tables,
     tasks,
 )
-from benchmarks.engine_steps import fill_randomly, phases, prefill_flop, step_weight_bytes
-from benchmarks.engine_worker import KINDS
+from benchmarks.engine_steps import KINDS, fill_randomly, prefill_flop, step_weight_bytes
 from common.config import EngineConfig
 from common.pages.layout import KVLayout
 from engine.kv_memory import KVMemory
@@ -67,7 +66,7 @@ def test_a_quick_run_measures_prints_and_writes_what_was_asked_for(tmp_path: Pat
         assert all(floor[part]["least"] > 0 for part in ("step_ms", "products_ms", "attention_ms", "ratio"))
     assert [fill["chunk_tokens"] for fill in by_type["Prefill"]] == [32, 96]
     (started,) = by_type["Started"]
-    assert started["dtype"] == "float32" and started["pool_bytes"] > 0 and "making random" in started["phases"]
+    assert started["dtype"] == "float32" and started["pool_bytes"] > 0 and started["seconds"] > 0
     (host,) = by_type["HostWork"]
     assert host["rows"] == 256 and host["graphs"] is False and host["launch_ms"]["median"] > 0
     sampled = {step["asked"]: step for step in by_type["SampledStep"]}
@@ -88,10 +87,10 @@ def test_what_a_task_found_before_it_failed_is_kept_and_the_next_task_is_done() 
     """Its engine has two rows."""
     bench = EngineBench(models="tiny", batches="1,4", contexts="64", prompt_tokens=32, prompt_chunks="32", rounds=2)
     runs = TaskRuns(time.monotonic() + 200)
-    runs.do(msgspec.structs.replace(task("steps", bench), engine=CPU))
+    runs.do(replace(task("steps", bench), engine=CPU))
     runs.do(task("ceilings"))
     failed, done = runs.runs
-    assert failed.failure.startswith("IndexError: ") and "last lines of engine worker" in failed.account and done.failure == ""
+    assert failed.failure.startswith("IndexError: ") and done.failure == ""
     assert [type(figure) for figure in runs.figures] == [Started, Prefill, DecodeStep, Ceilings]
 
 
@@ -103,15 +102,8 @@ def test_a_task_for_which_no_time_is_left_is_not_begun() -> None:
 
 
 def test_a_worker_that_does_not_answer_is_given_up_at_its_time() -> None:
-    with pytest.raises(TimeoutError, match="it was at: its first step"):
+    with pytest.raises(TaskFailed, match="it took too long"):
         list(figures_of(task("ceilings"), time.monotonic()))
-
-
-def test_the_reason_of_a_failure_is_its_error_and_not_the_advice_behind_it() -> None:
-    account = "exit status 1\n  last lines:\n    Traceback (most recent call last):\n      File x\n    "
-    error = "torch.AcceleratorError: CUDA error: misaligned address"
-    assert reason_of(f"{account}{error}\n    CUDA errors come late: use A=1\n    Compile with B") == error
-    assert reason_of(account + "killed") == "killed" and reason_of("") == ""
 
 
 # --- counts ------------------------------------------------------------------------------------------------------------------
@@ -160,15 +152,6 @@ def test_a_pool_is_filled_with_random_numbers(dtype: str) -> None:
     assert 0.9 < float(wide.std()) < 1.1 and bool(wide.isfinite().all()) and float((wide == 0).float().mean()) < 0.01
 
 
-def test_phases_are_named_by_their_first_words_and_last_until_the_next() -> None:
-    said = [
-        (11.0, "loading weights: 0.00 of 4 GB"),
-        (12.0, "loading weights: 2.00 of 4 GB"),
-        (14.0, "making 7 KV pages of 3 bytes"),
-    ]
-    assert phases(said, 10.0, 15.5) == {"before": 1.0, "loading weights": 3.0, "making KV": 1.5}
-
-
 # --- goals and flags -----------------------------------------------------------------------------------------------------------
 
 
@@ -201,15 +184,14 @@ def test_goals_are_shares_of_what_the_device_did_in_the_same_run() -> None:
         "| Llama-3-8B | 8192 | 256 | – | – | – | – | – | not measured: needs 275.1 GB of KV, there are 50.2 |",
         "| Llama-3-8B | 8192 | 2048 | 100.0 | 81920 | 400 | 80.0% |",
     }
-    assert [(goal.met, goal.figure) for goal in goals] == [(False, "50.0 %"), (True, "80.0 %"), (False, "0.600 ms")]
+    assert [(goal.met, goal.figure) for goal in goals] == [(False, "50.0%"), (True, "80.0%"), (False, "0.600 ms")]
     assert [goal.met for goal in judge([])] == [None] * 3
 
 
 def test_tasks_come_in_the_order_of_their_sections_and_what_a_device_lacks_is_left_out() -> None:
-    """A GPU has no floor, a CPU has nothing to compile."""
-    bench = EngineBench(only="floor,steps,build", models="tiny")
+    """A GPU has no floor."""
+    bench = EngineBench(only="floor,steps", models="tiny")
     labels = [task.label for task in tasks(bench, EngineConfig(), is_quick=False, on_cuda=True)]
-    builds = ["build demo", "build tiny", "build demo, FP8 pages", "build tiny, FP8 pages"]
-    assert labels == ["ceilings", *builds, "steps tiny"]
+    assert labels == ["ceilings", "steps tiny"]
     on_cpu = [task.label for task in tasks(bench, EngineConfig(), is_quick=False, on_cuda=False)]
     assert on_cpu == ["ceilings", "steps tiny", "floor tiny"]

@@ -1,84 +1,75 @@
-"""`python -m benchmarks.router` with fleets that run, and what its load generator makes of bad answers."""
+"""`python -m benchmarks.router` with fleets that run, and what it makes of the answers of a load."""
 
-import asyncio
 import json
-import os
 import subprocess
 import sys
-from collections.abc import Awaitable, Callable
+from array import array
 from pathlib import Path
 
 import pytest
 
-from benchmarks.router import LoadResult, LoadRun, RouterLoad
-
-pytestmark = pytest.mark.anyio
+from bench.client import TimedAnswer
+from bench.options import ResultOptions
+from bench.serve import MeasuredLoad, figures_of
+from benchmarks.router import WatchedLoad
 
 
 def test_a_quick_run_measures_prints_and_writes_what_was_asked_for(tmp_path: Path) -> None:
     figures = tmp_path / "figures.json"
-    command = [sys.executable, "-m", "benchmarks.router", "--quick", "--markdown", "--requests", "24"]
-    done = subprocess.run([*command, "--json", str(figures)], capture_output=True, text=True, timeout=280, check=False)
+    command = [sys.executable, "-m", "benchmarks.router", "--quick", "--markdown", "--requests", "24", "--open", "4"]
+    done = subprocess.run(
+        [*command, "--open-s", "5", "--json", str(figures)], capture_output=True, text=True, timeout=280, check=False
+    )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("```sh\npython -m benchmarks.router --quick --markdown --requests=24 --json=")
+    assert done.stdout.startswith(
+        "```sh\npython -m benchmarks.router --quick --markdown --requests=24 --open=4 --open-s=5.0 --json="
+    )
     outcome = json.loads(figures.read_text())
     assert [each["beside"] for each in outcome["first_token"]] == [0, 64]
-    assert all(0 < each["p50_ms"] <= each["p99_ms"] for each in outcome["first_token"] if not each["beside"])
-    (streams,) = outcome["streams"]
+    assert all(0 < each["p50_ms"] <= each["p99_ms"] for each in outcome["first_token"])
+    (streams,), opened = outcome["streams"], outcome["open"]
     assert (streams["streams"], streams["failed"], outcome["requests"]["failed"]) == (8, 0, 0)
     assert streams["tokens_per_s"] > 0 and streams["router_us"] > 0
-    assert outcome["open"] is None
+    assert (opened["streams"], opened["most_open"], opened["failed"]) == (4, 4, 0) and opened["opened_per_s"] > 0
 
 
-def chunk(data: bytes) -> bytes:
-    return b"%x\r\n%b\r\n" % (len(data), data)
+def answer(first_s: float, *gaps_s: float, error: str = "") -> TimedAnswer:
+    """Sent at 10 s; the server says that it is twice as long as it had events."""
+    counted = 1 + len(gaps_s)
+    last_s = first_s + sum(gaps_s)
+    return TimedAnswer(
+        10.0, 2 * counted, 4, began_s=10.0, sent_s=10.0, first_s=first_s, token_s=last_s, last_s=last_s, ended_s=last_s,
+        counted=counted, output_tokens=2 * counted, gaps_s=array("d", gaps_s), error=error,
+    )  # fmt: skip
 
 
-HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
-WORD = chunk(b'data: {"choices":[{"text":" one","finish_reason":null}]}\n\n')
-END = chunk(b'data: {"choices":[{"text":" two","finish_reason":"length"}]}\n\ndata: [DONE]\n\n') + chunk(b"")
+def watched(*answers: TimedAnswer, parallel: int) -> WatchedLoad:
+    """The routers use half of a core, and grow by a MiB in each second."""
+    figures = figures_of(answers, 10.0, ResultOptions())
+    looks = [(9.0 + second, 0.5 * second, 100.0 + second) for second in range(12)]
+    return WatchedLoad(MeasuredLoad("demo", figures, list(answers), 10.0, 0.3), looks, parallel)
 
 
-async def loaded(answer: Callable[[asyncio.StreamWriter], Awaitable[None]], streams: int, tokens: int) -> LoadResult:
-    """The load on a server that answers in this way."""
-
-    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await reader.readuntil(b"}}")
-        await answer(writer)
-        writer.close()
-
-    async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
-        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-        return await LoadRun(RouterLoad(url, requests=streams, parallel=streams, tokens=tokens, pids=(os.getpid(),))).carry_out()
+def test_rates_are_of_the_time_when_all_streams_are_open_and_opening_takes_until_then() -> None:
+    """Both streams are open from 12 s to 15 s: then come 3 events of the first and one of the second, with two tokens each."""
+    load = watched(answer(11.0, 2.0, 1.0, 1.0, 3.0), answer(12.0, 1.5, 1.5), parallel=2)
+    found = load.rate(detokenizer_s=0.16)
+    assert load.all_open_s() == (12.0, 15.0)
+    assert found.tokens_per_event == 2.0 and found.tokens_per_s == pytest.approx(2 * (3 + 2) / 3)
+    assert found.router_us == pytest.approx(1e6 * 1.5 / 10) and found.per_core_s == pytest.approx(10 / 1.5)
+    assert (found.opened_per_s, found.most_open, found.failed) == (1.0, 2, 0)
+    assert found.kib_each == pytest.approx(1024 * 11 / 2) and found.detokenizer_us == pytest.approx(1e4)
 
 
-@pytest.mark.parametrize(
-    ("answer", "reason"),
-    [
-        (b"HTTP/1.1 503 Service Unavailable\r\nContent-Length: 19\r\n\r\nno instance is live", "no instance is live"),
-        (HEAD + WORD + END, "1 tokens are missing"),
-        (HEAD + WORD + chunk(b""), "the stream ended before"),
-    ],
-)
-async def test_an_answer_that_is_refused_cut_or_too_short_is_a_failure_with_its_reason(answer: bytes, reason: str) -> None:
-    async def write(writer: asyncio.StreamWriter) -> None:
-        writer.write(answer)
-
-    result = await loaded(write, streams=2, tokens=3)
-    assert result.failed == 2 and all(reason in each for each in result.reasons), result.reasons
+def test_streams_that_were_never_all_open_are_counted_over_the_whole_load_and_failures_are_named() -> None:
+    load = watched(answer(11.0, 1.0), answer(13.0, 1.0), answer(12.0, error="broken"), parallel=3)
+    assert load.all_open_s() is None and load.failed == 1
+    found = load.rate(detokenizer_s=0.0)
+    assert (found.opened_per_s, found.failed) == (0.0, 1)
+    assert found.tokens_per_s == pytest.approx(8 / 10) and found.router_us == pytest.approx(1e6 * 5 / 8)
 
 
-async def test_the_steady_time_begins_when_all_streams_are_open_and_opening_takes_until_then() -> None:
-    pause_s, open_s = 0.1, 0.3
-
-    async def write(writer: asyncio.StreamWriter) -> None:
-        await asyncio.sleep(pause_s)
-        writer.write(HEAD + WORD)
-        await asyncio.sleep(open_s)
-        writer.write(END)
-
-    result = await loaded(write, streams=4, tokens=2)
-    assert result.failed == 0, result.reasons
-    assert result.most_open == 4 and result.open_mb > 0
-    assert pause_s <= result.opening_s <= result.total.s - result.window.s
-    assert 0 < result.window.s < result.total.s and (result.total.events, result.tokens_per_event) == (8, 1)
+def test_an_answer_that_is_too_short_is_a_failure() -> None:
+    short = answer(11.0, 1.0)
+    short.output_tokens = 3
+    assert watched(short, answer(11.0), parallel=2).failed == 1

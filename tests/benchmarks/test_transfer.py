@@ -18,7 +18,6 @@ from benchmarks.namespaces import Spot, two_namespaces
 from benchmarks.transfer import (
     MEMMOVE,
     NIXL,
-    ONE_HOST,
     SOCKET,
     SWITCHES,
     AgentPair,
@@ -34,7 +33,6 @@ from benchmarks.transfer import (
 from benchmarks.transfer_agent import (
     AGENTS,
     AgentPlan,
-    BenchPool,
     DevicePool,
     PushShape,
     TransferWay,
@@ -200,10 +198,11 @@ def test_a_push_lands_where_it_should_and_nowhere_else(kind: str, monkeypatch: p
     if kind == "copy":
         monkeypatch.setattr(transfer_agent, "make_pool", lambda *_: DevicePool(POOL, "cpu"))
     way = TransferWay(kind)  # type: ignore[arg-type]
-    plan = AgentPlan(way=way, host="127.0.0.1", unit_bytes=UNIT, pool_bytes=POOL, huge_pages=False)
+    plan = AgentPlan(way=way, host="127.0.0.1", unit_bytes=UNIT, pool_bytes=POOL)
     source = AGENTS[way.kind](plan)
     target = source if way.is_local else AGENTS[way.kind](plan)
     source.connect(target.descriptor)
+    source.pool.bytes[:] = 7
     source.prepare(np.array([3, 9, 10], np.int32), np.array([60, 0, 1], np.int32))()
     landed, sent = (np.asarray(pool.bytes).reshape(-1, UNIT) for pool in (target.landing, source.pool))
     assert sent.any() and np.array_equal(landed[[60, 0, 1]], sent[[3, 9, 10]])
@@ -212,20 +211,9 @@ def test_a_push_lands_where_it_should_and_nowhere_else(kind: str, monkeypatch: p
     target.close()
 
 
-def test_pools_of_either_kind_hold_the_same_numbers_and_have_the_same_checksums() -> None:
-    host, device = BenchPool(POOL, huge_pages=False), DevicePool(POOL, "cpu")
-    pages = np.array([7, 0, 9], np.int32)
-    empty = host.checksum(pages, UNIT)
-    for pool in (host, device):
-        assert pool.checksum(pages, UNIT) == empty
-        pool.fill()
-    assert host.checksum(pages, UNIT) == device.checksum(pages, UNIT) != empty
-    assert (host.region.region_bytes, host.region.device) == (device.region.region_bytes, device.region.device) == (POOL, "cpu")
-
-
 def test_a_card_that_is_not_there_is_named() -> None:
     with pytest.raises(TransferError, match="no pool of 65536 bytes on cuda:99: "):
-        make_pool("cuda:99", 65536, huge_pages=False)
+        make_pool("cuda:99", 65536)
 
 
 def test_pools_on_a_card_are_not_measured_between_namespaces(capsys: pytest.CaptureFixture[str]) -> None:
@@ -256,20 +244,6 @@ def test_a_quick_run_measures_prints_and_writes_what_was_asked_for(tmp_path: Pat
 
 
 SMALL = TransferBench(transport="cma", page_bytes="4KiB", pages="4", memory="64KiB", seconds=0.001, repeat=2, idle_s=0.01)
-
-
-def test_bytes_that_do_not_arrive_are_found_out() -> None:
-    point = PushShape(4096, 3, "scattered")
-    with (
-        AgentPair(SMALL, TransferWay("socket"), ONE_HOST, {}) as one,
-        AgentPair(SMALL, TransferWay("socket"), ONE_HOST, {}) as other,
-    ):
-        one.connect()
-        one.check(point, seed=0)
-        other.connect()
-        one._target = other._target  # which nothing is pushed to
-        with pytest.raises(TransferError, match="other bytes"):
-            one.check(point, seed=0)
 
 
 def test_a_way_that_fails_is_skipped_with_its_reason_and_the_others_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
