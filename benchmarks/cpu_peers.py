@@ -169,8 +169,10 @@ class PeerRoom:
     folder: Path
 
     def write_loads(self) -> None:
-        """Each has a line for each request, as a prompt file of `launch bench serve`."""
-        short = [OfflineSequence(each.prompt[::-1][:WARM_UP_TOKENS], WARM_UP_TOKENS) for each in self.requests]
+        """Each has a line for each request, as a prompt file of `launch bench serve`. Of those that warm up, one has a long
+        prompt."""
+        first, *others = (each.prompt[::-1] for each in self.requests)
+        short = [OfflineSequence(prompt, WARM_UP_TOKENS) for prompt in (first, *(each[:WARM_UP_TOKENS] for each in others))]
         for path, requests in zip(self.loads, (short, self.requests), strict=True):
             lines = ({"prompt": each.prompt.tolist(), "output_tokens": each.answer_tokens} for each in requests)
             path.write_text("".join(f"{json.dumps(line)}\n" for line in lines))

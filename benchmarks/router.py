@@ -226,7 +226,7 @@ class WatchedLoad:
         return FirstTokens(beside=beside, requests=len(self.whole), p50_ms=p50_ms, p99_ms=p99_ms)
 
     def rate(self, detokenizer_s: float) -> StreamRate:
-        """Of streams that began at once. detokenizer_s: the CPU time of the detokenizers."""
+        """The figures of streams that began at once. detokenizer_s: the CPU time of the detokenizers."""
         open_s, began_s = self.all_open_s(), self.load.began_s
         begin_s, end_s = open_s or self.all_s()
         tokens, used_s = self.tokens_in(begin_s, end_s), self.router_s(begin_s, end_s)

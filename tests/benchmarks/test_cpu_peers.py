@@ -79,11 +79,11 @@ def test_every_engine_has_kv_memory_for_all_requests_at_once() -> None:
     assert (ROOM.kv_bytes, ROOM.kv_gib) == (16 * 32 * 28 * 2 * 8 * 128 * 4, 1)
 
 
-def test_engines_are_warmed_up_by_short_requests_and_get_all_of_them_with_their_lengths(tmp_path: Path) -> None:
+def test_engines_are_warmed_up_by_one_long_and_many_short_requests_and_get_all_of_them_with_their_lengths(tmp_path: Path) -> None:
     room = PeerRoom(CpuPeersBench(), requests_of((5, 3), (2, 7)), tmp_path)
     room.write_loads()
     short, long = ([json.loads(line) for line in path.read_text().splitlines()] for path in room.loads)
-    assert [each["prompt"] for each in short] == [[4, 3, 2, 1], [1, 0]]
+    assert [each["prompt"] for each in short] == [[4, 3, 2, 1, 0], [1, 0]]
     assert long == [{"prompt": [0, 1, 2, 3, 4], "output_tokens": 3}, {"prompt": [0, 1], "output_tokens": 7}]
 
 
