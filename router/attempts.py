@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, StrEnum, auto
 
-from common.ids import AttemptId, InstanceId, Life, pack_ids
+from common.ids import ID_BYTES, AttemptId, InstanceId, Life, pack_ids
 from common.instance.ports import Send
 from common.messages import Cancel, Failed, ForgetAnswer
 from common.pages.radix_cache import BlockNames
@@ -122,7 +122,7 @@ class Record:
     @property
     def prompt_tokens(self) -> int:
         """Length of the next attempt's prompt."""
-        return self.spec.prompt_tokens + len(self.token_ids)
+        return len(self.spec.prompt) // ID_BYTES + len(self.token_ids)
 
     def block_names(self, page_size: int) -> Sequence[int]:
         """Names of the blocks of the next attempt's prompt. They are kept: only tokens that have come since are named."""

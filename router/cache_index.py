@@ -14,7 +14,7 @@ member is the only holder, the integer is its bit: one object for all its blocks
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from random import Random
 
 import numpy as np
@@ -70,18 +70,30 @@ class _SentPrompt:
     until_s: float
 
 
+@dataclass(slots=True, eq=False)
 class Overlap:
-    """How much of a prompt each member held when the prompt was looked up. depths: numbers of blocks, rising. holders: who holds
-    at least so many of the first blocks, for each depth. first: the seat from which on the members of one depth are named."""
+    """How much of a prompt each member held when the prompt was looked up."""
 
-    def __init__(self, index: "CacheIndex", depths: Sequence[int] = (), holders: Sequence[int] = (), first: int = 0) -> None:
-        self._index = index
-        self._depths = depths
-        self._holders = holders
-        self._first = first
+    _index: "CacheIndex"
+    _depths: Sequence[int] = ()
+    """Numbers of blocks, rising."""
+    _holders: Sequence[int] = ()
+    """Who holds at least so many of the first blocks, for each depth."""
+    _first: int = 0
+    """The seat from which on the members of one depth are named."""
+    _whole_at: Member | None = None
+    """Another choice of the same prompt goes to this member, which has all whole pages of it by then."""
+    _whole_tokens: int = 0
+
+    def with_whole(self, member: Member, prompt_tokens: int) -> "Overlap":
+        """The same, but this member has all whole pages of the prompt."""
+        whole_tokens = (prompt_tokens - 1) // member.page_size * member.page_size
+        return replace(self, _whole_at=member, _whole_tokens=whole_tokens)
 
     def tokens(self, member: Member) -> int:
         """How many of the prompt's first tokens the member holds: whole blocks."""
+        if member is self._whole_at:
+            return self._whole_tokens
         cache = self._index.of_members.get(member)
         if cache is None or not self._holders or not self._holders[0] & cache.bit:
             return 0
@@ -112,18 +124,6 @@ class Overlap:
                 bit = part & -part
                 part ^= bit
                 yield self._index.seats[bit.bit_length() - 1].member
-
-
-class WholePrompt(Overlap):
-    """Another choice of the same prompt goes to this member, which has all whole pages of it by then; the others as before."""
-
-    def __init__(self, before: Overlap, member: Member, prompt_tokens: int) -> None:
-        super().__init__(before._index, before._depths, before._holders, before._first)
-        self._member = member
-        self._whole = (prompt_tokens - 1) // member.page_size * member.page_size
-
-    def tokens(self, member: Member) -> int:
-        return self._whole if member is self._member else super().tokens(member)
 
 
 class CacheIndex:

@@ -18,11 +18,11 @@ from common.config import Dispatch, RouterConfig
 from common.errors import BadRequest, Overloaded, TandemError, Unavailable
 from common.ids import AttemptId, InstanceId, Life, Role, shard_of
 from router.attempts import Attempt, Placement, Record
-from router.cache_index import NO_OVERLAP, WholePrompt
+from router.cache_index import NO_OVERLAP
 from router.cost import Demand, is_measured, pair_cost_s, single_estimate
 from router.fleet import Members
 from router.members import Candidates, Member
-from router.policies import CANDIDATES, POLICIES, Policy, Suits, cache_aware, soonest, ttft_s
+from router.policies import CANDIDATES, POLICIES, Policy, cache_aware, soonest, ttft_s
 
 REASONS = 4
 """How many instances in trouble a reason names."""
@@ -69,16 +69,14 @@ class Placer:
 
     def start(self, records: Sequence[Record], now: float) -> list[Attempt]:
         """The first attempts of all choices of a client's request, or none. Raises Overloaded, Unavailable, BadRequest."""
-        attempts = self._start(records, now, self.choose)
-        if self._refusal(records, attempts, now) is not None:
-            _release(attempts, now)
-            attempts = self._start(records, now, partial(self.choose_soonest, now=now))
+        for choose in (self.choose, partial(self.choose_soonest, now=now)):
+            attempts = self._start(records, now, choose)
             refusal = self._refusal(records, attempts, now)
-            if refusal is not None:
-                _release(attempts, now)
-                self.rejected += len(records)
-                raise refusal
-        return attempts
+            if refusal is None:
+                return attempts
+            _release(attempts, now)
+        self.rejected += len(records)
+        raise refusal
 
     def restart(self, record: Record, now: float) -> Attempt:
         """The next attempt of a request. Raises Unavailable, BadRequest."""
@@ -88,34 +86,32 @@ class Placer:
     def _start(self, records: Sequence[Record], now: float, choose: Callable[[Demand], Placement]) -> list[Attempt]:
         attempts: list[Attempt] = []
         placements: dict[bytes, Placement] = {}
+        page_size = self._caches.page_size
         try:
             for record in records:
-                demand, same = self._demand(record), placements.get(record.spec.prompt)
-                if same is not None and same.first.info.caches_prefixes and record.spec.can_share:
-                    demand.overlap = WholePrompt(demand.overlap, same.first, demand.prompt_tokens)
+                spec, blocks = record.spec, record.block_names(page_size) if page_size else ()
+                demand = Demand(
+                    record.prompt_tokens,
+                    record.remaining_tokens,
+                    self._caches.match(blocks) if blocks and spec.can_share else NO_OVERLAP,
+                    spec.session,
+                    record.avoid | record.crowded,
+                    spec.owner,
+                    blocks,
+                )
+                same = placements.get(spec.prompt)
+                if same is not None and same.first.info.caches_prefixes and spec.can_share:
+                    demand.overlap = demand.overlap.with_whole(same.first, demand.prompt_tokens)
                     placement = self._choose_again(same, demand)
                 else:
-                    placement = placements[record.spec.prompt] = choose(demand)
-                key = AttemptId(record.spec.request_id, record.attempts, self._router)
+                    placement = placements[spec.prompt] = choose(demand)
+                key = AttemptId(spec.request_id, record.attempts, self._router)
                 detokenizer = self._detokenizers[shard_of(key, len(self._detokenizers))]
                 attempts.append(Attempt(record, key, detokenizer, demand, placement, now))
         except TandemError:
             _release(attempts, now)
             raise
         return attempts
-
-    def _demand(self, record: Record) -> Demand:
-        spec, page_size = record.spec, self._caches.page_size
-        blocks = record.block_names(page_size) if page_size else ()
-        return Demand(
-            record.prompt_tokens,
-            spec.sampling.max_new_tokens - len(record.token_ids),
-            self._caches.match(blocks) if blocks and spec.can_share else NO_OVERLAP,
-            spec.session,
-            record.avoid | record.crowded,
-            spec.owner,
-            blocks,
-        )
 
     def _refusal(self, records: Sequence[Record], attempts: Sequence[Attempt], now: float) -> Overloaded | None:
         """Why a client's request is refused here: the first token of a choice is predicted to come after its time limit. A wrong
@@ -190,37 +186,34 @@ class Placer:
 
     def _find(self, demand: Demand, prefill: Policy, decode: Policy) -> Placement:
         """prefill: chooses among prefill instances. decode: among decode instances, for a request that one serves alone."""
-        lines = self._candidates.lines
-        able: Sequence[Member] = () if self._dispatch == "colocated" else lines["prefill"].holding(demand.prompt_tokens)
-        holders = lines["decode"].holding(demand.most_tokens)
-        if demand.max_new_tokens == 1:
-            avoids = (demand.avoid,) if holders else (demand.avoid, frozenset())
-            for avoid in avoids:
-                for group in prefill(able, _able(demand.prompt_tokens, avoid), demand, None):
-                    return Placement(group[0])
-        if not holders:
-            raise _nobody_holds(self._candidates, self._dispatch, demand.prompt_tokens + demand.max_new_tokens)
+        lines, alone = self._candidates.lines, demand.max_new_tokens == 1
+        holders, able = lines["decode"].holding(demand.most_tokens), lines["prefill"].holding(demand.prompt_tokens)
+        avoids = (demand.avoid,) if holders else (demand.avoid, frozenset())
+        if self._dispatch == "colocated" or not (holders or alone):
+            avoids = ()
         spared: Set[Life] = frozenset()
         if any(holder.life not in demand.avoid for holder in islice(holders, len(demand.avoid) + 1)):
             spared = demand.avoid
-        suits = _able(demand.prompt_tokens, demand.avoid)
-        for group in prefill(able, lambda member: suits(member) and len(member.usable) > 0, demand, None):
-            for first in group:
-                if decodes := self._successors(first, holders, demand, spared):
-                    return Placement(first, decodes)
-        return Placement(next(decode(holders, _able(demand.most_tokens, spared), demand, None))[0])
+        for avoid in avoids:
+            for group in prefill(able, partial(_suits, demand, avoid, None), demand, None):
+                for first in group:
+                    decodes = () if alone else self._successors(first, holders, demand, spared)
+                    if alone or decodes:
+                        return Placement(first, decodes)
+        if not holders:
+            raise _nobody_holds(self._candidates, self._dispatch, demand.prompt_tokens + demand.max_new_tokens)
+        return Placement(next(decode(holders, partial(_suits, demand, spared, None), demand, None))[0])
 
     def _best_single(self, policy: Policy, demand: Demand) -> Member | None:
         """The decode instance that this policy prefers for a request that one serves alone."""
         holders = self._candidates.lines["decode"].holding(demand.most_tokens)
-        group = next(policy(holders, _able(demand.most_tokens, demand.avoid), demand, None), None)
+        group = next(policy(holders, partial(_suits, demand, demand.avoid, None), demand, None), None)
         return None if group is None else group[0]
 
     def _successors(self, first: Member, holders: Sequence[Member], demand: Demand, spared: Set[Life]) -> tuple[Member, ...]:
         """The decode instances that can take over from this prefill instance, best first."""
-        usable, suits = first.usable, _able(demand.most_tokens, spared)
-        pool = holders if len(holders) < len(usable) else usable
-        group = next(self._decode(pool, lambda member: member in usable and suits(member), demand, first), ())
+        pool = holders if len(holders) < len(first.usable) else first.usable
+        group = next(self._decode(pool, partial(_suits, demand, spared, first), demand, first), ())
         return tuple(group[:CANDIDATES])
 
     # --- reasons ---------------------------------------------------------------------------------------------------------
@@ -246,9 +239,14 @@ def _release(attempts: Iterable[Attempt], now: float) -> None:
         attempt.release(now)
 
 
-def _able(tokens: int, avoid: Set[Life]) -> Suits:
-    """Those that take requests, with memory for so many tokens when it is empty."""
-    return lambda member: member.capacity_tokens >= tokens and member.trouble is None and member.life not in avoid
+def _suits(demand: Demand, avoid: Set[Life], source: Member | None, member: Member) -> bool:
+    """Whether this member takes requests, has memory for this one when it is empty, and has the links that are needed: to source,
+    or from a prefill instance to anybody."""
+    if member.trouble is not None or member.life in avoid:
+        return False
+    if member.info.role == "decode":
+        return member.capacity_tokens >= demand.most_tokens and (source is None or member in source.usable)
+    return member.capacity_tokens >= demand.prompt_tokens and (demand.max_new_tokens == 1 or len(member.usable) > 0)
 
 
 def _nobody_holds(candidates: Candidates, dispatch: Dispatch, tokens: int) -> Unavailable | BadRequest:

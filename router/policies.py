@@ -45,7 +45,7 @@ class Sampled:
     """The best of `drawn` random members and of the `deepest` members that have most of the prompt.
 
     compared: how many of the random ones are compared with each other; the others stand behind them in the group, because a
-    placement may name more members than a small sample has. None: all are.
+    placement may name more members than a small sample has. None: all of the group are.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class Sampled:
     ) -> None:
         self._candidates, self._role = candidates, role
         self._rank_of = rank_of
-        self._drawn, self._deepest, self._compared = drawn, deepest, compared
+        self._drawn, self._deepest, self._compared = drawn, deepest, compared or drawn + deepest
 
     def __call__(self, pool: Sequence[Member], suits: Suits, demand: Demand, source: Member | None) -> Iterator[Sequence[Member]]:
         some = [member for member in self._candidates.some(pool, self._drawn) if suits(member)]
@@ -61,8 +61,7 @@ class Sampled:
             some = list(dict.fromkeys([*some, *demand.overlap.deepest(self._role, self._deepest, suits)]))
         rank = self._rank_of(demand, source, some)
         if some:
-            compared = len(some) if self._compared is None else self._compared
-            yield sorted(some[:compared], key=rank) + sorted(some[compared:], key=rank)
+            yield sorted(some[: self._compared], key=rank) + sorted(some[self._compared :], key=rank)
         if others := sorted((member for member in pool if suits(member) and member not in some), key=rank):
             yield others
 
@@ -73,24 +72,19 @@ SAMPLE = 8
 
 def least_loaded(candidates: Candidates, role: Role, compared: int = SAMPLE) -> Sampled:
     """By how much a member has to do, for what its memory holds. Among equals, the one that was chosen longest ago."""
-    rank_of = _prefill_load if role == "prefill" else _decode_load
-    return Sampled(candidates, role, rank_of, max(compared, CANDIDATES), compared=compared)
+    return Sampled(candidates, role, _by_load, max(compared, CANDIDATES), compared=compared)
 
 
-def _prefill_load(demand: Demand, source: Member | None, some: Sequence[Member]) -> Rank:
-    tokens = demand.prompt_tokens
-    return lambda member: ((member.tokens_to_do + tokens) / member.capacity_tokens, member.chosen)
+def _by_load(demand: Demand, source: Member | None, some: Sequence[Member]) -> Rank:
+    return partial(_load, demand)
 
 
-def _decode_load(demand: Demand, source: Member | None, some: Sequence[Member]) -> Rank:
-    """Those without room for it come last: it would wait there, or drive another out."""
-
-    def load(member: Member) -> tuple[bool, float, int]:
-        tokens = member.tokens_to_do + member.growth_tokens + held_tokens
-        return member.tokens_free < held_tokens, tokens / member.capacity_tokens, member.chosen
-
-    held_tokens = demand.held_tokens
-    return load
+def _load(demand: Demand, member: Member) -> tuple[float, ...]:
+    """Decode instances without room for it come last: it would wait there, or drive another out."""
+    if member.info.role == "prefill":
+        return (member.tokens_to_do + demand.prompt_tokens) / member.capacity_tokens, member.chosen
+    tokens = member.tokens_to_do + member.growth_tokens + demand.held_tokens
+    return member.tokens_free < demand.held_tokens, tokens / member.capacity_tokens, member.chosen
 
 
 RANDOM, DEEPEST = 4, 3
