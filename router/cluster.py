@@ -29,6 +29,7 @@ async def cluster_page(core: RouterCore) -> dict[str, Any]:
     for first in range(0, len(members), PIECE):
         pieces.append(b",".join([encode(_instance(member)) for member in members[first : first + PIECE]]))
         await asyncio.sleep(0)
+    departed = [(each.member.info, each.reason) for each in list(core.fleet.departed.values())[-DEPARTED_SHOWN:]]
     phases = Counter(record.phase for record in core.requests.records())
     return {
         "router": {
@@ -47,13 +48,7 @@ async def cluster_page(core: RouterCore) -> dict[str, Any]:
         ],
         "instances": Raw(b"[" + b",".join(pieces) + b"]"),
         "departed": [
-            {
-                "id": departure.member.info.id,
-                "incarnation": departure.member.info.incarnation,
-                "role": departure.member.info.role,
-                "reason": departure.reason,
-            }
-            for departure in list(core.fleet.departed.values())[-DEPARTED_SHOWN:]
+            {"id": info.id, "incarnation": info.incarnation, "role": info.role, "reason": reason} for info, reason in departed
         ],
         "refused": [{"id": name, "reason": refusal.reason} for name, refusal in core.fleet.refused.items()],
     }

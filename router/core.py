@@ -68,13 +68,14 @@ class DetokenizerWatch:
         self.last, self.silent_at_s, self.heard_s = heartbeat, now + self.dead_after_s, now
         return was_silent
 
-    def excuse(self, now: float) -> None:
-        """This router was held up: a detokenizer whose time is over gets as long as it takes to be heard, once in a silence."""
-        if self.silent_at_s is not None and now >= self.silent_at_s and not self._excused:
-            self.silent_at_s, self._excused = now + LEAST_S, True
-
     def tick(self, now: float) -> None:
-        if self.silent_at_s is not None and now >= self.silent_at_s:
+        """When this router was held up, a detokenizer whose time is over gets as long as it takes to be heard, once in each
+        silence."""
+        if self.silent_at_s is None or now < self.silent_at_s:
+            return
+        if _is_late(self.silent_at_s, now) and not self._excused:
+            self.silent_at_s, self._excused = now + LEAST_S, True
+        else:
             self.silent, self.silent_at_s, self.heard_s = True, None, -math.inf
 
 
@@ -168,12 +169,8 @@ class RouterCore:
         sends: list[Send] = []
         self.traces.tick(now)
         if caught_up:
-            if _is_late(self.fleet.next_deadline(), now):
-                self.fleet.excuse(now)
-            sends = self._apply(self.fleet.tick(now), now)
+            sends = self._apply(self.fleet.tick(now, is_late=_is_late(self.fleet.next_deadline(), now)), now)
             for watch in self.detokenizers:
-                if _is_late(watch.silent_at_s, now):
-                    watch.excuse(now)
                 watch.tick(now)
         watched = zip(self.detokenizer_names, self.detokenizers, strict=True)
         heard_s = {name: watch.heard_s if caught_up else -math.inf for name, watch in watched}

@@ -145,8 +145,8 @@ class Members:
         """Who left and did not come back, the latest last."""
         self._farewells: DeadlineWheel[InstanceId] = DeadlineWheel()
         """Until when those who departed can be reached."""
-        self._moved: dict[InstanceId, None] = {}
-        """Whose address may have changed since `take_moves`."""
+        self._moved: dict[InstanceId, str | None] = {}
+        """The addresses that may have changed since `take_moves`."""
         self._replaced: dict[Life, None] = {}
         self._votes: dict[InstanceId, tuple[Hashable, float]] = {}
         """What each instance that was welcome once and is refused now is like, and until when its vote counts."""
@@ -166,27 +166,17 @@ class Members:
     # --- what it looks like ----------------------------------------------------------------------------------------------
 
     def members(self, role: Role | None = None) -> Iterator[Member]:
-        yield from self._members.values() if role is None else self.candidates.members[role]
+        return (member for member in self._members.values() if role in (None, member.info.role))
 
     def find(self, life: Life) -> Member | None:
         """The member that is this life, if there is one."""
         member = self._members.get(life.id)
         return member if member is not None and member.life == life else None
 
-    def address(self, name: InstanceId) -> str | None:
-        """Where to reach a member, one that departed lately, or one that was refused; None for anyone else."""
-        member = self._members.get(name)
-        if member is None and name in self._farewells:
-            member = self.departed[name].member
-        if member is not None:
-            return member.info.inbox
-        return self.refused[name].inbox if name in self.refused else None
-
     def take_moves(self) -> list[tuple[InstanceId, str | None]]:
         """Where those are now whose address may have changed since the last call; None: they are to be forgotten."""
-        moves = [(name, self.address(name)) for name in self._moved]
-        self._moved.clear()
-        return moves
+        moved, self._moved = self._moved, {}
+        return list(moved.items())
 
     def next_deadline(self) -> float | None:
         """When the next member is lost unless it is heard from, or a route is forgotten; None when there is neither."""
@@ -195,23 +185,24 @@ class Members:
     # --- messages and time -----------------------------------------------------------------------------------------------
 
     def register(self, message: Register, now: float) -> Change:
-        info = message.instance
+        info, change = message.instance, Change()
         known = self._members.get(info.id)
         if known is not None and known.info.incarnation == info.incarnation:
             self._heard(known, now)
             return Change(self._greet(known, message.address))
-        reason, change = self._unfit(info), Change()
-        if reason is None:
-            reason = self._mismatch(info)
+        reason = self._unfit(info)
+        other = next((member.info for member in self._members.values() if member.info.id != info.id), None)
+        if reason is None and other is not None:
+            reason = difference(info, other)  # who differs from one differs from all
             if reason is not None and message.was_welcome and self._is_outvoted(info, now):
                 reason = None
                 for member in list(self._members.values()):
-                    change.lost += self._remove(member, "it differs from most that served here before", now, silent=False).lost
+                    change.lost.append(self._remove(member, "it differs from most that served here before", now, silent=False))
         if reason is not None:
             return Change(self._refuse(message, reason))
         if known is not None and info.id in self._members:
-            change = self._remove(known, "replaced by a newer incarnation", now, silent=False)
-        change.sends += self._join(message, now)
+            change.lost.append(self._remove(known, "replaced by a newer incarnation", now, silent=False))
+        change.sends = self._join(message, now)
         change.more_can_serve = True
         return change
 
@@ -235,27 +226,24 @@ class Members:
         if back is None and now >= member.answer_due_s:  # a member that is back was greeted by `register`
             member.answer_due_s = now + self._dead_after_s / ANSWER_DIVISOR
             change.sends.append(Send(message.id, self._welcome))
-        self._take_report(member, message, change, now)
-        return change
-
-    def _heard(self, member: Member, now: float) -> None:
-        self._silence.set(member.info.id, now + self._dead_after_s)
-        member.excused = False
-
-    def _take_report(self, member: Member, report: Heartbeat, change: Change, now: float) -> None:
         took_requests, was_stuck = member.trouble is None, member.stuck
-        member.take_report(report, now)
+        member.take_report(message, now)
         self.candidates.judge(member)
-        more, sends = self.peering.receive_heartbeat(report, now)
+        more, sends = self.peering.receive_heartbeat(message, now)
         change.sends += sends
         if self.caches.follows:
-            change.sends += self.caches.heard(member, report.cache_version, now)
+            change.sends += self.caches.heard(member, message.cache_version, now)
         if member.told_to_drain and not member.reports_draining:
             change.sends.append(Send(member.info.id, Drain(incarnation=member.info.incarnation)))
         if member.stuck and not was_stuck:
             change.lost.append(member)
         if (member.trouble is None and not took_requests) or more:
             change.more_can_serve = True
+        return change
+
+    def _heard(self, member: Member, now: float) -> None:
+        self._silence.set(member.info.id, now + self._dead_after_s)
+        member.excused = False
 
     def ask_links(self, instance: InstanceId, answer: Callable[[LinkReport], object]) -> list[Send]:
         """Ask a prefill member for all its links with their traffic. answer: called with its next report of all of them.
@@ -282,7 +270,7 @@ class Members:
 
     def goodbye(self, message: Goodbye, now: float) -> Change:
         member = self._sender(message)
-        return Change() if member is None else self._remove(member, message.reason or "left", now, silent=False)
+        return Change() if member is None else Change(lost=[self._remove(member, message.reason or "left", now, silent=False)])
 
     def _sender(self, message: Heartbeat | LinkReport | CacheChanges | Goodbye) -> Member | None:
         """The member that says this. None, which is counted, when it is from another life."""
@@ -312,13 +300,6 @@ class Members:
         """A hint that the member's process has ended. A live one sends a heartbeat before two of them are due."""
         self._silence.hasten(instance, now + BEATS_AFTER_BREAK * self._welcome.heartbeat_s)
 
-    def excuse(self, now: float) -> None:
-        """This router was held up: those whose time is over get as long as it takes them to be heard, once in each silence."""
-        for instance in self._silence.expired(now):
-            member = self._members[instance]
-            self._silence.set(instance, now if member.excused else now + BEATS_AFTER_BREAK * self._welcome.heartbeat_s)
-            member.excused = True
-
     def detokenizer_moved(self, shard: int, address: str) -> list[Send]:
         """Tell every member where the tokens of this detokenizer go from now on."""
         addresses = list(self._welcome.detokenizers)
@@ -326,12 +307,17 @@ class Members:
         self._welcome = replace(self._welcome, detokenizers=tuple(addresses))
         return [Send(member, self._welcome) for member in self._members]
 
-    def tick(self, now: float) -> Change:
+    def tick(self, now: float, *, is_late: bool = False) -> Change:
+        """is_late: this router was held up: those whose time is over get as long as it takes them to be heard, once in each
+        silence."""
         change = Change()
         for instance in self._silence.expired(now):
-            gone = self._remove(self._members[instance], "not heard of in time", now, silent=True)
-            change.sends += gone.sends
-            change.lost += gone.lost
+            member = self._members[instance]
+            if is_late and not member.excused:
+                member.excused = True
+                self._silence.set(instance, now + BEATS_AFTER_BREAK * self._welcome.heartbeat_s)
+            else:
+                change.lost.append(self._remove(member, "not heard of in time", now, silent=True))
         self._moved |= dict.fromkeys(self._farewells.expired(now))
         return change
 
@@ -353,13 +339,13 @@ class Members:
         self._set_pace()
         self.model, self.holds_grammars = info.model, info.holds_grammars
         self._heard(member, now)
-        self._moved[info.id] = None
+        self._moved[info.id] = info.inbox
         self.peering.join(member)
         self.candidates.judge(member)
         self.caches.join(member)
         return self._greet(member, message.address)
 
-    def _remove(self, member: Member, reason: str, now: float, *, silent: bool) -> Change:
+    def _remove(self, member: Member, reason: str, now: float, *, silent: bool) -> Member:
         info = member.info
         del self._members[info.id]
         self._set_pace()
@@ -374,7 +360,7 @@ class Members:
         self.peering.leave(member)
         self.candidates.leave(member)
         self.caches.leave(member)
-        return Change(lost=[member])
+        return member
 
     def _set_pace(self) -> None:
         """In a large fleet each member reports more rarely, so that all of them together cost this router no more. A member still
@@ -398,7 +384,7 @@ class Members:
         name = InstanceId(f"{info.id[:NAME_SHOWN]}#{info.incarnation[:NAME_SHOWN]}")
         inbox, reason = _good_address(info.inbox), reason[:REASON_SHOWN]
         if name not in self.refused or self.refused[name].inbox != inbox:
-            self._moved[name] = None
+            self._moved[name] = inbox
         self._moved |= dict.fromkeys(_remember(self.refused, name, RefusedInstance(inbox, reason), REFUSED_REMEMBERED))
         ends, life = self._is_replaced(info), info.incarnation
         refused = Refused(reason=reason, address=message.address, incarnation=life, id=info.id, final=ends)
@@ -419,11 +405,6 @@ class Members:
         if self._vocab_size not in (None, info.model.vocab_size):
             return f"its vocabulary is {info.model.vocab_size}, but that of the router's model is {self._vocab_size}"
         return None
-
-    def _mismatch(self, info: InstanceInfo) -> str | None:
-        """What differs from the other members."""
-        other = next((member.info for member in self._members.values() if member.info.id != info.id), None)
-        return None if other is None else difference(info, other)  # who differs from one differs from all
 
 
 def _good_address(inbox: str) -> str | None:

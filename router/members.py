@@ -296,27 +296,23 @@ class Line(list[Member]):
 
 
 class Candidates:
-    """The members of each role, and those of them that take requests."""
+    """The members of each role that take requests."""
 
     def __init__(self, random: Random) -> None:
         self._random = random
         """The same seed and the same members in the same order make the same draws."""
-        self.members: dict[Role, dict[Member, None]] = {"prefill": {}, "decode": {}}
         self.lines: dict[Role, Line] = {"prefill": Line(), "decode": Line()}
-        """Members that take requests."""
         self.latest: dict[Role, Member] = {}
         """The last choice among the members of each role."""
         self._choices = 0
 
     def judge(self, member: Member) -> None:
         """A member has joined, or its trouble may have changed."""
-        role = member.info.role
-        self.members[role].setdefault(member)
-        (self.lines[role].add if member.trouble is None else self.lines[role].discard)(member)
+        line = self.lines[member.info.role]
+        (line.add if member.trouble is None else line.discard)(member)
 
     def leave(self, member: Member) -> None:
         """A member has left. Idempotent."""
-        self.members[member.info.role].pop(member, None)
         self.lines[member.info.role].discard(member)
 
     def chose(self, member: Member) -> None:

@@ -9,14 +9,13 @@ each instead of ten. Figures of pairs are not here: there are too many.
 """
 
 import asyncio
-import collections
 from bisect import bisect_left
 from collections import Counter as Tally
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from enum import StrEnum
 from itertools import accumulate
 from operator import attrgetter
-from typing import Literal, TypeVar, get_args
+from typing import Literal, get_args
 
 from prometheus_client import CollectorRegistry, Counter, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -61,7 +60,7 @@ async def member_metrics(members: Iterable[Member]) -> bytes:
     labels = [f'instance="{_escaped(member.info.id)}",role="{member.info.role}"' for member in there]
     # A report is never changed, only replaced: all metrics tell of the same moment.
     loads, counters = [member.load for member in there], [member.counters for member in there]
-    links = [_links_by_state(member) for member in there]
+    links = [Tally(member.links.values()) for member in there]
     up = [int(member.trouble is None) for member in there]
 
     what = "1 for a member that takes requests, 0 for one that drains, is stuck or has too many pages quarantined."
@@ -88,10 +87,6 @@ def _member_family(kind: Kind, name: str, what: str, labels: Sequence[str], valu
     return f"# HELP {name} {what}\n# TYPE {name} {kind}\n" + "".join(lines)
 
 
-def _links_by_state(member: Member) -> collections.Counter[LinkState]:
-    return collections.Counter(member.links.values())
-
-
 def _escaped(value: str) -> str:
     """As a label's value must be written."""
     return value.replace("\\", r"\\").replace("\n", r"\n").replace('"', r"\"")
@@ -102,16 +97,25 @@ TOKEN_BUCKETS_S = (0.001, 0.002, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.
 PHASE_BUCKETS_S = (0.0005, 0.001, 0.002, *LATENCY_BUCKETS_S)
 RATIO_BUCKETS = (0.1, 0.25, 0.5, 0.67, 0.8, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0, 4.0, 10.0)
 ATTEMPT_BUCKETS = (1, 2, 3, 4, 6, 8, 12, 16)
-FamilyT = TypeVar("FamilyT", GaugeMetricFamily, CounterMetricFamily)
 
 
 PHASES = {
-    "request_queue": "Of an attempt, on the instance that computes its prompt: from its arrival until it has its pages.",
-    "request_prefill": "From then until its first token is sampled.",
-    "kv_transfer": "From its grant, or from its first push if that is later, until its handoff is sent.",
-    "kv_transfer_exposed": "From its first token until its handoff is sent: what computing does not hide.",
-    "request_decode": "Of an attempt, on its decode instance: from its handoff, or from its first token there, to its end.",
+    "queue_s": (
+        "request_queue",
+        "Of an attempt, on the instance that computes its prompt: from its arrival until it has its pages.",
+    ),
+    "prefill_s": ("request_prefill", "From then until its first token is sampled."),
+    "transfer_s": ("kv_transfer", "From its grant, or from its first push if that is later, until its handoff is sent."),
+    "exposed_transfer_s": (
+        "kv_transfer_exposed",
+        "From its first token until its handoff is sent: what computing does not hide.",
+    ),
+    "decode_s": (
+        "request_decode",
+        "Of an attempt, on its decode instance: from its handoff, or from its first token there, to its end.",
+    ),
 }
+"""The metric of each of the `Durations`."""
 
 
 class Dropped(StrEnum):
@@ -135,44 +139,37 @@ class RouterMetrics:
         def histogram(name: str, what: str, buckets: Sequence[float] = LATENCY_BUCKETS_S) -> Histogram:
             return Histogram(name, what, buckets=buckets, registry=registry)
 
+        def counter(name: str, what: str, *labels: str, known: Iterable[str] = ()) -> Counter:
+            """known: values of the label that are there before anything is counted."""
+            made = Counter(name, what, labels, registry=registry)
+            for value in known:
+                made.labels(value)
+            return made
+
         self._first_token = histogram("tandem_time_to_first_token_seconds", "From the arrival of a request to its first token.")
-        self._predicted = histogram(
-            "tandem_predicted_time_to_first_token_seconds", "The same, as predicted when the request was placed."
-        )
-        self._prediction_ratio = histogram(
-            "tandem_time_to_first_token_prediction_ratio", "The predicted time, divided by the real one.", RATIO_BUCKETS
-        )
+        what = "The same, as predicted when the request was placed."
+        self._predicted = histogram("tandem_predicted_time_to_first_token_seconds", what)
+        what = "The predicted time, divided by the real one."
+        self._prediction_ratio = histogram("tandem_time_to_first_token_prediction_ratio", what, RATIO_BUCKETS)
         self._inter_token = histogram("tandem_inter_token_latency_seconds", "Time of one token after the first.", TOKEN_BUCKETS_S)
         self._request = histogram("tandem_e2e_request_latency_seconds", "From the arrival of a request to its ending.")
-        self._phases = {name: histogram(f"tandem_{name}_seconds", what, PHASE_BUCKETS_S) for name, what in PHASES.items()}
-        self._endings = Counter("tandem_requests_ended", "Requests by how they ended.", ("ending",), registry=registry)
-        self._resumes = Counter("tandem_resumes", "Attempts that were followed by another one.", ("reason",), registry=registry)
-        for reason in ResumeReason:
-            self._resumes.labels(reason.value)
-        self._resume_gap = histogram(
-            "tandem_resume_gap_seconds",
-            "From the last token before a resume (from the resume, if there was none) to the next token.",
-        )
+        self._phases = {
+            duration: histogram(f"tandem_{name}_seconds", what, PHASE_BUCKETS_S) for duration, (name, what) in PHASES.items()
+        }
+        self._endings = counter("tandem_requests_ended", "Requests by how they ended.", "ending")
+        self._resumes = counter("tandem_resumes", "Attempts that were followed by another one.", "reason", known=ResumeReason)
+        what = "From the last token before a resume (from the resume, if there was none) to the next token."
+        self._resume_gap = histogram("tandem_resume_gap_seconds", what)
         self._attempts = histogram("tandem_attempts", "Attempts of a request.", ATTEMPT_BUCKETS)
-        self._of_keys = Counter(
-            "tandem_key_requests", "Requests that ended, by the name of their API key.", ("key",), registry=registry
-        )
-        self._tokens_of_keys = Counter(
-            "tandem_key_tokens",
-            "Tokens of these requests: of their prompts and of their answers.",
-            ("key", "of"),
-            registry=registry,
-        )
-        self._responses = Counter("tandem_http_responses", "HTTP responses.", ("path", "status"), registry=registry)
-        self._dropped = Counter(
-            "tandem_http_connections_dropped",
+        self._of_keys = counter("tandem_key_requests", "Requests that ended, by the name of their API key.", "key")
+        what = "Tokens of these requests: of their prompts and of their answers."
+        self._tokens_of_keys = counter("tandem_key_tokens", what, "key", "of")
+        self._responses = counter("tandem_http_responses", "HTTP responses.", "path", "status")
+        what = (
             "Connections that were dropped: the head came late or was too long, too many waited, an answer was not read, "
-            "requests came behind an open one, or too many bodies or bytes of bodies had not arrived whole.",
-            ("reason",),
-            registry=registry,
+            "requests came behind an open one, or too many bodies or bytes of bodies had not arrived whole."
         )
-        for why in Dropped:
-            self._dropped.labels(why.value)
+        self._dropped = counter("tandem_http_connections_dropped", what, "reason", known=Dropped)
 
     def first_token(self, seconds: float, predicted_s: float | None) -> None:
         self._first_token.observe(seconds)
@@ -200,15 +197,10 @@ class RouterMetrics:
             self._tokens_of_keys.labels(times.owner, "answer").inc(times.tokens)
 
     def phases(self, durations: Durations) -> None:
-        for phase, seconds in (
-            ("request_queue", durations.queue_s),
-            ("request_prefill", durations.prefill_s),
-            ("kv_transfer", durations.transfer_s),
-            ("kv_transfer_exposed", durations.exposed_transfer_s),
-            ("request_decode", durations.decode_s),
-        ):
+        for duration, phase in self._phases.items():
+            seconds = getattr(durations, duration)
             if seconds is not None:
-                self._phases[phase].observe(seconds)
+                phase.observe(seconds)
 
     def responded(self, path: str, status: int) -> None:
         self._responses.labels(path, str(status)).inc()
@@ -218,6 +210,13 @@ class RouterMetrics:
 
     def text(self) -> bytes:
         return generate_latest(self.registry)
+
+
+DETOKENIZER_FIGURES: tuple[tuple[Kind, str, str], ...] = (
+    ("gauge", "open_answers", "Answers that expect tokens."),
+    ("gauge", "early_answers", "Answers whose tokens came before they were expected."),
+    ("counter", "dropped", "Useless token deltas since it started."),
+)
 
 
 class RouterCollector(Collector):
@@ -230,55 +229,44 @@ class RouterCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         yield from self._requests()
         yield from self._detokenizers()
-        for name, what, counts in (
-            ("tandem_router_frames_refused", "Frames that arrived and were dropped.", self._mail.frames_refused),
-            ("tandem_router_messages_lost", "Messages that could not be sent.", self._mail.messages_lost),
-        ):
-            yield _family(CounterMetricFamily, name, what, ("reason",), [((reason,), count) for reason, count in counts.items()])
+        what = "Frames that arrived and were dropped."
+        yield _family("counter", "tandem_router_frames_refused", what, "reason", self._mail.frames_refused)
+        what = "Messages that could not be sent."
+        yield _family("counter", "tandem_router_messages_lost", what, "reason", self._mail.messages_lost)
 
     def _requests(self) -> Iterator[Metric]:
         """The open requests, and what the router refused or dropped."""
         requests, fleet = self._core.requests, self._core.fleet
         yield GaugeMetricFamily("tandem_requests_open", "Requests in the system.", len(requests))
         phases = Tally(record.phase for record in requests.records())
-        counts = [((phase.value,), float(phases[phase])) for phase in Phase]
-        yield _family(GaugeMetricFamily, "tandem_requests_in_phase", "Open requests by phase.", ("phase",), counts)
+        by_phase = {phase.value: phases[phase] for phase in Phase}
+        yield _family("gauge", "tandem_requests_in_phase", "Open requests by phase.", "phase", by_phase)
         what = "Requests that were refused at once, because their first token was predicted to come too late."
         yield CounterMetricFamily("tandem_requests_rejected_early", what, requests.placer.rejected)
-        keys = [((name,), float(count)) for name, count in requests.places.of_keys()]
-        yield _family(
-            GaugeMetricFamily, "tandem_key_requests_open", "Open requests by the name of their API key.", ("key",), keys
-        )
-        stale = [
-            (("text",), requests.stale),
-            (("probe",), requests.retelling.stale_standings),
-            (("timeline",), requests.timelines.stale),
-            (("membership",), fleet.stale),
-        ]
-        yield _family(CounterMetricFamily, "tandem_router_messages_stale", "Late messages that were dropped.", ("kind",), stale)
+        what = "Open requests by the name of their API key."
+        yield _family("gauge", "tandem_key_requests_open", what, "key", dict(requests.places.of_keys()))
+        stale = {
+            "text": requests.stale,
+            "probe": requests.retelling.stale_standings,
+            "timeline": requests.timelines.stale,
+            "membership": fleet.stale,
+        }
+        yield _family("counter", "tandem_router_messages_stale", "Late messages that were dropped.", "kind", stale)
         yield CounterMetricFamily("tandem_router_registrations_refused", "Registrations that were refused.", fleet.refusals)
 
     def _detokenizers(self) -> Iterator[Metric]:
         """The last report of each detokenizer, by its number."""
-        heard = [((str(shard),), watch, watch.last) for shard, watch in enumerate(self._core.detokenizers) if watch.last]
-        up = [(shard, float(not watch.silent)) for shard, watch, _ in heard]
-        yield _family(GaugeMetricFamily, "tandem_detokenizer_up", "1 while its heartbeats come.", ("shard",), up)
-        answers = [(shard, float(last.open_answers)) for shard, _, last in heard]
-        what = "Answers that expect tokens."
-        yield _family(GaugeMetricFamily, "tandem_detokenizer_open_answers", what, ("shard",), answers)
-        early = [(shard, float(last.early_answers)) for shard, _, last in heard]
-        what = "Answers whose tokens came before they were expected."
-        yield _family(GaugeMetricFamily, "tandem_detokenizer_early_answers", what, ("shard",), early)
-        dropped = [(shard, float(last.dropped)) for shard, _, last in heard]
-        what = "Useless token deltas since it started."
-        yield _family(CounterMetricFamily, "tandem_detokenizer_dropped", what, ("shard",), dropped)
+        heard = {str(shard): watch for shard, watch in enumerate(self._core.detokenizers) if watch.last}
+        up = {shard: not watch.silent for shard, watch in heard.items()}
+        yield _family("gauge", "tandem_detokenizer_up", "1 while its heartbeats come.", "shard", up)
+        for kind, figure, what in DETOKENIZER_FIGURES:
+            values = {shard: getattr(watch.last, figure) for shard, watch in heard.items()}
+            yield _family(kind, f"tandem_detokenizer_{figure}", what, "shard", values)
 
 
-def _family(
-    kind: type[FamilyT], name: str, what: str, names: Sequence[str], values: Iterable[tuple[Sequence[str], float]]
-) -> FamilyT:
-    """One metric: a value for each tuple of labels. names: of the labels."""
-    family = kind(name, what, labels=names)
-    for labels, value in values:
-        family.add_metric(labels, value)
+def _family(kind: Kind, name: str, what: str, label: str, values: Mapping[str, float]) -> Metric:
+    """One metric: a value for each value of its label."""
+    family = (GaugeMetricFamily if kind == "gauge" else CounterMetricFamily)(name, what, labels=(label,))
+    for of, value in values.items():
+        family.add_metric((of,), float(value))
     return family

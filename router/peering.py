@@ -44,15 +44,6 @@ class Pair(NamedTuple):
     decode: InstanceId
 
 
-class Regrouping(NamedTuple):
-    """How the pairs have changed."""
-
-    made: list[Pair]
-    """Pairs that are linked from now on."""
-    dropped: list[Pair]
-    """Pairs of which both are still there, and that are linked no longer."""
-
-
 class Partners:
     """limit: favourites of a prefill instance; 0: all pairs are linked."""
 
@@ -74,11 +65,12 @@ class Partners:
         del self._hashes[role][name]
         self._linked = np.delete(self._linked, place, axis=0 if role == "prefill" else 1)
 
-    def settle(self) -> Regrouping:
-        """Make the pairs that there should be, and drop those for which there is no room."""
+    def settle(self) -> tuple[list[Pair], list[Pair]]:
+        """Make the pairs that there should be, and drop those for which there is no room. Returns those that are linked from now
+        on, and those of which both are still there and that are linked no longer."""
         before = self._linked
         if not before.size:
-            return Regrouping([], [])
+            return [], []
         prefill, decode = (np.fromiter(hashes.values(), dtype=np.uint64) for hashes in self._hashes.values())
         ranks = _mix(prefill[:, None] ^ _turned(decode))
         wanted = (ranks >= _least(ranks, self._limit or len(decode))) | (_least(ranks.T, AT_LEAST) <= ranks.T).T
@@ -88,7 +80,7 @@ class Partners:
             spare = np.flatnonzero(linked[row] & ~wanted[row])
             linked[row, spare[np.argsort(ranks[row, spare])[: too_many[row]]]] = False
         self._linked = linked
-        return Regrouping(self._pairs(linked & ~before), self._pairs(before & ~linked))
+        return self._pairs(linked & ~before), self._pairs(before & ~linked)
 
     def _pairs(self, table: Flags) -> list[Pair]:
         """table: as `_linked`."""
@@ -199,8 +191,12 @@ class Peering:
     def receive_heartbeat(self, beat: Heartbeat, now: float) -> tuple[bool, list[Send]]:
         """What a member knows now, and what it has reported. What has been missing for longer than a heartbeat is sent again, or
         asked for again. Returns whether more pairs can serve, and what to send."""
-        state = self._states[beat.id]
-        more = self._confirm(state, beat.peers_version)
+        state, version, more = self._states[beat.id], beat.peers_version, False
+        for name in [] if version > state.version else [name for name, sent in state.unaware.items() if sent <= version]:
+            del state.unaware[name]
+            partner = state.member.partners.get(name)
+            if partner is not None and state.member.info.role == "decode":
+                more = self._judge(partner, state.member) or more
         if beat.peers_version != state.version and now - state.sent_s > self._heartbeat_s:
             state.needs_all = True
             self._dirty[beat.id] = None
@@ -231,18 +227,6 @@ class Peering:
         if report.since is None:
             for partner in list(writer.usable):
                 self._judge(writer, partner)
-        return more
-
-    def _confirm(self, state: _PeerState, version: int) -> bool:
-        """The member has applied what it was sent up to this version. Returns whether more pairs can serve."""
-        if not state.unaware or version > state.version:
-            return False
-        more = False
-        for name in [name for name, sent in state.unaware.items() if sent <= version]:
-            del state.unaware[name]
-            partner = state.member.partners.get(name)
-            if partner is not None and state.member.info.role == "decode":
-                more = self._judge(partner, state.member) or more
         return more
 
     def _judge(self, writer: Member, reader: Member) -> bool:
@@ -310,10 +294,10 @@ class Peering:
         """Make the pairs that there should be, as many as one turn may."""
         if self._is_changed and not self._forming:
             self._is_changed = False
-            regrouping = self._partners.settle()
-            for pair in regrouping.dropped:
+            made, dropped = self._partners.settle()
+            for pair in dropped:
                 self._separate(self._states[pair.prefill].member, self._states[pair.decode].member)
-            self._forming.extend((self._states[pair.prefill], self._states[pair.decode]) for pair in regrouping.made)
+            self._forming.extend((self._states[pair.prefill], self._states[pair.decode]) for pair in made)
         for _ in range(min(len(self._forming), PAIRS_AT_ONCE)):
             pair_states = self._forming.popleft()
             if any(self._states.get(state.member.info.id) is not state for state in pair_states):

@@ -21,7 +21,7 @@ from router.attempts import Attempt, Placement, Record
 from router.cache_index import NO_OVERLAP
 from router.cost import Demand, is_measured, pair_cost_s, single_estimate
 from router.fleet import Members
-from router.members import Candidates, Member
+from router.members import Member
 from router.policies import CANDIDATES, POLICIES, Policy, cache_aware, soonest, ttft_s
 
 REASONS = 4
@@ -53,8 +53,8 @@ class Placer:
     def __init__(self, router: InstanceId, detokenizers: Sequence[InstanceId], fleet: Members, config: RouterConfig) -> None:
         """detokenizers: their names, by number."""
         self._router, self._detokenizers = router, detokenizers
+        self._fleet = fleet
         self._candidates = candidates = fleet.candidates
-        self._caches = fleet.caches
         self._dispatch = config.dispatch
         self._prefill = POLICIES[config.prefill_policy](candidates, "prefill")
         self._decode = POLICIES[config.decode_policy](candidates, "decode")
@@ -76,6 +76,7 @@ class Placer:
                 return attempts
             _release(attempts, now)
         self.rejected += len(records)
+        assert refusal is not None
         raise refusal
 
     def restart(self, record: Record, now: float) -> Attempt:
@@ -86,14 +87,14 @@ class Placer:
     def _start(self, records: Sequence[Record], now: float, choose: Callable[[Demand], Placement]) -> list[Attempt]:
         attempts: list[Attempt] = []
         placements: dict[bytes, Placement] = {}
-        page_size = self._caches.page_size
+        page_size = self._fleet.caches.page_size
         try:
             for record in records:
                 spec, blocks = record.spec, record.block_names(page_size) if page_size else ()
                 demand = Demand(
                     record.prompt_tokens,
                     record.remaining_tokens,
-                    self._caches.match(blocks) if blocks and spec.can_share else NO_OVERLAP,
+                    self._fleet.caches.match(blocks) if blocks and spec.can_share else NO_OVERLAP,
                     spec.session,
                     record.avoid | record.crowded,
                     spec.owner,
@@ -201,7 +202,7 @@ class Placer:
                     if alone or decodes:
                         return Placement(first, decodes)
         if not holders:
-            raise _nobody_holds(self._candidates, self._dispatch, demand.prompt_tokens + demand.max_new_tokens)
+            raise _nobody_holds(self._fleet, self._dispatch, demand.prompt_tokens + demand.max_new_tokens)
         return Placement(next(decode(holders, partial(_suits, demand, spared, None), demand, None))[0])
 
     def _best_single(self, policy: Policy, demand: Demand) -> Member | None:
@@ -220,17 +221,17 @@ class Placer:
 
     def unready(self) -> list[str]:
         """Why the fleet could not serve a request now, or only with a part of its instances; empty when all is well."""
-        candidates, disaggregated = self._candidates, self._dispatch != "colocated"
+        disaggregated = self._dispatch != "colocated"
         reasons: list[str] = []
         try:
             placement = self._find(Demand(prompt_tokens=1, max_new_tokens=2), self._prefill, self._decode)
         except (Unavailable, BadRequest) as error:
             reasons.append(str(error))
         else:
-            if disaggregated and placement.decode is None and candidates.lines["prefill"]:
+            if disaggregated and placement.decode is None and self._candidates.lines["prefill"]:
                 reasons.append(NO_LINK)
-        wanted = disaggregated and any(not member.draining for member in candidates.members["prefill"])
-        trouble = _all_in_trouble(candidates, "prefill") if wanted else None
+        wanted = disaggregated and any(not member.draining for member in self._fleet.members("prefill"))
+        trouble = _all_in_trouble(self._fleet, "prefill") if wanted else None
         return reasons if trouble is None else [*reasons, trouble]
 
 
@@ -249,15 +250,17 @@ def _suits(demand: Demand, avoid: Set[Life], source: Member | None, member: Memb
     return member.capacity_tokens >= demand.prompt_tokens and (demand.max_new_tokens == 1 or len(member.usable) > 0)
 
 
-def _nobody_holds(candidates: Candidates, dispatch: Dispatch, tokens: int) -> Unavailable | BadRequest:
+def _nobody_holds(fleet: Members, dispatch: Dispatch, tokens: int) -> Unavailable | BadRequest:
     """No decode instance that takes requests has so much memory."""
-    line = candidates.lines["decode"]
+    line = fleet.candidates.lines["decode"]
     if not line:
         nobody = (
-            "no decode instance is live" if dispatch != "colocated" and candidates.lines["prefill"] else "no instance is live"
+            "no decode instance is live"
+            if dispatch != "colocated" and fleet.candidates.lines["prefill"]
+            else "no instance is live"
         )
-        return Unavailable(_all_in_trouble(candidates, "decode") or nobody)
-    for member in candidates.members["decode"]:
+        return Unavailable(_all_in_trouble(fleet, "decode") or nobody)
+    for member in fleet.members("decode"):
         if member.trouble is not None and not member.draining and member.capacity_tokens >= tokens:
             who = f"{member.info.id} is {member.trouble.state}: {member.trouble.reason}"
             return Unavailable(f"an instance that holds {tokens} tokens takes no requests: {who}")
@@ -268,10 +271,10 @@ def _nobody_holds(candidates: Candidates, dispatch: Dispatch, tokens: int) -> Un
     )
 
 
-def _all_in_trouble(candidates: Candidates, role: Role) -> str | None:
+def _all_in_trouble(fleet: Members, role: Role) -> str | None:
     """Why no instance of this role takes requests; None when one does, or when there are none. Names those that drain last."""
-    members = candidates.members[role]
-    if candidates.lines[role] or not members:
+    members = list(fleet.members(role))
+    if fleet.candidates.lines[role] or not members:
         return None
     staying, leaving = (member for member in members if not member.draining), (member for member in members if member.draining)
     named = [(member.info.id, member.trouble) for member in islice(chain(staying, leaving), REASONS)]

@@ -254,7 +254,8 @@ class RequestBook:
         if member is None or member.stuck:
             return self._resume(attempt, _lost(decode.id, () if member is None else (member,)), now)
         attempt.place(member)
-        attempt.record.times.attempts[-1].place(decode.id, now)
+        times = attempt.record.times.attempts[-1]
+        times.decode, times.placed_s = decode.id, now
         return []
 
     # --- resuming --------------------------------------------------------------------------------------------------------

@@ -111,9 +111,6 @@ class AttemptTimes:
         """Whether this one may have something to tell."""
         return len(self.instances) < MOST_OF_AN_ATTEMPT and all(each.id != instance for each in self.instances)
 
-    def place(self, decode: InstanceId, now: float) -> None:
-        self.decode, self.placed_s = decode, now
-
 
 @dataclass(slots=True, eq=False)
 class RequestTimes:
@@ -148,10 +145,6 @@ class RequestTimes:
         self.attempts.append(AttemptTimes(number, first, now))
         if len(self.attempts) > MOST_ATTEMPTS:
             del self.attempts[0]
-
-    def attempt(self, number: int) -> AttemptTimes | None:
-        """The attempt of this number, if it is remembered."""
-        return next((each for each in self.attempts if each.number == number), None)
 
     def resumed(self, reason: ResumeReason, failed: Failed, now: float) -> None:
         """Its latest attempt is over."""
@@ -201,14 +194,11 @@ class Timelines:
         """The request has ended: it is remembered until REMEMBERED others have ended."""
         self._ended.append(request.request_id)
         if len(self._ended) > REMEMBERED:
-            self._forget(self._requests.pop(self._ended.popleft()))
-
-    def _forget(self, request: RequestTimes) -> None:
-        for name in request.names:
-            rest = self._named[name]
-            rest.remove(request)
-            if not rest:
-                del self._named[name]
+            forgotten = self._requests.pop(self._ended.popleft())
+            for name in forgotten.names:
+                self._named[name].remove(forgotten)
+                if not self._named[name]:
+                    del self._named[name]
 
     def of(self, request_id: RequestId) -> RequestTimes | None:
         """What is remembered of this request."""
@@ -221,13 +211,11 @@ class Timelines:
     def receive(self, by: InstanceInfo, timelines: Iterable[Timeline]) -> None:
         """An instance reports attempts that have left it."""
         for timeline in timelines:
-            attempt = self._attempt(timeline)
+            request = self._requests.get(timeline.key.request_id)
+            attempts = () if request is None else request.attempts
+            attempt = next((each for each in attempts if each.number == timeline.key.attempt), None)
             if attempt is None or not attempt.awaits(by.id):
                 self.stale += 1
                 continue
             attempt.instances.append(InstanceTimes(by.id, by.role, timeline.times))
             self._observer.phases(Durations.of(by.role, timeline.times))
-
-    def _attempt(self, timeline: Timeline) -> AttemptTimes | None:
-        request = self.of(timeline.key.request_id)
-        return None if request is None else request.attempt(timeline.key.attempt)

@@ -7,6 +7,7 @@ them on the loop. Opens no socket, reads no clock.
                                                                                    or have had GRACE_S to say it: over
 """
 
+from dataclasses import dataclass, field
 from typing import Literal
 
 import msgspec
@@ -14,7 +15,7 @@ import msgspec
 from common.errors import BadRequest
 from common.ids import Incarnation, InstanceId, Life
 from common.instance.ports import Send
-from common.messages import Ending, Failed, InstanceInfo, Spans, Trace, pack_spans
+from common.messages import Ending, Failed, Spans, Trace, pack_spans
 from common.messages.base import UNNAMED
 from common.tracing import LONGEST_S, MESSAGE_SPANS, SpanRecorder
 from router.attempts import Attempt, Record
@@ -60,15 +61,15 @@ class TraceStatus(msgspec.Struct, kw_only=True):
     """How a trace stands."""
 
     number: int
-    state: Literal["running", "over"]
+    state: Literal["running", "over"] = "running"
     began_s: float
     """UNIX time."""
     seconds: float
-    processes: list[TracedProcess]
+    processes: list[TracedProcess] = []
     """Spans name a process by its place here."""
-    bytes: int
+    bytes: int = 0
     """Memory that the spans take."""
-    spans_refused: int
+    spans_refused: int = 0
     """Spans for which this router had no room."""
 
 
@@ -79,15 +80,15 @@ class Frame(msgspec.Struct, frozen=True):
     packed: bytes
 
 
+@dataclass(slots=True, eq=False)
 class _Trace:
     """One trace. Its end is a time of the router's clock."""
 
-    def __init__(self, status: TraceStatus, ends_s: float, most_bytes: int) -> None:
-        self.status = status
-        self.ends_s = ends_s
-        self._most_bytes = most_bytes
-        self.places: dict[Life, int] = {}
-        self.frames: list[Frame] = []
+    status: TraceStatus
+    ends_s: float
+    most_bytes: int
+    places: dict[Life, int] = field(default_factory=dict)
+    frames: list[Frame] = field(default_factory=list)
 
     def add(self, process: TracedProcess) -> None:
         self.places[Life(process.id, process.incarnation)] = len(self.status.processes)
@@ -96,7 +97,7 @@ class _Trace:
     def keep(self, place: int, count: int, packed: bytes) -> None:
         status, size = self.status, len(packed) + FRAME_BYTES
         status.processes[place].spans += count
-        if status.bytes + size > self._most_bytes:
+        if status.bytes + size > self.most_bytes:
             status.spans_refused += count
             return
         status.bytes += size
@@ -134,15 +135,7 @@ class Traces:
         if self._trace is not None and not self._trace.is_over(now):
             raise TraceRuns("a trace runs already: wait for its end, or end it with DELETE /cluster/trace")
         self._number += 1
-        status = TraceStatus(
-            number=self._number,
-            state="running",
-            began_s=now + self._unix_s,
-            seconds=seconds,
-            processes=[],
-            bytes=0,
-            spans_refused=0,
-        )
+        status = TraceStatus(number=self._number, began_s=now + self._unix_s, seconds=seconds)
         trace = self._trace = _Trace(status, now + seconds, self._most_bytes)
         trace.add(TracedProcess(id=self._router, role="router"))
         self._recorder.begin()
@@ -177,7 +170,10 @@ class Traces:
         trace = self._running(now)
         if member is None or trace is None or life in trace.places:
             return []
-        trace.add(_process_of(member.info))
+        info, rank = member.info, member.info.ranks[0]
+        process = TracedProcess(id=life.id, incarnation=life.incarnation, role=info.role)
+        process.host, process.pid, process.device = rank.host, rank.pid, rank.device
+        trace.add(process)
         return [self._ask(life.id, trace, now)]
 
     def detokenizer_moved(self, shard: int, now: float) -> list[Send]:
@@ -255,10 +251,3 @@ def record_request(recorder: SpanRecorder, record: Record, ending: Ending, now: 
     sizes = {"prompt_tokens": record.times.prompt_tokens, "tokens": len(record.token_ids)}
     request_id = record.spec.request_id
     recorder.add("requests", "request", record.times.received_s, now, request_id, attempts=record.attempts, ended=why, **sizes)
-
-
-def _process_of(info: InstanceInfo) -> TracedProcess:
-    rank = info.ranks[0]
-    return TracedProcess(
-        id=info.id, incarnation=info.incarnation, role=info.role, host=rank.host, pid=rank.pid, device=rank.device
-    )

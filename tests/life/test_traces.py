@@ -6,7 +6,6 @@ from itertools import pairwise
 import pytest
 
 from common.config import RouterConfig
-from common.ids import InstanceId
 from common.messages import Span, unpack_spans
 from router.traces import NoTrace, TraceRuns
 from tests.life.expected import undisturbed
@@ -98,7 +97,9 @@ def test_whoever_joins_or_starts_again_is_told_and_each_router_has_its_own_trace
         first.trace(1.0)
     fleet.start("decode-9", "decode")
     first.restart_detokenizer(0)
-    fleet.turn_until(lambda: all(each.core.fleet.address(InstanceId("decode-9")) is not None for each in fleet.routers))
+    fleet.turn_until(
+        lambda: all("decode-9" in [member.info.id for member in each.core.fleet.members()] for each in fleet.routers)
+    )
     fleet.kill("decode-0")
     fleet.run_for(2.0)
     client = fleet.submit("r", PROMPTS["r3"], max_tokens=5)

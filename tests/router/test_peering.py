@@ -45,8 +45,9 @@ class Pairs:
 
     def settle(self) -> tuple[set[Pair], set[Pair]]:
         """What was made and what was dropped."""
-        made, dropped = map(set, done := self.partners.settle())
-        assert len(made) == len(done.made) and not made & self.linked
+        new, gone = self.partners.settle()
+        made, dropped = set(new), set(gone)
+        assert len(made) == len(new) and not made & self.linked
         assert dropped <= self.linked
         self.linked = (self.linked | made) - dropped
         return made, dropped

@@ -193,7 +193,6 @@ def test_of_many_attempts_the_latest_are_remembered_under_their_numbers() -> Non
         made.resumed(ResumeReason.PREEMPTED, Failed(message="x" * 10_000), 1.0)
         made.dispatched(number, InstanceId(f"p{number}"), None, 2.0)
     assert [each.number for each in made.attempts] == list(range(MOST_ATTEMPTS, 2 * MOST_ATTEMPTS))
-    assert made.attempt(0) is None and made.attempt(MOST_ATTEMPTS) is made.attempts[0]
     assert len(made.attempts[0].failure) == FAILURE_CHARS
 
 
