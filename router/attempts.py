@@ -249,7 +249,7 @@ class Attempt:
         """Take in tokens that it brought."""
         tokens, record = len(token_ids), self.record
         if self._computing:
-            self._computed()
+            self._computed(now)
             self.first.computes_since_s = now
             if self.candidates:
                 self._unassign(self.first)
@@ -287,14 +287,11 @@ class Attempt:
     def withdraw(self) -> list[Send]:
         """End it for members and detokenizer that believe it is open. A lost member is told too: it may only be silent, and then
         the message waits for it."""
-        return [*self.cancels(), self._forget()]
+        return [*self.cancels(), Send(self.detokenizer, ForgetAnswer(key=self.key))]
 
     def close(self) -> list[Send]:
         """Its ending came with its text, so the detokenizer knows it, unless it has opened the answer once more since."""
-        return [self._forget()] if self._was_opened_again else []
-
-    def _forget(self) -> Send:
-        return Send(self.detokenizer, ForgetAnswer(key=self.key))
+        return [Send(self.detokenizer, ForgetAnswer(key=self.key))] if self._was_opened_again else []
 
     def cancels(self, *, complete: bool = False) -> list[Send]:
         """complete: see `Cancel`."""
@@ -305,9 +302,7 @@ class Attempt:
         for member in list(self._assigned):
             self._unassign(member)
         if self._computing:
-            if next(iter(self.first.computing)) == self.key:
-                self.first.computes_since_s = now
-            self._computed()
+            self._computed(now)
         self._bearer.growth_tokens -= self._growth_tokens
         self._growth_tokens = 0
 
@@ -317,9 +312,9 @@ class Attempt:
         member.assign(self.demand.owner, -tokens, -1)
         return tokens
 
-    def _computed(self) -> None:
+    def _computed(self, now: float) -> None:
         """Nothing of its prompt is to be computed any more."""
-        self.first.computed(self.key, self.demand.owner, self._computing)
+        self.first.computed(self.key, self.demand.owner, self._computing, now)
         self._computing = 0
 
     # --- probes --------------------------------------------------------------------------------------------------------

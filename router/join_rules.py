@@ -8,7 +8,7 @@ from collections.abc import Hashable
 
 from common.addresses import INSTANCE_NAME, check_address, check_instance_id
 from common.errors import ConfigError, TransferError
-from common.messages import WIRE_VERSION, InstanceInfo, PoolDescriptor
+from common.messages import WIRE_VERSION, InstanceInfo
 from common.pages.layout import heads_of
 
 ADVICE = {
@@ -33,22 +33,22 @@ def malformed(info: InstanceInfo) -> str | None:
         return "its incarnation must be 1 to 64 letters, digits, '.', '_' or '-'"
     if abs(info.wire_version - WIRE_VERSION) > 1:
         return f"wire version {info.wire_version} is not a neighbour of the router's {WIRE_VERSION}"
-    return _malformed_pools(info)
-
-
-def _malformed_pools(info: InstanceInfo) -> str | None:
     if len(info.ranks) != len(info.pools):
         return f"it has {len(info.ranks)} ranks and {len(info.pools)} pools: each rank must have one"
     wire_bytes = sum(len(pool.wire) for pool in info.pools)
     if wire_bytes > MAX_WIRE_BYTES:
         return f"the transport descriptors of its pools have {wire_bytes} bytes, more than {MAX_WIRE_BYTES}"
-    wrong = (_malformed_pool(pool) or _misfit(info, rank) for rank, pool in enumerate(info.pools))
+    wrong = (_malformed_pool(info, rank) for rank in range(len(info.pools)))
     return next((reason for reason in wrong if reason is not None), None)
 
 
-def _misfit(info: InstanceInfo, rank: int) -> str | None:
-    """Why the pool of this rank does not fit those before it."""
-    pool, first, ranks = info.pools[rank], info.pools[0], len(info.pools)
+def _malformed_pool(info: InstanceInfo, rank: int) -> str | None:
+    """What is wrong with the pool of this rank, on its own or behind those before it."""
+    pool, first = info.pools[rank], info.pools[0]
+    if not pool.is_addressable:
+        return f"its pool of {pool.pool_bytes} bytes at address {pool.address} is not within 64-bit addresses"
+    if not pool.has_known_device:
+        return f"its pool's device must be cpu or cuda:N, is {pool.device[:80]!r}"
     if pool.total_pages != first.total_pages:
         return f"its ranks must have equally many pages: rank 0 has {first.total_pages}, rank {rank} has {pool.total_pages}"
     if pool.backend != first.backend:
@@ -56,7 +56,7 @@ def _misfit(info: InstanceInfo, rank: int) -> str | None:
     if pool.layout != first.layout:
         return f"its ranks must have one KV layout: rank 0 has {first.layout}, rank {rank} has {pool.layout}"
     try:
-        must = heads_of(rank, ranks, _kv_heads(info))
+        must = heads_of(rank, len(info.pools), _kv_heads(info))
     except TransferError as error:
         return f"its {error}"
     if range(pool.first_head, pool.first_head + pool.layout.kv_heads) != must:
@@ -68,14 +68,6 @@ def _misfit(info: InstanceInfo, rank: int) -> str | None:
 def _kv_heads(info: InstanceInfo) -> int:
     """KV heads of the whole model."""
     return info.model.kv_heads or info.pools[0].layout.kv_heads
-
-
-def _malformed_pool(pool: PoolDescriptor) -> str | None:
-    if not pool.is_addressable:
-        return f"its pool of {pool.pool_bytes} bytes at address {pool.address} is not within 64-bit addresses"
-    if not pool.has_known_device:
-        return f"its pool's device must be cpu or cuda:N, is {pool.device[:80]!r}"
-    return None
 
 
 def likeness(info: InstanceInfo) -> tuple[tuple[str, Hashable], ...]:

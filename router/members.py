@@ -200,7 +200,10 @@ class Member:
         self.computing_tokens += tokens
         self.prompts_of[owner] += tokens
 
-    def computed(self, key: AttemptId, owner: str, tokens: int) -> None:
+    def computed(self, key: AttemptId, owner: str, tokens: int, now: float) -> None:
+        """These tokens are not to be computed any more."""
+        if next(iter(self.computing)) == key:
+            self.computes_since_s = now
         del self.computing[key]
         self.computing_tokens -= tokens
         self.prompts_of[owner] -= tokens

@@ -14,7 +14,7 @@ most members suit.
 """
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from hashlib import shake_128
 from itertools import islice
@@ -136,19 +136,31 @@ POINT_BYTES = 16
 CIRCLE = 1 << 8 * POINT_BYTES
 
 
-class Ring:
-    """The ring of consistent hashing: members and their points, in the order of the points. It depends on names only, so all
-    routers have the same."""
+class BySession:
+    """Consistent hashing for a request with a session. One without a session goes to the least loaded.
 
-    def __init__(self) -> None:
+    Members and their points form a ring, in the order of the points. It depends on names only, so all routers have the same."""
+
+    def __init__(self, candidates: Candidates, role: Role) -> None:
+        self._line = candidates.lines[role]
+        self._without_session = least_loaded(candidates, role)
         self._points: list[int] = []
         self._owners: dict[int, Member] = {}
         self._members: dict[Member, list[int]] = {}
         """The points of each, in order."""
+        self._changes = -1
+        """Changes of the line when the ring got its members."""
 
-    def become(self, members: Iterable[Member]) -> None:
-        """From now on it has these members. The points are sorted once, whoever came and went."""
-        wanted = set(members)
+    def __call__(self, pool: Sequence[Member], suits: Suits, demand: Demand, source: Member | None) -> Iterator[Sequence[Member]]:
+        if not demand.session:
+            return self._without_session(pool, suits, demand, source)
+        if self._changes != self._line.changes:
+            self._follow(set(self._line))
+            self._changes = self._line.changes
+        return _grouped(filter(suits, self._order(demand.session, pool)))
+
+    def _follow(self, wanted: set[Member]) -> None:
+        """From now on the ring has these members. The points are sorted once, whoever came and went."""
         for gone in self._members.keys() - wanted:  # first: a later life of an instance has the points of the former
             for point in self._members.pop(gone):
                 del self._owners[point]
@@ -159,9 +171,9 @@ class Ring:
             self._points += points
         self._points.sort()
 
-    def order(self, key: str, pool: Sequence[Member]) -> Iterator[Member]:
-        """Every member once, in the order of this key; if few are in the pool, only these."""
-        (start,) = _hash(key, 1)
+    def _order(self, session: str, pool: Sequence[Member]) -> Iterator[Member]:
+        """Every member once, in the order of this session; if few are in the pool, only these."""
+        (start,) = _hash(session, 1)
         if len(pool) ** 2 < len(self._members):
             yield from sorted(self._members.keys() & set(pool), key=lambda member: _distance(self._members[member], start))
             return
@@ -184,25 +196,6 @@ def _hash(text: str, count: int) -> list[int]:
     """So many points."""
     digest = shake_128(text.encode()).digest(count * POINT_BYTES)
     return [int.from_bytes(digest[at : at + POINT_BYTES], "big") for at in range(0, len(digest), POINT_BYTES)]
-
-
-class BySession:
-    """The order of the ring for a request with a session. One without a session goes to the least loaded."""
-
-    def __init__(self, candidates: Candidates, role: Role) -> None:
-        self._line = candidates.lines[role]
-        self._without_session = least_loaded(candidates, role)
-        self._ring = Ring()
-        self._changes = -1
-        """Changes of the line when the ring got its members."""
-
-    def __call__(self, pool: Sequence[Member], suits: Suits, demand: Demand, source: Member | None) -> Iterator[Sequence[Member]]:
-        if not demand.session:
-            return self._without_session(pool, suits, demand, source)
-        if self._changes != self._line.changes:
-            self._ring.become(self._line)
-            self._changes = self._line.changes
-        return _grouped(filter(suits, self._ring.order(demand.session, pool)))
 
 
 class RoundRobin:

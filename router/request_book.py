@@ -291,13 +291,12 @@ class RequestBook:
             self._end(record, Finished(reason="length"), now)
         elif record.failed_attempts >= self._config.max_attempts or record.fruitless >= FRUITLESS_ATTEMPTS:
             self._end(record, setback.failed, now)
-        elif record.fruitless >= 2:
-            self._observer.resumed(setback.reason)
-            self._parked[record.spec.request_id] = setback.failed
-            self._alarms.set((Alarm.RETRY, record.spec.request_id), now + PAUSE_HEARTBEATS * self._config.heartbeat_s)
         else:
             self._observer.resumed(setback.reason)
-            sends += self._try_again(record, now)
+            if record.fruitless < 2:
+                return sends + self._try_again(record, now)
+            self._parked[record.spec.request_id] = setback.failed
+            self._alarms.set((Alarm.RETRY, record.spec.request_id), now + PAUSE_HEARTBEATS * self._config.heartbeat_s)
         return sends
 
     def _try_again(self, record: Record, now: float) -> list[Send]:

@@ -43,7 +43,7 @@ class Places:
 
     def require(self, owner: str, count: int = 1) -> None:
         """Raises Overloaded when so many are not free for this owner."""
-        taken, mine = len(self), self._taken[owner]
+        taken, mine = self._taken.total(), self._taken[owner]
         free = self._limit - taken
         if count > free:
             raise Overloaded(f"the router has {taken} of at most {self._limit} {self._what} open: try again shortly")
