@@ -4,6 +4,7 @@ That is known when its prefill instance says so.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 import pytest
@@ -47,8 +48,33 @@ def fleet() -> Members:
     return new_fleet(P0, D0)
 
 
-def test_a_request_goes_through_a_linked_pair() -> None:
-    assert chosen(new_fleet(P0, D0)) == ("p0", "d0")
+D0_NEXT = instance("d0", "decode", incarnation="2")
+
+
+@pytest.mark.parametrize(
+    ("members", "asked", "expected"),
+    [
+        ((P0, D0), {}, ("p0", "d0")),
+        ((D0,), {}, ("d0", None)),
+        ((P0,), {"max_new_tokens": 1}, ("p0", None)),
+        ((P0, D0), {"max_new_tokens": 1}, ("p0", None)),
+        ((P0, D0), {"dispatch": "colocated"}, ("d0", None)),
+        ((P0, D0), {"dispatch": "colocated", "max_new_tokens": 1}, ("d0", None)),
+        ((P0, D0, D1), {"avoid": [P0, D0]}, ("d1", None)),
+        ((P0, D0), {"avoid": [P0], "max_new_tokens": 1}, ("d0", None)),
+        ((P0, D0), {"avoid": [P0, D0]}, ("d0", None)),
+        ((P0, D0), {"avoid": [D0]}, ("p0", "d0")),
+        ((P0,), {"avoid": [P0], "max_new_tokens": 1}, ("p0", None)),
+        ((D0_NEXT, D1), {"dispatch": "colocated", "avoid": [D0]}, ("d0", None)),
+        ((D0_NEXT, D1), {"dispatch": "colocated", "avoid": [D0_NEXT]}, ("d1", None)),
+    ],
+)
+def test_who_serves_a_request_where_only_one_choice_is_right(
+    members: Sequence[InstanceInfo], asked: dict[str, Any], expected: tuple[str, str | None]
+) -> None:
+    """A pair where there is one. A decode instance serves alone without one, and under colocated dispatch. An answer of one token
+    needs a prefill instance only. A request goes back to where it failed when nobody else is left, and to another life."""
+    assert chosen(new_fleet(*members), **asked) == expected
 
 
 def test_the_least_loaded_in_tokens_is_taken_not_the_one_with_fewest_requests() -> None:
@@ -152,20 +178,6 @@ def test_a_fleet_whose_every_prefill_instance_has_quarantined_pages_serves_witho
     assert placer(fleet, "colocated").unready() == []
 
 
-def test_an_answer_of_one_token_needs_no_decode_instance() -> None:
-    assert chosen(new_fleet(P0), max_new_tokens=1) == ("p0", None)
-    assert chosen(new_fleet(P0, D0, linked=False), max_new_tokens=1) == ("p0", None)
-
-
-def test_without_prefill_instances_a_decode_instance_serves_alone() -> None:
-    assert chosen(new_fleet(D0)) == ("d0", None)
-
-
-def test_colocated_dispatch_never_asks_a_prefill_instance(fleet: Members) -> None:
-    assert chosen(fleet, "colocated") == ("d0", None)
-    assert chosen(fleet, "colocated", max_new_tokens=1) == ("d0", None)
-
-
 def test_a_prompt_that_no_prefill_memory_holds_goes_to_a_decode_instance() -> None:
     small = msgspec.structs.replace(P0, pools=(msgspec.structs.replace(P0.pools[0], total_pages=2),))
     fleet = new_fleet(small, D0)
@@ -233,13 +245,6 @@ def test_a_stuck_instance_gets_nothing_new(load: Load) -> None:
     assert chosen(fleet) == ("p0", "d0")
 
 
-def test_a_fleet_whose_last_decode_instance_drains_is_unready_and_says_so(fleet: Members) -> None:
-    fleet.drain(D0.id)
-    with pytest.raises(Unavailable, match="d0 is draining"):
-        chosen(fleet)
-    assert ["d0 is draining" in reason for reason in placer(fleet).unready()] == [True]
-
-
 def test_a_fleet_whose_prefill_instances_drain_is_ready_without_them(fleet: Members) -> None:
     fleet.drain(P0.id)
     assert chosen(fleet) == ("d0", None)
@@ -258,23 +263,6 @@ def test_a_request_does_not_go_back_to_where_it_failed_while_others_can_serve() 
     assert chosen(fleet, avoid=[P0]) == ("p1", "d0")
     assert chosen(fleet, avoid=[D0]) == ("p0", "d1")
     assert chosen(fleet, max_new_tokens=1, avoid=[P0]) == ("p1", None)
-
-
-def test_after_a_failure_at_the_only_prefill_instance_a_decode_instance_serves_alone() -> None:
-    assert chosen(new_fleet(P0, D0, D1), avoid=[P0, D0]) == ("d1", None)
-    assert chosen(new_fleet(P0, D0), avoid=[P0], max_new_tokens=1) == ("d0", None)
-
-
-def test_a_request_goes_back_to_where_it_failed_when_nobody_else_is_left() -> None:
-    assert chosen(new_fleet(P0, D0), avoid=[P0, D0]) == ("d0", None)
-    assert chosen(new_fleet(P0, D0), avoid=[D0]) == ("p0", "d0")
-    assert chosen(new_fleet(P0), avoid=[P0], max_new_tokens=1) == ("p0", None)
-
-
-def test_a_failure_at_one_incarnation_does_not_count_against_its_successor() -> None:
-    successor = instance("d0", "decode", incarnation="2")
-    assert chosen(new_fleet(successor, D1), "colocated", avoid=[D0]) == ("d0", None)
-    assert chosen(new_fleet(successor, D1), "colocated", avoid=[successor]) == ("d1", None)
 
 
 FIRST = Incarnation("1")

@@ -4,11 +4,11 @@ from dataclasses import replace
 
 import pytest
 
-from common.config import Dispatch, RouterConfig
+from common.config import RouterConfig
 from common.errors import Overloaded, Unavailable
 from common.ids import DETOKENIZER, RequestId, pack_ids
 from common.instance.ports import Send
-from common.messages import ExpectAnswer, Failed, Finished, Generate, Load, Terms
+from common.messages import Ending, ExpectAnswer, Failed, Finished, Generate, Load, Terms
 from common.sampling_params import SamplingParams
 from router.outbox import ChoiceDelta
 from router.requests import RequestSpec
@@ -29,17 +29,6 @@ def test_a_request_is_announced_to_the_detokenizer_and_sent_to_the_prefill_insta
         Send(P0.id, Generate(key=key(), prompt=PROMPT, sampling=SamplingParams(max_new_tokens=8), decodes=(D0.id,), terms=TERMS)),
     ]
     assert bench.assigned() == {"p0": 20, "d0": 20}
-
-
-def test_an_answer_of_one_token_names_no_decode_instance() -> None:
-    sent = Bench(P0, D0).submit(spec(max_new_tokens=1))
-    assert isinstance(sent[1].message, Generate) and not sent[1].message.decodes
-
-
-def test_colocated_dispatch_sends_the_request_to_the_decode_instance() -> None:
-    bench = Bench(P0, D0, config=RouterConfig(dispatch="colocated"))
-    sent = bench.submit(spec())
-    assert sent[1] == Send(D0.id, Generate(key=key(), prompt=PROMPT, sampling=SamplingParams(max_new_tokens=8), terms=TERMS))
 
 
 def test_a_request_carries_its_priority_its_age_its_owner_and_what_is_left_of_its_time() -> None:
@@ -107,25 +96,6 @@ def test_text_reaches_the_client_in_order_and_the_ending_comes_once(bench: Bench
     assert bench.observer.gaps == [(0.5, 2), (0.5, 2)]
 
 
-def test_assigned_tokens_follow_the_request_and_come_home(bench: Bench) -> None:
-    bench.text(0, "a")
-    assert bench.assigned() == {"p0": 0, "d0": 21}
-    bench.text(1, "bc")
-    assert bench.assigned() == {"p0": 0, "d0": 23}
-    bench.text(3, "d", Finished(reason="length"))
-    assert bench.assigned() == {"p0": 0, "d0": 0}
-
-
-@pytest.mark.parametrize(
-    ("tokens", "max_new_tokens", "dispatch"), [(0, 8, "auto"), (1, 8, "auto"), (2, 8, "colocated"), (0, 1, "auto")]
-)
-def test_assigned_tokens_come_home_from_every_phase(tokens: int, max_new_tokens: int, dispatch: Dispatch) -> None:
-    bench = Bench(P0, D0, config=RouterConfig(dispatch=dispatch)).serving(spec(max_new_tokens=max_new_tokens))
-    bench.text(0, "x" * tokens)
-    bench.core.requests.cancel([RequestId("r")], 2.0)
-    assert bench.assigned() == {"p0": 0, "d0": 0}
-
-
 def test_tokens_that_came_already_are_dropped_and_counted(bench: Bench) -> None:
     bench.text(0, "ab")
     bench.text(1, "b")
@@ -133,25 +103,18 @@ def test_tokens_that_came_already_are_dropped_and_counted(bench: Bench) -> None:
     assert (bench.read(), bench.core.requests.stale) == ("abc", 1)
 
 
-def test_text_of_another_attempt_is_dropped_and_counted(bench: Bench) -> None:
-    bench.text(0, "old", attempt=1)
-    assert (bench.read(), bench.core.requests.stale) == ("", 1)
-
-
-def test_a_stop_string_cancels_at_the_instances_because_they_do_not_know_it() -> None:
-    bench = Bench(P0, D0).serving(spec(stop=("end",)))
-    bench.text(0, "a")
-    assert bench.text(1, "", Finished(reason="stop", matched="end")) == cancels(P0, D0, complete=True)
-
-
-def test_a_stop_token_is_known_to_the_instance_that_sampled_it(bench: Bench) -> None:
-    assert bench.text(0, "a", Finished(reason="stop", matched=7)) == []
-
-
-def test_a_failure_at_one_instance_cancels_at_both(bench: Bench) -> None:
-    failed = Failed(message="the push failed")
-    assert bench.text(0, "", failed) == cancels(P0, D0)
-    assert bench.endings() == [failed]
+@pytest.mark.parametrize(
+    ("ending", "told"),
+    [
+        (Finished(reason="stop", matched="end"), cancels(P0, D0, complete=True)),
+        (Finished(reason="stop", matched=7), []),
+        (Failed(message="the push failed"), cancels(P0, D0)),
+    ],
+    ids=["a stop string, which instances do not know", "a stop token, which they know", "a failure at one of them"],
+)
+def test_an_ending_is_told_to_the_instances_that_do_not_know_it(bench: Bench, ending: Ending, told: list[Send]) -> None:
+    assert bench.text(0, "a", ending) == told
+    assert bench.endings() == [ending]
 
 
 # --- out ---------------------------------------------------------------------------------------------------------------
@@ -164,26 +127,9 @@ def test_a_client_that_leaves_cancels_everywhere_once(bench: Bench) -> None:
     assert bench.observer.endings == [Finished(reason="cancelled")]
 
 
-def test_a_request_served_by_one_instance_is_cancelled_there_only() -> None:
-    bench = Bench(D0).serving()
-    assert bench.core.requests.cancel([RequestId("r")], 2.0) == [*cancels(D0), close()]
-
-
 def test_a_client_that_does_not_read_is_given_up() -> None:
     bench = Bench(P0, D0, limit_chars=100).serving(spec(max_new_tokens=100))
     assert bench.text(0, "x" * 60) == []
     assert bench.text(60, "y" * 60) == [*cancels(P0, D0), close()]
     (ending,) = bench.endings()
     assert isinstance(ending, Failed) and ending.kind == "slow_client"
-
-
-def test_a_request_that_outlives_its_deadline_fails_everywhere() -> None:
-    bench = Bench(P0, D0, config=RouterConfig(request_timeout_s=2.0))
-    bench.submit(spec(), at=1.0)
-    bench.beat(1.0)
-    assert bench.core.requests.next_deadline() == 3.0
-    assert bench.core.tick(2.9) == []
-    assert bench.core.tick(3.0) == [*cancels(P0, D0), close()]
-    assert bench.core.requests.next_deadline() is None
-    (ending,) = bench.endings()
-    assert isinstance(ending, Failed) and ending.status == 504

@@ -9,39 +9,14 @@ from common.config import RouterConfig
 from common.errors import BadRequest, DeadlinePassed, InstanceFailed, Overloaded, Preempted, TandemError, Unavailable
 from common.ids import DETOKENIZER, RequestId, pack_ids, unpack_ids
 from common.instance.ports import Send
-from common.messages import (
-    Ending,
-    Failed,
-    Finished,
-    Load,
-    Register,
-    Terms,
-    TextBatch,
-    TextDelta,
-    TokenLogprob,
-    TokenLogprobs,
-)
+from common.messages import Ending, Failed, Finished, Load, Register, Terms, TextBatch, TextDelta, TokenLogprob, TokenLogprobs
 from common.pages import radix_cache
 from router.attempts import Phase
 from router.request_book import FRUITLESS_ATTEMPTS
 from router.requests import RequestSpec
 from router.timelines import ResumeReason
 from tests.builders import instance, key
-from tests.router.bench import (
-    D0,
-    D1,
-    P0,
-    P1,
-    PROMPT,
-    Bench,
-    about_requests,
-    announced,
-    cancels,
-    close,
-    generates,
-    route,
-    spec,
-)
+from tests.router.bench import D0, D1, P0, P1, PROMPT, Bench, about_requests, announced, cancels, close, generates, route, spec
 
 PUSH_FAILED = Failed.of(Unavailable("the push failed"))
 PREEMPTED = Failed.of(Preempted("an older request needs the memory"))
@@ -225,12 +200,6 @@ def test_a_preempted_request_goes_elsewhere_first_and_may_come_back_next_time() 
     assert route(bench.text(0, "", PREEMPTED)) == ("p0", "d1"), "d0 has less to do, but no room"
     assert route(bench.text(0, "", PREEMPTED, attempt=1)) == ("p0", "d0")
     assert bench.observer.resumes == [ResumeReason.PREEMPTED] * 2
-
-
-def test_a_preempted_request_goes_back_to_where_it_was_when_nobody_else_can_serve_it() -> None:
-    bench = Bench(P0, D0)
-    bench.submit(spec())
-    assert route(bench.text(0, "ab", PREEMPTED)) == ("p0", "d0")
 
 
 def test_a_request_that_failed_does_not_go_back_to_where_it_failed_however_busy_the_others_are() -> None:

@@ -165,6 +165,7 @@ def test_what_members_said_before_the_detokenizer_was_started_again_decides_noth
     assert probes(bench.tick(4.0)) == {"d0": (key(),)}
     before = bench.probe_round
     bench.core.detokenizer_moved(0, "tcp://127.0.0.1:2", 4.5)
+    assert bench.probed(D0, 3, 4.5) == [], "it stands in line: what was told again may have died with the former detokenizer"
     assert retold(bench.tick(4.5)) == {"d0": ((key(), 0),)}
     assert bench.probed(D0, 3, 4.6, probe_round=before) == [] == bench.tick(4.6), "it was under way"
     for now in (5.0, 6.0):
@@ -172,20 +173,6 @@ def test_what_members_said_before_the_detokenizer_was_started_again_decides_noth
         bench.beat(now)
     assert probes(bench.tick(6.5)) == {"d0": (key(),)}
     assert [message.key for _, message in generates(bench.probed(D0, 3, 6.6))] == [key(attempt=1)]
-
-
-def test_an_attempt_that_stands_in_line_is_not_judged() -> None:
-    bench = Bench(D0).serving()
-    bench.hear_detokenizer(1.5)
-    bench.tick(2.0)
-    bench.probed(D0, 3, 2.0)
-    bench.tick(2.0)
-    bench.hear_detokenizer(3.0)
-    bench.beat(3.0)
-    assert probes(bench.tick(4.0)) == {"d0": (key(),)}
-    bench.core.detokenizer_moved(0, "tcp://127.0.0.1:2", 4.5)
-    assert bench.probed(D0, 3, 4.6) == [], "what was told again may have died with the former detokenizer"
-    assert retold(bench.tick(4.6)) == {"d0": ((key(), 0),)}
 
 
 def test_nobody_is_asked_while_the_detokenizer_may_be_gone() -> None:
