@@ -109,12 +109,6 @@ class Record:
         return Phase.GENERATING if self.token_ids else Phase.AWAITING
 
     @property
-    def failed_attempts(self) -> int:
-        """How many attempts have failed, when none is open. Preemptions need no limit: they end with the request's deadline, and
-        they become rarer as it grows older than the others."""
-        return self.attempts - self.preemptions
-
-    @property
     def prompt(self) -> bytes:
         """Packed token ids of the next attempt's prompt."""
         return self.spec.prompt + pack_ids(self.token_ids) if self.token_ids else self.spec.prompt

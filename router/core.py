@@ -35,8 +35,9 @@ from common.messages import (
 from common.tracing import SpanRecorder
 from router.fleet import Change, Members
 from router.outbox import ClientRequest
-from router.request_book import Observer, RequestBook
+from router.request_book import RequestBook
 from router.requests import RequestSpec
+from router.timelines import Observer
 from router.traces import Traces
 
 _log = logging.getLogger(__name__)

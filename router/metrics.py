@@ -1,7 +1,7 @@
 """Metrics in the Prometheus text format: what the router measures and counts, and what its instances last reported.
 
 Owns the names (`tandem_`, and `tandem_instance_` for figures of instances) and a registry of its own, so that two routers can
-live in one process. Implements `request_book.Observer`. Does not know HTTP routes or where the numbers come from.
+live in one process. Implements `timelines.Observer`. Does not know HTTP routes or where the numbers come from.
 
 Two things are written here rather than by the client library, because of what they cost. A histogram is observed with every
 token: a third of a microsecond instead of two and a half. A thousand instances report 32,000 figures: a fraction of a microsecond

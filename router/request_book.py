@@ -17,7 +17,7 @@ is started again, tokens are told again first (`retelling.py`); the book resumes
 
 from collections.abc import Iterable, Mapping, Sequence
 from enum import Enum
-from typing import Protocol, assert_never
+from typing import assert_never
 
 from msgspec.structs import replace
 
@@ -35,7 +35,7 @@ from router.outbox import ChoiceDelta, ClientRequest, nobody_reads
 from router.placement import Placer
 from router.requests import Places, RequestSpec
 from router.retelling import Retelling
-from router.timelines import PhaseObserver, RequestTimes, ResumeReason, Timelines
+from router.timelines import Observer, RequestTimes, ResumeReason, Timelines
 from router.traces import record_attempt, record_request
 
 FRUITLESS_ATTEMPTS = 4
@@ -43,22 +43,6 @@ FRUITLESS_ATTEMPTS = 4
 PAUSE_HEARTBEATS = 2
 """After two such attempts the next one waits this many heartbeats: an instance refuses a request sooner than its heartbeat says
 why."""
-
-
-class Observer(PhaseObserver, Protocol):
-    """Who counts and measures."""
-
-    def first_token(self, seconds: float, predicted_s: float | None) -> None:
-        """Both times are from the arrival of the request. predicted_s: None if nothing was predicted."""
-
-    def next_tokens(self, seconds: float, tokens: int) -> None: ...
-
-    def resumed(self, reason: ResumeReason) -> None: ...
-
-    def resume_gap(self, seconds: float) -> None:
-        """seconds: from a resumed request's last token (from the resume, if it had none) to its next one."""
-
-    def ended(self, ending: Ending, times: RequestTimes, attempts: int) -> None: ...
 
 
 class Alarm(Enum):
@@ -287,9 +271,10 @@ class RequestBook:
         sends = attempt.withdraw()
         self.retelling.drop(attempt)
         record.set_back(attempt, setback, now)
+        # Preemptions need no limit: they end with the request's deadline, and become rarer as it grows older than the others.
         if record.remaining_tokens == 0:
             self._end(record, Finished(reason="length"), now)
-        elif record.failed_attempts >= self._config.max_attempts or record.fruitless >= FRUITLESS_ATTEMPTS:
+        elif record.attempts - record.preemptions >= self._config.max_attempts or record.fruitless >= FRUITLESS_ATTEMPTS:
             self._end(record, setback.failed, now)
         else:
             self._observer.resumed(setback.reason)

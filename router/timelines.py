@@ -107,10 +107,6 @@ class AttemptTimes:
     instances: list[InstanceTimes] = field(default_factory=list)
     """Reports of instances, in the order of their arrival."""
 
-    def awaits(self, instance: InstanceId) -> bool:
-        """Whether this one may have something to tell."""
-        return len(self.instances) < MOST_OF_AN_ATTEMPT and all(each.id != instance for each in self.instances)
-
 
 @dataclass(slots=True, eq=False)
 class RequestTimes:
@@ -156,8 +152,20 @@ class RequestTimes:
         self.ending = ending.kind if isinstance(ending, Failed) else ending.reason
 
 
-class PhaseObserver(Protocol):
-    """Who measures."""
+class Observer(Protocol):
+    """Who counts and measures."""
+
+    def first_token(self, seconds: float, predicted_s: float | None) -> None:
+        """Both times are from the arrival of the request. predicted_s: None if nothing was predicted."""
+
+    def next_tokens(self, seconds: float, tokens: int) -> None: ...
+
+    def resumed(self, reason: ResumeReason) -> None: ...
+
+    def resume_gap(self, seconds: float) -> None:
+        """seconds: from a resumed request's last token (from the resume, if it had none) to its next one."""
+
+    def ended(self, ending: Ending, times: RequestTimes, attempts: int) -> None: ...
 
     def phases(self, durations: Durations) -> None:
         """An instance has told how long an attempt took there."""
@@ -166,16 +174,13 @@ class PhaseObserver(Protocol):
 class Timelines:
     """The timelines of one router's requests."""
 
-    def __init__(self, observer: PhaseObserver) -> None:
+    def __init__(self, observer: Observer) -> None:
         self._observer = observer
         self._requests: dict[RequestId, RequestTimes] = {}
         self._ended: deque[RequestId] = deque()
         self._named: dict[str, list[RequestTimes]] = {}
         self.stale = 0
         """Reports about attempts that are not known, and reports that came twice."""
-
-    def __len__(self) -> int:
-        return len(self._requests)
 
     def begin(self, request: RequestTimes) -> None:
         """The request was dispatched."""
@@ -214,7 +219,8 @@ class Timelines:
             request = self._requests.get(timeline.key.request_id)
             attempts = () if request is None else request.attempts
             attempt = next((each for each in attempts if each.number == timeline.key.attempt), None)
-            if attempt is None or not attempt.awaits(by.id):
+            told = [] if attempt is None else [each.id for each in attempt.instances]
+            if attempt is None or by.id in told or len(told) >= MOST_OF_AN_ATTEMPT:
                 self.stale += 1
                 continue
             attempt.instances.append(InstanceTimes(by.id, by.role, timeline.times))

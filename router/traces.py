@@ -86,7 +86,6 @@ class _Trace:
 
     status: TraceStatus
     ends_s: float
-    most_bytes: int
     places: dict[Life, int] = field(default_factory=dict)
     frames: list[Frame] = field(default_factory=list)
 
@@ -97,7 +96,7 @@ class _Trace:
     def keep(self, place: int, count: int, packed: bytes) -> None:
         status, size = self.status, len(packed) + FRAME_BYTES
         status.processes[place].spans += count
-        if status.bytes + size > self.most_bytes:
+        if status.bytes + size > MOST_BYTES:
             status.spans_refused += count
             return
         status.bytes += size
@@ -117,12 +116,11 @@ class Traces:
         fleet: Members,
         recorder: SpanRecorder,
         unix_s: float = 0.0,
-        most_bytes: int = MOST_BYTES,
     ) -> None:
         self._router, self._detokenizers = router, detokenizers
         self._fleet = fleet
         self._recorder = recorder
-        self._unix_s, self._most_bytes = unix_s, most_bytes
+        self._unix_s = unix_s
         self._number = 0
         self._trace: _Trace | None = None
 
@@ -136,7 +134,7 @@ class Traces:
             raise TraceRuns("a trace runs already: wait for its end, or end it with DELETE /cluster/trace")
         self._number += 1
         status = TraceStatus(number=self._number, began_s=now + self._unix_s, seconds=seconds)
-        trace = self._trace = _Trace(status, now + seconds, self._most_bytes)
+        trace = self._trace = _Trace(status, now + seconds)
         trace.add(TracedProcess(id=self._router, role="router"))
         self._recorder.begin()
         sends = [send for shard in range(len(self._detokenizers)) for send in self.detokenizer_moved(shard, now)]

@@ -18,8 +18,8 @@ from common.text.detokenizer_manager import HEARTBEAT_S, heartbeat_of
 from common.tracing import Tracer
 from router.core import RouterCore
 from router.outbox import ClientRequest
-from router.request_book import Observer
 from router.requests import RequestSpec
+from router.timelines import Observer
 from simulation.clock import NEVER, Clock, Loop
 from simulation.network import Network, Post
 

@@ -145,10 +145,11 @@ class Bench:
         *,
         probe_round: int | None = None,
         waits: bool = False,
+        decode: Life | None = None,
     ) -> list[Send]:
         """The instance's answer to a probe about an attempt has come; of the latest round, if none is named. waits: tokens of
-        it wait at the detokenizer."""
-        standings = (Standing(key(name, attempt), next_token, waits=waits),)
+        it wait at the detokenizer. decode: who has granted its reservation."""
+        standings = (Standing(key(name, attempt), next_token, decode, waits=waits),)
         probe_round = probe_round or self.probe_round
         answer = Probed(id=of.id, incarnation=of.incarnation, standings=standings, round=probe_round)
         return self.place(self.core.receive(answer, now), now)

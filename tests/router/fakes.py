@@ -67,7 +67,7 @@ SPECIAL = "\x01"
 
 
 class Unobserved:
-    """Implements `router.request_book.Observer`; keeps what it was told."""
+    """Implements `router.timelines.Observer`; keeps what it was told."""
 
     def __init__(self) -> None:
         self.first_tokens: list[float] = []

@@ -12,15 +12,29 @@ import pytest
 from common.config import Dispatch, RouterConfig
 from common.errors import BadRequest, Preempted, Unavailable
 from common.ids import Incarnation, InstanceId, Life
-from common.instance.ports import Send
-from common.messages import Failed, InstanceInfo, Load, Probe, Probed, Register, Standing
+from common.messages import Failed, InstanceInfo, Load, Register
 from router.attempts import Record
 from router.cost import Demand
 from router.fleet import Members
 from router.placement import Placer
 from router.timelines import ResumeReason
-from tests.builders import instance, key
-from tests.router.bench import D0, D1, P0, P1, Bench, about_requests, cancels, close, generates, new_fleet, placer_of, route, spec
+from tests.builders import instance
+from tests.router.bench import (
+    D0,
+    D1,
+    P0,
+    P1,
+    Bench,
+    about_requests,
+    cancels,
+    close,
+    generates,
+    new_fleet,
+    placer_of,
+    probes,
+    route,
+    spec,
+)
 from tests.router.fakes import hear
 
 
@@ -139,36 +153,32 @@ def test_a_prefill_instance_without_a_link_is_passed_over_even_if_it_is_idle() -
     assert chosen(fleet) == ("p1", "d0")
 
 
-def test_a_draining_instance_gets_nothing_new() -> None:
-    fleet = new_fleet(P0, D0, D1)
-    hear(fleet, D0, P0, draining=True, now=1.0)
-    assert chosen(fleet) == ("p0", "d1")
-    hear(fleet, P0, D0, D1, draining=True, now=1.0)
-    assert chosen(fleet) == ("d1", None)
-
-
 WORN = Load(pages_quarantined=17, pages_total=64)
+WELL = Load(pages_quarantined=16, pages_total=64, oldest_step_s=30.0, oldest_transfer_s=30.0)
 
 
-def test_an_instance_gets_nothing_new_while_more_than_a_quarter_of_its_pages_is_quarantined() -> None:
+@pytest.mark.parametrize(
+    ("load", "draining", "state"),
+    [
+        (Load(), True, "draining"),
+        (Load(oldest_step_s=30.5), False, "stuck"),
+        (Load(oldest_transfer_s=31.0), False, "stuck"),
+        (WORN, False, "quarantined: 17 of 64"),
+    ],
+)
+def test_an_instance_in_trouble_gets_nothing_new_and_a_fleet_of_such_is_unready(load: Load, draining: bool, state: str) -> None:
     fleet = new_fleet(P0, P1, D0, D1)
-    hear(fleet, P0, D0, D1, load=WORN, now=1.0)
-    hear(fleet, D1, P0, P1, load=WORN, now=1.0)
-    assert chosen(fleet) == chosen(fleet) == ("p1", "d0")
-    assert placer(fleet).unready() == []
-    hear(fleet, P0, D0, D1, load=Load(pages_quarantined=16, pages_total=64), now=2.0)
-    assert chosen(fleet, max_new_tokens=1) == ("p0", None)
-
-
-def test_a_fleet_whose_every_decode_instance_is_full_of_quarantined_pages_is_unready_and_says_so(fleet: Members) -> None:
-    hear(fleet, D0, P0, load=WORN, now=1.0)
-    with pytest.raises(Unavailable, match="17 of 64"):
+    hear(fleet, P0, D0, D1, load=load, draining=draining, now=1.0)
+    hear(fleet, D0, P0, P1, load=load, draining=draining, now=1.0)
+    assert chosen(fleet) == chosen(fleet) == ("p1", "d1") and placer(fleet).unready() == []
+    hear(fleet, D1, P0, P1, load=load, draining=draining, now=1.0)
+    with pytest.raises(Unavailable, match=state):
         chosen(fleet)
     for dispatch in DISPATCHES:
         (reason,) = placer(fleet, dispatch).unready()
-        assert "no decode instance takes requests" in reason and "d0 is quarantined: 17 of 64" in reason
-    hear(fleet, D0, P0, now=2.0)
-    assert placer(fleet).unready() == []
+        assert f"d0 is {state}" in reason and f"d1 is {state}" in reason and "no decode instance takes requests" in reason
+    hear(fleet, D0, P0, P1, load=WELL, now=2.0)
+    assert chosen(fleet) == ("p1", "d0") and placer(fleet).unready() == []
 
 
 def test_a_fleet_whose_every_prefill_instance_has_quarantined_pages_serves_without_them_and_is_unready(fleet: Members) -> None:
@@ -232,19 +242,6 @@ def test_without_a_link_a_decode_instance_serves_alone_and_the_fleet_is_unready(
     assert placer(fleet, "colocated").unready() == []
 
 
-@pytest.mark.parametrize("load", [Load(oldest_step_s=30.5), Load(oldest_transfer_s=31.0)])
-def test_a_stuck_instance_gets_nothing_new(load: Load) -> None:
-    fleet = new_fleet(P0, D0, D1)
-    hear(fleet, D0, P0, load=load, now=1.0)
-    assert chosen(fleet) == ("p0", "d1")
-    assert placer(fleet).unready() == []
-    hear(fleet, D1, P0, load=load, now=1.0)
-    (reason,) = placer(fleet).unready()
-    assert "d0 is stuck" in reason and "d1 is stuck" in reason
-    hear(fleet, D0, P0, load=Load(oldest_step_s=30.0, oldest_transfer_s=30.0), now=2.0)
-    assert chosen(fleet) == ("p0", "d0")
-
-
 def test_a_fleet_whose_prefill_instances_drain_is_ready_without_them(fleet: Members) -> None:
     fleet.drain(P0.id)
     assert chosen(fleet) == ("d0", None)
@@ -281,16 +278,6 @@ def bench() -> Bench:
 def record(bench: Bench) -> Record:
     (only,) = bench.core.requests.records()
     return only
-
-
-def probed(bench: Bench, decode: Life | None, next_token: int | None = None, now: float = 2.1) -> list[Send]:
-    """The prefill instance answers a probe."""
-    standing = Standing(key(), next_token, decode)
-    return bench.core.receive(Probed(id=P0.id, incarnation=FIRST, standings=(standing,), round=bench.probe_round), now)
-
-
-def probes(sends: list[Send]) -> list[str]:
-    return [send.to for send in sends if isinstance(send.message, Probe)]
 
 
 def test_every_candidate_is_named_best_first() -> None:
@@ -364,19 +351,19 @@ def test_what_is_said_about_an_attempt_that_is_over_is_dropped(bench: Bench) -> 
 
 
 def test_the_second_token_without_a_word_of_who_decodes_makes_the_router_ask_once(bench: Bench) -> None:
-    assert probes(bench.text(0, "a")) == []
-    assert probes(bench.text(1, "b")) == ["p0"]
-    assert probes(bench.text(2, "c")) == []
-    assert probed(bench, OF_D1) == []
+    assert probes(bench.text(0, "a")) == {}
+    assert list(probes(bench.text(1, "b"))) == ["p0"]
+    assert probes(bench.text(2, "c")) == {}
+    assert bench.probed(P0, None, 2.1, decode=OF_D1) == []
     assert bench.assigned() == {"p0": 0, "d0": 0, "d1": 23}
     assert about_requests(bench.leave(P0, 3.0)) == [], "it was handed off"
 
 
 def test_a_silent_attempt_is_probed_at_its_prefill_instance_until_it_is_known_who_decodes() -> None:
     bench = Bench(P0, D0, D1, config=RouterConfig(heartbeat_s=100.0, dead_after_s=1000.0), places=False).serving()
-    assert probes(bench.tick(2.0)) == ["p0"]
-    assert probed(bench, OF_D1, 0) == []
-    assert probes(bench.tick(4.0)) == ["p0", "d1"]
+    assert list(probes(bench.tick(2.0))) == ["p0"]
+    assert bench.probed(P0, 0, 2.1, decode=OF_D1) == []
+    assert list(probes(bench.tick(4.0))) == ["p0", "d1"]
 
 
 def test_a_prefill_instance_that_has_handed_off_is_not_taken_for_one_that_knows_nothing() -> None:
@@ -384,17 +371,17 @@ def test_a_prefill_instance_that_has_handed_off_is_not_taken_for_one_that_knows_
     bench.text(0, "ab", now=0.1)
     for now in (2.1, 4.1):
         bench.tick(now)
-        assert probed(bench, OF_D1, None, now) == []
+        assert bench.probed(P0, None, now, decode=OF_D1) == []
     assert bench.observer.resumes == []
 
 
 def test_an_attempt_of_which_its_prefill_instance_knows_nothing_at_all_is_resumed() -> None:
     bench = Bench(P0, D0, D1, config=RouterConfig(heartbeat_s=100.0, dead_after_s=1000.0), places=False).serving()
     bench.tick(2.0)
-    assert probed(bench, None, None, 2.1) == []
+    assert bench.probed(P0, None, 2.1) == []
     bench.tick(2.1)  # its tokens are asked for again
     bench.tick(4.1)
-    assert len(generates(probed(bench, None, None, 4.1))) == 1
+    assert len(generates(bench.probed(P0, None, 4.1))) == 1
     assert bench.observer.resumes == [ResumeReason.LOST_MESSAGES]
 
 

@@ -169,7 +169,7 @@ def test_the_last_requests_that_ended_are_remembered_and_forgotten_with_their_na
         timelines.name({f"name {number}": [made.request_id], "both": [made.request_id]})
         made.ended(Finished("stop"), 2.0)
         timelines.end(made)
-    assert (len(timelines), len(timelines.find("both"))) == (REMEMBERED + 1, MOST_FOUND)
+    assert (len(timelines._requests), len(timelines.find("both"))) == (REMEMBERED + 1, MOST_FOUND)
     assert [timelines.find(f"name {number}") for number in (0, 1)] == [[], []]
     assert timelines.find("name 2") == [timelines.of(RequestId("r2"))] and still_open not in timelines.find("both")
     assert timelines.of(still_open.request_id) is still_open, "it has not ended"

@@ -20,10 +20,9 @@ TEXT = InstanceId("router.text-0")
 SPANS = tuple(Span("turns", "turn", float(at), at + 0.5, "", {"tokens": at}) for at in range(3))
 
 
-def made(most_bytes: int = 10_000) -> Traces:
-    config = RouterConfig()
-    fleet = Members(ROUTER, ["tcp://detokenizer:1"], config)
-    return Traces(ROUTER, (TEXT,), fleet, SpanRecorder(), most_bytes=most_bytes)
+def made() -> Traces:
+    fleet = Members(ROUTER, ["tcp://detokenizer:1"], RouterConfig())
+    return Traces(ROUTER, (TEXT,), fleet, SpanRecorder())
 
 
 def said(number: int = 1, **fields: Any) -> Spans:
@@ -42,9 +41,12 @@ def test_a_trace_is_over_when_all_have_said_so_or_have_had_their_time() -> None:
     assert traces.status(110.0).state == "over"
 
 
-def test_what_does_not_fit_is_refused_and_counted_and_so_is_what_belongs_to_another_trace() -> None:
+def test_what_does_not_fit_is_refused_and_counted_and_so_is_what_belongs_to_another_trace(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     size = len(pack_spans(SPANS)) + FRAME_BYTES
-    traces = made(most_bytes=size + 1)
+    monkeypatch.setattr("router.traces.MOST_BYTES", size + 1)
+    traces = made()
     traces.start(10.0, 0.0)
     for message in (said(number=7), said(id=InstanceId("stranger")), said(dropped=5), said()):
         traces.receive(message)
