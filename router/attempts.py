@@ -230,7 +230,8 @@ class Attempt:
         if self.decode is not None or not self.candidates:
             return
         self.decode = decode
-        tokens = self._unassign(self._bearer)
+        tokens = self._assigned.pop(self._bearer)
+        self._bearer.assign(self.demand.owner, -tokens, -1)
         decode.assign(self.demand.owner, tokens)
         self._assigned[decode] = tokens
         self._bearer.growth_tokens -= self._growth_tokens
@@ -243,10 +244,10 @@ class Attempt:
         """Take in tokens that it brought."""
         tokens, record = len(token_ids), self.record
         if self._computing:
-            self._computed(now)
-            self.first.computes_since_s = now
+            self.first.computed(self.key, self.demand.owner, self._computing, now)
+            self.first.computes_since_s, self._computing = now, 0
             if self.candidates:
-                self._unassign(self.first)
+                self.first.assign(self.demand.owner, -self._assigned.pop(self.first), -1)
         self._bearer.assigned_tokens += tokens
         self._assigned[self._bearer] += tokens
         growth_tokens = min(tokens, self._growth_tokens)
@@ -293,23 +294,14 @@ class Attempt:
 
     def release(self, now: float) -> None:
         """Take its tokens off its members. Idempotent."""
-        for member in list(self._assigned):
-            self._unassign(member)
+        for member, tokens in self._assigned.items():
+            member.assign(self.demand.owner, -tokens, -1)
+        self._assigned.clear()
         if self._computing:
-            self._computed(now)
+            self.first.computed(self.key, self.demand.owner, self._computing, now)
+            self._computing = 0
         self._bearer.growth_tokens -= self._growth_tokens
         self._growth_tokens = 0
-
-    def _unassign(self, member: Member) -> int:
-        """Take it off this member. Returns how many tokens that was."""
-        tokens = self._assigned.pop(member)
-        member.assign(self.demand.owner, -tokens, -1)
-        return tokens
-
-    def _computed(self, now: float) -> None:
-        """Nothing of its prompt is to be computed any more."""
-        self.first.computed(self.key, self.demand.owner, self._computing, now)
-        self._computing = 0
 
     # --- probes --------------------------------------------------------------------------------------------------------
 

@@ -36,7 +36,6 @@ from common.tracing import SpanRecorder
 from router.fleet import Change, Members
 from router.outbox import ClientRequest
 from router.request_book import RequestBook
-from router.requests import RequestSpec
 from router.timelines import Observer
 from router.traces import Traces
 
@@ -299,14 +298,6 @@ class Gateway:
     def is_draining(self) -> bool:
         """The router takes no more requests and is about to stop."""
         return self.core.requests.is_draining
-
-    def arrive(self, client: ClientRequest) -> None:
-        """Take in a request, which must `leave`. Raises Unavailable when the router drains."""
-        self.core.requests.arrive(client, self.clock())
-
-    def submit(self, client: ClientRequest, specs: Sequence[RequestSpec]) -> None:
-        """Dispatch its choices. Raises Overloaded, Unavailable, BadRequest."""
-        self.deliver(self.core.requests.submit(client, specs, self.clock()))
 
     def abort(self, owner: str, name: str | None) -> int:
         """See `RequestBook.abort`. Returns how many choices that ends."""

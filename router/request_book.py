@@ -111,11 +111,6 @@ class RequestBook:
         self.places.take(client.owner, choices)
         client.places += choices
 
-    def release(self, client: ClientRequest) -> None:
-        """Give back the places of what is not dispatched. Idempotent."""
-        self.places.leave(client.owner, client.places)
-        client.places = 0
-
     def submit(self, client: ClientRequest, specs: Sequence[RequestSpec], now: float) -> list[Send]:
         """Dispatch every choice of a client's request, or none, and end those that were aborted while it was read. Raises
         Overloaded, Unavailable, BadRequest."""
@@ -131,7 +126,8 @@ class RequestBook:
         try:
             attempts = self.placer.start(records, now)
         except TandemError:
-            self.release(client)
+            self.places.leave(client.owner, client.places)
+            client.places = 0
             raise
         client.places -= len(specs)
         client.request_ids = tuple(spec.request_id for spec in specs)
@@ -324,8 +320,8 @@ class RequestBook:
     def leave(self, client: ClientRequest, now: float) -> list[Send]:
         """Its response has ended, or its client has gone: end what is open of it. Idempotent."""
         self.clients.pop(client, None)
-        self.release(client)
-        client.wake = nobody_reads
+        self.places.leave(client.owner, client.places)
+        client.places, client.wake = 0, nobody_reads
         return self.cancel(client.request_ids, now) if client.unended else []
 
     def abort(self, owner: str, name: str | None, now: float) -> tuple[int, list[Send]]:

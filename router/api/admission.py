@@ -77,7 +77,8 @@ class Visit:
         Unavailable when the router drains."""
         names = {self.id: (0,), prefix + self.id: (0,)}
         client = ClientRequest(prefix + self.id, self.owner, secrets.token_hex(8), session, names, choices=1)
-        self._admission.gateway.arrive(client)
+        gateway = self._admission.gateway
+        gateway.core.requests.arrive(client, gateway.clock())
         self.client = client
         return client
 

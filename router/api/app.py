@@ -132,7 +132,7 @@ class Api:
         choices = range(asked.choices)
         client.expect(len(choices), {**asked.named(client.id), visit.id: choices, client.id: choices})
         accepted = await visit.work(request, accept(asked, client))
-        self._gateway.submit(client, accepted.specs)
+        self._gateway.deliver(self._gateway.core.requests.submit(client, accepted.specs, self._gateway.clock()))
         shape = shape_of(
             id=client.id,
             created=int(time.time()),

@@ -119,7 +119,7 @@ async def test_a_whole_fleet_that_is_silent_at_once_can_still_be_told_and_only_w
 async def test_a_new_detokenizer_gets_its_route_before_any_message_and_nothing_after_the_gateway_closed() -> None:
     async with Rig() as rig:
         rig.hear(JOIN)
-        rig.gateway.submit(ClientRequest(), [spec()])
+        rig.gateway.deliver(rig.gateway.core.requests.submit(ClientRequest(), [spec()], rig.clock()))
         rig.mail.asked.clear()
         rig.gateway.detokenizer_moved(0, "tcp://detokenizer:2")
         assert rig.mail.asked == [f"route {DETOKENIZER} to tcp://detokenizer:2", "send Welcome to d0"]
