@@ -7,8 +7,7 @@ know the routes, nor what a body says.
 
 import secrets
 from collections.abc import Callable, Coroutine
-from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, TypeVar
 
 from fastapi import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -49,7 +48,7 @@ class Admission:
 
 
 class Visit:
-    """One HTTP request, and all that it has taken. What is left of that is given back at the end of the `with`."""
+    """One HTTP request, and all that it has taken. `close` gives back what is left of that."""
 
     __slots__ = ("_admission", "_has_place", "_is_large", "client", "id", "owner", "send")
 
@@ -63,10 +62,8 @@ class Visit:
         """The server's own: events of a stream take it, because each layer above costs as much as encoding them."""
         self.client: ClientRequest | None = None
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def close(self) -> None:
+        """The end of its response: what is left of it is given back."""
         if self.client is not None:
             self._admission.gateway.leave(self.client)
         if self._has_place:
@@ -89,7 +86,10 @@ class Visit:
         body = await body_of(request, self._admission.max_body_bytes)
         places.take(self.owner)
         self._has_place, self._is_large = True, len(body) > LARGE_BODY_BYTES
-        return await self.work(request, self._admission.intake.read(reader, body, self.owner))
+        intake = self._admission.intake
+        if not self._is_large:
+            return reader(body, intake.context_tokens)
+        return await self.work(request, intake.read_large(reader, body, self.owner))
 
     async def work(self, request: Request, work: Coroutine[Any, Any, R]) -> R:
         """Do the intake's work for a request that was read. That for a large body ends when the client leaves. Raises
@@ -115,7 +115,8 @@ class Doorkeeper:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        status = CLIENT_CLOSED
+        visit, app, status = Visit(self._admission, send), self._app, CLIENT_CLOSED
+        scope[VISIT] = visit
 
         async def send_named(message: Message) -> None:
             """Send the start of a response with the request's id."""
@@ -127,17 +128,16 @@ class Doorkeeper:
             await send(message)
 
         try:
-            with Visit(self._admission, send) as visit:
-                scope[VISIT], app = visit, self._app
-                try:
-                    visit.id = id_in(scope) or visit.id
-                    visit.owner = self._guard.admit(scope)
-                except BadRequest as error:
-                    app = response_to(error)
-                await app(scope, receive, send_named)
+            try:
+                visit.id = id_in(scope) or visit.id
+                visit.owner = self._guard.admit(scope)
+            except BadRequest as error:
+                app = response_to(error)
+            await app(scope, receive, send_named)
         except Exception:
             status = 500  # a bug: the server answers for it
             raise
         finally:
+            visit.close()
             route = scope.get("route")
             self._metrics.responded("other" if route is None else route.path, status)

@@ -26,6 +26,7 @@ from common.options import parse_bytes
 from common.text.embedding import EmbeddingMode
 from router.api.admission import CLIENT_CLOSED, Admission, Doorkeeper, visit_of
 from router.api.answers import Accepted, AnswerShape, OpenAIBody
+from router.api.bodies import unless_left
 from router.api.chat import ChatChoice, ChatFields, ChatShape, read_chat
 from router.api.completions import CompletionFields, CompletionShape, TextChoice, read_completion
 from router.api.description import COMPLETION_REFUSALS, Described, DescribedApp, call_route, check_route, completion_route
@@ -47,7 +48,7 @@ from router.api.routes import (
     read_detokenize,
     read_tokenize,
 )
-from router.api.sending import EventStream, WholeAnswer
+from router.api.sending import EventStream, whole_answer
 from router.api.sglang import (
     Aborted,
     AbortFields,
@@ -143,7 +144,7 @@ class Api:
         )
         if asked.fields.stream:
             return EventStream(self._gateway, client, shape, visit.send, self._keep_alive_s)
-        return WholeAnswer(client, shape, self._intake.writers)
+        return await unless_left(request, whole_answer(client, shape, self._intake.writers))
 
     async def abort_request(self, request: Request) -> Response:
         """End requests of this router, as SGLang does. What their clients have got so far is their answer, with the finish reason

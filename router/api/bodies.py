@@ -31,24 +31,25 @@ MAX_LEVELS = 200
 more would exhaust their stack somewhere."""
 
 R = TypeVar("R")
+_read = msgspec.json.Decoder(dict[str, Any]).decode
+_read_raw = msgspec.json.Decoder(dict[str, Raw]).decode
 
 
-def decoded(body: bytes, context_tokens: int | None) -> Any:
-    """The body's JSON. context_tokens: of each prompt that it may hold in token ids; None: it holds no such prompts. Raises
-    BadRequest when it holds too much or is no object, and what msgspec raises for what is not JSON."""
-    if len(body) > LARGE_BODY_BYTES:
+def object_in(body: bytes, context_tokens: int | None = None) -> dict[str, Any]:
+    """The fields of the body. context_tokens: of each prompt that it may hold in token ids; None: it holds no such prompts.
+    Raises BadRequest when it holds too much, and when it is no JSON object."""
+    is_large = len(body) > LARGE_BODY_BYTES
+    if is_large:
         _require_few_parts(body, MAX_PARTS + MAX_PROMPTS * (context_tokens or 0))
     _require_few_levels(body, "the body", None)
-    if len(body) <= LARGE_BODY_BYTES:
-        value = msgspec.json.decode(body)
-    else:
-        try:
-            fields = msgspec.json.decode(body, type=dict[str, Raw])
-        except msgspec.ValidationError as error:
-            raise BadRequest("the body must be a JSON object") from error
-        value = {name: _value(raw) for name, raw in fields.items()}
-    _require_names_once(body, value)
-    return value
+    try:
+        fields = {name: _value(raw) for name, raw in _read_raw(body).items()} if is_large else _read(body)
+    except msgspec.ValidationError as error:
+        raise BadRequest("the body must be a JSON object") from error
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise BadRequest(f"the body is not JSON: {error}") from error
+    _require_names_once(body, fields)
+    return fields
 
 
 def json_in(text: str, field: str) -> Any:
@@ -205,7 +206,7 @@ async def body_of(request: Request, most_bytes: int | None) -> bytes:
 async def unless_left(request: Request, work: Coroutine[Any, Any, R]) -> R:
     """Do the work for a request whose body is here. It stops when the client leaves. Raises ClientDisconnect, and what the work
     raises."""
-    working, watching = asyncio.create_task(work), asyncio.create_task(_left(request.receive))
+    working, watching = asyncio.create_task(work), asyncio.create_task(client_left(request.receive))
     try:
         await asyncio.wait((working, watching), return_when=asyncio.FIRST_COMPLETED)
         if not working.done():
@@ -216,6 +217,7 @@ async def unless_left(request: Request, work: Coroutine[Any, Any, R]) -> R:
         watching.cancel()
 
 
-async def _left(receive: Receive) -> None:
+async def client_left(receive: Receive) -> None:
+    """Returns when the client has left. receive: the ASGI channel, from which the body has been read."""
     while (await receive())["type"] != "http.disconnect":
         pass

@@ -6,6 +6,7 @@ https://platform.openai.com/docs/api-reference/chat; those of chat templates:
 https://docs.vllm.ai/en/stable/serving/openai_compatible_server.html.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Literal, TypeAlias, assert_never
@@ -16,10 +17,9 @@ from msgspec import Meta
 from common.errors import BadRequest
 from common.messages import TokenLogprob
 from router.api.answers import OpenAIFinish, OpenAIShape, TokenIds, WholeChoice, finish_of
-from router.api.bodies import json_in
+from router.api.bodies import json_in, object_in
 from router.api.fields import (
     CHOICE_OF_TOOLS,
-    NO_TOOLS,
     ONLY_OPENAI,
     STREAM_OPTIONS,
     FunctionTool,
@@ -31,7 +31,6 @@ from router.api.fields import (
     ToolUse,
     TopLogprobs,
     Unsupported,
-    object_in,
     read_fields,
     tool_use,
 )
@@ -184,26 +183,19 @@ class ChatFields(SamplingFields, msgspec.Struct, frozen=True, kw_only=True):
 class ChatRequest(ReadRequest):
     """A conversation, whatever its API."""
 
+    fields: ChatFields
     messages: tuple[Mapping[str, Any], ...]
     """The messages as the chat template gets them."""
-    tools: ToolUse = NO_TOOLS
-    template_arguments: Mapping[str, Any] = field(default_factory=dict)
-    """What else the chat template gets."""
-    add_generation_prompt: bool = True
-    continue_final_message: bool = False
-    reasoning_effort: str | None = None
-    """How much to think; None: as the chat template has it."""
-    separate_reasoning: bool = True
-    """Whether the answer tells thoughts apart from content."""
+    tools: ToolUse
     prompt_field: str = "messages"
-    """The field that held the messages."""
     effort_field: str = "reasoning_effort"
     """The field that held the effort."""
 
     def texts(self) -> Iterator[str]:
         """Everything that the chat template may write into the prompt."""
         values = [value for message in self.messages for value in message.values()]
-        for value in (*values, *self.tools.shown, *self.template_arguments.values(), self.reasoning_effort or ""):
+        arguments = self.fields.chat_template_kwargs.values()
+        for value in (*values, *self.tools.shown, *arguments, self.fields.reasoning_effort or ""):
             yield value if isinstance(value, str) else msgspec.json.encode(value).decode()
 
     def size_chars(self, texts: Iterable[str]) -> int:
@@ -241,39 +233,14 @@ def chat_request(fields: ChatFields) -> ChatRequest:
         grammar_field=grammar_field,
         messages=tuple(message.for_template(f"messages[{index}]") for index, message in enumerate(fields.messages)),
         tools=tool_use([tool.function for tool in fields.tools], fields.tool_choice, fields.parallel_tool_calls),
-        template_arguments=fields.chat_template_kwargs,
-        add_generation_prompt=fields.add_generation_prompt,
-        continue_final_message=fields.continue_final_message,
-        reasoning_effort=fields.reasoning_effort,
-        separate_reasoning=fields.separate_reasoning,
     )
 
 
-class _FunctionDelta(msgspec.Struct, frozen=True, omit_defaults=True):
-    arguments: str | None = None
-    name: str | None = None
-
-
-class _CallDelta(msgspec.Struct, frozen=True, omit_defaults=True):
-    index: int
-    function: _FunctionDelta
-    id: str | None = None
-    type: str | None = None
-
-
-class _Delta(msgspec.Struct, frozen=True, omit_defaults=True):
-    """reasoning: vLLM's newer name of reasoning_content."""
-
-    role: str | None = None
-    content: str | None = None
-    reasoning_content: str | None = None
-    reasoning: str | None = None
-    tool_calls: Sequence[_CallDelta] | None = None
-
-
 class _ChunkChoice(msgspec.Struct, frozen=True):
+    """A choice of a chunk. delta: what is new of the message."""
+
     index: int
-    delta: _Delta
+    delta: dict[str, Any]
     finish_reason: OpenAIFinish | None = None
     logprobs: ChatLogprobs | None = None
     token_ids: TokenIds = msgspec.UNSET
@@ -307,14 +274,6 @@ class ChatChoice(msgspec.Struct, frozen=True):
     token_ids: TokenIds = msgspec.UNSET
 
 
-@dataclass(slots=True)
-class _Parsing:
-    """One choice of a stream whose text has parts. calls: how many have begun."""
-
-    parser: AnswerParser
-    calls: int = 0
-
-
 @dataclass(slots=True, kw_only=True, eq=False)
 class ChatShape(OpenAIShape[ChatRequest]):
     """/v1/chat/completions. A choice's first chunk says the role."""
@@ -322,56 +281,57 @@ class ChatShape(OpenAIShape[ChatRequest]):
     chunk_object: ClassVar[str] = "chat.completion.chunk"
     whole_object: ClassVar[str] = "chat.completion"
 
-    _parsing: dict[int, _Parsing] = field(default_factory=dict, init=False)
+    _parsers: dict[int, AnswerParser] = field(default_factory=dict, init=False)
+    """Of the choices of a stream whose text has parts."""
+    _calls: Counter[int] = field(default_factory=Counter, init=False)
+    """How many calls have begun in each choice of a stream."""
 
     def _is_content(self, index: int) -> bool:
         if self.accepted.reading.new_parser is None:
             return True
-        return index in self._parsing and self._parsing[index].parser.is_plain
+        return index in self._parsers and self._parsers[index].is_plain
 
     def _chunk_choices(self, delta: ChoiceDelta, *, opens: bool) -> Iterable[msgspec.Struct]:
         index, ids, finish = delta.index, self._ids(delta.token_ids), finish_of(delta.ending)
         logprobs = self._logprobs(delta.logprobs) if delta.logprobs else None
-        chunks = [_ChunkChoice(index, _Delta(role="assistant", content=""))] if opens else []
-        pieces = list(self._text_deltas(index, delta.text, is_last=finish is not None))
+        chunks = [_ChunkChoice(index, {"role": "assistant", "content": ""})] if opens else []
+        pieces = [self._piece(index, part) for part in self._parts(index, delta.text, is_last=finish is not None)]
         if not pieces and (logprobs is not None or ids):
-            pieces.append(_Delta(content=""))
+            pieces.append({"content": ""})
         for piece in pieces:  # the tokens behind the text go with its first piece
             chunks.append(_ChunkChoice(index, piece, logprobs=logprobs, token_ids=ids))
             logprobs, ids = None, self._ids(())
         if finish is not None:
-            called = index in self._parsing and self._parsing[index].calls > 0
-            chunks.append(_ChunkChoice(index, _Delta(), "tool_calls" if called and finish == "stop" else finish))
+            chunks.append(_ChunkChoice(index, {}, "tool_calls" if self._calls[index] and finish == "stop" else finish))
         return chunks
 
-    def _text_deltas(self, index: int, text: str, *, is_last: bool) -> Iterator[_Delta]:
-        """The text as content, or as the parts of it that are settled."""
+    def _parts(self, index: int, text: str, *, is_last: bool) -> Sequence[AnswerPart]:
+        """The text as content, or the parts of it that are settled."""
         if self._is_content(index):
-            if text:
-                yield _Delta(content=text)
-            return
-        parsing = self._parsing.get(index)
-        if parsing is None:
+            return [AnswerPart("content", text)] if text else []
+        parser = self._parsers.get(index)
+        if parser is None:
             assert self.accepted.reading.new_parser is not None
-            parsing = self._parsing[index] = _Parsing(self.accepted.reading.new_parser())
-        parts = parsing.parser.push(text)
-        for part in [*parts, *parsing.parser.finish()] if is_last else parts:
-            yield self._delta(part, parsing)
+            parser = self._parsers[index] = self.accepted.reading.new_parser()
+        return parser.push(text) + (parser.finish() if is_last else [])
 
-    def _delta(self, part: AnswerPart, parsing: _Parsing) -> _Delta:
+    def _piece(self, index: int, part: AnswerPart) -> dict[str, Any]:
+        """The part as clients get it. reasoning: vLLM's newer name of reasoning_content."""
+        call: dict[str, Any]
         match part.kind:
             case "content":
-                return _Delta(content=part.text)
+                return {"content": part.text}
             case "reasoning":
-                return _Delta(reasoning_content=part.text, reasoning=part.text)
+                return {"reasoning_content": part.text, "reasoning": part.text}
             case "call":
-                parsing.calls += 1
-                function = _FunctionDelta(name=part.text, arguments="")
-                return _Delta(tool_calls=(_CallDelta(parsing.calls - 1, function, self.accepted.reading.new_id(), "function"),))
+                self._calls[index] += 1
+                function = {"arguments": "", "name": part.text}
+                call = {"function": function, "id": self.accepted.reading.new_id(), "type": "function"}
             case "arguments":
-                return _Delta(tool_calls=(_CallDelta(parsing.calls - 1, _FunctionDelta(arguments=part.text)),))
+                call = {"function": {"arguments": part.text}}
             case _:
                 assert_never(part.kind)
+        return {"tool_calls": [{"index": self._calls[index] - 1, **call}]}
 
     def _whole_choice(self, index: int, choice: WholeChoice) -> msgspec.Struct:
         logprobs = self._logprobs(choice.logprobs) if self.request.logprobs is not None else None

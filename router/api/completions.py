@@ -16,7 +16,7 @@ from common.errors import BadRequest
 from common.ids import unpack_ids
 from common.messages import Failed, Finished, TokenLogprob
 from router.api.answers import OpenAIFinish, OpenAIShape, TokenIds, WholeChoice, finish_of
-from router.api.bodies import MAX_PROMPTS
+from router.api.bodies import MAX_PROMPTS, object_in
 from router.api.errors import ContextExceeded, no_room
 from router.api.fields import (
     ONLY_OPENAI,
@@ -25,7 +25,6 @@ from router.api.fields import (
     SamplingFields,
     TopLogprobs,
     Unsupported,
-    object_in,
     read_fields,
 )
 from router.api.logprobs import CompletionLogprobs, PromptLogprobs, TextPlace
@@ -64,12 +63,7 @@ class CompletionRequest(ReadRequest):
 
     prompts: tuple[Prompt, ...]
     """Texts or token ids. Each gets `n` choices."""
-    prompt_field: str = "prompt"
-    """The field that held them."""
     default_max_tokens: int = COMPLETION_MAX_TOKENS
-    """Length of an answer when the client leaves it to us."""
-    echo: bool = False
-    """Whether the answer begins with the prompt."""
     hides_answer: bool = False
     """The client wants the prompt only: the one token that the model generates is left out."""
 

@@ -16,6 +16,7 @@ from common.errors import BadRequest
 from common.messages import Ending, Failed, Finished
 from common.text.embedding import EmbeddingMode
 from router.api.answers import AnswerShape, WholeChoice, encoded
+from router.api.bodies import object_in
 from router.api.completions import CompletionRequest, prompts_in, require_few_ids
 from router.api.fields import (
     CacheSalt,
@@ -25,7 +26,6 @@ from router.api.fields import (
     SamplingFields,
     Timeout,
     Unsupported,
-    object_in,
     read_fields,
 )
 from router.outbox import ChoiceDelta

@@ -16,7 +16,6 @@ from msgspec import Meta
 from common.errors import BadRequest
 from common.messages.requests import SALT_CHARS
 from common.sampling_params import Grammar, Pooling
-from router.api.bodies import decoded
 from router.api.errors import shown
 from router.api.structured import ChoiceOfTexts, Ebnf, Regex, ResponseFormat, Schema, StructuredOutputs
 
@@ -161,6 +160,12 @@ class ReadRequest:
     max_tokens: int | None
     """Longest answer; None when the client leaves it to us."""
     max_tokens_field: str = "max_tokens"
+    default_max_tokens: int | None = None
+    """Longest answer when the client leaves it to us; None: see --default-max-tokens."""
+    prompt_field: str = "prompt"
+    """The field that held what is to be answered."""
+    echo: bool = False
+    """Whether the answer begins with the prompt."""
     logprobs: int | None = None
     """Report the log probability of each token of the answer, and of so many of the likeliest tokens; None: report nothing."""
     prompt_logprobs: int | None = None
@@ -182,11 +187,6 @@ class ReadRequest:
         if fields.prompt_logprobs is not None and fields.stream:
             problem = "prompt_logprobs is for whole answers only: leave it out or send stream=false"
             raise BadRequest(problem, field="prompt_logprobs")
-
-    @property
-    def stop(self) -> tuple[str, ...]:
-        """The strings before which the answer ends."""
-        return (self.fields.stop,) if isinstance(self.fields.stop, str) else tuple(self.fields.stop)
 
     @property
     def choices(self) -> int:
@@ -266,9 +266,6 @@ class ToolUse:
     """Whether it may be more than one call."""
 
 
-NO_TOOLS = ToolUse()
-
-
 def tool_use(functions: Sequence[Function], choice: ToolPolicy | NamedTool | NamedFunction | None, parallel: bool) -> ToolUse:
     """What these fields let an answer call. Raises BadRequest."""
     if len(functions) > MAX_TOOLS:
@@ -329,17 +326,6 @@ def _without_neutral(
             fields[name] = [
                 _without_neutral(item, inner, inner.nullable, place) if isinstance(item, dict) else item for place, item in places
             ]
-    return fields
-
-
-def object_in(body: bytes, context_tokens: int | None = None) -> dict[str, Any]:
-    """The fields of the body. context_tokens: of each prompt that it may hold in token ids. Raises BadRequest."""
-    try:
-        fields = decoded(body, context_tokens)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise BadRequest(f"the body is not JSON: {error}") from error
-    if not isinstance(fields, dict):
-        raise BadRequest("the body must be a JSON object")
     return fields
 
 

@@ -40,44 +40,6 @@ _PROBED_PATHS = ("/health", "/ready")
 """Load balancers ask here by whatever name they know, and learn nothing else."""
 
 
-class WebPages:
-    """Refuses requests of web pages. hosts: names and addresses that the router was told to listen on. origins: pages from there
-    may do everything, "*": all pages; a router that is reached by the name of one has that name too."""
-
-    def __init__(self, hosts: Collection[str], origins: Collection[str] = ()) -> None:
-        self._origins = frozenset(origins)
-        self._names = frozenset(host.lower() for host in hosts) | {_name_in(_host_in(origin)) for origin in origins}
-        self._serves_every_name = ANY in hosts  # what this host is called elsewhere is not known here
-
-    def require_asked(self, scope: Scope) -> None:
-        """Raises NotAsked, UnsupportedBody."""
-        headers = {name: value.decode("latin-1") for name, value in reversed(scope["headers"])}
-        host = headers.get(b"host", "").lower()  # "": a client of HTTP/1.0 that tells none, which is no browser
-        name = _name_in(host)
-        is_known = self._serves_every_name or name in self._names or scope["path"] in _PROBED_PATHS
-        if host and not is_known and not _is_loopback_name(name):
-            raise NotAsked(
-                f"this router is not called {shown(name)!r}: without --api-keys it answers to localhost, 127.0.0.1 and what "
-                "--host and --allow-origin say, so that no web page makes its own name lead here"
-            )
-        if scope["method"] in EFFECTLESS_METHODS:
-            return
-        origin, site = headers.get(b"origin"), headers.get(b"sec-fetch-site", "none")
-        if origin is None:
-            if site not in ("same-origin", "none"):
-                raise NotAsked(f"a web page from elsewhere (Sec-Fetch-Site: {shown(site)}) may not do this: {_FIX}")
-        elif origin not in self._origins and (not host or _host_in(origin) != host):
-            raise NotAsked(f"a web page from {shown(origin)} may not do this: {_FIX}")
-        # A page may send any other type without asking first, or none, and an old browser says nothing else of it: so an empty
-        # body of another type is refused too. A body without a length comes in chunks.
-        has_body = headers.get(b"content-length", "0").strip("0") != "" or b"transfer-encoding" in headers
-        given = headers.get(b"content-type", "" if has_body else _JSON)
-        if given.partition(";")[0].strip().lower() != _JSON:
-            sent = f"is {shown(given)!r}" if given else "is missing"
-            fix = f"send the header Content-Type: {_JSON} (curl -H 'Content-Type: {_JSON}')"
-            raise UnsupportedBody(f"the body's type {sent}: {fix}")
-
-
 _FIX = "start the router with --allow-origin and the page's origin, such as https://chat.example.com, or with --api-keys"
 
 
@@ -133,10 +95,15 @@ def key_needed(path: str) -> NeededKey:
 
 
 class Guard:
-    """Lets requests in by their keys. hosts: see `WebPages`."""
+    """Lets requests in by their keys, or refuses those of web pages. hosts: names and addresses that the router was told to
+    listen on. Pages from one of the access's origins may do everything, "*": all pages; a router that is reached by the name of
+    one has that name too."""
 
     def __init__(self, access: Access, hosts: Collection[str]) -> None:
-        self._web_pages = WebPages(hosts, access.origins) if access.api_keys is None else None
+        self._suspects_pages = access.api_keys is None
+        self._origins = frozenset(access.origins)
+        self._names = frozenset(host.lower() for host in hosts) | {_name_in(_host_in(origin)) for origin in access.origins}
+        self._serves_every_name = ANY in hosts  # what this host is called elsewhere is not known here
         self._control = access.control_key
         self._rings = {
             NeededKey.API: access.api_keys,
@@ -150,8 +117,8 @@ class Guard:
         needed = key_needed(scope["path"])
         ring = self._rings.get(needed)
         if ring is None:
-            if self._web_pages is not None:
-                self._web_pages.require_asked(scope)
+            if self._suspects_pages:
+                self._require_no_page(scope)
             return ""
         key = key_in(scope)
         if key is None:
@@ -164,6 +131,34 @@ class Guard:
         if name is None:
             raise Unauthorized(f"the {_SPOKEN[needed]} is incorrect: {scope['path']} is not for the key that was sent")
         return "" if needed is NeededKey.CONTROL else name
+
+    def _require_no_page(self, scope: Scope) -> None:
+        """Refuse what a web page sends that nobody has let in. Raises NotAsked, UnsupportedBody."""
+        headers = {name: value.decode("latin-1") for name, value in reversed(scope["headers"])}
+        host = headers.get(b"host", "").lower()  # "": a client of HTTP/1.0 that tells none, which is no browser
+        name = _name_in(host)
+        is_known = self._serves_every_name or name in self._names or scope["path"] in _PROBED_PATHS
+        if host and not is_known and not _is_loopback_name(name):
+            raise NotAsked(
+                f"this router is not called {shown(name)!r}: without --api-keys it answers to localhost, 127.0.0.1 and what "
+                "--host and --allow-origin say, so that no web page makes its own name lead here"
+            )
+        if scope["method"] in EFFECTLESS_METHODS:
+            return
+        origin, site = headers.get(b"origin"), headers.get(b"sec-fetch-site", "none")
+        if origin is None:
+            if site not in ("same-origin", "none"):
+                raise NotAsked(f"a web page from elsewhere (Sec-Fetch-Site: {shown(site)}) may not do this: {_FIX}")
+        elif origin not in self._origins and (not host or _host_in(origin) != host):
+            raise NotAsked(f"a web page from {shown(origin)} may not do this: {_FIX}")
+        # A page may send any other type without asking first, or none, and an old browser says nothing else of it: so an empty
+        # body of another type is refused too. A body without a length comes in chunks.
+        has_body = headers.get(b"content-length", "0").strip("0") != "" or b"transfer-encoding" in headers
+        given = headers.get(b"content-type", "" if has_body else _JSON)
+        if given.partition(";")[0].strip().lower() != _JSON:
+            sent = f"is {shown(given)!r}" if given else "is missing"
+            fix = f"send the header Content-Type: {_JSON} (curl -H 'Content-Type: {_JSON}')"
+            raise UnsupportedBody(f"the body's type {sent}: {fix}")
 
 
 def key_in(scope: Scope) -> bytes | None:

@@ -4,29 +4,27 @@ Owns the tokenizing (on threads of its own, so that long prompts block neither t
 context, ids and seeds. Does not know HTTP, instances or messages.
 """
 
-import dataclasses
 import secrets
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol, TypeVar
+from typing import TypeAlias, TypeVar
 
 from msgspec.structs import replace
 
 from common.config import RouterConfig
 from common.errors import BadRequest, UnknownModel
-from common.ids import ID_BYTES, pack_ids, unpack_ids
+from common.ids import ID_BYTES, pack_ids
 from common.pages.radix_cache import BlockNames
 from common.sampling_params import SamplingParams
-from common.text.tokenizer_manager import ChatOptions
+from common.text.tokenizer_manager import TokenizerManager
 from router.api.answers import Accepted
-from router.api.bodies import LARGE_BODY_BYTES
 from router.api.chat import ChatRequest
-from router.api.chat_plan import TAIL_TOKENS, ChatPlanner, ChatTemplate
-from router.api.completions import CompletionRequest, Prompt
+from router.api.chat_plan import ChatPlanner
+from router.api.completions import CompletionRequest
 from router.api.errors import ContextExceeded, no_room, shown
-from router.api.fields import ALL_TOKENS, ReadRequest, SamplingFields, biases_of
+from router.api.fields import ALL_TOKENS, ReadRequest, biases_of
 from router.api.logprobs import MAX_PAIRS, TokenTexts, check_prompt_pairs, most_tokens_with
 from router.api.routes import MAX_CHARS, Detokenized, DetokenizeFields, Tokenized, TokenizeRequest
 from router.api.threads import SharedThreads
@@ -51,34 +49,8 @@ own."""
 MAX_TOKEN_CHARS = 512
 """No tokenizer has longer tokens, so a text with more characters than this for each token of the context is too long."""
 
-P = TypeVar("P")
 R = TypeVar("R")
-
-
-class Tokenizer(ChatTemplate, Protocol):
-    """What the intake needs from `common.text.tokenizer_manager.TokenizerManager`.
-
-    The methods that encode raise BadRequest. Several threads may call all of them at once.
-    """
-
-    @property
-    def context_tokens(self) -> int: ...
-
-    @property
-    def vocab_size(self) -> int: ...
-
-    @property
-    def token_text(self) -> TokenTexts: ...
-
-    def encode(self, text: str, *, add_special_tokens: bool = True, field: str = "prompt") -> list[int]: ...
-
-    def encode_chat(
-        self, messages: Sequence[Mapping[str, object]], options: ChatOptions, field: str = "messages"
-    ) -> list[int]: ...
-
-    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str: ...
-
-    def token_strings(self, ids: Sequence[int]) -> list[str]: ...
+Encode: TypeAlias = Callable[[], Sequence[int]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +65,7 @@ class _Encoded:
 class Intake:
     """Turns requests of the API into specs. model: the name that clients must use."""
 
-    def __init__(self, core: RouterCore, tokenizer: Tokenizer, model: str, config: RouterConfig) -> None:
+    def __init__(self, core: RouterCore, tokenizer: TokenizerManager, model: str, config: RouterConfig) -> None:
         self._core = core
         self._tokenizer = tokenizer
         self.token_text: TokenTexts = tokenizer.token_text
@@ -108,10 +80,8 @@ class Intake:
         self._long_threads = SharedThreads(LONG_ENCODING_THREADS, "long-tokenizer")
         self._waiting_body_bytes = Places(MAX_WAITING_BODY_BYTES, "bytes of large bodies")
 
-    async def read(self, reader: Callable[[bytes, int], R], body: bytes, owner: str = "") -> R:
-        """What the body asks for. owner: see `RequestSpec`. Raises BadRequest, Overloaded."""
-        if len(body) <= LARGE_BODY_BYTES:
-            return reader(body, self.context_tokens)
+    async def read_large(self, reader: Callable[[bytes, int], R], body: bytes, owner: str = "") -> R:
+        """What a large body asks for. owner: see `RequestSpec`. Raises BadRequest, Overloaded."""
         places = min(len(body), MAX_WAITING_BODY_BYTES // 2)  # however large it is, it is read when few others wait
         with self._waiting_body_bytes.held(owner, places):
             return await self._long_threads.run(owner, partial(reader, body, self.context_tokens))
@@ -119,39 +89,28 @@ class Intake:
     async def accept_chat(self, request: ChatRequest, client: ClientRequest) -> Accepted:
         """Raises BadRequest, UnknownModel, Overloaded."""
         texts = list(request.texts())
-        size, field = request.size_chars(texts), request.prompt_field
-        self._check(request, field, size, self.context_tokens)
-        plan = self._chats.plan(request)
-        encode = partial(self._tokenizer.encode_chat, options=plan.options, field=field)
-        prompts = await self._encode(encode, (request.messages,), (texts,), size, request.fields, field, client)
-        accepted = self._accept(client, prompts, request, field, self._chat_max_tokens)
-        if plan.tools is None and not plan.thinks:
-            return accepted
-        tail = unpack_ids(prompts[0].packed[-TAIL_TOKENS * ID_BYTES :]).tolist()
-        opened = plan.opens_thoughts(self._tokenizer.decode(tail, skip_special_tokens=False))
-        specs = plan.completed(accepted.specs, opened)
-        specs[0].sampling.validate()
-        self._check_grammar(specs[0].sampling, "tools" if request.grammar is None else request.grammar_field)
-        return dataclasses.replace(accepted, specs=specs, reading=plan.reading(opened))
+        size = request.size_chars(texts)
+        self._check(request, size)
+        options = self._chats.options(request)
+        self._chats.require_known_calls(request)
+        encode = partial(self._tokenizer.encode_chat, request.messages, options, request.prompt_field)
+        prompts = await self._encode(request, client, [(texts, encode)], size)
+        accepted = self._chats.completed(request, self._accept(request, client, prompts))
+        sampling = accepted.specs[0].sampling
+        sampling.validate()
+        self._check_grammar(sampling, "tools" if request.grammar is None else request.grammar_field)
+        return accepted
 
     async def accept_completion(self, request: CompletionRequest, client: ClientRequest) -> Accepted:
         """Raises BadRequest, UnknownModel, Overloaded."""
-        field = request.prompt_field
-        self._check(request, field, max(map(len, request.prompts)), self.context_tokens)
-        encode, prompts = self._tokenizer.encode, request.prompts
-        texts = [[prompt] if isinstance(prompt, str) else [] for prompt in prompts]
-        size = sum(map(len, prompts))
-        encoded = await self._encode(
-            lambda prompt: encode(prompt, field=field) if isinstance(prompt, str) else prompt,
-            prompts,
-            texts,
-            size,
-            request.fields,
-            field,
-            client,
-            echo=self._echo if request.echo else None,
-        )
-        return self._accept(client, encoded, request, field, request.default_max_tokens)
+        self._check(request, max(map(len, request.prompts)))
+        parts: list[tuple[Sequence[str], Encode]] = []
+        for prompt in request.prompts:
+            if isinstance(prompt, str):
+                parts.append(([prompt], partial(self._tokenizer.encode, prompt, field=request.prompt_field)))
+            else:
+                parts.append(((), partial(tuple, prompt)))
+        return self._accept(request, client, await self._encode(request, client, parts, sum(map(len, request.prompts))))
 
     async def tokenize(self, asked: TokenizeRequest, owner: str = "") -> Tokenized:
         """owner: see `RequestSpec`. Raises BadRequest, UnknownModel, Overloaded."""
@@ -186,9 +145,6 @@ class Intake:
         with self._core.requests.places.held(owner, 1):
             return await self._run(work, len(ids), owner)
 
-    def _echo(self, prompt: Prompt) -> str:
-        return prompt if isinstance(prompt, str) else self._tokenizer.decode(prompt)
-
     @property
     def context_tokens(self) -> int:
         """Longest prompt and answer together: the checkpoint's limit, or less when the fleet's memory holds less."""
@@ -203,50 +159,41 @@ class Intake:
         if model is not None and model != self._model:
             raise unknown_model(model, self._model)
 
-    def _check(self, request: ReadRequest, prompt_field: str, longest: int, context: int) -> None:
+    def _check(self, request: ReadRequest, longest: int) -> None:
         """Check what depends on the served model and on flags, before time is spent on the prompt. longest: the length of the
         longest prompt, in characters or token ids. Raises BadRequest, UnknownModel."""
-        fields, longest_s = request.fields, self._longest_timeout_s
-        self._check_model(fields.model)
-        if fields.timeout is not None and fields.timeout > longest_s:
+        timeout_s, longest_s, context = request.fields.timeout, self._longest_timeout_s, self.context_tokens
+        self._check_model(request.fields.model)
+        if timeout_s is not None and timeout_s > longest_s:
             rule = f"at most {longest_s:g} seconds (--max-request-timeout-s)"
-            raise BadRequest(f"timeout must be {rule}, is {fields.timeout:g}", field="timeout")
+            raise BadRequest(f"timeout must be {rule}, is {timeout_s:g}", field="timeout")
         if longest > context * MAX_TOKEN_CHARS:
-            raise ContextExceeded(context, f"{prompt_field} is far longer", prompt_field)
+            raise ContextExceeded(context, f"{request.prompt_field} is far longer", request.prompt_field)
 
     async def _encode(
-        self,
-        encode: Callable[[P], Sequence[int]],
-        prompts: Sequence[P],
-        texts: Sequence[Sequence[str]],
-        size: int,
-        fields: SamplingFields,
-        prompt_field: str,
-        client: ClientRequest,
-        *,
-        echo: Callable[[P], str] | None = None,
+        self, request: ReadRequest, client: ClientRequest, prompts: Sequence[tuple[Sequence[str], Encode]], size: int
     ) -> list[_Encoded]:
-        """Each prompt in tokens. texts: what each consists of. size: characters and token ids of all. echo: gives the text of a
-        prompt that the answer repeats. Choices that wait here, `fields.n` for each prompt, count against --max-requests. Raises
-        Overloaded, BadRequest, and what `encode` raises."""
-        context = self.context_tokens
-        page_size, salt = self._core.fleet.caches.page_size, fields.cache_salt or ""
+        """Each prompt in tokens. prompts: the texts of each, and what encodes it. size: characters and token ids of all. Choices
+        that wait here, `fields.n` for each prompt, count against --max-requests. Raises Overloaded, BadRequest."""
+        context, field = self.context_tokens, request.prompt_field
+        page_size, salt = self._core.fleet.caches.page_size, request.fields.cache_salt or ""
 
         def work() -> list[_Encoded]:
-            for parts in texts:
-                self._require_fit(parts, context, prompt_field)
+            for texts, _ in prompts:
+                self._require_fit(texts, context, field)
             encoded: list[_Encoded] = []
-            for prompt in prompts:
-                ids = encode(prompt)
+            for texts, encode in prompts:
+                ids = encode()
                 if len(ids) >= context:  # there is no room for an answer
-                    raise ContextExceeded(context, no_room(prompt_field, len(ids), context), prompt_field)
-                self._check_ids(ids, prompt_field)
+                    raise ContextExceeded(context, no_room(field, len(ids), context), field)
+                self._check_ids(ids, field)
                 packed = pack_ids(ids)
                 blocks = BlockNames.of(packed, page_size, salt) if page_size else None
-                encoded.append(_Encoded(packed, echo(prompt) if echo else "", blocks))
+                echo = "".join(texts) or self._tokenizer.decode(ids) if request.echo else ""
+                encoded.append(_Encoded(packed, echo, blocks))
             return encoded
 
-        self._core.requests.reserve(client, len(prompts) * fields.n)
+        self._core.requests.reserve(client, len(prompts) * request.fields.n)
         return await self._run(work, size, client.owner)
 
     async def _run(self, work: Callable[[], R], size: int, owner: str) -> R:
@@ -269,15 +216,9 @@ class Intake:
                 if tokens >= context:
                     raise ContextExceeded(context, f"{prompt_field} has more, so shorten it", prompt_field)
 
-    def _accept(
-        self,
-        client: ClientRequest,
-        prompts: list[_Encoded],
-        request: ReadRequest,
-        prompt_field: str,
-        default_max_tokens: int | None,
-    ) -> Accepted:
-        fields, context = request.fields, self.context_tokens
+    def _accept(self, request: ReadRequest, client: ClientRequest, prompts: Sequence[_Encoded]) -> Accepted:
+        fields, prompt_field = request.fields, request.prompt_field
+        stop = (fields.stop,) if isinstance(fields.stop, str) else tuple(fields.stop)
         if client.owner and fields.priority < 0:
             raise BadRequest("priority must be 0 or more where API keys share the fleet: leave it out", field="priority")
         seed = secrets.randbits(SEED_BITS) if fields.seed is None else fields.seed
@@ -292,7 +233,7 @@ class Intake:
             if not packed:
                 raise BadRequest(f"{prompt_field} is empty: send at least one token of text", field=prompt_field)
             prompt_tokens = len(packed) // ID_BYTES
-            limit = self._max_new_tokens(prompt_tokens, request, prompt_field, default_max_tokens, context, most)
+            limit = self._max_new_tokens(prompt_tokens, request, most)
             if fields.min_tokens > limit:
                 raise BadRequest(f"min_tokens is {fields.min_tokens}, but the answer has at most {limit}: lower it", "min_tokens")
             sampling = replace(base, max_new_tokens=limit)
@@ -309,7 +250,7 @@ class Intake:
                         index=index,
                         prompt=packed,
                         sampling=params,
-                        stop=request.stop,
+                        stop=stop,
                         priority=fields.priority,
                         timeout_s=fields.timeout,
                         skip_special_tokens=fields.skip_special_tokens,
@@ -385,19 +326,18 @@ class Intake:
         if ids and (min(ids) < 0 or max(ids) > largest_id):
             raise BadRequest(f"{field} holds token ids that are not between 0 and {largest_id}", field=field)
 
-    def _max_new_tokens(
-        self, prompt_tokens: int, request: ReadRequest, prompt_field: str, default: int | None, context: int, most: int | None
-    ) -> int:
+    def _max_new_tokens(self, prompt_tokens: int, request: ReadRequest, most: int | None) -> int:
         """What the client asked for; otherwise what the context and the largest decode instance leave, but no more than the
         default if there is one. most: see `most_tokens_with`. Raises BadRequest when the context has no room for it."""
-        asked = request.max_tokens
+        asked, context = request.max_tokens, self.context_tokens
         if asked is None:
+            default = request.default_max_tokens or self._chat_max_tokens
             memory = max((member.capacity_tokens for member in self._core.fleet.members("decode")), default=context)
             room = max(1, min(context, memory) - prompt_tokens)
             return min(limit for limit in (room, default, most) if limit is not None)
         name = request.max_tokens_field
         if prompt_tokens + asked > context:
-            after = f"after the {prompt_tokens} of {prompt_field} it has room for {context - prompt_tokens}"
+            after = f"after the {prompt_tokens} of {request.prompt_field} it has room for {context - prompt_tokens}"
             raise ContextExceeded(context, f"{after}, but {name} is {asked}, so lower it", name)
         if most is not None and asked > most:
             fix = f"lower {name} to {most}, ask for fewer choices or alternatives, or send stream=true"

@@ -20,7 +20,8 @@ from common.errors import BadRequest
 from common.messages import Finished
 from engine.grammar.grammars import check_text
 from router.api.answers import AnswerShape, PromptDetails, WholeChoice
-from router.api.chat import ChatRequest, Effort, call_for_template
+from router.api.bodies import object_in
+from router.api.chat import ChatFields, ChatRequest, Effort, call_for_template
 from router.api.fields import (
     CHOICE_OF_TOOLS,
     CacheSalt,
@@ -35,7 +36,6 @@ from router.api.fields import (
     Tokens,
     ToolPolicy,
     Unsupported,
-    object_in,
     read_fields,
     tool_use,
 )
@@ -160,6 +160,9 @@ class ResponseFields(TokenChoice, msgspec.Struct, frozen=True, kw_only=True, for
     prompt_cache_key: Label = ""
 
 
+_SHARED = set(SamplingFields.__struct_fields__) & set(ResponseFields.__struct_fields__)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResponseRequest(ChatRequest):
     """A conversation of items."""
@@ -181,15 +184,18 @@ def read_response(body: bytes, context_tokens: int | None = None) -> ResponseReq
     if grammar is not None:
         check_text(grammar, "text.format.schema")
     return ResponseRequest(
-        fields=msgspec.convert(read, SamplingFields, from_attributes=True),
+        fields=ChatFields(
+            messages=[],
+            chat_template_kwargs=read.chat_template_kwargs,
+            reasoning_effort=None if read.reasoning is None else read.reasoning.effort,
+            **{name: getattr(read, name) for name in _SHARED},
+        ),
         max_tokens=read.max_output_tokens,
         max_tokens_field="max_output_tokens",
         grammar=grammar,
         grammar_field="text.format",
         messages=messages,
         tools=tool_use(read.tools, read.tool_choice, read.parallel_tool_calls),
-        template_arguments=read.chat_template_kwargs,
-        reasoning_effort=None if read.reasoning is None else read.reasoning.effort,
         effort_field="reasoning.effort",
         prompt_field="input",
         body=read,

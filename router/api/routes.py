@@ -22,10 +22,10 @@ from fastapi.routing import APIRoute
 from msgspec import Meta
 
 from common.errors import BadRequest
-from router.api.bodies import body_of
+from router.api.bodies import body_of, object_in
 from router.api.chat import MESSAGES, ChatFields, ChatMessage, ChatRequest, chat_request
 from router.api.errors import shown
-from router.api.fields import FunctionTool, Model, TokenId, Unsupported, object_in, read_fields
+from router.api.fields import FunctionTool, Model, TokenId, Unsupported, read_fields
 from router.api.guard import EFFECTLESS_METHODS, OPEN_PATHS
 
 

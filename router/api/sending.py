@@ -14,7 +14,6 @@ sent while it is handled. More of it in the same turn is sent together, when the
 """
 
 import asyncio
-from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Coroutine, Generator, Sequence
 from functools import partial
 from types import coroutine
@@ -25,6 +24,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from common.messages import Failed
 from router.api.answers import LOOP_SIZE, AnswerShape, WholeChoice
+from router.api.bodies import client_left
 from router.api.errors import detail_of_failure, error_json, response_to_failure
 from router.api.threads import SharedThreads
 from router.core import Gateway
@@ -32,92 +32,55 @@ from router.outbox import ClientRequest, joined
 
 KEEP_ALIVE = b": keep-alive\n\n"
 """A comment: clients skip it (https://html.spec.whatwg.org/multipage/server-sent-events.html#authoring-notes)."""
+HEADERS = (
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+)
 
 
 class ClientGone(Exception):
     """The connection is closed: nobody reads the answer."""
 
 
-class AnswerResponse(Response, ABC):
-    """Sends the answer to a request that was dispatched, unless its client leaves."""
+async def whole_answer(client: ClientRequest, shape: AnswerShape[Any], writers: SharedThreads) -> Response:
+    """The response with one JSON body of all choices, when they have ended, or with the failure of one. writers: threads for
+    bodies that take long to write."""
+    over: asyncio.Future[Failed | None] = asyncio.get_running_loop().create_future()
+    choices = [WholeChoice() for _ in shape.accepted.specs]
 
-    def __init__(self, client: ClientRequest, shape: AnswerShape[Any]) -> None:
-        super().__init__()
-        self._client, self._shape = client, shape
-        self._over: asyncio.Future[Failed | None] = asyncio.get_running_loop().create_future()
-        """Ends with None when there is no more to come, with the failure when the answer failed before anything was sent, or with
-        ClientGone."""
+    def collect() -> None:
+        failed: Failed | None = None
+        for delta in client.take():
+            failed = failed or shape.failure(delta.ending)
+            choices[delta.index].add(delta)
+        if (failed is not None or not client.unended) and not over.done():
+            over.set_result(failed)
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        watch = asyncio.create_task(self._watch(receive))
-        try:
-            failed = await self._send(send)
-        except (ClientGone, OSError):
-            return  # ASGI servers raise OSError for a send to a client that has gone
-        finally:
-            watch.cancel()
-        if failed is not None:
-            await response_to_failure(failed)(scope, receive, send)
-
-    @abstractmethod
-    async def _send(self, send: Send) -> Failed | None:
-        """Send the answer; or send nothing and return why there is none. Raises ClientGone."""
-
-    def _start(self, *headers: tuple[bytes, bytes]) -> Message:
-        return {"type": "http.response.start", "status": 200, "headers": headers}
-
-    async def _watch(self, receive: Receive) -> None:
-        """Notice when the client leaves. receive: the ASGI channel; the body has been read from it."""
-        while (await receive())["type"] != "http.disconnect":
-            pass
-        if not self._over.done():
-            self._over.set_exception(ClientGone())
+    client.read_by(collect)
+    if (failed := await over) is not None:
+        return response_to_failure(failed)
+    write = partial(shape.whole, choices)
+    body = write() if shape.size(choices) <= LOOP_SIZE else await writers.run(client.owner, write)
+    return Response(body, media_type="application/json")
 
 
-class WholeAnswer(AnswerResponse):
-    """One JSON body with every choice. writers: threads for those that take long to write."""
-
-    def __init__(self, client: ClientRequest, shape: AnswerShape[Any], writers: SharedThreads) -> None:
-        super().__init__(client, shape)
-        self._writers = writers
-        self._choices = [WholeChoice() for _ in shape.accepted.specs]
-
-    async def _send(self, send: Send) -> Failed | None:
-        self._client.read_by(self._collect)
-        if (failed := await self._over) is not None:
-            return failed
-        write = partial(self._shape.whole, self._choices)
-        is_short = self._shape.size(self._choices) <= LOOP_SIZE
-        body = write() if is_short else await self._writers.run(self._client.owner, write)
-        await send(self._start((b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())))
-        await send({"type": "http.response.body", "body": body})
-        return None
-
-    def _collect(self) -> None:
-        for delta in self._client.take():
-            if (failed := self._shape.failure(delta.ending)) is not None:
-                if not self._over.done():
-                    self._over.set_result(failed)
-                return
-            self._choices[delta.index].add(delta)
-        if not self._client.unended and not self._over.done():
-            self._over.set_result(None)
-
-
-class EventStream(AnswerResponse):
+class EventStream(Response):
     """Server-sent events: a chunk for each piece of text; pieces that wait for a slow client are sent as one. send_event: sends
     all but the start. keep_alive_s: a comment is sent after so long a silence; 0: never."""
 
     def __init__(
         self, gateway: Gateway, client: ClientRequest, shape: AnswerShape[Any], send_event: Send, keep_alive_s: float
     ) -> None:
-        super().__init__(client, shape)
-        self._gateway = gateway
+        super().__init__()
+        self._gateway, self._client, self._shape = gateway, client, shape
         self._keep_alive_s = keep_alive_s
-        no_buffers = ((b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no"))
-        self._unsent_start: Message | None = self._start((b"content-type", b"text/event-stream; charset=utf-8"), *no_buffers)
+        self._unsent_start: Message | None = {"type": "http.response.start", "status": 200, "headers": HEADERS}
         self._send_start = self._send_event = send_event
         self._loop = asyncio.get_running_loop()
+        self._over: asyncio.Future[Failed | None] = self._loop.create_future()
+        """Ends with None when there is no more to come, with the failure when the answer failed before anything was sent, or with
+        ClientGone."""
         self._is_woken = False
         """What is unread is taken when this turn is over."""
         self._sent_in_turn = -1
@@ -128,17 +91,29 @@ class EventStream(AnswerResponse):
         self._silent_since_s = self._loop.time()
         self._timer: asyncio.TimerHandle | None = None
 
-    async def _send(self, send: Send) -> Failed | None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the answer, unless its client leaves; or the failure of an answer of which nothing was sent."""
         self._send_start = send
+        watch = asyncio.create_task(self._watch(receive))
         try:
             self._client.read_by(self._wake)
             if self._keep_alive_s:
                 self._keep_alive()
-            return await self._over
+            failed = await self._over
+        except (ClientGone, OSError):
+            return  # ASGI servers raise OSError for a send to a client that has gone
         finally:
-            for waits in (self._timer, self._waiting):
+            for waits in (watch, self._timer, self._waiting):
                 if waits is not None:
                     waits.cancel()
+        if failed is not None:
+            await response_to_failure(failed)(scope, receive, send)
+
+    async def _watch(self, receive: Receive) -> None:
+        """Notice when the client leaves. receive: the ASGI channel; the body has been read from it."""
+        await client_left(receive)
+        if not self._over.done():
+            self._over.set_exception(ClientGone())
 
     def _keep_alive(self) -> None:
         """Send a comment after so long a silence.
@@ -188,32 +163,29 @@ class EventStream(AnswerResponse):
 
     def _write(self, events: bytes, last: bytes | None) -> None:
         """Send these events as far as the client takes them. last: what follows if they are the last."""
-        messages: list[Message] = []
+        messages: list[tuple[Send, Message]] = []
         if events:
             if self._unsent_start is not None:
-                messages.append(self._unsent_start)
+                messages.append((self._send_start, self._unsent_start))
                 self._unsent_start = None
-            messages.append({"type": "http.response.body", "body": events, "more_body": True})
+            messages.append((self._send_event, {"type": "http.response.body", "body": events, "more_body": True}))
         if last is not None:
-            messages.append({"type": "http.response.body", "body": last})
+            messages.append((self._send_event, {"type": "http.response.body", "body": last}))
         self._silent_since_s = self._loop.time()
-        for number, message in enumerate(messages):
-            rest = begin(self._sending(message))
+        for number, (send, message) in enumerate(messages):
+            rest = begin(send(message))
             if rest is not None:
                 self._waiting = self._loop.create_task(self._wait(rest, messages[number + 1 :], last is not None))
                 return
         if last is not None:
             self._over.set_result(None)
 
-    def _sending(self, message: Message) -> Awaitable[None]:
-        return (self._send_start if message["type"] == "http.response.start" else self._send_event)(message)
-
-    async def _wait(self, rest: Awaitable[None], messages: Sequence[Message], is_last: bool) -> None:
+    async def _wait(self, rest: Awaitable[None], messages: Sequence[tuple[Send, Message]], is_last: bool) -> None:
         """Wait for a slow client, send the rest, and take what has arrived meanwhile. The server drops who stops reading."""
         try:
             await rest
-            for message in messages:
-                await self._sending(message)
+            for send, message in messages:
+                await send(message)
         except Exception as error:  # noqa: BLE001  whoever awaits the end raises it
             if not self._over.done():
                 self._over.set_exception(error)

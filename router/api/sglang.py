@@ -16,6 +16,7 @@ from common.errors import BadRequest
 from common.ids import ID_BYTES, unpack_ids
 from common.messages import Finished, TokenLogprob
 from router.api.answers import DONE, AnswerShape, WholeChoice, encoded, event
+from router.api.bodies import object_in
 from router.api.completions import CompletionRequest, Prompt, prompts_in, require_few_ids
 from router.api.fields import (
     ALL_TOKENS,
@@ -30,7 +31,6 @@ from router.api.fields import (
     TopK,
     TopLogprobs,
     Unsupported,
-    object_in,
     read_fields,
 )
 from router.api.logprobs import finite

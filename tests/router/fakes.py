@@ -49,7 +49,7 @@ from common.messages import (
     TokenLogprob,
 )
 from common.text.embedding import EmbeddingMode
-from common.text.tokenizer_manager import ChatOptions
+from common.text.tokenizer_manager import ChatOptions, TokenizerManager
 from router.api.app import Api, build_app
 from router.api.intake import Intake
 from router.api.server import MAX_BODY_BYTES, WaitingConnections, listen, serve_app
@@ -118,8 +118,8 @@ class CharText:
 
 
 class CharTokenizer:
-    """Implements `router.intake.Tokenizer`: a token is a character's code. chat_template: what it seems to be, with
-    Mistral's marks as special tokens; the prompt is always the contents of the messages."""
+    """Does what the router needs of a `TokenizerManager`: a token is a character's code. chat_template: what it seems to be,
+    with Mistral's marks as special tokens; the prompt is always the contents of the messages."""
 
     vocab_size = engine().model.vocab_size
     token_text = CharText()
@@ -337,6 +337,10 @@ class EchoFleet(FakeMail[RouterInbox]):
         return deltas
 
 
+def intake_of(core: RouterCore, tokenizer: CharTokenizer, config: RouterConfig) -> Intake:
+    return Intake(core, cast(TokenizerManager, tokenizer), MODEL, config)
+
+
 class Site:
     """A router without sockets: app, gateway and fleet in the running loop."""
 
@@ -355,7 +359,7 @@ class Site:
         self.metrics = RouterMetrics()
         self.core = RouterCore(ROUTER, ["tcp://detokenizer:1"], config, self.metrics)
         self.gateway = Gateway(self.core, fleet, time.monotonic)
-        self.intake = Intake(self.core, CharTokenizer(chat_template, fleet.context_tokens), MODEL, config)
+        self.intake = intake_of(self.core, CharTokenizer(chat_template, fleet.context_tokens), config)
         config = dataclasses.replace(config, max_body=str(max_body_bytes))
         self.api = api = Api(self.gateway, self.intake, self.metrics, MODEL, config, embedding)
         self.app: FastAPI = build_app(api, self.metrics, access, (config.host,))

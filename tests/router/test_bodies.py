@@ -78,7 +78,7 @@ def test_a_chat_request_of_every_field_is_read() -> None:
     assert asked.stream_options is not None and (asked.stream, asked.stream_options.include_usage) == (True, True)
     assert (request.max_tokens, request.max_tokens_field) == (5, "max_completion_tokens")
     assert (asked.temperature, asked.top_p, asked.top_k, asked.min_p, asked.seed) == (0.0, 0.5, 3, 0.1, -4)
-    assert (asked.n, request.stop, asked.ignore_eos) == (2, ("x",), True)
+    assert (asked.n, asked.stop, asked.ignore_eos) == (2, "x", True)
     assert asked.stop_token_ids == [7, 8]
     assert (asked.timeout, asked.priority) == (2.0, -1000)
 
@@ -109,7 +109,7 @@ def test_tools_and_calls_are_read_as_chat_templates_want_them() -> None:
     f, g = function("f", parameters=schema), function("g", description="does it")
     assert list(request.tools.shown) == [f, g], "strict is not for the model"
     assert [one.name for one in request.tools.callable] == ["g"] and request.tools.required and not request.tools.parallel
-    assert request.template_arguments == {"enable_thinking": False}
+    assert request.fields.chat_template_kwargs == {"enable_thinking": False}
 
 
 @pytest.mark.parametrize(
@@ -170,9 +170,9 @@ def test_names_are_counted_whatever_stands_in_texts_and_wherever_a_large_body_is
         if is_large:
             patch.setattr(bodies, "LARGE_BODY_BYTES", 7)
             patch.setattr(bodies, "_require_few_parts", lambda body, most_values: None)
-        assert bodies.decoded(once.encode(), None) == whole
+        assert bodies.object_in(once.encode(), None) == whole
         with pytest.raises(BadRequest, match="twice"):
-            bodies.decoded(once.replace('"last"', '"last" :7, "last"').encode(), None)
+            bodies.object_in(once.replace('"last"', '"last" :7, "last"').encode(), None)
 
 
 def nested(levels: int) -> Any:

@@ -9,7 +9,7 @@ import pytest
 
 from common.config import RouterConfig
 from common.messages import Generate
-from router.api.sending import AnswerResponse
+from router.api.sending import EventStream
 from tests.router.calls import chat, until
 from tests.router.fakes import EchoFleet, Site
 
@@ -90,14 +90,15 @@ async def test_a_client_that_left_before_its_response_starts_cancels_everywhere(
         client = RawClient(site, stream=stream, n=2)
         client.leave()  # it waits behind the body, and is read when the request has been dispatched
         await client.gone()
-        assert (len(site.fleet.cancelled()), len(site.core.requests), client.sent) == (2, 0, [])
+        assert (len(site.fleet.cancelled()), len(site.core.requests)) == (2, 0)
+        assert [message["status"] for message in client.sent[:1]] == ([] if stream else [499])
 
 
 async def test_a_request_whose_response_is_never_sent_is_cancelled(monkeypatch: pytest.MonkeyPatch) -> None:
     async def never(*_: object) -> None:
         raise RuntimeError("the framework fails")
 
-    monkeypatch.setattr(AnswerResponse, "__call__", never)
+    monkeypatch.setattr(EventStream, "__call__", never)
     async with Site(EchoFleet(stall_at=0)) as site:
         client = RawClient(site, stream=True, n=2)
         with pytest.raises(RuntimeError, match="the framework fails"):

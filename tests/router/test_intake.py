@@ -16,13 +16,12 @@ from common.pages.radix_cache import BlockNames
 from common.text.embedding import EmbeddingMode
 from common.text.tokenizer_manager import ChatOptions
 from router.api import intake
-from router.api.bodies import LARGE_BODY_BYTES
 from router.api.chat import ChatRequest, read_chat
 from router.api.completions import CompletionRequest, read_completion
 from router.api.intake import ENCODING_THREADS, LONG_ENCODING_THREADS, Intake
 from router.outbox import ClientRequest
 from tests.router.calls import assert_error, chat, completion, post
-from tests.router.fakes import CONTEXT, MODEL, CharTokenizer, Site
+from tests.router.fakes import CONTEXT, MODEL, CharTokenizer, Site, intake_of
 
 pytestmark = pytest.mark.anyio
 LONG_CHARS = 100
@@ -59,7 +58,7 @@ def _texts_are_long_early(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def accepting(site: Site, tokenizer: WatchedTokenizer) -> Intake:
-    return Intake(site.core, tokenizer, MODEL, RouterConfig())
+    return intake_of(site.core, tokenizer, RouterConfig())
 
 
 def chat_of(text: str) -> ChatRequest:
@@ -123,12 +122,10 @@ async def test_a_large_body_is_read_and_its_ids_are_checked_on_another_thread() 
             return read_completion(body, context_tokens)
 
         with closing(accepting(site, tokenizer)) as accepting_intake:
-            for spaces in (0, LARGE_BODY_BYTES):
-                body = json.dumps(completion([1] * 100)).encode() + b" " * spaces
-                asked = await accepting_intake.read(reader, body)
-                assert (await accepting_intake.accept_completion(asked, ANSWER)).prompt_tokens == 100
-        assert [thread is main for thread in read_on] == [True, False]
-        assert sum(thread is not main for thread in tokenizer.checked_on) == 2, "those of the stop tokens are few"
+            asked = await accepting_intake.read_large(reader, json.dumps(completion([1] * 100)).encode())
+            assert (await accepting_intake.accept_completion(asked, ANSWER)).prompt_tokens == 100
+        assert [thread is main for thread in read_on] == [False]
+        assert sum(thread is not main for thread in tokenizer.checked_on) == 1, "those of the stop tokens are few"
 
 
 async def test_template_arguments_and_messages_without_text_count_as_text(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -93,7 +93,9 @@ def busy(site: Site) -> Iterator[list["asyncio.Task[bytes]"]]:
         free.wait()
         return body
 
-    reading = [asyncio.create_task(site.intake.read(read, LARGE.encode() + b"x")) for _ in range(intake.LONG_ENCODING_THREADS)]
+    reading = [
+        asyncio.create_task(site.intake.read_large(read, LARGE.encode() + b"x")) for _ in range(intake.LONG_ENCODING_THREADS)
+    ]
     try:
         yield reading
     finally:

@@ -10,8 +10,8 @@ from enum import Enum
 import pytest
 
 from common.messages import Goodbye
-from router.api import fields, intake
-from router.api.bodies import LARGE_BODY_BYTES, decoded
+from router.api import chat, intake
+from router.api.bodies import LARGE_BODY_BYTES, object_in
 from tests.router.calls import post, until
 from tests.router.fakes import CharTokenizer, EchoFleet, Site
 from tests.router.test_disconnects import RawClient
@@ -172,13 +172,13 @@ async def test_whatever_meets_a_request_on_its_way_it_ends_once_and_nothing_of_i
         monkeypatch.setattr(CharTokenizer, "encode_chat", slow_encode)
     if phase is Phase.BODY_IS_READ:
 
-        def slow_decode(body: bytes, context_tokens: int | None) -> object:
+        def slow_read(body: bytes) -> object:
             if len(body) > LARGE_BODY_BYTES:
                 is_held.set()
                 held.wait(60)
-            return decoded(body, context_tokens)
+            return object_in(body)
 
-        monkeypatch.setattr(fields, "decoded", slow_decode)
+        monkeypatch.setattr(chat, "object_in", slow_read)
     try:
         async with Site(EchoFleet(stall_at=STALLS.get(phase)), max_body_bytes=2 * LARGE_BODY_BYTES) as site:
             scene = await reach(phase, site, stream, held, is_held)

@@ -170,7 +170,7 @@ def test_items_become_the_messages_that_chat_templates_want() -> None:
         {"role": "assistant", "content": "", "tool_calls": [called("c3", {})]},
     )
     assert request.tools.required and [one.name for one in request.tools.callable] == ["weather"]
-    assert (request.max_tokens, request.max_tokens_field, request.reasoning_effort) == (7, "max_output_tokens", "low")
+    assert (request.max_tokens, request.max_tokens_field, request.fields.reasoning_effort) == (7, "max_output_tokens", "low")
 
 
 @pytest.mark.parametrize(
