@@ -15,9 +15,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from common.errors import BadRequest
 from router.api.bodies import LARGE_BODY_BYTES, body_of, unless_left
 from router.api.errors import response_to
-from router.api.guard import Guard
+from router.api.guard import HEADER, Guard, id_in
 from router.api.intake import Intake
-from router.api.request_ids import HEADER, id_in
 from router.core import Gateway
 from router.metrics import RouterMetrics
 from router.outbox import ClientRequest

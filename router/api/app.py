@@ -33,9 +33,8 @@ from router.api.description import COMPLETION_REFUSALS, Described, DescribedApp,
 from router.api.embeddings import EmbeddingBody, EmbeddingFields, EmbeddingShape, read_embeddings
 from router.api.errors import ErrorDetail, error_response, response_to
 from router.api.fields import ReadRequest
-from router.api.guard import REQUESTS_PREFIX, Guard
+from router.api.guard import HEADER, REQUESTS_PREFIX, Guard, id_in
 from router.api.intake import Intake, unknown_model
-from router.api.request_ids import HEADER, id_in
 from router.api.responses import ResponseBody, ResponseFields, ResponseShape, read_response
 from router.api.routes import (
     Detokenized,
@@ -215,61 +214,37 @@ class Api:
 _Route: TypeAlias = tuple[str, str, Callable[..., Awaitable[Response]], Described]
 
 
+COMPLETIONS = completion_route("Text completion", CompletionFields, OpenAIBody[TextChoice])
+EMBEDDINGS = call_route("OpenAI", "Embeddings", EmbeddingFields, EmbeddingBody, COMPLETION_REFUSALS)
+METRICS = Described("Operations", "Metrics", "Prometheus' text format.", media_types=("text/plain",))
+DRAIN = Described("Operations", "Drain an instance", "It drains.", status=202, refusals=(404,))
+
+
 def _routes(api: Api) -> tuple[_Route, ...]:
     """Method, path, handler, and what the description says about it."""
     return (
         ("POST", "/v1/chat/completions", api.chat_completions, completion_route("Chat", ChatFields, OpenAIBody[ChatChoice])),
-        (
-            "POST",
-            "/v1/completions",
-            api.completions,
-            completion_route("Text completion", CompletionFields, OpenAIBody[TextChoice]),
-        ),
+        ("POST", "/v1/completions", api.completions, COMPLETIONS),
         ("POST", "/v1/responses", api.responses, completion_route("Response", ResponseFields, ResponseBody)),
-        (
-            "POST",
-            "/v1/embeddings",
-            api.embeddings,
-            call_route("OpenAI", "Embeddings", EmbeddingFields, EmbeddingBody, COMPLETION_REFUSALS),
-        ),
+        ("POST", "/v1/embeddings", api.embeddings, EMBEDDINGS),
         ("POST", "/generate", api.generate, completion_route("Generate", GenerateFields, Generated | list[Generated], "SGLang")),
         ("POST", "/abort_request", api.abort_request, call_route("SGLang", "Abort", AbortFields, Aborted)),
         ("POST", "/tokenize", api.tokenize, call_route("vLLM", "Tokenize", TokenizeFields, Tokenized)),
         ("POST", "/detokenize", api.detokenize, call_route("vLLM", "Detokenize", DetokenizeFields, Detokenized)),
-        (
-            "GET",
-            "/v1/models",
-            api.models,
-            Described(tag="OpenAI", summary="Models", answer="The list.", answer_type=ModelList),
-        ),
-        (
-            "GET",
-            "/v1/models/{name:path}",
-            api.model,
-            Described(tag="OpenAI", summary="One model", answer="The model.", answer_type=ModelCard, refusals=(404,)),
-        ),
+        ("GET", "/v1/models", api.models, Described("OpenAI", "Models", "The list.", ModelList)),
+        ("GET", "/v1/models/{name:path}", api.model, Described("OpenAI", "One model", "The model.", ModelCard, refusals=(404,))),
         ("GET", "/health", api.health, check_route("Health", "The router and its detokenizer are alive.")),
         ("GET", "/ready", api.ready, check_route("Readiness", "A request could be served now.")),
         (
             "GET",
             "/metrics",
             api.metrics,
-            Described(tag="Operations", summary="Metrics", answer="Prometheus' text format.", media_types=("text/plain",)),
+            Described("Operations", "Metrics", "Prometheus' text format.", media_types=("text/plain",)),
         ),
         ("GET", f"{REQUESTS_PREFIX}/{{name:path}}", api.timelines.read, READ_TIMELINE),
-        ("GET", "/cluster", api.cluster, Described(tag="Operations", summary="The fleet", answer="The fleet as it is now.")),
-        (
-            "POST",
-            "/cluster/{instance}/drain",
-            api.drain,
-            Described(tag="Operations", summary="Drain an instance", answer="It drains.", status=202, refusals=(404,)),
-        ),
-        (
-            "POST",
-            "/flush_cache",
-            api.flush_cache,
-            Described(tag="SGLang", summary="Flush the prefix caches", answer="Who was told.", answer_type=Flushed),
-        ),
+        ("GET", "/cluster", api.cluster, Described("Operations", "The fleet", "The fleet as it is now.")),
+        ("POST", "/cluster/{instance}/drain", api.drain, DRAIN),
+        ("POST", "/flush_cache", api.flush_cache, Described("SGLang", "Flush the prefix caches", "Who was told.", Flushed)),
         ("POST", "/cluster/trace", api.traces.start, START),
         ("GET", "/cluster/trace", api.traces.read, READ),
         ("DELETE", "/cluster/trace", api.traces.forget, FORGET),

@@ -282,7 +282,7 @@ class ChatShape(OpenAIShape[ChatRequest]):
     whole_object: ClassVar[str] = "chat.completion"
 
     _parsers: dict[int, AnswerParser] = field(default_factory=dict, init=False)
-    """Of the choices of a stream whose text has parts."""
+    """The parsers of choices, in a stream whose text has parts."""
     _calls: Counter[int] = field(default_factory=Counter, init=False)
     """How many calls have begun in each choice of a stream."""
 

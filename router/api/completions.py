@@ -74,8 +74,7 @@ class CompletionRequest(ReadRequest):
 
 def read_completion(body: bytes, context_tokens: int | None = None) -> CompletionRequest:
     """The body of POST /v1/completions. Raises BadRequest, for far more token ids than the context holds before they are read."""
-    if context_tokens is not None and len(body) > context_tokens:
-        require_few_ids(body, context_tokens)
+    require_few_ids(body, context_tokens)
     fields = read_fields(object_in(body, context_tokens), CompletionFields, COMPLETION)
     if fields.max_tokens == 0 and not fields.echo:
         raise BadRequest("max_tokens must be at least 1, or 0 with echo=true", field="max_tokens")
@@ -115,9 +114,11 @@ def prompts_in(prompt: str | list[str | int | list[int]], field: str, most: int 
 _Fields: TypeAlias = dict[str, msgspec.Raw]
 
 
-def require_few_ids(body: bytes, context_tokens: int, field: str = "prompt") -> None:
+def require_few_ids(body: bytes, context_tokens: int | None, field: str = "prompt") -> None:
     """Refuse one prompt of more token ids than the context holds. Ids are counted by their commas: objects take long to make, and
     nobody else runs meanwhile. What is no such prompt is left to the reader. field: where the prompt is."""
+    if context_tokens is None or len(body) <= context_tokens:
+        return
     try:
         prompt = bytes(msgspec.json.decode(body, type=_Fields).get(field, b""))
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):

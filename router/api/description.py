@@ -92,7 +92,7 @@ SECURITY_SCHEMES = {
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Described:
     """What the description says about a route. Its endpoint's docstring is added to this.
 
@@ -104,10 +104,10 @@ class Described:
     tag: str
     summary: str
     answer: str
-    media_types: tuple[str, ...] = ("application/json",)
-    status: int = 200
-    body: type[msgspec.Struct] | None = None
     answer_type: Any = None
+    body: type[msgspec.Struct] | None = None
+    status: int = 200
+    media_types: tuple[str, ...] = ("application/json",)
     troubles: tuple[tuple[int, str], ...] = ()
     refusals: tuple[int, ...] = ()
 
@@ -138,16 +138,12 @@ class Described:
 
 
 def completion_route(summary: str, body: type[msgspec.Struct], answer_type: Any, tag: str = "OpenAI") -> Described:
-    return Described(
-        tag=tag,
-        summary=summary,
-        body=body,
-        answer_type=answer_type,
-        answer="The answer. With `stream`, server-sent events, the last of which is `[DONE]` or a typed one; a failure after the "
-        "stream has begun is an event too. Comment lines (`: keep-alive`) break long silences, also before the first event.",
-        media_types=("application/json", "text/event-stream"),
-        refusals=COMPLETION_REFUSALS,
+    answer = (
+        "The answer. With `stream`, server-sent events, the last of which is `[DONE]` or a typed one; a failure after the "
+        "stream has begun is an event too. Comment lines (`: keep-alive`) break long silences, also before the first event."
     )
+    media_types = ("application/json", _EVENTS)
+    return Described(tag, summary, answer, answer_type, body, media_types=media_types, refusals=COMPLETION_REFUSALS)
 
 
 def call_route(
@@ -157,13 +153,11 @@ def call_route(
     answer_type: type[msgspec.Struct],
     refusals: tuple[int, ...] = CALL_REFUSALS,
 ) -> Described:
-    answer = "What was asked for."
-    return Described(tag=tag, summary=summary, body=body, answer=answer, answer_type=answer_type, refusals=refusals)
+    return Described(tag, summary, "What was asked for.", answer_type, body, refusals=refusals)
 
 
 def check_route(summary: str, answer: str) -> Described:
-    troubles = ((503, "Not so; `reasons` says why."),)
-    return Described(tag="Operations", summary=summary, answer=answer, troubles=troubles)
+    return Described("Operations", summary, answer, troubles=((503, "Not so; `reasons` says why."),))
 
 
 class DescribedApp(FastAPI):

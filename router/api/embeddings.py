@@ -94,8 +94,7 @@ def read_embeddings(model: str, served: EmbeddingMode | None, body: bytes, conte
             field="model",
             code="unsupported_model",
         )
-    if context_tokens is not None and len(body) > context_tokens:
-        require_few_ids(body, context_tokens, "input")
+    require_few_ids(body, context_tokens, "input")
     fields = read_fields(object_in(body, context_tokens), EmbeddingFields, EMBEDDING)
     if fields.dimensions not in (None, served.size):
         own = "" if served.size is None else f" or send {served.size}"

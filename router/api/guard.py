@@ -4,6 +4,9 @@ Owns that table and where a request carries its key. What is not in the table ne
 by mistake. The keys are in `common.access`. Never says or logs a key, nor what was sent in place of one. Owns also what a page in
 somebody's browser may do with a router that asks for no key.
 
+Owns the form of ids of requests and sessions, too: a client's own, from headers. Every response carries its request's id in the
+X-Request-Id header.
+
 A browser lets every page send requests to every address, loopback too. It only hides the answers, and not even those when the
 page's own name is made to lead to this host (DNS rebinding). Three things tell such requests from others: the name by which the
 router was called, where the page is from, and the types of body that a page may send without asking first.
@@ -167,3 +170,24 @@ def key_in(scope: Scope) -> bytes | None:
     scheme, _, token = headers.get(b"authorization", b"").partition(b" ")
     key: bytes = token.strip() if scheme.lower() == b"bearer" else headers.get(b"x-api-key", b"")
     return key or None
+
+
+HEADER = b"x-request-id"
+MAX_ID_CHARS = 128
+_VISIBLE = re.compile(rf"^[!-~]{{1,{MAX_ID_CHARS}}}\Z")
+
+
+def checked_id(request_id: str, field: str) -> str:
+    """Raises BadRequest when it is no id."""
+    if not _VISIBLE.match(request_id):
+        raise BadRequest(f"{field} must have 1 to {MAX_ID_CHARS} visible ASCII characters", field=field)
+    return request_id
+
+
+def id_in(scope: Scope, header: str = "X-Request-Id") -> str:
+    """The id in this header; empty if it is not there. Raises BadRequest."""
+    wanted = header.lower().encode()
+    for name, value in scope["headers"]:
+        if name == wanted:
+            return checked_id(value.decode("latin-1"), header)
+    return ""

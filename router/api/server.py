@@ -182,31 +182,26 @@ async def serve_app(
 ) -> None:
     """Serve until `until` is done, and raise what it raises. Then listen no more, and end open answers within `GRACE_S`. ready:
     called when the server listens. waiting: bounds the connections without a request in progress. tls: None for plain HTTP."""
-    server = _Server(_config(app, waiting), tls)
-    serving = asyncio.create_task(server.serve(sockets=listeners))
-    started = asyncio.create_task(server.listening.wait())
-    stopping = asyncio.create_task(until)
+    server = _Server(_config(app, waiting), tls, ready)
+    serving, stopping = asyncio.create_task(server.serve(sockets=listeners)), asyncio.create_task(until)
     try:
-        await asyncio.wait((serving, started), return_when=asyncio.FIRST_COMPLETED)
-        if not serving.done():
-            ready()
         await asyncio.wait((serving, stopping), return_when=asyncio.FIRST_COMPLETED)
         server.should_exit = True
         await serving
         if stopping.done():
             stopping.result()
     finally:
-        for task in (serving, started, stopping):
-            task.cancel()
+        serving.cancel()
+        stopping.cancel()
 
 
 class _Server(uvicorn.Server):
-    """Uvicorn without its signal handlers, with an event for when it listens, and with a bound for TLS handshakes."""
+    """Uvicorn without its signal handlers, which tells when it listens, and with a bound for TLS handshakes."""
 
-    def __init__(self, config: uvicorn.Config, tls: ssl.SSLContext | None) -> None:
+    def __init__(self, config: uvicorn.Config, tls: ssl.SSLContext | None, ready: Callable[[], None]) -> None:
         super().__init__(config)
         self._tls = tls
-        self.listening = asyncio.Event()
+        self._ready = ready
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -230,7 +225,7 @@ class _Server(uvicorn.Server):
             for each in sockets
         ]
         self.started = True
-        self.listening.set()
+        self._ready()
 
 
 class _Protocol(HttpToolsProtocol):

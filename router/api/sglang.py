@@ -33,8 +33,8 @@ from router.api.fields import (
     Unsupported,
     read_fields,
 )
+from router.api.guard import checked_id
 from router.api.logprobs import finite
-from router.api.request_ids import checked_id
 from router.api.structured import StructuralTag, grammar_of
 from router.outbox import ChoiceDelta
 
@@ -168,8 +168,7 @@ class Flushed(msgspec.Struct, frozen=True):
 def read_generate(model: str, body: bytes, context_tokens: int | None = None) -> GenerateRequest:
     """The body of POST /generate. model: what is served; SGLang's clients do not name it. Raises BadRequest, for far more token
     ids than the context holds before they are read."""
-    if context_tokens is not None and len(body) > context_tokens:
-        require_few_ids(body, context_tokens, "input_ids")
+    require_few_ids(body, context_tokens, "input_ids")
     fields = _generate_fields(object_in(body, context_tokens))
     prompts, prompt_field = _prompts(fields)
     sampling = fields.sampling_params
@@ -316,14 +315,6 @@ class _GrowingList:
 
 
 @dataclass(slots=True, eq=False)
-class _WrittenLogprobs:
-    """What is written of the log probabilities of tokens, and of the likeliest tokens in the place of each."""
-
-    own: _GrowingList = field(default_factory=_GrowingList)
-    top: _GrowingList = field(default_factory=_GrowingList)
-
-
-@dataclass(slots=True, eq=False)
 class _WrittenChoice:
     """What is written of one choice, in JSON: each event repeats all of it."""
 
@@ -332,8 +323,8 @@ class _WrittenChoice:
     text: bytearray = field(default_factory=bytearray)
     """The text without its quotation marks."""
     ids: _GrowingList = field(default_factory=_GrowingList)
-    logprobs: _WrittenLogprobs = field(default_factory=_WrittenLogprobs)
-    prompt_logprobs: _WrittenLogprobs = field(default_factory=_WrittenLogprobs)
+    logprobs: dict[str, _GrowingList] = field(default_factory=dict)
+    """The lists of log probabilities that are asked for, by their names in `MetaInfo`."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -361,47 +352,50 @@ class GenerateShape(AnswerShape[GenerateRequest]):
         prompt = self.accepted.specs[index].prompt
         written = self._so_far.get(index)
         if written is None:
-            written = self._so_far[index] = _WrittenChoice()
-            self._begin_prompt(written.prompt_logprobs, prompt)
+            written = self._so_far[index] = self._begun(prompt)
         self._add(written, delta)
-        left_out, tops = msgspec.UNSET, self.request.logprobs
         info = MetaInfo(
             id=self._choice_ids[index],
             finish_reason=self._finish(delta.ending, written.tokens) if isinstance(delta.ending, Finished) else None,
             prompt_tokens=len(prompt) // ID_BYTES,
             completion_tokens=written.tokens,
             cached_tokens=written.cached_tokens,
-            input_token_logprobs=left_out if tops is None else written.prompt_logprobs.own.json,
-            output_token_logprobs=left_out if tops is None else written.logprobs.own.json,
-            input_top_logprobs=written.prompt_logprobs.top.json if tops else left_out,
-            output_top_logprobs=written.logprobs.top.json if tops else left_out,
+            **{name: entries.json for name, entries in written.logprobs.items()},
         )
         numbered = index if in_stream and self.request.is_batch else msgspec.UNSET
         text: Any = msgspec.Raw(b"".join((b'"', written.text, b'"')))
         return Generated(text=text, output_ids=written.ids.json, meta_info=info, index=numbered)
 
-    def _begin_prompt(self, written: _WrittenLogprobs, prompt: bytes) -> None:
-        """As in SGLang, the first of a prompt's log probabilities has no number, wherever it stands."""
-        start = self.request.logprob_start
+    def _begun(self, prompt: bytes) -> _WrittenChoice:
+        """A choice before its first news. As in SGLang, the first of a prompt's log probabilities has no number, wherever it
+        stands."""
+        written, start = _WrittenChoice(), self.request.logprob_start
+        if self.request.logprobs is not None:
+            kinds = ("token", "top") if self.request.logprobs else ("token",)
+            written.logprobs = {f"{of}_{kind}_logprobs": _GrowingList() for of in ("input", "output") for kind in kinds}
         if 0 <= start * ID_BYTES < len(prompt):
             first = int(unpack_ids(prompt[start * ID_BYTES : (start + 1) * ID_BYTES])[0])
-            written.own.extend([self._entry(None, first)])
-            written.top.extend([None])
+            for name, entry in (("input_token_logprobs", self._entry(None, first)), ("input_top_logprobs", None)):
+                if name in written.logprobs:
+                    written.logprobs[name].extend([entry])
+        return written
 
     def _add(self, written: _WrittenChoice, delta: ChoiceDelta | WholeChoice) -> None:
         written.cached_tokens += delta.cached_tokens
         if self.request.logprob_start >= 0:
-            self._add_logprobs(written.prompt_logprobs, delta.prompt_logprobs[self.request.logprob_start :])
+            self._add_logprobs(written, "input", delta.prompt_logprobs[self.request.logprob_start :])
         if not self.request.hides_answer:
             written.tokens += len(delta.token_ids)
             written.text += _encode(delta.text)[1:-1]
             written.ids.extend(delta.token_ids)
-            self._add_logprobs(written.logprobs, delta.logprobs)
+            self._add_logprobs(written, "output", delta.logprobs)
 
-    def _add_logprobs(self, written: _WrittenLogprobs, tokens: Sequence[TokenLogprob]) -> None:
-        written.own.extend([self._entry(token.logprob, token.token_id) for token in tokens])
+    def _add_logprobs(self, written: _WrittenChoice, of: str, tokens: Sequence[TokenLogprob]) -> None:
+        if self.request.logprobs is not None:
+            written.logprobs[f"{of}_token_logprobs"].extend([self._entry(token.logprob, token.token_id) for token in tokens])
         if self.request.logprobs:
-            written.top.extend([[self._entry(logprob, token_id) for token_id, logprob in token.top] for token in tokens])
+            tops = [[self._entry(logprob, token_id) for token_id, logprob in token.top] for token in tokens]
+            written.logprobs[f"{of}_top_logprobs"].extend(tops)
 
     def _finish(self, ending: Finished, tokens: int) -> FinishReason:
         if self.request.hides_answer:

@@ -147,13 +147,7 @@ class RequestTimeline(msgspec.Struct, frozen=True, kw_only=True):
     choices: Annotated[tuple[ChoiceTimeline, ...], Meta(description="Of the latest requests that were sent with this id.")]
 
 
-READ_TIMELINE = Described(
-    tag="Operations",
-    summary="The timeline of a request",
-    answer="What is known so far.",
-    answer_type=RequestTimeline,
-    refusals=(404,),
-)
+READ_TIMELINE = Described("Operations", "The timeline of a request", "What is known so far.", RequestTimeline, refusals=(404,))
 
 
 class TimelineApi:
@@ -248,26 +242,23 @@ PIECE_FRAMES = 8
 """Several thousand spans at most, which take milliseconds."""
 
 _log = logging.getLogger(__name__)
-_TAG = "Operations"
 START = Described(
-    tag=_TAG,
-    summary="Begin a trace",
-    answer="Every process of the fleet records what takes time, for `seconds` (60; at most 600).",
-    answer_type=TraceStatus,
+    "Operations",
+    "Begin a trace",
+    "Every process of the fleet records what takes time, for `seconds` (60; at most 600).",
+    TraceStatus,
     status=202,
     refusals=(400, 409),
 )
 READ = Described(
-    tag=_TAG,
-    summary="Read the trace",
-    answer="JSON lines: the first says how the trace stands, and when it is over, each other one is a span.",
-    answer_type=TraceStatus,
+    "Operations",
+    "Read the trace",
+    "JSON lines: the first says how the trace stands, and when it is over, each other one is a span.",
+    TraceStatus,
     media_types=(LINES,),
     refusals=(404,),
 )
-FORGET = Described(
-    tag=_TAG, summary="Forget the trace", answer="It is ended and forgotten.", answer_type=TraceStatus, refusals=(404,)
-)
+FORGET = Described("Operations", "Forget the trace", "It is ended and forgotten.", TraceStatus, refusals=(404,))
 
 
 class TraceLine(msgspec.Struct, frozen=True):
