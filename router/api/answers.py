@@ -31,17 +31,14 @@ character, or a number of an embedding, counts 1."""
 PAIR_SIZE = 10
 """What a token with its log probability counts."""
 _NUMBER_BYTES = 4
+BEGIN, END = b"data: ", b"\n\n"
+"""What stands around the data of a server-sent event."""
 DONE = b"data: [DONE]\n\n"
 _MARK = "\ue000"
 _encode = msgspec.json.Encoder().encode
 
 R = TypeVar("R", bound=ReadRequest)
 C = TypeVar("C", bound=msgspec.Struct)
-
-
-def event(data: bytes) -> bytes:
-    """One server-sent event."""
-    return b"data: " + data + b"\n\n"
 
 
 def encoded(value: object) -> Any:
@@ -205,7 +202,8 @@ class OpenAIShape(AnswerShape[R]):
         options = self.request.fields.stream_options
         if options is None or not options.include_usage:
             return DONE
-        return event(_encode(OpenAIBody(self.id, self.chunk_object, self.created, self.model, (), self.usage()))) + DONE
+        chunk = OpenAIBody[Any](self.id, self.chunk_object, self.created, self.model, (), self.usage())
+        return BEGIN + _encode(chunk) + END + DONE
 
     def whole(self, choices: Sequence[WholeChoice]) -> bytes:
         for index, choice in enumerate(choices):
@@ -221,7 +219,8 @@ class OpenAIShape(AnswerShape[R]):
             usage = self.usage()
         elif options is not None and options.include_usage:
             usage = None
-        return event(_encode(OpenAIBody(self.id, self.chunk_object, self.created, self.model, (part,), usage)))
+        chunk = OpenAIBody(self.id, self.chunk_object, self.created, self.model, (part,), usage)
+        return BEGIN + _encode(chunk) + END
 
     def _frame(self, index: int) -> tuple[bytes, bytes]:
         """What stands before and after the text in an event that holds nothing else."""

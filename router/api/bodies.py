@@ -206,7 +206,7 @@ async def body_of(request: Request, most_bytes: int | None) -> bytes:
 async def unless_left(request: Request, work: Coroutine[Any, Any, R]) -> R:
     """Do the work for a request whose body is here. It stops when the client leaves. Raises ClientDisconnect, and what the work
     raises."""
-    working, watching = asyncio.create_task(work), asyncio.create_task(client_left(request.receive))
+    working, watching = asyncio.create_task(work), asyncio.create_task(_left(request.receive))
     try:
         await asyncio.wait((working, watching), return_when=asyncio.FIRST_COMPLETED)
         if not working.done():
@@ -217,7 +217,6 @@ async def unless_left(request: Request, work: Coroutine[Any, Any, R]) -> R:
         watching.cancel()
 
 
-async def client_left(receive: Receive) -> None:
-    """Returns when the client has left. receive: the ASGI channel, from which the body has been read."""
+async def _left(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass

@@ -307,12 +307,11 @@ class ChatShape(OpenAIShape[ChatRequest]):
 
     def _parts(self, index: int, text: str, *, is_last: bool) -> Sequence[AnswerPart]:
         """The text as content, or the parts of it that are settled."""
-        if self._is_content(index):
+        new_parser, parser = self.accepted.reading.new_parser, self._parsers.get(index)
+        if new_parser is None:
             return [AnswerPart("content", text)] if text else []
-        parser = self._parsers.get(index)
         if parser is None:
-            assert self.accepted.reading.new_parser is not None
-            parser = self._parsers[index] = self.accepted.reading.new_parser()
+            parser = self._parsers[index] = new_parser()
         return parser.push(text) + (parser.finish() if is_last else [])
 
     def _piece(self, index: int, part: AnswerPart) -> dict[str, Any]:

@@ -217,7 +217,7 @@ class Intake:
                     raise ContextExceeded(context, f"{prompt_field} has more, so shorten it", prompt_field)
 
     def _accept(self, request: ReadRequest, client: ClientRequest, prompts: Sequence[_Encoded]) -> Accepted:
-        fields, prompt_field = request.fields, request.prompt_field
+        fields, prompt_field, context = request.fields, request.prompt_field, self.context_tokens
         stop = (fields.stop,) if isinstance(fields.stop, str) else tuple(fields.stop)
         if client.owner and fields.priority < 0:
             raise BadRequest("priority must be 0 or more where API keys share the fleet: leave it out", field="priority")
@@ -233,7 +233,7 @@ class Intake:
             if not packed:
                 raise BadRequest(f"{prompt_field} is empty: send at least one token of text", field=prompt_field)
             prompt_tokens = len(packed) // ID_BYTES
-            limit = self._max_new_tokens(prompt_tokens, request, most)
+            limit = self._max_new_tokens(prompt_tokens, request, most, context)
             if fields.min_tokens > limit:
                 raise BadRequest(f"min_tokens is {fields.min_tokens}, but the answer has at most {limit}: lower it", "min_tokens")
             sampling = replace(base, max_new_tokens=limit)
@@ -326,10 +326,10 @@ class Intake:
         if ids and (min(ids) < 0 or max(ids) > largest_id):
             raise BadRequest(f"{field} holds token ids that are not between 0 and {largest_id}", field=field)
 
-    def _max_new_tokens(self, prompt_tokens: int, request: ReadRequest, most: int | None) -> int:
+    def _max_new_tokens(self, prompt_tokens: int, request: ReadRequest, most: int | None, context: int) -> int:
         """What the client asked for; otherwise what the context and the largest decode instance leave, but no more than the
         default if there is one. most: see `most_tokens_with`. Raises BadRequest when the context has no room for it."""
-        asked, context = request.max_tokens, self.context_tokens
+        asked = request.max_tokens
         if asked is None:
             default = request.default_max_tokens or self._chat_max_tokens
             memory = max((member.capacity_tokens for member in self._core.fleet.members("decode")), default=context)

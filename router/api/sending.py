@@ -23,8 +23,7 @@ from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from common.messages import Failed
-from router.api.answers import LOOP_SIZE, AnswerShape, WholeChoice
-from router.api.bodies import client_left
+from router.api.answers import BEGIN, END, LOOP_SIZE, AnswerShape, WholeChoice
 from router.api.errors import detail_of_failure, error_json, response_to_failure
 from router.api.threads import SharedThreads
 from router.core import Gateway
@@ -111,7 +110,8 @@ class EventStream(Response):
 
     async def _watch(self, receive: Receive) -> None:
         """Notice when the client leaves. receive: the ASGI channel; the body has been read from it."""
-        await client_left(receive)
+        while (await receive())["type"] != "http.disconnect":
+            pass
         if not self._over.done():
             self._over.set_exception(ClientGone())
 
@@ -155,7 +155,7 @@ class EventStream(Response):
             if failed is not None and self._unsent_start is not None:
                 self._over.set_result(failed)
             elif failed is not None:
-                self._write(events + b"data: " + error_json(detail_of_failure(failed)) + b"\n\n", b"")
+                self._write(events + BEGIN + error_json(detail_of_failure(failed)) + END, b"")
             else:
                 self._write(events, None if self._client.unended else self._shape.last_events())
         except Exception as error:  # noqa: BLE001  others' news is handled with this: whoever awaits the end raises it

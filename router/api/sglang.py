@@ -15,7 +15,7 @@ from msgspec import Meta
 from common.errors import BadRequest
 from common.ids import ID_BYTES, unpack_ids
 from common.messages import Finished, TokenLogprob
-from router.api.answers import DONE, AnswerShape, WholeChoice, encoded, event
+from router.api.answers import BEGIN, DONE, END, AnswerShape, WholeChoice, encoded
 from router.api.bodies import object_in
 from router.api.completions import CompletionRequest, Prompt, prompts_in, require_few_ids
 from router.api.fields import (
@@ -338,7 +338,7 @@ class GenerateShape(AnswerShape[GenerateRequest]):
         self._choice_ids = self.request.choice_ids(self.id, len(self.accepted.specs))
 
     def events(self, delta: ChoiceDelta, *, opens: bool) -> bytes:
-        return event(_encode(self._generated(delta.index, delta, in_stream=True)))
+        return BEGIN + _encode(self._generated(delta.index, delta, in_stream=True)) + END
 
     def last_events(self) -> bytes:
         return DONE

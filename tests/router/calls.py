@@ -2,15 +2,27 @@
 
 import asyncio
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from typing import Any
 
 import httpx
+import openai
 
 from common.messages import Generate
-from tests.router.fakes import MODEL, Site
+from tests.router.fakes import MODEL, EchoFleet, Site, listening
 
 JSON = {"content-type": "application/json"}
+
+
+@asynccontextmanager
+async def openai_client(fleet: EchoFleet | None = None, **site_options: Any) -> AsyncIterator[openai.AsyncOpenAI]:
+    async with (
+        Site(fleet, **site_options) as site,
+        listening(site) as port,
+        openai.AsyncOpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0, timeout=20) as client,
+    ):
+        yield client
 
 
 def chat(text: str = "hello", **fields: Any) -> dict[str, Any]:

@@ -4,8 +4,6 @@ The fleet echoes, so a question holds the text that the model would write; a bar
 """
 
 import json
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from typing import Any
 
 import openai
@@ -14,8 +12,8 @@ import pytest
 from msgspec.structs import replace
 
 from common.messages import ExpectAnswer
-from tests.router.calls import assert_error, chat, post, sent_to_fleet
-from tests.router.fakes import MODEL, EchoFleet, Site, listening
+from tests.router.calls import assert_error, chat, openai_client, post, sent_to_fleet
+from tests.router.fakes import MODEL, EchoFleet, Site
 
 pytestmark = pytest.mark.anyio
 TEMPLATE = "{{ tools }} <tool_call> <think> {{ enable_thinking }}"
@@ -28,23 +26,13 @@ CALLS = (
 )
 
 
-@asynccontextmanager
-async def client_of(template: str = TEMPLATE) -> AsyncIterator[openai.AsyncOpenAI]:
-    async with (
-        Site(EchoFleet(context_tokens=2_000), chat_template=template) as site,
-        listening(site) as port,
-        openai.AsyncOpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0, timeout=20) as client,
-    ):
-        yield client
-
-
 def asking(text: str, **fields: Any) -> dict[str, Any]:
     """Arguments of a chat whose answer is this text."""
     return {"model": MODEL, "messages": [{"role": "user", "content": text + "|"}], "stop": "|", "max_tokens": 500} | fields
 
 
 async def test_calls_and_thoughts_whole() -> None:
-    async with client_of() as client:
+    async with openai_client(EchoFleet(context_tokens=2_000), chat_template=TEMPLATE) as client:
         answer = await client.chat.completions.create(**asking(THOUGHT + "Both.\n" + CALLS, tools=TOOLS))
     (choice,) = answer.choices
     assert choice.finish_reason == "tool_calls"
@@ -58,7 +46,7 @@ async def test_calls_and_thoughts_whole() -> None:
 
 
 async def test_calls_and_thoughts_streamed_as_the_client_gathers_them() -> None:
-    async with client_of() as client:
+    async with openai_client(EchoFleet(context_tokens=2_000), chat_template=TEMPLATE) as client:
         manager = client.chat.completions.stream(**asking(THOUGHT + CALLS, tools=TOOLS, n=2))
         async with manager as stream:
             events = [event async for event in stream]
@@ -77,7 +65,7 @@ async def test_what_the_client_parsed_of_an_answer_may_be_sent_back_with_it() ->
         city: str
 
     tools = [openai.pydantic_function_tool(Weather, name="weather")]
-    async with client_of() as client:
+    async with openai_client(EchoFleet(context_tokens=2_000), chat_template=TEMPLATE) as client:
         asked = asking(CALLS, tools=tools)
         async with client.chat.completions.stream(**asked) as stream:
             message = (await stream.get_final_completion()).choices[0].message
@@ -95,7 +83,7 @@ async def test_what_the_client_parsed_of_an_answer_may_be_sent_back_with_it() ->
 
 
 async def test_streamed_thoughts_come_before_the_content_that_follows_them() -> None:
-    async with client_of() as client:
+    async with openai_client(EchoFleet(context_tokens=2_000), chat_template=TEMPLATE) as client:
         stream = await client.chat.completions.create(**asking(THOUGHT + "Oslo or Rome", stream=True))
         deltas = [chunk.choices[0].delta.model_dump(exclude_unset=True) async for chunk in stream]
     thoughts = [number for number, delta in enumerate(deltas) if "reasoning_content" in delta]
@@ -106,7 +94,7 @@ async def test_streamed_thoughts_come_before_the_content_that_follows_them() -> 
 
 
 async def test_a_conversation_goes_on_with_the_results_of_calls() -> None:
-    async with client_of() as client:
+    async with openai_client(EchoFleet(context_tokens=2_000), chat_template=TEMPLATE) as client:
         first = await client.chat.completions.create(**asking(CALLS, tools=TOOLS))
         message = first.choices[0].message
         results = [{"role": "tool", "tool_call_id": call.id, "content": "rain|"} for call in message.tool_calls or []]
@@ -116,14 +104,14 @@ async def test_a_conversation_goes_on_with_the_results_of_calls() -> None:
 
 
 async def test_without_tools_or_with_tool_choice_none_calls_are_content() -> None:
-    async with client_of() as client:
+    async with openai_client(EchoFleet(context_tokens=2_000), chat_template=TEMPLATE) as client:
         for fields in ({}, {"tools": TOOLS, "tool_choice": "none"}):
             answer = await client.chat.completions.create(**asking(CALLS, **fields))
             assert (answer.choices[0].message.content, answer.choices[0].finish_reason) == (CALLS, "stop")
 
 
 async def test_a_call_that_is_cut_off_says_so() -> None:
-    async with client_of() as client:
+    async with openai_client(EchoFleet(context_tokens=2_000), chat_template=TEMPLATE) as client:
         answer = await client.chat.completions.create(**asking(CALLS, tools=TOOLS, max_tokens=58))
     (choice,) = answer.choices
     assert choice.finish_reason == "length"
@@ -132,7 +120,7 @@ async def test_a_call_that_is_cut_off_says_so() -> None:
 
 
 async def test_the_tokens_of_a_streamed_answer_come_once_each_also_where_their_text_waits() -> None:
-    async with client_of() as client:
+    async with openai_client(EchoFleet(context_tokens=2_000), chat_template=TEMPLATE) as client:
         text = THOUGHT + CALLS
         stream = await client.chat.completions.create(
             **asking(text, tools=TOOLS, stream=True, extra_body={"return_token_ids": True})
@@ -142,14 +130,14 @@ async def test_the_tokens_of_a_streamed_answer_come_once_each_also_where_their_t
 
 
 async def test_thoughts_stay_in_the_content_on_request() -> None:
-    async with client_of() as client:
+    async with openai_client(EchoFleet(context_tokens=2_000), chat_template=TEMPLATE) as client:
         answer = await client.chat.completions.create(**asking(THOUGHT + "Yes", extra_body={"separate_reasoning": False}))
     assert answer.choices[0].message.content == THOUGHT + "Yes"
 
 
 async def test_an_answer_to_a_prompt_that_opens_thoughts_begins_within_them() -> None:
     """The echo repeats the prompt, whose own mark is the answer's end."""
-    async with client_of() as client:
+    async with openai_client(EchoFleet(context_tokens=2_000), chat_template=TEMPLATE) as client:
         answer = await client.chat.completions.create(
             model=MODEL, messages=[{"role": "user", "content": "hm</think>yes<think>\n"}], max_tokens=13
         )

@@ -1,29 +1,17 @@
 """The API through the `openai` client, as most clients will use it."""
 
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-
 import openai
 import pytest
 
 from router.api.fields import MAX_CHOICES_PER_PROMPT
-from tests.router.fakes import MODEL, EchoFleet, Site, listening
+from tests.router.calls import openai_client
+from tests.router.fakes import MODEL, EchoFleet
 
 pytestmark = pytest.mark.anyio
 
 
-@asynccontextmanager
-async def client_of(fleet: EchoFleet | None = None) -> AsyncIterator[openai.AsyncOpenAI]:
-    async with (
-        Site(fleet) as site,
-        listening(site) as port,
-        openai.AsyncOpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0, timeout=10) as client,
-    ):
-        yield client
-
-
 async def test_a_chat_whole_and_streamed() -> None:
-    async with client_of() as client:
+    async with openai_client() as client:
         whole = await client.chat.completions.create(
             model=MODEL, messages=[{"role": "user", "content": "hello"}], max_completion_tokens=5, temperature=0, n=2
         )
@@ -43,7 +31,7 @@ async def test_a_chat_whole_and_streamed() -> None:
 
 
 async def test_an_answer_can_be_sent_back_as_part_of_the_next_question() -> None:
-    async with client_of() as client:
+    async with openai_client() as client:
         first = await client.chat.completions.create(model=MODEL, messages=[{"role": "user", "content": "ab"}], max_tokens=2)
         message = first.choices[0].message
         second = await client.chat.completions.create(
@@ -55,7 +43,7 @@ async def test_an_answer_can_be_sent_back_as_part_of_the_next_question() -> None
 
 
 async def test_a_text_completion_whole_and_streamed() -> None:
-    async with client_of() as client:
+    async with openai_client() as client:
         whole = await client.completions.create(model=MODEL, prompt=["ab", "cd"], max_tokens=2)
         assert [choice.text for choice in whole.choices] == ["ab", "cd"]
         stream = await client.completions.create(model=MODEL, prompt="hello", max_tokens=5, stream=True)
@@ -63,7 +51,7 @@ async def test_a_text_completion_whole_and_streamed() -> None:
 
 
 async def test_logprobs_of_chats_and_completions_are_the_clients_own_types() -> None:
-    async with client_of() as client:
+    async with openai_client() as client:
         chat = await client.chat.completions.create(
             model=MODEL, messages=[{"role": "user", "content": "hi"}], max_tokens=2, logprobs=True, top_logprobs=2
         )
@@ -84,7 +72,7 @@ async def test_logprobs_of_chats_and_completions_are_the_clients_own_types() -> 
 async def test_prompts_are_scored_by_echo_as_evaluations_do() -> None:
     """The request of lm-eval's local-completions: token arrays, one token of answer, which it leaves out of its sums."""
     context, continuation = [104, 101], [108, 108, 111]
-    async with client_of() as client:
+    async with openai_client() as client:
         scored = await client.completions.create(
             model=MODEL, prompt=[context + continuation] * 2, max_tokens=1, temperature=0, logprobs=1, echo=True, seed=1234
         )
@@ -98,13 +86,13 @@ async def test_prompts_are_scored_by_echo_as_evaluations_do() -> None:
 
 
 async def test_models_are_listed() -> None:
-    async with client_of() as client:
+    async with openai_client() as client:
         assert [model.id async for model in client.models.list()] == [MODEL]
         assert (await client.models.retrieve(MODEL)).owned_by == "tandem"
 
 
 async def test_errors_are_the_clients_own_classes_and_name_the_field() -> None:
-    async with client_of() as client:
+    async with openai_client() as client:
         with pytest.raises(openai.BadRequestError) as bad:
             await client.completions.create(model=MODEL, prompt="x", n=MAX_CHOICES_PER_PROMPT + 1)
         assert bad.value.param == "n"
@@ -114,7 +102,7 @@ async def test_errors_are_the_clients_own_classes_and_name_the_field() -> None:
 
 
 async def test_a_failure_in_mid_stream_is_raised_by_the_client_after_the_text_before_it() -> None:
-    async with client_of(EchoFleet(fail_at=2)) as client:
+    async with openai_client(EchoFleet(fail_at=2)) as client:
         stream = await client.completions.create(model=MODEL, prompt="hello", max_tokens=5, stream=True)
         text = ""
         with pytest.raises(openai.APIError, match="the step failed"):

@@ -1,8 +1,6 @@
 """/v1/responses through the `openai` client. The fleet echoes: the text of the last question is the answer, up to its bar."""
 
 import json
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from typing import Any
 
 import openai
@@ -10,8 +8,8 @@ import pytest
 
 from common.errors import BadRequest
 from router.api.responses import read_response
-from tests.router.calls import assert_error, post, sent_to_fleet
-from tests.router.fakes import MODEL, EchoFleet, Site, listening
+from tests.router.calls import assert_error, openai_client, post, sent_to_fleet
+from tests.router.fakes import MODEL, EchoFleet, Site
 
 pytestmark = pytest.mark.anyio
 TEMPLATE = "{{ tools }} <tool_call> <think>"
@@ -21,22 +19,12 @@ THOUGHT = "<think>\nwhich city?\n</think>\n\n"
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
 
 
-@asynccontextmanager
-async def client_of(fleet: EchoFleet | None = None) -> AsyncIterator[openai.AsyncOpenAI]:
-    async with (
-        Site(fleet or EchoFleet(context_tokens=2_000), chat_template=TEMPLATE) as site,
-        listening(site) as port,
-        openai.AsyncOpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0, timeout=20) as client,
-    ):
-        yield client
-
-
 def body(**fields: Any) -> bytes:
     return json.dumps({"model": "m", "input": "hi"} | fields).encode()
 
 
 async def test_a_text_whole_and_streamed() -> None:
-    async with client_of() as client:
+    async with openai_client(EchoFleet(context_tokens=2_000), chat_template=TEMPLATE) as client:
         whole = await client.responses.create(model=MODEL, input="hello", max_output_tokens=5, metadata={"a": "b"}, store=False)
         assert (whole.output_text, whole.status, whole.object) == ("hello", "incomplete", "response")
         assert whole.incomplete_details is not None and whole.incomplete_details.reason == "max_output_tokens"
@@ -64,7 +52,7 @@ async def test_a_text_whole_and_streamed() -> None:
 async def test_thoughts_texts_and_calls_are_items_whole_and_as_the_client_gathers_a_stream() -> None:
     """A bar ends the answer: /v1/responses has no stop strings, so the answer's length is given."""
     text = THOUGHT + "Let me see.\n" + CALL
-    async with client_of() as client:
+    async with openai_client(EchoFleet(context_tokens=2_000), chat_template=TEMPLATE) as client:
         asked: Any = {"model": MODEL, "input": text, "tools": TOOLS, "max_output_tokens": len(text)}
         whole = await client.responses.create(**asked)
         async with client.responses.stream(**asked) as stream:
@@ -85,7 +73,7 @@ async def test_thoughts_texts_and_calls_are_items_whole_and_as_the_client_gather
 
 
 async def test_a_completed_answer_of_nothing_is_an_empty_message() -> None:
-    async with client_of(EchoFleet(stop_at=0)) as client:
+    async with openai_client(EchoFleet(stop_at=0)) as client:
         whole = await client.responses.create(model=MODEL, input="hello")
         async with client.responses.stream(model=MODEL, input="hello") as stream:
             final = await stream.get_final_response()
@@ -96,7 +84,7 @@ async def test_a_completed_answer_of_nothing_is_an_empty_message() -> None:
 
 
 async def test_a_failure_in_mid_stream_is_raised_after_the_text_before_it() -> None:
-    async with client_of(EchoFleet(fail_at=2)) as client:
+    async with openai_client(EchoFleet(fail_at=2)) as client:
         stream = await client.responses.create(model=MODEL, input="hello", max_output_tokens=5, stream=True)
         text = ""
         with pytest.raises(openai.APIError, match="the step failed"):
@@ -107,7 +95,7 @@ async def test_a_failure_in_mid_stream_is_raised_after_the_text_before_it() -> N
 
 async def test_an_answer_can_be_sent_back_with_the_results_of_its_calls() -> None:
     text = THOUGHT + CALL
-    async with client_of() as client:
+    async with openai_client(EchoFleet(context_tokens=2_000), chat_template=TEMPLATE) as client:
         first = await client.responses.create(model=MODEL, input=text, tools=TOOLS, max_output_tokens=len(text))
         call_id = next(item.call_id for item in first.output if item.type == "function_call")
         question, result = {"role": "user", "content": ""}, {"type": "function_call_output", "call_id": call_id, "output": "rain"}
