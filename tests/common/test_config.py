@@ -5,15 +5,7 @@ from typing import Any
 
 import pytest
 
-from common.config import (
-    AccessConfig,
-    EngineConfig,
-    InstanceConfig,
-    LogConfig,
-    ModelConfig,
-    RouterConfig,
-    SecurityConfig,
-)
+from common.config import AccessConfig, EngineConfig, InstanceConfig, LogConfig, ModelConfig, RouterConfig, SecurityConfig
 from common.errors import ConfigError
 from common.options import parse_bytes, parse_memory
 from common.step_cost import STEP_COST, StepCost
@@ -40,92 +32,73 @@ def test_no_two_slices_of_an_instance_share_a_flag() -> None:
 
 
 @pytest.mark.parametrize(
-    ("slice_type", "field", "value"),
+    ("slice_type", "field", "values"),
     [
-        (ModelConfig, "model", ""),
-        (EngineConfig, "dtype", "float64"),
-        (EngineConfig, "kv_dtype", "fp8"),
-        (EngineConfig, "attention", "flash"),
-        (EngineConfig, "device", "tpu"),
-        (EngineConfig, "device", "cuda:"),
-        (EngineConfig, "page_size", 0),
-        (EngineConfig, "page_size", 1025),
-        (EngineConfig, "max_running", -1),
-        (EngineConfig, "max_running", 4097),
-        (EngineConfig, "chunk_tokens", -1),
-        (EngineConfig, "layer_groups", -1),
-        (EngineConfig, "threads", -1),
-        (EngineConfig, "threads", 10**12),
-        (EngineConfig, "kv_memory", "much"),
-        (EngineConfig, "kv_memory", "0%"),
-        (EngineConfig, "kv_memory", "101%"),
-        (EngineConfig, "kv_memory", "40 percent"),
-        (EngineConfig, "kv_memory", "%"),
-        (EngineConfig, "sharers", -1),
-        (InstanceConfig, "tp", 0),
-        (InstanceConfig, "tp", 65),
-        (InstanceConfig, "rank", "0-7"),
-        (InstanceConfig, "rank", "1"),
-        (InstanceConfig, "rank", "all"),
-        (InstanceConfig, "leader", "tcp://127.0.0.1:9"),
-        (InstanceConfig, "inbox_port", 65536),
-        (InstanceConfig, "inbox_port", -1),
-        (InstanceConfig, "max_waiting", 0),
-        (InstanceConfig, "max_request_timeout_s", 0.0),
-        (InstanceConfig, "max_request_timeout_s", float("inf")),
-        (InstanceConfig, "startup_timeout_s", float("nan")),
-        (InstanceConfig, "transport", "pigeon"),
-        (InstanceConfig, "drain_timeout_s", -0.1),
-        (InstanceConfig, "drain_timeout_s", float("nan")),
-        (InstanceConfig, "verify_pages", "maybe"),
-        (InstanceConfig, "prefix_cache", "auto"),
-        (RouterConfig, "port", 65536),
-        (RouterConfig, "control_port", -1),
-        (RouterConfig, "max_requests", 0),
-        (RouterConfig, "max_body", "auto"),
-        (RouterConfig, "max_body", "0"),
-        (RouterConfig, "heartbeat_s", 0.0),
-        (RouterConfig, "dead_after_s", 1.0),
-        (RouterConfig, "request_timeout_s", -1.0),
-        (RouterConfig, "request_timeout_s", 86_401.0),
-        (RouterConfig, "max_request_timeout_s", 0.0),
-        (RouterConfig, "max_request_timeout_s", float("inf")),
-        (RouterConfig, "max_request_timeout_s", 1e17),
-        (RouterConfig, "dead_after_s", 1e16),
-        (RouterConfig, "keep_alive_s", -0.1),
-        (RouterConfig, "drain_timeout_s", -0.1),
-        (RouterConfig, "max_attempts", 0),
-        (RouterConfig, "resume_wait_s", -1.0),
-        (RouterConfig, "resume_wait_s", float("nan")),
-        (LogConfig, "log_level", "loud"),
-        (SecurityConfig, "insecure", "maybe"),
+        (ModelConfig, "model", ("",)),
+        (EngineConfig, "dtype", ("float64",)),
+        (EngineConfig, "kv_dtype", ("fp8",)),
+        (EngineConfig, "attention", ("flash",)),
+        (EngineConfig, "device", ("tpu", "cuda:")),
+        (EngineConfig, "page_size", (0, 1025)),
+        (EngineConfig, "max_running", (-1, 4097)),
+        (EngineConfig, "chunk_tokens", (-1,)),
+        (EngineConfig, "layer_groups", (-1,)),
+        (EngineConfig, "threads", (-1, 10**12)),
+        (EngineConfig, "kv_memory", ("much", "0%", "101%", "40 percent", "%")),
+        (EngineConfig, "sharers", (-1,)),
+        (InstanceConfig, "tp", (0, 65)),
+        (InstanceConfig, "rank", ("0-7", "1", "all")),
+        (InstanceConfig, "leader", ("tcp://127.0.0.1:9",)),
+        (InstanceConfig, "inbox_port", (65536, -1)),
+        (InstanceConfig, "max_waiting", (0,)),
+        (InstanceConfig, "max_request_timeout_s", (0.0, float("inf"))),
+        (InstanceConfig, "startup_timeout_s", (float("nan"),)),
+        (InstanceConfig, "transport", ("pigeon",)),
+        (InstanceConfig, "drain_timeout_s", (-0.1, float("nan"))),
+        (InstanceConfig, "verify_pages", ("maybe",)),
+        (InstanceConfig, "prefix_cache", ("auto",)),
+        (RouterConfig, "port", (65536,)),
+        (RouterConfig, "control_port", (-1,)),
+        (RouterConfig, "max_requests", (0,)),
+        (RouterConfig, "max_body", ("auto", "0")),
+        (RouterConfig, "heartbeat_s", (0.0,)),
+        (RouterConfig, "dead_after_s", (1.0, 1e16)),
+        (RouterConfig, "request_timeout_s", (-1.0, 86_401.0)),
+        (RouterConfig, "max_request_timeout_s", (0.0, float("inf"), 1e17)),
+        (RouterConfig, "keep_alive_s", (-0.1,)),
+        (RouterConfig, "drain_timeout_s", (-0.1,)),
+        (RouterConfig, "max_attempts", (0,)),
+        (RouterConfig, "resume_wait_s", (-1.0, float("nan"))),
+        (LogConfig, "log_level", ("loud",)),
+        (SecurityConfig, "insecure", ("maybe",)),
     ],
 )
-def test_a_value_out_of_range_is_refused_with_its_flag(slice_type: Any, field: str, value: object) -> None:
-    with pytest.raises(ConfigError, match=f"--{field.replace('_', '-')}"):
-        slice_type(**{field: value})
+def test_a_value_out_of_range_is_refused_with_its_flag(slice_type: Any, field: str, values: tuple[object, ...]) -> None:
+    for value in values:
+        with pytest.raises(ConfigError, match=f"--{field.replace('_', '-')}"):
+            slice_type(**{field: value})
 
 
 @pytest.mark.parametrize(
-    ("slice_type", "field", "value"),
+    ("slice_type", "field", "values"),
     [
-        (EngineConfig, "device", "cuda:7"),
-        (EngineConfig, "page_size", 1024),
-        (EngineConfig, "kv_memory", "1.5GiB"),
-        (EngineConfig, "kv_memory", "100%"),
-        (InstanceConfig, "rank", "0-0"),
-        (InstanceConfig, "inbox_port", 65535),
-        (InstanceConfig, "drain_timeout_s", 0.0),
-        (InstanceConfig, "verify_pages", "on"),
-        (InstanceConfig, "prefix_cache", "off"),
-        (RouterConfig, "port", 0),
-        (RouterConfig, "dead_after_s", 1.01),
-        (RouterConfig, "max_attempts", 1),
-        (RouterConfig, "resume_wait_s", 0.0),
+        (EngineConfig, "device", ("cuda:7",)),
+        (EngineConfig, "page_size", (1024,)),
+        (EngineConfig, "kv_memory", ("1.5GiB", "100%")),
+        (InstanceConfig, "rank", ("0-0",)),
+        (InstanceConfig, "inbox_port", (65535,)),
+        (InstanceConfig, "drain_timeout_s", (0.0,)),
+        (InstanceConfig, "verify_pages", ("on",)),
+        (InstanceConfig, "prefix_cache", ("off",)),
+        (RouterConfig, "port", (0,)),
+        (RouterConfig, "dead_after_s", (1.01,)),
+        (RouterConfig, "max_attempts", (1,)),
+        (RouterConfig, "resume_wait_s", (0.0,)),
     ],
 )
-def test_a_value_at_its_limit_is_taken(slice_type: Any, field: str, value: object) -> None:
-    assert getattr(slice_type(**{field: value}), field) == value
+def test_a_value_at_its_limit_is_taken(slice_type: Any, field: str, values: tuple[object, ...]) -> None:
+    for value in values:
+        assert getattr(slice_type(**{field: value}), field) == value
 
 
 @pytest.mark.parametrize("slice_type", SLICES)
@@ -137,19 +110,10 @@ def test_an_unknown_key_is_refused(slice_type: Any) -> None:
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("auto", None),
-        ("1", 1),
-        ("1000000", 1_000_000),
-        ("10B", 10),
-        ("2KB", 2_000),
-        ("2KiB", 2_048),
-        ("512MiB", 512 * 2**20),
-        ("3 MB", 3_000_000),
-        ("40GiB", 40 * 2**30),
-        ("1.5gib", 3 * 2**29),
-        ("7GB", 7 * 10**9),
+        ("auto", None), ("1", 1), ("1000000", 1_000_000), ("10B", 10), ("2KB", 2_000), ("2KiB", 2_048), ("512MiB", 512 * 2**20),
+        ("3 MB", 3_000_000), ("40GiB", 40 * 2**30), ("1.5gib", 3 * 2**29), ("7GB", 7 * 10**9),
     ],
-)
+)  # fmt: skip
 def test_amounts_of_memory_are_read(text: str, expected: int | None) -> None:
     assert parse_bytes(text) == expected
 

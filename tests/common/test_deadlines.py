@@ -51,33 +51,9 @@ TestWheelAgainstDictionary = WheelAgainstDictionary.TestCase
 TestWheelAgainstDictionary.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 
 
-def test_a_deadline_passes_at_its_time_and_only_once() -> None:
-    wheel: DeadlineWheel[str] = DeadlineWheel()
-    wheel.set("a", 1.0)
-    assert wheel.expired(0.999) == []
-    assert wheel.expired(1.0) == ["a"]
-    assert wheel.expired(2.0) == []
-
-
-def test_setting_a_deadline_again_moves_it_either_way() -> None:
-    wheel: DeadlineWheel[str] = DeadlineWheel()
-    for at_s in (5.0, 1.0, 3.0):
-        wheel.set("a", at_s)
-        assert wheel.next_deadline() == at_s
-    assert wheel.expired(2.0) == []
-    assert wheel.expired(3.0) == ["a"]
-
-
 def test_deadlines_at_the_same_time_pass_in_the_order_in_which_they_were_set() -> None:
-    wheel: DeadlineWheel[str] = DeadlineWheel()
-    for key in ("c", "a", "b"):
-        wheel.set(key, 1.0)
-    assert wheel.expired(1.0) == ["c", "a", "b"]
-
-
-def test_keys_need_not_be_comparable() -> None:
     wheel: DeadlineWheel[object] = DeadlineWheel()
-    keys = [object(), object()]
+    keys = [object(), "c", "a", "b", object()]  # need not be comparable
     for key in keys:
         wheel.set(key, 1.0)
     assert wheel.expired(1.0) == keys

@@ -68,7 +68,8 @@ def done(ticket: int, pushed_bytes: int = 100) -> PushDone:
 
 def test_complete_pages_are_pushed_chunk_by_chunk_and_the_last_page_with_the_first_token() -> None:
     source = granted()
-    assert pushes(source.computed(key(), 6)) == [([10], [20])]
+    push, _ = source.computed(key(), 6)
+    assert isinstance(push, Push) and (push.peer, push.incarnation) == (D, LIFE) and pushes([push]) == [([10], [20])]
     assert pushes(source.computed(key(), 7)) == []
     assert pushes(source.sampled(key(), 99)) == [([11, 12], [21, 22])]
     assert source.transfer_ended(done(1)) == [SourcePagesRead(key(), 1)]
@@ -83,18 +84,6 @@ def test_pages_are_read_for_the_last_time_when_the_prompt_is_computed_and_every_
     assert SourcePagesRead(key(), 1) in source.sampled(key(), 99)
     assert source.transfer_ended(done(3)) == [], "an earlier one is on its way"
     assert source.transfer_ended(done(2))[-1] == CLOSED
-
-
-def test_pages_whose_digests_go_with_the_handoff_are_read_until_then() -> None:
-    source = granted(digest=lambda pages: b"")
-    source.computed(key(), 8)
-    source.sampled(key(), 99)
-    assert source.transfer_ended(done(1)) == []
-
-
-def test_pages_that_are_there_already_are_read_as_soon_as_the_prompt_is_computed() -> None:
-    source = granted(have_tokens=8)
-    assert SourcePagesRead(key(), 2) in source.sampled(key(), 99)
 
 
 def layered(outputs: list[Any]) -> list[tuple[list[int], range | None]]:
@@ -127,49 +116,31 @@ def test_layers_wait_for_a_late_grant_and_go_behind_the_pages_that_were_complete
     assert layered(source.receive(D, grant(), BEGAN_S + 0.1)) == [([20], None), ([21, 22], range(1))]
 
 
-def test_when_the_grant_comes_after_the_first_token_nothing_is_pushed_in_layers() -> None:
-    source = opened()
-    source.layers_computed(key(), 1)
-    source.sampled(key(), 99)
-    assert layered(source.receive(D, grant(), BEGAN_S + 0.1)) == [([20, 21, 22], None)]
-
-
-def test_layers_of_a_request_that_was_given_up_are_not_pushed() -> None:
-    source = granted()
-    source.give_up(key())
-    assert source.layers_computed(key(), 1) == []
-
-
-def test_a_push_names_the_life_of_the_peer_that_was_asked() -> None:
-    push, _ = granted().computed(key(), 4)
-    assert isinstance(push, Push) and (push.peer, push.incarnation) == (D, LIFE)
-
-
 def test_pages_wait_for_a_late_grant_and_then_go_at_once_under_its_lease() -> None:
     source = opened()
-    assert source.computed(key(), 8) == []
-    assert source.sampled(key(), 99) == []
+    assert source.computed(key(), 8) == source.layers_computed(key(), 1) == source.sampled(key(), 99) == []
     outputs = source.receive(D, grant(), BEGAN_S + 0.1)
     assert outputs[0] == Allow(D, LIFE, BEGAN_S + WRITE_LEASE_S), "the lease comes first"
-    assert pushes(outputs) == [([10, 11, 12], [20, 21, 22])]
+    assert pushes(outputs) == [([10, 11, 12], [20, 21, 22])] and layered(outputs) == [([20, 21, 22], None)], "not in layers"
 
 
 def test_pages_that_the_decode_instance_holds_already_are_not_sent() -> None:
     source = granted(have_tokens=8)
     assert pushes(source.computed(key(), 8)) == []
-    assert pushes(source.sampled(key(), 99)) == [([12], [22])]
+    sampled = source.sampled(key(), 99)
+    assert pushes(sampled) == [([12], [22])] and SourcePagesRead(key(), 2) in sampled
     handoff, _ = source.transfer_ended(done(1))
     assert isinstance(handoff, Send) and isinstance(handoff.message, Handoff) and handoff.message.pushed_pages == 1
-
-
-def test_a_handoff_without_any_push_follows_the_first_token_at_once() -> None:
-    assert [type(output) for output in granted(have_tokens=12).sampled(key(), 99)] == [Send, HandoffClosed]
+    whole = granted(have_tokens=12).sampled(key(), 99)
+    assert [type(output) for output in whole] == [Send, HandoffClosed], "without any push"
 
 
 def test_a_handoff_carries_the_digests_of_the_pages_that_were_pushed() -> None:
     source = granted(have_tokens=4, digest=lambda pages: b"".join(bytes([page] * 4) for page in pages.tolist()))
+    source.computed(key(), 8)
     source.sampled(key(), 99)
-    handoff, _ = source.transfer_ended(done(1))
+    assert source.transfer_ended(done(1)) == [], "they are read until then"
+    handoff, _ = source.transfer_ended(done(2))
     assert isinstance(handoff, Send) and isinstance(handoff.message, Handoff)
     assert handoff.message.digests == bytes([11] * 4 + [12] * 4)
 
@@ -180,21 +151,16 @@ def test_a_handoff_carries_the_digests_of_the_pages_that_were_pushed() -> None:
 def test_giving_up_waits_for_the_push_in_flight_before_it_withdraws() -> None:
     source = pushing(4)
     assert source.give_up(key()) == []
-    assert source.computed(key(), 8) == [] and source.sampled(key(), 1) == []
+    assert source.computed(key(), 8) == source.layers_computed(key(), 1) == source.sampled(key(), 1) == []
     assert source.transfer_ended(done(1)) == WITHDRAWN
 
 
 def test_giving_up_before_the_grant_withdraws_at_once_and_the_late_grant_is_stale() -> None:
     source = opened()
     assert source.give_up(key()) == [UNGRANTED, CLOSED]
+    assert source.give_up(key()) == source.computed(key(), 4) == source.sampled(key(), 1) == [], "it is over"
     assert source.receive(D, grant(), BEGAN_S) == []
     assert source.stale == 1
-
-
-def test_giving_up_what_is_over_changes_nothing() -> None:
-    source = opened()
-    source.give_up(key())
-    assert source.give_up(key()) == [] and source.computed(key(), 4) == [] and source.sampled(key(), 1) == []
 
 
 @pytest.mark.parametrize("quiescent", [True, False])
@@ -340,17 +306,11 @@ def test_a_peer_that_left_grants_nothing(now_there: list[tuple[InstanceId, Incar
     assert source.peers_gone(now_there) == [UNGRANTED, HandoffRefused(key(), GONE)]
 
 
-def test_a_handoff_to_a_peer_that_left_is_drained_before_its_pages_come_home() -> None:
-    source = pushing(4)
-    assert source.peers_gone([]) == []
-    ended = source.transfer_ended(PushFailed(Ticket(1), "the link was closed", quiescent=True))
-    assert ended == [WITHDRAW, LEFT]
-
-
 def test_nothing_is_kept_of_a_peer_that_came_back_as_another_and_then_left() -> None:
     source = pushing(4)
     assert source.peers_gone([(D, Incarnation("2"))]) == source.peers_gone([]) == []
-    source.transfer_ended(PushFailed(Ticket(1), "the link was closed", quiescent=True))
+    ended = source.transfer_ended(PushFailed(Ticket(1), "the link was closed", quiescent=True))
+    assert ended == [WITHDRAW, LEFT], "its pages come home when the push has ended"
     assert len(source) == 0 and source.next_deadline() is None and source.peers_gone([]) == []
     assert not source._sessions, "with the next change of the peers"
 
@@ -367,6 +327,8 @@ def test_pushes_and_handoffs_add_up_for_each_peer_and_in_all() -> None:
     to_a = LinkTraffic(pushes=2, runs=4, bytes_pushed=120, push_seconds=0.75, handoffs=1, exposed_seconds=0.125)
     assert traffic.to(A) == to_a
     assert traffic.total == LinkTraffic(pushes=3, runs=6, bytes_pushed=127, push_seconds=1.75, handoffs=1, exposed_seconds=0.125)
+    traffic.keep([B])
+    assert (traffic.to(A), traffic.to(B).pushes, traffic.total.pushes) == (LinkTraffic(), 1, 3), "who left counts in the total"
 
 
 @pytest.mark.parametrize(
@@ -381,11 +343,3 @@ def test_a_failure_is_counted_by_its_kind(begun: bool, quiescent: bool, counted:
     traffic = PeerTraffic()
     traffic.add(A, traffic_of(PushFailed(Ticket(1), "cable", quiescent=quiescent, begun=begun)))
     assert traffic.to(A) == counted and traffic.total.pushes_failed == 1
-
-
-def test_a_peer_that_left_is_forgotten_but_for_what_it_adds_to_the_total() -> None:
-    traffic = PeerTraffic()
-    for peer in (A, B):
-        traffic.add(peer, LinkTraffic(handoffs=1, exposed_seconds=1.0))
-    traffic.keep([B])
-    assert (traffic.to(A), traffic.to(B).handoffs, traffic.total.handoffs) == (LinkTraffic(), 1, 2)

@@ -48,15 +48,14 @@ def stuck() -> Two:
 # --- links -----------------------------------------------------------------------------------------------------------------
 
 
-def test_a_link_comes_up_once_and_is_reported(two: Two) -> None:
-    two.connect()
-    assert two.told(Connect((two.target.info(),))) == []
-
-
 def test_nothing_happens_before_the_loop_turns(two: Two) -> None:
     two.source.loop.submit(Connect((two.target.info(),)))
     assert two.source.loop.poll() == [] and two.source.loop.active
     assert two.source.events() == [linked("ready", "memmove")]
+    assert two.told(Connect((two.target.info(),))) == [], "it is up"
+    for seconds in (1.0, 10 * STALL_S):
+        assert two.after(seconds) == [], "an idle link never stalls"
+        assert two.source.loop.progress_s == two.clock.now
     assert not two.source.loop.active
 
 
@@ -119,25 +118,15 @@ def test_a_push_writes_its_pages_and_reports_bytes_and_seconds(held: Two) -> Non
     np.testing.assert_array_equal(held.target.memory, before)
 
 
-def test_a_push_before_the_link_is_made_or_after_its_peer_left_fails_and_is_quiescent(two: Two) -> None:
-    assert two.pushed(1) == [refused(1, NO_LINK)]
-    two.connect()
-    two.source.loop.submit(Connect((), (PEER,)))
-    assert two.pushed(1) == [refused(1, NO_LINK)]
-
-
 def test_commands_are_carried_out_in_their_order(two: Two) -> None:
+    assert two.pushed(1) == [refused(1, NO_LINK)]
     two.source.loop.submit(Connect((two.target.info(),)))
-    assert two.source.events() == [linked("ready", "memmove")]
+    assert two.pushed(1) == [refused(1, NO_LINK), linked("ready", "memmove")]
     two.push(1)
     two.allow()
     assert two.pushed(2) == [refused(1, "the lease to write to d has ended"), PushDone(Ticket(2), LAYOUT.page_bytes, 0.0)]
-
-
-def test_a_push_before_its_link_is_told_of_is_refused(two: Two) -> None:
-    two.source.loop.submit(Connect((two.target.info(),)))
-    two.allow()
-    assert two.pushed(1) == [refused(1, NO_LINK), linked("ready", "memmove")]
+    two.source.loop.submit(Connect((), (PEER,)))
+    assert two.pushed(3) == [refused(3, NO_LINK)]
 
 
 @pytest.mark.parametrize(
@@ -193,11 +182,6 @@ def test_a_push_that_begins_is_no_progress_for_the_others(held: Two) -> None:
     held.pushed(2, [1], [1])
     assert held.after(ALLOWED_S - 0.8 * STALL_S + 1e-6) == [STALLED]
     assert held.source.events() == [failed(1, CLOSED, quiescent=True), failed(2, CLOSED, quiescent=True)]
-
-
-def test_an_idle_link_never_stalls(connected: Two) -> None:
-    assert len(connected.pushed(1)) == 1
-    assert connected.after(10 * STALL_S) == []
 
 
 def test_a_push_that_outlives_its_link_ends_with_the_transports_event(stuck: Two) -> None:
@@ -299,12 +283,6 @@ def test_a_key_is_settled_after_enough_polls_to_empty_a_receive_buffer(two: Two)
 
 
 # --- since when nothing moves ----------------------------------------------------------------------------------------------
-
-
-def test_an_idle_loop_progresses_with_every_turn(connected: Two) -> None:
-    for _ in range(3):
-        connected.after(1.0)
-        assert connected.source.loop.progress_s == connected.clock.now
 
 
 def test_progress_stops_at_the_last_completion_on_a_link_whose_pushes_stand_still(held: Two) -> None:
