@@ -95,6 +95,15 @@ class Goal(msgspec.Struct, frozen=True, kw_only=True):
     """None when it was not measured."""
     figure: str
 
+    @classmethod
+    def of(
+        cls, rule: str, value: float | None, form: str, *, least: float = -math.inf, most: float = math.inf, unit: str = ""
+    ) -> "Goal":
+        """The figure must not be below `least`, nor above `most`. value: None when it was not measured."""
+        if value is None:
+            return cls(rule=rule, met=None, figure="not measured")
+        return cls(rule=rule, met=least <= value <= most, figure=f"{value:{form}}{unit}")
+
 
 class BenchOutcome(msgspec.Struct, frozen=True, kw_only=True):
     """All that is known at the end of a benchmark."""

@@ -6,11 +6,14 @@ Owns the switches that each instrument has beside its own flags. Knows no instru
 import argparse
 import shlex
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
-from bench.report import BenchOutcome, ReportStyle, write_figures
+import msgspec
+
+from bench.report import BenchOutcome, Goal, ReportStyle, this_hardware, write_figures
 from common.errors import ConfigError
-from common.options import C, ConfigClass, add_flags, read_config, to_flags, with_defaults
+from common.options import C, ConfigClass, add_flags, option, read_config, to_flags, with_defaults
 from launch.child import BAD_FLAG
 from launch.commands import CommandParser
 
@@ -20,6 +23,13 @@ SWITCHES = {
 }
 
 
+@dataclass(frozen=True, kw_only=True)
+class PublishOptions:
+    """Where figures go beside the report."""
+
+    json: str = option("", "write every figure to this file")
+
+
 class Invocation:
     """The command line of an instrument that was started."""
 
@@ -27,7 +37,7 @@ class Invocation:
         self, program: str, flags: argparse.Namespace, configs: Sequence[type[ConfigClass]], switches: Sequence[str]
     ) -> None:
         """Raises ConfigError for a value that no config takes."""
-        self._flags = flags
+        self._flags, self.hardware = flags, this_hardware()
         self.is_quick, self.style = bool(flags.quick), ReportStyle(flags.markdown)
         words = [f"--{switch}" for switch in switches if vars(flags)[switch]]
         words += to_flags(*(read_config(config, flags) for config in configs))
@@ -42,14 +52,15 @@ class Invocation:
         """Whether this switch was given."""
         return bool(vars(self._flags)[switch])
 
-    def publish(self, outcome: BenchOutcome, settings: str, steady: str, body: Sequence[str], json: str) -> None:
+    def publish(self, settings: str, steady: str, body: Sequence[str], goals: Iterable[Goal] = (), **figures: object) -> None:
         """Print the report, and write the file.
 
         settings: what to know besides the machine. steady: which figures other work affects least. body: paragraphs and tables.
-        json: the file that gets every figure; empty for none.
+        figures: what the file has besides the command, the machine and the goals.
         """
+        outcome = BenchOutcome(command=self.command, hardware=self.hardware, goals=list(goals))
         print(self.style.report(outcome, settings, steady, body))
-        write_figures(outcome, json)
+        write_figures(msgspec.structs.asdict(outcome) | figures, read_config(PublishOptions, self._flags).json)
 
 
 def start(
@@ -68,12 +79,12 @@ def start(
     """
     program, all_switches = f"python -m benchmarks.{name}", {**(switches or {}), **SWITCHES}
     parser = CommandParser(prog=program, description=explanation, allow_abbrev=False)
-    add_flags(parser, *configs, without=without)
+    add_flags(parser, *configs, PublishOptions, without=without)
     for switch, help_text in all_switches.items():
         parser.add_argument(f"--{switch}", action="store_true", help=help_text)
     flags = parser.parse_args(arguments)
     try:
-        return run(Invocation(program, flags, configs, list(all_switches)))
+        return run(Invocation(program, flags, (*configs, PublishOptions), list(all_switches)))
     except ConfigError as error:
         print(f"{program}: {error}", file=sys.stderr)
         return BAD_FLAG

@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from bench.report import BenchOutcome, Goal, say, this_hardware, write_figures
+from bench.report import Goal, say
 from benchmarks.command import Invocation, start
 from benchmarks.played_fleet import PlayedFleet, played_model
 from benchmarks.processes import cpu_s, resident_mb
@@ -52,7 +52,6 @@ class ControlBench:
     instances: str = option("10,100,1000", "sizes of the fleet, one after the other: half prefill, half decode")
     seconds: float = option(10.0, "how long a fleet at rest is watched")
     patience_s: float = option(120.0, "how long a phase may take; a fleet that needs longer is reported as too large")
-    json: str = option("", "write the figures to this file: a list with an object for each size")
 
     def __post_init__(self) -> None:
         require(min(self.sizes) >= 2, "instances", "at least 2 each", self.instances)
@@ -90,13 +89,6 @@ class ControlFigures(msgspec.Struct, kw_only=True):
     trouble: str = ""
 
 
-class ControlOutcome(BenchOutcome, frozen=True, kw_only=True):
-    """All that is known at the end."""
-
-    seconds: float
-    fleets: list[ControlFigures]
-
-
 COLUMNS = (
     ("instances", "instances", 0, 1.0),
     ("heartbeat_core_share", "heartbeats, % of a core", 1, 100),
@@ -127,15 +119,11 @@ def run(invocation: Invocation) -> int:
     """Returns the exit status: 0 also when a goal is not met."""
     allow_many_files()
     bench = invocation.config(ControlBench, QUICK)
-    hardware = this_hardware()
     fleets = [measure(bench, instances) for instances in bench.sizes]
-    outcome = ControlOutcome(
-        command=invocation.command, hardware=hardware, goals=list(goals(fleets)), seconds=bench.seconds, fleets=fleets
-    )
     body = [invocation.style.table(table(fleets))]
     body += [f"{fleet.instances} instances: {fleet.trouble}" for fleet in fleets if fleet.trouble]
-    invocation.publish(outcome, f"each fleet was watched at rest for {bench.seconds:g} s", STEADY, body, "")
-    write_figures(fleets, bench.json)
+    settings = f"each fleet was watched at rest for {bench.seconds:g} s"
+    invocation.publish(settings, STEADY, body, goals(fleets), seconds=bench.seconds, fleets=fleets)
     return 0
 
 
@@ -154,12 +142,9 @@ def goals(fleets: Sequence[ControlFigures]) -> Iterator[Goal]:
     fleet = next((each for each in fleets if each.instances == GOAL_INSTANCES), ControlFigures(instances=GOAL_INSTANCES))
     values = msgspec.structs.asdict(fleet)
     for what, name, limit, unit, scale in LIMITS:
-        value = values[name]
-        yield Goal(
-            rule=f"{GOAL_INSTANCES} instances: {what}: at most {limit:g}{unit}",
-            met=None if value is None else value * scale <= limit,
-            figure="not measured" if value is None else f"{float(f'{value * scale:.3g}'):g}{unit}",
-        )
+        value = None if values[name] is None else values[name] * scale
+        rule = f"{GOAL_INSTANCES} instances: {what}: at most {limit:g}{unit}"
+        yield Goal.of(rule, value, ".3g", most=limit, unit=unit)
 
 
 def measure(bench: ControlBench, instances: int) -> ControlFigures:

@@ -28,7 +28,7 @@ import msgspec
 from bench.client import TimedAnswer
 from bench.offline import OfflineSequence, sequences_of
 from bench.options import LoadOptions, OfflineOptions, ResultOptions, ServeOptions, TargetOptions, WorkloadOptions
-from bench.report import BenchOutcome, Goal, Spread, ratios, say, this_hardware
+from bench.report import Goal, Spread, ratios, say
 from bench.serve import ServerRefuses, figures_of, measure
 from benchmarks.command import Invocation, start
 from benchmarks.engine import SHAPES
@@ -86,7 +86,6 @@ class CpuPeersBench:
     threads: int = option(2, "cores of this machine that are used, by each engine in its turn with as many threads")
     cache: str = option("~/.cache/tandem/cpu-peers", "the folder that keeps the model, and what it was converted to")
     seed: int = option(0, "of lengths and token ids: equal seeds give equal requests")
-    json: str = option("", "write the figures to this file")
 
     def __post_init__(self) -> None:
         require_at_least(self, num_prompts=1, rounds=1, threads=1)
@@ -146,15 +145,6 @@ class PeerFailure(msgspec.Struct, frozen=True, kw_only=True):
     engine: str
     round: int
     reason: str
-
-
-class CpuPeersOutcome(BenchOutcome, frozen=True, kw_only=True):
-    """All that is known at the end."""
-
-    engines: list[str]
-    """The engines in the order of the report."""
-    turns: list[PeerTurn]
-    failures: list[PeerFailure]
 
 
 # --- what every engine gets --------------------------------------------------------------------------------------------------
@@ -463,11 +453,11 @@ def _tandem_of(name: str) -> str:
     return next(own for own, engine in ENGINES.items() if engine.is_colocated and engine.precision == precision)
 
 
-def table(outcome: CpuPeersOutcome) -> list[tuple[str, ...]]:
+def table(engines: Sequence[str], all_turns: Sequence[PeerTurn]) -> list[tuple[str, ...]]:
     """A row for each engine, also for those that failed."""
     lines: list[tuple[str, ...]] = [HEAD]
-    for name in outcome.engines:
-        engine, turns = ENGINES[name], [turn for turn in outcome.turns if turn.engine == name]
+    for name in engines:
+        engine, turns = ENGINES[name], [turn for turn in all_turns if turn.engine == name]
         if not turns:
             lines.append((engine.title, engine.precision, "failed", *[""] * (len(HEAD) - 3)))
             continue
@@ -475,7 +465,7 @@ def table(outcome: CpuPeersOutcome) -> list[tuple[str, ...]]:
         p50_ms, p95_ms = (Spread.of(turn.figures[f"{each}_itl_ms"] for turn in turns).median for each in ("p50", "p95"))
         memory_gb = Spread.of(turn.memory_gb for turn in turns).median
         medians = f"{first_s:.1f}", f"{p50_ms:.0f}", f"{p95_ms:.0f}", f"{memory_gb:.1f}"
-        ahead = None if engine.is_colocated else lead(outcome.turns, name)
+        ahead = None if engine.is_colocated else lead(all_turns, name)
         rates = Spread.of(turn.rate for turn in turns).text(".1f")
         lines.append((engine.title, engine.precision, rates, *medians, "" if ahead is None else f"{ahead.median:.2f}x"))
     return lines
@@ -487,9 +477,9 @@ def run(invocation: Invocation) -> int:
     The children get the variables that they would have outside: what `environment.prepare` sets is for processes of Tandem.
     """
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # leaves through every `finally`
-    bench, hardware = invocation.config(CpuPeersBench, QUICK), this_hardware()
-    if hardware.cores < bench.threads:
-        raise ConfigError(f"--threads {bench.threads}: this machine has {hardware.cores} cores")
+    bench, cores = invocation.config(CpuPeersBench, QUICK), invocation.hardware.cores
+    if cores < bench.threads:
+        raise ConfigError(f"--threads {bench.threads}: this machine has {cores} cores")
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: bench.threads])  # of this process and all that it starts
     requests, turns, failures, versions = bench.requests, list[PeerTurn](), list[PeerFailure](), dict[str, str]()
 
@@ -516,14 +506,6 @@ def run(invocation: Invocation) -> int:
         for number, name in product(range(bench.rounds), ready):  # what changes slowly about the machine meets every engine
             say(f"round {number + 1} of {bench.rounds}: {name}")
             attempt(name, number, partial(take_turn, name, number))
-    outcome = CpuPeersOutcome(
-        command=invocation.command,
-        hardware=hardware,
-        goals=list(judge(bench.names, turns)),
-        engines=list(bench.names),
-        turns=turns,
-        failures=failures,
-    )
     prompts, answers = sum(len(each.prompt) for each in requests), sum(each.answer_tokens for each in requests)
     settings = (
         f"shape {bench.shape}, {len(requests)} requests at once with {prompts:,} prompt and {answers:,} new tokens together, "
@@ -532,8 +514,13 @@ def run(invocation: Invocation) -> int:
     if versions:
         settings += f"; peers: {', '.join(f'{name} {version}' for name, version in versions.items())}"
     failed = [(f"{each.engine}, round {each.round + 1}: {each.reason}",) for each in failures]
-    body = [invocation.style.table(table(outcome)), HOW, *([invocation.style.table([("failed",), *failed])] if failed else [])]
-    invocation.publish(outcome, settings, STEADY, body, bench.json)
+    body = [
+        invocation.style.table(table(bench.names, turns)),
+        HOW,
+        *([invocation.style.table([("failed",), *failed])] if failed else []),
+    ]
+    goals = judge(bench.names, turns)
+    invocation.publish(settings, STEADY, body, goals, engines=bench.names, turns=turns, failures=failures)
     return 1 if failures else 0
 
 

@@ -21,7 +21,7 @@ from typing import Any, ClassVar, Literal, TypeAlias, TypeVar, get_args
 
 import msgspec
 
-from bench.report import BenchOutcome, Goal, Spread, say, this_hardware
+from bench.report import Goal, Spread, say
 from benchmarks.command import Invocation, start
 from common.config import DEMO_MODEL, EngineConfig, ModelConfig
 from common.errors import TandemError
@@ -100,7 +100,6 @@ class EngineBench:
     rounds: int = option(20, "decode steps timed for each batch and context; fewer repeats elsewhere")
     only: str = option("", f"sections, with commas between them, of {', '.join(SECTIONS)}; default: all")
     budget_s: float = option(540.0, "seconds for everything; what does not fit is reported as not measured")
-    json: str = option("", "write every figure to this file")
 
     def __post_init__(self) -> None:
         names = self.shapes
@@ -238,38 +237,34 @@ class DecodeStep(EngineFigure, frozen=True, kw_only=True):
     model: str
     batch: int
     context: int
-    skipped: str = ""
-    """Why it was not measured."""
-    step_ms: Spread | None = None
+    step_ms: Spread
     """From the end of one step to the end of the next, two in flight."""
-    device_ms: Spread | None = None
-    """The time of the device alone; None on CPU."""
-    launch_ms: Spread | None = None
+    launch_ms: Spread
     """Until the host has given the step to the device."""
-    read_bytes: int = 0
+    device_ms: Spread | None
+    """The time of the device alone; None on CPU."""
+    read_bytes: int
     """Weights and KV."""
 
     def memory_share(self, ceilings: Ceilings | None) -> float | None:
         """The part of a step's time that reading its bytes at the speed of a copy takes."""
-        if self.step_ms is None or ceilings is None:
+        if ceilings is None:
             return None
         return self.read_bytes / (ceilings.copy_gb_per_s.median * 1e9) / (self.step_ms.median / 1e3)
 
     @property
     def gap_share(self) -> float | None:
         """The part of a step's time in which the device has nothing to do."""
-        if self.step_ms is None or self.device_ms is None:
+        if self.device_ms is None:
             return None
         return max(0.0, 1 - self.device_ms.median / self.step_ms.median)
 
     def cells(self, ceilings: Ceilings | None) -> tuple[str, ...]:
         which = self.model, str(self.context), str(self.batch)
-        if self.step_ms is None:
-            return (*which, *[MISSING] * 5, f"not measured: {self.skipped}")
-        times = [MISSING if each is None else f"{each.median:.2f}" for each in (self.device_ms, self.launch_ms)]
+        device = MISSING if self.device_ms is None else f"{self.device_ms.median:.2f}"
         speed = f"{self.read_bytes / self.step_ms.median / 1e6:.0f}"
         shares = _percent(self.gap_share, 0), speed, _percent(self.memory_share(ceilings), 1)
-        return (*which, self.step_ms.text(".2f"), *times, *shares)
+        return (*which, self.step_ms.text(".2f"), device, f"{self.launch_ms.median:.2f}", *shares)
 
 
 class Prefill(EngineFigure, frozen=True, kw_only=True):
@@ -303,23 +298,18 @@ class Floor(EngineFigure, frozen=True, kw_only=True):
     """"decode", or "prefill" of one row whose prompt is `context` tokens."""
     rows: int
     context: int
-    skipped: str = ""
-    """Why it was not measured."""
-    step_ms: Spread | None = None
-    products_ms: Spread | None = None
+    step_ms: Spread
+    products_ms: Spread
     """Its products of matrices alone, SwiGLU included, which is a part of one."""
-    attention_ms: Spread | None = None
+    attention_ms: Spread
     """Its KV read once at the speed of the memory; in prefill at least its operations at the speed of the products."""
-    ratio: Spread | None = None
+    ratio: Spread
     """The step to its floor in each round, in which they took turns: the memory of a host that others use too may be twice as
     fast in one second as in the next."""
 
     def cells(self, ceilings: Ceilings | None) -> tuple[str, ...]:
-        which = self.model, self.step, str(self.rows), str(self.context)
-        if self.ratio is None:
-            return (*which, *[MISSING] * 3, f"not measured: {self.skipped}")
-        parts = self.step_ms, self.products_ms, self.attention_ms
-        return (*which, *(f"{part.median:.2f}" for part in parts if part is not None), self.ratio.text(".2f"))
+        parts = (f"{part.median:.2f}" for part in (self.step_ms, self.products_ms, self.attention_ms))
+        return self.model, self.step, str(self.rows), str(self.context), *parts, self.ratio.text(".2f")
 
 
 class HostWork(EngineFigure, frozen=True, kw_only=True):
@@ -371,15 +361,6 @@ class TaskRun(msgspec.Struct, frozen=True, kw_only=True):
     """Why it did not come to its end; empty if it did."""
 
 
-class EngineOutcome(BenchOutcome, frozen=True, kw_only=True):
-    """All that is known at the end."""
-
-    device: str
-    seconds: float
-    runs: list[TaskRun]
-    figures: list[Figure]
-
-
 def _of(kind: type[F], figures: Sequence[Figure]) -> list[F]:
     return [figure for figure in figures if isinstance(figure, kind)]
 
@@ -401,15 +382,10 @@ def judge(figures: Sequence[Figure]) -> Iterator[Goal]:
         (STEP_RULE, LEAST_MEMORY_SHARE, [step.memory_share(ceilings) for step in steps]),
         (PREFILL_RULE, LEAST_MATMUL_SHARE, [fill.matmul_share(ceilings) for fill in fills]),
     ):
-        best = max((share for share in shares if share is not None), default=None)
-        met = None if best is None else best >= least
-        yield Goal(rule=rule, met=met, figure="not measured" if best is None else f"{best:.1%}")
+        yield Goal.of(rule, max((share for share in shares if share is not None), default=None), ".1%", least=least)
     host = max((work.launch_ms.median for work in _of(HostWork, figures) if work.rows == GOAL_ROWS), default=None)
-    yield Goal(
-        rule=f"the executor's host work for {GOAL_ROWS} decode rows below {MOST_HOST_MS} ms (the scheduler adds its own)",
-        met=None if host is None else host < MOST_HOST_MS,
-        figure="not measured" if host is None else f"{host:.3f} ms",
-    )
+    rule = f"the executor's host work for {GOAL_ROWS} decode rows below {MOST_HOST_MS} ms (the scheduler adds its own)"
+    yield Goal.of(rule, host, ".3f", most=MOST_HOST_MS, unit=" ms")
 
 
 def tables(figures: Sequence[Figure]) -> Iterator[TitledTable]:
@@ -428,32 +404,23 @@ def run(invocation: Invocation) -> int:
     """Returns the exit status: 1 if a task failed, else 0, goals met or not."""
     bench, engine = invocation.config(EngineBench, QUICK), invocation.config(EngineConfig, QUICK_ENGINE)
     child.prepare(engine.threads)
-    hardware = this_hardware()
-    on_cuda = engine.device.startswith("cuda") or (engine.device == "auto" and bool(hardware.gpus))
+    on_cuda = engine.device.startswith("cuda") or (engine.device == "auto" and bool(invocation.hardware.gpus))
     began = time.monotonic()
     done = TaskRuns(began + bench.budget_s)
     for task in tasks(bench, engine, invocation.is_quick, on_cuda):
         done.do(task)
-    outcome = EngineOutcome(
-        command=invocation.command,
-        hardware=hardware,
-        goals=list(judge(done.figures)),
-        device=engine.device,
-        seconds=time.monotonic() - began,
-        runs=done.runs,
-        figures=done.figures,
-    )
-    settings, ceilings = f"device {outcome.device}, {outcome.seconds:.0f} s in all", ceilings_of(outcome.figures)
+    seconds, ceilings = time.monotonic() - began, ceilings_of(done.figures)
+    settings = f"device {engine.device}, {seconds:.0f} s in all"
     if ceilings is not None:
         copy, product = ceilings.copy_gb_per_s.text(".0f"), ceilings.matmul_tflop_per_s.text(".3g")
         settings += f"; a copy on {ceilings.device} moves {copy} GB/s, a product of {ceilings.matmul} makes {product} TFLOP/s"
-    runs = [(run.label, f"{run.seconds:.1f}", run.failure or MISSING) for run in outcome.runs]
-    found: list[TitledTable] = [("What ran", [("task", "s", "not measured because"), *runs]), *tables(outcome.figures)]
+    runs = [(run.label, f"{run.seconds:.1f}", run.failure or MISSING) for run in done.runs]
+    found: list[TitledTable] = [("What ran", [("task", "s", "not measured because"), *runs]), *tables(done.figures)]
     body: list[str] = []
     for title, table in found:
         body += invocation.style.section(title, table)
-    invocation.publish(outcome, settings, STEADY, body, bench.json)
-    return 1 if any(run.failure for run in outcome.runs) else 0
+    invocation.publish(settings, STEADY, body, judge(done.figures), seconds=seconds, runs=done.runs, figures=done.figures)
+    return 1 if any(run.failure for run in done.runs) else 0
 
 
 class TaskRuns:

@@ -176,14 +176,15 @@ def prefill_flop(shape: ServedShape, tokens: int) -> float:
     return products + 4.0 * shape.heads * shape.head_dim * pairs * shape.layers
 
 
-def why_not_decoded(layout: KVLayout, total_pages: int, batch: int, context: int, steps: int) -> str:
-    """Why so many steps of so many rows cannot be measured; empty: they can."""
+def can_decode(layout: KVLayout, total_pages: int, batch: int, context: int, steps: int, say: Say) -> bool:
+    """Whether so many steps of so many rows can be measured; says why not."""
     needed = batch * layout.pages_for(context)
     if needed > total_pages:
-        return f"needs {needed * layout.page_bytes / 1e9:.1f} GB of KV, there are {total_pages * layout.page_bytes / 1e9:.1f}"
-    if context <= steps + layout.page_size:
-        return f"a context of more than {steps + layout.page_size} tokens is needed for {steps} steps"
-    return ""
+        have_gb = total_pages * layout.page_bytes / 1e9
+        say(f"not measured: it needs {needed * layout.page_bytes / 1e9:.1f} GB of KV, there are {have_gb:.1f}")
+    elif context <= steps + layout.page_size:
+        say(f"not measured: a context of more than {steps + layout.page_size} tokens is needed for {steps} steps")
+    return needed <= total_pages and context > steps + layout.page_size
 
 
 def decode_plans(layout: KVLayout, total_pages: int, batch: int, context: int, steps: int) -> list[StepPlan]:
@@ -274,22 +275,21 @@ def measure_steps(task: EngineTask, say: Say) -> Iterator[Figure]:
         for context in bench.context_lengths:
             for batch in bench.batch_sizes:
                 say(f"decode, batch {batch}, context {context}")
-                yield decode_step(task, started, batch, context)
+                yield from decode_step(task, started, batch, context, say)
 
 
-def decode_step(task: EngineTask, started: StartedModel, batch: int, context: int) -> DecodeStep:
+def decode_step(task: EngineTask, started: StartedModel, batch: int, context: int, say: Say) -> Iterator[DecodeStep]:
     runner, engine, rounds = started.runner, started.runner.description, task.bench.rounds
     steps = WARM_STEPS + rounds + (ALONE_STEPS if engine.device.startswith("cuda") else 0)
     layout, total_pages = engine.layout, engine.total_pages
-    reason = why_not_decoded(layout, total_pages, batch, context, steps)
-    if reason:
-        return DecodeStep(model=task.model, batch=batch, context=context, skipped=reason)
+    if not can_decode(layout, total_pages, batch, context, steps, say):
+        return
     plans = decode_plans(layout, total_pages, batch, context, steps)
     for plan in plans[:WARM_STEPS]:
         runner.steps.launch(plan).wait()
     step_s, launch_s = in_flight(runner, plans[WARM_STEPS : WARM_STEPS + rounds])
     alone = [device_ms(runner, plan, max(launch_s)) for plan in plans[WARM_STEPS + rounds :]]
-    return DecodeStep(
+    yield DecodeStep(
         model=task.model,
         batch=batch,
         context=context,
@@ -335,9 +335,7 @@ def measure_floor(task: EngineTask, say: Say) -> Iterator[Figure]:
         for batch in bench.batch_sizes:
             say(f"floor of decode, batch {batch}, context {context}")
             steps = WARM_STEPS + bench.rounds
-            skipped = why_not_decoded(engine.layout, engine.total_pages, batch, context, steps)
-            if skipped:
-                yield Floor(model=task.model, step="decode", rows=batch, context=context, skipped=skipped)
+            if not can_decode(engine.layout, engine.total_pages, batch, context, steps, say):
                 continue
             plans = decode_plans(engine.layout, engine.total_pages, batch, context, steps)
             products = products_of(started, batch, batch, replays=True)

@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from bench.report import BenchOutcome, say, this_hardware, write_figures
+from bench.report import say
 from benchmarks.command import Invocation, start
 from benchmarks.processes import cpu_s
 from common.config import MOST_RANKS
@@ -58,7 +58,6 @@ class RanksBench:
     ranks: str = option("1,2,4,8", "numbers of ranks, one after the other; each rank is a process")
     rows: str = option("1,64,256", "requests in the batch of the decode steps")
     steps: int = option(2000, "steps of each measurement")
-    json: str = option("", "write the figures to this file: a list with an object for each measurement")
 
     def __post_init__(self) -> None:
         require(
@@ -91,7 +90,6 @@ class RanksFigures(msgspec.Struct, frozen=True, kw_only=True):
 
 def run(invocation: Invocation) -> int:
     bench = invocation.config(RanksBench, QUICK)
-    outcome = BenchOutcome(command=invocation.command, hardware=this_hardware(), goals=[])
     figures: list[RanksFigures] = []
     for ranks in bench.counts:
         say(f"{ranks} ranks")
@@ -102,8 +100,7 @@ def run(invocation: Invocation) -> int:
         for each in figures
     ]
     settings = f"{bench.steps} steps each; the timed executor, whose steps take no time"
-    invocation.publish(outcome, settings, STEADY, [invocation.style.table([COLUMNS, *lines])], "")
-    write_figures(figures, bench.json)
+    invocation.publish(settings, STEADY, [invocation.style.table([COLUMNS, *lines])], ranks=figures)
     return 0
 
 

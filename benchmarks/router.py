@@ -21,7 +21,7 @@ import numpy as np
 
 from bench.client import USAGE_FIELDS, TimedAnswer
 from bench.options import LoadOptions, ServeOptions, TargetOptions, WorkloadOptions
-from bench.report import BenchOutcome, Goal, say, this_hardware
+from bench.report import Goal, say
 from bench.serve import MeasuredLoad, measure
 from benchmarks.command import Invocation, start
 from benchmarks.processes import below, command_of, cpu_s, resident_mb
@@ -68,7 +68,6 @@ class RouterBench:
     open: int = option(10_000, "streams that are open at once, for the memory of each; 0: not measured")
     open_s: float = option(45.0, "about how long they are open; each gets a token a second")
     routers: int = option(1, "routers that share the port")
-    json: str = option("", "write the figures to this file")
 
     def __post_init__(self) -> None:
         require(min(self.numbers) >= 1, "streams", "at least 1 each", self.streams)
@@ -121,16 +120,6 @@ class StreamRate(msgspec.Struct, frozen=True, kw_only=True):
     detokenizer_us: float
     load_us: float
     """The CPU time of the load generator for a token."""
-
-
-class RouterOutcome(BenchOutcome, frozen=True, kw_only=True):
-    """All that is known at the end."""
-
-    routers: int
-    first_token: list[FirstTokens]
-    requests: RequestRate
-    streams: list[StreamRate]
-    open: StreamRate | None
 
 
 # --- the load ----------------------------------------------------------------------------------------------------------------
@@ -276,22 +265,21 @@ def loaded_fleet(bench: RouterBench, cost: str, streams: int = 256, *flags: str)
 
 def run(invocation: Invocation) -> int:
     """Returns the exit status: 0 also when a goal is not met. Raises FleetFailed."""
-    bench, hardware = invocation.config(RouterBench, QUICK), this_hardware()
+    bench = invocation.config(RouterBench, QUICK)
     first_token, requests = measure_requests(bench)
     streams = [measure_streams(bench, number) for number in bench.numbers]
-    opened = measure_open(bench) if bench.open else None
-    outcome = RouterOutcome(
-        command=invocation.command,
-        hardware=hardware,
-        goals=list(goals(first_token[0], requests, streams, opened)),
-        routers=bench.routers,
+    opened = [measure_open(bench)] if bench.open else []
+    settings = f"{bench.routers} router{'s' * (bench.routers > 1)}, instances without a model, all processes on these cores"
+    invocation.publish(
+        settings,
+        STEADY,
+        [invocation.style.table(lines) for lines in tables(first_token, requests, [*streams, *opened])],
+        goals(first_token[0], requests, streams, opened),
         first_token=first_token,
         requests=requests,
         streams=streams,
         open=opened,
     )
-    settings = f"{bench.routers} router{'s' * (bench.routers > 1)}, instances without a model, all processes on these cores"
-    invocation.publish(outcome, settings, STEADY, [invocation.style.table(lines) for lines in tables(outcome)], bench.json)
     return 0
 
 
@@ -338,19 +326,21 @@ def _measure(bench: RouterBench, cost: str, streams: int, tokens: int, *flags: s
         return watched.rate(sum(map(cpu_s, fleet.detokenizers)) - before_s)
 
 
-def goals(alone: FirstTokens, requests: RequestRate, streams: Sequence[StreamRate], opened: StreamRate | None) -> Iterator[Goal]:
+def goals(
+    alone: FirstTokens, requests: RequestRate, streams: Sequence[StreamRate], opened: Sequence[StreamRate]
+) -> Iterator[Goal]:
     """The goals for one router process on one core. alone: beside no other streams."""
     for name, value in (("median", alone.p50_ms), ("99th percentile", alone.p99_ms)):
-        yield Goal(rule=f"added time to the first token, {name}: under 3 ms", met=value < 3, figure=f"{value:.2f} ms")
-    figure = f"{requests.per_core_s:,.0f}/s of a core; {requests.per_s:,.0f}/s on this machine"
-    yield Goal(rule="requests: 1,000/s", met=requests.per_core_s >= 1000, figure=figure)
+        yield Goal.of(f"added time to the first token, {name}: under 3 ms", value, ".2f", most=3, unit=" ms")
+    here = f"/s of a core; {requests.per_s:,.0f}/s on this machine"
+    yield Goal.of("requests: 1,000/s", requests.per_core_s, ",.0f", least=1000, unit=here)
     for each in streams:
         if each.streams > 1:
-            figure = f"{each.per_core_s:,.0f}/s of a core; {each.tokens_per_s:,.0f}/s on this machine"
-            yield Goal(rule=f"tokens, {each.streams:,} streams: 50,000/s", met=each.per_core_s >= 50_000, figure=figure)
-    if opened is not None:
-        met = opened.most_open >= 10_000 and not opened.failed
-        figure = f"{opened.most_open:,} open, {opened.failed} failed"
+            here = f"/s of a core; {each.tokens_per_s:,.0f}/s on this machine"
+            yield Goal.of(f"tokens, {each.streams:,} streams: 50,000/s", each.per_core_s, ",.0f", least=50_000, unit=here)
+    for each in opened:
+        met = each.most_open >= 10_000 and not each.failed
+        figure = f"{each.most_open:,} open, {each.failed} failed"
         yield Goal(rule="10,000 streams open at once without a failure", met=met, figure=figure)
 
 
@@ -371,15 +361,13 @@ STREAM_COLUMNS = {
 """The figure of each column, and its format."""
 
 
-def tables(outcome: RouterOutcome) -> Iterator[Lines]:
+def tables(first_token: Sequence[FirstTokens], of: RequestRate, streams: Sequence[StreamRate]) -> Iterator[Lines]:
     """Each begins with its heads."""
     head: tuple[str, ...] = ("other streams", "requests", "added to the first token, ms: median", "99th percentile")
-    yield [head, *((f"{at.beside}", f"{at.requests}", f"{at.p50_ms:.2f}", f"{at.p99_ms:.2f}") for at in outcome.first_token)]
-    of = outcome.requests
+    yield [head, *((f"{at.beside}", f"{at.requests}", f"{at.p50_ms:.2f}", f"{at.p99_ms:.2f}") for at in first_token)]
     head = ("requests", "at once", "failed", "requests/s", "router, ms of CPU each", "1/that")
     rates = f"{of.per_s:,.0f}", f"{of.router_ms:.3f}", f"{of.per_core_s:,.0f}"
     yield [head, (f"{of.requests:,}", f"{of.parallel}", f"{of.failed}", *rates)]
-    streams = [*outcome.streams, *([] if outcome.open is None else [outcome.open])]
     rows = [msgspec.structs.asdict(each) for each in streams]
     lines = (tuple(format(row[name], form) for name, form in STREAM_COLUMNS.values()) for row in rows)
     yield [tuple(STREAM_COLUMNS), *lines]

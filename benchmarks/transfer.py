@@ -17,7 +17,7 @@ from typing import Any, TypeAlias, TypeVar, get_args
 
 import msgspec
 
-from bench.report import BenchOutcome, Goal, Spread, bytes_text, ratios, say, this_hardware
+from bench.report import Goal, Spread, bytes_text, ratios, say
 from benchmarks.command import Invocation, start
 from benchmarks.namespaces import Spot, two_namespaces
 from benchmarks.transfer_agent import (
@@ -78,7 +78,6 @@ class TransferBench:
     seconds: float = option(0.2, "how long to measure each point in each round, in seconds")
     repeat: int = option(5, "how many rounds over all points and transports")
     idle_s: float = option(3.0, "how long to measure the CPU time of idle pairs, in seconds")
-    json: str = option("", "write every figure of every round to this file")
 
     def __post_init__(self) -> None:
         known = get_args(TransportName)
@@ -192,34 +191,18 @@ class TransferPlace(msgspec.Struct, frozen=True, kw_only=True):
         return next((row for row in self.rows if (row.way, row.point) == (way, point)), None)
 
 
-class TransferOutcome(BenchOutcome, frozen=True, kw_only=True):
-    """All that is known at the end."""
-
-    pool_bytes: int
-    host: TransferPlace
-    network: TransferPlace
-
-
 def run(invocation: Invocation) -> int:
     """Measure, and publish the report. Returns the exit status: 0 also when a goal is not met."""
     child.prepare(1)
     bench, with_network = invocation.config(TransferBench, QUICK), invocation.has("namespaces")
     if with_network and bench.devices != CPUS:
         raise ConfigError(f"--namespaces measures pools on the CPU only, and --device is {bench.device}")
-    hardware = this_hardware()
     host = measure_host(bench)
     skipped = TransferPlace(name="network", skipped={"namespaces": "--namespaces was not given"})
     network = measure_network(bench) if with_network else skipped
-    outcome = TransferOutcome(
-        command=invocation.command,
-        hardware=hardware,
-        goals=list(judge(host, network)),
-        pool_bytes=bench.pool_bytes,
-        host=host,
-        network=network,
-    )
     body = [part for place in (host, network) for part in report(place, invocation)]
-    invocation.publish(outcome, f"pools of {bytes_text(bench.pool_bytes)}", STEADY, body, bench.json)
+    settings = f"pools of {bytes_text(bench.pool_bytes)}"
+    invocation.publish(settings, STEADY, body, judge(host, network), host=host, network=network)
     return 0
 
 
@@ -376,12 +359,11 @@ def judge(host: TransferPlace, network: TransferPlace) -> Iterator[Goal]:
         (False, 0.5, " %", "of a core for a pair that is idle", idle),
         (True, 1, " times", "the speed of a TCP socket between network namespaces, pages of 256 KiB", leads),
     ):
-        worst = min(values, default=None) if at_least else max(values, default=None)
-        yield Goal(
-            rule=f"{way.label}: at {'least' if at_least else 'most'} {limit:g}{unit} {what}",
-            met=None if worst is None else (worst >= limit if at_least else worst <= limit),
-            figure="not measured" if worst is None else f"{float(f'{worst:.3g}'):g}{unit}",
-        )
+        rule = f"{way.label}: at {'least' if at_least else 'most'} {limit:g}{unit} {what}"
+        if at_least:
+            yield Goal.of(rule, min(values, default=None), ".3g", least=limit, unit=unit)
+        else:
+            yield Goal.of(rule, max(values, default=None), ".3g", most=limit, unit=unit)
 
 
 def _fullest(place: TransferPlace) -> list[TransferRow]:

@@ -9,16 +9,13 @@ import numpy as np
 import pytest
 
 from bench.offline import OfflineSequence
-from bench.report import Hardware
 from benchmarks.cpu_peers import (
     ENGINES,
     HEAD,
     QUICK,
     CpuPeersBench,
-    CpuPeersOutcome,
     DrivenLoad,
     PeerFailed,
-    PeerFailure,
     PeerRoom,
     PeerTurn,
     driven,
@@ -33,7 +30,6 @@ from benchmarks.cpu_peers import (
 from common.options import with_defaults
 from launch.main import build_parser
 
-HARDWARE = Hardware(cpu="a CPU", cores=2, memory_bytes=2**34, kernel="6", python="3", libraries={}, load=0.0, date="today")
 DRIVER = """
 import os
 
@@ -116,15 +112,8 @@ def test_the_goals_ask_more_beside_openvino() -> None:
 
 
 def test_the_table_has_a_row_for_each_engine_also_for_one_that_failed() -> None:
-    outcome = CpuPeersOutcome(
-        command="python -m benchmarks.cpu_peers",
-        hardware=HARDWARE,
-        goals=[],
-        engines=["tandem", "openvino", "vllm"],
-        turns=[turn("tandem", 0, 20.0), turn("tandem", 1, 30.0), turn("openvino", 0, 10.0)],
-        failures=[PeerFailure(engine="vllm", round=0, reason="no wheel")],
-    )
-    head, tandem, openvino, vllm = table(outcome)
+    turns = [turn("tandem", 0, 20.0), turn("tandem", 1, 30.0), turn("openvino", 0, 10.0)]
+    head, tandem, openvino, vllm = table(["tandem", "openvino", "vllm"], turns)
     assert head == HEAD and {len(line) for line in (tandem, openvino, vllm)} == {len(HEAD)}
     assert tandem[2:] == ("25.0 (20.0 … 30.0)", "1.5", "20", "40", "2.0", "")
     assert (openvino[2], openvino[-1], vllm[2]) == ("10.0", "2.00x", "failed")

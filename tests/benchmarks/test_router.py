@@ -27,7 +27,7 @@ def test_a_quick_run_measures_prints_and_writes_what_was_asked_for(tmp_path: Pat
     outcome = json.loads(figures.read_text())
     assert [each["beside"] for each in outcome["first_token"]] == [0, 64]
     assert all(0 < each["p50_ms"] <= each["p99_ms"] for each in outcome["first_token"])
-    (streams,), opened = outcome["streams"], outcome["open"]
+    (streams,), (opened,) = outcome["streams"], outcome["open"]
     assert (streams["streams"], streams["failed"], outcome["requests"]["failed"]) == (8, 0, 0)
     assert streams["tokens_per_s"] > 0 and streams["router_us"] > 0
     assert (opened["streams"], opened["most_open"], opened["failed"]) == (4, 4, 0) and opened["opened_per_s"] > 0
