@@ -47,7 +47,7 @@ def test_a_quick_run_measures_prints_and_writes_what_was_asked_for(tmp_path: Pat
     done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
     assert done.returncode == 0, done.stderr
     outcome = json.loads(figures.read_text())
-    assert outcome["command"].startswith("python -m benchmarks.engine --quick --json=")
+    assert outcome["command"].startswith("python -m benchmarks.engine --quick --device=cpu --json=")
     assert outcome["hardware"]["libraries"]["torch"] == torch.__version__
     labels = ["ceilings", "host", "sampling tiny, vocabulary of 512", "steps tiny", "floor tiny"]
     assert [(run["label"], run["failure"]) for run in outcome["runs"]] == [(label, "") for label in labels]
