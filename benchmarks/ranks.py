@@ -26,7 +26,6 @@ from common.instance.ranks.executor import RankedExecutor
 from common.instance.ranks.follower import FollowerLoop
 from common.instance.ranks.leader import Followers
 from common.instance.ranks.line import RankLost
-from common.instance.ranks.start import Gathering, Joining
 from common.instance.worker import STEPS_IN_FLIGHT
 from common.mail import Mailbox
 from common.messages import ModelIdentity, PoolDescriptor, RankInfo
@@ -159,14 +158,14 @@ def gathered_ranks(ranks: int) -> Iterator[RankLeader]:
             pids.append(process.pid or 0)
             stack.callback(process.kill)
             stack.callback(process.join, END_S)
-        gathering = Gathering(mailbox, ranks, {})
-        gathering.open("")
-        gathering.ready(MODEL, POOL)
-        while not gathering.complete:
-            gathering.turn(time.monotonic)
-            if not gathering.complete:
-                mailbox.wait(gathering.next_deadline(time.monotonic()) - time.monotonic())
-        followers = gathering.followers(time.monotonic())
+        followers = Followers(mailbox, ranks, {})
+        followers.open("")
+        followers.ready(MODEL, POOL)
+        while not followers.complete:
+            followers.turn(time.monotonic)
+            if not followers.complete:
+                mailbox.wait(followers.next_deadline() - time.monotonic())
+        followers.serve(time.monotonic())
         stack.callback(followers.end, "measured", orderly=True)
         yield RankLeader(mailbox, followers, pids)
 
@@ -176,16 +175,15 @@ def follow(leader: str, rank: int, ranks: int) -> None:
     name = rank_name("bench", rank, Incarnation(str(rank)))
     with contextlib.suppress(RankLost), contextlib.closing(Mailbox[ToFollower](name, ToFollower, ADDRESS)) as mailbox:
         info = RankInfo(rank=rank, pid=0, host="here", device="cpu")
-        joining = Joining(mailbox, leader, RankHello(rank=rank, ranks=ranks, address=mailbox.address, info=info, setup={}))
-        while not joining.complete:
-            joining.turn(time.monotonic)
-            if joining.welcome is not None:
-                joining.ready(MODEL, POOL)
-            else:
-                mailbox.wait(joining.next_deadline(time.monotonic()) - time.monotonic())
-        loop = FollowerLoop(idle_executor(), NoTransfers(), mailbox, joining.line)
-        while loop.end is None:
-            loop.turn(time.monotonic())
+        loop = FollowerLoop(mailbox, leader, RankHello(rank=rank, ranks=ranks, address=mailbox.address, info=info, setup={}))
+        loop.ready(MODEL, POOL)
+        while not loop.complete:
+            loop.turn(time.monotonic)
+            if loop.welcome is None:
+                mailbox.wait(loop.next_deadline() - time.monotonic())
+        loop.serve(idle_executor(), NoTransfers())
+        while loop.ending is None:
+            loop.turn(time.monotonic)
             mailbox.wait(max(0.0, loop.next_deadline() - time.monotonic()))
 
 

@@ -5,7 +5,7 @@ model rules out. Reads config.json only, and imports nothing heavy: a wrong flag
 from each. A name of Hugging Face is left to those who download it.
 """
 
-import secrets
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from common.addresses import check_instance_id
@@ -13,7 +13,7 @@ from common.config import EngineConfig, InstanceConfig, LogConfig, ModelConfig, 
 from common.errors import ConfigError
 from common.host import core_count, count_gpus, divide_cores
 from common.model_path import model_folder
-from common.trust import Trust
+from common.trust import LOOPBACK_ONLY, Trust
 from engine.models.shape import DEFAULTS, check_ranks, read_architecture, read_shape, refuse_ranks
 from launch.child import ChildProcess, run_process
 
@@ -37,49 +37,45 @@ def check_model(model: ModelConfig, engine: EngineConfig, ranks: int, *, on_cpu:
         refuse_ranks(architecture, ranks)
 
 
-def run(
-    role: "Role",
-    instance: InstanceConfig,
-    model: ModelConfig,
-    engine: EngineConfig,
-    log: LogConfig,
-    security: SecurityConfig,
-    trust: Trust,
-) -> int:
-    """With several ranks this process is the first of those that the command starts, and it starts the others. Returns the exit
-    status. Raises ConfigError for a name that cannot be one."""
-    name = instance.name or f"{role}-{secrets.token_hex(3)}"
-    try:
-        check_instance_id(name)
-    except ConfigError as error:
-        raise ConfigError(f"--name: {error}") from None
-    ranks, is_alone = instance.ranks, instance.tp == 1
-    threads = engine.threads if is_alone else divide_cores(engine.threads or core_count(), len(ranks))
+@dataclass(frozen=True, kw_only=True)
+class InstanceCommand:
+    """What the command was told. Raises ConfigError for a name that cannot be one."""
 
-    def body(process: ChildProcess) -> None:
-        from common.ids import InstanceId
-        from launch import instance_process
+    role: "Role"
+    name: str
+    """Of the instance, whichever of its ranks the command starts."""
+    instance: InstanceConfig = InstanceConfig()
+    model: ModelConfig = ModelConfig()
+    engine: EngineConfig = EngineConfig()
+    log: LogConfig = LogConfig()
+    security: SecurityConfig = SecurityConfig()
+    trust: Trust = LOOPBACK_ONLY
 
-        _check(instance, model, engine)
-        if is_alone:
-            instance_process.serve(process, role, instance, model, engine, InstanceId(name), trust)
-            return
-        from common.instance.ranks.line import RankLost
-        from launch import follower_process
-        from launch.rank_setup import commands_of_ranks, engines_of_ranks
-
-        engines = engines_of_ranks(instance, engine)
-        others = commands_of_ranks(role, name, instance, model, engines, log, security)
-        serve = instance_process.serve if ranks[0] == 0 else follower_process.serve
+    def __post_init__(self) -> None:
         try:
-            serve(process, role, instance, model, engines[ranks[0]], InstanceId(name), trust, others)
-        except RankLost as error:
-            process.end_now(str(error))  # threads may wait in a library for the rank that is lost
+            check_instance_id(self.name)
+        except ConfigError as error:
+            raise ConfigError(f"--name: {error}") from None
 
-    return run_process(name if ranks[0] == 0 else f"{name}.rank-{ranks[0]}", log, threads, body)
+    def run(self) -> int:
+        """With several ranks this process is the first of those that the command starts, and it starts the others. Returns the
+        exit status."""
+        instance, engine = self.instance, self.engine
+        first, is_alone = instance.ranks[0], instance.tp == 1
+        threads = engine.threads if is_alone else divide_cores(engine.threads or core_count(), len(instance.ranks))
 
+        def body(process: ChildProcess) -> None:
+            from common.instance.ranks.line import RankLost
+            from launch import follower_process, instance_process
+            from launch.rank_setup import engines_of_ranks
 
-def _check(instance: InstanceConfig, model: ModelConfig, engine: EngineConfig) -> None:
-    """Before weights are loaded or other ranks are started. Raises ConfigError."""
-    on_cpu = engine.device == "cpu" or (engine.device == "auto" and not count_gpus())
-    check_model(model, engine, instance.tp, on_cpu=on_cpu)
+            # Before weights are loaded or other ranks are started.
+            on_cpu = engine.device == "cpu" or (engine.device == "auto" and not count_gpus())
+            check_model(self.model, engine, instance.tp, on_cpu=on_cpu)
+            serve = follower_process.serve if first else instance_process.serve
+            try:
+                serve(process, self, {0: engine} if is_alone else engines_of_ranks(instance, engine))
+            except RankLost as error:
+                process.end_now(str(error))  # threads may wait in a library for the rank that is lost
+
+        return run_process(f"{self.name}.rank-{first}" if first else self.name, self.log, threads, body)

@@ -18,12 +18,13 @@ import secrets
 import sys
 import threading
 import time
+from collections.abc import Mapping
 from typing import Any
 
 from common.addresses import bind_address, check_address, host_for_peers, reachable
-from common.config import EngineConfig, InstanceConfig, ModelConfig
+from common.config import EngineConfig, InstanceConfig
 from common.executor import Executor
-from common.ids import Incarnation, InstanceId, Role
+from common.ids import Incarnation, InstanceId
 from common.instance.membership import Memberships
 from common.instance.ports import Scheduler, Transfers
 from common.instance.requests import InstanceLimits
@@ -32,12 +33,11 @@ from common.instance.worker import run as run_worker
 from common.mail import Mailbox
 from common.messages import DecodeInbox, InstanceInfo, PoolDescriptor, PrefillInbox
 from common.processes.child import Ready
-from common.trust import LOOPBACK_ONLY, Trust
 from decode.scheduler import DecodeScheduler
 from launch.child import ChildProcess
+from launch.instance_command import InstanceCommand
 from launch.parts import SINGLE_RANK, make_executor, make_transfers
 from launch.rank_leader import LeaderRanks, describe_rank
-from launch.rank_setup import RankCommands, no_ranks
 from prefill.scheduler import PrefillScheduler
 
 TRANSPORT_START_S = 60.0
@@ -45,37 +45,29 @@ CLOSE_S = 8.0
 """How long transfers and engine may take to close. Less than `launch local` waits for it; more than a push takes to end."""
 
 
-def serve(
-    process: ChildProcess,
-    role: Role,
-    instance: InstanceConfig,
-    model: ModelConfig,
-    engine: EngineConfig,
-    name: InstanceId,
-    trust: Trust = LOOPBACK_ONLY,
-    others: RankCommands = no_ranks,
-) -> None:
-    """Serve until told to stop, which drains the instance. others: how to start the other ranks on this host. Raises what the
-    engine or the transport failed with, and RankLost."""
+def serve(process: ChildProcess, command: InstanceCommand, engines: Mapping[int, EngineConfig]) -> None:
+    """Serve until told to stop, which drains the instance. engines: of each rank that the command starts; this process is rank 0.
+    Raises what the engine or the transport failed with, and RankLost."""
+    instance, trust = command.instance, command.trust
     for address in instance.routers:
         trust.check(check_address(address))
     bind = f"tcp://{bind_address(instance.host, '--host')}:{instance.inbox_port}"
     starts_until = time.monotonic() + instance.startup_timeout_s
     life = Incarnation(secrets.token_hex(8))
-    inbox: Any = PrefillInbox if role == "prefill" else DecodeInbox
+    inbox: Any = PrefillInbox if command.role == "prefill" else DecodeInbox
     with contextlib.ExitStack() as stack:
         timeout_s = instance.startup_timeout_s
         ranks: LeaderRanks | None = None
         took = f"loading took longer than --startup-timeout-s allows ({timeout_s:g} s)"
         timer = process.end_within(timeout_s, took, lambda: f"; {text}" if ranks and (text := ranks.waits_for) else "")
         try:
-            mailbox: Mailbox[Any] = Mailbox(name, inbox, bind, trust=trust)
+            mailbox: Mailbox[Any] = Mailbox(InstanceId(command.name), inbox, bind, trust=trust)
             stack.callback(mailbox.close)
             if instance.tp > 1:
-                ranks = LeaderRanks(process, role, name, life, instance, model, engine, trust, others)
+                ranks = LeaderRanks(process, command, engines, life)
                 stack.callback(ranks.close)
             parallel = SINGLE_RANK if ranks is None else ranks.parallel
-            engine, executor = make_executor(role, model, engine, mailbox.wake, process.progress, parallel)
+            engine, executor = make_executor(command.role, command.model, engines[0], mailbox.wake, process.progress, parallel)
             stack.callback(executor.close)
             process.progress("registering memory for transfers")
             thread, own = make_transfers(instance, executor.description, mailbox.wake, parallel)
@@ -87,7 +79,7 @@ def serve(
                 executor, transfers = ranks.join(executor, own, pool)
         finally:
             timer.cancel()
-        info = _describe(role, name, life, instance, engine, executor, pool, reachable(mailbox.address, host_for_peers()), ranks)
+        info = _describe(command, life, engine, executor, pool, reachable(mailbox.address, host_for_peers()), ranks)
         now = time.monotonic()
         worker: InstanceWorker[Any] = InstanceWorker(
             Memberships(info, instance.routers, max(0.0, starts_until - now), now),
@@ -153,25 +145,23 @@ def _scheduler(info: InstanceInfo, instance: InstanceConfig, engine: EngineConfi
 
 
 def _describe(
-    role: Role,
-    name: InstanceId,
+    command: InstanceCommand,
     life: Incarnation,
-    instance: InstanceConfig,
     config: EngineConfig,
     executor: Executor,
     pool: PoolDescriptor,
     inbox: str,
     ranks: LeaderRanks | None,
 ) -> InstanceInfo:
-    engine = executor.description
+    instance, engine = command.instance, executor.description
     return InstanceInfo(
-        id=name,
+        id=InstanceId(command.name),
         incarnation=life,
-        role=role,
+        role=command.role,
         inbox=inbox,
-        ranks=(describe_rank(0, engine.device, engine.choices), *(() if ranks is None else ranks.infos)),
+        ranks=(describe_rank(0, engine.device, engine.choices), *(() if ranks is None else ranks.followers.infos)),
         model=engine.model,
-        pools=(pool, *(() if ranks is None else ranks.pools)),
+        pools=(pool, *(() if ranks is None else ranks.followers.pools)),
         max_running=engine.max_rows,
         started_ns=time.time_ns(),
         caches_prefixes=instance.prefix_cache == "on",

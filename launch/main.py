@@ -6,6 +6,7 @@ answers at once.
 
 import argparse
 import dataclasses
+import secrets
 import sys
 from collections.abc import Sequence
 from functools import partial
@@ -165,9 +166,18 @@ def _detokenizer(flags: argparse.Namespace) -> int:
 
 def _instance(role: "Role", flags: argparse.Namespace) -> int:
     security, trust = read_security(flags)
-    instance, model = read_config(InstanceConfig, flags), read_config(ModelConfig, flags)
-    engine, log = read_config(EngineConfig, flags), read_config(LogConfig, flags)
-    return instance_command.run(role, instance, model, engine, log, security, trust)
+    instance = read_config(InstanceConfig, flags)
+    command = instance_command.InstanceCommand(
+        role=role,
+        name=instance.name or f"{role}-{secrets.token_hex(3)}",
+        instance=instance,
+        model=read_config(ModelConfig, flags),
+        engine=read_config(EngineConfig, flags),
+        log=read_config(LogConfig, flags),
+        security=security,
+        trust=trust,
+    )
+    return command.run()
 
 
 def _chat(flags: argparse.Namespace) -> int:

@@ -8,35 +8,35 @@ this comes and goes. What is said is decided in `common/instance/ranks`.
     end     the followers are told why ─► children are waited for ─► the group is left, so that no step waits for a lost rank
 """
 
+import contextlib
 import os
 import socket
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from common.addresses import LOOPBACK, among_ranks, bind_address, host_for_peers, is_loopback, port_of, reachable
-from common.config import EngineConfig, InstanceConfig, ModelConfig
+from common.config import EngineConfig, InstanceConfig
 from common.errors import AddressTaken, MeetingFailed
 from common.executor import Executor
-from common.ids import Incarnation, InstanceId, Role
+from common.ids import Incarnation
 from common.instance.ports import Transfers
 from common.instance.ranks.executor import RankedExecutor
 from common.instance.ranks.leader import Followers, remote_transfers
-from common.instance.ranks.start import Gathering
 from common.mail import Mailbox
 from common.messages import EngineChoices, PoolDescriptor, RankInfo
 from common.messages.ranks import ToLeader, rank_name
-from common.trust import Trust
 from kv_transfer.target_ranks import RankedTransfers
 from launch.child import ChildProcess
+from launch.instance_command import InstanceCommand
 from launch.parts import ParallelContext
-from launch.rank_setup import RankChildren, RankCommands, StartThread, rank_setup
+from launch.rank_setup import RankChildren, StartThread, commands_of_ranks, rank_setup
 
 if TYPE_CHECKING:
     import torch
 
-    from engine.parallel import Group, TorchGroup
+    from engine.parallel import Group
 
 REMIND_S = 5.0
 """How often the start says which ranks are missing."""
@@ -49,38 +49,31 @@ DRAINED_S, LOST_S = 5.0, 2.0
 
 
 class LeaderRanks:
-    """Rank 0, seen from its process. life: of the instance."""
+    """Rank 0, seen from its process. engines: of each rank that the command starts. life: of the instance."""
 
     def __init__(
-        self,
-        process: ChildProcess,
-        role: Role,
-        name: InstanceId,
-        life: Incarnation,
-        instance: InstanceConfig,
-        model: ModelConfig,
-        engine: EngineConfig,
-        trust: Trust,
-        commands: RankCommands,
+        self, process: ChildProcess, command: InstanceCommand, engines: Mapping[int, EngineConfig], life: Incarnation
     ) -> None:
+        instance = command.instance
         self._process = process
         self._instance = instance
-        self._is_timed = engine.executor == "timed"
+        self._is_timed = command.engine.executor == "timed"
         here = is_loopback(instance.leader) if instance.leader else len(instance.ranks) == instance.tp
         host = LOOPBACK if here else bind_address(instance.host, "--host")
         bind = f"tcp://{host}:{port_of(instance.leader) if instance.leader else 0}"
         try:
-            self.mailbox: Mailbox[ToLeader] = Mailbox(rank_name(name, 0, life), ToLeader, bind, trust=trust)
+            self.mailbox: Mailbox[ToLeader] = Mailbox(rank_name(command.name, 0, life), ToLeader, bind, trust=command.trust)
         except AddressTaken as error:  # whoever has chosen the port found it free; a former life may still end
             raise MeetingFailed(f"--leader: {error}") from error
         self._address = instance.leader or reachable(self.mailbox.address, host_for_peers())
         self._host = among_ranks(host, self._address)
-        self._gathering = Gathering(self.mailbox, instance.tp, rank_setup(role, instance, model, engine))
-        self._group: TorchGroup | None = None
-        self._followers: Followers | None = None
+        self.followers = Followers(self.mailbox, instance.tp, rank_setup(command))
+        self._leaving = contextlib.ExitStack()
+        """Leaves the group, once this process is in it."""
         self._reminder_s = time.monotonic() + REMIND_S
-        self._children = RankChildren(process, name, commands(self._address), self.mailbox.wake)
-        self._start = StartThread(process, self.mailbox, self._gathering, self._watch_start)
+        commands = commands_of_ranks(command, engines, self._address)
+        self._children = RankChildren(process, command.name, commands, self.mailbox.wake)
+        self._start = StartThread(process, self.mailbox, self.followers, self._watch_start)
 
     # --- start -----------------------------------------------------------------------------------------------------------------
 
@@ -88,61 +81,41 @@ class LeaderRanks:
     def parallel(self) -> ParallelContext:
         """Loading with it waits until every rank is there."""
         if self._is_timed:
-            self._start.call(lambda: self._gathering.open(""))
+            self._start.call(lambda: self.followers.open(""))
         return ParallelContext(0, self._instance.tp, self._start.agree, None if self._is_timed else self._meet)
 
     def join(self, executor: Executor, transfers: Transfers, pool: PoolDescriptor) -> tuple[Executor, Transfers]:
         """This rank can take plans: wait until all can. Returns the executor and the transfers over all of them."""
         model = executor.description.model
-        self._start.call(lambda: self._gathering.ready(model, pool))
+        self._start.call(lambda: self.followers.ready(model, pool))
         self._start.finish()
-        self._followers = self._gathering.followers(time.monotonic())
-        return RankedExecutor(executor, self._followers), RankedTransfers([transfers, *remote_transfers(self._followers)])
+        self.followers.serve(time.monotonic())
+        return RankedExecutor(executor, self.followers), RankedTransfers([transfers, *remote_transfers(self.followers)])
 
     @property
     def waits_for(self) -> str:
         """Which ranks the start waits for, and what is known of them, for people; empty when all are there. For any thread."""
-        missing = self._gathering.missing
+        missing = self.followers.missing
         if not missing:
             return ""
         strangers = sum(self.mailbox.frames_refused.get(reason, 0) for reason in OTHER_KEYS)
-        return describe_missing(missing, self._instance, self._address, self._gathering.refused, strangers)
+        return describe_missing(missing, self._instance, self._address, self.followers.refused, strangers)
 
-    @property
-    def pools(self) -> tuple[PoolDescriptor, ...]:
-        """The pools of the followers, in the order of ranks."""
-        return self._gathering.pools
-
-    @property
-    def infos(self) -> tuple[RankInfo, ...]:
-        return self._gathering.infos
-
-    # --- turns -----------------------------------------------------------------------------------------------------------------
+    # --- turns and end ----------------------------------------------------------------------------------------------------------
 
     def turn(self) -> None:
         """Take in what the followers say, once they serve. Raises RankLost, ConfigError."""
         self._children.check()
         self.followers.turn(time.monotonic)
 
-    @property
-    def followers(self) -> Followers:
-        """Only when all ranks are ready."""
-        assert self._followers is not None
-        return self._followers
-
-    # --- end -------------------------------------------------------------------------------------------------------------------
-
     def end(self) -> None:
         """Tell the followers why this process ends, wait for those on this host, and leave the group, so that no step waits for a
         rank that is gone. In this order, because a group is not left while a process of it is stopped. Idempotent."""
         error = sys.exception()
         self._start.close()
-        if self._followers is not None:
-            self._followers.end("drained" if error is None else str(error), orderly=error is None)
+        self.followers.end("drained" if error is None else str(error), orderly=error is None)
         self._children.close(DRAINED_S if error is None else LOST_S)
-        if self._group is not None:
-            group, self._group = self._group, None
-            group.close()
+        self._leaving.close()
 
     def close(self) -> None:
         """Also when the start has failed."""
@@ -162,10 +135,11 @@ class LeaderRanks:
         from engine.parallel import TorchGroup, open_store
 
         store = open_store(self._host)
-        self._start.call(lambda: self._gathering.open(f"{self._host}:{store.port}"))
-        self._start.wait_for(lambda: self._gathering.welcomed or None)
-        self._group = TorchGroup(store, 0, self._instance.tp, device, self._host, self._instance.startup_timeout_s)
-        return self._group
+        self._start.call(lambda: self.followers.open(f"{self._host}:{store.port}"))
+        self._start.wait_for(lambda: self.followers.welcomed or None)
+        group = TorchGroup(store, 0, self._instance.tp, device, self._host, self._instance.startup_timeout_s)
+        self._leaving.callback(group.close)
+        return group
 
 
 def describe_missing(

@@ -2,7 +2,7 @@
 that turns the start while the main thread loads the model.
 
 Owns the list of what is compared, how one command's cores and GPUs are divided among its ranks, and the child processes. Does not
-know what ranks send to each other: `common/instance/ranks/start.py` decides that. A rank that ends is the end of the instance:
+know what ranks send to each other: `common/instance/ranks` decides that. A rank that ends is the end of the instance:
 `RankChildren.check` raises then. When the start fails, the main thread may be deep in a library that waits for the other ranks:
 then the process ends without it. No rank is left behind, be it stopped: the kernel kills a child with its parent
 (`common/processes/child.py`), and this process kills those it has before it ends by its own timers.
@@ -17,11 +17,12 @@ from dataclasses import fields, replace
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, TypeVar
 
-from common.config import EngineConfig, InstanceConfig, LogConfig, ModelConfig, SecurityConfig, shares_gpu
+from common.config import EngineConfig, InstanceConfig, shares_gpu
 from common.errors import ConfigError
 from common.host import core_count, count_gpus, devices_of_ranks, divide_cores
+from common.instance.ranks.follower import FollowerLoop
+from common.instance.ranks.leader import Followers
 from common.instance.ranks.line import RankLost
-from common.instance.ranks.start import RankStart
 from common.mail import Mailbox
 from common.model_path import resolve_model_path
 from common.options import flag_of, to_flags
@@ -29,13 +30,7 @@ from common.processes.child import KILL_S, Exited, Progress, Reported
 from engine.checkpoint import fingerprint
 from engine.kv_budget import memory_part
 from launch.child import BAD_FLAG, ChildEvent, ChildProcess, Notification, RoleProcess, launch_command
-
-RankCommands = Callable[[str], Mapping[int, Sequence[str]]]
-"""The leader's address → the command of each other rank that this one starts."""
-
-
-def no_ranks(leader: str) -> Mapping[int, Sequence[str]]:
-    return {}
+from launch.instance_command import InstanceCommand
 
 
 class RankChildren:
@@ -92,18 +87,19 @@ LIBRARIES = ("torch", "transformers", "safetensors", "xgrammar", "flashinfer-pyt
 """Their versions decide what is computed."""
 
 
-def rank_setup(role: str, instance: InstanceConfig, model: ModelConfig, engine: EngineConfig) -> dict[str, str]:
+def rank_setup(command: InstanceCommand) -> dict[str, str]:
     """What `RankHello` says of a rank, each by its name. Raises ConfigError for a checkpoint that cannot be read."""
+    engine, model = command.engine, command.model.model
     weights = engine.executor != "timed" and engine.load_format != "dummy"
     flags = {flag_of(field.name): str(vars(engine)[field.name]) for field in fields(engine) if field.name not in OF_A_HOST}
     return {
         **flags,
-        "the command": role,
-        "--served-name": model.served_name,
-        "--transport": instance.transport,
+        "the command": command.role,
+        "--served-name": command.model.served_name,
+        "--transport": command.instance.transport,
         "the kind of device (--device)": _device_kind(engine),
         "whether it shares its GPU (--sharers)": "yes" if shares_gpu(engine, _device_kind(engine)) else "no",
-        "the checkpoint (its fingerprint)": fingerprint(resolve_model_path(model.model, weights=weights), weights=weights),
+        "the checkpoint (its fingerprint)": fingerprint(resolve_model_path(model, weights=weights), weights=weights),
         **{f"the version of {library}": _version(library) for library in LIBRARIES},
     }
 
@@ -132,25 +128,14 @@ def check_nccl(instance: InstanceConfig, on_gpus: bool) -> None:
         )
 
 
-def commands_of_ranks(
-    role: str,
-    name: str,
-    instance: InstanceConfig,
-    model: ModelConfig,
-    engines: Mapping[int, EngineConfig],
-    log: LogConfig,
-    security: SecurityConfig,
-) -> RankCommands:
-    """How the first of the ranks that this command starts starts the others."""
+def commands_of_ranks(command: InstanceCommand, engines: Mapping[int, EngineConfig], leader: str) -> dict[int, Sequence[str]]:
+    """How the first of the ranks that this command starts starts the others. leader: the address of rank 0."""
+    others = replace(command.instance, name=command.name, leader=leader, inbox_port=0, rank=str(command.instance.ranks[-1]))
 
-    def commands(leader: str) -> dict[int, Sequence[str]]:
-        others = replace(instance, name=name, leader=leader, inbox_port=0, rank=str(instance.ranks[-1]))
-        return {
-            rank: launch_command(role, to_flags(replace(others, rank=str(rank)), model, engines[rank], log, security))
-            for rank in instance.ranks[1:]
-        }
+    def flags(rank: int) -> list[str]:
+        return to_flags(replace(others, rank=str(rank)), command.model, engines[rank], command.log, command.security)
 
-    return commands
+    return {rank: launch_command(command.role, flags(rank)) for rank in command.instance.ranks[1:]}
 
 
 def _device_kind(engine: EngineConfig) -> str:
@@ -181,7 +166,7 @@ class StartThread:
     """Turns `start` until it is complete or has failed. also: a function that is called before each turn; it may raise too."""
 
     def __init__(
-        self, process: ChildProcess, mailbox: Mailbox[Any], start: RankStart, also: Callable[[float], None] = lambda now: None
+        self, process: ChildProcess, mailbox: Mailbox[Any], start: Followers | FollowerLoop, also: Callable[[float], None]
     ) -> None:
         self._process = process
         self._mailbox = mailbox
@@ -204,18 +189,17 @@ class StartThread:
     def wait_for(self, look: Callable[[], T | None]) -> T:
         """Wait until `look` finds something. Raises what the start has failed with."""
         with self._turned:
-            while True:
-                if self._failure is not None:
-                    raise self._failure
+            while self._failure is None:
                 found = look()
                 if found is not None:
                     return found
                 self._turned.wait()
+            raise self._failure
 
     def agree(self, pages: int) -> int:
         """This rank can hold so many pages. Waits, and returns how many all ranks use."""
-        number = self.call(lambda: self._start.offer(pages))
-        return self.wait_for(lambda: self._start.agreed(number))
+        self.call(lambda: self._start.offer(pages))
+        return self.wait_for(lambda: self._start.agreed)
 
     def finish(self) -> None:
         """Wait until it is complete. From then on the mailbox belongs to the caller. Raises what the start has failed with."""
@@ -249,4 +233,4 @@ class StartThread:
             self._also(now)
             self._start.turn(time.monotonic)
             self._turned.notify_all()
-            return None if self._start.complete else self._start.next_deadline(now) - now
+            return None if self._start.complete else self._start.next_deadline() - now

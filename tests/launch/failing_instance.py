@@ -14,9 +14,10 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from common.config import EngineConfig, InstanceConfig, LogConfig, ModelConfig
+from common.config import EngineConfig, InstanceConfig, LogConfig
 from launch import child
 from launch.child import ChildProcess, run_child
+from launch.instance_command import InstanceCommand
 
 NAME = "decode-0"
 FOREVER_S = 600.0
@@ -27,13 +28,12 @@ def main(which: str, router: str) -> int:
     child.configure(LogConfig(), NAME)
 
     def body(process: ChildProcess) -> None:
-        from common.ids import InstanceId
         from launch import instance_process
 
         break_threads(which)
         engine = EngineConfig(dtype="float32", kv_memory="8MiB", threads=1)
         instance = InstanceConfig(router=router, drain_timeout_s=FOREVER_S, verify_pages="on")
-        instance_process.serve(process, "decode", instance, ModelConfig(), engine, InstanceId(NAME))
+        instance_process.serve(process, InstanceCommand(role="decode", name=NAME, instance=instance, engine=engine), {0: engine})
 
     return run_child(NAME, body)
 

@@ -13,22 +13,28 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from common.addresses import LOOPBACK, among_ranks, free_port, host_for_peers
-from common.config import EngineConfig, InstanceConfig, ModelConfig
+from common.config import EngineConfig, InstanceConfig
 from common.errors import MeetingFailed
-from common.ids import Incarnation, InstanceId
+from common.ids import Incarnation
 from common.instance.ranks.line import RankLost
 from common.processes.child import Exited, Progress, Ready, Reported
-from common.trust import LOOPBACK_ONLY
 from launch.child import BAD_FLAG, ChildEvent, ChildProcess, RoleProcess
+from launch.instance_command import InstanceCommand
 from launch.rank_leader import LeaderRanks, describe_missing
-from launch.rank_setup import RankChildren, no_ranks, rank_setup
+from launch.rank_setup import RankChildren, rank_setup
 from tests.launch.one_router import HANG_S, Router
 
 NAME = "decode-0"
-MODEL = ModelConfig()
 FLAGS = ("--executor=timed", "--transport=cma", "--kv-memory=16MiB", "--step-cost=0.002,0,0", "--tp=2", f"--name={NAME}")
 SOON_S = 20.0
 """Three seconds of silence, two until children are killed, and what a busy machine adds. Nothing here waits for a drain."""
+
+
+def instance_command(
+    instance: InstanceConfig = InstanceConfig(tp=2),  # noqa: B008
+    engine: EngineConfig = EngineConfig(executor="timed"),  # noqa: B008
+) -> InstanceCommand:
+    return InstanceCommand(role="decode", name=NAME, instance=instance, engine=engine)
 
 
 def command(*flags: str) -> list[str]:
@@ -183,21 +189,11 @@ def test_a_leader_whose_port_is_taken_may_try_again(stopped: ChildProcess) -> No
     with socket.create_server(("127.0.0.1", 0)) as taken:
         instance = InstanceConfig(tp=2, rank="0", leader=f"tcp://127.0.0.1:{taken.getsockname()[1]}")
         with pytest.raises(MeetingFailed, match=r"--leader: cannot listen on .* in use"):
-            LeaderRanks(
-                stopped,
-                "decode",
-                InstanceId(NAME),
-                Incarnation("1"),
-                instance,
-                MODEL,
-                EngineConfig(executor="timed"),
-                LOOPBACK_ONLY,
-                no_ranks,
-            )
+            LeaderRanks(stopped, instance_command(instance=instance), {}, Incarnation("1"))
 
 
 def test_a_rank_on_another_kind_of_device_is_unlike_the_leader() -> None:
-    setups = [rank_setup("decode", InstanceConfig(tp=2), MODEL, EngineConfig(device=device)) for device in ("cpu", "cuda:1")]
+    setups = [rank_setup(instance_command(engine=EngineConfig(device=device))) for device in ("cpu", "cuda:1")]
     assert {name for name in setups[0] if setups[0][name] != setups[1][name]} == {"the kind of device (--device)"}
 
 

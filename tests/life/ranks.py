@@ -13,9 +13,8 @@ from common.instance.ports import Transfers
 from common.instance.ranks.executor import RankedExecutor
 from common.instance.ranks.follower import FollowerLoop
 from common.instance.ranks.leader import Followers, remote_transfers
-from common.instance.ranks.line import RankLine
 from common.messages import RankInfo
-from common.messages.ranks import ToFollower, ToLeader, rank_name
+from common.messages.ranks import RankHello, RankWelcome, ToFollower, ToLeader, rank_name
 from kv_transfer.target_ranks import RankedTransfers
 from simulation.clock import Clock, LocalClock, Loop
 from simulation.instance import Instance, InstanceFleet, Name, Process, SimulatedRank, Size
@@ -97,10 +96,11 @@ class ToyInstance(Instance):
         me = rank_name(self.name.id, 0, self.name.incarnation)
         inbox: Any = ToLeader
         mail: Post[Any] = Post(me, inbox, network, network.open(address, me, self.loop.wake, "rank"))
+        self._leads, self.rank_mail = Followers(mail, len(self.ranks), {}), mail
         for follower in self.followers:
-            mail.route(follower.name, follower.address, watch=True)
-        lines = [RankLine(mail, follower.name, f"rank {number}", now) for number, follower in enumerate(self.followers, 1)]
-        self._leads, self.rank_mail = Followers(mail, lines, now), mail
+            self._leads.admit(follower.name, follower.hello, now)
+        self._leads.welcomed = True
+        self._leads.serve(now)
         transfers = RankedTransfers([self.rank.transfers, *remote_transfers(self._leads)])
         return RankedExecutor(self.rank.engine, self._leads), transfers
 
@@ -177,19 +177,20 @@ class SimulatedFollower:
         mailbox = self._network.open(self.address, self.name, self._loop.wake, "rank")
         self.mail: Post[Any] = Post(self.name, inbox, self._network, mailbox)
         leader = rank_name(name.id, 0, name.incarnation)
-        self.mail.route(leader, rank_address(name, 0), watch=True)
-        line = RankLine(self.mail, leader, "rank 0", self._clock())
-        self._follower = FollowerLoop(self.rank.engine, self.rank.transfers, self.mail, line)
+        self.hello = RankHello(rank=number, ranks=ranks.ranks, address=self.address, info=self.rank.info, setup={})
+        self._follower = FollowerLoop(self.mail, rank_address(name, 0), self.hello)
+        self._follower.join(leader, RankWelcome(meeting=""), self._clock())
+        self._follower.serve(self.rank.engine, self.rank.transfers)
         self._loop.wake(clock.now)
 
     def act(self) -> None:
         try:
-            self._follower.turn(self._clock())
+            self._follower.turn(self._clock)
         except TandemError as error:
             self.leave(f"{type(error).__name__}: {error}")
             return
-        if self._follower.end is not None:
-            self.leave(self._follower.end.reason)
+        if self._follower.ending is not None:
+            self.leave(self._follower.ending.reason)
         elif self.rank.loop.active:
             self.rank.look()
 
@@ -211,8 +212,8 @@ class SimulatedFollower:
 
     def leave(self, reason: str) -> None:
         """The process ends by itself; if the leader does not know why, it is told."""
-        if self._follower.end is None:
-            self._follower.fail(reason)
+        if self._follower.ending is None:
+            self._follower.end(reason)
         self.rank.transfers.close()
         self.kill()
         self._parts.follower_ended(self, reason)

@@ -1,30 +1,43 @@
-"""The loop of a follower: it obeys the leader's plans and commands, and reports what became of them.
+"""A rank that is not the leader: how it joins its instance, and its loop, which obeys the leader and reports what became of it.
 
-Owns the steps in flight and the grammars on this rank. Has no scheduler and decides nothing but its own end: it ends when the
-leader says so, is gone or silent, or when a message was lost. Opens no socket and reads no clock except through its ports.
+Owns what this rank says at the start, and then the steps in flight and the grammars on this rank. Has no scheduler and decides
+nothing but its own end: it ends when the leader says so, is gone or silent, or when a message was lost. Opens no socket and reads
+no clock except through its ports.
+
+    hello, again and again ─► welcome ─► offers, each answered with what is agreed ─► ready ─► plans and commands
+
+Another thread may load the model meanwhile, and say what this rank offers.
 """
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import assert_never
 
 from common.deadlines import earliest
+from common.errors import PeerRefused
 from common.executor import Executor, Preparation, StepHandle, take_prepared
+from common.ids import InstanceId
 from common.instance.ports import Mail, Transfers
 from common.instance.ranks.line import SILENCE_S, START_SILENCE_S, RankLine, RankLost, digest_tokens, unpack_plan
+from common.messages import EngineChoices, ModelIdentity, PoolDescriptor
 from common.messages.ranks import (
     Agreed,
     AskDrain,
     DropGrammars,
     End,
     Events,
+    FromLeader,
     GrammarPrepared,
     Launch,
     LayersReached,
+    Offer,
     Ping,
     Pong,
     PrepareGrammar,
     RankFailed,
+    RankHello,
+    RankReady,
     RankRefused,
     RankWelcome,
     StepReturned,
@@ -33,6 +46,10 @@ from common.messages.ranks import (
 )
 from common.messages.transfers import PackedPush
 from common.sampling_params import Grammar
+
+HELLO_S = 1.0
+SOMEBODY = InstanceId("rank-0")
+"""The leader, whose name is not known before it answers."""
 
 
 @dataclass(slots=True, eq=False)
@@ -46,45 +63,102 @@ class _FollowerStep:
 
 
 class FollowerLoop:
-    """The loop of one rank that is not the leader. line: to the leader, whose name `mail` can reach."""
+    """The loop of one rank that is not the leader. leader: the address of rank 0. `turn` is called until it is complete, then
+    `serve`, and `turn` again until the `ending`."""
 
-    def __init__(self, executor: Executor, transfers: Transfers, mail: Mail[ToFollower], line: RankLine) -> None:
-        self._executor = executor
-        self._transfers = transfers
+    def __init__(self, mail: Mail[ToFollower], leader: str, hello: RankHello) -> None:
         self._mail = mail
-        self._line = line
+        self._leader = leader
+        self._hello = hello
+        self._hello_s = 0.0
+        self.welcome: RankWelcome | None = None
+        self._line: RankLine
+        """To the leader, from the welcome on."""
+        self.agreed: int | None = None
+        """How many pages all ranks use; None: that is not known yet for the latest offer."""
+        self._unsent: list[Offer | RankReady] = []
+        self.complete = False
+        """The leader was sent that this rank is ready."""
+        self._serves = False
+        self._executor: Executor
+        self._transfers: Transfers
         self._silence_s = START_SILENCE_S
         """Others may still load, and the leader too."""
         self._steps: deque[_FollowerStep] = deque()
         self._grammars: dict[int, Grammar] = {}
         """Those of open requests, by the leader's number: rows begin with these objects, and keep what is compiled."""
         self._preparing: dict[int, Preparation] = {}
-        self.end: End | None = None
+        self.ending: End | None = None
         """The leader's message that this rank is to exit."""
         self.stale = 0
         """Messages from others than this life of the leader."""
+        mail.route(SOMEBODY, leader, watch=True)
 
-    def turn(self, now: float) -> None:
-        """Obey, and report what happened. Raises RankLost when the leader is lost, and what executor or transfers raise."""
+    # --- start: for the thread that loads ---------------------------------------------------------------------------------------
+
+    def offer(self, pages: int) -> None:
+        """This rank can hold so many pages. Offer again only when it is known what is agreed."""
+        self.agreed = None
+        self._unsent.append(Offer(pages=pages))
+
+    def ready(self, model: ModelIdentity, pool: PoolDescriptor, engine: EngineChoices = EngineChoices()) -> None:  # noqa: B008
+        """This rank can take plans and writes. They may come as soon as it is complete: `serve` before the next turn."""
+        self._unsent.append(RankReady(model=model, pool=pool, engine=engine))
+
+    def serve(self, executor: Executor, transfers: Transfers) -> None:
+        """Take plans and writes from now on."""
+        self._serves, self._executor, self._transfers = True, executor, transfers
+
+    @property
+    def waits_for(self) -> str:
+        """Why it is not welcome yet, for people; empty when it is. For any thread."""
+        if self.welcome is not None:
+            return ""
+        if self._mail.reaches(SOMEBODY):
+            return f"rank 0 at {self._leader} waits for other ranks, which it names"
+        return f"nobody answered at {self._leader}: does rank 0 listen there, with the same --cluster-key?"
+
+    # --- turns ------------------------------------------------------------------------------------------------------------------
+
+    def turn(self, clock: Callable[[], float]) -> None:
+        """Obey, and report what happened. Raises RankLost when the leader is lost, PeerRefused when this cannot be a rank of the
+        instance, and what executor or transfers raise."""
+        gone = self._mail.refused()  # read in each turn, and before the mail: a leader that was gone before is not this one
+        is_lost = self.welcome is not None and self._line.to in gone
+        now = clock()
         for sender, message in self._mail.receive():
-            if sender != self._line.to or isinstance(message, RankWelcome | RankRefused):
+            if isinstance(message, RankWelcome | RankRefused):
+                self._be_answered(sender, message, now)
+            elif self.welcome is None or sender != self._line.to:
                 self.stale += 1
-                continue
-            self._line.take(message, now)
-            self._obey(message, now)
-        if self.end is not None:
+            else:
+                self._line.take(message, now)
+                self._obey(message, now)
+        if self.ending is not None:
             return
-        if self._line.to in self._mail.refused():
+        if self.welcome is None:
+            if now >= self._hello_s:
+                self._hello_s = now + HELLO_S
+                self._mail.send(SOMEBODY, self._hello)
+            return
+        if is_lost:
             raise RankLost(f"{self._line.who} is gone")
         self._line.check(now, self._silence_s)
-        self._report_steps()
-        self._report_grammars()
-        events = self._transfers.poll()
-        if events:
-            self._line.send(Events(news=tuple(events)))
+        for unsent in self._unsent:
+            self._line.send(unsent)
+            self.complete = isinstance(unsent, RankReady)
+        self._unsent.clear()
+        if self._serves:
+            self._report_steps()
+            for grammar_id, refused in take_prepared(self._preparing):
+                self._line.send(GrammarPrepared(grammar_id=grammar_id, refused=refused))
+            if events := self._transfers.poll():
+                self._line.send(Events(news=tuple(events)))
 
     def next_deadline(self) -> float:
         """When the next turn is due even if nothing happens before."""
+        if self.welcome is None:
+            return self._hello_s
         step_ends = self._steps[0].handle.ends_s if self._steps else None
         prepared = [each.ends_s for each in self._preparing.values()]
         silent_s = self._line.heard_s + self._silence_s
@@ -94,11 +168,32 @@ class FollowerLoop:
         """This process is to stop: ask the leader to drain the instance."""
         self._line.send(AskDrain())
 
-    def fail(self, reason: str) -> None:
+    def end(self, reason: str) -> None:
         """Tell the leader that this rank cannot go on."""
-        self._line.send(RankFailed(reason=reason))
+        if self.welcome is not None:
+            self._line.send(RankFailed(reason=reason))
 
-    def _obey(self, message: ToFollower, now: float) -> None:
+    # --- inside -----------------------------------------------------------------------------------------------------------------
+
+    def _be_answered(self, sender: InstanceId, answer: RankWelcome | RankRefused, now: float) -> None:
+        """The hello has an answer; what comes after the welcome is of no account. Raises PeerRefused."""
+        if self.welcome is not None:
+            self.stale += 1
+        elif isinstance(answer, RankRefused):
+            raise PeerRefused(f"rank 0 at {self._leader} refuses rank {self._hello.rank}: {answer.reason}")
+        else:
+            self.join(sender, answer, now)
+
+    def join(self, leader: InstanceId, welcome: RankWelcome, now: float) -> None:
+        """This is a rank of the instance from now on."""
+        self.welcome = welcome
+        self._line = RankLine(self._mail, leader, f"rank 0 at {self._leader}", now)
+        self._mail.route(leader, self._leader, watch=True)
+
+    def _obey(self, message: FromLeader, now: float) -> None:
+        """Raises RankLost."""
+        if not isinstance(message, Ping | End) and isinstance(message, Agreed) == self._serves:
+            raise self._line.unexpected(message, self._serves)
         match message:
             case Launch():
                 plan = unpack_plan(message, self._grammars)
@@ -108,7 +203,7 @@ class FollowerLoop:
             case Ping(sent_s=sent_s, serving=serving):
                 if serving:
                     self._silence_s = SILENCE_S
-                age_s = max(0.0, now - self._transfers.progress_s)
+                age_s = max(0.0, now - self._transfers.progress_s) if self._serves else 0.0
                 self._line.send(Pong(sent_s=sent_s, heard_s=now, transfer_age_s=age_s))
             case PrepareGrammar(grammar_id=grammar_id, grammar=grammar, owner=owner):
                 self._grammars[grammar_id] = grammar
@@ -117,10 +212,12 @@ class FollowerLoop:
                 for grammar_id in grammar_ids:
                     del self._grammars[grammar_id]
                     self._preparing.pop(grammar_id, None)
-            case End():
-                self.end = message
-            case Agreed() | RankWelcome() | RankRefused():
-                raise RankLost(f"{self._line.who} sent {type(message).__name__} while the instance serves")
+            case Agreed(pages=pages):
+                self.agreed = pages
+            case End(reason=reason):
+                if not self._serves:
+                    raise RankLost(f"{self._line.who} has ended the start: {reason}")
+                self.ending = message
             case _:
                 assert_never(message)
 
@@ -137,7 +234,3 @@ class FollowerLoop:
             self._steps.popleft()
             digest = digest_tokens(result.tokens)
             self._line.send(StepReturned(step=step.number, digest=digest))
-
-    def _report_grammars(self) -> None:
-        for grammar_id, refused in take_prepared(self._preparing):
-            self._line.send(GrammarPrepared(grammar_id=grammar_id, refused=refused))

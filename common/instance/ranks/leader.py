@@ -1,27 +1,39 @@
-"""The leader's followers: the lines to them, and what came over these.
+"""The leader's followers: who is let in as one, what all agree on, the lines to them, and what came over these.
 
-Owns the reports of the followers until the executor or the transfers take them. Decides nothing but that the instance ends: when
-a follower is gone, silent, has failed, or a message of its was lost, `turn` raises RankLost. Opens no socket; its clock is its
-caller's.
+Owns the start of an instance with several ranks as the leader sees it, and then the reports of the followers until the executor
+or the transfers take them. Decides nothing but who is let in and that the instance ends: when a follower is gone, silent, has
+failed, or a message of its was lost, `turn` raises RankLost. Opens no socket; its clock is its caller's.
+
+    gathering   ─ hello of every rank, and open() ─► welcome
+    starting    ─ rounds of offers: the least is agreed ─► all are ready
+    serving     plans and commands go out, reports come back
+
+Before the welcome a rank may leave and come again: it is missing when its process is gone or says hello no more. After the
+welcome, a rank that is lost ends the instance. Another thread may load the model meanwhile, and say what this rank offers.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import assert_never
 
 from msgspec.structs import replace
 
+from common.errors import ConfigError
 from common.executor import StepPlan
 from common.ids import InstanceId
 from common.instance.ports import Mail
-from common.instance.ranks.line import PING_S, SILENCE_S, RankLine, RankLost, Refusals, pack_plan
-from common.messages import Failed
+from common.instance.ranks.line import PING_S, SILENCE_S, START_SILENCE_S, RankLine, RankLost, Refusals, describe, pack_plan
+from common.messages import Failed, ModelIdentity, PoolDescriptor, RankInfo
+from common.messages.base import WIRE_VERSION
 from common.messages.ranks import (
+    Agreed,
     AskDrain,
     DropGrammars,
     End,
     Events,
+    FromFollower,
+    FromLeader,
     GrammarPrepared,
     LayersReached,
     Offer,
@@ -32,6 +44,7 @@ from common.messages.ranks import (
     RankFailed,
     RankHello,
     RankReady,
+    RankWelcome,
     StepReturned,
     ToLeader,
     TransferOrder,
@@ -39,9 +52,14 @@ from common.messages.ranks import (
 from common.messages.transfers import Allow, PackedPush, Push, TransferCommand, TransferEvent
 from common.sampling_params import Grammar
 
+ABSENT_S = 5.0
+"""A rank that has said no hello for so long is missing. Hellos come every second until the welcome."""
 PROOF_S = 1.0
 """How long a failed step waits for the proof that a rank is gone. When one dies, the steps of all others fail at once, and only
 its end tells which it was: the host refuses connections after a third of a second."""
+IN_START = (Offer, RankReady)
+"""What comes before all ranks serve, and not after."""
+ALWAYS = (Pong, AskDrain, RankFailed)
 
 
 @dataclass(slots=True, eq=False)
@@ -50,6 +68,11 @@ class FollowerLine:
 
     rank: int
     line: RankLine
+    info: RankInfo
+    """As its hello said."""
+    offer: int | None = None
+    """How many pages it can hold, while that is not agreed."""
+    ready: RankReady | None = None
     returned: dict[int, int] = field(default_factory=dict)
     """Step → CRC of the tokens that it has sampled."""
     layers: dict[int, int] = field(default_factory=dict)
@@ -63,19 +86,28 @@ class FollowerLine:
 
 
 class Followers:
-    """lines: to ranks 1, 2, … in order, whose names `mail` can reach. refusals: of the start. Call `turn` before each turn of the
-    instance's worker."""
+    """ranks: how many the instance has. setup: what must be equal on all of them (`RankHello.setup`). `turn` is called until all
+    is complete, then `serve`; from then on `turn` is called before each turn of the instance's worker."""
 
-    def __init__(self, mail: Mail[ToLeader], lines: Sequence[RankLine], now: float, refusals: Refusals | None = None) -> None:
+    def __init__(self, mail: Mail[ToLeader], ranks: int, setup: Mapping[str, str]) -> None:
         self._mail = mail
-        self._all = [FollowerLine(rank, line, transfers_progress_s=now) for rank, line in enumerate(lines, 1)]
-        self._by_name = {follower.line.to: follower for follower in self._all}
-        self._refusals = refusals or Refusals(mail)
+        self._ranks = ranks
+        self._setup = setup
+        self._all: list[FollowerLine] = []
+        """Those that are there, in the order of ranks."""
+        self._by_name: dict[InstanceId, FollowerLine] = {}
+        self._refusals = Refusals(mail)
+        self._meeting: str | None = None
+        self._own: tuple[ModelIdentity, PoolDescriptor] | None = None
+        self._offer: int | None = None
+        self.agreed: int | None = None
+        """How many pages all ranks use; None: that is not known yet for the latest offer."""
+        self.welcomed = False
+        self._serves = False
         self._grammars: set[int] = set()
         """Those that followers keep."""
-        self._ping_s = now
+        self._now = self._ping_s = 0.0
         self._ended = False
-        self._now = now
         self._failure: tuple[str, float] | None = None
         """The first failure of a step, and until when it waits for the proof that another rank has caused it."""
         self.stale = 0
@@ -86,36 +118,90 @@ class Followers:
     def __iter__(self) -> Iterator[FollowerLine]:
         return iter(self._all)
 
-    def __len__(self) -> int:
-        return len(self._all)
+    # --- start: for the thread that loads ---------------------------------------------------------------------------------------
+
+    def open(self, meeting: str) -> None:
+        """The ranks' collectives may meet there: welcome the followers as soon as all are here."""
+        self._meeting = meeting
+
+    def offer(self, pages: int) -> None:
+        """This rank can hold so many pages. Offer again only when it is known what is agreed."""
+        self._offer, self.agreed = pages, None
+
+    def ready(self, model: ModelIdentity, pool: PoolDescriptor) -> None:
+        """This rank can take plans and writes."""
+        self._own = model, pool
+
+    @property
+    def complete(self) -> bool:
+        """All ranks are ready."""
+        return self._own is not None and self.welcomed and all(each.ready is not None for each in self._all)
+
+    def serve(self, now: float) -> None:
+        """All ranks take plans and writes from now on."""
+        self._serves, self._now, self._ping_s = True, now, now
+        for follower in self._all:
+            follower.transfers_progress_s = now
+
+    @property
+    def missing(self) -> list[int]:
+        """The ranks that have not said hello. For any thread."""
+        there = {each.rank for each in self._all}
+        return [rank for rank in range(1, self._ranks) if rank not in there]
+
+    @property
+    def refused(self) -> list[str]:
+        """Who was refused and is missed, or is no rank at all, and why. For people."""
+        return self._refusals.reasons(self._ranks, {each.rank for each in self._all})
+
+    @property
+    def infos(self) -> list[RankInfo]:
+        """In the order of ranks. Only when it is complete."""
+        readies = [(each.info, each.ready) for each in self._all if each.ready is not None]
+        return [replace(info, device=ready.pool.device, engine=ready.engine) for info, ready in readies]
+
+    @property
+    def pools(self) -> list[PoolDescriptor]:
+        """In the order of ranks. Only when it is complete."""
+        return [each.ready.pool for each in self._all if each.ready is not None]
+
+    # --- turns ------------------------------------------------------------------------------------------------------------------
 
     def turn(self, clock: Callable[[], float]) -> None:
-        """Take in mail, and ping. Raises RankLost."""
+        """Take in mail, and send what is due. Raises RankLost, and ConfigError while the instance starts."""
         began = clock()
         mail = self._mail.receive()
         now = self._now = clock()  # not before the mail has arrived: `RankLine.compare_clocks`
         for sender, message in mail:
             follower = self._by_name.get(sender)
-            if follower is None or isinstance(message, RankHello):
+            if isinstance(message, RankHello):
+                self._hello(sender, message, now)
+            elif follower is None or not self.welcomed:
                 self.stale += 1
-                if follower is None and isinstance(message, RankHello):
-                    self._hello(sender, message)
-                continue
-            follower.line.take(message, now)
-            self._refusals.heard(follower.rank, follower.line.who, now)
-            self._take(follower, message, now)
-        self.check_gone(self._mail.refused())
+            else:
+                follower.line.take(message, now)
+                self._refusals.heard(follower.rank, follower.line.who, now)
+                self._take(follower, message, now)
+        lost = [self._by_name[name] for name in self._mail.refused() if name in self._by_name]
+        if not self.welcomed:
+            self._gather(lost, began)
+            return
+        if lost:
+            raise RankLost(f"{lost[0].line.who} is gone")
         for follower in self._all:
-            follower.line.check(began)  # mail may wait that came later
+            follower.line.check(began, SILENCE_S if self._serves else START_SILENCE_S)  # mail may wait that came later
         if self._failure is not None and now >= self._failure[1]:
             raise RankLost(self._failure[0])
         if now >= self._ping_s:
             self._ping_s = now + PING_S
-            for follower in self._all:
-                follower.line.send(Ping(sent_s=now, serving=True))
+            self._send(Ping(sent_s=now, serving=self._serves))
+        if not self._serves:
+            self._agree()
 
     def next_deadline(self) -> float:
         """When the next turn is due even if nothing happens before."""
+        if not self.welcomed:
+            return self._now + PING_S
         proven_s = self._ping_s if self._failure is None else self._failure[1]
         return min(self._ping_s, proven_s, *(follower.line.heard_s + SILENCE_S for follower in self._all))
 
@@ -123,30 +209,21 @@ class Followers:
         """A step has failed on some rank: the instance ends, for this reason unless another rank proves to be gone."""
         self._failure = self._failure or (reason, self._now + PROOF_S)
 
-    def check_gone(self, names: Iterable[InstanceId]) -> None:
-        """Raises RankLost when one of these, whose processes are gone, is a follower."""
-        for name in names:
-            if name in self._by_name:
-                raise RankLost(f"{self._by_name[name].line.who} is gone")
-
     def launch(self, plan: StepPlan, grammar_id: Callable[[Grammar], int]) -> None:
         """grammar_id: of a grammar that was prepared."""
-        launch = pack_plan(plan, grammar_id)
-        for follower in self._all:
-            follower.line.send(launch)
+        self._send(pack_plan(plan, grammar_id))
 
     def prepare(self, grammar_id: int, grammar: Grammar, owner: str = "") -> None:
         self._grammars.add(grammar_id)
         grammar = Grammar(grammar.kind, grammar.text)  # a message that waits keeps no request's alive
-        for follower in self._all:
-            follower.line.send(PrepareGrammar(grammar_id=grammar_id, grammar=grammar, owner=owner))
+        self._send(PrepareGrammar(grammar_id=grammar_id, grammar=grammar, owner=owner))
 
     def drop_grammars(self, grammar_ids: Sequence[int]) -> None:
         self._grammars -= set(grammar_ids)
         for follower in self._all:
             for grammar_id in grammar_ids:
                 follower.prepared.pop(grammar_id, None)
-            follower.line.send(DropGrammars(grammar_ids=tuple(grammar_ids)))
+        self._send(DropGrammars(grammar_ids=tuple(grammar_ids)))
 
     def command(self, follower: FollowerLine, command: TransferCommand) -> None:
         """For its transfers. Commands wait, in order, until the first ping is answered."""
@@ -163,21 +240,82 @@ class Followers:
                 order = command
         follower.line.send(TransferOrder(order=order))
 
-    def end(self, reason: str, *, orderly: bool) -> None:
-        """Tell all of them to exit. orderly: the instance has drained. Idempotent."""
-        if not self._ended:
+    def end(self, reason: str, *, orderly: bool = False) -> None:
+        """Tell all that were welcomed to exit. orderly: the instance has drained. Idempotent."""
+        if self.welcomed and not self._ended:
             self._ended = True
-            for follower in self._all:
-                follower.line.send(End(reason=reason, orderly=orderly))
+            self._send(End(reason=reason, orderly=orderly))
 
-    def _hello(self, sender: InstanceId, hello: RankHello) -> None:
-        """All ranks are there. One that is lost may have a successor, whom the next life of the leader lets in."""
-        if 1 <= hello.rank <= len(self._all):
-            self._refusals.wait(sender, hello, self._now)
+    # --- inside -----------------------------------------------------------------------------------------------------------------
+
+    def _send(self, message: FromLeader) -> None:
+        for follower in self._all:
+            follower.line.send(message)
+
+    def _hello(self, sender: InstanceId, hello: RankHello, now: float) -> None:
+        """Once all are there, one that is lost may have a successor, whom the next life of the leader lets in."""
+        known = next((each for each in self._all if each.rank == hello.rank), None)
+        if known is not None and known.line.to == sender:
+            if not self.welcomed:
+                known.line.heard_s = now
+            self._refusals.heard(hello.rank, known.line.who, now)
+        elif (reason := self._why_not(hello)) is not None:
+            self._refusals.refuse(sender, hello, reason)
+        elif known is not None:
+            self._refusals.wait(sender, hello, now)
         else:
-            self._refusals.refuse(sender, hello, f"there is no rank {hello.rank} besides rank 0 with --tp {1 + len(self._all)}")
+            self.admit(sender, hello, now)
 
-    def _take(self, follower: FollowerLine, message: ToLeader, now: float) -> None:
+    def admit(self, sender: InstanceId, hello: RankHello, now: float) -> None:
+        """This process is that rank."""
+        self._refusals.joined(hello.rank)
+        self._mail.route(sender, hello.address, watch=True)
+        follower = FollowerLine(hello.rank, RankLine(self._mail, sender, describe(hello), now), hello.info)
+        self._by_name[sender] = follower
+        self._all = sorted(self._by_name.values(), key=lambda each: each.rank)
+
+    def _why_not(self, hello: RankHello) -> str | None:
+        if hello.wire_version != WIRE_VERSION:
+            return f"it has wire version {hello.wire_version}, and rank 0 has {WIRE_VERSION}: all ranks need the same version"
+        if hello.ranks != self._ranks:
+            return f"it was started with --tp {hello.ranks}, and rank 0 with --tp {self._ranks}"
+        if not 1 <= hello.rank < self._ranks:
+            return f"there is no rank {hello.rank} besides rank 0 with --tp {self._ranks}"
+        for name in sorted({*self._setup, *hello.setup}):
+            ours, theirs = self._setup.get(name, "nothing"), hello.setup.get(name, "nothing")
+            if ours != theirs:
+                return f"{name} is {theirs} there, and {ours} on rank 0: all ranks need the same"
+        return None
+
+    def _gather(self, lost: Sequence[FollowerLine], now: float) -> None:
+        """Forget those that are gone or say hello no more; welcome all as soon as they are here and may meet."""
+        for follower in list(self._all):
+            if follower in lost or now - follower.line.heard_s > ABSENT_S:
+                self._all.remove(follower)
+                del self._by_name[follower.line.to]
+                self._mail.route(follower.line.to, None)
+        if self._meeting is not None and not self.missing:
+            self.welcomed = True
+            for follower in self._all:
+                follower.line.heard_s = now
+                self._mail.send(follower.line.to, RankWelcome(meeting=self._meeting))
+
+    def _agree(self) -> None:
+        """Raises ConfigError when a rank is ready that is unlike this one."""
+        offers = [offer for offer in (self._offer, *(each.offer for each in self._all)) if offer is not None]
+        if len(offers) == self._ranks:
+            self.agreed, self._offer = min(offers), None
+            for each in self._all:
+                each.offer = None
+            self._send(Agreed(pages=self.agreed))
+        for each in self._all:
+            if self._own is not None and each.ready is not None:
+                _compare(each.rank, each.ready, *self._own)
+
+    def _take(self, follower: FollowerLine, message: FromFollower, now: float) -> None:
+        """Raises RankLost."""
+        if isinstance(message, IN_START) if self._serves else not isinstance(message, IN_START + ALWAYS):
+            raise follower.line.unexpected(message, self._serves)
         match message:
             case StepReturned(step=step, digest=digest):
                 follower.returned[step] = digest
@@ -194,12 +332,18 @@ class Followers:
                 held, follower.held = follower.held, []
                 for command in held:
                     self.command(follower, command)
+            case Offer(pages=pages):
+                follower.offer = pages
+            case RankReady():
+                follower.ready = message
             case AskDrain():
+                if not self._serves:
+                    raise RankLost(f"{follower.line.who} was told to stop")
                 self.drain_asked = True
             case RankFailed(reason=reason):
+                if not self._serves:
+                    raise RankLost(f"{follower.line.who} failed: {reason}")
                 self.failed(f"{follower.line.who} failed: {reason}")
-            case Offer() | RankReady() | RankHello():
-                raise RankLost(f"{follower.line.who} sent {type(message).__name__} while the instance serves")
             case _:
                 assert_never(message)
 
@@ -230,3 +374,16 @@ class RemoteTransfers:
 def remote_transfers(followers: Followers) -> list[RemoteTransfers]:
     """Those of each follower, in the order of ranks."""
     return [RemoteTransfers(followers, follower) for follower in followers]
+
+
+def _compare(rank: int, theirs: RankReady, model: ModelIdentity, pool: PoolDescriptor) -> None:
+    """Raises ConfigError that names the first difference."""
+    other = theirs.pool
+    for name, there, ours in (
+        ("the model", theirs.model, model),
+        ("the transport", other.backend, pool.backend),
+        ("a page", other.layout, pool.layout),
+        ("the number of pages", other.total_pages, pool.total_pages),
+    ):
+        if there != ours:
+            raise ConfigError(f"rank {rank} differs from rank 0 in {name}: {there} there, {ours} on rank 0")

@@ -73,6 +73,11 @@ class RankLine:
         self._taken = message.number
         self.heard_s = now
 
+    def unexpected(self, message: Numbered, serves: bool) -> RankLost:
+        """The error of a message that does not belong there. serves: all ranks are ready."""
+        when = "serves" if serves else "starts"
+        return RankLost(f"{self.who} sent {type(message).__name__} while the instance {when}")
+
     def check(self, now: float, silence_s: float = SILENCE_S) -> None:
         """Take in all mail before. Raises RankLost after too long a silence."""
         if now - self.heard_s > silence_s:

@@ -4,6 +4,7 @@ Owns the mail between them, which travels as bytes, and what is on its way. Know
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 import msgspec
@@ -13,13 +14,19 @@ from common.ids import Incarnation
 from common.instance.ranks.executor import RankedExecutor
 from common.instance.ranks.follower import FollowerLoop
 from common.instance.ranks.leader import Followers, RemoteTransfers, remote_transfers
-from common.instance.ranks.line import RankLine
-from common.messages import AnyMessage
-from common.messages.ranks import ToFollower, ToLeader, rank_name
+from common.messages import AnyMessage, RankInfo
+from common.messages.ranks import RankHello, RankWelcome, ToFollower, ToLeader, rank_name
 from tests.common.instance.rig import FakeExecutor, FakeTransfers
 from tests.common.mailboxes import FakeMail
 
 LEADER = rank_name("decode-0", 0, Incarnation("a"))
+ADDRESS = "tcp://h:1"
+"""Of the leader."""
+
+
+def rank_hello(rank: int, ranks: int, life: str = "a") -> RankHello:
+    info = RankInfo(rank=rank, pid=100 + rank, host="gpu-7", device="auto")
+    return RankHello(rank=rank, ranks=ranks, address=f"tcp://h:{rank}{len(life)}", info=info, setup={})
 
 
 E = TypeVar("E", bound=Executor)
@@ -35,20 +42,22 @@ class RanksOf(Generic[E]):
         ranks = range(1, len(self.offsets_s) + 1)
         self.names = [rank_name("decode-0", rank, Incarnation("a")) for rank in ranks]
         self.mail: FakeMail[ToLeader] = FakeMail()
-        lines = [RankLine(self.mail, name, f"rank {rank}", self.now) for rank, name in zip(ranks, self.names, strict=True)]
-        self.followers = Followers(self.mail, lines, self.now)
+        self.followers = Followers(self.mail, 1 + len(self.names), {})
+        hellos = [rank_hello(rank, 1 + len(self.names)) for rank in ranks]
+        for name, hello in zip(self.names, hellos, strict=True):
+            self.followers.admit(name, hello, self.now)
+        self.followers.welcomed = True
+        self.followers.serve(self.now)
         self.own = make()
         self.executor = RankedExecutor(self.own, self.followers)
         self.remote: list[RemoteTransfers] = remote_transfers(self.followers)
         self.executors = [make() for _ in ranks]
         self.transfers = [FakeTransfers() for _ in ranks]
         self.mails: list[FakeMail[ToFollower]] = [FakeMail() for _ in ranks]
-        self.loops = [
-            FollowerLoop(executor, transfers, mail, RankLine(mail, LEADER, "rank 0", offset_s))
-            for executor, transfers, mail, offset_s in zip(
-                self.executors, self.transfers, self.mails, self.offsets_s, strict=True
-            )
-        ]
+        self.loops = [FollowerLoop(mail, ADDRESS, hello) for mail, hello in zip(self.mails, hellos, strict=True)]
+        for rank, loop in enumerate(self.loops):
+            loop.join(LEADER, RankWelcome(meeting=""), self.offsets_s[rank])
+            loop.serve(self.executors[rank], self.transfers[rank])
 
     def clock(self, rank: int = 0) -> float:
         return self.now + (self.offsets_s[rank - 1] if rank else 0.0)
@@ -60,7 +69,7 @@ class RanksOf(Generic[E]):
                 rank = self.names.index(to)
                 self.mails[rank].arriving.append((LEADER, travelled(message, ToFollower)))
         for rank, loop in enumerate(self.loops, 1):
-            loop.turn(self.clock(rank))
+            loop.turn(partial(self.clock, rank))
 
     def to_leader(self, lost: Callable[[AnyMessage], bool] = lambda message: False) -> None:
         """What the followers have sent arrives, and the leader turns."""

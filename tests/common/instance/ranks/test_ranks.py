@@ -1,5 +1,7 @@
 """The leader and its followers: steps, transfers, grammars and leases reach every rank, and any doubt ends the instance."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -10,8 +12,8 @@ from common.executor import Chunk, ExecutorFailed, Preparation, RowStart, StepPl
 from common.ids import ROUTER, AttemptId, Incarnation, InstanceId, RequestId, Ticket
 from common.instance.ranks.leader import PROOF_S
 from common.instance.ranks.line import PING_S, SILENCE_S, RankLost, pack_plan, unpack_plan
-from common.messages import LinkInfo, RankInfo
-from common.messages.ranks import Launch, RankHello, RankRefused, StepReturned, ToLeader, rank_name
+from common.messages import LinkInfo
+from common.messages.ranks import Launch, RankRefused, StepReturned, ToLeader, rank_name
 from common.messages.transfers import (
     Allow,
     Connect,
@@ -28,7 +30,7 @@ from common.messages.transfers import (
 from common.sampling_params import Grammar, SamplingParams
 from engine.grammar.grammars import ANY_TEXT
 from tests.builders import instance
-from tests.common.instance.ranks.rig import Rig, take, travelled
+from tests.common.instance.ranks.rig import Rig, rank_hello, take, travelled
 
 KEY = AttemptId(RequestId("r"), 0, ROUTER)
 PEER, LIFE = InstanceId("prefill-0"), Incarnation("1")
@@ -83,7 +85,7 @@ def test_a_rank_that_samples_other_tokens_ends_the_instance() -> None:
     handle.result = StepResult(plan, np.array([42, 43], dtype=np.int32))
     rig.to_followers()
     rig.to_leader()
-    with pytest.raises(RankLost, match="rank 2 sampled other tokens than rank 0 in step 17"):
+    with pytest.raises(RankLost, match=r"rank 2 \(pid 102 on gpu-7\) sampled other tokens than rank 0 in step 17"):
         step.poll()
 
 
@@ -128,10 +130,10 @@ def test_each_side_ends_when_the_other_is_silent_but_not_while_mail_waits() -> N
     rig.to_followers()
     rig.to_leader()
     rig.now += SILENCE_S + 0.1
-    with pytest.raises(RankLost, match=r"rank 1 has been silent for 3\.1 s"):
+    with pytest.raises(RankLost, match=r"rank 1 \(pid 101 on gpu-7\) has been silent for 3\.1 s"):
         rig.followers.turn(rig.clock)
-    with pytest.raises(RankLost, match="rank 0 has been silent"):
-        rig.loops[0].turn(rig.clock(1))
+    with pytest.raises(RankLost, match="rank 0 at tcp://h:1 has been silent"):
+        rig.loops[0].turn(partial(rig.clock, 1))
 
 
 def test_a_second_process_of_a_rank_is_refused_when_the_first_is_heard_again_and_a_rank_too_many_at_once() -> None:
@@ -139,9 +141,7 @@ def test_a_second_process_of_a_rank_is_refused_when_the_first_is_heard_again_and
     rig.turn()
 
     def refused(rank: int) -> list[str]:
-        info = RankInfo(rank=rank, pid=7, host="gpu-3", device="auto")
-        hello = RankHello(rank=rank, ranks=2, address=f"tcp://h:{rank}", info=info, setup={})
-        rig.mail.arriving.append((rank_name("decode-0", rank, Incarnation("other")), hello))
+        rig.mail.arriving.append((rank_name("decode-0", rank, Incarnation("other")), rank_hello(rank, 2)))
         rig.followers.turn(rig.clock)
         return [message.reason for _, message in rig.mail.sent if isinstance(message, RankRefused)]
 
@@ -152,16 +152,16 @@ def test_a_second_process_of_a_rank_is_refused_when_the_first_is_heard_again_and
     rig.followers.turn(rig.clock)
     rig.to_followers()
     rig.to_leader()
-    assert refused(2)[0] == "rank 1 is there already"
+    assert refused(2)[0] == "rank 1 (pid 101 on gpu-7) is there already"
 
 
 def test_a_rank_whose_process_is_gone_ends_the_instance_on_both_sides() -> None:
     rig = Rig()
     rig.mail.gone, rig.mails[0].gone = list(rig.names), [rig.loops[0]._line.to]
-    with pytest.raises(RankLost, match="rank 1 is gone"):
+    with pytest.raises(RankLost, match=r"rank 1 \(pid .*\) is gone"):
         rig.followers.turn(rig.clock)
-    with pytest.raises(RankLost, match="rank 0 is gone"):
-        rig.loops[0].turn(rig.now)
+    with pytest.raises(RankLost, match="rank 0 at tcp://h:1 is gone"):
+        rig.loops[0].turn(rig.clock)
 
 
 def test_commands_and_events_of_transfers_travel_whole_and_in_order() -> None:
@@ -287,12 +287,12 @@ def test_a_rank_that_fails_or_is_told_to_stop_says_so_and_the_leader_has_the_las
     assert rig.followers.drain_asked
     rig.followers.end("drained", orderly=True)
     rig.to_followers()
-    ends = [loop.end for loop in rig.loops]
+    ends = [loop.ending for loop in rig.loops]
     assert all(end is not None and end.orderly and end.reason == "drained" for end in ends)
-    rig.loops[1].fail("out of memory")
+    rig.loops[1].end("out of memory")
     rig.to_leader()
     rig.now += PROOF_S
-    with pytest.raises(RankLost, match="rank 2 failed: out of memory"):
+    with pytest.raises(RankLost, match=r"rank 2 \(pid .*\) failed: out of memory"):
         rig.to_leader()
 
 
@@ -300,12 +300,12 @@ def test_when_a_rank_dies_and_the_steps_of_the_others_fail_the_one_that_died_is_
     rig = Rig(0.0, 0.0)
     step = rig.executor.launch(decode_step(5))
     rig.own.steps[0][1].poll = broken  # type: ignore[method-assign]
-    rig.loops[1].fail("connection closed by peer")
+    rig.loops[1].end("connection closed by peer")
     assert step.poll() is None
     rig.to_leader()
     rig.now += PROOF_S / 2
     rig.mail.gone = [rig.names[0]]
-    with pytest.raises(RankLost, match="rank 1 is gone"):
+    with pytest.raises(RankLost, match=r"rank 1 \(pid .*\) is gone"):
         rig.followers.turn(rig.clock)
 
 
