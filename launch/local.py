@@ -18,23 +18,23 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Literal, assert_never
+from typing import Literal
 
 import msgspec
 
 from common.addresses import LOOPBACK, port_of, reachable, require_free
 from common.config import AccessConfig, EngineConfig, InstanceConfig, LogConfig, ModelConfig, RouterConfig, SecurityConfig
-from common.errors import ConfigError, TandemError
+from common.errors import ConfigError
 from common.host import core_count, divide_cores, place_on_gpus
 from common.options import parse_share, refuse_without_effect, to_flags
-from common.processes.child import Broken, Exited, IntakeClosed, Parent, Progress, Ready, Reported, Running, stop_children
+from common.processes.child import Broken, IntakeClosed, Parent, Progress, Ready, Reported, Running, stop_children
 from engine.cpu.lent_cores import make_file
 from engine.kv_budget import memory_part
 from launch.child import ChildEvent, CloseIntake, MeetRouters, Notification, Order, Report, RoleProcess, launch_command, watch
 from launch.fleet_options import CoresConfig, FleetCounts, divide_by_work
 from launch.fleet_page import FleetPage, curl_line
 from launch.rank_setup import check_nccl
-from launch.supervisor import Action, GiveUp, Notice, StartAgain, SupervisedChild, Supervisor
+from launch.supervisor import GivenUp, SupervisedChild, Supervisor
 
 ROUTER = "router"
 STOP_S = 10.0
@@ -167,14 +167,6 @@ class LocalPlan:
             )
 
 
-class FleetEnded(TandemError):
-    """A part of the fleet did not start, or died; the message says which and why. exit_status: of the whole."""
-
-    def __init__(self, message: str, exit_status: int = 1) -> None:
-        super().__init__(message)
-        self.exit_status = exit_status
-
-
 class _StopAsked(Exception):
     """A signal asked for an orderly stop. It waits in the queue of events like the others, and is raised then."""
 
@@ -205,7 +197,7 @@ class ChildFleet:
         self._here = here
         self._lends_cores = lends_cores
         self._events: queue.SimpleQueue[ChildEvent | _StopAsked] = queue.SimpleQueue()
-        self._supervisor = Supervisor(config.parts())
+        self._supervisor = Supervisor(config.parts(), self._spawn, self._tell)
         self._starts: dict[str, Callable[[], Running]] = {}
         """How each part is started, the first time and again."""
         self._children: dict[str, Running] = {}
@@ -231,7 +223,7 @@ class ChildFleet:
             child.kill()
 
     def start(self) -> None:
-        """Returns once every instance can serve requests. Raises FleetEnded, _StopAsked."""
+        """Returns once every instance can serve requests. Raises GivenUp, _StopAsked."""
         config, counts, began = self._config, self._config.counts, time.monotonic()
         deadline = began + config.instance.startup_timeout_s
         routers = self._start_routers(deadline)
@@ -282,7 +274,7 @@ class ChildFleet:
         return found
 
     def watch(self) -> None:
-        """Keep the fleet alive; return when a signal asks to stop. Raises FleetEnded when it cannot go on."""
+        """Keep the fleet alive; return when a signal asks to stop. Raises GivenUp when it cannot go on."""
         try:
             while True:
                 self._next_event(None)
@@ -330,7 +322,7 @@ class ChildFleet:
             event = self._next_event(deadline)
             if event is None:
                 accounts = "\n".join(f"{name} was not ready in time; {self._children[name].account()}" for name in missing)
-                raise FleetEnded(f"the start took longer than --startup-timeout-s allows\n{accounts}")
+                raise GivenUp(f"the start took longer than --startup-timeout-s allows\n{accounts}")
             if isinstance(event, Reported) and isinstance(event.report, Ready):
                 ready[event.child] = event.report
         return ready
@@ -339,13 +331,13 @@ class ChildFleet:
         page = FleetPage(url, self._config.access)
         while missing := page.missing(prefill, decode):
             if time.monotonic() >= deadline:
-                raise FleetEnded("the start took longer than --startup-timeout-s allows: " + "; ".join(missing))
+                raise GivenUp("the start took longer than --startup-timeout-s allows: " + "; ".join(missing))
             self._next_event(min(deadline, time.monotonic() + LOOK_EVERY_S))
 
     def _next_event(self, deadline: float | None) -> ChildEvent | None:
         """The next event of a child, or None at the deadline or the supervisor's; what it calls for is done.
 
-        Raises FleetEnded, _StopAsked.
+        Raises GivenUp, _StopAsked.
         """
         until = min((at for at in (deadline, self._supervisor.next_deadline()) if at is not None), default=None)
         try:
@@ -358,9 +350,7 @@ class ChildFleet:
             self._show(event.child, event.report)
             if isinstance(event.report, Ready) and "own" in event.report.addresses:
                 self._introduce(event.child, reachable(event.report.addresses["own"], LOOPBACK))
-        now = time.monotonic()
-        actions = [] if event is None else self._supervisor.receive(event, now)
-        self._act([*actions, *self._supervisor.tick(now)])
+        self._supervisor.turn(event, time.monotonic())
         return event
 
     def _introduce(self, router: str, own_url: str) -> None:
@@ -369,26 +359,10 @@ class ChildFleet:
         for name in self._own_urls:
             self._routers[name].order(MeetRouters(urls=tuple(url for other, url in self._own_urls.items() if other != name)))
 
-    def _act(self, actions: Sequence[Action]) -> None:
-        """Raises FleetEnded."""
-        for action in actions:
-            match action:
-                case StartAgain(name=name):
-                    self._start_again(name)
-                case Notice(name=name, text=text, account=account):
-                    print(f"{name:<12} {action.headline}", flush=True)
-                    _log.error("%s %s: %s", name, text, account)
-                case GiveUp(reason=reason, status=status):
-                    raise FleetEnded(reason, status)
-                case _:
-                    assert_never(action)
-
-    def _start_again(self, name: str) -> None:
-        """Count a process that cannot be started as one that ended."""
-        try:
-            self._spawn(name)
-        except OSError as error:
-            self._events.put(Exited(name, 1, f"it cannot be started: {error}"))
+    def _tell(self, name: str, became: str, account: str) -> None:
+        reason, _, _ = account.partition("\n")
+        print(f"{name:<12} {became}: {reason}", flush=True)
+        _log.error("%s %s: %s", name, became, account)
 
     def _show(self, child: str, report: Report) -> None:
         match report:
@@ -439,7 +413,7 @@ def run_fleet(fleet: ChildFleet) -> int:
         print(STOPPING, flush=True)
     except _StopAsked:
         print(f"the start was not complete; {STOPPING}", flush=True)
-    except FleetEnded as error:
+    except GivenUp as error:
         _log.error("%s", error)
         status = error.exit_status
     finally:

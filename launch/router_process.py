@@ -15,16 +15,15 @@ import logging
 import signal
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, assert_never
+from typing import TYPE_CHECKING
 
 from common.access import Access, read_access, read_again
 from common.addresses import LOOPBACK, host_for_peers, new_router_name, reachable
 from common.config import AccessConfig, LogConfig, ModelConfig, RouterConfig, SecurityConfig
 from common.errors import ConfigError, TandemError
 from common.options import to_flags
-from common.processes.child import Exited, IntakeClosed, Progress, Ready, Reported, stop_children
+from common.processes.child import IntakeClosed, Progress, Ready, Reported, stop_children
 from common.trust import read_trust
 from launch.child import (
     BAD_FLAG,
@@ -35,12 +34,11 @@ from launch.child import (
     MeetRouters,
     Notification,
     Order,
-    Report,
     RoleProcess,
     launch_command,
 )
 from launch.fleet_page import trusting
-from launch.supervisor import Action, GiveUp, Notice, StartAgain, SupervisedChild, Supervisor
+from launch.supervisor import GivenUp, SupervisedChild, Supervisor
 
 if TYPE_CHECKING:
     from router.process import Serving  # its module imports what is heavy
@@ -167,12 +165,6 @@ class _Duties:
             self._meet(order.urls)
 
 
-@dataclass(frozen=True, slots=True)
-class _Router:
-    control: str
-    moved: Callable[[str], object]
-
-
 class KeptDetokenizer:
     """Keeps one detokenizer alive and introduces it and the router to each other. Made and used on the loop's thread.
 
@@ -185,15 +177,17 @@ class KeptDetokenizer:
         self._say = say
         self._give_up = give_up
         self._loop = asyncio.get_running_loop()
-        self._supervisor = Supervisor([SupervisedChild(name, DETOKENIZER, drains=False)])
+        self._supervisor = Supervisor([SupervisedChild(name, DETOKENIZER, drains=False)], self._start, self._tell)
         self._timer: asyncio.TimerHandle | None = None
         self._failure: TandemError | None = None
         self._stopping = False
         self._ready = asyncio.Event()
         self._inbox: str | None = None
         """The present child's inbox, once it is ready."""
-        self._router: _Router | None = None
-        self._child = self._start()
+        self._router: tuple[str, Callable[[str], object]] | None = None
+        """Its control address, and what is called with the inbox of every detokenizer after the first."""
+        self._child: RoleProcess
+        self._start(name)
         self._router_knows = self._child
         """The child whose inbox the router knows."""
 
@@ -213,7 +207,7 @@ class KeptDetokenizer:
 
         control: the router's address. moved: called with the inbox of every detokenizer after the first.
         """
-        self._router = _Router(control, moved)
+        self._router = control, moved
         self._introduce()
 
     def check(self) -> None:
@@ -229,63 +223,43 @@ class KeptDetokenizer:
 
     # --- inside --------------------------------------------------------------------------------------------------------
 
-    def _start(self) -> RoleProcess:
-        return RoleProcess(self._name, self._command, lambda event: self._loop.call_soon_threadsafe(self._learn, event))
+    def _start(self, name: str) -> None:
+        """Raises OSError."""
+        self._child = RoleProcess(name, self._command, lambda event: self._loop.call_soon_threadsafe(self._turn, event))
+        self._inbox = None
 
-    def _start_again(self) -> None:
-        """A process that cannot be started counts as one that has ended."""
-        try:
-            self._child, self._inbox = self._start(), None
-        except OSError as error:
-            self._loop.call_soon(self._learn, Exited(self._name, 1, f"it cannot be started: {error}"))
-
-    def _learn(self, event: ChildEvent) -> None:
+    def _turn(self, event: ChildEvent | None = None) -> None:
+        """Take in an event of the child, if there is one, and do what is due."""
         if self._stopping:
             return
-        if isinstance(event, Reported):
-            self._read(event.report)
-        self._act(self._supervisor.receive(event, time.monotonic()))
-
-    def _read(self, report: Report) -> None:
-        if isinstance(report, Progress):
-            self._say(f"{self._name}: {report.text}")
-        elif isinstance(report, Ready):
-            self._inbox = report.addresses["inbox"]
+        if isinstance(event, Reported) and isinstance(event.report, Progress):
+            self._say(f"{self._name}: {event.report.text}")
+        elif isinstance(event, Reported) and isinstance(event.report, Ready):
+            self._inbox = event.report.addresses["inbox"]
             self._ready.set()
             self._supervisor.started()
             self._introduce()
+        try:
+            self._supervisor.turn(event, time.monotonic())
+        except GivenUp as error:
+            self._failure = (ConfigError if error.exit_status == BAD_FLAG else DetokenizerFailed)(str(error))
+            self._give_up()
+        if self._timer is not None:
+            self._timer.cancel()
+        if (deadline := self._supervisor.next_deadline()) is not None:
+            self._timer = self._loop.call_later(max(0.0, deadline - time.monotonic()), self._turn)
+
+    def _tell(self, name: str, became: str, account: str) -> None:
+        reason, _, _ = account.partition("\n")
+        self._say(f"{name} {became}: {reason}")
+        _log.error("%s %s: %s", name, became, account)
 
     def _introduce(self) -> None:
         """Tell a new detokenizer where the router is, and the router where it is, so that it learns about all open requests."""
         if self._router is None or self._inbox is None:
             return
-        self._child.order(MeetRouter(address=self._router.control))
+        control, moved = self._router
+        self._child.order(MeetRouter(address=control))
         if self._router_knows is not self._child:
             self._router_knows = self._child
-            self._router.moved(self._inbox)
-
-    def _act(self, actions: Sequence[Action]) -> None:
-        for action in actions:
-            match action:
-                case StartAgain():
-                    self._start_again()
-                case Notice(text=text, account=account):
-                    self._say(f"{self._name} {action.headline}")
-                    _log.error("%s %s: %s", self._name, text, account)
-                case GiveUp(reason=reason, status=status):
-                    self._failure = (ConfigError if status == BAD_FLAG else DetokenizerFailed)(reason)
-                    self._give_up()
-                case _:
-                    assert_never(action)
-        self._set_timer()
-
-    def _set_timer(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-        deadline = self._supervisor.next_deadline()
-        if deadline is not None:
-            self._timer = self._loop.call_later(max(0.0, deadline - time.monotonic()), self._tick)
-
-    def _tick(self) -> None:
-        self._act(self._supervisor.tick(time.monotonic()))
+            moved(self._inbox)

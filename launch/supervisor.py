@@ -1,7 +1,7 @@
 """Supervision: what happens to a part that ended. It is restarted, after a longer pause each time, or stays away.
 
-Owns the back-off. Starts nothing and reads no clock: fed with events of children and the time, it says what to do. Does not know
-what a part is for.
+Owns the back-off. Reads no clock and knows no process: fed with events of children and the time, it calls what starts a part and
+what tells people. Does not know what a part is for.
 
     first start   when any part ends, everything ends: a bad flag must not loop
     after it      status 0 of a part that drains    it was told to leave: not started again
@@ -11,17 +11,25 @@ what a part is for.
                   free memory                       been ready for a minute
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
 
 from common.deadlines import DeadlineWheel
+from common.errors import TandemError
 from common.processes.child import Exited, Ready
 from launch.child import BAD_FLAG, ChildEvent
 
 FIRST_BACKOFF_S, LONGEST_BACKOFF_S = 0.5, 30.0
 STEADY_S = 60.0
 """A part that was ready for so long is well: its next end is the first of a new row."""
+
+
+class GivenUp(TandemError):
+    """The whole cannot go on; the message says why. exit_status: of the whole, BAD_FLAG or 1."""
+
+    def __init__(self, message: str, exit_status: int = 1) -> None:
+        super().__init__(message)
+        self.exit_status = exit_status
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,45 +42,19 @@ class SupervisedChild:
     """It ends with status 0 when it was told to leave in order, and only then."""
 
 
-@dataclass(frozen=True, slots=True)
-class StartAgain:
-    """Start the part again, as it was started before."""
-
-    name: str
-
-
-@dataclass(frozen=True, slots=True)
-class Notice:
-    """What became of the part, for people."""
-
-    name: str
-    text: str
-    account: str
-    """What is known of the reason, in one or more lines."""
-
-    @property
-    def headline(self) -> str:
-        reason, _, _ = self.account.partition("\n")
-        return f"{self.text}: {reason}"
-
-
-@dataclass(frozen=True, slots=True)
-class GiveUp:
-    """The whole cannot go on."""
-
-    reason: str
-    status: int
-    """The exit status of the whole, BAD_FLAG or 1."""
-
-
-Action: TypeAlias = StartAgain | Notice | GiveUp
-
-
 class Supervisor:
-    """The parts of a whole, each of which somebody else starts for the first time."""
+    """The parts of a whole, each of which somebody else starts for the first time.
 
-    def __init__(self, parts: Sequence[SupervisedChild]) -> None:
+    start: starts the part of that name again, as it was started before; raises OSError when it cannot. tell: what became of the
+    part of that name, and what is known of the reason in one or more lines.
+    """
+
+    def __init__(
+        self, parts: Sequence[SupervisedChild], start: Callable[[str], object], tell: Callable[[str, str, str], object]
+    ) -> None:
         self._parts = {part.name: part for part in parts}
+        self._start = start
+        self._tell = tell
         self._started = False
         self._ready_since: dict[str, float] = {}
         self._backoff_s: dict[str, float] = {}
@@ -82,41 +64,38 @@ class Supervisor:
         """The first start is complete: from now on what ends is started again."""
         self._started = True
 
-    def receive(self, event: ChildEvent, now: float) -> list[Action]:
+    def turn(self, event: ChildEvent | None, now: float) -> None:
+        """Take in an event, if there is one, and start the parts whose time has come. Raises GivenUp."""
         if isinstance(event, Exited):
-            return self._ended(event, now)
-        if isinstance(event.report, Ready):
+            self._ended(event, now)
+        elif event is not None and isinstance(event.report, Ready):
             self._ready_since[event.child] = now
-        return []
-
-    def tick(self, now: float) -> list[Action]:
-        """The parts whose time has come."""
-        return [StartAgain(name) for name in self._restarts.expired(now)]
+        for name in self._restarts.expired(now):
+            try:
+                self._start(name)
+            except OSError as error:  # it counts as one that has ended
+                self._ended(Exited(name, 1, f"it cannot be started: {error}"), now)
 
     def next_deadline(self) -> float | None:
         return self._restarts.next_deadline()
 
-    def _ended(self, event: Exited, now: float) -> list[Action]:
-        part = self._parts[event.child]
+    def _ended(self, event: Exited, now: float) -> None:
+        """Raises GivenUp."""
+        part, reason = self._parts[event.child], f"{event.child} ended: {event.account}"
         if not self._started:
-            return [GiveUp(f"{part.name} ended: {event.account}", BAD_FLAG if event.status == BAD_FLAG else 1)]
+            raise GivenUp(reason, BAD_FLAG if event.status == BAD_FLAG else 1)
         if event.status == 0 and part.drains:
             del self._parts[part.name]
-            return [Notice(part.name, "has left as it was told, and is not started again", event.account)]
-        if event.status == BAD_FLAG:
-            return self._cannot_run(part, event)
-        backoff_s = self._next_backoff_s(part.name, now)
-        self._restarts.set(part.name, now + backoff_s)
-        return [Notice(part.name, f"ended, and is started again in {backoff_s:g} s", event.account)]
-
-    def _cannot_run(self, part: SupervisedChild, event: Exited) -> list[Action]:
-        del self._parts[part.name]
-        if any(other.role == part.role for other in self._parts.values()):
-            return [Notice(part.name, "CANNOT RUN as it was started, and is not started again", event.account)]
-        return [GiveUp(f"no {part.role} is left: {part.name} ended: {event.account}", BAD_FLAG)]
-
-    def _next_backoff_s(self, name: str, now: float) -> float:
-        since = self._ready_since.pop(name, now)
-        backoff_s = FIRST_BACKOFF_S if now - since >= STEADY_S else self._backoff_s.get(name, FIRST_BACKOFF_S)
-        self._backoff_s[name] = min(2 * backoff_s, LONGEST_BACKOFF_S)
-        return backoff_s
+            became = "has left as it was told, and is not started again"
+        elif event.status == BAD_FLAG:
+            del self._parts[part.name]
+            if all(other.role != part.role for other in self._parts.values()):
+                raise GivenUp(f"no {part.role} is left: {reason}", BAD_FLAG)
+            became = "CANNOT RUN as it was started, and is not started again"
+        else:
+            since = self._ready_since.pop(part.name, now)
+            backoff_s = FIRST_BACKOFF_S if now - since >= STEADY_S else self._backoff_s.get(part.name, FIRST_BACKOFF_S)
+            self._backoff_s[part.name] = min(2 * backoff_s, LONGEST_BACKOFF_S)
+            self._restarts.set(part.name, now + backoff_s)
+            became = f"ended, and is started again in {backoff_s:g} s"
+        self._tell(part.name, became, event.account)

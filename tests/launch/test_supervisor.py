@@ -6,7 +6,7 @@ import pytest
 
 from common.processes.child import Broken, Exited, Progress, Ready, Reported
 from launch.child import BAD_FLAG, ChildEvent
-from launch.supervisor import Action, GiveUp, Notice, StartAgain, SupervisedChild, Supervisor
+from launch.supervisor import GivenUp, SupervisedChild, Supervisor
 
 PARTS = (
     SupervisedChild("router", "router", drains=False),
@@ -17,13 +17,15 @@ PARTS = (
 
 
 class Watched:
-    """A supervisor, its clock, and what it asked for, in plain words: (time, what, name)."""
+    """A supervisor, its clock, and what it did: what it told of whom and why, the parts that it started, and how it gave up."""
 
     def __init__(self) -> None:
-        self.supervisor = Supervisor(PARTS)
+        self.told: list[tuple[str, str, str]] = []
+        self.starts: list[str] = []
+        self.given_up: GivenUp | None = None
+        self.cannot_start = False
+        self.supervisor = Supervisor(PARTS, self._start, lambda *told: self.told.append(told))
         self.now = 1_000.0
-        self.notices: list[Notice] = []
-        self.log: list[tuple[float, str, str]] = []
 
     def complete(self) -> None:
         for part in PARTS:
@@ -31,10 +33,13 @@ class Watched:
         self.supervisor.started()
 
     def ready(self, name: str) -> None:
-        self._take(self.supervisor.receive(Reported(name, Ready(addresses={})), self.now))
+        self.supervisor.turn(Reported(name, Ready(addresses={})), self.now)
 
     def ends(self, name: str, status: int = -signal.SIGKILL) -> None:
-        self._take(self.supervisor.receive(Exited(name, status, f"status {status}\n  last lines"), self.now))
+        try:
+            self.supervisor.turn(Exited(name, status, f"status {status}\n  last lines"), self.now)
+        except GivenUp as error:
+            self.given_up = error
 
     def backoff_s(self, name: str, status: int = -signal.SIGKILL) -> float:
         """It ends now; the time goes on until it is started again."""
@@ -46,20 +51,15 @@ class Watched:
     def wait_for_start(self, name: str) -> None:
         at = self.supervisor.next_deadline()
         assert at is not None
-        assert self.supervisor.tick(at - 0.001) == [], "not before its time"
-        self.now = at
-        assert self.supervisor.tick(at) == [StartAgain(name)]
-        assert self.supervisor.tick(at) == [], "once"
+        for self.now, started in ((at - 0.001, []), (at, [name]), (at, [])):
+            self.starts.clear()
+            self.supervisor.turn(None, self.now)
+            assert self.starts == started, "not before its time, and once"
 
-    def _take(self, actions: list[Action]) -> None:
-        for action in actions:
-            match action:
-                case Notice():
-                    self.notices.append(action)
-                case GiveUp():
-                    self.log.append((self.now, f"give up with {action.status}", action.reason))
-                case StartAgain():
-                    self.log.append((self.now, "start", action.name))
+    def _start(self, name: str) -> None:
+        if self.cannot_start:
+            raise OSError("no memory")
+        self.starts.append(name)
 
 
 @pytest.fixture
@@ -87,7 +87,7 @@ def test_a_part_that_was_ready_for_a_minute_begins_anew(watched: Watched) -> Non
 
 def test_a_minute_that_was_spent_starting_does_not_count(watched: Watched) -> None:
     assert watched.backoff_s("decode-0") == pytest.approx(0.5)
-    watched.supervisor.receive(Reported("decode-0", Progress(text="loading")), watched.now)
+    watched.supervisor.turn(Reported("decode-0", Progress(text="loading")), watched.now)
     watched.now += 600
     assert watched.backoff_s("decode-0") == pytest.approx(1)
 
@@ -104,45 +104,53 @@ def test_the_back_offs_of_two_parts_have_nothing_to_do_with_each_other(watched: 
 @pytest.mark.parametrize(("name", "status"), [("decode-0", 1), ("decode-0", -signal.SIGSEGV), ("router", 0), ("router", 1)])
 def test_whatever_else_ends_is_started_again_and_it_is_said_why_and_when(watched: Watched, name: str, status: int) -> None:
     assert watched.backoff_s(name, status) == pytest.approx(0.5)
-    (notice,) = watched.notices
-    assert notice.name == name and notice.account == f"status {status}\n  last lines"
-    assert "started again in 0.5 s" in notice.headline and notice.headline.endswith(f": status {status}")
-    assert not watched.log
+    assert watched.told == [(name, "ended, and is started again in 0.5 s", f"status {status}\n  last lines")]
+    assert not watched.given_up
+
+
+def test_a_part_that_cannot_be_started_counts_as_one_that_ended(watched: Watched) -> None:
+    watched.ends("decode-0")
+    watched.cannot_start, watched.now = True, watched.now + 0.5
+    watched.supervisor.turn(None, watched.now)
+    assert watched.told[1:] == [("decode-0", "ended, and is started again in 1 s", "it cannot be started: no memory")]
+    watched.cannot_start = False
+    watched.wait_for_start("decode-0")
 
 
 def test_an_instance_that_ended_in_order_is_not_started_again_and_nothing_else_happens(watched: Watched) -> None:
     for name in ("decode-0", "decode-1", "prefill-0"):
         watched.ends(name, 0)
-    assert watched.supervisor.next_deadline() is None and not watched.log
-    assert [notice.name for notice in watched.notices] == ["decode-0", "decode-1", "prefill-0"]
-    assert all("not started again" in notice.text for notice in watched.notices)
+    assert watched.supervisor.next_deadline() is None and not watched.given_up
+    assert [name for name, _, _ in watched.told] == ["decode-0", "decode-1", "prefill-0"]
+    assert all("not started again" in became for _, became, _ in watched.told)
 
 
 def test_a_part_that_can_never_run_is_given_up_while_others_of_its_role_live(watched: Watched) -> None:
     watched.ends("decode-0", BAD_FLAG)
-    assert watched.supervisor.next_deadline() is None and not watched.log
-    assert "CANNOT RUN" in watched.notices[0].text and watched.notices[0].account.startswith("status 2")
+    assert watched.supervisor.next_deadline() is None and not watched.given_up
+    ((_, became, account),) = watched.told
+    assert "CANNOT RUN" in became and account.startswith("status 2")
 
 
 def test_one_that_waits_to_be_started_again_is_alive(watched: Watched) -> None:
     watched.ends("decode-1")
     watched.ends("decode-0", BAD_FLAG)
-    assert not watched.log
+    assert not watched.given_up
     watched.wait_for_start("decode-1")
 
 
 @pytest.mark.parametrize("name", ["prefill-0", "router"])
 def test_the_last_of_a_role_that_can_never_run_is_the_end_of_all(watched: Watched, name: str) -> None:
     watched.ends(name, BAD_FLAG)
-    ((_, what, reason),) = watched.log
-    assert what == "give up with 2" and name in reason and "status 2" in reason and not watched.notices
+    assert watched.given_up is not None and watched.given_up.exit_status == BAD_FLAG and not watched.told
+    assert name in str(watched.given_up) and "status 2" in str(watched.given_up)
 
 
 def test_one_that_was_drained_does_not_count_as_alive(watched: Watched) -> None:
     watched.ends("decode-1", 0)
-    assert not watched.log
+    assert not watched.given_up
     watched.ends("decode-0", BAD_FLAG)
-    assert [what for _, what, _ in watched.log] == ["give up with 2"]
+    assert watched.given_up is not None and watched.given_up.exit_status == BAD_FLAG
 
 
 @pytest.mark.parametrize("status", [0, 1, BAD_FLAG, -signal.SIGKILL])
@@ -150,12 +158,12 @@ def test_during_the_first_start_any_end_is_the_end_of_all(status: int) -> None:
     watched = Watched()
     watched.ready("decode-0")
     watched.ends("decode-0", status)
-    ((_, what, reason),) = watched.log
-    assert what == f"give up with {BAD_FLAG if status == BAD_FLAG else 1}"
-    assert reason == f"decode-0 ended: status {status}\n  last lines"
+    assert watched.given_up is not None and watched.given_up.exit_status == (BAD_FLAG if status == BAD_FLAG else 1)
+    assert str(watched.given_up) == f"decode-0 ended: status {status}\n  last lines"
     assert watched.supervisor.next_deadline() is None
 
 
 @pytest.mark.parametrize("event", [Reported("decode-0", Progress(text="x")), Reported("decode-0", Broken(reason="x"))])
 def test_what_a_child_says_before_it_ends_calls_for_nothing(watched: Watched, event: ChildEvent) -> None:
-    assert watched.supervisor.receive(event, watched.now) == []
+    watched.supervisor.turn(event, watched.now)
+    assert not watched.told and not watched.starts and watched.supervisor.next_deadline() is None
