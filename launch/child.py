@@ -202,28 +202,24 @@ class ChildProcess:
         self._hurried: str | None = None
         self._ended = threading.Event()
         self._on_stop: Callable[[], object] | None = None
-        self._on_order: Callable[[Order], object] | None = None
         self._early_orders: list[Order] = []
+        self._on_order: Callable[[Order], object] = self._early_orders.append
         self._on_sudden_end: list[Callable[[], object]] = []
         self._lock = threading.Lock()
-        self._parent: Parent[Order] = Parent(msgspec.json.Decoder[Order](Order))
-
-    @property
-    def has_parent(self) -> bool:
-        """Whether another process started this one and hears its reports; else a person did, in a terminal."""
-        return self._parent.exists
+        self.parent: Parent[Order] = Parent(msgspec.json.Decoder[Order](Order))
+        """Whoever started this process and hears its reports; it does not exist when a person did, in a terminal."""
 
     def listen(self) -> None:
         """Start to listen for signals and orders. The main thread calls this; from now on it may raise StoppedWhileStarting."""
         signal.signal(signal.SIGUSR1, self._interrupted)
         watch(self._ask_to_stop)
-        if self._parent.exists:
+        if self.parent.exists:
             threading.Thread(target=self._read_orders, name="orders", daemon=True).start()
 
     def report(self, report: Report) -> None:
         """Tell the parent, or print when there was none from the start. Any thread may call it."""
-        if self._parent.exists:
-            self._parent.report(report)
+        if self.parent.exists:
+            self.parent.report(report)
         else:
             _print(self.name, report)
 
@@ -283,9 +279,9 @@ class ChildProcess:
         """From now on, call `act` with every order, on a thread of its own; with earlier orders at once, on this thread."""
         with self._lock:
             self._on_order = act
-            early, self._early_orders = self._early_orders, []
-        for order in early:
-            act(order)
+            for order in self._early_orders:
+                act(order)
+            self._early_orders.clear()
 
     def _ask_to_stop(self, number: int | None) -> None:
         """number: of the signal; None when the order pipe ended. A signal after an earlier request to stop means: at once."""
@@ -321,20 +317,13 @@ class ChildProcess:
             raise StoppedWhileStarting
 
     def _read_orders(self) -> None:
-        while (orders := self._parent.read_orders()) is not None:
+        while (orders := self.parent.read_orders()) is not None:
             for order in orders:
-                self._take_order(order)
+                with self._lock:
+                    self._on_order(order)
         self._ask_to_stop(None)
         threading.Event().wait(ORPHAN_S)
         self._hurry(f"an orderly stop took longer than {ORPHAN_S:g} s, and the parent is gone")
-
-    def _take_order(self, order: Order) -> None:
-        with self._lock:
-            act = self._on_order
-            if act is None:
-                self._early_orders.append(order)
-        if act is not None:
-            act(order)
 
 
 def run_process(name: str, log: LogConfig, threads: int, body: Callable[[ChildProcess], None]) -> int:
@@ -364,7 +353,7 @@ def _run(process: ChildProcess, body: Callable[[ChildProcess], None]) -> int:
     try:
         body(process)
     except TandemError as error:
-        if not process.has_parent:  # a parent says it, once
+        if not process.parent.exists:  # a parent says it, once
             _log.error("%s", error)
         process.report(Broken(reason=str(error)))
         return BAD_FLAG if isinstance(error, ConfigError) and not error.retryable else 1

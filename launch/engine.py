@@ -96,13 +96,10 @@ class Engine:
         stream: of a single prompt; an iterator of the answer so far, each time it grows. fields: others of POST /generate, such
         as return_logprob. Raises RequestFailed for the first request that fails, BadRequest for arguments that do not fit.
         """
-        if not _is_list(prompt):
-            if stream:
-                return self._client.stream("/generate", _body(prompt, sampling_params, fields) | {"stream": True})
-            return self._one(_body(prompt, sampling_params, fields))
+        bodies = _bodies(prompt, sampling_params, fields, "generate" if stream else "")
         if stream:
-            raise BadRequest("stream is for a single prompt: call generate for each", field="stream")
-        return list(self._pool.map(self._one, _bodies(prompt, sampling_params, fields)))
+            return self._client.stream("/generate", bodies[0])
+        return list(self._pool.map(self._one, bodies)) if _is_list(prompt) else self._one(bodies[0])
 
     async def async_generate(
         self,
@@ -113,15 +110,12 @@ class Engine:
         **fields: Any,
     ) -> Answer | list[Answer] | AsyncIterator[Answer]:
         """As `generate`, without blocking the loop. With stream, await it for an asynchronous iterator."""
-        if stream and not _is_list(prompt):
-            return self._stream(_body(prompt, sampling_params, fields) | {"stream": True})
-        loop = asyncio.get_running_loop()
-        if not _is_list(prompt):
-            return await loop.run_in_executor(self._pool, self._one, _body(prompt, sampling_params, fields))
+        bodies = _bodies(prompt, sampling_params, fields, "async_generate" if stream else "")
         if stream:
-            raise BadRequest("stream is for a single prompt: call async_generate for each", field="stream")
-        bodies = _bodies(prompt, sampling_params, fields)
-        return list(await asyncio.gather(*(loop.run_in_executor(self._pool, self._one, body) for body in bodies)))
+            return self._stream(bodies[0])
+        loop = asyncio.get_running_loop()
+        answers = list(await asyncio.gather(*(loop.run_in_executor(self._pool, self._one, body) for body in bodies)))
+        return answers if _is_list(prompt) else answers[0]
 
     @overload
     def chat(self, messages: Chat, **fields: Any) -> Answer: ...
@@ -195,16 +189,20 @@ def _is_list(prompt: Prompt | Sequence[Prompt]) -> bool:
     return not isinstance(prompt, str) and not (len(prompt) > 0 and isinstance(prompt[0], int))
 
 
-def _body(prompt: Any, parameters: Any, fields: Mapping[str, Any]) -> dict[str, Any]:
-    given = {"text": prompt} if isinstance(prompt, str) else {"input_ids": list(prompt)}
-    return {**given, "sampling_params": dict(parameters or {}), **fields}
-
-
-def _bodies(prompts: Any, parameters: Any, fields: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Raises BadRequest when there are not as many parameters as prompts."""
-    if parameters is None or isinstance(parameters, Mapping):
+def _bodies(prompt: Any, parameters: Any, fields: Mapping[str, Any], streams: str) -> list[dict[str, Any]]:
+    """Of each prompt. streams: the method that is to stream the answer; "": none. Raises BadRequest when there are not as many
+    parameters as prompts, or several prompts to stream."""
+    several = _is_list(prompt)
+    if streams and several:
+        raise BadRequest(f"stream is for a single prompt: call {streams} for each", field="stream")
+    prompts = prompt if several else [prompt]
+    if parameters is None or isinstance(parameters, Mapping) or not several:
         parameters = [parameters] * len(prompts)
     if len(parameters) != len(prompts):
         message = f"sampling_params holds {len(parameters)} for {len(prompts)} prompts: send one for all, or one for each"
         raise BadRequest(message, field="sampling_params")
-    return [_body(prompt, each, fields) for prompt, each in zip(prompts, parameters, strict=True)]
+    bodies = []
+    for each, chosen in zip(prompts, parameters, strict=True):
+        given = {"text": each} if isinstance(each, str) else {"input_ids": list(each)}
+        bodies.append({**given, "sampling_params": dict(chosen or {}), **fields, **({"stream": True} if streams else {})})
+    return bodies

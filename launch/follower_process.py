@@ -27,7 +27,7 @@ from common.instance.ranks.follower import FollowerLoop
 from common.instance.ranks.line import RankLost
 from common.mail import Mailbox
 from common.messages.ranks import RankHello, ToFollower, rank_name
-from common.processes.child import Ready
+from common.processes.child import Ready, await_children
 from launch.child import ChildProcess
 from launch.instance_command import InstanceCommand
 from launch.instance_process import CLOSE_S, TRANSPORT_START_S
@@ -58,7 +58,7 @@ def serve(process: ChildProcess, command: InstanceCommand, engines: Mapping[int,
             stack.callback(mailbox.close)
             commands = commands_of_ranks(command, engines, instance.leader)
             children = RankChildren(process, command.name, commands, mailbox.wake)
-            stack.callback(children.close, LOST_S)
+            stack.callback(await_children, children.children, LOST_S)
             hello = RankHello(
                 rank=rank,
                 ranks=instance.tp,

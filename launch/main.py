@@ -110,13 +110,12 @@ def _local(flags: argparse.Namespace) -> int:
 
 @child.kept()
 def _ray(flags: argparse.Namespace) -> int:
-    from launch.ray_fleet import RayPlan, run
+    from launch.ray_fleet import run
 
     config = _read_fleet(flags)
     child.configure(config.log, "ray")
-    plan = RayPlan(config=config, ray=read_config(RayConfig, flags))
     instance_command.check_model(config.model, config.engine, config.instance.tp, on_cpu=config.engine.device == "cpu")
-    return run(plan)
+    return run(config, read_config(RayConfig, flags))
 
 
 def _read_fleet(flags: argparse.Namespace) -> "FleetConfig":

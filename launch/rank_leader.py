@@ -27,6 +27,7 @@ from common.instance.ranks.leader import Followers, remote_transfers
 from common.mail import Mailbox
 from common.messages import EngineChoices, PoolDescriptor, RankInfo
 from common.messages.ranks import ToLeader, rank_name
+from common.processes.child import await_children
 from kv_transfer.target_ranks import RankedTransfers
 from launch.child import ChildProcess
 from launch.instance_command import InstanceCommand
@@ -114,7 +115,7 @@ class LeaderRanks:
         error = sys.exception()
         self._start.close()
         self.followers.end("drained" if error is None else str(error), orderly=error is None)
-        self._children.close(DRAINED_S if error is None else LOST_S)
+        await_children(self._children.children, DRAINED_S if error is None else LOST_S)
         self._leaving.close()
 
     def close(self) -> None:

@@ -26,7 +26,7 @@ from common.instance.ranks.line import RankLost
 from common.mail import Mailbox
 from common.model_path import resolve_model_path
 from common.options import flag_of, to_flags
-from common.processes.child import KILL_S, Exited, Progress, Reported
+from common.processes.child import Exited, Progress, Reported
 from engine.checkpoint import fingerprint
 from engine.kv_budget import memory_part
 from launch.child import BAD_FLAG, ChildEvent, ChildProcess, Notification, RoleProcess, launch_command
@@ -42,9 +42,9 @@ class RankChildren:
         self._wake = wake
         self._ends: queue.SimpleQueue[Exited] = queue.SimpleQueue()
         self._ranks = {f"{name}.rank-{rank}": rank for rank in commands}
-        self._children: list[RoleProcess] = []
+        self.children: list[RoleProcess] = []
         for child, rank in self._ranks.items():
-            self._children.append(RoleProcess(child, commands[rank], self._heard, killed_with_us=True))
+            self.children.append(RoleProcess(child, commands[rank], self._heard, killed_with_us=True))
         process.on_sudden_end(self.kill)
 
     def check(self, *, may_leave: bool = False) -> None:
@@ -59,17 +59,8 @@ class RankChildren:
 
     def kill(self) -> None:
         """All of them, at once."""
-        for child in self._children:
+        for child in self.children:
             child.kill()
-
-    def close(self, timeout_s: float) -> None:
-        """Wait until they have ended, and kill those that have not after `timeout_s`."""
-        until = time.monotonic() + timeout_s
-        late = [child for child in self._children if not child.wait(max(0.0, until - time.monotonic()))]
-        for child in late:
-            child.kill()
-        for child in late:
-            child.wait(KILL_S)
 
     def _heard(self, event: ChildEvent) -> None:
         """On a thread of the child."""

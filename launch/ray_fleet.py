@@ -18,7 +18,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Protocol
 
 import msgspec
@@ -214,8 +214,9 @@ class RayInstance:
             threading.Thread(target=self._listen, args=arguments, name=f"{self.name} on {host.node}", daemon=True).start()
         ended = [ends.get()]
         until = time.monotonic() + OTHERS_S
-        while len(ended) < len(hosts) and (end := _next(ends, until)) is not None:
-            ended.append(end)
+        with contextlib.suppress(queue.Empty):
+            while len(ended) < len(hosts):
+                ended.append(ends.get(timeout=max(0.0, until - time.monotonic())))
         return next((end for end in ended if end.status != 0), ended[0])  # the first that failed is the reason for the others
 
     def _flags_of(self, hosts: Sequence[RankNode]) -> list[list[str]]:
@@ -247,37 +248,6 @@ class RayInstance:
 
     def _given_up(self) -> bool:
         return self._is_stopping or self._killed
-
-
-def _next(ends: "queue.SimpleQueue[Ended]", until: float) -> Ended | None:
-    try:
-        return ends.get(timeout=max(0.0, until - time.monotonic()))
-    except queue.Empty:
-        return None
-
-
-@dataclass(frozen=True, kw_only=True)
-class RayPlan:
-    """What Ray reserves for the instances of a fleet. Raises ConfigError when ranks cannot be divided among nodes."""
-
-    config: FleetConfig
-    ray: RayConfig
-
-    def __post_init__(self) -> None:
-        engine = self.config.engine
-        check_nccl(self.config.instance, on_gpus=engine.device.startswith("cuda") and engine.executor == "torch")
-        self.bundles()
-
-    def engines(self) -> dict[str, EngineConfig]:
-        """The ranks of an instance on one node share the processors that Ray reserves for them there."""
-        engine = self.config.engine
-        engine = replace(engine, threads=engine.threads or self.bundles()[0].cpus)
-        return dict.fromkeys(self.config.instance_names, engine)
-
-    def bundles(self) -> list[Bundle]:
-        """What Ray reserves for one instance."""
-        engine = self.config.engine
-        return bundles_of(self.ray, self.config.instance.tp, on_gpus=engine.device != "cpu" and engine.executor != "timed")
 
 
 class RayHost:
@@ -408,26 +378,34 @@ def import_ray() -> Any:
     return ray
 
 
-def run(plan: RayPlan) -> int:
-    """Start, watch and stop. Returns the exit status, as `launch.local.run_fleet` does. Raises ConfigError."""
+def run(config: FleetConfig, cluster: RayConfig) -> int:
+    """Start, watch and stop. Returns the exit status, as `launch.local.run_fleet` does. Raises ConfigError, also when ranks
+    cannot be divided among nodes."""
+    engine = config.engine
+    check_nccl(config.instance, on_gpus=engine.device.startswith("cuda") and engine.executor == "torch")
+    bundles = bundles_of(cluster, config.instance.tp, on_gpus=engine.device != "cpu" and engine.executor != "timed")
     ray = import_ray()
     signal.pthread_sigmask(signal.SIG_BLOCK, child.STOP_SIGNALS)  # before Ray starts threads, which would take them
     try:
-        ray.init(address=plan.ray.ray_address, logging_level="warning")
+        ray.init(address=cluster.ray_address, logging_level="warning")
     except (ConnectionError, ray.exceptions.RayError) as error:
         raise ConfigError(
-            f"--ray-address {plan.ray.ray_address}: no Ray cluster answers ({error}). Start one with `ray start --head` here and "
+            f"--ray-address {cluster.ray_address}: no Ray cluster answers ({error}). Start one with `ray start --head` here and "
             "`ray start --address HEAD:6379` on the other nodes"
         ) from error
-    check_gpus(plan.bundles()[0], plan.config.engine.device, ray.nodes())
+    check_gpus(bundles[0], engine.device, ray.nodes())
     here = str(ray.util.get_node_ip_address())
-    only = here if is_loopback(f"tcp://{plan.config.router.host}:0") else ""
-    places = {name: RayPlace(ray, name, plan.bundles(), only) for name in plan.config.instance_names}
+    only = here if is_loopback(f"tcp://{config.router.host}:0") else ""
+    places = {name: RayPlace(ray, name, bundles, only) for name in config.instance_names}
+
+    def engines() -> dict[str, EngineConfig]:
+        """The ranks of an instance on one node share the processors that Ray reserves for them there."""
+        return dict.fromkeys(config.instance_names, replace(engine, threads=engine.threads or bundles[0].cpus))
 
     def start(name: str, role: Role, flags: Sequence[str], on_event: OnEvent) -> RayInstance:
         return RayInstance(name, role, flags, places[name], on_event)
 
     try:
-        return run_fleet(ChildFleet(plan.config, plan.engines, start_instance=start, here=here))
+        return run_fleet(ChildFleet(config, engines, start_instance=start, here=here))
     finally:
         ray.shutdown()

@@ -225,7 +225,6 @@ class Child(Generic[ReportT]):
         """Held while an order is written, which a child that does not read makes last; nothing else waits for it."""
         report_fd, child_report_fd = os.pipe()
         child_order_fd, self._order_fd = os.pipe()
-        output_fd, child_output_fd = os.pipe()
         pipes = {REPORT_FD: str(child_report_fd), ORDER_FD: str(child_order_fd)}
         if killed_with_us:
             pipes[KILLED_WITH] = str(os.getpid())
@@ -233,20 +232,22 @@ class Child(Generic[ReportT]):
             self._process = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
-                stdout=child_output_fd,
-                stderr=child_output_fd,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                encoding="utf-8",
+                errors="replace",
                 pass_fds=(child_report_fd, child_order_fd, *inherited),
                 env=with_our_code({**os.environ, **(environment or {}), **pipes}),
                 start_new_session=True,
             )
         except BaseException:
-            for fd in (report_fd, self._order_fd, output_fd):
-                os.close(fd)
+            os.close(report_fd)
+            os.close(self._order_fd)
             raise
         finally:
-            for fd in (child_report_fd, child_order_fd, child_output_fd):
-                os.close(fd)
-        self._output = threading.Thread(target=self._read_output, args=(output_fd,), name=f"{name} output", daemon=True)
+            os.close(child_report_fd)
+            os.close(child_order_fd)
+        self._output = threading.Thread(target=self._read_output, name=f"{name} output", daemon=True)
         self._output.start()
         threading.Thread(target=self._watch, args=(report_fd,), name=f"{name} reports", daemon=True).start()
 
@@ -294,8 +295,9 @@ class Child(Generic[ReportT]):
         lines = "".join(f"\n    {line.rstrip()}" for line in list(self._lines))
         return "; ".join(parts) + (f"\n  last lines of {self.name}:{lines}" if lines else "")
 
-    def _read_output(self, fd: int) -> None:
-        with os.fdopen(fd, encoding="utf-8", errors="replace") as output:
+    def _read_output(self) -> None:
+        assert self._process.stdout is not None
+        with self._process.stdout as output:
             for line in output:
                 self._lines.append(line)
                 self._on_output(line)
@@ -369,6 +371,11 @@ def stop_children(children: Sequence[Running], deadline_s: float) -> list[str]:
     """Ask all of them to stop, wait, and kill those that still run after `deadline_s`. Returns the names of those killed."""
     for child in children:
         child.terminate()
+    return await_children(children, deadline_s)
+
+
+def await_children(children: Sequence[Running], deadline_s: float) -> list[str]:
+    """Wait until they have ended, and kill those that still run after `deadline_s`. Returns their names."""
     until = time.monotonic() + deadline_s
     late = [child for child in children if not child.wait(max(0.0, until - time.monotonic()))]
     for child in late:

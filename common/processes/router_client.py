@@ -102,12 +102,12 @@ class RouterClient:
 
     def get(self, path: str) -> Any:
         """The JSON of a page. Raises RequestFailed."""
-        with self._connected(self._call()) as connection, self._response(connection, "GET", path, None) as response:
+        with self._response(self._call(), "GET", path, None) as response:
             return _decoded(response.read())
 
     def post(self, path: str, body: Mapping[str, Any]) -> Any:
         """The JSON answer to a JSON body. Raises RequestFailed."""
-        with self._connected(self._call()) as connection, self._response(connection, "POST", path, body) as response:
+        with self._response(self._call(), "POST", path, body) as response:
             return _decoded(response.read())
 
     def stream(self, path: str, body: Mapping[str, Any]) -> EventStreamReader:
@@ -116,7 +116,7 @@ class RouterClient:
         return EventStreamReader(call, self._events(call, path, body))
 
     def _events(self, call: _HttpCall, path: str, body: Mapping[str, Any]) -> Generator[Any, None, None]:
-        with self._connected(call) as connection, self._response(connection, "POST", path, body) as response:
+        with self._response(call, "POST", path, body) as response:
             while True:
                 line = response.readline()
                 if not line:
@@ -137,35 +137,28 @@ class RouterClient:
         return _HttpCall(http.client.HTTPConnection(self._netloc, timeout=self._timeout_s))
 
     @contextlib.contextmanager
-    def _connected(self, call: _HttpCall) -> Iterator[http.client.HTTPConnection]:
-        """Raises RequestFailed."""
+    def _response(
+        self, call: _HttpCall, method: str, path: str, body: Mapping[str, Any] | None
+    ) -> Iterator[http.client.HTTPResponse]:
+        """Its connection may have forgotten the answer, and then the socket stays open as long as the answer is: so both are
+        closed. Raises RequestFailed."""
         with self._lock:
             if self._closed:
                 raise RequestFailed(f"the client of {self.url} is closed")
             self._open.add(call)
         try:
             call.connect()
-            yield call.connection
+            call.connection.request(method, self._path + path, None if body is None else json.dumps(body), self._headers)
+            with call.connection.getresponse() as response:
+                if response.status >= 400:
+                    raise RequestFailed(_message(_decoded(response.read())), response.status)
+                yield response
         except (OSError, http.client.HTTPException, UnicodeError) as error:  # UnicodeError: no such name or path can be sent
-            raise self._unreachable(error) from error
+            raise RequestFailed(f"{self.url} does not answer: {error or type(error).__name__}") from error
         finally:
             with self._lock:
                 self._open.discard(call)
             call.connection.close()
-
-    def _response(
-        self, connection: http.client.HTTPConnection, method: str, path: str, body: Mapping[str, Any] | None
-    ) -> http.client.HTTPResponse:
-        """Close the answer: its connection may have forgotten it, and then the socket stays open as long as the answer is."""
-        connection.request(method, self._path + path, None if body is None else json.dumps(body), self._headers)
-        response = connection.getresponse()
-        if response.status >= 400:
-            with response:
-                raise RequestFailed(_message(_decoded(response.read())), response.status)
-        return response
-
-    def _unreachable(self, error: Exception) -> RequestFailed:
-        return RequestFailed(f"{self.url} does not answer: {error or type(error).__name__}")
 
 
 def _decoded(data: bytes) -> Any:

@@ -96,7 +96,7 @@ def child(name: str, flags: Sequence[str], process: ChildProcess) -> None:
         left = subprocess.Popen(["sleep", str(int(FOREVER_S))])
         note(f"{name} left {left.pid}")
     if how == "babbler":
-        os.write(process._parent._report_fd or 0, b"not a report\n")
+        os.write(process.parent._report_fd or 0, b"not a report\n")
 
     def obey(order: Order) -> None:
         note(f"{name} order {type(order).__name__}")

@@ -17,7 +17,7 @@ from common.config import EngineConfig, InstanceConfig
 from common.errors import MeetingFailed
 from common.ids import Incarnation
 from common.instance.ranks.line import RankLost
-from common.processes.child import Exited, Progress, Ready, Reported
+from common.processes.child import Exited, Progress, Ready, Reported, await_children
 from launch.child import BAD_FLAG, ChildEvent, ChildProcess, RoleProcess
 from launch.instance_command import InstanceCommand
 from launch.rank_leader import LeaderRanks, describe_missing
@@ -218,16 +218,16 @@ def test_a_process_that_ends_without_its_threads_kills_the_ranks_that_it_has_sta
     end: Callable[[str], object] = stopped.end_now
     end("the start took too long")
     with pytest.raises(RankLost, match="rank 1 ended: killed by SIGKILL"):
-        children.close(HANG_S)
+        await_children(children.children, HANG_S)
         children.check()
 
 
 def test_a_rank_that_drains_before_the_follower_that_has_started_it_is_not_lost(stopped: ChildProcess) -> None:
     leaves = RankChildren(stopped, NAME, {3: ["true"]}, lambda: None)
-    leaves.close(HANG_S)
+    await_children(leaves.children, HANG_S)
     leaves.check(may_leave=True)
     fails = RankChildren(stopped, NAME, {3: ["false"]}, lambda: None)
-    fails.close(HANG_S)
+    await_children(fails.children, HANG_S)
     with pytest.raises(RankLost, match="rank 3 ended: exit status 1"):
         fails.check(may_leave=True)
 
