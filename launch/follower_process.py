@@ -30,8 +30,8 @@ from common.messages.ranks import RankHello, ToFollower, rank_name
 from common.processes.child import Ready, await_children
 from launch.child import ChildProcess
 from launch.instance_command import InstanceCommand
-from launch.instance_process import CLOSE_S, TRANSPORT_START_S
-from launch.parts import ParallelContext, make_executor, make_transfers
+from launch.instance_process import CLOSE_S
+from launch.parts import ParallelContext, open_rank
 from launch.rank_leader import LOST_S, describe_rank
 from launch.rank_setup import RankChildren, StartThread, commands_of_ranks, rank_setup
 
@@ -84,11 +84,7 @@ def serve(process: ChildProcess, command: InstanceCommand, engines: Mapping[int,
 
             is_timed = command.engine.executor == "timed"
             parallel = ParallelContext(rank, instance.tp, start.agree, None if is_timed else meet)
-            _, executor = make_executor(command.role, command.model, engines[rank], mailbox.wake, process.progress, parallel)
-            stack.callback(executor.close)
-            thread, transfers = make_transfers(instance, executor.description, mailbox.wake, parallel)
-            stack.callback(thread.close)
-            pool = thread.start(TRANSPORT_START_S)
+            _, executor, transfers, pool = open_rank(stack, process, command, engines[rank], mailbox.wake, parallel)
             stack.callback(leaving.close)  # no step waits for the others any more
             made = executor.description
             start.call(lambda: loop.ready(made.model, pool, made.choices))

@@ -36,11 +36,10 @@ from common.processes.child import Ready
 from decode.scheduler import DecodeScheduler
 from launch.child import ChildProcess
 from launch.instance_command import InstanceCommand
-from launch.parts import SINGLE_RANK, make_executor, make_transfers
+from launch.parts import SINGLE_RANK, open_rank
 from launch.rank_leader import LeaderRanks, describe_rank
 from prefill.scheduler import PrefillScheduler
 
-TRANSPORT_START_S = 60.0
 CLOSE_S = 8.0
 """How long transfers and engine may take to close. Less than `launch local` waits for it; more than a push takes to end."""
 
@@ -67,13 +66,8 @@ def serve(process: ChildProcess, command: InstanceCommand, engines: Mapping[int,
                 ranks = LeaderRanks(process, command, engines, life)
                 stack.callback(ranks.close)
             parallel = SINGLE_RANK if ranks is None else ranks.parallel
-            engine, executor = make_executor(command.role, command.model, engines[0], mailbox.wake, process.progress, parallel)
-            stack.callback(executor.close)
-            process.progress("registering memory for transfers")
-            thread, own = make_transfers(instance, executor.description, mailbox.wake, parallel)
+            engine, executor, own, pool = open_rank(stack, process, command, engines[0], mailbox.wake, parallel)
             transfers: Transfers = own
-            stack.callback(thread.close)
-            pool = thread.start(TRANSPORT_START_S)
             if ranks is not None:
                 stack.callback(ranks.end)
                 executor, transfers = ranks.join(executor, own, pool)

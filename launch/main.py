@@ -155,10 +155,9 @@ def _detokenizer(flags: argparse.Namespace) -> int:
     _, trust = read_security(flags)
 
     def body(process: ChildProcess) -> None:
-        from common.ids import InstanceId
-        from launch.detokenizer_process import serve
+        from launch.router_process import serve_detokenizer
 
-        serve(process, config, model, InstanceId(flags.of), flags.shard, trust)
+        serve_detokenizer(process, config, model, flags.of, flags.shard, trust)
 
     return run_process(f"detokenizer-{flags.shard}" if config.detokenizers > 1 else "detokenizer", log, 1, body)
 

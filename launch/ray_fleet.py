@@ -13,6 +13,7 @@ Only texts and numbers cross to the actors and back: Ray itself would unpickle a
 """
 
 import contextlib
+import math
 import queue
 import signal
 import threading
@@ -271,7 +272,9 @@ class RayHost:
         self._actor.terminate.remote()  # who listens to the host learns when it is lost
 
     def kill(self) -> None:
-        end_actor(self._ray, self._actor)
+        with contextlib.suppress(self._ray.exceptions.RayError):  # it is gone, or held up: Ray ends it in either case
+            self._ray.get(self._actor.kill.remote(), timeout=ACTOR_KILL_S)
+        self._ray.kill(self._actor)  # an actor that does not answer takes its process with it
 
     def _answer(self, call: Any, timeout_s: float = ANSWER_S) -> Any:
         """Raises HostLost."""
@@ -280,13 +283,6 @@ class RayHost:
         except self._ray.exceptions.RayError as error:
             reason = " ".join(str(error).split()) or type(error).__name__
             raise HostLost(f"its ranks on the Ray node {self.node} are lost: {reason}") from error
-
-
-def end_actor(ray: Any, actor: Any) -> None:
-    """End its process, then the actor itself. An actor that does not answer takes its process with it."""
-    with contextlib.suppress(ray.exceptions.RayError):  # it is gone, or held up: Ray ends it in either case
-        ray.get(actor.kill.remote(), timeout=ACTOR_KILL_S)
-    ray.kill(actor)
 
 
 class RayPlace:
@@ -301,14 +297,22 @@ class RayPlace:
         self._group = placement_group([bundle.resources for bundle in bundles], strategy="STRICT_SPREAD")
 
     def hosts(self, given_up: Callable[[], bool], waits: Callable[[str], object]) -> list[RayHost]:
-        patience = Patience(given_up, waits, self._needs())
+        show_at = time.monotonic() + SHOW_AFTER_S
+
+        def gives_up() -> bool:
+            nonlocal show_at
+            if time.monotonic() >= show_at:
+                show_at = math.inf
+                waits(self._needs())
+            return given_up()
+
         while not self._group.wait(LOOK_S):
-            if patience.ended():
+            if gives_up():
                 return []
         actors = [self._actor(number, bundle) for number, bundle in enumerate(self.bundles)]
         hosts: list[RayHost] = []
         for actor in actors:
-            node = self._node_of(actor, patience)
+            node = self._node_of(actor, gives_up)
             if not node:
                 for each in actors:
                     self._ray.kill(each)
@@ -325,10 +329,10 @@ class RayPlace:
         )
         return kind.remote(self._name)
 
-    def _node_of(self, actor: Any, patience: "Patience") -> str:
+    def _node_of(self, actor: Any, gives_up: Callable[[], bool]) -> str:
         """The address of the actor's node, as soon as it runs; "" when that is given up. Raises HostLost."""
         call = actor.node.remote()
-        while not patience.ended():
+        while not gives_up():
             try:
                 return str(self._ray.get(call, timeout=LOOK_S))
             except self._ray.exceptions.GetTimeoutError:
@@ -353,38 +357,18 @@ class RayPlace:
         return f"waiting until {nodes} of the Ray cluster has {resources} free"
 
 
-class Patience:
-    """How long somebody waits for a place: until it is given up; and that this is said once."""
-
-    def __init__(self, given_up: Callable[[], bool], waits: Callable[[str], object], what: str) -> None:
-        self._given_up, self._waits, self._what = given_up, waits, what
-        self._show_at: float | None = time.monotonic() + SHOW_AFTER_S
-
-    def ended(self) -> bool:
-        if self._show_at is not None and time.monotonic() >= self._show_at:
-            self._show_at = None
-            self._waits(self._what)
-        return self._given_up()
-
-
-def import_ray() -> Any:
-    """Raises ConfigError."""
-    try:
-        import ray
-    except ImportError as error:
-        raise ConfigError(
-            "launch ray needs Ray, which is not installed here: pip install 'tandem-serve[ray]' on every node, the same version"
-        ) from error
-    return ray
-
-
 def run(config: FleetConfig, cluster: RayConfig) -> int:
     """Start, watch and stop. Returns the exit status, as `launch.local.run_fleet` does. Raises ConfigError, also when ranks
     cannot be divided among nodes."""
     engine = config.engine
     check_nccl(config.instance, on_gpus=engine.device.startswith("cuda") and engine.executor == "torch")
     bundles = bundles_of(cluster, config.instance.tp, on_gpus=engine.device != "cpu" and engine.executor != "timed")
-    ray = import_ray()
+    try:
+        import ray
+    except ImportError as error:
+        raise ConfigError(
+            "launch ray needs Ray, which is not installed here: pip install 'tandem-serve[ray]' on every node, the same version"
+        ) from error
     signal.pthread_sigmask(signal.SIG_BLOCK, child.STOP_SIGNALS)  # before Ray starts threads, which would take them
     try:
         ray.init(address=cluster.ray_address, logging_level="warning")

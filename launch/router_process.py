@@ -1,6 +1,6 @@
-"""The router as a process: the router itself, and the detokenizers that are its children.
+"""The router as a process: the router itself, and the detokenizers that are its children; and a detokenizer as a process.
 
-Owns the composition and the order of start and stop. Does not know requests: `router` does.
+Owns the composition and the order of start and stop. Does not know requests or text: `router` and `common.text` do.
 
     start   each detokenizer binds and reports its inbox ─► the router binds HTTP and control ─► they learn the latter
     stop    the router drains: HTTP intake closes, open answers end ─► (told to stop completely) ─► the detokenizers stop
@@ -19,12 +19,12 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from common.access import Access, read_access, read_again
-from common.addresses import LOOPBACK, host_for_peers, new_router_name, reachable
+from common.addresses import LOOPBACK, bind_address, host_for_peers, new_router_name, reachable
 from common.config import AccessConfig, LogConfig, ModelConfig, RouterConfig, SecurityConfig
 from common.errors import ConfigError, TandemError
 from common.options import to_flags
 from common.processes.child import IntakeClosed, Progress, Ready, Reported, stop_children
-from common.trust import read_trust
+from common.trust import Trust, read_trust
 from launch.child import (
     BAD_FLAG,
     ChildEvent,
@@ -263,3 +263,23 @@ class KeptDetokenizer:
         if self._router_knows is not self._child:
             self._router_knows = self._child
             moved(self._inbox)
+
+
+def serve_detokenizer(
+    process: ChildProcess, config: RouterConfig, model: ModelConfig, router: str, shard: int, trust: Trust
+) -> None:
+    """The process of a detokenizer, which turns tokens of every instance into text. Serve until told to stop. It listens where
+    the router does: instances on other hosts send here."""
+    from common.ids import InstanceId
+    from common.text.detokenizer_manager import DetokenizerManager
+
+    manager = DetokenizerManager(f"tcp://{bind_address(config.host, '--host')}:0", model.model, InstanceId(router), shard, trust)
+
+    def obey(order: Order) -> None:
+        if isinstance(order, MeetRouter):
+            manager.meet_router(order.address)
+
+    process.on_order(obey)
+    process.on_stop(manager.stop)
+    process.report(Ready(addresses={"inbox": reachable(manager.address, host_for_peers())}))
+    manager.run()
