@@ -102,27 +102,24 @@ def _turn_until_drained(
         mailbox.wake()
 
     def wait(timeout_s: float) -> None:
+        """The mail of other ranks is taken in before the worker's turn."""
         nonlocal reported
         if worker.joined and not reported:
             reported = True
             process.report(Ready(addresses={"inbox": info.inbox}))
         process.check_hurry()
-        mailbox.wait(timeout_s)
-
-    def wait_with_ranks(timeout_s: float) -> None:
-        """Their mail is taken in before the worker's turn."""
-        assert ranks is not None
-        wait(min(timeout_s, ranks.followers.next_deadline() - time.monotonic()))
+        if ranks is None:
+            mailbox.wait(timeout_s)
+            return
+        mailbox.wait(min(timeout_s, ranks.followers.next_deadline() - time.monotonic()))
         ranks.turn()
         if ranks.followers.drain_asked:
             stopping.set()
 
     process.on_stop(drain)
-    if ranks is None:
-        run_worker(worker, wait, time.monotonic, stopping.is_set)
-    else:
+    if ranks is not None:
         mailbox.wait_for_mail_of(ranks.mailbox)
-        run_worker(worker, wait_with_ranks, time.monotonic, stopping.is_set)
+    run_worker(worker, wait, time.monotonic, stopping.is_set)
 
 
 def _scheduler(info: InstanceInfo, instance: InstanceConfig, engine: EngineConfig, executor: Executor) -> Scheduler[Any]:

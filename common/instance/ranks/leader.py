@@ -9,7 +9,10 @@ failed, or a message of its was lost, `turn` raises RankLost. Opens no socket; i
     serving     plans and commands go out, reports come back
 
 Before the welcome a rank may leave and come again: it is missing when its process is gone or says hello no more. After the
-welcome, a rank that is lost ends the instance. Another thread may load the model meanwhile, and say what this rank offers.
+welcome, a rank that is lost ends the instance. A process that says it is a rank which is there already may be that one's
+successor: it is refused when the first is heard again after it; until then it gets no answer and asks again.
+
+Another thread may load the model meanwhile, and say what this rank offers.
 """
 
 from collections import deque
@@ -23,7 +26,7 @@ from common.errors import ConfigError
 from common.executor import StepPlan
 from common.ids import InstanceId
 from common.instance.ports import Mail
-from common.instance.ranks.line import PING_S, SILENCE_S, START_SILENCE_S, RankLine, RankLost, Refusals, describe, pack_plan
+from common.instance.ranks.line import PING_S, SILENCE_S, START_SILENCE_S, RankLine, RankLost, describe, pack_plan
 from common.messages import Failed, ModelIdentity, PoolDescriptor, RankInfo
 from common.messages.base import WIRE_VERSION
 from common.messages.ranks import (
@@ -44,6 +47,7 @@ from common.messages.ranks import (
     RankFailed,
     RankHello,
     RankReady,
+    RankRefused,
     RankWelcome,
     StepReturned,
     ToLeader,
@@ -57,6 +61,8 @@ ABSENT_S = 5.0
 PROOF_S = 1.0
 """How long a failed step waits for the proof that a rank is gone. When one dies, the steps of all others fail at once, and only
 its end tells which it was: the host refuses connections after a third of a second."""
+MOST_REFUSED = 64
+"""Of so many that were refused the routes are kept, and the reasons."""
 IN_START = (Offer, RankReady)
 """What comes before all ranks serve, and not after."""
 ALWAYS = (Pong, AskDrain, RankFailed)
@@ -73,6 +79,8 @@ class FollowerLine:
     offer: int | None = None
     """How many pages it can hold, while that is not agreed."""
     ready: RankReady | None = None
+    rival: tuple[InstanceId, RankHello, float] | None = None
+    """Who says that it is this rank too, and since when."""
     returned: dict[int, int] = field(default_factory=dict)
     """Step → CRC of the tokens that it has sampled."""
     layers: dict[int, int] = field(default_factory=dict)
@@ -96,7 +104,8 @@ class Followers:
         self._all: list[FollowerLine] = []
         """Those that are there, in the order of ranks."""
         self._by_name: dict[InstanceId, FollowerLine] = {}
-        self._refusals = Refusals(mail)
+        self._refused: dict[InstanceId, tuple[int, str]] = {}
+        """Rank and reason of those that were refused, for people. The oldest first; the routes to them are kept."""
         self._meeting: str | None = None
         self._own: tuple[ModelIdentity, PoolDescriptor] | None = None
         self._offer: int | None = None
@@ -151,8 +160,10 @@ class Followers:
 
     @property
     def refused(self) -> list[str]:
-        """Who was refused and is missed, or is no rank at all, and why. For people."""
-        return self._refusals.reasons(self._ranks, {each.rank for each in self._all})
+        """Who was refused and is missed, or is no rank at all, and why: the latest of each number. For people."""
+        there = {each.rank for each in self._all}
+        latest = {rank: reason for rank, reason in self._refused.values() if rank not in there or not 1 <= rank < self._ranks}
+        return list(latest.values())
 
     @property
     def infos(self) -> list[RankInfo]:
@@ -180,7 +191,7 @@ class Followers:
                 self.stale += 1
             else:
                 follower.line.take(message, now)
-                self._refusals.heard(follower.rank, follower.line.who, now)
+                self._refuse_rival(follower, now)
                 self._take(follower, message, now)
         lost = [self._by_name[name] for name in self._mail.refused() if name in self._by_name]
         if not self.welcomed:
@@ -258,21 +269,37 @@ class Followers:
         if known is not None and known.line.to == sender:
             if not self.welcomed:
                 known.line.heard_s = now
-            self._refusals.heard(hello.rank, known.line.who, now)
+            self._refuse_rival(known, now)
         elif (reason := self._why_not(hello)) is not None:
-            self._refusals.refuse(sender, hello, reason)
-        elif known is not None:
-            self._refusals.wait(sender, hello, now)
-        else:
+            self._refuse(sender, hello, reason)
+        elif known is None:
             self.admit(sender, hello, now)
+        elif known.rival is None or known.rival[0] != sender:
+            known.rival = sender, hello, now
 
     def admit(self, sender: InstanceId, hello: RankHello, now: float) -> None:
         """This process is that rank."""
-        self._refusals.joined(hello.rank)
         self._mail.route(sender, hello.address, watch=True)
         follower = FollowerLine(hello.rank, RankLine(self._mail, sender, describe(hello), now), hello.info)
         self._by_name[sender] = follower
         self._all = sorted(self._by_name.values(), key=lambda each: each.rank)
+
+    def _refuse(self, sender: InstanceId, hello: RankHello, reason: str) -> None:
+        self._refused.pop(sender, None)
+        self._refused[sender] = hello.rank, f"{describe(hello)} was refused: {reason}"
+        self._mail.route(sender, hello.address)
+        self._mail.send(sender, RankRefused(reason=reason))
+        if len(self._refused) > MOST_REFUSED:
+            oldest = next(iter(self._refused))
+            del self._refused[oldest]
+            self._mail.route(oldest, None)
+
+    def _refuse_rival(self, follower: FollowerLine, now: float) -> None:
+        """The rank that is there has been heard. What came in the same turn may be older than its rival."""
+        if follower.rival is not None and follower.rival[2] < now:
+            rival, hello, _ = follower.rival
+            follower.rival = None
+            self._refuse(rival, hello, f"{follower.line.who} is there already")
 
     def _why_not(self, hello: RankHello) -> str | None:
         if hello.wire_version != WIRE_VERSION:

@@ -8,8 +8,8 @@ from msgspec.structs import replace
 from common.errors import ConfigError, PeerRefused
 from common.ids import Incarnation, InstanceId
 from common.instance.ranks.follower import HELLO_S, SOMEBODY, FollowerLoop
-from common.instance.ranks.leader import ABSENT_S, Followers
-from common.instance.ranks.line import MOST_KEPT, SILENCE_S, START_SILENCE_S, RankLost
+from common.instance.ranks.leader import ABSENT_S, MOST_REFUSED, Followers
+from common.instance.ranks.line import SILENCE_S, START_SILENCE_S, RankLost
 from common.messages import EngineChoices, PoolDescriptor
 from common.messages.base import WIRE_VERSION
 from common.messages.ranks import Ping, RankHello, RankRefused, RankWelcome, ToFollower, ToLeader, rank_name
@@ -162,12 +162,12 @@ def test_a_rank_that_says_hello_no_more_is_missing_and_its_successor_takes_its_p
 
 def test_every_rank_that_does_not_fit_is_answered_and_few_routes_are_kept() -> None:
     start = Start()
-    for life in map(str, range(2 * MOST_KEPT)):
+    for life in map(str, range(2 * MOST_REFUSED)):
         name = rank_name("decode-0", 1, Incarnation(life))
         start.mail.arriving.append((name, replace(hello(1), ranks=4)))
         start.followers.turn(start.clock)
         assert [(to, type(message)) for to, message in take(start.mail)] == [(name, RankRefused)]
-    assert sum(address is not None for address in start.mail.routes.values()) == MOST_KEPT
+    assert sum(address is not None for address in start.mail.routes.values()) == MOST_REFUSED
     why = "rank 1 (pid 101 on gpu-7) was refused: it was started with --tp 4, and rank 0 with --tp 3"
     assert start.followers.refused == [why]
     start.sides = [Side(hello(1))]
