@@ -190,7 +190,7 @@ def _is_list(prompt: Prompt | Sequence[Prompt]) -> bool:
 
 
 def _bodies(prompt: Any, parameters: Any, fields: Mapping[str, Any], streams: str) -> list[dict[str, Any]]:
-    """Of each prompt. streams: the method that is to stream the answer; "": none. Raises BadRequest when there are not as many
+    """The body for each prompt. streams: the method that is to stream the answer; "": none. Raises BadRequest when there are not as many
     parameters as prompts, or several prompts to stream."""
     several = _is_list(prompt)
     if streams and several:

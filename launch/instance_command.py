@@ -43,7 +43,7 @@ class InstanceCommand:
 
     role: "Role"
     name: str
-    """Of the instance, whichever of its ranks the command starts."""
+    """That of the instance, whichever of its ranks the command starts."""
     instance: InstanceConfig = InstanceConfig()
     model: ModelConfig = ModelConfig()
     engine: EngineConfig = EngineConfig()

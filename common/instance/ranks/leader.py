@@ -62,7 +62,7 @@ PROOF_S = 1.0
 """How long a failed step waits for the proof that a rank is gone. When one dies, the steps of all others fail at once, and only
 its end tells which it was: the host refuses connections after a third of a second."""
 MOST_REFUSED = 64
-"""Of so many that were refused the routes are kept, and the reasons."""
+"""The routes to so many that were refused are kept, and the reasons."""
 IN_START = (Offer, RankReady)
 """What comes before all ranks serve, and not after."""
 ALWAYS = (Pong, AskDrain, RankFailed)

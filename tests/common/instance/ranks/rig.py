@@ -21,7 +21,7 @@ from tests.common.mailboxes import FakeMail
 
 LEADER = rank_name("decode-0", 0, Incarnation("a"))
 ADDRESS = "tcp://h:1"
-"""Of the leader."""
+"""The address of the leader."""
 
 
 def rank_hello(rank: int, ranks: int, life: str = "a") -> RankHello:
