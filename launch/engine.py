@@ -190,8 +190,8 @@ def _is_list(prompt: Prompt | Sequence[Prompt]) -> bool:
 
 
 def _bodies(prompt: Any, parameters: Any, fields: Mapping[str, Any], streams: str) -> list[dict[str, Any]]:
-    """The body for each prompt. streams: the method that is to stream the answer; "": none. Raises BadRequest when there are not as many
-    parameters as prompts, or several prompts to stream."""
+    """The body for each prompt. streams: the method that is to stream the answer; "": none. Raises BadRequest when there are not
+    as many parameters as prompts, or several prompts to stream."""
     several = _is_list(prompt)
     if streams and several:
         raise BadRequest(f"stream is for a single prompt: call {streams} for each", field="stream")
