@@ -7,8 +7,8 @@ where there is a compiler. Does not know models, rows or plans.
 
 import logging
 import os
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
@@ -24,9 +24,9 @@ from engine.cpu import build
 from engine.cpu.attention import DTYPES, NativeAttention, native_library
 from engine.cpu.build import processor_flags
 from engine.cpu.kernels import load_native_kernels
-from engine.gpu.flashinfer import FlashInfer, FlashInferAttention, FlashInferShape, PrefillKernels, decodes_on_tensor_cores
-from engine.kv_memory import KVMemory, torch_dtype
-from engine.ports import Attention, Kernels, LayerAttention
+from engine.gpu.flashinfer import AttentionNeeds, FlashInfer, FlashInferAttention, PrefillKernels, decodes_on_tensor_cores
+from engine.kv_memory import torch_dtype
+from engine.ports import Attention, Kernels
 from engine.torch_attention import PagedAttention
 from engine.torch_kernels import TorchKernels
 
@@ -102,24 +102,6 @@ HEAD_DIMS = (64, 128, 256)
 """That FlashInfer's kernels are written for."""
 FP8_CAPABILITY = (8, 9)
 """Compute capability from which on kernels convert to FP8."""
-
-
-@dataclass(frozen=True, slots=True)
-class AttentionNeeds:
-    """What attention must handle."""
-
-    memory: KVMemory
-    query_heads: int
-    layers: Sequence[LayerAttention]
-    """How each layer attends."""
-    dtype: torch.dtype
-    """The dtype of queries and results."""
-    max_rows: int
-    """Most decode rows of a step."""
-    pages_per_row: int
-    """Most pages of a row."""
-    prefill: PrefillKernels | None = None
-    """Which of FlashInfer's kernels compute chunks; None: the fastest that can be had."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -314,9 +296,8 @@ def _flashinfer(
     needs: AttentionNeeds, kind: PrefillKernels, kernels: Kernels, load: Callable[[], FlashInfer]
 ) -> FlashInferAttention | str:
     """FlashInfer with its kernels compiled, or why it cannot be. Raises ExecutorFailed if the device cannot go on after that."""
-    shape = FlashInferShape(needs.query_heads, tuple(needs.layers), needs.dtype, needs.max_rows, needs.pages_per_row, kind)
     try:
-        made = FlashInferAttention(needs.memory, shape, kernels, load())
+        made = FlashInferAttention(replace(needs, prefill=kind), kernels, load())
         made.load_kernels()
     except torch.OutOfMemoryError:
         raise

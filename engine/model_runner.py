@@ -27,7 +27,6 @@ from common.model_path import model_name, resolve_model_path
 from common.pages.layout import KVLayout
 from common.sampling_params import MAX_BAD_WORD, MAX_BAD_WORDS, MAX_BIASED_TOKENS, MAX_LOGPROBS, SamplingParams
 from engine.backends import (
-    AttentionNeeds,
     check_attention,
     check_device,
     device_of,
@@ -37,7 +36,7 @@ from engine.backends import (
     make_kernels,
     with_device_defaults,
 )
-from engine.gpu.flashinfer import PrefillKernels
+from engine.gpu.flashinfer import AttentionNeeds, PrefillKernels
 from engine.grammar.compiler import vocabulary_of
 from engine.grammar.compiler_process import CompilerProcess
 from engine.grammar.grammars import Grammars

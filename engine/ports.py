@@ -74,11 +74,9 @@ class Kernels(Protocol):
         """The rotation by the angles position * frequency. positions: [tokens] int64. frequencies: [rotary_dim / 2] float32.
         factor: multiplies cos and sin."""
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """Zhang and Sennrich 2019. x: [tokens, hidden]; weight: [hidden]. Returns the shape of x."""
-
-    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        """Returns (rms_norm(x + residual), x + residual). x, residual: [tokens, hidden]."""
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Zhang and Sennrich 2019. Returns the norm of x + residual, and x + residual; without a residual those of x.
+        x, residual: [tokens, hidden]; weight: [hidden]."""
 
     def silu_and_mul(self, gate_up: Tensor) -> Tensor:
         """SwiGLU (Shazeer 2020). gate_up: [tokens, 2 * width], the gate first. Returns silu(gate) * up, [tokens, width]."""
@@ -102,17 +100,14 @@ class Kernels(Protocol):
         [tokens, heads, head_dim].
         """
 
-    def sample(self, logits: Tensor, temperature: Tensor, seed: Tensor, position: Tensor) -> Tensor:
-        """One token per row: the largest of (logits - the row's maximum) / temperature + `noise.gumbel`; the largest logit if the
-        temperature is below `noise.GREEDY_BELOW`. Of equal ones the first.
+    def sample(
+        self, logits: Tensor, temperature: Tensor | None = None, seed: Tensor | None = None, position: Tensor | None = None
+    ) -> Tensor:
+        """One token per row: the largest of (logits - the row's maximum) / temperature + `torch_kernels.gumbel`; the largest
+        logit if the temperature is below `torch_kernels.GREEDY_BELOW`, or none is given. Of equal ones the first.
 
-        logits: [rows, vocab] float32; minus infinity excludes a token. temperature: [rows] float32. seed, position: [rows] int64.
-        Returns [rows] int64. A row with NaN gets some token of the vocabulary.
-        """
-
-    def likeliest(self, logits: Tensor) -> Tensor:
-        """The token of each row that has the largest logit, of equal ones the first: as `sample` with temperatures of 0.
-        logits: [rows, vocab] float32. Returns [rows] int64. A row with NaN gets some token of the vocabulary.
+        logits: [rows, vocab] float32; minus infinity excludes a token. temperature: [rows] float32. seed, position: [rows] int64,
+        given with temperatures. Returns [rows] int64. A row with NaN gets some token of the vocabulary.
         """
 
     def page_indices(self, table: Tensor, rows: Tensor, indptr: Tensor, out: Tensor) -> None:

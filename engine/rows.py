@@ -108,6 +108,7 @@ class StepArrays(NamedTuple, Generic[A]):
 class HostStep:
     """A step as the host knows it."""
 
+    plan: StepPlan
     arrays: StepArrays[Int64Array]
     decode_lengths: Int64Array
     """[decode rows], with this step's token; 1 for null rows."""
@@ -115,8 +116,7 @@ class HostStep:
     """How many of the likeliest tokens the filters must order, which is the largest top-k; 0: all."""
 
 
-@dataclass(frozen=True, slots=True)
-class RowSampling:
+class RowSampling(NamedTuple):
     """How each of some rows samples. A temperature below `GREEDY_BELOW`, as 0, is greedy."""
 
     temperature: Tensor
@@ -131,40 +131,11 @@ class RowSampling:
 
     def of(self, which: Tensor) -> "RowSampling":
         """Those of rows [which]."""
-        return RowSampling(
-            self.temperature[which],
-            self.top_k[which],
-            self.top_p[which],
-            self.min_p[which],
-            self.seed[which],
-            self.position[which],
-        )
-
-
-class _StartArrays(NamedTuple):
-    """The fields of `StepArrays` for the rows that start."""
-
-    rows: Int64Array
-    state: Int64Array
-    table_rows: Int64Array
-    table_columns: Int64Array
-    table_pages: Int64Array
-
-
-class _ChunkArrays(NamedTuple):
-    """The fields of `StepArrays` for the chunks, some of which sample."""
-
-    token_ids: Int64Array
-    positions: Int64Array
-    token_rows: Int64Array
-    rows: Int64Array
-    ends: Int64Array
-    sampled_rows: Int64Array
-    sampled_at: Int64Array
+        return RowSampling(*(each[which] for each in self))
 
 
 _NONE = np.empty(0, dtype=np.int64)
-_NO_STARTS, _NO_CHUNKS = _StartArrays(*[_NONE] * 5), _ChunkArrays(*[_NONE] * 7)
+_NOTHING = StepArrays(*[_NONE] * len(StepArrays._fields))
 
 
 class BatchTensors:
@@ -190,15 +161,15 @@ class BatchTensors:
 
     def prepare(self, plan: StepPlan, decode_size: int) -> HostStep:
         """Take the plan's rows in on the host, and make the arrays of the step. decode_size: pad the decode rows to so many."""
-        begun = self._start(plan.starts) if plan.starts else _NO_STARTS
+        begun = self._start(plan.starts) if plan.starts else _NOTHING
         grown = plan.grown_rows.astype(np.int64)
         columns = self._leased[grown]
         assert (columns < self.table.shape[1]).all(), "a row would hold more pages than its context has"
         self._leased[grown] += 1
-        chunks = self._chunk(plan) if plan.chunks else _NO_CHUNKS
+        chunks = self._chunk(plan) if plan.chunks else _NOTHING
         decoded = plan.decode_rows.astype(np.int64)
         self._host_length[decoded] += 1
-        rows = np.concatenate([chunks.rows, decoded]) if plan.chunks else decoded
+        rows = np.concatenate([chunks.chunk_rows, decoded]) if plan.chunks else decoded
         assert (self._host_length[rows] <= self._leased[rows] * self.page_size).all(), "a row would write beyond its pages"
         decode = decoded
         if decode_size > len(decoded):
@@ -208,17 +179,12 @@ class BatchTensors:
         tokens = len(chunks.token_ids)
         noisy = np.flatnonzero(self._is_noisy[sampled])
         filtering = np.flatnonzero(self._filters[sampled[noisy]])
-        arrays = StepArrays(
-            started=begun.rows,
-            started_state=begun.state,
+        arrays = chunks._replace(
+            started=begun.started,
+            started_state=begun.started_state,
             table_rows=np.concatenate([begun.table_rows, grown]),
             table_columns=np.concatenate([begun.table_columns, columns]),
             table_pages=np.concatenate([begun.table_pages, plan.grown_pages], dtype=np.int64),
-            token_ids=chunks.token_ids,
-            positions=chunks.positions,
-            token_rows=chunks.token_rows,
-            chunk_rows=chunks.rows,
-            chunk_ends=chunks.ends,
             decode_rows=decode,
             sampled_rows=sampled,
             sampled_at=np.concatenate([chunks.sampled_at, np.arange(tokens, tokens + len(decoded))]),
@@ -226,9 +192,11 @@ class BatchTensors:
             filtering=filtering,
         )
         top_k = self._host_top_k[sampled[noisy[filtering]]] if len(filtering) else _NONE
-        return HostStep(arrays, np.maximum(self._host_length[decode], 1), int(top_k.max(initial=0)) if (top_k > 0).all() else 0)
+        filter_width = int(top_k.max(initial=0)) if (top_k > 0).all() else 0
+        return HostStep(plan, arrays, np.maximum(self._host_length[decode], 1), filter_width)
 
-    def _start(self, starts: tuple[RowStart, ...]) -> _StartArrays:
+    def _start(self, starts: tuple[RowStart, ...]) -> StepArrays[Int64Array]:
+        """What the step has of the rows that start."""
         whole, share = np.zeros((4, len(starts)), dtype=np.int64), np.zeros((3, len(starts)), dtype=np.float64)
         for at, start in enumerate(starts):
             row, sampling = start.row, start.sampling
@@ -238,27 +206,28 @@ class BatchTensors:
             self._is_noisy[row] = np.float32(sampling.temperature) >= np.float32(GREEDY_BELOW)
             self._filters[row] = sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0
         rows = np.array([start.row for start in starts], dtype=np.int64)
-        return _StartArrays(
-            rows=rows,
-            state=np.concatenate([whole.ravel(), share.view(np.int64).ravel()]),
+        return _NOTHING._replace(
+            started=rows,
+            started_state=np.concatenate([whole.ravel(), share.view(np.int64).ravel()]),
             table_rows=np.repeat(rows, [len(start.pages) for start in starts]),
             table_columns=np.concatenate([np.arange(len(start.pages)) for start in starts]),
             table_pages=np.concatenate([start.pages for start in starts], dtype=np.int64),
         )
 
-    def _chunk(self, plan: StepPlan) -> _ChunkArrays:
+    def _chunk(self, plan: StepPlan) -> StepArrays[Int64Array]:
+        """What the step has of the chunks, some of which sample."""
         lengths = np.array([len(chunk.token_ids) for chunk in plan.chunks], dtype=np.int64)
         starts = np.array([chunk.start for chunk in plan.chunks], dtype=np.int64)
         rows = np.array([chunk.row for chunk in plan.chunks], dtype=np.int64)
         is_last = np.array([chunk.last for chunk in plan.chunks], dtype=bool)
         ends = np.cumsum(lengths)
         self._host_length[rows] = starts + lengths
-        return _ChunkArrays(
+        return _NOTHING._replace(
             token_ids=np.concatenate([chunk.token_ids for chunk in plan.chunks], dtype=np.int64),
             positions=np.arange(ends[-1]) - np.repeat(ends - lengths - starts, lengths),
             token_rows=np.repeat(rows, lengths),
-            rows=rows,
-            ends=starts + lengths,
+            chunk_rows=rows,
+            chunk_ends=starts + lengths,
             sampled_rows=rows[is_last],
             sampled_at=ends[is_last] - 1,
         )

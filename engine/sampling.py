@@ -36,7 +36,7 @@ class TokenLogprobsOnDevice:
     """[tokens] on the host, as in `Logprobs`."""
     top_counts: Int64Array
     packed: Tensor
-    """On the device, as `measure_logprobs` returns it."""
+    """As `measure_logprobs` returns it."""
 
     def read(self, packed: Int32Array) -> Logprobs:
         """packed: the same, on the host."""
@@ -145,10 +145,12 @@ class Sampler:
                 assert start.token_ids is not None
                 self._prompts[row] = start.token_ids, sampling.prompt_logprobs
         rows = np.array([start.row for start in starts], dtype=np.int64)
-        self._is_processed[rows] = False
-        for processor in self._processors:
-            processor.start(starts)
-            self._is_processed[rows] |= processor.concerns[rows]
+        # Most answers concern no processor. All that a processor can be asked for needs tokens, but for biases.
+        if self._is_processed.any() or any(start.token_ids is not None or start.sampling.logit_bias for start in starts):
+            self._is_processed[rows] = False
+            for processor in self._processors:
+                processor.start(starts)
+                self._is_processed[rows] |= processor.concerns[rows]
         self._is_special[rows] = self._is_processed[rows] | (self._top_counts[rows] != _NOTHING)
         self._has_special = bool(self._is_special.any())
 
@@ -221,7 +223,7 @@ class Sampler:
         if rows is not None and len(noisy) == len(logits):
             tokens = self._draw_filtered(logits, rows, filtering, filter_width)
         else:
-            tokens = self._kernels.likeliest(logits) if likeliest is None else likeliest
+            tokens = self._kernels.sample(logits) if likeliest is None else likeliest
             if rows is not None:
                 tokens = tokens if likeliest is None else tokens.clone()
                 tokens[noisy] = self._draw_filtered(logits[noisy], rows, filtering, filter_width)

@@ -16,6 +16,7 @@ from functools import partial
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from common.errors import TandemError
@@ -117,12 +118,12 @@ class PooledPrompts:
     """The embeddings of the prompts that a step completes."""
 
     rows: Sequence[int]
-    values: Tensor
+    packed: Tensor
     """[rows, hidden] float32 on the device."""
 
-    def read(self, values: Tensor) -> dict[int, bytes]:
-        """`StepResult.embeddings`. values: the same, on the host."""
-        return {row: value.numpy().astype("<f4").tobytes() for row, value in zip(self.rows, values, strict=True)}
+    def read(self, packed: NDArray[np.float32]) -> dict[int, bytes]:
+        """`StepResult.embeddings`. packed: the same, on the host."""
+        return {row: value.astype("<f4").tobytes() for row, value in zip(self.rows, packed, strict=True)}
 
 
 class Poolings:
@@ -156,25 +157,18 @@ class Poolings:
             pooling = self._poolings.get(chunk.row)
             if pooling is None:
                 continue
-            value = self._with_chunk(chunk.row, pooling, hidden[begin:end])
+            pooled = self._pooled.get(chunk.row)
+            if pooling == "mean":
+                total = hidden[begin:end].sum(dim=0, dtype=torch.float32)
+                value = total if pooled is None else pooled + total
+            else:
+                value = hidden[begin if pooling == "cls" else end - 1].float() if pooled is None or pooling == "last" else pooled
+            self._pooled[chunk.row] = value
             if chunk.last:
-                self._pooled.pop(chunk.row, None)
+                del self._pooled[chunk.row]
                 rows.append(chunk.row)
                 values.append(value / (chunk.start + len(chunk.token_ids)) if pooling == "mean" else value)
         return PooledPrompts(rows, torch.stack(values)) if rows else None
-
-    def _with_chunk(self, row: int, pooling: Pooling, hidden: Tensor) -> Tensor:
-        """What is known of the row's prompt after this chunk."""
-        if pooling == "last":
-            return hidden[-1].float()
-        pooled = self._pooled.get(row)
-        if pooling == "cls":
-            value = hidden[0].float() if pooled is None else pooled
-        else:
-            total = hidden.sum(dim=0, dtype=torch.float32)
-            value = total if pooled is None else pooled + total
-        self._pooled[row] = value
-        return value
 
 
 class PendingStep:
@@ -195,15 +189,16 @@ class PendingStep:
         embeddings: PooledPrompts | None = None,
         failed: Mapping[int, TandemError] | None = None,
     ) -> None:
-        self._plan = plan
-        self._failed = failed or {}
-        self._progress = progress
-        self._logprobs = None if logprobs is None else (logprobs, _to_host(logprobs.packed))
-        self._prompt_logprobs = None if prompt_logprobs is None else (prompt_logprobs, _to_host(prompt_logprobs.packed))
-        self._embeddings = None if embeddings is None else (embeddings, _to_host(embeddings.values))
-        self._tokens = _to_host(tokens.int())
+        self._plan, self._progress, self._failed = plan, progress, failed or {}
+        self._reported, self._embeddings = (logprobs, prompt_logprobs), embeddings
+        parts = (logprobs, prompt_logprobs, embeddings)
+        self._tensors = [tokens.int(), *(part.packed for part in parts if part is not None)]
+        """What is read on the host, where it is when the event has passed."""
         self._event: torch.cuda.Event | None = None
         if tokens.device.type != "cpu":
+            for at, tensor in enumerate(self._tensors):
+                pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+                self._tensors[at] = pinned.copy_(tensor, non_blocking=True)
             self._event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
             self._event.record()
 
@@ -215,48 +210,18 @@ class PendingStep:
     def wait(self) -> StepResult:
         """Report layers as the device writes them, and return the tokens once the whole step is done: its KV is in the pages,
         also when it sampled nothing. Waits for this step alone, not for those behind it."""
-        self._progress.wait()
         if self._event is not None:
+            self._progress.wait()
             self._event.synchronize()
-        tokens: Int32Array = self._tokens.numpy()
-        logprobs, prompt_logprobs = (
-            NO_LOGPROBS if copied is None else copied[0].read(copied[1].numpy())
-            for copied in (self._logprobs, self._prompt_logprobs)
-        )
-        embeddings = {} if self._embeddings is None else self._embeddings[0].read(self._embeddings[1])
+        numbers = iter([tensor.numpy() for tensor in self._tensors])
+        tokens: Int32Array = next(numbers)
+        logprobs, prompt_logprobs = (NO_LOGPROBS if each is None else each.read(next(numbers)) for each in self._reported)
+        embeddings = {} if self._embeddings is None else self._embeddings.read(next(numbers))
         return StepResult(self._plan, tokens, logprobs, prompt_logprobs, embeddings, self._failed)
 
 
-def _to_host(tensor: Tensor) -> Tensor:
-    """Its numbers are there when the step's event has passed. On CPU it is the tensor itself."""
-    if tensor.device.type == "cpu":
-        return tensor
-    pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-    return pinned.copy_(tensor, non_blocking=True)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _PreparedStep:
-    """A step before its forward."""
-
-    plan: StepPlan
-    host: HostStep
-    arrays: StepArrays[Tensor]
-    """`host.arrays` on the device."""
-    special: SpecialRows | None
-    progress: LayerProgress
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _ForwardResult:
-    """What the forward of a step gave, before its tokens are drawn."""
-
-    logits: Tensor | None
-    """[sampled, vocab] float32; None: nothing is sampled."""
-    likeliest: Tensor | None = None
-    """[sampled] int64, if the forward computes them."""
-    prompt_logprobs: TokenLogprobsOnDevice | None = None
-    embeddings: PooledPrompts | None = None
+_Parts = tuple[Tensor | None, TokenLogprobsOnDevice | None, PooledPrompts | None]
+"""What a forward gives: the logits, [sampled, vocab] float32, or None where nothing is sampled; and what prompts ask for."""
 
 
 class StepRunner:
@@ -319,24 +284,32 @@ class StepRunner:
         self._sampler.start(plan.starts)
         self._poolings.start(plan.starts)
         special = self._sampler.prepare(plan, host, behind_graph=size is not None)
-        step = _PreparedStep(plan, host, arrays, special, progress)
         if size is not None:
-            return self._replay_graph(size, step)
-        is_recorded = not plan.chunks and len(plan.decode_rows) in self._recordings
-        done = self._replay_recording(step) if is_recorded else self._forward(step)
-        if done.logits is None:
-            return PendingStep(plan, arrays.sampled_at, progress, prompt_logprobs=done.prompt_logprobs)
+            return self._replay_graph(size, host, arrays, special, progress)
+        recorded = None if plan.chunks else self._recordings.get(len(plan.decode_rows))
+        likeliest: Tensor | None = None
+        if recorded is None:
+            logits, prompt_logprobs, embeddings = self._forward(host, arrays, special, progress)
+        else:
+            (rows, recording), lengths, prompt_logprobs, embeddings = recorded, host.decode_lengths, None, None
+            rows.copy_(arrays.decode_rows)
+            self._attention.plan(StepTokens((), self.batch.table, rows, torch.from_numpy(lengths), lengths))
+            logits, likeliest = recording.run(progress.between)
+        if logits is None:
+            return PendingStep(plan, arrays.sampled_at, progress, prompt_logprobs=prompt_logprobs)
         rows, noisy = arrays.sampled_rows, arrays.noisy
         sampling = self.batch.sampling(rows[noisy]) if len(noisy) else None
-        tokens = self._sampler.draw(done.logits, sampling, noisy, arrays.filtering, host.filter_width, special, done.likeliest)
+        tokens = self._sampler.draw(logits, sampling, noisy, arrays.filtering, host.filter_width, special, likeliest)
         self.batch.last_token[rows] = tokens
-        logprobs = self._sampler.logprobs(done.logits, tokens, special)
+        logprobs = self._sampler.logprobs(logits, tokens, special)
         failed = None if special is None else special.failed
-        return PendingStep(plan, tokens, progress, logprobs, done.prompt_logprobs, done.embeddings, failed)
+        return PendingStep(plan, tokens, progress, logprobs, prompt_logprobs, embeddings, failed)
 
-    def _forward(self, step: _PreparedStep) -> _ForwardResult:
-        """Layer by layer: chunks and decode rows together."""
-        plan, arrays, special, batch = step.plan, step.arrays, step.special, self.batch
+    def _forward(
+        self, host: HostStep, arrays: StepArrays[Tensor], special: SpecialRows | None, progress: LayerProgress
+    ) -> _Parts:
+        """Layer by layer: chunks and decode rows together. arrays: those of `host` on the device."""
+        plan, batch = host.plan, self.batch
         token_ids, positions, pages, slots = self._decode_inputs(arrays.decode_rows)
         lengths = positions + 1
         if plan.chunks:
@@ -346,17 +319,16 @@ class StepRunner:
             pages = torch.cat([batch.table[arrays.token_rows, columns].long(), pages])
             slots = torch.cat([arrays.positions % batch.page_size, slots])
             batch.length[arrays.chunk_rows] = arrays.chunk_ends
-        self._attention.plan(StepTokens(_segments(plan), batch.table, arrays.decode_rows, lengths, step.host.decode_lengths))
+        self._attention.plan(StepTokens(_segments(plan), batch.table, arrays.decode_rows, lengths, host.decode_lengths))
         needs_all = self._poolings.need_hidden(plan) or (special is not None and len(special.prompt_at) > 0)
         wanted = None if needs_all or not plan.chunks else arrays.sampled_at
-        paged = PagedStep(self._memory, self._attention, self._kernels, pages, slots, step.progress.written)
+        paged = PagedStep(self._memory, self._attention, self._kernels, pages, slots, progress.written)
         hidden = self._model.hidden(token_ids, positions, paged, wanted)
         prompt_logprobs = self._sampler.prompt_logprobs(hidden, self._model.logits, special)
         embeddings = self._poolings.pool(plan, hidden)
         if len(arrays.sampled_at) == 0:
-            return _ForwardResult(None, prompt_logprobs=prompt_logprobs)
-        logits = self._model.logits(hidden[arrays.sampled_at] if needs_all else hidden)
-        return _ForwardResult(logits, None, prompt_logprobs, embeddings)
+            return None, prompt_logprobs, None
+        return self._model.logits(hidden[arrays.sampled_at] if needs_all else hidden), prompt_logprobs, embeddings
 
     def _decode_logits(self, rows: Tensor, attention: Attention, written: Callable[[int], None]) -> Tensor:
         """The logits of one decode step, from what the rows hold alone: it can be part of a graph or of a recording."""
@@ -390,16 +362,7 @@ class StepRunner:
     def _decode_likeliest(self, rows: Tensor, written: Callable[[int], None]) -> tuple[Tensor, Tensor]:
         """The logits of one decode step, and the likeliest token of each row: what a recording holds."""
         logits = self._decode_logits(rows, self._attention, written)
-        return logits, self._kernels.likeliest(logits)
-
-    def _replay_recording(self, step: _PreparedStep) -> _ForwardResult:
-        """As `_forward`, for a step of decode rows alone."""
-        rows, recording = self._recordings[len(step.plan.decode_rows)]
-        rows.copy_(step.arrays.decode_rows)
-        lengths = step.host.decode_lengths
-        self._attention.plan(StepTokens((), self.batch.table, rows, torch.from_numpy(lengths), lengths))
-        logits, likeliest = recording.run(step.progress.between)
-        return _ForwardResult(logits, likeliest)
+        return logits, self._kernels.sample(logits)
 
     # --- graphs ------------------------------------------------------------------------------------------------------------
 
@@ -444,15 +407,16 @@ class StepRunner:
         self._graph_tokens[:size] = tokens
         self._graph_logits[:size] = logits
 
-    def _replay_graph(self, size: int, step: _PreparedStep) -> PendingStep:
+    def _replay_graph(
+        self, size: int, host: HostStep, arrays: StepArrays[Tensor], special: SpecialRows | None, progress: LayerProgress
+    ) -> PendingStep:
         """For a step of decode rows alone. Rows that filter, and those that a processor concerns, are drawn once more behind the
         graph."""
-        plan, host, arrays, special = step.plan, step.host, step.arrays, step.special
         attention, replay = self._graphs[size]
         self._graph_rows[:size].copy_(arrays.decode_rows)
         attention.plan(self._graph_step(size, host.decode_lengths))
         replay()
-        count = len(plan.decode_rows)
+        count = len(host.plan.decode_rows)
         tokens, logits = self._graph_tokens[:count], self._graph_logits[:count]
         rows = arrays.sampled_rows
         if len(arrays.filtering) or special is not None:
@@ -460,7 +424,7 @@ class StepRunner:
             if self._sampler.redraw(tokens, logits, sampling, arrays, host.filter_width, special):
                 self.batch.last_token[rows] = tokens
         logprobs = self._sampler.logprobs(logits, tokens, special)
-        return PendingStep(plan, tokens, step.progress, logprobs, failed=None if special is None else special.failed)
+        return PendingStep(host.plan, tokens, progress, logprobs, failed=None if special is None else special.failed)
 
 
 def _segments(plan: StepPlan) -> tuple[Segment, ...]:

@@ -71,14 +71,6 @@ class _Part:
     """[rows, 1, 1, context], added to the scores."""
 
 
-@dataclass(frozen=True, slots=True)
-class _AttentionPlan:
-    """What the layers share that attend alike."""
-
-    chunks: list[_Chunk]
-    parts: list[_Part]
-
-
 class PagedAttention:
     """Implements `Attention` in torch, on any device.
 
@@ -91,31 +83,30 @@ class PagedAttention:
         self._dtype = dtype
         self._group = query_heads // memory.layout.kv_heads
         self._heads = torch.arange(memory.layout.kv_heads, device=memory.pool.device)[:, None]
-        self._plans: dict[LayerAttention, _AttentionPlan] = {}
+        self._plans: dict[LayerAttention, tuple[list[_Chunk], list[_Part]]] = {}
+        """What the layers share that attend alike."""
 
     def plan(self, step: StepTokens) -> None:
         width = self._memory.layout.pages_for(int(step.host_lengths.max(initial=1)))
         self._decode_table = step.table[step.decode_rows, :width]
-        self._plans = {how: self._planned(step, how) for how in dict.fromkeys(self._layers)}
+        for how in dict.fromkeys(self._layers):
+            chunks = [piece for chunk in step.chunks for piece in self._pieces(step, chunk, how)]
+            self._plans[how] = chunks, self._parts(step, how)
 
     def run(self, layer: int, query: Tensor) -> Tensor:
         how = self._layers[layer]
-        plan = self._plans[how]
+        chunks, parts = self._plans[how]
         keys, values = self._memory.layers[layer]
-        outs = [self._chunk(query[c.segment.begin : c.segment.end], keys, values, c, how) for c in plan.chunks]
-        decode_begin = plan.chunks[-1].segment.end if plan.chunks else 0
+        outs = [self._chunk(query[c.segment.begin : c.segment.end], keys, values, c, how) for c in chunks]
+        decode_begin = chunks[-1].segment.end if chunks else 0
         if len(query) > decode_begin:
-            outs += self._decode(query[decode_begin:], keys, values, plan.parts, how)
+            outs += self._decode(query[decode_begin:], keys, values, parts, how)
         return outs[0] if len(outs) == 1 else torch.cat(outs)
 
     def for_graph(self, rows: int) -> None:
         """None: what is gathered depends on the rows' lengths."""
 
     # --- planning ----------------------------------------------------------------------------------------------------------
-
-    def _planned(self, step: StepTokens, how: LayerAttention) -> _AttentionPlan:
-        chunks = [piece for chunk in step.chunks for piece in self._pieces(step, chunk, how)]
-        return _AttentionPlan(chunks, self._parts(step, how))
 
     def _pieces(self, step: StepTokens, segment: Segment, how: LayerAttention) -> list[_Chunk]:
         """The chunk as it is if its mask is small enough, else in pieces of tokens."""

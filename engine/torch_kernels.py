@@ -68,14 +68,11 @@ class TorchKernels:
             return Rotation(angles.cos(), angles.sin())
         return Rotation(angles.cos() * factor, angles.sin() * factor)
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        wide = x.float()
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        total = x if residual is None else x + residual
+        wide = total.float()
         normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-        return weight * normed.to(x.dtype)
-
-    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        total = x + residual
-        return self.rms_norm(total, weight, eps), total
+        return weight * normed.to(x.dtype), total
 
     def silu_and_mul(self, gate_up: Tensor) -> Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
@@ -97,22 +94,23 @@ class TorchKernels:
         turning, value = heads.tensor_split([query_heads + kv_heads], dim=1)  # queries and keys together: half the operations
         if norm is not None:
             weight = torch.cat([norm.query.expand(query_heads, -1), norm.key.expand(kv_heads, -1)])
-            turning = self.rms_norm(turning, weight, norm.eps)
+            turning, _ = self.rms_norm(turning, weight, norm.eps)
         query, key = _rotated(turning, rotation).tensor_split([query_heads], dim=1)
         write(places, key, value)
         return query
 
-    def sample(self, logits: Tensor, temperature: Tensor, seed: Tensor, position: Tensor) -> Tensor:
+    def sample(
+        self, logits: Tensor, temperature: Tensor | None = None, seed: Tensor | None = None, position: Tensor | None = None
+    ) -> Tensor:
+        first = logits.argmax(dim=-1)
+        if temperature is None or seed is None or position is None:
+            return first
         if self._token_noise is None or len(self._token_noise) != logits.shape[1]:
             self._token_noise = token_noise(logits.shape[1], logits.device)
-        first = logits.argmax(dim=-1)
         greedy = temperature < GREEDY_BELOW
         scaled = (logits - logits.gather(1, first[:, None])) / torch.where(greedy, 1.0, temperature)[:, None]
         noisy = scaled + gumbel(seed, position, self._token_noise)
         return torch.where(greedy, first, noisy.argmax(dim=-1))
-
-    def likeliest(self, logits: Tensor) -> Tensor:
-        return logits.argmax(dim=-1)
 
     def page_indices(self, table: Tensor, rows: Tensor, indptr: Tensor, out: Tensor) -> None:
         if len(rows) == 0:

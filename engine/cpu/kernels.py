@@ -71,25 +71,16 @@ class NativeKernels(TorchKernels):
         self._rotation(positions.contiguous(), frequencies.contiguous(), cos, sin, tokens, half, factor)
         return Rotation(cos, sin)
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
         is_bf16 = _IS_BF16.get(x.dtype)
-        if is_bf16 is None or x.dim() != 2 or weight.dtype != x.dtype:
-            return super().rms_norm(x, weight, eps)
-        x = _rows_of(x)
+        if is_bf16 is None or x.dim() != 2 or weight.dtype != x.dtype or (residual is not None and residual.dtype != x.dtype):
+            return super().rms_norm(x, weight, eps, residual)
+        x, residual = _rows_of(x), None if residual is None else _rows_of(residual)
         rows, width = x.shape
-        out = x.new_empty(rows, width)
-        self._norm(x, None, weight.contiguous(), out, None, rows, width, x.stride(0), 0, eps, is_bf16)
-        return out
-
-    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        is_bf16 = _IS_BF16.get(x.dtype)
-        if is_bf16 is None or not residual.dtype == weight.dtype == x.dtype:
-            return super().add_rms_norm(x, residual, weight, eps)
-        x, residual = _rows_of(x), _rows_of(residual)
-        rows, width = x.shape
-        out, total = x.new_empty(rows, width), x.new_empty(rows, width)
-        self._norm(x, residual, weight.contiguous(), out, total, rows, width, x.stride(0), residual.stride(0), eps, is_bf16)
-        return out, total
+        out, total = x.new_empty(rows, width), None if residual is None else x.new_empty(rows, width)
+        residual_row = 0 if residual is None else residual.stride(0)
+        self._norm(x, residual, weight.contiguous(), out, total, rows, width, x.stride(0), residual_row, eps, is_bf16)
+        return out, x if total is None else total
 
     def silu_and_mul(self, gate_up: Tensor) -> Tensor:
         is_bf16 = _IS_BF16.get(gate_up.dtype)
@@ -137,20 +128,17 @@ class NativeKernels(TorchKernels):
         )  # fmt: skip
         return queries
 
-    def sample(self, logits: Tensor, temperature: Tensor, seed: Tensor, position: Tensor) -> Tensor:
-        return self._sampled(logits, temperature.contiguous(), seed.contiguous(), position.contiguous())
-
-    def likeliest(self, logits: Tensor) -> Tensor:
-        return self._sampled(logits, None, None, None)
-
-    def _sampled(self, logits: Tensor, temperature: Tensor | None, seed: Tensor | None, position: Tensor | None) -> Tensor:
+    def sample(
+        self, logits: Tensor, temperature: Tensor | None = None, seed: Tensor | None = None, position: Tensor | None = None
+    ) -> Tensor:
         assert logits.dtype == torch.float32
+        per_row = [None if each is None else each.contiguous() for each in (temperature, seed, position)]
         logits = _rows_of(logits)
         rows, vocab = logits.shape
         parts = torch.get_num_threads()
         found, best = torch.empty(rows * parts, dtype=torch.int64), torch.empty(rows, dtype=torch.int64)  # 8 bytes each
         tokens = torch.empty(rows, dtype=torch.int64)
-        self._sample(logits, temperature, seed, position, found, best, tokens, rows, vocab, logits.stride(0), parts, GREEDY_BELOW)
+        self._sample(logits, *per_row, found, best, tokens, rows, vocab, logits.stride(0), parts, GREEDY_BELOW)
         return tokens
 
 

@@ -19,7 +19,7 @@ event has passed. (Two wrappers in turn would not do: a graph holds the addresse
 workspace and the page ids need no such care: one stream writes and reads them in order.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -52,11 +52,12 @@ class FlashInfer(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class FlashInferShape:
-    """What FlashInfer must handle."""
+class AttentionNeeds:
+    """What attention must handle."""
 
+    memory: KVMemory
     query_heads: int
-    layers: tuple[LayerAttention, ...]
+    layers: Sequence[LayerAttention]
     """How each layer attends."""
     dtype: torch.dtype
     """The dtype of queries and results."""
@@ -64,8 +65,8 @@ class FlashInferShape:
     """Most decode rows of a step."""
     pages_per_row: int
     """Most pages of a row."""
-    prefill: PrefillKernels
-    """Which kernels compute chunks."""
+    prefill: PrefillKernels | None = None
+    """Which of FlashInfer's kernels compute chunks; None: the fastest that can be had."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,15 +82,16 @@ class _Pages:
 class _Shared:
     """What all plans of one pool have in common: the arguments of FlashInfer's calls and the workspaces."""
 
-    def __init__(self, memory: KVMemory, shape: FlashInferShape, kernels: Kernels, library: FlashInfer) -> None:
-        self.memory, self.shape, self.kernels, self.library = memory, shape, kernels, library
+    def __init__(self, needs: AttentionNeeds, kernels: Kernels, library: FlashInfer) -> None:
+        self.memory, self.needs, self.kernels, self.library = needs.memory, needs, kernels, library
+        memory = needs.memory
         self.device = memory.pool.device
-        self.distinct = tuple(dict.fromkeys(shape.layers))
+        self.distinct = tuple(dict.fromkeys(needs.layers))
         layout = memory.layout
-        self.heads = (shape.query_heads, layout.kv_heads, layout.head_dim, layout.page_size)
+        self.heads = (needs.query_heads, layout.kv_heads, layout.head_dim, layout.page_size)
         """What `plan` takes by position behind the lists of pages."""
-        self.tensor_cores = decodes_on_tensor_cores(shape.query_heads // layout.kv_heads, memory.pool.dtype)
-        workspace_bytes = float_workspace_bytes(memory, shape, _multiprocessors(self.device))
+        self.tensor_cores = decodes_on_tensor_cores(needs.query_heads // layout.kv_heads, memory.pool.dtype)
+        workspace_bytes = float_workspace_bytes(needs, _multiprocessors(self.device))
         self.workspace = torch.zeros(workspace_bytes, dtype=torch.uint8, device=self.device)
         """All wrappers share it, because kernels use it one after the other. FlashInfer wants it zeroed once."""
 
@@ -99,7 +101,7 @@ class _Shared:
             "window_left": -1 if how.window is None else how.window - 1,
             "logits_soft_cap": how.softcap,
             "sm_scale": how.scale,
-            "q_data_type": self.shape.dtype,
+            "q_data_type": self.needs.dtype,
             "kv_data_type": self.memory.pool.dtype,
         }
 
@@ -125,11 +127,11 @@ class _Shared:
 class FlashInferAttention:
     """Implements `Attention` for any step. Takes half-precision queries over pages of the same dtype or of FP8."""
 
-    def __init__(self, memory: KVMemory, shape: FlashInferShape, kernels: Kernels, library: FlashInfer) -> None:
-        self._shared = shared = _Shared(memory, shape, kernels, library)
+    def __init__(self, needs: AttentionNeeds, kernels: Kernels, library: FlashInfer) -> None:
+        self._shared = shared = _Shared(needs, kernels, library)
         self._copied = _Copied(shared.device)
         self._prefill = {
-            how: library.BatchPrefillWithPagedKVCacheWrapper(shared.workspace, "HND", backend=shape.prefill)
+            how: library.BatchPrefillWithPagedKVCacheWrapper(shared.workspace, "HND", backend=needs.prefill)
             for how in shared.distinct
         }
         self._decode = {how: shared.decode_wrapper() for how in shared.distinct}
@@ -155,7 +157,7 @@ class FlashInferAttention:
         self._copied.record()
 
     def run(self, layer: int, query: Tensor) -> Tensor:
-        how, views, begin = self._shared.shape.layers[layer], self._shared.memory.layers[layer], self._decode_begin
+        how, views, begin = self._shared.needs.layers[layer], self._shared.memory.layers[layer], self._decode_begin
         query = query.contiguous()
         out = torch.empty_like(query)
         if begin:
@@ -172,9 +174,9 @@ class FlashInferAttention:
         table = torch.full((1, 1), spare_page, dtype=torch.int32, device=device)
         one, row = torch.ones(1, dtype=torch.int64, device=device), torch.zeros(1, dtype=torch.int64, device=device)
         self.plan(StepTokens([Segment(0, 1, 0, 1, 0)], table, row, one, np.ones(1, dtype=np.int64)))
-        query = torch.zeros(2, shared.shape.query_heads, shared.memory.layout.head_dim, dtype=shared.shape.dtype, device=device)
+        query = torch.zeros(2, shared.needs.query_heads, shared.memory.layout.head_dim, dtype=shared.needs.dtype, device=device)
         for how in shared.distinct:
-            self.run(shared.shape.layers.index(how), query)
+            self.run(shared.needs.layers.index(how), query)
         if device.type == "cuda":
             torch.cuda.synchronize(device)  # kernels fail when they run
 
@@ -197,7 +199,7 @@ class _GraphBuffers:
     int32, and a schedule for each way in which layers attend."""
 
     def __init__(self, shared: _Shared) -> None:
-        most = shared.shape.max_rows * shared.shape.pages_per_row
+        most = shared.needs.max_rows * shared.needs.pages_per_row
         self.indices = torch.zeros(most, dtype=torch.int32, device=shared.device)
         self.schedules = {how: torch.zeros(GRAPH_PLAN_BYTES, dtype=torch.uint8, device=shared.device) for how in shared.distinct}
 
@@ -250,7 +252,7 @@ class FlashInferDecodeGraph:
         query = query.contiguous()
         out = torch.empty_like(query)
         shared = self._shared
-        self._wrappers[shared.shape.layers[layer]].run(query, shared.memory.layers[layer], out=out)
+        self._wrappers[shared.needs.layers[layer]].run(query, shared.memory.layers[layer], out=out)
         return out
 
     def for_graph(self, rows: int) -> None:
@@ -279,20 +281,20 @@ def decodes_on_tensor_cores(group: int, kv_dtype: torch.dtype) -> bool:
     return group >= 4 or kv_dtype == torch.float8_e4m3fn
 
 
-def float_workspace_bytes(memory: KVMemory, shape: FlashInferShape, multiprocessors: int) -> int:
+def float_workspace_bytes(needs: AttentionNeeds, multiprocessors: int) -> int:
     """Bytes for the partial results of contexts that several blocks share: for each query head, tile and token of the tile a
     value and a sum, in float32. From `PrefillPlan` and `DecodePlan` in flashinfer/attention/scheduler.cuh, which raise if it is
     short.
     """
-    layout = memory.layout
-    group = shape.query_heads // layout.kv_heads
-    per_head = 4 * (layout.head_dim + 1) * shape.query_heads
+    layout = needs.memory.layout
+    group = needs.query_heads // layout.kv_heads
+    per_head = 4 * (layout.head_dim + 1) * needs.query_heads
     split = 2 * multiprocessors // layout.kv_heads  # two blocks on each, for one KV head
     tile = 16 if group <= 16 else 64 if group <= 64 else 128
-    on_tensor_cores = max(split, -(-shape.max_rows * group // tile) + shape.max_rows - 1) * tile
+    on_tensor_cores = max(split, -(-needs.max_rows * group // tile) + needs.max_rows - 1) * tile
     on_others = 16 * multiprocessors // layout.kv_heads
-    decode = on_tensor_cores if decodes_on_tensor_cores(group, memory.pool.dtype) else on_others
-    prefill = split * 128 if shape.prefill == "fa2" else 0  # FA3 shares no context
+    decode = on_tensor_cores if decodes_on_tensor_cores(group, needs.memory.pool.dtype) else on_others
+    prefill = split * 128 if needs.prefill == "fa2" else 0  # FA3 shares no context
     return max(_LEAST_WORKSPACE_BYTES, per_head * max(decode, prefill) + 2**16)
 
 

@@ -26,26 +26,21 @@ class TritonKernels(TorchKernels):
     that of the tensors. Their number and shapes depend on the shapes of tensors alone, so that calls may be captured in a CUDA
     graph."""
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """A program norms at least _NORM_ELEMENTS, and a thread 16 of them."""
         x = _rows_of(x)
+        count, hidden = x.shape
         out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-        if len(x):
-            rows, block, warps = _norm_blocks(x.shape[1])
-            grid = (triton.cdiv(len(x), rows),)
-            source.rms_norm[grid](x, weight, out, len(x), x.stride(0), eps, x.shape[1], rows, block, num_warps=warps)
-        return out
-
-    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        x, residual = _rows_of(x), _rows_of(residual)
-        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-        total = torch.empty_like(out)
-        if len(x):
-            rows, block, warps = _norm_blocks(x.shape[1])
-            grid = (triton.cdiv(len(x), rows),)
+        total = x if residual is None else torch.empty_like(out)
+        block = triton.next_power_of_2(hidden)
+        rows = max(1, _NORM_ELEMENTS // block)
+        grid, warps = (triton.cdiv(count, rows),), _warps(rows * block, 16)
+        if count and residual is None:
+            source.rms_norm[grid](x, weight, out, count, x.stride(0), eps, hidden, rows, block, num_warps=warps)
+        elif count and residual is not None:
+            residual = _rows_of(residual)
             strides = (x.stride(0), residual.stride(0))
-            source.add_rms_norm[grid](
-                x, residual, weight, out, total, len(x), *strides, eps, x.shape[1], rows, block, num_warps=warps
-            )
+            source.add_rms_norm[grid](x, residual, weight, out, total, count, *strides, eps, hidden, rows, block, num_warps=warps)
         return out, total
 
     def silu_and_mul(self, gate_up: Tensor) -> Tensor:
@@ -90,7 +85,11 @@ class TritonKernels(TorchKernels):
         )  # fmt: skip
         return queries
 
-    def sample(self, logits: Tensor, temperature: Tensor, seed: Tensor, position: Tensor) -> Tensor:
+    def sample(
+        self, logits: Tensor, temperature: Tensor | None = None, seed: Tensor | None = None, position: Tensor | None = None
+    ) -> Tensor:
+        if temperature is None or seed is None or position is None:
+            return logits.argmax(dim=-1)
         logits = _rows_of(logits)
         rows, vocab = logits.shape
         slices = triton.cdiv(vocab, _SLICE)
@@ -108,21 +107,11 @@ class TritonKernels(TorchKernels):
         source.best_of_slices[(rows,)](best, tokens, out, slices, block, num_warps=1)
         return out
 
-    def likeliest(self, logits: Tensor) -> Tensor:
-        return logits.argmax(dim=-1)
-
     def page_indices(self, table: Tensor, rows: Tensor, indptr: Tensor, out: Tensor) -> None:
         assert table.stride(1) == out.stride(0) == 1
         if len(rows):
             grid = (len(rows), triton.cdiv(table.shape[1], _PAGES))
             source.page_indices[grid](table, rows.contiguous(), indptr.contiguous(), out, table.stride(0), _PAGES)
-
-
-def _norm_blocks(hidden: int) -> tuple[int, int, int]:
-    """Rows of a program, its columns, and its warps: 16 elements for each thread."""
-    block = triton.next_power_of_2(hidden)
-    rows = max(1, _NORM_ELEMENTS // block)
-    return rows, block, _warps(rows * block, 16)
 
 
 def _warps(elements: int, per_thread: int) -> int:

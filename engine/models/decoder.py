@@ -9,8 +9,9 @@ Each of several ranks has some heads, some rows of the vocabulary and a part of 
 add to the hidden states is summed over the ranks, so hidden states are whole on each.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import SimpleNamespace
 
 import torch
@@ -63,21 +64,10 @@ def rotary_frequencies(rope: Rope, head_dim: int, context_tokens: int) -> tuple[
 
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
-Mlp = Callable[[Tensor], Tensor]
-"""[tokens, hidden] → [tokens, hidden]: this rank's part of the sum."""
+Mlp = Sequence[Callable[[Tensor], Tensor]]
+"""What computes an mlp, one after the other: [tokens, hidden] → [tokens, hidden], this rank's part of the sum."""
 MlpMaker = Callable[[int], Mlp]
 """Makes the mlp of a layer, given its number."""
-
-
-@dataclass(slots=True)
-class GatedMlp:
-    """SwiGLU (Shazeer 2020). gate_up: a gated layer, both in one product."""
-
-    gate_up: AnyLinear
-    down: AnyLinear
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return self.down(self.gate_up(x))
 
 
 @dataclass(slots=True)
@@ -116,7 +106,7 @@ class Decoder:
         share = share_of(shape, group.rank, group.ranks)
         self.attention = [LayerAttention(shape.head_dim**-0.5, window) for window in shape.windows]
         self._kernels = kernels
-        make_mlp = make_mlp or (lambda number: gated_mlp(shape, share, slots, number))
+        make_mlp = make_mlp or partial(gated_mlp, shape, share, slots)
         held, rows = share.vocabulary, share.vocabulary_rows
         embedding = slots.rows(EMBEDDING, held, rows, shape.vocab_size, shape.hidden)
         self._embedding, self._held = embedding, held
@@ -137,7 +127,7 @@ class Decoder:
         rotation = kernels.rotation(positions, self._frequencies, self._attention_factor)
         is_alone = self._group.ranks == 1
         residual = kernels.embed(token_ids, self._embedding) if is_alone else self._embedded_by_ranks(token_ids)
-        x = kernels.rms_norm(residual, self._layers[0].input_norm, eps)
+        x, _ = kernels.rms_norm(residual, self._layers[0].input_norm, eps)
         following = [*(layer.input_norm for layer in self._layers[1:]), self._norm]
         for number, (layer, next_norm) in enumerate(zip(self._layers, following, strict=True)):
             heads = layer.qkv(x).view(tokens, -1, self.shape.head_dim)
@@ -146,10 +136,10 @@ class Decoder:
                 if not len(wanted):
                     return residual[:0]
                 out, residual = out[wanted], residual[wanted]
-            x = total(layer.output(out))
-            x, residual = kernels.add_rms_norm(x, residual, layer.post_norm, eps)
-            x = total(layer.mlp(x))
-            x, residual = kernels.add_rms_norm(x, residual, next_norm, eps)
+            x, residual = kernels.rms_norm(total(layer.output(out)), layer.post_norm, eps, residual)
+            for part in layer.mlp:
+                x = part(x)
+            x, residual = kernels.rms_norm(total(x), next_norm, eps, residual)
         return x
 
     def products(self) -> list[tuple[AnyLinear, int, bool]]:
@@ -160,9 +150,9 @@ class Decoder:
             wanted = number == len(self._layers) - 1
             found.append((layer.qkv, shape.hidden, False))
             found.append((layer.output, shape.heads * shape.head_dim // self._group.ranks, wanted))
-            if isinstance(layer.mlp, GatedMlp):
-                found.append((layer.mlp.gate_up, shape.hidden, wanted))
-                found.append((layer.mlp.down, shape.intermediate // self._group.ranks, wanted))
+            widths = (shape.hidden, shape.intermediate // self._group.ranks)
+            linear = [part for part in layer.mlp if isinstance(part, AnyLinear)]
+            found += [(part, width, wanted) for part, width in zip(linear, widths, strict=False)]
         return [*found, (self._head, shape.hidden, True)]
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -180,14 +170,14 @@ class Decoder:
         return self._group.sum(found.masked_fill(elsewhere[:, None], 0.0))
 
 
-def gated_mlp(shape: ModelShape, share: Share, slots: WeightSlots, number: int) -> GatedMlp:
-    """The mlp of layer `number`."""
+def gated_mlp(shape: ModelShape, share: Share, slots: WeightSlots, number: int) -> Mlp:
+    """The mlp of layer `number`: SwiGLU (Shazeer 2020), gates and what they gate in one product."""
     prefix, width = f"model.layers.{number}.mlp.", share.intermediate
     gate_up = [WeightPart(prefix + name, shape.intermediate, width) for name in ("gate_proj", "up_proj")]
     down = [WeightPart(prefix + "down_proj", shape.hidden)]
-    return GatedMlp(
-        gate_up=slots.linear(gate_up, shape.hidden, shape.mlp_bias, gated=True),
-        down=slots.linear(down, shape.intermediate, shape.mlp_bias, width, share.adds_biases),
+    return (
+        slots.linear(gate_up, shape.hidden, shape.mlp_bias, gated=True),
+        slots.linear(down, shape.intermediate, shape.mlp_bias, width, share.adds_biases),
     )
 
 

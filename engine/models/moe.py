@@ -149,7 +149,7 @@ def mlp_of_layer(
             slots.expect_elsewhere(name + "gate_proj.weight", inner, shape.hidden)
             slots.expect_elsewhere(name + "up_proj.weight", inner, shape.hidden)
             slots.expect_elsewhere(name + "down_proj.weight", shape.hidden, inner)
-    return made
+    return (made,)
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,8 +17,8 @@ from common.messages import EngineChoices, ModelIdentity
 from common.pages.layout import KVDtype, KVLayout
 from common.sampling_params import SamplingParams
 from engine import model_runner
-from engine.backends import AttentionNeeds, ChosenAttention, make_kernels
-from engine.gpu.flashinfer import FlashInferAttention, FlashInferShape
+from engine.backends import ChosenAttention, make_kernels
+from engine.gpu.flashinfer import AttentionNeeds, FlashInferAttention
 from engine.kv_memory import KVMemory
 from engine.logits_processors import make_processors
 from engine.model_runner import ModelRunner
@@ -58,8 +58,8 @@ def torch_attention(memory: KVMemory, heads: int, layers: Sequence[LayerAttentio
 
 
 def flashinfer_attention(memory: KVMemory, heads: int, layers: Sequence[LayerAttention]) -> Attention:
-    shape = FlashInferShape(heads, tuple(layers), torch.float32, ROWS, CONTEXT // 8, prefill="fa2")
-    return FlashInferAttention(memory, shape, TorchKernels(), FlashInferDouble((torch.float32,)))
+    needs = AttentionNeeds(memory, heads, layers, torch.float32, ROWS, CONTEXT // 8, "fa2")
+    return FlashInferAttention(needs, TorchKernels(), FlashInferDouble((torch.float32,)))
 
 
 class Engine:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from common.executor import StepPlan
 from common.pages.layout import KVLayout
-from engine.gpu.flashinfer import FlashInferAttention, FlashInferShape
+from engine.gpu.flashinfer import AttentionNeeds, FlashInferAttention
 from engine.kv_memory import KVMemory
 from engine.ports import Attention, LayerAttention, Segment, StepTokens
 from engine.rows import BUFFERS, Staging
@@ -126,8 +126,8 @@ class NoKernels(TorchKernels):
 def flashinfer(card: FakeStream) -> FlashInferAttention:
     layout = KVLayout(layers=2, kv_heads=2, head_dim=64, page_size=4, dtype="float16")
     layers = (LayerAttention(0.1), LayerAttention(0.1, window=7))
-    shape = FlashInferShape(4, layers, torch.float16, max_rows=2, pages_per_row=4, prefill="fa2")
-    return FlashInferAttention(KVMemory(layout, 8, CARD), shape, NoKernels(), Library(card))
+    needs = AttentionNeeds(KVMemory(layout, 8, CARD), 4, layers, torch.float16, max_rows=2, pages_per_row=4, prefill="fa2")
+    return FlashInferAttention(needs, NoKernels(), Library(card))
 
 
 CHUNK = (Segment(0, 1, 0, 1, 0),)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from common.executor import StepPlan
-from engine.gpu.flashinfer import FlashInferAttention, FlashInferShape
+from engine.gpu.flashinfer import AttentionNeeds, FlashInferAttention
 from engine.grammar.masks import GrammarProcessor, load_mask_kernel
 from engine.kv_memory import KVMemory
 from engine.model_runner import WARM_UP_PAGES, warm_up
@@ -52,8 +52,8 @@ def test_no_later_step_has_triton_compile_anything(
     kernels, started = stand_in(monkeypatch, triton_source), StartedKernels()
 
     def attend(memory: KVMemory, heads: int, layers: Sequence[LayerAttention]) -> Attention:
-        shape = FlashInferShape(heads, tuple(layers), torch.float32, ROWS, CONTEXT // 8, prefill="fa2")
-        return FlashInferAttention(memory, shape, started, FlashInferDouble((torch.float32,)))
+        needs = AttentionNeeds(memory, heads, layers, torch.float32, ROWS, CONTEXT // 8, "fa2")
+        return FlashInferAttention(needs, started, FlashInferDouble((torch.float32,)))
 
     path = saved(qwen3(head_dim=64, num_hidden_layers=2), tmp_path)
     engine = Engine(path, sizes, attend, kernels=started)

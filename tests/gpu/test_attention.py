@@ -7,7 +7,8 @@ import torch
 
 from common.config import AttentionName
 from common.pages.layout import KVDtype, PageOrder
-from engine.backends import AttentionNeeds, flashinfer_refusal, host_of, make_attention, make_kernels
+from engine.backends import flashinfer_refusal, host_of, make_attention, make_kernels
+from engine.gpu.flashinfer import AttentionNeeds
 from engine.kv_memory import KVMemory
 from engine.ports import Attention, LayerAttention
 from engine.replay import CudaGraphs

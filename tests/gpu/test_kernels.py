@@ -91,7 +91,7 @@ def test_captured_kernels_follow_their_inputs() -> None:
 
     def step() -> list[Tensor]:
         x, logits = inputs
-        normed, total = kernels.add_rms_norm(kernels.rms_norm(x, x[0], 1e-6), x, x[1], 1e-6)
+        normed, total = kernels.rms_norm(kernels.rms_norm(x, x[0], 1e-6)[0], x[1], 1e-6, x)
         rotation = Rotation(logits[:, :64].cos(), logits[:, :64].sin())
         queries = kernels.rotate_and_write(normed.view(8, 8, 128), rotation, None, PagePlaces(pool[:, 0], pool[:, 1], page, slot))
         tokens = kernels.sample(logits, temperature, seed, position)

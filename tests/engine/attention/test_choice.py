@@ -14,7 +14,6 @@ from common.executor import ExecutorFailed
 from common.pages.layout import KVDtype
 from engine import backends as choice
 from engine.backends import (
-    AttentionNeeds,
     FlashInferHost,
     check_attention,
     check_device,
@@ -26,7 +25,7 @@ from engine.backends import (
 from engine.cpu import build
 from engine.cpu.attention import NativeAttention, native_library
 from engine.cpu.build import NINJA, NVCC
-from engine.gpu.flashinfer import FlashInfer, FlashInferAttention
+from engine.gpu.flashinfer import AttentionNeeds, FlashInfer, FlashInferAttention
 from engine.ports import LayerAttention
 from engine.torch_attention import PagedAttention
 from engine.torch_kernels import TorchKernels

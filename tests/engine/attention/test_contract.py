@@ -7,7 +7,7 @@ import torch
 
 from common.pages.layout import KVDtype, PageOrder
 from engine.cpu.attention import NativeAttention, native_library
-from engine.gpu.flashinfer import FlashInferAttention, FlashInferShape, PrefillKernels
+from engine.gpu.flashinfer import AttentionNeeds, FlashInferAttention, PrefillKernels
 from engine.kv_memory import KVMemory
 from engine.ports import Attention, LayerAttention
 from engine.torch_attention import PagedAttention
@@ -50,8 +50,8 @@ def native_decode_backend(memory: KVMemory, shape: Shape) -> Attention:
 
 def flashinfer_backend(memory: KVMemory, shape: Shape) -> FlashInferAttention:
     kernels: PrefillKernels = "fa3" if memory.pool.dtype == shape.dtype else "fa2"
-    asked = FlashInferShape(shape.heads, shape.layers, shape.dtype, max_rows=16, pages_per_row=shape.width, prefill=kernels)
-    return FlashInferAttention(memory, asked, TorchKernels(), FlashInferDouble())
+    asked = AttentionNeeds(memory, shape.heads, shape.layers, shape.dtype, 16, shape.width, kernels)
+    return FlashInferAttention(asked, TorchKernels(), FlashInferDouble())
 
 
 BACKENDS: list[tuple[Maker, torch.dtype, KVDtype, float]] = [

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from common.pages.layout import KVDtype
-from engine.gpu.flashinfer import FlashInferAttention, FlashInferDecodeGraph, FlashInferShape, float_workspace_bytes
+from engine.gpu.flashinfer import AttentionNeeds, FlashInferAttention, FlashInferDecodeGraph, float_workspace_bytes
 from engine.kv_memory import KVMemory
 from engine.ports import LayerAttention
 from engine.torch_kernels import TorchKernels
@@ -25,8 +25,8 @@ def a_shape(heads: int = 4, dtype: torch.dtype = torch.float16, kv_dtype: KVDtyp
 
 
 def made(memory: KVMemory, shape: Shape, library: FlashInferDouble) -> FlashInferAttention:
-    asked = FlashInferShape(shape.heads, shape.layers, shape.dtype, max_rows=ROWS, pages_per_row=shape.width, prefill="fa2")
-    return FlashInferAttention(memory, asked, TorchKernels(), library)
+    asked = AttentionNeeds(memory, shape.heads, shape.layers, shape.dtype, ROWS, shape.width, "fa2")
+    return FlashInferAttention(asked, TorchKernels(), library)
 
 
 class Captured:
@@ -132,18 +132,17 @@ def test_the_real_package_takes_every_call_as_the_double_does(heads: int) -> Non
         assert all(bound[name] is meant[name] for name in meant)
 
 
-def test_the_workspace_holds_the_partial_results_of_the_largest_step() -> None:
-    """Llama-3-70B on one H100: 64 query heads over 8, and 512 rows in a graph, which take 64 tiles for the heads and 511 more."""
-    layout = Shape(64, 8, 128, 16, LAYERS, torch.bfloat16, "bfloat16")
-    shape = FlashInferShape(64, LAYERS, torch.bfloat16, max_rows=512, pages_per_row=512, prefill="fa3")
-    tiles = 512 * 8 // 16 + 511
-    needed = 64 * tiles * 16 * (128 + 1) * 4
-    assert needed <= float_workspace_bytes(layout.memory(1), shape, multiprocessors=132) < needed + 2**20
-
-
-def test_the_workspace_holds_the_partial_results_of_cuda_cores() -> None:
-    """They give each multiprocessor 16 blocks. Only a card of thousands needs more than the least that FlashInfer wants."""
-    layout = Shape(8, 8, 128, 16, LAYERS, torch.bfloat16, "bfloat16")
-    shape = FlashInferShape(8, LAYERS, torch.bfloat16, max_rows=512, pages_per_row=512, prefill="fa3")
-    needed = 8 * (16 * 20_000 // 8) * (128 + 1) * 4
-    assert needed <= float_workspace_bytes(layout.memory(1), shape, multiprocessors=20_000) < needed + 2**20
+@pytest.mark.parametrize(
+    ("heads", "multiprocessors", "needed"),
+    [
+        # Llama-3-70B on one H100: 64 query heads over 8, and 512 rows in a graph, which take 64 tiles for the heads and 511 more.
+        (64, 132, 64 * (512 * 8 // 16 + 511) * 16),
+        # CUDA cores, each with 16 blocks. Only a card of thousands needs more than the least that FlashInfer wants.
+        (8, 20_000, 8 * (16 * 20_000 // 8)),
+    ],
+)
+def test_the_workspace_holds_the_partial_results_of_the_largest_step(heads: int, multiprocessors: int, needed: int) -> None:
+    memory = Shape(heads, 8, 128, 16, LAYERS, torch.bfloat16, "bfloat16").memory(1)
+    needs = AttentionNeeds(memory, heads, LAYERS, torch.bfloat16, max_rows=512, pages_per_row=512, prefill="fa3")
+    needed_bytes = needed * (128 + 1) * 4
+    assert needed_bytes <= float_workspace_bytes(needs, multiprocessors) < needed_bytes + 2**20

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from common.pages.layout import KVDtype
-from engine.gpu.flashinfer import FlashInferAttention, FlashInferShape, PrefillKernels
+from engine.gpu.flashinfer import AttentionNeeds, FlashInferAttention, PrefillKernels
 from engine.ports import LayerAttention
 from engine.torch_kernels import TorchKernels
 from tests.engine.attention.flashinfer_double import attended
@@ -81,8 +81,8 @@ def test_flashinfers_own_wrappers_give_their_kernels_what_the_layers_ask(
 ) -> None:
     shape = Shape(heads, 2, 64, 5, LAYERS, torch.float16, kv_dtype)
     step = Step(shape, [(0, 7), (9, 6), (3, 1)], [4, 23, 40])
-    asked = FlashInferShape(heads, LAYERS, torch.float16, max_rows=4, pages_per_row=shape.width, prefill=prefill)
-    attention = FlashInferAttention(step.memory, asked, TorchKernels(), flashinfer)
+    asked = AttentionNeeds(step.memory, heads, LAYERS, torch.float16, max_rows=4, pages_per_row=shape.width, prefill=prefill)
+    attention = FlashInferAttention(asked, TorchKernels(), flashinfer)
     attention.load_kernels()
     for _ in range(2):
         attention.plan(step.tokens)

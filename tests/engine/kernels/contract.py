@@ -83,8 +83,8 @@ def check_angles(subject: Subject, half: int, factor: float) -> None:
 def check_norms(subject: Subject, tokens: int, hidden: int) -> None:
     x, residual = subject.draw(tokens, hidden), subject.draw(tokens, hidden).flip(0)
     weight = 1 + subject.draw(1, hidden)[0] / 4
-    assert_rounded(subject, subject.kernels.rms_norm(x, weight, EPS), exact_norm(x, weight))
-    normed, total = subject.kernels.add_rms_norm(x, residual, weight, EPS)
+    assert_rounded(subject, subject.kernels.rms_norm(x, weight, EPS)[0], exact_norm(x, weight))
+    normed, total = subject.kernels.rms_norm(x, weight, EPS, residual)
     assert torch.equal(total, x + residual)
     assert_rounded(subject, normed, exact_norm(x + residual, weight))
 
@@ -178,7 +178,7 @@ def check_samples(subject: Subject, rows: int, vocab: int, seed: int = 0) -> Non
     tokens = subject.kernels.sample(*given)
     assert tokens.dtype == torch.int64
     assert tokens.tolist() == exact_samples(logits, temperature, seeds, positions).tolist()
-    assert subject.kernels.likeliest(torch.from_numpy(logits).to(subject.device)).tolist() == logits.argmax(axis=1).tolist()
+    assert subject.kernels.sample(torch.from_numpy(logits).to(subject.device)).tolist() == logits.argmax(axis=1).tolist()
 
 
 def check_broken_logits(subject: Subject, vocab: int) -> None:
@@ -357,13 +357,13 @@ class KernelsContract:
         kernels, empty = self.kernels, torch.empty(0, 16, device=self.device)
         weight, none = torch.ones(16, device=self.device), torch.empty(0, dtype=torch.int64, device=self.device)
         pages = torch.ones(2, 1, 4, 16, device=self.device)
-        assert kernels.rms_norm(empty, weight, EPS).shape == kernels.embed(none, weight[None]).shape == (0, 16)
+        assert kernels.rms_norm(empty, weight, EPS)[0].shape == kernels.embed(none, weight[None]).shape == (0, 16)
         assert kernels.rotation(none, weight, 1.0).cos.shape == (0, 16)
-        assert kernels.add_rms_norm(empty, empty, weight, EPS)[1].shape == (0, 16)
+        assert kernels.rms_norm(empty, weight, EPS, empty)[1].shape == (0, 16)
         assert kernels.silu_and_mul(empty).shape == (0, 8)
         assert [part.shape for part in kernels.quantise(empty)] == [(0, 16), (0, 1)]
         assert [part.shape for part in kernels.quantise_int8(empty, 127)] == [(0, 16), (0, 1)]
         rotation, places = Rotation(empty[:, :8], empty[:, :8]), PagePlaces(pages, pages, none, none)
         assert kernels.rotate_and_write(empty.view(0, 1, 16).expand(0, 5, 16), rotation, None, places).shape == (0, 3, 16)
-        assert kernels.sample(empty, weight[:0], none, none).shape == kernels.likeliest(empty).shape == (0,)
+        assert kernels.sample(empty, weight[:0], none, none).shape == kernels.sample(empty).shape == (0,)
         kernels.page_indices(none.int().view(0, 1), none, torch.zeros(1, dtype=torch.int32, device=self.device), none.int())

@@ -52,13 +52,9 @@ class StartedKernels(TorchKernels):
         super().__init__()
         self._triton = TritonKernels()
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        self._triton.rms_norm(x, weight, eps)
-        return super().rms_norm(x, weight, eps)
-
-    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        self._triton.add_rms_norm(x, residual, weight, eps)
-        return super().add_rms_norm(x, residual, weight, eps)
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        self._triton.rms_norm(x, weight, eps, residual)
+        return super().rms_norm(x, weight, eps, residual)
 
     def silu_and_mul(self, gate_up: Tensor) -> Tensor:
         self._triton.silu_and_mul(gate_up)
@@ -68,7 +64,9 @@ class StartedKernels(TorchKernels):
         self._triton.rotate_and_write(heads, rotation, norm, places)
         return super().rotate_and_write(heads, rotation, norm, places)
 
-    def sample(self, logits: Tensor, temperature: Tensor, seed: Tensor, position: Tensor) -> Tensor:
+    def sample(
+        self, logits: Tensor, temperature: Tensor | None = None, seed: Tensor | None = None, position: Tensor | None = None
+    ) -> Tensor:
         self._triton.sample(logits, temperature, seed, position)
         return super().sample(logits, temperature, seed, position)
 

@@ -83,7 +83,7 @@ def test_every_kernel_compiles_and_moves_16_bytes_at_a_time(compiled: dict[str, 
     kernels = TritonKernels()
     x, weight = torch.empty(2, 4096, dtype=BF16), torch.empty(4096, dtype=BF16)
     kernels.rms_norm(x, weight, 1e-6)
-    kernels.add_rms_norm(x, x, weight, 1e-6)
+    kernels.rms_norm(x, weight, 1e-6, x)
     kernels.silu_and_mul(x)
     tokens = torch.zeros(2, dtype=torch.int64)
     heads, angles = torch.empty(2, 48, 128, dtype=BF16), torch.empty(2, 64)
