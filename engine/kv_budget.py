@@ -1,20 +1,23 @@
 """The KV budget: how many bytes to use for KV, how many pages that makes, how long a context they hold, and in what data type.
 
-Owns the arithmetic, and what `--kv-memory` and `--kv-dtype` mean. On CPU `auto` is this instance's part of the host's memory,
-less its weights and steps. What starts several instances or ranks decides the part for all, once; one that is started alone
-decides for itself. `common/host.py` says what the host has; what a GPU has left is measured in `kv_memory.py`. Imports no torch
-and allocates nothing.
+Owns the arithmetic, what `--kv-memory` and `--kv-dtype` mean, and the description of an engine that follows. On CPU `auto` is
+this instance's part of the host's memory, less its weights and steps. What starts several instances or ranks decides the part
+for all, once; one that is started alone decides for itself. `common/host.py` says what the host has; what a GPU has left is
+measured in `kv_memory.py`. Imports no torch and allocates nothing.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import assert_never
 
-from common.config import EngineConfig
+from common.config import EngineConfig, ModelConfig
 from common.errors import ConfigError, MemoryShort
+from common.executor import EngineDescription
 from common.host import HostMemory, host_memory_now, own_memory_bytes, sharers_of_host
+from common.messages import EngineChoices, ModelIdentity
+from common.model_path import model_name
 from common.options import parse_memory
-from common.pages.layout import KVDtype, KVLayout, heads_of
+from common.pages.layout import KVDtype, KVLayout, MemoryRegion, heads_of
 from engine.models.shape import ServedShape
 
 Agree = Callable[[int], int]
@@ -76,6 +79,42 @@ def layout_of(shape: ServedShape, engine: EngineConfig, rank: int, ranks: int, d
         head_dim=shape.head_dim,
         page_size=engine.page_size,
         dtype=kv_dtype_of(engine, dtype),
+    )
+
+
+_NO_CHOICES = EngineChoices()
+
+
+def describe(
+    model: ModelConfig,
+    engine: EngineConfig,
+    shape: ServedShape,
+    layout: KVLayout,
+    budget: KVBudget,
+    memory: MemoryRegion,
+    *,
+    fingerprint: str,
+    dtype: KVDtype,
+    choices: EngineChoices = _NO_CHOICES,
+) -> EngineDescription:
+    """What an executor holds whose pages are in `memory`. dtype: of the weights, as they are before they are quantised."""
+    return EngineDescription(
+        model=ModelIdentity(
+            name=model.served_name or model_name(model.model),
+            fingerprint=fingerprint,
+            architecture=shape.architecture,
+            dtype=dtype,
+            vocab_size=shape.vocab_size,
+            context_tokens=budget.context_tokens,
+            kv_heads=shape.kv_heads,
+        ),
+        layout=layout,
+        total_pages=budget.total_pages,
+        max_rows=engine.max_running,
+        memory=memory,
+        eos_token_ids=shape.eos_token_ids,
+        device=memory.device,
+        choices=choices,
     )
 
 

@@ -19,12 +19,11 @@ import torch
 
 from common.config import EngineConfig, ModelConfig
 from common.errors import ConfigError, MemoryShort
-from common.executor import Chunk, EngineDescription, RowStart, StepPlan, StepResult
+from common.executor import Chunk, RowStart, StepPlan, StepResult
 from common.host import sharers_of_host
 from common.ids import Int32Array
-from common.messages import EngineChoices, ModelIdentity
-from common.model_path import model_name, resolve_model_path
-from common.pages.layout import KVLayout
+from common.messages import EngineChoices
+from common.model_path import resolve_model_path
 from common.sampling_params import MAX_BAD_WORD, MAX_BAD_WORDS, MAX_BIASED_TOKENS, MAX_LOGPROBS, SamplingParams
 from engine.backends import (
     check_attention,
@@ -48,6 +47,7 @@ from engine.kv_budget import (
     as_offered,
     auto_host_kv_bytes,
     check_context,
+    describe,
     given_kv_bytes,
     kv_budget,
     layout_of,
@@ -56,7 +56,7 @@ from engine.kv_memory import KVMemory, KVMemoryMeter, torch_dtype, total_bytes
 from engine.logits_processors import make_processors
 from engine.models.registry import load_model, model_fingerprint
 from engine.models.served_shape import read_served_shape
-from engine.models.shape import ServedShape, check_ranks
+from engine.models.shape import check_ranks
 from engine.models.weights import Loading
 from engine.parallel import ALONE, Group
 from engine.replay import CudaGraphs, GraphMaker, ladder, load_recorder
@@ -151,18 +151,18 @@ class ModelRunner:
     ) -> None:
         path = resolve_model_path(model.model, weights=engine.load_format != "dummy")
         self._engine = engine = with_device_defaults(engine)
-        self._group, self._agree = group, agree
+        self._group, self._agree, self._progress = group, agree, progress
         self._device = device_of(engine.device)
         is_cuda = self._device.type == "cuda"
         self._stream = torch.cuda.Stream(self._device) if is_cuda else None  # type: ignore[no-untyped-call]
         dtype_name = dtype_of(engine.dtype, self._device)
         self._dtype = torch_dtype(dtype_name)
-        shape = read_served_shape(path)
+        self._shape = shape = read_served_shape(path)
         check_ranks(shape, group.ranks, engine.quantization)
         vocabulary = partial(vocabulary_of, path, shape.vocab_size, shape.eos_token_ids)
         self.grammars = None if engine.grammar == "off" else Grammars(vocabulary, CompilerProcess)
         self.warming = self.grammars.warm() if self.grammars is not None and warms_grammars else None
-        layout = layout_of(shape, engine, group.rank, group.ranks, dtype_name)
+        self._layout = layout = layout_of(shape, engine, group.rank, group.ranks, dtype_name)
         check_attention(engine.attention, layout, self._dtype, self._device)
         given = given_kv_bytes(engine.kv_memory, str(self._device), total_bytes(self._device))
         check_context(shape.context_tokens, engine.context_tokens)  # refused before the weights are loaded
@@ -170,34 +170,32 @@ class ModelRunner:
             kv_budget(layout, given, shape.context_tokens, engine.context_tokens)
         self._graph_sizes = ladder(engine.graph_sizes, engine.max_running)
         self._graphs = "off" if engine.graphs == "off" else "on"
-        maker = self._graph_maker()
+        self._maker = CudaGraphs() if is_cuda and engine.graphs != "off" else None
+        context = engine.context_tokens or shape.context_tokens
+        sharers = sharers_of_host(engine.sharers, engine.threads, group.ranks)
+        loading = Loading(self._dtype, self._device, context, engine.load_format, engine.quantization, group, sharers)
         with self.on_device():
             self._kernels = make_kernels(self._device)
-            loading = self._loading(engine.context_tokens or shape.context_tokens)
             self.model = load_model(path, shape, loading, self._kernels, progress)
-            budget = self._budget(shape, layout, given, maker, progress)
+            budget = self._budget(given)
             progress(f"making {budget.total_pages} KV pages of {layout.page_bytes} bytes")
             self.memory = KVMemory(layout, budget.total_pages, self._device)
             with self._memory_errors("lower --kv-memory, --chunk-tokens, --max-running or --context-tokens"):
-                self.steps = self._make_steps(self.memory, shape, budget.context_tokens, progress)
-                self._prepare_replays(maker, progress)
-                self._warm_up(self.steps, layout, budget.context_tokens)  # last: a capture gives back what torch keeps for steps
-        self.description = EngineDescription(
-            model=ModelIdentity(
-                name=model.served_name or model_name(model.model),
-                fingerprint=model_fingerprint(path, shape, loading),
-                architecture=shape.architecture,
-                dtype=dtype_name,
-                vocab_size=shape.vocab_size,
-                context_tokens=budget.context_tokens,
-                kv_heads=shape.kv_heads,
-            ),
-            layout=layout,
-            total_pages=budget.total_pages,
-            max_rows=engine.max_running,
-            memory=self.memory.region,
-            eos_token_ids=shape.eos_token_ids,
-            device=str(self._device),
+                self.steps = self._make_steps(self.memory, budget.context_tokens)
+                if self._maker is not None and self._graphs == "on":
+                    self._capture(self.steps, self._maker, self._graph_sizes)
+                elif not is_cuda and engine.graphs != "off":
+                    self._record(self.steps)
+                self._warm_up(self.steps, budget.context_tokens)  # last: a capture gives back what torch keeps for steps
+        self.description = describe(
+            model,
+            engine,
+            shape,
+            layout,
+            budget,
+            self.memory.region,
+            fingerprint=model_fingerprint(path, shape, loading),
+            dtype=dtype_name,
             choices=EngineChoices(attention="" if self._chosen is None else self._chosen[0], graphs=self._graphs),
         )
 
@@ -216,55 +214,48 @@ class ModelRunner:
 
     # --- making ------------------------------------------------------------------------------------------------------------
 
-    def _loading(self, context_tokens: int) -> Loading:
-        engine, group = self._engine, self._group
-        sharers = sharers_of_host(engine.sharers, engine.threads, group.ranks)
-        return Loading(self._dtype, self._device, context_tokens, engine.load_format, engine.quantization, group, sharers)
-
-    def _budget(
-        self, shape: ServedShape, layout: KVLayout, given: int | None, maker: GraphMaker | None, progress: Progress
-    ) -> KVBudget:
+    def _budget(self, given: int | None) -> KVBudget:
         """Pages and context. Call it after the weights are loaded: only then is it known what memory is left."""
-        own, asked = shape.context_tokens, self._engine.context_tokens
+        layout, own, asked = self._layout, self._shape.context_tokens, self._engine.context_tokens
         if given is not None:
             kv_bytes = given
         elif self._device.type == "cpu":
             spared = self.model.spared_bytes
-            kv_bytes = auto_host_kv_bytes(self._engine, self._group.ranks, layout, asked or own, progress, spared)
+            kv_bytes = auto_host_kv_bytes(self._engine, self._group.ranks, layout, asked or own, self._progress, spared)
         else:
-            kv_bytes = self._measured_kv_bytes(shape, layout, maker, progress)
+            kv_bytes = self._measured_kv_bytes()
         budget = agreed_budget(layout, kv_bytes, own, asked, given is None, self._agree)
         if budget.context_tokens < (asked or own):
-            progress(
+            self._progress(
                 f"context capped to {budget.context_tokens} tokens, because the KV memory cannot hold the model's {own}: give "
                 f"more --kv-memory, or --context-tokens (the same for all instances of a fleet)"
             )
         return budget
 
-    def _measured_kv_bytes(self, shape: ServedShape, layout: KVLayout, maker: GraphMaker | None, progress: Progress) -> int:
+    def _measured_kv_bytes(self) -> int:
         """Run the largest steps on a small pool, to see how much memory they take besides the pages. Raises MemoryShort."""
-        progress("measuring the memory of the largest step")
+        self._progress("measuring the memory of the largest step")
         meter = KVMemoryMeter(self._device, max(1, self._engine.sharers))
-        limits = shape.context_tokens, self._engine.context_tokens
-        context = agreed_budget(layout, meter.left_bytes(), *limits, True, self._agree).context_tokens
+        limits = self._shape.context_tokens, self._engine.context_tokens
+        context = agreed_budget(self._layout, meter.left_bytes(), *limits, True, self._agree).context_tokens
         with self._memory_errors(f"lower --chunk-tokens, --max-running or --context-tokens; {meter}"):
-            memory = KVMemory(layout, WARM_UP_PAGES, self._device)
-            trial = self._make_steps(memory, shape, context, progress)
-            self._warm_up(trial, layout, context)
+            memory = KVMemory(self._layout, WARM_UP_PAGES, self._device)
+            trial = self._make_steps(memory, context)
+            self._warm_up(trial, context)
             workspace = meter.peak_bytes() - memory.region.region_bytes
-            if maker is not None:
-                workspace += self._measured_graph_bytes(trial, meter, progress)
+            if self._maker is not None:
+                workspace += self._measured_graph_bytes(trial, meter)
         del memory, trial
-        return meter.left_for_pages(workspace, progress)
+        return meter.left_for_pages(workspace, self._progress)
 
-    def _measured_graph_bytes(self, trial: StepRunner, meter: KVMemoryMeter, progress: Progress) -> int:
+    def _measured_graph_bytes(self, trial: StepRunner, meter: KVMemoryMeter) -> int:
         """Graphs share the memory of the largest, but each has some of its own: as much as the smallest."""
         maker, sizes, before = CudaGraphs(), self._graph_sizes, meter.held_bytes()
-        self._capture(trial, maker, sizes[-1:], progress)
+        self._capture(trial, maker, sizes[-1:])
         largest = meter.held_bytes() - before
         if len(sizes) == 1 or self._graphs != "on":
             return largest
-        self._capture(trial, maker, sizes[:1], progress)
+        self._capture(trial, maker, sizes[:1])
         own = max(0, meter.held_bytes() - before - largest)
         return largest + own * (len(sizes) - 1)
 
@@ -279,8 +270,8 @@ class ModelRunner:
 
     # --- steps -------------------------------------------------------------------------------------------------------------
 
-    def _make_steps(self, memory: KVMemory, shape: ServedShape, context_tokens: int, progress: Progress) -> StepRunner:
-        engine, pages_per_row = self._engine, memory.layout.pages_for(context_tokens)
+    def _make_steps(self, memory: KVMemory, context_tokens: int) -> StepRunner:
+        engine, shape, pages_per_row = self._engine, self._shape, self._layout.pages_for(context_tokens)
         if self._device.type == "cpu":
             keep_step_memory()
         needs = AttentionNeeds(
@@ -292,8 +283,9 @@ class ModelRunner:
             pages_per_row=pages_per_row,
             prefill=None if self._chosen is None else self._chosen[1],
         )
-        chosen = make_attention(needs, engine.attention, self._kernels, progress)
+        chosen = make_attention(needs, engine.attention, self._kernels, self._progress)
         self._chosen = self._chosen or (chosen.name, chosen.prefill)
+        compiled = None if self.grammars is None else self.grammars.compiled
         return StepRunner(
             self.model,
             self._kernels,
@@ -303,32 +295,20 @@ class ModelRunner:
             pages_per_row=pages_per_row,
             layer_groups=engine.layer_groups,
             vocab_size=shape.vocab_size,
-            processors=make_processors(
-                engine.max_running,
-                shape.vocab_size,
-                shape.eos_token_ids,
-                self._device,
-                None if self.grammars is None else self.grammars.compiled,
-            ),
+            processors=make_processors(engine.max_running, shape.vocab_size, shape.eos_token_ids, self._device, compiled),
         )
 
-    def _warm_up(self, steps: StepRunner, layout: KVLayout, context_tokens: int) -> None:
+    def _warm_up(self, steps: StepRunner, context_tokens: int) -> None:
         if self._device.type == "cuda":
-            warm_up(steps, layout.page_size, self._engine.chunk_tokens, self._engine.max_running, context_tokens)
+            warm_up(steps, self._layout.page_size, self._engine.chunk_tokens, self._engine.max_running, context_tokens)
             if self.grammars is not None:
                 load_mask_kernel(steps.vocab_size, self._device)
 
-    def _prepare_replays(self, maker: GraphMaker | None, progress: Progress) -> None:
-        if maker is not None and self._graphs == "on":
-            self._capture(self.steps, maker, self._graph_sizes, progress)
-        elif self._device.type == "cpu" and self._engine.graphs != "off":
-            self._record(self.steps, progress)
-
-    def _capture(self, steps: StepRunner, maker: GraphMaker, sizes: Sequence[int], progress: Progress) -> None:
+    def _capture(self, steps: StepRunner, maker: GraphMaker, sizes: Sequence[int]) -> None:
         """With --graphs auto, steps run without graphs where they cannot be captured. Raises ConfigError if they were asked for,
         and ExecutorFailed if the device cannot go on after a capture that failed."""
         try:
-            refused = steps.capture(maker, sizes, progress)
+            refused = steps.capture(maker, sizes, self._progress)
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
@@ -344,18 +324,15 @@ class ModelRunner:
             self._graphs = f"off, because {refused}"
             _log.warning("CUDA graphs are off, so decode steps are slower: %s", refused)
 
-    def _record(self, steps: StepRunner, progress: Progress) -> None:
+    def _record(self, steps: StepRunner) -> None:
         """On CPU, what graphs are on CUDA. Raises ConfigError as `_capture` does."""
         recorder = load_recorder()
         if self._group.ranks > 1:
             refused: str | None = "ranks wait for each other in a step"
         else:
-            refused = "there is no C compiler" if recorder is None else steps.record(recorder, progress)
+            refused = "there is no C compiler" if recorder is None else steps.record(recorder, self._progress)
         if refused is not None and self._engine.graphs == "on":
             raise ConfigError(f"--graphs on: decode steps cannot be recorded ({refused}); give --graphs auto or off")
         if refused is not None:
             self._graphs = f"off, because {refused}"
-            progress(f"decode steps are not recorded: {refused}")
-
-    def _graph_maker(self) -> GraphMaker | None:
-        return CudaGraphs() if self._device.type == "cuda" and self._engine.graphs != "off" else None
+            self._progress(f"decode steps are not recorded: {refused}")

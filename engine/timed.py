@@ -22,17 +22,17 @@ from common.errors import ConfigError, MemoryShort
 from common.executor import NO_LOGPROBS, EngineDescription, Logprobs, StepPlan, StepResult
 from common.host import host_memory_now
 from common.ids import Int32Array
-from common.messages import ModelIdentity, TokenLogprob
-from common.model_path import model_name, read_json, resolve_model_path
+from common.messages import TokenLogprob
+from common.model_path import resolve_model_path
 from common.pages.host_memory import digest, host_memory
 from common.pages.layout import SPARE_PAGES, KVDtype, MemoryRegion
 from common.sampling_params import Grammar, SamplingParams
 from common.step_cost import StepCost
 from engine.checkpoint import fingerprint
 from engine.grammar.grammars import AnythingGoes
-from engine.kv_budget import Agree, agreed_budget, as_offered, auto_host_kv_bytes, given_kv_bytes, layout_of
+from engine.kv_budget import Agree, agreed_budget, as_offered, auto_host_kv_bytes, describe, given_kv_bytes, layout_of
 from engine.models.served_shape import read_served_shape
-from engine.models.shape import TOKENIZER
+from engine.models.shape import TOKENIZER, read_vocab
 
 
 class Pace:
@@ -164,7 +164,8 @@ class TimedCheckpoint(TimedExecutor):
         """Raises ConfigError for a checkpoint that cannot be described, and MemoryShort."""
         path = resolve_model_path(model.model, weights=False)
         shape = read_served_shape(path)
-        layout = layout_of(shape, engine, rank, ranks, _dtype(engine))
+        dtype: KVDtype = "float32" if engine.dtype == "auto" else engine.dtype
+        layout = layout_of(shape, engine, rank, ranks, dtype)
         given = given_kv_bytes(engine.kv_memory, "cpu", host_memory_now().total_bytes)
         context = engine.context_tokens or shape.context_tokens
         kv_bytes = auto_host_kv_bytes(engine, ranks, layout, context, progress) if given is None else given
@@ -174,24 +175,9 @@ class TimedCheckpoint(TimedExecutor):
             memory = host_memory(pool_bytes)
         except MemoryError as error:
             raise MemoryShort(f"--kv-memory: cannot allocate {pool_bytes} bytes for KV pages: {error}") from error
-        identity = ModelIdentity(
-            name=model.served_name or model_name(model.model),
-            fingerprint=fingerprint(path, weights=False, ways=[COMPUTES_NOTHING]),
-            architecture=shape.architecture,
-            dtype=_dtype(engine),
-            vocab_size=shape.vocab_size,
-            context_tokens=budget.context_tokens,
-            kv_heads=shape.kv_heads,
-        )
-        description = EngineDescription(
-            model=identity,
-            layout=layout,
-            total_pages=budget.total_pages,
-            max_rows=engine.max_running,
-            memory=MemoryRegion(address=memory.ctypes.data, region_bytes=pool_bytes, device="cpu"),
-            eos_token_ids=shape.eos_token_ids,
-            device="cpu",
-        )
+        region = MemoryRegion(address=memory.ctypes.data, region_bytes=pool_bytes, device="cpu")
+        digest_of_way = fingerprint(path, weights=False, ways=[COMPUTES_NOTHING])
+        description = describe(model, engine, shape, layout, budget, region, fingerprint=digest_of_way, dtype=dtype)
         pace = Pace(StepCost.parse(engine.step_cost), time.monotonic)
         words = plain_words(path, shape.vocab_size, shape.eos_token_ids)
         super().__init__(description, pace, words, memory.reshape(-1, layout.page_bytes))
@@ -217,18 +203,8 @@ class TimedCheckpoint(TimedExecutor):
 
 def plain_words(path: Path, vocab_size: int, eos_token_ids: tuple[int, ...]) -> list[int]:
     """Ids of a tokenizer's lower-case words, in order: each is whole text, and none is special. Raises ConfigError."""
-    try:
-        vocab = read_json(path / TOKENIZER)["model"]["vocab"]
-        if isinstance(vocab, list):  # Unigram: [[piece, score], ...], the id is the place
-            vocab = {piece: token for token, (piece, _) in enumerate(vocab)}
-        words = sorted(token for piece, token in vocab.items() if _WORD.fullmatch(piece))
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise ConfigError(f"{path / TOKENIZER} is not in the tokenizers library's format: {error!r}") from error
-    words = [token for token in words if token < vocab_size and token not in eos_token_ids]
+    ids = sorted(token for piece, token in read_vocab(path)[0].items() if _WORD.fullmatch(piece))
+    words = [token for token in ids if token < vocab_size and token not in eos_token_ids]
     if not words:
         raise ConfigError(f"--executor timed: {path / TOKENIZER} has no words to make answers of")
     return words
-
-
-def _dtype(engine: EngineConfig) -> KVDtype:
-    return "float32" if engine.dtype == "auto" else engine.dtype

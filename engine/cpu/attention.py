@@ -40,8 +40,6 @@ LIGHTEST = 32
 _ITEM_NUMBERS = 11
 """How many numbers an `item` in C has."""
 
-_Kept = tuple[Tensor | Int64Array, ...]
-
 
 class _Planning(ctypes.Structure):
     """`planning` in C."""
@@ -115,18 +113,48 @@ class NativeAttention:
             )
             for how in self._layers
         }  # fmt: skip
-        self._kept: list[_Kept] = []
+        self._kept: list[tuple[Tensor | Int64Array, ...]] = []
+        """The memory that the calls point to."""
 
     def plan(self, step: StepTokens) -> None:
         if self._of_chunks is not None:
-            rows, lengths, on_host = step.decode_rows[:0], step.decode_lengths[:0], step.host_lengths[:0]
-            self._of_chunks.plan(replace(step, decode_rows=rows, decode_lengths=lengths, host_lengths=on_host))
+            none, on_host = step.decode_rows[:0], step.host_lengths[:0]
+            self._of_chunks.plan(replace(step, decode_rows=none, decode_lengths=none, host_lengths=on_host))
             self._elsewhere = step.chunks[-1].end if step.chunks else 0
             step = replace(step, chunks=())
         assert step.table.dtype == torch.int32 and step.table.stride(1) == 1
-        self._make_room(torch.get_num_threads())
-        segments = self._segments_of(step)
-        self._kept = [self._plan(call, how, step, segments) for how, call in self._calls.items()]
+        if torch.get_num_threads() > self._most_threads:
+            # For all processors at least, since threads follow the cores that other instances lend, also amid a step. What none
+            # uses takes no memory.
+            self._most_threads = max(os.cpu_count() or 1, torch.get_num_threads())
+            self._workspace = torch.empty(self._most_threads * self._workspace_floats)
+        first, decode_rows = step.chunks[-1].end if step.chunks else 0, len(step.host_lengths)
+        segments = np.empty((len(step.chunks) + decode_rows, 4), dtype=np.int64)  # `segment` in C, in the order of the step
+        for at, chunk in enumerate(step.chunks):
+            segments[at] = chunk.begin, chunk.end, chunk.start, chunk.row
+        rows = segments[len(step.chunks) :]
+        rows[:, 0] = np.arange(first, first + decode_rows)
+        rows[:, 1] = rows[:, 0] + 1
+        rows[:, 2] = step.host_lengths - 1
+        rows[:, 3] = step.decode_rows.numpy()
+        kv_heads, self._kept = self._memory.layout.kv_heads, []
+        for call in self._calls.values():
+            planning = _Planning(
+                segments=segments.ctypes.data, count=len(segments), group=self._group, kv_heads=kv_heads, window=call.window,
+                item_tokens=self._item_tokens, split_slots=SPLIT_SLOTS, split_items=SPLIT_ITEMS, lightest=LIGHTEST,
+            )  # fmt: skip
+            self._plan_items(ctypes.addressof(planning))
+            items = np.empty(planning.item_count * _ITEM_NUMBERS, dtype=np.int64)
+            planning.items = items.ctypes.data
+            self._plan_items(ctypes.addressof(planning))
+            left = torch.empty(planning.partials * kv_heads * (self._memory.layout.head_dim + 2))
+            done = np.empty(planning.splits * kv_heads, dtype=np.int64)
+            call.workspace = self._workspace.data_ptr()
+            call.table, call.table_stride = step.table.data_ptr(), step.table.stride(0)
+            call.items, call.item_count = items.ctypes.data, planning.item_count
+            call.partials, call.done, call.split_count = left.data_ptr(), done.ctypes.data, planning.splits
+            call.threads = 1 if planning.cost * kv_heads <= ALONE_COST else self._most_threads
+            self._kept.append((step.table, items, left, done))
 
     def run(self, layer: int, query: Tensor) -> Tensor:
         chunks = None
@@ -142,46 +170,6 @@ class NativeAttention:
 
     def for_graph(self, rows: int) -> None:
         """None: there are no CUDA graphs on CPU. Calls may be recorded: what a plan changes is in memory that they point to."""
-
-    def _make_room(self, threads: int) -> None:
-        """For all processors at least, since threads follow the cores that other instances lend, also amid a step. What none uses
-        takes no memory."""
-        if threads > self._most_threads:
-            self._most_threads = max(os.cpu_count() or 1, threads)
-            self._workspace = torch.empty(self._most_threads * self._workspace_floats)
-
-    def _segments_of(self, step: StepTokens) -> Int64Array:
-        """[chunks and decode rows, 4]: `segment` in C, in the order of the step."""
-        first = step.chunks[-1].end if step.chunks else 0
-        rows = np.empty((len(step.host_lengths), 4), dtype=np.int64)
-        rows[:, 0] = np.arange(first, first + len(rows))
-        rows[:, 1] = rows[:, 0] + 1
-        rows[:, 2] = step.host_lengths - 1
-        rows[:, 3] = step.decode_rows.numpy()
-        if not step.chunks:
-            return rows
-        chunks = [(chunk.begin, chunk.end, chunk.start, chunk.row) for chunk in step.chunks]
-        return np.concatenate([np.array(chunks, dtype=np.int64), rows])
-
-    def _plan(self, call: _AttentionCall, how: LayerAttention, step: StepTokens, segments: Int64Array) -> _Kept:
-        """Set what changes from step to step. Returns the memory that the call points to by then."""
-        kv_heads = self._memory.layout.kv_heads
-        planning = _Planning(
-            segments=segments.ctypes.data, count=len(segments), group=self._group, kv_heads=kv_heads, window=call.window,
-            item_tokens=self._item_tokens, split_slots=SPLIT_SLOTS, split_items=SPLIT_ITEMS, lightest=LIGHTEST,
-        )  # fmt: skip
-        self._plan_items(ctypes.addressof(planning))
-        items = np.empty(planning.item_count * _ITEM_NUMBERS, dtype=np.int64)
-        planning.items = items.ctypes.data
-        self._plan_items(ctypes.addressof(planning))
-        left = torch.empty(planning.partials * kv_heads * (self._memory.layout.head_dim + 2))
-        done = np.empty(planning.splits * kv_heads, dtype=np.int64)
-        call.workspace = self._workspace.data_ptr()
-        call.table, call.table_stride = step.table.data_ptr(), step.table.stride(0)
-        call.items, call.item_count = items.ctypes.data, planning.item_count
-        call.partials, call.done, call.split_count = left.data_ptr(), done.ctypes.data, planning.splits
-        call.threads = 1 if planning.cost * kv_heads <= ALONE_COST else self._most_threads
-        return step.table, items, left, done
 
 
 def native_library() -> ctypes.CDLL | None:

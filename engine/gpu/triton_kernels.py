@@ -29,7 +29,7 @@ class TritonKernels(TorchKernels):
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """A program norms at least _NORM_ELEMENTS, and a thread 16 of them."""
         x = _rows_of(x)
-        count, hidden = x.shape
+        count, hidden = len(x), x.shape[1]
         out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         total = x if residual is None else torch.empty_like(out)
         block = triton.next_power_of_2(hidden)

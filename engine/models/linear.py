@@ -38,25 +38,7 @@ _FP8_MULTIPLE = 16
 
 @dataclass(slots=True)
 class Linear:
-    """weight: [outputs, inputs]. bias: [outputs], or None."""
-
-    weight: Tensor
-    bias: Tensor | None
-    gate: Gate | None = None
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """[tokens, inputs] → [tokens, outputs]; with a gate half as many."""
-        out = F.linear(x, self.weight, self.bias)
-        return out if self.gate is None else self.gate(out)
-
-    def put(self, rows: slice, weight: Tensor) -> Tensor:
-        """Set some outputs. weight: [rows, inputs], any float dtype, on any device. Returns them."""
-        return self.weight[rows].copy_(weight)
-
-
-@dataclass(slots=True)
-class PackedLinear:
-    """A layer on CPU with the plain weight, a packed one, or both."""
+    """A layer with the plain weight, or on CPU with a packed one, or both."""
 
     weight: Tensor | None
     """[outputs, inputs]; None: only the packed one is there."""
@@ -73,15 +55,15 @@ class PackedLinear:
 
     def __call__(self, x: Tensor) -> Tensor:
         """[tokens, inputs] → [tokens, outputs]; with a gate half as many."""
-        if x.shape[0] in self.packed_rows:  # len() of a tensor takes longer
-            assert self.product is not None and self.packed is not None
+        if self.product is not None and x.shape[0] in self.packed_rows:  # len() of a tensor takes longer
+            assert self.packed is not None
             return self.product(x, self.packed)
         assert self.weight is not None
         out = F.linear(x, self.weight, self.bias)
         return out if self.gate is None else self.gate(out)
 
     def put(self, rows: slice, weight: Tensor) -> Tensor:
-        """Set some outputs, before anything is packed. weight: [rows, inputs], any float dtype. Returns them."""
+        """Set some outputs, before anything is packed. weight: [rows, inputs], any float dtype, on any device. Returns them."""
         assert self.weight is not None
         return self.weight[rows].copy_(weight)
 
@@ -189,7 +171,7 @@ class Int8Linear:
         self.packed, self.weight = self.product.pack(self.weight, self.bias, self.scale, gated=self.gated), None
 
 
-AnyLinear: TypeAlias = Linear | PackedLinear | Fp8Linear | Int8Linear
+AnyLinear: TypeAlias = Linear | Fp8Linear | Int8Linear
 
 
 def check_fp8(dtype: torch.dtype, device: torch.device) -> None:
@@ -312,9 +294,7 @@ def measure(samples: Sequence[Tensor], products: Sequence[PackedProduct]) -> Mea
     )
 
 
-def pack_all(
-    layers: Sequence[PackedLinear], products: Sequence[PackedProduct], sharers: int, progress: Callable[[str], None]
-) -> int:
+def pack_all(layers: Sequence[Linear], products: Sequence[PackedProduct], sharers: int, progress: Callable[[str], None]) -> int:
     """Give each large layer its products, when all weights are filled. products: those that compete. sharers: processes of this
     host that have equal parts of it. Returns the bytes that second copies may take and do not."""
     large = [(layer, layer.weight) for layer in layers if layer.weight is not None and _is_large(layer.weight)]

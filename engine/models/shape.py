@@ -87,16 +87,21 @@ def _tokenizer_eos(path: Path) -> list[int]:
         return []
     named = read_json(path / TOKENIZER_CONFIG).get("eos_token")
     content = named.get("content") if isinstance(named, dict) else named  # older versions saved the token with its properties
+    vocab, added = read_vocab(path)
+    found = added.get(content, vocab.get(content)) if isinstance(content, str) else None
+    return [] if found is None else [found]
+
+
+def read_vocab(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The ids of a tokenizer's pieces, and of the tokens that were added to them, by their text. Raises ConfigError."""
     tokenizer = read_json(path / TOKENIZER)
     try:
         vocab = tokenizer["model"]["vocab"]
         if isinstance(vocab, list):  # Unigram: [[piece, score], ...], the id is the place
             vocab = {piece: token for token, (piece, _) in enumerate(vocab)}
-        added = {token["content"]: token["id"] for token in tokenizer.get("added_tokens") or []}
-        found = added.get(content, vocab.get(content))
+        return dict(vocab), {token["content"]: token["id"] for token in tokenizer.get("added_tokens") or []}
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ConfigError(f"{path / TOKENIZER} is not in the tokenizers library's format: {error!r}") from error
-    return [] if found is None else [found]
 
 
 _SCALINGS: dict[str, tuple[str, ...]] = {

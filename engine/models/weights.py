@@ -17,7 +17,7 @@ from torch import Tensor
 from common.config import LoadFormat, Quantization
 from common.errors import ConfigError
 from engine.cpu.products import float_products, int8_product
-from engine.models.linear import AnyLinear, Fp8Linear, Gate, Int8Linear, Linear, PackedLinear, check_fp8, pack_all
+from engine.models.linear import AnyLinear, Fp8Linear, Gate, Int8Linear, Linear, check_fp8, pack_all
 from engine.parallel import ALONE, Group
 from engine.ports import Kernels
 
@@ -79,7 +79,7 @@ class WeightSlots:
         self._elsewhere: dict[str, tuple[int, ...]] = {}
         self._tied: dict[str, tuple[Slot, Tensor]] = {}
         self._float_products = [] if quantization == "int8" else float_products(dtype, device, kernels)
-        self._packable: list[PackedLinear] = []
+        self._packable: list[Linear] = []
 
     def tensor(self, name: str, *shape: int) -> Tensor:
         """The weight of this name, and nothing else, in one tensor."""
@@ -127,14 +127,11 @@ class WeightSlots:
             return self._empty_int8(weight.shape[0], weight.shape[1], source=weight)
         return self.product(weight, shared=shared)
 
-    def product(
-        self, weight: Tensor, bias: Tensor | None = None, gate: Gate | None = None, *, shared: bool = False
-    ) -> Linear | PackedLinear:
+    def product(self, weight: Tensor, bias: Tensor | None = None, gate: Gate | None = None, *, shared: bool = False) -> Linear:
         """A layer in the model's dtype. shared: the weight is used elsewhere too."""
-        if not self._float_products:
-            return Linear(weight, bias, gate)
-        made = PackedLinear(weight, bias, gate, shared)
-        self._packable.append(made)
+        made = Linear(weight, bias, gate, shared)
+        if self._float_products:
+            self._packable.append(made)
         return made
 
     def pack(self, sharers: int, progress: Callable[[str], None]) -> int:

@@ -12,7 +12,7 @@ from common.host import HostMemory
 from engine.backends import make_kernels
 from engine.cpu.products import Packed, PackedProduct, float_products
 from engine.models import linear as packing
-from engine.models.linear import ROWS, MeasuredProduct, PackedLinear, measure, pack_all
+from engine.models.linear import ROWS, Linear, MeasuredProduct, measure, pack_all
 from tests.engine.checkpoints import VOCAB, llama, qwen3, saved
 from tests.engine.exact import answers, assert_exact, runner
 from tests.engine.ranks import answers_of_ranks
@@ -36,8 +36,8 @@ FASTER_FOR_MANY = {1: 1.1, 8: 1.2, 16: 0.8, 32: 0.5, 256: 0.7}
 FASTER_PLAIN = {1: 1.2, 8: 1.3, 16: 1.1, 32: 0.9, 256: 0.9}
 
 
-def layer(outputs: int, inputs: int, *, shared: bool = False) -> PackedLinear:
-    return PackedLinear(torch.randn(outputs, inputs), None, shared=shared)
+def layer(outputs: int, inputs: int, *, shared: bool = False) -> Linear:
+    return Linear(torch.randn(outputs, inputs), None, shared=shared)
 
 
 def measures(monkeypatch: pytest.MonkeyPatch, packed: dict[int, float]) -> None:

@@ -28,7 +28,7 @@ from engine.cpu.products import (
     load_int8_product,
     load_panel_product,
 )
-from engine.models.linear import Int8Linear, PackedLinear
+from engine.models.linear import Int8Linear, Linear
 from tests.engine.checkpoints import VOCAB, qwen2, qwen3, saved
 from tests.engine.cpu.here import CPU, KERNELS, SIZES, int8_products, largest_of, numbers_of_threads
 from tests.engine.exact import answers, reference_logits, runner
@@ -169,9 +169,9 @@ def test_a_packed_layer_computes_what_a_plain_one_does(
     torch.manual_seed(5)
     weight, bias = torch.randn(48, 130).to(dtype) / 4, torch.randn(48).to(dtype) if with_bias else None
     gate_of_plain = KERNELS.silu_and_mul if gated else None
-    made = PackedLinear(weight, bias, gate_of_plain)
+    made = Linear(weight, bias, gate_of_plain)
     made.pack(product, range(1, 9), keeps_weight=True)
-    packed_alone = PackedLinear(weight, bias, gate_of_plain)
+    packed_alone = Linear(weight, bias, gate_of_plain)
     packed_alone.pack(product, range(10**9), keeps_weight=False)
     for rows in (0, 1, 8, 9, 300):
         x = torch.randn(130, rows).to(dtype).T  # its rows are not contiguous

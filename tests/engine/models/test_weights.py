@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from common.errors import ConfigError
-from engine.models.linear import Linear, PackedLinear
+from engine.models.linear import Linear
 from engine.models.weights import WeightPart, WeightSlots
 from engine.torch_kernels import TorchKernels
 
@@ -20,7 +20,7 @@ def slots_of(dtype: torch.dtype = torch.float32) -> tuple[WeightSlots, Tensor, L
     slots = WeightSlots(dtype, CPU, TorchKernels())
     norm = slots.tensor("norm.weight", 4)
     linear = slots.linear([WeightPart("a", 2), WeightPart("b", 3)], inputs=4, bias=True)
-    assert isinstance(linear, Linear | PackedLinear) and linear.weight is not None
+    assert isinstance(linear, Linear) and linear.weight is not None
     return slots, norm, Linear(linear.weight, linear.bias)
 
 
@@ -107,5 +107,5 @@ def test_random_weights_depend_on_the_seed_and_the_name_only() -> None:
     other = WeightSlots(torch.float32, CPU, TorchKernels())
     alone = other.linear([WeightPart("b", 3)], inputs=4, bias=False)
     other.fill_random()
-    assert isinstance(alone, Linear | PackedLinear) and alone.weight is not None
+    assert isinstance(alone, Linear) and alone.weight is not None
     assert torch.equal(alone.weight, made[0][2:])
