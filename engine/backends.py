@@ -26,9 +26,9 @@ from engine.cpu.build import processor_flags
 from engine.cpu.kernels import load_native_kernels
 from engine.gpu.flashinfer import AttentionNeeds, FlashInfer, FlashInferAttention, PrefillKernels, decodes_on_tensor_cores
 from engine.kv_memory import torch_dtype
-from engine.ports import Attention, Kernels
+from engine.ports import Attention
 from engine.torch_attention import PagedAttention
-from engine.torch_kernels import TorchKernels
+from engine.torch_kernels import Kernels
 
 
 def device_of(name: str) -> torch.device:
@@ -82,10 +82,10 @@ _log = logging.getLogger(__name__)
 def make_kernels(device: torch.device) -> Kernels:
     """Raises ConfigError where Triton is there and cannot compile: it would fail at the first step."""
     if device.type == "cpu":
-        return load_native_kernels() or TorchKernels()
+        return load_native_kernels() or Kernels()
     if find_spec("triton") is None:
         _log.warning("Triton is not installed, so torch computes the small operations on %s, which is slower", device)
-        return TorchKernels()
+        return Kernels()
     lacking = build.for_triton()
     if lacking:
         raise ConfigError(
@@ -95,8 +95,6 @@ def make_kernels(device: torch.device) -> Kernels:
 
     return TritonKernels()
 
-
-_log = logging.getLogger(__name__)
 
 HEAD_DIMS = (64, 128, 256)
 """That FlashInfer's kernels are written for."""
@@ -233,42 +231,41 @@ def host_of(device: torch.device) -> FlashInferHost:
 
 def flashinfer_refusal(layout: KVLayout, dtype: torch.dtype, host: FlashInferHost) -> BackendRefusal | None:
     """None if FlashInfer can be used. dtype: of queries."""
-    kv_dtype = torch_dtype(layout.dtype)
-    dtypes = (torch.float16, torch.bfloat16)
-    if host.capability is None:
-        return BackendRefusal("FlashInfer needs a CUDA device and this instance computes on CPU", "give --device cuda")
-    if host.version is None:
-        return BackendRefusal("FlashInfer is not installed", "install it, as with pip install '.[flashinfer]'")
-    if host.capability < (8, 0):
-        major, minor = host.capability
-        return BackendRefusal(f"the GPU's compute capability is {major}.{minor} and FlashInfer needs 8.0", "take a newer GPU")
-    if host.lacking:
-        lacking = build.none_of(host.lacking)
-        return BackendRefusal(f"FlashInfer compiles its kernels, and there is {lacking} here", build.fixes(host.lacking))
-    if dtype not in dtypes:
-        return BackendRefusal(f"FlashInfer has no kernels for {_name(dtype)}", "give --dtype bfloat16")
-    if kv_dtype not in (dtype, torch.float8_e4m3fn):
-        return BackendRefusal(
-            f"FlashInfer has no kernels for {_name(dtype)} over {_name(kv_dtype)} pages", "give --kv-dtype auto"
-        )
-    if layout.head_dim not in HEAD_DIMS:
-        dims = ", ".join(map(str, HEAD_DIMS))
-        return BackendRefusal(
-            f"the model's heads have {layout.head_dim} elements and FlashInfer has {dims}", "take another model"
-        )
-    return None
+    kv_dtype, dims = torch_dtype(layout.dtype), ", ".join(map(str, HEAD_DIMS))
+    has, lacking = ".".join(map(str, host.capability or ())), build.none_of(host.lacking)
+    of_queries, pair = _name(dtype), f"{_name(dtype)} over {_name(kv_dtype)} pages"
+    return _first_broken(
+        (host.capability is not None, "FlashInfer needs a CUDA device and this instance computes on CPU", "give --device cuda"),
+        (host.version is not None, "FlashInfer is not installed", "install it, as with pip install '.[flashinfer]'"),
+        (
+            (host.capability or ()) >= (8, 0),
+            f"the GPU's compute capability is {has} and FlashInfer needs 8.0",
+            "take a newer GPU",
+        ),
+        (not host.lacking, f"FlashInfer compiles its kernels, and there is {lacking} here", build.fixes(host.lacking)),
+        (dtype in (torch.float16, torch.bfloat16), f"FlashInfer has no kernels for {of_queries}", "give --dtype bfloat16"),
+        (kv_dtype in (dtype, torch.float8_e4m3fn), f"FlashInfer has no kernels for {pair}", "give --kv-dtype auto"),
+        (
+            layout.head_dim in HEAD_DIMS,
+            f"the model's heads have {layout.head_dim} elements and FlashInfer has {dims}",
+            "take another model",
+        ),
+    )
 
 
 def native_refusal(layout: KVLayout, dtype: torch.dtype, device: torch.device) -> BackendRefusal | None:
     """None if attention in C can be used where it compiles. dtype: of queries."""
-    kv_dtype = torch_dtype(layout.dtype)
-    if device.type != "cpu":
-        return BackendRefusal(f"attention in C is for CPU and this instance computes on {device.type}", "give --device cpu")
-    if dtype not in DTYPES:
-        return BackendRefusal(f"attention in C has no {_name(dtype)}", "give --dtype float32 or bfloat16")
-    if kv_dtype not in DTYPES:
-        return BackendRefusal(f"attention in C does not read {_name(kv_dtype)} pages", "give --kv-dtype auto")
-    return None
+    kv_dtype, is_cpu = torch_dtype(layout.dtype), device.type == "cpu"
+    return _first_broken(
+        (is_cpu, f"attention in C is for CPU and this instance computes on {device.type}", "give --device cpu"),
+        (dtype in DTYPES, f"attention in C has no {_name(dtype)}", "give --dtype float32 or bfloat16"),
+        (kv_dtype in DTYPES, f"attention in C does not read {_name(kv_dtype)} pages", "give --kv-dtype auto"),
+    )
+
+
+def _first_broken(*rules: tuple[bool, str, str]) -> BackendRefusal | None:
+    """rules: whether each holds, and the reason and the fix where it does not."""
+    return next((BackendRefusal(reason, fix) for holds, reason, fix in rules if not holds), None)
 
 
 def _native_or_torch(needs: AttentionNeeds, asked: AttentionName, progress: Callable[[str], None]) -> ChosenAttention:

@@ -21,7 +21,6 @@ from common.config import EngineConfig, ModelConfig
 from common.errors import ConfigError, MemoryShort
 from common.executor import Chunk, RowStart, StepPlan, StepResult
 from common.host import sharers_of_host
-from common.ids import Int32Array
 from common.messages import EngineChoices
 from common.model_path import resolve_model_path
 from common.sampling_params import MAX_BAD_WORD, MAX_BAD_WORDS, MAX_BIASED_TOKENS, MAX_LOGPROBS, SamplingParams
@@ -207,10 +206,6 @@ class ModelRunner:
         """Launch one step and wait for it."""
         with self.on_device():
             return self.steps.launch(plan, report).wait()
-
-    def digest_pages(self, pages: Int32Array) -> bytes:
-        """As `Executor.digest_pages`; from any thread."""
-        return self.memory.digest_pages(pages)
 
     # --- making ------------------------------------------------------------------------------------------------------------
 

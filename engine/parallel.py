@@ -13,7 +13,7 @@ import os
 import socket
 import threading
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,39 +30,26 @@ LEAVE_S = 2.0
 """How long leaving a group may take."""
 
 
-class Group(Protocol):
-    """All ranks of an instance, seen from one of them."""
-
-    @property
-    def rank(self) -> int: ...
-    @property
-    def ranks(self) -> int: ...
-
-    def sum(self, x: Tensor) -> Tensor:
-        """The sum of x over all ranks, bit by bit the same on each. It may be in place: x is not to be used any more. x: any
-        shape, contiguous, the same on all ranks."""
-
-    def gather(self, x: Tensor) -> Tensor:
-        """[rows, part] → [rows, ranks * part]: the parts side by side, in the order of the ranks. x: contiguous."""
-
-
-class Alone:
-    """One rank: both collectives return what they are given. Implements `Group`."""
+class Group:
+    """All ranks of an instance, seen from one of them. This one is alone: both collectives return what they are given."""
 
     rank, ranks = 0, 1
 
     def sum(self, x: Tensor) -> Tensor:
+        """The sum of x over all ranks, bit by bit the same on each. It may be in place: x is not to be used any more. x: any
+        shape, contiguous, the same on all ranks."""
         return x
 
     def gather(self, x: Tensor) -> Tensor:
+        """[rows, part] → [rows, ranks * part]: the parts side by side, in the order of the ranks. x: contiguous."""
         return x
 
 
-ALONE = Alone()
+ALONE = Group()
 
 
-class TorchGroup:
-    """Ranks of torch.distributed. Implements `Group`.
+class TorchGroup(Group):
+    """Ranks of torch.distributed.
 
     A rank that ends breaks the calls of the others at once on CPU: they raise RuntimeError. On CUDA their kernels wait for ever,
     until `close` or the end of the process: the leader has to notice.

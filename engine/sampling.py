@@ -21,8 +21,9 @@ from common.errors import TandemError
 from common.executor import Logprobs, RowStart, StepPlan
 from common.ids import Int32Array, Int64Array
 from engine.logits_processors import row_parts
-from engine.ports import Kernels, LogitsProcessor, SampledRows
+from engine.ports import LogitsProcessor, SampledRows
 from engine.rows import HostStep, RowSampling, Staging, StepArrays
+from engine.torch_kernels import Kernels
 
 _ONE = 2.0**40
 """The most likely token's share in whole numbers: sums over 2**20 tokens stay below 2**63."""

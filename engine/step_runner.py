@@ -27,7 +27,6 @@ from engine.kv_memory import KVMemory
 from engine.ports import (
     Attention,
     HeadNorm,
-    Kernels,
     LogitsProcessor,
     Model,
     PagePlaces,
@@ -38,7 +37,7 @@ from engine.ports import (
 from engine.replay import CallRecorder, CannotRecord, GraphMaker, Recording, Replay, fitting
 from engine.rows import BatchTensors, HostStep, Staging, StepArrays
 from engine.sampling import Sampler, SpecialRows, TokenLogprobsOnDevice
-from engine.torch_kernels import write
+from engine.torch_kernels import Kernels, write
 
 
 class LayerProgress:

@@ -132,7 +132,7 @@ class TorchExecutor:
         return self._runner.grammars.prepare(grammar, self._wake, owner)
 
     def digest_pages(self, pages: Int32Array) -> bytes:
-        return self._runner.digest_pages(pages)
+        return self._runner.memory.digest_pages(pages)
 
     def close(self) -> None:
         if self._runner.grammars is not None:

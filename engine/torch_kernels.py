@@ -46,49 +46,78 @@ SMALLEST_ROW = 1e-30
 """A row whose largest number is below this is quantised as if it were this: nothing is divided by zero."""
 
 
-class TorchKernels:
-    """Implements `Kernels`. Holds the part of the noise that is the same in every step."""
+class Kernels:
+    """The small operations, each as torch computes it on any device; another implementation replaces those that it is faster in.
+
+    Every method returns new tensors, of its input's dtype where nothing else is said. Norms are in float32 inside, as checkpoints
+    are trained. No method waits for the device, and what a call starts there depends on shapes alone."""
 
     def __init__(self) -> None:
         self._token_noise: Tensor | None = None
+        """The part of the noise that is the same in every step."""
 
     def decode_inputs(
         self, rows: Tensor, last_token: Tensor, length: Tensor, table: Tensor, page_size: int, null: int
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """What some rows decode next, and where its KV goes: (token_ids, positions, pages, slots), all [n] int64. Their lengths
+        grow by one, but for that of row `null`.
+
+        rows: [n] int64, each once, but for `null`. last_token, length: [all rows] int64. table: [all rows, width] int32.
+        """
         positions = length[rows]
         length[rows] = (positions + 1).masked_fill(rows == null, 0)
         return last_token[rows], positions, table[rows, positions // page_size].long(), positions % page_size
 
     def embed(self, token_ids: Tensor, table: Tensor) -> Tensor:
+        """token_ids: [tokens] int64, each a row of table; with others it raises, or reads nothing. table: [rows, hidden]. Returns
+        [tokens, hidden]."""
         return F.embedding(token_ids, table)
 
     def rotation(self, positions: Tensor, frequencies: Tensor, factor: float) -> Rotation:
+        """The rotation by the angles position * frequency. positions: [tokens] int64. frequencies: [rotary_dim / 2] float32.
+        factor: multiplies cos and sin."""
         angles = positions[:, None].float() * frequencies
         if factor == 1.0:
             return Rotation(angles.cos(), angles.sin())
         return Rotation(angles.cos() * factor, angles.sin() * factor)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Zhang and Sennrich 2019. Returns the norm of x + residual, and x + residual; without a residual those of x.
+        x, residual: [tokens, hidden]; weight: [hidden]."""
         total = x if residual is None else x + residual
         wide = total.float()
         normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
         return weight * normed.to(x.dtype), total
 
     def silu_and_mul(self, gate_up: Tensor) -> Tensor:
+        """SwiGLU (Shazeer 2020). gate_up: [tokens, 2 * width], the gate first. Returns silu(gate) * up, [tokens, width]."""
         gate, up = gate_up.chunk(2, dim=-1)
         return F.silu(gate) * up
 
     def quantise(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Each row in FP8 with a scale of its own, as large as it may be. x: [rows, width].
+
+        Returns [rows, width] float8_e4m3fn and [rows, 1] float32; their product is nearly x.
+        """
         wide = x.float()
         scale = wide.abs().amax(-1, keepdim=True).clamp_min(SMALLEST_ROW) * (1.0 / FP8_LARGEST)
         return _fp8(wide / scale), scale
 
     def quantise_int8(self, x: Tensor, largest: int) -> tuple[Tensor, Tensor]:
+        """Each row in whole numbers from -largest to largest with a scale of its own. x: [rows, width]. largest: at most 127.
+
+        Returns [rows, width] uint8, which are the numbers plus largest + 1, and [rows, 1] float32, the scales.
+        """
         wide = x.float()
         scale = wide.abs().amax(-1, keepdim=True).clamp_min(SMALLEST_ROW) * (1.0 / largest)
         return (wide / scale).round().add_(largest + 1).to(torch.uint8), scale
 
     def rotate_and_write(self, heads: Tensor, rotation: Rotation, norm: HeadNorm | None, places: PagePlaces) -> Tensor:
+        """Norm and rotate queries and keys, and write keys and values to their pages, in the pages' dtype.
+
+        heads: [tokens, heads + 2 * kv_heads, head_dim], queries first, then keys, then values. Returns the queries,
+        [tokens, heads, head_dim].
+        """
         kv_heads = places.keys.shape[1]
         query_heads = heads.shape[1] - 2 * kv_heads
         turning, value = heads.tensor_split([query_heads + kv_heads], dim=1)  # queries and keys together: half the operations
@@ -102,6 +131,12 @@ class TorchKernels:
     def sample(
         self, logits: Tensor, temperature: Tensor | None = None, seed: Tensor | None = None, position: Tensor | None = None
     ) -> Tensor:
+        """One token per row: the largest of (logits - the row's maximum) / temperature + `gumbel`; the largest
+        logit if the temperature is below `GREEDY_BELOW`, or none is given. Of equal ones the first.
+
+        logits: [rows, vocab] float32; minus infinity excludes a token. temperature: [rows] float32. seed, position: [rows] int64,
+        given with temperatures. Returns [rows] int64. A row with NaN gets some token of the vocabulary.
+        """
         first = logits.argmax(dim=-1)
         if temperature is None or seed is None or position is None:
             return first
@@ -113,6 +148,11 @@ class TorchKernels:
         return torch.where(greedy, first, noisy.argmax(dim=-1))
 
     def page_indices(self, table: Tensor, rows: Tensor, indptr: Tensor, out: Tensor) -> None:
+        """The pages of some rows, one row after the other: out[indptr[i] : indptr[i + 1]] = the first of table[rows[i]].
+
+        table: [all rows, width] int32. rows: [n] int64. indptr: [n + 1] int32, rising from 0; no difference is above width.
+        out: [at least indptr[n]] int32, contiguous; what lies beyond stays as it is.
+        """
         if len(rows) == 0:
             return
         at = torch.arange(len(out), dtype=indptr.dtype, device=out.device)

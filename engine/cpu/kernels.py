@@ -12,14 +12,14 @@ from torch import Tensor
 
 from engine.cpu.build import NativeFunction, load
 from engine.ports import HeadNorm, PagePlaces, Rotation
-from engine.torch_kernels import GREEDY_BELOW, TorchKernels
+from engine.torch_kernels import GREEDY_BELOW, Kernels
 
 SOURCE = Path(__file__).with_name("elementwise.c")
 _IS_BF16 = {torch.float32: 0, torch.bfloat16: 1}
 
 
-class NativeKernels(TorchKernels):
-    """Implements `Kernels`. library: of the C source."""
+class NativeKernels(Kernels):
+    """What the C has code for. library: of the C source."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         super().__init__()

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from common.errors import ConfigError
 from engine.cpu.build import NativeFunction, load, processor_flags
-from engine.ports import Kernels
+from engine.torch_kernels import Kernels
 
 LARGEST_WEIGHT = 127
 """The largest number of an int8 weight."""

@@ -29,7 +29,8 @@ from torch import Tensor
 
 from common.ids import Int64Array
 from engine.kv_memory import KVMemory
-from engine.ports import Kernels, LayerAttention, Segment, StepTokens
+from engine.ports import LayerAttention, Segment, StepTokens
+from engine.torch_kernels import Kernels
 
 PrefillKernels = Literal["fa2", "fa3"]
 GRAPH_PLAN_BYTES = 2**20

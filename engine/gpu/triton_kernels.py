@@ -10,7 +10,7 @@ from torch import Tensor
 
 from engine.gpu import triton_source as source
 from engine.ports import HeadNorm, PagePlaces, Rotation
-from engine.torch_kernels import TorchKernels
+from engine.torch_kernels import Kernels
 
 _NORM_ELEMENTS = 1024
 """Elements that a program norms at least, in as many rows as it takes."""
@@ -21,8 +21,8 @@ _SLICE = 2048
 _PAGES = 1024
 
 
-class TritonKernels(TorchKernels):
-    """Implements `Kernels`; torch computes what is no kernel here. The kernels start on the current CUDA device, which must be
+class TritonKernels(Kernels):
+    """What is a kernel here; torch computes the rest. The kernels start on the current CUDA device, which must be
     that of the tensors. Their number and shapes depend on the shapes of tensors alone, so that calls may be captured in a CUDA
     graph."""
 

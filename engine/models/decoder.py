@@ -22,7 +22,8 @@ from engine.models.linear import AnyLinear
 from engine.models.shape import ModelShape, Rope, Share, share_of
 from engine.models.weights import WeightPart, WeightSlots
 from engine.parallel import ALONE, Group
-from engine.ports import HeadNorm, Kernels, LayerAttention, StepAttention
+from engine.ports import HeadNorm, LayerAttention, StepAttention
+from engine.torch_kernels import Kernels
 
 
 def rotary_frequencies(rope: Rope, head_dim: int, context_tokens: int) -> tuple[Tensor, float]:

@@ -29,7 +29,7 @@ from common.errors import ConfigError
 from common.host import host_memory_now
 from engine.cpu.products import LARGEST_WEIGHT, MOST_INPUTS, SIGN, Packed, PackedProduct
 from engine.kv_budget import gib
-from engine.ports import Kernels
+from engine.torch_kernels import Kernels
 
 Gate = Callable[[Tensor], Tensor]
 """What a gated layer makes of its product, [tokens, 2 * outputs] → [tokens, outputs]: SwiGLU (Shazeer 2020), the gates first."""

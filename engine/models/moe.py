@@ -28,7 +28,7 @@ from torch import Tensor
 from engine.models.decoder import Mlp, gated_mlp
 from engine.models.shape import ExpertShape, ModelShape, Share
 from engine.models.weights import Cut, Stored, WeightSlots
-from engine.ports import Kernels
+from engine.torch_kernels import Kernels
 
 Products = Callable[[Tensor, Tensor, Tensor], Tensor]
 """The products of pairs [pairs, inputs], weights [experts, outputs, inputs] and ends [experts] int32: [pairs, outputs]. What is
@@ -139,16 +139,14 @@ def mlp_of_layer(
         first=here.start,
     )
     for expert in range(experts.experts):
-        name = f"{prefix}experts.{expert}."
-        if expert in here:
-            place = expert - here.start
-            slots.expect(name + "gate_proj.weight", made.gate_up[place, :inner])
-            slots.expect(name + "up_proj.weight", made.gate_up[place, inner:])
-            slots.expect(name + "down_proj.weight", made.down[place])
-        else:
-            slots.expect_elsewhere(name + "gate_proj.weight", inner, shape.hidden)
-            slots.expect_elsewhere(name + "up_proj.weight", inner, shape.hidden)
-            slots.expect_elsewhere(name + "down_proj.weight", shape.hidden, inner)
+        place = here.index(expert) if expert in here else 0
+        gate_up, down = made.gate_up[place], made.down[place]
+        for name, part in (("gate_proj", gate_up[:inner]), ("up_proj", gate_up[inner:]), ("down_proj", down)):
+            weight = f"{prefix}experts.{expert}.{name}.weight"
+            if expert in here:
+                slots.expect(weight, part)
+            else:
+                slots.expect_elsewhere(weight, *part.shape)
     return (made,)
 
 

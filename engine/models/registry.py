@@ -18,7 +18,8 @@ from engine.models.decoder import Decoder
 from engine.models.moe import grouped, mlp_of_layer, one_by_one, why_not_grouped, with_one_spelling
 from engine.models.shape import ModelShape, ServedShape, share_of
 from engine.models.weights import Loading, WeightSlots
-from engine.ports import Kernels, Model
+from engine.ports import Model
+from engine.torch_kernels import Kernels
 
 
 def model_fingerprint(path: Path, shape: ServedShape, loading: Loading) -> str:

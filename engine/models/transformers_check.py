@@ -18,7 +18,6 @@ a model of another attention could hide among them. A last one, in the model's d
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -40,22 +39,13 @@ class Different(Exception):
     """The model's attention is not what ours computes. The text says how."""
 
 
-@dataclass(frozen=True, slots=True)
-class Asked:
-    """One call of the attention function: the shapes, and how the layer attends."""
-
-    heads: int
-    kv_heads: int
-    head_dim: int
-    layer: LayerAttention
-
-
 class Description:
-    """Takes the calls of the described run. It computes nothing: it returns the queries."""
+    """Takes the calls of the described run. It computes nothing: it returns the queries. shape: what the config says."""
 
-    def __init__(self, context_tokens: int) -> None:
-        self.asked: list[Asked] = []
-        self._context_tokens = context_tokens
+    def __init__(self, shape: ServedShape) -> None:
+        self.layers: list[LayerAttention] = []
+        """How each layer attends that has called so far."""
+        self._shape = shape
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, asked: dict[str, Any]) -> Tensor:
         """See `Calls` of `transformers_model`."""
@@ -68,17 +58,18 @@ class Description:
             raise Different("it attends to something other than its own tokens (cross attention)")
         if mask is None or mask.dtype != torch.int64 or not bool((mask == mask.flatten()[0]).all()):
             raise Different("it makes its mask itself")
-        window, scale = int(mask.flatten()[0]), asked.get("scaling")
-        self.asked.append(
-            Asked(
-                heads=query.shape[1],
-                kv_heads=key.shape[1],
-                head_dim=key.shape[-1],
-                layer=LayerAttention(
-                    scale=query.shape[-1] ** -0.5 if scale is None else float(scale),
-                    window=window if window < self._context_tokens else None,
-                    softcap=None if asked.get("softcap") is None else float(asked["softcap"]),
-                ),
+        shape, heads, kv_heads, head_dim = self._shape, query.shape[1], key.shape[1], key.shape[-1]
+        if (heads, kv_heads, head_dim) != (shape.heads, shape.kv_heads, shape.head_dim):
+            raise Different(
+                f"layer {len(self.layers)} has {heads} heads and {kv_heads} KV heads of {head_dim}, and the config says "
+                f"{shape.heads} and {shape.kv_heads} of {shape.head_dim}; all layers must be as the config says"
+            )
+        window, scale, softcap = int(mask.flatten()[0]), asked.get("scaling"), asked.get("softcap")
+        self.layers.append(
+            LayerAttention(
+                scale=head_dim**-0.5 if scale is None else float(scale),
+                window=window if window < shape.context_tokens else None,
+                softcap=None if softcap is None else float(softcap),
             )
         )
         return query.transpose(1, 2)
@@ -211,16 +202,3 @@ def _parts(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
             yield from _parts(child)
         else:
             yield child
-
-
-def uniform(asked: Sequence[Asked], shape: ServedShape) -> list[LayerAttention]:
-    """How each layer attends. Raises Different unless each layer attends once, with the heads that the config says."""
-    if len(asked) != shape.layers:
-        raise Different(f"it attends {len(asked)} times in {shape.layers} layers")
-    for number, call in enumerate(asked):
-        if (call.heads, call.kv_heads, call.head_dim) != (shape.heads, shape.kv_heads, shape.head_dim):
-            raise Different(
-                f"layer {number} has {call.heads} heads and {call.kv_heads} KV heads of {call.head_dim}, and the config says "
-                f"{shape.heads} and {shape.kv_heads} of {shape.head_dim}; all layers must be as the config says"
-            )
-    return [call.layer for call in asked]

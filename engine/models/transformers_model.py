@@ -30,7 +30,6 @@ from engine.models.transformers_check import (
     in_steps,
     prompts,
     require_same,
-    uniform,
 )
 from engine.models.weights import Loading
 from engine.ports import LayerAttention, StepAttention
@@ -89,9 +88,11 @@ class TransformersModel:
             if reference.shape[-1] != shape.vocab_size:
                 raise Different(f"it has {reference.shape[-1]} logits, and its config says a vocabulary of {shape.vocab_size}")
             self._causal.set_attn_implementation(_DESCRIBED)
-            description = Description(shape.context_tokens)
+            description = Description(shape)
             self._decode(ids[0], torch.arange(PROMPT_TOKENS, device=ids.device), description)
-            layers = uniform(description.asked, shape)
+            layers = description.layers
+            if len(layers) != shape.layers:
+                raise Different(f"it attends {len(layers)} times in {shape.layers} layers")
             self._causal.set_attn_implementation(_STEP)
             require_same(self._in_steps(layers, ids), reference)
         if not bool(self._in_steps(layers, ids).isfinite().all()):

@@ -19,7 +19,7 @@ from common.errors import ConfigError
 from engine.cpu.products import float_products, int8_product
 from engine.models.linear import AnyLinear, Fp8Linear, Gate, Int8Linear, Linear, check_fp8, pack_all
 from engine.parallel import ALONE, Group
-from engine.ports import Kernels
+from engine.torch_kernels import Kernels
 
 Cut = tuple[slice, ...]
 """A part of a tensor: a range of each of its first dimensions; of the others, all."""

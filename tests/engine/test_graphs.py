@@ -25,10 +25,10 @@ from engine.model_runner import ModelRunner
 from engine.models.registry import load_model
 from engine.models.served_shape import read_served_shape
 from engine.models.weights import Loading
-from engine.ports import Attention, Kernels, LayerAttention
+from engine.ports import Attention, LayerAttention
 from engine.replay import CudaGraphs, GraphMaker, fitting, ladder
 from engine.step_runner import StepRunner
-from engine.torch_kernels import TorchKernels
+from engine.torch_kernels import Kernels
 from tests.engine import exact
 from tests.engine.attention.flashinfer_double import FlashInferDouble
 from tests.engine.checkpoints import VOCAB, llama, mistral, qwen3, saved
@@ -59,7 +59,7 @@ def torch_attention(memory: KVMemory, heads: int, layers: Sequence[LayerAttentio
 
 def flashinfer_attention(memory: KVMemory, heads: int, layers: Sequence[LayerAttention]) -> Attention:
     needs = AttentionNeeds(memory, heads, layers, torch.float32, ROWS, CONTEXT // 8, "fa2")
-    return FlashInferAttention(needs, TorchKernels(), FlashInferDouble((torch.float32,)))
+    return FlashInferAttention(needs, Kernels(), FlashInferDouble((torch.float32,)))
 
 
 class Engine:
@@ -78,7 +78,7 @@ class Engine:
     ) -> None:
         shape = read_served_shape(path)
         # Recorded graphs see torch's operations alone.
-        kernels = kernels or (TorchKernels() if device.type == "cpu" else make_kernels(device))
+        kernels = kernels or (Kernels() if device.type == "cpu" else make_kernels(device))
         model = load_model(path, shape, Loading(torch.float32, device, CONTEXT), kernels, lambda text: None)
         layout = KVLayout(layers=shape.layers, kv_heads=shape.kv_heads, head_dim=shape.head_dim, page_size=8, dtype=kv_dtype)
         self.memory = KVMemory(layout, PAGES, device)
@@ -229,7 +229,7 @@ def captured_runner(path: Path, monkeypatch: pytest.MonkeyPatch, maker: GraphMak
         return ChosenAttention(CapturablePaged(needs.memory, needs.query_heads, needs.layers, needs.dtype), "padded")
 
     monkeypatch.setattr(model_runner, "make_attention", chosen)
-    monkeypatch.setattr(model_runner, "make_kernels", lambda device: TorchKernels())
+    monkeypatch.setattr(model_runner, "make_kernels", lambda device: Kernels())
     monkeypatch.setattr(ModelRunner, "_graph_maker", lambda self: maker)
     return exact.runner(path, graph_sizes="1,2,4", max_running=4, graphs=graphs)
 

@@ -16,7 +16,7 @@ from engine.ports import Attention, LayerAttention, Segment, StepTokens
 from engine.rows import BUFFERS, Staging
 from engine.sampling import TokenLogprobsOnDevice, measure_logprobs
 from engine.step_runner import LayerProgress, PendingStep
-from engine.torch_kernels import TorchKernels
+from engine.torch_kernels import Kernels
 from tests.engine.fake_cuda import CARD, CardTensor, FakeStream, fake_card
 
 
@@ -118,7 +118,7 @@ class Library:
         wrapper.plan()
 
 
-class NoKernels(TorchKernels):
+class NoKernels(Kernels):
     def page_indices(self, table: Tensor, rows: Tensor, indptr: Tensor, out: Tensor) -> None:
         """Its kernel would read what is not copied yet."""
 

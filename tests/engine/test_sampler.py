@@ -11,7 +11,7 @@ from torch import Tensor
 from engine import logits_processors
 from engine.rows import RowSampling
 from engine.sampling import Sampler, _filtered_logits, _kept
-from engine.torch_kernels import GREEDY_BELOW, TorchKernels
+from engine.torch_kernels import GREEDY_BELOW, Kernels
 
 VOCAB = 12
 LOGITS = torch.tensor([[2.0, 1.5, 1.0, 0.9, 0.5, 0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0]])
@@ -35,7 +35,7 @@ def sampled(
     noisy = torch.nonzero(params.temperature >= GREEDY_BELOW).flatten()
     some = params.of(noisy)
     filtering = torch.nonzero((some.top_k > 0) | (some.top_p < 1) | (some.min_p > 0)).flatten()
-    return Sampler(TorchKernels()).draw(
+    return Sampler(Kernels()).draw(
         logits, params.of(noisy) if len(noisy) else None, noisy, filtering, filter_width(some.of(filtering).top_k)
     )
 

@@ -28,7 +28,7 @@ from engine.cpu.build import NINJA, NVCC
 from engine.gpu.flashinfer import AttentionNeeds, FlashInfer, FlashInferAttention
 from engine.ports import LayerAttention
 from engine.torch_attention import PagedAttention
-from engine.torch_kernels import TorchKernels
+from engine.torch_kernels import Kernels
 from tests.engine.attention.flashinfer_double import FlashInferDouble
 from tests.engine.attention.steps import Shape
 from tests.engine.checkpoints import qwen3, saved
@@ -73,7 +73,7 @@ def test_what_flashinfer_does_not_support_is_named_with_the_fix(
 def test_auto_takes_flashinfer_where_it_can_and_has_its_kernels_compiled_at_once() -> None:
     lines: list[str] = []
     double, needed = FlashInferDouble(), needs()
-    made = make_flashinfer(needed, "auto", TorchKernels(), lines.append, H100, lambda: double)
+    made = make_flashinfer(needed, "auto", Kernels(), lines.append, H100, lambda: double)
     assert (
         isinstance(made.attention, FlashInferAttention) and made.name == "FlashInfer 0.6.4, chunks by fa3, decode on CUDA cores"
     )
@@ -86,7 +86,7 @@ def test_auto_takes_flashinfer_where_it_can_and_has_its_kernels_compiled_at_once
 def test_hoppers_kernels_are_taken_for_pages_that_they_read(kv_dtype: KVDtype, kernels: str) -> None:
     lines: list[str] = []
     needed = needs(kv_dtype=kv_dtype)
-    made = make_flashinfer(needed, "flashinfer", TorchKernels(), lines.append, H100, FlashInferDouble)
+    made = make_flashinfer(needed, "flashinfer", Kernels(), lines.append, H100, FlashInferDouble)
     assert isinstance(made.attention, FlashInferAttention) and kernels in lines[0]
 
 
@@ -118,7 +118,7 @@ class Broken(FlashInferDouble):
 
 def test_where_hoppers_kernels_fail_the_older_ones_are_taken_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     lines: list[str] = []
-    made = make_flashinfer(needs(), "auto", TorchKernels(), lines.append, H100, lambda: Broken("fa3"))
+    made = make_flashinfer(needs(), "auto", Kernels(), lines.append, H100, lambda: Broken("fa3"))
     assert isinstance(made.attention, FlashInferAttention)
     for told in (made.name, caplog.messages[-1]):
         assert "fa2" in told and "fa3 fails with: cutlass_utils.cuh:9: fatal error: curand_kernel.h: No such file" in told
@@ -126,7 +126,7 @@ def test_where_hoppers_kernels_fail_the_older_ones_are_taken_with_a_warning(capl
     assert NO_HEADER in caplog.text and made.prefill == "fa2"
     caplog.clear()
     again = replace(needs(), prefill=made.prefill)  # of the same start, on the whole pool: minutes of compiling do not fail again
-    assert make_flashinfer(again, "auto", TorchKernels(), lines.append, H100, lambda: Broken("fa3")).prefill == "fa2"
+    assert make_flashinfer(again, "auto", Kernels(), lines.append, H100, lambda: Broken("fa3")).prefill == "fa2"
     assert not caplog.records
 
 
@@ -135,7 +135,7 @@ def test_where_no_kernels_of_flashinfer_can_be_had_the_start_is_refused_with_eac
     loads = (lambda: Broken("fa2", "fa3"), failing(ImportError("no module named cuda")))
     for load, reason in zip(loads, ("curand_kernel.h: No such file", "no module named cuda"), strict=True):
         with pytest.raises(ConfigError, match=rf"--attention {asked}: .*--attention torch") as refused:
-            make_flashinfer(needs(), asked, TorchKernels(), lambda line: None, H100, load)
+            make_flashinfer(needs(), asked, Kernels(), lambda line: None, H100, load)
         text = str(refused.value)
         assert text.count(reason) == 2 and "fa3 fails" in text and "fa2 fails" in text and "\n" not in text
 
@@ -156,7 +156,7 @@ def test_no_other_kernels_are_tried_on_a_card_that_can_compute_nothing_more(monk
 
     monkeypatch.setattr(choice, "check_device", lost)
     with pytest.raises(ExecutorFailed, match="is lost: Ninja build failed"):
-        make_flashinfer(needs(), "auto", TorchKernels(), lambda line: None, H100, lambda: Broken("fa3"))
+        make_flashinfer(needs(), "auto", Kernels(), lambda line: None, H100, lambda: Broken("fa3"))
 
 
 @pytest.mark.parametrize("asked", ["torch", "flashinfer", "auto"])
@@ -208,7 +208,7 @@ def test_the_toolkit_is_found_where_cuda_home_says(monkeypatch: pytest.MonkeyPat
 
 def test_cpu_computes_in_c_where_there_is_a_compiler_and_says_so() -> None:
     lines: list[str] = []
-    made = make_attention(needs(), "auto", TorchKernels(), lines.append).attention
+    made = make_attention(needs(), "auto", Kernels(), lines.append).attention
     if native_library() is None:
         pytest.skip("there is no C compiler")
     assert isinstance(made, NativeAttention)
@@ -218,15 +218,15 @@ def test_cpu_computes_in_c_where_there_is_a_compiler_and_says_so() -> None:
 def test_without_a_compiler_cpu_gets_torch_and_is_told_the_fix(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CC", "/no/such/cc")
     lines: list[str] = []
-    assert isinstance(make_attention(needs(), "auto", TorchKernels(), lines.append).attention, PagedAttention)
+    assert isinstance(make_attention(needs(), "auto", Kernels(), lines.append).attention, PagedAttention)
     assert len(lines) == 1 and "could not be compiled" in lines[0] and "install gcc" in lines[0]
     with pytest.raises(ConfigError, match=r"--attention native: .*install gcc.*--attention torch"):
-        make_attention(needs(), "native", TorchKernels(), lines.append)
+        make_attention(needs(), "native", Kernels(), lines.append)
 
 
 def test_torch_is_taken_when_it_is_asked_for() -> None:
     lines: list[str] = []
-    assert isinstance(make_attention(needs(), "torch", TorchKernels(), lines.append).attention, PagedAttention)
+    assert isinstance(make_attention(needs(), "torch", Kernels(), lines.append).attention, PagedAttention)
     assert len(lines) == 1 and "--attention" in lines[0]
 
 

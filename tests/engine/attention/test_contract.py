@@ -11,7 +11,7 @@ from engine.gpu.flashinfer import AttentionNeeds, FlashInferAttention, PrefillKe
 from engine.kv_memory import KVMemory
 from engine.ports import Attention, LayerAttention
 from engine.torch_attention import PagedAttention
-from engine.torch_kernels import TorchKernels
+from engine.torch_kernels import Kernels
 from tests.engine.attention.flashinfer_double import FlashInferDouble
 from tests.engine.attention.steps import Shape, Step
 
@@ -51,7 +51,7 @@ def native_decode_backend(memory: KVMemory, shape: Shape) -> Attention:
 def flashinfer_backend(memory: KVMemory, shape: Shape) -> FlashInferAttention:
     kernels: PrefillKernels = "fa3" if memory.pool.dtype == shape.dtype else "fa2"
     asked = AttentionNeeds(memory, shape.heads, shape.layers, shape.dtype, 16, shape.width, kernels)
-    return FlashInferAttention(asked, TorchKernels(), FlashInferDouble())
+    return FlashInferAttention(asked, Kernels(), FlashInferDouble())
 
 
 BACKENDS: list[tuple[Maker, torch.dtype, KVDtype, float]] = [

@@ -10,7 +10,7 @@ from common.pages.layout import KVDtype
 from engine.gpu.flashinfer import AttentionNeeds, FlashInferAttention, FlashInferDecodeGraph, float_workspace_bytes
 from engine.kv_memory import KVMemory
 from engine.ports import LayerAttention
-from engine.torch_kernels import TorchKernels
+from engine.torch_kernels import Kernels
 from tests.engine.attention import flashinfer_double
 from tests.engine.attention.flashinfer_double import Call, FlashInferDouble
 from tests.engine.attention.steps import Shape, Step
@@ -26,7 +26,7 @@ def a_shape(heads: int = 4, dtype: torch.dtype = torch.float16, kv_dtype: KVDtyp
 
 def made(memory: KVMemory, shape: Shape, library: FlashInferDouble) -> FlashInferAttention:
     asked = AttentionNeeds(memory, shape.heads, shape.layers, shape.dtype, ROWS, shape.width, "fa2")
-    return FlashInferAttention(asked, TorchKernels(), library)
+    return FlashInferAttention(asked, Kernels(), library)
 
 
 class Captured:

@@ -17,7 +17,7 @@ from torch import Tensor
 from common.pages.layout import KVDtype
 from engine.gpu.flashinfer import AttentionNeeds, FlashInferAttention, PrefillKernels
 from engine.ports import LayerAttention
-from engine.torch_kernels import TorchKernels
+from engine.torch_kernels import Kernels
 from tests.engine.attention.flashinfer_double import attended
 from tests.engine.attention.steps import Shape, Step
 
@@ -26,7 +26,7 @@ CAUSAL, HND = 1, 1
 """As FlashInfer's MaskMode and TensorLayout count."""
 
 
-class Kernels:
+class CompiledModule:
     """A compiled module of FlashInfer. `plan` is given three arrays on the host, or one for kernels without tensor cores."""
 
     def __init__(self, *arguments: object) -> None:
@@ -61,7 +61,7 @@ def flashinfer(monkeypatch: pytest.MonkeyPatch) -> Any:
     for name in ("flashinfer.decode", "flashinfer.prefill"):
         module = importlib.import_module(name)
         for made in ("get_batch_prefill_module", "get_batch_decode_module"):
-            monkeypatch.setattr(module, made, Kernels, raising=made == "get_batch_prefill_module")
+            monkeypatch.setattr(module, made, CompiledModule, raising=made == "get_batch_prefill_module")
         monkeypatch.setattr(module, "device_support_pdl", lambda device: False)
     empty: Callable[..., Tensor] = torch.empty
 
@@ -82,7 +82,7 @@ def test_flashinfers_own_wrappers_give_their_kernels_what_the_layers_ask(
     shape = Shape(heads, 2, 64, 5, LAYERS, torch.float16, kv_dtype)
     step = Step(shape, [(0, 7), (9, 6), (3, 1)], [4, 23, 40])
     asked = AttentionNeeds(step.memory, heads, LAYERS, torch.float16, max_rows=4, pages_per_row=shape.width, prefill=prefill)
-    attention = FlashInferAttention(asked, TorchKernels(), flashinfer)
+    attention = FlashInferAttention(asked, Kernels(), flashinfer)
     attention.load_kernels()
     for _ in range(2):
         attention.plan(step.tokens)

@@ -8,7 +8,7 @@ import torch
 from engine.cpu.build import load
 from engine.cpu.kernels import SOURCE, NativeKernels, load_native_kernels
 from engine.ports import HeadNorm, PagePlaces, Rotation
-from engine.torch_kernels import TorchKernels
+from engine.torch_kernels import Kernels
 from tests.engine.kernels.contract import (
     HeadSizes,
     KernelsContract,
@@ -99,7 +99,7 @@ def test_temperatures_from_cold_to_hot_sample_as_torch_does_from_flat_and_from_s
     logits = torch.randn(40, 9_000, generator=generator) * torch.logspace(-4, 2, 40)[:, None]
     temperature = torch.logspace(-4.9, 3, 40)[torch.randperm(40, generator=generator)]
     seed, position = torch.arange(40) - 7, torch.arange(40) ** 3
-    native, plain = (each.sample(logits, temperature, seed, position) for each in (kernels(2), TorchKernels()))
+    native, plain = (each.sample(logits, temperature, seed, position) for each in (kernels(2), Kernels()))
     assert torch.equal(native, plain)
 
 
@@ -116,12 +116,12 @@ def test_a_number_that_is_not_finite_stays_so(dtype: torch.dtype) -> None:
     x[0, 3], x[1, 4] = torch.nan, torch.inf
     normed, _ = kernels(1).rms_norm(x, x[2], 1e-6)
     assert normed[0].isnan().all() and normed[1, 4].isnan() and normed[2].isfinite().all()
-    assert kernels(1).silu_and_mul(x)[:2].isfinite().tolist() == TorchKernels().silu_and_mul(x)[:2].isfinite().tolist()
+    assert kernels(1).silu_and_mul(x)[:2].isfinite().tolist() == Kernels().silu_and_mul(x)[:2].isfinite().tolist()
 
 
 def test_the_activation_of_a_number_far_below_zero_is_zero() -> None:
     gate_up = torch.tensor([[-1e38, -1e37, -200.0, -89.0, -88.0, -80.0, 80.0, 1e38] + [1.0] * 8])
-    assert torch.allclose(kernels(1).silu_and_mul(gate_up), TorchKernels().silu_and_mul(gate_up), atol=1e-30)
+    assert torch.allclose(kernels(1).silu_and_mul(gate_up), Kernels().silu_and_mul(gate_up), atol=1e-30)
 
 
 def test_weights_pages_and_slots_may_lie_in_every_other_place_of_a_tensor() -> None:
@@ -131,7 +131,7 @@ def test_weights_pages_and_slots_may_lie_in_every_other_place_of_a_tensor() -> N
     pages, slots = torch.tensor([0, 3, 1, 3, 2, 3])[::2], torch.tensor([1, 3, 2, 3, 0, 3])[::2]
     norm = HeadNorm(weight[:16], weight[16:32], 1e-6)
     found = []
-    for each in (kernels(1), TorchKernels()):
+    for each in (kernels(1), Kernels()):
         memory = torch.zeros(2, 4, 1, 4, 16)
         rotation, places = Rotation(angles.cos(), angles.sin()), PagePlaces(memory[0], memory[1], pages, slots)
         normed = (*each.rms_norm(x, weight, 1e-6), *each.rms_norm(x, weight, 1e-6, x))

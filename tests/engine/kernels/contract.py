@@ -13,8 +13,8 @@ from torch import Tensor
 
 from common.ids import Int64Array
 from common.pages.layout import PageOrder
-from engine.ports import HeadNorm, Kernels, PagePlaces, Rotation
-from engine.torch_kernels import GREEDY_BELOW
+from engine.ports import HeadNorm, PagePlaces, Rotation
+from engine.torch_kernels import GREEDY_BELOW, Kernels
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 EPS = 1e-6

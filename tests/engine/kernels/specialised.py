@@ -11,7 +11,7 @@ import pytest
 from torch import Tensor
 
 from engine.ports import HeadNorm, PagePlaces, Rotation
-from engine.torch_kernels import TorchKernels
+from engine.torch_kernels import Kernels
 
 
 class Specialised:
@@ -43,7 +43,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, module: Any) -> dict[str, Speciali
     return kernels
 
 
-class StartedKernels(TorchKernels):
+class StartedKernels(Kernels):
     """Starts Triton's kernels, which compute nothing then, and returns what torch computes."""
 
     def __init__(self) -> None:

@@ -8,7 +8,7 @@ import torch
 
 from common.errors import ConfigError
 from engine import backends as choice
-from engine.torch_kernels import TorchKernels
+from engine.torch_kernels import Kernels
 
 CARD = torch.device("cuda:0")
 
@@ -41,5 +41,5 @@ def test_a_card_without_triton_computes_with_torch_and_says_that_it_is_slower(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(choice, "find_spec", lambda name: None)
-    assert type(choice.make_kernels(CARD)) is TorchKernels
+    assert type(choice.make_kernels(CARD)) is Kernels
     assert [record.levelname for record in caplog.records] == ["WARNING"] and "slower" in caplog.text

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from engine.backends import make_kernels
-from engine.torch_kernels import TorchKernels
+from engine.torch_kernels import Kernels
 
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="needs the package triton, which is there with torch for CUDA")
@@ -27,4 +27,4 @@ def test_interpreted_triton_kernels_fulfil_the_contract() -> None:
 
 def test_a_cpu_gets_kernels_that_need_no_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "triton", None)  # to import it would fail
-    assert isinstance(make_kernels(torch.device("cpu")), TorchKernels)
+    assert isinstance(make_kernels(torch.device("cpu")), Kernels)

@@ -1,8 +1,8 @@
 """The kernels in plain torch."""
 
-from engine.torch_kernels import TorchKernels
+from engine.torch_kernels import Kernels
 from tests.engine.kernels.contract import KernelsContract
 
 
-class TestTorchKernels(KernelsContract):
-    kernels = TorchKernels()
+class TestKernels(KernelsContract):
+    kernels = Kernels()

@@ -13,7 +13,7 @@ from engine.logits_processors import make_processors
 from engine.ports import SampledRows
 from engine.rows import RowSampling
 from engine.sampling import Sampler
-from engine.torch_kernels import TorchKernels
+from engine.torch_kernels import Kernels
 from tests.engine.logits.plain import log_softmax, processed
 
 ROWS, VOCAB, STEPS, EOS = 6, 12, 120, (3, 5)
@@ -125,7 +125,7 @@ def test_penalised_and_filtered_draws_have_the_probabilities_of_the_definitions(
             processor.apply(logits, SampledRows(rows.numpy(), rows, rows.numpy(), rows))
     temperature, top_k, top_p, min_p, position = (torch.full((draws,), value) for value in (0.8, 5, 1.0, 0.0, 7))
     params = RowSampling(temperature, top_k, top_p, min_p, rows, position)
-    counts = np.bincount(Sampler(TorchKernels()).draw(logits, params, rows, rows, filter_width=5).numpy(), minlength=VOCAB)
+    counts = np.bincount(Sampler(Kernels()).draw(logits, params, rows, rows, filter_width=5).numpy(), minlength=VOCAB)
     scores = processed(raw, request.prompt, request.answer, asked, EOS) / 0.8
     likeliest = np.sort(scores.argsort()[-5:])
     expected = draws * np.exp(log_softmax(scores[likeliest]))

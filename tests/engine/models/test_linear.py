@@ -8,7 +8,7 @@ from torch import Tensor
 
 from common.errors import ConfigError
 from engine.models.linear import Fp8Linear, check_fp8
-from engine.torch_kernels import TorchKernels
+from engine.torch_kernels import Kernels
 from tests.engine.graph_recorder import RecordedGraphs
 from tests.engine.kernels.contract import exact_fp8
 
@@ -32,7 +32,7 @@ needs_fp8_on_cpu = pytest.mark.skipif(why_not_on_cpu() != "", reason=why_not_on_
 
 
 def layer(weight: Tensor, bias: Tensor | None) -> Fp8Linear:
-    made = Fp8Linear.empty(len(weight), weight.shape[1], bias, CPU, TorchKernels())
+    made = Fp8Linear.empty(len(weight), weight.shape[1], bias, CPU, Kernels())
     made.put(slice(0, 16), weight[:16])
     made.put(slice(16, None), weight[16:])
     return made
@@ -86,7 +86,7 @@ def test_an_fp8_product_in_a_graph_follows_its_input() -> None:
 
 def test_fp8_is_refused_where_it_cannot_be_computed() -> None:
     with pytest.raises(ConfigError, match="one of this model has 40 inputs and 64 outputs: use --quantization none"):
-        Fp8Linear.empty(64, 40, None, CPU, TorchKernels())
+        Fp8Linear.empty(64, 40, None, CPU, Kernels())
     with pytest.raises(ConfigError, match="not in float32: give --dtype bfloat16"):
         check_fp8(torch.float32, CPU)
     message = "torch._scaled_mm is only supported on CUDA devices with compute capability >= 9.0\nand more"

@@ -21,7 +21,7 @@ from engine.models.linear import Fp8Linear
 from engine.models.registry import load_model, model_fingerprint
 from engine.models.shape import read_shape
 from engine.models.weights import Loading, WeightSlots
-from engine.torch_kernels import TorchKernels
+from engine.torch_kernels import Kernels
 from tests.engine.checkpoints import VOCAB, llama, qwen2, qwen3, qwen3_moe, saved
 from tests.engine.exact import Answer, answers, reference_logits, runner
 from tests.engine.models.own_values import OwnValues
@@ -171,7 +171,7 @@ def test_hidden_states_are_those_of_the_wanted_tokens(
 ) -> None:
     path = saved(make(), tmp_path)
     shape = read_shape(path)
-    model = load_model(path, shape, LOADING, TorchKernels(), lambda text: None)
+    model = load_model(path, shape, LOADING, Kernels(), lambda text: None)
     ids, positions, attention = torch.arange(6) * 80, torch.arange(6), OwnValues(shape.heads)
     at = torch.tensor(wanted, dtype=torch.int64)
     whole, some = model.hidden(ids, positions, OwnValues(shape.heads)), model.hidden(ids, positions, attention, at)

@@ -16,7 +16,7 @@ from engine.models.moe import MixtureOfExperts, Products, grouped, one_by_one, w
 from engine.models.registry import make_decoder
 from engine.models.shape import read_shape
 from engine.models.weights import Loading, WeightSlots
-from engine.torch_kernels import TorchKernels
+from engine.torch_kernels import Kernels
 from tests.engine.checkpoints import VOCAB, mixtral, qwen3_moe, saved
 from tests.engine.exact import answers, assert_exact, runner
 from tests.engine.graph_recorder import NotCapturable, RecordedGraphs
@@ -60,7 +60,7 @@ def block_and_ours(model: PreTrainedModel, products: Products) -> tuple[Any, Mix
         chosen=model.config.num_experts_per_tok,
         normalised=normalised,
         products=products,
-        kernels=TorchKernels(),
+        kernels=Kernels(),
     )
     return block, ours
 
@@ -92,12 +92,12 @@ def test_experts_are_chosen_by_scores_in_float32() -> None:
     for turn in range(4):
         router = rows.roll(turn, dims=1).T
         weights = torch.zeros(4, 2, 1).bfloat16(), torch.zeros(4, 1, 1).bfloat16()
-        MixtureOfExperts(router, *weights, 1, False, products, TorchKernels())(torch.ones(1, 1).bfloat16())
+        MixtureOfExperts(router, *weights, 1, False, products, Kernels())(torch.ones(1, 1).bfloat16())
     assert chosen[::2] == [3, 0, 1, 2]
 
 
 def test_a_mixture_is_captured_only_if_its_products_are_grouped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    cpu, kernels = torch.device("cpu"), TorchKernels()
+    cpu, kernels = torch.device("cpu"), Kernels()
 
     def capturable() -> bool:
         loading = Loading(torch.float32, cpu, 64)

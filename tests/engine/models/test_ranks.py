@@ -21,7 +21,7 @@ from engine.models.registry import load_model
 from engine.models.shape import read_shape
 from engine.models.weights import Cut, Loading, Stored
 from engine.parallel import Group
-from engine.torch_kernels import TorchKernels
+from engine.torch_kernels import Kernels
 from tests.engine.checkpoints import VOCAB, llama, mixtral, qwen2, qwen3, qwen3_moe, saved
 from tests.engine.driver import Driver
 from tests.engine.exact import answers, assert_exact, reference_logits, runner
@@ -102,7 +102,7 @@ def test_a_rank_reads_its_share_of_a_checkpoint(tmp_path: Path, monkeypatch: pyt
     rest = sum(stored.values()) - everywhere - keys
     for rank in range(4):
         read.clear()
-        load_model(tmp_path, read_shape(tmp_path), of_rank(rank, 4), TorchKernels(), lambda text: None)
+        load_model(tmp_path, read_shape(tmp_path), of_rank(rank, 4), Kernels(), lambda text: None)
         assert sum(read) == everywhere + keys // 2 + rest // 4
 
 
@@ -128,7 +128,7 @@ def of_rank(rank: int, ranks: int) -> Loading:
 def test_a_step_of_a_rank_can_be_a_graph(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = saved(qwen3_moe(**EIGHT, vocab_size=VOCAB - 1), tmp_path)
     monkeypatch.setattr(registry, "why_not_grouped", lambda *_: None)
-    model = load_model(path, read_shape(path), of_rank(1, 2), TorchKernels(), lambda text: None)
+    model = load_model(path, read_shape(path), of_rank(1, 2), Kernels(), lambda text: None)
     assert model.capturable
     ids, positions, out = torch.arange(6) * 80, torch.arange(6), torch.empty(6, VOCAB - 1)
 
@@ -157,7 +157,7 @@ def test_the_parts_of_a_mixture_add_up_to_the_whole_whatever_is_behind_the_last_
     gate_up, down = block.experts.gate_up_proj, block.experts.down_proj
     parts = [
         MixtureOfExperts(
-            block.gate.weight, gate_up[first : first + 2], down[first : first + 2], 3, False, with_rubbish, TorchKernels(), first
+            block.gate.weight, gate_up[first : first + 2], down[first : first + 2], 3, False, with_rubbish, Kernels(), first
         )(x)
         for first in range(0, 8, 2)
     ]
@@ -231,6 +231,6 @@ def test_a_copy_of_the_embedding_is_compared_with_the_rows_of_the_rank(tmp_path:
         for rank in range(2):
             if rank in wrong:
                 with pytest.raises(ConfigError, match=r"lm_head\.weight differs from the embedding"):
-                    load_model(path, read_shape(path), of_rank(rank, 2), TorchKernels(), lambda text: None)
+                    load_model(path, read_shape(path), of_rank(rank, 2), Kernels(), lambda text: None)
             else:
-                load_model(path, read_shape(path), of_rank(rank, 2), TorchKernels(), lambda text: None)
+                load_model(path, read_shape(path), of_rank(rank, 2), Kernels(), lambda text: None)

@@ -18,7 +18,7 @@ from common.errors import ConfigError
 from engine.models.decoder import rotary_frequencies
 from engine.models.shape import read_shape
 from engine.ports import Rotation
-from engine.torch_kernels import TorchKernels
+from engine.torch_kernels import Kernels
 from tests.engine.checkpoints import VOCAB, llama, saved
 from tests.engine.exact import answers, assert_exact, runner
 
@@ -52,7 +52,7 @@ def made(folder: Path, written: dict[str, Any], context_tokens: int) -> Callable
     (folder / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"], **written}))
     shape = read_shape(folder)
     frequencies, factor = rotary_frequencies(shape.rope, shape.head_dim, context_tokens)
-    return partial(TorchKernels().rotation, frequencies=frequencies, factor=factor)
+    return partial(Kernels().rotation, frequencies=frequencies, factor=factor)
 
 
 @pytest.mark.parametrize("length", [50, TRAINED, 500])

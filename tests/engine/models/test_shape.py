@@ -17,7 +17,7 @@ from engine.models.registry import make_decoder
 from engine.models.served_shape import read_served_shape
 from engine.models.shape import DEFAULTS, check_ranks, read_shape, share_of
 from engine.models.weights import Loading, WeightSlots
-from engine.torch_kernels import TorchKernels
+from engine.torch_kernels import Kernels
 from tests.common.text.tiny import write_checkpoint
 
 SIZES: dict[str, Any] = {
@@ -76,7 +76,7 @@ def test_optional_values_mean_what_they_mean_to_transformers(tmp_path: Path, arc
     assert shape.tied == made.tie_word_embeddings
     windows = [window_of(model, layer) for layer in range(shape.layers)]
     assert list(shape.windows) == windows
-    meta, kernels = torch.device("meta"), TorchKernels()
+    meta, kernels = torch.device("meta"), Kernels()
     slots = WeightSlots(torch.float32, meta, kernels)
     make_decoder(shape, slots, Loading(torch.float32, meta, 100), kernels, lambda text: None)
     expected = {name: tuple(weight.shape) for name, weight in with_one_spelling(model.state_dict().items())}

@@ -10,18 +10,18 @@ from torch import Tensor
 from common.errors import ConfigError
 from engine.models.linear import Linear
 from engine.models.weights import WeightPart, WeightSlots
-from engine.torch_kernels import TorchKernels
+from engine.torch_kernels import Kernels
 
 CPU = torch.device("cpu")
 
 
-def slots_of(dtype: torch.dtype = torch.float32) -> tuple[WeightSlots, Tensor, Linear]:
-    """A norm, and a merged layer of two parts."""
-    slots = WeightSlots(dtype, CPU, TorchKernels())
+def slots_of(dtype: torch.dtype = torch.float32) -> tuple[WeightSlots, Tensor, Tensor, Tensor]:
+    """A norm, and the weight and bias of a merged layer of two parts."""
+    slots = WeightSlots(dtype, CPU, Kernels())
     norm = slots.tensor("norm.weight", 4)
     linear = slots.linear([WeightPart("a", 2), WeightPart("b", 3)], inputs=4, bias=True)
-    assert isinstance(linear, Linear) and linear.weight is not None
-    return slots, norm, Linear(linear.weight, linear.bias)
+    assert isinstance(linear, Linear) and linear.weight is not None and linear.bias is not None
+    return slots, norm, linear.weight, linear.bias
 
 
 def checkpoint(dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
@@ -31,17 +31,16 @@ def checkpoint(dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
 
 
 def test_parts_of_a_layer_are_merged_in_any_order_and_converted() -> None:
-    slots, norm, linear = slots_of(torch.bfloat16)
+    slots, norm, weight, bias = slots_of(torch.bfloat16)
     given = checkpoint()
     slots.fill(given.items())
     assert torch.equal(norm, given["norm.weight"].bfloat16())
-    assert torch.equal(linear.weight, torch.cat([given["a.weight"], given["b.weight"]]).bfloat16())
-    assert linear.bias is not None
-    assert torch.equal(linear.bias, torch.cat([given["a.bias"], given["b.bias"]]).bfloat16())
+    assert torch.equal(weight, torch.cat([given["a.weight"], given["b.weight"]]).bfloat16())
+    assert torch.equal(bias, torch.cat([given["a.bias"], given["b.bias"]]).bfloat16())
 
 
 def test_a_tensor_that_was_read_is_let_go_before_the_next() -> None:
-    slots, _, _ = slots_of()
+    slots = slots_of()[0]
     held: list[weakref.ref[Tensor]] = []
 
     def reading() -> Iterator[tuple[str, Tensor]]:
@@ -84,8 +83,8 @@ def test_a_weight_that_is_not_finite_in_the_models_dtype_is_named(dtype: torch.d
 
 def test_a_tied_weight_may_be_there_if_it_is_equal() -> None:
     for copied, fine in ((checkpoint()["a.weight"], True), (torch.ones(2, 4), False), (torch.ones(1, 4), False)):
-        slots, _, linear = slots_of()
-        slots.tie("head", "a.weight", linear.weight[:2])
+        slots, _, weight, _ = slots_of()
+        slots.tie("head", "a.weight", weight[:2])
         given = {"head": copied, **checkpoint()}
         if fine:
             slots.fill(given.items())
@@ -97,14 +96,14 @@ def test_a_tied_weight_may_be_there_if_it_is_equal() -> None:
 def test_random_weights_depend_on_the_seed_and_the_name_only() -> None:
     made = []
     for seed in (0, 0, 1):
-        slots, norm, linear = slots_of()
+        slots, norm, weight, _ = slots_of()
         slots.fill_random(seed)
         assert torch.equal(norm, torch.ones(4))
-        made.append(linear.weight)
+        made.append(weight)
     assert torch.equal(made[0], made[1])
     assert not torch.equal(made[0], made[2])
     assert len({float(number) for number in made[0].flatten()}) == made[0].numel(), "no two parts are alike"
-    other = WeightSlots(torch.float32, CPU, TorchKernels())
+    other = WeightSlots(torch.float32, CPU, Kernels())
     alone = other.linear([WeightPart("b", 3)], inputs=4, bias=False)
     other.fill_random()
     assert isinstance(alone, Linear) and alone.weight is not None
