@@ -17,7 +17,7 @@ pytest.register_assert_rewrite("tests.kv_transfer.contract", "tests.kv_transfer.
 
 SLOWEST_FIRST = (
     *("tests/kv_transfer/test_transports.py", "tests/e2e", "tests/chaos", "tests/bench"),
-    "tests/engine/kernels/test_interpreted.py",
+    "tests/engine/kernels/test_kernels.py",
 )
 """When several workers share the tests, the slowest files go first: otherwise one of them runs alone at the end."""
 UNHURRIED = [HealthCheck.too_slow]

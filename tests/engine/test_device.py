@@ -1,4 +1,4 @@
-"""The device of an instance, and the defaults that depend on it."""
+"""Where an engine computes; and the contract of an engine on the CPU, which cards run in tests/gpu/test_engine.py."""
 
 import warnings
 
@@ -9,6 +9,7 @@ from _pytest.config import parse_warning_filter
 from common.config import EngineConfig
 from common.errors import ConfigError
 from engine.backends import device_of, dtype_of, with_device_defaults
+from tests.engine.device_contract import EngineContract
 from tests.gpu.conftest import FILTERS
 
 
@@ -49,3 +50,7 @@ def test_on_a_card_a_warning_of_ours_fails_a_test_and_one_of_the_libraries_there
         for ours in ("engine.graphs", "tests.gpu.test_engine", "common"):
             with pytest.raises(DeprecationWarning):
                 warn(ours)
+
+
+class TestEngineOnCpu(EngineContract):
+    device = "cpu"

@@ -128,56 +128,27 @@ def test_kv_of_another_token_or_position_differs_in_every_place() -> None:
         assert place.any(axis=1).all(), "and from memory that was never written"
 
 
-class TestWithTime:
-    """Steps that take a second each, on a clock that is turned by hand."""
-
-    def setup_method(self) -> None:
-        self.now_s = 10.0
-        self.executor = ToyExecutor(24, 1, Pace(StepCost(1.0, 0.0, 0.0), lambda: self.now_s))
-
-    def test_a_step_ends_when_its_cost_is_spent_after_the_one_before(self) -> None:
-        first, second = self.executor.launch(PREFILL), self.executor.launch(DECODE)
-        assert (first.ends_s, second.ends_s) == (11.0, 12.0)
-        self.now_s = 10.9
+def test_a_step_reads_what_is_in_memory_when_it_completes() -> None:
+    """As a write that lands in the wrong page while the step is in flight would be seen. It ends when its cost is spent after the
+    one before it, and not at all once the executor is closed."""
+    now_s, tokens = [10.0], set()
+    executor = ToyExecutor(24, 1, Pace(StepCost(1.0, 0.0, 0.0), lambda: now_s[0]))
+    for damage in (0, 1):
+        first, second = executor.launch(PREFILL), executor.launch(DECODE)
+        now_s[0] += 0.9
         assert first.poll() is None
-        assert not self.executor.pages.any(), "nothing is computed before"
-        self.now_s = 11.0
-        result = first.poll()
+        now_s[0] += 0.1
+        assert first.poll() is not None and second.poll() is None
+        executor.pages[PAGES[1], 0, 0, 0, 0, 0] ^= damage
+        now_s[0] += 1
+        result = second.poll()
         assert result is not None
-        assert second.poll() is None
-        self.now_s = 50.0
-        assert second.poll() is not None
-        assert self.executor.launch(DECODE).ends_s == 51.0
-
-    def test_the_steps_are_computed_in_the_order_of_their_launch_whichever_is_polled_first(self) -> None:
-        first, second = self.executor.launch(PREFILL), self.executor.launch(DECODE)
-        self.now_s = 12.0
-        polled = [step.poll() for step in (second, first)]
-        at_once = ToyExecutor(24, 1)
-        expected = [tokens_of(at_once, plan) for plan in (PREFILL, DECODE)]
-        assert [result.tokens.tolist() for result in polled[::-1] if result is not None] == expected
-
-    def test_a_step_reads_what_is_in_memory_when_it_completes(self) -> None:
-        """As a write that lands in the wrong page while the step is in flight would be seen."""
-
-        tokens = set()
-        for damage in (0, 1):
-            first = self.executor.launch(PREFILL)
-            self.now_s += 1
-            assert first.poll() is not None
-            second = self.executor.launch(DECODE)
-            self.executor.pages[PAGES[1], 0, 0, 0, 0, 0] ^= damage
-            self.now_s += 1
-            result = second.poll()
-            assert result is not None
-            tokens.add(int(result.tokens[0]))
-        assert len(tokens) == 2
-
-    def test_after_closing_no_step_completes(self) -> None:
-        step = self.executor.launch(PREFILL)
-        self.executor.close()
-        self.now_s = 99.0
-        assert step.poll() is None
+        tokens.add(int(result.tokens[0]))
+    assert len(tokens) == 2
+    last = executor.launch(PREFILL)
+    executor.close()
+    now_s[0] += 9
+    assert last.poll() is None
 
 
 def test_a_manual_executor_completes_steps_when_it_is_told_to() -> None:

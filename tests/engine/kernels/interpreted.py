@@ -1,4 +1,4 @@
-"""The Triton kernels in Triton's interpreter. `test_interpreted` runs this file in a process of its own: Triton reads
+"""The Triton kernels in Triton's interpreter. `test_kernels` runs this file in a process of its own: Triton reads
 TRITON_INTERPRET when it is first imported, and then every kernel of the process is interpreted.
 
 To run one test: TRITON_INTERPRET=1 python -m pytest tests/engine/kernels/interpreted.py -k …

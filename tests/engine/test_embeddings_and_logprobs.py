@@ -1,4 +1,4 @@
-"""Embeddings of the engine: they are pooled from the hidden states that transformers computes."""
+"""The embeddings and log probabilities that an engine gives: pooled from what transformers computes, and as messages."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -6,9 +6,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
-from common.executor import StepPlan, StepResult
+from common.executor import NO_LOGPROBS, Logprobs, StepPlan, StepResult
+from common.ids import Int32Array
+from common.messages import TokenLogprob
 from common.sampling_params import Pooling, SamplingParams
 from tests.engine.checkpoints import VOCAB, llama, saved
 from tests.engine.driver import Driver
@@ -40,3 +43,44 @@ def test_embeddings_are_pooled_from_the_last_hidden_states(tmp_path: Path, made:
                 hidden = model.base_model(torch.from_numpy(prompts[row].astype(np.int64))[None]).last_hidden_state[0]
             expected = {"mean": hidden.mean(0), "last": hidden[-1], "cls": hidden[0]}[ASKED[row] or "last"].numpy()
             assert np.abs(np.frombuffer(embedding, dtype="<f4") - expected).max() < 1e-4 * np.abs(expected).max()
+
+
+def ids(*values: int | tuple[int, ...]) -> Int32Array:
+    return np.array(values, dtype=np.int32)
+
+
+def shares(*values: float | tuple[float, ...]) -> NDArray[np.float32]:
+    return np.array(values, dtype=np.float32)
+
+
+def test_each_row_gets_as_many_of_the_likeliest_tokens_as_it_asked_for() -> None:
+    told = Logprobs(
+        rows=ids(4, 4, 0),
+        token_ids=ids(7, 8, 9),
+        logprobs=shares(-0.5, -4.0, -1.0),
+        ranks=ids(1, 3, 2),
+        top_counts=ids(2, 2, 0),
+        top_ids=ids((7, 1), (5, 6), (3, 9)),
+        top_logprobs=shares((-0.5, -1.0), (-0.25, -2.0), (-0.5, -1.0)),
+    )
+    assert told.by_row() == {
+        4: (TokenLogprob(7, -0.5, 1, ((7, -0.5), (1, -1.0))), TokenLogprob(8, -4.0, 3, ((5, -0.25), (6, -2.0)))),
+        0: (TokenLogprob(9, -1.0, 2),),
+    }
+    assert NO_LOGPROBS.by_row() == {}
+    again = Logprobs.of([4, 0, 4], [told.by_row()[4][0], *told.by_row()[0], told.by_row()[4][1]])
+    assert again.by_row() == told.by_row()
+    assert Logprobs.of([], []).by_row() == {}
+
+
+def test_a_token_that_cannot_come_has_the_least_log_probability_for_no_message_carries_infinity() -> None:
+    (told,) = Logprobs(
+        rows=ids(0),
+        token_ids=ids(7),
+        logprobs=shares(-np.inf),
+        ranks=ids(1),
+        top_counts=ids(2),
+        top_ids=ids((7, 8)),
+        top_logprobs=shares((-np.inf, np.nan)),
+    ).by_row()[0]
+    assert told == TokenLogprob(7, -9999.0, 1, ((7, -9999.0), (8, -9999.0)))

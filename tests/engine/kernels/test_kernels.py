@@ -1,6 +1,10 @@
-"""Which kernels a device gets, and what is missed on a host that cannot compile them."""
+"""Which kernels a device gets, what is missed on a host that cannot compile them, and that each fulfils the contract."""
 
+import os
+import subprocess
+import sys
 import sysconfig
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -8,7 +12,9 @@ import torch
 
 from common.errors import ConfigError
 from engine import backends as choice
+from engine.backends import make_kernels
 from engine.torch_kernels import Kernels
+from tests.engine.kernels.contract import KernelsContract
 
 CARD = torch.device("cuda:0")
 
@@ -43,3 +49,24 @@ def test_a_card_without_triton_computes_with_torch_and_says_that_it_is_slower(
     monkeypatch.setattr(choice, "find_spec", lambda name: None)
     assert type(choice.make_kernels(CARD)) is Kernels
     assert [record.levelname for record in caplog.records] == ["WARNING"] and "slower" in caplog.text
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="needs the package triton, which is there with torch for CUDA")
+def test_interpreted_triton_kernels_fulfil_the_contract() -> None:
+    tests = Path(__file__).with_name("interpreted.py")
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--timeout=200", str(tests)]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    done = subprocess.run(
+        command, env=environment | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True, timeout=240, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "passed" in done.stdout and "skipped" not in done.stdout
+
+
+def test_a_cpu_gets_kernels_that_need_no_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "triton", None)  # to import it would fail
+    assert isinstance(make_kernels(torch.device("cpu")), Kernels)
+
+
+class TestKernels(KernelsContract):
+    kernels = Kernels()
