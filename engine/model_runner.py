@@ -169,7 +169,7 @@ class ModelRunner:
             kv_budget(layout, given, shape.context_tokens, engine.context_tokens)
         self._graph_sizes = ladder(engine.graph_sizes, engine.max_running)
         self._graphs = "off" if engine.graphs == "off" else "on"
-        self._maker = CudaGraphs() if is_cuda and engine.graphs != "off" else None
+        self._maker = self._graph_maker()
         context = engine.context_tokens or shape.context_tokens
         sharers = sharers_of_host(engine.sharers, engine.threads, group.ranks)
         loading = Loading(self._dtype, self._device, context, engine.load_format, engine.quantization, group, sharers)
@@ -331,3 +331,6 @@ class ModelRunner:
         if refused is not None:
             self._graphs = f"off, because {refused}"
             self._progress(f"decode steps are not recorded: {refused}")
+
+    def _graph_maker(self) -> GraphMaker | None:
+        return CudaGraphs() if self._device.type == "cuda" and self._engine.graphs != "off" else None

@@ -44,35 +44,42 @@ class Answer:
 
 
 @contextmanager
-def recorded_logits() -> Iterator[list[Tensor]]:
-    """Those from which tokens are drawn while this lasts, step by step, whether a forward is replayed or not."""
-    steps: list[Tensor] = []
+def recorded_logits(steps: Callable[[], list[Tensor]] | None = None) -> Iterator[list[Tensor]]:
+    """Those from which tokens are drawn while this lasts, step by step, whether a forward is replayed or not. steps: where the
+    thread that draws keeps them; None: all in one list."""
+    all_steps: list[Tensor] = []
     original = Sampler.draw
 
     def recording(self: Sampler, logits: Tensor, *args: Any) -> Tensor:
-        steps.append(logits)
+        (all_steps if steps is None else steps()).append(logits)
         return original(self, logits, *args)
 
     with mock.patch.object(Sampler, "draw", recording):
-        yield steps
+        yield all_steps
 
 
 def answers(made: ModelRunner, prompts: Sequence[Int32Array], tokens: int, chunk_tokens: int) -> list[Answer]:
     """Greedy answers of so many tokens: all prompts at once, in chunks of so many tokens beside each other's decode steps."""
-    given = [Answer(prompt) for prompt in prompts]
     with recorded_logits() as calls:
+        return heard_answers(made, prompts, tokens, chunk_tokens, calls)
 
-        def run(plan: StepPlan) -> StepResult:
-            calls.clear()
-            result = made.run(plan)
-            for row, logits in zip(plan.sampled_rows.tolist(), calls[-1] if calls else (), strict=True):
-                given[row].logits.append(logits.cpu().clone())
-            return result
 
-        for answer, sampled in zip(
-            given, Driver(run, made.description).answers(prompts, tokens, GREEDY, chunk_tokens), strict=True
-        ):
-            answer.tokens.extend(sampled)
+def heard_answers(
+    made: ModelRunner, prompts: Sequence[Int32Array], tokens: int, chunk_tokens: int, calls: list[Tensor]
+) -> list[Answer]:
+    """As `answers`, while the logits of each step come to `calls`."""
+    given = [Answer(prompt) for prompt in prompts]
+
+    def run(plan: StepPlan) -> StepResult:
+        calls.clear()
+        result = made.run(plan)
+        for row, logits in zip(plan.sampled_rows.tolist(), calls[-1] if calls else (), strict=True):
+            given[row].logits.append(logits.cpu().clone())
+        return result
+
+    sampled = Driver(run, made.description).answers(prompts, tokens, GREEDY, chunk_tokens)
+    for answer, answer_tokens in zip(given, sampled, strict=True):
+        answer.tokens.extend(answer_tokens)
     return given
 
 

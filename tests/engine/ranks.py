@@ -5,25 +5,22 @@ Owns the threads and the group between them. Knows runners, not what they comput
 
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, contextmanager
+from contextlib import closing
 from pathlib import Path
+from threading import get_ident
 from typing import TypeVar
-from unittest import mock
 
 import torch
 from torch import Tensor
 
 from common.config import EngineConfig, ModelConfig
-from common.executor import StepPlan, StepResult
 from common.ids import Int32Array
 from engine.kv_budget import Agree
 from engine.model_runner import ModelRunner
-from engine.models.decoder import Decoder
 from engine.parallel import Group, TorchGroup, open_store, reach_store
-from tests.engine.driver import Driver
-from tests.engine.exact import GREEDY, Answer
+from tests.engine.exact import Answer, heard_answers, recorded_logits
 
 CPU, HOST = torch.device("cpu"), "127.0.0.1"
 CONNECT_S = 60.0
@@ -71,40 +68,13 @@ def answers_of_ranks(
 ) -> list[list[Answer]]:
     """The greedy answers of each rank, with the logits that it had. All prompts at once, as `exact.answers`."""
     agree = least_of(ranks)
+    heard = defaultdict[int, list[Tensor]](list)  # the logits of each rank, by its thread
 
     def run(group: Group) -> list[Answer]:
-        made = runner_of(path, group, agree, **changes)
-        given = [Answer(prompt) for prompt in prompts]
+        return heard_answers(runner_of(path, group, agree, **changes), prompts, tokens, chunk_tokens, heard[get_ident()])
 
-        def step(plan: StepPlan) -> StepResult:
-            calls = logits_of[threading.get_ident()]
-            calls.clear()
-            result = made.run(plan)
-            for row, logits in zip(plan.sampled_rows.tolist(), calls[-1] if calls else (), strict=True):
-                given[row].logits.append(logits.clone())
-            return result
-
-        driver = Driver(step, made.description)
-        for answer, sampled in zip(given, driver.answers(prompts, tokens, GREEDY, chunk_tokens), strict=True):
-            answer.tokens.extend(sampled)
-        return given
-
-    with _logits_by_thread() as logits_of:
+    with recorded_logits(lambda: heard[get_ident()]):
         return on_ranks(ranks, run)
-
-
-@contextmanager
-def _logits_by_thread() -> Iterator[dict[int, list[Tensor]]]:
-    """What `Decoder.logits` returns while this lasts, call by call, for each thread."""
-    original = Decoder.logits
-    calls: dict[int, list[Tensor]] = defaultdict(list)
-
-    def recording(self: Decoder, hidden: Tensor) -> Tensor:
-        calls[threading.get_ident()].append(original(self, hidden))
-        return calls[threading.get_ident()][-1]
-
-    with mock.patch.object(Decoder, "logits", recording):
-        yield calls
 
 
 def _silent(text: str) -> None:

@@ -1,4 +1,4 @@
-"""The model runner against transformers' generate, token by token, on random-weight checkpoints.
+"""The model runner against transformers, token by token, on random-weight checkpoints.
 
 A step's memory stays with the process: the next step of the same size touches no page that the system must clear.
 """
@@ -9,6 +9,7 @@ import resource
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +18,13 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from common.config import EngineConfig, ModelConfig
 from common.errors import ConfigError, MemoryShort
 from common.executor import Chunk, RowStart, StepPlan
 from common.ids import Int32Array
 from common.sampling_params import SamplingParams
 from engine import model_runner
 from engine.model_runner import ModelRunner
+from tests.engine import exact
 from tests.engine.checkpoints import VOCAB, llama, qwen3, saved
 from tests.engine.driver import Driver
 
@@ -44,25 +45,8 @@ MODELS: dict[str, Callable[[], PreTrainedModel]] = {
 }
 
 
-def runner(path: Path, say: Callable[[str], None] = lambda text: None, **changes: object) -> ModelRunner:
-    """A runner on the CPU with room for the whole context, unless these fields of its config say otherwise."""
-    fields: dict[str, object] = {"device": "cpu", "page_size": 8, "kv_memory": "32MiB", "max_running": 8}
-    return ModelRunner(ModelConfig(model=str(path)), EngineConfig(**(fields | changes)), say)  # type: ignore[arg-type]
-
-
-def expected(model: PreTrainedModel, prompt: Int32Array) -> list[int]:
-    ids = torch.tensor(prompt[None].astype(np.int64))
-    with torch.inference_mode():
-        out = model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=NEW_TOKENS,
-            do_sample=False,
-            eos_token_id=None,
-            pad_token_id=0,
-        )
-    tokens: list[int] = out[0, len(prompt) :].tolist()
-    return tokens
+runner = partial(exact.runner, page_size=8, max_running=8)
+"""On the CPU, with room for the whole context."""
 
 
 def generated(made: ModelRunner, prompts: list[Int32Array], chunk_tokens: int) -> list[list[int]]:
@@ -76,7 +60,7 @@ def test_greedy_answers_equal_those_of_transformers(tmp_path: Path, name: str, p
     made = runner(saved(model, tmp_path), page_size=page_size)
     random = np.random.default_rng(page_size)
     prompts = [random.integers(3, VOCAB, length).astype(np.int32) for length in (1, page_size, 33, 120)]
-    assert generated(made, prompts, chunk_tokens) == [expected(model, prompt) for prompt in prompts]
+    exact.assert_exact(model, exact.answers(made, prompts, NEW_TOKENS, chunk_tokens))
 
 
 def test_without_a_compiler_torch_gives_the_same_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,19 +77,6 @@ def test_bfloat16_runs_and_mostly_agrees(tmp_path: Path) -> None:
     assert made.description.layout.dtype == "bfloat16"
     (answer,) = generated(made, [np.arange(3, 40, dtype=np.int32)], 16)
     assert len(answer) == NEW_TOKENS and all(0 <= token < VOCAB for token in answer)
-
-
-def test_a_sampled_answer_does_not_depend_on_its_batch_or_chunks(tmp_path: Path) -> None:
-    made = runner(saved(qwen3(), tmp_path))
-    prompt = np.arange(3, 30, dtype=np.int32)
-    sampling = SamplingParams(max_new_tokens=9, temperature=0.9, top_p=0.95, seed=11)
-
-    def answers(chunk_tokens: int, *prompts: Int32Array) -> list[list[int]]:
-        return Driver(made.run, made.description).answers(prompts, 9, sampling, chunk_tokens)
-
-    (alone,) = answers(100, prompt)
-    assert answers(6, prompt + 1, prompt + 1, prompt)[2] == alone
-    assert len(set(alone)) > 2
 
 
 def test_what_is_not_supported_is_refused_by_name(tmp_path: Path) -> None:
@@ -141,7 +112,7 @@ def test_the_longest_context_of_a_row_can_be_computed(tmp_path: Path) -> None:
     model = llama()
     made = runner(saved(model, tmp_path), kv_memory="64KiB", max_running=1)
     prompt = np.arange(3, 3 + 64 - NEW_TOKENS, dtype=np.int32)
-    assert generated(made, [prompt], 20) == [expected(model, prompt)]
+    exact.assert_exact(model, exact.answers(made, [prompt], NEW_TOKENS, 20))
 
 
 def test_a_context_that_was_asked_for_is_held_or_refused_before_the_weights_are_loaded(tmp_path: Path) -> None:

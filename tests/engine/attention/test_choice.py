@@ -206,13 +206,13 @@ def test_the_toolkit_is_found_where_cuda_home_says(monkeypatch: pytest.MonkeyPat
     assert NVCC not in build.for_flashinfer()
 
 
-def test_cpu_computes_in_c_where_there_is_a_compiler_and_says_so() -> None:
+@pytest.mark.parametrize(("asked", "kind", "told"), [("auto", NativeAttention, "C"), ("torch", PagedAttention, "--attention")])
+def test_cpu_computes_in_c_or_in_torch_when_that_is_asked_for_and_says_so(asked: AttentionName, kind: type, told: str) -> None:
     lines: list[str] = []
-    made = make_attention(needs(), "auto", Kernels(), lines.append).attention
-    if native_library() is None:
+    made = make_attention(needs(), asked, Kernels(), lines.append).attention
+    if asked == "auto" and native_library() is None:
         pytest.skip("there is no C compiler")
-    assert isinstance(made, NativeAttention)
-    assert len(lines) == 1 and "C" in lines[0]
+    assert isinstance(made, kind) and len(lines) == 1 and told in lines[0]
 
 
 def test_without_a_compiler_cpu_gets_torch_and_is_told_the_fix(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -222,12 +222,6 @@ def test_without_a_compiler_cpu_gets_torch_and_is_told_the_fix(monkeypatch: pyte
     assert len(lines) == 1 and "could not be compiled" in lines[0] and "install gcc" in lines[0]
     with pytest.raises(ConfigError, match=r"--attention native: .*install gcc.*--attention torch"):
         make_attention(needs(), "native", Kernels(), lines.append)
-
-
-def test_torch_is_taken_when_it_is_asked_for() -> None:
-    lines: list[str] = []
-    assert isinstance(make_attention(needs(), "torch", Kernels(), lines.append).attention, PagedAttention)
-    assert len(lines) == 1 and "--attention" in lines[0]
 
 
 @pytest.mark.parametrize(
@@ -243,16 +237,14 @@ def test_what_c_does_not_support_is_named_with_the_fix(refused: AttentionNeeds, 
         check_attention("native", refused.memory.layout, refused.dtype, torch.device(device))
 
 
-def test_flashinfer_on_cpu_is_refused_before_the_weights_are_loaded(tmp_path: Path) -> None:
-    lines: list[str] = []
-    with pytest.raises(ConfigError, match=r"--attention flashinfer: .*computes on CPU.*--device cuda.*--attention torch"):
-        runner(saved(qwen3(), tmp_path), lines.append, attention="flashinfer")
-    assert lines == []
-
-
-def test_c_without_a_compiler_is_refused_before_the_weights_are_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("asked", "reason"), [("flashinfer", r"computes on CPU.*--device cuda"), ("native", r"install gcc")], ids=["flashinfer", "c"]
+)
+def test_what_cannot_be_had_is_refused_before_the_weights_are_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: str, reason: str
+) -> None:
     monkeypatch.setenv("CC", "/no/such/cc")
     lines: list[str] = []
-    with pytest.raises(ConfigError, match=r"--attention native: .*install gcc.*--attention torch"):
-        runner(saved(qwen3(), tmp_path), lines.append, attention="native")
+    with pytest.raises(ConfigError, match=rf"--attention {asked}: .*{reason}.*--attention torch"):
+        runner(saved(qwen3(), tmp_path), lines.append, attention=asked)
     assert lines == []

@@ -106,9 +106,9 @@ def test_a_rank_reads_its_share_of_a_checkpoint(tmp_path: Path, monkeypatch: pyt
         assert sum(read) == everywhere + keys // 2 + rest // 4
 
 
-class Partial:
+class Partial(Group):
     """A rank that hears nothing of the others: sums are its own part, and what it gathers is its part for each rank. Its
-    collectives are operations that can be recorded. Implements `Group`."""
+    collectives are operations that can be recorded."""
 
     def __init__(self, rank: int, ranks: int) -> None:
         self.rank, self.ranks = rank, ranks

@@ -178,19 +178,14 @@ def test_a_checkpoint_that_transformers_cannot_serve_is_refused_before_its_weigh
         read_served_shape(tmp_path)
 
 
-def test_weights_that_are_missing_are_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("layers", "named"), [(5, r"lacks weights of .*: model\.layers\.4"), (3, r"not of .*: model\.layers\.3")]
+)
+def test_weights_that_are_missing_or_that_the_model_has_not_are_named(tmp_path: Path, layers: int, named: str) -> None:
     path = saved(MODELS["multipliers"](), tmp_path)
     config = path / "config.json"
-    config.write_text(config.read_text().replace('"num_hidden_layers": 4', '"num_hidden_layers": 5'))
-    with pytest.raises(ConfigError, match=r"lacks weights of GraniteForCausalLM: model\.layers\.4"):
-        load(path)
-
-
-def test_weights_that_the_model_has_not_are_named(tmp_path: Path) -> None:
-    path = saved(MODELS["multipliers"](), tmp_path)
-    config = path / "config.json"
-    config.write_text(config.read_text().replace('"num_hidden_layers": 4', '"num_hidden_layers": 3'))
-    with pytest.raises(ConfigError, match=r"has weights that are not of GraniteForCausalLM: model\.layers\.3"):
+    config.write_text(config.read_text().replace('"num_hidden_layers": 4', f'"num_hidden_layers": {layers}'))
+    with pytest.raises(ConfigError, match=named):
         load(path)
 
 
