@@ -70,16 +70,6 @@ class AttentionNeeds:
     """Which of FlashInfer's kernels compute chunks; None: the fastest that can be had."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Pages:
-    """The pages that some rows read. indptr: [rows + 1], last_page_len: [rows], int32 on the host. indices: [indptr[-1]] int32 on
-    the device."""
-
-    indptr: Tensor
-    last_page_len: Tensor
-    indices: Tensor
-
-
 class _Shared:
     """What all plans of one pool have in common: the arguments of FlashInfer's calls and the workspaces."""
 
@@ -148,13 +138,11 @@ class FlashInferAttention:
             rows = shared.on_host(np.array([chunk.row for chunk in step.chunks])).to(shared.device, non_blocking=True).long()
             pages = self._pages(step.table, rows, np.array([chunk.context for chunk in step.chunks]))
             for how, wrapper in self._prefill.items():
-                wrapper.plan(
-                    queries, pages.indptr, pages.indices, pages.last_page_len, *shared.heads, causal=True, **shared.named(how)
-                )
+                wrapper.plan(queries, *pages, *shared.heads, causal=True, **shared.named(how))
         if len(step.host_lengths):
             pages = self._pages(step.table, step.decode_rows, step.host_lengths)
             for how, wrapper in self._decode.items():
-                wrapper.plan(pages.indptr, pages.indices, pages.last_page_len, *shared.heads, **shared.named(how))
+                wrapper.plan(*pages, *shared.heads, **shared.named(how))
         self._copied.record()
 
     def run(self, layer: int, query: Tensor) -> Tensor:
@@ -186,13 +174,14 @@ class FlashInferAttention:
             self._graph_buffers = _GraphBuffers(self._shared)
         return FlashInferDecodeGraph(self._shared, self._graph_buffers, rows)
 
-    def _pages(self, table: Tensor, rows: Tensor, lengths: Int64Array) -> _Pages:
-        """rows: [rows] int64. lengths: [rows] int64, of their contexts."""
+    def _pages(self, table: Tensor, rows: Tensor, lengths: Int64Array) -> tuple[Tensor, Tensor, Tensor]:
+        """The pages that some rows read, as `plan` takes them: index pointers, [rows + 1] int32 on the host, page ids on the
+        device, and last page lengths, [rows] int32 on the host. rows: [rows] int64. lengths: [rows] int64, of their contexts."""
         shared = self._shared
         indptr, last = torch.split(shared.on_host(*shared.pages_before(lengths)), [len(lengths) + 1, len(lengths)])
         indices = torch.empty(int(indptr[-1]), dtype=torch.int32, device=shared.device)
         shared.kernels.page_indices(table, rows, indptr.to(shared.device, non_blocking=True), indices)
-        return _Pages(indptr, last, indices)
+        return indptr, indices, last
 
 
 class _GraphBuffers:
