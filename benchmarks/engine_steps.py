@@ -37,7 +37,8 @@ from common.ids import Int32Array
 from common.model_path import resolve_model_path
 from common.pages.layout import ITEM_BYTES, KVDtype, KVLayout
 from common.sampling_params import Grammar, SamplingParams
-from engine.backends import AttentionNeeds, device_of, make_attention, make_kernels
+from engine.backends import device_of, make_attention, make_kernels
+from engine.gpu.flashinfer import AttentionNeeds
 from engine.kv_memory import KVMemory, torch_dtype
 from engine.model_runner import ModelRunner
 from engine.models.decoder import Decoder
