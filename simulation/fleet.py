@@ -48,7 +48,8 @@ class SimulatedFleet(ABC, Generic[InstanceT, RouterT]):
     def make_engine(self, clock: LocalClock) -> Executor: ...
 
     @abstractmethod
-    def make_transport(self, wake: Callable[[], None]) -> Transport: ...
+    def make_transport(self, wake: Callable[[], None]) -> Transport:
+        """wake: makes the rank look at its transfers; for a transport that knows when something has happened."""
 
     @abstractmethod
     def make_instance(self, name: Name) -> InstanceT: ...

@@ -4,9 +4,9 @@ Owns the loops of the worker and of the transfers' thread, and how full the page
 the instance ends by itself. Knows no other process.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from common.errors import TandemError
 from common.executor import Executor
@@ -22,10 +22,12 @@ from common.step_cost import StepCost
 from decode.scheduler import DecodeScheduler
 from kv_transfer.target_ranks import TargetRanks
 from kv_transfer.transfer_loop import TransferLoop
-from kv_transfer.transport import Transport
 from prefill.scheduler import PrefillScheduler
 from simulation.clock import Clock, LocalClock, Loop
-from simulation.network import Network, Post
+from simulation.network import Post
+
+if TYPE_CHECKING:
+    from simulation.fleet import SimulatedFleet
 
 STARTUP_TIMEOUT_S = 60.0
 
@@ -116,27 +118,26 @@ class SimulatedRank:
     def __init__(
         self,
         engine: Executor,
-        make_transport: Callable[[Callable[[], None]], Transport],
-        size: Size,
+        fleet: "SimulatedFleet[Any, Any]",
         clock: LocalClock,
         process: Process,
         info: RankInfo,
         ranks: int = 1,
     ) -> None:
-        self._process, self._polls, self._clock = process, size.polls, clock
-        self._thread = Loop(clock.clock, self)
+        self._process, self._polls, self._clock = process, fleet.size.polls, clock
+        self.thread = Loop(clock.clock, self)
         self.engine, self.info = engine, info
-        self.transport = make_transport(self.look)
+        self.transport = fleet.make_transport(self.look)
         description = engine.description
         kv_heads = description.model.kv_heads
         first_head = heads_of(info.rank, ranks, kv_heads).start
         self.loop = TransferLoop(
-            self.transport, "memory", description.memory, description.layout, size.pages, clock, first_head=first_head
+            self.transport, "memory", description.memory, description.layout, fleet.size.pages, clock, first_head=first_head
         )
         """What the thread drives."""
         self.transfers = TargetRanks(self.loop, info.rank, ranks, kv_heads)
         """What the process uses."""
-        self._thread.wake(clock.clock.now)
+        self.thread.wake(clock.clock.now)
 
     def act(self) -> None:
         """A turn of the thread."""
@@ -155,38 +156,13 @@ class SimulatedRank:
 
     def look(self) -> None:
         """The thread acts as soon as may be."""
-        self._thread.wake(0.0)
-
-    def stop_until(self, until_s: float) -> None:
-        self._thread.stop_until(until_s)
-
-    def end(self) -> None:
-        """The thread never acts again."""
-        self._thread.end()
-
-
-class InstanceFleet(Protocol):
-    """The fleet of an instance, which makes what it computes and writes with."""
-
-    @property
-    def network(self) -> Network: ...
-
-    @property
-    def size(self) -> Size: ...
-
-    def make_engine(self, clock: LocalClock) -> Executor: ...
-
-    def make_transport(self, wake: Callable[[], None]) -> Transport:
-        """wake: makes the rank look at its transfers; for a transport that knows when something has happened."""
-
-    def instance_ended(self, instance: "Instance", reason: str) -> None:
-        """The instance has drained, or something in it raised a TandemError."""
+        self.thread.wake(0.0)
 
 
 class Instance:
     """The process of an instance, or of its first rank."""
 
-    def __init__(self, name: Name, clock: Clock, fleet: InstanceFleet) -> None:
+    def __init__(self, name: Name, clock: Clock, fleet: "SimulatedFleet[Any, Any]") -> None:
         size, network = fleet.size, fleet.network
         self.name = name
         self._fleet, self._network = fleet, network
@@ -225,7 +201,7 @@ class Instance:
     def make_rank(self) -> SimulatedRank:
         """The rank of this process."""
         info, fleet = RankInfo(rank=0, pid=1, host="here", device="cpu"), self._fleet
-        return SimulatedRank(fleet.make_engine(self.clock), fleet.make_transport, fleet.size, self.clock, self, info)
+        return SimulatedRank(fleet.make_engine(self.clock), fleet, self.clock, self, info)
 
     def join_ranks(self) -> tuple[Executor, Transfers]:
         """The executor and the transfers over all ranks."""
@@ -278,5 +254,5 @@ class Instance:
         """As SIGKILL does: it never acts again. What is under way from and to its memory is not its own to end."""
         self.page_use.look(self.clock.clock.now)
         self.loop.end()
-        self.rank.end()
+        self.rank.thread.end()
         self._network.close(self.name.address)

@@ -33,16 +33,6 @@ from simulation.plan import FleetPlan
 from simulation.processes import RouterProcess
 
 
-@dataclass(frozen=True, kw_only=True)
-class WireSpeed:
-    """How fast every host's link is."""
-
-    bytes_per_s: float
-    """In each direction."""
-    latency_s: float
-    """What any write takes, whatever its size."""
-
-
 @dataclass(slots=True, eq=False)
 class _Host:
     """A host's link."""
@@ -56,11 +46,12 @@ class _Host:
 
 
 class Wires:
-    """What the hosts of one fleet share."""
+    """What the hosts of one fleet share. bytes_per_s: of every host's link, in each direction. latency_s: what any write takes,
+    whatever its size."""
 
-    def __init__(self, clock: Clock, speed: WireSpeed) -> None:
+    def __init__(self, clock: Clock, bytes_per_s: float, latency_s: float) -> None:
         self.clock = clock
-        self.speed = speed
+        self._bytes_per_s, self._latency_s = bytes_per_s, latency_s
         self.hosts: dict[str, _Host] = {}
         self.names = 0
         self.bytes_written = 0
@@ -75,10 +66,10 @@ class Wires:
 
     def arrives_s(self, writer: _Host, reader: _Host, write_bytes: int) -> float:
         """When a write that is posted now ends. It takes its turn on both links."""
-        alone_s = write_bytes / self.speed.bytes_per_s
+        alone_s = write_bytes / self._bytes_per_s
         writer.sent_s = max(self.clock.now, writer.sent_s) + alone_s
         reader.arrived_s = max(writer.sent_s, reader.arrived_s + alone_s)
-        return reader.arrived_s + self.speed.latency_s
+        return reader.arrived_s + self._latency_s
 
 
 class WireTransport:
@@ -235,7 +226,7 @@ class PlannedFleet(SimulatedFleet[Instance, RouterProcess]):
     def __init__(self, plan: FleetPlan, config: RouterConfig) -> None:
         clock = Clock()
         super().__init__(clock, Network(clock, Calm(plan.message_s)), size_of(plan, config))
-        self.wires = Wires(clock, WireSpeed(bytes_per_s=plan.link_gbit * 1e9 / 8, latency_s=plan.link_latency_s))
+        self.wires = Wires(clock, plan.link_gbit * 1e9 / 8, plan.link_latency_s)
         self.observer = PlannedObserver()
         self.steps: Counter[Role] = Counter()
         """How many steps the engines of a role have begun."""

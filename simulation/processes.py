@@ -9,19 +9,17 @@ from functools import cache
 from tokenizers import Tokenizer, models
 
 from common.config import RouterConfig
-from common.deadlines import earliest
 from common.ids import InstanceId, text_name
 from common.instance.ports import Send
-from common.messages import DetokenizerInbox, RouterInbox, TextDelta, Trace
-from common.text.detokenizer import Detokenizer, cut
-from common.text.detokenizer_manager import HEARTBEAT_S, heartbeat_of
-from common.tracing import Tracer
+from common.messages import AnswerMessage, DetokenizerInbox, RouterInbox, TextDelta
+from common.text.detokenizer import Detokenizer
+from common.text.detokenizer_manager import DetokenizerLoop
 from router.core import RouterCore
 from router.outbox import ClientRequest
 from router.requests import RequestSpec
 from router.timelines import Observer
 from simulation.clock import NEVER, Clock, Loop
-from simulation.network import Network, Post
+from simulation.network import Meter, Network, Post
 
 FIRST_TEXT_PORT = 2
 HOST = "tcp://127.0.0.{host}:{port}"
@@ -104,53 +102,42 @@ class RouterProcess:
             self.mail.send(send.to, send.message)
 
 
+class MeteredDetokenizer(Detokenizer):
+    """A detokenizer's core, whose work is metered by the kind of the message."""
+
+    def __init__(self, tokenizer: Tokenizer, meter: Meter) -> None:
+        super().__init__(tokenizer)
+        self._meter = meter
+
+    def receive(self, message: AnswerMessage, now: float) -> list[TextDelta]:
+        texts = super().receive(message, now)
+        self._meter.lap(type(message).__name__)
+        return texts
+
+
 class DetokenizerProcess:
-    """A detokenizer: its core and its mail, as `common.text.detokenizer_manager` joins them."""
+    """A detokenizer: its core and its mail, joined by the turns of its real process."""
 
     def __init__(self, router: RouterProcess, shard: int, address: str) -> None:
         clock, network = router.clock, router.network
         self.name, self.address = text_name(router.name, shard), address
-        self._router, self._shard = router.name, shard
         self.alive = True
-        self._clock = clock
         self._loop = Loop(clock, self)
-        self.core = Detokenizer(words_tokenizer())
-        self._tracer = Tracer(self.name)
-        mailbox = network.open(address, self.name, self._loop.wake, "detokenizer")
         self._meter = network.meter("detokenizer")
+        self.core = MeteredDetokenizer(words_tokenizer(), self._meter)
+        mailbox = network.open(address, self.name, self._loop.wake, "detokenizer")
         self.mail: Post[DetokenizerInbox] = Post(self.name, DetokenizerInbox, network, mailbox)
         self.mail.route(router.name, router.address)
-        self._beats_s = clock.now
+        self._turns = DetokenizerLoop(self.core, self.mail, router.name, shard, clock)
         self._loop.wake(clock.now)
 
     def act(self) -> None:
-        now = self._clock.now
         self._meter.begin()
-        texts: list[TextDelta] = []
-        for sender, message in self.mail.receive():
-            if isinstance(message, Trace):
-                self._tracer.ask(sender, message, now)
-            else:
-                texts += self.core.receive(message, now)
-            self._meter.lap(type(message).__name__)
-        texts += self.core.tick(now)
-        for batch in cut(texts):
-            self.mail.send(self._router, batch)
+        self._turns.turn()
         self._meter.lap("TextBatch")
-        for probed in self.core.take_probed():
-            self.mail.send(self._router, probed)
-        if texts and self._tracer.recorder.on:
-            self._tracer.recorder.add("turns", "turn", now, now, deltas=len(texts))
-        if self._tracer.runs:
-            for router, spans in self._tracer.due(now):
-                self.mail.send(router, spans)
-        if now >= self._beats_s:
-            self._beats_s = now + HEARTBEAT_S
-            self.mail.send(self._router, heartbeat_of(self.core, self._shard))
 
     def next_deadline(self) -> float:
-        deadline = earliest(self.core.next_deadline(), self._tracer.next_deadline())
-        return min(self._beats_s, NEVER if deadline is None else deadline, self.mail.next_deadline())
+        return min(self._turns.next_deadline(), self.mail.next_deadline())
 
     def kill(self) -> None:
         """As SIGKILL does."""

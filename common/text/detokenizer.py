@@ -65,10 +65,12 @@ class TokenOrder:
 
     def __init__(self, first: int = 0, has_logprobs: bool = False) -> None:
         self._first = first
-        self._taken = array("i")
+        self._tokens = array("i")
+        """Those that are in order, from the first on."""
+        self._taken = 0
+        """How many of them were taken."""
         self.next = first
-        """Number of the next token: all before it were taken or are ready to be."""
-        self._ready: list[int] = []
+        """Number of the next token."""
         self._waiting: dict[int, tuple[Sequence[int], Sequence[TokenLogprob]]] = {}
         """Tokens that came before their turn, by the number of the first."""
         self.waiting_tokens = 0
@@ -100,7 +102,7 @@ class TokenOrder:
             fresh = slice(max(0, self.next - first), max(0, self._ends_at - first))
             ready = token_ids[fresh]
             dropped += len(token_ids) - len(ready)
-            self._ready += ready
+            self._tokens.extend(ready)
             self.next += len(ready)
             if self.has_logprobs:
                 assert len(logprobs) == len(token_ids), "each token has its log probability"
@@ -111,25 +113,22 @@ class TokenOrder:
             token_ids, logprobs = self._waiting.pop(first)
             self.waiting_tokens -= len(token_ids)
 
-    def take(self) -> list[int]:
-        """Returns the tokens that are in order and were not taken before. Take their log probabilities too, if it has them."""
-        ready, self._ready = self._ready, []
-        self._taken.extend(ready)
-        return ready
-
-    def take_logprobs(self) -> list[TokenLogprob]:
-        """Returns those of the tokens that the last `take` returned."""
-        ready, self._ready_logprobs = self._ready_logprobs, []
-        if ready:
-            self._taken_logprobs.append(pack_logprobs(ready))
-        return ready
+    def take(self) -> tuple[list[int], list[TokenLogprob]]:
+        """Returns the tokens that are in order and were not taken before, and their log probabilities if it has them."""
+        ready = self._tokens[self._taken :].tolist()
+        self._taken += len(ready)
+        logprobs = self._ready_logprobs
+        if logprobs:
+            self._taken_logprobs.append(pack_logprobs(logprobs))
+            self._ready_logprobs = []
+        return ready, logprobs
 
     def pour_into(self, other: "TokenOrder") -> None:
         """Give everything that has arrived to another order of the same answer, which may begin elsewhere."""
         if other.has_logprobs and not self.has_logprobs:
             return  # what is here lacks them
         logprobs = [*unpack_logprobs(self._taken_logprobs), *self._ready_logprobs]
-        other.put(self._first, [*self._taken, *self._ready], None, logprobs)
+        other.put(self._first, self._tokens.tolist(), None, logprobs)
         for first, (token_ids, waiting) in self._waiting.items():
             other.put(first, token_ids, None, waiting)
         if self.announced_ending is not None:
@@ -271,13 +270,13 @@ class _OpenText:
         self.waits = False
         """Whether its deadline is for missing tokens, and not the end of its life."""
 
-    def advance(self, key: AttemptId, broken_off: Ending | None = None) -> TextDelta | None:
+    def advance(self, key: AttemptId, broken_off: Ending | None) -> TextDelta | None:
         """Render the tokens whose turn has come; None when nothing is new.
 
         The delta carries the ending if that has come, or `broken_off` if the answer ends although tokens are missing.
         """
         order = self.order
-        token_ids = order.take()
+        token_ids, logprobs = order.take()
         first = order.next - len(token_ids)
         ending = order.ending or broken_off
         if not token_ids and ending is None and self._stops.matched is None:
@@ -299,11 +298,11 @@ class _OpenText:
         elif is_last_word:
             text += self._stops.flush()
         text, self._ahead = self._ahead + text, ""
-        logprobs = tuple(order.take_logprobs()[: len(token_ids)]) if order.has_logprobs else ()
+        delta = TextDelta(key, first, tuple(token_ids), text, ending, tuple(logprobs[: len(token_ids)]))
         if first or not token_ids:
-            return TextDelta(key, first, tuple(token_ids), text, ending, logprobs)
+            return delta
         prompt_logprobs = unpack_logprobs([order.prompt_logprobs]) if order.prompt_logprobs else ()
-        return TextDelta(key, first, tuple(token_ids), text, ending, logprobs, prompt_logprobs, order.cached_tokens)
+        return replace(delta, prompt_logprobs=prompt_logprobs, cached_tokens=order.cached_tokens)
 
     def _render(self, first: int, token_ids: list[int]) -> tuple[int, str]:
         """Returns how many tokens were used, up to the one that completes a stop string, and their text. first: the number of the
@@ -389,7 +388,7 @@ class Detokenizer:
             announced = answer.order.announced_ending
             late = DeadlinePassed("the answer was neither ended nor closed in the time that it was given")
             ending = announced if isinstance(announced, Failed) else Failed.of(_missing(answer) if answer.waits else late)
-            texts += self._break_off(key, answer, ending)
+            texts += self._advance(key, answer, (), now, ending)
         return texts
 
     # --- inside --------------------------------------------------------------------------------------------------------
@@ -431,8 +430,11 @@ class Detokenizer:
         self._deadlines.set(key, answer.dies_s)
         return self._advance(key, answer, self._early.pop(key, ()), now)
 
-    def _advance(self, key: AttemptId, answer: _OpenText, deltas: Iterable[TokenDelta], now: float) -> list[TextDelta]:
-        """Take in tokens of an open answer. Returns the text that they bring, and ends the answer or sets its deadline anew."""
+    def _advance(
+        self, key: AttemptId, answer: _OpenText, deltas: Iterable[TokenDelta], now: float, broken_off: Ending | None = None
+    ) -> list[TextDelta]:
+        """Take in tokens of an open answer. Returns the text that they bring, and ends the answer or sets its deadline anew.
+        broken_off: how it ends, although tokens may be missing."""
         order = answer.order
         for delta in deltas:
             if order.has_logprobs and len(delta.logprobs) != len(delta.token_ids):
@@ -446,8 +448,8 @@ class Detokenizer:
             if again:
                 self.dropped["tokens that came again"] += again
         if order.waiting_tokens > self._limits.waiting_tokens:
-            return self._break_off(key, answer, Failed.of(_missing(answer)))
-        text = answer.advance(key)
+            broken_off = Failed.of(_missing(answer))
+        text = answer.advance(key, broken_off)
         if text is not None and text.ending is not None:
             self._end(key)
         elif order.has_gap and (text is not None or not answer.waits):
@@ -456,11 +458,6 @@ class Detokenizer:
         elif answer.waits and not order.has_gap:
             answer.waits = False
             self._deadlines.set(key, answer.dies_s)
-        return [] if text is None else [text]
-
-    def _break_off(self, key: AttemptId, answer: _OpenText, ending: Ending) -> list[TextDelta]:
-        self._end(key)
-        text = answer.advance(key, ending)
         return [] if text is None else [text]
 
     def _refuse(self, opened: ExpectAnswer, error: TandemError) -> list[TextDelta]:

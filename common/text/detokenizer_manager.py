@@ -1,17 +1,19 @@
 """The detokenizer's process: its mailbox, its loop, and the core between them.
 
 Owns the mailbox, the turns and the heartbeat. Decides nothing: `common.text.detokenizer` does. Does not know signals or flags.
+A simulated detokenizer has the same turns, over mail and a clock of its own.
 """
 
 import logging
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable
+from typing import Protocol
 
 from common.deadlines import earliest
 from common.ids import ROUTER, InstanceId, text_name
 from common.mail import Mailbox
-from common.messages import DetokenizerHeartbeat, DetokenizerInbox, TextDelta, Trace
+from common.messages import AnyMessage, DetokenizerHeartbeat, DetokenizerInbox, TextDelta, Trace
 from common.text.detokenizer import Detokenizer, cut
 from common.text.tokenizer_manager import TokenizerManager
 from common.tracing import Tracer
@@ -26,6 +28,65 @@ TURN_S = 0.05
 _log = logging.getLogger(__name__)
 
 
+class DetokenizerMail(Protocol):
+    """A detokenizer's inbox, and its way to its router."""
+
+    def send(self, to: InstanceId, message: AnyMessage, /) -> object: ...
+
+    def receive(self, most: int, /) -> list[tuple[InstanceId, DetokenizerInbox]]: ...
+
+
+class DetokenizerLoop:
+    """The turns of a detokenizer. clock: returns seconds. unix_s: what to add to them to have UNIX time."""
+
+    def __init__(
+        self,
+        core: Detokenizer,
+        mail: DetokenizerMail,
+        router: InstanceId,
+        shard: int,
+        clock: Callable[[], float] = time.monotonic,
+        unix_s: float = 0.0,
+    ) -> None:
+        self.core = core
+        self._mail, self._router, self._shard, self._clock = mail, router, shard, clock
+        self._tracer = Tracer(text_name(router, shard), unix_s=unix_s)
+        self._next_beat_s = clock()
+
+    def next_deadline(self) -> float:
+        """When a turn is due although no mail comes: for a deadline, or the next heartbeat."""
+        deadline = earliest(self.core.next_deadline(), self._tracer.next_deadline())
+        return self._next_beat_s if deadline is None else min(deadline, self._next_beat_s)
+
+    def turn(self) -> None:
+        """Take in the mail that is there, act on deadlines, and send all text that this brings."""
+        texts: list[TextDelta] = []
+        began_s = self._clock()
+        while (now := self._clock()) < began_s + TURN_S and (mail := self._mail.receive(1)):
+            sender, message = mail[0]
+            if not isinstance(message, Trace):
+                texts += self.core.receive(message, now)
+            elif sender == self._router:
+                self._tracer.ask(sender, message, now)
+        texts += self.core.tick(now)
+        for batch in cut(texts):
+            self._mail.send(self._router, batch)
+        for probed in self.core.take_probed():
+            self._mail.send(self._router, probed)
+        if self._tracer.runs:
+            ended_s, recorder = self._clock(), self._tracer.recorder
+            if texts and recorder.on:
+                tokens = sum(len(delta.token_ids) for delta in texts)
+                recorder.add("turns", "turn", began_s, ended_s, deltas=len(texts), tokens=tokens)
+            for router, spans in self._tracer.due(ended_s):
+                self._mail.send(router, spans)
+        if now >= self._next_beat_s:
+            self._next_beat_s = now + HEARTBEAT_S
+            core, dropped = self.core, sum(self.core.dropped.values())
+            beat = DetokenizerHeartbeat(core.open_answers, core.early_answers, dropped, self._shard)
+            self._mail.send(self._router, beat)
+
+
 class DetokenizerManager:
     """Made and run by one thread. bind: tcp://host:port of its inbox. router: whose it is. shard: which of that router's
     detokenizers. Raises ConfigError when the model has no tokenizer or the address cannot be bound.
@@ -35,14 +96,13 @@ class DetokenizerManager:
     """
 
     def __init__(self, bind: str, model: str, router: InstanceId = ROUTER, shard: int = 0, trust: Trust = LOOPBACK_ONLY) -> None:
-        self._detokenizer = Detokenizer(TokenizerManager(model).backend)
-        self._router, self._shard = router, shard
+        core = Detokenizer(TokenizerManager(model).backend)
+        self._router = router
         self._mailbox: Mailbox[DetokenizerInbox] = Mailbox(text_name(router, shard), DetokenizerInbox, bind, trust=trust)
-        self._tracer = Tracer(text_name(router, shard), unix_s=time.time() - time.monotonic())
+        self._loop = DetokenizerLoop(core, self._mailbox, router, shard, unix_s=time.time() - time.monotonic())
         self._stopping = threading.Event()
         self._router_address: str | None = None
         self._may_read = threading.Event()
-        self._next_beat_s = time.monotonic()
         self.address = self._mailbox.address
 
     def meet_router(self, address: str) -> None:
@@ -62,51 +122,14 @@ class DetokenizerManager:
         self._may_read.wait()
         try:
             while not self._stopping.is_set():
-                self._turn()
+                self._mailbox.wait(self._loop.next_deadline() - time.monotonic())
+                self._mailbox.route(self._router, self._router_address)
+                self._loop.turn()
         finally:
             self.close()
-        if self._detokenizer.dropped:
-            _log.info("dropped while running: %s", dict(self._detokenizer.dropped))
+        if self._loop.core.dropped:
+            _log.info("dropped while running: %s", dict(self._loop.core.dropped))
 
     def close(self) -> None:
         """Close the inbox; needed only if it never runs. Idempotent."""
         self._mailbox.close()
-
-    def _turn(self) -> None:
-        """Wait for mail, a deadline or the next heartbeat, and send all text that this brought."""
-        deadline = earliest(self._detokenizer.next_deadline(), self._tracer.next_deadline())
-        wake_s = self._next_beat_s if deadline is None else min(deadline, self._next_beat_s)
-        self._mailbox.wait(wake_s - time.monotonic())
-        self._mailbox.route(self._router, self._router_address)
-        texts: list[TextDelta] = []
-        began_s = time.monotonic()
-        while (now := time.monotonic()) < began_s + TURN_S and (mail := self._mailbox.receive(1)):
-            sender, message = mail[0]
-            if not isinstance(message, Trace):
-                texts += self._detokenizer.receive(message, now)
-            elif sender == self._router:
-                self._tracer.ask(sender, message, now)
-        texts += self._detokenizer.tick(now)
-        for batch in cut(texts):
-            self._mailbox.send(self._router, batch)
-        for probed in self._detokenizer.take_probed():
-            self._mailbox.send(self._router, probed)
-        if self._tracer.runs:
-            self._trace(texts, began_s)
-        if now >= self._next_beat_s:
-            self._next_beat_s = now + HEARTBEAT_S
-            self._mailbox.send(self._router, heartbeat_of(self._detokenizer, self._shard))
-
-    def _trace(self, texts: Sequence[TextDelta], began_s: float) -> None:
-        """Record the turn, if it brought text, and send what is due."""
-        now = time.monotonic()
-        if texts and self._tracer.recorder.on:
-            tokens = sum(len(delta.token_ids) for delta in texts)
-            self._tracer.recorder.add("turns", "turn", began_s, now, deltas=len(texts), tokens=tokens)
-        for router, spans in self._tracer.due(now):
-            self._mailbox.send(router, spans)
-
-
-def heartbeat_of(core: Detokenizer, shard: int) -> DetokenizerHeartbeat:
-    dropped = sum(core.dropped.values())
-    return DetokenizerHeartbeat(open_answers=core.open_answers, early_answers=core.early_answers, dropped=dropped, shard=shard)

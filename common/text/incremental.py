@@ -9,7 +9,8 @@ never become a character, ids that the tokenizer does not have, a context that e
                   └ decoded as the left neighbour of pending: some decoders drop a space at the start
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
 
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
@@ -20,7 +21,6 @@ CONTEXT_TOKENS = 16
 PENDING_TOKENS = 32
 """A character takes at most four bytes, so at most four tokens. This many waiting tokens are not an unfinished character, and
 decoding them again for each further token would take more and more time."""
-_MAX_ID = 2**31
 
 
 class Vocabulary:
@@ -30,6 +30,9 @@ class Vocabulary:
         self.tokenizer = tokenizer
         self.special = frozenset(id for id, token in tokenizer.get_added_tokens_decoder().items() if token.special)
         """The ids of the special tokens."""
+        most = max(tokenizer.get_vocab_size(), *tokenizer.get_vocab().values()) + 1
+        self.known = frozenset(id for id in range(most) if tokenizer.id_to_token(id) is not None)
+        """The ids of all tokens. A model may have more, as padding of its embedding."""
 
 
 class IncrementalDecoder:
@@ -40,10 +43,6 @@ class IncrementalDecoder:
     rewrite settled text (byte fallback does, for bytes that are no character); what was returned then stays as it was.
     """
 
-    _settled: list[int]
-    _pending: list[int]
-    _stream: DecodeStream
-
     def __init__(
         self,
         vocabulary: Vocabulary,
@@ -52,51 +51,43 @@ class IncrementalDecoder:
         shown: Collection[int] = (),
     ) -> None:
         self._tokenizer = vocabulary.tokenizer
+        self._decode: Callable[[list[int]], str] = partial(self._tokenizer.decode, skip_special_tokens=False)
+        self._known = vocabulary.known
         self._skipped = vocabulary.special.difference(shown) if skip_special_tokens else frozenset[int]()
-        before = [id for id in context[-CONTEXT_TOKENS:] if self._has_text(id)]
+        before = [id for id in context[-CONTEXT_TOKENS:] if id in self._known and id not in self._skipped]
         complete = len(before)
         while complete and self._decode(before[:complete]).endswith(REPLACEMENT):
             complete -= 1
-        self._begin(before[:complete], before[complete:])
+        self._settled, self._pending = before[:complete], before[complete:]
+        self._stream = DecodeStream(self._settled, skip_special_tokens=False)
+        for token_id in self._pending:
+            text = self._stream.step(self._tokenizer, token_id)
+            assert text is None, "pending tokens have settled text"
         self._unwanted = self._text_after_settled(self._pending) if self._pending else ""
         """Text of the context's last bytes, which are not a character, or not yet one; it is not returned."""
 
     def step(self, token_id: int) -> str:
         """Take the next token. Returns the text that is now settled: often "", often that of one token."""
-        if not self._has_text(token_id):
+        if token_id not in self._known or token_id in self._skipped:
             return ""
         self._pending.append(token_id)
         try:
             text = self._stream.step(self._tokenizer, token_id)
         except Exception as error:  # the library has no narrower type
             if "Invalid prefix" in str(error):
-                return self._start_over()
+                return self._settle("", self._pending)  # the decoder changed settled text
             raise
         if text is not None:
             self._settled, self._pending = self._pending, []
-            return self._without_unwanted(text)
-        if len(self._pending) >= PENDING_TOKENS:
-            return self._settle_what_is_no_character()
-        return ""
+            unwanted, self._unwanted = self._unwanted, ""
+            return text.removeprefix(unwanted)
+        return self._settle_what_is_no_character() if len(self._pending) >= PENDING_TOKENS else ""
 
     def flush(self) -> str:
         """End the answer. Returns the text of the pending tokens, with U+FFFD for incomplete characters."""
         if not self._pending:
             return ""
-        text = self._text_after_settled(self._pending)
-        self._begin([], [])
-        return self._without_unwanted(text)
-
-    def _has_text(self, token_id: int) -> bool:
-        """Skipped special tokens have no text, nor have ids that the tokenizer lacks (padding of the model's embedding)."""
-        return token_id not in self._skipped and 0 <= token_id < _MAX_ID and self._tokenizer.id_to_token(token_id) is not None
-
-    def _begin(self, settled: list[int], pending: list[int]) -> None:
-        self._settled, self._pending = settled, pending
-        self._stream = DecodeStream(settled, skip_special_tokens=False)
-        for token_id in pending:
-            text = self._stream.step(self._tokenizer, token_id)
-            assert text is None, "pending tokens have settled text"
+        return self._settle(self._text_after_settled(self._pending))
 
     def _settle_what_is_no_character(self) -> str:
         """Settle all but the last few pending tokens, cut where no character is cut; "" if there is no such place."""
@@ -105,24 +96,18 @@ class IncrementalDecoder:
             tail = self._pending[-kept:]
             text = self._text_after_settled(self._pending[:-kept])
             if text + self._decode(tail) == whole:
-                self._begin([], [])
-                return self._without_unwanted(text) + "".join(self.step(token_id) for token_id in tail)
+                return self._settle(text, tail)
         return ""
 
-    def _start_over(self) -> str:
-        """Go on with the pending tokens alone, because the decoder changed settled text."""
-        pending = self._pending
-        self._begin([], [])
-        return "".join(self.step(token_id) for token_id in pending)
-
-    def _without_unwanted(self, text: str) -> str:
-        unwanted, self._unwanted = self._unwanted, ""
-        return text.removeprefix(unwanted)
+    def _settle(self, text: str, rest: Sequence[int] = ()) -> str:
+        """Go on with the rest of the pending tokens alone, behind this text. Returns it, and what the rest settles."""
+        self._settled, self._pending = [], []
+        self._stream = DecodeStream([], skip_special_tokens=False)
+        if text:
+            unwanted, self._unwanted = self._unwanted, ""
+            text = text.removeprefix(unwanted)
+        return text + "".join(map(self.step, rest))
 
     def _text_after_settled(self, token_ids: list[int]) -> str:
         before = self._decode(self._settled)
         return self._decode(self._settled + token_ids)[len(before) :]
-
-    def _decode(self, token_ids: list[int]) -> str:
-        text: str = self._tokenizer.decode(token_ids, skip_special_tokens=False)
-        return text

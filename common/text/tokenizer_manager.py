@@ -19,8 +19,6 @@ from common.model_path import model_name, read_model_config, resolve_model_path
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-    from common.text.token_text import TokenText
-
 TOKENIZER_FILE = "tokenizer.json"
 _RUST_PANICS = "pyo3_runtime"
 """The module of what a panic of the tokenizers library raises, such as a regular expression of the model's that backtracks for
@@ -56,6 +54,8 @@ class TokenizerManager:
     """
 
     def __init__(self, model: str, chat_template: str = "") -> None:
+        from common.text.token_text import TokenText
+
         path = resolve_model_path(model, weights=False)
         config = read_model_config(path)
         text_config = config.get("text_config", config)
@@ -66,7 +66,7 @@ class TokenizerManager:
         """Rows of the model's embedding: every id below it can be computed, even one that the tokenizer lacks."""
         self._transformers = _load(path)
         self.backend: Tokenizer = self._transformers.backend_tokenizer
-        self.token_text: TokenText = _token_text(self.backend)
+        self.token_text = TokenText(self.backend)
         if chat_template:
             self._use_template(chat_template)
         templates = self._transformers.chat_template or ""
@@ -82,7 +82,20 @@ class TokenizerManager:
     def encode(self, text: str, *, add_special_tokens: bool = True, field: str = "prompt") -> list[int]:
         """Token ids of a plain prompt. add_special_tokens: with those that the model begins with. field: which held the text.
         Raises BadRequest."""
-        return self._encode(text, field, add_special_tokens)
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise BadRequest(f"{field} contains half of a surrogate pair, which is not text", field=field) from error
+        # A batch of one: `encode` holds the interpreter's lock until it is done, so that no other thread runs meanwhile.
+        try:
+            (encoded,) = self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        except BaseException as error:
+            if type(error).__module__ != _RUST_PANICS:
+                raise
+            problem = f"the tokenizer of {self.model_name} fails at this text, so shorten or change it: {error}"
+            raise BadRequest(f"{field}: {problem}", field=field) from None  # a traceback says nothing more
+        ids: list[int] = encoded.ids
+        return ids
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The text of these tokens; incomplete characters are U+FFFD. Ids that the tokenizer lacks have no text."""
@@ -97,7 +110,7 @@ class TokenizerManager:
         self, messages: Sequence[Mapping[str, Any]], options: ChatOptions = PLAIN_CHAT, field: str = "messages"
     ) -> list[int]:
         """Token ids of a conversation, up to where the assistant's answer goes on. field: which held it. Raises BadRequest."""
-        return self._encode(self.render_chat(messages, options), field, add_special_tokens=False)
+        return self.encode(self.render_chat(messages, options), field=field, add_special_tokens=False)
 
     def reads(self, name: str) -> bool:
         """Whether the chat template reads an argument of this name: whether the name stands in it as a word."""
@@ -140,22 +153,6 @@ class TokenizerManager:
         except (jinja2.TemplateError, *_TEMPLATE_BUGS):
             pass  # a template may refuse this chat, and take others
 
-    def _encode(self, text: str, field: str, add_special_tokens: bool) -> list[int]:
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise BadRequest(f"{field} contains half of a surrogate pair, which is not text", field=field) from error
-        # A batch of one: `encode` holds the interpreter's lock until it is done, so that no other thread runs meanwhile.
-        try:
-            (encoded,) = self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
-        except BaseException as error:
-            if type(error).__module__ != _RUST_PANICS:
-                raise
-            problem = f"the tokenizer of {self.model_name} fails at this text, so shorten or change it: {error}"
-            raise BadRequest(f"{field}: {problem}", field=field) from None  # a traceback says nothing more
-        ids: list[int] = encoded.ids
-        return ids
-
 
 def template_text(given: str) -> str:
     """The chat template that --chat-template gives: the text of a file, or what was given if it cannot be a file's name. Raises
@@ -166,12 +163,6 @@ def template_text(given: str) -> str:
         return Path(given).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--chat-template {given}: the file cannot be read: {error}") from error
-
-
-def _token_text(backend: "Tokenizer") -> "TokenText":
-    from common.text.token_text import TokenText
-
-    return TokenText(backend)
 
 
 def _load(path: Path) -> Any:

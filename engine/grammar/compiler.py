@@ -12,7 +12,6 @@ import random
 import re
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, assert_never
 
@@ -104,20 +103,15 @@ WALKS, WALK_TOKENS = 6, 48
 """The trial writes so many answers of so many tokens."""
 
 
-@dataclass(frozen=True, slots=True)
-class Budget:
-    """CPU time in seconds that a token may take: the longest, and the mean of a walk."""
-
-    longest_s: float = 0.1
-    mean_s: float = 0.005
+LONGEST_S, MEAN_S = 0.1, 0.005
+"""CPU time that a token may take: the longest, and the mean of a walk."""
 
 
 class Compiler:
     """Compiles in this process. vocabulary: as `vocabulary_of` makes it."""
 
-    def __init__(self, vocabulary: "TokenizerInfo | GrammarVocabulary", budget: Budget | None = None) -> None:
+    def __init__(self, vocabulary: "TokenizerInfo | GrammarVocabulary") -> None:
         self._vocabulary = vocabulary if isinstance(vocabulary, GrammarVocabulary) else GrammarVocabulary(vocabulary)
-        self._budget = budget or Budget()
 
     def compile(self, grammar: Grammar) -> "CompiledGrammar":
         """Raises BadRequest for a grammar that cannot be compiled, that no text matches, or that is slow to follow."""
@@ -167,7 +161,7 @@ class Compiler:
                 token_s += time.thread_time() - begun
                 before = token
                 spent_s += token_s
-                if token_s > self._budget.longest_s or spent_s > self._budget.mean_s * max(WALK_TOKENS / 2, written + 1):
+                if token_s > LONGEST_S or spent_s > MEAN_S * max(WALK_TOKENS / 2, written + 1):
                     raise BadRequest(
                         f"{grammar.kind}: it takes too long to follow: write it so that a text matches in fewer ways, with fewer "
                         "repetitions within each other",

@@ -4,7 +4,7 @@ Owns the process, what it may use, and the frames between the two. Does not know
 
 The process loads xgrammar once. For each grammar it forks, and the fork compiles: so a crash costs no new start, and every
 grammar has its limits for itself. What compiles quickly there, the instance compiles again; the rest comes as text. The process
-reads orders from its stdin, so it ends when its parent does. A fork that compiles then ends at its limit.
+has one end of a socket as its stdin, so it ends when its parent does. A fork that compiles then ends at its limit.
 
     instance ── vocabulary, grammars ──► process ── fork ──► compiles, tries out
     instance ◄── started, one answer for each grammar ── process ◄── memory file ── fork
@@ -13,8 +13,8 @@ reads orders from its stdin, so it ends when its parent does. A fork that compil
 import contextlib
 import os
 import resource
-import select
 import signal
+import socket
 import struct
 import subprocess
 import sys
@@ -22,7 +22,7 @@ import threading
 import time
 import traceback
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, BinaryIO
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -62,10 +62,6 @@ class Limits(msgspec.Struct, frozen=True):
     longer to read."""
 
 
-class _Ended(Exception):
-    """The process has ended."""
-
-
 class CompilerProcess:
     """The parent's half. One thread compiles; `close` may be called on any."""
 
@@ -89,7 +85,7 @@ class CompilerProcess:
         except TimeoutError:
             self._end()
             raise Unavailable("the compiler of grammars does not answer") from None
-        except _Ended:
+        except OSError:
             self._end()
             raise Unavailable("the compiler of grammars has ended") from None
         if kind == _QUICK:
@@ -108,10 +104,6 @@ class CompilerProcess:
         self._closed = True
         self._end()
 
-    @property
-    def pid(self) -> int | None:
-        return None if self._process is None else self._process.pid
-
     def _started(self) -> "_Process":
         with self._lock:
             if self._closed:
@@ -128,7 +120,7 @@ class CompilerProcess:
         try:
             process.send(_STARTED, msgspec.msgpack.encode((self._marked.serialize_json(), self._limits)))
             process.receive(START_S)
-        except (_Ended, TimeoutError) as error:
+        except OSError as error:
             self._end()
             raise Unavailable("the compiler of grammars does not start: its log says why") from error
         return process
@@ -140,68 +132,63 @@ class CompilerProcess:
             process.end()
 
 
-class _Process:
-    """A running process, and the frames to and from it. Raises OSError when it cannot be started."""
+class _Frames:
+    """Frames to and from the other process. Raises TimeoutError, and another OSError when that is gone or the end is closed."""
+
+    def __init__(self, end: socket.socket) -> None:
+        self._socket, self._file = end, end.makefile("rb")
+        self._using = threading.Lock()
+        """Held while the socket is used: it is closed after that."""
+
+    def send(self, kind: bytes, data: bytes = b"") -> None:
+        with self._using:
+            self._socket.sendall(_HEAD.pack(kind, len(data)) + data)
+
+    def receive(self, timeout_s: float | None = None) -> tuple[bytes, bytes]:
+        """timeout_s: within which something must come again and again; None: however long it takes."""
+        with self._using:
+            self._socket.settimeout(timeout_s)
+            kind, size = _HEAD.unpack(self._read(_HEAD.size))
+            return kind, self._read(size)
+
+    def close(self) -> None:
+        with self._using:
+            self._file.close()
+            self._socket.close()
+
+    def _read(self, size: int) -> bytes:
+        data = self._file.read(size)
+        if len(data) < size:
+            raise ConnectionError("the other process has ended")
+        return data
+
+
+class _Process(_Frames):
+    """A running process. Raises OSError when it cannot be started."""
 
     def __init__(self) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "engine.grammar.compiler_process"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env=with_our_code({**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}),
-            start_new_session=True,
-            bufsize=0,
-        )
-        self._using = threading.Lock()
-        """Held while the pipes are used: they are closed after that."""
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
+        ours, theirs = socket.socketpair()
+        super().__init__(ours)
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "engine.grammar.compiler_process"],
+                stdin=theirs.fileno(),
+                stdout=2,  # what libraries print
+                env=with_our_code({**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}),
+                start_new_session=True,
+            )
+        self.pid = self._process.pid
 
     @property
     def is_alive(self) -> bool:
         """It is not reaped here: its pid, by which it is ended, stays its own."""
         return os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
 
-    def send(self, kind: bytes, data: bytes) -> None:
-        assert self._process.stdin is not None
-        try:
-            with self._using:
-                _write(self._process.stdin.fileno(), _HEAD.pack(kind, len(data)) + data)
-        except (OSError, ValueError) as error:  # ValueError: it was closed meanwhile
-            raise _Ended from error
-
-    def receive(self, timeout_s: float) -> tuple[bytes, bytes]:
-        until = time.monotonic() + timeout_s
-        try:
-            with self._using:
-                kind, size = _HEAD.unpack(self._read(_HEAD.size, until))
-                return kind, self._read(size, until)
-        except ValueError as error:  # it was closed meanwhile
-            raise _Ended from error
-
     def end(self) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
         self._process.wait()
-        with self._using:
-            for pipe in (self._process.stdin, self._process.stdout):
-                assert pipe is not None
-                pipe.close()
-
-    def _read(self, size: int, until: float) -> bytes:
-        assert self._process.stdout is not None
-        fd, data, poll = self._process.stdout.fileno(), bytearray(), select.poll()
-        poll.register(fd, select.POLLIN)
-        while len(data) < size:
-            if not poll.poll(max(0.0, until - time.monotonic()) * 1000):
-                raise TimeoutError
-            part = os.read(fd, min(size - len(data), 2**20))
-            if not part:
-                raise _Ended
-            data += part
-        return bytes(data)
+        self.close()
 
 
 @dataclass(slots=True)
@@ -213,23 +200,22 @@ class _Served:
 
     def answer(self, grammar: Grammar) -> tuple[bytes, bytes]:
         """Compile in a fork. Returns the kind and the data of the frame that answers."""
-        memory = os.memfd_create("grammar")
-        fork = os.fork()
-        if fork == 0:
-            status = 1
-            try:
-                kind, data = self._compile(grammar)
-                _write(memory, kind + data)
-                status = 0
-            except Exception:
-                traceback.print_exc()
-                raise
-            finally:
-                os._exit(status)
-        _, status, used = os.wait4(fork, 0)
-        with os.fdopen(memory, "rb") as file:
-            file.seek(0)
-            answer = file.read()
+        with open(os.memfd_create("grammar"), "r+b") as memory:
+            fork = os.fork()
+            if fork == 0:
+                status = 1
+                try:
+                    memory.write(b"".join(self._compile(grammar)))
+                    memory.flush()
+                    status = 0
+                except Exception:
+                    traceback.print_exc()
+                    raise
+                finally:
+                    os._exit(status)
+            _, status, used = os.wait4(fork, 0)
+            memory.seek(0)
+            answer = memory.read()
         if status == 0:
             return answer[:1], answer[1:]
         if os.WTERMSIG(status) == signal.SIGXCPU or used.ru_utime + used.ru_stime >= self.limits.cpu_s:
@@ -267,37 +253,18 @@ def _address_bytes() -> int:
         return int(file.read().split()[0]) * resource.getpagesize()
 
 
-def _write(fd: int, data: bytes) -> None:
-    view = memoryview(data)
-    while view:
-        view = view[os.write(fd, view) :]
-
-
-def _next(orders: BinaryIO) -> bytes | None:
-    """The data of the next frame; None when the parent is gone."""
-    head = orders.read(_HEAD.size)
-    if len(head) < _HEAD.size:
-        return None
-    _, size = _HEAD.unpack(head)
-    data = orders.read(size)
-    return data if len(data) == size else None
-
-
 def main() -> None:
-    answers = os.dup(1)
-    os.dup2(2, 1)  # what libraries print
-    first = _next(sys.stdin.buffer)
-    if first is None:
-        return
     from xgrammar import TokenizerInfo
 
-    vocabulary, limits = msgspec.msgpack.decode(first, type=tuple[str, Limits])
-    served = _Served(GrammarVocabulary(TokenizerInfo.deserialize_json(vocabulary)), limits)
-    with contextlib.suppress(BrokenPipeError):
-        _write(answers, _HEAD.pack(_STARTED, 0))
-        while (order := _next(sys.stdin.buffer)) is not None:
-            kind, data = served.answer(msgspec.msgpack.decode(order, type=Grammar))
-            _write(answers, _HEAD.pack(kind, len(data)) + data)
+    frames = _Frames(socket.socket(fileno=0))
+    with contextlib.suppress(ConnectionError):
+        _, first = frames.receive()
+        vocabulary, limits = msgspec.msgpack.decode(first, type=tuple[str, Limits])
+        served = _Served(GrammarVocabulary(TokenizerInfo.deserialize_json(vocabulary)), limits)
+        frames.send(_STARTED)
+        while True:
+            _, order = frames.receive()
+            frames.send(*served.answer(msgspec.msgpack.decode(order, type=Grammar)))
 
 
 if __name__ == "__main__":

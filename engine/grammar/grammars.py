@@ -13,7 +13,6 @@ yet comes before all that have, however much they have waiting.
 import contextlib
 import copy
 import logging
-import math
 import threading
 import time
 import weakref
@@ -64,10 +63,6 @@ class _Owner(Generic[T]):
     """When its next turn begins, on the clock of work."""
     compiling: int = 0
 
-    @property
-    def waiting_s(self) -> float:
-        return sum(asked.work_s for asked in self.waiting.values())
-
 
 class CompileQueue(Generic[T]):
     """Items that wait for one of so many compilers. One that several owners wait for is compiled at the first of their turns.
@@ -87,27 +82,26 @@ class CompileQueue(Generic[T]):
         """How many wait or are being compiled."""
         return len({item for owner in self._owners.values() for item in owner.waiting}) + len(self._taken)
 
-    def turns(self) -> list[tuple[str, T]]:
-        """Who waits for what."""
-        return [(name, item) for name, owner in self._owners.items() for item in owner.waiting]
-
     def join(self, item: T, owner: str, work_s: float) -> None:
         """Wait for a compiler. An item that waits for this owner already, or is being compiled, stays where it is. Raises
         Overloaded when the owner has too much waiting."""
         mine = self._owners.setdefault(owner, _Owner())
         if item in mine.waiting or item in self._taken:
             return
-        waiting, waiting_s = len(mine.waiting), mine.waiting_s
+        waiting, waiting_s = len(mine.waiting), sum(asked.work_s for asked in mine.waiting.values())
         if owner and (waiting >= MAX_OWNED or (waiting and waiting_s + work_s > MAX_OWNED_S)):
             bounds = f"{waiting} grammars wait to be compiled for the API key {owner}, about {waiting_s:.0f} s of work"
             raise Overloaded(f"{bounds}: send this one when they are done, or send smaller ones")
         self._serial += 1
         mine.waiting[item] = _Waiting(work_s, self._serial)
 
-    def leave(self, item: T, owner: str) -> bool:
-        """This owner waits for it no longer. Returns whether another does."""
-        self._owners[owner].waiting.pop(item, None)
-        return any(item in each.waiting for each in self._owners.values())
+    def drop(self, leaves: Callable[[T, str], bool]) -> list[T]:
+        """Take out the turns for which this holds. Returns the items that have none left."""
+        dropped = [(item, owner) for name, owner in self._owners.items() for item in owner.waiting if leaves(item, name)]
+        for item, owner in dropped:
+            del owner.waiting[item]
+        items = dict.fromkeys(item for item, _ in dropped)
+        return [item for item in items if not any(item in owner.waiting for owner in self._owners.values())]
 
     def take(self) -> T | None:
         """The next one, which is compiled now; None while there is none that may be."""
@@ -215,9 +209,21 @@ class Grammars:
     def prepare(self, grammar: Grammar, wake: Callable[[], None], owner: str = "") -> "CompiledSoon":
         """Begin to compile, unless it is compiled. Waits for nothing. wake: called when it has ended, on any thread. What is
         compiled is kept while this object `grammar` exists, which is as long as its request is open. owner: at whose turn."""
-        future = self._future(grammar, owner)
-        future.add_done_callback(lambda _: wake())
-        return CompiledSoon(future)
+        with self._lock:
+            unwanted = self._drop(_is_unwanted)
+            entry = self._known.get(grammar) or _Entry(grammar)
+            try:
+                self._wait_in_line(entry, owner)
+            except TandemError as error:
+                entry = _Entry(grammar)
+                entry.future.set_exception(error)
+            else:
+                entry.hold(grammar, owner)
+                self._known[entry.grammar] = entry
+                self._known.move_to_end(entry.grammar)
+        _end(unwanted)
+        entry.future.add_done_callback(lambda _: wake())
+        return CompiledSoon(entry.future)
 
     def compiled(self, grammar: Grammar) -> "CompiledGrammar":
         """The compiled grammar, which was prepared. Waits for nothing. Raises BadRequest when it is not there."""
@@ -230,28 +236,12 @@ class Grammars:
     def close(self) -> None:
         with self._lock:
             self._closed = True
-            compilers, waiting = list(self._compilers), self._leave_queue(lambda entry, owner: True)
+            compilers, waiting = list(self._compilers), self._drop(lambda entry, owner: True)
             self._changed.notify_all()
         for compiler in compilers:
             compiler.close()
         for entry in waiting:
             entry.future.set_exception(Unavailable("the instance stops"))
-
-    def _future(self, grammar: Grammar, owner: str) -> "Future[CompiledGrammar]":
-        with self._lock:
-            unwanted = self._leave_queue(lambda entry, owner: not entry.is_held_by(owner))
-            entry = self._known.get(grammar) or _Entry(grammar)
-            try:
-                self._wait_in_line(entry, owner)
-            except TandemError as error:
-                entry = _Entry(grammar)
-                entry.future.set_exception(error)
-            else:
-                entry.hold(grammar, owner)
-                self._known[entry.grammar] = entry
-                self._known.move_to_end(entry.grammar)
-        _end(unwanted)
-        return entry.future
 
     def _wait_in_line(self, entry: _Entry, owner: str) -> None:
         """Until it is compiled, if it is not. Raises Overloaded when too many wait, Unavailable."""
@@ -301,7 +291,7 @@ class Grammars:
         forgotten at once, so a request that comes now begins anew."""
         while True:
             with self._lock:
-                unwanted = self._leave_queue(lambda entry, owner: not entry.is_held_by(owner))
+                unwanted = self._drop(_is_unwanted)
                 taken = self._queue.take()
                 if taken is None and not unwanted and not self._closed:
                     self._changed.wait()
@@ -310,12 +300,12 @@ class Grammars:
             if taken is not None or self._closed:
                 return taken
 
-    def _leave_queue(self, leaves: "Callable[[_Entry, str], bool]") -> list[_Entry]:
+    def _drop(self, leaves: Callable[[_Entry, str], bool]) -> list[_Entry]:
         """Take out the turns for which this holds. Returns the grammars that have none left, which are forgotten."""
-        left = [entry for owner, entry in self._queue.turns() if leaves(entry, owner) and not self._queue.leave(entry, owner)]
-        for entry in left:
+        dropped = self._queue.drop(leaves)
+        for entry in dropped:
             self._forget(entry)
-        return left
+        return dropped
 
     def _forget(self, entry: _Entry) -> None:
         if self._known.get(entry.grammar) is entry:
@@ -341,6 +331,10 @@ class Grammars:
             if entry.future.done() and not entry.is_held:
                 excess_bytes -= entry.bytes
                 del self._known[key]
+
+
+def _is_unwanted(entry: _Entry, owner: str) -> bool:
+    return not entry.is_held_by(owner)
 
 
 def _end(unwanted: list[_Entry]) -> None:
@@ -385,18 +379,12 @@ def _outcome(future: "Future[CompiledGrammar]") -> "CompiledGrammar":
 class AnythingGoes:
     """The preparations of an executor that has no grammars. Only one can be met: that of any text."""
 
-    def __init__(
-        self, grammar: Grammar, executor: str, ends_s: float | None = None, clock: Callable[[], float] = lambda: math.inf
-    ) -> None:
-        """ends_s: when the preparation ends, on the clock."""
-        self._grammar = grammar
-        self._executor = executor
-        self.ends_s = ends_s
-        self._clock = clock
+    ends_s: float | None = None
+
+    def __init__(self, grammar: Grammar, executor: str) -> None:
+        self._grammar, self._executor = grammar, executor
 
     def poll(self) -> bool:
-        if self.ends_s is not None and self._clock() < self.ends_s:
-            return False
         if self._grammar != ANY_TEXT:
             message = f"{self._grammar.kind}: {self._executor} knows no grammars: serve a model to use them"
             raise BadRequest(message, field=self._grammar.kind)

@@ -16,9 +16,9 @@ a row also fails when a token takes CPU seconds. That is no verdict of this rank
 import re
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 import torch
@@ -92,9 +92,8 @@ def count_work(matcher: "GrammarMatcher") -> int:
     return count if count <= _FEW_STATES else count * len(set(_BEGINS.findall(states)))
 
 
-class Compiled(Protocol):
-    def __call__(self, grammar: Grammar, /) -> "CompiledGrammar":
-        """The compiled form of a grammar that was prepared. Waits for nothing. Raises BadRequest."""
+Compiled: TypeAlias = "Callable[[Grammar], CompiledGrammar]"
+"""Returns the compiled form of a grammar that was prepared. Waits for nothing. Raises BadRequest."""
 
 
 @dataclass(slots=True, eq=False)
@@ -237,7 +236,7 @@ class GrammarProcessor:
 
     def _of(self, rows: SampledRows) -> list[_Row]:
         """A plan may name rows whose requests have ended since it was made. What they sample counts for nothing."""
-        return [self._rows.get(row) or _failed("grammar", "it is not held any more") for row in rows.host.tolist()]
+        return [self._rows.get(row) or _row_that_is_over() for row in rows.host.tolist()]
 
     def _begin(self, start: RowStart) -> _Row:
         """The answer's tokens are read later, while the device computes the row's first forward."""
@@ -298,5 +297,5 @@ class GrammarProcessor:
         return masks
 
 
-def _failed(kind: str, why: str) -> _Row:
-    return _Row(None, [], [], kind, failed=TandemError(f"{kind}: {why}"))
+def _row_that_is_over() -> _Row:
+    return _Row(None, [], [], "grammar", failed=TandemError("grammar: it is not held any more"))

@@ -66,6 +66,17 @@ class ToyStep:
         return self.result
 
 
+class PreparedLater(AnythingGoes):
+    """Ends at a time of the clock; None: at once."""
+
+    def __init__(self, grammar: Grammar, executor: str, ends_s: float | None, clock: Callable[[], float]) -> None:
+        super().__init__(grammar, executor)
+        self.ends_s, self._clock = ends_s, clock
+
+    def poll(self) -> bool:
+        return (self.ends_s is None or self._clock() >= self.ends_s) and super().poll()
+
+
 class ToyRanks:
     """The ranks of one instance, which share this. wake: called when the last one has written a step, so that those that wait
     are polled. members: their toys, in order."""
@@ -177,8 +188,7 @@ class ToyExecutor:
     def prepare(self, grammar: Grammar, owner: str = "") -> AnythingGoes:
         if self._pace is None:
             return AnythingGoes(grammar, "the toy")
-        clock = self._pace.clock
-        return AnythingGoes(grammar, "the toy", clock() + self._prepare_s, clock)
+        return PreparedLater(grammar, "the toy", self._pace.clock() + self._prepare_s, self._pace.clock)
 
     def digest_pages(self, pages: Int32Array) -> bytes:
         return digest(self.pages[page] for page in pages.tolist())

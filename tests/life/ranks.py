@@ -5,7 +5,7 @@ Owns the processes of followers, which are made at the welcome: how ranks find e
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from common.errors import TandemError
 from common.executor import Executor
@@ -17,9 +17,12 @@ from common.messages import RankInfo
 from common.messages.ranks import RankHello, RankWelcome, ToFollower, ToLeader, rank_name
 from kv_transfer.target_ranks import RankedTransfers
 from simulation.clock import Clock, LocalClock, Loop
-from simulation.instance import Instance, InstanceFleet, Name, Process, SimulatedRank, Size
+from simulation.instance import Instance, Name, Process, SimulatedRank, Size
 from simulation.network import Network, Post
-from tests.engine.toy import ToyExecutor, ToyRanks
+from tests.engine.toy import ToyRanks
+
+if TYPE_CHECKING:
+    from tests.life.fleet import ToyFleet
 
 FIRST_RANK_PORT, MOST_RANKS = 20_000, 16
 CLOCK_STEP_S = 37.0
@@ -36,41 +39,23 @@ class ToySize(Size):
     """How long a grammar takes to be ready."""
 
 
-class ToyParts(InstanceFleet, Protocol):
-    """The fleet of toy instances."""
-
-    @property
-    def size(self) -> ToySize: ...
-
-    def make_toy(self, clock: LocalClock, ranks: ToyRanks | None) -> ToyExecutor:
-        """ranks: what the engine's instance has; None: one."""
-
-    def follower_ended(self, follower: "SimulatedFollower", reason: str) -> None:
-        """Its process has ended by itself."""
-
-
 def rank_address(name: Name, rank: int) -> str:
     """The address of a rank's inbox for messages between ranks."""
     return f"tcp://127.0.0.1:{FIRST_RANK_PORT + MOST_RANKS * name.life + rank}"
 
 
 def make_toy_rank(
-    number: int,
-    name: Name,
-    share: ToyRanks | None,
-    clock: LocalClock,
-    fleet: ToyParts,
-    process: Process,
+    number: int, name: Name, share: ToyRanks | None, clock: LocalClock, fleet: "ToyFleet", process: Process
 ) -> SimulatedRank:
     info = RankInfo(rank=number, pid=1, host=name.id if fleet.size.apart else "here", device="cpu")
     ranks = 1 if share is None else share.ranks
-    return SimulatedRank(fleet.make_toy(clock, share), fleet.make_transport, fleet.size, clock, process, info, ranks)
+    return SimulatedRank(fleet.make_toy(clock, share), fleet, clock, process, info, ranks)
 
 
 class ToyInstance(Instance):
     """The process of an instance's leader, and its followers."""
 
-    def __init__(self, name: Name, clock: Clock, fleet: ToyParts, ranks: int) -> None:
+    def __init__(self, name: Name, clock: Clock, fleet: "ToyFleet", ranks: int) -> None:
         self.should_drain = False
         self.stopped_until_s = 0.0
         self._parts = fleet
@@ -141,7 +126,7 @@ class ToyInstance(Instance):
         """As SIGSTOP does to the leader, and SIGCONT then."""
         self.stopped_until_s = max(self.stopped_until_s, until_s)
         self.loop.stop_until(until_s)
-        self.rank.stop_until(until_s)
+        self.rank.thread.stop_until(until_s)
 
     def end_ranks(self, reason: str) -> None:
         if self._leads is not None:
@@ -163,7 +148,7 @@ class ToyInstance(Instance):
 class SimulatedFollower:
     """The process of a rank other than the leader. name: of its instance."""
 
-    def __init__(self, number: int, ranks: ToyRanks, name: Name, clock: Clock, fleet: ToyParts) -> None:
+    def __init__(self, number: int, ranks: ToyRanks, name: Name, clock: Clock, fleet: "ToyFleet") -> None:
         self.name = rank_name(name.id, number, name.incarnation)
         self.address = rank_address(name, number)
         self.alive = True
@@ -208,7 +193,7 @@ class SimulatedFollower:
         """As SIGSTOP does, and SIGCONT then."""
         self.stopped_until_s = max(self.stopped_until_s, until_s)
         self._loop.stop_until(until_s)
-        self.rank.stop_until(until_s)
+        self.rank.thread.stop_until(until_s)
 
     def leave(self, reason: str) -> None:
         """The process ends by itself; if the leader does not know why, it is told."""
@@ -223,5 +208,5 @@ class SimulatedFollower:
         if self.alive:
             self.alive = False
             self._loop.end()
-            self.rank.end()
+            self.rank.thread.end()
             self._network.close(self.address)

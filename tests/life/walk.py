@@ -34,7 +34,7 @@ from common.instance.worker import InstanceWorker
 from common.mail import Mailbox
 from common.messages import DecodeInbox, InstanceInfo, PrefillInbox, RankInfo, RouterInbox
 from common.text.detokenizer import Detokenizer
-from common.text.detokenizer_manager import DetokenizerManager
+from common.text.detokenizer_manager import DetokenizerLoop, DetokenizerManager
 from common.text.tokenizer_manager import TokenizerManager
 from decode.scheduler import DecodeScheduler
 from engine.torch_executor import TorchExecutor
@@ -61,7 +61,14 @@ ANSWER_TOKENS = 8
 PAUSE_S = 0.0005
 """Between turns, when the engine and transfer threads get the interpreter: a thread that never waits starves the others."""
 IDLE_TURNS = 100
-_TURNS = (DetokenizerManager._turn, Detokenizer.next_deadline, Detokenizer.tick, SlicedTransport.begin, transfer_loop._pace)
+_TURNS = (
+    DetokenizerLoop.turn,
+    DetokenizerLoop.next_deadline,
+    Detokenizer.next_deadline,
+    Detokenizer.tick,
+    SlicedTransport.begin,
+    transfer_loop._pace,
+)
 THREADS_TURNS = {function.__code__ for function in _TURNS}
 """What the threads of an idle fleet call in each turn."""
 COMPREHENSIONS = frozenset({"<listcomp>", "<dictcomp>", "<setcomp>", "<genexpr>"})
@@ -235,7 +242,7 @@ class Fleet:
             self._now += 0.01
             await self.turn()
         # The detokenizer's clock and the gateway's timer are real: no heartbeat and no tick comes between.
-        self.detokenizer._next_beat_s = math.inf
+        self.detokenizer._loop._next_beat_s = math.inf
         assert self.gateway._timer is not None
         self.gateway._timer.cancel()
         self.gateway._timer_at = -math.inf

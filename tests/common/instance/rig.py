@@ -20,6 +20,7 @@ from engine.grammar.grammars import AnythingGoes
 from prefill.scheduler import PrefillMessage, PrefillScheduler
 from tests.builders import engine, instance, limits
 from tests.common.mailboxes import FakeMail
+from tests.engine.toy import PreparedLater
 
 Inbox = PrefillMessage | Welcome | Refused | Peers | Drain | Trace
 ADDRESS = "tcp://127.0.0.1:7"
@@ -71,7 +72,7 @@ class FakeExecutor:
 
     def prepare(self, grammar: Grammar, owner: str = "") -> AnythingGoes:
         self.prepared_for.append(owner)
-        return AnythingGoes(grammar, "the fake", self.prepared_s, lambda: self.now)
+        return PreparedLater(grammar, "the fake", self.prepared_s, lambda: self.now)
 
     def digest_pages(self, pages: Int32Array) -> bytes:
         return b""

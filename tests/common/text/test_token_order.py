@@ -52,7 +52,7 @@ def put_all(order: TokenOrder, pieces: Sequence[Piece]) -> list[int]:
     taken: list[int] = []
     for piece in pieces:
         order.put(*piece)
-        ready = order.take()
+        ready, _ = order.take()
         assert order.next == len(taken) + len(ready)
         taken += ready
         assert (order.ending is None) == (len(taken) < len(TOKENS))
@@ -72,33 +72,34 @@ def test_each_token_takes_its_logprob_with_it_also_into_another_order(pieces: li
     for first, token_ids, ending in pieces[: data.draw(st.integers(0, len(pieces)))]:
         order.put(first, token_ids, ending, logprobs_of(token_ids))
         if data.draw(st.booleans()):
-            taken += order.take()
-            reported += order.take_logprobs()
+            ready, logprobs = order.take()
+            taken += ready
+            reported += logprobs
     assert reported == list(logprobs_of(taken))
     begins = data.draw(st.integers(0, order.next))
     other = TokenOrder(begins, has_logprobs=True)
     order.pour_into(other)
     for first, token_ids, ending in pieces:
         other.put(first, token_ids, ending, logprobs_of(token_ids))
-    assert (other.take(), other.take_logprobs()) == (list(TOKENS[begins:]), list(logprobs_of(TOKENS[begins:])))
+    assert other.take() == (list(TOKENS[begins:]), list(logprobs_of(TOKENS[begins:])))
 
 
 @given(arrivals())
 def test_every_token_that_arrives_is_taken_or_dropped(pieces: list[Piece]) -> None:
     order = TokenOrder()
     dropped = sum(order.put(*piece) for piece in pieces)
-    assert dropped + len(order.take()) == sum(len(token_ids) for _, token_ids, _ in pieces)
+    assert dropped + len(order.take()[0]) == sum(len(token_ids) for _, token_ids, _ in pieces)
     assert order.waiting_tokens == 0
 
 
 def test_tokens_after_a_gap_wait_for_it_to_close() -> None:
     order = TokenOrder()
     order.put(2, (12, 13), END)
-    assert (order.take(), order.has_gap, order.waiting_tokens) == ([], True, 2)
+    assert (order.take()[0], order.has_gap, order.waiting_tokens) == ([], True, 2)
     order.put(0, (10,), None)
-    assert (order.take(), order.has_gap, order.ending) == ([10], True, None)
+    assert (order.take()[0], order.has_gap, order.ending) == ([10], True, None)
     order.put(1, (11,), None)
-    assert (order.take(), order.has_gap, order.ending) == ([11, 12, 13], False, END)
+    assert (order.take()[0], order.has_gap, order.ending) == ([11, 12, 13], False, END)
 
 
 def test_an_ending_without_tokens_waits_for_those_before_it() -> None:
@@ -120,7 +121,7 @@ def test_tokens_after_the_ending_are_dropped() -> None:
     order = TokenOrder()
     order.put(1, (), END)
     assert order.put(0, (10, 11, 12), None) == 2
-    assert order.take() == [10]
+    assert order.take()[0] == [10]
 
 
 def test_an_ending_before_tokens_that_were_taken_ends_the_answer_at_once() -> None:
@@ -133,7 +134,7 @@ def test_an_ending_before_tokens_that_were_taken_ends_the_answer_at_once() -> No
 def test_the_order_begins_at_the_given_number() -> None:
     order = TokenOrder(first=5)
     assert order.put(3, (13, 14, 15), None) == 2
-    assert order.take() == [15]
+    assert order.take()[0] == [15]
 
 
 IDS: list[int] = tiny_tokenizer().encode("one 日本 🙂🙂 STOP two 🤖").ids
