@@ -7,10 +7,9 @@ from common.messages import PoolDescriptor
 from common.pages.layout import MemoryRegion
 from kv_transfer.transport import AgentLost, Connected, ConnectFailed, RunsDone, RunsFailed
 from simulation.clock import Clock
-from simulation.planned_fleet import Wires, WireSpeed, WireTransport
+from simulation.planned_fleet import Wires, WireTransport
 from tests.builders import LAYOUT
 
-SPEED = WireSpeed(bytes_per_s=1000.0, latency_s=0.5)
 REGION = MemoryRegion(address=1, region_bytes=10_000, device="cpu")
 
 
@@ -19,7 +18,7 @@ class Hosts:
 
     def __init__(self, hosts: int) -> None:
         self.clock = Clock()
-        self.wires = Wires(self.clock, SPEED)
+        self.wires = Wires(self.clock, bytes_per_s=1000.0, latency_s=0.5)
         self.events: list[tuple[float, object]] = []
         """What was told, but for links that were made."""
         self.transports = [WireTransport(self.wires, self._look) for _ in range(hosts)]
