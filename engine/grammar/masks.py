@@ -92,7 +92,7 @@ def count_work(matcher: "GrammarMatcher") -> int:
     return count if count <= _FEW_STATES else count * len(set(_BEGINS.findall(states)))
 
 
-Compiled: TypeAlias = "Callable[[Grammar], CompiledGrammar]"
+Compiled: TypeAlias = Callable[[Grammar], "CompiledGrammar"]
 """Returns the compiled form of a grammar that was prepared. Waits for nothing. Raises BadRequest."""
 
 
