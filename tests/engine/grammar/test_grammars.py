@@ -3,7 +3,6 @@
 Owners take turns at the compilers by work, whatever one of them sends, and what one may have waiting is bounded.
 """
 
-import json
 import os
 import random
 import signal
@@ -20,9 +19,8 @@ from xgrammar.testing import _is_grammar_accept_string
 
 from common.errors import BadRequest, Overloaded, TandemError, Unavailable
 from common.executor import Preparation
-from common.model_path import resolve_model_path
 from common.sampling_params import Grammar
-from engine.grammar.compiler import Compiler, GrammarVocabulary, vocabulary_of
+from engine.grammar.compiler import Compiler, GrammarVocabulary
 from engine.grammar.compiler_process import _REFUSED, CompilerProcess, Limits, _Served
 from engine.grammar.grammars import (
     ANY_TEXT,
@@ -36,8 +34,7 @@ from engine.grammar.grammars import (
     Grammars,
 )
 from engine.grammar.structural_tags import MAX_WHITESPACE
-
-VOCABULARY = vocabulary_of(resolve_model_path("demo"), 2683, (2,))
+from tests.engine.grammar.judge import COMPILER, TOKENS, allowed, json_schema, structural_tag
 
 
 class Rig:
@@ -50,7 +47,7 @@ class Rig:
     def _make(self) -> TokenizerInfo:
         assert self.let.wait(10)
         self.made += 1
-        return VOCABULARY
+        return TOKENS
 
     def prepare(self, grammar: Grammar) -> Preparation:
         return self.grammars.prepare(grammar, self.woken.release)
@@ -86,10 +83,7 @@ def test_warming_loads_the_vocabulary_before_the_first_request_asks() -> None:
         (Grammar("ebnf", "root ::= foo"), 'ebnf: EBNF parser error at line 1, column 10: Rule "foo" is not defined'),
         (Grammar("regex", "(a"), "regex: Regex parsing error at position 3"),
         (Grammar("json_schema", '{"type": "string", "minLength": 5, "maxLength": 2}'), "json_schema: minLength 5"),
-        (
-            Grammar("structural_tag", '{"type":"structural_tag","format":{"type":"foo"}}'),
-            "structural_tag: at format: type 'foo' is not",
-        ),
+        (structural_tag({"type": "foo"}), "structural_tag: at format: type 'foo' is not"),
     ],
 )
 def test_what_cannot_be_compiled_is_refused_with_the_place(grammar: Grammar, where: str) -> None:
@@ -107,35 +101,10 @@ def test_white_space_has_an_end_in_json_and_in_the_json_of_a_call() -> None:
     array = {"type": "array", "items": {"type": "integer"}, "minItems": 1, "maxItems": 1}
     content = {"type": "json_schema", "json_schema": array, "max_whitespace_cnt": None}
     call = {"type": "tag", "begin": "<", "content": content, "end": ">"}
-    tag = {"type": "structural_tag", "format": {"type": "tags_with_separator", "tags": [call], "separator": ","}}
-    for grammar, begin, end in (
-        (Grammar("json_schema", json.dumps(array)), "", ""),
-        (Grammar("structural_tag", json.dumps(tag)), "<", ">"),
-    ):
-        compiled = Compiler(VOCABULARY).compile(grammar).grammar
+    tag = structural_tag({"type": "tags_with_separator", "tags": [call], "separator": ","})
+    for grammar, begin, end in ((json_schema(array), "", ""), (tag, "<", ">")):
         texts = [f"{begin}[{' ' * spaces}1]{end}" for spaces in (0, MAX_WHITESPACE, MAX_WHITESPACE + 1)]
-        assert [_is_grammar_accept_string(compiled, text) for text in texts] == [True, True, False], grammar.kind
-
-
-def test_a_string_of_a_given_length_holds_the_characters_that_json_allows() -> None:
-    short = {"type": "array", "items": {"type": "string", "minLength": 3, "maxLength": 3}}
-    tag = {"type": "tag", "begin": "<", "content": {"type": "json_schema", "json_schema": short}, "end": ">"}
-    for grammar, begin, end in (
-        (Grammar("json_schema", json.dumps(short)), "", ""),
-        (Grammar("structural_tag", json.dumps({"type": "structural_tag", "format": tag})), "<", ">"),
-    ):
-        compiled = Compiler(VOCABULARY).compile(grammar).grammar
-        for character in map(chr, [*range(0x30), 0x7F, 0x80, 0x20AC, 0x1F600]):
-            text = f'["a{character}b"]'
-            assert _is_grammar_accept_string(compiled, f"{begin}{text}{end}") == is_json(text), (grammar.kind, text)
-
-
-def is_json(text: str) -> bool:
-    try:
-        json.loads(text)
-    except ValueError:
-        return False
-    return True
+        assert allowed(grammar, texts) == [True, True, False], grammar.kind
 
 
 def test_an_executor_without_a_model_knows_the_grammar_of_any_text_alone() -> None:
@@ -144,18 +113,14 @@ def test_an_executor_without_a_model_knows_the_grammar_of_any_text_alone() -> No
         AnythingGoes(Grammar("regex", "a"), "the toy").poll()
 
 
-ENDLESS = Grammar(
-    "json_schema",
-    json.dumps(
-        {"type": "object", "properties": {f"a{at}": {"type": "integer", "multipleOf": 1000 + at % 24} for at in range(900)}}
-    ),
-)
+MULTIPLES = {f"a{at}": {"type": "integer", "multipleOf": 1000 + at % 24} for at in range(900)}
+ENDLESS = json_schema({"type": "object", "properties": MULTIPLES})
 
 
 @pytest.fixture(scope="module")
 def process() -> Iterator[CompilerProcess]:
     """What it compiles comes as text."""
-    process = CompilerProcess(VOCABULARY, Limits(cpu_s=1, quick_s=0.0))
+    process = CompilerProcess(TOKENS, Limits(cpu_s=1, quick_s=0.0))
     yield process
     process.close()
 
@@ -202,12 +167,12 @@ def test_a_compiler_that_something_from_outside_ends_or_freezes_condemns_no_gram
 
 def test_an_error_of_the_compiler_condemns_the_grammar_as_it_would_come_again_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Compiler, "compile_unchecked", lambda *_: 1 / 0)
-    kind, reason = _Served(GrammarVocabulary(VOCABULARY), Limits()).answer(ANY_TEXT)
+    kind, reason = _Served(GrammarVocabulary(TOKENS), Limits()).answer(ANY_TEXT)
     assert kind == _REFUSED and b"the compiler fails" in reason
 
 
 def test_a_closed_compiler_starts_no_process() -> None:
-    process = CompilerProcess(VOCABULARY)
+    process = CompilerProcess(TOKENS)
     process.close()
     with pytest.raises(TandemError, match="stops"):
         process.compile(ANY_TEXT)
@@ -224,13 +189,13 @@ def test_a_closed_compiler_starts_no_process() -> None:
 )
 def test_a_grammar_that_is_slow_to_follow_or_that_nothing_matches_is_refused(grammar: Grammar, why: str) -> None:
     with pytest.raises(BadRequest, match=why):
-        Compiler(VOCABULARY).compile(grammar)
+        COMPILER.compile(grammar)
 
 
 class Counted:
     """Compiles one and the same, or fails."""
 
-    any_text = Compiler(VOCABULARY).compile(ANY_TEXT)
+    any_text = COMPILER.compile(ANY_TEXT)
 
     def __init__(self, vocabulary: TokenizerInfo) -> None:
         self.asked: list[str] = []
@@ -248,8 +213,8 @@ class Counted:
 
 
 def test_a_grammar_is_kept_while_its_request_is_open_and_no_longer() -> None:
-    compiler = Counted(VOCABULARY)
-    grammars = Grammars(lambda: VOCABULARY, lambda _: compiler)
+    compiler = Counted(TOKENS)
+    grammars = Grammars(lambda: TOKENS, lambda _: compiler)
     held, left = Grammar("regex", "held"), Grammar("regex", "left")
     for grammar in (held, left):
         grammars.prepare(grammar, lambda: None).wait()
@@ -264,8 +229,8 @@ def test_a_grammar_is_kept_while_its_request_is_open_and_no_longer() -> None:
 
 
 def test_a_refusal_is_remembered_and_a_failure_of_the_compiler_is_not() -> None:
-    compiler = Counted(VOCABULARY)
-    grammars = Grammars(lambda: VOCABULARY, lambda _: compiler)
+    compiler = Counted(TOKENS)
+    grammars = Grammars(lambda: TOKENS, lambda _: compiler)
     for grammar, times in ((Grammar("regex", "bad"), 1), (Grammar("regex", "odd"), 2)):
         for _ in range(2):
             with pytest.raises(TandemError):
@@ -275,7 +240,7 @@ def test_a_refusal_is_remembered_and_a_failure_of_the_compiler_is_not() -> None:
 
 
 def test_a_refusal_that_is_asked_for_again_holds_nothing_of_those_who_asked_before() -> None:
-    grammars = Grammars(lambda: VOCABULARY, Counted)
+    grammars = Grammars(lambda: TOKENS, Counted)
     bad = Grammar("regex", "bad")
     preparation = grammars.prepare(bad, lambda: None)
     errors = []
@@ -431,7 +396,7 @@ class Held(Counted):
     """Compiles short texts at once, and long ones when it is let. begun: the texts, in their order."""
 
     def __init__(self, begun: "SimpleQueue[str]", let: threading.Semaphore) -> None:
-        super().__init__(VOCABULARY)
+        super().__init__(TOKENS)
         self._begun, self._let = begun, let
 
     def compile(self, grammar: Grammar) -> CompiledGrammar:
@@ -445,7 +410,7 @@ class Held(Counted):
 class HeldGrammars:
     def __init__(self) -> None:
         self.begun, self.let = SimpleQueue[str](), threading.Semaphore(0)
-        self.grammars = Grammars(lambda: VOCABULARY, lambda _: Held(self.begun, self.let))
+        self.grammars = Grammars(lambda: TOKENS, lambda _: Held(self.begun, self.let))
 
     def ask(self, grammar: Grammar, owner: str) -> CompiledSoon:
         return self.grammars.prepare(grammar, lambda: None, owner)

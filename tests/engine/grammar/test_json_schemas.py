@@ -9,29 +9,22 @@ from random import Random
 from typing import Any
 
 import jsonschema_rs
-import numpy as np
 import pytest
 from xgrammar import GrammarCompiler, GrammarMatcher
 
 from common.errors import BadRequest
-from common.model_path import resolve_model_path
 from common.sampling_params import Grammar
-from engine.grammar.compiler import Compiler, vocabulary_of
 from engine.grammar.grammars import check_text
 from engine.grammar.json_schemas import _FORMS, check_regex, check_schema
-from engine.grammar.strings import FORMATS
 from engine.grammar.structural_tags import check_structural_tag
 from router.api.structured import one_of
+from tests.engine.grammar.judge import COMPILER, TOKENS, json_schema
 
 INTEGER, STRING = {"type": "integer"}, {"type": "string"}
 CAT = {"type": "object", "properties": {"kind": {"const": "cat"}}, "required": ["kind"]}
 NESTED = {"type": "array", "items": INTEGER, "$defs": {"b": STRING}}
 DOG = {"type": "object", "properties": {"kind": {"const": "dog"}}, "required": ["kind"]}
-
-VOCAB, EOS, QUOTE = 2683, 2, 4
-VOCABULARY = vocabulary_of(resolve_model_path("demo"), VOCAB, (EOS,))
-TOKENS = VOCABULARY.decoded_vocab
-COMPILER = GrammarCompiler(VOCABULARY, cache_enabled=False)
+XGRAMMAR = GrammarCompiler(TOKENS, cache_enabled=False)
 IGNORED: list[tuple[dict[str, Any], str, object]] = [
     ({"type": "array", "items": INTEGER, "uniqueItems": True}, "uniqueItems", [1, 1]),
     ({"not": INTEGER}, "not", 1),
@@ -71,7 +64,7 @@ def test_what_xgrammar_would_ignore_is_refused_by_name(schema: dict[str, Any], n
     with pytest.raises(BadRequest, match=named):
         check_schema(schema, "response_format")
     if slipped is not None:  # or the refusal would be of something that xgrammar holds
-        matcher = GrammarMatcher(COMPILER.compile_json_schema(json.dumps(schema)))
+        matcher = GrammarMatcher(XGRAMMAR.compile_json_schema(json.dumps(schema)))
         assert matcher.accept_string(json.dumps(slipped)) and not jsonschema_rs.is_valid(schema, slipped)
 
 
@@ -96,42 +89,6 @@ def test_what_xgrammar_holds_is_accepted(schema: object) -> None:
     check_schema(schema, "response_format")
 
 
-@pytest.mark.parametrize("name", sorted(FORMATS - {"uri"}))  # its scheme has no end
-def test_whatever_a_format_allows_a_validator_accepts(name: str) -> None:
-    schema, random = {"type": "string", "format": name}, Random(name)
-    validator = jsonschema_rs.validator_for(schema, validate_formats=True)
-    compiled = Compiler(VOCABULARY).compile_unchecked(Grammar("json_schema", json.dumps(schema)))
-    mask, ended = np.zeros((1, (VOCAB + 31) // 32), dtype=np.int32), 0
-    for _ in range(20):
-        matcher, text, most = GrammarMatcher(compiled), b"", random.choice([1, 30])
-        for written in range(60):
-            matcher.fill_next_token_bitmask(mask)
-            bits = np.unpackbits(mask.view(np.uint8), bitorder="little")
-            if bits[EOS]:
-                assert validator.is_valid(json.loads(text)), text
-                ended += 1
-                break
-            token = QUOTE if bits[QUOTE] and written >= most else int(random.choice(np.flatnonzero(bits)))
-            matcher.accept_token(token)
-            text += TOKENS[token]
-    assert ended >= 10
-
-
-@pytest.mark.parametrize("name", ["hostname", "email"])
-def test_a_host_or_an_address_in_daily_use_is_allowed_as_far_as_a_validator_accepts_it(name: str) -> None:
-    schema = {"type": "string", "format": name}
-    hosts = ["lh3.googleusercontent.com", "ec2-12-34-56-78.us-west-2.compute.amazonaws.com", "deploy-1--shop.netlify.app"]
-    hosts += ["x", "ab", "a-b", "abcd", "a--b", "ab-c-", "ab--c.de", "-a.de", "a..b", f"{'a' * 63}.de", f"{'a' * 64}.de"]
-    locals_ = ["anna.b.c.smith", "firstname.middle-name.verylonglastname", ".a", "a..b"]
-    at = "a@" if name == "email" else ""
-    texts = [at + (host if "." in host else f"{host}.de") for host in hosts] + [f"{each}@b.de" for each in locals_]
-    compiled = Compiler(VOCABULARY).compile_unchecked(Grammar("json_schema", json.dumps(schema)))
-    validator = jsonschema_rs.validator_for(schema, validate_formats=True)
-    for text in texts:
-        matcher = GrammarMatcher(compiled, terminate_without_stop_token=True)
-        assert (matcher.accept_string(json.dumps(text)) and matcher.is_completed()) == validator.is_valid(text), text
-
-
 @pytest.mark.parametrize(
     ("limits", "number"),
     [
@@ -143,13 +100,13 @@ def test_a_host_or_an_address_in_daily_use_is_allowed_as_far_as_a_validator_acce
     ],
 )
 def test_limits_between_which_no_number_can_be_written_are_refused(limits: dict[str, float], number: str | None) -> None:
-    grammar = Grammar("json_schema", json.dumps({"type": ["number", "null"], **limits}))
+    grammar = json_schema({"type": ["number", "null"], **limits})
     if number is None:
         with pytest.raises(BadRequest, match=r"at \$: no number of at most 6 decimals"):
             check_text(grammar)
     else:
         check_text(grammar)
-        assert GrammarMatcher(Compiler(VOCABULARY).compile_unchecked(grammar)).accept_string(number)
+        assert GrammarMatcher(COMPILER.compile_unchecked(grammar)).accept_string(number)
 
 
 def test_a_refusal_says_where() -> None:
@@ -270,10 +227,6 @@ FINE = {"type": "json_schema", "json_schema": {"type": "object"}}
 TEXT = {"type": "any_text"}
 
 
-def check(form: Any) -> None:
-    check_structural_tag({"type": "structural_tag", "format": form}, "response_format")
-
-
 @pytest.mark.parametrize(
     ("form", "why"),
     [
@@ -296,13 +249,11 @@ def check(form: Any) -> None:
 )
 def test_what_would_be_ignored_or_has_no_end_is_refused_where_it_stands(form: dict[str, Any], why: str) -> None:
     with pytest.raises(BadRequest, match=why):
-        check(form)
+        check_structural_tag({"type": "structural_tag", "format": form}, "response_format")
 
 
-def test_a_tag_of_another_shape_is_refused() -> None:
+def test_a_tag_of_another_shape_is_refused_and_marks_may_be_texts_or_tokens() -> None:
     with pytest.raises(BadRequest, match="must be"):
         check_structural_tag({"structures": [], "triggers": []}, "response_format")
-
-
-def test_marks_may_be_texts_or_tokens() -> None:
-    check({"type": "tag", "begin": {"token": 1}, "content": FINE | {"max_whitespace_cnt": None}, "end": ["a", "b"]})
+    tag = {"type": "tag", "begin": {"token": 1}, "content": FINE | {"max_whitespace_cnt": None}, "end": ["a", "b"]}
+    check_structural_tag({"type": "structural_tag", "format": tag}, "response_format")

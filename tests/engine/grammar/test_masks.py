@@ -2,9 +2,10 @@
 
 import json
 import re
-from collections.abc import Mapping
 from functools import cache
+from random import Random
 
+import jsonschema_rs
 import numpy as np
 import pytest
 import torch
@@ -16,19 +17,15 @@ from common.executor import RowStart
 from common.model_path import resolve_model_path
 from common.sampling_params import Grammar, SamplingParams
 from engine.grammar import masks
-from engine.grammar.compiler import Compiler, vocabulary_of
 from engine.grammar.masks import GrammarProcessor, Utf8
 from engine.ports import SampledRows
+from tests.engine.grammar.judge import COMPILER, EOS, VOCAB, VOCABULARY, json_schema, next_tokens, structural_tag
+from tests.random_schemas import random_schema
 
-VOCAB, EOS = 2683, 2
-TOKENS = vocabulary_of(resolve_model_path("demo"), VOCAB, (EOS,))
-COMPILER = Compiler(TOKENS)
-VOCABULARY: list[bytes] = TOKENS.decoded_vocab
 TOKENIZER = PreTrainedTokenizerFast.from_pretrained(resolve_model_path("demo"), local_files_only=True)
 _NO_PAGES = np.empty(0, dtype=np.int32)
 DATE = Grammar("regex", "[0-9]{4}-[0-9]{2}")
-POINT = Grammar("json_schema", json.dumps({"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]}))
-
+POINT = json_schema({"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]})
 
 AMBIGUOUS = Grammar("regex", "((.*a.*){3}b.*){5}")
 """It can be followed in ever more ways: five times three "a" and a "b", anywhere."""
@@ -237,11 +234,9 @@ def test_the_count_of_work_is_small_for_everyday_grammars() -> None:
     everyday = (DATE, POINT, Grammar("json_schema", '{"type":"object"}'), Grammar("regex", r"[a-z]{3,12}( [a-z]{2,9}){2,6}"))
     for asked in everyday:
         matcher = GrammarMatcher(COMPILER.compile(asked))
-        mask = np.zeros((1, (VOCAB + 31) // 32), dtype=np.int32)
         for number in range(60):
-            matcher.fill_next_token_bitmask(mask, 0)
-            may = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")[:VOCAB])
-            assert matcher.accept_token(int(may[number % len(may)]))
+            may = next_tokens(matcher)
+            assert matcher.accept_token(may[number % len(may)])
             if matcher.is_terminated():
                 break
             assert masks.count_work(matcher) <= 64
@@ -263,33 +258,42 @@ def test_special_tokens_are_text_to_no_grammar_but_to_one_that_names_them() -> N
         "type": "sequence",
         "elements": [{"type": "any_text", "excludes": ["foo"]}, {"type": "const_string", "value": "foo"}],
     }
-    allowed = {
+    expected = {
         Grammar("regex", ".*"): False,
         Grammar("json_schema", '{"type": "string", "minLength": 5}'): False,
         Grammar("regex", r"<\|im_start\|>x"): False,
-        _tag(anything): False,
-        _tag({"type": "any_tokens"}): False,
-        _tag({"type": "token", "token": 1}): True,
-        _tag({"type": "token", "token": "<|im_start|>"}): True,
-        _tag(begun): True,
+        structural_tag(anything): False,
+        structural_tag({"type": "any_tokens"}): False,
+        structural_tag({"type": "token", "token": 1}): True,
+        structural_tag({"type": "token", "token": "<|im_start|>"}): True,
+        structural_tag(begun): True,
     }
-    for asked, is_allowed in allowed.items():
+    for asked, is_allowed in expected.items():
         one = processor()
         one.start([start(0, asked, TOKENIZER.encode('"') if asked.kind == "json_schema" else [])])
-        logits = torch.zeros(1, VOCAB)
-        host = np.array([0])
-        one.apply(logits, SampledRows(host, torch.from_numpy(host), host, torch.from_numpy(host)))
-        assert torch.isfinite(logits[0, :2]).tolist() == [False, is_allowed], asked
-
-
-def _tag(format: Mapping[str, object]) -> Grammar:
-    return Grammar("structural_tag", json.dumps({"type": "structural_tag", "format": format}))
+        assert allowed(one, 0) & {0, 1} == ({1} if is_allowed else set()), asked
 
 
 def test_the_padding_of_the_vocabulary_is_never_left() -> None:
     one = processor()
-    one.start([start(0, Grammar("json_schema", "{}"), [])])
-    logits = torch.zeros(1, VOCAB)
-    host = np.array([0])
-    one.apply(logits, SampledRows(host, torch.from_numpy(host), host, torch.from_numpy(host)))
-    assert torch.isneginf(logits[0, VOCAB - 40 :]).all() and torch.isfinite(logits).any()
+    one.start([start(0, json_schema({}), [])])
+    assert 0 < max(allowed(one, 0)) < VOCAB - 40
+
+
+def test_answers_of_random_logits_to_random_schemas_validate() -> None:
+    rows, random = 12, Random(5)
+    schemas = [random_schema(random) for _ in range(rows)]
+    one = processor()
+    one.start([start(row, json_schema(schema), []) for row, schema in enumerate(schemas)])
+    answers: list[list[int]] = [[] for _ in schemas]
+    going, number = list(range(rows)), 0
+    while going and number < 600:
+        for row, token in zip(list(going), step(one, going, number), strict=True):
+            answers[row].append(token)
+            if token == EOS:
+                going.remove(row)
+        number += 1
+    ended = [row for row in range(rows) if row not in going]
+    assert len(ended) > rows // 2, "most end: random logits prefer long answers"
+    for row in ended:
+        assert jsonschema_rs.is_valid(schemas[row], json.loads(text(answers[row]))), (schemas[row], text(answers[row]))

@@ -1,8 +1,8 @@
 """Strings in schemas and regular expressions: what is allowed validates, and everyday values are allowed, in schemas as pydantic
 and zod write them.
 
-A validator and Python's `re` judge. Strings of a given length hold every character that JSON can write, each counted once. No text
-makes the counting of a grammar's limits slow.
+A validator and Python's `re` judge. Strings of a given length hold every character that JSON can write, each counted once. No
+text makes the counting of a grammar's limits slow.
 """
 
 import importlib
@@ -30,10 +30,12 @@ from engine.grammar.strings import (
 )
 from tests.engine.grammar.judge import COMPILER, allowed, json_schema, random_answers, structural_tag
 
-KINDS = {
-    "json_schema": json_schema,
-    "structural_tag": lambda schema: structural_tag({"type": "json_schema", "json_schema": schema}),
-}
+
+def in_tag(schema: object) -> Grammar:
+    return structural_tag({"type": "json_schema", "json_schema": schema})
+
+
+KINDS = {"json_schema": json_schema, "structural_tag": in_tag}
 of_both_kinds = pytest.mark.parametrize("kind", KINDS)
 
 URI = {"type": "string", "format": "uri", "minLength": 1, "maxLength": 2083}

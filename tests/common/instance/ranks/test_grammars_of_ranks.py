@@ -17,7 +17,8 @@ from engine.grammar.masks import GrammarProcessor
 from engine.ports import SampledRows
 from tests.builders import engine
 from tests.common.instance.ranks.rig import RanksOf
-from tests.engine.grammar.test_masks import COMPILER, EOS, TOKENS, VOCAB, text
+from tests.engine.grammar.judge import COMPILER, EOS, TOKENS, VOCAB
+from tests.engine.grammar.test_masks import text
 
 NO_PAGES = np.empty(0, dtype=np.int32)
 WORDS = "[a-z]{3,8}( [a-z]{3,8}){3,5}"
