@@ -2,16 +2,15 @@
 
 Owns the calls of xgrammar's compiler, the trial, and which tokens are text to a grammar: all but special tokens, which give no
 text in an answer. A structural tag may name special tokens in its marks, as the calls of some models do: these are text to it,
-and the router shows those of calls and thoughts. A vocabulary comes with its special tokens *marked*: their bytes follow a prefix
-that no text has. So one `TokenizerInfo` says all that is needed, also to another process. Does not know processes, caches or
-models. It runs in a process of its own (`compiler_process.py`), for xgrammar may crash, and may take hours.
+and the router shows those of calls and thoughts. Does not know processes, caches or models. It runs in a process of its own
+(`compiler_process.py`), for xgrammar may crash, and may take hours.
 """
 
 import json
 import random
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, assert_never
 
@@ -29,45 +28,45 @@ if TYPE_CHECKING:
     from xgrammar import Grammar as Rules
 
 
-_MARK = b"\xff\xfe\xff"
 _OPAQUE = {"json_schema", "pattern", "grammar"}
 """Keys of a structural tag that hold no marks."""
 _TOKENS = {"token", "trigger_tokens", "rules"}
 """Keys that may hold ids of tokens."""
 
 
-def marked(vocabulary: "TokenizerInfo", special: set[int]) -> "TokenizerInfo":
-    """The vocabulary with its special tokens marked. Stop tokens stay as they are: xgrammar never takes them for text."""
-    hidden = special - set(vocabulary.stop_token_ids)
-    texts = [_MARK + text if token in hidden else text for token, text in enumerate(vocabulary.decoded_vocab)]
-    return _with_texts(vocabulary, texts)
-
-
 class GrammarVocabulary:
-    """vocabulary: with its special tokens marked."""
+    """A model's vocabulary, and which of its tokens are special. Stop tokens are not: xgrammar never takes them for text."""
 
-    def __init__(self, vocabulary: "TokenizerInfo") -> None:
-        self._marked, texts = vocabulary, vocabulary.decoded_vocab
-        self._special = {token: text.removeprefix(_MARK) for token, text in enumerate(texts) if text.startswith(_MARK)}
-        self._texts = [b"" if token in self._special else text for token, text in enumerate(texts)]
-        self._plain = _with_texts(vocabulary, self._texts)
+    def __init__(self, info: "TokenizerInfo", special: Collection[int]) -> None:
+        self.info = info
+        self.texts: list[bytes] = info.decoded_vocab
+        self.special = frozenset(token for token in special if token < len(self.texts)) - set(info.stop_token_ids)
+        self._plain = self._showing(())
 
     def of(self, grammar: Grammar) -> "TokenizerInfo":
-        """What this grammar takes for text. xgrammar never allows a token without bytes."""
+        """What this grammar takes for text."""
         named = self._named(grammar)
-        if not named:
-            return self._plain
-        texts = list(self._texts)
-        for token in named:
-            texts[token] = self._special[token]
-        return _with_texts(self._marked, texts)
+        return self._showing(named) if named else self._plain
+
+    def _showing(self, named: Collection[int]) -> "TokenizerInfo":
+        """Of the special tokens, these alone are text: xgrammar never allows a token without bytes."""
+        from xgrammar import TokenizerInfo, VocabType
+
+        hidden = self.special.difference(named)
+        return TokenizerInfo(
+            [b"" if token in hidden else text for token, text in enumerate(self.texts)],
+            VocabType.RAW,
+            vocab_size=self.info.vocab_size,
+            stop_token_ids=self.info.stop_token_ids,
+            add_prefix_space=self.info.add_prefix_space,
+        )
 
     def _named(self, grammar: Grammar) -> list[int]:
         if grammar.kind != "structural_tag":
             return []
         named = set(_named(json.loads(grammar.text)))
         marks = "\0".join(each for each in named if isinstance(each, str)).encode(errors="replace")
-        return [token for token, text in self._special.items() if token in named or (text and text in marks)]
+        return [token for token in self.special if token in named or (self.texts[token] and self.texts[token] in marks)]
 
 
 def _named(tag: Any, key: str = "") -> Iterator[str | int]:
@@ -86,18 +85,6 @@ def _named(tag: Any, key: str = "") -> Iterator[str | int]:
                     yield from _named(each, at)
 
 
-def _with_texts(vocabulary: "TokenizerInfo", texts: list[bytes]) -> "TokenizerInfo":
-    from xgrammar import TokenizerInfo, VocabType
-
-    return TokenizerInfo(
-        texts,
-        VocabType.RAW,
-        vocab_size=vocabulary.vocab_size,
-        stop_token_ids=vocabulary.stop_token_ids,
-        add_prefix_space=vocabulary.add_prefix_space,
-    )
-
-
 THREADS = 2
 WALKS, WALK_TOKENS = 6, 48
 """The trial writes so many answers of so many tokens."""
@@ -110,8 +97,8 @@ LONGEST_S, MEAN_S = 0.1, 0.005
 class Compiler:
     """Compiles in this process. vocabulary: as `vocabulary_of` makes it."""
 
-    def __init__(self, vocabulary: "TokenizerInfo | GrammarVocabulary") -> None:
-        self._vocabulary = vocabulary if isinstance(vocabulary, GrammarVocabulary) else GrammarVocabulary(vocabulary)
+    def __init__(self, vocabulary: GrammarVocabulary) -> None:
+        self._vocabulary = vocabulary
 
     def compile(self, grammar: Grammar) -> "CompiledGrammar":
         """Raises BadRequest for a grammar that cannot be compiled, that no text matches, or that is slow to follow."""
@@ -169,9 +156,9 @@ class Compiler:
                     )
 
 
-def vocabulary_of(path: Path, vocab_size: int, eos_token_ids: tuple[int, ...]) -> "TokenizerInfo":
-    """The vocabulary of a checkpoint, its special tokens marked. vocab_size: the model's, which may have more ids than its
-    tokenizer. Raises BadRequest, and what the reader of the tokenizer's files raises."""
+def vocabulary_of(path: Path, vocab_size: int, eos_token_ids: tuple[int, ...]) -> GrammarVocabulary:
+    """The vocabulary of a checkpoint. vocab_size: the model's, which may have more ids than its tokenizer. Raises BadRequest, and
+    what the reader of the tokenizer's files raises."""
     from transformers import PreTrainedTokenizerFast
     from xgrammar import TokenizerInfo
 
@@ -179,8 +166,8 @@ def vocabulary_of(path: Path, vocab_size: int, eos_token_ids: tuple[int, ...]) -
         raise BadRequest("a grammar needs a model with an end-of-text token, and this model has none", field="grammar")
     tokenizer = PreTrainedTokenizerFast.from_pretrained(path, local_files_only=True)
     special = {token for token, added in tokenizer.added_tokens_decoder.items() if added.special}
-    vocabulary = TokenizerInfo.from_huggingface(tokenizer, vocab_size=vocab_size, stop_token_ids=list(eos_token_ids))
-    return marked(vocabulary, special)
+    info = TokenizerInfo.from_huggingface(tokenizer, vocab_size=vocab_size, stop_token_ids=list(eos_token_ids))
+    return GrammarVocabulary(info, special)
 
 
 def _compile(compiler: "GrammarCompiler", grammar: Grammar) -> "CompiledGrammar":

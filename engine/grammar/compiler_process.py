@@ -33,7 +33,7 @@ from engine.grammar.compiler import Compiler, GrammarVocabulary
 from engine.grammar.grammars import check_text
 
 if TYPE_CHECKING:
-    from xgrammar import CompiledGrammar, TokenizerInfo
+    from xgrammar import CompiledGrammar
 
 START_S = 120.0
 """The process loads xgrammar within this time."""
@@ -65,8 +65,8 @@ class Limits(msgspec.Struct, frozen=True):
 class CompilerProcess:
     """The parent's half. One thread compiles; `close` may be called on any."""
 
-    def __init__(self, vocabulary: "TokenizerInfo", limits: Limits | None = None) -> None:
-        self._marked, self._vocabulary = vocabulary, GrammarVocabulary(vocabulary)
+    def __init__(self, vocabulary: GrammarVocabulary, limits: Limits | None = None) -> None:
+        self._vocabulary = vocabulary
         self._limits = limits or Limits()
         self._process: _Process | None = None
         self._own: Compiler | None = None
@@ -118,7 +118,8 @@ class CompilerProcess:
             except OSError as error:
                 raise Unavailable(f"the compiler of grammars cannot be started: {error}") from error
         try:
-            process.send(_STARTED, msgspec.msgpack.encode((self._marked.serialize_json(), self._limits)))
+            info, special = self._vocabulary.info.serialize_json(), sorted(self._vocabulary.special)
+            process.send(_STARTED, msgspec.msgpack.encode((info, special, self._limits)))
             process.receive(START_S)
         except OSError as error:
             self._end()
@@ -259,8 +260,8 @@ def main() -> None:
     frames = _Frames(socket.socket(fileno=0))
     with contextlib.suppress(ConnectionError):
         _, first = frames.receive()
-        vocabulary, limits = msgspec.msgpack.decode(first, type=tuple[str, Limits])
-        served = _Served(GrammarVocabulary(TokenizerInfo.deserialize_json(vocabulary)), limits)
+        info, special, limits = msgspec.msgpack.decode(first, type=tuple[str, list[int], Limits])
+        served = _Served(GrammarVocabulary(TokenizerInfo.deserialize_json(info), special), limits)
         frames.send(_STARTED)
         while True:
             _, order = frames.receive()

@@ -31,7 +31,9 @@ from engine.grammar.strings import check_size
 from engine.grammar.structural_tags import check_structural_tag
 
 if TYPE_CHECKING:
-    from xgrammar import CompiledGrammar, TokenizerInfo
+    from xgrammar import CompiledGrammar
+
+    from engine.grammar.compiler import GrammarVocabulary
 
 
 T = TypeVar("T")
@@ -186,12 +188,12 @@ class Grammars:
     """make_vocabulary: called once, for the first grammar; may take seconds. make_compiler: called once for each thread."""
 
     def __init__(
-        self, make_vocabulary: "Callable[[], TokenizerInfo]", make_compiler: "Callable[[TokenizerInfo], Compiling]"
+        self, make_vocabulary: "Callable[[], GrammarVocabulary]", make_compiler: "Callable[[GrammarVocabulary], Compiling]"
     ) -> None:
         self._make_vocabulary, self._make_compiler = make_vocabulary, make_compiler
         self._lock = threading.Lock()
         self._making = threading.Lock()
-        self._vocabulary: TokenizerInfo | None = None
+        self._vocabulary: GrammarVocabulary | None = None
         self._compilers: list[Compiling] = []
         self._queue: CompileQueue[_Entry] = CompileQueue(COMPILERS)
         self._changed = threading.Condition(self._lock)

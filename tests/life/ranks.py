@@ -19,7 +19,8 @@ from kv_transfer.target_ranks import RankedTransfers
 from simulation.clock import Clock, LocalClock, Loop
 from simulation.instance import Instance, Name, Process, SimulatedRank, Size
 from simulation.network import Network, Post
-from tests.engine.toy import ToyRanks
+from tests.engine.toy import ToyExecutor, ToyRanks
+from tests.kv_transfer.memory import MemoryTransport
 
 if TYPE_CHECKING:
     from tests.life.fleet import ToyFleet
@@ -210,3 +211,19 @@ class SimulatedFollower:
             self._loop.end()
             self.rank.thread.end()
             self._network.close(self.address)
+
+
+def toy_of(instance: ToyInstance) -> ToyExecutor:
+    assert isinstance(instance.rank.engine, ToyExecutor)
+    return instance.rank.engine
+
+
+def toys_of(instance: ToyInstance) -> list[ToyExecutor]:
+    """Those of all ranks."""
+    engines = [rank.engine for rank in instance.ranks]
+    return [engine for engine in engines if isinstance(engine, ToyExecutor)]
+
+
+def transport_of(instance: ToyInstance) -> MemoryTransport:
+    assert isinstance(instance.rank.transport, MemoryTransport)
+    return instance.rank.transport

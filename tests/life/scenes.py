@@ -18,8 +18,7 @@ from simulation.network import DELAY_S, Letter
 from tests.life.client import Client
 from tests.life.expected import undisturbed
 from tests.life.fleet import ToyFleet, World
-from tests.life.ranks import ToyInstance, ToySize
-from tests.life.toys import transport_of
+from tests.life.ranks import ToyInstance, ToySize, transport_of
 
 PROMPT = [100 + n for n in range(19)]
 """Three chunks of 8 tokens, five pages of 4."""

@@ -55,8 +55,8 @@ class Fault:
     """At a time; with a trigger, upon the first letter of that kind from then on."""
 
     at_s: float
-    trigger: str | None
     deed: Deed
+    trigger: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -191,7 +191,7 @@ def _stalls(random: Random) -> tuple[Fault, ...]:
     if random.random() < 0.7:
         return ()
     seconds = random.choice((random.uniform(0.2, 3.0), random.uniform(3.0, 12.0)))
-    return (Fault(at_s=random.uniform(0.1, WINDOW_S), trigger=None, deed=Stall(seconds=seconds)),)
+    return (Fault(at_s=random.uniform(0.1, WINDOW_S), deed=Stall(seconds=seconds)),)
 
 
 def _deed(random: Random, names: list[str], victims: list[str], survivor: str | None) -> Deed:
@@ -305,7 +305,7 @@ def _slowness(schedule: Schedule, random: Random) -> tuple[Fault, ...]:
     if random.random() < 0.9:
         return ()
     router, turn_s = random.randrange(schedule.routers), random.choice((0.3, 0.6, 1.5, 2.0))
-    return (Fault(at_s=0.0, trigger=None, deed=Slow(seconds=2 * WINDOW_S, turn_s=turn_s, router=router)),)
+    return (Fault(at_s=0.0, deed=Slow(seconds=2 * WINDOW_S, turn_s=turn_s, router=router)),)
 
 
 def _watches(schedule: Schedule, random: Random) -> tuple[Fault, ...]:
@@ -315,7 +315,6 @@ def _watches(schedule: Schedule, random: Random) -> tuple[Fault, ...]:
     return tuple(
         Fault(
             at_s=random.uniform(0.0, WINDOW_S),
-            trigger=None,
             deed=Watch(seconds=random.uniform(0.01, WINDOW_S), router=random.randrange(schedule.routers)),
         )
         for _ in range(random.choice((1, 1, 2, 4)))
@@ -335,11 +334,11 @@ def _returns(schedule: Schedule, random: Random) -> tuple[Fault, ...]:
         return ()
     at_s, seconds, next_s = random.uniform(0.1, 3.0), random.uniform(2.0, LONGEST_HANG_S), random.uniform(0.1, 1.5)
     name = f"prefill-{random.randrange(schedule.prefill)}"  # a survivor is a decode instance
-    supplant = Fault(at_s=at_s, trigger=None, deed=Supplant(name=name, next_s=next_s, seconds=seconds))
+    supplant = Fault(at_s=at_s, deed=Supplant(name=name, next_s=next_s, seconds=seconds))
     if schedule.routers == 1 or random.random() < 0.5:
         return (supplant,)
     kill = KillRouter(router=random.randrange(2), back_s=random.uniform(0.0, 2.0))
-    return supplant, Fault(at_s=at_s + random.uniform(next_s, seconds), trigger=None, deed=kill)
+    return supplant, Fault(at_s=at_s + random.uniform(next_s, seconds), deed=kill)
 
 
 def _with_ranks(schedule: Schedule, random: Random) -> Schedule:

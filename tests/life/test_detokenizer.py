@@ -1,7 +1,5 @@
 """Detokenizers that are killed and come back: the tokens are told again, and nobody computes anything anew."""
 
-from random import Random
-
 from common.config import RouterConfig
 from common.messages import Finished
 from common.step_cost import StepCost
@@ -55,21 +53,5 @@ def test_answers_that_ended_while_no_detokenizer_was_there_come_whole() -> None:
     loads = [instance.scheduler.report().load for instance in fleet.instances.values()]
     assert [load.running_requests for load in loads] == [0, 0], "the instances are done"
     fleet.router_process.restart_detokenizer(0)
-    fleet.run(*clients)
-    assert_nothing_was_computed_anew(fleet, clients)
-
-
-def test_a_detokenizer_may_die_as_often_and_whenever_it_likes() -> None:
-    random = Random(0)
-    fleet = ToyFleet(prefill=2, decode=2, size=SIZE)
-    clients: list[Client] = []
-    for number in range(24):
-        clients.append(fleet.submit(f"r{number}", prompt(number), TOKENS))
-        if number % 2 == 0:
-            fleet.run_for(random.uniform(0.0, 0.2))
-            fleet.router_process.detokenizers[0].kill()
-            fleet.run_for(random.choice((0.001, random.uniform(0.0, 4.0))))
-            fleet.router_process.restart_detokenizer(0)
-            fleet.run_for(random.choice((0.0, 0.0015, 0.0025, 0.1)))
     fleet.run(*clients)
     assert_nothing_was_computed_anew(fleet, clients)

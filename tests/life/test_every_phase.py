@@ -14,8 +14,8 @@ from common.messages import Ending, Failed, Finished
 from kv_transfer.handoff_reader import MARGIN_S, WRITE_LEASE_S
 from router.timelines import ResumeReason
 from tests.life.expected import undisturbed
+from tests.life.ranks import transport_of
 from tests.life.scenes import MAX_TOKENS, PROMPT, Phase, Scene
-from tests.life.toys import transport_of
 
 TIMEOUT_S = 2.5
 """Longer than any phase takes to come about, and short enough that an instance that does nothing meanwhile is not given up."""

@@ -11,8 +11,7 @@ from simulation.network import DELAY_S, Letter
 from tests.life.client import Client
 from tests.life.expected import undisturbed
 from tests.life.fleet import ToyFleet, World
-from tests.life.ranks import ToySize
-from tests.life.toys import transport_of
+from tests.life.ranks import ToySize, transport_of
 
 PROMPT = [100 + n for n in range(19)]
 SIZE = ToySize(rows=2, cost=StepCost(step_s=0.05, chunk_token_s=0.0, decode_row_s=0.0))

@@ -9,7 +9,7 @@ from common.ids import DETOKENIZER
 from common.messages import Finished
 from tests.life.expected import undisturbed
 from tests.life.fleet import ToyFleet
-from tests.life.toys import transport_of
+from tests.life.ranks import transport_of
 
 PROMPT = [100 + n for n in range(19)]  # with pages of 4 tokens: 4 full pages and one of 3; with chunks of 8: 8 + 8 + 3
 

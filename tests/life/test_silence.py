@@ -12,8 +12,7 @@ from tests.life.client import Client
 from tests.life.expected import undisturbed
 from tests.life.fabric import PAGE_BYTES
 from tests.life.fleet import ToyFleet, World
-from tests.life.ranks import ToySize
-from tests.life.toys import toy_of, transport_of
+from tests.life.ranks import ToySize, toy_of, transport_of
 
 PROMPT = [100 + n for n in range(19)]
 

@@ -47,9 +47,8 @@ from tests.life.fabric import Fabric, FabricTransport, Host, Tides
 from tests.life.fleet import ToyFleet, ToyRouter, World
 from tests.life.ledger import Ledger
 from tests.life.letters import keys_of
-from tests.life.ranks import SimulatedFollower, ToyInstance
+from tests.life.ranks import SimulatedFollower, ToyInstance, toys_of
 from tests.life.schedule import WINDOW_S, Fault, Schedule
-from tests.life.toys import toys_of
 from tests.life.weather import Cut, Storm
 
 LOOK_S = 0.25

@@ -92,43 +92,37 @@ def test_every_token_that_arrives_is_taken_or_dropped(pieces: list[Piece]) -> No
     assert order.waiting_tokens == 0
 
 
-def test_tokens_after_a_gap_wait_for_it_to_close() -> None:
+Seen = tuple[list[int], Ending | None, bool, int]
+"""What is taken, the ending, whether there is a gap, and how many tokens wait."""
+
+
+@pytest.mark.parametrize(
+    "course",
+    [
+        [
+            ((2, (12, 13), END), ([], None, True, 2)),
+            ((0, (10,), None), ([10], None, True, 2)),
+            ((1, (11,), None), ([11, 12, 13], END, False, 0)),
+        ],
+        [((1, (), END), ([], None, True, 0)), ((0, (10,), None), ([10], END, False, 0))],
+        [((0, (10,), END), ([10], END, False, 0)), ((0, (10,), Failed("late")), ([], END, False, 0))],
+        [((1, (), END), ([], None, True, 0)), ((0, (10, 11, 12), None), ([10], END, False, 0))],
+        [((0, (10, 11), None), ([10, 11], None, False, 0)), ((1, (), Failed("gone")), ([], Failed("gone"), False, 0))],
+    ],
+    ids=[
+        "tokens after a gap wait for it to close",
+        "an ending without tokens waits for those before it",
+        "the first ending that comes counts",
+        "tokens after the ending are dropped",
+        "an ending before tokens that were taken ends the answer at once",
+    ],
+)
+def test_tokens_and_endings_take_their_turns(course: list[tuple[Piece, Seen]]) -> None:
     order = TokenOrder()
-    order.put(2, (12, 13), END)
-    assert (order.take()[0], order.has_gap, order.waiting_tokens) == ([], True, 2)
-    order.put(0, (10,), None)
-    assert (order.take()[0], order.has_gap, order.ending) == ([10], True, None)
-    order.put(1, (11,), None)
-    assert (order.take()[0], order.has_gap, order.ending) == ([11, 12, 13], False, END)
-
-
-def test_an_ending_without_tokens_waits_for_those_before_it() -> None:
-    order = TokenOrder()
-    order.put(1, (), END)
-    assert (order.ending, order.announced_ending, order.has_gap) == (None, END, True)
-    order.put(0, (10,), None)
-    assert order.ending == END
-
-
-def test_the_first_ending_that_comes_counts() -> None:
-    order = TokenOrder()
-    order.put(0, (10,), END)
-    order.put(0, (10,), Failed("late"))
-    assert order.ending == END
-
-
-def test_tokens_after_the_ending_are_dropped() -> None:
-    order = TokenOrder()
-    order.put(1, (), END)
-    assert order.put(0, (10, 11, 12), None) == 2
-    assert order.take()[0] == [10]
-
-
-def test_an_ending_before_tokens_that_were_taken_ends_the_answer_at_once() -> None:
-    order = TokenOrder()
-    order.put(0, (10, 11), None)
-    order.put(1, (), Failed("gone"))
-    assert order.ending == Failed("gone")
+    for piece, seen in course:
+        order.put(*piece)
+        assert (order.take()[0], order.ending, order.has_gap, order.waiting_tokens) == seen
+        assert order.announced_ending is not None or seen[1] is None
 
 
 def test_the_order_begins_at_the_given_number() -> None:
@@ -291,30 +285,6 @@ def test_text_is_held_back_only_while_it_could_begin_a_stop_string(pieces: list[
         held = so_far.removeprefix(shown)
         assert shown + held == so_far
         assert held == "" or any(stop.startswith(held) for stop in stops)
-
-
-def test_a_stop_string_is_found_across_pieces_and_trimmed() -> None:
-    finder = StopStrings(["STOP"])
-    assert [finder.push(piece) for piece in ("one S", "T", "OP two")] == ["one ", "", ""]
-    assert finder.matched == "STOP"
-
-
-def test_text_that_only_looked_like_a_stop_string_is_returned() -> None:
-    finder = StopStrings(["\n\nUser:"])
-    assert finder.push("a\n\nUs") == "a"
-    assert finder.push("ed\n") == "\n\nUsed"
-    assert finder.flush() == "\n"
-    assert finder.matched is None
-
-
-def test_of_two_stop_strings_that_are_complete_at_once_the_longer_one_counts() -> None:
-    finder = StopStrings(["b", "ab"])
-    assert finder.push("xab") == "x"
-    assert finder.matched == "ab"
-
-
-def test_without_stop_strings_nothing_is_held_back() -> None:
-    assert StopStrings([]).push("text") == "text"
 
 
 def test_an_empty_stop_string_is_refused() -> None:

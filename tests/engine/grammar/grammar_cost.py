@@ -15,7 +15,7 @@ from xgrammar import TokenizerInfo, apply_token_bitmask_inplace
 from common.executor import RowStart
 from common.model_path import resolve_model_path
 from common.sampling_params import Grammar, SamplingParams
-from engine.grammar.compiler import Compiler, vocabulary_of
+from engine.grammar.compiler import Compiler, GrammarVocabulary, vocabulary_of
 from engine.grammar.masks import GrammarProcessor
 from engine.ports import SampledRows
 
@@ -39,7 +39,7 @@ def large_compiler() -> Compiler:
     random = np.random.default_rng(1)
     pairs = (own[one] + own[other] for one, other in random.integers(300, len(own), (4 * LARGE, 2)))
     vocab = list(dict.fromkeys([*own, *pairs]))[:LARGE]
-    return Compiler(TokenizerInfo(vocab, vocab_size=LARGE, stop_token_ids=[EOS]))
+    return Compiler(GrammarVocabulary(TokenizerInfo(vocab, vocab_size=LARGE, stop_token_ids=[EOS]), ()))
 
 
 def measured(compiler: Compiler, vocab_size: int, grammar: Grammar) -> tuple[float, np.ndarray]:

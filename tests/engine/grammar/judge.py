@@ -16,7 +16,7 @@ from engine.grammar.compiler import Compiler, vocabulary_of
 
 VOCAB, EOS, QUOTE = 2683, 2, 4
 TOKENS = vocabulary_of(resolve_model_path("demo"), VOCAB, (EOS,))
-VOCABULARY: list[bytes] = TOKENS.decoded_vocab
+VOCABULARY = TOKENS.texts
 COMPILER = Compiler(TOKENS)
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from queue import SimpleQueue
 
 import pytest
-from xgrammar import CompiledGrammar, TokenizerInfo
+from xgrammar import CompiledGrammar
 from xgrammar.testing import _is_grammar_accept_string
 
 from common.errors import BadRequest, Overloaded, TandemError, Unavailable
@@ -44,7 +44,7 @@ class Rig:
         self.let, self.made, self.woken = threading.Event(), 0, threading.Semaphore(0)
         self.grammars = Grammars(self._make, Compiler)
 
-    def _make(self) -> TokenizerInfo:
+    def _make(self) -> GrammarVocabulary:
         assert self.let.wait(10)
         self.made += 1
         return TOKENS
@@ -167,7 +167,7 @@ def test_a_compiler_that_something_from_outside_ends_or_freezes_condemns_no_gram
 
 def test_an_error_of_the_compiler_condemns_the_grammar_as_it_would_come_again_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Compiler, "compile_unchecked", lambda *_: 1 / 0)
-    kind, reason = _Served(GrammarVocabulary(TOKENS), Limits()).answer(ANY_TEXT)
+    kind, reason = _Served(TOKENS, Limits()).answer(ANY_TEXT)
     assert kind == _REFUSED and b"the compiler fails" in reason
 
 
@@ -197,7 +197,7 @@ class Counted:
 
     any_text = COMPILER.compile(ANY_TEXT)
 
-    def __init__(self, vocabulary: TokenizerInfo) -> None:
+    def __init__(self, vocabulary: GrammarVocabulary) -> None:
         self.asked: list[str] = []
 
     def compile(self, grammar: Grammar) -> CompiledGrammar:
@@ -273,7 +273,7 @@ def test_a_request_that_comes_while_an_equal_grammar_is_dropped_gets_its_own(mon
 
 
 def test_a_vocabulary_that_cannot_be_read_ends_the_request_alone() -> None:
-    def unreadable() -> TokenizerInfo:
+    def unreadable() -> GrammarVocabulary:
         raise OSError("no tokenizer.json")
 
     grammars = Grammars(unreadable, Compiler)

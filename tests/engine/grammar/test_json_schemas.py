@@ -24,7 +24,7 @@ INTEGER, STRING = {"type": "integer"}, {"type": "string"}
 CAT = {"type": "object", "properties": {"kind": {"const": "cat"}}, "required": ["kind"]}
 NESTED = {"type": "array", "items": INTEGER, "$defs": {"b": STRING}}
 DOG = {"type": "object", "properties": {"kind": {"const": "dog"}}, "required": ["kind"]}
-XGRAMMAR = GrammarCompiler(TOKENS, cache_enabled=False)
+XGRAMMAR = GrammarCompiler(TOKENS.info, cache_enabled=False)
 IGNORED: list[tuple[dict[str, Any], str, object]] = [
     ({"type": "array", "items": INTEGER, "uniqueItems": True}, "uniqueItems", [1, 1]),
     ({"not": INTEGER}, "not", 1),
