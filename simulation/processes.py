@@ -3,7 +3,7 @@
 Owns their loops, and which detokenizers are a router's children. Opens no socket and decides nothing.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cache
 
 from tokenizers import Tokenizer, models
@@ -14,7 +14,7 @@ from common.instance.ports import Send
 from common.messages import AnswerMessage, DetokenizerInbox, RouterInbox, TextDelta
 from common.text.detokenizer import Detokenizer
 from common.text.detokenizer_manager import DetokenizerLoop
-from router.core import RouterCore
+from router.core import Gateway, RouterCore
 from router.outbox import ClientRequest
 from router.requests import RequestSpec
 from router.timelines import Observer
@@ -28,8 +28,11 @@ WORDS = 1000
 """The tokens that the detokenizers know."""
 
 
-class RouterProcess:
-    """A life of a router: its core and its mail, and its detokenizers, which die with it."""
+class RouterProcess(Gateway):
+    """A life of a router: its core and its mail, and its detokenizers, which die with it. It acts in turns of its own."""
+
+    clock: Clock
+    mail: Post[RouterInbox]
 
     def __init__(
         self,
@@ -49,13 +52,12 @@ class RouterProcess:
         self.clock = clock
         self.network = network
         self.loop = Loop(clock, self)
-        self.detokenizers: list[DetokenizerProcess] = []
         mailbox = network.open(self.address, name, self.loop.wake, "router")
-        self.mail: Post[RouterInbox] = Post(name, RouterInbox, network, mailbox)
+        self.mail = Post(name, RouterInbox, network, mailbox)
         self._meter = network.meter("router")
-        for shard in range(config.detokenizers):
-            self.detokenizers.append(self.start_detokenizer(shard))
-        self.core = RouterCore(name, [each.address for each in self.detokenizers], config, observer)
+        self.detokenizers = [self.start_detokenizer(shard) for shard in range(config.detokenizers)]
+        core = RouterCore(name, [each.address for each in self.detokenizers], config, observer)
+        super().__init__(core, self.mail, clock)
         self.loop.wake(mailbox.next_deadline())  # what was sent to its predecessor
 
     def act(self) -> None:
@@ -73,18 +75,12 @@ class RouterProcess:
 
     def submit(self, client: ClientRequest, specs: Sequence[RequestSpec]) -> None:
         """Raises what the core raises."""
-        now = self.clock.now
         self._meter.begin()
-        client.received_s = now
-        self.deliver(self.core.requests.submit(client, specs, now))
+        client.received_s = self.clock.now
+        super().submit(client, specs)
         self._meter.lap("requests")
 
-    def connection_broken(self, instance: InstanceId) -> None:
-        """As the mailbox says when the other side has closed."""
-        self.core.fleet.connection_broken(instance, self.clock.now)
-        self.deliver(())
-
-    def deliver(self, sends: Sequence[Send]) -> None:
+    def deliver(self, sends: Iterable[Send]) -> None:
         """Send what the core decided outside of a turn, and wake the loop for its earliest deadline."""
         self._send(sends)
         self.loop.wake(self.next_deadline())
@@ -94,12 +90,6 @@ class RouterProcess:
         self.next_port += 1
         self.mail.route(detokenizer.name, detokenizer.address)
         return detokenizer
-
-    def _send(self, sends: Sequence[Send]) -> None:
-        for name, address in self.core.take_moves():
-            self.mail.route(name, address)
-        for send in sends:
-            self.mail.send(send.to, send.message)
 
 
 class MeteredDetokenizer(Detokenizer):

@@ -83,14 +83,6 @@ class ToyRouter(RouterProcess):
     def cancel(self, names: Sequence[RequestId]) -> None:
         self.deliver(self.core.requests.cancel(names, self.clock.now))
 
-    def drain(self, instance: InstanceId) -> None:
-        """As POST /cluster/{instance}/drain does."""
-        self.deliver(self.core.fleet.drain(instance))
-
-    def flush_caches(self) -> None:
-        """As POST /flush_cache does."""
-        self.deliver(self.core.fleet.flush_caches())
-
     def trace(self, seconds: float) -> None:
         """As POST /cluster/trace does. Raises what the core raises."""
         self.deliver(self.core.traces.start(seconds, self.clock.now))
@@ -116,7 +108,7 @@ class ToyRouter(RouterProcess):
         """Another process has taken the place of this detokenizer, which is gone."""
         self.detokenizers[shard].kill()
         successor = self.detokenizers[shard] = self.start_detokenizer(shard)
-        self.deliver(self.core.detokenizer_moved(shard, successor.address, self.clock.now))
+        self.detokenizer_moved(shard, successor.address)
 
 
 @dataclass(frozen=True, slots=True)

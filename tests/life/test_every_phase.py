@@ -37,7 +37,7 @@ def is_failed_with(status: int) -> Callable[[Ending], bool]:
 
 
 def drain(scene: Scene, name: str) -> None:
-    scene.fleet.router_process.drain(InstanceId(name))
+    scene.fleet.router_process.drain_instance(InstanceId(name))
 
 
 def fail_transfer(scene: Scene, quiescent: bool) -> None:

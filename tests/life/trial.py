@@ -411,7 +411,7 @@ class Trial(ToyFleet):
             return
         for router in self.routers:
             try:
-                router.drain(instance.name.id)
+                router.drain_instance(instance.name.id)
             except UnknownInstance as error:
                 self._note(str(error))
 
