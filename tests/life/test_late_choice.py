@@ -11,7 +11,7 @@ from simulation.network import DELAY_S, Letter
 from tests.life.client import Client
 from tests.life.expected import undisturbed
 from tests.life.fleet import ToyFleet, World
-from tests.life.ranks import ToySize, transport_of
+from tests.life.ranks import ToySize
 
 PROMPT = [100 + n for n in range(19)]
 SIZE = ToySize(rows=2, cost=StepCost(step_s=0.05, chunk_token_s=0.0, decode_row_s=0.0))
@@ -114,58 +114,6 @@ def test_a_request_that_waits_at_its_best_candidate_goes_where_room_comes_earlie
     scene.finish(client)
 
 
-def test_a_candidate_that_dies_before_its_grant_costs_no_attempt() -> None:
-    scene = Scene()
-    for decode in (D0, D1):
-        scene.lose(decode, P, 0.8)
-    client = scene.ask()
-    scene.fleet.turn_until(lambda: bool(scene.asked))
-    dead = scene.asked[0][0]
-    scene.fleet.kill(dead)
-    scene.fleet.router_process.connection_broken(dead)
-    scene.finish(client)
-    assert scene.asked[-1][0] != dead and scene.placed == [scene.asked[-1][0]]
-
-
-def test_a_candidate_that_granted_in_vain_because_nothing_of_it_arrives_gets_its_pages_back() -> None:
-    """It is out of everybody's sight, so the request moves on. When it is back it still holds the reservation."""
-    scene = Scene()
-    client = scene.ask()
-    scene.fleet.turn_until(lambda: bool(scene.asked))
-    former = scene.asked[0][0]
-    scene.lose(former, P, 4.0)
-    scene.lose(former, ROUTER, 4.0)
-    scene.lose(P, former, 4.0)
-    scene.fleet.router_process.connection_broken(former)
-    scene.fleet.run_for(0.1)
-    assert scene.fleet.instances[former].scheduler.report().load.reservations == 1, "the Reserve was on its way"
-    scene.finish(client)
-    assert scene.placed == [name for name in (D0, D1) if name != former]
-
-
-def test_a_candidate_whose_link_is_lost_before_its_grant_is_replaced_while_what_was_granted_there_is_resumed() -> None:
-    """Nothing that it says to the prefill instance arrives, so the write lease ends under a push that goes on."""
-    scene = Scene(ToySize(rows=2, pages=64, cost=SIZE.cost))
-    fleet = scene.fleet
-    fleet.memory.hold = True
-    other = fleet.submit("other", [200] * 19, 12)
-    fleet.turn_until(lambda: fleet.instances[P].scheduler.report().load.pushes_in_flight > 0)
-    (at,) = [name for name in (D0, D1) if fleet.instances[name].scheduler.report().load.reservations]
-    heavy = fleet.submit("heavy", [300] * 60, 2)  # the other one has more to do, so that `at` is the best for the next
-    fleet.run_for(0.01)
-    scene.lose(at, P, 8.0)
-    client = scene.ask()
-    fleet.turn_until(lambda: bool(scene.asked))
-    assert scene.asked == [(at, False)]
-    fleet.turn_until(lambda: len(scene.asked) == 2)
-    fleet.memory.hold = False
-    transport_of(fleet.instances[P]).release()
-    fleet.run(other, heavy)
-    assert other.token_ids == undisturbed([200] * 19, 12)
-    scene.finish(client, ResumeReason.FAILED_ATTEMPT)
-    assert scene.placed == [name for name in (D0, D1) if name != at], "it is the other one's attempt that was resumed"
-
-
 def test_a_lost_placed_is_healed_by_the_second_token_and_the_loss_of_who_decodes_is_noticed() -> None:
     scene = Scene()
     client = scene.ask()
@@ -177,16 +125,4 @@ def test_a_lost_placed_is_healed_by_the_second_token_and_the_loss_of_who_decodes
     assert scene.known_decode() == scene.placed[0]
     scene.fleet.kill(scene.placed[0])
     scene.fleet.router_process.connection_broken(scene.placed[0])
-    scene.finish(client, ResumeReason.LOST_INSTANCE)
-
-
-def test_a_prefill_instance_that_dies_with_its_word_of_who_decodes_is_replaced() -> None:
-    scene = Scene()
-    client = scene.ask(max_tokens=40)
-    scene.fleet.turn_until(lambda: bool(scene.asked))
-    scene.lose(P, ROUTER, 60.0)
-    scene.fleet.turn_until(lambda: (P, "Handoff", scene.placed[0]) in scene.fleet.network.log if scene.placed else False)
-    assert scene.known_decode() is None
-    scene.fleet.kill(P)
-    scene.fleet.router_process.connection_broken(P)
     scene.finish(client, ResumeReason.LOST_INSTANCE)
