@@ -205,6 +205,11 @@ class _Check:
         where = where if len(where) <= _MAX_WHERE else f"…{where[-_MAX_WHERE:]}"
         return BadRequest(f"{self._name}: at {where}: {problem}", field=self._name)
 
+    def require(self, holds: bool, where: str, problem: str) -> None:
+        """Raises BadRequest with this problem, unless it holds."""
+        if not holds:
+            raise self.refusal(where, problem)
+
     def all(self) -> None:
         """The whole schema. References may lead to its schemas alone, which are checked, and not into a default or an example."""
         self.schema(self._root, "$")
@@ -221,15 +226,13 @@ class _Check:
             self.patterned.append(schema)
         if schema is True:
             return
-        if not isinstance(schema, dict):
-            problem = "false allows no value" if schema is False else "a schema must be an object"
-            raise self.refusal(where, problem)
+        self.require(schema is not False, where, "false allows no value")
+        self.require(isinstance(schema, dict), where, "a schema must be an object")
         if "$id" in schema and schema is not self._root and _has_reference(schema):
             raise self.refusal(where, "$id is supported at the root alone: it changes where references lead")
         for key in sorted(schema.keys() & _FORMS.keys()):
             form, holds = _FORMS[key]
-            if not holds(schema[key]):
-                raise self.refusal(where, f"{key} must be {form}")
+            self.require(holds(schema[key]), where, f"{key} must be {form}")
         for defs in ("$defs", "definitions"):
             for key, each in as_object(schema.get(defs)).items():
                 self._defined[id(each)] = f"{where}.{defs}.{key}"
@@ -251,22 +254,20 @@ class _Check:
         """A keyword that says everything about a value."""
         value = schema[keyword]
         if keyword == "$ref":
-            if self._followed(schema) is None:
-                problem = "leads nowhere in this schema: other documents, and names with ~ or %, are not supported"
-                raise self.refusal(where, f"$ref {value[:_MAX_SHOWN]!r} {problem}")
+            problem = "leads nowhere in this schema: other documents, and names with ~ or %, are not supported"
+            self.require(self._followed(schema) is not None, where, f"$ref {value[:_MAX_SHOWN]!r} {problem}")
         elif keyword in ("enum", "const"):
             values = value if keyword == "enum" else [value]
             types = types_of(schema)
             fitting = [each for each in values if not types or kinds_of(each) & types]
-            if not fitting:
-                raise self.refusal(where, f"no value of {keyword} is of the given type")
+            self.require(bool(fitting), where, f"no value of {keyword} is of the given type")
             if keyword == "enum":
                 self.edits.append((schema, {"enum": fitting}))
         else:
             if "type" in schema:  # xgrammar would look at it alone
                 self.edits.append((schema, {"type": None}))
-            if keyword == "allOf" and len(value) > 1:
-                raise self.refusal(where, "allOf of several schemas is not supported: write them into one")
+            is_one = keyword != "allOf" or len(value) == 1
+            self.require(is_one, where, "allOf of several schemas is not supported: write them into one")
             for index, each in enumerate(value):
                 self.schema(each, f"{where}.{keyword}[{index}]")
             if keyword == "oneOf" and not all(
@@ -292,8 +293,7 @@ class _Check:
             fits = " or ".join(kind for kind, keywords in _KEYWORDS.items() if key in keywords)
             raise self.refusal(where, f"{key} is for type {fits}: give the type, or leave {key} out")
         for kind in types:
-            if kind not in _KEYWORDS:
-                raise self.refusal(where, f"type {kind[:_MAX_SHOWN]!r} is not known")
+            self.require(kind in _KEYWORDS, where, f"type {kind[:_MAX_SHOWN]!r} is not known")
         if "object" in types:
             self._object(schema, where)
         if "array" in types:
@@ -302,11 +302,11 @@ class _Check:
             self._string(schema, where)
         multiple = schema.get("multipleOf")
         if multiple is not None:
-            if "number" in types or type(multiple) is not int or not 1 <= multiple <= _MAX_MULTIPLE:
-                problem = f"multipleOf is supported for type integer, with whole numbers of 1 to {_MAX_MULTIPLE}"
-                raise self.refusal(where, problem)
-            if said & (_NUMBER - {"multipleOf"}):
-                raise self.refusal(where, "multipleOf beside a minimum or maximum is not supported")
+            is_held = "number" not in types and type(multiple) is int and 1 <= multiple <= _MAX_MULTIPLE
+            problem = f"multipleOf is supported for type integer, with whole numbers of 1 to {_MAX_MULTIPLE}"
+            self.require(is_held, where, problem)
+            is_alone = not said & (_NUMBER - {"multipleOf"})
+            self.require(is_alone, where, "multipleOf beside a minimum or maximum is not supported")
         if "number" in types and not has_number(schema):
             raise self.refusal(where, f"no number of at most {DECIMALS} decimals is within these limits: widen them")
 
@@ -319,8 +319,7 @@ class _Check:
             self.schema(others, f"{where}.additionalProperties")
         required = schema.get("required", [])
         for key in required:
-            if key not in properties:
-                raise self.refusal(where, f"required names {key[:_MAX_SHOWN]!r}, which properties lacks")
+            self.require(key in properties, where, f"required names {key[:_MAX_SHOWN]!r}, which properties lacks")
         if patterns and (len(patterns) > 1 or properties or others is not False):
             raise self.refusal(where, "patternProperties is supported with one pattern, and without other properties")
         odd = next((key for key in properties if not _PLAIN_NAME.fullmatch(key)), None)
@@ -338,8 +337,7 @@ class _Check:
         is_open = bool(patterns) or others is not False or not properties
         if is_open and least > max(1, len(required)):
             raise self.refusal(where, "minProperties above 1 is supported for named properties alone")
-        if schema.get("unevaluatedProperties", False) is not False:
-            raise self.refusal(where, "unevaluatedProperties is supported as false")
+        self.require(schema.get("unevaluatedProperties", False) is False, where, "unevaluatedProperties is supported as false")
 
     def _array(self, schema: dict[str, Any], where: str) -> None:
         items = schema.get("items", True)
@@ -347,8 +345,7 @@ class _Check:
             self.schema(items, f"{where}.items")
         for index, each in enumerate(schema.get("prefixItems", [])):
             self.schema(each, f"{where}.prefixItems[{index}]")
-        if schema.get("unevaluatedItems", False) is not False:
-            raise self.refusal(where, "unevaluatedItems is supported as false")
+        self.require(schema.get("unevaluatedItems", False) is False, where, "unevaluatedItems is supported as false")
 
     def _string(self, schema: dict[str, Any], where: str) -> None:
         plain = plain_keywords(schema)
