@@ -139,17 +139,12 @@ class Simulation:
 
     def run(self, progress: Callable[[str], None] = lambda line: None) -> None:
         """Until every request has ended. progress: called with a line now and then."""
-        clock = self.fleet.clock
         self._plan_next()
         if self.load.kill_every_s:
             self._plan_kill()
+        self._show(progress)
         while self._is_running:
-            self._show(progress)
-            ends_s = clock.now + PROGRESS_S
-            while clock.next_deadline() < ends_s and self._is_running:
-                clock.turn()
-            if self._is_running:
-                clock.now = ends_s
+            self.fleet.clock.turn()
 
     @property
     def seconds(self) -> float:
@@ -236,6 +231,7 @@ class Simulation:
 
     def _show(self, progress: Callable[[str], None]) -> None:
         progress(f"{self.seconds:.0f} s: {self._sent} requests, {len(self._open)} open, {self.measured.tokens} tokens")
+        self.fleet.clock.at(self.fleet.clock.now + PROGRESS_S, lambda: self._show(progress))
 
     def counters(self, role: Role) -> list[Counters]:
         """The counters of every instance of a role that there was."""

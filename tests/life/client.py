@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from common.ids import RequestId
 from common.messages import Ending, TokenLogprob
 from router.outbox import ClientRequest
-from router.timelines import Durations, RequestTimes, ResumeReason
+from router.timelines import Durations, RequestTimes
+from simulation.planned_fleet import PlannedObserver
 
 
 @dataclass(slots=True, eq=False)
@@ -70,31 +71,23 @@ class Client:
         return self.answers[0].endings
 
 
-class ClientObserver:
-    """The router's measurements. seconds_between: of tokens of one answer, all answers together. resumes: why there were any.
-    durations: what instances told of attempts. predictions: of times to first tokens, each with the real one."""
+class ClientObserver(PlannedObserver):
+    """The router's measurements. seconds_between: of tokens of one answer, all answers together. durations: what instances told
+    of attempts."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.endings: list[Ending] = []
-        self.resumes: list[ResumeReason] = []
         self.seconds_to_first: list[float] = []
         self.seconds_between: list[float] = []
-        self.predictions: list[tuple[float, float]] = []
         self.durations: list[Durations] = []
 
     def first_token(self, seconds: float, predicted_s: float | None) -> None:
+        super().first_token(seconds, predicted_s)
         self.seconds_to_first.append(seconds)
-        if predicted_s is not None:
-            self.predictions.append((predicted_s, seconds))
 
     def next_tokens(self, seconds: float, tokens: int) -> None:
         self.seconds_between.append(seconds)
-
-    def resumed(self, reason: ResumeReason) -> None:
-        self.resumes.append(reason)
-
-    def resume_gap(self, seconds: float) -> None:
-        """Not looked at."""
 
     def ended(self, ending: Ending, times: RequestTimes, attempts: int) -> None:
         self.endings.append(ending)

@@ -53,24 +53,15 @@ def assert_whole(fleet: ToyFleet) -> None:
     assert fleet.instances["decode-0"].scheduler.report().counters.handoffs == before + 1
 
 
-def test_a_decode_instance_that_pauses_during_a_handoff_gets_the_request_again_when_it_is_back() -> None:
+@pytest.mark.parametrize("name", ["decode-0", "prefill-0"])
+def test_a_request_whose_handoff_pauses_waits_for_its_decode_instance_and_not_for_its_prefill_instance(name: str) -> None:
     fleet = ToyFleet()
     client = held(fleet)
-    fleet.pause("decode-0", 3.5)
-    assert not client.endings, "nobody else can serve it, and it may wait a while"
+    fleet.pause(name, 3.5)
+    assert client.ended is (name == "prefill-0"), "the decode instance serves it alone, and nobody else does"
     let_go(fleet)
     fleet.turn_until(lambda: client.ended)
     assert_answered(client)
-    assert_whole(fleet)
-
-
-def test_a_prefill_instance_that_pauses_during_a_handoff_is_not_waited_for() -> None:
-    fleet = ToyFleet()
-    client = held(fleet)
-    fleet.pause("prefill-0", 3.5)
-    assert client.ended, "the decode instance has served it alone"
-    assert_answered(client)
-    let_go(fleet)
     assert_whole(fleet)
 
 

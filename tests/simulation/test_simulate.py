@@ -152,13 +152,6 @@ def replace_cpu(simulation: Simulation) -> bytes:
     return msgspec.json.encode(msgspec.structs.replace(figures(simulation), cpu=()))
 
 
-def test_requests_survive_the_death_of_instances() -> None:
-    simulation = simulate(FleetPlan(prefill=3, decode=3), requests=60, rate=8.0, mean_output=150, kill_every_s=2.5, restart_s=2.0)
-    found = figures(simulation)
-    assert found.endings == {"finished: length": 60}
-    assert found.resumes, "nobody died while it served somebody"
-
-
 def test_messages_and_bytes_by_type_are_those_of_the_frames_that_were_sent() -> None:
     simulation = Simulation(FleetPlan(prefill=2, decode=2), LoadPlan(requests=20, mean_output=20), ROUTER)
     frames: Counter[str] = Counter()
