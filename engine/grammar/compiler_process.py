@@ -69,7 +69,6 @@ class CompilerProcess:
         self._vocabulary = vocabulary
         self._limits = limits or Limits()
         self._process: _Process | None = None
-        self._own: Compiler | None = None
         self._closed = False
         self._lock = threading.Lock()
 
@@ -89,9 +88,8 @@ class CompilerProcess:
             self._end()
             raise Unavailable("the compiler of grammars has ended") from None
         if kind == _QUICK:
-            self._own = self._own or Compiler(self._vocabulary)
             try:
-                return self._own.compile_unchecked(grammar)
+                return Compiler(self._vocabulary).compile_unchecked(grammar)
             except BadRequest as error:  # the process could do it
                 raise Unavailable(f"the compiler of grammars has failed: {error}") from error
         if kind == _COMPILED:
