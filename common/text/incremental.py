@@ -30,8 +30,8 @@ class Vocabulary:
         self.tokenizer = tokenizer
         self.special = frozenset(id for id, token in tokenizer.get_added_tokens_decoder().items() if token.special)
         """The ids of the special tokens."""
-        most = max(tokenizer.get_vocab_size(), *tokenizer.get_vocab().values()) + 1
-        self.known = frozenset(id for id in range(most) if tokenizer.id_to_token(id) is not None)
+        largest = max([tokenizer.get_vocab_size(), *tokenizer.get_vocab().values()])
+        self.known = frozenset(id for id in range(largest + 1) if tokenizer.id_to_token(id) is not None)
         """The ids of all tokens. A model may have more, as padding of its embedding."""
 
 

@@ -89,13 +89,6 @@ def test_a_broken_tail_appears_at_the_flush_only() -> None:
     assert got == ["o", "k", "", "", "", "\ufffd"]
 
 
-def test_special_tokens_show_only_when_asked() -> None:
-    tokenizer = tiny_tokenizer()
-    ids = [0, *tokenizer.encode("hello").ids, 1]
-    assert "".join(pieces(tokenizer, ids, skip=True)) == "hello"
-    assert "".join(pieces(tokenizer, ids, skip=False)) == "<|im_start|>hello<|im_end|>"
-
-
 @given(st.lists(st.sampled_from([0, 1, *range(40, 60)]), max_size=20), st.sampled_from([(), (0,), (1,), (0, 1)]))
 def test_of_special_tokens_only_those_that_are_named_are_shown_and_text_that_looks_like_one_stays(
     token_ids: list[int], shown: tuple[int, ...]
@@ -146,12 +139,6 @@ BYTE_LEVEL = TokenText(tiny_tokenizer())
 FALLING_BACK = TokenText(sentencepiece_like_tokenizer())
 
 
-def id_of_token(tokenizer: Tokenizer, written: str) -> int:
-    found: int | None = tokenizer.token_to_id(written)
-    assert found is not None
-    return found
-
-
 @given(st.text(max_size=30))
 def test_the_bytes_of_an_encoded_text_are_those_of_its_tokens(text: str) -> None:
     ids = tiny_tokenizer().encode(text).ids
@@ -179,12 +166,12 @@ def test_each_byte_level_token_has_the_text_that_it_decodes_to() -> None:
     ],
 )
 def test_a_token_of_a_tokenizer_that_falls_back_to_bytes_has_its_space_and_its_byte(written: str, text: str, utf8: bytes) -> None:
-    token_id = id_of_token(sentencepiece_like_tokenizer(), written)
+    token_id = id_of(sentencepiece_like_tokenizer(), written)
     assert (FALLING_BACK.text(token_id), FALLING_BACK.bytes(token_id)) == (text, utf8)
 
 
 def test_the_bytes_of_a_character_that_fell_back_are_together_its_own() -> None:
-    ids = [id_of_token(sentencepiece_like_tokenizer(), f"<0x{byte:02X}>") for byte in "🙂".encode()]
+    ids = [id_of(sentencepiece_like_tokenizer(), f"<0x{byte:02X}>") for byte in "🙂".encode()]
     assert b"".join(FALLING_BACK.bytes(id) for id in ids).decode() == "🙂"
 
 
