@@ -49,7 +49,7 @@ class GrammarVocabulary:
         return self._showing(named) if named else self._plain
 
     def _showing(self, named: Collection[int]) -> "TokenizerInfo":
-        """Of the special tokens, these alone are text: xgrammar never allows a token without bytes."""
+        """The vocabulary in which only these special tokens are text: xgrammar never allows a token without bytes."""
         from xgrammar import TokenizerInfo, VocabType
 
         hidden = self.special.difference(named)
