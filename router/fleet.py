@@ -166,7 +166,7 @@ class Members:
     # --- what it looks like ----------------------------------------------------------------------------------------------
 
     def members(self, role: Role | None = None) -> Iterator[Member]:
-        return (member for member in self._members.values() if role in (None, member.info.role))
+        return (member for member in self._members.values() if role is None or member.info.role == role)
 
     def find(self, life: Life) -> Member | None:
         """The member that is this life, if there is one."""
