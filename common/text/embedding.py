@@ -22,10 +22,8 @@ _MODES: dict[str, Pooling] = {
     "pooling_mode_lasttoken": "last",
     "pooling_mode_mean_tokens": "mean",
     "pooling_mode_cls_token": "cls",
-    "lasttoken": "last",
-    "mean": "mean",
-    "cls": "cls",
 }
+_NAMED_MODES: dict[str, Pooling] = {"lasttoken": "last", "mean": "mean", "cls": "cls"}
 
 _log = logging.getLogger(__name__)
 
@@ -85,4 +83,4 @@ def _pooling_in(config: dict[str, Any]) -> Pooling | None:
     modes = [named] if isinstance(named, str) else [name for name, on in config.items() if name.startswith("pooling_mode") and on]
     if len(modes) != 1 or config.get("include_prompt") is False:
         return None
-    return _MODES.get(modes[0])
+    return (_MODES | _NAMED_MODES).get(modes[0])
