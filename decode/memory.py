@@ -15,6 +15,7 @@ one of all is never preempted for another, always advances, and nobody starves.
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Self
 
 from common.deadlines import DeadlineWheel, earliest
 from common.ids import AttemptId
@@ -112,9 +113,16 @@ class DecodeRoom:
         self._growth = growth
         self._target = target
         self._rounds = rounds
-        self._is_shared = len(requests.shares.rows.keys() | requests.waiting.owners) > 1
+        self._is_shared = False
+        """Several owners have requests here."""
         self._forecast: Forecast | None = None
         """Made when the first request asks, since it takes a few array operations."""
+
+    def begin(self) -> Self:
+        """A pass over the line begins."""
+        self._is_shared = len(self._requests.shares.rows.keys() | self._requests.waiting.owners) > 1
+        self._forecast = None
+        return self
 
     def offer(self, request: DecodeRequest, now: float) -> Verdict:
         requests, pool, has_row = self._requests, self._requests.pool, bool(self._requests.free_rows)

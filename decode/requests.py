@@ -40,30 +40,6 @@ DEVIATIONS = 1.0
 _NOTHING = np.zeros(1, dtype=np.int64)
 
 
-class AnswerLength:
-    """How many tokens an answer has if its limit allows. first: until some have ended."""
-
-    def __init__(self, first: int) -> None:
-        self._first = first
-        self._tokens = self._stops = 0.0
-
-    def add(self, tokens: int, *, stopped: bool) -> None:
-        """An answer had so many tokens. stopped: it was complete. Otherwise it would have been longer."""
-        self.fade()
-        self._tokens += tokens
-        self._stops += stopped
-
-    def fade(self) -> None:
-        """An answer ended that says nothing of its length."""
-        self._tokens -= self._tokens / MEMORY
-        self._stops -= self._stops / MEMORY
-
-    def of(self, running: int) -> int:
-        """The tokens to expect of each of so many answers, with the margin."""
-        mean = (PRIOR_ANSWERS * self._first + self._tokens) / (PRIOR_ANSWERS + self._stops)
-        return math.ceil(mean * (1 + DEVIATIONS / math.sqrt(max(1, running))))
-
-
 class Forecast:
     """Whether another request fits beside those that run. answer: expected tokens. held, still: [requests] int64, pages of its
     own that each has, and pages that it will need more. available_pages: of the pool."""
@@ -114,26 +90,36 @@ class Forecast:
 
 
 class Growth:
-    """The forecast of a decode instance. first_answer: see `AnswerLength`."""
+    """The forecast of a decode instance, and how many tokens an answer has if its limit allows. first_answer: until some have
+    ended."""
 
     def __init__(self, batch: Batch, page_size: int, first_answer: int) -> None:
         self._batch = batch
         self._page_size = page_size
-        self._lengths = AnswerLength(first_answer)
+        self._first_answer = first_answer
+        self._tokens = self._stops = 0.0
+
+    def answer_tokens(self, running: int) -> int:
+        """The tokens to expect of each of so many answers, with the margin."""
+        mean = (PRIOR_ANSWERS * self._first_answer + self._tokens) / (PRIOR_ANSWERS + self._stops)
+        return math.ceil(mean * (1 + DEVIATIONS / math.sqrt(max(1, running))))
 
     def forecast(self, available_pages: int, without: Sequence[int] = ()) -> Forecast:
         """Costs a few array operations, however many run; made only when somebody waits. without: rows that are about to end."""
-        answer = self._lengths.of(self._batch.running - len(without))
+        answer = self.answer_tokens(self._batch.running - len(without))
         held, still = self._batch.pages(answer, self._page_size, without)
         return Forecast(answer, self._page_size, held, still, available_pages)
 
     def ended(self, row: int, *, stopped: bool) -> None:
         """The answer of a row is over. stopped: by itself; otherwise it reached its limit, or was preempted."""
-        self._lengths.add(int(self._batch.sampled[row]), stopped=stopped)
+        self.cancelled()
+        self._tokens += int(self._batch.sampled[row])
+        self._stops += stopped
 
     def cancelled(self) -> None:
-        """An answer is not wanted any more."""
-        self._lengths.fade()
+        """An answer is not wanted any more: that says nothing of its length."""
+        self._tokens -= self._tokens / MEMORY
+        self._stops -= self._stops / MEMORY
 
 
 @dataclass(slots=True, eq=False)

@@ -149,11 +149,10 @@ class Reservations:
         # No step has its pages yet: what others have computed meanwhile takes their place.
         reservation.lease.publish(request.keys, len(request.prompt) // page_size, replaces=True)
         if request.phase is RequestPhase.ENDED:
-            sends: list[Action] = (
-                [] if request.pending_failure is None else [self._requests.tell(request, request.pending_failure)]
-            )
+            pending = request.pending_failure
+            told = [] if pending is None else self._requests.tell(request, pending)
             self._requests.release(request, now)
-            return sends
+            return [*told]
         self._decode(request, handoff.first_token)
         return []
 
@@ -214,5 +213,5 @@ class Reservations:
         pending_failure = request.pending_failure or (failed if request.phase is not RequestPhase.ENDED else None)
         actions: list[Action] = [Settle(request.key)]
         if pending_failure is not None:
-            actions.append(self._requests.tell(request, pending_failure))
+            actions += self._requests.tell(request, pending_failure)
         return actions + self._requests.end(request, None, now)

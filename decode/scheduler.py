@@ -21,45 +21,28 @@ from msgspec.structs import replace
 
 from common.deadlines import earliest
 from common.errors import NoRoom, Preempted, Unavailable
-from common.executor import EngineDescription, StepPlan, StepResult
-from common.ids import AttemptId, InstanceId, Int32Array, Life, pack_ids
+from common.executor import EngineDescription, StepResult
+from common.ids import InstanceId, Int32Array, Life, pack_ids
 from common.instance.admission import admit
-from common.instance.ports import (
-    Action,
-    Decision,
-    Event,
-    LayersDone,
-    PeerDied,
-    PeersChanged,
-    Prepared,
-    Report,
-    RouterJoined,
-    RouterLost,
-)
+from common.instance.ports import Action, Decision, Event, LayersDone, PeerDied, PeersChanged, Prepared, Report
 from common.instance.request import RequestPhase
-from common.instance.requests import InstanceLimits, RequestTable, SharedMessage, decline
+from common.instance.requests import InstanceLimits, RequestTable, SharedEvent, SharedMessage, decline
 from common.instance.token_memory import emit_tokens
 from common.messages import (
     Cancel,
-    Drain,
     Ending,
     Failed,
     Finished,
-    FlushCache,
     Generate,
     Handoff,
     InstanceInfo,
-    Probe,
     Renew,
-    Repeat,
     Reserve,
-    TellCache,
-    Timeline,
     TokenDelta,
     Withdraw,
 )
 from common.messages.transfers import LinkChanged, PushDone, PushFailed, Settled
-from common.pages.pool import PagePool, count_pages
+from common.pages.pool import count_pages
 from decode.batch import Batch
 from decode.memory import DecodeRoom, Rounds, choose_victims, comes_home
 from decode.requests import DecodeRequest, Growth
@@ -84,15 +67,17 @@ class DecodeScheduler:
         self._target = HandoffReader(me.incarnation)
         self._reservations = Reservations(me, engine, self._requests, self._target, self._decode, digest)
         self._rounds = Rounds()
+        self._room = DecodeRoom(self._requests, self._growth, self._target, self._rounds)
         self._now = 0.0
-
-    @property
-    def pool(self) -> PagePool:
-        return self._requests.pool
+        self.pool = self._requests.pool
+        self.key_in = self._requests.key_in
+        self.take_timelines = self._requests.take_timelines
 
     # --- messages and events ---------------------------------------------------------------------------------------------
 
     def receive(self, sender: InstanceId, message: DecodeMessage, now: float) -> list[Action]:
+        if isinstance(message, SharedMessage):
+            return self._requests.receive(sender, message, now)
         match message:
             case Generate():
                 _, actions = self._requests.accept(message, None, now)
@@ -112,8 +97,6 @@ class DecodeScheduler:
                 return self._reservations.withdraw(sender, message, now)
             case Cancel():
                 return self._cancel(message, now)
-            case Probe() | Repeat() | TellCache() | FlushCache() | Drain():
-                return self._requests.receive(sender, message, now)
             case _:
                 assert_never(message)
 
@@ -129,6 +112,12 @@ class DecodeScheduler:
         return self._end(request, None, now)
 
     def handle(self, event: Event, now: float) -> list[Action]:
+        if isinstance(event, SharedEvent):
+            actions = self._requests.handle(event, now)
+            request = self._requests.get(event.key) if isinstance(event, Prepared) else None
+            if request is not None and request.phase is RequestPhase.DECODING and request.landed is not None:
+                self._decode(request, request.landed)
+            return actions
         match event:
             case Settled():
                 self._reservations.settled(event.key, now)
@@ -137,14 +126,6 @@ class DecodeScheduler:
                 return self._reservations.bury(event.peer, now)
             case PeersChanged():
                 return self._reservations.meet(event, now)
-            case Prepared():
-                actions = self._requests.handle(event, now)
-                request = self._requests.get(event.key)
-                if request is not None and request.phase is RequestPhase.DECODING and request.landed is not None:
-                    self._decode(request, request.landed)
-                return actions
-            case RouterJoined() | RouterLost():
-                return self._requests.handle(event, now)
             case PushDone() | PushFailed() | LinkChanged() | LayersDone():
                 raise AssertionError("a decode instance pushes nothing")
             case _:
@@ -215,32 +196,25 @@ class DecodeScheduler:
     def decide(self, now: float) -> Decision:
         requests = self._requests
         actions, grown = self._grow(now)
-        actions += self._admit(grown, now)
-        actions += self._decline_what_does_not_wait(now)
+        for request, failed in admit(requests, self._me.id, self._room.begin, now):
+            if failed is not None:
+                actions += self._preempt(request, failed, grown, now)
+                continue
+            self._join(request, sampled=0)
+            if request.peer is not None:
+                self._rounds.admitted(request.key)
+                actions += self._reservations.grant(request, request.peer, now)
+        for request in [each for each in requests.waiting if not each.stays]:
+            actions += self._decline_for_now(request, now)
         actions += self._refuse_what_cannot_fit(now)
         actions += self._reservations.expect(now)
-        decode_rows = self._batch.next_rows()
-        chunks = requests.next_chunks(now)
-        for chunk in chunks:
+        plan = requests.plan(now, self._batch.next_rows(), grown)
+        assert plan is not None or not grown, "a row that grew is planned"
+        for chunk in () if plan is None else plan.chunks:
             if chunk.last:
                 requests.in_row[chunk.row].phase = RequestPhase.DECODING
                 self._batch.prompt_planned(chunk.row)
-        if not chunks and not len(decode_rows):
-            assert not grown, "a row that grew is planned"
-            return Decision(None, actions)
-        plan = StepPlan(
-            requests.counters.steps + 1,
-            starts=tuple(requests.starts),
-            chunks=chunks,
-            decode_rows=decode_rows,
-            grown_rows=np.array(list(grown), dtype=np.int32),
-            grown_pages=np.array(list(grown.values()), dtype=np.int32),
-        )
-        requests.launch(plan)
         return Decision(plan, actions)
-
-    def take_timelines(self) -> list[Timeline]:
-        return self._requests.take_timelines()
 
     def next_deadline(self) -> float | None:
         return earliest(self._requests.next_deadline(), self._target.next_deadline(), self._rounds.next_deadline())
@@ -260,28 +234,6 @@ class DecodeScheduler:
         counters = requests.counters_so_far()
         counters.messages_stale += self._target.stale
         return requests.report(load, counters)
-
-    def key_in(self, row: int) -> AttemptId:
-        return self._requests.in_row[row].key
-
-    def _admit(self, grown: dict[int, int], now: float) -> list[Action]:
-        """grown: rows that got a page, without those that are preempted."""
-
-        def room() -> DecodeRoom:
-            return DecodeRoom(self._requests, self._growth, self._target, self._rounds)
-
-        actions: list[Action] = []
-        for request, failed in admit(self._requests, self._me.id, room, now):
-            if failed is not None:
-                actions += self._preempt(request, failed, grown, now)
-            elif request.peer is not None:
-                self._join(request, sampled=0)
-                self._rounds.admitted(request.key)
-                actions += self._reservations.grant(request, request.peer, now)
-            else:
-                self._join(request, sampled=0)
-                self._requests.compute(request)
-        return actions
 
     # --- one request -----------------------------------------------------------------------------------------------------
 
@@ -314,7 +266,7 @@ class DecodeScheduler:
                 actions.append(decline(request.peer, request.asked, ending))
                 request.pending_failure = ending
         elif ending is not None:
-            actions.append(self._requests.tell(request, ending))
+            actions += self._requests.tell(request, ending)
         if request.row is not None:
             self._batch.leave(request.row)
         self._release(request, now)
@@ -334,10 +286,6 @@ class DecodeScheduler:
         self._requests.release(request, now)
 
     # --- memory ----------------------------------------------------------------------------------------------------------
-
-    def _decline_what_does_not_wait(self, now: float) -> list[Action]:
-        in_haste = [request for request in self._requests.waiting if not request.stays]
-        return [action for request in in_haste for action in self._decline_for_now(request, now)]
 
     def _decline_for_now(self, request: DecodeRequest, now: float) -> list[Action]:
         """There was no room for this reservation. Its writer asks elsewhere, and then here once more, to wait; unless it waits in

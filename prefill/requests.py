@@ -6,19 +6,21 @@ that only this role has. Sends and ends nothing itself. Does not know plans or p
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Self
 
 from msgspec.structs import replace
 
 from common.errors import NoRoom, Overloaded, Unavailable
-from common.ids import Incarnation, InstanceId
+from common.ids import Incarnation, InstanceId, Life
 from common.instance.admission import Verdict, find_givers
 from common.instance.ports import PeersChanged
 from common.instance.request import Request, RequestPhase
 from common.instance.requests import RequestTable
-from common.messages import Ending, Failed, Finished, LinkInfo, LinkReport, LinkTraffic, Reserve, Terms
+from common.messages import Failed, Finished, LinkInfo, LinkReport, LinkTraffic, Reserve, Terms, TokenDelta, TokenLogprobs
 from common.messages.transfers import Connect
+from common.pages.pool import PageLease, count_pages
 
 _log = logging.getLogger(__name__)
 
@@ -56,12 +58,17 @@ class PrefillRequest(Request):
             cached_tokens=self.cached_tokens,
         )
 
-    def ending_with(self, token: int, eos_token_ids: Sequence[int]) -> Ending | None:
-        """How its answer ends if this is the token after its prompt; None when more follow."""
+    def answered(self, token: int, logprobs: TokenLogprobs, eos_token_ids: Sequence[int]) -> TokenDelta:
+        """Its prompt is computed, and this is the token after it; the answer has ended unless more follow. logprobs: that of the
+        token, if asked for."""
         sampling = self.asked.sampling
         if token in sampling.stop_token_ids or (token in eos_token_ids and not sampling.ignore_eos):
-            return Finished(reason="stop", matched=token)
-        return Finished(reason="length") if sampling.max_new_tokens == 1 else None
+            self.ending = Finished(reason="stop", matched=token)
+        elif sampling.max_new_tokens == 1:
+            self.ending = Finished(reason="length")
+        delta = self.with_logprobs(TokenDelta(self.key, self.next_token, (token,), self.ending), logprobs)
+        self.add_token(token)
+        return delta
 
     def hand_off(self, now: float) -> LinkTraffic:
         """Handoff was sent. Returns what that adds to the traffic of the link."""
@@ -70,14 +77,17 @@ class PrefillRequest(Request):
         times.handed_off_s, times.pages_pushed = now, self.pages - times.pages_had
         return LinkTraffic(handoffs=1, exposed_seconds=now - times.last_chunk_s)
 
-    def choose(self, is_there: Callable[[InstanceId], bool]) -> InstanceId | None:
-        """Whom to ask now; None when nobody is left. Each candidate that is there is asked in turn, and has no time to wait for
-        room. Then the best of them is asked again, and the request waits there for a while: that ends the round. One that is
-        alone is asked to let it wait at once."""
-        able = [name for name in self.candidates if is_there(name)]
+    def choose(self, able: Mapping[InstanceId, Incarnation]) -> bool:
+        """Whom to ask now becomes its peer; False when nobody is left. Each candidate that is there is asked in turn, and has no
+        time to wait for room. Then the best of them is asked again, and the request waits there for a while: that ends the
+        round. One that is alone is asked to let it wait at once. able: the candidates that are there, best first."""
+        if not able:
+            return False
         untried = [name for name in able if name not in self.full]
         self.may_wait = not untried or len(able) == 1
-        return next(iter(untried or able), None)
+        name = (untried or list(able))[0]
+        self.peer = Life(name, able[name])
+        return True
 
     def exclude(self, by: InstanceId, failure: Failed) -> None:
         """A candidate grants nothing. If it let the request wait and got no room, the next round begins, with the others; this
@@ -152,28 +162,29 @@ class PromptRoom:
     compute than a forward takes. When there is no room for it, nobody of its owner passes it. Other owners' requests give up
     their pages for it, unless a decode instance has granted them a reservation."""
 
-    def __init__(
-        self,
-        instance: InstanceId,
-        requests: RequestTable[PrefillRequest],
-        chunk_tokens: int,
-        most_pages: int,
-        is_stuck: Callable[[PrefillRequest], bool],
-    ) -> None:
-        """chunk_tokens: most tokens of a forward. most_pages: those that a request can get when all others have ended. is_stuck:
-        whether the pages of a request that has ended stay away."""
+    def __init__(self, instance: InstanceId, requests: RequestTable[PrefillRequest], links: LinkBook, chunk_tokens: int) -> None:
+        """chunk_tokens: most tokens of a forward."""
         self._instance = instance
         self._requests = requests
+        self._links = links
         self._chunk_tokens = chunk_tokens
-        self._most_pages = most_pages
-        self._is_stuck = is_stuck
+        self.quarantined: list[PageLease] = []
+        """Pages that a push may still read, which is not proven to have stopped: nobody ever writes them again."""
+        self._most_pages = 0
+        """Those that a request can get when all others have ended."""
         self._to_compute: Counter[str] = Counter()
         """Tokens that each owner has in rows and that are not launched yet."""
-        for progress in requests.computing.values():
+
+    def begin(self) -> Self:
+        """A pass over the line begins."""
+        self._most_pages = self._requests.pool.total_pages - count_pages(self.quarantined)
+        self._to_compute.clear()
+        for progress in self._requests.computing.values():
             self._to_compute[progress.owner] += progress.left
+        return self
 
     def offer(self, request: PrefillRequest, now: float) -> Verdict | Failed:
-        requests = self._requests
+        requests, pool = self._requests, self._requests.pool
         if not requests.free_rows:
             return Verdict.CLOSED
         if self._to_compute[request.owner] >= self._chunk_tokens:
@@ -183,16 +194,18 @@ class PromptRoom:
         if request.pages > self._most_pages:
             return Failed.of(Unavailable(f"{self._instance} lacks memory for the request"))
         requests.prompts.find(request)
-        if requests.pages_taken(request) > requests.pool.available_pages:
+        if pool.takes(request.pages, request.hit) > pool.available_pages:
             return Verdict.FULL
+        if request.candidates and not self.choose(request):
+            return self.nobody_left(request)
         missing_tokens = requests.prompts.missing_tokens(request)
         requests.admit(request, 0, missing_tokens, now)
         self._to_compute[request.owner] += missing_tokens
         return Verdict.ADMITTED
 
     def who_gives_way(self, request: PrefillRequest, now: float) -> list[PrefillRequest] | None:
-        requests, takes = self._requests, self._requests.pages_taken(request)
-        ended = [each for each in requests.holders.values() if each.phase is RequestPhase.ENDED and not self._is_stuck(each)]
+        requests, takes = self._requests, self._requests.pool.takes(request.pages, request.hit)
+        ended = [each for each in requests.holders.values() if each.phase is RequestPhase.ENDED and not self.is_stuck(each)]
 
         def holders() -> list[PrefillRequest]:
             running = (r for r in requests.holders.values() if r.phase is not RequestPhase.ENDED and r.decode is None)
@@ -203,3 +216,22 @@ class PromptRoom:
             return takes <= requests.pages_after([*ended, *victims])
 
         return find_givers(requests, request, 0, holders, fits)
+
+    def choose(self, request: PrefillRequest) -> bool:
+        """Whom the request asks now becomes its peer; False when nobody is left."""
+        peers, lost = self._requests.peers, self._links.lost
+        return request.choose({name: peers[name] for name in request.candidates if name in peers and name not in lost})
+
+    def nobody_left(self, request: PrefillRequest) -> Failed:
+        return Failed.of(Unavailable(f"{self._instance} reaches none of the decode instances {', '.join(request.candidates)}"))
+
+    def is_stuck(self, request: PrefillRequest) -> bool:
+        """Whether its pages wait for the end of pushes over a link that is gone."""
+        if request.peer is None or request.phase is not RequestPhase.ENDED or not request.in_transfer:
+            return False
+        return request.peer.id in self._links.lost or not self._requests.knows(request.peer)
+
+    def quarantined_pages(self) -> int:
+        """How many pages nobody can get, for ever or until pushes over links that are gone have ended."""
+        stuck = [each.lease for each in self._requests.holders.values() if each.lease is not None and self.is_stuck(each)]
+        return count_pages([*self.quarantined, *stuck])

@@ -25,51 +25,31 @@ from msgspec.structs import replace
 
 from common.deadlines import earliest
 from common.errors import BadRequest, Preempted, TandemError, Unavailable
-from common.executor import EngineDescription, StepPlan, StepResult
-from common.ids import ROUTER, AttemptId, InstanceId, Life
+from common.executor import EngineDescription, StepResult
+from common.ids import ROUTER, InstanceId, Life
 from common.instance.admission import admit
-from common.instance.ports import (
-    Action,
-    Decision,
-    Event,
-    LayersDone,
-    PeerDied,
-    PeersChanged,
-    Prepared,
-    Report,
-    RouterJoined,
-    RouterLost,
-    Send,
-)
+from common.instance.ports import Action, Decision, Event, LayersDone, PeerDied, PeersChanged, Report, Send
 from common.instance.request import RequestPhase
-from common.instance.requests import InstanceLimits, RequestTable, SharedMessage
+from common.instance.requests import InstanceLimits, RequestTable, SharedEvent, SharedMessage
 from common.instance.token_memory import emit_tokens
 from common.messages import (
     Cancel,
     Decline,
-    Drain,
     Ending,
     Failed,
-    FlushCache,
     Generate,
     Grant,
     InstanceInfo,
     LinkInfo,
     Placed,
-    Probe,
     Renewed,
-    Repeat,
-    TellCache,
     TellLinks,
-    Timeline,
     TokenDelta,
-    TokenLogprobs,
 )
 from common.messages.transfers import LinkChanged, PushDone, PushFailed, Settled
-from common.pages.pool import PageLease, PagePool, count_pages
 from kv_transfer.handoff_reader import Digest
 from kv_transfer.handoff_writer import HandoffWriter
-from kv_transfer.outgoing import HandoffClosed, HandoffEvent, HandoffGranted, HandoffPosted, HandoffRefused, SourcePagesRead
+from kv_transfer.outgoing import HandoffClosed, HandoffGranted, HandoffPosted, HandoffRefused, SourcePagesRead
 from prefill.requests import LinkBook, PrefillRequest, PromptRoom
 
 PrefillMessage = Generate | Cancel | Grant | Decline | Renewed | TellLinks | SharedMessage
@@ -82,24 +62,26 @@ class PrefillScheduler:
         """digest: with --verify-pages, `Executor.digest_pages`."""
         self._me = me
         self._engine = engine
-        self._chunk_tokens = limits.chunk_tokens
         self._requests = RequestTable(PrefillRequest, me, engine, limits, self._end)
         self._source = HandoffWriter(me.incarnation, engine.layout, digest)
         self._links = LinkBook(me.id, me.incarnation)
-        self._quarantined: list[PageLease] = []
-        """Pages that a push may still read, which is not proven to have stopped: nobody ever writes them again."""
-
-    @property
-    def pool(self) -> PagePool:
-        return self._requests.pool
+        self._room = PromptRoom(me.id, self._requests, self._links, limits.chunk_tokens)
+        self.pool = self._requests.pool
+        self.key_in = self._requests.key_in
+        self.take_timelines = self._requests.take_timelines
 
     # --- messages and events ---------------------------------------------------------------------------------------------
 
     def receive(self, sender: InstanceId, message: PrefillMessage, now: float) -> list[Action]:
+        if isinstance(message, SharedMessage):
+            return self._requests.receive(sender, message, now) + self._follow_handoffs(now)
         actions: list[Action] = []
         match message:
             case Generate():
-                actions = self._generate(message, now)
+                joined, actions = self._requests.accept(message, None, now, self._objection(message))
+                if joined is not None:
+                    joined.candidates = message.decodes
+                    self._requests.prompts.find(joined)
             case Cancel():
                 request = self._requests.cancel(message.key, now)
                 actions = [] if request is None else self._end(request, None, now)
@@ -107,13 +89,13 @@ class PrefillScheduler:
                 actions = self._source.receive(sender, message, now)
             case TellLinks():
                 actions = [Send(sender, self._links.all_links(self._source.traffic.to))]
-            case Probe() | Repeat() | TellCache() | FlushCache() | Drain():
-                actions = self._requests.receive(sender, message, now)
             case _:
                 assert_never(message)
         return actions + self._follow_handoffs(now)
 
     def handle(self, event: Event, now: float) -> list[Action]:
+        if isinstance(event, SharedEvent):
+            return self._requests.handle(event, now) + self._follow_handoffs(now)
         actions: list[Action] = []
         match event:
             case PushDone() | PushFailed():
@@ -132,8 +114,6 @@ class PrefillScheduler:
                 return []  # its link tells, and what was pushed there is of no use
             case PeersChanged():
                 actions = self._meet(event, now)
-            case Prepared() | RouterJoined() | RouterLost():
-                actions = self._requests.handle(event, now)
             case Settled():
                 raise AssertionError("nobody writes to a prefill instance")
             case _:
@@ -160,15 +140,23 @@ class PrefillScheduler:
                 self._requests.release(request, now)
             elif chunk.row in result.failed:
                 actions += self._end(request, Failed.of(result.failed[chunk.row]), now)
-            elif chunk.last:
+            elif not chunk.last:
+                actions += self._source.computed(request.key, request.progress.computed) if request.in_transfer else []
+            else:
+                token, logprob = tokens[chunk.row], logprobs.get(chunk.row, ())
                 pipelines.append(request.pipeline)
                 if chunk.row in result.embeddings:
                     deltas.append(request.embedded(result.embeddings[chunk.row]))
+                else:
+                    deltas.append(request.answered(token, logprob, self._engine.eos_token_ids))
+                    self._requests.counters.tokens_generated += 1
+                if request.ending is not None:
                     actions += self._end(request, None, now)
                     continue
-                actions += self._first_token(request, tokens[chunk.row], logprobs.get(chunk.row, ()), deltas, now)
-            elif request.in_transfer:
-                actions += self._source.computed(request.key, request.progress.computed)
+                request.phase = RequestPhase.HANDING_OFF
+                self._requests.release(request, now)
+                first = logprob[0] if logprob else None
+                actions += self._source.computed(request.key, len(request.prompt), first_token=token, first_logprob=first)
         # The first tokens leave before anything else that this step caused.
         return [*emit_tokens(deltas, pipelines), *actions, *self._follow_handoffs(now)]
 
@@ -176,41 +164,33 @@ class PrefillScheduler:
 
     def decide(self, now: float) -> Decision:
         requests, actions = self._requests, list[Action]()
-        for request, failed in admit(requests, self._me.id, self._room, now):
-            if failed is None:
-                actions += self._begin(request, now)
-            else:
+        for request, failed in admit(requests, self._me.id, self._room.begin, now):
+            if failed is not None:
                 requests.counters.preemptions += failed.kind == Preempted.kind
                 actions += [*self._end(request, failed, now), *self._follow_handoffs(now)]
-        chunks = requests.next_chunks(now)
-        if not chunks:
-            return Decision(None, actions)
-        plan = StepPlan(requests.counters.steps + 1, starts=tuple(requests.starts), chunks=chunks)
-        requests.launch(plan)
-        return Decision(plan, actions, follows_layers=any(chunk.last for chunk in chunks))
-
-    def _room(self) -> PromptRoom:
-        most_pages = self.pool.total_pages - count_pages(self._quarantined)
-        return PromptRoom(self._me.id, self._requests, self._chunk_tokens, most_pages, self._is_stuck)
-
-    def take_timelines(self) -> list[Timeline]:
-        return self._requests.take_timelines()
+            elif request.peer is not None:
+                # It has its pages and a row. Its reservation is not asked for earlier, so that decode memory stays free and the
+                # request goes where there is room by then.
+                assert request.lease is not None
+                request.in_transfer, request.times.asked_s = True, now
+                actions += self._source.reserve(request.reserve(self._me.incarnation, now), request.peer, request.lease.pages)
+                actions += self._source.computed(request.key, request.cached_tokens)
+        plan = requests.plan(now)
+        return Decision(plan, actions, follows_layers=plan is not None and any(chunk.last for chunk in plan.chunks))
 
     def next_deadline(self) -> float | None:
         return earliest(self._requests.next_deadline(), self._source.next_deadline())
 
     def report(self) -> Report:
         requests, source, pushed = self._requests, self._source, self._source.traffic.total
-        stuck = [each.lease for each in requests.holders.values() if each.lease is not None and self._is_stuck(each)]
-        load = requests.load()
-        waiting_tokens = sum(map(requests.prompts.missing_tokens, requests.waiting))
+        load, waiting_tokens = requests.load(), sum(map(requests.prompts.missing_tokens, requests.waiting))
         load = replace(
             load,
             running_requests=len(requests) - len(requests.waiting),
             waiting_tokens=waiting_tokens,
             running_tokens=load.tokens_to_compute - waiting_tokens,
             pushes_in_flight=source.pushes_in_flight,
-            pages_quarantined=count_pages([*self._quarantined, *stuck]),
+            pages_quarantined=self._room.quarantined_pages(),
         )
         counters = requests.counters_so_far()
         counters = replace(
@@ -226,9 +206,6 @@ class PrefillScheduler:
         )
         return requests.report(load, counters, self._links.version)
 
-    def key_in(self, row: int) -> AttemptId:
-        return self._requests.in_row[row].key
-
     # --- peers and links -------------------------------------------------------------------------------------------------
 
     def _meet(self, change: PeersChanged, now: float) -> list[Action]:
@@ -237,11 +214,8 @@ class PrefillScheduler:
         actions += [self._links.meet(change), *self._source.peers_gone(self._requests.peers.items())]
         for request in self._requests.waiting if change.left else ():
             if request.candidates and not any(name in self._requests.peers for name in request.candidates):
-                actions += self._end(request, self._nobody_left(request), now)
+                actions += self._end(request, self._room.nobody_left(request), now)
         return actions
-
-    def _nobody_left(self, request: PrefillRequest) -> Failed:
-        return Failed.of(Unavailable(f"{self._me.id} reaches none of the decode instances {', '.join(request.candidates)}"))
 
     def _link_changed(self, link: LinkInfo, now: float) -> list[Action]:
         """Handoffs on a lost link have failed, and their clients are told at once, before the pushes have ended. Those that were
@@ -256,84 +230,21 @@ class PrefillScheduler:
                 actions += self._end(request, lost, now)
         return actions
 
-    def _is_stuck(self, request: PrefillRequest) -> bool:
-        """Whether its pages wait for the end of pushes over a link that is gone."""
-        if request.peer is None or request.phase is not RequestPhase.ENDED or not request.in_transfer:
-            return False
-        return request.peer.id in self._links.lost or not self._requests.knows(request.peer)
-
     # --- one request -----------------------------------------------------------------------------------------------------
 
-    def _generate(self, asked: Generate, now: float) -> list[Action]:
-        objection: TandemError | None = None
+    def _objection(self, asked: Generate) -> TandemError | None:
         if not asked.decodes and asked.sampling.max_new_tokens > 1:
             cannot = f"{self._me.id} cannot decode: a request of more than one token needs a decode instance"
-            objection = BadRequest(cannot, field="decodes")
-        elif asked.decodes and not any(name in self._requests.peers for name in asked.decodes):
-            objection = Unavailable(f"{self._me.id} knows none of the decode instances {', '.join(asked.decodes)}")
-        joined, actions = self._requests.accept(asked, None, now, objection)
-        if joined is not None:
-            joined.candidates = asked.decodes
-            self._requests.prompts.find(joined)
-        return actions
-
-    def _begin(self, request: PrefillRequest, now: float) -> list[Action]:
-        """The request has its pages and a row: compute it and ask for its reservation. Not earlier, so that decode memory stays
-        free and the request goes where there is room by then."""
-        peer = self._choose(request)
-        if peer is None and request.candidates:
-            return self._end(request, self._nobody_left(request), now)
-        self._requests.compute(request)
-        if peer is None:
-            return []
-        assert request.lease is not None
-        request.in_transfer, request.times.asked_s = True, now
-        actions = self._source.reserve(request.reserve(self._me.incarnation, now), peer, request.lease.pages)
-        return actions + self._source.computed(request.key, request.cached_tokens)
-
-    def _choose(self, request: PrefillRequest) -> Life | None:
-        """Whom to ask for its reservation now; None when nobody is left."""
-        peers = self._requests.peers
-        name = request.choose(lambda name: name in peers and name not in self._links.lost)
-        if name is None:
-            return None
-        request.peer = Life(name, peers[name])
-        return request.peer
-
-    def _refused(self, request: PrefillRequest, failure: Failed, now: float) -> list[Action]:
-        """Its peer grants no reservation: ask the next candidate, if that may help."""
-        if request.phase is RequestPhase.ENDED:
-            return []
-        assert request.peer is not None and request.lease is not None
-        request.exclude(request.peer.id, failure)
-        peer = self._choose(request) if failure.retryable else None
-        if peer is None:
-            return self._end(request, failure, now)
-        self._requests.counters.reservations_moved += 1
-        return self._source.reserve(request.reserve(self._me.incarnation, now), peer, request.lease.pages)
-
-    def _first_token(
-        self, request: PrefillRequest, token: int, logprobs: TokenLogprobs, deltas: list[TokenDelta], now: float
-    ) -> list[Action]:
-        """The prompt is computed: its first token is on its way to the client before anything is handed off. logprobs: that of
-        the token, if asked for."""
-        ending = request.ending_with(token, self._engine.eos_token_ids)
-        deltas.append(request.with_logprobs(TokenDelta(request.key, request.next_token, (token,), ending), logprobs))
-        request.add_token(token)
-        request.ending = ending
-        request.phase = RequestPhase.HANDING_OFF
-        self._requests.counters.tokens_generated += 1
-        if ending is not None:
-            return self._end(request, None, now)
-        self._requests.release(request, now)
-        first_logprob = logprobs[0] if logprobs else None
-        return self._source.computed(request.key, len(request.prompt), first_token=token, first_logprob=first_logprob)
+            return BadRequest(cannot, field="decodes")
+        if asked.decodes and not any(name in self._requests.peers for name in asked.decodes):
+            return Unavailable(f"{self._me.id} knows none of the decode instances {', '.join(asked.decodes)}")
+        return None
 
     def _end(self, request: PrefillRequest, ending: Ending | None, now: float) -> list[Action]:
         """The one door. `ending` is told to the client, or None when the client knows already."""
         if self._requests.close(request, now) is None:
             return []
-        actions: list[Action] = [] if ending is None else [self._requests.tell(request, ending)]
+        actions: list[Action] = [] if ending is None else [*self._requests.tell(request, ending)]
         actions += self._source.give_up(request.key)
         self._requests.release(request, now)
         return actions
@@ -343,41 +254,36 @@ class PrefillScheduler:
         actions: list[Action] = []
         while events := self._source.take_events():
             for event in events:
-                actions += self._handoff_event(self._requests[event.key], event, now)
+                request = self._requests[event.key]
+                assert request.lease is not None and request.peer is not None
+                match event:
+                    case HandoffGranted():
+                        request.decode = request.peer
+                        request.times.granted_s, request.times.pages_had = now, event.have_pages
+                        me = self._me
+                        placed = Placed(id=me.id, incarnation=me.incarnation, key=request.key, decode=request.peer)
+                        actions.append(Send(request.key.router, placed))
+                    case HandoffPosted():
+                        request.times.first_push_s = now
+                    case HandoffRefused():
+                        actions += self._refused(request, request.peer, event.failure, now)
+                    case SourcePagesRead():
+                        request.lease.give_back(event.pages)
+                        if request.phase is not RequestPhase.ENDED:
+                            self._requests.shares.hold(request, 0, max(0, request.held_pages - event.pages))
+                    case HandoffClosed():
+                        actions += self._closed(request, event, now)
+                    case _:
+                        assert_never(event)
         return actions
 
-    def _handoff_event(self, request: PrefillRequest, event: HandoffEvent, now: float) -> list[Action]:
-        assert request.lease is not None and request.peer is not None
-        match event:
-            case HandoffGranted():
-                request.decode = request.peer
-                request.times.granted_s, request.times.pages_had = now, event.have_pages
-                placed = Placed(id=self._me.id, incarnation=self._me.incarnation, key=request.key, decode=request.peer)
-                return [Send(request.key.router, placed)]
-            case HandoffPosted():
-                request.times.first_push_s = now
-                return []
-            case HandoffRefused():
-                return self._refused(request, event.failure, now)
-            case SourcePagesRead():
-                request.lease.give_back(event.pages)
-                if request.phase is not RequestPhase.ENDED:
-                    self._requests.shares.hold(request, 0, max(0, request.held_pages - event.pages))
-                return []
-            case HandoffClosed():
-                return self._closed(request, event, now)
-            case _:
-                assert_never(event)
-
-    def _closed(self, request: PrefillRequest, closed: HandoffClosed, now: float) -> list[Action]:
-        assert request.lease is not None and request.peer is not None
-        request.in_transfer = False
-        if closed.failure is None and request.phase is RequestPhase.HANDING_OFF:
-            self._source.traffic.add(request.peer.id, request.hand_off(now))
-        if not closed.quiescent:
-            self._quarantined.append(request.lease)
-            request.lease = None
+    def _refused(self, request: PrefillRequest, peer: Life, failure: Failed, now: float) -> list[Action]:
+        """Its peer grants no reservation: ask the next candidate, if that may help."""
         if request.phase is RequestPhase.ENDED:
-            self._requests.release(request, now)
             return []
-        return self._end(request, closed.failure, now)
+        request.exclude(peer.id, failure)
+        if not failure.retryable or not self._room.choose(request):
+            return self._end(request, failure, now)
+        assert request.peer is not None and request.lease is not None
+        self._requests.counters.reservations_moved += 1
+        return self._source.reserve(request.reserve(self._me.incarnation, now), request.peer, request.lease.pages)

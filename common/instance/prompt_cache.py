@@ -144,8 +144,14 @@ class PromptCache:
 
     def is_promised(self, request: Request) -> bool:
         """Whether the next page that it lacks is being computed for another one."""
-        if request.awaits not in self._promised:
-            request.awaits = self._last_promised(request)
+        if request.awaits in self._promised:
+            return True
+        request.awaits = None
+        if self._promised:  # it waits for the last of the pages that it lacks and that another one computes
+            for key in request.keys.pages[len(self.find(request)) : self._most_hits(request)]:
+                if key.digest not in self._promised:
+                    break
+                request.awaits = key.digest
         return request.awaits is not None
 
     def begin(self, request: Request) -> None:
@@ -159,17 +165,14 @@ class PromptCache:
             for key in request.keys.pages[hit:]:
                 self._promised.setdefault(key.digest, request)
 
-    def computed(self, request: Request) -> None:
-        """A step has written more of its KV: its whole pages can be hit. Without a lease they are nobody's to share."""
-        assert request.progress is not None
-        whole = request.progress.computed // self._page_size
-        if request.lease is not None:
-            request.lease.publish(request.keys, whole)
-        self._keep_promises(request, whole)
-
-    def ended(self, request: Request) -> None:
-        """Nothing more of its prompt will be computed, but what a step is computing now. Idempotent."""
-        self._keep_promises(request, len(request.prompt) // self._page_size)
+    def keep_promises(self, request: Request, upto_pages: int) -> None:
+        """Nobody waits for these pages of its prompt any more. Idempotent."""
+        if not self._promised:
+            return
+        for key in request.keys.pages[request.published : upto_pages]:
+            if self._promised.get(key.digest) is request:
+                del self._promised[key.digest]
+        request.published = max(request.published, upto_pages)
 
     def _most_hits(self, request: Request) -> int:
         """Most pages of its prompt that need not be computed. Its last token always is: the answer follows from it. All are if
@@ -179,21 +182,3 @@ class PromptCache:
             return len(request.prompt) // self._page_size
         needs_all = sampling.prompt_logprobs is not None or sampling.pooling is not None
         return 0 if needs_all else (len(request.prompt) - 1) // self._page_size
-
-    def _last_promised(self, request: Request) -> bytes | None:
-        """The last of the pages that it lacks and that another one computes; None: nobody computes the first that it lacks."""
-        last: bytes | None = None
-        if self._promised:
-            for key in request.keys.pages[len(self.find(request)) : self._most_hits(request)]:
-                if key.digest not in self._promised:
-                    break
-                last = key.digest
-        return last
-
-    def _keep_promises(self, request: Request, upto_pages: int) -> None:
-        if not self._promised:
-            return
-        for key in request.keys.pages[request.published : upto_pages]:
-            if self._promised.get(key.digest) is request:
-                del self._promised[key.digest]
-        request.published = max(request.published, upto_pages)

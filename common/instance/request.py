@@ -131,6 +131,8 @@ class Request:
     """The detokenizer that gets its tokens."""
     keys: PageKeys
     """Names of its pages in the prefix cache."""
+    owner: str
+    """Whose it is: see `Terms`."""
     phase: RequestPhase = RequestPhase.WAITING
     lease: PageLease | None = None
     row: int | None = None
@@ -163,11 +165,6 @@ class Request:
     """Rows that count as its owner's, see `Shares`."""
     held_pages: int = 0
     """Pages that count as its owner's, see `Shares`."""
-
-    @property
-    def owner(self) -> str:
-        """Whose it is: see `Terms`."""
-        return self.asked.terms.owner
 
     def add_token(self, token_id: int) -> None:
         """The token goes to the client, or has gone there by another instance."""

@@ -14,8 +14,9 @@ A drain:
 """
 
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Generic, TypeAlias, TypeVar, assert_never
 
 import numpy as np
@@ -23,12 +24,12 @@ from msgspec.structs import replace
 
 from common.deadlines import DeadlineWheel, earliest
 from common.errors import BadRequest, DeadlinePassed, Overloaded, TandemError, Unavailable
-from common.executor import Chunk, EngineDescription, RowStart, StepPlan, StepResult
+from common.executor import EngineDescription, RowStart, StepPlan, StepResult
 from common.ids import AttemptId, Incarnation, InstanceId, Int32Array, Life, shard_of, text_name, unpack_ids
 from common.instance.ports import Action, PeersChanged, Prepare, Prepared, Report, RouterJoined, RouterLost, Send
 from common.instance.prompt_cache import CacheReporter, PromptCache
 from common.instance.request import PromptProgress, Request, RequestPhase, next_chunks
-from common.instance.token_memory import Emitted, TokenMemory, emit_ending, emit_tokens
+from common.instance.token_memory import Emitted, TokenMemory, emit_tokens
 from common.instance.waiting_line import Rank, Shares, WaitingLine, has_place
 from common.messages import (
     Counters,
@@ -46,9 +47,9 @@ from common.messages import (
     Reserve,
     Standing,
     TellCache,
-    Terms,
     Timeline,
     Times,
+    TokenDelta,
 )
 from common.pages.pool import Closing, PagePool
 from common.pages.radix_cache import PageKeys
@@ -119,16 +120,14 @@ MEMORY_S = 60.0
 """How long a request that is over is remembered. A message about it may be under way that long, and its tokens may be asked for
 again."""
 
+NO_ROWS: Int32Array = np.empty(0, dtype=np.int32)
+NO_PAGES: Mapping[int, int] = MappingProxyType({})
+
 R = TypeVar("R", bound=Request)
 SharedMessage: TypeAlias = Probe | Repeat | TellCache | FlushCache | Drain
 """The messages that both roles answer alike."""
 SharedEvent: TypeAlias = Prepared | RouterJoined | RouterLost
 """The events that both roles answer alike."""
-
-
-def read_terms(terms: Terms, now: float) -> Rank:
-    """The rank of a request among the others."""
-    return Rank(terms.priority, now - terms.age_s)
 
 
 def decline(writer: Life, asked: Generate | Reserve, failed: Failed) -> Send:
@@ -278,6 +277,9 @@ class RequestTable(Generic[R]):
     def knows(self, peer: Life) -> bool:
         return self.peers.get(peer.id) == peer.incarnation
 
+    def key_in(self, row: int) -> AttemptId:
+        return self.in_row[row].key
+
     def take_timelines(self) -> list[Timeline]:
         """Those of the requests that were removed since the last call, in order."""
         left, self._left = self._left, []
@@ -321,45 +323,42 @@ class RequestTable(Generic[R]):
         if key in self._open or key in self._over:
             self.counters.messages_stale += 1
             return None, []
+        pipeline, terms, grammar = self._pipeline_of(key), asked.terms, asked.sampling.grammar
         try:
-            rank = read_terms(asked.terms, now)
+            if pipeline is None:
+                raise Unavailable(f"{self._me.id} is no member of the fleet of {key.router}")
             prompt, pages = self._check(asked, peer, objection)
         except TandemError as error:
-            return None, self._refuse(asked, peer, Failed.of(error), now)
+            return None, self._refuse(asked, peer, pipeline, Failed.of(error), now)
         limit_s = self._limits.request_timeout_s
-        deadline_s = now + (limit_s if asked.terms.timeout_s is None else min(asked.terms.timeout_s, limit_s))
-        pipeline = self._pipeline_of(key)
-        assert pipeline is not None, "checked"
+        deadline_s = now + (limit_s if terms.timeout_s is None else min(terms.timeout_s, limit_s))
+        rank, times = Rank(terms.priority, now - terms.age_s), Times(len(prompt), now)
         keys = PageKeys(self._engine.layout.page_size, asked.salt, asked.prompt)
-        times = Times(len(prompt), now)
-        request = self._make(asked, key, prompt, peer, rank, pages, times, deadline_s, asked.first, pipeline, keys)
-        request.prepares = asked.sampling.grammar is not None
+        request = self._make(asked, key, prompt, peer, rank, pages, times, deadline_s, asked.first, pipeline, keys, terms.owner)
+        request.prepares = grammar is not None
         if isinstance(asked, Reserve):
             request.cached_tokens = asked.cached_tokens
         self._open[key] = request
         self._deadlines.set(key, deadline_s)
-        self.waiting.join(key, rank, request)
+        self.waiting.join(request)
         self.counters.requests_accepted += 1
-        grammar = asked.sampling.grammar
-        return request, [] if grammar is None else [Prepare(key, grammar, request.owner)]
+        return request, [] if grammar is None else [Prepare(key, grammar, terms.owner)]
 
-    def _refuse(self, asked: Generate | Reserve, peer: Life | None, refused: Failed, now: float) -> list[Action]:
+    def _refuse(
+        self, asked: Generate | Reserve, peer: Life | None, pipeline: InstanceId | None, refused: Failed, now: float
+    ) -> list[Action]:
         """A request is not accepted. Its writer is told, or the client, unless it is of a router that we do not know."""
-        if peer is None:
-            self._memory.keep(asked.key, Emitted.nothing(asked.first, refused))
         if not isinstance(asked, Reserve) or asked.waits:  # a Reserve that does not wait may come again, to wait
             self._over.set(asked.key, now + MEMORY_S)
         if peer is not None:
             return [decline(peer, asked, refused)]
-        pipeline = self._pipeline_of(asked.key)
-        return [] if pipeline is None else [emit_ending(pipeline, asked.key, asked.first, refused)]
+        self._memory.keep(asked.key, Emitted(asked.first, (), refused))
+        return [] if pipeline is None else [*emit_tokens([TokenDelta(asked.key, asked.first, (), refused)], [pipeline])]
 
     def _check(self, asked: Generate | Reserve, peer: Life | None, objection: TandemError | None) -> tuple[Int32Array, int]:
         """The prompt, and the pages to lease for it: one more than it fills, if the answer can need it. Raises the error with
         which the request is refused."""
         model, layout = self._engine.model, self._engine.layout
-        if asked.key.router not in self.routers:
-            raise Unavailable(f"{self._me.id} is no member of the fleet of {asked.key.router}")
         prompt = unpack_ids(asked.prompt)
         if len(prompt) == 0 or prompt.max() >= model.vocab_size:
             raise BadRequest(f"prompt must hold token ids between 0 and {model.vocab_size - 1}", field="prompt")
@@ -391,52 +390,44 @@ class RequestTable(Generic[R]):
 
     # --- in a row ----------------------------------------------------------------------------------------------------------
 
-    def pages_taken(self, request: R) -> int:
-        """How many of the available pages its lease takes; `request.hit` is up to date."""
-        return self.pool.takes(request.pages, request.hit)
-
     def pages_after(self, ending: Iterable[R]) -> int:
         """How many pages are available when these have ended."""
         closing = Closing()
         return self.pool.available_pages + sum(closing.add(each.lease) for each in ending if each.lease is not None)
 
     def admit(self, request: R, rows: int, work: int, now: float) -> None:
-        """The request leaves the line with its pages, of which there are enough, and a row. rows: those that count as its
-        owner's. work: tokens that its owner is given."""
-        taken = self.pages_taken(request)
+        """The request leaves the line with its pages, of which there are enough, and a row. If it was generated here, its prompt
+        is computed from behind its hit on. rows: those that count as its owner's. work: tokens that its owner is given."""
+        taken, row = self.pool.takes(request.pages, request.hit), self.free_rows.pop()
         self.waiting.leave(request.key)
-        request.lease, request.row = self.pool.lease(request.pages, request.hit), self.free_rows.pop()
+        request.lease, request.row = self.pool.lease(request.pages, request.hit), row
         assert request.lease is not None
         request.times.admitted_s = now
-        self.in_row[request.row] = self.holders[request.key] = request
+        self.in_row[row] = self.holders[request.key] = request
         self.shares.hold(request, rows, taken)
         self.shares.given(request.owner, work)
-        if request.peer is None:
+        if isinstance(request.asked, Generate):
             self.prompts.begin(request)
+            begin = request.cached_tokens
+            request.phase = RequestPhase.COMPUTING
+            request.progress = self.computing[row] = PromptProgress(row, request.prompt, begin, begin, request.owner)
+            self.starts.append(request.row_start(length=begin))
 
-    def compute(self, request: R) -> None:
-        """Its prompt is computed here, from behind its hit on."""
-        assert request.row is not None
-        begin = request.cached_tokens
-        request.phase = RequestPhase.COMPUTING
-        request.progress = PromptProgress(request.row, request.prompt, begin, begin, request.owner)
-        self.computing[request.row] = request.progress
-        self.starts.append(request.row_start(length=begin))
-
-    def next_chunks(self, now: float) -> tuple[Chunk, ...]:
-        """The chunks of the next forward."""
+    def plan(self, now: float, decode_rows: Int32Array = NO_ROWS, grown: Mapping[int, int] = NO_PAGES) -> StepPlan | None:
+        """The next forward, which goes to the executor now; None: there is nothing to compute. grown: row → its new page."""
         chunks = next_chunks(self.computing.values(), self._limits.chunk_tokens)
         for chunk in chunks:
             self.in_row[chunk.row].times.first_chunk(now)
             if chunk.last:
                 del self.computing[chunk.row]
-        return chunks
-
-    def launch(self, plan: StepPlan) -> None:
-        """The plan, made of `starts` and `next_chunks`, goes to the executor."""
+        if not chunks and not len(decode_rows):
+            return None
+        self.counters.steps += 1
+        rows, pages = np.array(list(grown), dtype=np.int32), np.array(list(grown.values()), dtype=np.int32)
+        plan = StepPlan(self.counters.steps, tuple(self.starts), chunks, decode_rows, rows, pages)
         self.starts = []
-        self.counters.steps = plan.step
         self.steps_of_row[plan.rows] += 1
+        return plan
 
     def chunks_done(self, result: StepResult, now: float) -> list[R]:
         """A step came back: note what it has computed of prompts. Returns the request of each of its chunks."""
@@ -448,7 +439,10 @@ class RequestTable(Generic[R]):
             request = self.in_row[chunk.row]
             assert request.progress is not None
             request.progress.complete(len(chunk.token_ids))
-            self.prompts.computed(request)
+            whole = request.progress.computed // self._engine.layout.page_size
+            if request.lease is not None:  # without a lease they are nobody's to share
+                request.lease.publish(request.keys, whole)
+            self.prompts.keep_promises(request, whole)
             self.counters.prompt_tokens_computed += len(chunk.token_ids)
             if chunk.row in prompts:
                 request.collect(prompts[chunk.row])
@@ -481,8 +475,8 @@ class RequestTable(Generic[R]):
         self._deadlines.clear(request.key)
         if request.row is not None:
             self.computing.pop(request.row, None)
-        if request.lease is not None:
-            self.prompts.ended(request)
+        if request.lease is not None:  # nothing more of its prompt will be computed, but what a step is computing now
+            self.prompts.keep_promises(request, len(request.prompt) // self._engine.layout.page_size)
         return before
 
     def forget(self, request: R, now: float) -> None:
@@ -516,10 +510,10 @@ class RequestTable(Generic[R]):
         if request.lease is not None:
             request.lease.close()
 
-    def tell(self, request: R, ending: Ending) -> Send:
+    def tell(self, request: R, ending: Ending) -> list[Send]:
         """The ending goes to the client, after the tokens that went before."""
         request.ending = ending
-        return emit_ending(request.pipeline, request.key, request.next_token, ending)
+        return emit_tokens([TokenDelta(request.key, request.next_token, (), ending)], [request.pipeline])
 
     # --- questions of routers ----------------------------------------------------------------------------------------------
 

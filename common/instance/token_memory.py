@@ -9,7 +9,6 @@ from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from sys import getsizeof
-from typing import Self
 
 from common.ids import AttemptId, InstanceId
 from common.instance.ports import Send
@@ -35,11 +34,6 @@ def emit_tokens(deltas: Sequence[TokenDelta], pipelines: Sequence[InstanceId]) -
     return [Send(pipeline, TokenBatch(deltas=tuple(batch))) for pipeline, batch in batches.items()]
 
 
-def emit_ending(pipeline: InstanceId, key: AttemptId, first: int, ending: Ending) -> Send:
-    """An ending without a token. first: the number of the token that would have come next."""
-    return Send(pipeline, TokenBatch(deltas=(TokenDelta(key, first, (), ending),)))
-
-
 @dataclass(frozen=True, slots=True)
 class Emitted:
     """What was emitted of one request."""
@@ -56,11 +50,6 @@ class Emitted:
     """Those of the prompt, packed in pieces, if the client asks for them; they go with token 0."""
     cached_tokens: int = 0
     """See `TokenDelta`."""
-
-    @classmethod
-    def nothing(cls, first: int, ending: Ending) -> Self:
-        """No token, only an ending."""
-        return cls(first, (), ending)
 
     def since(self, key: AttemptId, number: int) -> Iterator[TokenDelta]:
         """The tokens from this number on, a piece at a time, and the ending with the last of them."""

@@ -40,11 +40,10 @@ class Owned(Protocol):
     """What waits, or holds a part of the instance."""
 
     key: AttemptId
+    rank: Rank
+    owner: str
     held_rows: int
     held_pages: int
-
-    @property
-    def owner(self) -> str: ...
 
 
 T = TypeVar("T", bound=Owned)
@@ -84,26 +83,25 @@ class Shares:
 
     def given(self, owner: str, tokens: int) -> None:
         """It was the owner's turn, and this was the work."""
-        self._last_turn = self.work_of(owner)
-        self._work.pop(owner, None)
+        self._last_turn = max(self._work.pop(owner, 0), self._last_turn)
         self._work[owner] = self._last_turn + tokens
         if len(self._work) > REMEMBERED:
             del self._work[next(iter(self._work))]
 
 
-class _Place(NamedTuple):
+class _Place(NamedTuple, Generic[T]):
     rank: Rank
     serial: int
-    key: AttemptId
+    item: T
 
 
-class _Turn(NamedTuple):
+class _Turn(NamedTuple, Generic[T]):
     """When the first request of an owner is next: the lowest is. held: of the instance. work: that the owner was given."""
 
     priority: int
     held: int
     work: int
-    place: _Place
+    place: _Place[T]
 
 
 class WaitingLine(Generic[T]):
@@ -111,18 +109,17 @@ class WaitingLine(Generic[T]):
 
     def __init__(self, shares: Shares) -> None:
         self._shares = shares
-        self._places: dict[str, list[_Place]] = {}
+        self._places: dict[str, list[_Place[T]]] = {}
         """By owner; of those that wait."""
-        self._items: dict[AttemptId, T] = {}
-        self._ranks: dict[AttemptId, _Place] = {}
+        self._waiting: dict[AttemptId, _Place[T]] = {}
         self._serial = 0
 
     def __len__(self) -> int:
-        return len(self._items)
+        return len(self._waiting)
 
     def __iter__(self) -> Iterator[T]:
         """Owner by owner, each in order. This is a snapshot, so the line may change meanwhile."""
-        return iter([self._items[place.key] for places in self._places.values() for place in places])
+        return iter([place.item for places in self._places.values() for place in places])
 
     @property
     def owners(self) -> Set[str]:
@@ -142,29 +139,28 @@ class WaitingLine(Generic[T]):
             turn, at, owner = heap[0]
             places = self._places[owner]
             if owner not in passed:
-                yield self._items[turn.place.key]
+                yield turn.place.item
                 at += at < len(places) and places[at] is turn.place
             if owner in passed or at >= len(places):
                 heappop(heap)
             else:
                 heapreplace(heap, (self._turn(owner, places[at]), at, owner))
 
-    def join(self, key: AttemptId, rank: Rank, item: T) -> None:
-        assert key not in self._items, f"{key} waits already"
+    def join(self, item: T) -> None:
+        assert item.key not in self._waiting, f"{item.key} waits already"
         self._serial += 1
-        place = _Place(rank, self._serial, key)
+        self._waiting[item.key] = place = _Place(item.rank, self._serial, item)
         insort(self._places.setdefault(item.owner, []), place)
-        self._items[key], self._ranks[key] = item, place
 
     def leave(self, key: AttemptId) -> bool:
         """True when the key was waiting."""
-        item = self._items.pop(key, None)
-        if item is None:
+        place = self._waiting.pop(key, None)
+        if place is None:
             return False
-        places = self._places[item.owner]
-        del places[bisect_left(places, self._ranks.pop(key))]
+        places = self._places[place.item.owner]
+        del places[bisect_left(places, place)]
         if not places:
-            del self._places[item.owner]
+            del self._places[place.item.owner]
         return True
 
     def first(self, test: Callable[[T], bool]) -> T | None:
@@ -173,10 +169,10 @@ class WaitingLine(Generic[T]):
 
     def is_before(self, owner: str, rank: Rank, item: T) -> bool:
         """Whether a request of this owner and rank is served before the one that waits."""
-        place = self._ranks[item.key]
+        place = self._waiting[item.key]
         if owner == item.owner:
             return rank < place.rank
-        return self._turn(owner, _Place(rank, 0, item.key)) < self._turn(item.owner, place)
+        return self._turn(owner, _Place(rank, 0, item)) < self._turn(item.owner, place)
 
-    def _turn(self, owner: str, place: _Place) -> _Turn:
+    def _turn(self, owner: str, place: _Place[T]) -> _Turn[T]:
         return _Turn(place.rank.priority, self._shares.of(owner), self._shares.work_of(owner), place)

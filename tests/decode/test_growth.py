@@ -12,7 +12,7 @@ from common.ids import ROUTER, Int64Array
 from common.instance.ports import RouterJoined
 from common.messages import Cancel
 from decode.batch import Batch
-from decode.requests import DEVIATIONS, MEMORY, PRIOR_ANSWERS, AnswerLength, Forecast
+from decode.requests import DEVIATIONS, MEMORY, PRIOR_ANSWERS, Forecast, Growth
 from decode.scheduler import DecodeScheduler
 from tests.builders import EOS, LAYOUT, engine, instance, key, limits, result, sampling
 from tests.schedulers import generate, planned
@@ -81,17 +81,19 @@ def test_the_peak_counts_nobody_who_has_ended() -> None:
 @pytest.mark.parametrize("answers", [0, 1, 7, 200])
 def test_the_forecast_is_all_tokens_over_all_that_stopped_with_the_latest_weighing_most(answers: int) -> None:
     random = Random(answers)
-    length = AnswerLength(FIRST)
+    batch = Batch(1, [EOS])
+    growth = Growth(batch, PAGE_SIZE, FIRST)
     had = [(random.randint(1, 200), random.random() < 0.5) for _ in range(answers)]
     for tokens, stopped in had:
-        length.add(tokens, stopped=stopped)
+        batch.sampled[0] = tokens
+        growth.ended(0, stopped=stopped)
     weights = [(1 - 1 / MEMORY) ** age for age in reversed(range(answers))]
     tokens_had = PRIOR_ANSWERS * FIRST + sum(weight * tokens for weight, (tokens, _) in zip(weights, had, strict=True))
     stops = PRIOR_ANSWERS + sum(weight for weight, (_, stopped) in zip(weights, had, strict=True) if stopped)
     for running in (1, 3, 256):
         expected = tokens_had / stops * (1 + DEVIATIONS / math.sqrt(running))
-        assert length.of(running) == pytest.approx(expected, abs=1)
-    assert length.of(0) == length.of(1)
+        assert growth.answer_tokens(running) == pytest.approx(expected, abs=1)
+    assert growth.answer_tokens(0) == growth.answer_tokens(1)
 
 
 def test_a_running_request_needs_what_the_forecast_leaves_and_another_page_once_it_is_longer() -> None:

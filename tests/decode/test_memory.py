@@ -7,7 +7,7 @@ from common.executor import StepPlan
 from common.ids import DETOKENIZER, ROUTER, Generation
 from common.instance.waiting_line import Rank
 from common.messages import Cancel, Claim, Grant, Renew, Terms, Times, Withdraw
-from common.pages.pool import PagePool
+from common.pages.pool import PageLease, PagePool
 from common.pages.radix_cache import PageKeys
 from decode.memory import choose_victims
 from decode.requests import DecodeRequest
@@ -167,17 +167,16 @@ def test_as_memory_runs_out_requests_are_preempted_one_by_one_youngest_first() -
     assert out == [[]] * 5 + [["r3"]] + [[]] * 3 + [["r2"]] + [[]] * 3
 
 
+def holder(name: str, number: int, lease: PageLease | None, keys: PageKeys) -> DecodeRequest:
+    """A request that is older than those of a larger number, with this lease."""
+    asked, rank, prompt = generate(name, 8), Rank(0, float(number)), np.zeros(8, dtype=np.int32)
+    return DecodeRequest(asked, asked.key, prompt, None, rank, 3, Times(8, 0.0), 0.0, 0, DETOKENIZER, keys, owner="", lease=lease)
+
+
 def victims(names: str, lacking: str, coming_pages: int = 0, pages: int = 2) -> list[str]:
     """Requests named in the order of their age, oldest first; each holds so many pages."""
     pool = PagePool(100)
-    requests: dict[str, DecodeRequest] = {}
-    for number, name in enumerate(names):
-        asked = generate(name, 4)
-        rank, prompt = Rank(0, float(number)), np.zeros(4, dtype=np.int32)
-        lease = pool.lease(pages)
-        requests[name] = DecodeRequest(
-            asked, asked.key, prompt, None, rank, pages, Times(4, 0.0), 0.0, 0, DETOKENIZER, PageKeys(4), lease=lease
-        )
+    requests = {name: holder(name, number, pool.lease(pages), PageKeys(4)) for number, name in enumerate(names)}
     coming = pool.lease(coming_pages)
     assert coming is not None
     chosen = choose_victims(requests.values(), [requests[name] for name in lacking], [coming])
@@ -217,18 +216,14 @@ def test_victims_bring_what_they_alone_hold_together(holders: list[str], lacking
     oldest is spared where two others bring their prompt, and who brings nothing where that is of no use."""
     pool, keys = PagePool(100), PageKeys(4, packed=prompt_of(8))
     requests: list[DecodeRequest] = []
-    for number, holder in enumerate(holders):
-        prompt, own = holder[0], int(holder[1])
-        asked = generate(str(number), 8)
+    for number, holding in enumerate(holders):
+        prompt, own = holding[0], int(holding[1])
         hit = pool.cache.match(keys, 2) if prompt == "s" else None
         lease = pool.lease(2 + own, hit)
         assert lease is not None
         if prompt == "s":
             lease.publish(keys, 2)
-        rank, times = Rank(0, float(number)), Times(8, 0.0)
-        tokens = np.zeros(8, dtype=np.int32)
-        made = DecodeRequest(asked, asked.key, tokens, None, rank, 3, times, 0.0, 0, DETOKENIZER, keys, lease=lease)
-        requests.append(made)
+        requests.append(holder(str(number), number, lease, keys))
     assert choose_victims(requests, requests[:lacking], coming=[]) == [requests[at] for at in expected]
 
 

@@ -16,8 +16,8 @@ from msgspec.structs import replace
 from common.ids import DETOKENIZER, ROUTER, InstanceId, Life, shard_of, text_name
 from common.instance.ports import Action, RouterJoined, RouterLost, Send
 from common.instance.request import PromptProgress, Request, RequestPhase, next_chunks
-from common.instance.requests import LAST_S, MEMORY_S, Drainage, RequestTable, read_terms
-from common.instance.token_memory import emit_ending, emit_tokens
+from common.instance.requests import LAST_S, MEMORY_S, Drainage, RequestTable
+from common.instance.token_memory import emit_tokens
 from common.instance.waiting_line import Rank
 from common.messages import Ending, Finished, Probe, Probed, Repeat, Standing, Terms, TokenBatch, TokenDelta
 from tests.builders import engine, instance, key, limits
@@ -217,8 +217,11 @@ def test_a_refusal_is_told_again_by_the_one_who_told_it() -> None:
 
 
 def test_terms_rank_by_priority_and_then_by_when_the_clients_request_arrived() -> None:
-    assert read_terms(Terms(priority=3, age_s=2.5), 100.0) == Rank(3, 97.5)
-    assert read_terms(Terms(age_s=9.0), 0.0) < read_terms(Terms(age_s=8.0), 0.0)
+    made = Table()
+    for name, terms in (("a", Terms(priority=3, age_s=2.5)), ("b", Terms(age_s=9.0)), ("c", Terms(age_s=8.0))):
+        made.accept(generate(name, 10, terms=terms), None, 100.0)
+    assert made[key("a")].rank == Rank(3, 97.5)
+    assert [request.key.request_id for request in made.waiting] == ["b", "c", "a"]
 
 
 @given(lengths=st.lists(st.integers(1, 40), min_size=1, max_size=6), budget=st.integers(1, 50))
@@ -250,11 +253,6 @@ def test_tokens_for_several_detokenizers_are_one_message_for_each() -> None:
 
 def test_a_step_without_tokens_sends_no_message() -> None:
     assert emit_tokens([], []) == []
-
-
-def test_an_ending_without_a_token_has_the_number_of_the_token_that_would_have_come() -> None:
-    ending = Finished(reason="cancelled")
-    assert emit_ending(DETOKENIZER, key(), 4, ending) == Send(DETOKENIZER, TokenBatch(deltas=(TokenDelta(key(), 4, (), ending),)))
 
 
 def begun(now: float = 100.0) -> Drainage:

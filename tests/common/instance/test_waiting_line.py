@@ -19,6 +19,7 @@ ROWS, PAGES = 8, 100
 class Item:
     key: AttemptId
     owner: str = ""
+    rank: Rank = Rank(0, 0.0)
     held_rows: int = 0
     held_pages: int = 0
 
@@ -49,8 +50,8 @@ class LineAgainstSearchedList(RuleBasedStateMachine):
     def join(self, rank: Rank, data: st.DataObject) -> None:
         self.serial += 1
         joined = AttemptId(RequestId(str(self.serial % 7)), self.serial, ROUTER)  # keys are not in the order of joining
-        item = Item(joined, data.draw(st.sampled_from(self.owners)))
-        self.line.join(joined, rank, item)
+        item = Item(joined, data.draw(st.sampled_from(self.owners)), rank)
+        self.line.join(item)
         self.waiting.append((rank, self.serial, item))
 
     @precondition(lambda self: self.waiting)
@@ -120,14 +121,14 @@ for case in (TestLineAgainstSearchedList, TestLineOfOneOwner):
 def test_the_order_of_one_owner_is_by_priority_then_age_then_arrival() -> None:
     line = a_line()
     for name, rank in (("d", Rank(0, 2.0)), ("e", Rank(0, 2.0)), ("c", Rank(0, 1.0)), ("f", Rank(1, 0.0)), ("a", Rank(-1, 9.0))):
-        line.join(key(name), rank, Item(key(name)))
+        line.join(Item(key(name), rank=rank))
     assert names(line) == ["a", "c", "d", "e", "f"] == [item.key.request_id for item in line]
 
 
 def test_the_line_may_change_while_it_is_iterated() -> None:
     line = a_line()
     for name in "abc":
-        line.join(key(name), Rank(0, 0.0), Item(key(name)))
+        line.join(Item(key(name)))
     for item in line:
         line.leave(item.key)
     assert len(line) == 0 and next(line.turns(), None) is None
@@ -138,8 +139,7 @@ def test_owners_that_hold_the_same_take_turns_by_the_work_that_they_were_given()
     shares = Shares(ROWS, PAGES)
     line = WaitingLine[Item](shares)
     for owner, serial in ((owner, serial) for owner in ("long", "short") for serial in range(40)):
-        name = key(f"{owner}{serial}")
-        line.join(name, Rank(0, float(serial)), Item(name, owner))
+        line.join(Item(key(f"{owner}{serial}"), owner, Rank(0, float(serial))))
     served = []
     for _ in range(30):
         item = next(line.turns(), None)
