@@ -14,7 +14,6 @@ one of all is never preempted for another, always advances, and nobody starves.
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Self
 
 from common.deadlines import DeadlineWheel, earliest
@@ -22,7 +21,7 @@ from common.ids import AttemptId
 from common.instance.admission import Verdict, find_givers, give_up_order
 from common.instance.request import RequestPhase
 from common.instance.requests import RequestTable
-from common.instance.waiting_line import Rank, WaitingLine
+from common.instance.waiting_line import WaitingLine
 from common.pages.pool import Closing, PageLease
 from decode.requests import DecodeRequest, Forecast, Growth
 from kv_transfer.handoff_reader import HandoffReader
@@ -58,14 +57,6 @@ RETURNS_S = 0.5
 """It has asked them all by then: one turn of each."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Kept:
-    key: AttemptId
-    owner: str
-    rank: Rank
-    until_s: float
-
-
 class Rounds:
     """Which reservations have waited long enough, and the place of one that is away to ask elsewhere.
 
@@ -75,7 +66,9 @@ class Rounds:
 
     def __init__(self) -> None:
         self._waiting: DeadlineWheel[AttemptId] = DeadlineWheel()
-        self._kept: _Kept | None = None
+        self._kept: DecodeRequest | None = None
+        """Who is away, and whose place is kept."""
+        self._kept_until_s = 0.0
 
     def joined(self, key: AttemptId, now: float) -> None:
         """A reservation has joined the line, for the first time or again."""
@@ -88,20 +81,20 @@ class Rounds:
 
     def over(self, waiting: WaitingLine[DecodeRequest], now: float) -> list[AttemptId]:
         """The reservations to decline now, if they still wait. The place of the one that nobody may pass is kept."""
-        if self._kept is not None and now >= self._kept.until_s:
+        if now >= self._kept_until_s:
             self._kept = None
         keys = self._waiting.expired(now)
         first = waiting.first(lambda request: request.has_waited_long(now)) if keys else None
         if first is not None and first.key in keys and not self.is_away_before(first, waiting):
-            self._kept = _Kept(first.key, first.owner, first.rank, now + RETURNS_S)
+            self._kept, self._kept_until_s = first, now + RETURNS_S
         return keys
 
     def is_away_before(self, request: DecodeRequest, waiting: WaitingLine[DecodeRequest]) -> bool:
         """Whether the place of one that is served before this one is kept."""
-        return self._kept is not None and waiting.is_before(self._kept.owner, self._kept.rank, request)
+        return self._kept is not None and waiting.is_before(self._kept, request)
 
     def next_deadline(self) -> float | None:
-        return earliest(self._waiting.next_deadline(), None if self._kept is None else self._kept.until_s)
+        return earliest(self._waiting.next_deadline(), None if self._kept is None else self._kept_until_s)
 
 
 class DecodeRoom:

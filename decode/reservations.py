@@ -5,7 +5,6 @@ one door. Does not know plans or steps.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from common.addresses import on_one_host
 from common.errors import InstanceFailed, Unavailable
@@ -19,33 +18,6 @@ from common.messages.base import fits
 from common.messages.transfers import Expect, Settle
 from decode.requests import DecodeRequest
 from kv_transfer.handoff_reader import MARGIN_S, ORPHANED_S, Digest, HandoffReader, Reservation, corrupt_pages
-
-
-@dataclass(frozen=True, slots=True)
-class Objection:
-    """Why a handoff cannot be decoded from. corrupt_pages: how many pages differ from what was sent."""
-
-    reason: str
-    corrupt_pages: int = 0
-
-
-def find_objection(
-    handoff: Handoff, reservation: Reservation, engine: EngineDescription, page_bytes: int, digest: Digest | None
-) -> Objection | None:
-    """The first thing in which a handoff does not fit its reservation. page_bytes: on all ranks together. digest: if given, the
-    pages are compared too; the router sees to it that the writer sends digests then."""
-    have = reservation.have_tokens // engine.layout.page_size
-    pages = reservation.prompt_pages - have
-    if handoff.pushed_pages != pages or handoff.pushed_bytes != pages * page_bytes:
-        return Objection(f"{handoff.pushed_pages} pages and {handoff.pushed_bytes} bytes were pushed for {pages} pages")
-    if not 0 <= handoff.first_token < engine.model.vocab_size:
-        return Objection(f"its first token {handoff.first_token} is not in the vocabulary")
-    if digest is not None:
-        corrupt = corrupt_pages(handoff.digests, digest(reservation.lease.pages[have : reservation.prompt_pages]))
-        if corrupt:
-            return Objection(f"{corrupt} of {pages} pages differ from what was sent", corrupt)
-    return None
-
 
 MEASURED_S = 2.0
 """A new peer may write to us this long although no reservation is open: it measures the link, and some transports need both ends
@@ -70,6 +42,7 @@ class Reservations:
         self._hosts = {rank.host for rank in me.ranks}
         self._engine = engine
         self._page_bytes = me.page_bytes
+        """Of a page on all ranks together."""
         self._requests = requests
         self._target = target
         self._decode = decode
@@ -132,11 +105,10 @@ class Reservations:
         if reservation is None:
             return []
         request = self._requests[reservation.key]
-        objection = find_objection(handoff, reservation, self._engine, self._page_bytes, self._digest)
+        objection = self._find_objection(handoff, reservation)
         if objection is not None:
             request.next_token += 1  # the writer has sent the first token, whatever it was
-            self._requests.counters.pages_corrupt += objection.corrupt_pages
-            failed = Failed.of(InstanceFailed(f"invalid handoff from {sender}: {objection.reason}"))
+            failed = Failed.of(InstanceFailed(f"invalid handoff from {sender}: {objection}"))
             return self._close(reservation, failed, now)
         times, counters, page_size = request.times, self._requests.counters, self._engine.layout.page_size
         times.handed_off_s, times.pages_pushed = now, handoff.pushed_pages
@@ -155,6 +127,23 @@ class Reservations:
             return [*told]
         self._decode(request, handoff.first_token)
         return []
+
+    def _find_objection(self, handoff: Handoff, reservation: Reservation) -> str | None:
+        """The first thing in which a handoff does not fit its reservation, and so cannot be decoded from. Pages are compared if
+        there are digests; the router sees to it that the writer sends them then."""
+        have = reservation.have_tokens // self._engine.layout.page_size
+        pages = reservation.prompt_pages - have
+        if handoff.pushed_pages != pages or handoff.pushed_bytes != pages * self._page_bytes:
+            return f"{handoff.pushed_pages} pages and {handoff.pushed_bytes} bytes were pushed for {pages} pages"
+        if not 0 <= handoff.first_token < self._engine.model.vocab_size:
+            return f"its first token {handoff.first_token} is not in the vocabulary"
+        if self._digest is not None:
+            landed = self._digest(reservation.lease.pages[have : reservation.prompt_pages])
+            corrupt = corrupt_pages(handoff.digests, landed)
+            self._requests.counters.pages_corrupt += corrupt
+            if corrupt:
+                return f"{corrupt} of {pages} pages differ from what was sent"
+        return None
 
     def withdraw(self, sender: InstanceId, message: Withdraw, now: float) -> list[Action]:
         """The writer gives up, and tells the client why if the client is to know."""

@@ -13,6 +13,7 @@ Pages are leased for the prompt, and one by one for the answer as it grows. When
 the router resumes it.
 """
 
+import dataclasses
 from collections.abc import Iterable
 from typing import assert_never
 
@@ -223,17 +224,17 @@ class DecodeScheduler:
         requests, sampled = self._requests, self._batch.sampled
         running = [request for request in requests.in_row.values() if request.phase is not RequestPhase.ENDED]
         stuck = [each.lease for each in requests.holders.values() if self._target.is_quarantined(each.key, self._now)]
+        report = requests.report()
         load = replace(
-            requests.load(),
+            report.load,
             running_requests=len(running),
             waiting_tokens=sum(len(request.prompt) for request in requests.waiting),
             running_tokens=sum(len(each.prompt) + int(sampled[each.row]) for each in running),
             reservations=len(self._target.open),
             pages_quarantined=count_pages(lease for lease in stuck if lease is not None),
         )
-        counters = requests.counters_so_far()
-        counters.messages_stale += self._target.stale
-        return requests.report(load, counters)
+        report.counters.messages_stale += self._target.stale
+        return dataclasses.replace(report, load=load)
 
     # --- one request -----------------------------------------------------------------------------------------------------
 

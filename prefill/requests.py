@@ -39,6 +39,7 @@ class PrefillRequest(Request):
     def reserve(self, writer: Incarnation, now: float) -> Reserve:
         """What asks its peer for a reservation. writer: this instance's life."""
         asked, rank, asked_s = self.asked, self.rank, self.times.asked_s
+        age_s, timeout_s = max(0.0, now - rank.arrived_s), max(0.0, self.deadline_s - now)
         return Reserve(
             key=self.key,
             incarnation=writer,
@@ -46,12 +47,7 @@ class PrefillRequest(Request):
             sampling=asked.sampling,
             sent_s=now,
             first=asked.first,
-            terms=Terms(
-                priority=rank.priority,
-                age_s=max(0.0, now - rank.arrived_s),
-                timeout_s=max(0.0, self.deadline_s - now),
-                owner=self.owner,
-            ),
+            terms=Terms(priority=rank.priority, age_s=age_s, timeout_s=timeout_s, owner=self.owner),
             waits=self.may_wait,
             waited_s=0.0 if asked_s is None else now - asked_s,
             salt=asked.salt,

@@ -19,6 +19,7 @@ A request ends through `_end`, and leaves when no step and no push can touch its
 for a reason that may pass ends with a retryable `Failed`: the router resumes the request elsewhere.
 """
 
+import dataclasses
 from typing import assert_never
 
 from msgspec.structs import replace
@@ -183,18 +184,17 @@ class PrefillScheduler:
 
     def report(self) -> Report:
         requests, source, pushed = self._requests, self._source, self._source.traffic.total
-        load, waiting_tokens = requests.load(), sum(map(requests.prompts.missing_tokens, requests.waiting))
+        report, waiting_tokens = requests.report(), sum(map(requests.prompts.missing_tokens, requests.waiting))
         load = replace(
-            load,
+            report.load,
             running_requests=len(requests) - len(requests.waiting),
             waiting_tokens=waiting_tokens,
-            running_tokens=load.tokens_to_compute - waiting_tokens,
+            running_tokens=report.load.tokens_to_compute - waiting_tokens,
             pushes_in_flight=source.pushes_in_flight,
             pages_quarantined=self._room.quarantined_pages(),
         )
-        counters = requests.counters_so_far()
         counters = replace(
-            counters,
+            report.counters,
             pages_pushed=source.pages_pushed,
             pages_spared=source.pages_spared,
             bytes_pushed=pushed.bytes_pushed,
@@ -202,9 +202,9 @@ class PrefillScheduler:
             pushes_failed=pushed.pushes_failed,
             push_seconds=pushed.push_seconds,
             exposed_seconds=pushed.exposed_seconds,
-            messages_stale=counters.messages_stale + source.stale,
+            messages_stale=report.counters.messages_stale + source.stale,
         )
-        return requests.report(load, counters, self._links.version)
+        return dataclasses.replace(report, load=load, counters=counters, links_version=self._links.version)
 
     # --- peers and links -------------------------------------------------------------------------------------------------
 

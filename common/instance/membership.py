@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from common.addresses import ROUTER_NAME
-from common.deadlines import DeadlineWheel
+from common.deadlines import earliest
 from common.errors import PeerRefused
 from common.ids import InstanceId
 from common.instance.ports import PeersChanged, Report, Send
@@ -58,6 +58,8 @@ class _PeerSet:
     peers: dict[InstanceId, _Described] = field(default_factory=dict)
     incomplete: dict[InstanceId, InstanceInfo] | None = None
     """A whole set of which only the first messages are here."""
+    ends_s: float | None = None
+    """When that of a former life ends. None: not before another router speaks."""
 
 
 class PeerSets:
@@ -66,14 +68,14 @@ class PeerSets:
 
     def __init__(self) -> None:
         self._sets: dict[InstanceId, _PeerSet] = {}
-        self._former: DeadlineWheel[int] = DeadlineWheel()
-        self._former_sets: dict[int, _PeerSet] = {}
-        self._orphaned: list[int] = []
-        """Former sets that last until another router speaks."""
+        self._former: list[_PeerSet] = []
+        """Those of former lives."""
         self._union: dict[InstanceId, InstanceInfo] = {}
         self._serial = 0
-        self.next_deadline = self._former.next_deadline
+
+    def next_deadline(self) -> float | None:
         """When the next set of a former life ends."""
+        return earliest(*(former.ends_s for former in self._former))
 
     def version(self, router: InstanceId) -> int:
         """The version of the router's set as it is here; 0: it has not sent any."""
@@ -103,18 +105,15 @@ class PeerSets:
         """Another life has taken the router's place: it begins with a set of its own, and the former one counts for a while."""
         former = self._sets.pop(router, None)
         if former is not None:
-            self._serial += 1
-            self._former_sets[self._serial] = former
-            self._orphaned.append(self._serial)
-            self.tick(now)
+            former.ends_s = now + KEEP_S if self._sets else None
+            self._former.append(former)
 
     def tick(self, now: float) -> PeersChanged | None:
         """The sets of former lives end, but not while no router says anything: somebody must say with whom to work."""
-        if self._orphaned and self._sets:
-            for number in self._orphaned:
-                self._former.set(number, now + KEEP_S)
-            self._orphaned.clear()
-        ended = [self._former_sets.pop(number) for number in self._former.expired(now)]
+        for former in self._former if self._sets else ():
+            former.ends_s = former.ends_s or now + KEEP_S
+        ended = [former for former in self._former if former.ends_s is not None and former.ends_s <= now]
+        self._former = [former for former in self._former if former not in ended]
         return self._settle({peer for former in ended for peer in former.peers})
 
     # --- inside ------------------------------------------------------------------------------------------------------------
@@ -124,7 +123,7 @@ class PeerSets:
         for gone in left:
             touched.add(gone)
             known.peers.pop(gone, None)
-            for former in self._former_sets.values():
+            for former in self._former:
                 if former.place == known.place:  # who left the new life has left the former too
                     former.peers.pop(gone, None)
         for info in joined:
@@ -140,7 +139,7 @@ class PeerSets:
         joined: list[InstanceInfo] = []
         left: list[InstanceId] = []
         for peer in sorted(touched):
-            sets = (*self._sets.values(), *self._former_sets.values())
+            sets = (*self._sets.values(), *self._former)
             descriptions = [each.peers[peer] for each in sets if peer in each.peers]
             latest = max(descriptions, key=lambda each: each.serial, default=None)
             before = self._union.get(peer)

@@ -14,10 +14,7 @@ from typing import Protocol, TypeAlias, TypeVar
 from common.executor import StepPlan, StepResult
 from common.ids import AttemptId, InstanceId
 from common.messages import AnyMessage, Counters, Failed, InstanceInfo, Load, Timeline
-from common.messages.transfers import (
-    TransferCommand,
-    TransferEvent,
-)
+from common.messages.transfers import TransferCommand, TransferEvent
 from common.sampling_params import Grammar
 
 M = TypeVar("M")

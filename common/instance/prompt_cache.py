@@ -16,6 +16,7 @@ While no router follows, nothing is noted.
 """
 
 from collections.abc import Iterable, Iterator
+from functools import partial
 
 import numpy as np
 
@@ -37,7 +38,8 @@ class CacheReporter:
     it must ask again."""
 
     def __init__(self, me: InstanceInfo, cache: RadixCache) -> None:
-        self._me = me
+        self._page_size = me.page_size
+        self._message = partial(CacheChanges, id=me.id, incarnation=me.incarnation)
         self._cache = cache
         self._followers: dict[InstanceId, None] = {}
         self._asking: dict[InstanceId, None] = {}
@@ -53,7 +55,7 @@ class CacheReporter:
     def ask(self, router: InstanceId) -> None:
         """This life of a router wants to know everything now, and what changes from now on."""
         if self._cache.log is None:
-            self._cache.log = BlockLog(pages_of_block(self._me.page_size))
+            self._cache.log = BlockLog(pages_of_block(self._page_size))
             self._version += 1  # nobody knows what has changed meanwhile
         self._followers[router] = self._asking[router] = None
 
@@ -91,29 +93,15 @@ class CacheReporter:
             self._asking = dict(self._followers)
         stored, gone = _pack(log.names(stored=True)), _pack(log.names(stored=False))
         log.clear()
-        changes = CacheChanges(
-            id=self._me.id,
-            incarnation=self._me.incarnation,
-            version=self._version,
-            since=self._version - 1,
-            stored=stored,
-            gone=gone,
-        )
+        changes = self._message(version=self._version, since=self._version - 1, stored=stored, gone=gone)
         return [Send(router, changes) for router in self._followers if router not in self._asking]
 
     def _everything(self, each: int) -> Iterator[CacheChanges]:
         """All blocks at this version. At least one part, which may be empty."""
         names = self._cache.blocks(each)
         for part, begin in enumerate(range(0, max(1, len(names)), PART_NAMES)):
-            end = begin + PART_NAMES
-            yield CacheChanges(
-                id=self._me.id,
-                incarnation=self._me.incarnation,
-                version=self._version,
-                stored=_pack(names[begin:end]),
-                part=part,
-                more=end < len(names),
-            )
+            stored, more = _pack(names[begin : begin + PART_NAMES]), begin + PART_NAMES < len(names)
+            yield self._message(version=self._version, stored=stored, part=part, more=more)
 
 
 def _pack(names: Iterable[int]) -> bytes:
@@ -128,10 +116,6 @@ class PromptCache:
         self._page_size = page_size
         self._promised: dict[bytes, Request] = {}
         """The request that computes the page of this digest, as long as it is not there."""
-        self.asked_tokens = 0
-        """Prompt tokens of all requests that were admitted to be computed here."""
-        self.hit_tokens = 0
-        """Those of them that were cached."""
 
     def find(self, request: Request) -> Hit:
         """The pages of its prompt that need not be computed. To be leased before anything else happens to the pool."""
@@ -159,8 +143,6 @@ class PromptCache:
         hit = len(request.hit)
         request.cached_tokens = hit * self._page_size
         request.published = hit
-        self.asked_tokens += len(request.prompt)
-        self.hit_tokens += request.cached_tokens
         if self._cache.enabled:
             for key in request.keys.pages[hit:]:
                 self._promised.setdefault(key.digest, request)

@@ -59,43 +59,6 @@ LAST_S = 25.0
 """Longer than any transfer takes to end, and than it takes to give up a silent peer."""
 
 
-class Drainage:
-    """timeout_s: how long running requests may go on."""
-
-    def __init__(self, instance: InstanceId, timeout_s: float) -> None:
-        self._instance = instance
-        self._timeout_s = timeout_s
-        self._next_s: float | None = None
-        self._handed_off = False
-        self.began = False
-        self.is_over = False
-        """The instance waits for nothing more."""
-
-    def refusal(self) -> Unavailable:
-        """The error for a request that comes too late or still runs when the time is over. Each gets its own: one that is raised
-        holds what its callers held."""
-        return Unavailable(f"{self._instance} is leaving the fleet")
-
-    def begin(self, now: float) -> None:
-        """Idempotent."""
-        if not self.began:
-            self.began = True
-            self._next_s = now + self._timeout_s
-
-    def tick(self, now: float) -> bool:
-        """Whether to end the requests that still run; true once."""
-        if self._next_s is None or now < self._next_s:
-            return False
-        if self._handed_off:
-            self.is_over, self._next_s = True, None
-            return False
-        self._handed_off, self._next_s = True, now + LAST_S
-        return True
-
-    def next_deadline(self) -> float | None:
-        return self._next_s
-
-
 @dataclass(frozen=True, kw_only=True)
 class InstanceLimits:
     """The limits of an instance, whatever its role."""
@@ -159,7 +122,9 @@ class RequestTable(Generic[R]):
         self._memory = TokenMemory()
         self._decodes: dict[AttemptId, Life] = {}
         """Who had granted a reservation to a request that is over. A router that missed the message asks."""
-        self._drainage = Drainage(me.id, limits.drain_timeout_s)
+        self._draining = False
+        self._drain_ends_s: list[float] = []
+        """Of a drain: when what still runs is ended, and when nothing more is waited for. Each goes when it has passed."""
         self._left: list[Timeline] = []
         self.pool = PagePool(engine.total_pages, limits.prefix_cache)
         self.prompts = PromptCache(self.pool, engine.layout.page_size)
@@ -213,8 +178,10 @@ class RequestTable(Generic[R]):
                 self.pool.flush()
                 return []
             case Drain():
-                self._drainage.begin(now)
-                return self._end_all(self.waiting, now, self._drainage.refusal)
+                if not self._draining:
+                    handed_off_s = now + self._limits.drain_timeout_s
+                    self._draining, self._drain_ends_s = True, [handed_off_s, handed_off_s + LAST_S]
+                return self._end_all(self.waiting, now, self._leaving)
             case _:
                 assert_never(message)
 
@@ -254,13 +221,19 @@ class RequestTable(Generic[R]):
             self._decodes.pop(key, None)
         late = [self._open[key] for key in self._deadlines.expired(now)]
         actions = self._end_all(late, now, lambda: DeadlinePassed(f"the request's deadline passed on {self._me.id}"))
-        if self._drainage.tick(now):
-            actions += self._end_all(self, now, self._drainage.refusal)
+        if self._drain_ends_s and now >= self._drain_ends_s[0]:
+            self._drain_ends_s = self._drain_ends_s[1:]
+            actions += self._end_all(self, now, self._leaving)
         return [*actions, *self.cache_reports.tick(now)]
 
     def next_deadline(self) -> float | None:
         """When `tick` is due. Keys that are remembered too long cost memory only, so they wake nobody."""
-        return earliest(self._deadlines.next_deadline(), self._drainage.next_deadline(), self.cache_reports.next_deadline())
+        return earliest(self._deadlines.next_deadline(), *self._drain_ends_s, self.cache_reports.next_deadline())
+
+    def _leaving(self) -> Unavailable:
+        """The error for a request that comes too late or still runs when the time is over. Each gets its own: one that is raised
+        holds what its callers held."""
+        return Unavailable(f"{self._me.id} is leaving the fleet")
 
     def _end_all(self, requests: Iterable[R], now: float, error: Callable[[], TandemError] | None = None) -> list[Action]:
         """error: makes what clients are told; None: nobody waits for these."""
@@ -268,11 +241,6 @@ class RequestTable(Generic[R]):
         for request in requests:
             actions += self.end(request, None if error is None else Failed.of(error()), now)
         return actions
-
-    def report(self, load: Load, counters: Counters, links_version: int = 0) -> Report:
-        """load, counters: those of `load` and `counters_so_far`, with what the role adds."""
-        drained = self._drainage.is_over or (self._drainage.began and not self._open)
-        return Report(load, counters, drained, self._drainage.began, links_version, self.cache_reports.version)
 
     def knows(self, peer: Life) -> bool:
         return self.peers.get(peer.id) == peer.incarnation
@@ -285,29 +253,26 @@ class RequestTable(Generic[R]):
         left, self._left = self._left, []
         return left
 
-    def load(self) -> Load:
-        """What both roles report alike."""
+    def report(self) -> Report:
+        """What both roles report alike. A reservation that waits does not count yet: `forget` may take it off again, and a
+        counter never falls."""
         in_rows = (each.progress for each in self.in_row.values())
         computing = sum(progress.tokens_to_compute for progress in in_rows if progress is not None)
-        return Load(
+        load = Load(
             waiting_requests=len(self.waiting),
             tokens_to_compute=computing + sum(self.prompts.missing_tokens(each) for each in self.waiting if each.peer is None),
             pages_free=self.pool.available_pages,
             pages_total=self.pool.total_pages,
             pages_cached=self.pool.cached_pages,
         )
-
-    def counters_so_far(self) -> Counters:
-        """What both roles count. A reservation that waits does not count yet: `forget` may take it off again, and a counter never
-        falls."""
         may_be_forgotten = sum(isinstance(request.asked, Reserve) for request in self.waiting)
-        return replace(
+        counters = replace(
             self.counters,
             requests_accepted=self.counters.requests_accepted - may_be_forgotten,
-            prompt_tokens_asked=self.prompts.asked_tokens,
-            prompt_tokens_hit=self.prompts.hit_tokens,
             pages_evicted=self.pool.cache.evicted,
         )
+        drained = self._draining and not (self._open and self._drain_ends_s)
+        return Report(load, counters, drained, self._draining, cache_version=self.cache_reports.version)
 
     # --- in --------------------------------------------------------------------------------------------------------------
 
@@ -377,8 +342,8 @@ class RequestTable(Generic[R]):
         if tokens > model.context_tokens or most_pages > self._engine.total_pages:
             field = "max_tokens" if answer_tokens else "prompt"
             raise BadRequest(f"the request needs {tokens} tokens: too long for {self._me.id}", field=field)
-        if self._drainage.began:
-            raise self._drainage.refusal()
+        if self._draining:
+            raise self._leaving()
         if len(self.waiting) >= self._limits.max_waiting:
             raise Overloaded(f"{self._me.id} has {self._limits.max_waiting} requests waiting already")
         owner = asked.terms.owner
@@ -409,6 +374,8 @@ class RequestTable(Generic[R]):
         if isinstance(request.asked, Generate):
             self.prompts.begin(request)
             begin = request.cached_tokens
+            self.counters.prompt_tokens_asked += len(request.prompt)
+            self.counters.prompt_tokens_hit += begin
             request.phase = RequestPhase.COMPUTING
             request.progress = self.computing[row] = PromptProgress(row, request.prompt, begin, begin, request.owner)
             self.starts.append(request.row_start(length=begin))

@@ -76,9 +76,6 @@ class TokenMemory:
         self._answers: dict[AttemptId, Emitted] = {}
         self.used_bytes = 0
 
-    def __len__(self) -> int:
-        return len(self._answers)
-
     def keep(self, key: AttemptId, emitted: Emitted) -> None:
         """Remember an answer, if there is anything to tell of it."""
         if not emitted.token_ids and emitted.ending is None:

@@ -133,7 +133,7 @@ class WaitingLine(Generic[T]):
     def turns(self, passed: Set[str] = frozenset()) -> Iterator[T]:
         """The line in order, while requests leave it: what is held is looked at anew for each turn. passed: owners whose requests
         are left out; more may be added meanwhile."""
-        heap = [(self._turn(owner, places[0]), 0, owner) for owner, places in self._places.items()]
+        heap = [(self._turn(places[0]), 0, owner) for owner, places in self._places.items()]
         heapify(heap)
         while heap:
             turn, at, owner = heap[0]
@@ -144,7 +144,7 @@ class WaitingLine(Generic[T]):
             if owner in passed or at >= len(places):
                 heappop(heap)
             else:
-                heapreplace(heap, (self._turn(owner, places[at]), at, owner))
+                heapreplace(heap, (self._turn(places[at]), at, owner))
 
     def join(self, item: T) -> None:
         assert item.key not in self._waiting, f"{item.key} waits already"
@@ -167,12 +167,12 @@ class WaitingLine(Generic[T]):
         """The first one that passes the test."""
         return next(filter(test, self.turns()), None)
 
-    def is_before(self, owner: str, rank: Rank, item: T) -> bool:
-        """Whether a request of this owner and rank is served before the one that waits."""
-        place = self._waiting[item.key]
-        if owner == item.owner:
-            return rank < place.rank
-        return self._turn(owner, _Place(rank, 0, item)) < self._turn(item.owner, place)
+    def is_before(self, away: T, item: T) -> bool:
+        """Whether a request that is away would be served before the one that waits."""
+        if away.owner == item.owner:
+            return away.rank < item.rank
+        return self._turn(_Place(away.rank, 0, away)) < self._turn(self._waiting[item.key])
 
-    def _turn(self, owner: str, place: _Place[T]) -> _Turn[T]:
+    def _turn(self, place: _Place[T]) -> _Turn[T]:
+        owner = place.item.owner
         return _Turn(place.rank.priority, self._shares.of(owner), self._shares.work_of(owner), place)

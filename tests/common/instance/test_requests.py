@@ -16,10 +16,10 @@ from msgspec.structs import replace
 from common.ids import DETOKENIZER, ROUTER, InstanceId, Life, shard_of, text_name
 from common.instance.ports import Action, RouterJoined, RouterLost, Send
 from common.instance.request import PromptProgress, Request, RequestPhase, next_chunks
-from common.instance.requests import LAST_S, MEMORY_S, Drainage, RequestTable
+from common.instance.requests import LAST_S, MEMORY_S, RequestTable
 from common.instance.token_memory import emit_tokens
 from common.instance.waiting_line import Rank
-from common.messages import Ending, Finished, Probe, Probed, Repeat, Standing, Terms, TokenBatch, TokenDelta
+from common.messages import Drain, Ending, Finished, Probe, Probed, Repeat, Standing, Terms, TokenBatch, TokenDelta
 from tests.builders import engine, instance, key, limits
 from tests.decode.rig import WRITERS_LIFE, reserve
 from tests.prefill.rig import generate
@@ -255,47 +255,32 @@ def test_a_step_without_tokens_sends_no_message() -> None:
     assert emit_tokens([], []) == []
 
 
-def begun(now: float = 100.0) -> Drainage:
-    drainage = Drainage(InstanceId("d"), timeout_s=30.0)
-    drainage.begin(now)
-    return drainage
+def left(made: Table, now: float) -> tuple[list[Request], bool]:
+    """The requests that end now, and whether the instance has left."""
+    ended = late(made, now)
+    return ended, made.report().drained
 
 
-def test_an_instance_that_does_not_leave_waits_for_nothing() -> None:
-    drainage = Drainage(InstanceId("d"), timeout_s=30.0)
-    assert not drainage.tick(1e9) and drainage.next_deadline() is None
-    assert not drainage.began and not drainage.is_over
+def test_what_runs_may_finish_is_then_ended_once_and_is_waited_for_a_while_more() -> None:
+    made, request = opened()
+    made.waiting.leave(request.key)
+    assert left(made, 99.0) == ([], False) and made.next_deadline() == 600.0
+    made.receive(ROUTER, Drain(), 100.0)
+    made.receive(ROUTER, Drain(), 120.0)  # gives no more time
+    assert made.noted == [] and made.next_deadline() == 130.0 and left(made, 129.9) == ([], False)
+    assert left(made, 130.0) == ([request], False)
+    assert made.next_deadline() == 130.0 + LAST_S
+    assert left(made, 130.0 + LAST_S - 0.1) == ([], False)
+    made.receive(ROUTER, Drain(), 131.0)
+    assert left(made, 130.0 + LAST_S)[1] and made.next_deadline() is None
 
 
-def test_what_runs_may_finish_and_is_then_handed_off_once() -> None:
-    drainage = begun()
-    assert drainage.began and drainage.next_deadline() == 130.0
-    assert not drainage.tick(129.9)
-    assert drainage.tick(130.0)
-    assert not drainage.tick(130.0) and drainage.next_deadline() == 130.0 + LAST_S
-
-
-def test_what_does_not_end_after_it_was_handed_off_is_not_waited_for() -> None:
-    drainage = begun()
-    drainage.tick(130.0)
-    over = []
-    for now in (130.0 + LAST_S - 0.1, 130.0 + LAST_S, 1e9):
-        assert not drainage.tick(now)
-        over.append(drainage.is_over)
-    assert over == [False, True, True] and drainage.next_deadline() is None
-
-
-def test_beginning_the_drain_again_gives_no_more_time() -> None:
-    drainage = begun()
-    drainage.begin(120.0)
-    assert drainage.next_deadline() == 130.0
-    drainage.tick(130.0)
-    drainage.begin(131.0)
-    assert drainage.next_deadline() == 130.0 + LAST_S
-
-
-def test_requests_that_come_too_late_may_try_elsewhere() -> None:
-    drainage = begun()
-    refusal = drainage.refusal()
-    assert refusal is not drainage.refusal(), "one that was raised holds what its callers held"
-    assert (refusal.status, refusal.retryable) == (503, True) and "d is leaving" in str(refusal)
+def test_an_instance_that_leaves_refuses_what_waits_and_what_comes_and_has_left_when_nothing_is_open() -> None:
+    made, request = opened()
+    made.receive(ROUTER, Drain(), 100.0)
+    assert made.noted == [request] and not made.report().drained
+    joined, actions = made.accept(generate("late", 10), None, 100.0)
+    refused = failures(actions)["late"]
+    assert joined is None and (refused.status, refused.retryable) == (503, True) and "d is leaving" in refused.message
+    made.release(request, 100.0)
+    assert made.report().drained and made.report().draining

@@ -58,7 +58,7 @@ def test_remembered_logprobs_count_their_bytes() -> None:
     for number in range(20):
         memory.keep(key(str(number)), Emitted(0, range(100), LENGTH, packed, packed))
     assert sum(map(len, packed)) > 20_000
-    assert 1 <= len(memory) <= 200_000 // (2 * sum(map(len, packed)))
+    assert 1 <= len(memory._answers) <= 200_000 // (2 * sum(map(len, packed)))
 
 
 def test_the_oldest_answers_are_forgotten_when_there_are_too_many_bytes() -> None:
@@ -74,10 +74,10 @@ def test_the_oldest_answers_are_forgotten_when_there_are_too_many_bytes() -> Non
         assert known is not None
         assert list(known.since(key(name), 98)) == [TokenDelta(key(name), 98, (98, 99), endings[name])]
         memory.forget(key(name))
-    assert (len(memory), memory.used_bytes) == (0, 0)
+    assert (memory._answers, memory.used_bytes) == ({}, 0)
 
 
 def test_an_answer_without_tokens_and_ending_takes_no_room() -> None:
     memory = TokenMemory()
     memory.keep(key(), Emitted(0, [], None))
-    assert (len(memory), memory.used_bytes) == (0, 0)
+    assert (memory._answers, memory.used_bytes) == ({}, 0)
