@@ -112,9 +112,8 @@ class Growth:
 
     def ended(self, row: int, *, stopped: bool) -> None:
         """The answer of a row is over. stopped: by itself; otherwise it reached its limit, or was preempted."""
-        self.cancelled()
-        self._tokens += int(self._batch.sampled[row])
-        self._stops += stopped
+        self._tokens += int(self._batch.sampled[row]) - self._tokens / MEMORY
+        self._stops += stopped - self._stops / MEMORY
 
     def cancelled(self) -> None:
         """An answer is not wanted any more: that says nothing of its length."""

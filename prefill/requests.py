@@ -6,7 +6,7 @@ that only this role has. Sends and ends nothing itself. Does not know plans or p
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Self
 
@@ -73,16 +73,17 @@ class PrefillRequest(Request):
         times.handed_off_s, times.pages_pushed = now, self.pages - times.pages_had
         return LinkTraffic(handoffs=1, exposed_seconds=now - times.last_chunk_s)
 
-    def choose(self, able: Mapping[InstanceId, Incarnation]) -> bool:
+    def choose(self, peers: Mapping[InstanceId, Incarnation], lost: Container[InstanceId]) -> bool:
         """Whom to ask now becomes its peer; False when nobody is left. Each candidate that is there is asked in turn, and has no
         time to wait for room. Then the best of them is asked again, and the request waits there for a while: that ends the
-        round. One that is alone is asked to let it wait at once. able: the candidates that are there, best first."""
+        round. One that is alone is asked to let it wait at once. lost: who cannot be reached."""
+        able = [name for name in self.candidates if name in peers and name not in lost]
         if not able:
             return False
         untried = [name for name in able if name not in self.full]
         self.may_wait = not untried or len(able) == 1
-        name = (untried or list(able))[0]
-        self.peer = Life(name, able[name])
+        name = (untried or able)[0]
+        self.peer = Life(name, peers[name])
         return True
 
     def exclude(self, by: InstanceId, failure: Failed) -> None:
@@ -192,7 +193,7 @@ class PromptRoom:
         requests.prompts.find(request)
         if pool.takes(request.pages, request.hit) > pool.available_pages:
             return Verdict.FULL
-        if request.candidates and not self.choose(request):
+        if request.candidates and not request.choose(requests.peers, self._links.lost):
             return self.nobody_left(request)
         missing_tokens = requests.prompts.missing_tokens(request)
         requests.admit(request, 0, missing_tokens, now)
@@ -212,11 +213,6 @@ class PromptRoom:
             return takes <= requests.pages_after([*ended, *victims])
 
         return find_givers(requests, request, 0, holders, fits)
-
-    def choose(self, request: PrefillRequest) -> bool:
-        """Whom the request asks now becomes its peer; False when nobody is left."""
-        peers, lost = self._requests.peers, self._links.lost
-        return request.choose({name: peers[name] for name in request.candidates if name in peers and name not in lost})
 
     def nobody_left(self, request: PrefillRequest) -> Failed:
         return Failed.of(Unavailable(f"{self._instance} reaches none of the decode instances {', '.join(request.candidates)}"))

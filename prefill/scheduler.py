@@ -272,7 +272,16 @@ class PrefillScheduler:
                         if request.phase is not RequestPhase.ENDED:
                             self._requests.shares.hold(request, 0, max(0, request.held_pages - event.pages))
                     case HandoffClosed():
-                        actions += self._closed(request, event, now)
+                        request.in_transfer = False
+                        if event.failure is None and request.phase is RequestPhase.HANDING_OFF:
+                            self._source.traffic.add(request.peer.id, request.hand_off(now))
+                        if not event.quiescent:
+                            self._room.quarantined.append(request.lease)
+                            request.lease = None
+                        if request.phase is RequestPhase.ENDED:
+                            self._requests.release(request, now)
+                        else:
+                            actions += self._end(request, event.failure, now)
                     case _:
                         assert_never(event)
         return actions
@@ -282,7 +291,7 @@ class PrefillScheduler:
         if request.phase is RequestPhase.ENDED:
             return []
         request.exclude(peer.id, failure)
-        if not failure.retryable or not self._room.choose(request):
+        if not failure.retryable or not request.choose(self._requests.peers, self._links.lost):
             return self._end(request, failure, now)
         assert request.peer is not None and request.lease is not None
         self._requests.counters.reservations_moved += 1

@@ -198,10 +198,10 @@ class Request:
         """The first token has gone to the client by another instance. It can be told again from here only with everything that
         goes with it: log probabilities of the prompt are not here."""
         asks = self.asked.sampling
-        if (asks.logprobs is not None and logprob is None) or (asks.prompt_logprobs is not None and self.next_token == 0):
-            self.next_token += 1
+        self.next_token += 1
+        if (asks.logprobs is not None and logprob is None) or (asks.prompt_logprobs is not None and self.next_token == 1):
             return
-        self.add_token(token_id)
+        self.token_ids.append(token_id)
         if logprob is not None:
             self.logprobs.append(pack_logprobs([logprob]))
 

@@ -218,7 +218,8 @@ class InstanceWorker(Generic[M]):
             if self._recorder.on:
                 self._tracer.transfer_ended(event)
             self._act(self._scheduler.handle(event, now))
-        self._take_prepared(now)
+        for key, refused in take_prepared(self._preparing):
+            self._act(self._scheduler.handle(Prepared(key, refused), now))
         self._take_steps(now)
         self._meet(self._memberships.peers.tick(now), now)
         for name in self._former.expired(now):
@@ -259,11 +260,6 @@ class InstanceWorker(Generic[M]):
     def leave(self, reason: str = "") -> None:
         """Tell the routers that this incarnation is gone. reason: for people; "" when it was told to leave."""
         self._act([membership.goodbye(reason) for membership in self._memberships])
-
-    def _take_prepared(self, now: float) -> None:
-        """Tell the scheduler which grammars are ready, and which never will be."""
-        for key, refused in take_prepared(self._preparing):
-            self._act(self._scheduler.handle(Prepared(key, refused), now))
 
     def _take_steps(self, now: float) -> None:
         """Take in what was computed since the last turn: whole steps, and layers of the running one."""

@@ -148,14 +148,6 @@ def test_the_token_that_its_writer_sent_is_told_again_only_with_all_that_goes_wi
     assert repeated(made, "a", first) == ([both] if tells_first else [told])
 
 
-def test_a_failure_that_a_decode_instance_has_told_is_told_again() -> None:
-    made = decoding()
-    step(made, 0.1, token=70)
-    (failure,) = deltas(made.tick(1e9))
-    assert isinstance(failure.ending, Failed)
-    assert repeated(made, "a") == [TokenDelta(key("a"), 0, (50, 70), failure.ending)]
-
-
 def test_the_requests_of_a_router_that_is_gone_end_without_a_word_to_the_client() -> None:
     made = decoding("decodes", max_rows=3)
     made.receive(WRITER, reserve("reserved", 4), 0.0)

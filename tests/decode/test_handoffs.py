@@ -11,7 +11,7 @@ import pytest
 from common.ids import ROUTER, Incarnation
 from common.instance.ports import Action, RouterJoined
 from common.messages import Cancel, Grant, Withdraw
-from common.messages.transfers import Connect, Expect, Settle, Settled
+from common.messages.transfers import Expect, Settle, Settled
 from decode.reservations import MEASURED_S
 from decode.scheduler import DecodeScheduler
 from kv_transfer.handoff_reader import MARGIN_S, WRITE_LEASE_S
@@ -319,12 +319,6 @@ def unmet() -> DecodeScheduler:
 
 
 THERE = [instance("p", "prefill")]
-
-
-def test_a_decode_instance_makes_no_links() -> None:
-    made = unmet()
-    actions = [*meet(made, THERE, 0.0), *made.tick(0.0)]
-    assert not any(isinstance(action, Connect) for action in actions)
 
 
 def test_the_writes_with_which_a_new_writer_measures_its_link_are_expected() -> None:

@@ -109,16 +109,6 @@ def test_pages_are_leased_for_the_prompt_and_one_more_if_the_answer_can_need_it(
     assert made.report().load.pages_total - made.report().load.pages_free == pages
 
 
-def test_a_request_that_fits_may_pass_one_that_does_not_for_a_bounded_time() -> None:
-    made = scheduler(total_pages=6)
-    reserved(made, "holder", tokens=9, max_new_tokens=4)  # 3 of 6 pages
-    made.receive(WRITER, reserve("large", 17), 0.0)
-    made.receive(WRITER, reserve("small", 3, max_new_tokens=2), 0.0)
-    assert granted(made.decide(1.0).actions) == ["small"]
-    made.receive(WRITER, reserve("late", 3, max_new_tokens=2), 1.0)
-    assert grants(made.decide(5.0).actions) == []
-
-
 def test_a_reservation_waits_for_a_row_as_well_as_for_pages() -> None:
     made, first = with_reservation(max_new_tokens=2, max_rows=1)
     made.receive(WRITER, reserve("b", 6), 0.0)
@@ -154,15 +144,6 @@ def test_a_cancel_that_overtakes_its_reserve_is_remembered() -> None:
     assert is_home(made)
 
 
-def test_a_cancel_while_decoding_brings_the_pages_home_after_the_step() -> None:
-    made = decoding()
-    plan = planned(made.decide(0.0))
-    made.receive(ROUTER, Cancel(key=key("a")), 0.1)
-    assert made.decide(0.1).plan is None
-    assert made.step_done(result(plan, [51]), 0.2) == []
-    assert is_home(made)
-
-
 def test_a_cancel_between_handoff_and_the_next_step_leaves_no_start_behind() -> None:
     made = decoding(max_rows=1)
     made.receive(ROUTER, Cancel(key=key("a")), 0.0)
@@ -187,15 +168,6 @@ def test_a_stale_handoff_is_counted_and_changes_nothing() -> None:
     stale = Handoff(key=grant.key, generation=Generation(grant.generation + 1), first_token=1, pushed_pages=2, pushed_bytes=2)
     made.receive(WRITER, stale, 0.1)
     assert made.decide(0.1).plan is None and made.report().counters.messages_stale == 1
-
-
-def test_a_request_ends_when_its_deadline_passes() -> None:
-    made = decoding()
-    plan = planned(made.decide(0.0))
-    (delta,) = deltas(made.tick(60.0))
-    assert delta.first == 1 and isinstance(delta.ending, Failed) and delta.ending.status == 504
-    made.step_done(result(plan, [51]), 60.1)
-    assert is_home(made)
 
 
 @pytest.mark.parametrize(

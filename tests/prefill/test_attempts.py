@@ -55,12 +55,8 @@ def test_a_reservation_says_whose_the_request_is_and_its_age_includes_the_wait_h
     (reserve,) = reserves(made.decide(13.0).actions)
     assert reserve.terms == Terms(priority=2, age_s=8.0, timeout_s=27.0, owner="alice")
     assert (reserve.incarnation, reserve.sent_s) == (LIFE, 13.0)
-
-
-def test_a_request_without_a_timeout_has_the_instances_timeout() -> None:
-    made = scheduler()
-    made.receive(ROUTER, generate("a", 4), 10.0)
-    assert reserves(made.decide(20.0).actions)[0].terms.timeout_s == 50.0
+    made.receive(ROUTER, generate("b", 4), 10.0)
+    assert reserves(made.decide(20.0).actions)[0].terms.timeout_s == 50.0, "the instance's"
 
 
 # --- an answer that is resumed ---------------------------------------------------------------------------------------------
@@ -95,19 +91,12 @@ def test_a_first_token_and_a_failure_after_it_are_told_again() -> None:
     assert deltas(made.receive(ROUTER, again, 0.3)) == [TokenDelta(key("a"), 2, (55,), failure.ending)]
 
 
-def test_a_probe_is_answered_with_what_each_request_emits_next() -> None:
-    made, _ = pushing("emitted", chunk_tokens=4)
-    made.receive(ROUTER, generate("waiting", 6, first=2), 0.0)
-    (answer,) = messages(made.receive(ROUTER, Probe(round=1, keys=(key("emitted"), key("waiting"), key("unknown"))), 1.0))
-    standings = (Standing(key("emitted"), 1, GRANTED_BY), Standing(key("waiting"), 2), Standing(key("unknown"), None))
-    assert answer == Probed(round=1, id=ME, incarnation=LIFE, standings=standings)
-
-
 def test_who_decodes_a_request_is_remembered_after_its_handoff_in_case_placed_was_lost() -> None:
     made, push = pushing()
-    finish_pushes(made, push)
-    (answer,) = messages(made.receive(ROUTER, Probe(round=1, keys=(key("a"),)), 30.0))
-    assert answer == Probed(round=1, id=ME, incarnation=LIFE, standings=(Standing(key("a"), None, GRANTED_BY),))
+    for next_token in (1, None):
+        (answer,) = messages(made.receive(ROUTER, Probe(round=1, keys=(key("a"),)), 30.0))
+        assert answer == Probed(round=1, id=ME, incarnation=LIFE, standings=(Standing(key("a"), next_token, GRANTED_BY),))
+        finish_pushes(made, push if next_token else [])
 
 
 def test_the_requests_of_a_router_that_is_gone_end_without_a_word_to_the_client() -> None:
@@ -197,6 +186,8 @@ def test_the_requests_on_a_lost_link_are_resumed_at_once_and_their_pages_come_ho
     assert told.retryable and "cable" in told.message
     load = made.report().load
     assert (load.pages_quarantined, load.pages_total - load.pages_free) == (1, 1)
+    made.handle(link_changed("d", "ready"), 2.0)
+    assert made.report().load.pages_quarantined == 0, "it is up again"
     actions = made.handle(PushFailed(Ticket(1), "the link was closed", quiescent=True), 5.0)
     assert kinds(actions) == ["Withdraw"] and is_home(made)
 
@@ -210,13 +201,6 @@ def test_what_was_pushed_to_a_peer_is_reported_with_its_link() -> None:
         pushes=1, runs=1, bytes_pushed=LAYOUT.page_bytes, push_seconds=0.1, handoffs=1, exposed_seconds=1.0 - 0.1
     )
     assert (link.peer, link.traffic) == (DECODE, traffic)
-
-
-def test_a_link_that_is_up_again_holds_nothing_in_quarantine() -> None:
-    made, _ = pushing()
-    made.handle(LOST, 1.0)
-    made.handle(link_changed("d", "ready"), 2.0)
-    assert made.report().load.pages_quarantined == 0
 
 
 def test_a_request_whose_pushes_are_stuck_is_forgotten_and_its_key_is_claimed_on() -> None:
@@ -263,18 +247,6 @@ def test_a_successor_of_a_decode_instance_hears_of_its_own_handoffs_only() -> No
 
 
 # --- the end of the instance -----------------------------------------------------------------------------------------------
-
-
-def test_a_draining_instance_takes_nothing_in_and_hands_on_what_waits() -> None:
-    made = scheduler(chunk_tokens=4)
-    made.receive(ROUTER, generate("runs", 8), 0.0)
-    made.decide(0.0)
-    made.receive(ROUTER, generate("waits", 4), 0.0)
-    told = failures(drain(made, 1.0))
-    assert list(told) == ["waits"] and told["waits"].retryable
-    late = failures(made.receive(ROUTER, generate("late", 4), 1.0))["late"]
-    assert late.retryable and "leaving" in late.message
-    assert drain(made, 2.0) == [] and not made.report().drained
 
 
 def test_it_has_drained_when_what_runs_is_handed_off_and_its_pushes_have_ended() -> None:

@@ -15,7 +15,6 @@ from common.ids import ROUTER, InstanceId, pack_ids, unpack_ids
 from common.instance.ports import Prepare, Prepared, Send
 from common.messages import (
     Cancel,
-    Decline,
     Failed,
     Finished,
     Generate,
@@ -25,7 +24,6 @@ from common.messages import (
     Repeat,
     TokenDelta,
     TokenLogprobs,
-    Withdraw,
 )
 from common.sampling_params import MAX_PROMPT_LOGPROBS, SamplingParams
 from engine.grammar.grammars import ANY_TEXT
@@ -134,14 +132,6 @@ def test_an_end_of_sequence_as_first_token_ends_here_and_withdraws_the_reservati
     assert is_home(made)
 
 
-def test_a_cancel_in_the_waiting_line_leaves_nothing() -> None:
-    made = scheduler()
-    made.receive(ROUTER, generate("a", 5), 0.0)
-    assert made.receive(ROUTER, Cancel(key=key("a")), 0.0) == []
-    assert made.decide(0.0).plan is None
-    assert is_home(made)
-
-
 def test_a_cancel_under_a_step_keeps_the_pages_until_the_step_returns() -> None:
     made = scheduler()
     made.receive(ROUTER, generate("a", 12), 0.0)
@@ -166,15 +156,6 @@ def test_pages_that_are_written_and_not_cached_come_home_while_the_last_push_goe
     last = made.step_done(result(second.plan, [5]), 0.2)
     assert made.report().load.pages_free == made.report().load.pages_total - 1
     assert kinds(finish_pushes(made, last)) == ["Handoff"]
-    assert is_home(made)
-
-
-def test_a_declined_request_fails_with_the_reason() -> None:
-    made, decision = begun(generate("a", 4))
-    too_long = Failed(message="too long for d", kind="invalid_request_error", status=400)
-    (delta,) = deltas(made.receive(DECODE, Decline(key=key("a"), failed=too_long), 0.1))
-    assert delta.ending == too_long
-    made.step_done(result(decision.plan, [5]), 0.2)
     assert is_home(made)
 
 
@@ -211,32 +192,6 @@ def test_an_invalid_request_is_refused_with_a_reason(change: dict[str, Any], sta
 
 def test_a_prompt_that_the_pool_cannot_hold_is_refused() -> None:
     assert failures(scheduler(total_pages=2).receive(ROUTER, generate("a", 9), 0.0))["a"].status == 400
-
-
-def test_a_generate_that_comes_again_is_dropped_and_counted_while_it_runs_and_after() -> None:
-    made = scheduler()
-    made.receive(ROUTER, generate("a", 5, max_new_tokens=1, decodes=()), 0.0)
-    assert made.receive(ROUTER, generate("a", 5), 0.0) == []
-    made.step_done(result(made.decide(0.0).plan, [5]), 0.1)
-    assert is_home(made)
-    assert made.receive(ROUTER, generate("a", 5), 1.0) == [] and made.decide(1.0).plan is None
-    assert made.report().counters.messages_stale == 2
-
-
-def test_a_cancel_that_overtakes_its_generate_is_remembered() -> None:
-    made = scheduler()
-    assert made.receive(ROUTER, Cancel(key=key("a")), 0.0) == []
-    assert made.receive(ROUTER, generate("a", 5), 0.1) == [] and made.decide(0.1).plan is None
-    assert is_home(made)
-
-
-def test_withdraw_and_cancel_names_stay_with_their_attempt() -> None:
-    made = scheduler()
-    made.receive(ROUTER, generate("a", 5), 0.0)
-    assert made.receive(ROUTER, Cancel(key=key("a", 1)), 0.0) == []
-    decision = made.decide(0.0)
-    assert not any(isinstance(a.message, Withdraw) for a in decision.actions if isinstance(a, Send))
-    assert decision.plan is not None
 
 
 def with_grammar(name: str) -> Generate:

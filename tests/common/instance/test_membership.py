@@ -35,6 +35,7 @@ HERE, THERE = "tcp://127.0.0.1:7", "tcp://127.0.0.1:8"
 WELCOME = Welcome(
     router=InstanceId("router-1"), address=HERE, detokenizers=("tcp://127.0.0.1:9",), heartbeat_s=0.5, dead_after_s=3.0
 )
+REPORT = Report(Load(), Counters(), drained=False)
 SUCCESSOR = msgspec.structs.replace(WELCOME, router=InstanceId("router-2"))
 
 
@@ -55,7 +56,7 @@ class Member:
 
     def beat(self) -> list[str]:
         """What is sent now."""
-        sends = self.membership.due(self.now, Report(Load(), Counters(), drained=False), 0, reachable=True)
+        sends = self.membership.due(self.now, REPORT, 0, reachable=True)
         assert all(send.to == self.membership.name for send in sends)
         return [type(send.message).__name__ for send in sends]
 
@@ -84,6 +85,7 @@ def member() -> Member:
 def test_it_registers_until_it_is_welcome() -> None:
     member = Member()
     assert [member.next(), member.next()] == [["Register"], ["Register"]]
+    member.membership.hurry(member.now)  # changes nothing before the welcome
     assert member.membership.next_deadline == 100.0 + 3 * REGISTER_EVERY_S
     joined_before = member.membership.joined
     assert not member.receive(WELCOME), "it had no router before"
@@ -106,19 +108,10 @@ def test_a_refusal_is_told_with_its_reason() -> None:
 
 def test_a_heartbeat_says_how_the_instance_is(member: Member) -> None:
     load, counters = Load(pages_free=3), Counters(steps=5)
-    (send,) = member.membership.due(
-        100.0, Report(load, counters, drained=False, draining=True, links_version=8), 7, reachable=True
-    )
-    beat = Heartbeat(
-        id=INFO.id,
-        incarnation=INFO.incarnation,
-        load=load,
-        counters=counters,
-        peers_version=7,
-        links_version=8,
-        draining=True,
-    )
-    assert send == Send(member.membership.name, beat)
+    report = Report(load, counters, drained=False, draining=True, links_version=8)
+    life, versions = {"id": INFO.id, "incarnation": INFO.incarnation}, {"peers_version": 7, "links_version": 8}
+    beat = Heartbeat(**life, load=load, counters=counters, **versions, draining=True)
+    assert member.membership.due(100.0, report, 7, reachable=True) == [Send(member.membership.name, beat)]
 
 
 # --- a router that falls silent --------------------------------------------------------------------------------------------
@@ -139,11 +132,6 @@ def test_only_a_silence_that_a_failure_alone_explains_ends_the_requests_of_a_rou
     assert not member.router_lost(), "it is told once"
     member.now += 1000.0
     assert member.beat() == ["Register"], "the deadline of the start is over"
-
-
-def test_a_silent_router_that_is_followed_by_another_has_lost_its_requests(member: Member) -> None:
-    member.silent_until(lambda: not member.membership.joined)
-    assert member.receive(SUCCESSOR)
 
 
 @pytest.mark.parametrize(("answers", "beats"), [(100, 1), (10, 6)], ids=["each heartbeat", "now and then"])
@@ -180,27 +168,15 @@ def test_a_router_that_was_lost_is_joined_again_without_a_second_farewell(member
 # --- a router that is followed by another ----------------------------------------------------------------------------------
 
 
-def test_the_welcome_of_another_router_says_that_the_former_ones_requests_are_nobodys(member: Member) -> None:
-    assert member.receive(SUCCESSOR)
-    assert not member.receive(SUCCESSOR)
-
-
-def test_its_times_and_its_detokenizer_hold_from_now_on(member: Member) -> None:
-    member.receive(msgspec.structs.replace(SUCCESSOR, detokenizers=("tcp://127.0.0.1:8",), heartbeat_s=2.0))
-    assert member.membership.welcome is not None and member.membership.welcome.detokenizers == ("tcp://127.0.0.1:8",)
+@pytest.mark.parametrize("is_silent", [False, True])
+def test_the_welcome_of_another_router_says_that_the_former_ones_requests_are_nobodys(member: Member, is_silent: bool) -> None:
+    if is_silent:
+        member.silent_until(lambda: not member.membership.joined)
+    successor = msgspec.structs.replace(SUCCESSOR, detokenizers=("tcp://127.0.0.1:8",), heartbeat_s=2.0)
+    assert member.receive(successor) and not member.receive(successor)
+    assert member.membership.welcome == successor
     member.next()
     assert member.membership.next_deadline == member.now + 2.0
-
-
-def test_hurrying_before_the_welcome_changes_nothing() -> None:
-    member = Member()
-    member.next()
-    member.membership.hurry(100.0)
-    assert member.membership.next_deadline == 100.0 + REGISTER_EVERY_S
-
-
-def test_goodbye_names_the_incarnation(member: Member) -> None:
-    assert member.membership.goodbye() == Send(member.membership.name, Goodbye(id=INFO.id, incarnation=INFO.incarnation))
 
 
 # --- several routers ---------------------------------------------------------------------------------------------------------
@@ -245,7 +221,7 @@ def test_one_that_is_there_and_does_not_answer_is_asked_more_and_more_seldom() -
     pauses = []
     for _ in range(20):
         now = there.next_deadline
-        there.due(now, Report(Load(), Counters(), drained=False), 0, reachable=True)
+        there.due(now, REPORT, 0, reachable=True)
         pauses.append(there.next_deadline - now)
     assert pauses[0] == REGISTER_EVERY_S and pauses == sorted(pauses) and pauses[-1] == SELDOM_EVERY_S
 
@@ -256,11 +232,11 @@ def test_one_registration_waits_for_a_router_that_is_down_and_it_is_asked_soon_w
     sent = []
     for reachable in (True, True, True, True, False, False, False, True):
         now = here.next_deadline
-        sent.append(len(here.due(now, Report(Load(), Counters(), drained=False), 0, reachable=reachable)))
+        sent.append(len(here.due(now, REPORT, 0, reachable=reachable)))
     assert sent == [1, 1, 1, 1, 0, 0, 0, 1] and here.next_deadline == now + REGISTER_EVERY_S
     members.receive(WELCOME, now)
     members.gone([here.name], now)
-    down = [len(here.due(now, Report(Load(), Counters(), drained=False), 0, reachable=False)) for _ in range(100)]
+    down = [len(here.due(now, REPORT, 0, reachable=False)) for _ in range(100)]
     assert sum(down) == 1, "they would all arrive at once"
 
 
@@ -350,7 +326,7 @@ def test_timelines_go_with_heartbeats_a_few_with_each_and_the_oldest_are_dropped
         member.membership.note(timeline)
     told: list[Timeline] = []
     while True:
-        (send,) = member.membership.due(member.now, Report(Load(), Counters(), drained=False), 0, reachable=True)
+        (send,) = member.membership.due(member.now, REPORT, 0, reachable=True)
         assert isinstance(send.message, Heartbeat)
         if not send.message.timelines:
             break
@@ -360,15 +336,12 @@ def test_timelines_go_with_heartbeats_a_few_with_each_and_the_oldest_are_dropped
     for timeline in timelines[3:]:
         member.membership.note(timeline)
     goodbye = member.membership.goodbye().message
-    assert isinstance(goodbye, Goodbye) and list(goodbye.timelines) == timelines[3:], "nothing follows it"
-
-
-def test_timelines_for_a_router_that_is_gone_are_forgotten(member: Member) -> None:
-    member.membership.note(Timeline(key(), Times(1, 0.0)))
+    assert goodbye == Goodbye(id=INFO.id, incarnation=INFO.incarnation, timelines=tuple(timelines[3:])), "nothing follows it"
     member.membership.end(member.now)
     member.receive(WELCOME)
-    (send,) = member.membership.due(member.now, Report(Load(), Counters(), drained=False), 0, reachable=True)
-    assert isinstance(send.message, Heartbeat) and send.message.timelines == ()
+    assert member.membership.due(member.now, REPORT, 0, reachable=True)[0].message == Heartbeat(
+        id=INFO.id, incarnation=INFO.incarnation, load=Load(), counters=Counters(), peers_version=0
+    ), "those of a router that is gone are forgotten"
 
 
 A, B = InstanceId("router-a"), InstanceId("router-b")

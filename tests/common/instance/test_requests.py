@@ -159,14 +159,6 @@ def test_a_remembered_key_wakes_nobody() -> None:
     assert made.next_deadline() is None
 
 
-def test_requests_may_be_removed_while_the_table_is_iterated() -> None:
-    made, _ = opened("a")
-    is_accepted(made, 0.0, "b")
-    for request in made:
-        finish(made, request, 0.0)
-    assert len(made) == 0
-
-
 def test_a_probe_is_answered_with_the_next_token_or_none_for_keys_that_are_not_known() -> None:
     made, _ = opened("over")
     finish(made, made[key("over")], 0.0)
@@ -237,22 +229,15 @@ def test_every_token_is_planned_once_in_order_within_the_budget(lengths: list[in
     assert all(seen[row] == list(range(length)) for row, length in enumerate(lengths))
 
 
-def test_the_tokens_of_one_step_are_one_message() -> None:
-    deltas = [TokenDelta(key("a"), 3, (5,)), TokenDelta(key("b"), 0, (6,), Finished(reason="length"))]
-    assert emit_tokens(deltas, [DETOKENIZER] * 2) == [Send(DETOKENIZER, TokenBatch(deltas=tuple(deltas)))]
-
-
-def test_tokens_for_several_detokenizers_are_one_message_for_each() -> None:
+def test_the_tokens_of_one_step_are_one_message_for_each_detokenizer() -> None:
     deltas = [TokenDelta(key(name), 0, (5,)) for name in "abc"]
     other = text_name(ROUTER, 1)
+    assert emit_tokens([], []) == []
+    assert emit_tokens(deltas, [DETOKENIZER] * 3) == [Send(DETOKENIZER, TokenBatch(deltas=tuple(deltas)))]
     assert emit_tokens(deltas, [other, DETOKENIZER, other]) == [
         Send(other, TokenBatch(deltas=(deltas[0], deltas[2]))),
         Send(DETOKENIZER, TokenBatch(deltas=(deltas[1],))),
     ]
-
-
-def test_a_step_without_tokens_sends_no_message() -> None:
-    assert emit_tokens([], []) == []
 
 
 def left(made: Table, now: float) -> tuple[list[Request], bool]:

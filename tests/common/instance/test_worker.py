@@ -10,13 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from common.errors import BadRequest, PeerRefused, TransferError
+from common.errors import BadRequest, TransferError
 from common.executor import Chunk, StepPlan
 from common.ids import DETOKENIZER, ROUTER, Incarnation, InstanceId, Ticket, pack_ids, text_name
 from common.instance.membership import ABANDON_AFTER_S
 from common.instance.ports import Prepare
 from common.instance.worker import HALF_LIFE_STEPS, LEAST_STEPS, ROUTE_MEMORY_S, CostMeter, run
-from common.messages import Cancel, Drain, Failed, Generate, LinkInfo, LinkReport, LinkState, Peers, Refused, Reserve, TokenBatch
+from common.messages import Cancel, Drain, Failed, Generate, LinkInfo, LinkReport, LinkState, Peers, Reserve, TokenBatch
 from common.messages.transfers import Connect, LinkChanged, PushDone, Settled
 from common.sampling_params import Grammar
 from common.step_cost import StepCost
@@ -53,54 +53,20 @@ def test_an_instance_registers_until_it_is_welcome_and_then_reports() -> None:
     assert [rig.turn(1.5 + beat, WELCOME) for beat in range(5)] == 5 * [["Heartbeat"]]
 
 
-def test_a_refused_instance_says_why() -> None:
-    rig = Rig()
-    with pytest.raises(PeerRefused, match="page size differs"):
-        rig.turn(0.0, Refused(reason="page size differs"))
-
-
-def test_an_unanswered_registration_ends_at_the_deadline() -> None:
-    rig = Rig()
-    rig.turn(0.0)
-    with pytest.raises(PeerRefused, match="--router"):
-        rig.turn(5.0)
-
-
-def test_the_requests_of_a_router_that_does_not_answer_are_served_while_the_instance_registers_again(rig: FakedRig) -> None:
-    sent = [rig.turn(0.0, WELCOME)] + [rig.turn(float(second)) for second in range(1, 10)]
-    silent_at = sent.index(["Register"])
-    assert silent_at * WELCOME.heartbeat_s > WELCOME.dead_after_s
-    assert all(names == ["Register"] for names in sent[silent_at:])
-    assert rig.turn(20.0, WELCOME) == ["Heartbeat"] and rig.scheduler.told == []
-
-
-def test_the_requests_of_a_router_that_has_been_silent_for_minutes_are_abandoned_once(rig: FakedRig) -> None:
-    rig.turn(0.0, WELCOME)
-    for second in range(1, 2 * int(ABANDON_AFTER_S / WELCOME.heartbeat_s)):
-        rig.turn(float(second))
-    assert rig.scheduler.told == ["RouterLost"]
-
-
-def test_the_requests_of_a_former_router_are_abandoned_when_another_welcomes_us(rig: FakedRig) -> None:
-    rig.turn(0.0, WELCOME)
+def test_the_requests_of_a_router_that_is_silent_gone_or_has_a_successor_end_once() -> None:
+    silent, gone, rig = FakedRig(), FakedRig(), FakedRig()
+    for each in (silent, gone, rig):
+        each.turn(0.0, WELCOME)
+    sent = [silent.turn(float(second)) for second in range(1, 2 * int(ABANDON_AFTER_S / WELCOME.heartbeat_s))]
+    assert sent[20:] == [["Register"]] * len(sent[20:]) and silent.scheduler.told == ["RouterLost"]
+    gone.mail.gone = [AT]
+    gone.turn(0.1)
+    assert gone.scheduler.told == ["RouterLost"]
     successor = msgspec.structs.replace(WELCOME, router=InstanceId("router-2"), detokenizers=("tcp://127.0.0.1:8",))
     rig.turn(0.1, successor)
     assert rig.scheduler.told == ["RouterLost"]
-    successor_text = text_name(InstanceId("router-2"), 0)
-    assert rig.mail.routes == {
-        AT: ADDRESS,
-        ROUTER: None,
-        DETOKENIZER: None,
-        InstanceId("router-2"): ADDRESS,
-        successor_text: "tcp://127.0.0.1:8",
-    }
-
-
-def test_the_requests_of_a_router_whose_process_is_gone_end_at_once(rig: FakedRig) -> None:
-    rig.turn(0.0, WELCOME)
-    rig.mail.gone = [AT]
-    rig.turn(0.1)
-    assert rig.scheduler.told == ["RouterLost"]
+    there = {InstanceId("router-2"): ADDRESS, text_name(InstanceId("router-2"), 0): "tcp://127.0.0.1:8"}
+    assert rig.mail.routes == {AT: ADDRESS, ROUTER: None, DETOKENIZER: None, **there}
 
 
 def test_a_peer_is_dead_when_its_host_refuses_connections_or_another_life_has_its_address(rig: FakedRig) -> None:
