@@ -124,7 +124,7 @@ class PromptCache:
 
     def missing_tokens(self, request: Request) -> int:
         """How many tokens of its prompt were not cached when it was last looked at."""
-        return len(request.prompt) - len(request.hit) * self._page_size
+        return len(request.prompt) - len(request.hit.pages) * self._page_size
 
     def is_promised(self, request: Request) -> bool:
         """Whether the next page that it lacks is being computed for another one."""

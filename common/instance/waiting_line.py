@@ -111,6 +111,8 @@ class WaitingLine(Generic[T]):
         self._shares = shares
         self._places: dict[str, list[_Place[T]]] = {}
         """By owner; of those that wait."""
+        self.owners: Set[str] = self._places.keys()
+        """Those that wait, at any time."""
         self._waiting: dict[AttemptId, _Place[T]] = {}
         self._serial = 0
 
@@ -120,11 +122,6 @@ class WaitingLine(Generic[T]):
     def __iter__(self) -> Iterator[T]:
         """Owner by owner, each in order. This is a snapshot, so the line may change meanwhile."""
         return iter([place.item for places in self._places.values() for place in places])
-
-    @property
-    def owners(self) -> Set[str]:
-        """Those that wait."""
-        return self._places.keys()
 
     def of(self, owner: str) -> int:
         """How many requests of this owner wait."""

@@ -191,24 +191,6 @@ def test_the_same_new_prompt_is_computed_once_and_others_pass_who_waits_for_it()
     assert computed == [*first, (0, PAGE), (3 * PAGE, 4 * PAGE)], "the second one computes its last page only"
 
 
-def test_nobody_waits_for_a_prompt_whose_request_has_ended() -> None:
-    made = scheduler(chunk_tokens=2 * PAGE)
-    for name in ("first", "second"):
-        made.receive(ROUTER, alone(name, 5 * PAGE), 0.0)
-    plan = planned(made.decide(0.0))
-    made.receive(ROUTER, Cancel(key=key("first")), 0.1)
-    made.step_done(result(plan), 0.2)
-    assert [(chunk.row, chunk.start) for chunk in planned(made.decide(0.3)).chunks] == [(0, 2 * PAGE)]
-
-
-def test_a_prompt_of_which_every_position_is_asked_for_is_computed_whole() -> None:
-    made = scheduler(chunk_tokens=64)
-    made.receive(WRITER, handoff(granted_to(made, known("a", 3 * PAGE, 2))), 0.0)
-    step(made, 0.1)
-    made.receive(ROUTER, alone("b", 3 * PAGE, prompt_logprobs=0), 0.2)
-    assert [start.length for start in starts(made)] == [0]
-
-
 def test_the_prefill_instances_cached_tokens_are_told_again_with_token_0() -> None:
     made = scheduler()
     grant = granted_to(made, replace(known("a", 3 * PAGE), cached_tokens=2 * PAGE))

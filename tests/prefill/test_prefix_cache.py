@@ -108,10 +108,3 @@ def test_who_needs_every_position_hits_nothing_and_waits_for_nobody() -> None:
     for request in (logprobs, generate("c", 3 * PAGE, max_new_tokens=1, decodes=(), pooling="mean", salt="")):
         made.receive(ROUTER, request, 0.2)
     assert spans(made.decide(0.2).plan) == [(0, 3 * PAGE, True)] * 2
-
-
-def test_another_salt_hits_nothing() -> None:
-    made = scheduler(chunk_tokens=64)
-    served(made, generate("a", 3 * PAGE, salt="a tenant"))
-    assert spans(served(made, generate("b", 3 * PAGE, salt="another"))) == [(0, 3 * PAGE, True)]
-    assert spans(served(made, generate("c", 3 * PAGE, salt="a tenant"))) == [(2 * PAGE, 3 * PAGE, True)]
