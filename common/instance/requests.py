@@ -222,7 +222,7 @@ class RequestTable(Generic[R]):
         late = [self._open[key] for key in self._deadlines.expired(now)]
         actions = self._end_all(late, now, lambda: DeadlinePassed(f"the request's deadline passed on {self._me.id}"))
         if self._drain_ends_s and now >= self._drain_ends_s[0]:
-            self._drain_ends_s = self._drain_ends_s[1:]
+            self._drain_ends_s = [now + LAST_S] if self._drain_ends_s[1:] else []  # transfers have this long however late it is
             actions += self._end_all(self, now, self._leaving)
         return [*actions, *self.cache_reports.tick(now)]
 
