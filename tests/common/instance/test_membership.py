@@ -106,11 +106,14 @@ def test_a_refusal_is_told_with_its_reason() -> None:
         Member().receive(Refused(reason="page size differs"))
 
 
+def beat_of(load: Load, counters: Counters) -> Heartbeat:
+    return Heartbeat(id=INFO.id, incarnation=INFO.incarnation, load=load, counters=counters, peers_version=0)
+
+
 def test_a_heartbeat_says_how_the_instance_is(member: Member) -> None:
     load, counters = Load(pages_free=3), Counters(steps=5)
     report = Report(load, counters, drained=False, draining=True, links_version=8)
-    life, versions = {"id": INFO.id, "incarnation": INFO.incarnation}, {"peers_version": 7, "links_version": 8}
-    beat = Heartbeat(**life, load=load, counters=counters, **versions, draining=True)
+    beat = msgspec.structs.replace(beat_of(load, counters), peers_version=7, links_version=8, draining=True)
     assert member.membership.due(100.0, report, 7, reachable=True) == [Send(member.membership.name, beat)]
 
 
@@ -339,9 +342,10 @@ def test_timelines_go_with_heartbeats_a_few_with_each_and_the_oldest_are_dropped
     assert goodbye == Goodbye(id=INFO.id, incarnation=INFO.incarnation, timelines=tuple(timelines[3:])), "nothing follows it"
     member.membership.end(member.now)
     member.receive(WELCOME)
-    assert member.membership.due(member.now, REPORT, 0, reachable=True)[0].message == Heartbeat(
-        id=INFO.id, incarnation=INFO.incarnation, load=Load(), counters=Counters(), peers_version=0
-    ), "those of a router that is gone are forgotten"
+    forgotten = member.membership.due(member.now, REPORT, 0, reachable=True)
+    assert forgotten == [Send(member.membership.name, beat_of(Load(), Counters()))], (
+        "those of a router that is gone are forgotten"
+    )
 
 
 A, B = InstanceId("router-a"), InstanceId("router-b")

@@ -258,6 +258,9 @@ def test_what_runs_may_finish_is_then_ended_once_and_is_waited_for_a_while_more(
     assert left(made, 130.0 + LAST_S - 0.1) == ([], False)
     made.receive(ROUTER, Drain(), 131.0)
     assert left(made, 130.0 + LAST_S)[1] and made.next_deadline() is None
+    made, _ = opened()
+    made.receive(ROUTER, Drain(), 100.0)
+    assert [left(made, now)[1] for now in (500.0, 500.0 + LAST_S - 0.1, 500.0 + LAST_S)] == [False, False, True], "it was held up"
 
 
 def test_an_instance_that_leaves_refuses_what_waits_and_what_comes_and_has_left_when_nothing_is_open() -> None:
