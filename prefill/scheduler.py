@@ -33,20 +33,7 @@ from common.instance.ports import Action, Decision, Event, LayersDone, PeerDied,
 from common.instance.request import RequestPhase
 from common.instance.requests import InstanceLimits, RequestTable, SharedEvent, SharedMessage
 from common.instance.token_memory import emit_tokens
-from common.messages import (
-    Cancel,
-    Decline,
-    Ending,
-    Failed,
-    Generate,
-    Grant,
-    InstanceInfo,
-    LinkInfo,
-    Placed,
-    Renewed,
-    TellLinks,
-    TokenDelta,
-)
+from common.messages import Cancel, Decline, Ending, Failed, Generate, Grant, InstanceInfo, Placed, Renewed, TellLinks, TokenDelta
 from common.messages.transfers import LinkChanged, PushDone, PushFailed, Settled
 from kv_transfer.handoff_reader import Digest
 from kv_transfer.handoff_writer import HandoffWriter
@@ -110,7 +97,16 @@ class PrefillScheduler:
                     if chunk.last and request.in_transfer:
                         actions += self._source.computed(request.key, chunk.start, event.layers)
             case LinkChanged():
-                actions = self._link_changed(event.link, now)
+                link = event.link
+                self._links.changed(link)
+                if link.state == "lost":
+                    # Its handoffs have failed, and their clients are told at once, before the pushes have ended. Those that were
+                    # not granted yet move on.
+                    lost = Failed.of(Unavailable(f"the link to {link.peer} was lost: {link.detail}"))
+                    actions = self._source.cannot_reach(link.peer, lost)
+                    for request in self._requests:
+                        if request.in_transfer and request.decode is not None and request.decode.id == link.peer:
+                            actions += self._end(request, lost, now)
             case PeerDied():
                 return []  # its link tells, and what was pushed there is of no use
             case PeersChanged():
@@ -215,19 +211,6 @@ class PrefillScheduler:
         for request in self._requests.waiting if change.left else ():
             if request.candidates and not any(name in self._requests.peers for name in request.candidates):
                 actions += self._end(request, self._room.nobody_left(request), now)
-        return actions
-
-    def _link_changed(self, link: LinkInfo, now: float) -> list[Action]:
-        """Handoffs on a lost link have failed, and their clients are told at once, before the pushes have ended. Those that were
-        not granted yet move on."""
-        self._links.changed(link)
-        if link.state != "lost":
-            return []
-        lost = Failed.of(Unavailable(f"the link to {link.peer} was lost: {link.detail}"))
-        actions = self._source.cannot_reach(link.peer, lost)
-        for request in self._requests:
-            if request.in_transfer and request.decode is not None and request.decode.id == link.peer:
-                actions += self._end(request, lost, now)
         return actions
 
     # --- one request -----------------------------------------------------------------------------------------------------
