@@ -42,7 +42,7 @@ class Reservations:
         self._hosts = {rank.host for rank in me.ranks}
         self._engine = engine
         self._page_bytes = me.page_bytes
-        """Of a page on all ranks together."""
+        """The bytes of a page on all ranks together."""
         self._requests = requests
         self._target = target
         self._decode = decode

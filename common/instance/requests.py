@@ -124,7 +124,7 @@ class RequestTable(Generic[R]):
         """Who had granted a reservation to a request that is over. A router that missed the message asks."""
         self._draining = False
         self._drain_ends_s: list[float] = []
-        """Of a drain: when what still runs is ended, and when nothing more is waited for. Each goes when it has passed."""
+        """The times of a drain: when what still runs is ended, and when nothing more is waited for. Each goes once it passed."""
         self._left: list[Timeline] = []
         self.pool = PagePool(engine.total_pages, limits.prefix_cache)
         self.prompts = PromptCache(self.pool, engine.layout.page_size)
