@@ -27,29 +27,34 @@ def answer(sent_s: float, *arrivals: float) -> Answer:
     return Answer(REQUEST, [Choice(arrivals=list(arrivals))], sent_s)
 
 
-def test_a_stream_on_a_killed_decode_instance_waits_over_the_moment_of_the_kill() -> None:
-    fault = Fault(0, "kill", "decode", "decode-0", at_s=10.0, over_s=10.0, back_s=15.0)
-    waited, passed, late = answer(8.0, 9.0, 11.5), answer(8.0, 9.9, 10.9, 12.0), answer(9.0, 14.0)
-    outcome = Outcome(SHAPE, answers=[waited, passed, late], faults=[fault])
-    assert [gap.seconds for gap in disturbed(outcome, [fault])] == [2.5], "a first token waits for no decode instance"
+KILLED = Fault(0, "kill", "decode", "decode-0", at_s=10.0, over_s=10.0, back_s=15.0)
 
 
-def test_a_stream_goes_on_when_the_next_life_of_its_instance_registers_early() -> None:
-    fault = Fault(0, "kill", "decode", "decode-0", at_s=10.0, over_s=10.0, back_s=10.5)
-    outcome = Outcome(SHAPE, answers=[answer(8.0, 9.5, 10.75)], faults=[fault])
-    assert [gap.seconds for gap in disturbed(outcome, [fault])] == [1.25]
-
-
-def test_a_first_token_waits_for_a_stopped_prefill_instance() -> None:
-    fault = Fault(0, "stop", "prefill", "prefill-0", at_s=10.0, over_s=16.0, back_s=16.0)
-    outcome = Outcome(SHAPE, answers=[answer(9.0, 14.0), answer(9.9, 10.2)], faults=[fault])
-    assert [gap.seconds for gap in disturbed(outcome, [fault])] == [5.0]
-
-
-def test_a_drain_counts_the_longest_gap_of_every_open_stream() -> None:
-    fault = Fault(0, "term", "decode", "decode-0", at_s=10.0, over_s=14.0)
-    outcome = Outcome(SHAPE, answers=[answer(8.0, 9.0, 11.0, 11.5, 20.0, 29.0), answer(20.0, 21.0, 22.0)], faults=[fault])
-    assert [gap.seconds for gap in disturbed(outcome, [fault])] == [8.5]
+@pytest.mark.parametrize(
+    ("fault", "streams", "gaps"),
+    [
+        pytest.param(KILLED, [(8.0, 9.0, 11.5), (8.0, 9.9, 10.9, 12.0), (9.0, 14.0)], [2.5], id="killed decode instance"),
+        pytest.param(replace(KILLED, back_s=10.5), [(8.0, 9.5, 10.75)], [1.25], id="one whose next life registers early"),
+        pytest.param(
+            Fault(0, "stop", "prefill", "prefill-0", at_s=10.0, over_s=16.0, back_s=16.0),
+            [(9.0, 14.0), (9.9, 10.2)],
+            [5.0],
+            id="stopped prefill instance",
+        ),
+        pytest.param(
+            Fault(0, "term", "decode", "decode-0", at_s=10.0, over_s=14.0),
+            [(8.0, 9.0, 11.0, 11.5, 20.0, 29.0), (20.0, 21.0, 22.0)],
+            [8.5],
+            id="drained instance, for which the longest gap of every open stream counts",
+        ),
+    ],
+)
+def test_the_gaps_of_a_fault_are_those_that_waited_for_its_victim(
+    fault: Fault, streams: list[tuple[float, ...]], gaps: list[float]
+) -> None:
+    """A first token waits for a prefill instance and for no decode instance, a later one over the moment of the kill."""
+    outcome = Outcome(SHAPE, answers=[answer(*times) for times in streams], faults=[fault])
+    assert [gap.seconds for gap in disturbed(outcome, [fault])] == gaps
 
 
 def test_undisturbed_gaps_are_those_away_from_every_fault() -> None:
@@ -64,8 +69,7 @@ def test_percentiles_are_values_that_occurred() -> None:
 
 
 def test_the_longest_gap_is_listed_with_the_fault_beside_it() -> None:
-    fault = Fault(0, "kill", "decode", "decode-0", at_s=10.0, over_s=10.0, back_s=15.0)
-    outcome = Outcome(SHAPE, answers=[answer(1.0, 1.5), answer(8.0, 9.5, 13.0)], faults=[fault])
+    outcome = Outcome(SHAPE, answers=[answer(1.0, 1.5), answer(8.0, 9.5, 13.0)], faults=[KILLED])
     first, *_, last = longest(outcome)
     assert "next token from -0.5 to 3.0 (3.5 s); kill decode-0 at 0.0" in first
     assert last.endswith("no fault")

@@ -115,21 +115,17 @@ def test_a_key_is_sent_and_read_from_a_file_or_the_environment(
     (tmp_path / "key").write_text("from-file\n")
     monkeypatch.setenv("OPENAI_API_KEY", "from-environment")
     assert (read_api_key(str(tmp_path / "key")), read_api_key("")) == ("from-file", "from-environment")
-    with pytest.raises(ConfigError, match="api-key-file"):
-        read_api_key(str(tmp_path / "none"))
+    (tmp_path / "no-text").write_bytes(b"\xff\x00")
+    for name in ("none", "no-text"):
+        with pytest.raises(ConfigError, match="api-key-file"):
+            read_api_key(str(tmp_path / name))
 
 
 @pytest.mark.parametrize("key", ["alice SECRET\nbob OTHER", "SECRET\x00", "SECR\u00c9T"])
-def test_a_key_that_cannot_be_sent_is_refused_and_never_shown(double: Double, key: str) -> None:
+def test_a_key_that_cannot_be_sent_is_refused_and_never_shown(key: str) -> None:
     with pytest.raises(RequestFailed, match="visible ASCII") as refused:
-        RouterClient(double.url, key)
+        RouterClient("http://127.0.0.1:9", key)
     assert "SECR" not in str(refused.value)
-
-
-def test_a_key_file_that_is_no_text_is_named(tmp_path: Any) -> None:
-    (tmp_path / "key").write_bytes(b"\xff\x00")
-    with pytest.raises(ConfigError, match="api-key-file"):
-        read_api_key(str(tmp_path / "key"))
 
 
 @pytest.mark.parametrize("url", ["localhost:8000", "http://", "http://127.0.0.1:abc", "http://[::1", "ftp://host"])

@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,19 @@ from launch import child, rank_setup
 from launch.fleet_options import CoresConfig, FleetCounts, divide_by_work
 from launch.local import FleetConfig, LocalPlan
 from launch.rank_setup import engines_of_ranks
+
+
+def local_plan(
+    prefill: int = 1,
+    decode: int = 2,
+    gpus: int = 0,
+    cores: CoresConfig = CoresConfig(),  # noqa: B008
+    instance: InstanceConfig = InstanceConfig(),  # noqa: B008
+    **engine: Any,
+) -> LocalPlan:
+    counts = FleetCounts(prefill=prefill, decode=decode)
+    config = FleetConfig(counts=counts, instance=instance, engine=EngineConfig(**engine))
+    return LocalPlan(config=config, gpus=gpus, cores=cores)
 
 
 @pytest.mark.parametrize(("cores", "instances", "threads"), [(8, 2, 4), (2, 2, 1), (2, 3, 1), (7, 2, 3), (4, 1, 4), (4, 0, 4)])
@@ -49,18 +61,15 @@ def test_the_ranks_of_an_instance_take_gpus_side_by_side() -> None:
 
 
 def test_a_local_fleet_shares_cores_and_gpus_by_name() -> None:
-    def engines(gpus: int, engine: EngineConfig) -> dict[str, tuple[str, int, int]]:
-        plan = LocalPlan(
-            config=FleetConfig(counts=FleetCounts(prefill=1, decode=2), engine=engine), gpus=gpus,
-        )  # fmt: skip
-        return {name: (made.device, made.sharers, made.threads) for name, made in plan.engines().items()}
+    def engines(gpus: int, **engine: Any) -> dict[str, tuple[str, int, int]]:
+        made = local_plan(gpus=gpus, **engine).engines()
+        return {name: (each.device, each.sharers, each.threads) for name, each in made.items()}
 
     threads = divide_cores(core_count(), 3)
-    assert engines(2, EngineConfig()) == {
-        "prefill-0": ("cuda:0", 2, threads), "decode-0": ("cuda:1", 2, threads), "decode-1": ("cuda:0", 2, threads)
-    }  # fmt: skip
-    assert engines(0, EngineConfig(threads=5)) == dict.fromkeys(("prefill-0", "decode-0", "decode-1"), ("auto", 3, 5))
-    assert engines(0, EngineConfig(device="cuda", sharers=4))["decode-1"] == ("cuda", 4, threads)
+    places = {"prefill-0": "cuda:0", "decode-0": "cuda:1", "decode-1": "cuda:0"}
+    assert engines(2) == {name: (device, 2, threads) for name, device in places.items()}
+    assert engines(0, threads=5) == dict.fromkeys(places, ("auto", 3, 5))
+    assert engines(0, device="cuda", sharers=4)["decode-1"] == ("cuda", 4, threads)
 
 
 @pytest.mark.parametrize(
@@ -88,24 +97,18 @@ def test_all_instances_and_ranks_that_are_started_together_get_one_part_of_the_m
     """Decided from what is free then: later readings differ."""
     free_gib = iter((9, 5))
     monkeypatch.setattr(kv_budget, "host_memory_now", lambda: HostMemory(16 * 2**30, next(free_gib) * 2**30))
-    plan = LocalPlan(
-        config=FleetConfig(counts=FleetCounts(prefill=1, decode=3), engine=EngineConfig()),
-    )  # fmt: skip
-    assert {made.memory_part for made in plan.engines().values()} == {2 * 2**30}
+    assert {made.memory_part for made in local_plan(decode=3).engines().values()} == {2 * 2**30}
     engines = engines_of_ranks(InstanceConfig(tp=2), EngineConfig(device="cpu", sharers=1))
     assert {made.memory_part for made in engines.values()} == {2 * 2**30}
     given = engines_of_ranks(InstanceConfig(tp=2), EngineConfig(device="cpu", memory_part=5))
     assert {made.memory_part for made in given.values()} == {5}, "the fleet's decision stays"
-    assert plan_part(plan, EngineConfig(kv_memory="10%")) == plan_part(plan, EngineConfig(device="cuda")) == 0
+    for flags in ({"kv_memory": "10%"}, {"device": "cuda"}):
+        assert {made.memory_part for made in local_plan(decode=3, **flags).engines().values()} == {0}
 
 
 def test_nccl_for_ranks_and_for_kv_on_one_gpu_is_refused_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     def plan(device: str, gpus: int, tp: int, transport: TransportName) -> LocalPlan:
-        instance = InstanceConfig(tp=tp, transport=transport)
-        return LocalPlan(
-            config=FleetConfig(counts=FleetCounts(prefill=1, decode=1), instance=instance,
-            engine=EngineConfig(device=device)), gpus=gpus,
-        )  # fmt: skip
+        return local_plan(decode=1, gpus=gpus, instance=InstanceConfig(tp=tp, transport=transport), device=device)
 
     for device in ("auto", "cuda"):
         with pytest.raises(ConfigError, match=r"--transport torch with --tp 2 on GPUs: .*--transport nixl"):
@@ -119,10 +122,6 @@ def test_nccl_for_ranks_and_for_kv_on_one_gpu_is_refused_before_anything_starts(
     assert set(engines_of_ranks(one_of_two, EngineConfig(device="cpu"))) == {1}
 
 
-def plan_part(plan: LocalPlan, engine: EngineConfig) -> int:
-    return replace(plan, config=replace(plan.config, engine=engine)).engines()["decode-0"].memory_part
-
-
 def test_no_division_that_uses_as_many_cores_is_faster() -> None:
     """Against all pairs of numbers that fit."""
     for cores, prefill, decode in product(range(2, 25, 2), range(1, 5), range(1, 5)):
@@ -134,11 +133,8 @@ def test_no_division_that_uses_as_many_cores_is_faster() -> None:
 
 
 def test_cores_are_lent_where_several_instances_compute_on_the_processor_with_one_rank_each() -> None:
-    def lends(gpus: int = 0, prefill: int = 1, tp: int = 1, cores: CoresConfig = CoresConfig(), **engine: Any) -> bool:  # noqa: B008
-        return LocalPlan(
-            config=FleetConfig(counts=FleetCounts(prefill=prefill, decode=1), instance=InstanceConfig(tp=tp),
-            engine=EngineConfig(**engine)), gpus=gpus, cores=cores,
-        ).lends_cores  # fmt: skip
+    def lends(tp: int = 1, **more: Any) -> bool:
+        return local_plan(decode=1, instance=InstanceConfig(tp=tp), **more).lends_cores
 
     assert lends() and lends(device="cpu")
     assert lends(device="cpu", gpus=2), "a host may have GPUs that are not used"
@@ -163,17 +159,11 @@ def test_cores_are_lent_where_several_instances_compute_on_the_processor_with_on
 
 
 def test_shares_of_a_memory_that_do_not_fit_on_one_device_are_refused_before_anything_starts() -> None:
-    def plan(kv_memory: str, gpus: int) -> LocalPlan:
-        return LocalPlan(
-            config=FleetConfig(counts=FleetCounts(prefill=1, decode=2),
-            engine=EngineConfig(kv_memory=kv_memory)), gpus=gpus,
-        )  # fmt: skip
-
     for share, gpus, most in (("60%", 0, 33), ("33.5%", 1, 33), ("60%", 2, 50)):
         with pytest.raises(ConfigError, match=f"--kv-memory {share} .* at most {most}%"):
-            plan(share, gpus)
-        plan(f"{most}%", gpus)
-    plan("60%", gpus=3)
+            local_plan(kv_memory=share, gpus=gpus)
+        local_plan(kv_memory=f"{most}%", gpus=gpus)
+    local_plan(kv_memory="60%", gpus=3)
 
 
 def test_a_host_without_the_driver_has_no_gpus() -> None:

@@ -13,7 +13,7 @@ from common.ids import ROUTER, AttemptId, Incarnation, InstanceId, RequestId, Ti
 from common.instance.ranks.leader import PROOF_S
 from common.instance.ranks.line import PING_S, SILENCE_S, RankLost, pack_plan, unpack_plan
 from common.messages import LinkInfo
-from common.messages.ranks import Launch, RankRefused, StepReturned, ToLeader, rank_name
+from common.messages.ranks import Agreed, Launch, RankRefused, StepReturned, ToLeader, rank_name
 from common.messages.transfers import (
     Allow,
     Connect,
@@ -322,6 +322,16 @@ def test_a_step_that_fails_on_the_leader_alone_ends_the_instance_with_its_reason
 
 def broken() -> StepResult | None:
     raise ExecutorFailed("step 5 failed: the device fell off the bus")
+
+
+def test_what_belongs_to_the_start_alone_ends_an_instance_that_serves() -> None:
+    rig = Rig()
+    rig.loops[0].offer(5)
+    with pytest.raises(RankLost, match=r"rank 1 .* sent Offer while the instance serves"):
+        rig.turn()
+    rig.followers._send(Agreed(pages=5))
+    with pytest.raises(RankLost, match="rank 0 at tcp://h:1 sent Agreed while the instance serves"):
+        rig.to_followers()
 
 
 def test_what_former_lives_of_ranks_say_is_dropped_and_counted() -> None:
