@@ -102,8 +102,8 @@ def test_all_instances_and_ranks_that_are_started_together_get_one_part_of_the_m
     assert {made.memory_part for made in engines.values()} == {2 * 2**30}
     given = engines_of_ranks(InstanceConfig(tp=2), EngineConfig(device="cpu", memory_part=5))
     assert {made.memory_part for made in given.values()} == {5}, "the fleet's decision stays"
-    for flags in ({"kv_memory": "10%"}, {"device": "cuda"}):
-        assert {made.memory_part for made in local_plan(decode=3, **flags).engines().values()} == {0}
+    for plan in (local_plan(decode=3, kv_memory="10%"), local_plan(decode=3, device="cuda")):
+        assert {made.memory_part for made in plan.engines().values()} == {0}
 
 
 def test_nccl_for_ranks_and_for_kv_on_one_gpu_is_refused_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
