@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.pool import AsyncResult, Pool
-from typing import Any, TypeAlias
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -78,45 +78,31 @@ class RouterBench:
         return parse_numbers(self.streams, "streams", int)
 
 
-class FirstTokens(msgspec.Struct, frozen=True, kw_only=True):
-    """What everything but the executor adds to the time to the first token, for requests that come one by one."""
+class LoadFigures(msgspec.Struct, frozen=True, kw_only=True):
+    """What a load took. Rates of tokens and their CPU times are of the time when all streams are open, where there is one."""
 
-    beside: int
-    """So many other streams run meanwhile."""
-    requests: int
-    p50_ms: float
-    p99_ms: float
-
-
-class RequestRate(msgspec.Struct, frozen=True, kw_only=True):
-    """Requests of one token."""
-
-    requests: int
-    parallel: int
-    failed: int
-    per_s: float
-    per_core_s: float
-    """As many as one core of the router would serve if it had nothing else to do."""
-    router_ms: float
-
-
-class StreamRate(msgspec.Struct, frozen=True, kw_only=True):
-    """So many streams at once. Rates and CPU times of the router are of the time when all are open, where there is one."""
-
+    load: str
     streams: int
+    """Streams at once."""
+    requests: int
+    """Those with a whole answer."""
+    failed: int
     most_open: int
     """Streams that had begun and not ended, at once."""
-    failed: int
-    opened_per_s: float
-    """From the first connection until all are open; 0 when they never were."""
+    ttft_p50_ms: float
+    ttft_p99_ms: float
+    requests_per_s: float
+    router_ms: float
+    """The CPU time of the routers for a request with all its tokens."""
     tokens_per_s: float
-    per_core_s: float
     router_us: float
-    """The CPU time of the router for a token; `per_core_s` is its inverse."""
+    """The CPU time of the routers for a token."""
     tokens_per_event: float
     """1 when each token was sent alone."""
+    opened_per_s: float
+    """From the first connection until all are open; 0 when they never were."""
     kib_each: float
-    """What the resident memory of the router has grown by, for each."""
+    """What the resident memory of the routers has grown by, for each stream."""
     detokenizer_us: float
     load_us: float
     """The CPU time of the load generator for a token."""
@@ -153,12 +139,12 @@ class LoadedFleet:
 
     def send(self, requests: int, parallel: int, tokens: int) -> "WatchedLoad":
         """Send them and watch the routers until all is answered. Raises FleetFailed when no request had an answer."""
-        load = self.begin(requests, parallel, tokens)
+        load, before_s = self.begin(requests, parallel, tokens), sum(map(cpu_s, self.detokenizers))
         looks: list[tuple[float, float, float]] = []
         while not load.ready():
             load.wait(LOOK_S)
             looks.append((time.perf_counter(), sum(map(cpu_s, self.pids)), sum(map(resident_mb, self.pids))))
-        return WatchedLoad(ended(load), looks, parallel)
+        return WatchedLoad(ended(load), looks, parallel, sum(map(cpu_s, self.detokenizers)) - before_s)
 
 
 def ended(load: "AsyncResult[MeasuredLoad]") -> MeasuredLoad:
@@ -175,15 +161,15 @@ def ended(load: "AsyncResult[MeasuredLoad]") -> MeasuredLoad:
 class WatchedLoad:
     """What came of a load, and of the routers meanwhile. Clocks of all processes of a machine are one clock.
 
-    looks: [looks, 3]: when the routers were looked at, their CPU time, and their resident memory in MiB.
+    looks: [looks, 3]: when the routers were looked at, their CPU time, and their resident memory in MiB. detokenizer_s: the CPU
+    time of the detokenizers.
     """
 
-    def __init__(self, load: MeasuredLoad, looks: Sequence[tuple[float, float, float]], parallel: int) -> None:
-        self.load, self.parallel = load, parallel
+    def __init__(
+        self, load: MeasuredLoad, looks: Sequence[tuple[float, float, float]], parallel: int, detokenizer_s: float
+    ) -> None:
+        self.load, self.parallel, self.detokenizer_s = load, parallel, detokenizer_s
         self.whole = [answer for answer in load.answers if not answer.error and answer.output_tokens >= answer.requested_tokens]
-        self.failed = len(load.answers) - len(self.whole)
-        self.tokens = sum(answer.output_tokens for answer in self.whole)
-        self.tokens_per_event = self.tokens / max(1, sum(answer.counted for answer in self.whole))
         self._at_s, self._cpu_s, self._mb = np.array(looks).T
 
     def router_s(self, begin_s: float, end_s: float) -> float:
@@ -191,47 +177,38 @@ class WatchedLoad:
         begin, end = np.interp((begin_s, end_s), self._at_s, self._cpu_s)
         return float(end - begin)
 
-    def grown_mb(self) -> float:
-        """The most that the memory of the routers has grown by."""
-        return float(self._mb.max() - self._mb[0])
-
-    def all_s(self) -> tuple[float, float]:
-        """From the beginning to the end of the load."""
-        return self.load.began_s, self.load.began_s + self.load.figures["duration"]
-
     def all_open_s(self) -> tuple[float, float] | None:
         """The time in which all `parallel` streams are open; None when the first has ended before the last begins."""
         begin = max((answer.first_s for answer in self.whole), default=0.0)
         end = min((answer.last_s for answer in self.whole), default=0.0)
         return (begin, end) if begin < end and len(self.whole) == self.parallel else None
 
-    def tokens_in(self, begin_s: float, end_s: float) -> float:
-        """Tokens that came in this time."""
-        counts = [_events_in(answer, begin_s, end_s) for answer in self.whole]
-        return self.tokens_per_event * sum(counts)
-
-    def first_tokens(self, beside: int) -> FirstTokens:
-        p50_ms, p99_ms = np.percentile([1e3 * answer.ttft_s for answer in self.whole], (50, 99)).tolist()
-        return FirstTokens(beside=beside, requests=len(self.whole), p50_ms=p50_ms, p99_ms=p99_ms)
-
-    def rate(self, detokenizer_s: float) -> StreamRate:
-        """The figures of streams that began at once. detokenizer_s: the CPU time of the detokenizers."""
-        open_s, began_s = self.all_open_s(), self.load.began_s
-        begin_s, end_s = open_s or self.all_s()
-        tokens, used_s = self.tokens_in(begin_s, end_s), self.router_s(begin_s, end_s)
-        most_open = self.load.figures["max_concurrent_requests"]
-        return StreamRate(
+    def figures(self, name: str) -> LoadFigures:
+        """name: what the load is called."""
+        counted, whole, open_s = self.load.figures, self.whole, self.all_open_s()
+        all_s = self.load.began_s, self.load.began_s + counted["duration"]
+        begin_s, end_s = open_s or all_s
+        tokens = sum(answer.output_tokens for answer in whole)
+        per_event = tokens / max(1, sum(answer.counted for answer in whole))
+        tokens_then = per_event * sum(_events_in(answer, begin_s, end_s) for answer in whole)
+        p50_ms, p99_ms = np.percentile([1e3 * answer.ttft_s for answer in whole], (50, 99)).tolist()
+        return LoadFigures(
+            load=name,
             streams=self.parallel,
-            most_open=most_open,
-            failed=self.failed,
-            opened_per_s=0.0 if open_s is None else self.parallel / (begin_s - began_s),
-            tokens_per_s=tokens / (end_s - begin_s),
-            per_core_s=tokens / used_s,
-            router_us=1e6 * used_s / tokens,
-            tokens_per_event=self.tokens_per_event,
-            kib_each=1024 * self.grown_mb() / max(1, most_open),
-            detokenizer_us=1e6 * detokenizer_s / self.tokens,
-            load_us=1e6 * self.load.cpu_s / self.tokens,
+            requests=len(whole),
+            failed=len(self.load.answers) - len(whole),
+            most_open=counted["max_concurrent_requests"],
+            ttft_p50_ms=p50_ms,
+            ttft_p99_ms=p99_ms,
+            requests_per_s=len(whole) / counted["duration"],
+            router_ms=1e3 * self.router_s(*all_s) / len(whole),
+            tokens_per_s=tokens_then / (end_s - begin_s),
+            router_us=1e6 * self.router_s(begin_s, end_s) / max(1.0, tokens_then),
+            tokens_per_event=per_event,
+            opened_per_s=0.0 if open_s is None else self.parallel / (begin_s - self.load.began_s),
+            kib_each=1024 * float(self._mb.max() - self._mb[0]) / max(1, counted["max_concurrent_requests"]),
+            detokenizer_us=1e6 * self.detokenizer_s / tokens,
+            load_us=1e6 * self.load.cpu_s / tokens,
         )
 
 
@@ -266,111 +243,88 @@ def loaded_fleet(bench: RouterBench, cost: str, streams: int = 256, *flags: str)
 def run(invocation: Invocation) -> int:
     """Returns the exit status: 0 also when a goal is not met. Raises FleetFailed."""
     bench = invocation.config(RouterBench, QUICK)
-    first_token, requests = measure_requests(bench)
+    alone, beside, many = measure_requests(bench)
     streams = [measure_streams(bench, number) for number in bench.numbers]
     opened = [measure_open(bench)] if bench.open else []
+    loads = [alone, beside, many, *streams, *opened]
     settings = f"{bench.routers} router{'s' * (bench.routers > 1)}, instances without a model, all processes on these cores"
-    invocation.publish(
-        settings,
-        STEADY,
-        [invocation.style.table(lines) for lines in tables(first_token, requests, [*streams, *opened])],
-        goals(first_token[0], requests, streams, opened),
-        first_token=first_token,
-        requests=requests,
-        streams=streams,
-        open=opened,
-    )
+    lines = [tuple(format(each[name], form) for name, form in COLUMNS.values()) for each in map(msgspec.structs.asdict, loads)]
+    body = [invocation.style.table([tuple(COLUMNS), *lines])]
+    invocation.publish(settings, STEADY, body, goals(alone, many, streams, opened), routers=bench.routers, loads=loads)
     return 0
 
 
-def measure_requests(bench: RouterBench) -> tuple[list[FirstTokens], RequestRate]:
-    """Prompts take no time, so all that the first token takes is added to the executor's time."""
+def measure_requests(bench: RouterBench) -> tuple[LoadFigures, LoadFigures, LoadFigures]:
+    """Requests of one token: one by one, the same beside other streams, and many at once. Prompts take no time, so all that the
+    first token takes is added to the executor's time."""
     few = max(4, bench.requests // 4)
     say(f"requests: one by one, many at once, and beside {BESIDE} streams")
     with loaded_fleet(bench, f"0,0,{BESIDE_STEP_S / BESIDE}") as fleet:
         fleet.send(20, 4, 8)  # what is made at the first use is made
-        alone = fleet.send(few, 1, 1).first_tokens(0)
+        alone = fleet.send(few, 1, 1)
         many = fleet.send(bench.requests, REQUESTS_AT_ONCE, 1)
         others = fleet.begin(BESIDE, BESIDE, min(LONGEST_ANSWER, 4 * few + int(OTHERS_S / BESIDE_STEP_S)))
         time.sleep(OTHERS_S)
-        beside = fleet.send(few, 1, 1).first_tokens(BESIDE)
+        beside = fleet.send(few, 1, 1)
         ended(others)
-    done, used_s = len(many.whole), many.router_s(*many.all_s())
-    requests = RequestRate(
-        requests=done,
-        parallel=REQUESTS_AT_ONCE,
-        failed=many.failed,
-        per_s=done / many.load.figures["duration"],
-        per_core_s=done / used_s,
-        router_ms=1e3 * used_s / done,
+    return (
+        alone.figures("one by one"),
+        beside.figures(f"one by one, beside {BESIDE} streams"),
+        many.figures("many at once"),
     )
-    return [alone, beside], requests
 
 
-def measure_streams(bench: RouterBench, streams: int) -> StreamRate:
+def measure_streams(bench: RouterBench, streams: int) -> LoadFigures:
     tokens = max(2, min(LONGEST_ANSWER, int(bench.rate * bench.seconds / streams)))
-    return _measure(bench, f"{max(LEAST_STEP_S, streams / bench.rate)},0,0", streams, tokens)
+    return _measure(bench, "streams", f"{max(LEAST_STEP_S, streams / bench.rate)},0,0", streams, tokens)
 
 
-def measure_open(bench: RouterBench) -> StreamRate:
+def measure_open(bench: RouterBench) -> LoadFigures:
     flags = f"--decode={math.ceil(bench.open / MOST_ROWS)}", "--chunk-tokens=8192"
-    return _measure(bench, f"{OPEN_STEP_S},0,0", bench.open, int(bench.open_s / OPEN_STEP_S), *flags)
+    return _measure(bench, "open at once", f"{OPEN_STEP_S},0,0", bench.open, int(bench.open_s / OPEN_STEP_S), *flags)
 
 
-def _measure(bench: RouterBench, cost: str, streams: int, tokens: int, *flags: str) -> StreamRate:
+def _measure(bench: RouterBench, name: str, cost: str, streams: int, tokens: int, *flags: str) -> LoadFigures:
     say(f"{streams} streams at once")
     with loaded_fleet(bench, cost, streams, *flags) as fleet:
         fleet.send(4, 4, 2)
-        before_s = sum(map(cpu_s, fleet.detokenizers))
-        watched = fleet.send(streams, streams, tokens)
-        return watched.rate(sum(map(cpu_s, fleet.detokenizers)) - before_s)
+        return fleet.send(streams, streams, tokens).figures(name)
 
 
-def goals(
-    alone: FirstTokens, requests: RequestRate, streams: Sequence[StreamRate], opened: Sequence[StreamRate]
-) -> Iterator[Goal]:
-    """The goals for one router process on one core. alone: beside no other streams."""
-    for name, value in (("median", alone.p50_ms), ("99th percentile", alone.p99_ms)):
+def goals(alone: LoadFigures, many: LoadFigures, streams: Sequence[LoadFigures], opened: Sequence[LoadFigures]) -> Iterator[Goal]:
+    """The goals for one router process on one core."""
+    for name, value in (("median", alone.ttft_p50_ms), ("99th percentile", alone.ttft_p99_ms)):
         yield Goal.of(f"added time to the first token, {name}: under 3 ms", value, ".2f", most=3, unit=" ms")
-    here = f"/s of a core; {requests.per_s:,.0f}/s on this machine"
-    yield Goal.of("requests: 1,000/s", requests.per_core_s, ",.0f", least=1000, unit=here)
+    here = f"/s of a core; {many.requests_per_s:,.0f}/s on this machine"
+    yield Goal.of("requests: 1,000/s", 1e3 / many.router_ms, ",.0f", least=1000, unit=here)
     for each in streams:
         if each.streams > 1:
             here = f"/s of a core; {each.tokens_per_s:,.0f}/s on this machine"
-            yield Goal.of(f"tokens, {each.streams:,} streams: 50,000/s", each.per_core_s, ",.0f", least=50_000, unit=here)
+            yield Goal.of(f"tokens, {each.streams:,} streams: 50,000/s", 1e6 / each.router_us, ",.0f", least=50_000, unit=here)
     for each in opened:
         met = each.most_open >= 10_000 and not each.failed
         figure = f"{each.most_open:,} open, {each.failed} failed"
         yield Goal(rule="10,000 streams open at once without a failure", met=met, figure=figure)
 
 
-Lines: TypeAlias = list[tuple[str, ...]]
-STREAM_COLUMNS = {
+COLUMNS = {
+    "load": ("load", ""),
     "streams": ("streams", ","),
-    "open at once": ("most_open", ","),
+    "requests": ("requests", ","),
     "failed": ("failed", ""),
-    "opened/s": ("opened_per_s", ",.0f"),
+    "first token, ms: p50": ("ttft_p50_ms", ".2f"),
+    "p99": ("ttft_p99_ms", ".2f"),
+    "requests/s": ("requests_per_s", ",.0f"),
+    "router, ms of CPU each": ("router_ms", ".3f"),
     "tokens/s": ("tokens_per_s", ",.0f"),
-    "tokens in an event": ("tokens_per_event", ".2f"),
+    "in an event": ("tokens_per_event", ".2f"),
     "router, us of CPU a token": ("router_us", ".1f"),
-    "1/that": ("per_core_s", ",.0f"),
-    "router, KiB each": ("kib_each", ".0f"),
+    "opened/s": ("opened_per_s", ",.0f"),
+    "KiB each": ("kib_each", ".0f"),
     "detokenizer, us a token": ("detokenizer_us", ".1f"),
-    "load generator, us a token": ("load_us", ".1f"),
+    "load generator, us": ("load_us", ".1f"),
 }
 """The figure of each column, and its format."""
-
-
-def tables(first_token: Sequence[FirstTokens], of: RequestRate, streams: Sequence[StreamRate]) -> Iterator[Lines]:
-    """Each begins with its heads."""
-    head: tuple[str, ...] = ("other streams", "requests", "added to the first token, ms: median", "99th percentile")
-    yield [head, *((f"{at.beside}", f"{at.requests}", f"{at.p50_ms:.2f}", f"{at.p99_ms:.2f}") for at in first_token)]
-    head = ("requests", "at once", "failed", "requests/s", "router, ms of CPU each", "1/that")
-    rates = f"{of.per_s:,.0f}", f"{of.router_ms:.3f}", f"{of.per_core_s:,.0f}"
-    yield [head, (f"{of.requests:,}", f"{of.parallel}", f"{of.failed}", *rates)]
-    rows = [msgspec.structs.asdict(each) for each in streams]
-    lines = (tuple(format(row[name], form) for name, form in STREAM_COLUMNS.values()) for row in rows)
-    yield [tuple(STREAM_COLUMNS), *lines]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -25,10 +25,11 @@ def test_a_quick_run_measures_prints_and_writes_what_was_asked_for(tmp_path: Pat
         "```sh\npython -m benchmarks.router --quick --markdown --requests=24 --open=4 --open-s=5.0 --json="
     )
     outcome = json.loads(figures.read_text())
-    assert [each["beside"] for each in outcome["first_token"]] == [0, 64]
-    assert all(0 < each["p50_ms"] <= each["p99_ms"] for each in outcome["first_token"])
-    (streams,), (opened,) = outcome["streams"], outcome["open"]
-    assert (streams["streams"], streams["failed"], outcome["requests"]["failed"]) == (8, 0, 0)
+    alone, beside, many, streams, opened = outcome["loads"]
+    assert all(0 < each["ttft_p50_ms"] <= each["ttft_p99_ms"] for each in (alone, beside)) and beside["load"].endswith(
+        "64 streams"
+    )
+    assert (streams["streams"], streams["failed"], many["failed"], many["requests"]) == (8, 0, 0, 24)
     assert streams["tokens_per_s"] > 0 and streams["router_us"] > 0
     assert (opened["streams"], opened["most_open"], opened["failed"]) == (4, 4, 0) and opened["opened_per_s"] > 0
 
@@ -47,24 +48,24 @@ def watched(*answers: TimedAnswer, parallel: int) -> WatchedLoad:
     """The routers use half of a core, and grow by a MiB in each second."""
     figures = figures_of(answers, 10.0, ResultOptions())
     looks = [(9.0 + second, 0.5 * second, 100.0 + second) for second in range(12)]
-    return WatchedLoad(MeasuredLoad("demo", figures, list(answers), 10.0, 0.3), looks, parallel)
+    return WatchedLoad(MeasuredLoad("demo", figures, list(answers), 10.0, 0.3), looks, parallel, 0.16)
 
 
 def test_rates_are_of_the_time_when_all_streams_are_open_and_opening_takes_until_then() -> None:
     """Both streams are open from 12 s to 15 s: then come 3 events of the first and one of the second, with two tokens each."""
     load = watched(answer(11.0, 2.0, 1.0, 1.0, 3.0), answer(12.0, 1.5, 1.5), parallel=2)
-    found = load.rate(detokenizer_s=0.16)
+    found = load.figures("streams")
     assert load.all_open_s() == (12.0, 15.0)
     assert found.tokens_per_event == 2.0 and found.tokens_per_s == pytest.approx(2 * (3 + 2) / 3)
-    assert found.router_us == pytest.approx(1e6 * 1.5 / 10) and found.per_core_s == pytest.approx(10 / 1.5)
+    assert found.router_us == pytest.approx(1e6 * 1.5 / 10) and found.router_ms == pytest.approx(1e3 * 5 / 2)
     assert (found.opened_per_s, found.most_open, found.failed) == (1.0, 2, 0)
     assert found.kib_each == pytest.approx(1024 * 11 / 2) and found.detokenizer_us == pytest.approx(1e4)
 
 
 def test_streams_that_were_never_all_open_are_counted_over_the_whole_load_and_failures_are_named() -> None:
     load = watched(answer(11.0, 1.0), answer(13.0, 1.0), answer(12.0, error="broken"), parallel=3)
-    assert load.all_open_s() is None and load.failed == 1
-    found = load.rate(detokenizer_s=0.0)
+    assert load.all_open_s() is None
+    found = load.figures("streams")
     assert (found.opened_per_s, found.failed) == (0.0, 1)
     assert found.tokens_per_s == pytest.approx(8 / 10) and found.router_us == pytest.approx(1e6 * 5 / 8)
 
@@ -72,4 +73,4 @@ def test_streams_that_were_never_all_open_are_counted_over_the_whole_load_and_fa
 def test_an_answer_that_is_too_short_is_a_failure() -> None:
     short = answer(11.0, 1.0)
     short.output_tokens = 3
-    assert watched(short, answer(11.0), parallel=2).failed == 1
+    assert watched(short, answer(11.0), parallel=2).figures("streams").failed == 1
