@@ -107,16 +107,6 @@ async def test_a_request_whose_response_is_never_sent_is_cancelled(monkeypatch: 
         assert client.sent[0]["status"] == 500
 
 
-async def test_a_client_that_leaves_in_mid_stream_got_what_came_before() -> None:
-    async with Site(EchoFleet(stall_at=3)) as site:
-        client = RawClient(site, stream=True)
-        await asyncio.wait_for(client.news.wait(), 5)
-        client.leave()
-        await client.gone()
-        assert client.sent[0]["status"] == 200
-        assert len(site.fleet.cancelled()) == 1
-
-
 async def test_a_server_that_gives_up_a_client_cancels_its_request() -> None:
     async with Site(EchoFleet(stall_at=3)) as site:
         client = RawClient(site, stream=True)

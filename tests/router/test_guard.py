@@ -113,7 +113,6 @@ async def test_the_openai_client_streams_over_tls_and_the_head_of_a_request_is_b
         assert long.status_code == 431
 
 
-KEY, PAGE_CONTROL = "a" * 20, "c" * 20
 PAGE = "http://page.example:3000"
 EFFECTS = (
     ("POST", "/v1/chat/completions", chat()),
@@ -213,20 +212,20 @@ async def test_with_host_its_name_is_served_and_where_every_address_is_served_ev
 
 async def test_with_keys_the_key_is_the_guard() -> None:
     headers = {"host": "llm.example", "origin": PAGE, "sec-fetch-site": "cross-site", "content-type": "text/plain"}
-    async with Site(access=Access(KeyRing({KEY: "alice"}), KeyRing({PAGE_CONTROL: "control"}))) as site, site.client() as client:
+    async with Site(access=Access(KeyRing({ALICE: "alice"}), KeyRing({CONTROL: "control"}))) as site, site.client() as client:
         assert_error(await ask(client, "POST", "/v1/completions", completion(), headers), 401, "invalid_request_error", None)
-        keyed = headers | {"authorization": f"Bearer {KEY}"}
+        keyed = headers | bearer(ALICE)
         answer = await ask(client, "POST", "/v1/completions", completion(), keyed)
         assert answer.status_code == 200 and "access-control-allow-origin" not in answer.headers
         assert (await client.get("/health", headers=headers)).status_code == 200
 
 
 async def test_a_control_key_alone_guards_what_it_opens_and_the_rest_is_guarded_without() -> None:
-    async with Site(access=Access(None, KeyRing({PAGE_CONTROL: "control"}))) as site, site.client() as client:
+    async with Site(access=Access(None, KeyRing({CONTROL: "control"}))) as site, site.client() as client:
         crossing = {"origin": PAGE} | JSON
         assert_error(await ask(client, "POST", "/v1/completions", completion(), crossing), 403, "invalid_request_error", None)
         assert_error(await ask(client, "POST", "/flush_cache", None, crossing), 401, "invalid_request_error", None)
-        keyed = crossing | {"authorization": f"Bearer {PAGE_CONTROL}"}
+        keyed = crossing | bearer(CONTROL)
         assert (await ask(client, "POST", "/flush_cache", None, keyed)).status_code == 200
 
 
@@ -239,8 +238,8 @@ PREFLIGHT = {
 
 @pytest.mark.parametrize("keyed", [False, True])
 async def test_a_page_from_an_allowed_origin_asks_beforehand_without_a_key_and_then_chats(keyed: bool) -> None:
-    api, control = (KeyRing({KEY: "alice"}), KeyRing({PAGE_CONTROL: "control"})) if keyed else (None, None)
-    sends = {"origin": PAGE, "sec-fetch-site": "cross-site"} | JSON | ({"authorization": f"Bearer {KEY}"} if keyed else {})
+    api, control = (KeyRing({ALICE: "alice"}), KeyRing({CONTROL: "control"})) if keyed else (None, None)
+    sends = {"origin": PAGE, "sec-fetch-site": "cross-site"} | JSON | (bearer(ALICE) if keyed else {})
     async with Site(access=Access(api, control, origins=(PAGE,))) as site, site.client() as client:
         before = await client.options("/v1/chat/completions", headers=PREFLIGHT)
         assert (before.status_code, before.headers["access-control-allow-origin"]) == (200, PAGE)
@@ -259,13 +258,13 @@ async def test_a_page_from_an_allowed_origin_asks_beforehand_without_a_key_and_t
 
 
 async def test_a_page_can_read_why_it_was_refused() -> None:
-    access = Access(KeyRing({KEY: "alice"}), KeyRing({PAGE_CONTROL: "control"}), origins=("*",))
+    access = Access(KeyRing({ALICE: "alice"}), KeyRing({CONTROL: "control"}), origins=("*",))
     async with (
         Site(EchoFleet(stall_at=1), RouterConfig(max_requests=1, dead_after_s=60.0), access=access) as site,
         site.client() as client,
     ):
         sends = {"origin": PAGE} | JSON
-        keyed = sends | {"authorization": f"Bearer {KEY}"}
+        keyed = sends | bearer(ALICE)
         two = completion(["a", "b"])
         for body, headers, status in ((completion(), sends, 401), (completion(n=99), keyed, 400), (two, keyed, 429)):
             refused = await ask(client, "POST", "/v1/completions", body, headers)

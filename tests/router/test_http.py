@@ -82,14 +82,10 @@ async def test_a_text_completion_whole_and_streamed(site: Site) -> None:
     assert chunks[-1]["choices"][0]["finish_reason"] == "length"
 
 
-async def test_token_ids_are_a_prompt(site: Site) -> None:
-    response = await post(site, "/v1/completions", completion([ord("a"), ord("b")], max_tokens=2))
-    assert response.json()["choices"][0]["text"] == "ab"
-
-
-async def test_several_prompts_may_be_token_ids(site: Site) -> None:
-    response = await post(site, "/v1/completions", completion([[ord("a"), ord("b")], [ord("c")]], max_tokens=1))
-    assert [choice["text"] for choice in response.json()["choices"]] == ["a", "c"]
+@pytest.mark.parametrize(("prompt", "texts"), [([97, 98], ["ab"]), ([[97, 98], [99]], ["ab", "cc"])])
+async def test_one_prompt_and_several_may_be_token_ids(site: Site, prompt: Any, texts: list[str]) -> None:
+    response = await post(site, "/v1/completions", completion(prompt, max_tokens=2))
+    assert [choice["text"] for choice in response.json()["choices"]] == texts
 
 
 async def test_several_prompts_and_several_choices_are_numbered_prompt_by_prompt(site: Site) -> None:
@@ -115,9 +111,17 @@ async def test_a_stop_string_ends_the_answer_before_it(site: Site) -> None:
     assert body["usage"]["completion_tokens"] == 3
 
 
-async def test_equal_prompts_of_one_request_get_seeds_of_their_own(site: Site) -> None:
-    await post(site, "/v1/completions", completion(["aa", "b", "aa"], n=2, max_tokens=1, seed=7))
-    assert [message.sampling.seed for message in sent_to_fleet(site)] == [7, 8, 7, 8, 9, 10]
+@pytest.mark.parametrize(
+    ("asked", "seeds"),
+    [
+        (completion(["aa", "b", "aa"], n=2, max_tokens=1, seed=7), [7, 8, 7, 8, 9, 10]),
+        (completion(seed=2**63 - 1, n=2), [2**63 - 1, -(2**63)]),
+    ],
+    ids=["equal prompts", "the greatest seed wraps round"],
+)
+async def test_each_choice_of_a_prompt_gets_a_seed_of_its_own(site: Site, asked: dict[str, Any], seeds: list[int]) -> None:
+    await post(site, "/v1/completions", asked)
+    assert [message.sampling.seed for message in sent_to_fleet(site)] == seeds
 
 
 async def test_without_a_seed_each_request_gets_its_own(site: Site) -> None:
@@ -125,11 +129,6 @@ async def test_without_a_seed_each_request_gets_its_own(site: Site) -> None:
         await post(site, "/v1/chat/completions", chat())
     first, second = (message.sampling.seed for message in sent_to_fleet(site))
     assert first != second
-
-
-async def test_the_greatest_seed_wraps_round_for_further_choices(site: Site) -> None:
-    await post(site, "/v1/chat/completions", chat(seed=2**63 - 1, n=2))
-    assert [message.sampling.seed for message in sent_to_fleet(site)] == [2**63 - 1, -(2**63)]
 
 
 async def test_sampling_parameters_reach_the_fleet(site: Site) -> None:
@@ -232,9 +231,6 @@ async def test_a_request_may_ask_for_more_than_the_default_length() -> None:
     ("path", "body", "status", "param", "says"),
     [
         ("/v1/chat/completions", chat(colour=1), 400, "colour", "not a known field"),
-        ("/v1/chat/completions", chat(n="2"), 400, "n", "expected `int`"),
-        ("/v1/chat/completions", chat(n=17), 400, "n", "at most 16"),
-        ("/v1/chat/completions", chat(messages=[]), 400, "messages", "empty"),
         ("/v1/chat/completions", chat(""), 400, "messages", "empty"),
         ("/v1/chat/completions", chat(messages=[{"role": "assistant", "content": "x"}]), 400, "messages", "template"),
         ("/v1/chat/completions", chat(model="gpt-9"), 404, "model", "use 'echo'"),
@@ -283,13 +279,6 @@ async def test_a_bad_request_is_refused_by_field_and_the_next_one_is_served(
     assert says in assert_error(await post(site, path, body), status, "invalid_request_error", param)
     assert sent_to_fleet(site) == []
     assert (await post(site, "/v1/chat/completions", chat())).status_code == 200
-
-
-@pytest.mark.parametrize("body", [b"", b"{", b"hello", b"\xff\xfe"])
-async def test_a_body_that_is_not_json_is_refused(body: bytes) -> None:
-    async with Site() as site, site.client() as client:
-        response = await client.post("/v1/chat/completions", content=body, headers=JSON)
-    assert "not JSON" in assert_error(response, 400, "invalid_request_error", None)
 
 
 @pytest.mark.parametrize("encoding", ["gzip", "deflate", "br"])

@@ -1,6 +1,7 @@
-"""What one connection can cost the server: clients that do not read, heads without an end, clients of HTTP/1.0, and upgrades.
+"""What connections can cost the server: clients that do not read, heads without an end, clients of HTTP/1.0, and upgrades.
 
-Also disconnects as TCP tells them, and the server's end.
+Also disconnects as TCP tells them, and the server's end. Connections that wait are bounded in number, bytes and time, while
+everybody else is served.
 """
 
 import asyncio
@@ -16,9 +17,11 @@ from typing import Any
 import pytest
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from common.access import Access, KeyRing
+from common.config import RouterConfig
 from common.errors import ConfigError
 from common.messages import Finished, Generate, TextDelta
-from router.api import server
+from router.api import admission, server
 from router.api.server import HEAD_BYTES, MAX_PIPELINED, PIECE_BYTES, _Protocol, listen
 from router.metrics import Dropped
 from tests.router.calls import chat, completion, metric, until
@@ -32,13 +35,24 @@ LARGE = completion(["x" * 20] * 2, n=16, max_tokens=100, stream=True, return_tok
 """Its answer is larger than all buffers between the server and a client."""
 
 
-def question(body: Any, version: str = "1.1") -> bytes:
+def head(path: str, body_bytes: int, version: str = "1.1") -> bytes:
+    line = f"POST {path} HTTP/{version}\r\nHost: localhost\r\n"
+    return f"{line}Content-Type: application/json\r\nContent-Length: {body_bytes}\r\n\r\n".encode()
+
+
+def question(body: Any, path: str = "/v1/completions", version: str = "1.1") -> bytes:
     text = json.dumps(body).encode()
-    return (
-        b"POST /v1/completions HTTP/%s\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
-        % (version.encode(), len(text))
-        + text
-    )
+    return head(path, len(text), version) + text
+
+
+CHAT = question(chat(stream=True), "/v1/chat/completions")
+
+
+async def connected(port: int, sent: bytes) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """A connection over which this was sent."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(sent)
+    return reader, writer
 
 
 def dropped(site: Site, why: Dropped) -> float:
@@ -90,8 +104,7 @@ async def test_a_client_that_asks_more_than_it_reads_is_dropped_and_counted() ->
 async def test_of_many_requests_at_once_a_few_are_answered_and_more_than_a_few_drop_the_connection() -> None:
     few = MAX_PIPELINED + 1
     async with Site() as site, listening(site) as port:
-        reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        writer.write(HEALTH * few)
+        reader, writer = await connected(port, HEALTH * few)
         for _ in range(few):
             await asyncio.wait_for(reader.readuntil(b"}"), 5)
         writer.write(HEALTH * 3000)
@@ -117,8 +130,7 @@ async def test_a_request_behind_an_open_post_drops_a_connection_that_is_not_read
 @pytest.mark.parametrize("endless", [b"GET /" + b"a" * HEAD_BYTES, HEALTH[:-2] + b"x: y\r\n" * HEAD_BYTES, b"\r\n" * HEAD_BYTES])
 async def test_a_head_without_end_is_refused_and_counted(endless: bytes) -> None:
     async with Site() as site, listening(site) as port:
-        reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        writer.write(HEALTH)
+        reader, writer = await connected(port, HEALTH)
         await asyncio.wait_for(reader.readuntil(b"}"), 5)
         for first in range(0, len(endless), HEAD_BYTES // 2):
             writer.write(endless[first : first + HEAD_BYTES // 2])
@@ -135,8 +147,7 @@ async def test_a_head_without_end_behind_an_open_answer_and_trailers_without_end
     chunked = ASKS + b"Transfer-Encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\n"
     async with Site(EchoFleet(stall_at=0)) as site, listening(site) as port:
         for number, opened in enumerate((question(completion()) + b"GET / HTTP/1.1\r\n", chunked), 1):
-            reader, writer = await asyncio.open_connection("127.0.0.1", port)
-            writer.write(opened + b"x: y\r\n" * HEAD_BYTES)
+            reader, writer = await connected(port, opened + b"x: y\r\n" * HEAD_BYTES)
             with pytest.raises(ConnectionError):
                 while await asyncio.wait_for(reader.read(1), 5):
                     pass
@@ -150,8 +161,7 @@ async def test_a_head_of_the_longest_length_and_a_long_body_are_served() -> None
     long_body = question(completion("x", user="u" * 3 * HEAD_BYTES))
     async with Site(max_body_bytes=10 * HEAD_BYTES) as site, listening(site) as port:
         for asked in (longest, long_body, longest, HEALTH * 3):
-            reader, writer = await asyncio.open_connection("127.0.0.1", port)
-            writer.write(asked)
+            reader, writer = await connected(port, asked)
             assert (await asyncio.wait_for(reader.readline(), 5)) == b"HTTP/1.1 200 OK\r\n"
             writer.close()
         assert len(longest) == HEAD_BYTES
@@ -160,8 +170,7 @@ async def test_a_head_of_the_longest_length_and_a_long_body_are_served() -> None
 @pytest.mark.parametrize("stream", [True, False])
 async def test_a_client_of_http_1_0_gets_no_chunks_and_the_end_of_the_connection_ends_the_answer(stream: bool) -> None:
     async with Site() as site, listening(site) as port:
-        reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        writer.write(question(completion("hello", stream=stream), "1.0"))
+        reader, writer = await connected(port, question(completion("hello", stream=stream), version="1.0"))
         head, _, body = (await asyncio.wait_for(reader.read(), 5)).partition(b"\r\n\r\n")
         assert head.startswith(b"HTTP/1.1 200 ")
         assert b"transfer-encoding" not in head
@@ -197,7 +206,7 @@ async def test_of_a_long_answer_a_little_waits_to_be_read_and_the_time_to_read_b
 
     monkeypatch.setattr(_Protocol, "pause_writing", pause_writing)
     async with Site(Talkative()) as site, listening(site, send_buffer=BUFFER) as port, deaf(port) as client:
-        await asyncio.get_running_loop().sock_sendall(client, question(completion(), version))
+        await asyncio.get_running_loop().sock_sendall(client, question(completion(), version=version))
         await until(lambda: len(waiting) > 0)
         assert len(site.api.admission.places) == 1, "the request stays open until most is read"
         reader, writer = await asyncio.open_connection(sock=client)
@@ -224,8 +233,7 @@ async def test_nothing_is_left_of_a_connection_that_has_ended(monkeypatch: pytes
     closes = HEALTH[:-2] + b"Connection: close\r\n\r\n"
     async with Site() as site, listening(site) as port:
         for asked in (closes, HEALTH.replace(b"1.1", b"1.0"), b"\0\r\n", b"\r\n" * HEAD_BYTES, HEALTH):
-            reader, writer = await asyncio.open_connection("127.0.0.1", port)
-            writer.write(asked)
+            reader, writer = await connected(port, asked)
             assert await asyncio.wait_for(reader.readuntil(b"}" if b"GET" in asked else b"\r\n\r\n"), 5)
             writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             writer.transport.abort()  # a reset
@@ -273,8 +281,7 @@ async def test_a_body_in_single_bytes_goes_on_as_one_piece_for_each_read(monkeyp
     text = json.dumps(completion("hello")).encode()
     chunks = b"".join(b"1\r\n%c\r\n" % byte for byte in text) + b"0\r\n\r\n"
     async with Site() as site, listening(site) as port:
-        reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        writer.write(ASKS + b"Transfer-Encoding: chunked\r\n\r\n" + chunks + HEALTH[:9])
+        reader, writer = await connected(port, ASKS + b"Transfer-Encoding: chunked\r\n\r\n" + chunks + HEALTH[:9])
         assert b'"text":"hello"' in await asyncio.wait_for(reader.readuntil(b"}}}"), 5)
         writer.write(HEALTH[9:])
         assert b'"ok"' in await asyncio.wait_for(reader.readuntil(b"}"), 5)
@@ -284,27 +291,16 @@ async def test_a_body_in_single_bytes_goes_on_as_one_piece_for_each_read(monkeyp
 
 async def test_a_tunnel_is_refused() -> None:
     async with Site() as site, listening(site) as port:
-        reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        writer.write(b"CONNECT router:80 HTTP/1.1\r\nHost: localhost\r\n\r\n" + HEALTH)
+        reader, writer = await connected(port, b"CONNECT router:80 HTTP/1.1\r\nHost: localhost\r\n\r\n" + HEALTH)
         answer = await asyncio.wait_for(reader.read(), 5)
         assert answer.startswith(b"HTTP/1.1 400 ") and answer.count(b"HTTP/1.1 ") == 1
         writer.close()
 
 
-async def ask(port: int, stream: bool) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    """Post a chat over a connection of our own."""
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    body = json.dumps(chat(stream=stream, max_tokens=None)).encode()
-    head = "POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-    writer.write(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
-    await writer.drain()
-    return reader, writer
-
-
 @pytest.mark.parametrize("stream", [True, False])
 async def test_a_connection_that_is_closed_cancels_its_request(stream: bool) -> None:
     async with Site(EchoFleet(stall_at=2)) as site, listening(site) as port:
-        reader, writer = await ask(port, stream)
+        reader, writer = await connected(port, question(chat(stream=stream, max_tokens=None), "/v1/chat/completions"))
         if stream:
             await asyncio.wait_for(reader.readuntil(b'"content":"e"'), 5)
         await until(lambda: len(site.core.requests) > 0)
@@ -313,20 +309,10 @@ async def test_a_connection_that_is_closed_cancels_its_request(stream: bool) -> 
         assert len(site.fleet.cancelled()) == 1
 
 
-async def test_a_request_behind_an_open_one_ends_the_connection_and_cancels_the_open_one() -> None:
-    async with Site(EchoFleet(stall_at=2)) as site, listening(site) as port:
-        reader, writer = await ask(port, stream=False)
-        await until(lambda: len(site.core.requests) > 0)
-        writer.write(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
-        await asyncio.wait_for(reader.read(), 60)
-        await until(lambda: not len(site.core.requests))
-        writer.close()
-
-
 async def test_a_server_that_stops_lets_an_open_answer_end() -> None:
     async with Site() as site:
         async with listening(site) as port:
-            reader, writer = await ask(port, stream=True)
+            reader, writer = await connected(port, question(chat(stream=True, max_tokens=None), "/v1/chat/completions"))
             await asyncio.wait_for(reader.readuntil(b"data: "), 5)
         rest = await asyncio.wait_for(reader.read(), 5)
         assert b"data: [DONE]" in rest
@@ -336,3 +322,150 @@ async def test_a_server_that_stops_lets_an_open_answer_end() -> None:
 async def test_a_port_that_is_taken_is_named() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(ConfigError, match="--port"):
         listen("127.0.0.1", taken.getsockname()[1])
+
+
+async def ended(reader: asyncio.StreamReader) -> bytes:
+    """What comes until the server ends the connection."""
+    try:
+        return await asyncio.wait_for(reader.read(), 5)
+    except ConnectionError:
+        return b""
+
+
+async def answered(port: int, question: bytes = HEALTH, end: bytes = b"") -> bytes:
+    """What a client gets that asks as it should. end: of the answer."""
+    reader, writer = await connected(port, question)
+    answer = await asyncio.wait_for(reader.readuntil(end or (b"0\r\n\r\n" if b"POST" in question else b"}")), 5)
+    writer.close()
+    return answer
+
+
+SHORT_S = 0.05
+
+
+@pytest.mark.parametrize("dribble", [b"", b"GET /health HTTP/1.1\r\nHo", b"\r\n", b"G"])
+async def test_a_connection_whose_request_does_not_arrive_is_dropped_and_counted(
+    monkeypatch: pytest.MonkeyPatch, dribble: bytes
+) -> None:
+    monkeypatch.setattr(server, "HEAD_S", SHORT_S)
+    async with Site() as site, listening(site) as port:
+        reader, writer = await connected(port, dribble)
+        assert await ended(reader) == b""
+        assert dropped(site, Dropped.NO_HEAD) == 1
+        writer.close()
+
+
+@pytest.mark.parametrize("dribble", [b"\r\n", b"GET /health HTTP/1.1\r\n"])
+async def test_a_request_that_dribbles_in_behind_an_answer_is_dropped_too(
+    monkeypatch: pytest.MonkeyPatch, dribble: bytes
+) -> None:
+    monkeypatch.setattr(server, "HEAD_S", SHORT_S)
+    async with Site() as site, listening(site) as port:
+        reader, writer = await connected(port, HEALTH)
+        assert b"200 OK" in await asyncio.wait_for(reader.readuntil(b"}"), 5)
+        writer.write(dribble)
+        assert await ended(reader) == b""
+        assert dropped(site, Dropped.NO_HEAD) == 1
+        writer.close()
+
+
+async def test_an_open_answer_and_a_resting_connection_outlive_the_time_of_a_head(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "HEAD_S", SHORT_S)
+    async with Site(EchoFleet(stall_at=2)) as site, listening(site) as port:
+        streaming, stream = await asyncio.open_connection("127.0.0.1", port)
+        stream.write(CHAT)
+        await asyncio.wait_for(streaming.readuntil(b'"content":"e"'), 5)
+        resting, rest = await asyncio.open_connection("127.0.0.1", port)
+        rest.write(HEALTH)
+        await asyncio.wait_for(resting.readuntil(b"}"), 5)
+        _, silent = await asyncio.open_connection("127.0.0.1", port)
+        while not dropped(site, Dropped.NO_HEAD):
+            await asyncio.sleep(SHORT_S)
+        rest.write(HEALTH)
+        assert b"200 OK" in await asyncio.wait_for(resting.readuntil(b"}"), 5)
+        assert len(site.core.requests) == 1
+        for writer in (stream, rest, silent):
+            writer.close()
+
+
+async def test_when_too_many_wait_the_one_that_waits_for_longest_makes_room() -> None:
+    async with Site() as site, listening(site, most_waiting=2) as port:
+        idle = [await asyncio.open_connection("127.0.0.1", port) for _ in range(5)]
+        for reader, _ in idle[:3]:
+            assert await ended(reader) == b""
+        assert b"[DONE]" in await answered(port, CHAT), "who asks at once is served"
+        assert dropped(site, Dropped.TOO_MANY) == 4
+        for _, writer in idle:
+            writer.close()
+
+
+def unfinished(body_bytes: int) -> bytes:
+    """A request whose body lacks its last byte."""
+    return head("/v1/chat/completions", body_bytes + 1) + b" " * body_bytes
+
+
+async def test_bodies_that_do_not_come_take_neither_pages_nor_places_from_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(admission, "SPARE_CONNECTIONS", 0)
+    async with Site(EchoFleet(stall_at=2), RouterConfig(max_requests=1)) as site, listening(site) as port:
+        clients = [await asyncio.open_connection("127.0.0.1", port) for _ in range(6)]
+        for _, writer in clients[1:]:
+            writer.write(unfinished(0))
+        await until(lambda: len(site.core.requests.clients) == 5)
+        for page in (b"health", b"ready", b"metrics"):
+            assert b" 200 OK" in await answered(port, HEALTH.replace(b"health", page))
+        clients[0][1].write(CHAT)
+        await asyncio.wait_for(clients[0][0].readuntil(b'"content":"e"'), 5)
+        assert b"1 HTTP requests open" in await answered(port, CHAT, b"}}")
+        assert b" 200 OK" in await answered(port)
+        for _, writer in clients:
+            writer.close()
+
+
+async def test_of_too_many_bodies_that_do_not_come_the_oldest_is_dropped() -> None:
+    async with Site() as site, listening(site, most_waiting=2) as port:
+        clients = []
+        for _ in range(5):
+            clients.append(await asyncio.open_connection("127.0.0.1", port))
+            clients[-1][1].write(unfinished(0))
+            await until(lambda: len(site.core.requests.clients) == min(len(clients), 2))
+        for reader, _ in clients[:3]:
+            assert await ended(reader) == b""
+        assert dropped(site, Dropped.MANY_BODIES) == 3
+        assert b"[DONE]" in await answered(port, CHAT)
+        for _, writer in clients:
+            writer.close()
+
+
+async def test_of_too_many_bodies_that_do_not_come_one_of_the_key_with_the_most_is_dropped() -> None:
+    keys = {name: name[0] * 20 for name in ("alice", "bob")}
+    access = Access(KeyRing({key: name for name, key in keys.items()}), KeyRing({"c" * 20: "control"}))
+    async with Site(access=access) as site, listening(site, most_waiting=3) as port:
+        clients = []
+        for name in ("bob", "alice", "alice", "alice", "alice"):
+            head = f"Host: localhost\r\nAuthorization: Bearer {keys[name]}\r\n".encode()
+            clients.append(await asyncio.open_connection("127.0.0.1", port))
+            clients[-1][1].write(unfinished(0).replace(b"Host: localhost\r\n", head))
+            await until(lambda: len(site.core.requests.clients) == min(len(clients), 3))
+        for reader, _ in clients[1:3]:
+            assert await ended(reader) == b"", "these are alice's oldest"
+        assert dropped(site, Dropped.MANY_BODIES) == 2
+        clients[0][1].write(b"}")
+        assert b" 400 " in await asyncio.wait_for(clients[0][0].readline(), 5), "bob's body is read"
+        for _, writer in clients:
+            writer.close()
+
+
+async def test_of_too_many_bytes_of_bodies_those_that_are_held_for_longest_are_dropped() -> None:
+    async with Site() as site, listening(site, most_body_bytes=100_000) as port:
+        clients = []
+        for size in (10, 60_000, 30_000, 30_000):
+            clients.append(await asyncio.open_connection("127.0.0.1", port))
+            clients[-1][1].write(unfinished(size) if size > 10 else CHAT[:-10])
+            await until(lambda: len(site.core.requests.clients) == min(len(clients), 3))
+            await asyncio.sleep(0.01)
+        assert await ended(clients[1][0]) == b""
+        assert dropped(site, Dropped.LARGE_BODIES) == 1
+        clients[0][1].write(CHAT[-10:])
+        assert b"[DONE]" in await asyncio.wait_for(clients[0][0].readuntil(b"[DONE]"), 5)
+        for _, writer in clients:
+            writer.close()

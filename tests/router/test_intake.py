@@ -1,10 +1,13 @@
 """Long texts wait for each other and nobody else waits for them; those that cannot fit are refused after little work."""
 
 import asyncio
+import gc
 import json
 import threading
 import tracemalloc
-from contextlib import closing
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, closing
+from functools import partial
 from typing import Any
 
 import pytest
@@ -19,6 +22,7 @@ from router.api import intake
 from router.api.chat import ChatRequest, read_chat
 from router.api.completions import CompletionRequest, read_completion
 from router.api.intake import ENCODING_THREADS, LONG_ENCODING_THREADS, Intake
+from router.api.threads import SharedThreads
 from router.outbox import ClientRequest
 from tests.router.calls import assert_error, chat, completion, post
 from tests.router.fakes import CONTEXT, MODEL, CharTokenizer, Site, intake_of
@@ -57,8 +61,11 @@ def _texts_are_long_early(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(intake, "SHORT_CHARS", 3)
 
 
-def accepting(site: Site, tokenizer: WatchedTokenizer) -> Intake:
-    return intake_of(site.core, tokenizer, RouterConfig())
+@asynccontextmanager
+async def accepting(tokenizer: WatchedTokenizer, **flags: Any) -> AsyncIterator[Intake]:
+    async with Site(config=RouterConfig(dead_after_s=60.0, **flags)) as site:
+        with closing(intake_of(site.core, tokenizer, RouterConfig())) as intake_of_site:
+            yield intake_of_site
 
 
 def chat_of(text: str) -> ChatRequest:
@@ -70,86 +77,81 @@ def completion_of(*prompts: str) -> CompletionRequest:
 
 
 async def test_short_texts_overtake_long_ones_however_many_there_are() -> None:
-    async with Site() as site:
-        tokenizer = WatchedTokenizer(chars=10)
-        with closing(accepting(site, tokenizer)) as accepting_intake:
-            long = [
-                asyncio.create_task(accepting_intake.accept_completion(completion_of(f"{number}" * 2 * LONG_CHARS), ANSWER))
-                for number in range(ENCODING_THREADS + LONG_ENCODING_THREADS + 1)
-            ]
-            for text in ("hello", "again"):
-                assert (await asyncio.wait_for(accepting_intake.accept_chat(chat_of(text), ANSWER), 10)).prompt_tokens == 1
-            assert not any(task.done() for task in long)
-            tokenizer.go.set()
-            assert [accepted.prompt_tokens for accepted in await asyncio.gather(*long)] == [20] * len(long)
+    tokenizer = WatchedTokenizer(chars=10)
+    async with accepting(tokenizer) as accepting_intake:
+        long = [
+            asyncio.create_task(accepting_intake.accept_completion(completion_of(f"{number}" * 2 * LONG_CHARS), ANSWER))
+            for number in range(ENCODING_THREADS + LONG_ENCODING_THREADS + 1)
+        ]
+        for text in ("hello", "again"):
+            assert (await asyncio.wait_for(accepting_intake.accept_chat(chat_of(text), ANSWER), 10)).prompt_tokens == 1
+        assert not any(task.done() for task in long)
+        tokenizer.go.set()
+        assert [accepted.prompt_tokens for accepted in await asyncio.gather(*long)] == [20] * len(long)
 
 
 @pytest.mark.parametrize("texts", [1, 3])
 async def test_a_text_that_cannot_fit_is_refused_after_the_work_of_one_that_just_fits(texts: int) -> None:
-    async with Site() as site:
-        tokenizer = WatchedTokenizer()
-        with closing(accepting(site, tokenizer)) as accepting_intake:
-            text = "x" * 60_000
-            for accepting_it in (
-                accepting_intake.accept_chat(chat_of(text), ANSWER),
-                accepting_intake.accept_completion(completion_of(*["short"] * (texts - 1), text), ANSWER),
-            ):
-                tokenizer.encoded = 0
-                with pytest.raises(
-                    BadRequest, match=f"This model's maximum context length is {CONTEXT} tokens: \\w+ has more"
-                ) as refused:
-                    await accepting_it
-                assert refused.value.code == "context_length_exceeded"
-                assert tokenizer.encoded < 5 * CONTEXT
+    tokenizer = WatchedTokenizer()
+    async with accepting(tokenizer) as accepting_intake:
+        text = "x" * 60_000
+        for accepting_it in (
+            accepting_intake.accept_chat(chat_of(text), ANSWER),
+            accepting_intake.accept_completion(completion_of(*["short"] * (texts - 1), text), ANSWER),
+        ):
+            tokenizer.encoded = 0
+            with pytest.raises(
+                BadRequest, match=f"This model's maximum context length is {CONTEXT} tokens: \\w+ has more"
+            ) as refused:
+                await accepting_it
+            assert refused.value.code == "context_length_exceeded"
+            assert tokenizer.encoded < 5 * CONTEXT
 
 
 async def test_a_text_of_few_tokens_is_accepted_whatever_its_length() -> None:
-    async with Site() as site:
-        tokenizer = WatchedTokenizer(chars=200)
-        tokenizer.go.set()
-        with closing(accepting(site, tokenizer)) as accepting_intake:
-            accepted = await accepting_intake.accept_completion(completion_of("x" * 20_000), ANSWER)
-            assert accepted.prompt_tokens == 100
+    tokenizer = WatchedTokenizer(chars=200)
+    tokenizer.go.set()
+    async with accepting(tokenizer) as accepting_intake:
+        accepted = await accepting_intake.accept_completion(completion_of("x" * 20_000), ANSWER)
+        assert accepted.prompt_tokens == 100
 
 
 async def test_a_large_body_is_read_and_its_ids_are_checked_on_another_thread() -> None:
-    async with Site() as site:
-        tokenizer, main = WatchedTokenizer(), threading.main_thread()
-        read_on: list[threading.Thread] = []
+    tokenizer, main = WatchedTokenizer(), threading.main_thread()
+    read_on: list[threading.Thread] = []
 
-        def reader(body: bytes, context_tokens: int) -> CompletionRequest:
-            read_on.append(threading.current_thread())
-            return read_completion(body, context_tokens)
+    def reader(body: bytes, context_tokens: int) -> CompletionRequest:
+        read_on.append(threading.current_thread())
+        return read_completion(body, context_tokens)
 
-        with closing(accepting(site, tokenizer)) as accepting_intake:
-            asked = await accepting_intake.read_large(reader, json.dumps(completion([1] * 100)).encode())
-            assert (await accepting_intake.accept_completion(asked, ANSWER)).prompt_tokens == 100
-        assert [thread is main for thread in read_on] == [False]
-        assert sum(thread is not main for thread in tokenizer.checked_on) == 1, "those of the stop tokens are few"
+    async with accepting(tokenizer) as accepting_intake:
+        asked = await accepting_intake.read_large(reader, json.dumps(completion([1] * 100)).encode())
+        assert (await accepting_intake.accept_completion(asked, ANSWER)).prompt_tokens == 100
+    assert [thread is main for thread in read_on] == [False]
+    assert sum(thread is not main for thread in tokenizer.checked_on) == 1, "those of the stop tokens are few"
 
 
 async def test_template_arguments_and_messages_without_text_count_as_text(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(intake, "SHORT_CHARS", 50)
-    async with Site() as site:
-        tokenizer, main = WatchedTokenizer(), threading.main_thread()
-        tokenizer.chat_template = "{{ note }}{{ reasoning_effort }}"
-        tokenizer.go.set()
-        one = chat("hi")
-        with closing(accepting(site, tokenizer)) as accepting_intake:
-            for fields, is_short in (
-                ({}, True),
-                ({"chat_template_kwargs": {"note": "x" * 50}}, False),
-                ({"chat_template_kwargs": {"note": [1] * 50}}, False),
-                ({"reasoning_effort": "x" * 50}, False),
-                ({"messages": [{"role": "user", "content": ""}] * 2 + one["messages"]}, False),
-            ):
-                tokenizer.checked_on.clear()
-                await accepting_intake.accept_chat(read_chat(json.dumps(one | fields).encode()), ANSWER)
-                checks_of_prompt = sum(thread is not main for thread in tokenizer.checked_on)
-                assert (checks_of_prompt == 0) == is_short, fields
-            too_long = one | {"chat_template_kwargs": {"note": "x" * 65_000}}
-            with pytest.raises(BadRequest, match="messages has more"):
-                await accepting_intake.accept_chat(read_chat(json.dumps(too_long).encode()), ANSWER)
+    tokenizer, main = WatchedTokenizer(), threading.main_thread()
+    tokenizer.chat_template = "{{ note }}{{ reasoning_effort }}"
+    tokenizer.go.set()
+    one = chat("hi")
+    async with accepting(tokenizer) as accepting_intake:
+        for fields, is_short in (
+            ({}, True),
+            ({"chat_template_kwargs": {"note": "x" * 50}}, False),
+            ({"chat_template_kwargs": {"note": [1] * 50}}, False),
+            ({"reasoning_effort": "x" * 50}, False),
+            ({"messages": [{"role": "user", "content": ""}] * 2 + one["messages"]}, False),
+        ):
+            tokenizer.checked_on.clear()
+            await accepting_intake.accept_chat(read_chat(json.dumps(one | fields).encode()), ANSWER)
+            checks_of_prompt = sum(thread is not main for thread in tokenizer.checked_on)
+            assert (checks_of_prompt == 0) == is_short, fields
+        too_long = one | {"chat_template_kwargs": {"note": "x" * 65_000}}
+        with pytest.raises(BadRequest, match="messages has more"):
+            await accepting_intake.accept_chat(read_chat(json.dumps(too_long).encode()), ANSWER)
     with pytest.raises(BadRequest, match="reasoning_effort must have at most 64 characters"):
         read_chat(json.dumps(one | {"reasoning_effort": "x" * 65}).encode())
 
@@ -179,12 +181,11 @@ async def test_the_blocks_of_a_long_prompt_are_named_where_it_is_tokenized_once_
             return BlockNames.extended(self, packed)
 
     monkeypatch.setattr(intake, "BlockNames", Watched)
-    async with Site(config=RouterConfig(dead_after_s=60.0, prefill_policy="cache_aware")) as site:
-        tokenizer = WatchedTokenizer()
-        with closing(accepting(site, tokenizer)) as accepting_intake:
-            asked = read_completion(json.dumps(completion("x" * 90, n=2, cache_salt="salt")).encode())
-            accepted = await accepting_intake.accept_completion(asked, ANSWER)
-    names = BlockNames.of(pack_ids([ord("x")] * 90), site.core.fleet.caches.page_size, "salt").names
+    tokenizer = WatchedTokenizer()
+    async with accepting(tokenizer, prefill_policy="cache_aware") as accepting_intake:
+        asked = read_completion(json.dumps(completion("x" * 90, n=2, cache_salt="salt")).encode())
+        accepted = await accepting_intake.accept_completion(asked, ANSWER)
+    names = BlockNames.of(pack_ids([ord("x")] * 90), accepting_intake._core.fleet.caches.page_size, "salt").names
     assert names and [spec.blocks.names for spec in accepted.specs if spec.blocks] == [names, names]
     assert len(threads) == 1 and threads != [threading.current_thread()]
 
@@ -219,3 +220,64 @@ async def test_a_text_that_cannot_be_tokenized_is_refused_by_the_field_that_held
     async with Site(embedding=EmbeddingMode("last", normalize=False, size=2)) as site:
         refused = await post(site, path, body if path == "/generate" else {"model": MODEL} | body)
         assert_error(refused, 400, "invalid_request_error", field)
+
+
+async def test_an_owner_waits_for_one_piece_of_work_of_each_other_owner() -> None:
+    free, done = threading.Event(), list[str]()
+    with closing(SharedThreads(1, "test")) as threads:
+
+        async def work(owner: str, name: str) -> None:
+            def job() -> None:
+                free.wait(60)
+                done.append(name)
+
+            await threads.run(owner, job)
+
+        waiting = [asyncio.create_task(work("alice", f"a{number}")) for number in range(4)]
+        await asyncio.sleep(0)
+        waiting += [asyncio.create_task(work("bob", "b0")), asyncio.create_task(work("carol", "c0"))]
+        waiting.append(asyncio.create_task(work("bob", "b1")))
+        await asyncio.sleep(0)
+        free.set()
+        await asyncio.gather(*waiting)
+    assert done == ["a0", "a1", "b0", "c0", "a2", "b1", "a3"]
+
+
+async def test_who_is_cancelled_gives_the_turn_to_the_next_one_but_no_thread_that_works() -> None:
+    free, working, done = threading.Event(), threading.Semaphore(0), list[str]()
+    with closing(SharedThreads(1, "test")) as threads:
+
+        def work(name: str) -> None:
+            working.release()
+            free.wait(60)
+            done.append(name)
+
+        first, second, third = (asyncio.create_task(threads.run("", partial(work, name))) for name in "abc")
+        await asyncio.sleep(0)
+        first.cancel()
+        second.cancel()
+        await asyncio.wait((first, second))
+        assert working.acquire() and not working.acquire(blocking=False), "the first one still has the thread"
+        free.set()
+        await third
+    assert done == ["a", "c"]
+
+
+async def test_an_error_of_work_whose_caller_has_left_is_not_logged_as_lost() -> None:
+    logged, free = list[str](), threading.Event()
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: logged.append(context["message"]))
+    with closing(SharedThreads(1, "test")) as threads:
+
+        def work() -> None:
+            free.wait(60)
+            raise ValueError
+
+        left = asyncio.create_task(threads.run("", work))
+        await asyncio.sleep(0)
+        left.cancel()
+        await asyncio.wait((left,))
+        del left
+        free.set()
+        await threads.run("", int)
+        gc.collect()
+    assert not logged

@@ -30,26 +30,6 @@ async def test_a_chat_whole_and_streamed() -> None:
     assert chunks[-1].usage is not None and chunks[-1].usage.completion_tokens == 5
 
 
-async def test_an_answer_can_be_sent_back_as_part_of_the_next_question() -> None:
-    async with openai_client() as client:
-        first = await client.chat.completions.create(model=MODEL, messages=[{"role": "user", "content": "ab"}], max_tokens=2)
-        message = first.choices[0].message
-        second = await client.chat.completions.create(
-            model=MODEL,
-            messages=[{"role": "user", "content": "ab"}, message.model_dump(), {"role": "user", "content": "cd"}],  # type: ignore[list-item]
-            max_tokens=6,
-        )
-    assert second.choices[0].message.content == "ababcd"
-
-
-async def test_a_text_completion_whole_and_streamed() -> None:
-    async with openai_client() as client:
-        whole = await client.completions.create(model=MODEL, prompt=["ab", "cd"], max_tokens=2)
-        assert [choice.text for choice in whole.choices] == ["ab", "cd"]
-        stream = await client.completions.create(model=MODEL, prompt="hello", max_tokens=5, stream=True)
-        assert "".join([chunk.choices[0].text async for chunk in stream]) == "hello"
-
-
 async def test_logprobs_of_chats_and_completions_are_the_clients_own_types() -> None:
     async with openai_client() as client:
         chat = await client.chat.completions.create(
@@ -67,22 +47,6 @@ async def test_logprobs_of_chats_and_completions_are_the_clients_own_types() -> 
         assert of_text is not None and of_text.top_logprobs is not None
         assert (of_text.tokens, of_text.token_logprobs) == (["h", "i"], [-0.25, -0.25])
         assert of_text.top_logprobs[0] == {"h": -0.25, "i": -1.25}
-
-
-async def test_prompts_are_scored_by_echo_as_evaluations_do() -> None:
-    """The request of lm-eval's local-completions: token arrays, one token of answer, which it leaves out of its sums."""
-    context, continuation = [104, 101], [108, 108, 111]
-    async with openai_client() as client:
-        scored = await client.completions.create(
-            model=MODEL, prompt=[context + continuation] * 2, max_tokens=1, temperature=0, logprobs=1, echo=True, seed=1234
-        )
-    for choice in scored.choices:
-        assert choice.logprobs is not None and choice.logprobs.token_logprobs is not None
-        own = choice.logprobs.token_logprobs[len(context) : -1]
-        assert sum(own) == 3 * -0.25
-        assert choice.logprobs.top_logprobs is not None
-        best = [max(top.values()) for top in choice.logprobs.top_logprobs[len(context) : -1]]
-        assert own == best and choice.text == "helloh"
 
 
 async def test_models_are_listed() -> None:

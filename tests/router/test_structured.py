@@ -14,6 +14,9 @@ from router.api.sglang import read_generate
 SCHEMA = {"type": "object", "properties": {"é": {"type": "integer"}}}
 SCHEMA_TEXT = json.dumps(SCHEMA, ensure_ascii=False)
 TAG = {"type": "structural_tag", "format": {"type": "any_text"}}
+OLDER_TAG = {"type": "structural_tag", "triggers": ["<f"], "structures": [{"begin": "<f>", "schema": {}, "end": "</f>"}]}
+TAGS = [{"begin": "<f>", "content": {"type": "json_schema", "json_schema": {}}, "end": "</f>"}]
+TRIGGERED = {"type": "structural_tag", "format": {"type": "triggered_tags", "triggers": ["<f"], "tags": TAGS}}
 
 
 def grammar(**fields: Any) -> Grammar | None:
@@ -30,34 +33,7 @@ ASKED: list[tuple[dict[str, Any], Grammar | None]] = [
         Grammar("json_schema", SCHEMA_TEXT),
     ),
     ({"response_format": TAG}, Grammar("structural_tag", json.dumps(TAG))),
-    (
-        {
-            "response_format": {
-                "type": "structural_tag",
-                "triggers": ["<f"],
-                "structures": [{"begin": "<f>", "schema": {"type": "integer"}, "end": "</f>"}],
-            }
-        },
-        Grammar(
-            "structural_tag",
-            json.dumps(
-                {
-                    "type": "structural_tag",
-                    "format": {
-                        "type": "triggered_tags",
-                        "triggers": ["<f"],
-                        "tags": [
-                            {
-                                "begin": "<f>",
-                                "content": {"type": "json_schema", "json_schema": {"type": "integer"}},
-                                "end": "</f>",
-                            }
-                        ],
-                    },
-                }
-            ),
-        ),
-    ),
+    ({"response_format": OLDER_TAG}, Grammar("structural_tag", json.dumps(TRIGGERED))),
     ({"guided_json": SCHEMA}, Grammar("json_schema", SCHEMA_TEXT)),
     ({"guided_json": SCHEMA_TEXT}, Grammar("json_schema", SCHEMA_TEXT)),
     ({"guided_regex": "a+"}, Grammar("regex", "a+")),
