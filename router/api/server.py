@@ -182,7 +182,20 @@ async def serve_app(
 ) -> None:
     """Serve until `until` is done, and raise what it raises. Then listen no more, and end open answers within `GRACE_S`. ready:
     called when the server listens. waiting: bounds the connections without a request in progress. tls: None for plain HTTP."""
-    server = _Server(_config(app, waiting), tls, ready)
+    make_protocol: Any = partial(_Protocol, waiting)  # uvicorn only calls it
+    config = uvicorn.Config(
+        app,
+        http=make_protocol,
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        backlog=BACKLOG,
+        timeout_keep_alive=KEEP_ALIVE_S,
+        timeout_graceful_shutdown=GRACE_S,
+    )
+    server = _Server(config, tls, ready)
     serving, stopping = asyncio.create_task(server.serve(sockets=listeners)), asyncio.create_task(until)
     try:
         await asyncio.wait((serving, stopping), return_when=asyncio.FIRST_COMPLETED)
@@ -465,32 +478,9 @@ async def _unframed(cycle: RequestResponseCycle, app: Any, scope: Scope, receive
     await app(scope, receive, send_unframed)
 
 
-def _head_too_long() -> bytes:
-    message = f"the head of the request is longer than {HEAD_BYTES} bytes: shorten its URL or its headers"
-    body = error_json(ErrorDetail(message, BadRequest.kind))
-    lines = (
-        "HTTP/1.1 431 Request Header Fields Too Large",
-        "content-type: application/json",
-        f"content-length: {len(body)}",
-        "connection: close",
-    )
-    return "".join(f"{line}\r\n" for line in lines).encode() + b"\r\n" + body
-
-
-_HEAD_TOO_LONG = _head_too_long()
-
-
-def _config(app: Callable[..., Any], waiting: WaitingConnections) -> uvicorn.Config:
-    make_protocol: Any = partial(_Protocol, waiting)  # uvicorn only calls it
-    return uvicorn.Config(
-        app,
-        http=make_protocol,
-        ws="none",
-        lifespan="off",
-        log_config=None,
-        access_log=False,
-        server_header=False,
-        backlog=BACKLOG,
-        timeout_keep_alive=KEEP_ALIVE_S,
-        timeout_graceful_shutdown=GRACE_S,
-    )
+_message = f"the head of the request is longer than {HEAD_BYTES} bytes: shorten its URL or its headers"
+_body = error_json(ErrorDetail(_message, BadRequest.kind))
+_HEAD_TOO_LONG = (
+    b"HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-type: application/json\r\n"
+    b"content-length: %d\r\nconnection: close\r\n\r\n%s" % (len(_body), _body)
+)

@@ -198,30 +198,24 @@ async def test_a_request_whose_time_is_over_later_ends_its_stream_with_an_error_
 
 
 @pytest.mark.parametrize(
-    ("default", "prompt_tokens", "answer_tokens"),
-    [(0, 5, CONTEXT - 5), (20, 5, 20), (20, CONTEXT - 20, 20), (20, CONTEXT - 19, 19), (20, CONTEXT - 1, 1)],
+    ("asked", "default", "answer_tokens"),
+    [
+        (chat(max_tokens=None), 0, CONTEXT - 5),
+        (chat(max_tokens=None), 20, 20),
+        (chat("x" * (CONTEXT - 20), max_tokens=None), 20, 20),
+        (chat("x" * (CONTEXT - 19), max_tokens=None), 20, 19),
+        (chat("x" * (CONTEXT - 1), max_tokens=None), 20, 1),
+        (chat(max_tokens=50), 2, 50),
+        (completion(max_tokens=None), 100, 16),
+        (completion("x" * (CONTEXT - 7), max_tokens=None), 100, 7),
+    ],
 )
-async def test_without_max_tokens_a_chat_answer_has_what_the_context_leaves_or_the_length_that_the_flag_sets(
-    default: int, prompt_tokens: int, answer_tokens: int
+async def test_without_max_tokens_a_chat_has_what_the_context_leaves_or_the_flag_sets_and_a_completion_16_tokens_as_at_openai(
+    asked: dict[str, Any], default: int, answer_tokens: int
 ) -> None:
     async with Site(config=RouterConfig(default_max_tokens=default)) as site:
-        await post(site, "/v1/chat/completions", chat("x" * prompt_tokens, max_tokens=None))
+        await post(site, "/v1/chat/completions" if "messages" in asked else "/v1/completions", asked)
         assert sent_to_fleet(site)[0].sampling.max_new_tokens == answer_tokens
-
-
-@pytest.mark.parametrize(("prompt_tokens", "answer_tokens"), [(5, 16), (CONTEXT - 7, 7)])
-async def test_without_max_tokens_a_completion_has_16_tokens_as_openai_says(prompt_tokens: int, answer_tokens: int) -> None:
-    body = completion("x" * prompt_tokens)
-    del body["max_tokens"]
-    async with Site(config=RouterConfig(default_max_tokens=100)) as site:
-        await post(site, "/v1/completions", body)
-        assert sent_to_fleet(site)[0].sampling.max_new_tokens == answer_tokens
-
-
-async def test_a_request_may_ask_for_more_than_the_default_length() -> None:
-    async with Site(config=RouterConfig(default_max_tokens=2)) as site:
-        await post(site, "/v1/chat/completions", chat(max_tokens=50))
-        assert sent_to_fleet(site)[0].sampling.max_new_tokens == 50
 
 
 # --- refusals ----------------------------------------------------------------------------------------------------------
