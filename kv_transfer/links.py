@@ -17,7 +17,6 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -386,8 +385,8 @@ class Links:
             link.probe, link.retry_s = None, RETRY_S
             wire = probe.wire()
             carrier, speed, host_speed = probe.carrier(wire), probe.bytes_per_s, probe.host_bytes_per_s(wire)
-            measured = {"bytes_per_s": speed, "host_bytes_per_s": host_speed, "warning": slowness(speed, host_speed, carrier)}
-            self._set(link, "ready", f"{link.library}: {carrier}", **measured)
+            warning = slowness(speed, host_speed, carrier)
+            self._set(link, "ready", f"{link.library}: {carrier}", speed, host_speed, warning)
         self._turn_ends_s = -math.inf
         return False
 
@@ -436,9 +435,24 @@ class Links:
         link.retry_s = min(2 * link.retry_s, RETRY_MOST_S)
         self._set(link, "lost", reason)
 
-    def _set(self, link: Link, state: LinkState, detail: str, **measured: Any) -> None:
-        """measured: those fields of `LinkInfo` that a measurement has given."""
+    def _set(
+        self,
+        link: Link,
+        state: LinkState,
+        detail: str,
+        bytes_per_s: float | None = None,
+        host_bytes_per_s: float | None = None,
+        warning: str = "",
+    ) -> None:
         if (link.state, link.detail) != (state, detail):
             link.state, link.detail = state, detail
-            peer, life = link.info.id, link.info.incarnation
-            self._changed(LinkChanged(LinkInfo(peer=peer, incarnation=life, state=state, detail=detail, **measured)))
+            info = LinkInfo(
+                peer=link.info.id,
+                incarnation=link.info.incarnation,
+                state=state,
+                detail=detail,
+                bytes_per_s=bytes_per_s,
+                host_bytes_per_s=host_bytes_per_s,
+                warning=warning,
+            )
+            self._changed(LinkChanged(info))

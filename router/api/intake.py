@@ -332,7 +332,8 @@ class Intake:
         asked = request.max_tokens
         if asked is None:
             default = request.default_max_tokens or self._chat_max_tokens
-            memory = max((member.capacity_tokens for member in self._core.fleet.members("decode")), default=context)
+            line = self._core.fleet.candidates.lines["decode"]
+            memory = line[-1].capacity_tokens if line else context
             room = max(1, min(context, memory) - prompt_tokens)
             return min(limit for limit in (room, default, most) if limit is not None)
         name = request.max_tokens_field
