@@ -6,7 +6,7 @@ Owns names, defaults, help and limits. Reads no files, flags or environment. Wha
 import dataclasses
 import re
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
 from common.addresses import check_address, check_leader
 from common.options import (
@@ -38,7 +38,6 @@ Graphs = Literal["auto", "on", "off"]
 ToolParserName = Literal["auto", "hermes", "llama3", "mistral", "none"]
 PoolingName = Literal["auto", "none", "last", "mean", "cls"]
 ReasoningParserName = Literal["auto", "think", "none"]
-POLICIES: tuple[PolicyName, ...] = get_args(PolicyName)
 DEMO_MODEL = "demo"
 DAY_S = 86_400.0
 MOST_PORT = 65_535

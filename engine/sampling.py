@@ -146,8 +146,7 @@ class Sampler:
                 assert start.token_ids is not None
                 self._prompts[row] = start.token_ids, sampling.prompt_logprobs
         rows = np.array([start.row for start in starts], dtype=np.int64)
-        # Most answers concern no processor. All that a processor can be asked for needs tokens, but for biases.
-        if self._is_processed.any() or any(start.token_ids is not None or start.sampling.logit_bias for start in starts):
+        if self._is_processed.any() or any(start.sampling.changes_logits for start in starts):
             self._is_processed[rows] = False
             for processor in self._processors:
                 processor.start(starts)

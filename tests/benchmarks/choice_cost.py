@@ -10,8 +10,9 @@ import argparse
 import sys
 import time
 
-from common.config import POLICIES, RouterConfig
+from common.config import RouterConfig
 from router.cost import Demand
+from router.policies import POLICIES
 from tests.builders import instance
 from tests.router.bench import Bench, placer_of
 

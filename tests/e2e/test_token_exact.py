@@ -187,7 +187,7 @@ OTHERS: list[PretrainedConfig] = [
     Qwen3MoeConfig(**COMMON, **SMALL, **EXPERTS, num_experts=6, moe_intermediate_size=48, norm_topk_prob=True),
     Gemma2Config(**COMMON, **SMALL, head_dim=32, sliding_window=100, query_pre_attn_scalar=20),
 ]
-"""Their numbers are proven in tests/common/engine/models; here it is seen that whole fleets serve them."""
+"""Their numbers are proven in tests/engine/models; here it is seen that whole fleets serve them."""
 
 
 @pytest.mark.parametrize(

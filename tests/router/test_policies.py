@@ -9,24 +9,29 @@ from collections.abc import Iterable, Set
 from dataclasses import replace
 from hashlib import shake_128
 from random import Random
+from typing import get_args
 
 import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.config import RouterConfig
+from common.config import PolicyName, RouterConfig
 from common.ids import Role, pack_ids
 from common.messages import Load
 from router.cache_index import CacheIndex
 from router.cost import Demand
 from router.members import Candidates, Member
-from router.policies import POINTS, BySession, Policy, RoundRobin, cache_aware, least_loaded
+from router.policies import POINTS, POLICIES, BySession, Policy, RoundRobin, cache_aware, least_loaded
 from tests.builders import instance
 from tests.router.bench import D0, D1, P0, Bench, generates, new_fleet, placer_of, spec
 from tests.router.fakes import hear
 
 ASK = Demand(prompt_tokens=40, max_new_tokens=8)
+
+
+def test_every_policy_that_a_flag_can_name_is_there() -> None:
+    assert POLICIES.keys() == set(get_args(PolicyName))
 
 
 def member(name: str, role: Role = "prefill", load: Load | None = None) -> Member:

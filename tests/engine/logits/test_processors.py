@@ -68,6 +68,7 @@ def test_logits_of_mixed_batches_are_those_of_the_definitions_token_by_token(
         held.update({row: some_request(random) for row in new})
         for processor in kept:
             processor.start([start(row, held[row]) for row in new])
+        assert all(held[row].sampling.changes_logits for row in held if any(each.concerns[row] for each in kept))
         rows = random.permutation(ROWS)[: random.integers(1, ROWS + 1)]
         raw = random.normal(size=(len(rows), VOCAB)) * 4
         logits, tokens = torch.tensor(raw, dtype=torch.float32), random.integers(0, VOCAB, len(rows))
