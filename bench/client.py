@@ -7,7 +7,7 @@ typed decoding of each event, and one wake-up of a task for each answer.
     client = HttpClient(url, "/v1/completions", headers={}, timeout_s=60.0)
     answer = TimedAnswer(due_s=now_s, requested_tokens=100)
     answer.begin(now_s)
-    await client.ask(answer, completion_of_ids("demo", [1, 2, 3], 100, **COUNTED_STREAM))
+    await client.ask(answer, b'{"model": "demo", "prompt": "Hello", "max_tokens": 100, "stream": true}')
     client.close()
 """
 
@@ -15,7 +15,6 @@ import asyncio
 import ssl
 import time
 from array import array
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 from urllib.parse import urlsplit
@@ -30,18 +29,10 @@ USAGE_FIELDS: dict[UsageReports, dict[str, Any]] = {
     "last": {"stream_options": {"include_usage": True}},
     "none": {},
 }
-COUNTED_STREAM: dict[str, Any] = {"stream": True, **USAGE_FIELDS["continuous"]}
-"""Fields of a stream whose every event says how many tokens there are."""
 MESSAGE_BYTES = 300
 _DONE = b"[DONE]"
 _ABSENT = msgspec.Raw()
 _NOTHING = (b"", b"null", b"[]")
-
-
-def completion_of_ids(model: str, prompt: Sequence[int], answer_tokens: int, **others: Any) -> bytes:
-    """The body of a greedy completion of exactly this length. prompt: token ids. others: more fields."""
-    length = {"max_tokens": answer_tokens, "ignore_eos": True}
-    return msgspec.json.encode({"model": model, "prompt": list(prompt), "temperature": 0, **length, **others})
 
 
 @dataclass(slots=True)

@@ -204,20 +204,8 @@ def pooled(runs: Sequence[CompareRun], name: str) -> tuple[list[float], list[flo
     """The distribution of a time over several runs, each of equal weight: values in ms, and the share of times up to each."""
     known = [run.quantiles_ms[name] for run in runs if name in run.quantiles_ms]
     values = sorted({value for quantiles in known for value in quantiles})
-    shares = np.array([[_share(quantiles, value) for value in values] for quantiles in known])
-    return values, shares.mean(axis=0).tolist() if known else []
-
-
-def _share(quantiles: Sequence[float], value: float) -> float:
-    """The share of times that are not above the value, between the levels in a straight line."""
-    if value >= quantiles[-1]:
-        return 1.0
-    above = int(np.searchsorted(quantiles, value, side="right"))
-    if above == 0:
-        return 0.0
-    low, high = quantiles[above - 1], quantiles[above]
-    part = (value - low) / (high - low)
-    return (LEVELS[above - 1] + part * (LEVELS[above] - LEVELS[above - 1])) / 100
+    shares = [np.interp(values, quantiles, LEVELS, left=0.0) / 100 for quantiles in known]
+    return values, np.mean(shares, axis=0).tolist() if known else []
 
 
 # ---- the report and the page ----

@@ -470,11 +470,7 @@ def _head_of_file(bench: ServeOptions, result: MeasuredLoad, command: str) -> di
         "command": command,
     }
     if load.ramp_up_strategy != "none":
-        head |= {
-            "ramp_up_strategy": load.ramp_up_strategy,
-            "ramp_up_start_rps": load.ramp_up_start_rps,
-            "ramp_up_end_rps": load.ramp_up_end_rps,
-        }
+        head |= {name: vars(load)[name] for name in ("ramp_up_strategy", "ramp_up_start_rps", "ramp_up_end_rps")}
     return head
 
 

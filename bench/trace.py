@@ -13,11 +13,11 @@ import contextlib
 import gzip
 import heapq
 import http.client
-import threading
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 from urllib.parse import urlsplit
@@ -170,41 +170,27 @@ def _fleet(bench: TraceOptions) -> Iterator[str]:
 
 def _record(bench: TraceOptions, load: ServeOptions | None, url: str, control_key: str) -> tuple[RecordingStatus, list[Slice]]:
     """load: what is sent meanwhile. Raises TraceFailed, ServerRefuses."""
-    with contextlib.closing(TraceRecording(url, control_key, verify=bench.insecure == "off")) as recording:
+    made = TraceRecording(url, control_key, verify=bench.insecure == "off")
+    with ThreadPool(1) as sender, contextlib.closing(made) as recording:
         say(f"recording {url} for {bench.seconds:g} s")
         recording.begin(bench.seconds)
         try:
-            sending = None if load is None else _SendingThread(load)
+            sending = None if load is None else sender.apply_async(_send, (load,))
             status, spans = recording.spans()
             slices = slices_of(spans, status.began_s)
         finally:
             recording.forget()
-    if sending is not None:
-        sending.finish()
+        if sending is not None:
+            sending.wait(LOAD_ENDS_S)
+            if sending.ready():
+                sending.get()
     return status, slices
 
 
-class _SendingThread(threading.Thread):
-    """Sends the load while the main thread records."""
-
-    def __init__(self, load: ServeOptions) -> None:
-        super().__init__(daemon=True)
-        self._load = load
-        self._failure: ServerRefuses | None = None
-        self.start()
-
-    def run(self) -> None:
-        try:
-            figures = measure(self._load).figures
-            say(f"{figures['completed']:,} requests were answered, {figures['failed']:,} failed")
-        except ServerRefuses as error:
-            self._failure = error
-
-    def finish(self) -> None:
-        """Wait until all is answered. Raises ServerRefuses."""
-        self.join(LOAD_ENDS_S)
-        if self._failure is not None:
-            raise self._failure
+def _send(load: ServeOptions) -> None:
+    """Send the load, and say what became of it. Raises ServerRefuses."""
+    figures = measure(load).figures
+    say(f"{figures['completed']:,} requests were answered, {figures['failed']:,} failed")
 
 
 class TraceRecording:

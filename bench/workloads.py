@@ -109,19 +109,17 @@ def sessions_of(bench: ServeOptions, model: str) -> LoadSessions:
     """What is sent. model: the server's name of it, which is also its tokenizer unless another is given. Raises ConfigError."""
     options, warmups = bench.workload, bench.load.num_warmups
     if options.is_from_file:
-        is_chat = bench.target.backend == "openai-chat"
-        read = prompts_of_file(options, is_chat) if options.dataset_name == "custom" else conversations_of_file(options)
-        return LoadSessions([read[i % len(read)] for i in range(warmups)], read)
+        read = sessions_of_file(options, is_chat=bench.target.backend == "openai-chat")
+        return LoadSessions(list(islice(cycle(read), warmups)), read)
+    words = prompt_vocabulary(options.tokenizer or model, options.prompts)
     if options.dataset_name == "trace":
         lines = read_trace(options)
-        words = prompt_vocabulary(options.tokenizer or model, options.prompts)
         fresh = 1 + max(max(line.hash_ids, default=0) for line in lines)  # warm-ups have blocks of their own
         firsts = [
             msgspec.structs.replace(line, hash_ids=[fresh + (number << 32) + block for block in line.hash_ids])
             for number, line in enumerate(islice(cycle(lines), warmups))
         ]
         return LoadSessions([trace_session(options, words, line) for line in firsts], trace_sessions(options, words, lines))
-    words = prompt_vocabulary(options.tokenizer or model, options.prompts)
     made = list(MADE_UP[options.dataset_name](options, words, (options.num_prompts or PROMPTS) + warmups))
     return LoadSessions(made[len(made) - warmups :], made[: len(made) - warmups])
 
@@ -248,15 +246,13 @@ class TraceRequest(msgspec.Struct):
     """The blocks of the prompt; the last one may be cut short."""
 
 
-def prompts_of_file(options: WorkloadOptions, is_chat: bool) -> list[LoadSession]:
-    """The prompts of a file, each line once, or again and again until there are enough. Raises ConfigError."""
-    sessions = [_prompt(options, is_chat, number, line) for number, line in _read_lines(options.dataset_path, _PromptLine)]
-    return list(islice(cycle(sessions), options.num_prompts or len(sessions)))
-
-
-def conversations_of_file(options: WorkloadOptions) -> list[LoadSession]:
-    """The conversations of a file, each line once, or again and again until there are enough. Raises ConfigError."""
-    sessions = [_conversation(options, number, line) for number, line in _read_lines(options.dataset_path, _ConversationLine)]
+def sessions_of_file(options: WorkloadOptions, *, is_chat: bool) -> list[LoadSession]:
+    """The prompts or conversations of a file, each line once, or again and again until there are enough. Raises ConfigError."""
+    path = options.dataset_path
+    if options.dataset_name == "custom":
+        sessions = [_prompt(options, is_chat, number, line) for number, line in _read_lines(path, _PromptLine)]
+    else:
+        sessions = [_conversation(options, number, line) for number, line in _read_lines(path, _ConversationLine)]
     return list(islice(cycle(sessions), options.num_prompts or len(sessions)))
 
 

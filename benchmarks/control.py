@@ -20,9 +20,8 @@ from urllib.parse import urlsplit
 import msgspec
 
 from bench.report import Goal, say
-from benchmarks.command import Invocation, start
+from benchmarks.command import Invocation, cpu_s, resident_mb, start
 from benchmarks.played_fleet import PlayedFleet, played_model
-from benchmarks.processes import cpu_s, resident_mb
 from common.host import allow_many_files
 from common.options import option, parse_numbers, require, require_above_0
 from common.processes.child import KILL_S, Broken, ChildEnded, IntakeClosed, Progress, Ready, Respondent, stop_children
@@ -313,10 +312,7 @@ def ping(url: str, longest_s: "Synchronized[float]") -> None:
             longest_s.value = max(longest_s.value, time.monotonic() - began)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    explanation = "Measure what the control plane costs at the router, for fleets of different sizes."
-    return start("control", explanation, run, ControlBench, arguments=arguments)
-
+EXPLANATION = "Measure what the control plane costs at the router, for fleets of different sizes."
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(start("control", EXPLANATION, run, ControlBench))

@@ -30,9 +30,8 @@ from bench.offline import OfflineSequence, sequences_of
 from bench.options import LoadOptions, OfflineOptions, ResultOptions, ServeOptions, TargetOptions, WorkloadOptions
 from bench.report import Goal, Spread, ratios, say
 from bench.serve import ServerRefuses, figures_of, measure
-from benchmarks.command import Invocation, start
+from benchmarks.command import Invocation, below, start
 from benchmarks.engine import SHAPES
-from benchmarks.processes import below
 from common.addresses import LOOPBACK, free_port
 from common.errors import ConfigError, TandemError
 from common.options import option, require, require_at_least
@@ -542,10 +541,7 @@ def _short(error: Exception) -> str:
     return text if len(text) <= 2 * REASON_LETTERS else f"{text[:REASON_LETTERS]} ... {text[-REASON_LETTERS:]}"
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    explanation = "Measure this engine on a CPU beside OpenVINO and vLLM."
-    return start("cpu_peers", explanation, run, CpuPeersBench, arguments=arguments)
-
+EXPLANATION = "Measure this engine on a CPU beside OpenVINO and vLLM."
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(start("cpu_peers", EXPLANATION, run, CpuPeersBench))

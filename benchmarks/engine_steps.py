@@ -433,8 +433,20 @@ def measure_host(task: EngineTask, say: Say) -> Iterator[Figure]:
     layout = KVLayout(layers=1, kv_heads=kv_heads, head_dim=head_dim, page_size=16, dtype=dtype)  # type: ignore[arg-type]
     lines: list[str] = []
     with torch.cuda.stream(torch.cuda.Stream(device) if on_cuda else None):  # type: ignore[no-untyped-call]
-        memory = KVMemory(layout, HOST_ROWS * layout.pages_for(HOST_CONTEXT), device)
-        steps = empty_step_runner(memory, 4 * kv_heads, task.engine, lines.append)
+        pages_per_row = layout.pages_for(HOST_CONTEXT)
+        memory = KVMemory(layout, HOST_ROWS * pages_per_row, device)
+        kernels, model = make_kernels(device), EmptyModel(HOST_ROWS, head_dim, device)
+        needs = AttentionNeeds(memory, 4 * kv_heads, model.attention, memory.pool.dtype, HOST_ROWS, pages_per_row)
+        steps = StepRunner(
+            model,
+            kernels,
+            memory,
+            make_attention(needs, task.engine.attention, kernels, lines.append).attention,
+            max_rows=HOST_ROWS,
+            pages_per_row=pages_per_row,
+            layer_groups=0,
+            vocab_size=HOST_VOCAB,
+        )
         has_graphs = on_cuda and task.engine.graphs != "off" and steps.capture(CudaGraphs(), [HOST_ROWS], lines.append) is None
         taken: list[float] = []
         rounds = min(10 * task.bench.rounds, 500)
@@ -449,23 +461,6 @@ def measure_host(task: EngineTask, say: Say) -> Iterator[Figure]:
         graphs=has_graphs,
         attention=next((text for text in lines if text.startswith("attention")), "torch"),
         launch_ms=Spread.of(1e3 * seconds for seconds in taken[HOST_WARM_STEPS:]),
-    )
-
-
-def empty_step_runner(memory: KVMemory, query_heads: int, engine: EngineConfig, say: Say) -> StepRunner:
-    device, layout = memory.pool.device, memory.layout
-    kernels, model = make_kernels(device), EmptyModel(HOST_ROWS, layout.head_dim, device)
-    pages_per_row = layout.pages_for(HOST_CONTEXT)
-    needs = AttentionNeeds(memory, query_heads, model.attention, memory.pool.dtype, HOST_ROWS, pages_per_row)
-    return StepRunner(
-        model,
-        kernels,
-        memory,
-        make_attention(needs, engine.attention, kernels, say).attention,
-        max_rows=HOST_ROWS,
-        pages_per_row=pages_per_row,
-        layer_groups=0,
-        vocab_size=HOST_VOCAB,
     )
 
 

@@ -25,24 +25,19 @@ class Spot:
     """What its command is run by, such as `ip netns exec NAME`."""
     host: str
     """The address to listen on."""
-
-
-@dataclass(frozen=True, slots=True)
-class Namespace(Spot):
-    """A spot of its own."""
-
-    name: str
-    link: str
-    """The name of its end of the link."""
+    name: str = ""
+    """That of a namespace."""
+    link: str = ""
+    """The name of its end of the link to the other one."""
 
 
 @contextlib.contextmanager
-def two_namespaces() -> Iterator[tuple[Namespace, Namespace]]:
+def two_namespaces() -> Iterator[tuple[Spot, Spot]]:
     """What is in each of them can reach the other. Raises TransferError where that is not allowed."""
 
-    def numbered(number: int) -> Namespace:
+    def numbered(number: int) -> Spot:
         name = f"tandem-{os.getpid()}-{number}"
-        return Namespace(("ip", "netns", "exec", name), HOSTS[number - 1], name, f"tandem{number}")
+        return Spot(("ip", "netns", "exec", name), HOSTS[number - 1], name, f"tandem{number}")
 
     first, second = spots = numbered(1), numbered(2)
     try:
@@ -64,7 +59,7 @@ def two_namespaces() -> Iterator[tuple[Namespace, Namespace]]:
                 _ip("netns", "delete", spot.name)
 
 
-def await_links(spots: Iterable[Namespace]) -> None:
+def await_links(spots: Iterable[Spot]) -> None:
     """Wait until every link is up: the system takes a moment to say so, and until then libraries do not see it. Raises
     TransferError."""
     until = time.monotonic() + _COMMAND_S

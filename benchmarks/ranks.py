@@ -9,7 +9,7 @@ import multiprocessing
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,8 +17,7 @@ import msgspec
 import numpy as np
 
 from bench.report import say
-from benchmarks.command import Invocation, start
-from benchmarks.processes import cpu_s
+from benchmarks.command import Invocation, cpu_s, start
 from common.config import MOST_RANKS
 from common.executor import EngineDescription, Executor, StepHandle, StepPlan
 from common.ids import Incarnation
@@ -211,10 +210,7 @@ class NoTransfers:
         """Nothing to close."""
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    explanation = "Measure what a step costs the processors beside the computing, for several ranks."
-    return start("ranks", explanation, run, RanksBench, arguments=arguments)
-
+EXPLANATION = "Measure what a step costs the processors beside the computing, for several ranks."
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(start("ranks", EXPLANATION, run, RanksBench))

@@ -23,8 +23,7 @@ from bench.client import USAGE_FIELDS, TimedAnswer
 from bench.options import LoadOptions, ServeOptions, TargetOptions, WorkloadOptions
 from bench.report import Goal, say
 from bench.serve import MeasuredLoad, measure
-from benchmarks.command import Invocation, start
-from benchmarks.processes import below, command_of, cpu_s, resident_mb
+from benchmarks.command import Invocation, below, command_of, cpu_s, resident_mb, start
 from common.config import DEMO_MODEL
 from common.host import allow_many_files
 from common.options import option, parse_numbers, require, require_at_least
@@ -184,8 +183,11 @@ class WatchedLoad:
         return (begin, end) if begin < end and len(self.whole) == self.parallel else None
 
     def figures(self, name: str) -> LoadFigures:
-        """name: what the load is called."""
+        """name: what the load is called. Raises FleetFailed when no answer is whole."""
         counted, whole, open_s = self.load.figures, self.whole, self.all_open_s()
+        if not whole:
+            short = sum(not answer.error for answer in self.load.answers)
+            raise FleetFailed(f"the load came to nothing: {short} of {len(self.load.answers)} answers ended too short")
         all_s = self.load.began_s, self.load.began_s + counted["duration"]
         begin_s, end_s = open_s or all_s
         tokens = sum(answer.output_tokens for answer in whole)
@@ -327,10 +329,7 @@ COLUMNS = {
 """The figure of each column, and its format."""
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    explanation = "Measure what a router adds to requests and tokens, and how many streams it carries."
-    return start("router", explanation, run, RouterBench, arguments=arguments)
-
+EXPLANATION = "Measure what a router adds to requests and tokens, and how many streams it carries."
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(start("router", EXPLANATION, run, RouterBench))

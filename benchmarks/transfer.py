@@ -239,22 +239,22 @@ class AgentPair(contextlib.AbstractContextManager["AgentPair"]):
         """Wait until both have started, and link them. Raises TransferError."""
         *_, pool = [_next_report(agent).pool for agent in self._agents]
         assert pool is not None, "the first report names the pool"
-        self.expect(True)
-        _obeyed(self._source, LinkOrder(pool))
-        self.expect(False)
+        self._order(LinkOrder(pool))
 
     def warm_up(self, point: PushShape) -> None:
         """Push one turn. Raises TransferError."""
-        self.expect(True)
-        _obeyed(self._source, PushOrder(point, 0, seconds=0.0, least_pushes=point.pushes_in_turn(self._pool_bytes)))
-        self.expect(False)
+        self._order(PushOrder(point, 0, seconds=0.0, least_pushes=point.pushes_in_turn(self._pool_bytes)))
 
     def measure(self, point: PushShape, seed: int, seconds: float) -> PushSample:
         """Push for this many seconds. CPU time is that of all threads of both processes. Raises TransferError."""
         least = LEAST_PUSHES_OF_ONE_PAGE if point.pages == 1 else LEAST_PUSHES
+        return PushSample.of(point, *self._order(PushOrder(point, seed, seconds, least)))
+
+    def _order(self, order: LinkOrder | PushOrder) -> tuple[tuple[float, ...], float]:
+        """What the source does while the target expects it: the seconds of each push, and of CPU of both processes."""
         before_s = self.expect(True)
-        pushes_s = _obeyed(self._source, PushOrder(point, seed, seconds, least)).pushes_s
-        return PushSample.of(point, pushes_s, self.expect(False) - before_s)
+        pushes_s = _obeyed(self._source, order).pushes_s
+        return pushes_s, self.expect(False) - before_s
 
     def expect(self, pushes: bool) -> float:
         """Returns the CPU time of both processes so far. pushes: whether some will come to the target from here on. Raises
@@ -352,18 +352,16 @@ def judge(host: TransferPlace, network: TransferPlace) -> Iterator[Goal]:
     latencies = [1e6 * row.spread(lambda sample: sample.median_s).median for row in one_page]
     costs = [row.spread(lambda sample: sample.cpu_s_per_gb).median for row in large]
     idle = [100 * host.idle_cores[way.label]] if way.label in host.idle_cores else []
-    for at_least, limit, unit, what, values in (
-        (True, 75, " %", "of a scattered memmove, pages of 64 KiB and more", shares),
-        (False, 50, " us", "for one page of up to 64 KiB", latencies),
-        (False, 0.4, " CPU-s/GB", "for scattered pages of 64 KiB and more", costs),
-        (False, 0.5, " %", "of a core for a pair that is idle", idle),
-        (True, 1, " times", "the speed of a TCP socket between network namespaces, pages of 256 KiB", leads),
+    for which, limit, unit, what, values in (
+        ("least", 75, " %", "of a scattered memmove, pages of 64 KiB and more", shares),
+        ("most", 50, " us", "for one page of up to 64 KiB", latencies),
+        ("most", 0.4, " CPU-s/GB", "for scattered pages of 64 KiB and more", costs),
+        ("most", 0.5, " %", "of a core for a pair that is idle", idle),
+        ("least", 1, " times", "the speed of a TCP socket between network namespaces, pages of 256 KiB", leads),
     ):
-        rule = f"{way.label}: at {'least' if at_least else 'most'} {limit:g}{unit} {what}"
-        if at_least:
-            yield Goal.of(rule, min(values, default=None), ".3g", least=limit, unit=unit)
-        else:
-            yield Goal.of(rule, max(values, default=None), ".3g", most=limit, unit=unit)
+        worst = min(values, default=None) if which == "least" else max(values, default=None)
+        rule = f"{way.label}: at {which} {limit:g}{unit} {what}"
+        yield Goal.of(rule, worst, ".3g", **{which: limit}, unit=unit)
 
 
 def _fullest(place: TransferPlace) -> list[TransferRow]:
@@ -413,10 +411,7 @@ TABLES: dict[str, Callable[[TransferRow], str]] = {
 }
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    explanation = "Measure how fast each transport moves KV pages between two processes."
-    return start("transfer", explanation, run, TransferBench, switches=SWITCHES, arguments=arguments)
-
+EXPLANATION = "Measure how fast each transport moves KV pages between two processes."
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(start("transfer", EXPLANATION, run, TransferBench, switches=SWITCHES))

@@ -18,7 +18,7 @@ import pytest
 from benchmarks.command import Invocation, start
 from benchmarks.cpu_peers import CpuPeersBench
 from benchmarks.engine import EngineBench
-from benchmarks.ranks import RanksBench, RanksFigures, main
+from benchmarks.ranks import RanksBench, RanksFigures, run
 from benchmarks.transfer import TransferBench
 from common.errors import ConfigError
 from common.options import option, require_above_0
@@ -102,7 +102,8 @@ def test_one_and_two_ranks_are_measured_and_only_the_second_has_a_follower(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "figures.json"
-    assert main(["--ranks=1,2", "--rows=3", "--steps=20", f"--json={file}", "--markdown"]) == 0
+    flags = ["--ranks=1,2", "--rows=3", "--steps=20", f"--json={file}", "--markdown"]
+    assert start("ranks", "", run, RanksBench, arguments=flags) == 0
     assert "| 2 | 3 |" in capsys.readouterr().out
     alone, two = msgspec.convert(json.loads(file.read_text())["ranks"], list[RanksFigures])
     assert (alone.ranks, two.ranks) == (1, 2) and alone.follower_cpu_us == 0 < two.follower_cpu_us

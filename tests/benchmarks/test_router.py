@@ -12,6 +12,7 @@ from bench.client import TimedAnswer
 from bench.options import ResultOptions
 from bench.serve import MeasuredLoad, figures_of
 from benchmarks.router import WatchedLoad
+from common.processes.local_fleet import FleetFailed
 
 
 def test_a_quick_run_measures_prints_and_writes_what_was_asked_for(tmp_path: Path) -> None:
@@ -74,3 +75,5 @@ def test_an_answer_that_is_too_short_is_a_failure() -> None:
     short = answer(11.0, 1.0)
     short.output_tokens = 3
     assert watched(short, answer(11.0), parallel=2).figures("streams").failed == 1
+    with pytest.raises(FleetFailed, match="1 of 2 answers ended too short"):
+        watched(short, answer(11.0, error="broken"), parallel=2).figures("streams")

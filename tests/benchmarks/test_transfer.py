@@ -26,9 +26,9 @@ from benchmarks.transfer import (
     TransferPlace,
     TransferRow,
     judge,
-    main,
     measure_host,
     report,
+    run,
 )
 from benchmarks.transfer_agent import (
     AGENTS,
@@ -217,7 +217,8 @@ def test_a_card_that_is_not_there_is_named() -> None:
 
 
 def test_pools_on_a_card_are_not_measured_between_namespaces(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--namespaces", "--device=cuda"]) == 2
+    flags = ["--namespaces", "--device=cuda"]
+    assert start("transfer", "", run, TransferBench, switches=SWITCHES, arguments=flags) == 2
     assert "--namespaces measures pools on the CPU only, and --device is cuda" in capsys.readouterr().err
 
 

@@ -6,13 +6,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench.client import completion_of_ids
 from common.config import AttentionName, EngineConfig, ModelConfig
 from common.errors import ConfigError
 from common.processes.local_fleet import connected, local_fleet
 from engine.cpu import build
 from engine.model_runner import ModelRunner
 from launch.child import find_programs
+from tests.rig.client import completion_of_ids
 
 
 @pytest.fixture(autouse=True)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.namespaces import Namespace, two_namespaces
+from benchmarks.namespaces import Spot, two_namespaces
 from common.errors import TransferError
 from common.processes.child import Exited, Ready, Reported
 from common.trust import write_key
@@ -40,7 +40,7 @@ END_S = 60.0
 class Supervised:
     """A command that is started again whenever it ends by itself. accounts: why its former lives ended."""
 
-    def __init__(self, role: str, flags: Sequence[str], host: Namespace) -> None:
+    def __init__(self, role: str, flags: Sequence[str], host: Spot) -> None:
         self.accounts: list[str] = []
         self._role, self._command = role, [*host.prefix, *launch_command(role, flags)]
         self._lock, self._stopping = threading.Lock(), False
@@ -91,7 +91,7 @@ def fleet_on(cable: Cable, key: Path | None, decode: Sequence[str]) -> Iterator[
     trust = f"--cluster-key={key}" if key else "--insecure=on"
     started: list[Supervised] = []
 
-    def start(role: str, host: Namespace, *flags: str) -> Supervised:
+    def start(role: str, host: Spot, *flags: str) -> Supervised:
         started.append(Supervised(role, [f"--host={host.host}", *flags], host))
         return started[-1]
 

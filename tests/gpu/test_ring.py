@@ -10,8 +10,8 @@ from contextlib import ExitStack
 import numpy as np
 import pytest
 
-from bench.client import completion_of_ids
 from common.processes.local_fleet import connected, local_fleet
+from tests.rig.client import completion_of_ids
 
 FLAGS = (
     "--kv-memory=256MiB",

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
 
-from benchmarks.namespaces import Namespace, await_links
+from benchmarks.namespaces import Spot, await_links
 from tests.kv_transfer.agent_process import Plan
 from tests.kv_transfer.agents import Kind, open_files, running_threads
 from tests.kv_transfer.local_agent import WAIT_S
@@ -28,8 +28,8 @@ REST_S = 0.5
 class Cable:
     """The link from one namespace to the other."""
 
-    near: Namespace
-    far: Namespace
+    near: Spot
+    far: Spot
 
     def slow(self, megabits_per_s: int) -> None:
         """No more than so much goes to the far end."""
@@ -127,12 +127,12 @@ def is_within(held: Held, limit: Held) -> bool:
     return all(number <= most for number, most in zip(held, limit, strict=True))
 
 
-def processes_in(namespace: Namespace) -> list[str]:
+def processes_in(namespace: Spot) -> list[str]:
     return _run("ip", "netns", "pids", namespace.name).split()
 
 
 @contextlib.contextmanager
-def inside(namespace: Namespace) -> Iterator[None]:
+def inside(namespace: Spot) -> Iterator[None]:
     """This thread is in the namespace meanwhile, and so are threads and processes that it starts. Raises OSError."""
     with open("/proc/thread-self/ns/net") as home, open(f"/run/netns/{namespace.name}") as there:
         _enter(there.fileno())
@@ -147,7 +147,7 @@ def _enter(descriptor: int) -> None:
         raise OSError(ctypes.get_errno(), "setns")
 
 
-def _shape(end: Namespace, verb: str, *words: str) -> None:
+def _shape(end: Spot, verb: str, *words: str) -> None:
     _run(*end.prefix, "tc", "qdisc", verb, "dev", end.link, "root", *words)
 
 

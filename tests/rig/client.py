@@ -23,6 +23,12 @@ EVENT = "data: "
 DONE = "[DONE]"
 
 
+def completion_of_ids(model: str, prompt: Sequence[int], answer_tokens: int, **others: Any) -> bytes:
+    """The body of a greedy completion of exactly this length. prompt: token ids. others: more fields."""
+    length = {"max_tokens": answer_tokens, "ignore_eos": True}
+    return json.dumps({"model": model, "prompt": list(prompt), "temperature": 0, **length, **others}).encode()
+
+
 @dataclass(frozen=True, slots=True)
 class Request:
     """One request of the API, whose answer is streamed."""

@@ -14,7 +14,7 @@ import sys
 import time
 from collections import Counter
 
-from bench.client import COUNTED_STREAM, HttpClient, TimedAnswer
+from bench.client import USAGE_FIELDS, HttpClient, TimedAnswer
 from common.processes.router_client import RequestFailed, RouterClient
 from tests.rig.report import figures, keyed_fleet, say
 
@@ -52,7 +52,7 @@ class Flood:
         await asyncio.gather(*map(self._stream, range(streams)))
 
     async def _stream(self, number: int) -> None:
-        asked = json.dumps(body(f"{number} {self._text}", 3500) | COUNTED_STREAM).encode()
+        asked = json.dumps(body(f"{number} {self._text}", 3500) | {"stream": True} | USAGE_FIELDS["continuous"]).encode()
         while True:
             answer = self._answers[number] = TimedAnswer(due_s=0.0, requested_tokens=3500)
             await self._client.ask(answer, asked)
