@@ -119,7 +119,7 @@ def sessions_of(bench: ServeOptions, model: str) -> LoadSessions:
             msgspec.structs.replace(line, hash_ids=[fresh + (number << 32) + block for block in line.hash_ids])
             for number, line in enumerate(islice(cycle(lines), warmups))
         ]
-        return LoadSessions([trace_session(options, words, line) for line in firsts], trace_sessions(options, words, lines))
+        return LoadSessions(trace_sessions(options, words, firsts), trace_sessions(options, words, lines))
     made = list(MADE_UP[options.dataset_name](options, words, (options.num_prompts or PROMPTS) + warmups))
     return LoadSessions(made[len(made) - warmups :], made[: len(made) - warmups])
 
@@ -275,20 +275,16 @@ def read_trace(options: WorkloadOptions) -> list[TraceRequest]:
 
 
 def trace_sessions(options: WorkloadOptions, words: PromptVocabulary, lines: Sequence[TraceRequest]) -> list[LoadSession]:
-    """The sessions of a trace. The first request is due at 0."""
-    first_ms = lines[0].timestamp
-    dues_s = [(line.timestamp - first_ms) / 1000 / options.trace_speed for line in lines]
-    return [trace_session(options, words, line, due_s) for line, due_s in zip(lines, dues_s, strict=True)]
-
-
-def trace_session(
-    options: WorkloadOptions, words: PromptVocabulary, line: TraceRequest, due_s: float | None = None
-) -> LoadSession:
-    """One request. Its prompt has the scaled length, less what the server adds by itself."""
-    scale = options.trace_length_scale
-    tokens = max(1, round(line.input_length * scale) - words.added_tokens)
-    ids = prompt_of_blocks(words, line.hash_ids, tokens, options.trace_block_tokens * scale)
-    return LoadSession((words.turn(ids, max(1, round(line.output_length * scale))),), due_s)
+    """The sessions of a trace. The first request is due at 0. Prompts have the scaled lengths, less what the server adds by
+    itself."""
+    first_ms, scale = lines[0].timestamp, options.trace_length_scale
+    sessions: list[LoadSession] = []
+    for line in lines:
+        tokens = max(1, round(line.input_length * scale) - words.added_tokens)
+        ids = prompt_of_blocks(words, line.hash_ids, tokens, options.trace_block_tokens * scale)
+        turn = words.turn(ids, max(1, round(line.output_length * scale)))
+        sessions.append(LoadSession((turn,), (line.timestamp - first_ms) / 1000 / options.trace_speed))
+    return sessions
 
 
 def prompt_of_blocks(words: PromptVocabulary, blocks: list[int], tokens: int, block_tokens: float) -> Ids:

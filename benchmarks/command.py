@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated, Any, get_origin, get_type_hints
 
 import msgspec
 
@@ -64,6 +65,29 @@ class Invocation:
         outcome = BenchOutcome(command=self.command, hardware=self.hardware, goals=list(goals))
         print(self.style.report(outcome, settings, steady, body))
         write_figures(msgspec.structs.asdict(outcome) | figures, read_config(PublishOptions, self._flags).json)
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """How a table shows a figure; it annotates the figure's field."""
+
+    head: str
+    form: str = ""
+    scale: float = 1
+    """What the figure is multiplied by."""
+
+    def cell(self, value: Any) -> str:
+        """Empty where nothing was measured."""
+        return "" if value is None else format(value if self.scale == 1 else value * self.scale, self.form)
+
+
+def table_of(kind: type[msgspec.Struct], figures: Iterable[msgspec.Struct]) -> list[tuple[str, ...]]:
+    """A line for each, below the heads of the fields that have a column."""
+    hints = get_type_hints(kind, include_extras=True)
+    columns: dict[str, Column] = {name: hint.__metadata__[0] for name, hint in hints.items() if get_origin(hint) is Annotated}
+    rows = map(msgspec.structs.asdict, figures)
+    cells = [tuple(column.cell(row[name]) for name, column in columns.items()) for row in rows]
+    return [tuple(column.head for column in columns.values()), *cells]
 
 
 def start(

@@ -14,13 +14,13 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.sharedctypes import Synchronized
-from typing import Any, TypeAlias
+from typing import Annotated, Any, TypeAlias
 from urllib.parse import urlsplit
 
 import msgspec
 
 from bench.report import Goal, say
-from benchmarks.command import Invocation, cpu_s, resident_mb, start
+from benchmarks.command import Column, Invocation, cpu_s, resident_mb, start, table_of
 from benchmarks.played_fleet import PlayedFleet, played_model
 from common.host import allow_many_files
 from common.options import option, parse_numbers, require, require_above_0
@@ -64,44 +64,30 @@ class ControlBench:
 class ControlFigures(msgspec.Struct, kw_only=True):
     """A fleet of one size. None: not measured, and `trouble` says why. CPU figures are of the router's process."""
 
-    instances: int
-    heartbeat_core_share: float | None = None
+    instances: Annotated[int, Column("instances", ",.0f")]
+    heartbeat_core_share: Annotated[float | None, Column("heartbeats, % of a core", ",.1f", 100)] = None
     """The share of a core that a fleet at rest takes, beyond that of a router without instances."""
-    heartbeat_bytes_per_s: float | None = None
+    heartbeat_bytes_per_s: Annotated[float | None, Column("heartbeats, kB/s", ",.0f", 1e-3)] = None
     """All messages in both directions, at rest."""
-    join_bytes: int | None = None
+    join_bytes: Annotated[int | None, Column("a join, kB", ",.0f", 1e-3)] = None
     """Messages in both directions that one more instance causes."""
-    losses_bytes: int | None = None
+    losses_bytes: Annotated[int | None, Column("losses, kB", ",.0f", 1e-3)] = None
     """Messages in both directions that ten deaths at once cause, or those of half of a smaller fleet."""
-    losses_ms: float | None = None
+    losses_ms: Annotated[float | None, Column("losses, ms of CPU", ",.0f")] = None
     """The CPU time of these deaths."""
-    restart_s: float | None = None
+    restart_s: Annotated[float | None, Column("restart, s", ",.1f")] = None
     """From the start of a router on the ports of a killed one until all instances are members with their links."""
     start_s: float | None = None
     """The part of `restart_s` in which nothing listened."""
-    metrics_ms: float | None = None
-    cluster_ms: float | None = None
-    router_mb: float | None = None
+    metrics_ms: Annotated[float | None, Column("/metrics, ms", ",.0f")] = None
+    cluster_ms: Annotated[float | None, Column("/cluster, ms", ",.0f")] = None
+    router_mb: Annotated[float | None, Column("memory, MB", ",.0f")] = None
     """Resident memory."""
-    longest_pause_ms: float | None = None
+    longest_pause_ms: Annotated[float | None, Column("longest pause, ms", ",.0f")] = None
     """The slowest answer to a ping in any phase but the restart."""
     trouble: str = ""
 
 
-COLUMNS = (
-    ("instances", "instances", 0, 1.0),
-    ("heartbeat_core_share", "heartbeats, % of a core", 1, 100),
-    ("heartbeat_bytes_per_s", "heartbeats, kB/s", 0, 1e-3),
-    ("join_bytes", "a join, kB", 0, 1e-3),
-    ("losses_bytes", "losses, kB", 0, 1e-3),
-    ("losses_ms", "losses, ms of CPU", 0, 1.0),
-    ("restart_s", "restart, s", 1, 1.0),
-    ("metrics_ms", "/metrics, ms", 0, 1.0),
-    ("cluster_ms", "/cluster, ms", 0, 1.0),
-    ("router_mb", "memory, MB", 0, 1.0),
-    ("longest_pause_ms", "longest pause, ms", 0, 1.0),
-)
-"""Figure, head, digits, and what the figure is multiplied by."""
 LIMITS = (
     ("heartbeats", "heartbeat_core_share", 5, "% of a core", 100.0),
     ("heartbeats", "heartbeat_bytes_per_s", 2, " MB/s", 1e-6),
@@ -119,22 +105,11 @@ def run(invocation: Invocation) -> int:
     allow_many_files()
     bench = invocation.config(ControlBench, QUICK)
     fleets = [measure(bench, instances) for instances in bench.sizes]
-    body = [invocation.style.table(table(fleets))]
+    body = [invocation.style.table(table_of(ControlFigures, fleets))]
     body += [f"{fleet.instances} instances: {fleet.trouble}" for fleet in fleets if fleet.trouble]
     settings = f"each fleet was watched at rest for {bench.seconds:g} s"
     invocation.publish(settings, STEADY, body, goals(fleets), seconds=bench.seconds, fleets=fleets)
     return 0
-
-
-def table(fleets: Sequence[ControlFigures]) -> list[tuple[str, ...]]:
-    """A line for each size, below the heads."""
-    lines = [tuple(head for _, head, _, _ in COLUMNS)]
-    for fleet in fleets:
-        values = msgspec.structs.asdict(fleet)
-        lines.append(
-            tuple("" if values[name] is None else f"{values[name] * scale:,.{digits}f}" for name, _, digits, scale in COLUMNS)
-        )
-    return lines
 
 
 def goals(fleets: Sequence[ControlFigures]) -> Iterator[Goal]:

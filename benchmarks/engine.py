@@ -406,46 +406,37 @@ def run(invocation: Invocation) -> int:
     child.prepare(engine.threads)
     on_cuda = engine.device.startswith("cuda") or (engine.device == "auto" and bool(invocation.hardware.gpus))
     began = time.monotonic()
-    done = TaskRuns(began + bench.budget_s)
-    for task in tasks(bench, engine, invocation.is_quick, on_cuda):
-        done.do(task)
-    seconds, ceilings = time.monotonic() - began, ceilings_of(done.figures)
+    figures: list[Figure] = []
+    ran = [run_task(task, began + bench.budget_s, figures) for task in tasks(bench, engine, invocation.is_quick, on_cuda)]
+    seconds, ceilings = time.monotonic() - began, ceilings_of(figures)
     settings = f"device {engine.device}, {seconds:.0f} s in all"
     if ceilings is not None:
         copy, product = ceilings.copy_gb_per_s.text(".0f"), ceilings.matmul_tflop_per_s.text(".3g")
         settings += f"; a copy on {ceilings.device} moves {copy} GB/s, a product of {ceilings.matmul} makes {product} TFLOP/s"
-    runs = [(run.label, f"{run.seconds:.1f}", run.failure or MISSING) for run in done.runs]
-    found: list[TitledTable] = [("What ran", [("task", "s", "not measured because"), *runs]), *tables(done.figures)]
+    runs = [(run.label, f"{run.seconds:.1f}", run.failure or MISSING) for run in ran]
+    found: list[TitledTable] = [("What ran", [("task", "s", "not measured because"), *runs]), *tables(figures)]
     body: list[str] = []
     for title, table in found:
         body += invocation.style.section(title, table)
-    invocation.publish(settings, STEADY, body, judge(done.figures), seconds=seconds, runs=done.runs, figures=done.figures)
-    return 1 if any(run.failure for run in done.runs) else 0
+    invocation.publish(settings, STEADY, body, judge(figures), seconds=seconds, runs=ran, figures=figures)
+    return 1 if any(run.failure for run in ran) else 0
 
 
-class TaskRuns:
-    """What is known so far. until: on the monotonic clock."""
-
-    def __init__(self, until: float) -> None:
-        self.figures: list[Figure] = []
-        self.runs: list[TaskRun] = []
-        self._until = until
-
-    def do(self, task: EngineTask) -> None:
-        began = time.monotonic()
-        left_s = min(task.limit_s, self._until - began)
-        if left_s < LEAST_S:
-            self.runs.append(TaskRun(label=task.label, seconds=0.0, failure="no time was left (--budget-s)"))
-            return
-        say(task.label)
-        failure = ""
-        try:
-            for figure in figures_of(task, began + left_s):
-                self.figures.append(figure)
-        except TaskFailed as error:
-            failure = str(error)
-            say(f"{task.label} failed: {failure}")
-        self.runs.append(TaskRun(label=task.label, seconds=time.monotonic() - began, failure=failure))
+def run_task(task: EngineTask, until: float, figures: list[Figure]) -> TaskRun:
+    """Do a task; figures: gets what it finds. until: on the monotonic clock."""
+    began = time.monotonic()
+    left_s = min(task.limit_s, until - began)
+    if left_s < LEAST_S:
+        return TaskRun(label=task.label, seconds=0.0, failure="no time was left (--budget-s)")
+    say(task.label)
+    failure = ""
+    try:
+        for figure in figures_of(task, began + left_s):
+            figures.append(figure)
+    except TaskFailed as error:
+        failure = str(error)
+        say(f"{task.label} failed: {failure}")
+    return TaskRun(label=task.label, seconds=time.monotonic() - began, failure=failure)
 
 
 class TaskFailed(TandemError):

@@ -11,13 +11,13 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 import numpy as np
 
 from bench.report import say
-from benchmarks.command import Invocation, cpu_s, start
+from benchmarks.command import Column, Invocation, cpu_s, start, table_of
 from common.config import MOST_RANKS
 from common.executor import EngineDescription, Executor, StepHandle, StepPlan
 from common.ids import Incarnation
@@ -44,7 +44,6 @@ MODEL = ModelIdentity(
 )
 POOL = PoolDescriptor(backend="none", agent="none", address=0, total_pages=1, device="cpu", layout=LAYOUT, wire=b"")
 SPAWN = multiprocessing.get_context("spawn")
-COLUMNS = ("ranks", "rows", "us of a step", "CPU us: leader", "CPU us: each follower")
 STEADY = "CPU times are affected least."
 QUICK: dict[str, Any] = {"ranks": "1,2", "rows": "64", "steps": 200}
 
@@ -76,13 +75,13 @@ class RanksBench:
 class RanksFigures(msgspec.Struct, frozen=True, kw_only=True):
     """The average of one step."""
 
-    ranks: int
-    rows: int
-    step_us: float
+    ranks: Annotated[int, Column("ranks")]
+    rows: Annotated[int, Column("rows")]
+    step_us: Annotated[float, Column("us of a step", ".0f")]
     """From one end to the next, with two steps in flight."""
-    leader_cpu_us: float
+    leader_cpu_us: Annotated[float, Column("CPU us: leader", ".0f")]
     """All threads of the leader's process, those of ZeroMQ too."""
-    follower_cpu_us: float
+    follower_cpu_us: Annotated[float, Column("CPU us: each follower", ".0f")]
     """The same of a follower; 0 where there is none."""
 
 
@@ -93,12 +92,8 @@ def run(invocation: Invocation) -> int:
         say(f"{ranks} ranks")
         with gathered_ranks(ranks) as leader:
             figures += [measure(leader, rows, bench.steps) for rows in bench.batches]
-    lines = [
-        (str(each.ranks), str(each.rows), *(f"{value:.0f}" for value in (each.step_us, each.leader_cpu_us, each.follower_cpu_us)))
-        for each in figures
-    ]
     settings = f"{bench.steps} steps each; the timed executor, whose steps take no time"
-    invocation.publish(settings, STEADY, [invocation.style.table([COLUMNS, *lines])], ranks=figures)
+    invocation.publish(settings, STEADY, [invocation.style.table(table_of(RanksFigures, figures))], ranks=figures)
     return 0
 
 

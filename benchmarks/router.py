@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.pool import AsyncResult, Pool
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 import numpy as np
@@ -23,7 +23,7 @@ from bench.client import USAGE_FIELDS, TimedAnswer
 from bench.options import LoadOptions, ServeOptions, TargetOptions, WorkloadOptions
 from bench.report import Goal, say
 from bench.serve import MeasuredLoad, measure
-from benchmarks.command import Invocation, below, command_of, cpu_s, resident_mb, start
+from benchmarks.command import Column, Invocation, below, command_of, cpu_s, resident_mb, start, table_of
 from common.config import DEMO_MODEL
 from common.host import allow_many_files
 from common.options import option, parse_numbers, require, require_at_least
@@ -80,30 +80,30 @@ class RouterBench:
 class LoadFigures(msgspec.Struct, frozen=True, kw_only=True):
     """What a load took. Rates of tokens and their CPU times are of the time when all streams are open, where there is one."""
 
-    load: str
-    streams: int
+    load: Annotated[str, Column("load")]
+    streams: Annotated[int, Column("streams", ",")]
     """Streams at once."""
-    requests: int
+    requests: Annotated[int, Column("requests", ",")]
     """Those with a whole answer."""
-    failed: int
+    failed: Annotated[int, Column("failed")]
     most_open: int
     """Streams that had begun and not ended, at once."""
-    ttft_p50_ms: float
-    ttft_p99_ms: float
-    requests_per_s: float
-    router_ms: float
+    ttft_p50_ms: Annotated[float, Column("first token, ms: p50", ".2f")]
+    ttft_p99_ms: Annotated[float, Column("p99", ".2f")]
+    requests_per_s: Annotated[float, Column("requests/s", ",.0f")]
+    router_ms: Annotated[float, Column("router, ms of CPU each", ".3f")]
     """The CPU time of the routers for a request with all its tokens."""
-    tokens_per_s: float
-    router_us: float
-    """The CPU time of the routers for a token."""
-    tokens_per_event: float
+    tokens_per_s: Annotated[float, Column("tokens/s", ",.0f")]
+    tokens_per_event: Annotated[float, Column("in an event", ".2f")]
     """1 when each token was sent alone."""
-    opened_per_s: float
+    router_us: Annotated[float, Column("router, us of CPU a token", ".1f")]
+    """The CPU time of the routers for a token."""
+    opened_per_s: Annotated[float, Column("opened/s", ",.0f")]
     """From the first connection until all are open; 0 when they never were."""
-    kib_each: float
+    kib_each: Annotated[float, Column("KiB each", ".0f")]
     """What the resident memory of the routers has grown by, for each stream."""
-    detokenizer_us: float
-    load_us: float
+    detokenizer_us: Annotated[float, Column("detokenizer, us a token", ".1f")]
+    load_us: Annotated[float, Column("load generator, us", ".1f")]
     """The CPU time of the load generator for a token."""
 
 
@@ -250,8 +250,7 @@ def run(invocation: Invocation) -> int:
     opened = [measure_open(bench)] if bench.open else []
     loads = [alone, beside, many, *streams, *opened]
     settings = f"{bench.routers} router{'s' * (bench.routers > 1)}, instances without a model, all processes on these cores"
-    lines = [tuple(format(each[name], form) for name, form in COLUMNS.values()) for each in map(msgspec.structs.asdict, loads)]
-    body = [invocation.style.table([tuple(COLUMNS), *lines])]
+    body = [invocation.style.table(table_of(LoadFigures, loads))]
     invocation.publish(settings, STEADY, body, goals(alone, many, streams, opened), routers=bench.routers, loads=loads)
     return 0
 
@@ -307,26 +306,6 @@ def goals(alone: LoadFigures, many: LoadFigures, streams: Sequence[LoadFigures],
         met = each.most_open >= 10_000 and not each.failed
         figure = f"{each.most_open:,} open, {each.failed} failed"
         yield Goal(rule="10,000 streams open at once without a failure", met=met, figure=figure)
-
-
-COLUMNS = {
-    "load": ("load", ""),
-    "streams": ("streams", ","),
-    "requests": ("requests", ","),
-    "failed": ("failed", ""),
-    "first token, ms: p50": ("ttft_p50_ms", ".2f"),
-    "p99": ("ttft_p99_ms", ".2f"),
-    "requests/s": ("requests_per_s", ",.0f"),
-    "router, ms of CPU each": ("router_ms", ".3f"),
-    "tokens/s": ("tokens_per_s", ",.0f"),
-    "in an event": ("tokens_per_event", ".2f"),
-    "router, us of CPU a token": ("router_us", ".1f"),
-    "opened/s": ("opened_per_s", ",.0f"),
-    "KiB each": ("kib_each", ".0f"),
-    "detokenizer, us a token": ("detokenizer_us", ".1f"),
-    "load generator, us": ("load_us", ".1f"),
-}
-"""The figure of each column, and its format."""
 
 
 EXPLANATION = "Measure what a router adds to requests and tokens, and how many streams it carries."

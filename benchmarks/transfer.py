@@ -176,6 +176,11 @@ class TransferRow(msgspec.Struct, frozen=True, kw_only=True):
     def spread(self, of: Callable[[PushSample], float]) -> Spread:
         return Spread.of(of(sample) for sample in self.samples)
 
+    @property
+    def speeds(self) -> dict[int, float]:
+        """GB/s of each round."""
+        return {number: sample.gb_per_s for number, sample in enumerate(self.samples)}
+
 
 class TransferPlace(msgspec.Struct, frozen=True, kw_only=True):
     """Everything measured in one place, such as one host."""
@@ -187,8 +192,10 @@ class TransferPlace(msgspec.Struct, frozen=True, kw_only=True):
     skipped: dict[str, str] = {}
     """What could not be measured, and why."""
 
-    def row(self, way: TransferWay, point: PushShape) -> TransferRow | None:
-        return next((row for row in self.rows if (row.way, row.point) == (way, point)), None)
+    def lead(self, row: TransferRow, way: TransferWay) -> list[float]:
+        """The speed of a row in that of this way at the same point: the median of the rounds, if any."""
+        theirs = (other for other in self.rows if (other.way, other.point) == (way, row.point))
+        return [found.median for other in theirs if (found := ratios(row.speeds, other.speeds)) is not None]
 
 
 def run(invocation: Invocation) -> int:
@@ -347,8 +354,8 @@ def judge(host: TransferPlace, network: TransferPlace) -> Iterator[Goal]:
     large = [row for row in _fullest(host) if row.way == way and row.point.page_bytes >= LARGE_PAGE_BYTES]
     one_page = [row for row in host.rows if row.way == way and row.point.pages == 1 and row.point.page_bytes <= LARGE_PAGE_BYTES]
     far = [row for row in _fullest(network) if row.way == way and row.point.page_bytes == NETWORK_PAGE_BYTES]
-    shares = [100 * share for row in large for share in _ratio(row, host.row(MEMMOVE, row.point))]
-    leads = [lead for row in far for lead in _ratio(row, network.row(SOCKET, row.point))]
+    shares = [100 * share for row in large for share in host.lead(row, MEMMOVE)]
+    leads = [lead for row in far for lead in network.lead(row, SOCKET)]
     latencies = [1e6 * row.spread(lambda sample: sample.median_s).median for row in one_page]
     costs = [row.spread(lambda sample: sample.cpu_s_per_gb).median for row in large]
     idle = [100 * host.idle_cores[way.label]] if way.label in host.idle_cores else []
@@ -369,13 +376,6 @@ def _fullest(place: TransferPlace) -> list[TransferRow]:
     scattered = [row for row in place.rows if row.point.arrangement == "scattered"]
     in_order = sorted(scattered, key=lambda row: row.point.pages)
     return list({(row.way, row.point.page_bytes): row for row in in_order}.values())
-
-
-def _ratio(row: TransferRow, other: TransferRow | None) -> list[float]:
-    """The speed of one row in that of another: the median of the rounds, if any."""
-    speeds = [{at: sample.gb_per_s for at, sample in enumerate(each.samples)} for each in (row, other) if each is not None]
-    found = ratios(*speeds) if len(speeds) == 2 else None
-    return [] if found is None else [found.median]
 
 
 def report(place: TransferPlace, invocation: Invocation) -> Iterator[str]:

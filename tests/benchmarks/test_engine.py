@@ -25,9 +25,9 @@ from benchmarks.engine import (
     Section,
     Started,
     TaskFailed,
-    TaskRuns,
     figures_of,
     judge,
+    run_task,
     shape_folder,
     tables,
     tasks,
@@ -86,19 +86,18 @@ def task(section: Section, bench: EngineBench = TINY) -> EngineTask:
 def test_what_a_task_found_before_it_failed_is_kept_and_the_next_task_is_done() -> None:
     """Its engine has two rows."""
     bench = EngineBench(models="tiny", batches="1,4", contexts="64", prompt_tokens=32, prompt_chunks="32", rounds=2)
-    runs = TaskRuns(time.monotonic() + 200)
-    runs.do(replace(task("steps", bench), engine=CPU))
-    runs.do(task("ceilings"))
-    failed, done = runs.runs
+    found: list[Figure] = []
+    until = time.monotonic() + 200
+    failed = run_task(replace(task("steps", bench), engine=CPU), until, found)
+    done = run_task(task("ceilings"), until, found)
     assert failed.failure.startswith("IndexError: ") and done.failure == ""
-    assert [type(figure) for figure in runs.figures] == [Started, Prefill, DecodeStep, Ceilings]
+    assert [type(figure) for figure in found] == [Started, Prefill, DecodeStep, Ceilings]
 
 
 def test_a_task_for_which_no_time_is_left_is_not_begun() -> None:
-    runs = TaskRuns(time.monotonic() + 1)
-    runs.do(task("ceilings"))
-    (run,) = runs.runs
-    assert run.failure == "no time was left (--budget-s)" and not runs.figures
+    found: list[Figure] = []
+    run = run_task(task("ceilings"), time.monotonic() + 1, found)
+    assert run.failure == "no time was left (--budget-s)" and not found
 
 
 def test_a_worker_that_does_not_answer_is_given_up_at_its_time() -> None:
