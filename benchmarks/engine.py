@@ -5,27 +5,22 @@ reported in its place, with what it had found by then, and the next goes on. Use
 `benchmarks/engine_steps.py`. Run it as `python -m benchmarks.engine`.
 """
 
-import contextlib
-import json
 import multiprocessing
 import sys
-import tempfile
 import time
 import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeAlias, TypeVar, get_args
 
 import msgspec
 
 from bench.report import Goal, Spread, say
 from benchmarks.command import Invocation, start
-from common.config import DEMO_MODEL, EngineConfig, ModelConfig
+from common.config import DEMO_MODEL, EngineConfig
 from common.errors import TandemError
-from common.model_path import model_name
 from common.options import option, parse_numbers, require, require_above_0, require_at_least
 from launch import child
 
@@ -74,16 +69,6 @@ STEADY = "Shares are of what the device did in the same run."
 OF_TIMED = ("executor", "step_cost")
 """Fields of the engine that are no flags here: what is measured computes."""
 SPAWN = multiprocessing.get_context("spawn")
-
-
-@contextlib.contextmanager
-def shape_folder(name: str, **changes: object) -> Iterator[ModelConfig]:
-    """A checkpoint of that shape which has a config and nothing else, gone at the end: for `--load-format dummy`."""
-    with tempfile.TemporaryDirectory(prefix="tandem-bench-") as folder:
-        path = Path(folder) / name
-        path.mkdir()
-        (path / "config.json").write_text(json.dumps(SHAPES[name] | changes))
-        yield ModelConfig(model=str(path), served_name=model_name(name))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,11 +5,14 @@ Weights and contexts are random numbers, because speed does not depend on what t
 """
 
 import contextlib
+import json
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -19,6 +22,7 @@ from torch import Tensor
 
 from bench.report import Spread
 from benchmarks.engine import (
+    SHAPES,
     Ceilings,
     DecodeStep,
     EngineTask,
@@ -29,7 +33,6 @@ from benchmarks.engine import (
     SampledStep,
     Section,
     Started,
-    shape_folder,
 )
 from common.config import DEMO_MODEL, EngineConfig, ModelConfig
 from common.executor import Chunk, EngineDescription, RowStart, StepPlan
@@ -141,12 +144,15 @@ def measure_ceilings(task: EngineTask, say: Say) -> Iterator[Figure]:
 
 @contextlib.contextmanager
 def checkpoint(task: EngineTask, **changes: object) -> Iterator[tuple[ModelConfig, EngineConfig]]:
-    """The task's model: the demo model, or a shape with random weights."""
+    """The task's model: the demo model, or a shape with random weights: a folder that has a config and nothing else."""
     if task.model == DEMO_MODEL:
         yield ModelConfig(), task.engine
-    else:
-        with shape_folder(task.model, **changes) as model:
-            yield model, replace(task.engine, load_format="dummy")
+        return
+    with tempfile.TemporaryDirectory(prefix="tandem-bench-") as folder:
+        path = Path(folder) / task.model
+        path.mkdir()
+        (path / "config.json").write_text(json.dumps(SHAPES[task.model] | changes))
+        yield ModelConfig(model=str(path), served_name=task.model), replace(task.engine, load_format="dummy")
 
 
 def layer_weights(shape: ServedShape) -> int:
@@ -177,20 +183,17 @@ def prefill_flop(shape: ServedShape, tokens: int) -> float:
     return products + 4.0 * shape.heads * shape.head_dim * pairs * shape.layers
 
 
-def can_decode(layout: KVLayout, total_pages: int, batch: int, context: int, steps: int, say: Say) -> bool:
-    """Whether so many steps of so many rows can be measured; says why not."""
+def decode_plans(layout: KVLayout, total_pages: int, batch: int, context: int, steps: int, say: Say) -> list[StepPlan]:
+    """Decode steps of rows whose last step is about at `context`, over a context that nobody computed, in scattered pages. They
+    get pages one by one, as served: each row in another step. Says why there are none where they cannot be measured."""
     needed = batch * layout.pages_for(context)
     if needed > total_pages:
         have_gb = total_pages * layout.page_bytes / 1e9
         say(f"not measured: it needs {needed * layout.page_bytes / 1e9:.1f} GB of KV, there are {have_gb:.1f}")
-    elif context <= steps + layout.page_size:
+        return []
+    if context <= steps + layout.page_size:
         say(f"not measured: a context of more than {steps + layout.page_size} tokens is needed for {steps} steps")
-    return needed <= total_pages and context > steps + layout.page_size
-
-
-def decode_plans(layout: KVLayout, total_pages: int, batch: int, context: int, steps: int) -> list[StepPlan]:
-    """Decode steps of rows whose last step is about at `context`, over a context that nobody computed, in scattered pages. They
-    get pages one by one, as served: each row in another step."""
+        return []
     free = iter(np.random.default_rng(7).permutation(total_pages).tolist())
 
     def pages(count: int) -> Int32Array:
@@ -282,10 +285,10 @@ def measure_steps(task: EngineTask, say: Say) -> Iterator[Figure]:
 def decode_step(task: EngineTask, started: StartedModel, batch: int, context: int, say: Say) -> Iterator[DecodeStep]:
     runner, engine, rounds = started.runner, started.runner.description, task.bench.rounds
     steps = WARM_STEPS + rounds + (ALONE_STEPS if engine.device.startswith("cuda") else 0)
-    layout, total_pages = engine.layout, engine.total_pages
-    if not can_decode(layout, total_pages, batch, context, steps, say):
+    layout = engine.layout
+    plans = decode_plans(layout, engine.total_pages, batch, context, steps, say)
+    if not plans:
         return
-    plans = decode_plans(layout, total_pages, batch, context, steps)
     for plan in plans[:WARM_STEPS]:
         runner.steps.launch(plan).wait()
     step_s, launch_s = in_flight(runner, plans[WARM_STEPS : WARM_STEPS + rounds])
@@ -335,12 +338,10 @@ def measure_floor(task: EngineTask, say: Say) -> Iterator[Figure]:
     for context in bench.context_lengths:
         for batch in bench.batch_sizes:
             say(f"floor of decode, batch {batch}, context {context}")
-            steps = WARM_STEPS + bench.rounds
-            if not can_decode(engine.layout, engine.total_pages, batch, context, steps, say):
-                continue
-            plans = decode_plans(engine.layout, engine.total_pages, batch, context, steps)
-            products = products_of(started, batch, batch, replays=True)
-            yield beside_floor(task, started, plans, products, ("decode", batch, context))
+            plans = decode_plans(engine.layout, engine.total_pages, batch, context, WARM_STEPS + bench.rounds, say)
+            if plans:
+                products = products_of(started, batch, batch, replays=True)
+                yield beside_floor(task, started, plans, products, ("decode", batch, context))
 
 
 def products_of(started: StartedModel, tokens: int, sampled: int, replays: bool = False) -> Callable[[], object]:
@@ -450,7 +451,7 @@ def measure_host(task: EngineTask, say: Say) -> Iterator[Figure]:
         has_graphs = on_cuda and task.engine.graphs != "off" and steps.capture(CudaGraphs(), [HOST_ROWS], lines.append) is None
         taken: list[float] = []
         rounds = min(10 * task.bench.rounds, 500)
-        for plan in decode_plans(layout, memory.total_pages, HOST_ROWS, HOST_CONTEXT, HOST_WARM_STEPS + rounds):
+        for plan in decode_plans(layout, memory.total_pages, HOST_ROWS, HOST_CONTEXT, HOST_WARM_STEPS + rounds, say):
             began = time.perf_counter()
             pending = steps.launch(plan)
             taken.append(time.perf_counter() - began)
