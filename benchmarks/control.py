@@ -21,7 +21,7 @@ import msgspec
 
 from bench.report import Goal, say
 from benchmarks.command import Column, Invocation, cpu_s, resident_mb, start, table_of
-from benchmarks.played_fleet import PlayedFleet, played_model
+from benchmarks.played_fleet import PlayedFleet
 from common.host import allow_many_files
 from common.options import option, parse_numbers, require, require_above_0
 from common.processes.child import KILL_S, Broken, ChildEnded, IntakeClosed, Progress, Ready, Respondent, stop_children
@@ -124,7 +124,7 @@ def goals(fleets: Sequence[ControlFigures]) -> Iterator[Goal]:
 def measure(bench: ControlBench, instances: int) -> ControlFigures:
     """What could be measured of a fleet of this size."""
     figures = ControlFigures(instances=instances)
-    with contextlib.closing(MeasuredRouter()) as router, contextlib.closing(PlayedFleet(router.control, played_model())) as fleet:
+    with contextlib.closing(MeasuredRouter()) as router, contextlib.closing(PlayedFleet(router.control)) as fleet:
         try:
             ControlSession(bench, figures, router, fleet).run()
         except FleetFailed as error:

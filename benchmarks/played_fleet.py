@@ -140,12 +140,21 @@ class PlayedInstance:
 
 
 class PlayedFleet:
-    """The instances of a fleet, prefill and decode in turn. control: the router's address. model: what they serve."""
+    """The instances of a fleet, prefill and decode in turn. control: the address of a router with the demo model's tokenizer."""
 
-    def __init__(self, control: str, model: ModelIdentity) -> None:
+    def __init__(self, control: str) -> None:
         self.moved_bytes: Counter[str] = Counter()
         """Bytes of all messages in both directions, by the name of the message."""
-        self._control, self._model = control, model
+        self._control = control
+        tokenizer = TokenizerManager(DEMO_MODEL)
+        self._model = ModelIdentity(
+            name="played",
+            fingerprint="played",
+            architecture="Played",
+            dtype="float32",
+            vocab_size=tokenizer.vocab_size,
+            context_tokens=tokenizer.context_tokens,
+        )
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._context.set(zmq.MAX_SOCKETS, MAX_SOCKETS)
         self._refusals = ConnectionWatch(self._context, lambda: None)
@@ -247,19 +256,6 @@ class PlayedFleet:
             with contextlib.suppress(zmq.Again):
                 outbox.send(frame, zmq.NOBLOCK)
                 self.moved_bytes[type(message).__name__] += len(frame)
-
-
-def played_model() -> ModelIdentity:
-    """A model that a router with the demo model's tokenizer takes in."""
-    tokenizer = TokenizerManager(DEMO_MODEL)
-    return ModelIdentity(
-        name="played",
-        fingerprint="played",
-        architecture="Played",
-        dtype="float32",
-        vocab_size=tokenizer.vocab_size,
-        context_tokens=tokenizer.context_tokens,
-    )
 
 
 def describe(number: int, model: ModelIdentity, port: int) -> InstanceInfo:
