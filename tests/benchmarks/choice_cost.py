@@ -30,7 +30,12 @@ def blocks_of(prompt: int) -> range:
 def choose_us(instances: int) -> dict[str, float]:
     config = RouterConfig(dispatch="conditional")
     infos = [instance(f"i-{number:04d}", "decode" if number % 2 else "prefill") for number in range(instances)]
-    fleet = Bench(*infos, config=config).core.fleet
+    bench = Bench(*infos, config=config)
+    fleet = bench.core.fleet
+    while not fleet.peering.settled:  # until then prefill instances have no links, and a choice looks at all of them
+        bench.beat(0.0)
+    bench.beat(0.0)
+    assert all(member.usable for member in fleet.members("prefill"))
     for number, member in enumerate(fleet.members()):
         for prompt in range(number % HELD, CHOICES, HELD):
             fleet.caches.expect([member], blocks_of(prompt), 0.0)
