@@ -65,25 +65,23 @@ class Rounds:
     """
 
     def __init__(self) -> None:
-        self._waiting: DeadlineWheel[AttemptId] = DeadlineWheel()
+        self.ends: DeadlineWheel[AttemptId] = DeadlineWheel()
+        """When each reservation that waits has waited long enough, unless it is admitted before."""
         self._kept: DecodeRequest | None = None
         """Who is away, and whose place is kept."""
         self._kept_until_s = 0.0
 
     def joined(self, key: AttemptId, now: float) -> None:
         """A reservation has joined the line, for the first time or again."""
-        self._waiting.set(key, now + WAITS_S)
+        self.ends.set(key, now + WAITS_S)
         if self._kept is not None and self._kept.key == key:
             self._kept = None
-
-    def admitted(self, key: AttemptId) -> None:
-        self._waiting.clear(key)
 
     def over(self, waiting: WaitingLine[DecodeRequest], now: float) -> list[AttemptId]:
         """The reservations to decline now, if they still wait. The place of the one that nobody may pass is kept."""
         if now >= self._kept_until_s:
             self._kept = None
-        keys = self._waiting.expired(now)
+        keys = self.ends.expired(now)
         first = waiting.first(lambda request: request.has_waited_long(now)) if keys else None
         if first is not None and first.key in keys and not self.is_away_before(first, waiting):
             self._kept, self._kept_until_s = first, now + RETURNS_S
@@ -94,7 +92,7 @@ class Rounds:
         return self._kept is not None and waiting.is_before(self._kept, request)
 
     def next_deadline(self) -> float | None:
-        return earliest(self._waiting.next_deadline(), None if self._kept is None else self._kept_until_s)
+        return earliest(self.ends.next_deadline(), None if self._kept is None else self._kept_until_s)
 
 
 class DecodeRoom:
@@ -161,7 +159,7 @@ class DecodeRoom:
 
     def _fits(self, request: DecodeRequest, forecast: Forecast, available: int) -> bool:
         hit, limit = request.hit, request.asked.sampling.max_new_tokens
-        own, unheld = request.pages - len(hit), hit.unheld
+        own, unheld = request.pages - len(hit), len(hit) - hit.held
         has_room = own + unheld + forecast.running <= available
         return has_room and forecast.admits(own, len(request.prompt), limit, len(hit), unheld)
 

@@ -203,7 +203,7 @@ class DecodeScheduler:
                 continue
             self._join(request, sampled=0)
             if request.peer is not None:
-                self._rounds.admitted(request.key)
+                self._rounds.ends.clear(request.key)
                 actions += self._reservations.grant(request, request.peer, now)
         for request in [each for each in requests.waiting if not each.stays]:
             actions += self._decline_for_now(request, now)

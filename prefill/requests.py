@@ -191,7 +191,7 @@ class PromptRoom:
         if request.pages > self._most_pages:
             return Failed.of(Unavailable(f"{self._instance} lacks memory for the request"))
         requests.prompts.find(request)
-        if pool.takes(request.pages, request.hit) > pool.available_pages:
+        if request.pages - request.hit.held > pool.available_pages:
             return Verdict.FULL
         if request.candidates and not request.choose(requests.peers, self._links.lost):
             return self.nobody_left(request)
@@ -201,7 +201,7 @@ class PromptRoom:
         return Verdict.ADMITTED
 
     def who_gives_way(self, request: PrefillRequest, now: float) -> list[PrefillRequest] | None:
-        requests, takes = self._requests, self._requests.pool.takes(request.pages, request.hit)
+        requests, takes = self._requests, request.pages - request.hit.held
         ended = [each for each in requests.holders.values() if each.phase is RequestPhase.ENDED and not self.is_stuck(each)]
 
         def holders() -> list[PrefillRequest]:

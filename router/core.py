@@ -294,11 +294,6 @@ class Gateway:
 
     # --- requests --------------------------------------------------------------------------------------------------------
 
-    @property
-    def is_draining(self) -> bool:
-        """The router takes no more requests and is about to stop."""
-        return self.core.requests.is_draining
-
     def abort(self, owner: str, name: str | None) -> int:
         """See `RequestBook.abort`. Returns how many choices that ends."""
         count, sends = self.core.requests.abort(owner, name, self.clock())

@@ -121,7 +121,7 @@ def find_givers(
     and those that are going already.
     """
     shares = requests.shares
-    mine = shares.of(request.owner, rows, requests.pool.takes(request.pages, request.hit))
+    mine = shares.of(request.owner, rows, request.pages - request.hit.held)
     others = (shares.rows.keys() | shares.pages.keys()) - {request.owner}
     if all(shares.of(other) <= mine for other in others):
         return None

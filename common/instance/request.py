@@ -216,7 +216,7 @@ class Request:
         token; empty if it is not asked for."""
         if logprobs:
             self.logprobs.append(pack_logprobs(logprobs))
-        prompt_logprobs = unpack_logprobs(self.prompt_logprobs) if delta.first == 0 else ()
+        prompt_logprobs = unpack_logprobs(self.prompt_logprobs) if self.prompt_logprobs and delta.first == 0 else ()
         cached_tokens = self.cached_tokens if delta.first == 0 else 0
         if not logprobs and not prompt_logprobs and not cached_tokens:
             return delta

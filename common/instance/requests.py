@@ -363,7 +363,7 @@ class RequestTable(Generic[R]):
     def admit(self, request: R, rows: int, work: int, now: float) -> None:
         """The request leaves the line with its pages, of which there are enough, and a row. If it was generated here, its prompt
         is computed from behind its hit on. rows: those that count as its owner's. work: tokens that its owner is given."""
-        taken, row = self.pool.takes(request.pages, request.hit), self.free_rows.pop()
+        taken, row = request.pages - request.hit.held, self.free_rows.pop()
         self.waiting.leave(request.key)
         request.lease, request.row = self.pool.lease(request.pages, request.hit), row
         assert request.lease is not None

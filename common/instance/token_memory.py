@@ -73,30 +73,27 @@ class TokenMemory:
 
     def __init__(self, limit_bytes: int = LIMIT_BYTES) -> None:
         self._limit_bytes = limit_bytes
-        self._answers: dict[AttemptId, Emitted] = {}
+        self._answers: dict[AttemptId, tuple[Emitted, int]] = {}
+        """Each with its size in bytes."""
         self.used_bytes = 0
 
     def keep(self, key: AttemptId, emitted: Emitted) -> None:
-        """Remember an answer, if there is anything to tell of it."""
+        """Remember an answer, if there is anything to tell of it. It was not kept before, or was forgotten since."""
         if not emitted.token_ids and emitted.ending is None:
             return
-        self.forget(key)
-        self._answers[key] = packed = replace(emitted, token_ids=array("i", emitted.token_ids))
-        self.used_bytes += _bytes(packed)
+        token_ids, logprobs = array("i", emitted.token_ids), (*emitted.logprobs, *emitted.prompt_logprobs)
+        embedding = len(emitted.ending.embedding) if isinstance(emitted.ending, Finished) else 0
+        size_bytes = ENTRY_BYTES + embedding + getsizeof(token_ids) + getsizeof(logprobs) + sum(map(getsizeof, logprobs))
+        self._answers[key] = replace(emitted, token_ids=token_ids), size_bytes
+        self.used_bytes += size_bytes
         while self.used_bytes > self._limit_bytes:
             self.forget(next(iter(self._answers)))
 
     def get(self, key: AttemptId) -> Emitted | None:
-        return self._answers.get(key)
+        known = self._answers.get(key)
+        return None if known is None else known[0]
 
     def forget(self, key: AttemptId) -> None:
         """Idempotent."""
-        known = self._answers.pop(key, None)
-        if known is not None:
-            self.used_bytes -= _bytes(known)
-
-
-def _bytes(emitted: Emitted) -> int:
-    logprobs = (*emitted.logprobs, *emitted.prompt_logprobs)
-    embedding = len(emitted.ending.embedding) if isinstance(emitted.ending, Finished) else 0
-    return ENTRY_BYTES + embedding + getsizeof(emitted.token_ids) + getsizeof(logprobs) + sum(map(getsizeof, logprobs))
+        _, size_bytes = self._answers.pop(key, (None, 0))
+        self.used_bytes -= size_bytes

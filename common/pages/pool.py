@@ -157,11 +157,7 @@ class PagePool:
     @property
     def leased_pages(self) -> int:
         """Those that some lease holds."""
-        return self.total_pages - self.available_pages
-
-    def takes(self, page_count: int, hit: Hit) -> int:
-        """How many of the available pages such a lease takes: fewer than `page_count` where others hold pages of the hit."""
-        return page_count - len(hit) + hit.unheld
+        return self.total_pages - self._free_count - len(self.cache.unheld)
 
     def lease(self, page_count: int, hit: Hit | None = None) -> PageLease | None:
         """A lease of `page_count` pages, or None when fewer are available. Its first ones are those of the hit, which
@@ -170,7 +166,7 @@ class PagePool:
         hit = hit or Hit()
         if page_count < len(hit):
             raise ValueError(f"a lease of {page_count} pages")
-        if self.takes(page_count, hit) > self.available_pages:
+        if page_count - hit.held > self.available_pages:
             return None
         self.cache.hold(hit.pages)
         own = self._take(page_count - len(hit))
@@ -190,14 +186,15 @@ class PagePool:
         """Free pages first, then the least recently used of the cached ones."""
         if page_count < 0:
             raise ValueError(f"a lease of {page_count} pages")
-        if page_count > self.available_pages:
+        lacking = page_count - self._free_count
+        if lacking > len(self.cache.unheld):
             return None
-        if page_count > self._free_count:
-            self._put(self.cache.evict(page_count - self._free_count))
+        if lacking > 0:
+            self._put(self.cache.evict(lacking))
         rest = self._free_count - page_count
         pages = self._free[rest : self._free_count][::-1].copy()
         self._free_count = rest
-        self.most_used = max(self.most_used, self.leased_pages)
+        self.most_used = max(self.most_used, self.total_pages - rest - len(self.cache.unheld))
         return pages
 
     def _put(self, pages: Int32Array | list[int]) -> None:

@@ -194,9 +194,10 @@ class Hit:
         return len(self.pages)
 
     @property
-    def unheld(self) -> int:
-        """How many of them nobody holds: they are the last ones."""
-        return len(self.pages) - bisect_left(self.pages, True, key=lambda cached: cached.leases == 0)
+    def held(self) -> int:
+        """How many of them some lease holds: they are the first ones. A lease with the hit takes none of the available pages for
+        them."""
+        return bisect_left(self.pages, True, key=lambda cached: cached.leases == 0)
 
     @property
     def indexed(self) -> "Hit":

@@ -122,7 +122,7 @@ class Doorkeeper:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                ends = ((b"connection", b"close"),) if self._admission.gateway.is_draining else ()
+                ends = ((b"connection", b"close"),) if self._admission.gateway.core.requests.is_draining else ()
                 message = {**message, "headers": [*message.get("headers", ()), (HEADER, visit.id.encode()), *ends]}
             await send(message)
 

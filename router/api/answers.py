@@ -177,7 +177,7 @@ class OpenAIShape(AnswerShape[R]):
     """The chunks and bodies that chats and completions share."""
 
     _frames: dict[int, tuple[bytes, bytes]] = field(default_factory=dict, init=False)
-    """For each choice that has got text; see `_frame`."""
+    """For each choice that has got text: what stands before and after the text in an event that holds nothing else."""
     _is_plain: bool = field(init=False)
     """Most events hold nothing but text."""
 
@@ -194,7 +194,10 @@ class OpenAIShape(AnswerShape[R]):
         if self._is_plain and delta.text and delta.ending is None and not opens and self._is_content(delta.index):
             frame = self._frames.get(delta.index)
             if frame is None:
-                frame = self._frames[delta.index] = self._frame(delta.index)
+                (part,) = self._chunk_choices(ChoiceDelta(delta.index, _MARK, ()), opens=False)
+                before, mark, after = self._event(part).rpartition(_encode(_MARK))
+                assert mark, "the text is in its event"
+                frame = self._frames[delta.index] = before, after
             return frame[0] + _encode(delta.text) + frame[1]
         return b"".join(map(self._event, self._chunk_choices(delta, opens=opens)))
 
@@ -221,13 +224,6 @@ class OpenAIShape(AnswerShape[R]):
             usage = None
         chunk = OpenAIBody(self.id, self.chunk_object, self.created, self.model, (part,), usage)
         return BEGIN + _encode(chunk) + END
-
-    def _frame(self, index: int) -> tuple[bytes, bytes]:
-        """What stands before and after the text in an event that holds nothing else."""
-        (part,) = self._chunk_choices(ChoiceDelta(index, _MARK, ()), opens=False)
-        before, mark, after = self._event(part).rpartition(_encode(_MARK))
-        assert mark, "the text is in its event"
-        return before, after
 
     def _prompt_logprobs(self, choices: Sequence[WholeChoice]) -> PromptLogprobs | msgspec.UnsetType:
         """The log probabilities of the prompt, if the answer has them once for all choices."""

@@ -45,7 +45,7 @@ async def draining(timeout_s: float, *, stream: bool = True) -> AsyncIterator[Dr
         ready = await get(site, "/ready")
         assert ready.status_code == 200 and "connection" not in ready.headers
         stop.set()
-        await until(lambda: site.gateway.is_draining)
+        await until(lambda: site.gateway.core.requests.is_draining)
         yield Draining(site, answer, stop, at_once, over)
         await asyncio.wait_for(over, 5)
 

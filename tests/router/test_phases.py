@@ -132,7 +132,7 @@ async def drained_in_time(scene: Scene) -> None:
     stop = asyncio.Event()
     draining = asyncio.create_task(scene.site.gateway.drain(60.0, stop, asyncio.Event()))
     stop.set()
-    await until(lambda: scene.site.gateway.is_draining)
+    await until(lambda: scene.site.gateway.core.requests.is_draining)
     await asyncio.sleep(0)
     assert not draining.done()
     scene.go()

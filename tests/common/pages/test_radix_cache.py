@@ -249,7 +249,7 @@ def test_a_hit_of_earlier_is_refused() -> None:
     pool, keys = PagePool(TOTAL), keys_of("", [1, 2])
     published(pool, keys).close()
     hit = pool.cache.match(keys, 2)
-    assert (pool.takes(4, hit), pool.available_pages, pool.free_pages) == (4, TOTAL, TOTAL - 2)
+    assert (hit.held, pool.available_pages, pool.free_pages) == (0, TOTAL, TOTAL - 2)
     everything = pool.lease(TOTAL)
     assert everything is not None and pool.cache.evicted == 2
     everything.close()
