@@ -61,15 +61,15 @@ class TraceStatus(msgspec.Struct, kw_only=True):
     """How a trace stands."""
 
     number: int
-    state: Literal["running", "over"] = "running"
+    state: Literal["running", "over"]
     began_s: float
     """UNIX time."""
     seconds: float
-    processes: list[TracedProcess] = []
+    processes: list[TracedProcess]
     """Spans name a process by its place here."""
-    bytes: int = 0
+    bytes: int
     """Memory that the spans take."""
-    spans_refused: int = 0
+    spans_refused: int
     """Spans for which this router had no room."""
 
 
@@ -133,7 +133,15 @@ class Traces:
         if self._trace is not None and not self._trace.is_over(now):
             raise TraceRuns("a trace runs already: wait for its end, or end it with DELETE /cluster/trace")
         self._number += 1
-        status = TraceStatus(number=self._number, began_s=now + self._unix_s, seconds=seconds)
+        status = TraceStatus(
+            number=self._number,
+            state="running",
+            began_s=now + self._unix_s,
+            seconds=seconds,
+            processes=[],
+            bytes=0,
+            spans_refused=0,
+        )
         trace = self._trace = _Trace(status, now + seconds)
         trace.add(TracedProcess(id=self._router, role="router"))
         self._recorder.begin()

@@ -19,6 +19,7 @@ from simulation.plan import LoadPlan
 
 BLOCK_TOKENS = 512
 """Tokens that one of a trace's hash_ids stands for."""
+_MIX = (np.uint64(0x9E3779B97F4A7C15), np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +124,11 @@ def read_trace(path: str, speed: float) -> Iterator[SimulatedConversation]:
 
 
 def prompt_tokens(blocks: tuple[int, ...], tokens: int, vocab_size: int) -> NDArray[np.int32]:
-    """The first `tokens` tokens of these blocks, [tokens] int32. The id of a block is the seed of its tokens."""
-    drawn = [np.random.default_rng(block).integers(0, vocab_size, BLOCK_TOKENS, dtype=np.int32) for block in blocks]
-    return np.concatenate([np.empty(0, dtype=np.int32), *drawn])[:tokens]
+    """The first `tokens` tokens of these blocks, [tokens] int32: a hash (splitmix64) of the block's id and the place in it."""
+    first: NDArray[np.uint64] = np.array(blocks, dtype=np.uint64) * np.uint64(BLOCK_TOKENS)
+    ids: NDArray[np.uint64] = np.add.outer(first, np.arange(BLOCK_TOKENS, dtype=np.uint64)).reshape(-1)[:tokens]
+    mixed: NDArray[np.uint64] = (ids + np.uint64(1)) * _MIX[0]
+    mixed = (mixed ^ (mixed >> np.uint64(30))) * _MIX[1]
+    mixed = (mixed ^ (mixed >> np.uint64(27))) * _MIX[2]
+    mixed = (mixed ^ (mixed >> np.uint64(31))) % np.uint64(vocab_size)
+    return mixed.astype(np.int32)

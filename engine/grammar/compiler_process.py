@@ -36,6 +36,8 @@ if TYPE_CHECKING:
     from xgrammar import CompiledGrammar
 
 START_S = 120.0
+SOONEST_S = 0.001
+"""A socket takes a timeout of 0 for none."""
 """The process loads xgrammar within this time."""
 _HEAD = struct.Struct("<cQ")
 """The head of a frame: what it is, and how many bytes follow."""
@@ -135,7 +137,7 @@ class _Frames:
     """Frames to and from the other process. Raises TimeoutError, and another OSError when that is gone or the end is closed."""
 
     def __init__(self, end: socket.socket) -> None:
-        self._socket, self._file = end, end.makefile("rb")
+        self._socket = end
         self._using = threading.Lock()
         """Held while the socket is used: it is closed after that."""
 
@@ -144,22 +146,25 @@ class _Frames:
             self._socket.sendall(_HEAD.pack(kind, len(data)) + data)
 
     def receive(self, timeout_s: float | None = None) -> tuple[bytes, bytes]:
-        """timeout_s: within which something must come again and again; None: however long it takes."""
+        """timeout_s: within which the whole frame must come; None: however long it takes."""
+        until = None if timeout_s is None else time.monotonic() + timeout_s
         with self._using:
-            self._socket.settimeout(timeout_s)
-            kind, size = _HEAD.unpack(self._read(_HEAD.size))
-            return kind, self._read(size)
+            kind, size = _HEAD.unpack(self._read(_HEAD.size, until))
+            return kind, self._read(size, until)
 
     def close(self) -> None:
         with self._using:
-            self._file.close()
             self._socket.close()
 
-    def _read(self, size: int) -> bytes:
-        data = self._file.read(size)
-        if len(data) < size:
-            raise ConnectionError("the other process has ended")
-        return data
+    def _read(self, size: int, until: float | None) -> bytes:
+        data = bytearray()
+        while len(data) < size:
+            self._socket.settimeout(None if until is None else max(until - time.monotonic(), SOONEST_S))
+            part = self._socket.recv(size - len(data))
+            if not part:
+                raise ConnectionError("the other process has ended")
+            data += part
+        return bytes(data)
 
 
 class _Process(_Frames):

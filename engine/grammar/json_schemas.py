@@ -195,6 +195,10 @@ class _Check:
         """Schemas, and keywords to write into them; None is to leave one out. The answers that match stay valid."""
         self._defined: dict[int, str] = {}
         """Where the schemas in $defs are, by their ids. Those that no reference leads to are not checked."""
+        self._sought: set[int] = set()
+        """Ids of what references lead to."""
+        self._to_check: list[Any] = []
+        """What is in $defs, and references lead there."""
         self._checked: set[int] = set()
         """Ids of schemas."""
         self._facts: dict[int, Facts] = {}
@@ -213,12 +217,13 @@ class _Check:
     def all(self) -> None:
         """The whole schema. References may lead to its schemas alone, which are checked, and not into a default or an example."""
         self.schema(self._root, "$")
-        while unchecked := [(ref, each) for ref, each in self._led.items() if id(each) not in self._checked]:
-            defined = {id(each): each for _, each in unchecked if id(each) in self._defined}
-            if not defined:
-                raise self.refusal(f"$ref {unchecked[0][0][:_MAX_SHOWN]!r}", "it leads to no schema: put that into $defs")
-            for at, each in defined.items():
-                self.schema(each, self._defined[at])
+        while self._to_check:
+            schema = self._to_check.pop()
+            if id(schema) not in self._checked:
+                self.schema(schema, self._defined[id(schema)])
+        for ref, schema in self._led.items():
+            problem = "it leads to no schema: put that into $defs"
+            self.require(id(schema) in self._checked, f"$ref {ref[:_MAX_SHOWN]!r}", problem)
 
     def schema(self, schema: Any, where: str) -> None:
         self._checked.add(id(schema))
@@ -236,6 +241,8 @@ class _Check:
         for defs in ("$defs", "definitions"):
             for key, each in as_object(schema.get(defs)).items():
                 self._defined[id(each)] = f"{where}.{defs}.{key}"
+                if id(each) in self._sought:
+                    self._to_check.append(each)
         said = {key for key in schema if key not in _SAY_NOTHING and not key.startswith("x-")}
         idle = {key for key in said if _restricts_nothing(key, schema)}
         said -= idle
@@ -377,7 +384,10 @@ class _Check:
             if not isinstance(ref, str) or not _REFERENCE.fullmatch(ref):
                 return None
             if ref not in self._led:
-                self._led[ref] = self._at(ref)
+                self._led[ref] = found = self._at(ref)
+                self._sought.add(id(found))
+                if id(found) in self._defined:
+                    self._to_check.append(found)
             schema = self._led[ref]
         return None
 

@@ -31,7 +31,7 @@ MAX_LEVELS = 200
 more would exhaust their stack somewhere."""
 
 R = TypeVar("R")
-_read = msgspec.json.Decoder(dict[str, Any]).decode
+_NO_OBJECT = "the body must be a JSON object"
 _read_raw = msgspec.json.Decoder(dict[str, Raw]).decode
 
 
@@ -43,13 +43,20 @@ def object_in(body: bytes, context_tokens: int | None = None) -> dict[str, Any]:
         _require_few_parts(body, MAX_PARTS + MAX_PROMPTS * (context_tokens or 0))
     _require_few_levels(body, "the body", None)
     try:
-        fields = {name: _value(raw) for name, raw in _read_raw(body).items()} if is_large else _read(body)
-    except msgspec.ValidationError as error:
-        raise BadRequest("the body must be a JSON object") from error
+        fields = {name: _value(raw) for name, raw in _raw_fields(body).items()} if is_large else msgspec.json.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise BadRequest(f"the body is not JSON: {error}") from error
     _require_names_once(body, fields)
+    if not isinstance(fields, dict):
+        raise BadRequest(_NO_OBJECT)
     return fields
+
+
+def _raw_fields(body: bytes) -> dict[str, Raw]:
+    try:
+        return _read_raw(body)
+    except msgspec.ValidationError as error:
+        raise BadRequest(_NO_OBJECT) from error
 
 
 def json_in(text: str, field: str) -> Any:

@@ -307,9 +307,10 @@ class ChatShape(OpenAIShape[ChatRequest]):
 
     def _parts(self, index: int, text: str, *, is_last: bool) -> Sequence[AnswerPart]:
         """The text as content, or the parts of it that are settled."""
-        new_parser, parser = self.accepted.reading.new_parser, self._parsers.get(index)
-        if new_parser is None:
+        if self._is_content(index):
             return [AnswerPart("content", text)] if text else []
+        new_parser, parser = self.accepted.reading.new_parser, self._parsers.get(index)
+        assert new_parser is not None
         if parser is None:
             parser = self._parsers[index] = new_parser()
         return parser.push(text) + (parser.finish() if is_last else [])

@@ -93,6 +93,15 @@ async def test_streamed_thoughts_come_before_the_content_that_follows_them() -> 
     assert max(thoughts) < min(texts)
 
 
+async def test_text_after_thoughts_comes_with_its_own_tokens_white_space_too() -> None:
+    async with openai_client(EchoFleet(context_tokens=2_000), chat_template=TEMPLATE) as client:
+        asked = asking(THOUGHT + "Oslo \n\nRome ", stream=True, extra_body={"return_token_ids": True})
+        stream = await client.chat.completions.create(**asked)
+        chunks = [(chunk.choices[0].delta.content, chunk.choices[0].model_extra or {}) async for chunk in stream]
+    written = [(text, "".join(map(chr, extra["token_ids"]))) for text, extra in chunks if text and text != "O"]
+    assert "".join(text for text, _ in written) == "slo \n\nRome " and all(text == tokens for text, tokens in written)
+
+
 async def test_a_conversation_goes_on_with_the_results_of_calls() -> None:
     async with openai_client(EchoFleet(context_tokens=2_000), chat_template=TEMPLATE) as client:
         first = await client.chat.completions.create(**asking(CALLS, tools=TOOLS))

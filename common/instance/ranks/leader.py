@@ -200,7 +200,7 @@ class Followers:
         if lost:
             raise RankLost(f"{lost[0].line.who} is gone")
         for follower in self._all:
-            follower.line.check(began, SILENCE_S if self._serves else START_SILENCE_S)  # mail may wait that came later
+            follower.line.check(began, self._silence_s)  # mail may wait that came later
         if self._failure is not None and now >= self._failure[1]:
             raise RankLost(self._failure[0])
         if now >= self._ping_s:
@@ -214,7 +214,12 @@ class Followers:
         if not self.welcomed:
             return self._now + PING_S
         proven_s = self._ping_s if self._failure is None else self._failure[1]
-        return min(self._ping_s, proven_s, *(follower.line.heard_s + SILENCE_S for follower in self._all))
+        return min(self._ping_s, proven_s, *(follower.line.heard_s + self._silence_s for follower in self._all))
+
+    @property
+    def _silence_s(self) -> float:
+        """A rank that is silent for longer is lost: importing and compiling keep an interpreter for seconds."""
+        return SILENCE_S if self._serves else START_SILENCE_S
 
     def failed(self, reason: str) -> None:
         """A step has failed on some rank: the instance ends, for this reason unless another rank proves to be gone."""
@@ -264,13 +269,13 @@ class Followers:
             follower.line.send(message)
 
     def _hello(self, sender: InstanceId, hello: RankHello, now: float) -> None:
-        """Once all are there, one that is lost may have a successor, whom the next life of the leader lets in."""
+        """Once all are there, one that is lost may have a successor, whom the next life of the leader judges and lets in."""
         known = next((each for each in self._all if each.rank == hello.rank), None)
         if known is not None and known.line.to == sender:
             if not self.welcomed:
                 known.line.heard_s = now
             self._refuse_rival(known, now)
-        elif (reason := self._why_not(hello)) is not None:
+        elif not (self.welcomed and known) and (reason := self._why_not(hello)) is not None:
             self._refuse(sender, hello, reason)
         elif known is None:
             self.admit(sender, hello, now)

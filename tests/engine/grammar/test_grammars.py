@@ -6,6 +6,7 @@ Owners take turns at the compilers by work, whatever one of them sends, and what
 import os
 import random
 import signal
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -21,7 +22,7 @@ from common.errors import BadRequest, Overloaded, TandemError, Unavailable
 from common.executor import Preparation
 from common.sampling_params import Grammar
 from engine.grammar.compiler import Compiler, GrammarVocabulary
-from engine.grammar.compiler_process import _REFUSED, CompilerProcess, Limits, _Served
+from engine.grammar.compiler_process import _HEAD, _REFUSED, CompilerProcess, Limits, _Frames, _Served
 from engine.grammar.grammars import (
     ANY_TEXT,
     KEPT_GRAMMARS,
@@ -169,6 +170,25 @@ def test_an_error_of_the_compiler_condemns_the_grammar_as_it_would_come_again_el
     monkeypatch.setattr(Compiler, "compile_unchecked", lambda *_: 1 / 0)
     kind, reason = _Served(TOKENS, Limits()).answer(ANY_TEXT)
     assert kind == _REFUSED and b"the compiler fails" in reason
+
+
+def test_a_compiler_that_answers_in_pieces_has_no_longer_than_one_that_does_not_answer() -> None:
+    ours, theirs = socket.socketpair()
+
+    def write_slowly() -> None:
+        theirs.sendall(_HEAD.pack(_REFUSED, 40))
+        for _ in range(39):
+            time.sleep(0.05)
+            theirs.sendall(b"x")
+
+    writer = threading.Thread(target=write_slowly)
+    writer.start()
+    with pytest.raises(TimeoutError):
+        _Frames(ours).receive(0.2)
+    assert writer.is_alive()
+    writer.join()
+    for end in (ours, theirs):
+        end.close()
 
 
 def test_a_closed_compiler_starts_no_process() -> None:

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from common.errors import BadRequest
 from common.executor import Chunk, ExecutorFailed, Preparation, RowStart, StepPlan, StepResult, take_prepared
@@ -140,14 +141,15 @@ def test_a_second_process_of_a_rank_is_refused_when_the_first_is_heard_again_and
     rig = Rig(0.0)
     rig.turn()
 
-    def refused(rank: int) -> list[str]:
-        rig.mail.arriving.append((rank_name("decode-0", rank, Incarnation("other")), rank_hello(rank, 2)))
+    def refused(rank: int, **setup: str) -> list[str]:
+        hello = replace(rank_hello(rank, 2), setup=setup)
+        rig.mail.arriving.append((rank_name("decode-0", rank, Incarnation("other")), hello))
         rig.followers.turn(rig.clock)
         return [message.reason for _, message in rig.mail.sent if isinstance(message, RankRefused)]
 
     assert refused(2) == ["there is no rank 2 besides rank 0 with --tp 2"]
     take(rig.mail)
-    assert refused(1) == refused(1) == []  # it may be the successor of one that is gone, which the leader will learn
+    assert refused(1) == refused(1, threads="2") == []  # it may be the successor of one that is gone, which the leader will learn
     rig.now += PING_S
     rig.followers.turn(rig.clock)
     rig.to_followers()

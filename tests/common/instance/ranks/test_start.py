@@ -193,6 +193,13 @@ def test_a_rank_that_is_ready_before_the_leader_allows_for_its_loading_until_all
         loop.turn(partial(float, now + SILENCE_S + 0.1))
 
 
+def test_a_leader_that_waits_for_a_rank_that_loads_has_nothing_to_do_in_between() -> None:
+    start = Start(Side(hello(1)), Side(hello(2))).welcomed()
+    start.now += SILENCE_S + 1.0
+    start.followers.turn(start.clock)
+    assert start.followers.next_deadline() > start.now
+
+
 def test_a_follower_does_not_take_the_end_of_a_former_leader_for_that_of_the_one_that_welcomes_it() -> None:
     first, second = Side(hello(1)), Side(hello(2))
     start = Start(first)
