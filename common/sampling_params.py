@@ -78,14 +78,18 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def changes_logits(self) -> bool:
         """Whether a logits processor acts on the answer: each parameter that one of them reads is named here."""
-        penalties = self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
-        constraints = self.min_tokens > 0 or bool(self.bad_words) or self.grammar is not None
-        return penalties or constraints or bool(self.logit_bias)
+        return self._looks_back or bool(self.logit_bias)
 
     @property
     def needs_tokens(self) -> bool:
-        """Whether the engine is given the tokens before the next one: what changes logits may read them."""
-        return self.changes_logits or self.prompt_logprobs is not None
+        """Whether the engine is given the tokens before the next one."""
+        return self._looks_back or self.prompt_logprobs is not None
+
+    @property
+    def _looks_back(self) -> bool:
+        """Whether the next token depends on more of the tokens before it than the model's own distribution does."""
+        penalties = self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
+        return penalties or self.min_tokens > 0 or bool(self.bad_words) or self.grammar is not None
 
     def check_prompt(self, prompt_tokens: int) -> None:
         """Raise BadRequest when too many log probabilities of the prompt are asked for."""

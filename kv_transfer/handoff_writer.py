@@ -300,9 +300,8 @@ class HandoffWriter:
     def _refuse(self, outgoing: Outgoing, failure: Failed, is_declined: bool = False) -> list[Action]:
         """There will be no grant from its peer, or none that is of use. is_declined: the peer says so, and holds nothing."""
         outgoing.stage = "refused"
-        session = self._sessions[outgoing.peer]
-        del session.open[outgoing.key]
-        session.moved[outgoing.key] = Moved()
+        self._sessions[outgoing.peer].moved[outgoing.key] = Moved()
+        self._leave_session(outgoing)
         self._events.append(HandoffRefused(outgoing.key, failure))
         if is_declined:
             return []
@@ -416,7 +415,14 @@ class HandoffWriter:
         self._events.append(HandoffClosed(outgoing.key, failure, quiescent=True))
         del self._by_key[outgoing.key]
         if outgoing.stage != "refused":
-            del self._sessions[outgoing.peer].open[outgoing.key]
+            self._leave_session(outgoing)
+
+    def _leave_session(self, outgoing: Outgoing) -> None:
+        """A session ends with its last renewal; that of a dead peer with its last handoff."""
+        session = self._sessions[outgoing.peer]
+        del session.open[outgoing.key]
+        if session.is_dead and not session.open:
+            del self._sessions[outgoing.peer]
 
 
 def _invalid(outgoing: Outgoing, reason: str) -> Failed:

@@ -17,6 +17,8 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, NoReturn
 
+import msgspec
+
 from common.config import Quantization
 from common.errors import ConfigError
 from common.model_path import CONFIG, read_json, read_model_config
@@ -92,15 +94,16 @@ def _tokenizer_eos(path: Path) -> list[int]:
     return [] if found is None else [found]
 
 
-def read_vocab(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+def read_vocab(path: Path) -> tuple[dict[str, int], dict[str, int]]:
     """The ids of a tokenizer's pieces, and of the tokens that were added to them, by their text. Raises ConfigError."""
     tokenizer = read_json(path / TOKENIZER)
     try:
         vocab = tokenizer["model"]["vocab"]
         if isinstance(vocab, list):  # Unigram: [[piece, score], ...], the id is the place
             vocab = {piece: token for token, (piece, _) in enumerate(vocab)}
-        return dict(vocab), {token["content"]: token["id"] for token in tokenizer.get("added_tokens") or []}
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        added = {token["content"]: token["id"] for token in tokenizer.get("added_tokens") or []}
+        return msgspec.convert(vocab, dict[str, int]), msgspec.convert(added, dict[str, int])
+    except (AttributeError, KeyError, TypeError, ValueError, msgspec.ValidationError) as error:
         raise ConfigError(f"{path / TOKENIZER} is not in the tokenizers library's format: {error!r}") from error
 
 

@@ -306,13 +306,13 @@ def test_a_peer_that_left_grants_nothing(now_there: list[tuple[InstanceId, Incar
     assert source.peers_gone(now_there) == [UNGRANTED, HandoffRefused(key(), GONE)]
 
 
-def test_nothing_is_kept_of_a_peer_that_came_back_as_another_and_then_left() -> None:
+def test_nothing_is_kept_of_a_peer_that_came_back_as_another_once_its_last_push_has_ended() -> None:
     source = pushing(4)
     assert source.peers_gone([(D, Incarnation("2"))]) == source.peers_gone([]) == []
     ended = source.transfer_ended(PushFailed(Ticket(1), "the link was closed", quiescent=True))
     assert ended == [WITHDRAW, LEFT], "its pages come home when the push has ended"
-    assert len(source) == 0 and source.next_deadline() is None and source.peers_gone([]) == []
-    assert not source._sessions, "with the next change of the peers"
+    assert len(source) == 0 and source.next_deadline() is None and not source._sessions
+    assert source.peers_gone([]) == []
 
 
 A, B = InstanceId("a"), InstanceId("b")
