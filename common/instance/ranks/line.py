@@ -72,7 +72,7 @@ class RankLine:
         when = "serves" if serves else "starts"
         return RankLost(f"{self.who} sent {type(message).__name__} while the instance {when}")
 
-    def check(self, now: float, silence_s: float = SILENCE_S) -> None:
+    def check(self, now: float, silence_s: float) -> None:
         """Take in all mail before. Raises RankLost after too long a silence."""
         if now - self.heard_s > silence_s:
             raise RankLost(f"{self.who} has been silent for {now - self.heard_s:.1f} s")
