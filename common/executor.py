@@ -13,9 +13,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from common.errors import TandemError
-from common.ids import Int32Array
+from common.ids import Digest, Int32Array
 from common.messages import EngineChoices, Failed, ModelIdentity, TokenLogprob
 from common.messages.text import LEAST_LOGPROB
+from common.messages.weights import WeightsSource
 from common.pages.layout import KVLayout, MemoryRegion
 from common.sampling_params import Grammar, SamplingParams
 
@@ -103,6 +104,8 @@ class RowStart:
     (`SamplingParams.needs_tokens`)."""
     answer_tokens: int = 0
     """How many of `token_ids`, the last ones, are the answer's so far."""
+    adapter: Digest = Digest("")
+    """Of the adapter that the row computes with; "": the model alone."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -221,6 +224,18 @@ def take_prepared(preparing: dict[K, Preparation]) -> Iterator[tuple[K, Failed |
         yield key, refused
 
 
+class StagedWeights(Protocol):
+    """Weights that are being made ready beside those in use."""
+
+    @property
+    def ends_s(self) -> float | None:
+        """When that ends, if it is known in advance; None: its process's loop is woken then."""
+
+    def poll(self) -> Digest | None:
+        """The digest of the whole model with them, once they are ready; None before. Raises an error of the tree when they cannot
+        be used."""
+
+
 class StepHandle(Protocol):
     """A step in flight."""
 
@@ -251,6 +266,19 @@ class Executor(Protocol):
     def prepare(self, grammar: Grammar, owner: str = "") -> Preparation:
         """Begin to make the grammar ready, at this owner's turn (see `Terms`). Never blocks. A row with a grammar is launched
         only when it is ready; the implementation wakes its process's loop then."""
+
+    @property
+    def weights(self) -> Digest:
+        """Of the weights that plans are computed with."""
+
+    def stage(self, source: WeightsSource) -> StagedWeights:
+        """Begin to make new weights ready. Never blocks; steps go on meanwhile. What was staged before is dropped."""
+
+    def switch(self) -> None:
+        """Use what was staged, and is ready, for the plans that are launched from now on. No step is in flight."""
+
+    def drop_staged(self) -> None:
+        """Forget what was staged, ready or not. Idempotent."""
 
     def digest_pages(self, pages: Int32Array) -> bytes:
         """The CRC-32 of each page's bytes, little-endian uint32. pages: [pages] int32. Blocks; for --verify-pages and tests.

@@ -46,6 +46,19 @@ class Life(NamedTuple):
     incarnation: Incarnation
 
 
+Digest = NewType("Digest", Annotated[str, Meta(max_length=64)])
+"""Of the bytes of weights or of an adapter: 32 hexadecimal digits. "": none, or not said."""
+
+
+class Variant(NamedTuple):
+    """Whose KV it is: what computed it. KV of one variant never meets another, in a cache, a transfer or an answer."""
+
+    weights: Digest = Digest("")
+    """"": comes from versions that did not say; it fits any."""
+    adapter: Digest = Digest("")
+    """"": the model alone."""
+
+
 class AttemptId(msgspec.Struct, frozen=True, array_like=True, order=True):
     """The name of one try at a request. Every message about it carries this, so a late one of an old attempt is dropped."""
 

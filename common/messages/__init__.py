@@ -18,6 +18,8 @@ A `match` over an inbox's union ends in `assert_never`, so a new message breaks 
              ─CacheChanges─►                                        to the routers that asked with TellCache
              ─Probed─► detok ─Probed─► router                       the answer to a Probe, behind the tokens
 
+    router ─StageWeights, SwitchWeights, DropWeights, HoldSteps─► instance ─WeightsStaged─► router     `common/messages/weights.py`
+
     router ─Trace─► instance, detok ─Spans─► router                 only while somebody traces the fleet
 
     rank 0 ─ToFollower─► rank r ─ToLeader─► rank 0                  within one instance: `common/messages/ranks.py`
@@ -86,10 +88,14 @@ from common.messages.text import (
     unpack_logprobs,
 )
 from common.messages.traces import Span, SpanArgs, Spans, Timeline, Times, Trace, pack_spans, unpack_spans
+from common.messages.weights import DropWeights, HoldSteps, StageWeights, SwitchWeights, WeightsStaged
 
-FromInstance: TypeAlias = Register | Heartbeat | LinkReport | CacheChanges | Goodbye | Placed
+FromInstance: TypeAlias = Register | Heartbeat | LinkReport | CacheChanges | Goodbye | Placed | WeightsStaged
+WeightsOrder: TypeAlias = StageWeights | SwitchWeights | DropWeights | HoldSteps
 RouterInbox: TypeAlias = FromInstance | Probed | TextBatch | DetokenizerHeartbeat | Spans
-FromRouter: TypeAlias = Welcome | Refused | Peers | Drain | FlushCache | TellCache | Generate | Cancel | Probe | Repeat | Trace
+FromRouter: TypeAlias = (
+    Welcome | Refused | Peers | Drain | FlushCache | TellCache | Generate | Cancel | Probe | Repeat | Trace | WeightsOrder
+)
 PrefillInbox: TypeAlias = FromRouter | TellLinks | Grant | Decline | Renewed
 DecodeInbox: TypeAlias = FromRouter | Reserve | Renew | Handoff | Withdraw
 AnswerMessage: TypeAlias = TokenBatch | ExpectAnswer | ForgetAnswer | Probed

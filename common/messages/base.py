@@ -4,7 +4,7 @@ import msgspec
 
 from common.ids import Incarnation
 
-WIRE_VERSION = 13
+WIRE_VERSION = 14
 """Raised when a message changes meaning. Neighbouring versions work together: new fields have defaults. Raised by two when that
 cannot be."""
 
