@@ -67,6 +67,12 @@ class Preempted(Unavailable):
     kind = "preempted_error"
 
 
+class WeightsChanged(Unavailable):
+    """The instance computes with other weights now, or will in a moment. The request goes on, and its KV is computed anew."""
+
+    kind = "weights_changed_error"
+
+
 class DeadlinePassed(TandemError):
     """The request took longer than it may."""
 

@@ -105,7 +105,7 @@ class RowStart:
     answer_tokens: int = 0
     """How many of `token_ids`, the last ones, are the answer's so far."""
     adapter: Digest = Digest("")
-    """Of the adapter that the row computes with; "": the model alone."""
+    """The adapter that the row computes with; "": the model alone."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -198,6 +198,8 @@ class EngineDescription:
     eos_token_ids: tuple[int, ...]
     device: str
     choices: EngineChoices = EngineChoices()
+    weights: Digest = Digest("")
+    """What it computes with at first."""
 
 
 class Preparation(Protocol):
@@ -269,7 +271,7 @@ class Executor(Protocol):
 
     @property
     def weights(self) -> Digest:
-        """Of the weights that plans are computed with."""
+        """The digest of those that plans are computed with."""
 
     def stage(self, source: WeightsSource) -> StagedWeights:
         """Begin to make new weights ready. Never blocks; steps go on meanwhile. What was staged before is dropped."""

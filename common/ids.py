@@ -47,7 +47,7 @@ class Life(NamedTuple):
 
 
 Digest = NewType("Digest", Annotated[str, Meta(max_length=64)])
-"""Of the bytes of weights or of an adapter: 32 hexadecimal digits. "": none, or not said."""
+"""What stands for the bytes of weights or of an adapter: 32 hexadecimal digits. "": none, or not said."""
 
 
 class Variant(NamedTuple):
@@ -57,6 +57,10 @@ class Variant(NamedTuple):
     """"": comes from versions that did not say; it fits any."""
     adapter: Digest = Digest("")
     """"": the model alone."""
+
+    def meets(self, other: "Variant") -> bool:
+        """Whether KV of the one may meet KV of the other."""
+        return self == other or not (self.weights and other.weights)
 
 
 class AttemptId(msgspec.Struct, frozen=True, array_like=True, order=True):

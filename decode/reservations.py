@@ -97,7 +97,8 @@ class Reservations:
         request.phase, request.in_transfer, request.times.granted_s = RequestPhase.RESERVED, True, now
         layout, sent_s = self._engine.layout, request.asked.sent_s
         pages, have_tokens = layout.pages_for(len(request.prompt)), len(request.hit) * layout.page_size
-        return [self._target.grant(request.key, writer, request.lease, pages, sent_s, have_tokens)]
+        variant = request.keys.variant
+        return [self._target.grant(request.key, writer, request.lease, pages, sent_s, have_tokens, variant)]
 
     def land(self, sender: InstanceId, handoff: Handoff, now: float) -> list[Action]:
         """The KV is here: the request joins the next step."""
@@ -131,6 +132,8 @@ class Reservations:
     def _find_objection(self, handoff: Handoff, reservation: Reservation) -> str | None:
         """The first thing in which a handoff does not fit its reservation, and so cannot be decoded from. Pages are compared if
         there are digests; the router sees to it that the writer sends them then."""
+        if not handoff.variant.meets(reservation.grant.variant):
+            return "its KV is of other weights"
         have = reservation.have_tokens // self._engine.layout.page_size
         pages = reservation.prompt_pages - have
         if handoff.pushed_pages != pages or handoff.pushed_bytes != pages * self._page_bytes:

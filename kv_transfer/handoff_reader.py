@@ -49,7 +49,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from common.deadlines import DeadlineWheel
-from common.ids import AttemptId, Generation, Incarnation, InstanceId, Int32Array, Life, pack_ids
+from common.ids import AttemptId, Generation, Incarnation, InstanceId, Int32Array, Life, Variant, pack_ids
 from common.instance.ports import Send
 from common.messages import Grant, Handoff, Renew, Renewed, Withdraw
 from common.messages.base import fits
@@ -156,10 +156,17 @@ class HandoffReader:
         return writer in self._contacts and writer not in self._dead
 
     def grant(
-        self, key: AttemptId, writer: Life, lease: PageLease, prompt_pages: int, asked_s: float, have_tokens: int = 0
+        self,
+        key: AttemptId,
+        writer: Life,
+        lease: PageLease,
+        prompt_pages: int,
+        asked_s: float,
+        have_tokens: int = 0,
+        variant: Variant = Variant(),  # noqa: B008
     ) -> Send:
         """Open a reservation over `lease`. Returns the message that says where the writer may write; the writer is current.
-        have_tokens: see `Grant`."""
+        have_tokens, variant: see `Grant`."""
         assert key not in self.open, f"{key} is reserved twice"
         assert prompt_pages <= len(lease)
         self._generations += 1
@@ -172,6 +179,7 @@ class HandoffReader:
             have_tokens=have_tokens,
             incarnation=self._incarnation,
             writer=writer.incarnation,
+            variant=variant,
         )
         self.open[key] = Reservation(key, writer, grant, lease, prompt_pages, asked_s, have_tokens)
         return Send(writer.id, grant)

@@ -29,7 +29,7 @@ from collections import defaultdict
 from collections.abc import Container, Iterable
 
 from common.deadlines import DeadlineWheel
-from common.errors import InstanceFailed, Unavailable
+from common.errors import InstanceFailed, Unavailable, WeightsChanged
 from common.ids import ID_BYTES, AttemptId, Generation, Incarnation, InstanceId, Int32Array, Life, Ticket, unpack_ids
 from common.instance.ports import Action, Send
 from common.messages import Claim, Decline, Failed, Grant, Handoff, LinkTraffic, Renew, Renewed, Reserve, TokenLogprob, Withdraw
@@ -129,7 +129,8 @@ class HandoffWriter:
         source_pages: [pages] int32, in token order; they stay leased until HandoffClosed."""
         outgoing = self._by_key.get(reserve.key)
         if outgoing is None:
-            outgoing = self._by_key[reserve.key] = Outgoing(reserve.key, peer, source_pages, reserve.sent_s)
+            outgoing = Outgoing(reserve.key, peer, source_pages, reserve.sent_s, reserve.variant)
+            self._by_key[reserve.key] = outgoing
         else:
             assert outgoing.stage == "refused", f"{reserve.key} is handed off twice: it is {outgoing.stage}"
             outgoing.stage, outgoing.peer, outgoing.reserved_s = "reserving", peer, reserve.sent_s
@@ -280,6 +281,10 @@ class HandoffWriter:
         have, beyond = divmod(grant.have_tokens, self._page_size)
         if len(grant.pages) != ID_BYTES * pages:
             return self._drain(outgoing, _invalid(outgoing, f"{len(grant.pages)} bytes of page ids for {pages} pages"))
+        if not grant.variant.meets(outgoing.variant):
+            return self._drain(
+                outgoing, Failed.of(WeightsChanged(f"{outgoing.peer.id} has granted pages for KV of other weights"))
+            )
         if beyond or have > pages:
             reason = f"have_tokens of {grant.have_tokens} is not a number of whole pages up to {pages}"
             return self._drain(outgoing, _invalid(outgoing, reason))
@@ -377,6 +382,7 @@ class HandoffWriter:
             pushed_bytes=outgoing.pushed_bytes,
             digests=b"" if self._digest is None else self._digest(pushed),
             first_logprob=outgoing.first_logprob,
+            variant=outgoing.variant,
         )
         return Send(outgoing.peer.id, handoff)
 

@@ -6,7 +6,7 @@ Owns the record of a handoff and of a pair's session. Pure data. `handoff_writer
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
-from common.ids import AttemptId, Generation, Int32Array, Life, Ticket
+from common.ids import AttemptId, Generation, Int32Array, Life, Ticket, Variant
 from common.messages import Failed, TokenLogprob
 from kv_transfer.handoff_reader import MARGIN_S, RENEW_S, RENEWALS_AFTER, WRITE_LEASE_S
 
@@ -77,6 +77,8 @@ class Outgoing:
     peer: Life
     source_pages: Int32Array
     reserved_s: float
+    variant: Variant = Variant()
+    """What computes the pages."""
     stage: HandoffStage = "reserving"
     target_pages: Int32Array | None = None
     generation: Generation = Generation(0)

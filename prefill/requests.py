@@ -52,6 +52,7 @@ class PrefillRequest(Request):
             waited_s=0.0 if asked_s is None else now - asked_s,
             salt=asked.salt,
             cached_tokens=self.cached_tokens,
+            variant=self.keys.variant,
         )
 
     def answered(self, token: int, logprobs: TokenLogprobs, eos_token_ids: Sequence[int]) -> TokenDelta:

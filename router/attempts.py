@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, StrEnum, auto
 
-from common.ids import ID_BYTES, AttemptId, InstanceId, Life, pack_ids
+from common.ids import ID_BYTES, AttemptId, InstanceId, Life, Variant, pack_ids
 from common.instance.ports import Send
 from common.messages import Cancel, Failed, ForgetAnswer
 from common.pages.radix_cache import BlockNames
@@ -83,8 +83,8 @@ class Record:
     """The present one; None while the request waits for an instance."""
     attempts: int = 0
     """How many were started."""
-    preemptions: int = 0
-    """How many of them ended because their memory was needed."""
+    excused: int = 0
+    """How many of them ended because their memory was needed, or the weights have changed."""
     fruitless: int = 0
     """How many in a row failed without a token."""
     avoid: set[Life] = field(default_factory=set)
@@ -118,11 +118,11 @@ class Record:
         """Length of the next attempt's prompt."""
         return len(self.spec.prompt) // ID_BYTES + len(self.token_ids)
 
-    def block_names(self, page_size: int) -> Sequence[int]:
+    def block_names(self, page_size: int, variant: Variant) -> Sequence[int]:
         """Names of the blocks of the next attempt's prompt. They are kept: only tokens that have come since are named."""
         blocks = self._blocks or self.spec.blocks
-        if blocks is None or blocks.page_size != page_size:
-            blocks = BlockNames.of(self.spec.prompt, page_size, self.spec.salt)
+        if blocks is None or (blocks.page_size, blocks.variant) != (page_size, variant):
+            blocks = BlockNames.of(self.spec.prompt, page_size, variant, self.spec.salt)
         if blocks.tokens < self.prompt_tokens:
             blocks = blocks.extended(pack_ids(self.token_ids[blocks.tokens - self.prompt_tokens :]))
         self._blocks = blocks
@@ -138,13 +138,13 @@ class Record:
         self.attempt = None
         self.times.resumed(setback.reason, setback.failed, now)
         places = {member.life for member in setback.at}
-        is_preemption = setback.reason is ResumeReason.PREEMPTED
-        self.preemptions += is_preemption
-        self.crowded = places if is_preemption else set()
-        self.avoid |= set() if is_preemption else places
+        is_excused = setback.reason in (ResumeReason.PREEMPTED, ResumeReason.WEIGHTS)
+        self.excused += is_excused
+        self.crowded = places if is_excused else set()
+        self.avoid |= set() if is_excused else places
         if attempt.tokens:
             self.fruitless = 0
-        elif not is_preemption:
+        elif not is_excused:
             self.fruitless += 1
         if self.gap_since_s is None:
             self.gap_since_s = now if self.times.last_token_s is None else self.times.last_token_s
@@ -159,6 +159,9 @@ class Attempt:
         self.record = record
         self.key, self.demand, self.detokenizer = key, demand, detokenizer
         self.first, self.candidates = placement.first, placement.decodes
+        self.variant = Variant(self.first.weights)
+        """What computes it, on all its members."""
+        self.weight_version = self.first.weight_version
         self.decode: Member | None = None
         """The candidate that has granted a reservation, once that is known."""
         self.started_s = self.silent_since_s = now

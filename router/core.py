@@ -31,6 +31,7 @@ from common.messages import (
     RouterInbox,
     Spans,
     TextBatch,
+    WeightsStaged,
 )
 from common.tracing import SpanRecorder
 from router.fleet import Change, Members
@@ -133,6 +134,8 @@ class RouterCore:
                 return self.requests.placed(message.key, Life(message.id, message.incarnation), message.decode, now)
             case Probed():
                 return self.requests.probed(message, now)
+            case WeightsStaged():
+                return self._apply(self.fleet.weights_staged(message, now), now)
             case Spans():
                 self.traces.receive(message)
                 return []
@@ -213,6 +216,8 @@ class RouterCore:
         sends = list(change.sends)
         for member in change.lost:
             sends += self.requests.member_lost(member, now)
+        if change.aborts:
+            sends += self.requests.abort_all(now)
         if change.more_can_serve:
             sends += self.requests.retry_parked(now)
         return sends

@@ -45,12 +45,14 @@ from common.messages import (
     Refused,
     Register,
     TellLinks,
+    WeightsStaged,
     Welcome,
 )
 from router.cache_index import CacheIndex
 from router.join_rules import difference, likeness, malformed
 from router.members import Candidates, Member, RolePace
 from router.peering import Peering
+from router.weights import FleetWeights, Orders
 
 VOTE_S = 15.0
 """How long a vote counts: who is refused asks again before that, however seldom it asks."""
@@ -119,6 +121,15 @@ class Change:
     """Members that left or got stuck: they no longer serve their requests."""
     more_can_serve: bool = False
     """A member takes requests or has a link that it did not have before."""
+    aborts: bool = False
+    """Every request that was dispatched ends."""
+
+    def take(self, orders: Orders) -> "Change":
+        """What follows for the weights of the fleet follows too."""
+        self.sends += orders.sends
+        self.more_can_serve = self.more_can_serve or orders.goes_on
+        self.aborts = self.aborts or orders.aborts
+        return self
 
 
 class Members:
@@ -138,6 +149,7 @@ class Members:
         self.peering = Peering(router, config.heartbeat_s, config.peers_per_instance)
         self.candidates = Candidates(Random(router))  # no two lives of a router draw alike, and a simulation is repeated exactly
         self.caches = CacheIndex(config.needs_caches, config.heartbeat_s)
+        self.weights = FleetWeights(router, self.members, self._judge)
         self._vocab_size = vocab_size
         self._members: dict[InstanceId, Member] = {}
         self._paces: dict[Role, RolePace] = {"prefill": RolePace(), "decode": RolePace()}
@@ -180,7 +192,7 @@ class Members:
 
     def next_deadline(self) -> float | None:
         """When the next member is lost unless it is heard from, or a route is forgotten; None when there is neither."""
-        return earliest(self._silence.next_deadline(), self._farewells.next_deadline())
+        return earliest(self._silence.next_deadline(), self._farewells.next_deadline(), self.weights.next_deadline())
 
     # --- messages and time -----------------------------------------------------------------------------------------------
 
@@ -193,8 +205,8 @@ class Members:
         reason = self._unfit(info)
         other = next((member.info for member in self._members.values() if member.info.id != info.id), None)
         if reason is None and other is not None:
-            reason = difference(info, other)  # who differs from one differs from all
-            if reason is not None and message.was_welcome and self._is_outvoted(info, now):
+            reason = difference(info, other) or self.weights.why_not(message.weights, info.id)  # from one, so from all
+            if reason is not None and message.was_welcome and self._is_outvoted(message, now):
                 reason = None
                 for member in list(self._members.values()):
                     change.lost.append(self._remove(member, "it differs from most that served here before", now, silent=False))
@@ -202,15 +214,17 @@ class Members:
             return Change(self._refuse(message, reason))
         if known is not None and info.id in self._members:
             change.lost.append(self._remove(known, "replaced by a newer incarnation", now, silent=False))
+        for member in change.lost:
+            change.take(self.weights.left(member, now))
         change.sends = self._join(message, now)
         change.more_can_serve = True
-        return change
+        return change.take(self.weights.joined(self._members[info.id], now))
 
-    def _is_outvoted(self, info: InstanceInfo, now: float) -> bool:
+    def _is_outvoted(self, message: Register, now: float) -> bool:
         """Those like this one, whom a former life of this router had welcomed, are no fewer than the members, and more than the
         members that were welcome then."""
-        mine = likeness(info)
-        _remember(self._votes, info.id, (mine, now + VOTE_S), VOTES_COUNTED)
+        mine = likeness(message.instance), message.weights
+        _remember(self._votes, message.instance.id, (mine, now + VOTE_S), VOTES_COUNTED)
         votes = sum(until_s > now and theirs == mine for theirs, until_s in self._votes.values())
         return votes >= len(self._members) and votes > sum(member.was_welcome for member in self._members.values())
 
@@ -218,7 +232,17 @@ class Members:
         back = self.departed.get(message.id)
         if back is not None and not (back.silent and back.member.info.incarnation == message.incarnation):
             back = None
-        change = Change() if back is None else self.register(Register(instance=back.member.info, was_welcome=True), now)
+        change = Change()
+        if back is not None:
+            change = self.register(
+                Register(
+                    instance=back.member.info,
+                    was_welcome=True,
+                    weights=message.weights,
+                    weight_version=message.weight_version,
+                ),
+                now,
+            )
         member = self._sender(message)
         if member is None:
             return change
@@ -237,9 +261,20 @@ class Members:
             change.sends.append(Send(member.info.id, Drain(incarnation=member.info.incarnation)))
         if member.stuck and not was_stuck:
             change.lost.append(member)
+        change.take(self.weights.heard(member, now))
         if (member.trouble is None and not took_requests) or more:
             change.more_can_serve = True
         return change
+
+    def weights_staged(self, message: WeightsStaged, now: float) -> Change:
+        """A member has made new weights ready, or cannot."""
+        member = self._sender(message)
+        return Change() if member is None else Change().take(self.weights.staged(message, member, now))
+
+    def _judge(self, member: Member) -> None:
+        """Something else than its report decides whether it takes requests."""
+        member.judge()
+        self.candidates.judge(member)
 
     def _heard(self, member: Member, now: float) -> None:
         self._silence.set(member.info.id, now + self._dead_after_s)
@@ -265,14 +300,17 @@ class Members:
     def cache_changed(self, message: CacheChanges) -> None:
         """A member tells of its prefix cache."""
         member = self._sender(message)
-        if member is not None:
+        if member is not None and message.weights in ("", member.weights):  # of others nobody is asked for their names any more
             self.caches.receive(member, message)
 
     def goodbye(self, message: Goodbye, now: float) -> Change:
         member = self._sender(message)
-        return Change() if member is None else Change(lost=[self._remove(member, message.reason or "left", now, silent=False)])
+        if member is None:
+            return Change()
+        change = Change(lost=[self._remove(member, message.reason or "left", now, silent=False)])
+        return change.take(self.weights.left(member, now))
 
-    def _sender(self, message: Heartbeat | LinkReport | CacheChanges | Goodbye) -> Member | None:
+    def _sender(self, message: Heartbeat | LinkReport | CacheChanges | Goodbye | WeightsStaged) -> Member | None:
         """The member that says this. None, which is counted, when it is from another life."""
         member = self.find(Life(message.id, message.incarnation))
         self.stale += member is None
@@ -318,8 +356,10 @@ class Members:
                 self._silence.set(instance, now + BEATS_AFTER_BREAK * self._welcome.heartbeat_s)
             else:
                 change.lost.append(self._remove(member, "not heard of in time", now, silent=True))
+        for member in change.lost:
+            change.take(self.weights.left(member, now))
         self._moved |= dict.fromkeys(self._farewells.expired(now))
-        return change
+        return change.take(self.weights.tick(now))
 
     # --- changes of the set ----------------------------------------------------------------------------------------------
 
@@ -327,6 +367,7 @@ class Members:
         info = message.instance
         load = Load(pages_free=info.total_pages, pages_total=info.total_pages)
         member = Member(info, load, was_welcome=message.was_welcome)
+        member.weights, member.weight_version = message.weights, message.weight_version
         member.pace, member.other_pace = self._paces[info.role], self._paces["decode" if info.role == "prefill" else "prefill"]
         former = self.departed.pop(info.id, None)
         self._farewells.clear(info.id)

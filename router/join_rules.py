@@ -70,12 +70,13 @@ def _kv_heads(info: InstanceInfo) -> int:
     return info.model.kv_heads or info.pools[0].layout.kv_heads
 
 
-def likeness(info: InstanceInfo) -> tuple[tuple[str, Hashable], ...]:
-    """The properties that must be equal in all members of a fleet, with their names."""
+def likeness(info: InstanceInfo, *, by_config: bool = True) -> tuple[tuple[str, Hashable], ...]:
+    """The properties that must be equal in all members of a fleet, with their names. by_config: not by a fingerprint of weights,
+    because they may change."""
     model, pool = info.model, info.pools[0]
     layout = pool.layout
     return (
-        ("model fingerprint", model.fingerprint),
+        ("model config", model.config) if by_config and model.config else ("model fingerprint", model.fingerprint),
         ("architecture", model.architecture),
         ("dtype", model.dtype),
         ("vocabulary", model.vocab_size),
@@ -93,7 +94,9 @@ def likeness(info: InstanceInfo) -> tuple[tuple[str, Hashable], ...]:
 
 def difference(info: InstanceInfo, member: InstanceInfo) -> str | None:
     """The first property that must match a member's and does not, with both values; None when all match."""
-    for (name, asked), (_, expected) in zip(likeness(info), likeness(member), strict=True):
+    by_config = bool(info.model.config and member.model.config)  # older versions do not say
+    pairs = zip(likeness(info, by_config=by_config), likeness(member, by_config=by_config), strict=True)
+    for (name, asked), (_, expected) in pairs:
         if asked != expected:
             return f"its {name} is {asked}, but that of {member.id} in this fleet is {expected}{ADVICE.get(name, '')}"
     return None

@@ -13,7 +13,7 @@ from operator import attrgetter
 from random import Random
 from typing import Literal
 
-from common.ids import AttemptId, InstanceId, Life, Role
+from common.ids import AttemptId, Digest, InstanceId, Life, Role
 from common.messages import Counters, Heartbeat, InstanceInfo, LinkState, Load
 
 QUARANTINE_DIVISOR = 4
@@ -25,7 +25,7 @@ STUCK_S = 30.0
 HEARD_SHARE = 1 / 32
 """How much one report moves the mean pace of its role."""
 
-State = Literal["live", "draining", "stuck", "quarantined"]
+State = Literal["live", "draining", "stuck", "quarantined", "updating"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +75,13 @@ class Member:
     """This router has told it to leave."""
     reports_draining: bool = False
     """The member says that it leaves."""
+    weights: Digest = Digest("")
+    """What it computes with, as it last said; "": it does not say."""
+    weight_version: str = ""
+    is_holding: bool = False
+    """It says that it launches no step."""
+    misfit: str = ""
+    """Why its weights keep requests from it; `router.weights` keeps this. "": they do not."""
 
     pace: RolePace = field(default_factory=RolePace)
     """The mean of its role, for what it has not measured itself."""
@@ -131,7 +138,7 @@ class Member:
         self.page_size = self.info.page_size
         self.capacity_tokens = self.info.total_pages * self.page_size
         self.order = self.capacity_tokens, self.info.id
-        self._judge()
+        self.judge()
 
     @property
     def draining(self) -> bool:
@@ -213,17 +220,18 @@ class Member:
     def take_report(self, report: Heartbeat, now: float) -> None:
         self.reported_s = now
         self.load, self.counters, self.reports_draining = report.load, report.counters, report.draining
+        self.weights, self.weight_version, self.is_holding = report.weights, report.weight_version, report.holding
         self.assigned_before, self.computing_before = self.assigned_tokens, self.computing_tokens
         self.requests_before = self.assigned_requests
         self.pace.hear(report.load)
-        self._judge()
+        self.judge()
 
     def drain(self) -> None:
         """Give it no more requests."""
         self.told_to_drain = True
-        self._judge()
+        self.judge()
 
-    def _judge(self) -> None:
+    def judge(self) -> None:
         """Derive what every placement asks from what was last reported."""
         load, total_pages = self.load, self.info.total_pages
         self.stuck = load.oldest_step_s > STUCK_S or load.oldest_transfer_s > STUCK_S
@@ -235,6 +243,8 @@ class Member:
             self.trouble = Trouble("stuck", f"its oldest {what} has not moved for {seconds:.0f} s")
         elif load.pages_quarantined * QUARANTINE_DIVISOR > total_pages:
             self.trouble = Trouble("quarantined", f"{load.pages_quarantined} of {total_pages} pages are quarantined")
+        elif self.misfit:
+            self.trouble = Trouble("updating", self.misfit)
 
 
 @dataclass(slots=True, eq=False)

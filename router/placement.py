@@ -16,7 +16,7 @@ from statistics import median
 
 from common.config import Dispatch, RouterConfig
 from common.errors import BadRequest, Overloaded, TandemError, Unavailable
-from common.ids import AttemptId, InstanceId, Life, Role, shard_of
+from common.ids import AttemptId, InstanceId, Life, Role, Variant, shard_of
 from router.attempts import Attempt, Placement, Record
 from router.cache_index import NO_OVERLAP
 from router.cost import Demand, is_measured, pair_cost_s, single_estimate
@@ -87,10 +87,10 @@ class Placer:
     def _start(self, records: Sequence[Record], now: float, choose: Callable[[Demand], Placement]) -> list[Attempt]:
         attempts: list[Attempt] = []
         placements: dict[bytes, Placement] = {}
-        page_size = self._fleet.caches.page_size
+        page_size, variant = self._fleet.caches.page_size, Variant(self._fleet.weights.target)
         try:
             for record in records:
-                spec, blocks = record.spec, record.block_names(page_size) if page_size else ()
+                spec, blocks = record.spec, record.block_names(page_size, variant) if page_size else ()
                 demand = Demand(
                     record.prompt_tokens,
                     record.remaining_tokens,

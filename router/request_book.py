@@ -23,7 +23,7 @@ from msgspec.structs import replace
 
 from common.config import RouterConfig
 from common.deadlines import DeadlineWheel, earliest
-from common.errors import DeadlinePassed, InstanceFailed, Preempted, TandemError, Unavailable
+from common.errors import DeadlinePassed, InstanceFailed, Preempted, TandemError, Unavailable, WeightsChanged
 from common.ids import AttemptId, InstanceId, Life, RequestId
 from common.instance.ports import Send
 from common.messages import Ending, Failed, Finished, Generate, Probed, Terms, TextDelta
@@ -123,8 +123,9 @@ class RequestBook:
             timeout_s = self._config.request_timeout_s if spec.timeout_s is None else spec.timeout_s
             times = RequestTimes(spec.request_id, spec.index, spec.owner, spec.prompt_tokens, client.received_s, now)
             records.append(Record(spec, client, times, timeout_s))
+        is_held = self._fleet.weights.is_held
         try:
-            attempts = self.placer.start(records, now)
+            attempts = [] if is_held else self.placer.start(records, now)
         except TandemError:
             self.places.leave(client.owner, client.places)
             client.places = 0
@@ -133,10 +134,13 @@ class RequestBook:
         client.request_ids = tuple(spec.request_id for spec in specs)
         client.unended = len(specs)
         sends: list[Send] = []
-        for record, attempt in zip(records, attempts, strict=True):
+        for record in records:
             self._records[record.spec.request_id] = record
             self.timelines.begin(record.times)
             self._alarms.set((Alarm.DEADLINE, record.spec.request_id), record.deadline_s)
+            if is_held:
+                self._parked[record.spec.request_id] = Failed.of(Unavailable("the fleet is paused: its weights are to change"))
+        for attempt in attempts:
             sends += self._announce(attempt, now)
         self.timelines.name({name: [specs[number].request_id for number in numbers] for name, numbers in client.names.items()})
         return sends + self.cancel([specs[number].request_id for number in client.aborted], now)
@@ -165,6 +169,7 @@ class RequestBook:
                 owner=spec.owner,
             ),
             salt=spec.salt,
+            variant=attempt.variant,
         )
         return [self.retelling.expect(attempt, now), Send(attempt.first.info.id, generate)]
 
@@ -267,22 +272,29 @@ class RequestBook:
         sends = attempt.withdraw()
         self.retelling.drop(attempt)
         record.set_back(attempt, setback, now)
-        # Preemptions need no limit: they end with the request's deadline, and become rarer as it grows older than the others.
+        # Preemptions need no limit: they end with the request's deadline, and become rarer as it grows older than the others. Nor
+        # do changes of weights, which people order.
         if record.remaining_tokens == 0:
             self._end(record, Finished(reason="length"), now)
-        elif record.attempts - record.preemptions >= self._config.max_attempts or record.fruitless >= FRUITLESS_ATTEMPTS:
+        elif record.attempts - record.excused >= self._config.max_attempts or record.fruitless >= FRUITLESS_ATTEMPTS:
             self._end(record, setback.failed, now)
         else:
             self._observer.resumed(setback.reason)
-            if record.fruitless < 2:
+            is_refused = setback.reason is ResumeReason.WEIGHTS and not attempt.tokens  # its heartbeat will say what it has now
+            if record.fruitless < 2 and not is_refused:
                 return sends + self._try_again(record, now)
             self._parked[record.spec.request_id] = setback.failed
             self._alarms.set((Alarm.RETRY, record.spec.request_id), now + PAUSE_HEARTBEATS * self._config.heartbeat_s)
         return sends
 
     def _try_again(self, record: Record, now: float) -> list[Send]:
-        """Start the next attempt, or park the request until a member can serve it."""
+        """Start the next attempt, or park the request until a member can serve it. While nothing is placed it waits, until its
+        deadline."""
         request_id = record.spec.request_id
+        if self._fleet.weights.is_held:
+            self._parked[request_id] = Failed.of(Unavailable("the fleet is paused"))
+            self._alarms.clear((Alarm.WAIT, request_id))
+            return []
         try:
             attempt = self.placer.restart(record, now)
         except TandemError as error:
@@ -348,6 +360,15 @@ class RequestBook:
                 sends += self._break_off(record, Finished(reason="cancelled"), now)
         return sends
 
+    def set_back_all(self, now: float) -> list[Send]:
+        """Withdraw every attempt: the requests go on when requests are placed again."""
+        setback = Setback(ResumeReason.WEIGHTS, Failed.of(Unavailable("the fleet is paused")))
+        return [send for attempt in list(self._attempts()) for send in self._resume(attempt, setback, now)]
+
+    def abort_all(self, now: float) -> list[Send]:
+        """End every request that was dispatched, as its client could have."""
+        return self.cancel(list(self._records), now)
+
     def end_all(self, failed: Failed, now: float) -> list[Send]:
         """The router stops: end every open request, and those that are still read when they would be dispatched."""
         self._stopped = failed
@@ -411,6 +432,8 @@ def _setback(attempt: Attempt, ending: Ending) -> Setback | None:
     """Why to resume the request; None when this ending of an attempt is the request's own."""
     if not isinstance(ending, Failed) or not ending.retryable:
         return None
+    if ending.kind == WeightsChanged.kind:
+        return Setback(ResumeReason.WEIGHTS, ending)
     if ending.kind == Preempted.kind:
         return Setback(ResumeReason.PREEMPTED, ending, () if attempt.server is None else (attempt.server,))
     return Setback(ResumeReason.FAILED_ATTEMPT, ending, attempt.needed)

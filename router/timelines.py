@@ -34,6 +34,7 @@ class ResumeReason(StrEnum):
     FAILED_ATTEMPT = "failed_attempt"
     PREEMPTED = "preempted"
     LOST_MESSAGES = "lost_messages"
+    WEIGHTS = "weights"
 
 
 @dataclass(frozen=True, slots=True)

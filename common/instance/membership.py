@@ -242,7 +242,16 @@ class Membership:
             # At most `heartbeat_s` counts between two messages: a process that was stopped has sent none.
             waited_s = 0.0 if self._sent_s is None else min(now - self._sent_s, self.welcome.heartbeat_s)
             self._unanswered_s, self._sent_s = self._unanswered_s + waited_s, now
-        register = Send(self.name, Register(instance=self._info, address=self.address, was_welcome=self.was_welcome))
+        register = Send(
+            self.name,
+            Register(
+                instance=self._info,
+                address=self.address,
+                was_welcome=self.was_welcome,
+                weights=report.weights,
+                weight_version=report.weight_version,
+            ),
+        )
         if self.welcome is None:
             asks, self._has_asked = reachable or not self._has_asked, True
             self.next_deadline = now + self._pause_s
@@ -261,6 +270,9 @@ class Membership:
             cache_version=report.cache_version,
             draining=report.draining,
             timelines=self._take_timelines(),
+            weights=report.weights,
+            weight_version=report.weight_version,
+            holding=report.holding,
         )
         return [Send(self.name, beat)]
 

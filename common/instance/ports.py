@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Protocol, TypeAlias, TypeVar
 
 from common.executor import StepPlan, StepResult
-from common.ids import AttemptId, InstanceId
+from common.ids import AttemptId, Digest, InstanceId
 from common.messages import AnyMessage, Counters, Failed, InstanceInfo, Load, Timeline
 from common.messages.transfers import TransferCommand, TransferEvent
 from common.sampling_params import Grammar
@@ -133,7 +133,14 @@ class Prepared:
     """Why they never can; None when they can."""
 
 
-Event: TypeAlias = Prepared | TransferEvent | LayersDone | PeersChanged | PeerDied | RouterJoined | RouterLost
+@dataclass(frozen=True, slots=True)
+class WeightsReplaced:
+    """Other weights compute from now on. No step is in flight, and nothing that was computed is of use."""
+
+    weights: Digest
+
+
+Event: TypeAlias = Prepared | TransferEvent | LayersDone | PeersChanged | PeerDied | RouterJoined | RouterLost | WeightsReplaced
 """What happens to an instance besides mail. A transfer event answers a command, so a scheduler sees only those of its own side:
 the one that pushes sees pushes, links and layers; the one that is written to sees Settled."""
 
@@ -172,6 +179,12 @@ class Report:
     """The version of its last LinkReport; 0 where there is none."""
     cache_version: int = 0
     """The version of its last CacheChanges."""
+    weights: Digest = Digest("")
+    """What it computes with."""
+    weight_version: str = ""
+    """What people call them."""
+    holding: bool = False
+    """A router wants no step."""
 
 
 M_contra = TypeVar("M_contra", contravariant=True)

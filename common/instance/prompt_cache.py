@@ -20,7 +20,7 @@ from functools import partial
 
 import numpy as np
 
-from common.ids import InstanceId
+from common.ids import Digest, InstanceId
 from common.instance.ports import Send
 from common.instance.request import Request
 from common.messages import CacheChanges, InstanceInfo
@@ -37,7 +37,7 @@ class CacheReporter:
     """Reports to routers which blocks are in the prefix cache. A router that was wrongly taken for lost sees by the version that
     it must ask again."""
 
-    def __init__(self, me: InstanceInfo, cache: RadixCache) -> None:
+    def __init__(self, me: InstanceInfo, cache: RadixCache, weights: Digest) -> None:
         self._page_size = me.page_size
         self._message = partial(CacheChanges, id=me.id, incarnation=me.incarnation)
         self._cache = cache
@@ -46,6 +46,8 @@ class CacheReporter:
         """Followers that get everything with the next report."""
         self._reported_s = 0.0
         self._version = 0
+        self.weights = weights
+        """What computed the blocks that are there now."""
 
     @property
     def version(self) -> int:
@@ -93,7 +95,7 @@ class CacheReporter:
             self._asking = dict(self._followers)
         stored, gone = _pack(log.names(stored=True)), _pack(log.names(stored=False))
         log.clear()
-        changes = self._message(version=self._version, since=self._version - 1, stored=stored, gone=gone)
+        changes = self._message(version=self._version, since=self._version - 1, stored=stored, gone=gone, weights=self.weights)
         return [Send(router, changes) for router in self._followers if router not in self._asking]
 
     def _everything(self, each: int) -> Iterator[CacheChanges]:
@@ -101,7 +103,7 @@ class CacheReporter:
         names = self._cache.blocks(each)
         for part, begin in enumerate(range(0, max(1, len(names)), PART_NAMES)):
             stored, more = _pack(names[begin : begin + PART_NAMES]), begin + PART_NAMES < len(names)
-            yield self._message(version=self._version, stored=stored, part=part, more=more)
+            yield self._message(version=self._version, stored=stored, part=part, more=more, weights=self.weights)
 
 
 def _pack(names: Iterable[int]) -> bytes:

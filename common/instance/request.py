@@ -192,7 +192,8 @@ class Request:
         so_far = [] if last_token is None else [last_token]
         if sampling.needs_tokens:
             token_ids = np.concatenate([self.prompt, np.array(so_far, dtype=np.int32)])
-        return RowStart(self.row, self.lease.pages, sampling, length, last_token, token_ids, self.asked.first + len(so_far))
+        answer_tokens, adapter = self.asked.first + len(so_far), self.keys.variant.adapter
+        return RowStart(self.row, self.lease.pages, sampling, length, last_token, token_ids, answer_tokens, adapter)
 
     def add_sent_token(self, token_id: int, logprob: TokenLogprob | None) -> None:
         """The first token has gone to the client by another instance. It can be told again from here only with everything that

@@ -23,10 +23,10 @@ import numpy as np
 from msgspec.structs import replace
 
 from common.deadlines import DeadlineWheel, earliest
-from common.errors import BadRequest, DeadlinePassed, Overloaded, TandemError, Unavailable
+from common.errors import BadRequest, DeadlinePassed, Overloaded, TandemError, Unavailable, WeightsChanged
 from common.executor import EngineDescription, RowStart, StepPlan, StepResult
-from common.ids import AttemptId, Incarnation, InstanceId, Int32Array, Life, shard_of, text_name, unpack_ids
-from common.instance.ports import Action, PeersChanged, Prepare, Prepared, Report, RouterJoined, RouterLost, Send
+from common.ids import AttemptId, Incarnation, InstanceId, Int32Array, Life, Variant, shard_of, text_name, unpack_ids
+from common.instance.ports import Action, PeersChanged, Prepare, Prepared, Report, RouterJoined, RouterLost, Send, WeightsReplaced
 from common.instance.prompt_cache import CacheReporter, PromptCache
 from common.instance.request import PromptProgress, Request, RequestPhase, next_chunks
 from common.instance.token_memory import Emitted, TokenMemory, emit_tokens
@@ -89,7 +89,7 @@ NO_PAGES: Mapping[int, int] = MappingProxyType({})
 R = TypeVar("R", bound=Request)
 SharedMessage: TypeAlias = Probe | Repeat | TellCache | FlushCache | Drain
 """The messages that both roles answer alike."""
-SharedEvent: TypeAlias = Prepared | RouterJoined | RouterLost
+SharedEvent: TypeAlias = Prepared | RouterJoined | RouterLost | WeightsReplaced
 """The events that both roles answer alike."""
 
 
@@ -128,7 +128,7 @@ class RequestTable(Generic[R]):
         self._left: list[Timeline] = []
         self.pool = PagePool(engine.total_pages, limits.prefix_cache)
         self.prompts = PromptCache(self.pool, engine.layout.page_size)
-        self.cache_reports = CacheReporter(me, self.pool.cache)
+        self.cache_reports = CacheReporter(me, self.pool.cache, engine.weights)
         self.free_rows = list(range(engine.max_rows - 1, -1, -1))
         """Rows of the executor's batch that no request has."""
         self.in_row: dict[int, R] = {}
@@ -148,6 +148,8 @@ class RequestTable(Generic[R]):
         self.routers: dict[InstanceId, tuple[InstanceId, ...]] = {}
         """Routers whose requests are served, each with the names of its detokenizers."""
         self.counters = Counters()
+        self.weights = engine.weights
+        """What computes here."""
 
     def __len__(self) -> int:
         return len(self._open)
@@ -203,6 +205,11 @@ class RequestTable(Generic[R]):
                 if lost:
                     _log.warning("%s is gone: its open requests end here, %d of them", event.router, len(lost))
                 return self._end_all(lost, now)
+            case WeightsReplaced():
+                actions = self._end_all(self, now, self._changed)
+                self.weights = self.cache_reports.weights = event.weights
+                self.pool.flush()
+                return actions
             case _:
                 assert_never(event)
 
@@ -234,6 +241,10 @@ class RequestTable(Generic[R]):
         """The error for a request that comes too late or still runs when the time is over. Each gets its own: one that is raised
         holds what its callers held."""
         return Unavailable(f"{self._me.id} is leaving the fleet")
+
+    def _changed(self) -> WeightsChanged:
+        """The error for a request whose KV is of other weights than those that compute here."""
+        return WeightsChanged(f"{self._me.id} computes with other weights")
 
     def _end_all(self, requests: Iterable[R], now: float, error: Callable[[], TandemError] | None = None) -> list[Action]:
         """error: makes what clients are told; None: nobody waits for these."""
@@ -298,7 +309,8 @@ class RequestTable(Generic[R]):
         limit_s = self._limits.request_timeout_s
         deadline_s = now + (limit_s if terms.timeout_s is None else min(terms.timeout_s, limit_s))
         rank, times = Rank(terms.priority, now - terms.age_s), Times(len(prompt), now)
-        keys = PageKeys(self._engine.layout.page_size, asked.salt, asked.prompt)
+        variant = Variant(self.weights, asked.variant.adapter)
+        keys = PageKeys(self._engine.layout.page_size, variant, asked.salt, asked.prompt)
         request = self._make(asked, key, prompt, peer, rank, pages, times, deadline_s, asked.first, pipeline, keys, terms.owner)
         request.prepares = grammar is not None
         if isinstance(asked, Reserve):
@@ -342,6 +354,8 @@ class RequestTable(Generic[R]):
         if tokens > model.context_tokens or most_pages > self._engine.total_pages:
             field = "max_tokens" if answer_tokens else "prompt"
             raise BadRequest(f"the request needs {tokens} tokens: too long for {self._me.id}", field=field)
+        if asked.variant.weights not in ("", self.weights):
+            raise self._changed()
         if self._draining:
             raise self._leaving()
         if len(self.waiting) >= self._limits.max_waiting:

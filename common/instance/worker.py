@@ -32,9 +32,24 @@ from common.instance.ports import (
     Scheduler,
     Send,
     Transfers,
+    WeightsReplaced,
 )
 from common.instance.tracer import InstanceTracer
-from common.messages import Drain, InstanceInfo, Peers, Refused, Timeline, Trace, Welcome
+from common.instance.weights import InstanceWeights
+from common.messages import (
+    Drain,
+    DropWeights,
+    HoldSteps,
+    InstanceInfo,
+    Peers,
+    Refused,
+    StageWeights,
+    SwitchWeights,
+    Timeline,
+    Trace,
+    WeightsOrder,
+    Welcome,
+)
 from common.messages.base import fits
 from common.step_cost import StepCost
 
@@ -168,7 +183,7 @@ class InstanceWorker(Generic[M]):
         scheduler: Scheduler[M | Drain],
         executor: Executor,
         transfers: Transfers,
-        mail: Mail[M | Welcome | Refused | Peers | Drain | Trace],
+        mail: Mail[M | Welcome | Refused | Peers | Drain | Trace | WeightsOrder],
         unix_s: float = 0.0,
     ) -> None:
         self._memberships = memberships
@@ -184,6 +199,7 @@ class InstanceWorker(Generic[M]):
         """The peers whose address the mail knows."""
         self._draining = False
         self._stale = 0
+        self._weights = InstanceWeights(memberships.info, executor)
         self._cost = CostMeter()
         self._tracer = InstanceTracer(memberships.info, scheduler.key_in, unix_s)
         self._recorder = self._tracer.recorder
@@ -210,6 +226,10 @@ class InstanceWorker(Generic[M]):
                 case Trace():
                     if self._memberships.of(sender) is not None:
                         self._tracer.ask(sender, message, now)
+                case StageWeights() | SwitchWeights() | DropWeights() | HoldSteps():
+                    if self._memberships.of(sender) is not None:
+                        self._act(self._weights.order(sender, message))
+                        self._memberships.hurry(now)
                 case _:
                     if self._recorder.on:
                         self._tracer.receive(message)
@@ -221,6 +241,7 @@ class InstanceWorker(Generic[M]):
         for key, refused in take_prepared(self._preparing):
             self._act(self._scheduler.handle(Prepared(key, refused), now))
         self._take_steps(now)
+        self._follow_weights(now)
         self._meet(self._memberships.peers.tick(now), now)
         for name in self._former.expired(now):
             self._mail.route(name, None)
@@ -250,7 +271,9 @@ class InstanceWorker(Generic[M]):
         step_ends = self._in_flight[0].handle.ends_s if self._in_flight else None
         peers = earliest(self._former.next_deadline(), self._memberships.peers.next_deadline())
         prepared = [each.ends_s for each in self._preparing.values()]
-        known = earliest(self._scheduler.next_deadline(), peers, step_ends, self._tracer.next_deadline(), *prepared)
+        known = earliest(
+            self._scheduler.next_deadline(), peers, step_ends, self._tracer.next_deadline(), self._weights.ends_s, *prepared
+        )
         return self._memberships.next_deadline if known is None else min(known, self._memberships.next_deadline)
 
     @property
@@ -278,8 +301,16 @@ class InstanceWorker(Generic[M]):
             self._cost.step(step.plan, step.launched_s, now)
             self._act(self._scheduler.step_done(result, now))
 
+    def _follow_weights(self, now: float) -> None:
+        """Tell what became of staged weights, and change to them when they are ordered and no step is in flight."""
+        self._act(self._weights.poll())
+        if self._weights.is_switching and not self._in_flight:
+            self._weights.switch()
+            self._act(self._scheduler.handle(WeightsReplaced(self._weights.digest), now))
+            self._memberships.hurry(now)
+
     def _launch(self, now: float) -> None:
-        while len(self._in_flight) < STEPS_IN_FLIGHT:
+        while len(self._in_flight) < STEPS_IN_FLIGHT and not self._weights.is_holding:
             decision = self._scheduler.decide(now)
             self._act(decision.actions)
             if decision.plan is None:
@@ -328,7 +359,16 @@ class InstanceWorker(Generic[M]):
             messages_stale=report.counters.messages_stale + self._stale + self._memberships.stale,
             timelines_dropped=sum(membership.timelines_dropped for membership in self._memberships),
         )
-        self._act(self._memberships.due(now, replace(report, load=load, counters=counters), self._mail.reaches))
+        weights = self._weights
+        report = replace(
+            report,
+            load=load,
+            counters=counters,
+            weights=weights.digest,
+            weight_version=weights.version,
+            holding=weights.is_held,
+        )
+        self._act(self._memberships.due(now, report, self._mail.reaches))
 
     def _follow(self, changes: Sequence[RouterChange], now: float) -> None:
         """Routers came or are gone: learn or forget where they and their detokenizers are, and tell the scheduler."""
@@ -337,6 +377,7 @@ class InstanceWorker(Generic[M]):
             detokenizers = [text_name(router, shard) for shard in range(len(change.detokenizers))]
             if change.is_lost:
                 self._tracer.forget(router)
+                self._weights.forget(router)
                 self._act(self._scheduler.handle(RouterLost(router), now))
                 for name in (router, *detokenizers):
                     self._mail.route(name, None)

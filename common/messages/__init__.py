@@ -18,7 +18,7 @@ A `match` over an inbox's union ends in `assert_never`, so a new message breaks 
              ─CacheChanges─►                                        to the routers that asked with TellCache
              ─Probed─► detok ─Probed─► router                       the answer to a Probe, behind the tokens
 
-    router ─StageWeights, SwitchWeights, DropWeights, HoldSteps─► instance ─WeightsStaged─► router     `common/messages/weights.py`
+    router ─StageWeights, SwitchWeights, DropWeights, HoldSteps─► instance ─WeightsStaged─► router     see `weights.py`
 
     router ─Trace─► instance, detok ─Spans─► router                 only while somebody traces the fleet
 

@@ -11,9 +11,10 @@ import msgspec
 from msgspec import Meta
 
 from common.addresses import ROUTER_NAME
-from common.ids import Incarnation, InstanceId, Role
+from common.ids import Digest, Incarnation, InstanceId, Role
 from common.messages.base import UNNAMED, WIRE_VERSION, Message
 from common.messages.traces import Timeline
+from common.messages.weights import WeightVersion
 from common.pages.layout import KVLayout
 from common.ranges import Count, Interval, Size
 
@@ -50,7 +51,7 @@ class ModelIdentity(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     """As clients write it."""
     fingerprint: str
-    """Digest of the config and of the weight files' headers."""
+    """Digest of the config and of parts of the weight files. It says nothing where `config` is known, for weights change."""
     architecture: str
     """The model class that config.json names."""
     dtype: str
@@ -61,6 +62,8 @@ class ModelIdentity(msgspec.Struct, frozen=True, kw_only=True):
     """Most tokens of prompt and answer together."""
     kv_heads: Annotated[int, Meta(ge=0, lt=2**31)] = 0
     """The KV heads of the whole model, whatever part of them a rank holds; 0: not reported."""
+    config: Digest = Digest("")
+    """Digest of the config and of how weights are loaded; "": an older version, which does not say."""
 
 
 class PoolDescriptor(msgspec.Struct, frozen=True, kw_only=True, dict=True):
@@ -161,6 +164,10 @@ class Register(Message, frozen=True):
     """The address of this router, as the instance knows it; comes back in Welcome."""
     was_welcome: bool = False
     """A life of this router has welcomed it before."""
+    weights: Digest = Digest("")
+    """What it computes with. "": an older version; its weights are those of `ModelIdentity.fingerprint`, and never change."""
+    weight_version: WeightVersion = ""
+    """What people call them."""
 
 
 class Welcome(Message, frozen=True):

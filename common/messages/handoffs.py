@@ -9,7 +9,7 @@ perhaps the same mail. UNNAMED comes from older versions, which did not say; it 
 
 import msgspec
 
-from common.ids import AttemptId, Generation, Incarnation, check_ids
+from common.ids import AttemptId, Generation, Incarnation, Variant, check_ids
 from common.messages.base import UNNAMED, Message
 from common.messages.requests import Failed, Salt, Terms
 from common.messages.text import TokenLogprob
@@ -41,6 +41,8 @@ class Reserve(Message, frozen=True):
     """As in Generate."""
     cached_tokens: Count = 0
     """Tokens of the prompt that the writer need not compute; the client sees the figure with the answer's first token."""
+    variant: Variant = Variant()
+    """What computes the KV that will be written."""
 
     def __post_init__(self) -> None:
         check_ids(self.prompt)
@@ -64,6 +66,8 @@ class Grant(Message, frozen=True):
     """The reader's life, whose pages these are."""
     writer: Incarnation = UNNAMED
     """The writer's life that may write them."""
+    variant: Variant = Variant()
+    """Whose KV may be written: that of the Reserve."""
 
     def __post_init__(self) -> None:
         check_ids(self.pages)
@@ -138,6 +142,8 @@ class Handoff(Message, frozen=True):
     """With --verify-pages: the CRC-32 (little-endian uint32) of each page that was written, in token order."""
     first_logprob: TokenLogprob | None = None
     """The log probability of the first token, if the request asks for it: the reader can then send that token again."""
+    variant: Variant = Variant()
+    """What computed the KV that was written."""
 
 
 class Withdraw(Message, frozen=True):

@@ -10,9 +10,10 @@ from typing import Literal, TypeAlias
 
 import msgspec
 
-from common.ids import Incarnation, InstanceId
+from common.ids import Digest, Incarnation, InstanceId
 from common.messages.base import Message
 from common.messages.traces import Timeline
+from common.messages.weights import WeightVersion
 from common.ranges import Amount, Count, Seconds
 from common.step_cost import StepCost
 
@@ -42,6 +43,8 @@ class CacheChanges(Message, frozen=True, omit_defaults=True):
     """The number of this part of all blocks."""
     more: bool = False
     """Another part follows: act when all are there."""
+    weights: Digest = Digest("")
+    """What computed the blocks that are there now."""
 
 
 LinkState: TypeAlias = Literal["connecting", "ready", "lost"]
@@ -213,6 +216,12 @@ class Heartbeat(Message, frozen=True, omit_defaults=True):
     one."""
     draining: bool = False
     """It takes no more requests."""
+    weights: Digest = Digest("")
+    """What it computes with."""
+    weight_version: WeightVersion = ""
+    """What people call them."""
+    holding: bool = False
+    """A router wants no step."""
     timelines: tuple[Timeline, ...] = ()
     """The timelines of attempts that have left it, in order. Each is sent once: a router that misses a heartbeat misses them."""
 

@@ -14,6 +14,8 @@ Owns the vocabulary between ranks. Does not know schedulers: a follower obeys pl
                        ─Events(push done, link changed …)───►
                        ◄─PrepareGrammar, DropGrammars───────
                        ─GrammarPrepared─────────────────────►
+                       ◄─StageOnRank, SwitchOnRank, DropOnRank
+                       ─RankStaged──────────────────────────►
                        ◄─Ping(sent)─────────────────────────              every PING_S; the answer tells how clocks differ
                        ─Pong(sent, heard)───────────────────►
 
@@ -37,11 +39,12 @@ from typing import TypeAlias
 
 import msgspec
 
-from common.ids import Incarnation, InstanceId, check_ids
+from common.ids import Digest, Incarnation, InstanceId, check_ids
 from common.messages.base import WIRE_VERSION, Message
 from common.messages.fleet import EngineChoices, ModelIdentity, PoolDescriptor, RankInfo
 from common.messages.requests import Failed, Owner
 from common.messages.transfers import Allow, Connect, Expect, PackedPush, Settle, TransferEvent
+from common.messages.weights import WeightsSource
 from common.ranges import Count, Moment, Seconds, TokenId
 from common.sampling_params import Grammar, SamplingParams
 
@@ -127,6 +130,8 @@ class RowBegins(msgspec.Struct, frozen=True, array_like=True):
     answer_tokens: Count
     grammar_id: Count | None = None
     """That of its PrepareGrammar, not yet dropped. `sampling` has no grammar: equal texts may be of different requests."""
+    adapter: Digest = Digest("")
+    """What the row computes with beside the model."""
 
     def __post_init__(self) -> None:
         check_ids(self.pages, self.token_ids)
@@ -196,6 +201,35 @@ class DropGrammars(Numbered, frozen=True):
     grammar_ids: tuple[Count, ...]
 
 
+# --- weights -------------------------------------------------------------------------------------------------------------
+
+
+class StageOnRank(Numbered, frozen=True):
+    """leader → follower: make these weights ready, in place of what was staged before."""
+
+    stage: Count
+    """Counts these messages."""
+    source: WeightsSource
+
+
+class RankStaged(Numbered, frozen=True):
+    """follower → leader."""
+
+    stage: Count
+    weights: Digest
+    """The digest of the whole model with them; "" if they cannot be used."""
+    refused: Failed | None = None
+    """Why they cannot be used."""
+
+
+class SwitchOnRank(Numbered, frozen=True):
+    """leader → follower: use what is staged for the plans that follow."""
+
+
+class DropOnRank(Numbered, frozen=True):
+    """leader → follower: forget what is staged."""
+
+
 # --- transfers -------------------------------------------------------------------------------------------------------------
 
 
@@ -257,10 +291,12 @@ class End(Numbered, frozen=True):
     """The instance has drained."""
 
 
-FromLeader: TypeAlias = Agreed | Launch | PrepareGrammar | DropGrammars | TransferOrder | Ping | End
+FromLeader: TypeAlias = (
+    Agreed | Launch | PrepareGrammar | DropGrammars | StageOnRank | SwitchOnRank | DropOnRank | TransferOrder | Ping | End
+)
 """What the leader sends over a line."""
 FromFollower: TypeAlias = (
-    Offer | RankReady | LayersReached | StepReturned | GrammarPrepared | Events | Pong | AskDrain | RankFailed
+    Offer | RankReady | LayersReached | StepReturned | GrammarPrepared | RankStaged | Events | Pong | AskDrain | RankFailed
 )
 """What a follower sends over its line."""
 ToFollower: TypeAlias = RankWelcome | RankRefused | FromLeader

@@ -59,7 +59,7 @@ class WeightsStaged(Message, frozen=True):
     incarnation: Incarnation
     update: Count
     weights: Digest
-    """Of the whole model with them; "" if they cannot be used."""
+    """The digest of the whole model with them; "" if they cannot be used."""
     failed: Failed | None = None
     """Why they cannot be used."""
 

@@ -5,7 +5,8 @@ blocks by which routers know the cache. Knows page ids and tokens. Does not know
 `pool.py` moves pages between it, leases and free memory.
 
     keys:      page 0            page 1            page 2          a page's digest is that of its tokens and of the digest before
-               salt ─► d0 ─────► d1 ─────────────► d2              it, so it stands for all tokens up to the page's end
+               root ─► d0 ─────► d1 ─────────────► d2              it, so it stands for all tokens up to the page's end; the root
+                                                                   is the digest of the variant that computes, and the salt
     index:     d0 ─► (page 7)◄──(page 3)◄──────────(page 9)        each cached page knows the one before it
 
 Who holds a cached page holds all pages before it. So those that nobody holds stand in one order: a lease that closes puts its
@@ -28,7 +29,7 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from typing import NamedTuple
 
-from common.ids import ID_BYTES
+from common.ids import ID_BYTES, Variant
 
 BLOCK_TOKENS, BLOCK_PAGES = 128, 8
 """A block has as many tokens, if these are whole pages, and at most as many pages."""
@@ -100,12 +101,14 @@ class PageKey(NamedTuple):
 class PageKeys:
     """The keys of a request's whole pages, in order. Each page is sliced and hashed once, when `pages` is first asked for it.
 
-    page_tokens: of a page. salt: requests with different salts share no page. packed: token ids (`pack_ids`).
+    page_tokens: of a page. variant: what computes them; different ones share no page. salt: nor do requests with different salts.
+    packed: token ids (`pack_ids`).
     """
 
-    def __init__(self, page_tokens: int, salt: str = "", packed: bytes = b"") -> None:
+    def __init__(self, page_tokens: int, variant: Variant = Variant(), salt: str = "", packed: bytes = b"") -> None:  # noqa: B008
         self._page_bytes = page_tokens * ID_BYTES
-        self._last = _salted(salt)
+        self.variant = variant
+        self._last = _root(variant, salt)
         self._pages: list[PageKey] = []
         self._rest = packed
 
@@ -136,15 +139,17 @@ class BlockNames:
     names: Sequence[int]
     tokens: int
     """How many tokens the prompt has."""
+    variant: Variant
+    """What computes them."""
     _last: bytes
     """The digest of the last whole page."""
     _rest: bytes
     """The token ids behind it."""
 
     @classmethod
-    def of(cls, packed: bytes, page_size: int, salt: str = "") -> "BlockNames":
-        """packed: the prompt's token ids (`pack_ids`). salt: see `PageKeys`."""
-        return cls(page_size, (), 0, _salted(salt), b"").extended(packed)
+    def of(cls, packed: bytes, page_size: int, variant: Variant = Variant(), salt: str = "") -> "BlockNames":  # noqa: B008
+        """packed: the prompt's token ids (`pack_ids`). variant, salt: see `PageKeys`."""
+        return cls(page_size, (), 0, variant, _root(variant, salt), b"").extended(packed)
 
     def extended(self, packed: bytes) -> "BlockNames":
         """These token ids follow."""
@@ -155,12 +160,13 @@ class BlockNames:
             last, page = _digest(last, rest[begin : begin + size]), page + 1
             if page % each == 0:
                 names.append(block_name(last))
-        return BlockNames(self.page_size, names, self.tokens + len(packed) // ID_BYTES, last, rest[end:])
+        tokens = self.tokens + len(packed) // ID_BYTES
+        return BlockNames(self.page_size, names, tokens, self.variant, last, rest[end:])
 
 
-def _salted(salt: str) -> bytes:
+def _root(variant: Variant, salt: str) -> bytes:
     """What stands for all that is before the first page."""
-    return blake2b(salt.encode(), digest_size=DIGEST_BYTES, person=b"salt").digest()
+    return blake2b("\0".join((*variant, salt)).encode(), digest_size=DIGEST_BYTES, person=b"root").digest()
 
 
 def _digest(before: bytes, tokens: bytes) -> bytes:

@@ -15,7 +15,7 @@ from msgspec.structs import replace
 
 from common.config import RouterConfig
 from common.errors import BadRequest, UnknownModel
-from common.ids import ID_BYTES, pack_ids
+from common.ids import ID_BYTES, Variant, pack_ids
 from common.pages.radix_cache import BlockNames
 from common.sampling_params import SamplingParams
 from common.text.tokenizer_manager import TokenizerManager
@@ -176,7 +176,8 @@ class Intake:
         """Each prompt in tokens. prompts: the texts of each, and what encodes it. size: characters and token ids of all. Choices
         that wait here, `fields.n` for each prompt, count against --max-requests. Raises Overloaded, BadRequest."""
         context, field = self.context_tokens, request.prompt_field
-        page_size, salt = self._core.fleet.caches.page_size, request.fields.cache_salt or ""
+        fleet, salt = self._core.fleet, request.fields.cache_salt or ""
+        page_size, variant = fleet.caches.page_size, Variant(fleet.weights.target)
 
         def work() -> list[_Encoded]:
             for texts, _ in prompts:
@@ -188,7 +189,7 @@ class Intake:
                     raise ContextExceeded(context, no_room(field, len(ids), context), field)
                 self._check_ids(ids, field)
                 packed = pack_ids(ids)
-                blocks = BlockNames.of(packed, page_size, salt) if page_size else None
+                blocks = BlockNames.of(packed, page_size, variant, salt) if page_size else None
                 echo = "".join(texts) or self._tokenizer.decode(ids) if request.echo else ""
                 encoded.append(_Encoded(packed, echo, blocks))
             return encoded

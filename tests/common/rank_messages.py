@@ -1,8 +1,9 @@
 """One sample of each message between the ranks of an instance."""
 
-from common.ids import ROUTER, AttemptId, Incarnation, InstanceId, RequestId, Ticket, pack_ids
+from common.ids import ROUTER, AttemptId, Digest, Incarnation, InstanceId, RequestId, Ticket, pack_ids
 from common.messages import AnyMessage, Failed, LinkInfo, RankInfo, ranks
 from common.messages.transfers import LinkChanged, PackedPush, PushDone, PushFailed, Settled
+from common.messages.weights import WeightsInMemory
 from common.sampling_params import Grammar, SamplingParams
 from tests.builders import instance
 
@@ -39,6 +40,10 @@ SAMPLES: tuple[AnyMessage, ...] = (
     ranks.PrepareGrammar(number=7, grammar_id=1, grammar=GRAMMAR),
     ranks.GrammarPrepared(number=8, grammar_id=1, refused=Failed("no")),
     ranks.DropGrammars(number=9, grammar_ids=(1, 2)),
+    ranks.StageOnRank(number=12, stage=1, source=WeightsInMemory(segments=("new-1", "new-2"))),
+    ranks.RankStaged(number=13, stage=1, weights=Digest(""), refused=Failed("no")),
+    ranks.SwitchOnRank(number=14),
+    ranks.DropOnRank(number=15),
     ranks.TransferOrder(number=10, order=PackedPush(Ticket(1), PEER, LIFE, IDS, IDS, KEY, (0, 2))),
     ranks.Events(
         number=11,

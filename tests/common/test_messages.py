@@ -10,12 +10,25 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from common import messages
-from common.ids import ROUTER, AttemptId, Generation, Incarnation, InstanceId, Life, RequestId, pack_ids, unpack_ids
+from common.ids import (
+    ROUTER,
+    AttemptId,
+    Digest,
+    Generation,
+    Incarnation,
+    InstanceId,
+    Life,
+    RequestId,
+    Variant,
+    pack_ids,
+    unpack_ids,
+)
 from common.instance.token_memory import PIECE_TOKENS
 from common.mail import MAX_FRAME_BYTES
 from common.messages import AnyMessage, DecodeInbox, DetokenizerInbox, Message, PrefillInbox, RouterInbox, transfers
 from common.messages.base import fits
 from common.messages.ranks import ToFollower, ToLeader
+from common.messages.weights import WeightsOnDisk
 from common.sampling_params import MAX_LOGPROBS, MAX_PROMPT_LOGPROBS, SamplingParams
 from tests.builders import instance
 from tests.common import rank_messages
@@ -113,6 +126,7 @@ SAMPLES: tuple[AnyMessage, ...] = (
         pushed_bytes=64,
         digests=b"\x00\xff\x01\x02",
         first_logprob=messages.TokenLogprob(7, -0.5, 1, ((7, -0.5),)),
+        variant=Variant(Digest("ab"), Digest("cd")),
     ),
     messages.Withdraw(key=KEY, incarnation=LIFE, generation=Generation(3)),
     messages.TokenBatch(
@@ -139,6 +153,11 @@ SAMPLES: tuple[AnyMessage, ...] = (
     ),
     messages.ForgetAnswer(key=KEY),
     messages.TextBatch(deltas=(messages.TextDelta(KEY, 0, (1,), "text", messages.Finished("stop", matched="t")),)),
+    messages.StageWeights(update=3, source=WeightsOnDisk(folder="/models/new"), incarnation=LIFE),
+    messages.WeightsStaged(id=PREFILL, incarnation=LIFE, update=3, weights=Digest("ab"), failed=None),
+    messages.SwitchWeights(update=3, weights=Digest("ab"), version="step-3", incarnation=LIFE),
+    messages.DropWeights(update=3),
+    messages.HoldSteps(hold=True),
     messages.Trace(seconds=60.0, number=2),
     messages.Spans(id=PREFILL, number=2, count=1, packed=messages.pack_spans([SPAN]), incarnation=LIFE, dropped=3, last=True),
     messages.DetokenizerHeartbeat(open_answers=1, early_answers=2, dropped=3),

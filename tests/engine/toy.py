@@ -9,6 +9,7 @@ and the token depends on the memory of all of them, as if their parts had been g
 """
 
 import struct
+import time
 import zlib
 from collections import Counter, deque
 from collections.abc import Callable
@@ -16,9 +17,11 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
+from common.errors import BadRequest
 from common.executor import EngineDescription, Logprobs, RowStart, StepPlan, StepResult
-from common.ids import Int32Array, Int64Array
+from common.ids import Digest, Int32Array, Int64Array
 from common.messages import ModelIdentity, TokenLogprob
+from common.messages.weights import WeightsOnDisk, WeightsSource
 from common.pages.host_memory import digest
 from common.pages.layout import KVLayout, MemoryRegion, heads_of
 from common.sampling_params import Grammar, SamplingParams
@@ -77,6 +80,31 @@ class PreparedLater(AnythingGoes):
         return (self.ends_s is None or self._clock() >= self.ends_s) and super().poll()
 
 
+TOY_WEIGHTS = Digest("toy")
+STAGE_S = 0.05
+
+
+class ToyStaging:
+    """Weights that are ready at a time of the clock; None: at once. The digest of a folder is its name; one that begins with
+    "bad" cannot be used."""
+
+    def __init__(self, source: WeightsSource, ends_s: float | None, clock: Callable[[], float]) -> None:
+        self.name = source.folder if isinstance(source, WeightsOnDisk) else "+".join(source.segments)
+        self.ends_s, self._clock = ends_s, clock
+
+    def poll(self) -> Digest | None:
+        if self.ends_s is not None and self._clock() < self.ends_s:
+            return None
+        if self.name.startswith("bad"):
+            raise BadRequest(f"{self.name} holds no toy weights", field="model_path")
+        return Digest(self.name)
+
+
+def toy_salt(weights: Digest) -> int:
+    """What all KV and all tokens of these weights depend on; 0 for those that a toy begins with."""
+    return 0 if weights == TOY_WEIGHTS else zlib.crc32(weights.encode()) | 1
+
+
 class ToyRanks:
     """The ranks of one instance, which share this. wake: called when the last one has written a step, so that those that wait
     are polled. members: their toys, in order."""
@@ -115,7 +143,7 @@ class ToyExecutor:
 
     manual: they complete only by `complete`. pace: they complete when they are polled after the time that it says.
     prepare_s: with a pace, how long a grammar takes to be ready. It knows that of any text.
-    kv_heads: of the whole model. ranks: it is the next one of these; None: it is alone.
+    kv_heads: of the whole model. ranks: it is the next one of these; None: it is alone. weights: what it computes with at first.
     """
 
     def __init__(
@@ -127,6 +155,7 @@ class ToyExecutor:
         prepare_s: float = 0.0,
         kv_heads: int = TOY_HEADS,
         ranks: ToyRanks | None = None,
+        weights: Digest = TOY_WEIGHTS,
     ) -> None:
         self.heads = range(kv_heads) if ranks is None else heads_of(len(ranks.members), ranks.ranks, kv_heads)
         if ranks is not None:
@@ -148,6 +177,8 @@ class ToyExecutor:
         self._prepare_s = prepare_s
         self._pace = pace
         self._in_flight: deque[ToyStep] = deque()
+        self.weights = weights
+        self._salt, self._staged = toy_salt(weights), ToyStaging(WeightsOnDisk(weights), None, lambda: 0.0)
         self.description = EngineDescription(
             model=ModelIdentity(
                 name="toy",
@@ -164,6 +195,7 @@ class ToyExecutor:
             memory=MemoryRegion(address=self.pages.ctypes.data, region_bytes=self.pages.nbytes, device="cpu"),
             eos_token_ids=(),
             device="cpu",
+            weights=weights,
         )
 
     def launch(self, plan: StepPlan) -> ToyStep:
@@ -189,6 +221,19 @@ class ToyExecutor:
         if self._pace is None:
             return AnythingGoes(grammar, "the toy")
         return PreparedLater(grammar, "the toy", self._pace.clock() + self._prepare_s, self._pace.clock)
+
+    def stage(self, source: WeightsSource) -> ToyStaging:
+        ends_s = None if self._pace is None else self._pace.clock() + STAGE_S
+        self._staged = ToyStaging(source, ends_s, time.monotonic if self._pace is None else self._pace.clock)
+        return self._staged
+
+    def switch(self) -> None:
+        assert not self._in_flight, "a step would compute with both"
+        self.weights = Digest(self._staged.name)
+        self._salt = toy_salt(self.weights)
+
+    def drop_staged(self) -> None:
+        pass
 
     def digest_pages(self, pages: Int32Array) -> bytes:
         return digest(self.pages[page] for page in pages.tolist())
@@ -266,7 +311,7 @@ class ToyExecutor:
         """Write the KV of tokens at positions: all of one row, or each of its own row."""
         nth, slots = np.divmod(positions, self._layout.page_size)
         assert (nth < self._held[rows]).all(), "a row would write beyond its pages"
-        words = (tokens * _TOKEN + positions * _POSITION + 1).astype(np.uint32)
+        words = (tokens * _TOKEN + positions * _POSITION + 1 + self._salt).astype(np.uint32)
         self._slots[self._page_table[rows, nth], slots] = words[:, None] * self._factors
 
     def _sample(self, rows: Int32Array) -> Int32Array:
@@ -280,7 +325,7 @@ class ToyExecutor:
         tokens = np.empty(len(rows), dtype=np.int32)
         for n, (row, length) in enumerate(zip(rows.tolist(), lengths.tolist(), strict=True)):
             kv = memory[n * row_bytes : n * row_bytes + length * slot_bytes]
-            tokens[n] = FIRST_TOKEN + zlib.crc32(kv, self._noise(row, length)) % (TOY_VOCAB - FIRST_TOKEN)
+            tokens[n] = FIRST_TOKEN + zlib.crc32(kv, self._noise(row, length) ^ self._salt) % (TOY_VOCAB - FIRST_TOKEN)
         self._last[rows] = tokens
         return tokens
 

@@ -6,7 +6,7 @@ Owns the verdicts. Changes nothing.
 from collections.abc import Iterator
 from itertools import pairwise
 
-from common.ids import pack_ids
+from common.ids import Variant, pack_ids
 from common.messages import Failed, Finished
 from common.pages.pool import PageLease, count_pages
 from common.pages.radix_cache import BlockNames, PageKeys, pages_of_block
@@ -94,10 +94,11 @@ def misinformed(trial: Trial) -> Iterator[str]:
             continue
         for asked in trial.asked:
             for choice, expected in zip(asked.ask.choices, asked.expected, strict=True):
+                variant = Variant(router.core.fleet.weights.target)
                 tokens = pack_ids([*choice.prompt, *expected.token_ids])
-                overlap = caches.match(BlockNames.of(tokens, caches.page_size, choice.salt).names)
+                overlap = caches.match(BlockNames.of(tokens, caches.page_size, variant, choice.salt).names)
                 for member in caches.of_members:
-                    keys = PageKeys(caches.page_size, choice.salt, tokens)
+                    keys = PageKeys(caches.page_size, variant, choice.salt, tokens)
                     hit = trial.instances[member.info.id].pool.cache.match(keys, len(keys.pages))
                     cached = len(hit) * caches.page_size
                     if overlap.tokens(member) != cached - cached % caches.block_tokens:

@@ -40,6 +40,8 @@ def keys_of(message: AnyMessage) -> set[AttemptId]:
             return set()
         case m.Trace() | m.Spans():
             return set()
+        case m.StageWeights() | m.WeightsStaged() | m.SwitchWeights() | m.DropWeights() | m.HoldSteps():
+            return set()
         case TransferOrder(order=PackedPush() | Settle() as order):
             return {order.key}
         case Numbered() | RankHello() | RankWelcome() | RankRefused():

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 from msgspec.structs import replace
 
-from common.ids import InstanceId, Role, pack_ids
+from common.ids import Digest, InstanceId, Role, Variant, pack_ids
 from common.instance import prompt_cache
 from common.instance.prompt_cache import GATHER_S, CacheReporter
 from common.messages import CacheChanges, Load, TellCache
@@ -49,7 +49,7 @@ class Holder:
     pool: PagePool = field(default_factory=lambda: PagePool(PAGES))
 
     def __post_init__(self) -> None:
-        self.teller = CacheReporter(self.member.info, self.pool.cache)
+        self.teller = CacheReporter(self.member.info, self.pool.cache, Digest(""))
 
     def serve(self, pages: list[int]) -> None:
         """Compute a prompt, or find it, and let it stay in the cache."""
@@ -379,15 +379,18 @@ def test_a_block_has_128_tokens_or_a_page_or_eight_pages(page_size: int, pages: 
     assert pages_of_block(page_size) == pages
     tokens = pages * page_size
     names = BlockNames.of(pack_ids(range(3 * tokens - 1)), page_size).names
-    assert len(names) == 2 and len({*names, *BlockNames.of(pack_ids(range(3 * tokens - 1)), page_size, "salt").names}) == 4
+    assert (
+        len(names) == 2
+        and len({*names, *BlockNames.of(pack_ids(range(3 * tokens - 1)), page_size, Variant(), "salt").names}) == 4
+    )
     assert BlockNames.of(pack_ids(range(tokens)), page_size).names == names[:1]
 
 
 @given(st.integers(1, 40), st.lists(st.integers(0, 90), max_size=6))
 def test_blocks_are_named_as_an_instance_names_them_also_when_the_prompt_grows(page_size: int, parts: list[int]) -> None:
     packed, each = pack_ids(range(sum(parts))), pages_of_block(page_size)
-    keys = PageKeys(page_size, "salt", packed).pages
-    growing, end = BlockNames.of(b"", page_size, "salt"), 0
+    keys = PageKeys(page_size, Variant(), "salt", packed).pages
+    growing, end = BlockNames.of(b"", page_size, Variant(), "salt"), 0
     for part in parts:
         growing, end = growing.extended(packed[4 * end : 4 * (end + part)]), end + part
     assert (list(growing.names), growing.tokens) == ([block_name(key.digest) for key in keys[each - 1 :: each]], sum(parts))

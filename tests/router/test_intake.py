@@ -14,7 +14,7 @@ import pytest
 
 from common.config import RouterConfig
 from common.errors import BadRequest
-from common.ids import pack_ids
+from common.ids import Variant, pack_ids
 from common.pages.radix_cache import BlockNames
 from common.text.embedding import EmbeddingMode
 from common.text.tokenizer_manager import ChatOptions
@@ -185,7 +185,7 @@ async def test_the_blocks_of_a_long_prompt_are_named_where_it_is_tokenized_once_
     async with accepting(tokenizer, prefill_policy="cache_aware") as accepting_intake:
         asked = read_completion(json.dumps(completion("x" * 90, n=2, cache_salt="salt")).encode())
         accepted = await accepting_intake.accept_completion(asked, ANSWER)
-    names = BlockNames.of(pack_ids([ord("x")] * 90), accepting_intake._core.fleet.caches.page_size, "salt").names
+    names = BlockNames.of(pack_ids([ord("x")] * 90), accepting_intake._core.fleet.caches.page_size, Variant(), "salt").names
     assert names and [spec.blocks.names for spec in accepted.specs if spec.blocks] == [names, names]
     assert len(threads) == 1 and threads != [threading.current_thread()]
 

@@ -12,7 +12,7 @@ from random import Random
 import pytest
 
 from common.config import RouterConfig
-from common.errors import BadRequest, InstanceFailed, Overloaded, Preempted, TandemError, Unavailable
+from common.errors import BadRequest, InstanceFailed, Overloaded, Preempted, TandemError, Unavailable, WeightsChanged
 from common.ids import ROUTER, AttemptId, InstanceId, Life, RequestId, pack_ids, unpack_ids
 from common.instance.ports import Send
 from common.messages import (
@@ -50,6 +50,7 @@ from tests.router.fakes import Unobserved, flush, says
 
 ERRORS: tuple[TandemError, ...] = (
     Preempted("an older request needs the memory"),
+    WeightsChanged("it computes with others"),
     Unavailable("the push failed"),
     Overloaded("full"),
     InstanceFailed("the step failed"),

@@ -9,11 +9,21 @@ from functools import partial
 from typing import NoReturn
 
 from common.errors import BadRequest, TandemError, Unavailable
-from common.executor import EngineDescription, Executor, ExecutorFailed, Preparation, StepHandle, StepPlan, StepResult
-from common.ids import Int32Array
+from common.executor import (
+    EngineDescription,
+    Executor,
+    ExecutorFailed,
+    Preparation,
+    StagedWeights,
+    StepHandle,
+    StepPlan,
+    StepResult,
+)
+from common.ids import Digest, Int32Array
 from common.instance.ranks.leader import FollowerLine, Followers
 from common.instance.ranks.line import RankLost, digest_tokens
 from common.messages import Failed
+from common.messages.weights import WeightsSource
 from common.sampling_params import Grammar
 
 
@@ -87,6 +97,34 @@ class RankedPreparation:
         return not still
 
 
+class RankedStaging:
+    """Weights that all ranks make ready. Implements `StagedWeights`."""
+
+    def __init__(self, own: StagedWeights, stage: int, followers: Followers) -> None:
+        self._own, self._stage, self._followers = own, stage, followers
+        self._weights: Digest | None = None
+        """The leader's, while it waits for the others."""
+
+    @property
+    def ends_s(self) -> float | None:
+        return None if self._weights is not None else self._own.ends_s
+
+    def poll(self) -> Digest | None:
+        self._weights = self._weights or self._own.poll()
+        if self._weights is None:
+            return None
+        for follower in self._followers:
+            staged = follower.staged
+            if staged is None or staged.stage != self._stage:
+                return None
+            if staged.refused is not None:
+                _refuse(staged.refused)
+            if staged.weights != self._weights:
+                differs = f"{follower.line.who} has read weights with the digest {staged.weights}, rank 0 {self._weights}"
+                raise BadRequest(f"{differs}: give all hosts the same files")
+        return self._weights
+
+
 class RankedExecutor:
     """Implements `Executor` over the leader's own executor and its followers."""
 
@@ -98,7 +136,7 @@ class RankedExecutor:
         """Those of `_grammars`, by the identity of the object: grammars of different requests may be equal."""
         self._dropped: list[int] = []
         """Grammars whose requests have ended, and that the followers still keep."""
-        self._last_grammar = 0
+        self._last_grammar = self._last_stage = 0
 
     @property
     def description(self) -> EngineDescription:
@@ -118,6 +156,23 @@ class RankedExecutor:
         self._numbers[id(grammar)] = number
         self._followers.prepare(number, grammar, owner)
         return RankedPreparation(self._own.prepare(grammar, owner), grammar, number, self._followers)
+
+    @property
+    def weights(self) -> Digest:
+        return self._own.weights
+
+    def stage(self, source: WeightsSource) -> RankedStaging:
+        self._last_stage += 1
+        self._followers.stage(self._last_stage, source)
+        return RankedStaging(self._own.stage(source), self._last_stage, self._followers)
+
+    def switch(self) -> None:
+        self._followers.switch()
+        self._own.switch()
+
+    def drop_staged(self) -> None:
+        self._followers.drop_staged()
+        self._own.drop_staged()
 
     def digest_pages(self, pages: Int32Array) -> bytes:
         """Refused: the pages of other ranks are elsewhere, and a digest would wait for them. --verify-pages needs one rank."""

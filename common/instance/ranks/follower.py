@@ -15,16 +15,17 @@ from dataclasses import dataclass
 from typing import assert_never
 
 from common.deadlines import earliest
-from common.errors import PeerRefused
-from common.executor import Executor, Preparation, StepHandle, take_prepared
-from common.ids import InstanceId
+from common.errors import PeerRefused, TandemError
+from common.executor import Executor, Preparation, StagedWeights, StepHandle, take_prepared
+from common.ids import Digest, InstanceId
 from common.instance.ports import Mail, Transfers
 from common.instance.ranks.line import SILENCE_S, START_SILENCE_S, RankLine, RankLost, digest_tokens, unpack_plan
-from common.messages import EngineChoices, ModelIdentity, PoolDescriptor
+from common.messages import EngineChoices, Failed, ModelIdentity, PoolDescriptor
 from common.messages.ranks import (
     Agreed,
     AskDrain,
     DropGrammars,
+    DropOnRank,
     End,
     Events,
     FromLeader,
@@ -39,8 +40,11 @@ from common.messages.ranks import (
     RankHello,
     RankReady,
     RankRefused,
+    RankStaged,
     RankWelcome,
+    StageOnRank,
     StepReturned,
+    SwitchOnRank,
     ToFollower,
     TransferOrder,
 )
@@ -88,6 +92,8 @@ class FollowerLoop:
         self._grammars: dict[int, Grammar] = {}
         """Those of open requests, by the leader's number: rows begin with these objects, and keep what is compiled."""
         self._preparing: dict[int, Preparation] = {}
+        self._staging: tuple[int, StagedWeights] | None = None
+        """Weights that are being made ready, with the leader's number."""
         self.ending: End | None = None
         """The leader's message that this rank is to exit."""
         self.stale = 0
@@ -152,6 +158,7 @@ class FollowerLoop:
             self._report_steps()
             for grammar_id, refused in take_prepared(self._preparing):
                 self._line.send(GrammarPrepared(grammar_id=grammar_id, refused=refused))
+            self._report_staged()
             if events := self._transfers.poll():
                 self._line.send(Events(news=tuple(events)))
 
@@ -161,6 +168,8 @@ class FollowerLoop:
             return self._hello_s
         step_ends = self._steps[0].handle.ends_s if self._steps else None
         prepared = [each.ends_s for each in self._preparing.values()]
+        if self._staging is not None:
+            prepared.append(self._staging[1].ends_s)
         silent_s = self._line.heard_s + self._silence_s
         return earliest(silent_s, step_ends, *prepared) or silent_s
 
@@ -212,6 +221,13 @@ class FollowerLoop:
                 for grammar_id in grammar_ids:
                     del self._grammars[grammar_id]
                     self._preparing.pop(grammar_id, None)
+            case StageOnRank(stage=stage, source=source):
+                self._staging = stage, self._executor.stage(source)
+            case SwitchOnRank():
+                self._executor.switch()
+            case DropOnRank():
+                self._staging = None
+                self._executor.drop_staged()
             case Agreed(pages=pages):
                 self.agreed = pages
             case End(reason=reason):
@@ -220,6 +236,19 @@ class FollowerLoop:
                 self.ending = message
             case _:
                 assert_never(message)
+
+    def _report_staged(self) -> None:
+        if self._staging is None:
+            return
+        stage, staged = self._staging
+        weights, refused = None, None
+        try:
+            weights = staged.poll()
+        except TandemError as error:
+            refused = Failed.of(error)
+        if weights is not None or refused is not None:
+            self._staging = None
+            self._line.send(RankStaged(stage=stage, weights=weights or Digest(""), refused=refused))
 
     def _report_steps(self) -> None:
         while self._steps:

@@ -33,6 +33,7 @@ from common.messages.ranks import (
     Agreed,
     AskDrain,
     DropGrammars,
+    DropOnRank,
     End,
     Events,
     FromFollower,
@@ -48,12 +49,16 @@ from common.messages.ranks import (
     RankHello,
     RankReady,
     RankRefused,
+    RankStaged,
     RankWelcome,
+    StageOnRank,
     StepReturned,
+    SwitchOnRank,
     ToLeader,
     TransferOrder,
 )
 from common.messages.transfers import Allow, PackedPush, Push, TransferCommand, TransferEvent
+from common.messages.weights import WeightsSource
 from common.sampling_params import Grammar
 
 ABSENT_S = 5.0
@@ -87,6 +92,8 @@ class FollowerLine:
     """Running step → how many of its layers are written."""
     prepared: dict[int, Failed | None] = field(default_factory=dict)
     """Grammar → why it cannot be used, or None."""
+    staged: RankStaged | None = None
+    """What became of the weights that it staged last."""
     events: deque[TransferEvent] = field(default_factory=deque)
     held: list[TransferCommand] = field(default_factory=list)
     """Commands that wait until it is known how the clocks differ."""
@@ -241,6 +248,16 @@ class Followers:
                 follower.prepared.pop(grammar_id, None)
         self._send(DropGrammars(grammar_ids=tuple(grammar_ids)))
 
+    def stage(self, stage: int, source: WeightsSource) -> None:
+        self._send(StageOnRank(stage=stage, source=source))
+
+    def switch(self) -> None:
+        """To what is staged."""
+        self._send(SwitchOnRank())
+
+    def drop_staged(self) -> None:
+        self._send(DropOnRank())
+
     def command(self, follower: FollowerLine, command: TransferCommand) -> None:
         """For its transfers. Commands wait, in order, until the first ping is answered."""
         offset_s = follower.line.clock_offset_s
@@ -358,6 +375,8 @@ class Followers:
             case GrammarPrepared(grammar_id=grammar_id, refused=refused):
                 if grammar_id in self._grammars:
                     follower.prepared[grammar_id] = refused
+            case RankStaged():
+                follower.staged = message
             case Pong():
                 follower.line.compare_clocks(message.heard_s, now)
                 follower.transfers_progress_s = now - message.transfer_age_s

@@ -131,6 +131,7 @@ def _pack_start(start: RowStart, grammar_id: Callable[[Grammar], int]) -> RowBeg
         token_ids=None if start.token_ids is None else pack_ids(start.token_ids),
         answer_tokens=start.answer_tokens,
         grammar_id=None if grammar is None else grammar_id(grammar),
+        adapter=start.adapter,
     )
 
 
@@ -149,6 +150,7 @@ def _unpack_start(start: RowBegins, grammars: Mapping[int, Grammar]) -> RowStart
         last_token=start.last_token,
         token_ids=None if start.token_ids is None else unpack_ids(start.token_ids),
         answer_tokens=start.answer_tokens,
+        adapter=start.adapter,
     )
 
 

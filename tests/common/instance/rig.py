@@ -8,13 +8,14 @@ from typing import Any
 
 import numpy as np
 
-from common.executor import EngineDescription, StepPlan, StepResult
-from common.ids import ROUTER, AttemptId, InstanceId, Int32Array
+from common.executor import EngineDescription, StagedWeights, StepPlan, StepResult
+from common.ids import ROUTER, AttemptId, Digest, InstanceId, Int32Array
 from common.instance.membership import Memberships
 from common.instance.ports import Action, Decision, Event, LayersDone, Prepared, Report, RouterJoined, Scheduler
 from common.instance.worker import InstanceWorker
-from common.messages import Counters, Drain, Failed, Heartbeat, Load, Peers, Refused, Timeline, Trace, Welcome
+from common.messages import Counters, Drain, Failed, Heartbeat, Load, Peers, Refused, Timeline, Trace, WeightsOrder, Welcome
 from common.messages.transfers import TransferCommand, TransferEvent
+from common.messages.weights import WeightsSource
 from common.sampling_params import Grammar
 from engine.grammar.grammars import AnythingGoes
 from prefill.scheduler import PrefillMessage, PrefillScheduler
@@ -22,7 +23,7 @@ from tests.builders import engine, instance, limits
 from tests.common.mailboxes import FakeMail
 from tests.engine.toy import PreparedLater
 
-Inbox = PrefillMessage | Welcome | Refused | Peers | Drain | Trace
+Inbox = PrefillMessage | Welcome | Refused | Peers | Drain | Trace | WeightsOrder
 ADDRESS = "tcp://127.0.0.1:7"
 WELCOME = Welcome(router=ROUTER, address=ADDRESS, detokenizers=("tcp://127.0.0.1:9",), heartbeat_s=1.0, dead_after_s=3.0)
 
@@ -73,6 +74,15 @@ class FakeExecutor:
     def prepare(self, grammar: Grammar, owner: str = "") -> AnythingGoes:
         self.prepared_for.append(owner)
         return PreparedLater(grammar, "the fake", self.prepared_s, lambda: self.now)
+
+    weights = Digest("")
+
+    def stage(self, source: WeightsSource) -> StagedWeights:
+        raise AssertionError("nothing is staged here")
+
+    def switch(self) -> None: ...
+
+    def drop_staged(self) -> None: ...
 
     def digest_pages(self, pages: Int32Array) -> bytes:
         return b""

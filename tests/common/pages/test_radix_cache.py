@@ -9,7 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from common.ids import pack_ids
+from common.ids import Variant, pack_ids
 from common.pages.pool import Closing, PageLease, PagePool, count_pages
 from common.pages.radix_cache import NO_HIT, CachedPage, Hit, PageKey, PageKeys
 
@@ -23,7 +23,7 @@ prompts = st.tuples(st.sampled_from(["", "a"]), st.lists(st.sampled_from([1, 2])
 
 def keys_of(salt: str, pages: list[int]) -> PageKeys:
     """Page `n` holds token n, again and again."""
-    return PageKeys(PAGE_TOKENS, salt, pack_ids([page for page in pages for _ in range(PAGE_TOKENS)]))
+    return PageKeys(PAGE_TOKENS, Variant(), salt, pack_ids([page for page in pages for _ in range(PAGE_TOKENS)]))
 
 
 @dataclass
@@ -218,7 +218,7 @@ def test_digests_that_collide_are_a_miss() -> None:
 
 
 def test_keys_grow_with_the_answer() -> None:
-    at_once, in_parts = keys_of("a", [1, 2, 3]), PageKeys(PAGE_TOKENS, "a", pack_ids([1, 1, 2]))
+    at_once, in_parts = keys_of("a", [1, 2, 3]), PageKeys(PAGE_TOKENS, Variant(), "a", pack_ids([1, 1, 2]))
     assert len(in_parts.pages) == 1
     in_parts.extend(pack_ids([2]))
     in_parts.extend(pack_ids([3, 3, 4]))

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from common.errors import TandemError
-from common.executor import EngineDescription, RowStart, StepPlan, StepResult
-from common.ids import Int32Array
+from common.executor import EngineDescription, RowStart, StagedWeights, StepPlan, StepResult
+from common.ids import Digest, Int32Array
+from common.messages.weights import WeightsSource
 from common.sampling_params import Grammar, SamplingParams
 from engine.grammar import masks as grammar_rows
 from engine.grammar.grammars import CompiledSoon, Grammars
@@ -67,6 +68,15 @@ class GrammarExecutor:
         soon = self.grammars.prepare(grammar, lambda: None, owner)
         soon.wait()
         return soon
+
+    weights = Digest("")
+
+    def stage(self, source: WeightsSource) -> StagedWeights:
+        raise AssertionError("nothing is staged here")
+
+    def switch(self) -> None: ...
+
+    def drop_staged(self) -> None: ...
 
     def digest_pages(self, pages: Int32Array) -> bytes:
         return b""

@@ -1,0 +1,128 @@
+"""The weights of an instance: what it computes with, what is staged beside that, and when it changes to it.
+
+Owns the orders of routers about weights and steps. Does not know how weights are read, or what becomes of requests: the worker
+launches no step while `is_holding`, and carries out a switch when none is in flight.
+
+    StageWeights ─► executor.stage ─► poll ─► WeightsStaged      to the router that asked; asked again, it answers again
+    SwitchWeights ─► is_holding ─► the steps in flight return ─► requests end, caches are flushed, executor.switch
+"""
+
+from common.errors import TandemError
+from common.executor import Executor, StagedWeights
+from common.ids import Digest, InstanceId
+from common.instance.ports import Send
+from common.messages import (
+    DropWeights,
+    Failed,
+    HoldSteps,
+    InstanceInfo,
+    StageWeights,
+    SwitchWeights,
+    WeightsOrder,
+    WeightsStaged,
+)
+from common.messages.base import fits
+
+
+class InstanceWeights:
+    """What routers order, and how far it is carried out. `version` is what people call the weights in use."""
+
+    def __init__(self, me: InstanceInfo, executor: Executor, version: str = "") -> None:
+        self._me, self._executor = me, executor
+        self.version = version
+        self._orderer: tuple[InstanceId, int] | None = None
+        """The router that had the present weights staged, and the number of its update."""
+        self._staged: StagedWeights | None = None
+        """While they are being made ready."""
+        self._answer: WeightsStaged | None = None
+        """What became of it."""
+        self._switch: SwitchWeights | None = None
+        """The order that waits for the steps in flight."""
+        self._holders: set[InstanceId] = set()
+        """The routers that want no step."""
+
+    @property
+    def digest(self) -> Digest:
+        return self._executor.weights
+
+    @property
+    def is_held(self) -> bool:
+        """A router wants no step."""
+        return bool(self._holders)
+
+    @property
+    def is_holding(self) -> bool:
+        """No step may be launched."""
+        return self.is_held or self._switch is not None
+
+    @property
+    def is_switching(self) -> bool:
+        """The weights are to change as soon as no step is in flight."""
+        return self._switch is not None
+
+    @property
+    def ends_s(self) -> float | None:
+        """When what is being made ready will be, if that is known in advance."""
+        return None if self._staged is None else self._staged.ends_s
+
+    def order(self, router: InstanceId, order: WeightsOrder) -> list[Send]:
+        """A router that has welcomed this instance orders something. Repeating an order changes nothing."""
+        match order:
+            case StageWeights() if fits(order.incarnation, self._me.incarnation):
+                return self._stage(router, order)
+            case SwitchWeights() if fits(order.incarnation, self._me.incarnation):
+                answer = self._answer
+                if answer is not None and answer.weights and (order.update, order.weights) == (answer.update, answer.weights):
+                    self._switch = order
+                elif order.weights == self.digest:
+                    self.version = order.version
+            case DropWeights():
+                if self._orderer == (router, order.update):
+                    self._drop()
+            case HoldSteps():
+                (self._holders.add if order.hold else self._holders.discard)(router)
+        return []
+
+    def forget(self, router: InstanceId) -> None:
+        """This life of a router is gone: nobody gives its further orders."""
+        self._holders.discard(router)
+        if self._orderer is not None and self._orderer[0] == router and self._switch is None:
+            self._drop()
+
+    def poll(self) -> list[Send]:
+        """Tell the router when the weights are ready, or why they never will be."""
+        if self._staged is None or self._orderer is None:
+            return []
+        weights, failed = None, None
+        try:
+            weights = self._staged.poll()
+        except TandemError as error:
+            failed = Failed.of(error)
+        if weights is None and failed is None:
+            return []
+        router, update = self._orderer
+        me, self._staged = self._me, None
+        self._answer = WeightsStaged(
+            id=me.id, incarnation=me.incarnation, update=update, weights=weights or Digest(""), failed=failed
+        )
+        return [Send(router, self._answer)]
+
+    def switch(self) -> None:
+        """Compute with what was staged from now on. No step is in flight, and every request has ended."""
+        assert self._switch is not None
+        self._executor.switch()
+        self.version = self._switch.version
+        self._switch = self._answer = self._orderer = None
+
+    def _stage(self, router: InstanceId, order: StageWeights) -> list[Send]:
+        if self._switch is not None:
+            return []
+        if self._orderer == (router, order.update):
+            return [] if self._answer is None else [Send(router, self._answer)]
+        self._drop()
+        self._orderer, self._staged = (router, order.update), self._executor.stage(order.source)
+        return self.poll()
+
+    def _drop(self) -> None:
+        self._executor.drop_staged()
+        self._staged = self._answer = self._orderer = None

@@ -1,0 +1,407 @@
+"""Which weights the fleet computes with, and how all instances change to others.
+
+Owns the weights that members must have, the update that is under way, and what each member is told until its heartbeats show that
+it has done so. Opens no socket, reads no clock. Does not know requests: it says when none may be placed.
+
+    begin ─► STAGING ── every member has the new weights ready, with one digest ──► SWITCHING ── all have changed ─► settled
+                └─ one cannot, digests differ, or it takes too long ─► DropWeights; everything stays as it was
+
+Nobody computes with the new weights before all are known to have them. In the second phase a member that is lost, or does
+not change in time, leaves the fleet; it comes back and is brought to the new weights before it gets requests. How requests fare:
+
+    recompute   none is placed until all members have changed, at once; what they served is resumed, its KV computed anew
+    abort       the same, but what they served ends
+    finish      members serve what they have and get nothing new; each changes when it is idle, half of the fleet after the other
+
+New requests go to members with the weights of `target` only, so the two instances of a request always have the same.
+"""
+
+import zlib
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from typing import Literal
+
+from common.errors import BadRequest, TandemError, Unavailable
+from common.ids import Digest, InstanceId, Life
+from common.instance.ports import Send
+from common.messages import Drain, DropWeights, HoldSteps, StageWeights, SwitchWeights, WeightsStaged
+from common.messages.weights import WeightsSource
+from router.members import Member
+
+UpdateMode = Literal["recompute", "finish", "abort"]
+
+STAGE_S = 1_800.0
+"""How long members may take to read new weights."""
+SWITCH_S = 120.0
+"""How long a member may take to change to weights that are ready, once nothing keeps it."""
+
+
+class UpdateUnderWay(BadRequest):
+    """One update at a time."""
+
+    status = 409
+
+
+@dataclass(frozen=True, slots=True)
+class Updated:
+    """An update that was carried out."""
+
+    weights: Digest
+    version: str
+    instances: int
+    """How many computed with them when it ended."""
+    held_s: float
+    """For how long no request was placed."""
+
+
+class UpdatePhase(Enum):
+    STAGING = auto()
+    SWITCHING = auto()
+
+
+@dataclass(slots=True, eq=False)
+class Update:
+    """An update that is under way."""
+
+    number: int
+    source: WeightsSource
+    mode: UpdateMode
+    version: str
+    finish_s: float
+    """With mode finish: how long requests may go on."""
+    answer: Callable[[Updated | TandemError], object]
+    """Called once, when it is over."""
+    deadline_s: float
+    phase: UpdatePhase = UpdatePhase.STAGING
+    staged: dict[Life, Digest] = field(default_factory=dict)
+    weights: Digest = Digest("")
+    """The new ones, once all have them."""
+    resting: set[Life] = field(default_factory=set)
+    """With mode finish: the first half. They get no requests any more."""
+    held_since_s: float | None = None
+    """Since when no request is placed."""
+
+
+@dataclass(slots=True)
+class Orders:
+    """What follows from something that has happened."""
+
+    sends: list[Send] = field(default_factory=list)
+    goes_on: bool = False
+    """Requests may be placed again, or more members take them."""
+    aborts: bool = False
+    """Every request that was dispatched ends."""
+
+
+class FleetWeights:
+    """The weights of a router's fleet. members: all that there are. judge: called for a member whose fitness has changed."""
+
+    def __init__(self, router: InstanceId, members: Callable[[], Iterable[Member]], judge: Callable[[Member], object]) -> None:
+        self._members, self._judge = members, judge
+        self._number = zlib.crc32(router.encode()) << 24
+        """The number of the latest update. Those of two lives do not meet."""
+        self.target = Digest("")
+        """What members must compute with: the first one's, until an update; "": nobody has said."""
+        self.version = ""
+        """What people call them."""
+        self._source: WeightsSource | None = None
+        """How a newcomer gets them; None: it must have them."""
+        self._bringing: dict[Life, Digest | None] = {}
+        """Newcomers that had others, and what they have staged so far."""
+        self.update: Update | None = None
+        self.is_paused = False
+        """Somebody wants no request placed until told otherwise."""
+        self.holds_steps = False
+        """Somebody wants no step launched until told otherwise."""
+
+    @property
+    def is_held(self) -> bool:
+        """No request may be placed now; those that come wait."""
+        return self.is_paused or (self.update is not None and self.update.held_since_s is not None)
+
+    def next_deadline(self) -> float | None:
+        return None if self.update is None else self.update.deadline_s
+
+    # --- orders of people ----------------------------------------------------------------------------------------------------
+
+    def begin(
+        self,
+        source: WeightsSource,
+        mode: UpdateMode,
+        version: str,
+        finish_s: float,
+        answer: Callable[[Updated | TandemError], object],
+        now: float,
+    ) -> Orders:
+        """Have all members change. answer: called with what came of it. Raises UpdateUnderWay, Unavailable, BadRequest."""
+        if self.update is not None:
+            raise UpdateUnderWay("another update of the weights is under way: wait until it has ended")
+        members = list(self._members())
+        if not members:
+            raise Unavailable("no instance is a member of the fleet")
+        for member in members:
+            if not member.weights:
+                raise BadRequest(f"{member.info.id} is of an older version, which cannot change its weights: start it anew")
+        self._number += 1
+        self.update = Update(self._number, source, mode, version, finish_s, answer, now + STAGE_S)
+        return Orders([send for member in members for send in self._orders(member)])
+
+    def rename(self, version: str) -> Orders:
+        """Call the present weights so."""
+        self.version = version
+        return Orders([send for member in self._members() for send in self._orders(member)])
+
+    def pause(self, *, holds_steps: bool) -> Orders:
+        """Place no request until `go_on`. holds_steps: members launch no step either."""
+        self.is_paused, self.holds_steps = True, holds_steps
+        return Orders([send for member in self._members() for send in self._orders(member)])
+
+    def go_on(self) -> Orders:
+        self.is_paused = self.holds_steps = False
+        return Orders([send for member in self._members() for send in self._orders(member)], goes_on=True)
+
+    # --- what members say ----------------------------------------------------------------------------------------------------
+
+    def why_not(self, weights: Digest, newcomer: InstanceId) -> str | None:
+        """Why an instance that begins with these weights cannot be a member; None when it can, at once or after it was given the
+        fleet's."""
+        if not self.target or weights in ("", self.target) or self._source is not None or self.update is not None:
+            return None
+        return (
+            f"the weights of {newcomer} have the digest {weights}, but those of this fleet have {self.target}"
+            f"{f' (version {self.version})' if self.version else ''}: give all instances the same files"
+        )
+
+    def joined(self, member: Member, now: float) -> Orders:
+        if not self.target:
+            self.target, self.version = member.weights, member.weight_version
+        if not self._fits(member):
+            self._bringing[member.life] = None
+        self._mark(member)
+        orders = Orders(self._orders(member))
+        self._proceed(orders, now)
+        return orders
+
+    def left(self, member: Member, now: float) -> Orders:
+        """It serves nothing any more, and keeps nobody waiting."""
+        self._bringing.pop(member.life, None)
+        if self.update is None and not any(True for _ in self._members()):
+            self.target, self._source = Digest(""), None
+        orders = Orders()
+        self._proceed(orders, now)
+        return orders
+
+    def heard(self, member: Member, now: float) -> Orders:
+        """A heartbeat says what the member computes with."""
+        if self.update is None and not self._fits(member) and member.life not in self._bringing:
+            self._follow_others()
+        self._mark(member)
+        orders = Orders(self._orders(member))
+        self._proceed(orders, now)
+        return orders
+
+    def staged(self, message: WeightsStaged, member: Member, now: float) -> Orders:
+        """A member has made weights ready, or cannot."""
+        orders, update, life = Orders(), self.update, member.life
+        if update is not None and message.update == update.number:
+            if message.failed is None:
+                update.staged[life] = message.weights
+            elif update.phase is UpdatePhase.STAGING:
+                who = f"{member.info.id} cannot use the new weights: {message.failed.message}"
+                error = BadRequest(who, message.failed.field) if message.failed.status == BadRequest.status else Unavailable(who)
+                return self._fail(error)
+        elif message.update == self._number and life in self._bringing:
+            self._bringing[life] = message.weights
+            if message.weights != self.target:
+                reason = message.failed.message if message.failed is not None else f"it has read {message.weights}"
+                member.misfit = f"it cannot be given the weights of the fleet, {self.target}: {reason}"
+                self._judge(member)
+        orders.sends += self._orders(member)
+        self._proceed(orders, now)
+        return orders
+
+    def tick(self, now: float) -> Orders:
+        orders, update = Orders(), self.update
+        if update is None or now < update.deadline_s:
+            return orders
+        late = [member for member in self._members() if self._keeps_waiting(update, member)]
+        if update.phase is UpdatePhase.STAGING:
+            names = ", ".join(member.info.id for member in late)
+            return self._fail(Unavailable(f"the new weights were not ready within {STAGE_S:g} s on {names}"))
+        if update.mode == "finish":
+            update.mode = "recompute"  # what still runs has had its time
+            self._hold(update, now)
+            for member in self._members():
+                self._mark(member)
+                orders.sends += self._orders(member)
+        else:
+            for member in late:
+                member.drain()
+                self._judge(member)
+                orders.sends.append(Send(member.info.id, Drain(incarnation=member.info.incarnation)))
+        update.deadline_s = now + SWITCH_S
+        self._proceed(orders, now)
+        return orders
+
+    # --- inside --------------------------------------------------------------------------------------------------------------
+
+    def _fits(self, member: Member) -> bool:
+        return member.weights in ("", self.target)
+
+    def _mark(self, member: Member) -> None:
+        """Note why the member gets no requests, if its weights are the reason."""
+        update, misfit = self.update, ""
+        if not self._fits(member):
+            misfit = member.misfit or f"it computes with {member.weights}, and the fleet with {self.target}"
+        elif update is not None and member.life in update.resting:
+            misfit = "it changes its weights as soon as it is idle"
+        if misfit != member.misfit:
+            member.misfit = misfit
+            self._judge(member)
+
+    def _orders(self, member: Member) -> list[Send]:
+        """What the member must be told, as far as its latest report shows. It is told again with each report until it has done
+        so: each message may be lost."""
+        life, update, sends = member.life, self.update, list[Send]()
+        if member.is_holding != self.holds_steps:
+            sends.append(Send(life.id, HoldSteps(hold=self.holds_steps)))
+        if not member.weights:
+            return sends
+        if update is not None and member.weights != update.weights:
+            if life not in update.staged:
+                order = StageWeights(update=update.number, source=update.source, incarnation=life.incarnation)
+                return [*sends, Send(life.id, order)]
+            return [*sends, *([self._switch(member, update.number, update.weights, update.version)] if self._may(member) else [])]
+        if update is None and not self._fits(member) and self._source is not None and life in self._bringing:
+            staged = self._bringing[life]
+            if staged == self.target:
+                return [*sends, self._switch(member, self._number, self.target, self.version)]
+            if staged is None:
+                stage = StageWeights(update=self._number, source=self._source, incarnation=life.incarnation)
+                return [*sends, Send(life.id, stage)]
+        if member.weights == self.target and member.weight_version != self.version:
+            sends.append(self._switch(member, 0, self.target, self.version))
+        return sends
+
+    def _switch(self, member: Member, number: int, weights: Digest, version: str) -> Send:
+        order = SwitchWeights(update=number, weights=weights, version=version, incarnation=member.info.incarnation)
+        return Send(member.info.id, order)
+
+    def _may(self, member: Member) -> bool:
+        """Whether the member may change now."""
+        update = self.update
+        if update is None or update.phase is UpdatePhase.STAGING:
+            return False
+        if update.mode != "finish":
+            return True
+        if self.target != update.weights and member.life not in update.resting:
+            return False
+        return not (member.assigned_requests or member.requests_to_do or member.load.reservations)
+
+    def _keeps_waiting(self, update: Update, member: Member) -> bool:
+        """Whether the present phase cannot end without this member."""
+        if update.phase is UpdatePhase.STAGING:
+            return member.life not in update.staged
+        return member.weights not in ("", update.weights) and not member.draining
+
+    def _proceed(self, orders: Orders, now: float) -> None:
+        """Go on with the update if nothing keeps it waiting."""
+        update = self.update
+        if update is None:
+            return
+        members = list(self._members())
+        if update.phase is UpdatePhase.STAGING:
+            if not members:
+                self._fail(Unavailable("no instance is left in the fleet"))
+                return
+            if any(self._keeps_waiting(update, member) for member in members):
+                return
+            digests = Counter(update.staged[member.life] for member in members)
+            if len(digests) != 1:
+                self._differ(update, members, orders)
+                return
+            (update.weights,) = digests
+            if update.weights == self.target:
+                self._settle(update, orders, now)
+                return
+            self._begin_switching(update, members, now)
+            orders.aborts = update.mode == "abort"
+            for member in members:
+                self._mark(member)
+                orders.sends += self._orders(member)
+        elif self.target != update.weights and update.mode == "finish":
+            first_half = (member for member in members if member.life in update.resting)
+            if not any(self._keeps_waiting(update, member) for member in first_half):
+                self._turn_to(update, orders)
+        if update.phase is UpdatePhase.SWITCHING and not any(self._keeps_waiting(update, member) for member in members):
+            self._settle(update, orders, now)
+
+    def _begin_switching(self, update: Update, members: list[Member], now: float) -> None:
+        """With mode finish, one half of each role rests first, so that the other half serves what comes. Where there is only one
+        decode instance, nobody can: what comes waits until it has changed."""
+        update.phase, update.deadline_s = UpdatePhase.SWITCHING, now + (update.finish_s if update.mode == "finish" else SWITCH_S)
+        if update.mode == "finish":
+            decodes = [member for member in members if member.info.role == "decode"]
+            prefills = [member for member in members if member.info.role == "prefill"]
+            first = decodes[: max(1, len(decodes) // 2)] + prefills[: -(-len(prefills) // 2)]
+            update.resting = {member.life for member in (first if len(decodes) > 1 else members)}
+            if len(decodes) > 1:
+                return
+        self._hold(update, now)
+
+    def _hold(self, update: Update, now: float) -> None:
+        if update.held_since_s is None:
+            update.held_since_s = now
+
+    def _turn_to(self, update: Update, orders: Orders) -> None:
+        """New requests go to the members that have changed; the others rest and follow."""
+        self.target, self.version, self._source = update.weights, update.version or update.weights, update.source
+        update.resting.clear()
+        orders.goes_on = True
+        for member in self._members():
+            self._mark(member)
+            orders.sends += self._orders(member)
+
+    def _settle(self, update: Update, orders: Orders, now: float) -> None:
+        """Everybody that is left has the new weights."""
+        self.update = None
+        self._bringing.clear()
+        same = update.weights == self.target
+        self.target, self.version = update.weights, update.version or (self.version if same else update.weights)
+        self._source = update.source
+        orders.goes_on = True
+        members = list(self._members())
+        for member in members:
+            if not self._fits(member):
+                self._bringing[member.life] = None
+            self._mark(member)
+            if same:
+                orders.sends.append(Send(member.info.id, DropWeights(update=update.number)))
+            orders.sends += self._orders(member)
+        held_s = 0.0 if update.held_since_s is None else now - update.held_since_s
+        update.answer(Updated(self.target, self.version, sum(map(self._fits, members)), held_s))
+
+    def _differ(self, update: Update, members: list[Member], orders: Orders) -> None:
+        named = ", ".join(f"{update.staged[member.life]} on {member.info.id}" for member in members)
+        failed = self._fail(BadRequest(f"the new weights are not the same everywhere: {named}", field="model_path"))
+        orders.sends += failed.sends
+
+    def _fail(self, error: TandemError) -> Orders:
+        """The weights stay as they are."""
+        update = self.update
+        assert update is not None
+        self.update = None
+        update.answer(error)
+        return Orders([Send(member.info.id, DropWeights(update=update.number)) for member in self._members()])
+
+    def _follow_others(self) -> None:
+        """Another router has changed the fleet's weights: follow when more than half of the members have."""
+        members = list(self._members())
+        weights, count = Counter(member.weights for member in members).most_common(1)[0]
+        if weights and weights != self.target and 2 * count > len(members):
+            self.target, self._source = weights, None
+            self.version = next(member.weight_version for member in members if member.weights == weights)
+            for member in members:
+                self._mark(member)
