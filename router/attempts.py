@@ -94,6 +94,8 @@ class Record:
     token_ids: list[int] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
     """What was delivered, in pieces."""
+    weight_version: str = ""
+    """What people call the weights that its last token came from."""
     gap_since_s: float | None = None
     """When the client of a resumed request began to wait for its next token; None when it does not wait."""
     _blocks: BlockNames | None = None

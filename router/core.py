@@ -11,11 +11,11 @@ import asyncio
 import logging
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import assert_never
+from typing import Literal, assert_never
 
 from common.config import RouterConfig
 from common.deadlines import earliest
-from common.errors import DeadlinePassed, Unavailable
+from common.errors import DeadlinePassed, TandemError, Unavailable
 from common.ids import InstanceId, Life, text_name
 from common.instance.ports import Mail, Send
 from common.messages import (
@@ -33,12 +33,14 @@ from common.messages import (
     TextBatch,
     WeightsStaged,
 )
+from common.messages.weights import WeightsSource
 from common.tracing import SpanRecorder
 from router.fleet import Change, Members
 from router.outbox import ClientRequest
 from router.request_book import RequestBook
 from router.timelines import Observer
 from router.traces import Traces
+from router.weights import Orders, Updated, UpdateMode
 
 _log = logging.getLogger(__name__)
 LEAST_S = 3.0
@@ -212,6 +214,15 @@ class RouterCore:
             if watch.silent
         ]
 
+    def order(self, orders: Orders, now: float) -> list[Send]:
+        """Carry out what follows from an order about weights."""
+        return self._apply(Change().take(orders), now)
+
+    @property
+    def longest_s(self) -> float:
+        """The longest that any request may take."""
+        return self._config.max_request_timeout_s
+
     def _apply(self, change: Change, now: float) -> list[Send]:
         sends = list(change.sends)
         for member in change.lost:
@@ -338,6 +349,41 @@ class Gateway:
     def drain_instance(self, instance: InstanceId) -> None:
         """Give it no more requests. Raises UnknownInstance."""
         self.deliver(self.core.fleet.drain(instance))
+
+    # --- weights ---------------------------------------------------------------------------------------------------------
+
+    async def update_weights(
+        self, source: WeightsSource, mode: UpdateMode, version: str, finish_s: float | None, *, keeps_pause: bool
+    ) -> Updated:
+        """See `FleetWeights.begin`. It goes on when its caller leaves. keeps_pause: place no request afterwards. Raises what came
+        of it."""
+        over: asyncio.Future[Updated | TandemError] = asyncio.get_running_loop().create_future()
+        weights = self.core.fleet.weights
+        self._order(weights.begin(source, mode, version, finish_s or self.core.longest_s, over.set_result, self.clock()))
+        if keeps_pause:
+            self._order(weights.pause(holds_steps=False))
+        done = await asyncio.shield(over)
+        if isinstance(done, TandemError):
+            raise done
+        return done
+
+    def name_weights(self, version: str) -> None:
+        self._order(self.core.fleet.weights.rename(version))
+
+    def pause(self, mode: Literal["abort", "retract", "in_place"]) -> None:
+        """Place no request until `go_on`. abort: those that were dispatched end. retract: they give up what they have. in_place:
+        they stay where they are, and no step is launched."""
+        now = self.clock()
+        self._order(self.core.fleet.weights.pause(holds_steps=mode == "in_place"))
+        if mode != "in_place":
+            requests = self.core.requests
+            self.deliver(requests.abort_all(now) if mode == "abort" else requests.set_back_all(now))
+
+    def go_on(self) -> None:
+        self._order(self.core.fleet.weights.go_on())
+
+    def _order(self, orders: Orders) -> None:
+        self.deliver(self.core.order(orders, self.clock()))
 
     def flush_caches(self) -> int:
         """Have every instance forget its prefix cache. Returns how many were told."""

@@ -34,6 +34,8 @@ class ChoiceDelta(msgspec.Struct, frozen=True):
     logprobs: TokenLogprobs = ()
     prompt_logprobs: TokenLogprobs = ()
     cached_tokens: int = 0
+    versions: tuple[tuple[int, str], ...] = ()
+    """The numbers of tokens of the answer from which on other weights computed, with what people call these."""
 
 
 def nobody_reads() -> None:
@@ -127,6 +129,7 @@ def joined(deltas: Sequence[ChoiceDelta]) -> list[ChoiceDelta]:
             tuple(chain.from_iterable(piece.logprobs for piece in of)),
             tuple(chain.from_iterable(piece.prompt_logprobs for piece in of)),
             sum(piece.cached_tokens for piece in of),
+            tuple(chain.from_iterable(piece.versions for piece in of)),
         )
         for index, of in pieces.items()
     ]

@@ -424,7 +424,11 @@ class RequestBook:
 
 def _news(record: Record, delta: TextDelta, ending: Ending | None) -> ChoiceDelta:
     """What the client gets of this text."""
-    of_tokens = delta.logprobs, delta.prompt_logprobs, delta.cached_tokens
+    attempt, versions = record.attempt, ()
+    if delta.token_ids and attempt is not None and attempt.weight_version != record.weight_version:
+        record.weight_version = attempt.weight_version
+        versions = ((delta.first, attempt.weight_version),)
+    of_tokens = delta.logprobs, delta.prompt_logprobs, delta.cached_tokens, versions
     return ChoiceDelta(record.spec.index, delta.text, delta.token_ids, ending, *of_tokens)
 
 

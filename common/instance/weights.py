@@ -22,12 +22,13 @@ from common.messages import (
     WeightsStaged,
 )
 from common.messages.base import fits
+from common.messages.weights import FIRST_VERSION
 
 
 class InstanceWeights:
     """What routers order, and how far it is carried out. `version` is what people call the weights in use."""
 
-    def __init__(self, me: InstanceInfo, executor: Executor, version: str = "") -> None:
+    def __init__(self, me: InstanceInfo, executor: Executor, version: str = FIRST_VERSION) -> None:
         self._me, self._executor = me, executor
         self.version = version
         self._orderer: tuple[InstanceId, int] | None = None

@@ -20,6 +20,8 @@ from common.ranges import Count
 
 MOST_SEGMENTS = 4_096
 VERSION_CHARS = 128
+FIRST_VERSION = "default"
+"""What the weights are called with which an instance begins, as in SGLang."""
 Path: TypeAlias = Annotated[str, Meta(min_length=1, max_length=4_096)]
 WeightVersion: TypeAlias = Annotated[str, Meta(max_length=VERSION_CHARS)]
 """What people call some weights. "": not said."""

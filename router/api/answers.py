@@ -7,6 +7,7 @@ Server-sent events: https://html.spec.whatwg.org/multipage/server-sent-events.ht
 """
 
 from abc import ABC, abstractmethod
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Generic, Literal, TypeAlias, TypeVar
@@ -15,6 +16,7 @@ import msgspec
 from msgspec import Meta
 
 from common.messages import Ending, Failed, Finished, TokenLogprob
+from common.messages.weights import FIRST_VERSION
 from router.api.fields import ReadRequest
 from router.api.logprobs import LogprobWriter, PromptLogprobs, TokenTexts
 from router.api.parsing.parser import PLAIN_TEXT, AnswerReading
@@ -68,11 +70,45 @@ class PromptDetails(msgspec.Struct, frozen=True):
     cached_tokens: Annotated[int, Meta(description="Tokens of the prompts whose KV was there already.")]
 
 
+class VersionSpan(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Tokens [start, end) of a choice came from these weights."""
+
+    version: Annotated[str, Meta(description="As POST /update_weights_from_disk and its like named them.")]
+    start: int
+    end: int
+    index: Annotated[int | msgspec.UnsetType, Meta(description="The number of the choice.")] = msgspec.UNSET
+
+
+class VersionSpans:
+    """The weights that the tokens of a choice came from, in order."""
+
+    def __init__(self) -> None:
+        self._begins: list[tuple[int, str]] = []
+        self._tokens = 0
+
+    def add(self, news: "ChoiceDelta | WholeChoice") -> None:
+        self._begins += news.versions
+        self._tokens += len(news.token_ids)
+
+    @property
+    def last(self) -> str:
+        """The version of the last token; "" where nobody said."""
+        return self._begins[-1][1] if self._begins else ""
+
+    def spans(self, index: int | msgspec.UnsetType = msgspec.UNSET) -> list[VersionSpan]:
+        ends = [*(begin for begin, _ in self._begins[1:]), self._tokens]
+        return [VersionSpan(version, begin, end, index) for (begin, version), end in zip(self._begins, ends, strict=False)]
+
+
 class Usage(msgspec.Struct, frozen=True):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptDetails
+    weight_versions: Annotated[
+        list[VersionSpan] | msgspec.UnsetType,
+        Meta(description="Which tokens came from which weights, in a fleet whose weights have been given a name."),
+    ] = msgspec.UNSET
 
 
 @dataclass(slots=True)
@@ -84,6 +120,7 @@ class WholeChoice:
     logprobs: list[TokenLogprob] = field(default_factory=list)
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
     cached_tokens: int = 0
+    versions: list[tuple[int, str]] = field(default_factory=list)
     ending: Finished = Finished(reason="stop")
 
     def add(self, delta: ChoiceDelta) -> None:
@@ -92,6 +129,7 @@ class WholeChoice:
         self.logprobs += delta.logprobs
         self.prompt_logprobs = self.prompt_logprobs or delta.prompt_logprobs
         self.cached_tokens += delta.cached_tokens
+        self.versions += delta.versions
         if isinstance(delta.ending, Finished):
             self.ending = delta.ending
 
@@ -120,6 +158,8 @@ class AnswerShape(ABC, Generic[R]):
     """Tokens of all choices so far."""
     cached_tokens: int = field(default=0, init=False)
     """The cached tokens of the prompts so far: each prompt is counted once, with its first choice."""
+    versions: defaultdict[int, VersionSpans] = field(default_factory=lambda: defaultdict(VersionSpans), init=False)
+    """Which weights the tokens of each choice came from."""
 
     @abstractmethod
     def events(self, delta: ChoiceDelta, *, opens: bool) -> bytes:
@@ -147,11 +187,14 @@ class AnswerShape(ABC, Generic[R]):
     def usage(self) -> Usage:
         """As far as the answer has come."""
         prompt_tokens = self.accepted.prompt_tokens
-        return Usage(prompt_tokens, self.tokens, prompt_tokens + self.tokens, PromptDetails(self.cached_tokens))
+        spans = [span for index, versions in sorted(self.versions.items()) for span in versions.spans(index)]
+        named = spans if any(span.version != FIRST_VERSION for span in spans) else msgspec.UNSET
+        return Usage(prompt_tokens, self.tokens, prompt_tokens + self.tokens, PromptDetails(self.cached_tokens), named)
 
     def count(self, index: int, news: ChoiceDelta | WholeChoice) -> None:
         """Take the tokens of this news of a choice into the usage."""
         self.tokens += len(news.token_ids)
+        self.versions[index].add(news)
         if index % self.request.fields.n == 0:
             self.cached_tokens += news.cached_tokens
 

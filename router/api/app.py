@@ -24,6 +24,7 @@ from common.errors import TandemError
 from common.ids import InstanceId
 from common.options import parse_bytes
 from common.text.embedding import EmbeddingMode
+from router.api import weights
 from router.api.admission import CLIENT_CLOSED, Admission, Doorkeeper, visit_of
 from router.api.answers import Accepted, AnswerShape, OpenAIBody
 from router.api.bodies import unless_left
@@ -81,6 +82,7 @@ class Api:
     ) -> None:
         self.admission = Admission(gateway, intake, config.max_requests, parse_bytes(config.max_body))
         self.traces = TraceApi(gateway)
+        self.weights = weights.WeightsApi(gateway)
         self.timelines = TimelineApi(gateway)
         self._gateway = gateway
         self._intake = intake
@@ -245,6 +247,12 @@ def _routes(api: Api) -> tuple[_Route, ...]:
         ("GET", "/cluster", api.cluster, Described("Operations", "The fleet", "The fleet as it is now.")),
         ("POST", "/cluster/{instance}/drain", api.drain, DRAIN),
         ("POST", "/flush_cache", api.flush_cache, Described("SGLang", "Flush the prefix caches", "Who was told.", Flushed)),
+        ("POST", "/update_weights_from_disk", api.weights.from_disk, weights.FROM_DISK),
+        ("POST", "/update_weights_from_tensor", api.weights.from_tensor, weights.FROM_TENSOR),
+        ("POST", "/update_weight_version", api.weights.rename, weights.RENAME),
+        ("POST", "/pause_generation", api.weights.pause, weights.PAUSE),
+        ("POST", "/continue_generation", api.weights.go_on, weights.CONTINUE),
+        ("GET", "/weight_info", api.weights.info, weights.INFO),
         ("POST", "/cluster/trace", api.traces.start, START),
         ("GET", "/cluster/trace", api.traces.read, READ),
         ("DELETE", "/cluster/trace", api.traces.forget, FORGET),

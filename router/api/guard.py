@@ -71,7 +71,18 @@ def _is_loopback_name(name: str) -> bool:
 OPEN_PATHS = frozenset({"/health", "/ready", "/metrics", "/docs", "/openapi.json"})
 """For load balancers, monitors and readers of the description."""
 DOCS_PREFIX, CONTROL_PREFIX, REQUESTS_PREFIX = "/docs", "/cluster", "/requests"
-CONTROL_PATHS = frozenset({CONTROL_PREFIX, "/flush_cache"})
+CONTROL_PATHS = frozenset(
+    {
+        CONTROL_PREFIX,
+        "/flush_cache",
+        "/update_weights_from_disk",
+        "/update_weights_from_tensor",
+        "/update_weight_version",
+        "/pause_generation",
+        "/continue_generation",
+        "/weight_info",
+    }
+)
 EVERYBODY = "*"
 """In place of the name of an API key: whoever has the control key may see the requests of all. No key has this name."""
 

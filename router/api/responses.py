@@ -19,7 +19,7 @@ from msgspec import Meta
 from common.errors import BadRequest
 from common.messages import Finished
 from engine.grammar.grammars import check_text
-from router.api.answers import AnswerShape, PromptDetails, WholeChoice
+from router.api.answers import AnswerShape, PromptDetails, VersionSpan, WholeChoice
 from router.api.bodies import object_in
 from router.api.chat import ChatFields, ChatRequest, Effort, call_for_template
 from router.api.fields import (
@@ -295,6 +295,7 @@ class ResponseUsage(msgspec.Struct, frozen=True):
     total_tokens: int
     input_tokens_details: PromptDetails
     output_tokens_details: OutputDetails = OutputDetails()
+    weight_versions: list[VersionSpan] | msgspec.UnsetType = msgspec.UNSET
 
 
 class ResponseBody(msgspec.Struct, frozen=True, kw_only=True):
@@ -480,7 +481,13 @@ class ResponseShape(AnswerShape[ResponseRequest]):
             status=status,
             model=self.model,
             output=outputs if ended else (),
-            usage=ResponseUsage(usage.prompt_tokens, usage.completion_tokens, usage.total_tokens, usage.prompt_tokens_details)
+            usage=ResponseUsage(
+                usage.prompt_tokens,
+                usage.completion_tokens,
+                usage.total_tokens,
+                usage.prompt_tokens_details,
+                weight_versions=usage.weight_versions,
+            )
             if ended
             else None,
             incomplete_details=IncompleteDetails("max_output_tokens") if was_cut else None,

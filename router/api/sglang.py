@@ -15,7 +15,7 @@ from msgspec import Meta
 from common.errors import BadRequest
 from common.ids import ID_BYTES, unpack_ids
 from common.messages import Finished, TokenLogprob
-from router.api.answers import BEGIN, DONE, END, AnswerShape, WholeChoice, encoded
+from router.api.answers import BEGIN, DONE, END, AnswerShape, VersionSpan, WholeChoice, encoded
 from router.api.bodies import object_in
 from router.api.completions import CompletionRequest, Prompt, prompts_in, require_few_ids
 from router.api.fields import (
@@ -281,6 +281,8 @@ class MetaInfo(msgspec.Struct, frozen=True, kw_only=True):
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: Annotated[int, Meta(description="Tokens of the prompt whose KV was there already.")]
+    weight_version: Annotated[str, Meta(description="The weights that its last token came from.")]
+    weight_versions: Annotated[list[VersionSpan], Meta(description="Which of its tokens came from which weights.")]
     input_token_logprobs: list[Logprob] | msgspec.UnsetType = msgspec.UNSET
     output_token_logprobs: list[Logprob] | msgspec.UnsetType = msgspec.UNSET
     input_top_logprobs: list[list[Logprob] | None] | msgspec.UnsetType = msgspec.UNSET
@@ -353,13 +355,15 @@ class GenerateShape(AnswerShape[GenerateRequest]):
         written = self._so_far.get(index)
         if written is None:
             written = self._so_far[index] = self._begun(prompt)
-        self._add(written, delta)
+        self._add(index, written, delta)
         info = MetaInfo(
             id=self._choice_ids[index],
             finish_reason=self._finish(delta.ending, written.tokens) if isinstance(delta.ending, Finished) else None,
             prompt_tokens=len(prompt) // ID_BYTES,
             completion_tokens=written.tokens,
             cached_tokens=written.cached_tokens,
+            weight_version=self.versions[index].last,
+            weight_versions=self.versions[index].spans(),
             **{name: entries.json for name, entries in written.logprobs.items()},
         )
         numbered = index if in_stream and self.request.is_batch else msgspec.UNSET
@@ -380,12 +384,13 @@ class GenerateShape(AnswerShape[GenerateRequest]):
                     written.logprobs[name].extend([entry])
         return written
 
-    def _add(self, written: _WrittenChoice, delta: ChoiceDelta | WholeChoice) -> None:
+    def _add(self, index: int, written: _WrittenChoice, delta: ChoiceDelta | WholeChoice) -> None:
         written.cached_tokens += delta.cached_tokens
         if self.request.logprob_start >= 0:
             self._add_logprobs(written, "input", delta.prompt_logprobs[self.request.logprob_start :])
         if not self.request.hides_answer:
             written.tokens += len(delta.token_ids)
+            self.versions[index].add(delta)
             written.text += _encode(delta.text)[1:-1]
             written.ids.extend(delta.token_ids)
             self._add_logprobs(written, "output", delta.logprobs)

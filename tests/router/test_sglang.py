@@ -32,6 +32,8 @@ async def test_one_prompt_gets_one_answer_and_a_batch_gets_a_list(site: Site) ->
             "prompt_tokens": 5,
             "completion_tokens": 3,
             "cached_tokens": 0,
+            "weight_version": "",
+            "weight_versions": [],
         },
     }
     batch = (await post(site, "/generate", prompt(["ab", "cd"], rid=["x", "y"]))).json()

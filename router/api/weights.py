@@ -1,0 +1,229 @@
+"""The endpoints by which a trainer changes the weights of the whole fleet, and pauses it, with SGLang's names and fields.
+
+Owns the bodies and answers. Does not know how a fleet changes its weights: `router.weights` does. Fields:
+python/sglang/srt/managers/io_struct.py (UpdateWeightFromDiskReqInput and those beside it) at https://github.com/sgl-project/sglang.
+"""
+
+from typing import Annotated, Literal, TypeVar
+
+import msgspec
+from fastapi import Request
+from msgspec import Meta
+from starlette.responses import Response
+
+from common.errors import BadRequest
+from common.messages.weights import MOST_SEGMENTS, Path, WeightsInMemory, WeightsOnDisk, WeightVersion
+from router.api.admission import visit_of
+from router.api.bodies import object_in
+from router.api.description import Described, call_route
+from router.api.fields import Unsupported, read_fields
+from router.core import Gateway
+from router.weights import UpdateMode
+
+PauseMode = Literal["abort", "retract", "in_place"]
+Version = Annotated[WeightVersion | None, Meta(description="What to call the weights from now on; without it: their digest.")]
+_UPDATE = {
+    "load_format": ("auto", "safetensors"),
+    "is_async": (False,),
+    "torch_empty_cache": (True, False),
+    "recapture_cuda_graph": (True, False),
+    "flush_cache": (True, False),
+    "token_step": (0,),
+    "manifest": (),
+}
+"""Neither a cache of other weights nor graphs need anybody's care: KV knows whose it is, and graphs keep their addresses."""
+
+
+class UpdateFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    weight_version: Version = None
+    abort_all_requests: Annotated[bool, Meta(description="End all requests first, as mode=abort does.")] = False
+    mode: Annotated[
+        UpdateMode | None,
+        Meta(
+            description="What becomes of requests. recompute (without it): they pause, and go on with KV that is computed anew. "
+            "finish: each ends with the weights with which it began. abort: they end."
+        ),
+    ] = None
+    finish_s: Annotated[
+        Annotated[float, Meta(gt=0, le=1e9)] | None,
+        Meta(description="With mode=finish: how long requests may take; without it: as long as any."),
+    ] = None
+    keep_pause: Annotated[bool, Meta(description="Stay paused afterwards, until POST /continue_generation.")] = False
+
+
+class DiskFields(UpdateFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The body of POST /update_weights_from_disk."""
+
+    model_path: Annotated[Path, Meta(description="The checkpoint's folder, the same on every host of the fleet.")]
+
+
+class TensorFields(UpdateFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The body of POST /update_weights_from_tensor. Tensors come in shared memory, as safetensors writes them: pickles, which
+    SGLang takes, can do anything to who reads them."""
+
+    shared_memory: Annotated[
+        list[Path],
+        Meta(
+            min_length=1,
+            max_length=MOST_SEGMENTS,
+            description="Names of shared memory on the instances' host, each an image of a safetensors file. What none of them "
+            "holds stays as it is.",
+        ),
+    ]
+
+
+class VersionFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The body of POST /update_weight_version."""
+
+    new_version: Annotated[str, Meta(min_length=1, max_length=128, description="What to call the present weights.")]
+
+
+class PauseFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The body of POST /pause_generation."""
+
+    mode: Annotated[
+        PauseMode,
+        Meta(
+            description="abort: requests end. retract: they give up their memory, and their KV is computed anew when they go on. "
+            "in_place: they stay where they are; if the weights change meanwhile, their KV is computed anew too."
+        ),
+    ] = "abort"
+
+
+class ContinueFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The body of POST /continue_generation."""
+
+
+class UpdateAnswer(msgspec.Struct, frozen=True, kw_only=True):
+    """The fleet computes with the new weights."""
+
+    success: bool = True
+    message: str
+    weight_version: str
+    weights: Annotated[str, Meta(description="Digest of the bytes of all weights.")]
+    instances: Annotated[int, Meta(description="How many instances compute with them.")]
+    paused_s: Annotated[float, Meta(description="For how long no request was dispatched.")]
+    num_paused_requests: Annotated[int, Meta(description="Requests that were open when it began.")]
+
+
+class PauseAnswer(msgspec.Struct, frozen=True, kw_only=True):
+    status: str = "ok"
+    message: str
+
+
+class WeightInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """What the fleet computes with."""
+
+    weight_version: str
+    weights: Annotated[str, Meta(description="Digest of the bytes of all weights.")]
+    updating: Annotated[bool, Meta(description="An update is under way.")]
+    paused: Annotated[bool, Meta(description="No request is dispatched until POST /continue_generation.")]
+
+
+F = TypeVar("F", bound=UpdateFields)
+_CHANGES = (400, 403, 409, 413, 415, 503)
+FROM_DISK = call_route("SGLang", "Update the weights from disk", DiskFields, UpdateAnswer, _CHANGES)
+FROM_TENSOR = call_route("SGLang", "Update the weights from shared memory", TensorFields, UpdateAnswer, _CHANGES)
+RENAME = call_route("SGLang", "Name the weights", VersionFields, WeightInfo, _CHANGES)
+PAUSE = call_route("SGLang", "Pause generation", PauseFields, PauseAnswer, _CHANGES)
+CONTINUE = call_route("SGLang", "Continue generation", ContinueFields, PauseAnswer, _CHANGES)
+INFO = Described("vLLM", "The weights", "What the fleet computes with.", WeightInfo)
+
+
+def read_disk(body: bytes, context_tokens: int | None = None) -> DiskFields:
+    """Raises BadRequest."""
+    return _checked(read_fields(object_in(body), DiskFields, Unsupported(_UPDATE)))
+
+
+def read_tensor(body: bytes, context_tokens: int | None = None) -> TensorFields:
+    """Raises BadRequest."""
+    return _checked(read_fields(object_in(body), TensorFields, Unsupported({**_UPDATE, "serialized_named_tensors": ()})))
+
+
+def _checked(fields: F) -> F:
+    if fields.abort_all_requests and fields.mode not in (None, "abort"):
+        raise BadRequest(f"abort_all_requests and mode={fields.mode}: send one of them", field="mode")
+    if fields.finish_s is not None and fields.mode != "finish":
+        raise BadRequest("finish_s is for mode=finish only: leave it out", field="finish_s")
+    return fields
+
+
+def _read_version(body: bytes, context_tokens: int | None = None) -> VersionFields:
+    return read_fields(object_in(body), VersionFields, Unsupported({"abort_all_requests": (False,)}))
+
+
+def _read_pause(body: bytes, context_tokens: int | None = None) -> PauseFields:
+    return read_fields(object_in(body or b"{}"), PauseFields)
+
+
+def _read_continue(body: bytes, context_tokens: int | None = None) -> ContinueFields:
+    return read_fields(object_in(body or b"{}"), ContinueFields, Unsupported({"torch_empty_cache": (True, False)}))
+
+
+class WeightsApi:
+    """The handlers."""
+
+    def __init__(self, gateway: Gateway) -> None:
+        self._gateway = gateway
+
+    async def from_disk(self, request: Request) -> Response:
+        """Every instance reads the checkpoint beside the weights in use. When all have it, with one digest, all change to it; if
+        one cannot use it, nothing changes. No request sees KV of other weights than those that compute it."""
+        asked = await visit_of(request).read(request, read_disk)
+        return await self._update(WeightsOnDisk(folder=asked.model_path), asked)
+
+    async def from_tensor(self, request: Request) -> Response:
+        """The same with weights from shared memory, for a fleet on one host."""
+        asked = await visit_of(request).read(request, read_tensor)
+        return await self._update(WeightsInMemory(segments=tuple(asked.shared_memory)), asked)
+
+    async def _update(self, source: WeightsOnDisk | WeightsInMemory, asked: UpdateFields) -> Response:
+        mode: UpdateMode = "abort" if asked.abort_all_requests else asked.mode or "recompute"
+        open_requests = len(self._gateway.core.requests)
+        done = await self._gateway.update_weights(
+            source, mode, asked.weight_version or "", asked.finish_s, keeps_pause=asked.keep_pause
+        )
+        return _json(
+            UpdateAnswer(
+                message=f"{done.instances} instances compute with {done.version}",
+                weight_version=done.version,
+                weights=done.weights,
+                instances=done.instances,
+                paused_s=round(done.held_s, 6),
+                num_paused_requests=open_requests,
+            )
+        )
+
+    async def rename(self, request: Request) -> Response:
+        """Give the present weights another name. They stay as they are."""
+        asked = await visit_of(request).read(request, _read_version)
+        self._gateway.name_weights(asked.new_version)
+        return await self.info()
+
+    async def pause(self, request: Request) -> Response:
+        """Dispatch no request until POST /continue_generation. Requests that come wait, within their time limits."""
+        asked = await visit_of(request).read(request, _read_pause)
+        self._gateway.pause(asked.mode)
+        return _json(PauseAnswer(message="Generation paused successfully."))
+
+    async def go_on(self, request: Request) -> Response:
+        """End a pause."""
+        await visit_of(request).read(request, _read_continue)
+        self._gateway.go_on()
+        return _json(PauseAnswer(message="Generation continued successfully."))
+
+    async def info(self) -> Response:
+        """The digest and the name of the weights in use."""
+        weights = self._gateway.core.fleet.weights
+        return _json(
+            WeightInfo(
+                weight_version=weights.version,
+                weights=weights.target,
+                updating=weights.update is not None,
+                paused=weights.is_paused,
+            )
+        )
+
+
+def _json(body: object) -> Response:
+    return Response(msgspec.json.encode(body), media_type="application/json")
