@@ -424,7 +424,8 @@ class RequestBook:
 
 def _news(record: Record, delta: TextDelta, ending: Ending | None) -> ChoiceDelta:
     """What the client gets of this text."""
-    attempt, versions = record.attempt, ()
+    attempt = record.attempt
+    versions: tuple[tuple[int, str], ...] = ()
     if delta.token_ids and attempt is not None and attempt.weight_version != record.weight_version:
         record.weight_version = attempt.weight_version
         versions = ((delta.first, attempt.weight_version),)

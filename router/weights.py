@@ -83,6 +83,11 @@ class Update:
     held_since_s: float | None = None
     """Since when no request is placed."""
 
+    @property
+    def name(self) -> str:
+        """What people call the new weights."""
+        return self.version or self.weights
+
 
 @dataclass(slots=True)
 class Orders:
@@ -273,7 +278,7 @@ class FleetWeights:
             if life not in update.staged:
                 order = StageWeights(update=update.number, source=update.source, incarnation=life.incarnation)
                 return [*sends, Send(life.id, order)]
-            return [*sends, *([self._switch(member, update.number, update.weights, update.version)] if self._may(member) else [])]
+            return [*sends, *([self._switch(member, update.number, update.weights, update.name)] if self._may(member) else [])]
         if update is None and not self._fits(member) and self._source is not None and life in self._bringing:
             staged = self._bringing[life]
             if staged == self.target:
@@ -357,7 +362,7 @@ class FleetWeights:
 
     def _turn_to(self, update: Update, orders: Orders) -> None:
         """New requests go to the members that have changed; the others rest and follow."""
-        self.target, self.version, self._source = update.weights, update.version or update.weights, update.source
+        self.target, self.version, self._source = update.weights, update.name, update.source
         update.resting.clear()
         orders.goes_on = True
         for member in self._members():
@@ -369,7 +374,7 @@ class FleetWeights:
         self.update = None
         self._bringing.clear()
         same = update.weights == self.target
-        self.target, self.version = update.weights, update.version or (self.version if same else update.weights)
+        self.target, self.version = update.weights, (update.version or self.version) if same else update.name
         self._source = update.source
         orders.goes_on = True
         members = list(self._members())

@@ -23,6 +23,8 @@ class ReceivedAnswer:
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
     endings: list[Ending] = field(default_factory=list)
     cached_tokens: int = 0
+    versions: list[tuple[int, str]] = field(default_factory=list)
+    """From which token on which weights computed."""
 
 
 class Client:
@@ -48,6 +50,7 @@ class Client:
             answer.logprobs += delta.logprobs
             answer.prompt_logprobs += delta.prompt_logprobs
             answer.cached_tokens += delta.cached_tokens
+            answer.versions += delta.versions
             if delta.ending is not None:
                 answer.endings.append(delta.ending)
         return self._answers

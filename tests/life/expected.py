@@ -10,21 +10,23 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from common.executor import Chunk, RowStart, StepPlan
-from common.ids import Int32Array, pack_ids
+from common.ids import Digest, Int32Array, pack_ids
 from common.messages import Finished, TokenLogprob
 from common.sampling_params import SamplingParams
 from engine.grammar.grammars import ANY_TEXT
 from router.requests import RequestSpec
-from tests.engine.toy import ToyExecutor, toy_logprob
+from tests.engine.toy import TOY_WEIGHTS, ToyExecutor, toy_logprob
 from tests.life.asks import Ask, Choice
 from tests.life.client import Client
 
 CONTEXT_PAGES = 64
 
 
-def undisturbed(prompt: Sequence[int], max_tokens: int, temperature: float = 0.0, seed: int = 0) -> list[int]:
-    """The tokens that any fleet must answer, if nothing but their number ends the answer."""
-    executor = ToyExecutor(CONTEXT_PAGES, 1)
+def undisturbed(
+    prompt: Sequence[int], max_tokens: int, temperature: float = 0.0, seed: int = 0, weights: Digest = TOY_WEIGHTS
+) -> list[int]:
+    """The tokens that any fleet with these weights must answer, if nothing but their number ends the answer."""
+    executor = ToyExecutor(CONTEXT_PAGES, 1, weights=weights)
     ids: Int32Array = np.array(prompt, dtype=np.int32)
     sampling = SamplingParams(max_new_tokens=max_tokens, temperature=temperature, seed=seed)
     start = RowStart(0, np.arange(CONTEXT_PAGES, dtype=np.int32), sampling)
