@@ -5,14 +5,22 @@ Owns the reading of safetensors, and what a checkpoint is refused for before a w
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Sequence
+import os
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from hashlib import blake2b
 from math import prod
+from mmap import ACCESS_READ, mmap
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
+import msgspec
 from safetensors import SafetensorError, safe_open
 
 from common.errors import ConfigError
+from common.ids import Digest
 from common.model_path import CONFIG, read_json
 
 if TYPE_CHECKING:
@@ -49,6 +57,11 @@ def fingerprint(path: Path, *, weights: bool = True, ways: Sequence[str] = ()) -
     return digest.hexdigest()[:32]
 
 
+def config_digest(path: Path, ways: Sequence[str]) -> Digest:
+    """What must be equal in a fleet whatever its weights are: the config, and `ways` as in `fingerprint`."""
+    return Digest(fingerprint(path, weights=False, ways=ways))
+
+
 def weight_files(path: Path) -> list[Path]:
     """The safetensors files of a checkpoint, all there and whole. Raises ConfigError."""
     if (path / INDEX).exists():
@@ -69,15 +82,15 @@ def weight_files(path: Path) -> list[Path]:
     return files
 
 
-def check_weights(path: Path, ignored: Callable[[str], bool] = lambda name: False) -> None:
+def check_weights(files: Sequence[Path], ignored: Callable[[str], bool] = lambda name: False) -> None:
     """What the headers of the files tell before a weight is read: that no weight is there twice, and that none is quantised.
     ignored: which names nobody reads. Raises ConfigError.
     """
     places: dict[str, Path] = {}
-    for file in weight_files(path):
+    for file in files:
         for name, dtype in _dtypes(file).items():
             if name in places:
-                raise ConfigError(f"{path} has the weight {name} twice: in {places[name].name} and in {file.name}")
+                raise ConfigError(f"{file.parent} has the weight {name} twice: in {places[name].name} and in {file.name}")
             places[name] = file
             if dtype not in _FLOATS and not ignored(name):
                 raise ConfigError(
@@ -88,6 +101,11 @@ def check_weights(path: Path, ignored: Callable[[str], bool] = lambda name: Fals
 
 def _dtypes(file: Path) -> dict[str, str]:
     """The dtype of each tensor of a safetensors file, by its header. Raises ConfigError if the file is not whole."""
+    return {name: str(tensor["dtype"]) for name, tensor in _header(file)[0].items()}
+
+
+def _header(file: Path) -> tuple[dict[str, Any], int]:
+    """The header of a safetensors file, and where the tensors begin. Raises ConfigError if the file is not whole."""
     size = file.stat().st_size
     try:
         with file.open("rb") as opened:
@@ -95,14 +113,89 @@ def _dtypes(file: Path) -> dict[str, str]:
             header = json.loads(opened.read(header_bytes if header_bytes < size else 0))
         header.pop("__metadata__", None)
         needed = 8 + header_bytes + max((tensor["data_offsets"][1] for tensor in header.values()), default=0)
-        dtypes = {name: str(tensor["dtype"]) for name, tensor in header.items()}
+        if not all(isinstance(tensor["dtype"], str) for tensor in header.values()):
+            raise TypeError("a dtype is no text")
     except (AttributeError, LookupError, OSError, TypeError, ValueError) as error:
         raise ConfigError(f"{file} is not a safetensors file, or not a whole one: its header cannot be read") from error
     if needed != size:
         raise ConfigError(
             f"{file} is not a safetensors file, or not a whole one: by its header it has {needed} bytes, but it has {size}"
         )
-    return dtypes
+    return header, 8 + header_bytes
+
+
+TensorDigests: TypeAlias = Mapping[str, str]
+"""For each tensor of a model, by its name in a checkpoint: its dtype, shape and the digest of its bytes, in one text."""
+_HASHING_THREADS = 4
+_CACHE = "tandem/tensor-digests.json"
+_CACHED_FILES = 1_024
+
+
+def weights_digest(tensors: TensorDigests) -> Digest:
+    """What stands for all of them. It does not depend on the files that they came in."""
+    lines = "".join(f"{name} {text}\n" for name, text in sorted(tensors.items()))
+    return Digest(blake2b(lines.encode(), digest_size=16).hexdigest())
+
+
+def tensor_digests(files: Sequence[Path]) -> dict[str, str]:
+    """Those of all tensors in these safetensors files that a model reads. Reads every byte of a file, unless that was done before
+    and the file is the same by inode, size and time of its last change. Raises ConfigError."""
+    known, found = _read_cache(), dict[str, str]()
+    fresh: dict[str, dict[str, str]] = {}
+    for file in files:
+        status = file.stat()
+        key = f"{file.resolve()} {status.st_dev} {status.st_ino} {status.st_size} {status.st_mtime_ns}"
+        if key not in known:
+            known[key] = fresh[key] = _digests_of(file)
+        found |= known[key]
+    if fresh:
+        _write_cache({**_read_cache(), **fresh})
+    return found
+
+
+def _digests_of(file: Path) -> dict[str, str]:
+    header, begin = _header(file)
+
+    def digest(name: str) -> str:
+        tensor = header[name]
+        first, end = tensor["data_offsets"]
+        with memoryview(mapped)[begin + first : begin + end] as data:
+            return f"{tensor['dtype']} {tensor['shape']} {blake2b(data, digest_size=16).hexdigest()}"
+
+    names = [name for name in header if not _is_unread(name)]
+    with (
+        file.open("rb") as opened,
+        mmap(opened.fileno(), 0, access=ACCESS_READ) as mapped,
+        ThreadPoolExecutor(_HASHING_THREADS) as threads,
+    ):
+        return dict(zip(names, threads.map(digest, names), strict=True))
+
+
+def _is_unread(name: str) -> bool:
+    """It is a buffer that older versions of transformers saved; the config determines it."""
+    return name.endswith(".rotary_emb.inv_freq")
+
+
+def _cache_path() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / _CACHE
+
+
+def _read_cache() -> dict[str, dict[str, str]]:
+    """{} if there is none that can be read."""
+    try:
+        return msgspec.json.decode(_cache_path().read_bytes(), type=dict[str, dict[str, str]])
+    except (OSError, RuntimeError, msgspec.MsgspecError):
+        return {}
+
+
+def _write_cache(known: dict[str, dict[str, str]]) -> None:
+    """The newest entries. Others may write at the same time: the last one counts, and what is lost is computed again."""
+    path = _cache_path()
+    with suppress(OSError, RuntimeError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        new = path.with_suffix(f".{os.getpid()}-{threading.get_native_id()}")
+        new.write_bytes(msgspec.json.encode(dict(list(known.items())[-_CACHED_FILES:])))
+        new.replace(path)
 
 
 class StoredWeight:
@@ -126,13 +219,12 @@ class StoredWeight:
         return part
 
 
-def read_weights(path: Path, progress: Callable[[str], None]) -> Iterator[tuple[str, StoredWeight]]:
-    """Every weight of the checkpoint by name, one after the other. Raises ConfigError.
+def read_weights(files: Sequence[Path], progress: Callable[[str], None]) -> Iterator[tuple[str, StoredWeight]]:
+    """Every weight in these files by name, one after the other. Raises ConfigError.
 
     progress: is told how far in the files it is, at the start and now and then.
     """
-    check_weights(path)
-    files = weight_files(path)
+    check_weights(files)
     total_bytes = sum(file.stat().st_size for file in files)
     step_bytes = max(total_bytes // _MOST_REPORTS, _LEAST_REPORT_BYTES)
     passed_bytes, next_report = 0, 0
@@ -143,8 +235,8 @@ def read_weights(path: Path, progress: Callable[[str], None]) -> Iterator[tuple[
                     if passed_bytes >= next_report:
                         progress(f"loading weights: {passed_bytes / 1e9:.2f} of {total_bytes / 1e9:.2f} GB")
                         next_report += step_bytes
-                    if name.endswith(".rotary_emb.inv_freq"):
-                        continue  # a buffer that older versions of transformers saved; the config determines it
+                    if _is_unread(name):
+                        continue
                     stored = StoredWeight(file, opened.get_slice(name))
                     passed_bytes += stored.nbytes
                     yield name, stored

@@ -14,6 +14,7 @@ from common.config import EngineConfig, ModelConfig
 from common.errors import ConfigError, MemoryShort
 from common.executor import EngineDescription
 from common.host import HostMemory, host_memory_now, own_memory_bytes, sharers_of_host
+from common.ids import Digest
 from common.messages import EngineChoices, ModelIdentity
 from common.model_path import model_name
 from common.options import parse_memory
@@ -94,6 +95,8 @@ def describe(
     memory: MemoryRegion,
     *,
     fingerprint: str,
+    config: Digest,
+    weights: Digest,
     dtype: KVDtype,
     choices: EngineChoices = _NO_CHOICES,
 ) -> EngineDescription:
@@ -107,6 +110,7 @@ def describe(
             vocab_size=shape.vocab_size,
             context_tokens=budget.context_tokens,
             kv_heads=shape.kv_heads,
+            config=config,
         ),
         layout=layout,
         total_pages=budget.total_pages,
@@ -115,6 +119,7 @@ def describe(
         eos_token_ids=shape.eos_token_ids,
         device=memory.device,
         choices=choices,
+        weights=weights,
     )
 
 

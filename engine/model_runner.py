@@ -34,6 +34,7 @@ from engine.backends import (
     make_kernels,
     with_device_defaults,
 )
+from engine.checkpoint import weight_files
 from engine.gpu.flashinfer import AttentionNeeds, PrefillKernels
 from engine.grammar.compiler import vocabulary_of
 from engine.grammar.compiler_process import CompilerProcess
@@ -53,9 +54,10 @@ from engine.kv_budget import (
 )
 from engine.kv_memory import KVMemory, KVMemoryMeter, torch_dtype, total_bytes
 from engine.logits_processors import make_processors
-from engine.models.registry import load_model, model_fingerprint
+from engine.models.registry import load_model, model_digests
 from engine.models.served_shape import read_served_shape
 from engine.models.shape import check_ranks
+from engine.models.staging import ModelWeights
 from engine.models.weights import Loading
 from engine.parallel import ALONE, Group
 from engine.replay import CudaGraphs, GraphMaker, ladder, load_recorder
@@ -176,6 +178,8 @@ class ModelRunner:
         with self.on_device():
             self._kernels = make_kernels(self._device)
             self.model = load_model(path, shape, loading, self._kernels, progress)
+            files = None if engine.load_format == "dummy" else weight_files(path)
+            self.weights = ModelWeights(self.model, shape, loading, self._kernels, files)
             budget = self._budget(given)
             progress(f"making {budget.total_pages} KV pages of {layout.page_bytes} bytes")
             self.memory = KVMemory(layout, budget.total_pages, self._device)
@@ -186,6 +190,7 @@ class ModelRunner:
                 elif not is_cuda and engine.graphs != "off":
                     self._record(self.steps)
                 self._warm_up(self.steps, budget.context_tokens)  # last: a capture gives back what torch keeps for steps
+        fingerprint, config = model_digests(path, shape, loading)
         self.description = describe(
             model,
             engine,
@@ -193,7 +198,9 @@ class ModelRunner:
             layout,
             budget,
             self.memory.region,
-            fingerprint=model_fingerprint(path, shape, loading),
+            fingerprint=fingerprint,
+            config=config,
+            weights=self.weights.digest,
             dtype=dtype_name,
             choices=EngineChoices(attention="" if self._chosen is None else self._chosen[0], graphs=self._graphs),
         )

@@ -12,8 +12,10 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from hashlib import blake2b
 from pathlib import Path
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -21,8 +23,9 @@ from common.config import EngineConfig, ModelConfig
 from common.errors import ConfigError, MemoryShort
 from common.executor import NO_LOGPROBS, EngineDescription, Logprobs, StepPlan, StepResult
 from common.host import host_memory_now
-from common.ids import Int32Array
+from common.ids import Digest, Int32Array
 from common.messages import TokenLogprob
+from common.messages.weights import WeightsSource
 from common.model_path import resolve_model_path
 from common.pages.host_memory import digest, host_memory
 from common.pages.layout import SPARE_PAGES, KVDtype, MemoryRegion
@@ -70,6 +73,18 @@ class TimedStep:
         return self.result if self.clock() >= self.ends_s else None
 
 
+class NamedWeights:
+    """Weights of which nothing but the name counts: ready at once, whatever they are. Implements `StagedWeights`."""
+
+    ends_s: float | None = None
+
+    def __init__(self, source: WeightsSource) -> None:
+        self._name = blake2b(msgspec.msgpack.encode(source), digest_size=16).hexdigest()
+
+    def poll(self) -> Digest:
+        return Digest(self._name)
+
+
 class TimedExecutor:
     """Implements `common.executor.Executor`.
 
@@ -98,6 +113,7 @@ class TimedExecutor:
         """The rows that ask for log probabilities."""
         self._pooled: set[int] = set()
         """The rows that ask for an embedding."""
+        self.weights = description.weights
 
     def launch(self, plan: StepPlan) -> TimedStep:
         for start in plan.starts:
@@ -132,6 +148,16 @@ class TimedExecutor:
 
     def prepare(self, grammar: Grammar, owner: str = "") -> AnythingGoes:
         return AnythingGoes(grammar, "the timed executor")
+
+    def stage(self, source: WeightsSource) -> "NamedWeights":
+        self._staged = NamedWeights(source)
+        return self._staged
+
+    def switch(self) -> None:
+        self.weights = self._staged.poll()
+
+    def drop_staged(self) -> None:
+        """Nothing is held."""
 
     def digest_pages(self, pages: Int32Array) -> bytes:
         return digest(self.pages[page] for page in pages.tolist())
@@ -176,8 +202,10 @@ class TimedCheckpoint(TimedExecutor):
         except MemoryError as error:
             raise MemoryShort(f"--kv-memory: cannot allocate {pool_bytes} bytes for KV pages: {error}") from error
         region = MemoryRegion(address=memory.ctypes.data, region_bytes=pool_bytes, device="cpu")
-        digest_of_way = fingerprint(path, weights=False, ways=[COMPUTES_NOTHING])
-        description = describe(model, engine, shape, layout, budget, region, fingerprint=digest_of_way, dtype=dtype)
+        way = fingerprint(path, weights=False, ways=[COMPUTES_NOTHING])
+        description = describe(
+            model, engine, shape, layout, budget, region, fingerprint=way, config=Digest(way), weights=Digest(way), dtype=dtype
+        )
         pace = Pace(StepCost.parse(engine.step_cost), time.monotonic)
         words = plain_words(path, shape.vocab_size, shape.eos_token_ids)
         super().__init__(description, pace, words, memory.reshape(-1, layout.page_bytes))

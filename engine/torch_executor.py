@@ -14,9 +14,10 @@ from dataclasses import dataclass
 import torch
 
 from common.config import EngineConfig, ModelConfig
-from common.errors import BadRequest, TandemError
+from common.errors import BadRequest, ConfigError, TandemError
 from common.executor import ExecutorFailed, StepPlan, StepResult
-from common.ids import Int32Array
+from common.ids import Digest, Int32Array
+from common.messages.weights import WeightsSource
 from common.options import refuse_without_effect
 from common.sampling_params import Grammar
 from engine.backends import device_of
@@ -24,6 +25,7 @@ from engine.cpu.lent_cores import LentCores
 from engine.grammar.grammars import CompiledSoon, refused
 from engine.kv_budget import Agree, as_offered
 from engine.model_runner import ModelRunner
+from engine.models.staging import ModelWeights, StagedModel
 from engine.parallel import ALONE, Group
 from engine.step_runner import PendingStep
 
@@ -54,6 +56,41 @@ def _is_llvm(library: ctypes.CDLL) -> bool:
         return bool(library.__kmpc_fork_call)
     except AttributeError:
         return False
+
+
+class StagingThread:
+    """Makes new weights ready beside the steps. Implements `StagedWeights`. wake: called when it has ended."""
+
+    def __init__(self, weights: ModelWeights, source: WeightsSource, wake: Callable[[], None]) -> None:
+        self._weights, self._source, self._wake = weights, source, wake
+        self._is_wanted = True
+        self.staged: StagedModel | None = None
+        self._failure: Exception | None = None
+        self.ends_s: float | None = None
+        threading.Thread(target=self._run, name="staging", daemon=True).start()
+
+    def poll(self) -> Digest | None:
+        if isinstance(self._failure, TandemError):
+            raise self._failure
+        if self._failure is not None:
+            raise ConfigError(f"the new weights cannot be used: {self._failure!r}") from self._failure
+        return None if self.staged is None else self.staged.digest
+
+    def drop(self) -> None:
+        """Nobody wants them: the memory is given back as soon as may be."""
+        self._is_wanted, self.staged = False, None
+
+    def _run(self) -> None:
+        try:
+            staged = self._weights.stage(self._source, self._go_on)
+            self.staged = staged if self._is_wanted else None
+        except Exception as error:  # noqa: BLE001 - the thread's outermost door; `poll` raises it
+            self._failure = error
+        self._wake()
+
+    def _go_on(self, _: str) -> None:
+        if not self._is_wanted:
+            raise ConfigError("nobody wants these weights any more")
 
 
 STEPS_QUEUED = 8
@@ -111,7 +148,9 @@ class TorchExecutor:
             end_own_pool()  # the engine thread computes from now on
         self.description = self._runner.description
         self._wake = wake
-        self._steps: queue.Queue[StepInFlight | None] = queue.Queue(STEPS_QUEUED)
+        self.weights = self.description.weights
+        self._staging: StagingThread | None = None
+        self._steps: queue.Queue[StepInFlight | StagedModel | None] = queue.Queue(STEPS_QUEUED)
         self._launched: queue.SimpleQueue[tuple[StepInFlight, PendingStep] | None] = queue.SimpleQueue()
         self._threads = [
             threading.Thread(target=self._launch_steps, name="engine", daemon=True),
@@ -130,6 +169,24 @@ class TorchExecutor:
         if self._runner.grammars is None:
             return refused(BadRequest(f"{grammar.kind}: this instance runs with --grammar off: leave it out", grammar.kind))
         return self._runner.grammars.prepare(grammar, self._wake, owner)
+
+    def stage(self, source: WeightsSource) -> StagingThread:
+        self.drop_staged()
+        self._staging = StagingThread(self._runner.weights, source, self._wake)
+        return self._staging
+
+    def switch(self) -> None:
+        """The engine thread takes them over before the next step."""
+        assert self._staging is not None and self._staging.staged is not None, "nothing is ready"
+        staged = self._staging.staged
+        self.weights = staged.digest
+        self._steps.put_nowait(staged)
+        self.drop_staged()
+
+    def drop_staged(self) -> None:
+        if self._staging is not None:
+            self._staging.drop()
+            self._staging = None
 
     def digest_pages(self, pages: Int32Array) -> bytes:
         return self._runner.memory.digest_pages(pages)
@@ -159,9 +216,18 @@ class TorchExecutor:
         """On CPU with cores that others lend, where a launch is the whole step, the threads follow what is lent."""
         torch.set_num_threads(self._threads_now)
         follow = None if self._cores is None else self._follow_lent_cores
+        broken: Exception | None = None
         with self._runner.on_device():
             while (step := self._steps.get()) is not None:
+                if isinstance(step, StagedModel):
+                    try:
+                        self._runner.weights.switch(step)
+                    except Exception as error:  # noqa: BLE001 - as below; a half of other weights computes nothing
+                        broken = error
+                    continue
                 try:
+                    if broken is not None:
+                        raise broken
                     if self._cores is not None:
                         self._cores.begin()
                         self._follow_lent_cores()

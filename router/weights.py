@@ -113,6 +113,8 @@ class FleetWeights:
         """What people call them."""
         self._source: WeightsSource | None = None
         """How a newcomer gets them; None: it must have them."""
+        self._source_number = 0
+        """The number of the update that brought them."""
         self._bringing: dict[Life, Digest | None] = {}
         """Newcomers that had others, and what they have staged so far."""
         self.update: Update | None = None
@@ -217,7 +219,7 @@ class FleetWeights:
                 who = f"{member.info.id} cannot use the new weights: {message.failed.message}"
                 error = BadRequest(who, message.failed.field) if message.failed.status == BadRequest.status else Unavailable(who)
                 return self._fail(error)
-        elif message.update == self._number and life in self._bringing:
+        elif message.update == self._source_number and life in self._bringing:
             self._bringing[life] = message.weights
             if message.weights != self.target:
                 reason = message.failed.message if message.failed is not None else f"it has read {message.weights}"
@@ -282,9 +284,9 @@ class FleetWeights:
         if update is None and not self._fits(member) and self._source is not None and life in self._bringing:
             staged = self._bringing[life]
             if staged == self.target:
-                return [*sends, self._switch(member, self._number, self.target, self.version)]
+                return [*sends, self._switch(member, self._source_number, self.target, self.version)]
             if staged is None:
-                stage = StageWeights(update=self._number, source=self._source, incarnation=life.incarnation)
+                stage = StageWeights(update=self._source_number, source=self._source, incarnation=life.incarnation)
                 return [*sends, Send(life.id, stage)]
         if member.weights == self.target and member.weight_version != self.version:
             sends.append(self._switch(member, 0, self.target, self.version))
@@ -362,7 +364,8 @@ class FleetWeights:
 
     def _turn_to(self, update: Update, orders: Orders) -> None:
         """New requests go to the members that have changed; the others rest and follow."""
-        self.target, self.version, self._source = update.weights, update.name, update.source
+        self.target, self.version = update.weights, update.name
+        self._source, self._source_number = update.source, update.number
         update.resting.clear()
         orders.goes_on = True
         for member in self._members():
@@ -375,7 +378,7 @@ class FleetWeights:
         self._bringing.clear()
         same = update.weights == self.target
         self.target, self.version = update.weights, (update.version or self.version) if same else update.name
-        self._source = update.source
+        self._source, self._source_number = update.source, update.number
         orders.goes_on = True
         members = list(self._members())
         for member in members:

@@ -52,6 +52,9 @@ class PackedProduct(Protocol):
     def __call__(self, x: Tensor, packed: Packed) -> Tensor:
         """x: [rows, inputs]. Returns [rows, outputs]; of a gated layer silu(gate) * the other half."""
 
+    def unpack(self, packed: Packed, outputs: int, inputs: int) -> Tensor:
+        """The weight that was packed, [outputs, inputs], in its own dtype and order."""
+
 
 MISSING = (RuntimeError, AttributeError, NotImplementedError)
 """What a product raises that does not work here. AttributeError: torch does not have the op."""
@@ -71,6 +74,9 @@ class OneDnnProduct:
     def __call__(self, x: Tensor, packed: Packed) -> Tensor:
         out: Tensor = torch.ops.mkldnn._linear_pointwise.default(x, packed.weight, packed.bias, "none", [], "")
         return self._kernels.silu_and_mul(out) if packed.gated else out
+
+    def unpack(self, packed: Packed, outputs: int, inputs: int) -> Tensor:
+        return packed.weight.to_dense()
 
 
 class OneDnnInt8Product:
@@ -101,6 +107,9 @@ class OneDnnInt8Product:
         if packed.bias is not None:
             out.add_(packed.bias)
         return self._kernels.silu_and_mul(out) if packed.gated else out
+
+    def unpack(self, packed: Packed, outputs: int, inputs: int) -> Tensor:
+        return packed.weight.to_dense()
 
 
 MOST_INPUTS = 2**16
@@ -134,6 +143,17 @@ class NativeProduct:
         if weight.dtype == torch.int8:
             packed = packed.view(torch.uint8).bitwise_xor_(SIGN)
         return Packed(packed, self._in_blocks(bias, gated), self._in_blocks(scale, gated), outputs // (1 + gated), gated)
+
+    def unpack(self, packed: Packed, outputs: int, inputs: int) -> Tensor:
+        together, even = self._together, inputs // self._together
+        source = packed.weight if together == 1 else packed.weight.bitwise_xor(SIGN).view(torch.int8)
+        weight = source.new_empty(outputs, inputs)
+        for within, places, rows in self._pieces(weight, packed.gated):
+            taken = source[within, :, places].transpose(1, 2)
+            rows[..., : even * together] = taken[:, :, :even].reshape(*rows.shape[:2], even * together)
+            if even < source.shape[1]:
+                rows[..., even * together :] = taken[:, :, -1, : inputs % together]
+        return weight
 
     def __call__(self, x: Tensor, packed: Packed) -> Tensor:
         """x: float32. Returns float32."""

@@ -100,7 +100,7 @@ class Decoder:
         capturable: bool = True,
         group: Group = ALONE,
     ) -> None:
-        self.shape = shape
+        self.shape, self.slots = shape, slots
         self.capturable = capturable
         self.spared_bytes = 0
         self._group = group
@@ -115,9 +115,9 @@ class Decoder:
         self._norm = slots.tensor("model.norm.weight", shape.hidden)
         if shape.tied:
             slots.tie(HEAD, EMBEDDING, embedding[: len(held)])
-            self._head = slots.head(embedding, shared=True)
+            self._head = slots.head(embedding)
         else:
-            self._head = slots.head(slots.rows(HEAD, held, rows, shape.vocab_size, shape.hidden))
+            self._head = slots.head(slots.rows(HEAD, held, rows, shape.vocab_size, shape.hidden), HEAD)
         frequencies, self._attention_factor = rotary_frequencies(shape.rope, shape.head_dim, context_tokens)
         self._frequencies = frequencies.to(embedding.device)
 

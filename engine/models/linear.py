@@ -52,6 +52,8 @@ class Linear:
     product: PackedProduct | None = None
     """The one over the packed weight."""
     packed: Packed | None = None
+    inputs: int = 0
+    """Columns of a weight that is packed."""
 
     def __call__(self, x: Tensor) -> Tensor:
         """[tokens, inputs] → [tokens, outputs]; with a gate half as many."""
@@ -72,8 +74,31 @@ class Linear:
         assert self.weight is not None
         self.packed_rows, self.product = packed_rows, product
         self.packed = product.pack(self.weight, self.bias, gated=self.gate is not None)
+        self.inputs = self.weight.shape[1]
         if not keeps_weight:
             self.weight = None
+
+    def read(self, rows: slice) -> Tensor:
+        """Some outputs, [rows, inputs], as they were set."""
+        if self.weight is not None:
+            return self.weight[rows]
+        assert self.product is not None and self.packed is not None
+        outputs = self.packed.outputs * (2 if self.packed.gated else 1)
+        return self.product.unpack(self.packed, outputs, self.inputs)[rows]
+
+    def pack_as(self, other: "Linear") -> None:
+        """Pack it as another one of the same shape is packed."""
+        if other.product is not None:
+            self.pack(other.product, other.packed_rows, keeps_weight=other.weight is not None)
+
+    def take_over(self, other: "Linear") -> None:
+        """Compute with the weights of another one that is made and packed alike. They are copied into the memory of the present
+        ones, whose addresses graphs and recordings hold. oneDNN's packed weights cannot be copied into, and no recording has
+        them."""
+        _copy(self.weight, other.weight)
+        _copy(self.bias, other.bias)
+        if self.packed is not None and other.packed is not None:
+            self.packed = _taken_over(self.packed, other.packed)
 
 
 @dataclass(slots=True)
@@ -118,6 +143,15 @@ class Fp8Linear:
         self.scale[0, rows].copy_(scales[:, 0])
         return given
 
+    def read(self, rows: slice) -> Tensor:
+        """Some outputs, [rows, inputs] float32, as exact as FP8 is."""
+        return self.weight[rows].float() * self.scale[0, rows, None]
+
+    def take_over(self, other: "Fp8Linear") -> None:
+        """As `Linear.take_over`."""
+        for mine, theirs in ((self.weight, other.weight), (self.scale, other.scale), (self.bias, other.bias)):
+            _copy(mine, theirs)
+
 
 _BLOCK_ROWS = 4096
 """So many outputs are quantised at a time: it takes memory besides the weight's."""
@@ -135,6 +169,8 @@ class Int8Linear:
     kernels: Kernels
     gated: bool = False
     packed: Packed | None = None
+    inputs: int = 0
+    """Columns of a weight that is packed."""
 
     @classmethod
     def empty(
@@ -168,7 +204,35 @@ class Int8Linear:
     def pack(self) -> None:
         """After this it computes, and takes no more weights."""
         assert self.weight is not None
+        self.inputs = self.weight.shape[1]
         self.packed, self.weight = self.product.pack(self.weight, self.bias, self.scale, gated=self.gated), None
+
+    def read(self, rows: slice) -> Tensor:
+        """Some outputs, [rows, inputs] float32, as exact as int8 is: quantised again they give the same numbers."""
+        assert self.packed is not None
+        weight = self.product.unpack(self.packed, len(self.scale), self.inputs)
+        return weight[rows].float() * self.scale[rows, None]
+
+    def take_over(self, other: "Int8Linear") -> None:
+        """As `Linear.take_over`."""
+        assert self.packed is not None and other.packed is not None
+        _copy(self.scale, other.scale)
+        _copy(self.bias, other.bias)
+        self.packed = _taken_over(self.packed, other.packed)
+
+
+def _copy(into: Tensor | None, new: Tensor | None) -> None:
+    if into is not None and new is not None:
+        into.copy_(new)
+
+
+def _taken_over(live: Packed, new: Packed) -> Packed:
+    """The packed weight of a layer that has taken over another one's."""
+    if live.weight.layout is not torch.strided:
+        return new
+    for mine, theirs in zip(live[:3], new[:3], strict=True):
+        _copy(mine, theirs)
+    return live
 
 
 AnyLinear: TypeAlias = Linear | Fp8Linear | Int8Linear

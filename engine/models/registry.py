@@ -12,8 +12,9 @@ from pathlib import Path
 import torch
 
 from common.errors import ConfigError, MemoryShort
+from common.ids import Digest
 from common.model_path import CONFIG
-from engine.checkpoint import fingerprint, read_weights
+from engine.checkpoint import config_digest, fingerprint, read_weights, weight_files
 from engine.models.decoder import Decoder
 from engine.models.moe import grouped, mlp_of_layer, one_by_one, why_not_grouped, with_one_spelling
 from engine.models.shape import ModelShape, ServedShape, share_of
@@ -22,8 +23,9 @@ from engine.ports import Model
 from engine.torch_kernels import Kernels
 
 
-def model_fingerprint(path: Path, shape: ServedShape, loading: Loading) -> str:
-    """Equal for instances that load the same checkpoint in the same way."""
+def model_digests(path: Path, shape: ServedShape, loading: Loading) -> tuple[str, Digest]:
+    """The fingerprint, which is equal for instances that load the same checkpoint in the same way, and the digest of the config
+    and of that way alone."""
     ways = [f"answers end at {list(shape.eos_token_ids)}"]  # generation_config.json may name them, which no digest reads
     if loading.load_format == "dummy":
         ways.append(f"random weights made on {loading.device.type}")
@@ -31,7 +33,7 @@ def model_fingerprint(path: Path, shape: ServedShape, loading: Loading) -> str:
         ways.append(f"weights in {loading.quantization}")
     if isinstance(shape, ModelShape) and shape.rope.kind in ("dynamic", "longrope"):
         ways.append(f"rotary embedding for {loading.context_tokens} tokens")
-    return fingerprint(path, weights=loading.load_format != "dummy", ways=ways)
+    return fingerprint(path, weights=loading.load_format != "dummy", ways=ways), config_digest(path, ways)
 
 
 def load_model(path: Path, shape: ServedShape, loading: Loading, kernels: Kernels, progress: Callable[[str], None]) -> Model:
@@ -67,7 +69,7 @@ def _loaded(path: Path, shape: ServedShape, loading: Loading, kernels: Kernels, 
         progress("making random weights")
         slots.fill_random()
     else:
-        slots.fill(with_one_spelling(read_weights(path, progress)))
+        slots.fill(with_one_spelling(read_weights(weight_files(path), progress)))
     model.spared_bytes = slots.pack(loading.sharers, progress)
     return model
 

@@ -74,6 +74,10 @@ class TransformersModel:
         logits: Tensor = self._head(inputs_embeds=hidden[None], use_cache=False).logits
         return logits[0].float()
 
+    def tensors(self) -> Iterator[Tensor]:
+        """All weights, in one order."""
+        yield from self._causal.parameters()
+
     def _decode(self, token_ids: Tensor, positions: Tensor, calls: Calls) -> Tensor:
         out = self._decoder(input_ids=token_ids[None], position_ids=positions[None], use_cache=False, tandem_calls=calls)
         hidden: Tensor = out.last_hidden_state
@@ -121,7 +125,7 @@ def load_transformers_model(
 
 
 def _loaded(path: Path, shape: ServedShape, loading: Loading) -> PreTrainedModel:
-    weight_files(path)
+    files = weight_files(path)
     causal, found = AutoModelForCausalLM.from_pretrained(
         path, dtype=loading.dtype, use_safetensors=True, local_files_only=True, trust_remote_code=False, output_loading_info=True
     )
@@ -130,7 +134,7 @@ def _loaded(path: Path, shape: ServedShape, loading: Loading) -> PreTrainedModel
         if names:
             raise ConfigError(f"{path} {what} {shape.architecture}: {', '.join(names[:5])}")
     ignored = causal._keys_to_ignore_on_load_unexpected or ()
-    check_weights(path, lambda name: any(re.search(pattern, name) for pattern in ignored))
+    check_weights(files, lambda name: any(re.search(pattern, name) for pattern in ignored))
     return causal.to(loading.device)
 
 

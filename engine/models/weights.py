@@ -5,9 +5,10 @@ ranks, each has parts of some weights and nothing of others (`shape.share_of`), 
 copied is in memory twice. Does not know files or architectures.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import partial
+from math import prod
 from typing import Protocol
 from zlib import crc32
 
@@ -55,12 +56,19 @@ class WeightPart:
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """shape: of the weight in the checkpoint. cut: what of it this rank has. put: copies that to its place, and returns what is
-    not finite if the weight is not finite there, on the device."""
+    """shape: of the weight in the checkpoint. cut: what of it this rank has. put: copies that to its place, before anything is
+    packed, and returns what is not finite if the weight is not finite there, on the device. read: what is at its place."""
 
     shape: tuple[int, ...]
     put: Callable[[Tensor], Tensor]
+    read: Callable[[], Tensor]
     cut: Cut = ()
+
+    @property
+    def items(self) -> int:
+        """How many numbers this rank has of it."""
+        held = [part.stop - part.start for part in self.cut]
+        return int(prod(held) * prod(self.shape[len(held) :]))
 
 
 class WeightSlots:
@@ -80,6 +88,10 @@ class WeightSlots:
         self._tied: dict[str, tuple[Slot, Tensor]] = {}
         self._float_products = [] if quantization == "int8" else float_products(dtype, device, kernels)
         self._packable: list[Linear] = []
+        self._layers: list[AnyLinear] = []
+        """All linear layers, in the order in which they were made."""
+        self._tensors: list[Tensor] = []
+        """All other weights."""
 
     def tensor(self, name: str, *shape: int) -> Tensor:
         """The weight of this name, and nothing else, in one tensor."""
@@ -110,22 +122,34 @@ class WeightSlots:
             made = self._empty_int8(outputs, len(columns), added, gated=gated)
         else:
             made = self.product(self.empty(outputs, len(columns)), added, gate)
+        self._layers.append(made)
         begin = 0
         for part in parts:
             rows, cut = slice(begin, begin + len(part.rows)), (_slice(part.rows), _slice(columns))
-            self.slots[f"{part.name}.weight"] = Slot((part.outputs, inputs), partial(made.put, rows), cut)
+            self.slots[f"{part.name}.weight"] = Slot(
+                (part.outputs, inputs), partial(made.put, rows), partial(made.read, rows), cut
+            )
             if added is not None:
-                self.slots[f"{part.name}.bias"] = Slot((part.outputs,), added[rows].copy_, cut[:1])
+                place = added[rows]
+                self.slots[f"{part.name}.bias"] = Slot((part.outputs,), place.copy_, place.clone, cut[:1])
             elif bias:
                 self.expect_elsewhere(f"{part.name}.bias", part.outputs)
             begin += len(part.rows)
         return made
 
-    def head(self, weight: Tensor, *, shared: bool = False) -> AnyLinear:
-        """The output head. shared: the weight is that of the embedding too."""
+    def head(self, weight: Tensor, name: str | None = None) -> AnyLinear:
+        """The output head, over a weight of `rows`. name: of that weight, which is the layer's alone; None: it is the embedding's
+        too."""
         if self._quantization == "int8":
-            return self._empty_int8(weight.shape[0], weight.shape[1], source=weight)
-        return self.product(weight, shared=shared)
+            made: AnyLinear = self._empty_int8(weight.shape[0], weight.shape[1], source=weight)
+        else:
+            made = self.product(weight, shared=name is None)
+        self._layers.append(made)
+        if name is not None:  # the layer may drop the plain weight
+            slot, self._tensors[-1:] = self.slots[name], []
+            rows = slice(0, slot.cut[0].stop - slot.cut[0].start)
+            self.slots[name] = Slot(slot.shape, slot.put, partial(made.read, rows), slot.cut)
+        return made
 
     def product(self, weight: Tensor, bias: Tensor | None = None, gate: Gate | None = None, *, shared: bool = False) -> Linear:
         """A layer in the model's dtype. shared: the weight is used elsewhere too."""
@@ -137,14 +161,48 @@ class WeightSlots:
     def pack(self, sharers: int, progress: Callable[[str], None]) -> int:
         """Pack what is faster so, when all weights are filled. sharers: processes of this host that have equal parts of it.
         Returns `Model.spared_bytes`."""
-        self.slots.clear()  # they hold plain weights, which are to be dropped
-        self._tied.clear()
+        self._pack_int8()
+        self._drop_puts()
+        return pack_all(self._packable, self._float_products, sharers, progress)
+
+    def pack_as(self, other: "WeightSlots") -> None:
+        """Pack what the same layers of another one have packed."""
+        self._pack_int8()
+        self._drop_puts()
+        for layer, packed in zip(self._packable, other._packable, strict=True):
+            layer.pack_as(packed)
+
+    def take_over(self, other: "WeightSlots") -> None:
+        """The weights of another one, which is made and packed alike, are copied into the memory of these."""
+        for layer, new in zip(self._layers, other._layers, strict=True):
+            layer.take_over(new)  # type: ignore[arg-type]
+        for tensor, new_tensor in zip(self._tensors, other._tensors, strict=True):
+            tensor.copy_(new_tensor)
+
+    def fill_from(self, other: "WeightSlots", weights: Iterable[tuple[str, Stored]]) -> None:
+        """These weights of a checkpoint, and of all others what another one has. Raises ConfigError as `fill` does."""
+        given = dict(weights)
+        rest = self.slots.keys() - given.keys()
+        self.fill(given.items(), rest | self._elsewhere.keys())
+        for name in rest:
+            self.slots[name].put(other.slots[name].read())
+
+    @property
+    def nbytes(self) -> int:
+        """How much memory another one like this takes while it is filled."""
+        return sum(slot.items for slot in self.slots.values()) * self._dtype.itemsize
+
+    def _pack_int8(self) -> None:
         while self._int8:
             layer, source = self._int8.pop()
             if source is not None:
                 layer.put(slice(None), source)
             layer.pack()
-        return pack_all(self._packable, self._float_products, sharers, progress)
+
+    def _drop_puts(self) -> None:
+        """Nothing is put any more: what does it holds plain weights, which are to be dropped."""
+        self.slots = {name: Slot(slot.shape, _refuse_put, slot.read, slot.cut) for name, slot in self.slots.items()}
+        self._tied.clear()
 
     def _empty_int8(
         self, outputs: int, inputs: int, bias: Tensor | None = None, source: Tensor | None = None, gated: bool = False
@@ -159,7 +217,9 @@ class WeightSlots:
         """Some rows of the weight of this name, [outputs, inputs] in the checkpoint, and zeros below them: [rows, inputs]."""
         made = self.empty(rows, inputs)
         made[len(here) :].zero_()
-        self.slots[name] = Slot((outputs, inputs), made[: len(here)].copy_, (_slice(here),))
+        place = made[: len(here)]
+        self._tensors.append(made)
+        self.slots[name] = Slot((outputs, inputs), place.copy_, place.clone, (_slice(here),))
         return made
 
     def empty(self, *shape: int) -> Tensor:
@@ -167,7 +227,8 @@ class WeightSlots:
 
     def expect(self, name: str, place: Tensor) -> None:
         """The weight of this name goes to `place`, which may be a part of a larger tensor, and is converted to its dtype."""
-        self.slots[name] = Slot(tuple(place.shape), place.copy_)
+        self._tensors.append(place)
+        self.slots[name] = Slot(tuple(place.shape), place.copy_, place.clone)
 
     def expect_elsewhere(self, name: str, *shape: int) -> None:
         """The weight of this name is for other ranks: it must be there, and is not read."""
@@ -189,8 +250,9 @@ class WeightSlots:
                 weight.normal_(0.0, _RANDOM_SPREAD, generator=generator.manual_seed(seed + crc32(name.encode())))
             slot.put(weight[slot.cut])
 
-    def fill(self, weights: Iterable[tuple[str, Stored]]) -> None:
-        """Copy each weight to its place. Raises ConfigError when one is missing, unknown, of another shape or not finite."""
+    def fill(self, weights: Iterable[tuple[str, Stored]], optional: Set[str] = frozenset()) -> None:
+        """Copy each weight to its place. optional: names that may be missing. Raises ConfigError when another one is, or one is
+        unknown, of another shape or not finite."""
         missing = {name: slot.shape for name, slot in self.slots.items()} | self._elsewhere
         ranges: dict[str, Tensor] = {}
         unknown: list[str] = []
@@ -210,8 +272,8 @@ class WeightSlots:
                 found = slot.put(stored[slot.cut])
                 if found.numel():
                     ranges[name] = torch.stack(torch.aminmax(found))  # both are NaN if one item is
-        if missing:
-            raise ConfigError(f"the checkpoint lacks weights that its config.json asks for: {_listed(missing)}")
+        if lacking := missing.keys() - optional:
+            raise ConfigError(f"the checkpoint lacks weights that its config.json asks for: {_listed(lacking)}")
         if unknown:
             raise ConfigError(f"the checkpoint has weights that its config.json does not ask for: {_listed(unknown)}")
         self._refuse_infinite(ranges)
@@ -224,12 +286,18 @@ class WeightSlots:
 
     def _refuse_infinite(self, ranges: Mapping[str, Tensor]) -> None:
         """ranges: the least and the largest item of each weight, on the device. It waits for the device once."""
+        if not ranges:
+            return
         finite = torch.stack([found.float() for found in ranges.values()]).isfinite().all(-1).tolist()
         bad = [name for name, fine in zip(ranges, finite, strict=True) if not fine]
         if bad:
             fix = "; float16 ends at 65504: give --dtype bfloat16" if self._dtype == torch.float16 else ""
             asked = str(self._dtype).removeprefix("torch.")
             raise ConfigError(f"the checkpoint has weights that are infinite or not numbers in {asked}: {_listed(bad)}{fix}")
+
+
+def _refuse_put(weight: Tensor) -> Tensor:
+    raise AssertionError("what is packed takes no more weights")
 
 
 def _slice(held: range) -> slice:

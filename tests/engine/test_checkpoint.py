@@ -11,11 +11,11 @@ from safetensors.torch import save_file
 from common.errors import ConfigError
 from common.model_path import resolve_model_path
 from engine import checkpoint
-from engine.checkpoint import fingerprint, read_weights
+from engine.checkpoint import fingerprint, read_weights, weight_files
 
 
 def names(path: Path, lines: list[str] | None = None) -> list[str]:
-    return [name for name, _ in read_weights(path, ([] if lines is None else lines).append)]
+    return [name for name, _ in read_weights(weight_files(path), ([] if lines is None else lines).append)]
 
 
 def write_shards(path: Path) -> None:
@@ -95,7 +95,7 @@ def test_a_last_shard_that_is_not_whole_is_refused_before_the_first_is_read(tmp_
     for content in (whole[:-8], whole + b"more", whole[:20], b"", b"\xff" * 30):
         last.write_bytes(content)
         with pytest.raises(ConfigError, match=r"model-1.safetensors is not a safetensors file, or not a whole one"):
-            next(read_weights(tmp_path, lambda text: None))
+            next(read_weights(weight_files(tmp_path), lambda text: None))
 
 
 def test_a_weight_that_is_in_two_shards_is_said_to_be_there_twice(tmp_path: Path) -> None:

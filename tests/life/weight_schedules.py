@@ -29,7 +29,7 @@ from tests.life.expected import undisturbed
 from tests.life.fleet import ToyFleet, World
 from tests.life.ranks import ToySize
 
-WINDOW_S, SETTLE_S = 8.0, 400.0
+WINDOW_S, SETTLE_S, LOOK_S = 8.0, 400.0, 0.3
 ORDERS = ("StageWeights", "WeightsStaged", "SwitchWeights", "DropWeights", "HoldSteps")
 SIZE = ToySize(pages=64, rows=6, chunk_tokens=8, request_timeout_s=300.0, cost=StepCost(0.02, 0.0005, 0.001))
 
@@ -86,22 +86,22 @@ class WeightsTrial:
         deeds += [self._pause] * self.random.choice((0, 0, 2))
         begins_s = self.fleet.clock.now
         for at_s, deed in sorted(((self.random.uniform(0.0, WINDOW_S), number), deed) for number, deed in enumerate(deeds)):
-            self.fleet.run_for(max(0.0, begins_s + at_s[0] - self.fleet.clock.now))
-            self._start_again()
+            self._run_until(begins_s + at_s[0])
             deed()
-        self.fleet.run_for(5.0)
-        self._start_again()
+        self._run_until(self.fleet.clock.now + 5.0)
         self.weather.lost = self.weather.late = 0.0
         self._continue()
         self.fleet.turn_until(lambda: self.open_updates == 0 and all(each.client.ended for each in self.asked), SETTLE_S)
         self.fleet.turn_until(self.fleet.is_home, SETTLE_S)
         self._check()
 
-    def _start_again(self) -> None:
-        """An instance that a rank's death has ended has a successor."""
-        for life in self.fleet.lives:
-            if life.name.id not in self.fleet.instances:
-                self.fleet.start(life.name.id, life.name.role)
+    def _run_until(self, until_s: float) -> None:
+        """An instance that a rank's death ends gets a successor."""
+        while self.fleet.clock.now < until_s:
+            self.fleet.run_for(min(LOOK_S, until_s - self.fleet.clock.now))
+            for life in self.fleet.lives:
+                if life.name.id not in self.fleet.instances:
+                    self.fleet.start(life.name.id, life.name.role)
 
     # --- deeds ---------------------------------------------------------------------------------------------------------------
 
@@ -180,15 +180,13 @@ class WeightsTrial:
 
     def _check(self) -> None:
         weights = self.fleet.router.fleet.weights
-        self.fleet.turn_until(lambda: all(life.rank.engine.weights == weights.target for life in self.lives()), SETTLE_S)
+        instances = self.fleet.instances
+        self.fleet.turn_until(lambda: all(one.rank.engine.weights == weights.target for one in instances.values()), SETTLE_S)
         if weights.is_held or weights.update is not None:
             self.problems.append("the fleet is held at the end")
         for asked in self.asked:
             for answer in asked.client.answers:
                 self.problems += self._faults(asked, answer)
-
-    def lives(self) -> list[object]:
-        return list(self.fleet.instances.values())
 
     def _faults(self, asked: Asked, answer: ReceivedAnswer) -> Iterator[str]:
         name, tokens = answer.request_id, answer.token_ids

@@ -29,6 +29,9 @@ class Unused:
     def __call__(self, x: Tensor, packed: Packed) -> Tensor:
         raise AssertionError("it computes nothing")
 
+    def unpack(self, packed: Packed, outputs: int, inputs: int) -> Tensor:
+        return packed.weight
+
 
 FASTER_PACKED = {1: 0.9, 8: 0.5, 16: 0.6, 32: 0.8, 256: 0.9}
 FASTER_FOR_FEW = {1: 1.2, 8: 0.5, 16: 0.6, 32: 0.8, 256: 1.5}

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from common.errors import ConfigError
 from engine.models.linear import Fp8Linear
-from engine.models.registry import load_model, model_fingerprint
+from engine.models.registry import load_model, model_digests
 from engine.models.shape import read_shape
 from engine.models.weights import Loading, WeightSlots
 from engine.torch_kernels import Kernels
@@ -139,9 +139,9 @@ def test_fingerprints_tell_end_tokens_and_makers_of_random_weights_apart(tmp_pat
     path = saved(qwen3(), tmp_path)
     cpu, cuda = (Loading(torch.float32, torch.device(name), 64, "dummy") for name in ("cpu", "cuda"))
     shape = read_shape(path)
-    prints = [model_fingerprint(path, shape, loading) for loading in (cpu, cuda)]
+    prints = [model_digests(path, shape, loading)[0] for loading in (cpu, cuda)]
     (path / "generation_config.json").write_text('{"eos_token_id": [5, 6]}')
-    prints.append(model_fingerprint(path, read_shape(path), cpu))
+    prints.append(model_digests(path, read_shape(path), cpu)[0])
     assert len(set(prints)) == 3
 
 

@@ -1,6 +1,6 @@
 """Models that several ranks compute together, over Gloo: every rank gives the greedy answers of transformers in float32."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -92,8 +92,8 @@ def test_a_rank_reads_its_share_of_a_checkpoint(tmp_path: Path, monkeypatch: pyt
     model.save_pretrained(tmp_path, save_original_format=not fused)
     read = list[int]()
 
-    def counting(path: Path, progress: Callable[[str], None]) -> Iterator[tuple[str, Stored]]:
-        yield from ((name, Counted(stored, read)) for name, stored in read_weights(path, progress))
+    def counting(files: Sequence[Path], progress: Callable[[str], None]) -> Iterator[tuple[str, Stored]]:
+        yield from ((name, Counted(stored, read)) for name, stored in read_weights(files, progress))
 
     monkeypatch.setattr(registry, "read_weights", counting)
     stored = {name: weight.numel() * 4 for name, weight in model.state_dict().items()}

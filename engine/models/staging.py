@@ -1,0 +1,141 @@
+"""New weights beside those in use: read, checked and packed like them, and then copied into their memory.
+
+Owns what new weights are refused for, and the digest of a model's weights. Does not know threads or steps: `take_over` is called
+when none is running. The new weights have memory of their own until then, so what goes wrong on the way changes nothing; the copy
+at the end is all that a change of weights takes.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+
+import torch
+
+from common.errors import BadRequest, MemoryShort
+from common.host import host_memory_now
+from common.ids import Digest
+from common.messages.weights import WeightsInMemory, WeightsOnDisk, WeightsSource
+from engine.checkpoint import TensorDigests, read_weights, tensor_digests, weight_files, weights_digest
+from engine.kv_budget import gib
+from engine.models.decoder import Decoder
+from engine.models.moe import with_one_spelling
+from engine.models.registry import make_decoder
+from engine.models.served_shape import read_served_shape
+from engine.models.shape import ModelShape, ServedShape
+from engine.models.weights import Loading, WeightSlots
+from engine.ports import Model
+from engine.torch_kernels import Kernels
+
+SHARED_MEMORY = Path("/dev/shm")
+"""Where Linux has what shm_open(3) makes."""
+
+
+class ModelWeights:
+    """The weights of a loaded model. tensors: of the checkpoint that it was loaded from; None: they were random."""
+
+    def __init__(
+        self, model: Model, shape: ServedShape, loading: Loading, kernels: Kernels, files: Sequence[Path] | None
+    ) -> None:
+        self._model, self._shape, self._loading, self._kernels = model, shape, loading, kernels
+        self._tensors: TensorDigests = {"random weights": loading.device.type} if files is None else tensor_digests(files)
+
+    @property
+    def digest(self) -> Digest:
+        return weights_digest(self._tensors)
+
+    def stage(self, source: WeightsSource, progress: Callable[[str], None]) -> "StagedModel":
+        """New weights that are ready to be taken over. Takes as long as loading a model; steps may run meanwhile. progress:
+        called now and then; what it raises ends the work. Raises ConfigError, BadRequest, MemoryShort."""
+        files = self._files(source)
+        tensors = tensor_digests(files)
+        if isinstance(source, WeightsInMemory):
+            tensors = {**self._tensors, **tensors}
+        try:
+            take_over = self._take_over(source, files, progress)
+        except torch.OutOfMemoryError as error:
+            reason = str(error).strip().splitlines()[0]
+            raise MemoryShort(f"new weights do not fit beside those in use on {self._loading.device}: {reason}") from error
+        return StagedModel(tensors, take_over)
+
+    def switch(self, staged: "StagedModel") -> None:
+        """Compute with these from now on. No step is running."""
+        staged.take_over()
+        self._tensors = staged.tensors
+
+    def _files(self, source: WeightsSource) -> list[Path]:
+        if isinstance(source, WeightsOnDisk):
+            folder = Path(source.folder)
+            if not folder.is_dir():
+                raise BadRequest(f"model_path: there is no folder {folder} on this host", field="model_path")
+            _require_same_shape(read_served_shape(folder), self._shape, folder)
+            return weight_files(folder)
+        for segment in source.segments:
+            if "/" in segment or not (SHARED_MEMORY / segment).is_file():
+                raise BadRequest(f"shared_memory: there is no {segment[:80]!r} on this host", field="shared_memory")
+        return [SHARED_MEMORY / segment for segment in source.segments]
+
+    def _take_over(self, source: WeightsSource, files: Sequence[Path], progress: Callable[[str], None]) -> Callable[[], None]:
+        live, loading = self._model, self._loading
+        if not isinstance(live, Decoder) or not isinstance(self._shape, ModelShape):
+            return self._take_over_foreign(source, progress)
+        self._require_memory(live.slots.nbytes)
+        slots = WeightSlots(loading.dtype, loading.device, self._kernels, loading.quantization)
+        make_decoder(self._shape, slots, loading, self._kernels, progress)
+        weights = with_one_spelling(read_weights(files, progress))
+        if isinstance(source, WeightsOnDisk):
+            slots.fill(weights)
+        else:
+            slots.fill_from(live.slots, weights)
+        slots.pack_as(live.slots)
+        if loading.device.type == "cuda":
+            torch.cuda.current_stream(loading.device).synchronize()  # the copies are made on another one
+        return lambda: live.slots.take_over(slots)
+
+    def _take_over_foreign(self, source: WeightsSource, progress: Callable[[str], None]) -> Callable[[], None]:
+        from engine.models.transformers_model import TransformersModel, load_transformers_model
+
+        if isinstance(source, WeightsInMemory):
+            raise BadRequest(
+                f"shared_memory: {self._shape.architecture} runs through transformers' implementation, whose weights change as "
+                "whole checkpoints: send POST /update_weights_from_disk",
+                field="shared_memory",
+            )
+        live = self._model
+        assert isinstance(live, TransformersModel)
+        self._require_memory(sum(tensor.nbytes for tensor in live.tensors()))
+        new = load_transformers_model(Path(source.folder), self._shape, self._loading, progress)
+        return lambda: _copy_all(live.tensors(), new.tensors())
+
+    def _require_memory(self, needed: int) -> None:
+        """Raises MemoryShort when it is sure that new weights of so many bytes do not fit: the host would kill the process."""
+        device = self._loading.device
+        free = host_memory_now().free_bytes if device.type == "cpu" else torch.cuda.mem_get_info(device)[0]
+        if needed > free:
+            raise MemoryShort(f"new weights take {gib(needed)} beside those in use, and {gib(free)} of {device} are free")
+
+
+class StagedModel:
+    """New weights that are ready. take_over: copies them into the memory of those in use."""
+
+    def __init__(self, tensors: TensorDigests, take_over: Callable[[], None]) -> None:
+        self.tensors, self.take_over = tensors, take_over
+
+    @property
+    def digest(self) -> Digest:
+        return weights_digest(self.tensors)
+
+
+def _require_same_shape(new: ServedShape, live: ServedShape, folder: Path) -> None:
+    """Raises BadRequest that names the first difference."""
+    if type(new) is not type(live) or not is_dataclass(new):
+        raise BadRequest(f"model_path: {folder} holds {new.architecture}, and {live.architecture} is served", field="model_path")
+    for each in fields(new):
+        ours, theirs = getattr(live, each.name), getattr(new, each.name)
+        if ours != theirs:
+            rule = f"its config.json says {each.name} {theirs}, and the model that is served has {ours}"
+            raise BadRequest(f"model_path: {folder} holds another model: {rule}", field="model_path")
+
+
+def _copy_all(live: Iterable[torch.Tensor], new: Iterable[torch.Tensor]) -> None:
+    for mine, theirs in zip(live, new, strict=True):
+        mine.copy_(theirs)

@@ -1,0 +1,209 @@
+"""Weights that change while a fleet serves, and what is refused instead."""
+
+from collections import Counter
+from collections.abc import Callable
+
+import pytest
+
+from common.config import RouterConfig
+from common.errors import TandemError
+from common.ids import Digest
+from common.messages import Finished
+from common.messages.weights import FIRST_VERSION, WeightsOnDisk
+from common.step_cost import StepCost
+from router.weights import Updated, UpdateMode, UpdateUnderWay
+from tests.engine.toy import TOY_WEIGHTS, ToyExecutor, ToyStaging
+from tests.life.client import Client
+from tests.life.expected import undisturbed
+from tests.life.fleet import ToyFleet
+from tests.life.ranks import ToySize
+from tests.life.weight_schedules import run_schedule
+
+SIZE = ToySize(rows=8, cost=StepCost(0.02, 0.0, 0.0))
+PROMPT = [100 + n for n in range(19)]
+
+
+def make_fleet(prefill: int = 2, decode: int = 2, routers: int = 1) -> ToyFleet:
+    return ToyFleet(prefill, decode, RouterConfig(request_timeout_s=300.0), SIZE, routers=routers)
+
+
+def update(
+    fleet: ToyFleet, name: str, mode: UpdateMode = "recompute", version: str = "", finish_s: float = 60.0
+) -> list[Updated | TandemError]:
+    """What came of it, once that is known."""
+    came: list[Updated | TandemError] = []
+    router, now = fleet.router_process, fleet.clock.now
+    orders = router.core.fleet.weights.begin(WeightsOnDisk(name), mode, version, finish_s, came.append, now)
+    router.deliver(router.core.order(orders, now))
+    return came
+
+
+def weights_of(fleet: ToyFleet) -> dict[str, Digest]:
+    return {name: instance.rank.engine.weights for name, instance in fleet.instances.items()}
+
+
+def until_it_streams(fleet: ToyFleet, client: Client, tokens: int = 5) -> None:
+    fleet.turn_until(lambda: len(client.token_ids) >= tokens)
+
+
+def test_whatever_goes_wrong_each_token_comes_from_the_weights_that_its_answer_names() -> None:
+    reached = Counter[str]()
+    for seed in range(12):
+        _, problems, counts = run_schedule(seed)
+        assert not problems, f"seed {seed}: {problems}"
+        reached += counts
+    wanted = {
+        "updates: recompute",
+        "updates: finish",
+        "updates: abort",
+        "failed updates",
+        "refused updates",
+        "kills",
+        "ranks killed",
+    }
+    assert wanted | {"pauses", "answers of several weights"} <= set(reached)
+
+
+def test_a_stream_goes_on_with_the_new_weights_and_says_from_which_token_on() -> None:
+    fleet = make_fleet(1, 1)
+    client = fleet.submit("r", PROMPT, 30)
+    until_it_streams(fleet, client)
+    came = update(fleet, "w1", version="step-1")
+    fleet.run(client)
+    (begin, name), (at, version) = client.answers[0].versions
+    assert (begin, name, version) == (0, FIRST_VERSION, "step-1") and 5 <= at < 30
+    tokens = client.token_ids
+    assert tokens[:at] == undisturbed(PROMPT, at)
+    assert tokens[at:] == undisturbed(PROMPT + tokens[:at], 30 - at, weights=Digest("w1"))
+    (done,) = came
+    assert isinstance(done, Updated) and (done.weights, done.version, done.instances) == ("w1", "step-1", 2)
+    assert 0 < done.held_s < 1.0
+
+
+def test_with_finish_no_stream_changes_its_weights_and_somebody_always_serves() -> None:
+    fleet = make_fleet()
+    old = [fleet.submit(f"old-{n}", PROMPT, 60) for n in range(4)]
+    for client in old:
+        until_it_streams(fleet, client, 1)
+    came = update(fleet, "w1", "finish")
+    new: list[Client] = []
+    while not came:
+        fleet.run_for(0.2)
+        new.append(fleet.submit(f"new-{len(new)}", PROMPT, 3))
+        fleet.run_for(0.3)
+        assert new[-1].ended, "it had to wait"
+    fleet.run(*old, *new)
+    assert all(client.token_ids == undisturbed(PROMPT, 60) for client in old)
+    weights = [client.answers[0].versions[0][1] for client in new]
+    assert {FIRST_VERSION, "w1"} == set(weights) and weights == sorted(weights), "none goes back"
+    assert set(weights_of(fleet).values()) == {"w1"}
+
+
+def test_with_abort_what_was_dispatched_ends_and_what_comes_meanwhile_waits() -> None:
+    fleet = make_fleet(1, 1)
+    running = fleet.submit("running", PROMPT, 60)
+    until_it_streams(fleet, running)
+    came = update(fleet, "w1", "abort")
+    fleet.turn_until(lambda: running.ended)
+    late = fleet.submit("late", PROMPT, 4)
+    fleet.run(late)
+    assert running.endings == [Finished(reason="cancelled")] and len(came) == 1
+    assert late.token_ids == undisturbed(PROMPT, 4, weights=Digest("w1"))
+
+
+def test_requests_that_stay_where_they_are_in_a_pause_are_computed_anew_if_the_weights_change() -> None:
+    fleet = make_fleet(1, 1)
+    client = fleet.submit("r", PROMPT, 20)
+    until_it_streams(fleet, client)
+    router = fleet.router_process
+    router.deliver(router.core.order(router.core.fleet.weights.pause(holds_steps=True), fleet.clock.now))
+    fleet.run_for(2.0)
+    held = len(client.token_ids)
+    fleet.run_for(2.0)
+    assert len(client.token_ids) == held < 20
+    came = update(fleet, "w1")
+    fleet.turn_until(lambda: bool(came))
+    fleet.run_for(2.0)
+    assert len(client.token_ids) == held, "the pause goes on"
+    router.deliver(router.core.order(router.core.fleet.weights.go_on(), fleet.clock.now))
+    fleet.run(client)
+    tokens = client.token_ids
+    assert tokens == undisturbed(PROMPT, held) + undisturbed(PROMPT + tokens[:held], 20 - held, weights=Digest("w1"))
+
+
+def _other_files(stage: Callable[..., ToyStaging]) -> Callable[..., ToyStaging]:
+    def staged(*args: object) -> ToyStaging:
+        made = stage(*args)
+        made.name += "-of-another-day"
+        return made
+
+    return staged
+
+
+def test_a_host_with_other_files_is_named_and_nothing_changes() -> None:
+    fleet = make_fleet()
+    odd = fleet.instances["decode-1"].rank.engine
+    assert isinstance(odd, ToyExecutor)
+    odd.stage = _other_files(odd.stage)  # type: ignore[method-assign]
+    client = fleet.submit("r", PROMPT, 20)
+    answers = update(fleet, "w1")
+    fleet.run(client)
+    (came,) = answers
+    assert isinstance(came, TandemError) and came.status == 400
+    assert "w1-of-another-day on decode-1" in str(came) and "w1 on decode-0" in str(came)
+    assert client.token_ids == undisturbed(PROMPT, 20)
+    assert set(weights_of(fleet).values()) == {TOY_WEIGHTS} and not fleet.router.fleet.weights.is_held
+
+
+def test_weights_that_an_instance_cannot_use_and_a_second_update_are_refused_by_name() -> None:
+    fleet = make_fleet()
+    came = update(fleet, "bad weights")
+    with pytest.raises(UpdateUnderWay, match="under way"):
+        update(fleet, "w1")
+    fleet.run_for(2.0)
+    (error,) = came
+    assert isinstance(error, TandemError) and "cannot use the new weights: bad weights holds no toy weights" in str(error)
+    assert set(weights_of(fleet).values()) == {TOY_WEIGHTS}
+    update(fleet, "w1")
+    fleet.run_for(2.0)
+    assert set(weights_of(fleet).values()) == {"w1"}
+
+
+def test_an_instance_that_comes_back_is_given_the_weights_of_the_fleet_before_it_serves() -> None:
+    fleet = make_fleet(1, 2)
+    update(fleet, "w1", version="step-1")
+    fleet.run_for(2.0)
+    fleet.kill("decode-0")
+    fleet.connection_broken("decode-0")
+    fleet.start("decode-0", "decode")
+    fleet.run_for(3.0)
+    assert weights_of(fleet)["decode-0"] == "w1"
+    clients = [fleet.submit(f"r{n}", PROMPT, 8) for n in range(6)]
+    fleet.run(*clients)
+    assert all(client.token_ids == undisturbed(PROMPT, 8, weights=Digest("w1")) for client in clients)
+    assert {client.answers[0].versions[0][1] for client in clients} == {"step-1"}
+
+
+def test_a_router_that_knows_no_way_to_its_weights_refuses_an_instance_with_others() -> None:
+    fleet = make_fleet()
+    update(fleet, "w1")
+    fleet.run_for(2.0)
+    fleet.restart_router()
+    fleet.run_for(5.0)
+    assert fleet.router.fleet.weights.target == "w1", "those of its members"
+    fleet.start("decode-2", "decode")
+    fleet.run_for(2.0)
+    (refused,) = fleet.router.fleet.refused.values()
+    assert "have the digest toy, but those of this fleet have w1" in refused.reason
+    update(fleet, "w2")
+    fleet.run_for(8.0)
+    assert set(weights_of(fleet).values()) == {"w2"}, "after an update it knows the way"
+
+
+def test_another_router_follows_the_one_that_leads() -> None:
+    fleet = make_fleet(2, 2, routers=2)
+    came = update(fleet, "w1", version="step-1")
+    fleet.run_for(3.0)
+    assert len(came) == 1 and {router.core.fleet.weights.target for router in fleet.routers} == {"w1"}
+    assert {router.core.fleet.weights.version for router in fleet.routers} == {"step-1"}
+    assert all(not router.core.unready() for router in fleet.routers)
