@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -129,6 +130,8 @@ TensorDigests: TypeAlias = Mapping[str, str]
 _HASHING_THREADS = 4
 _CACHE = "tandem/tensor-digests.json"
 _CACHED_FILES = 1_024
+SETTLED_S = 3.0
+"""A file that changed later than so long ago may change again within one tick of its clock, so it is not remembered."""
 
 
 def weights_digest(tensors: TensorDigests) -> Digest:
@@ -145,9 +148,12 @@ def tensor_digests(files: Sequence[Path]) -> dict[str, str]:
     for file in files:
         status = file.stat()
         key = f"{file.resolve()} {status.st_dev} {status.st_ino} {status.st_size} {status.st_mtime_ns}"
-        if key not in known:
-            known[key] = fresh[key] = _digests_of(file)
-        found |= known[key]
+        digests = known.get(key)
+        if digests is None:
+            digests = _digests_of(file)
+            if abs(time.time() - status.st_mtime) > SETTLED_S:
+                fresh[key] = digests
+        found |= digests
     if fresh:
         _write_cache({**_read_cache(), **fresh})
     return found

@@ -94,23 +94,23 @@ def describe(
     budget: KVBudget,
     memory: MemoryRegion,
     *,
-    fingerprint: str,
-    config: Digest,
+    digests: tuple[str, Digest],
     weights: Digest,
     dtype: KVDtype,
     choices: EngineChoices = _NO_CHOICES,
 ) -> EngineDescription:
-    """What an executor holds whose pages are in `memory`. dtype: of the weights, as they are before they are quantised."""
+    """What an executor holds whose pages are in `memory`. digests: fingerprint and config of the model. dtype: of the weights, as
+    they are before they are quantised."""
     return EngineDescription(
         model=ModelIdentity(
             name=model.served_name or model_name(model.model),
-            fingerprint=fingerprint,
+            fingerprint=digests[0],
             architecture=shape.architecture,
             dtype=dtype,
             vocab_size=shape.vocab_size,
             context_tokens=budget.context_tokens,
             kv_heads=shape.kv_heads,
-            config=config,
+            config=digests[1],
         ),
         layout=layout,
         total_pages=budget.total_pages,

@@ -34,7 +34,6 @@ from engine.backends import (
     make_kernels,
     with_device_defaults,
 )
-from engine.checkpoint import weight_files
 from engine.gpu.flashinfer import AttentionNeeds, PrefillKernels
 from engine.grammar.compiler import vocabulary_of
 from engine.grammar.compiler_process import CompilerProcess
@@ -178,8 +177,7 @@ class ModelRunner:
         with self.on_device():
             self._kernels = make_kernels(self._device)
             self.model = load_model(path, shape, loading, self._kernels, progress)
-            files = None if engine.load_format == "dummy" else weight_files(path)
-            self.weights = ModelWeights(self.model, shape, loading, self._kernels, files)
+            self.weights = ModelWeights(self.model, path, shape, loading, self._kernels)
             budget = self._budget(given)
             progress(f"making {budget.total_pages} KV pages of {layout.page_bytes} bytes")
             self.memory = KVMemory(layout, budget.total_pages, self._device)
@@ -190,7 +188,6 @@ class ModelRunner:
                 elif not is_cuda and engine.graphs != "off":
                     self._record(self.steps)
                 self._warm_up(self.steps, budget.context_tokens)  # last: a capture gives back what torch keeps for steps
-        fingerprint, config = model_digests(path, shape, loading)
         self.description = describe(
             model,
             engine,
@@ -198,8 +195,7 @@ class ModelRunner:
             layout,
             budget,
             self.memory.region,
-            fingerprint=fingerprint,
-            config=config,
+            digests=model_digests(path, shape, loading),
             weights=self.weights.digest,
             dtype=dtype_name,
             choices=EngineChoices(attention="" if self._chosen is None else self._chosen[0], graphs=self._graphs),

@@ -204,7 +204,7 @@ class TimedCheckpoint(TimedExecutor):
         region = MemoryRegion(address=memory.ctypes.data, region_bytes=pool_bytes, device="cpu")
         way = fingerprint(path, weights=False, ways=[COMPUTES_NOTHING])
         description = describe(
-            model, engine, shape, layout, budget, region, fingerprint=way, config=Digest(way), weights=Digest(way), dtype=dtype
+            model, engine, shape, layout, budget, region, digests=(way, Digest(way)), weights=Digest(way), dtype=dtype
         )
         pace = Pace(StepCost.parse(engine.step_cost), time.monotonic)
         words = plain_words(path, shape.vocab_size, shape.eos_token_ids)

@@ -25,6 +25,7 @@ from engine.cpu.lent_cores import LentCores
 from engine.grammar.grammars import CompiledSoon, refused
 from engine.kv_budget import Agree, as_offered
 from engine.model_runner import ModelRunner
+from engine.models.served_shape import FOREIGN
 from engine.models.staging import ModelWeights, StagedModel
 from engine.parallel import ALONE, Group
 from engine.step_runner import PendingStep
@@ -61,8 +62,9 @@ def _is_llvm(library: ctypes.CDLL) -> bool:
 class StagingThread:
     """Makes new weights ready beside the steps. Implements `StagedWeights`. wake: called when it has ended."""
 
-    def __init__(self, weights: ModelWeights, source: WeightsSource, wake: Callable[[], None]) -> None:
-        self._weights, self._source, self._wake = weights, source, wake
+    def __init__(self, weights: ModelWeights, source: WeightsSource, after: StagedModel | None, wake: Callable[[], None]) -> None:
+        """after: what is to be in use before it begins, because it reads what it does not get."""
+        self._weights, self._source, self._after, self._wake = weights, source, after, wake
         self._is_wanted = True
         self.staged: StagedModel | None = None
         self._failure: Exception | None = None
@@ -82,9 +84,11 @@ class StagingThread:
 
     def _run(self) -> None:
         try:
+            if self._after is not None and not self._after.is_in_use.wait(STOP_S):
+                raise ConfigError("the weights before these are not in use yet")
             staged = self._weights.stage(self._source, self._go_on)
             self.staged = staged if self._is_wanted else None
-        except Exception as error:  # noqa: BLE001 - the thread's outermost door; `poll` raises it
+        except (TandemError, MemoryError, *FOREIGN) as error:  # `poll` raises it
             self._failure = error
         self._wake()
 
@@ -150,6 +154,8 @@ class TorchExecutor:
         self._wake = wake
         self.weights = self.description.weights
         self._staging: StagingThread | None = None
+        self._latest: StagedModel | None = None
+        """What was last to be taken over."""
         self._steps: queue.Queue[StepInFlight | StagedModel | None] = queue.Queue(STEPS_QUEUED)
         self._launched: queue.SimpleQueue[tuple[StepInFlight, PendingStep] | None] = queue.SimpleQueue()
         self._threads = [
@@ -172,7 +178,7 @@ class TorchExecutor:
 
     def stage(self, source: WeightsSource) -> StagingThread:
         self.drop_staged()
-        self._staging = StagingThread(self._runner.weights, source, self._wake)
+        self._staging = StagingThread(self._runner.weights, source, self._latest, self._wake)
         return self._staging
 
     def switch(self) -> None:
@@ -180,6 +186,7 @@ class TorchExecutor:
         assert self._staging is not None and self._staging.staged is not None, "nothing is ready"
         staged = self._staging.staged
         self.weights = staged.digest
+        self._latest = staged
         self._steps.put_nowait(staged)
         self.drop_staged()
 

@@ -215,13 +215,16 @@ class FleetWeights:
         if update is not None and message.update == update.number:
             if message.failed is None:
                 update.staged[life] = message.weights
-            elif update.phase is UpdatePhase.STAGING:
+            elif update.phase is not UpdatePhase.STAGING:
+                update.staged.pop(life, None)  # it has lost them, and stages them again
+            else:
                 who = f"{member.info.id} cannot use the new weights: {message.failed.message}"
                 error = BadRequest(who, message.failed.field) if message.failed.status == BadRequest.status else Unavailable(who)
                 return self._fail(error)
         elif message.update == self._source_number and life in self._bringing:
-            self._bringing[life] = message.weights
-            if message.weights != self.target:
+            is_lost = message.failed is not None and message.failed.retryable
+            self._bringing[life] = None if is_lost else message.weights
+            if message.weights != self.target and not is_lost:
                 reason = message.failed.message if message.failed is not None else f"it has read {message.weights}"
                 member.misfit = f"it cannot be given the weights of the fleet, {self.target}: {reason}"
                 self._judge(member)
@@ -376,7 +379,7 @@ class FleetWeights:
         """Everybody that is left has the new weights."""
         self.update = None
         self._bringing.clear()
-        same = update.weights == self.target
+        same = update.phase is UpdatePhase.STAGING
         self.target, self.version = update.weights, (update.version or self.version) if same else update.name
         self._source, self._source_number = update.source, update.number
         orders.goes_on = True

@@ -7,7 +7,7 @@ launches no step while `is_holding`, and carries out a switch when none is in fl
     SwitchWeights ─► is_holding ─► the steps in flight return ─► requests end, caches are flushed, executor.switch
 """
 
-from common.errors import TandemError
+from common.errors import TandemError, Unavailable
 from common.executor import Executor, StagedWeights
 from common.ids import Digest, InstanceId
 from common.instance.ports import Send
@@ -47,6 +47,11 @@ class InstanceWeights:
         return self._executor.weights
 
     @property
+    def told(self) -> tuple[Digest, str, bool]:
+        """What routers hear of it with heartbeats."""
+        return self.digest, self.version, self.is_held
+
+    @property
     def is_held(self) -> bool:
         """A router wants no step."""
         return bool(self._holders)
@@ -77,8 +82,11 @@ class InstanceWeights:
                     self._switch = order
                 elif order.weights == self.digest:
                     self.version = order.version
+                else:  # another update has taken its place meanwhile
+                    lost = Failed.of(Unavailable(f"{self._me.id} has not staged {order.weights}, or not any more"))
+                    return [Send(router, self._staged_as(order.update, failed=lost))]
             case DropWeights():
-                if self._orderer == (router, order.update):
+                if self._orderer == (router, order.update) and self._switch is None:
                     self._drop()
             case HoldSteps():
                 (self._holders.add if order.hold else self._holders.discard)(router)
@@ -102,10 +110,7 @@ class InstanceWeights:
         if weights is None and failed is None:
             return []
         router, update = self._orderer
-        me, self._staged = self._me, None
-        self._answer = WeightsStaged(
-            id=me.id, incarnation=me.incarnation, update=update, weights=weights or Digest(""), failed=failed
-        )
+        self._staged, self._answer = None, self._staged_as(update, weights or Digest(""), failed)
         return [Send(router, self._answer)]
 
     def switch(self) -> None:
@@ -114,6 +119,10 @@ class InstanceWeights:
         self._executor.switch()
         self.version = self._switch.version
         self._switch = self._answer = self._orderer = None
+
+    def _staged_as(self, update: int, weights: Digest = Digest(""), failed: Failed | None = None) -> WeightsStaged:  # noqa: B008
+        me = self._me
+        return WeightsStaged(id=me.id, incarnation=me.incarnation, update=update, weights=weights, failed=failed)
 
     def _stage(self, router: InstanceId, order: StageWeights) -> list[Send]:
         if self._switch is not None:

@@ -228,8 +228,10 @@ class InstanceWorker(Generic[M]):
                         self._tracer.ask(sender, message, now)
                 case StageWeights() | SwitchWeights() | DropWeights() | HoldSteps():
                     if self._memberships.of(sender) is not None:
+                        before = self._weights.told
                         self._act(self._weights.order(sender, message))
-                        self._memberships.hurry(now)
+                        if self._weights.told != before:
+                            self._memberships.hurry(now)
                 case _:
                     if self._recorder.on:
                         self._tracer.receive(message)

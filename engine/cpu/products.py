@@ -109,7 +109,7 @@ class OneDnnInt8Product:
         return self._kernels.silu_and_mul(out) if packed.gated else out
 
     def unpack(self, packed: Packed, outputs: int, inputs: int) -> Tensor:
-        return packed.weight.to_dense()
+        return packed.weight.to_dense().t()  # oneDNN keeps these turned
 
 
 MOST_INPUTS = 2**16

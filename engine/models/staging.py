@@ -5,6 +5,7 @@ when none is running. The new weights have memory of their own until then, so wh
 at the end is all that a change of weights takes.
 """
 
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields, is_dataclass
 from pathlib import Path
@@ -31,13 +32,13 @@ SHARED_MEMORY = Path("/dev/shm")
 
 
 class ModelWeights:
-    """The weights of a loaded model. tensors: of the checkpoint that it was loaded from; None: they were random."""
+    """The weights of a model that was loaded from this folder."""
 
-    def __init__(
-        self, model: Model, shape: ServedShape, loading: Loading, kernels: Kernels, files: Sequence[Path] | None
-    ) -> None:
+    def __init__(self, model: Model, path: Path, shape: ServedShape, loading: Loading, kernels: Kernels) -> None:
         self._model, self._shape, self._loading, self._kernels = model, shape, loading, kernels
-        self._tensors: TensorDigests = {"random weights": loading.device.type} if files is None else tensor_digests(files)
+        self._tensors: TensorDigests = {"random weights": loading.device.type}
+        if loading.load_format != "dummy":
+            self._tensors = tensor_digests(weight_files(path))
 
     @property
     def digest(self) -> Digest:
@@ -47,6 +48,7 @@ class ModelWeights:
         """New weights that are ready to be taken over. Takes as long as loading a model; steps may run meanwhile. progress:
         called now and then; what it raises ends the work. Raises ConfigError, BadRequest, MemoryShort."""
         files = self._files(source)
+        before = [_last_change(file) for file in files]
         tensors = tensor_digests(files)
         if isinstance(source, WeightsInMemory):
             tensors = {**self._tensors, **tensors}
@@ -55,12 +57,15 @@ class ModelWeights:
         except torch.OutOfMemoryError as error:
             reason = str(error).strip().splitlines()[0]
             raise MemoryShort(f"new weights do not fit beside those in use on {self._loading.device}: {reason}") from error
+        if [_last_change(file) for file in files] != before:
+            raise BadRequest("the files of the new weights changed while they were read: write them before you send their names")
         return StagedModel(tensors, take_over)
 
     def switch(self, staged: "StagedModel") -> None:
         """Compute with these from now on. No step is running."""
         staged.take_over()
         self._tensors = staged.tensors
+        staged.is_in_use.set()
 
     def _files(self, source: WeightsSource) -> list[Path]:
         if isinstance(source, WeightsOnDisk):
@@ -119,6 +124,8 @@ class StagedModel:
 
     def __init__(self, tensors: TensorDigests, take_over: Callable[[], None]) -> None:
         self.tensors, self.take_over = tensors, take_over
+        self.is_in_use = threading.Event()
+        """Set when they have been taken over."""
 
     @property
     def digest(self) -> Digest:
@@ -134,6 +141,11 @@ def _require_same_shape(new: ServedShape, live: ServedShape, folder: Path) -> No
         if ours != theirs:
             rule = f"its config.json says {each.name} {theirs}, and the model that is served has {ours}"
             raise BadRequest(f"model_path: {folder} holds another model: {rule}", field="model_path")
+
+
+def _last_change(file: Path) -> tuple[int, int, int]:
+    status = file.stat()
+    return status.st_ino, status.st_size, status.st_mtime_ns
 
 
 def _copy_all(live: Iterable[torch.Tensor], new: Iterable[torch.Tensor]) -> None:
