@@ -240,6 +240,7 @@ class Members:
                     was_welcome=True,
                     weights=message.weights,
                     weight_version=message.weight_version,
+                    weight_changes=message.weight_changes,
                 ),
                 now,
             )
@@ -367,7 +368,7 @@ class Members:
         info = message.instance
         load = Load(pages_free=info.total_pages, pages_total=info.total_pages)
         member = Member(info, load, was_welcome=message.was_welcome)
-        member.weights, member.weight_version = message.weights, message.weight_version
+        member.take_weights(message)
         member.pace, member.other_pace = self._paces[info.role], self._paces["decode" if info.role == "prefill" else "prefill"]
         former = self.departed.pop(info.id, None)
         self._farewells.clear(info.id)

@@ -14,7 +14,7 @@ from random import Random
 from typing import Literal
 
 from common.ids import AttemptId, Digest, InstanceId, Life, Role
-from common.messages import Counters, Heartbeat, InstanceInfo, LinkState, Load
+from common.messages import Counters, Heartbeat, InstanceInfo, LinkState, Load, Register
 
 QUARANTINE_DIVISOR = 4
 """An instance takes no requests while more than one page in four is quarantined: transfers fail there, and little memory is
@@ -78,6 +78,9 @@ class Member:
     weights: Digest = Digest("")
     """What it computes with, as it last said; "": it does not say."""
     weight_version: str = ""
+    """What people call them."""
+    weight_changes: int = 0
+    """How often it had changed them by then."""
     is_holding: bool = False
     """It says that it launches no step."""
     misfit: str = ""
@@ -220,11 +223,18 @@ class Member:
     def take_report(self, report: Heartbeat, now: float) -> None:
         self.reported_s = now
         self.load, self.counters, self.reports_draining = report.load, report.counters, report.draining
-        self.weights, self.weight_version, self.is_holding = report.weights, report.weight_version, report.holding
+        self.is_holding = report.holding
+        self.take_weights(report)
         self.assigned_before, self.computing_before = self.assigned_tokens, self.computing_tokens
         self.requests_before = self.assigned_requests
         self.pace.hear(report.load)
         self.judge()
+
+    def take_weights(self, report: Heartbeat | Register) -> None:
+        """Unless a later report has come before."""
+        if report.weight_changes >= self.weight_changes:
+            self.weights, self.weight_version = report.weights, report.weight_version
+            self.weight_changes = report.weight_changes
 
     def drain(self) -> None:
         """Give it no more requests."""

@@ -250,6 +250,7 @@ class Membership:
                 was_welcome=self.was_welcome,
                 weights=report.weights,
                 weight_version=report.weight_version,
+                weight_changes=report.weight_changes,
             ),
         )
         if self.welcome is None:
@@ -272,6 +273,7 @@ class Membership:
             timelines=self._take_timelines(),
             weights=report.weights,
             weight_version=report.weight_version,
+            weight_changes=report.weight_changes,
             holding=report.holding,
         )
         return [Send(self.name, beat)]

@@ -183,6 +183,8 @@ class Report:
     """What it computes with."""
     weight_version: str = ""
     """What people call them."""
+    weight_changes: int = 0
+    """How often it has changed them."""
     holding: bool = False
     """A router wants no step."""
 

@@ -31,6 +31,8 @@ class InstanceWeights:
     def __init__(self, me: InstanceInfo, executor: Executor, version: str = FIRST_VERSION) -> None:
         self._me, self._executor = me, executor
         self.version = version
+        self.changes = 0
+        """How often they have changed."""
         self._orderer: tuple[InstanceId, int] | None = None
         """The router that had the present weights staged, and the number of its update."""
         self._staged: StagedWeights | None = None
@@ -117,7 +119,7 @@ class InstanceWeights:
         """Compute with what was staged from now on. No step is in flight, and every request has ended."""
         assert self._switch is not None
         self._executor.switch()
-        self.version = self._switch.version
+        self.version, self.changes = self._switch.version, self.changes + 1
         self._switch = self._answer = self._orderer = None
 
     def _staged_as(self, update: int, weights: Digest = Digest(""), failed: Failed | None = None) -> WeightsStaged:  # noqa: B008

@@ -368,6 +368,7 @@ class InstanceWorker(Generic[M]):
             counters=counters,
             weights=weights.digest,
             weight_version=weights.version,
+            weight_changes=weights.changes,
             holding=weights.is_held,
         )
         self._act(self._memberships.due(now, report, self._mail.reaches))

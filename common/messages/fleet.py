@@ -168,6 +168,8 @@ class Register(Message, frozen=True):
     """What it computes with. "": an older version; its weights are those of `ModelIdentity.fingerprint`, and never change."""
     weight_version: WeightVersion = ""
     """What people call them."""
+    weight_changes: Count = 0
+    """See `Heartbeat`."""
 
 
 class Welcome(Message, frozen=True):

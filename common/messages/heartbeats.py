@@ -220,6 +220,8 @@ class Heartbeat(Message, frozen=True, omit_defaults=True):
     """What it computes with."""
     weight_version: WeightVersion = ""
     """What people call them."""
+    weight_changes: Count = 0
+    """How often it has changed them. A report that was overtaken by a later one is known by it."""
     holding: bool = False
     """A router wants no step."""
     timelines: tuple[Timeline, ...] = ()

@@ -92,6 +92,7 @@ def test_with_finish_no_stream_changes_its_weights_and_somebody_always_serves() 
         new.append(fleet.submit(f"new-{len(new)}", PROMPT, 3))
         fleet.run_for(0.3)
         assert new[-1].ended, "it had to wait"
+    new.append(fleet.submit("newest", PROMPT, 3))
     fleet.run(*old, *new)
     assert all(client.token_ids == undisturbed(PROMPT, 60) for client in old)
     weights = [client.answers[0].versions[0][1] for client in new]
