@@ -105,7 +105,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Checkpoint
     [
         pytest.param(9, (), id="one and one"),
         pytest.param(500, ("--prefill", "2", "--decode", "2"), marks=pytest.mark.soak, id="two and two"),
-        pytest.param(500, ("--prefill-tp", "2"), marks=pytest.mark.soak, id="ranks"),
+        pytest.param(500, ("--tp", "2"), marks=pytest.mark.soak, id="ranks"),
     ],
 )
 def test_every_token_is_that_of_the_weights_that_its_answer_names(
@@ -132,5 +132,5 @@ def test_every_token_is_that_of_the_weights_that_its_answer_names(
         load.stop()
         assert not load.errors, load.errors[:3]
         fleet.wait_until_home()
-    assert len(load.answers) > changes
+    assert len(load.answers) > STREAMS
     assert check(load.answers, references) > 0, "no answer met a change"

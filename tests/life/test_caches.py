@@ -6,11 +6,12 @@ Routers know what is in the caches of both roles if a policy needs it, and only 
 import pytest
 
 from common.config import PolicyName, RouterConfig
-from common.ids import InstanceId, RequestId, pack_ids
+from common.ids import InstanceId, RequestId, Variant, pack_ids
 from common.messages import Counters, TellCache
 from common.pages.radix_cache import BlockNames
 from common.sampling_params import SamplingParams
 from router.requests import RequestSpec
+from tests.engine.toy import TOY_WEIGHTS
 from tests.life.expected import undisturbed
 from tests.life.fleet import ToyFleet
 from tests.life.ranks import ToyInstance, ToySize
@@ -27,7 +28,7 @@ def fleet_of(policy: PolicyName) -> ToyFleet:
 def known(fleet: ToyFleet, tokens: list[int]) -> dict[str, int]:
     """How many of these tokens each instance holds, as far as the router knows."""
     caches = fleet.router.fleet.caches
-    overlap = caches.match(BlockNames.of(pack_ids(tokens), 4).names)
+    overlap = caches.match(BlockNames.of(pack_ids(tokens), 4, Variant(TOY_WEIGHTS)).names)
     return {member.info.id: overlap.tokens(member) for member in fleet.router.fleet.members()}
 
 
