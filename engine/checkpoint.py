@@ -25,6 +25,7 @@ from common.ids import Digest
 from common.model_path import CONFIG, read_json
 
 if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer as Buffer
     from torch import Tensor  # the import takes a second, and a fingerprint needs none
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
@@ -161,20 +162,37 @@ def tensor_digests(files: Sequence[Path]) -> dict[str, str]:
 
 def _digests_of(file: Path) -> dict[str, str]:
     header, begin = _header(file)
+    with file.open("rb") as opened, mmap(opened.fileno(), 0, access=ACCESS_READ) as mapped:
+        return _digests_in(mapped, header, begin)
+
+
+def _digests_in(image: "Buffer", header: Mapping[str, Any], begin: int) -> dict[str, str]:
+    """Those of the tensors in the image of a safetensors file. begin: where they begin."""
 
     def digest(name: str) -> str:
         tensor = header[name]
         first, end = tensor["data_offsets"]
-        with memoryview(mapped)[begin + first : begin + end] as data:
+        with memoryview(image)[begin + first : begin + end] as data:
             return f"{tensor['dtype']} {tensor['shape']} {blake2b(data, digest_size=16).hexdigest()}"
 
     names = [name for name in header if not _is_unread(name)]
-    with (
-        file.open("rb") as opened,
-        mmap(opened.fileno(), 0, access=ACCESS_READ) as mapped,
-        ThreadPoolExecutor(_HASHING_THREADS) as threads,
-    ):
+    with ThreadPoolExecutor(_HASHING_THREADS) as threads:
         return dict(zip(names, threads.map(digest, names), strict=True))
+
+
+def read_image(file: Path) -> tuple[dict[str, "Tensor"], dict[str, str]]:
+    """The tensors of a safetensors file and their digests, both of the bytes that are there at one moment: somebody may write to
+    shared memory at any time. Raises ConfigError."""
+    from safetensors.torch import load
+
+    check_weights([file])
+    header, begin = _header(file)
+    image = file.read_bytes()
+    try:
+        tensors = {name: tensor for name, tensor in load(image).items() if not _is_unread(name)}
+        return tensors, _digests_in(image, header, begin)
+    except (SafetensorError, LookupError, ValueError) as error:
+        raise _not_whole(file, error) from error
 
 
 def _is_unread(name: str) -> bool:

@@ -62,14 +62,24 @@ def _is_llvm(library: ctypes.CDLL) -> bool:
 class StagingThread:
     """Makes new weights ready beside the steps. Implements `StagedWeights`. wake: called when it has ended."""
 
-    def __init__(self, weights: ModelWeights, source: WeightsSource, after: StagedModel | None, wake: Callable[[], None]) -> None:
-        """after: what is to be in use before it begins, because it reads what it does not get."""
+    def __init__(
+        self,
+        weights: ModelWeights,
+        source: WeightsSource,
+        after: threading.Event | None,
+        former: "StagingThread | None",
+        wake: Callable[[], None],
+    ) -> None:
+        """after: set when those are in use from which it takes what it is not given. former: what it replaces, which ends first,
+        so that no two take memory."""
         self._weights, self._source, self._after, self._wake = weights, source, after, wake
+        former_thread: threading.Thread | None = None if former is None else former.thread
         self._is_wanted = True
         self.staged: StagedModel | None = None
         self._failure: Exception | None = None
         self.ends_s: float | None = None
-        threading.Thread(target=self._run, name="staging", daemon=True).start()
+        self.thread: threading.Thread = threading.Thread(target=self._run, args=(former_thread,), name="staging", daemon=True)
+        self.thread.start()
 
     def poll(self) -> Digest | None:
         if isinstance(self._failure, TandemError):
@@ -82,10 +92,13 @@ class StagingThread:
         """Nobody wants them: the memory is given back as soon as may be."""
         self._is_wanted, self.staged = False, None
 
-    def _run(self) -> None:
+    def _run(self, former: threading.Thread | None) -> None:
         try:
-            if self._after is not None and not self._after.is_in_use.wait(STOP_S):
+            if former is not None:
+                former.join()
+            if self._after is not None and not self._after.wait(STOP_S):
                 raise ConfigError("the weights before these are not in use yet")
+            self._go_on("")
             staged = self._weights.stage(self._source, self._go_on)
             self.staged = staged if self._is_wanted else None
         except (TandemError, MemoryError, *FOREIGN) as error:  # `poll` raises it
@@ -154,8 +167,8 @@ class TorchExecutor:
         self._wake = wake
         self.weights = self.description.weights
         self._staging: StagingThread | None = None
-        self._latest: StagedModel | None = None
-        """What was last to be taken over."""
+        self._latest: threading.Event | None = None
+        """Set when what was last staged is in use."""
         self._steps: queue.Queue[StepInFlight | StagedModel | None] = queue.Queue(STEPS_QUEUED)
         self._launched: queue.SimpleQueue[tuple[StepInFlight, PendingStep] | None] = queue.SimpleQueue()
         self._threads = [
@@ -177,23 +190,23 @@ class TorchExecutor:
         return self._runner.grammars.prepare(grammar, self._wake, owner)
 
     def stage(self, source: WeightsSource) -> StagingThread:
+        former = self._staging
         self.drop_staged()
-        self._staging = StagingThread(self._runner.weights, source, self._latest, self._wake)
+        self._staging = StagingThread(self._runner.weights, source, self._latest, former, self._wake)
         return self._staging
 
     def switch(self) -> None:
         """The engine thread takes them over before the next step."""
-        assert self._staging is not None and self._staging.staged is not None, "nothing is ready"
-        staged = self._staging.staged
+        staged = None if self._staging is None else self._staging.staged
+        assert staged is not None, "nothing is ready"
         self.weights = staged.digest
-        self._latest = staged
+        self._latest = staged.is_in_use
         self._steps.put_nowait(staged)
         self.drop_staged()
 
     def drop_staged(self) -> None:
         if self._staging is not None:
             self._staging.drop()
-            self._staging = None
 
     def digest_pages(self, pages: Int32Array) -> bytes:
         return self._runner.memory.digest_pages(pages)

@@ -359,9 +359,8 @@ class Gateway:
         of it."""
         over: asyncio.Future[Updated | TandemError] = asyncio.get_running_loop().create_future()
         weights = self.core.fleet.weights
-        self._order(weights.begin(source, mode, version, finish_s or self.core.longest_s, over.set_result, self.clock()))
-        if keeps_pause:
-            self._order(weights.pause(holds_steps=False))
+        longest_s, now = finish_s or self.core.longest_s, self.clock()
+        self._order(weights.begin(source, mode, version, longest_s, over.set_result, now, keeps_pause=keeps_pause))
         done = await asyncio.shield(over)
         if isinstance(done, TandemError):
             raise done

@@ -81,6 +81,8 @@ class Member:
     """What people call them."""
     weight_changes: int = 0
     """How often it had changed them by then."""
+    staged_update: int = 0
+    """See `Heartbeat`."""
     is_holding: bool = False
     """It says that it launches no step."""
     misfit: str = ""
@@ -223,7 +225,7 @@ class Member:
     def take_report(self, report: Heartbeat, now: float) -> None:
         self.reported_s = now
         self.load, self.counters, self.reports_draining = report.load, report.counters, report.draining
-        self.is_holding = report.holding
+        self.is_holding, self.staged_update = report.holding, report.staged_update
         self.take_weights(report)
         self.assigned_before, self.computing_before = self.assigned_tokens, self.computing_tokens
         self.requests_before = self.assigned_requests

@@ -71,9 +71,13 @@ class Update:
     version: str
     finish_s: float
     """With mode finish: how long requests may go on."""
+    keeps_pause: bool
+    """Place no request afterwards."""
     answer: Callable[[Updated | TandemError], object]
     """Called once, when it is over."""
     deadline_s: float
+    lives: set[Life]
+    """The members that have the fleet's weights, and so must change. Others are brought to the new ones afterwards."""
     phase: UpdatePhase = UpdatePhase.STAGING
     staged: dict[Life, Digest] = field(default_factory=dict)
     weights: Digest = Digest("")
@@ -115,6 +119,8 @@ class FleetWeights:
         """How a newcomer gets them; None: it must have them."""
         self._source_number = 0
         """The number of the update that brought them."""
+        self._to_rename: set[Life] = set()
+        """Members that have the weights of the fleet, and are to learn what these are called."""
         self._bringing: dict[Life, Digest | None] = {}
         """Newcomers that had others, and what they have staged so far."""
         self.update: Update | None = None
@@ -141,8 +147,11 @@ class FleetWeights:
         finish_s: float,
         answer: Callable[[Updated | TandemError], object],
         now: float,
+        *,
+        keeps_pause: bool = False,
     ) -> Orders:
-        """Have all members change. answer: called with what came of it. Raises UpdateUnderWay, Unavailable, BadRequest."""
+        """Have all members change. answer: called with what came of it. keeps_pause: place no request afterwards. Raises
+        UpdateUnderWay, Unavailable, BadRequest."""
         if self.update is not None:
             raise UpdateUnderWay("another update of the weights is under way: wait until it has ended")
         members = list(self._members())
@@ -152,12 +161,17 @@ class FleetWeights:
             if not member.weights:
                 raise BadRequest(f"{member.info.id} is of an older version, which cannot change its weights: start it anew")
         self._number += 1
-        self.update = Update(self._number, source, mode, version, finish_s, answer, now + STAGE_S)
+        lives = {member.life for member in members if self._fits(member)}
+        self.update = Update(self._number, source, mode, version, finish_s, keeps_pause, answer, now + STAGE_S, lives)
         return Orders([send for member in members for send in self._orders(member)])
 
     def rename(self, version: str) -> Orders:
-        """Call the present weights so."""
+        """Call the present weights so, or the new ones if an update is under way."""
+        if self.update is not None:
+            self.update.version = version
+            return Orders()
         self.version = version
+        self._to_rename = {member.life for member in self._members()}
         return Orders([send for member in self._members() for send in self._orders(member)])
 
     def pause(self, *, holds_steps: bool) -> Orders:
@@ -186,6 +200,10 @@ class FleetWeights:
             self.target, self.version = member.weights, member.weight_version
         if not self._fits(member):
             self._bringing[member.life] = None
+        else:
+            self._to_rename.add(member.life)
+            if self.update is not None:
+                self.update.lives.add(member.life)
         self._mark(member)
         orders = Orders(self._orders(member))
         self._proceed(orders, now)
@@ -194,6 +212,7 @@ class FleetWeights:
     def left(self, member: Member, now: float) -> Orders:
         """It serves nothing any more, and keeps nobody waiting."""
         self._bringing.pop(member.life, None)
+        self._to_rename.discard(member.life)
         if self.update is None and not any(True for _ in self._members()):
             self.target, self._source = Digest(""), None
         orders = Orders()
@@ -204,6 +223,10 @@ class FleetWeights:
         """A heartbeat says what the member computes with."""
         if self.update is None and not self._fits(member) and member.life not in self._bringing:
             self._follow_others()
+        if member.weights == self.target and member.weight_version == self.version:
+            self._to_rename.discard(member.life)
+        elif self.update is None and member.weights == self.target and member.life not in self._to_rename:
+            self.version = member.weight_version  # another router has renamed them
         self._mark(member)
         orders = Orders(self._orders(member))
         self._proceed(orders, now)
@@ -279,7 +302,9 @@ class FleetWeights:
             sends.append(Send(life.id, HoldSteps(hold=self.holds_steps)))
         if not member.weights:
             return sends
-        if update is not None and member.weights != update.weights:
+        if member.staged_update >> 24 == self._number >> 24 and not self._is_wanted(member):
+            sends.append(Send(life.id, DropWeights(update=member.staged_update)))
+        if update is not None and life in update.lives and member.weights != update.weights:
             if life not in update.staged:
                 order = StageWeights(update=update.number, source=update.source, incarnation=life.incarnation)
                 return [*sends, Send(life.id, order)]
@@ -291,9 +316,15 @@ class FleetWeights:
             if staged is None:
                 stage = StageWeights(update=self._source_number, source=self._source, incarnation=life.incarnation)
                 return [*sends, Send(life.id, stage)]
-        if member.weights == self.target and member.weight_version != self.version:
+        if life in self._to_rename and member.weights == self.target and member.weight_version != self.version:
             sends.append(self._switch(member, 0, self.target, self.version))
         return sends
+
+    def _is_wanted(self, member: Member) -> bool:
+        """Whether what the member has staged for this router is still of use."""
+        if self.update is not None and member.staged_update == self.update.number:
+            return True
+        return member.life in self._bringing and member.staged_update == self._source_number
 
     def _switch(self, member: Member, number: int, weights: Digest, version: str) -> Send:
         order = SwitchWeights(update=number, weights=weights, version=version, incarnation=member.info.incarnation)
@@ -312,6 +343,8 @@ class FleetWeights:
 
     def _keeps_waiting(self, update: Update, member: Member) -> bool:
         """Whether the present phase cannot end without this member."""
+        if member.life not in update.lives:
+            return False
         if update.phase is UpdatePhase.STAGING:
             return member.life not in update.staged
         return member.weights not in ("", update.weights) and not member.draining
@@ -321,7 +354,7 @@ class FleetWeights:
         update = self.update
         if update is None:
             return
-        members = list(self._members())
+        members = [member for member in self._members() if member.life in update.lives]
         if update.phase is UpdatePhase.STAGING:
             if not members:
                 self._fail(Unavailable("no instance is left in the fleet"))
@@ -353,8 +386,9 @@ class FleetWeights:
         decode instance, nobody can: what comes waits until it has changed."""
         update.phase, update.deadline_s = UpdatePhase.SWITCHING, now + (update.finish_s if update.mode == "finish" else SWITCH_S)
         if update.mode == "finish":
-            decodes = [member for member in members if member.info.role == "decode"]
-            prefills = [member for member in members if member.info.role == "prefill"]
+            staying = [member for member in members if not member.draining]
+            decodes = [member for member in staying if member.info.role == "decode"]
+            prefills = [member for member in staying if member.info.role == "prefill"]
             first = decodes[: max(1, len(decodes) // 2)] + prefills[: -(-len(prefills) // 2)]
             update.resting = {member.life for member in (first if len(decodes) > 1 else members)}
             if len(decodes) > 1:
@@ -382,8 +416,10 @@ class FleetWeights:
         same = update.phase is UpdatePhase.STAGING
         self.target, self.version = update.weights, (update.version or self.version) if same else update.name
         self._source, self._source_number = update.source, update.number
+        self.is_paused = self.is_paused or update.keeps_pause
         orders.goes_on = True
         members = list(self._members())
+        self._to_rename = {member.life for member in members}
         for member in members:
             if not self._fits(member):
                 self._bringing[member.life] = None
@@ -391,8 +427,11 @@ class FleetWeights:
             if same:
                 orders.sends.append(Send(member.info.id, DropWeights(update=update.number)))
             orders.sends += self._orders(member)
-        held_s = 0.0 if update.held_since_s is None else now - update.held_since_s
-        update.answer(Updated(self.target, self.version, sum(map(self._fits, members)), held_s))
+        held_s, count = 0.0 if update.held_since_s is None else now - update.held_since_s, sum(map(self._fits, members))
+        if count:
+            update.answer(Updated(self.target, self.version, count, held_s))
+        else:
+            update.answer(Unavailable("no instance has changed its weights in time: those that come back get the new ones"))
 
     def _differ(self, update: Update, members: list[Member], orders: Orders) -> None:
         named = ", ".join(f"{update.staged[member.life]} on {member.info.id}" for member in members)

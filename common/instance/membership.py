@@ -274,6 +274,7 @@ class Membership:
             weights=report.weights,
             weight_version=report.weight_version,
             weight_changes=report.weight_changes,
+            staged_update=report.staged_update,
             holding=report.holding,
         )
         return [Send(self.name, beat)]

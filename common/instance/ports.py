@@ -185,6 +185,8 @@ class Report:
     """What people call them."""
     weight_changes: int = 0
     """How often it has changed them."""
+    staged_update: int = 0
+    """See `Heartbeat`."""
     holding: bool = False
     """A router wants no step."""
 

@@ -49,6 +49,11 @@ class InstanceWeights:
         return self._executor.weights
 
     @property
+    def staged_update(self) -> int:
+        """The update whose weights take memory beside those in use; 0: none."""
+        return 0 if self._orderer is None else self._orderer[1]
+
+    @property
     def told(self) -> tuple[Digest, str, bool]:
         """What routers hear of it with heartbeats."""
         return self.digest, self.version, self.is_held
@@ -131,6 +136,9 @@ class InstanceWeights:
             return []
         if self._orderer == (router, order.update):
             return [] if self._answer is None else [Send(router, self._answer)]
+        if self._orderer is not None and self._orderer[0] != router:
+            busy = Failed.of(Unavailable(f"{self._orderer[0]} has {self._me.id} change its weights at this moment: try again"))
+            return [Send(router, self._staged_as(order.update, failed=busy))]
         self._drop()
         self._orderer, self._staged = (router, order.update), self._executor.stage(order.source)
         return self.poll()

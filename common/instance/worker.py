@@ -369,6 +369,7 @@ class InstanceWorker(Generic[M]):
             weights=weights.digest,
             weight_version=weights.version,
             weight_changes=weights.changes,
+            staged_update=weights.staged_update,
             holding=weights.is_held,
         )
         self._act(self._memberships.due(now, report, self._mail.reaches))

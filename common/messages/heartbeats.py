@@ -222,6 +222,8 @@ class Heartbeat(Message, frozen=True, omit_defaults=True):
     """What people call them."""
     weight_changes: Count = 0
     """How often it has changed them. A report that was overtaken by a later one is known by it."""
+    staged_update: Count = 0
+    """The update of which it has weights staged beside those in use, or begins to; 0: none."""
     holding: bool = False
     """A router wants no step."""
     timelines: tuple[Timeline, ...] = ()

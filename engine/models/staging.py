@@ -6,7 +6,7 @@ at the end is all that a change of weights takes.
 """
 
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 
@@ -15,10 +15,10 @@ import torch
 from common.errors import BadRequest, MemoryShort
 from common.host import host_memory_now
 from common.ids import Digest
-from common.messages.weights import WeightsInMemory, WeightsOnDisk, WeightsSource
-from engine.checkpoint import TensorDigests, read_weights, tensor_digests, weight_files, weights_digest
+from common.messages.weights import WeightsInMemory, WeightsSource
+from engine.checkpoint import TensorDigests, read_image, read_weights, tensor_digests, weight_files, weights_digest
 from engine.kv_budget import gib
-from engine.models.decoder import Decoder
+from engine.models.decoder import HEAD, Decoder
 from engine.models.moe import with_one_spelling
 from engine.models.registry import make_decoder
 from engine.models.served_shape import read_served_shape
@@ -36,9 +36,10 @@ class ModelWeights:
 
     def __init__(self, model: Model, path: Path, shape: ServedShape, loading: Loading, kernels: Kernels) -> None:
         self._model, self._shape, self._loading, self._kernels = model, shape, loading, kernels
+        self._is_random = loading.load_format == "dummy"
         self._tensors: TensorDigests = {"random weights": loading.device.type}
-        if loading.load_format != "dummy":
-            self._tensors = tensor_digests(weight_files(path))
+        if not self._is_random:
+            self._tensors = self._digests(weight_files(path))
 
     @property
     def digest(self) -> Digest:
@@ -47,50 +48,81 @@ class ModelWeights:
     def stage(self, source: WeightsSource, progress: Callable[[str], None]) -> "StagedModel":
         """New weights that are ready to be taken over. Takes as long as loading a model; steps may run meanwhile. progress:
         called now and then; what it raises ends the work. Raises ConfigError, BadRequest, MemoryShort."""
-        files = self._files(source)
-        before = [_last_change(file) for file in files]
-        tensors = tensor_digests(files)
         if isinstance(source, WeightsInMemory):
-            tensors = {**self._tensors, **tensors}
+            given, tensors = self._read_segments(source)
+            files: list[Path] = []
+        else:
+            files = self._files(Path(source.folder))
+            before = [_last_change(file) for file in files]
+            given, tensors = None, self._digests(files)
         try:
-            take_over = self._take_over(source, files, progress)
+            take_over = self._take_over(source, files, given, progress)
         except torch.OutOfMemoryError as error:
             reason = str(error).strip().splitlines()[0]
             raise MemoryShort(f"new weights do not fit beside those in use on {self._loading.device}: {reason}") from error
-        if [_last_change(file) for file in files] != before:
+        if files and [_last_change(file) for file in files] != before:
             raise BadRequest("the files of the new weights changed while they were read: write them before you send their names")
         return StagedModel(tensors, take_over)
 
     def switch(self, staged: "StagedModel") -> None:
         """Compute with these from now on. No step is running."""
         staged.take_over()
+        staged.take_over = _nothing_left  # which gives their memory back
         self._tensors = staged.tensors
+        self._is_random = "random weights" in staged.tensors
         staged.is_in_use.set()
 
-    def _files(self, source: WeightsSource) -> list[Path]:
-        if isinstance(source, WeightsOnDisk):
-            folder = Path(source.folder)
-            if not folder.is_dir():
-                raise BadRequest(f"model_path: there is no folder {folder} on this host", field="model_path")
-            _require_same_shape(read_served_shape(folder), self._shape, folder)
-            return weight_files(folder)
-        for segment in source.segments:
-            if "/" in segment or not (SHARED_MEMORY / segment).is_file():
-                raise BadRequest(f"shared_memory: there is no {segment[:80]!r} on this host", field="shared_memory")
-        return [SHARED_MEMORY / segment for segment in source.segments]
+    def _digests(self, files: Sequence[Path]) -> TensorDigests:
+        """Of a tied head it counts nothing: it is the embedding."""
+        found = tensor_digests(files)
+        if isinstance(self._shape, ModelShape) and self._shape.tied:
+            found.pop(HEAD, None)
+        return found
 
-    def _take_over(self, source: WeightsSource, files: Sequence[Path], progress: Callable[[str], None]) -> Callable[[], None]:
+    def _files(self, folder: Path) -> list[Path]:
+        if not folder.is_dir():
+            raise BadRequest(f"model_path: there is no folder {folder} on this host", field="model_path")
+        _require_same_shape(read_served_shape(folder), self._shape, folder)
+        return weight_files(folder)
+
+    def _read_segments(self, source: WeightsInMemory) -> tuple[dict[str, torch.Tensor], TensorDigests]:
+        """What is in shared memory now, and the digests of all weights with it."""
+        given, digests = dict[str, torch.Tensor](), dict(self._tensors)
+        for segment in source.segments:
+            file = SHARED_MEMORY / segment
+            if "/" in segment or not file.is_file():
+                raise BadRequest(f"shared_memory: there is no {segment[:80]!r} on this host", field="shared_memory")
+            tensors, of_tensors = read_image(file)
+            for name, tensor in tensors.items():
+                if name in given:
+                    raise BadRequest(f"shared_memory: the weight {name} is there twice", field="shared_memory")
+                given[name] = tensor
+                is_tied = name == HEAD and isinstance(self._shape, ModelShape) and self._shape.tied
+                if not is_tied:
+                    digests[name] = of_tensors[name]
+        unknown = digests.keys() - self._tensors.keys()
+        if unknown and not self._is_random:  # another spelling of the same weights would have another digest
+            rule = f"the checkpoint that is served has no weight {min(unknown)}: use its names"
+            raise BadRequest(f"shared_memory: {rule}", field="shared_memory")
+        return given, digests
+
+    def _take_over(
+        self,
+        source: WeightsSource,
+        files: Sequence[Path],
+        given: Mapping[str, torch.Tensor] | None,
+        progress: Callable[[str], None],
+    ) -> Callable[[], None]:
         live, loading = self._model, self._loading
         if not isinstance(live, Decoder) or not isinstance(self._shape, ModelShape):
             return self._take_over_foreign(source, progress)
         self._require_memory(live.slots.nbytes)
         slots = WeightSlots(loading.dtype, loading.device, self._kernels, loading.quantization)
         make_decoder(self._shape, slots, loading, self._kernels, progress)
-        weights = with_one_spelling(read_weights(files, progress))
-        if isinstance(source, WeightsOnDisk):
-            slots.fill(weights)
+        if given is None:
+            slots.fill(with_one_spelling(read_weights(files, progress)))
         else:
-            slots.fill_from(live.slots, weights)
+            slots.fill_from(live.slots, with_one_spelling(given.items()))
         slots.pack_as(live.slots)
         if loading.device.type == "cuda":
             torch.cuda.current_stream(loading.device).synchronize()  # the copies are made on another one
@@ -146,6 +178,10 @@ def _require_same_shape(new: ServedShape, live: ServedShape, folder: Path) -> No
 def _last_change(file: Path) -> tuple[int, int, int]:
     status = file.stat()
     return status.st_ino, status.st_size, status.st_mtime_ns
+
+
+def _nothing_left() -> None:
+    raise AssertionError("weights are taken over once")
 
 
 def _copy_all(live: Iterable[torch.Tensor], new: Iterable[torch.Tensor]) -> None:

@@ -183,9 +183,9 @@ class WeightSlots:
         """These weights of a checkpoint, and of all others what another one has. Raises ConfigError as `fill` does."""
         given = dict(weights)
         rest = self.slots.keys() - given.keys()
-        self.fill(given.items(), rest | self._elsewhere.keys())
-        for name in rest:
+        for name in rest:  # first: a copy of a tied weight is compared with that one
             self.slots[name].put(other.slots[name].read())
+        self.fill(given.items(), rest | self._elsewhere.keys())
 
     @property
     def nbytes(self) -> int:

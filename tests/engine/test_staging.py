@@ -5,6 +5,7 @@ import json
 import os
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from uuid import uuid4
@@ -116,6 +117,45 @@ def test_a_part_of_the_weights_replaces_that_part_and_nothing_else(
     assert made.weights.digest == digest_of(tmp_path / "new")
 
 
+def test_a_tied_head_is_the_embedding_whether_it_is_given_or_not(
+    tmp_path: Path, segment: Callable[[dict[str, torch.Tensor]], str]
+) -> None:
+    model = qwen3()
+    made = runner(saved(model, tmp_path / "old"))
+    embedding = model.get_input_embeddings().weight.detach()
+    exchange(made, WeightsInMemory((segment({"lm_head.weight": embedding.clone()}),)))
+    assert made.weights.digest == digest_of(tmp_path / "old")
+    with pytest.raises(ConfigError, match=r"lm_head\.weight differs from the embedding"):
+        made.weights.stage(WeightsInMemory((segment({"lm_head.weight": embedding + 1}),)), silent)
+    with torch.no_grad():
+        embedding.mul_(0.9)
+    both = {"lm_head.weight": embedding.clone(), "model.embed_tokens.weight": embedding.clone()}
+    exchange(made, WeightsInMemory((segment(both),)))
+    assert_exact(model, answers(made, PROMPTS, 6, 16))
+
+
+def test_shared_memory_that_changes_later_changes_nothing_and_staged_memory_is_given_back(
+    tmp_path: Path, segment: Callable[[dict[str, torch.Tensor]], str]
+) -> None:
+    """Whoever maps it writes without a trace in the file's times."""
+    model = llama()
+    made = runner(saved(model, tmp_path / "old"))
+    name = "model.layers.0.self_attn.q_proj.weight"
+    with torch.no_grad():
+        parameter = model.get_parameter(name).mul_(0.5)
+    shared = segment({name: parameter.detach().clone()})
+    staged = made.weights.stage(WeightsInMemory((shared,)), silent)
+    held = weakref.ref(staged.take_over)
+    content = np.memmap(SHARED_MEMORY / shared, dtype=np.uint8, mode="r+")
+    content[-4096:] = 0
+    made.weights.switch(staged)
+    assert_exact(model, answers(made, PROMPTS, 6, 16))
+    assert held() is None
+    before = made.weights.digest
+    exchange(made, WeightsInMemory((shared,)))
+    assert made.weights.digest != before, "it is read again"
+
+
 def test_int8_weights_are_those_of_a_fresh_start_also_where_only_a_part_was_given(
     tmp_path: Path, segment: Callable[[dict[str, torch.Tensor]], str]
 ) -> None:
@@ -166,7 +206,7 @@ def test_what_cannot_be_used_is_refused_by_name_and_the_old_weights_serve_on(
         (WeightsInMemory(("no-such-segment",)), BadRequest, "there is no 'no-such-segment'"),
         (WeightsInMemory(("../etc/passwd",)), BadRequest, "there is no"),
         (WeightsInMemory((segment({name: torch.zeros(4, 4)}),)), ConfigError, rf"{name} has the shape \[4, 4\]"),
-        (WeightsInMemory((segment({"model.extra": torch.zeros(4)}),)), ConfigError, "does not ask for: model.extra"),
+        (WeightsInMemory((segment({"model.extra": torch.zeros(4)}),)), BadRequest, "has no weight model.extra"),
         (
             WeightsInMemory((segment({name: torch.full(size, torch.nan)}),)),
             ConfigError,

@@ -7,7 +7,7 @@ import pytest
 
 from common.config import RouterConfig
 from common.errors import TandemError
-from common.ids import Digest
+from common.ids import Digest, InstanceId
 from common.messages import Finished
 from common.messages.weights import FIRST_VERSION, WeightsOnDisk
 from common.step_cost import StepCost
@@ -28,12 +28,13 @@ def make_fleet(prefill: int = 2, decode: int = 2, routers: int = 1) -> ToyFleet:
 
 
 def update(
-    fleet: ToyFleet, name: str, mode: UpdateMode = "recompute", version: str = "", finish_s: float = 60.0
+    fleet: ToyFleet, name: str, mode: UpdateMode = "recompute", version: str = "", seat: int = 0, keeps_pause: bool = False
 ) -> list[Updated | TandemError]:
     """What came of it, once that is known."""
     came: list[Updated | TandemError] = []
-    router, now = fleet.router_process, fleet.clock.now
-    orders = router.core.fleet.weights.begin(WeightsOnDisk(name), mode, version, finish_s, came.append, now)
+    router, now = fleet.routers[seat], fleet.clock.now
+    weights, source = router.core.fleet.weights, WeightsOnDisk(name)
+    orders = weights.begin(source, mode, version, 60.0, came.append, now, keeps_pause=keeps_pause)
     router.deliver(router.core.order(orders, now))
     return came
 
@@ -208,3 +209,83 @@ def test_another_router_follows_the_one_that_leads() -> None:
     assert len(came) == 1 and {router.core.fleet.weights.target for router in fleet.routers} == {"w1"}
     assert {router.core.fleet.weights.version for router in fleet.routers} == {"step-1"}
     assert all(not router.core.unready() for router in fleet.routers)
+
+
+def test_two_routers_that_change_the_weights_at_once_do_not_harm_each_other() -> None:
+    """One of them, or none, succeeds; no instance is lost, and the next update does."""
+    for delay_s in (0.0, 0.002, 0.03, 0.05, 0.052):
+        fleet = make_fleet(routers=2)
+        clients = [fleet.submit(f"r{n}", PROMPT, 40) for n in range(3)]
+        until_it_streams(fleet, clients[0])
+        first = update(fleet, "w1")
+        fleet.run_for(delay_s)
+        second = update(fleet, "w2", seat=1)
+        fleet.run_for(5.0)
+        assert len(first) == len(second) == 1 and len(fleet.instances) == 4
+        failed = [one for one in (*first, *second) if isinstance(one, TandemError)]
+        assert all("change its weights at this moment" in str(one) for one in failed), failed
+        assert len(set(weights_of(fleet).values())) == 1
+        last = update(fleet, "w3", seat=1)
+        fleet.run(*clients)
+        fleet.run_for(3.0)
+        assert isinstance(last[0], Updated) and set(weights_of(fleet).values()) == {"w3"}
+        assert all(not router.core.unready() for router in fleet.routers)
+
+
+def test_a_name_that_one_router_gives_is_told_once_and_the_other_takes_it() -> None:
+    fleet = make_fleet(routers=2)
+    router = fleet.router_process
+    router.deliver(router.core.order(router.core.fleet.weights.rename("step-7"), fleet.clock.now))
+    fleet.run_for(10.0)
+    assert {router.core.fleet.weights.version for router in fleet.routers} == {"step-7"}
+    assert sum(kind == "SwitchWeights" for _, kind, _ in fleet.network.log) <= 2 * len(fleet.instances)
+
+
+def test_a_pause_is_kept_after_an_update_that_succeeds_and_not_after_one_that_is_refused() -> None:
+    fleet = make_fleet()
+    update(fleet, "bad", keeps_pause=True)
+    fleet.run(fleet.submit("before", PROMPT, 3))
+    update(fleet, "w1", keeps_pause=True)
+    fleet.run_for(2.0)
+    client = fleet.submit("r", PROMPT, 3)
+    fleet.run_for(5.0)
+    assert not client.ended
+    router = fleet.router_process
+    router.deliver(router.core.order(router.core.fleet.weights.go_on(), fleet.clock.now))
+    fleet.run(client)
+    assert client.token_ids == undisturbed(PROMPT, 3, weights=Digest("w1"))
+
+
+def test_one_decode_instance_that_stays_beside_one_that_leaves_keeps_requests_waiting_and_refuses_none() -> None:
+    fleet = make_fleet(1, 2)
+    long = fleet.submit("long", PROMPT, 60)
+    until_it_streams(fleet, long)
+    leaving = next(
+        name for name, one in fleet.instances.items() if one.scheduler.report().load.running_requests and "decode" in name
+    )
+    fleet.router_process.deliver(fleet.router.fleet.drain(InstanceId(leaving)))
+    fleet.run_for(0.1)
+    came = update(fleet, "w1", "finish")
+    fleet.run_for(0.1)
+    client = fleet.submit("r", PROMPT, 3)
+    fleet.turn_until(lambda: client.ended and bool(came))
+    assert [ending.reason for ending in client.endings if isinstance(ending, Finished)] == ["length"]
+
+
+def test_a_request_for_other_weights_is_refused_by_the_instance_and_resumed() -> None:
+    """The router has not heard yet that the instance has changed."""
+    fleet = make_fleet(1, 1)
+    stale = {member: member.weights for member in fleet.router.fleet.members()}
+    update(fleet, "w1")
+    fleet.run_for(2.0)
+    weights = fleet.router.fleet.weights
+    for member, former in stale.items():
+        member.weights = former
+    weights.target = TOY_WEIGHTS
+    client = fleet.submit("r", PROMPT, 6)
+    for member in stale:
+        member.weights = Digest("w1")
+    weights.target = Digest("w1")
+    fleet.run(client)
+    assert client.token_ids == undisturbed(PROMPT, 6, weights=Digest("w1"))
+    assert "weights" in fleet.observer.resumes
