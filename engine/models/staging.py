@@ -73,7 +73,7 @@ class ModelWeights:
         staged.is_in_use.set()
 
     def _digests(self, files: Sequence[Path]) -> TensorDigests:
-        """Of a tied head it counts nothing: it is the embedding."""
+        """Those of all weights in these files; a tied head is the embedding and does not count."""
         found = tensor_digests(files)
         if isinstance(self._shape, ModelShape) and self._shape.tied:
             found.pop(HEAD, None)
