@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from common.errors import TandemError
 from common.ids import Digest, Int32Array
 from common.messages import EngineChoices, Failed, ModelIdentity, TokenLogprob
+from common.messages.tasks import Task
 from common.messages.text import LEAST_LOGPROB
 from common.messages.weights import WeightsSource
 from common.pages.layout import KVLayout, MemoryRegion
@@ -226,16 +227,29 @@ def take_prepared(preparing: dict[K, Preparation]) -> Iterator[tuple[K, Failed |
         yield key, refused
 
 
-class StagedWeights(Protocol):
-    """Weights that are being made ready beside those in use."""
+class Work(Protocol):
+    """What is done beside the steps."""
 
     @property
     def ends_s(self) -> float | None:
-        """When that ends, if it is known in advance; None: its process's loop is woken then."""
+        """When it ends, if that is known in advance; None: its process's loop is woken then."""
 
-    def poll(self) -> Digest | None:
-        """The digest of the whole model with them, once they are ready; None before. Raises an error of the tree when they cannot
-        be used."""
+    def poll(self) -> str | None:
+        """Its result, once it is done; None before. Raises an error of the tree when it cannot be done."""
+
+
+def take_done(under_way: dict[K, Work]) -> Iterator[tuple[K, str, Failed | None]]:
+    """Take out the work that has ended, each with its result, or with why it could not be done."""
+    for key, work in list(under_way.items()):
+        result: str | None = ""
+        failed: Failed | None = None
+        try:
+            result = work.poll()
+        except TandemError as error:
+            failed = Failed.of(error)
+        if result is not None:
+            del under_way[key]
+            yield key, result, failed
 
 
 class StepHandle(Protocol):
@@ -273,14 +287,21 @@ class Executor(Protocol):
     def weights(self) -> Digest:
         """The digest of those that plans are computed with."""
 
-    def stage(self, source: WeightsSource) -> StagedWeights:
-        """Begin to make new weights ready. Never blocks; steps go on meanwhile. What was staged before is dropped."""
+    def stage(self, source: WeightsSource) -> Work:
+        """Begin to make new weights ready; the result is the digest of the whole model with them. Never blocks; steps go on
+        meanwhile. What was staged before is dropped."""
 
     def switch(self) -> None:
         """Use what was staged, and is ready, for the plans that are launched from now on. No step is in flight."""
 
     def drop_staged(self) -> None:
         """Forget what was staged, ready or not. Idempotent."""
+
+    def perform(self, task: Task) -> Work:
+        """Begin a task. Never blocks; steps go on meanwhile. Raises an error of the tree for one that it never can do."""
+
+    def free_adapter(self, digest: Digest) -> None:
+        """Forget an adapter. No row that is in flight has it, and none with it begins before it is read again. Idempotent."""
 
     def digest_pages(self, pages: Int32Array) -> bytes:
         """The CRC-32 of each page's bytes, little-endian uint32. pages: [pages] int32. Blocks; for --verify-pages and tests.

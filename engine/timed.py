@@ -20,11 +20,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from common.config import EngineConfig, ModelConfig
-from common.errors import ConfigError, MemoryShort
+from common.errors import BadRequest, ConfigError, MemoryShort
 from common.executor import NO_LOGPROBS, EngineDescription, Logprobs, StepPlan, StepResult
 from common.host import host_memory_now
 from common.ids import Digest, Int32Array
 from common.messages import TokenLogprob
+from common.messages.tasks import ReadAdapter, Task
 from common.messages.weights import WeightsSource
 from common.model_path import resolve_model_path
 from common.pages.host_memory import digest, host_memory
@@ -73,12 +74,12 @@ class TimedStep:
         return self.result if self.clock() >= self.ends_s else None
 
 
-class NamedWeights:
-    """Weights of which nothing but the name counts: ready at once, whatever they are. Implements `StagedWeights`."""
+class NamedFiles:
+    """Weights or an adapter of which nothing but the name counts: ready at once, whatever they are. Implements `Work`."""
 
     ends_s: float | None = None
 
-    def __init__(self, source: WeightsSource) -> None:
+    def __init__(self, source: WeightsSource | ReadAdapter) -> None:
         self._name = blake2b(msgspec.msgpack.encode(source), digest_size=16).hexdigest()
 
     def poll(self) -> Digest:
@@ -149,14 +150,22 @@ class TimedExecutor:
     def prepare(self, grammar: Grammar, owner: str = "") -> AnythingGoes:
         return AnythingGoes(grammar, "the timed executor")
 
-    def stage(self, source: WeightsSource) -> "NamedWeights":
-        self._staged = NamedWeights(source)
+    def stage(self, source: WeightsSource) -> NamedFiles:
+        self._staged = NamedFiles(source)
         return self._staged
+
+    def perform(self, task: Task) -> NamedFiles:
+        if isinstance(task, ReadAdapter):
+            return NamedFiles(task)
+        raise BadRequest(f"{COMPUTES_NOTHING}, cannot do {type(task).__name__}")
 
     def switch(self) -> None:
         self.weights = self._staged.poll()
 
     def drop_staged(self) -> None:
+        """Nothing is held."""
+
+    def free_adapter(self, digest: Digest) -> None:
         """Nothing is held."""
 
     def digest_pages(self, pages: Int32Array) -> bytes:

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NoReturn
 
 import torch
 
@@ -17,6 +18,7 @@ from common.config import EngineConfig, ModelConfig
 from common.errors import BadRequest, ConfigError, TandemError
 from common.executor import ExecutorFailed, StepPlan, StepResult
 from common.ids import Digest, Int32Array
+from common.messages.tasks import Task
 from common.messages.weights import WeightsSource
 from common.options import refuse_without_effect
 from common.sampling_params import Grammar
@@ -60,7 +62,7 @@ def _is_llvm(library: ctypes.CDLL) -> bool:
 
 
 class StagingThread:
-    """Makes new weights ready beside the steps. Implements `StagedWeights`. wake: called when it has ended."""
+    """Makes new weights ready beside the steps. Implements `Work`. wake: called when it has ended."""
 
     def __init__(
         self,
@@ -82,6 +84,8 @@ class StagingThread:
         self.thread.start()
 
     def poll(self) -> Digest | None:
+        if not self._is_wanted:
+            raise ConfigError("nobody wants these weights any more")
         if isinstance(self._failure, TandemError):
             raise self._failure
         if self._failure is not None:
@@ -207,6 +211,12 @@ class TorchExecutor:
     def drop_staged(self) -> None:
         if self._staging is not None:
             self._staging.drop()
+
+    def perform(self, task: Task) -> NoReturn:
+        raise BadRequest(f"this instance cannot do {type(task).__name__}")
+
+    def free_adapter(self, digest: Digest) -> None:
+        """None is held."""
 
     def digest_pages(self, pages: Int32Array) -> bytes:
         return self._runner.memory.digest_pages(pages)

@@ -30,6 +30,7 @@ from common.messages import (
     Register,
     RouterInbox,
     Spans,
+    TaskDone,
     TextBatch,
     WeightsStaged,
 )
@@ -138,6 +139,9 @@ class RouterCore:
                 return self.requests.probed(message, now)
             case WeightsStaged():
                 return self._apply(self.fleet.weights_staged(message, now), now)
+            case TaskDone():
+                self.fleet.task_done(message)
+                return []
             case Spans():
                 self.traces.receive(message)
                 return []

@@ -44,6 +44,7 @@ from common.messages import (
     ModelIdentity,
     Refused,
     Register,
+    TaskDone,
     TellLinks,
     WeightsStaged,
     Welcome,
@@ -52,6 +53,7 @@ from router.cache_index import CacheIndex
 from router.join_rules import difference, likeness, malformed
 from router.members import Candidates, Member, RolePace
 from router.peering import Peering
+from router.tasks import FleetTasks
 from router.weights import FleetWeights, Orders
 
 VOTE_S = 15.0
@@ -150,6 +152,7 @@ class Members:
         self.candidates = Candidates(Random(router))  # no two lives of a router draw alike, and a simulation is repeated exactly
         self.caches = CacheIndex(config.needs_caches, config.heartbeat_s)
         self.weights = FleetWeights(router, self.members, self._judge)
+        self.tasks = FleetTasks()
         self._vocab_size = vocab_size
         self._members: dict[InstanceId, Member] = {}
         self._paces: dict[Role, RolePace] = {"prefill": RolePace(), "decode": RolePace()}
@@ -192,7 +195,12 @@ class Members:
 
     def next_deadline(self) -> float | None:
         """When the next member is lost unless it is heard from, or a route is forgotten; None when there is neither."""
-        return earliest(self._silence.next_deadline(), self._farewells.next_deadline(), self.weights.next_deadline())
+        return earliest(
+            self._silence.next_deadline(),
+            self._farewells.next_deadline(),
+            self.weights.next_deadline(),
+            self.tasks.next_deadline(),
+        )
 
     # --- messages and time -----------------------------------------------------------------------------------------------
 
@@ -215,7 +223,7 @@ class Members:
         if known is not None and info.id in self._members:
             change.lost.append(self._remove(known, "replaced by a newer incarnation", now, silent=False))
         for member in change.lost:
-            change.take(self.weights.left(member, now))
+            self._left(member, change, now)
         change.sends = self._join(message, now)
         change.more_can_serve = True
         return change.take(self.weights.joined(self._members[info.id], now))
@@ -263,6 +271,7 @@ class Members:
         if member.stuck and not was_stuck:
             change.lost.append(member)
         change.take(self.weights.heard(member, now))
+        change.sends += self.tasks.heard(member)
         if (member.trouble is None and not took_requests) or more:
             change.more_can_serve = True
         return change
@@ -271,6 +280,12 @@ class Members:
         """A member has made new weights ready, or cannot."""
         member = self._sender(message)
         return Change() if member is None else Change().take(self.weights.staged(message, member, now))
+
+    def task_done(self, message: TaskDone) -> None:
+        """A member has done a task, or cannot."""
+        member = self._sender(message)
+        if member is not None:
+            self.tasks.done(message, member)
 
     def _judge(self, member: Member) -> None:
         """Something else than its report decides whether it takes requests."""
@@ -309,9 +324,15 @@ class Members:
         if member is None:
             return Change()
         change = Change(lost=[self._remove(member, message.reason or "left", now, silent=False)])
-        return change.take(self.weights.left(member, now))
+        self._left(member, change, now)
+        return change
 
-    def _sender(self, message: Heartbeat | LinkReport | CacheChanges | Goodbye | WeightsStaged) -> Member | None:
+    def _left(self, member: Member, change: Change, now: float) -> None:
+        """It is no member any more: nobody waits for it."""
+        self.tasks.left(member)
+        change.take(self.weights.left(member, now))
+
+    def _sender(self, message: Heartbeat | LinkReport | CacheChanges | Goodbye | WeightsStaged | TaskDone) -> Member | None:
         """The member that says this. None, which is counted, when it is from another life."""
         member = self.find(Life(message.id, message.incarnation))
         self.stale += member is None
@@ -358,8 +379,9 @@ class Members:
             else:
                 change.lost.append(self._remove(member, "not heard of in time", now, silent=True))
         for member in change.lost:
-            change.take(self.weights.left(member, now))
+            self._left(member, change, now)
         self._moved |= dict.fromkeys(self._farewells.expired(now))
+        self.tasks.tick(now)
         return change.take(self.weights.tick(now))
 
     # --- changes of the set ----------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ launches no step while `is_holding`, and carries out a switch when none is in fl
 """
 
 from common.errors import TandemError, Unavailable
-from common.executor import Executor, StagedWeights
+from common.executor import Executor, Work
 from common.ids import Digest, InstanceId
 from common.instance.ports import Send
 from common.messages import (
@@ -35,7 +35,7 @@ class InstanceWeights:
         """How often they have changed."""
         self._orderer: tuple[InstanceId, int] | None = None
         """The router that had the present weights staged, and the number of its update."""
-        self._staged: StagedWeights | None = None
+        self._staged: Work | None = None
         """While they are being made ready."""
         self._answer: WeightsStaged | None = None
         """What became of it."""
@@ -109,15 +109,15 @@ class InstanceWeights:
         """Tell the router when the weights are ready, or why they never will be."""
         if self._staged is None or self._orderer is None:
             return []
-        weights, failed = None, None
+        result, failed = None, None
         try:
-            weights = self._staged.poll()
+            result = self._staged.poll()
         except TandemError as error:
             failed = Failed.of(error)
-        if weights is None and failed is None:
+        if result is None and failed is None:
             return []
         router, update = self._orderer
-        self._staged, self._answer = None, self._staged_as(update, weights or Digest(""), failed)
+        self._staged, self._answer = None, self._staged_as(update, Digest(result or ""), failed)
         return [Send(router, self._answer)]
 
     def switch(self) -> None:

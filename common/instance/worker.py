@@ -34,9 +34,11 @@ from common.instance.ports import (
     Transfers,
     WeightsReplaced,
 )
+from common.instance.tasks import InstanceTasks
 from common.instance.tracer import InstanceTracer
 from common.instance.weights import InstanceWeights
 from common.messages import (
+    DoTask,
     Drain,
     DropWeights,
     HoldSteps,
@@ -183,7 +185,7 @@ class InstanceWorker(Generic[M]):
         scheduler: Scheduler[M | Drain],
         executor: Executor,
         transfers: Transfers,
-        mail: Mail[M | Welcome | Refused | Peers | Drain | Trace | WeightsOrder],
+        mail: Mail[M | Welcome | Refused | Peers | Drain | Trace | WeightsOrder | DoTask],
         unix_s: float = 0.0,
     ) -> None:
         self._memberships = memberships
@@ -200,6 +202,7 @@ class InstanceWorker(Generic[M]):
         self._draining = False
         self._stale = 0
         self._weights = InstanceWeights(memberships.info, executor)
+        self._tasks = InstanceTasks(memberships.info, executor)
         self._cost = CostMeter()
         self._tracer = InstanceTracer(memberships.info, scheduler.key_in, unix_s)
         self._recorder = self._tracer.recorder
@@ -232,6 +235,9 @@ class InstanceWorker(Generic[M]):
                         self._act(self._weights.order(sender, message))
                         if self._weights.told != before:
                             self._memberships.hurry(now)
+                case DoTask():
+                    if self._memberships.of(sender) is not None:
+                        self._act(self._tasks.order(sender, message))
                 case _:
                     if self._recorder.on:
                         self._tracer.receive(message)
@@ -274,7 +280,13 @@ class InstanceWorker(Generic[M]):
         peers = earliest(self._former.next_deadline(), self._memberships.peers.next_deadline())
         prepared = [each.ends_s for each in self._preparing.values()]
         known = earliest(
-            self._scheduler.next_deadline(), peers, step_ends, self._tracer.next_deadline(), self._weights.ends_s, *prepared
+            self._scheduler.next_deadline(),
+            peers,
+            step_ends,
+            self._tracer.next_deadline(),
+            self._weights.ends_s,
+            *self._tasks.ends_s,
+            *prepared,
         )
         return self._memberships.next_deadline if known is None else min(known, self._memberships.next_deadline)
 
@@ -306,6 +318,7 @@ class InstanceWorker(Generic[M]):
     def _follow_weights(self, now: float) -> None:
         """Tell what became of staged weights, and change to them when they are ordered and no step is in flight."""
         self._act(self._weights.poll())
+        self._act([Send(router, answer) for _, answer, router in self._tasks.poll()])
         if self._weights.is_switching and not self._in_flight:
             self._weights.switch()
             self._act(self._scheduler.handle(WeightsReplaced(self._weights.digest), now))
@@ -382,6 +395,7 @@ class InstanceWorker(Generic[M]):
             if change.is_lost:
                 self._tracer.forget(router)
                 self._weights.forget(router)
+                self._tasks.forget(router)
                 self._act(self._scheduler.handle(RouterLost(router), now))
                 for name in (router, *detokenizers):
                     self._mail.route(name, None)

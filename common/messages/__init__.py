@@ -19,6 +19,7 @@ A `match` over an inbox's union ends in `assert_never`, so a new message breaks 
              ─Probed─► detok ─Probed─► router                       the answer to a Probe, behind the tokens
 
     router ─StageWeights, SwitchWeights, DropWeights, HoldSteps─► instance ─WeightsStaged─► router     see `weights.py`
+           ─DoTask────────────────────────────────────────────► instance ─TaskDone──────► router     see `tasks.py`
 
     router ─Trace─► instance, detok ─Spans─► router                 only while somebody traces the fleet
 
@@ -74,6 +75,7 @@ from common.messages.requests import (
     Standing,
     Terms,
 )
+from common.messages.tasks import DoTask, TaskDone
 from common.messages.text import (
     DetokenizerHeartbeat,
     ExpectAnswer,
@@ -90,11 +92,23 @@ from common.messages.text import (
 from common.messages.traces import Span, SpanArgs, Spans, Timeline, Times, Trace, pack_spans, unpack_spans
 from common.messages.weights import DropWeights, HoldSteps, StageWeights, SwitchWeights, WeightsStaged
 
-FromInstance: TypeAlias = Register | Heartbeat | LinkReport | CacheChanges | Goodbye | Placed | WeightsStaged
+FromInstance: TypeAlias = Register | Heartbeat | LinkReport | CacheChanges | Goodbye | Placed | WeightsStaged | TaskDone
 WeightsOrder: TypeAlias = StageWeights | SwitchWeights | DropWeights | HoldSteps
 RouterInbox: TypeAlias = FromInstance | Probed | TextBatch | DetokenizerHeartbeat | Spans
 FromRouter: TypeAlias = (
-    Welcome | Refused | Peers | Drain | FlushCache | TellCache | Generate | Cancel | Probe | Repeat | Trace | WeightsOrder
+    Welcome
+    | Refused
+    | Peers
+    | Drain
+    | FlushCache
+    | TellCache
+    | Generate
+    | Cancel
+    | Probe
+    | Repeat
+    | Trace
+    | WeightsOrder
+    | DoTask
 )
 PrefillInbox: TypeAlias = FromRouter | TellLinks | Grant | Decline | Renewed
 DecodeInbox: TypeAlias = FromRouter | Reserve | Renew | Handoff | Withdraw

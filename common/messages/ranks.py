@@ -14,8 +14,8 @@ Owns the vocabulary between ranks. Does not know schedulers: a follower obeys pl
                        ─Events(push done, link changed …)───►
                        ◄─PrepareGrammar, DropGrammars───────
                        ─GrammarPrepared─────────────────────►
-                       ◄─StageOnRank, SwitchOnRank, DropOnRank
-                       ─RankStaged──────────────────────────►
+                       ◄─DoOnRank, FreeAdapter, SwitchOnRank, DropOnRank
+                       ─RankDone────────────────────────────►
                        ◄─Ping(sent)─────────────────────────              every PING_S; the answer tells how clocks differ
                        ─Pong(sent, heard)───────────────────►
 
@@ -35,14 +35,16 @@ What holds, and what ends the instance when it does not:
 Each life of a rank has a name of its own as a sender (`rank_name`), so a message of a former life is known and dropped.
 """
 
-from typing import TypeAlias
+from typing import Annotated, TypeAlias
 
 import msgspec
+from msgspec import Meta
 
 from common.ids import Digest, Incarnation, InstanceId, check_ids
 from common.messages.base import WIRE_VERSION, Message
 from common.messages.fleet import EngineChoices, ModelIdentity, PoolDescriptor, RankInfo
 from common.messages.requests import Failed, Owner
+from common.messages.tasks import RESULT_CHARS, Task
 from common.messages.transfers import Allow, Connect, Expect, PackedPush, Settle, TransferEvent
 from common.messages.weights import WeightsSource
 from common.ranges import Count, Moment, Seconds, TokenId
@@ -201,25 +203,30 @@ class DropGrammars(Numbered, frozen=True):
     grammar_ids: tuple[Count, ...]
 
 
-# --- weights -------------------------------------------------------------------------------------------------------------
+# --- beside the steps ----------------------------------------------------------------------------------------------------
 
 
-class StageOnRank(Numbered, frozen=True):
-    """leader → follower: make these weights ready, in place of what was staged before."""
+class DoOnRank(Numbered, frozen=True):
+    """leader → follower: do this beside the steps. Weights that are made ready take the place of those that were staged."""
 
-    stage: Count
+    work: Count
     """Counts these messages."""
-    source: WeightsSource
+    task: WeightsSource | Task
 
 
-class RankStaged(Numbered, frozen=True):
+class RankDone(Numbered, frozen=True):
     """follower → leader."""
 
-    stage: Count
-    weights: Digest
-    """The digest of the whole model with them; "" if they cannot be used."""
+    work: Count
+    result: Annotated[str, Meta(max_length=RESULT_CHARS)] = ""
     refused: Failed | None = None
-    """Why they cannot be used."""
+    """Why it could not be done."""
+
+
+class FreeAdapter(Numbered, frozen=True):
+    """leader → follower: forget this adapter; no row that comes has it."""
+
+    adapter: Digest
 
 
 class SwitchOnRank(Numbered, frozen=True):
@@ -292,11 +299,21 @@ class End(Numbered, frozen=True):
 
 
 FromLeader: TypeAlias = (
-    Agreed | Launch | PrepareGrammar | DropGrammars | StageOnRank | SwitchOnRank | DropOnRank | TransferOrder | Ping | End
+    Agreed
+    | Launch
+    | PrepareGrammar
+    | DropGrammars
+    | DoOnRank
+    | FreeAdapter
+    | SwitchOnRank
+    | DropOnRank
+    | TransferOrder
+    | Ping
+    | End
 )
 """What the leader sends over a line."""
 FromFollower: TypeAlias = (
-    Offer | RankReady | LayersReached | StepReturned | GrammarPrepared | RankStaged | Events | Pong | AskDrain | RankFailed
+    Offer | RankReady | LayersReached | StepReturned | GrammarPrepared | RankDone | Events | Pong | AskDrain | RankFailed
 )
 """What a follower sends over its line."""
 ToFollower: TypeAlias = RankWelcome | RankRefused | FromLeader

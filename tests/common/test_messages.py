@@ -28,6 +28,7 @@ from common.mail import MAX_FRAME_BYTES
 from common.messages import AnyMessage, DecodeInbox, DetokenizerInbox, Message, PrefillInbox, RouterInbox, transfers
 from common.messages.base import fits
 from common.messages.ranks import ToFollower, ToLeader
+from common.messages.tasks import ReadAdapter
 from common.messages.weights import WeightsOnDisk
 from common.sampling_params import MAX_LOGPROBS, MAX_PROMPT_LOGPROBS, SamplingParams
 from tests.builders import instance
@@ -158,6 +159,8 @@ SAMPLES: tuple[AnyMessage, ...] = (
     messages.SwitchWeights(update=3, weights=Digest("ab"), version="step-3", incarnation=LIFE),
     messages.DropWeights(update=3),
     messages.HoldSteps(hold=True),
+    messages.DoTask(number=4, task=ReadAdapter(folder="/adapters/one"), incarnation=LIFE),
+    messages.TaskDone(id=PREFILL, incarnation=LIFE, number=4, result="ab", failed=None),
     messages.Trace(seconds=60.0, number=2),
     messages.Spans(id=PREFILL, number=2, count=1, packed=messages.pack_spans([SPAN]), incarnation=LIFE, dropped=3, last=True),
     messages.DetokenizerHeartbeat(open_answers=1, early_answers=2, dropped=3),

@@ -17,11 +17,12 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from common.errors import BadRequest
+from common.errors import BadRequest, Unavailable
 from common.executor import EngineDescription, Logprobs, RowStart, StepPlan, StepResult
 from common.ids import Digest, Int32Array, Int64Array
 from common.messages import ModelIdentity, TokenLogprob
-from common.messages.weights import WeightsOnDisk, WeightsSource
+from common.messages.tasks import ReadAdapter, Task
+from common.messages.weights import WeightsInMemory, WeightsOnDisk, WeightsSource
 from common.pages.host_memory import digest
 from common.pages.layout import KVLayout, MemoryRegion, heads_of
 from common.sampling_params import Grammar, SamplingParams
@@ -80,16 +81,16 @@ class PreparedLater(AnythingGoes):
         return (self.ends_s is None or self._clock() >= self.ends_s) and super().poll()
 
 
-TOY_WEIGHTS = Digest("toy")
+TOY_WEIGHTS, NO_DIGEST = Digest("toy"), Digest("")
 STAGE_S = 0.05
 
 
 class ToyStaging:
-    """Weights that are ready at a time of the clock; None: at once. The digest of a folder is its name; one that begins with
-    "bad" cannot be used."""
+    """Weights or an adapter, ready at a time of the clock; None: at once. The digest of a folder is its name; one that begins
+    with "bad" cannot be used."""
 
-    def __init__(self, source: WeightsSource, ends_s: float | None, clock: Callable[[], float]) -> None:
-        self.name = source.folder if isinstance(source, WeightsOnDisk) else "+".join(source.segments)
+    def __init__(self, source: WeightsSource | ReadAdapter, ends_s: float | None, clock: Callable[[], float]) -> None:
+        self.name = "+".join(source.segments) if isinstance(source, WeightsInMemory) else source.folder
         self.ends_s, self._clock = ends_s, clock
 
     def poll(self) -> Digest | None:
@@ -100,9 +101,26 @@ class ToyStaging:
         return Digest(self.name)
 
 
-def toy_salt(weights: Digest) -> int:
-    """What all KV and all tokens of these weights depend on; 0 for those that a toy begins with."""
-    return 0 if weights == TOY_WEIGHTS else zlib.crc32(weights.encode()) | 1
+class ToyAdapter(ToyStaging):
+    """hold: called with the digest, once it is ready."""
+
+    def __init__(
+        self, task: ReadAdapter, ends_s: float | None, clock: Callable[[], float], hold: Callable[[Digest], object]
+    ) -> None:
+        super().__init__(task, ends_s, clock)
+        self._hold = hold
+
+    def poll(self) -> Digest | None:
+        digest = super().poll()
+        if digest is not None:
+            self._hold(digest)
+        return digest
+
+
+def toy_salt(weights: Digest, adapter: Digest = NO_DIGEST) -> int:
+    """What all KV and all tokens of a variant depend on; 0 for the weights that a toy begins with."""
+    salt = 0 if weights == TOY_WEIGHTS else zlib.crc32(weights.encode()) | 1
+    return salt ^ zlib.crc32(adapter.encode())
 
 
 class ToyRanks:
@@ -178,7 +196,11 @@ class ToyExecutor:
         self._pace = pace
         self._in_flight: deque[ToyStep] = deque()
         self.weights = weights
-        self._salt, self._staged = toy_salt(weights), ToyStaging(WeightsOnDisk(weights), None, lambda: 0.0)
+        self._salts = np.full(max_rows, toy_salt(weights), dtype=np.int64)
+        self._adapters: list[Digest] = [NO_DIGEST] * max_rows
+        self.held: set[Digest] = set()
+        """Adapters. A row that begins with another one fails."""
+        self._staged = ToyStaging(WeightsOnDisk(weights), None, lambda: 0.0)
         self.description = EngineDescription(
             model=ModelIdentity(
                 name="toy",
@@ -215,7 +237,10 @@ class ToyExecutor:
                 return
             self._in_flight.popleft()
             tokens = self._sample(step.plan.sampled_rows)
-            step.result = StepResult(step.plan, tokens, *self._logprobs(step.plan, tokens), self._embeddings(step.plan, tokens))
+            lost = [row for row in step.plan.rows.tolist() if self._adapters[row] and self._adapters[row] not in self.held]
+            failed = {row: Unavailable(f"the adapter {self._adapters[row]} is not held") for row in lost}
+            embeddings = self._embeddings(step.plan, tokens)
+            step.result = StepResult(step.plan, tokens, *self._logprobs(step.plan, tokens), embeddings, failed)
 
     def prepare(self, grammar: Grammar, owner: str = "") -> AnythingGoes:
         if self._pace is None:
@@ -230,7 +255,16 @@ class ToyExecutor:
     def switch(self) -> None:
         assert not self._in_flight, "a step would compute with both"
         self.weights = Digest(self._staged.name)
-        self._salt = toy_salt(self.weights)
+        self._salts[:] = toy_salt(self.weights)
+
+    def perform(self, task: Task) -> ToyStaging:
+        if not isinstance(task, ReadAdapter):
+            raise BadRequest(f"the toy cannot do {type(task).__name__}")
+        ends_s = None if self._pace is None else self._pace.clock() + STAGE_S
+        return ToyAdapter(task, ends_s, time.monotonic if self._pace is None else self._pace.clock, self.held.add)
+
+    def free_adapter(self, digest: Digest) -> None:
+        self.held.discard(digest)
 
     def drop_staged(self) -> None:
         pass
@@ -304,6 +338,7 @@ class ToyExecutor:
         self._page_table[row, : len(start.pages)] = start.pages
         self._length[row] = start.length
         self._sampling[row] = start.sampling
+        self._adapters[row], self._salts[row] = start.adapter, toy_salt(self.weights, start.adapter)
         if start.last_token is not None:
             self._last[row] = start.last_token
 
@@ -311,7 +346,7 @@ class ToyExecutor:
         """Write the KV of tokens at positions: all of one row, or each of its own row."""
         nth, slots = np.divmod(positions, self._layout.page_size)
         assert (nth < self._held[rows]).all(), "a row would write beyond its pages"
-        words = (tokens * _TOKEN + positions * _POSITION + 1 + self._salt).astype(np.uint32)
+        words = (tokens * _TOKEN + positions * _POSITION + 1 + self._salts[rows]).astype(np.uint32)
         self._slots[self._page_table[rows, nth], slots] = words[:, None] * self._factors
 
     def _sample(self, rows: Int32Array) -> Int32Array:
@@ -325,7 +360,7 @@ class ToyExecutor:
         tokens = np.empty(len(rows), dtype=np.int32)
         for n, (row, length) in enumerate(zip(rows.tolist(), lengths.tolist(), strict=True)):
             kv = memory[n * row_bytes : n * row_bytes + length * slot_bytes]
-            tokens[n] = FIRST_TOKEN + zlib.crc32(kv, self._noise(row, length) ^ self._salt) % (TOY_VOCAB - FIRST_TOKEN)
+            tokens[n] = FIRST_TOKEN + zlib.crc32(kv, self._noise(row, length) ^ int(self._salts[row])) % (TOY_VOCAB - FIRST_TOKEN)
         self._last[rows] = tokens
         return tokens
 

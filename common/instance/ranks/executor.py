@@ -14,15 +14,16 @@ from common.executor import (
     Executor,
     ExecutorFailed,
     Preparation,
-    StagedWeights,
     StepHandle,
     StepPlan,
     StepResult,
+    Work,
 )
 from common.ids import Digest, Int32Array
 from common.instance.ranks.leader import FollowerLine, Followers
 from common.instance.ranks.line import RankLost, digest_tokens
 from common.messages import Failed
+from common.messages.tasks import Task
 from common.messages.weights import WeightsSource
 from common.sampling_params import Grammar
 
@@ -97,32 +98,33 @@ class RankedPreparation:
         return not still
 
 
-class RankedStaging:
-    """Weights that all ranks make ready. Implements `StagedWeights`."""
+class RankedWork:
+    """What all ranks do beside the steps, with one result. Implements `Work`. what: for people."""
 
-    def __init__(self, own: StagedWeights, stage: int, followers: Followers) -> None:
-        self._own, self._stage, self._followers = own, stage, followers
-        self._weights: Digest | None = None
+    def __init__(self, own: Work, what: str, number: int, followers: Followers) -> None:
+        self._own, self._what, self._number, self._followers = own, what, number, followers
+        self._result: str | None = None
         """The leader's, while it waits for the others."""
 
     @property
     def ends_s(self) -> float | None:
-        return None if self._weights is not None else self._own.ends_s
+        return None if self._result is not None else self._own.ends_s
 
-    def poll(self) -> Digest | None:
-        self._weights = self._weights or self._own.poll()
-        if self._weights is None:
+    def poll(self) -> str | None:
+        if self._result is None:
+            self._result = self._own.poll()
+        if self._result is None:
             return None
         for follower in self._followers:
-            staged = follower.staged
-            if staged is None or staged.stage != self._stage:
+            done = follower.done.get(self._number)
+            if done is None:
                 return None
-            if staged.refused is not None:
-                _refuse(staged.refused)
-            if staged.weights != self._weights:
-                differs = f"{follower.line.who} has read weights with the digest {staged.weights}, rank 0 {self._weights}"
+            if done.refused is not None:
+                _refuse(done.refused)
+            if done.result != self._result:
+                differs = f"{self._what}: {follower.line.who} has {done.result}, rank 0 {self._result}"
                 raise BadRequest(f"{differs}: give all hosts the same files")
-        return self._weights
+        return self._result
 
 
 class RankedExecutor:
@@ -136,7 +138,7 @@ class RankedExecutor:
         """Those of `_grammars`, by the identity of the object: grammars of different requests may be equal."""
         self._dropped: list[int] = []
         """Grammars whose requests have ended, and that the followers still keep."""
-        self._last_grammar = self._last_stage = 0
+        self._last_grammar = 0
 
     @property
     def description(self) -> EngineDescription:
@@ -161,10 +163,11 @@ class RankedExecutor:
     def weights(self) -> Digest:
         return self._own.weights
 
-    def stage(self, source: WeightsSource) -> RankedStaging:
-        self._last_stage += 1
-        self._followers.stage(self._last_stage, source)
-        return RankedStaging(self._own.stage(source), self._last_stage, self._followers)
+    def stage(self, source: WeightsSource) -> RankedWork:
+        return RankedWork(self._own.stage(source), "the new weights", self._followers.perform(source), self._followers)
+
+    def perform(self, task: Task) -> RankedWork:
+        return RankedWork(self._own.perform(task), type(task).__name__, self._followers.perform(task), self._followers)
 
     def switch(self) -> None:
         self._followers.switch()
@@ -173,6 +176,10 @@ class RankedExecutor:
     def drop_staged(self) -> None:
         self._followers.drop_staged()
         self._own.drop_staged()
+
+    def free_adapter(self, digest: Digest) -> None:
+        self._followers.free_adapter(digest)
+        self._own.free_adapter(digest)
 
     def digest_pages(self, pages: Int32Array) -> bytes:
         """Refused: the pages of other ranks are elsewhere, and a digest would wait for them. --verify-pages needs one rank."""

@@ -16,18 +16,20 @@ from typing import assert_never
 
 from common.deadlines import earliest
 from common.errors import PeerRefused, TandemError
-from common.executor import Executor, Preparation, StagedWeights, StepHandle, take_prepared
-from common.ids import Digest, InstanceId
+from common.executor import Executor, Preparation, StepHandle, Work, take_done, take_prepared
+from common.ids import InstanceId
 from common.instance.ports import Mail, Transfers
 from common.instance.ranks.line import SILENCE_S, START_SILENCE_S, RankLine, RankLost, digest_tokens, unpack_plan
 from common.messages import EngineChoices, Failed, ModelIdentity, PoolDescriptor
 from common.messages.ranks import (
     Agreed,
     AskDrain,
+    DoOnRank,
     DropGrammars,
     DropOnRank,
     End,
     Events,
+    FreeAdapter,
     FromLeader,
     GrammarPrepared,
     Launch,
@@ -36,19 +38,20 @@ from common.messages.ranks import (
     Ping,
     Pong,
     PrepareGrammar,
+    RankDone,
     RankFailed,
     RankHello,
     RankReady,
     RankRefused,
-    RankStaged,
     RankWelcome,
-    StageOnRank,
     StepReturned,
     SwitchOnRank,
     ToFollower,
     TransferOrder,
 )
+from common.messages.tasks import Task
 from common.messages.transfers import PackedPush
+from common.messages.weights import WeightsInMemory, WeightsOnDisk, WeightsSource
 from common.sampling_params import Grammar
 
 HELLO_S = 1.0
@@ -92,7 +95,7 @@ class FollowerLoop:
         self._grammars: dict[int, Grammar] = {}
         """Those of open requests, by the leader's number: rows begin with these objects, and keep what is compiled."""
         self._preparing: dict[int, Preparation] = {}
-        self._staging: tuple[int, StagedWeights] | None = None
+        self._working: dict[int, Work] = {}
         """Weights that are being made ready, with the leader's number."""
         self.ending: End | None = None
         """The leader's message that this rank is to exit."""
@@ -158,7 +161,8 @@ class FollowerLoop:
             self._report_steps()
             for grammar_id, refused in take_prepared(self._preparing):
                 self._line.send(GrammarPrepared(grammar_id=grammar_id, refused=refused))
-            self._report_staged()
+            for work, result, refused in take_done(self._working):
+                self._line.send(RankDone(work=work, result=result, refused=refused))
             if events := self._transfers.poll():
                 self._line.send(Events(news=tuple(events)))
 
@@ -168,8 +172,7 @@ class FollowerLoop:
             return self._hello_s
         step_ends = self._steps[0].handle.ends_s if self._steps else None
         prepared = [each.ends_s for each in self._preparing.values()]
-        if self._staging is not None:
-            prepared.append(self._staging[1].ends_s)
+        prepared += [work.ends_s for work in self._working.values()]
         silent_s = self._line.heard_s + self._silence_s
         return earliest(silent_s, step_ends, *prepared) or silent_s
 
@@ -221,12 +224,13 @@ class FollowerLoop:
                 for grammar_id in grammar_ids:
                     del self._grammars[grammar_id]
                     self._preparing.pop(grammar_id, None)
-            case StageOnRank(stage=stage, source=source):
-                self._staging = stage, self._executor.stage(source)
+            case DoOnRank(work=work, task=task):
+                self._perform(work, task)
+            case FreeAdapter(adapter=adapter):
+                self._executor.free_adapter(adapter)
             case SwitchOnRank():
                 self._executor.switch()
             case DropOnRank():
-                self._staging = None
                 self._executor.drop_staged()
             case Agreed(pages=pages):
                 self.agreed = pages
@@ -237,18 +241,14 @@ class FollowerLoop:
             case _:
                 assert_never(message)
 
-    def _report_staged(self) -> None:
-        if self._staging is None:
-            return
-        stage, staged = self._staging
-        weights, refused = None, None
+    def _perform(self, work: int, task: WeightsSource | Task) -> None:
         try:
-            weights = staged.poll()
+            if isinstance(task, WeightsOnDisk | WeightsInMemory):
+                self._working[work] = self._executor.stage(task)
+            else:
+                self._working[work] = self._executor.perform(task)
         except TandemError as error:
-            refused = Failed.of(error)
-        if weights is not None or refused is not None:
-            self._staging = None
-            self._line.send(RankStaged(stage=stage, weights=weights or Digest(""), refused=refused))
+            self._line.send(RankDone(work=work, refused=Failed.of(error)))
 
     def _report_steps(self) -> None:
         while self._steps:

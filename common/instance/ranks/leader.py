@@ -24,7 +24,7 @@ from msgspec.structs import replace
 
 from common.errors import ConfigError
 from common.executor import StepPlan
-from common.ids import InstanceId
+from common.ids import Digest, InstanceId
 from common.instance.ports import Mail
 from common.instance.ranks.line import PING_S, SILENCE_S, START_SILENCE_S, RankLine, RankLost, describe, pack_plan
 from common.messages import Failed, ModelIdentity, PoolDescriptor, RankInfo
@@ -32,10 +32,12 @@ from common.messages.base import WIRE_VERSION
 from common.messages.ranks import (
     Agreed,
     AskDrain,
+    DoOnRank,
     DropGrammars,
     DropOnRank,
     End,
     Events,
+    FreeAdapter,
     FromFollower,
     FromLeader,
     GrammarPrepared,
@@ -45,18 +47,18 @@ from common.messages.ranks import (
     Ping,
     Pong,
     PrepareGrammar,
+    RankDone,
     RankFailed,
     RankHello,
     RankReady,
     RankRefused,
-    RankStaged,
     RankWelcome,
-    StageOnRank,
     StepReturned,
     SwitchOnRank,
     ToLeader,
     TransferOrder,
 )
+from common.messages.tasks import Task
 from common.messages.transfers import Allow, PackedPush, Push, TransferCommand, TransferEvent
 from common.messages.weights import WeightsSource
 from common.sampling_params import Grammar
@@ -68,6 +70,8 @@ PROOF_S = 1.0
 its end tells which it was: the host refuses connections after a third of a second."""
 MOST_REFUSED = 64
 """The routes to so many that were refused are kept, and the reasons."""
+WORK_REMEMBERED = 256
+"""How many results of a rank's work are kept: more than are under way at once."""
 IN_START = (Offer, RankReady)
 """What comes before all ranks serve, and not after."""
 ALWAYS = (Pong, AskDrain, RankFailed)
@@ -92,8 +96,8 @@ class FollowerLine:
     """Running step → how many of its layers are written."""
     prepared: dict[int, Failed | None] = field(default_factory=dict)
     """Grammar → why it cannot be used, or None."""
-    staged: RankStaged | None = None
-    """What became of the weights that it staged last."""
+    done: dict[int, RankDone] = field(default_factory=dict)
+    """What it has done beside the steps, the latest last."""
     events: deque[TransferEvent] = field(default_factory=deque)
     held: list[TransferCommand] = field(default_factory=list)
     """Commands that wait until it is known how the clocks differ."""
@@ -122,6 +126,7 @@ class Followers:
         self._serves = False
         self._grammars: set[int] = set()
         """Those that followers keep."""
+        self._last_work = 0
         self._now = self._ping_s = 0.0
         self._ended = False
         self._failure: tuple[str, float] | None = None
@@ -248,8 +253,14 @@ class Followers:
                 follower.prepared.pop(grammar_id, None)
         self._send(DropGrammars(grammar_ids=tuple(grammar_ids)))
 
-    def stage(self, stage: int, source: WeightsSource) -> None:
-        self._send(StageOnRank(stage=stage, source=source))
+    def perform(self, task: WeightsSource | Task) -> int:
+        """Have all do this beside the steps. Returns the number under which they report it."""
+        self._last_work += 1
+        self._send(DoOnRank(work=self._last_work, task=task))
+        return self._last_work
+
+    def free_adapter(self, digest: Digest) -> None:
+        self._send(FreeAdapter(adapter=digest))
 
     def switch(self) -> None:
         """To what is staged."""
@@ -375,8 +386,10 @@ class Followers:
             case GrammarPrepared(grammar_id=grammar_id, refused=refused):
                 if grammar_id in self._grammars:
                     follower.prepared[grammar_id] = refused
-            case RankStaged():
-                follower.staged = message
+            case RankDone(work=work):
+                follower.done[work] = message
+                if len(follower.done) > WORK_REMEMBERED:
+                    del follower.done[next(iter(follower.done))]
             case Pong():
                 follower.line.compare_clocks(message.heard_s, now)
                 follower.transfers_progress_s = now - message.transfer_age_s

@@ -8,12 +8,26 @@ from typing import Any
 
 import numpy as np
 
-from common.executor import EngineDescription, StagedWeights, StepPlan, StepResult
+from common.executor import EngineDescription, StepPlan, StepResult, Work
 from common.ids import ROUTER, AttemptId, Digest, InstanceId, Int32Array
 from common.instance.membership import Memberships
 from common.instance.ports import Action, Decision, Event, LayersDone, Prepared, Report, RouterJoined, Scheduler
 from common.instance.worker import InstanceWorker
-from common.messages import Counters, Drain, Failed, Heartbeat, Load, Peers, Refused, Timeline, Trace, WeightsOrder, Welcome
+from common.messages import (
+    Counters,
+    DoTask,
+    Drain,
+    Failed,
+    Heartbeat,
+    Load,
+    Peers,
+    Refused,
+    Timeline,
+    Trace,
+    WeightsOrder,
+    Welcome,
+)
+from common.messages.tasks import Task
 from common.messages.transfers import TransferCommand, TransferEvent
 from common.messages.weights import WeightsSource
 from common.sampling_params import Grammar
@@ -23,7 +37,7 @@ from tests.builders import engine, instance, limits
 from tests.common.mailboxes import FakeMail
 from tests.engine.toy import PreparedLater
 
-Inbox = PrefillMessage | Welcome | Refused | Peers | Drain | Trace | WeightsOrder
+Inbox = PrefillMessage | Welcome | Refused | Peers | Drain | Trace | WeightsOrder | DoTask
 ADDRESS = "tcp://127.0.0.1:7"
 WELCOME = Welcome(router=ROUTER, address=ADDRESS, detokenizers=("tcp://127.0.0.1:9",), heartbeat_s=1.0, dead_after_s=3.0)
 
@@ -77,8 +91,13 @@ class FakeExecutor:
 
     weights = Digest("")
 
-    def stage(self, source: WeightsSource) -> StagedWeights:
+    def stage(self, source: WeightsSource) -> Work:
         raise AssertionError("nothing is staged here")
+
+    def perform(self, task: Task) -> Work:
+        raise AssertionError("no task is here")
+
+    def free_adapter(self, digest: Digest) -> None: ...
 
     def switch(self) -> None: ...
 

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from common.errors import TandemError
-from common.executor import EngineDescription, RowStart, StagedWeights, StepPlan, StepResult
+from common.executor import EngineDescription, RowStart, StepPlan, StepResult, Work
 from common.ids import Digest, Int32Array
+from common.messages.tasks import Task
 from common.messages.weights import WeightsSource
 from common.sampling_params import Grammar, SamplingParams
 from engine.grammar import masks as grammar_rows
@@ -71,8 +72,13 @@ class GrammarExecutor:
 
     weights = Digest("")
 
-    def stage(self, source: WeightsSource) -> StagedWeights:
+    def stage(self, source: WeightsSource) -> Work:
         raise AssertionError("nothing is staged here")
+
+    def perform(self, task: Task) -> Work:
+        raise AssertionError("no task is here")
+
+    def free_adapter(self, digest: Digest) -> None: ...
 
     def switch(self) -> None: ...
 
