@@ -201,6 +201,10 @@ class EngineDescription:
     choices: EngineChoices = EngineChoices()
     weights: Digest = Digest("")
     """What it computes with at first."""
+    max_adapters: int = 0
+    """Most adapters that it holds at once."""
+    adapters_per_batch: int = 0
+    """Most different ones that the rows of a batch have."""
 
 
 class Preparation(Protocol):

@@ -158,4 +158,5 @@ def _describe(
         caches_prefixes=instance.prefix_cache == "on",
         verifies_pages=instance.verify_pages == "on",
         holds_grammars=config.grammar == "on",
+        max_adapters=engine.max_adapters,
     )

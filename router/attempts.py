@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, StrEnum, auto
 
-from common.ids import ID_BYTES, AttemptId, InstanceId, Life, Variant, pack_ids
+from common.ids import ID_BYTES, AttemptId, Digest, InstanceId, Life, Variant, pack_ids
 from common.instance.ports import Send
 from common.messages import Cancel, Failed, ForgetAnswer
 from common.pages.radix_cache import BlockNames
@@ -79,6 +79,8 @@ class Record:
     client: ClientRequest
     times: RequestTimes
     timeout_s: float
+    adapter: Digest = Digest("")
+    """What its adapter's name stood for when it came."""
     attempt: "Attempt | None" = None
     """The present one; None while the request waits for an instance."""
     attempts: int = 0
@@ -161,9 +163,9 @@ class Attempt:
         self.record = record
         self.key, self.demand, self.detokenizer = key, demand, detokenizer
         self.first, self.candidates = placement.first, placement.decodes
-        self.variant = Variant(self.first.weights)
+        self.variant = Variant(self.first.weights, record.adapter)
         """What computes it, on all its members."""
-        self.weight_version = self.first.weight_version
+        self.weight_version = f"{self.first.weight_version}{record.adapter and f'+{record.adapter}'}"
         self.decode: Member | None = None
         """The candidate that has granted a reservation, once that is known."""
         self.started_s = self.silent_since_s = now

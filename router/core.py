@@ -11,7 +11,7 @@ import asyncio
 import logging
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import Literal, assert_never
+from typing import Literal, TypeAlias, assert_never
 
 from common.config import RouterConfig
 from common.deadlines import earliest
@@ -19,6 +19,7 @@ from common.errors import DeadlinePassed, TandemError, Unavailable
 from common.ids import InstanceId, Life, text_name
 from common.instance.ports import Mail, Send
 from common.messages import (
+    AdaptersHeld,
     CacheChanges,
     DetokenizerHeartbeat,
     Failed,
@@ -34,8 +35,10 @@ from common.messages import (
     TextBatch,
     WeightsStaged,
 )
+from common.messages.adapters import AdapterEntry
 from common.messages.weights import WeightsSource
 from common.tracing import SpanRecorder
+from router.adapters import FleetAdapters
 from router.fleet import Change, Members
 from router.outbox import ClientRequest
 from router.request_book import RequestBook
@@ -114,6 +117,15 @@ class RouterCore:
         """By number, as their names."""
 
     def receive(self, message: RouterInbox, now: float) -> list[Send]:
+        sends = self._receive(message, now)
+        return sends + self.follow_adapters(now) if self.fleet.adapters.has_news else sends
+
+    def follow_adapters(self, now: float) -> list[Send]:
+        """What members must know of adapters, and what becomes of requests whose adapter was replaced."""
+        replaced = [send for each in self.fleet.adapters.take_replaced() for send in self.requests.adapter_replaced(each, now)]
+        return self.fleet.adapters.take_sends() + replaced
+
+    def _receive(self, message: RouterInbox, now: float) -> list[Send]:
         match message:
             case TextBatch():
                 return [send for delta in message.deltas for send in self.requests.text(delta, now)]
@@ -140,8 +152,10 @@ class RouterCore:
             case WeightsStaged():
                 return self._apply(self.fleet.weights_staged(message, now), now)
             case TaskDone():
-                self.fleet.task_done(message)
+                self.fleet.task_done(message, now)
                 return []
+            case AdaptersHeld():
+                return self._apply(self.fleet.adapters_held(message, now), now)
             case Spans():
                 self.traces.receive(message)
                 return []
@@ -183,7 +197,7 @@ class RouterCore:
                 watch.tick(now)
         watched = zip(self.detokenizer_names, self.detokenizers, strict=True)
         heard_s = {name: watch.heard_s if caught_up else -math.inf for name, watch in watched}
-        return sends + self.requests.tick(now, heard_s)
+        return sends + self.requests.tick(now, heard_s) + self.follow_adapters(now)
 
     def take_moves(self) -> list[tuple[InstanceId, str | None]]:
         """Where the instances are now whose address may have changed since the last call; None: they are to be forgotten. A
@@ -193,7 +207,7 @@ class RouterCore:
     def flush(self, now: float) -> list[Send]:
         """What was gathered to be sent together. Call it at the end of each turn."""
         self.traces.tick(now)
-        return self.fleet.peering.flush(now)
+        return self.fleet.peering.flush(now) + self.follow_adapters(now)
 
     def next_deadline(self) -> float | None:
         """When `tick` must be called; None when nothing is due."""
@@ -249,6 +263,10 @@ LINKS_S = 2.0
 BACKLOG_S = 30.0
 """A router that has not caught up with its mail for this long treats silent instances as lost: what is left to read cannot be
 from those that it waits for, because mail is read from all of them in turn."""
+
+
+AdapterOrder: TypeAlias = Callable[[FleetAdapters, Callable[[AdapterEntry | TandemError], object], float], object]
+"""Given the fleet's adapters, what to call with the outcome, and the time."""
 
 
 class Gateway:
@@ -384,6 +402,19 @@ class Gateway:
 
     def go_on(self) -> None:
         self._order(self.core.fleet.weights.go_on())
+
+    # --- adapters --------------------------------------------------------------------------------------------------------
+
+    async def adapt(self, order: AdapterOrder) -> AdapterEntry:
+        """Carry out an order about adapters. It goes on when its caller leaves. Raises what came of it."""
+        over: asyncio.Future[AdapterEntry | TandemError] = asyncio.get_running_loop().create_future()
+        now = self.clock()
+        order(self.core.fleet.adapters, over.set_result, now)
+        self.deliver(self.core.follow_adapters(now))
+        done = await asyncio.shield(over)
+        if isinstance(done, TandemError):
+            raise done
+        return done
 
     def _order(self, orders: Orders) -> None:
         self.deliver(self.core.order(orders, self.clock()))

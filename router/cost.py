@@ -15,7 +15,7 @@ from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from common.ids import Life
+from common.ids import Digest, Life
 from common.messages import Load
 from common.sampling_params import ANSWER_TOKENS
 from router.cache_index import NO_OVERLAP, Overlap
@@ -40,6 +40,8 @@ class Demand:
     """Name of the client's API key; "": it has none."""
     blocks: Sequence[int] = ()
     """Names of the prompt's blocks; none where nobody wants to know what is cached."""
+    adapter: Digest = Digest("")
+    """The LoRA adapter that members must hold; "": none."""
 
     growth_tokens: int = field(init=False)
     """How many tokens its answer is expected to have."""

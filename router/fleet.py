@@ -33,6 +33,7 @@ from common.ids import InstanceId, Life, Role
 from common.instance.membership import ABANDON_AFTER_S
 from common.instance.ports import Send
 from common.messages import (
+    AdaptersHeld,
     CacheChanges,
     Drain,
     FlushCache,
@@ -49,6 +50,7 @@ from common.messages import (
     WeightsStaged,
     Welcome,
 )
+from router.adapters import FleetAdapters
 from router.cache_index import CacheIndex
 from router.join_rules import difference, likeness, malformed
 from router.members import Candidates, Member, RolePace
@@ -153,6 +155,7 @@ class Members:
         self.caches = CacheIndex(config.needs_caches, config.heartbeat_s)
         self.weights = FleetWeights(router, self.members, self._judge)
         self.tasks = FleetTasks()
+        self.adapters = FleetAdapters(self.members, self.tasks)
         self._vocab_size = vocab_size
         self._members: dict[InstanceId, Member] = {}
         self._paces: dict[Role, RolePace] = {"prefill": RolePace(), "decode": RolePace()}
@@ -226,7 +229,9 @@ class Members:
             self._left(member, change, now)
         change.sends = self._join(message, now)
         change.more_can_serve = True
-        return change.take(self.weights.joined(self._members[info.id], now))
+        joined = self._members[info.id]
+        change.sends += self.adapters.joined(joined, message.adapters, now)
+        return change.take(self.weights.joined(joined, now))
 
     def _is_outvoted(self, message: Register, now: float) -> bool:
         """Those like this one, whom a former life of this router had welcomed, are no fewer than the members, and more than the
@@ -271,7 +276,7 @@ class Members:
         if member.stuck and not was_stuck:
             change.lost.append(member)
         change.take(self.weights.heard(member, now))
-        change.sends += self.tasks.heard(member)
+        change.sends += self.tasks.heard(member) + self.adapters.reported(member, message.adapters_version, now)
         if (member.trouble is None and not took_requests) or more:
             change.more_can_serve = True
         return change
@@ -281,11 +286,17 @@ class Members:
         member = self._sender(message)
         return Change() if member is None else Change().take(self.weights.staged(message, member, now))
 
-    def task_done(self, message: TaskDone) -> None:
+    def task_done(self, message: TaskDone, now: float) -> None:
         """A member has done a task, or cannot."""
         member = self._sender(message)
         if member is not None:
             self.tasks.done(message, member)
+            self.adapters.proceed(now)
+
+    def adapters_held(self, message: AdaptersHeld, now: float) -> Change:
+        """A member tells of its adapters."""
+        member = self._sender(message)
+        return Change(more_can_serve=member is not None and self.adapters.heard(member, message, now))
 
     def _judge(self, member: Member) -> None:
         """Something else than its report decides whether it takes requests."""
@@ -330,9 +341,12 @@ class Members:
     def _left(self, member: Member, change: Change, now: float) -> None:
         """It is no member any more: nobody waits for it."""
         self.tasks.left(member)
+        self.adapters.proceed(now)
         change.take(self.weights.left(member, now))
 
-    def _sender(self, message: Heartbeat | LinkReport | CacheChanges | Goodbye | WeightsStaged | TaskDone) -> Member | None:
+    def _sender(
+        self, message: Heartbeat | LinkReport | CacheChanges | Goodbye | WeightsStaged | TaskDone | AdaptersHeld
+    ) -> Member | None:
         """The member that says this. None, which is counted, when it is from another life."""
         member = self.find(Life(message.id, message.incarnation))
         self.stale += member is None
@@ -382,6 +396,7 @@ class Members:
             self._left(member, change, now)
         self._moved |= dict.fromkeys(self._farewells.expired(now))
         self.tasks.tick(now)
+        self.adapters.proceed(now)
         return change.take(self.weights.tick(now))
 
     # --- changes of the set ----------------------------------------------------------------------------------------------

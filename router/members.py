@@ -7,7 +7,7 @@ know who may join, nor requests: a member only carries the number of tokens that
 
 from bisect import bisect_left, bisect_right, insort
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
 from random import Random
@@ -85,6 +85,14 @@ class Member:
     """See `Heartbeat`."""
     is_holding: bool = False
     """It says that it launches no step."""
+    adapters: frozenset[Digest] = frozenset()
+    """The LoRA adapters that requests can have there. `router.adapters` keeps this and the next three."""
+    adapters_version: int = 0
+    """The version of its last AdaptersHeld."""
+    adapters_number: int = 0
+    """The last SetAdapters that it has heard."""
+    adapters_failed: Mapping[str, str] = field(default_factory=dict)
+    """Why it cannot hold an adapter, by its name."""
     misfit: str = ""
     """Why its weights keep requests from it; `router.weights` keeps this. "": they do not."""
 

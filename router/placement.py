@@ -16,7 +16,7 @@ from statistics import median
 
 from common.config import Dispatch, RouterConfig
 from common.errors import BadRequest, Overloaded, TandemError, Unavailable
-from common.ids import AttemptId, InstanceId, Life, Role, Variant, shard_of
+from common.ids import AttemptId, Digest, InstanceId, Life, Role, Variant, shard_of
 from router.attempts import Attempt, Placement, Record
 from router.cache_index import NO_OVERLAP
 from router.cost import Demand, is_measured, pair_cost_s, single_estimate
@@ -86,11 +86,12 @@ class Placer:
 
     def _start(self, records: Sequence[Record], now: float, choose: Callable[[Demand], Placement]) -> list[Attempt]:
         attempts: list[Attempt] = []
-        placements: dict[bytes, Placement] = {}
-        page_size, variant = self._fleet.caches.page_size, Variant(self._fleet.weights.target)
+        placements: dict[tuple[bytes, Digest], Placement] = {}
+        page_size = self._fleet.caches.page_size
         try:
             for record in records:
-                spec, blocks = record.spec, record.block_names(page_size, variant) if page_size else ()
+                spec, variant = record.spec, Variant(self._fleet.weights.target, record.adapter)
+                blocks = record.block_names(page_size, variant) if page_size else ()
                 demand = Demand(
                     record.prompt_tokens,
                     record.remaining_tokens,
@@ -99,13 +100,14 @@ class Placer:
                     record.avoid | record.crowded,
                     spec.owner,
                     blocks,
+                    record.adapter,
                 )
-                same = placements.get(spec.prompt)
+                same = placements.get((spec.prompt, record.adapter))
                 if same is not None and same.first.info.caches_prefixes and spec.can_share:
                     demand.overlap = demand.overlap.with_whole(same.first, demand.prompt_tokens)
                     placement = self._choose_again(same, demand)
                 else:
-                    placement = placements[spec.prompt] = choose(demand)
+                    placement = placements[spec.prompt, record.adapter] = choose(demand)
                 key = AttemptId(spec.request_id, record.attempts, self._router)
                 detokenizer = self._detokenizers[shard_of(key, len(self._detokenizers))]
                 attempts.append(Attempt(record, key, detokenizer, demand, placement, now))
@@ -203,7 +205,9 @@ class Placer:
                         return Placement(first, decodes)
         if not holders:
             raise _nobody_holds(self._fleet, self._dispatch, demand.prompt_tokens + demand.max_new_tokens)
-        return Placement(next(decode(holders, partial(_suits, demand, spared, None), demand, None))[0])
+        for group in decode(holders, partial(_suits, demand, spared, None), demand, None):
+            return Placement(group[0])
+        raise Unavailable("no instance that takes requests holds the adapter of the request")
 
     def _best_single(self, policy: Policy, demand: Demand) -> Member | None:
         """The decode instance that this policy prefers for a request that one serves alone."""
@@ -241,9 +245,9 @@ def _release(attempts: Iterable[Attempt], now: float) -> None:
 
 
 def _suits(demand: Demand, avoid: Set[Life], source: Member | None, member: Member) -> bool:
-    """Whether this member takes requests, has memory for this one when it is empty, and has the links that are needed: to source,
-    or from a prefill instance to anybody."""
-    if member.trouble is not None or member.life in avoid:
+    """Whether this member takes requests, has the adapter of this one, has memory for it when it is empty, and has the links that
+    are needed: to source, or from a prefill instance to anybody."""
+    if member.trouble is not None or member.life in avoid or (demand.adapter and demand.adapter not in member.adapters):
         return False
     if member.info.role == "decode":
         return member.capacity_tokens >= demand.most_tokens and (source is None or member in source.usable)

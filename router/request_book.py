@@ -28,6 +28,7 @@ from common.ids import AttemptId, InstanceId, Life, RequestId
 from common.instance.ports import Send
 from common.messages import Ending, Failed, Finished, Generate, Probed, Terms, TextDelta
 from common.tracing import SpanRecorder
+from router.adapters import Replacement
 from router.attempts import Attempt, Record, Setback
 from router.fleet import Members
 from router.members import Member
@@ -123,10 +124,14 @@ class RequestBook:
             timeout_s = self._config.request_timeout_s if spec.timeout_s is None else spec.timeout_s
             times = RequestTimes(spec.request_id, spec.index, spec.owner, spec.prompt_tokens, client.received_s, now)
             records.append(Record(spec, client, times, timeout_s))
-        is_held = self._fleet.weights.is_held
+        is_held, adapters = self._fleet.weights.is_held, self._fleet.adapters
         try:
+            for record in records:
+                record.adapter = adapters.begin(record.spec.adapter, now)
             attempts = [] if is_held else self.placer.start(records, now)
         except TandemError:
+            for record in records:
+                adapters.end(record.adapter)
             self.places.leave(client.owner, client.places)
             client.places = 0
             raise
@@ -296,6 +301,7 @@ class RequestBook:
             self._alarms.clear((Alarm.WAIT, request_id))
             return []
         try:
+            record.adapter = self._fleet.adapters.change(record.adapter, record.spec.adapter, now)
             attempt = self.placer.restart(record, now)
         except TandemError as error:
             self._parked[request_id] = Failed.of(error)
@@ -365,6 +371,18 @@ class RequestBook:
         setback = Setback(ResumeReason.WEIGHTS, Failed.of(Unavailable("the fleet is paused")))
         return [send for attempt in list(self._attempts()) for send in self._resume(attempt, setback, now)]
 
+    def adapter_replaced(self, replaced: Replacement, now: float) -> list[Send]:
+        """Requests that have the former adapter end, or go on with the new one."""
+        concerned = [record for record in self._records.values() if record.adapter == replaced.former]
+        if replaced.mode == "abort":
+            return self.cancel([record.spec.request_id for record in concerned], now)
+        setback, sends = Setback(ResumeReason.WEIGHTS, Failed.of(Unavailable("its adapter was replaced"))), list[Send]()
+        for record in concerned:
+            self._fleet.adapters.move(replaced)
+            record.adapter = replaced.new
+            sends += [] if record.attempt is None else self._resume(record.attempt, setback, now)
+        return sends
+
     def abort_all(self, now: float) -> list[Send]:
         """End every request that was dispatched, as its client could have."""
         return self.cancel(list(self._records), now)
@@ -409,6 +427,7 @@ class RequestBook:
         if self._recorder.on:
             record_request(self._recorder, record, ending, now)
         del self._records[request_id]
+        self._fleet.adapters.end(record.adapter)
         self.places.leave(record.spec.owner)
         self._parked.pop(request_id, None)
         for alarm in Alarm:

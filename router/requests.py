@@ -90,6 +90,8 @@ class RequestSpec:
     """See `Generate`."""
     session: str = ""
     """See `Demand`."""
+    adapter: str = ""
+    """The name of the LoRA adapter that computes it beside the model; "": none."""
     blocks: BlockNames | None = None
     """Names of the prompt's blocks; None: they were not named."""
 

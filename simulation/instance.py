@@ -183,6 +183,7 @@ class Instance:
             started_ns=round((clock.now + 1.0) * 1e9),  # 0 would say nothing
             caches_prefixes=size.prefix_cache,
             verifies_pages=size.verify_pages,
+            max_adapters=engine.max_adapters,
         )
         is_prefill = name.role == "prefill"
         kind = PrefillScheduler if is_prefill else DecodeScheduler

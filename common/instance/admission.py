@@ -68,7 +68,10 @@ def admit(
         goes_on, room = False, make_room()
         most_looks = max(1, LOOKED_AT // len(requests.waiting.owners))
         for request in requests.waiting.turns(passed):
-            verdict = room.offer(request, now)
+            if requests.has_place_for_adapter(request):
+                verdict = room.offer(request, now)
+            else:
+                verdict = Verdict.CLOSED if request.has_waited_long(now) else Verdict.NOT_READY
             if verdict is Verdict.CLOSED:
                 return
             if verdict is Verdict.ADMITTED:

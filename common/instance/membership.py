@@ -251,6 +251,7 @@ class Membership:
                 weights=report.weights,
                 weight_version=report.weight_version,
                 weight_changes=report.weight_changes,
+                adapters=report.adapters,
             ),
         )
         if self.welcome is None:
@@ -276,6 +277,7 @@ class Membership:
             weight_changes=report.weight_changes,
             staged_update=report.staged_update,
             holding=report.holding,
+            adapters_version=0 if report.adapters is None else report.adapters.version,
         )
         return [Send(self.name, beat)]
 
@@ -422,6 +424,11 @@ class Memberships:
                 version = 0 if membership.welcome is None else self.peers.version(membership.welcome.router)
                 sends += membership.due(now, report, version, reachable=reaches(membership.name))
         return sends
+
+    def wait_until(self, next_s: float) -> None:
+        """The instance is not ready to join yet."""
+        for membership in self._all:
+            membership.next_deadline = next_s
 
     def hurry(self, now: float) -> None:
         """Something changed that the routers should know soon."""

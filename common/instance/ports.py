@@ -13,7 +13,7 @@ from typing import Protocol, TypeAlias, TypeVar
 
 from common.executor import StepPlan, StepResult
 from common.ids import AttemptId, Digest, InstanceId
-from common.messages import AnyMessage, Counters, Failed, InstanceInfo, Load, Timeline
+from common.messages import AdaptersHeld, AnyMessage, Counters, Failed, InstanceInfo, Load, Timeline
 from common.messages.transfers import TransferCommand, TransferEvent
 from common.sampling_params import Grammar
 
@@ -30,6 +30,13 @@ class Prepare:
     key: AttemptId
     grammar: Grammar
     owner: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterUnused:
+    """No request, and no step in flight, has this adapter, which is not served."""
+
+    adapter: Digest
 
 
 class Transfers(Protocol):
@@ -140,7 +147,26 @@ class WeightsReplaced:
     weights: Digest
 
 
-Event: TypeAlias = Prepared | TransferEvent | LayersDone | PeersChanged | PeerDied | RouterJoined | RouterLost | WeightsReplaced
+@dataclass(frozen=True, slots=True)
+class AdaptersChanged:
+    """Requests can have these adapters, and no others."""
+
+    served: frozenset[Digest]
+    unused: frozenset[Digest]
+    """What is still held: say when no request has it any more."""
+
+
+Event: TypeAlias = (
+    Prepared
+    | TransferEvent
+    | LayersDone
+    | PeersChanged
+    | PeerDied
+    | RouterJoined
+    | RouterLost
+    | WeightsReplaced
+    | AdaptersChanged
+)
 """What happens to an instance besides mail. A transfer event answers a command, so a scheduler sees only those of its own side:
 the one that pushes sees pushes, links and layers; the one that is written to sees Settled."""
 
@@ -151,7 +177,7 @@ class Send:
     message: AnyMessage
 
 
-Action: TypeAlias = Send | Prepare | TransferCommand
+Action: TypeAlias = Send | Prepare | AdapterUnused | TransferCommand
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,6 +215,8 @@ class Report:
     """See `Heartbeat`."""
     holding: bool = False
     """A router wants no step."""
+    adapters: AdaptersHeld | None = None
+    """Its LoRA adapters, if it has any or a router has told of some."""
 
 
 M_contra = TypeVar("M_contra", contravariant=True)

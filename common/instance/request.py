@@ -12,7 +12,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from common.executor import Chunk, RowStart
-from common.ids import AttemptId, InstanceId, Int32Array, Life
+from common.ids import AttemptId, Digest, InstanceId, Int32Array, Life
 from common.instance.token_memory import Emitted
 from common.instance.waiting_line import PATIENCE_S, Rank
 from common.messages import (
@@ -172,6 +172,11 @@ class Request:
         self.next_token += 1
 
     @property
+    def adapter(self) -> Digest:
+        """What computes it beside the model; "": nothing."""
+        return self.keys.variant.adapter
+
+    @property
     def stays(self) -> bool:
         """Whether it stays in the waiting line until there is room. Otherwise its writer asks elsewhere when there is none."""
         return not isinstance(self.asked, Reserve) or self.asked.waits
@@ -192,8 +197,8 @@ class Request:
         so_far = [] if last_token is None else [last_token]
         if sampling.needs_tokens:
             token_ids = np.concatenate([self.prompt, np.array(so_far, dtype=np.int32)])
-        answer_tokens, adapter = self.asked.first + len(so_far), self.keys.variant.adapter
-        return RowStart(self.row, self.lease.pages, sampling, length, last_token, token_ids, answer_tokens, adapter)
+        answer_tokens = self.asked.first + len(so_far)
+        return RowStart(self.row, self.lease.pages, sampling, length, last_token, token_ids, answer_tokens, self.adapter)
 
     def add_sent_token(self, token_id: int, logprob: TokenLogprob | None) -> None:
         """The first token has gone to the client by another instance. It can be told again from here only with everything that

@@ -14,6 +14,7 @@ A drain:
 """
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -25,8 +26,20 @@ from msgspec.structs import replace
 from common.deadlines import DeadlineWheel, earliest
 from common.errors import BadRequest, DeadlinePassed, Overloaded, TandemError, Unavailable, WeightsChanged
 from common.executor import EngineDescription, RowStart, StepPlan, StepResult
-from common.ids import AttemptId, Incarnation, InstanceId, Int32Array, Life, Variant, shard_of, text_name, unpack_ids
-from common.instance.ports import Action, PeersChanged, Prepare, Prepared, Report, RouterJoined, RouterLost, Send, WeightsReplaced
+from common.ids import AttemptId, Digest, Incarnation, InstanceId, Int32Array, Life, Variant, shard_of, text_name, unpack_ids
+from common.instance.ports import (
+    Action,
+    AdaptersChanged,
+    AdapterUnused,
+    PeersChanged,
+    Prepare,
+    Prepared,
+    Report,
+    RouterJoined,
+    RouterLost,
+    Send,
+    WeightsReplaced,
+)
 from common.instance.prompt_cache import CacheReporter, PromptCache
 from common.instance.request import PromptProgress, Request, RequestPhase, next_chunks
 from common.instance.token_memory import Emitted, TokenMemory, emit_tokens
@@ -89,7 +102,7 @@ NO_PAGES: Mapping[int, int] = MappingProxyType({})
 R = TypeVar("R", bound=Request)
 SharedMessage: TypeAlias = Probe | Repeat | TellCache | FlushCache | Drain
 """The messages that both roles answer alike."""
-SharedEvent: TypeAlias = Prepared | RouterJoined | RouterLost | WeightsReplaced
+SharedEvent: TypeAlias = Prepared | RouterJoined | RouterLost | WeightsReplaced | AdaptersChanged
 """The events that both roles answer alike."""
 
 
@@ -150,6 +163,12 @@ class RequestTable(Generic[R]):
         self.counters = Counters()
         self.weights = engine.weights
         """What computes here."""
+        self._adapters = AdaptersChanged(frozenset(), frozenset())
+        """Which of them requests can have."""
+        self._adapted: Counter[Digest] = Counter()
+        """How many open requests have each."""
+        self._adapted_rows: Counter[Digest] = Counter()
+        """How many rows do."""
 
     def __len__(self) -> int:
         return len(self._open)
@@ -210,6 +229,10 @@ class RequestTable(Generic[R]):
                 self.weights = self.cache_reports.weights = event.weights
                 self.pool.flush()
                 return actions
+            case AdaptersChanged():
+                self._adapters = event
+                lost = [each for each in self if each.adapter and each.adapter not in event.served]
+                return self._end_all(lost, now, self._lacks_adapter)
             case _:
                 assert_never(event)
 
@@ -231,7 +254,9 @@ class RequestTable(Generic[R]):
         if self._drain_ends_s and now >= self._drain_ends_s[0]:
             self._drain_ends_s = [now + LAST_S] if self._drain_ends_s[1:] else []  # transfers have this long however late it is
             actions += self._end_all(self, now, self._leaving)
-        return [*actions, *self.cache_reports.tick(now)]
+        unused = [each for each in self._adapters.unused if not self._adapted[each]]
+        self._adapters = AdaptersChanged(self._adapters.served, self._adapters.unused.difference(unused))
+        return [*actions, *self.cache_reports.tick(now), *map(AdapterUnused, unused)]
 
     def next_deadline(self) -> float | None:
         """When `tick` is due. Keys that are remembered too long cost memory only, so they wake nobody."""
@@ -245,6 +270,14 @@ class RequestTable(Generic[R]):
     def _changed(self) -> WeightsChanged:
         """The error for a request whose KV is of other weights than those that compute here."""
         return WeightsChanged(f"{self._me.id} computes with other weights")
+
+    def _lacks_adapter(self) -> WeightsChanged:
+        return WeightsChanged(f"{self._me.id} does not hold the adapter of the request")
+
+    def has_place_for_adapter(self, request: R) -> bool:
+        """Whether its adapter may be one of those that the rows of the batch have."""
+        rows = self._adapted_rows
+        return not request.adapter or request.adapter in rows or len(rows) < self._engine.adapters_per_batch
 
     def _end_all(self, requests: Iterable[R], now: float, error: Callable[[], TandemError] | None = None) -> list[Action]:
         """error: makes what clients are told; None: nobody waits for these."""
@@ -316,6 +349,7 @@ class RequestTable(Generic[R]):
         if isinstance(asked, Reserve):
             request.cached_tokens = asked.cached_tokens
         self._open[key] = request
+        self._adapted[request.adapter] += 1
         self._deadlines.set(key, deadline_s)
         self.waiting.join(request)
         self.counters.requests_accepted += 1
@@ -356,6 +390,8 @@ class RequestTable(Generic[R]):
             raise BadRequest(f"the request needs {tokens} tokens: too long for {self._me.id}", field=field)
         if asked.variant.weights not in ("", self.weights):
             raise self._changed()
+        if asked.variant.adapter and asked.variant.adapter not in self._adapters.served:
+            raise self._lacks_adapter()
         if self._draining:
             raise self._leaving()
         if len(self.waiting) >= self._limits.max_waiting:
@@ -383,6 +419,8 @@ class RequestTable(Generic[R]):
         assert request.lease is not None
         request.times.admitted_s = now
         self.in_row[row] = self.holders[request.key] = request
+        if request.adapter:
+            self._adapted_rows[request.adapter] += 1
         self.shares.hold(request, rows, taken)
         self.shares.given(request.owner, work)
         if isinstance(request.asked, Generate):
@@ -465,7 +503,11 @@ class RequestTable(Generic[R]):
         self.close(request, now)
         self.counters.requests_accepted -= 1
         self.counters.requests_ended -= 1
+        self._remove(request)
+
+    def _remove(self, request: R) -> None:
         del self._open[request.key]
+        _count_down(self._adapted, request.adapter)
 
     def release(self, request: R, now: float) -> None:
         """Bring home what nothing in flight can touch: the row when no step names it, and the pages of a request that has ended
@@ -475,12 +517,14 @@ class RequestTable(Generic[R]):
             if self.steps_of_row[row]:
                 return
             del self.in_row[row]
+            if request.adapter:
+                _count_down(self._adapted_rows, request.adapter)
             self.free_rows.append(row)
             self.starts = [start for start in self.starts if start.row != row]
             request.row = None
         if request.phase is not RequestPhase.ENDED or request.in_transfer:
             return
-        del self._open[key]
+        self._remove(request)
         self.holders.pop(key, None)
         self._over.set(key, now + MEMORY_S)
         self._memory.keep(key, request.emitted)
@@ -533,3 +577,9 @@ class RequestTable(Generic[R]):
         """The detokenizer that gets the tokens of this key; None when its router is not known."""
         detokenizers = self.routers.get(key.router)
         return None if detokenizers is None else detokenizers[shard_of(key, len(detokenizers))]
+
+
+def _count_down(counter: Counter[Digest], adapter: Digest) -> None:
+    counter[adapter] -= 1
+    if not counter[adapter]:
+        del counter[adapter]

@@ -11,7 +11,7 @@ from common.ids import InstanceId
 from common.instance.ports import Send
 from common.messages import DoTask, Failed, InstanceInfo, TaskDone
 from common.messages.base import fits
-from common.messages.tasks import Task
+from common.messages.tasks import ReadAdapter, Task
 
 ANSWERS_KEPT = 256
 """A router that has not heard the answer asks again within seconds."""
@@ -31,6 +31,10 @@ class InstanceTasks:
     def ends_s(self) -> Iterable[float | None]:
         """When each ends that is under way, if that is known in advance."""
         return [work.ends_s for work in self._under_way.values()]
+
+    @property
+    def is_reading_adapter(self) -> bool:
+        return any(isinstance(task, ReadAdapter) for task in self._tasks.values())
 
     def order(self, router: InstanceId, order: DoTask) -> list[Send]:
         """A router that has welcomed this instance orders something."""

@@ -6,7 +6,7 @@ socket and reads no clock except through its ports, so the same code runs as a p
 
 import sys
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, combinations
 from typing import Generic, TypeVar
@@ -17,10 +17,13 @@ from numpy.typing import NDArray
 
 from common.deadlines import DeadlineWheel, earliest
 from common.executor import Executor, Preparation, StepHandle, StepPlan, take_prepared
-from common.ids import ROUTER, AttemptId, InstanceId, text_name
+from common.ids import ROUTER, AttemptId, Digest, InstanceId, text_name
+from common.instance.adapters import InstanceAdapters
 from common.instance.membership import Memberships, RouterChange
 from common.instance.ports import (
     Action,
+    AdaptersChanged,
+    AdapterUnused,
     LayersDone,
     Mail,
     PeerDied,
@@ -45,6 +48,7 @@ from common.messages import (
     InstanceInfo,
     Peers,
     Refused,
+    SetAdapters,
     StageWeights,
     SwitchWeights,
     Timeline,
@@ -53,6 +57,7 @@ from common.messages import (
     Welcome,
 )
 from common.messages.base import fits
+from common.messages.tasks import ReadAdapter
 from common.step_cost import StepCost
 
 Vector = NDArray[np.float64]
@@ -156,6 +161,8 @@ def _solve(matrix: Vector, right: Vector, seen: list[int]) -> Vector:
 
 STEPS_IN_FLIGHT = 2
 """Step k + 1 is launched before the tokens of step k are read."""
+START_S = 0.05
+"""How often an instance looks whether it holds what it is to hold before it joins a fleet."""
 ROUTE_MEMORY_S = 60.0
 """How long the address of a peer that left is kept: longer than a push to it takes to end."""
 
@@ -185,9 +192,11 @@ class InstanceWorker(Generic[M]):
         scheduler: Scheduler[M | Drain],
         executor: Executor,
         transfers: Transfers,
-        mail: Mail[M | Welcome | Refused | Peers | Drain | Trace | WeightsOrder | DoTask],
+        mail: Mail[M | Welcome | Refused | Peers | Drain | Trace | WeightsOrder | DoTask | SetAdapters],
         unix_s: float = 0.0,
+        adapters: Mapping[str, str] | None = None,
     ) -> None:
+        """adapters: see `InstanceAdapters`."""
         self._memberships = memberships
         self._scheduler = scheduler
         self._executor = executor
@@ -203,6 +212,8 @@ class InstanceWorker(Generic[M]):
         self._stale = 0
         self._weights = InstanceWeights(memberships.info, executor)
         self._tasks = InstanceTasks(memberships.info, executor)
+        reads = lambda: self._tasks.is_reading_adapter  # noqa: E731
+        self._adapters = InstanceAdapters(memberships.info, executor, adapters or {}, reads)
         self._cost = CostMeter()
         self._tracer = InstanceTracer(memberships.info, scheduler.key_in, unix_s)
         self._recorder = self._tracer.recorder
@@ -238,6 +249,9 @@ class InstanceWorker(Generic[M]):
                 case DoTask():
                     if self._memberships.of(sender) is not None:
                         self._act(self._tasks.order(sender, message))
+                case SetAdapters():
+                    if self._memberships.of(sender) is not None:
+                        self._act(self._adapters.order(sender, message))
                 case _:
                     if self._recorder.on:
                         self._tracer.receive(message)
@@ -258,7 +272,10 @@ class InstanceWorker(Generic[M]):
         self._launch(now)
         self._note_timelines()
         if now >= self._memberships.next_deadline:
-            self._report(now)
+            if self._adapters.is_ready:
+                self._report(now)
+            else:
+                self._memberships.wait_until(now + START_S)
         if self._tracer.runs:
             for router, spans in self._tracer.due(now):
                 self._mail.send(router, spans)
@@ -286,6 +303,7 @@ class InstanceWorker(Generic[M]):
             self._tracer.next_deadline(),
             self._weights.ends_s,
             *self._tasks.ends_s,
+            *self._adapters.ends_s,
             *prepared,
         )
         return self._memberships.next_deadline if known is None else min(known, self._memberships.next_deadline)
@@ -318,7 +336,14 @@ class InstanceWorker(Generic[M]):
     def _follow_weights(self, now: float) -> None:
         """Tell what became of staged weights, and change to them when they are ordered and no step is in flight."""
         self._act(self._weights.poll())
-        self._act([Send(router, answer) for _, answer, router in self._tasks.poll()])
+        for task, answer, router in self._tasks.poll():
+            if isinstance(task, ReadAdapter) and answer.failed is None:
+                self._adapters.read(router, answer.number, Digest(answer.result))
+            self._act([Send(router, answer)])
+        if self._adapters.poll():
+            self._act(self._scheduler.handle(AdaptersChanged(self._adapters.served, self._adapters.unused), now))
+            welcomes = [membership.welcome for membership in self._memberships if membership.welcome is not None]
+            self._act([Send(welcome.router, self._adapters.report(welcome.router)) for welcome in welcomes])
         if self._weights.is_switching and not self._in_flight:
             self._weights.switch()
             self._act(self._scheduler.handle(WeightsReplaced(self._weights.digest), now))
@@ -345,6 +370,8 @@ class InstanceWorker(Generic[M]):
                 self._mail.send(action.to, action.message)
             elif isinstance(action, Prepare):
                 self._preparing[action.key] = self._executor.prepare(action.grammar, action.owner)
+            elif isinstance(action, AdapterUnused):
+                self._adapters.unused_by_all(action.adapter)
             else:
                 self._transfers.submit(action)
 
@@ -384,6 +411,7 @@ class InstanceWorker(Generic[M]):
             weight_changes=weights.changes,
             staged_update=weights.staged_update,
             holding=weights.is_held,
+            adapters=self._adapters.report(ROUTER) if self._adapters.version else None,
         )
         self._act(self._memberships.due(now, report, self._mail.reaches))
 
@@ -396,6 +424,7 @@ class InstanceWorker(Generic[M]):
                 self._tracer.forget(router)
                 self._weights.forget(router)
                 self._tasks.forget(router)
+                self._adapters.forget(router)
                 self._act(self._scheduler.handle(RouterLost(router), now))
                 for name in (router, *detokenizers):
                     self._mail.route(name, None)

@@ -20,6 +20,7 @@ A `match` over an inbox's union ends in `assert_never`, so a new message breaks 
 
     router ─StageWeights, SwitchWeights, DropWeights, HoldSteps─► instance ─WeightsStaged─► router     see `weights.py`
            ─DoTask────────────────────────────────────────────► instance ─TaskDone──────► router     see `tasks.py`
+           ─SetAdapters───────────────────────────────────────► instance ─AdaptersHeld──► router     see `adapters.py`
 
     router ─Trace─► instance, detok ─Spans─► router                 only while somebody traces the fleet
 
@@ -32,6 +33,7 @@ little-endian int32 (`common.ids.pack_ids`).
 
 from typing import TypeAlias
 
+from common.messages.adapters import AdaptersHeld, SetAdapters
 from common.messages.base import WIRE_VERSION, Message
 from common.messages.fleet import (
     Drain,
@@ -92,7 +94,9 @@ from common.messages.text import (
 from common.messages.traces import Span, SpanArgs, Spans, Timeline, Times, Trace, pack_spans, unpack_spans
 from common.messages.weights import DropWeights, HoldSteps, StageWeights, SwitchWeights, WeightsStaged
 
-FromInstance: TypeAlias = Register | Heartbeat | LinkReport | CacheChanges | Goodbye | Placed | WeightsStaged | TaskDone
+FromInstance: TypeAlias = (
+    Register | Heartbeat | LinkReport | CacheChanges | Goodbye | Placed | WeightsStaged | TaskDone | AdaptersHeld
+)
 WeightsOrder: TypeAlias = StageWeights | SwitchWeights | DropWeights | HoldSteps
 RouterInbox: TypeAlias = FromInstance | Probed | TextBatch | DetokenizerHeartbeat | Spans
 FromRouter: TypeAlias = (
@@ -109,6 +113,7 @@ FromRouter: TypeAlias = (
     | Trace
     | WeightsOrder
     | DoTask
+    | SetAdapters
 )
 PrefillInbox: TypeAlias = FromRouter | TellLinks | Grant | Decline | Renewed
 DecodeInbox: TypeAlias = FromRouter | Reserve | Renew | Handoff | Withdraw

@@ -12,6 +12,7 @@ from msgspec import Meta
 
 from common.addresses import ROUTER_NAME
 from common.ids import Digest, Incarnation, InstanceId, Role
+from common.messages.adapters import AdaptersHeld
 from common.messages.base import UNNAMED, WIRE_VERSION, Message
 from common.messages.traces import Timeline
 from common.messages.weights import WeightVersion
@@ -132,6 +133,8 @@ class InstanceInfo(msgspec.Struct, frozen=True, kw_only=True):
     """Whether it sends the digests of pages that it pushes, and compares those of pages that it receives."""
     holds_grammars: bool = True
     """Whether it can hold answers to grammars."""
+    max_adapters: Count = 0
+    """Most LoRA adapters that it holds at once."""
 
     @property
     def total_pages(self) -> int:
@@ -170,6 +173,8 @@ class Register(Message, frozen=True):
     """What people call them."""
     weight_changes: Count = 0
     """See `Heartbeat`."""
+    adapters: AdaptersHeld | None = None
+    """Its adapters; None: it has none."""
 
 
 class Welcome(Message, frozen=True):

@@ -226,6 +226,8 @@ class Heartbeat(Message, frozen=True, omit_defaults=True):
     """The update of which it has weights staged beside those in use, or begins to; 0: none."""
     holding: bool = False
     """A router wants no step."""
+    adapters_version: Count = 0
+    """The version of its last AdaptersHeld; 0: none."""
     timelines: tuple[Timeline, ...] = ()
     """The timelines of attempts that have left it, in order. Each is sent once: a router that misses a heartbeat misses them."""
 

@@ -22,9 +22,11 @@ from common.addresses import LOOPBACK
 from common.config import RouterConfig
 from common.errors import TandemError
 from common.ids import InstanceId
+from common.messages.adapters import AdapterEntry
 from common.options import parse_bytes
 from common.text.embedding import EmbeddingMode
-from router.api import weights
+from router.adapters import FleetAdapters
+from router.api import adapters, weights
 from router.api.admission import CLIENT_CLOSED, Admission, Doorkeeper, visit_of
 from router.api.answers import Accepted, AnswerShape, OpenAIBody
 from router.api.bodies import unless_left
@@ -35,7 +37,7 @@ from router.api.embeddings import EmbeddingBody, EmbeddingFields, EmbeddingShape
 from router.api.errors import ErrorDetail, error_response, response_to
 from router.api.fields import ReadRequest
 from router.api.guard import HEADER, REQUESTS_PREFIX, Guard, id_in
-from router.api.intake import Intake, unknown_model
+from router.api.intake import Intake
 from router.api.responses import ResponseBody, ResponseFields, ResponseShape, read_response
 from router.api.routes import (
     Detokenized,
@@ -83,6 +85,7 @@ class Api:
         self.admission = Admission(gateway, intake, config.max_requests, parse_bytes(config.max_body))
         self.traces = TraceApi(gateway)
         self.weights = weights.WeightsApi(gateway)
+        self.adapters = adapters.AdaptersApi(gateway, model)
         self.timelines = TimelineApi(gateway)
         self._gateway = gateway
         self._intake = intake
@@ -133,12 +136,12 @@ class Api:
             visit.id = client.id = asked.own_id
         choices = range(asked.choices)
         client.expect(len(choices), {**asked.named(client.id), visit.id: choices, client.id: choices})
-        accepted = await visit.work(request, accept(asked, client))
+        accepted = await visit.work(request, self._accept(asked, client, accept))
         self._gateway.deliver(self._gateway.core.requests.submit(client, accepted.specs, self._gateway.clock()))
         shape = shape_of(
             id=client.id,
             created=int(time.time()),
-            model=self._model,
+            model=accepted.specs[0].adapter or self._model,
             request=asked,
             accepted=accepted,
             token_texts=self._intake.token_text,
@@ -146,6 +149,14 @@ class Api:
         if asked.fields.stream:
             return EventStream(self._gateway, client, shape, visit.send, self._keep_alive_s)
         return await unless_left(request, whole_answer(client, shape, self._intake.writers))
+
+    async def _accept(
+        self, asked: R, client: ClientRequest, accept: Callable[[R, ClientRequest], Coroutine[Any, Any, Accepted]]
+    ) -> Accepted:
+        """Adapters that were evicted are loaded again first."""
+        for name in self._intake.evicted_adapters(asked):
+            await self._gateway.adapt(partial(_require, name))
+        return await accept(asked, client)
 
     async def abort_request(self, request: Request) -> Response:
         """End requests of this router, as SGLang does. What their clients have got so far is their answer, with the finish reason
@@ -169,14 +180,15 @@ class Api:
         return _json(await visit.work(request, self._intake.detokenize(asked, visit.owner)))
 
     async def models(self) -> Response:
-        """List the model that is served."""
-        return _json(ModelList(data=[self._model_card()]))
+        """List the model that is served, and the LoRA adapters that requests can have with it."""
+        cards = [self._adapter_card(entry) for entry in self._gateway.core.fleet.adapters.entries()]
+        return _json(ModelList(data=[self._model_card(), *cards]))
 
     async def model(self, name: str) -> Response:
-        """Describe the model of this name, if it is the one that is served."""
-        if name != self._model:
-            raise unknown_model(name, self._model)
-        return _json(self._model_card())
+        """Describe the model or the adapter of this name, if it is served."""
+        adapter = self._intake.adapter_in(name)
+        entry = self._gateway.core.fleet.adapters.entry(adapter)
+        return _json(self._model_card() if entry is None else self._adapter_card(entry))
 
     async def health(self) -> Response:
         """200 while the router and its detokenizer are alive, otherwise 503 and why."""
@@ -211,6 +223,20 @@ class Api:
 
     def _model_card(self) -> ModelCard:
         return ModelCard(id=self._model, created=self._started, max_model_len=self._intake.context_tokens)
+
+    def _adapter_card(self, entry: AdapterEntry) -> ModelCard:
+        return ModelCard(
+            id=entry.name,
+            created=self._started,
+            max_model_len=self._intake.context_tokens,
+            root=entry.folder,
+            parent=self._model,
+            digest=entry.digest,
+        )
+
+
+def _require(name: str, adapters: FleetAdapters, answer: Callable[[AdapterEntry | TandemError], object], now: float) -> None:
+    adapters.require(name, answer, now)
 
 
 _Route: TypeAlias = tuple[str, str, Callable[..., Awaitable[Response]], Described]
@@ -253,6 +279,10 @@ def _routes(api: Api) -> tuple[_Route, ...]:
         ("POST", "/pause_generation", api.weights.pause, weights.PAUSE),
         ("POST", "/continue_generation", api.weights.go_on, weights.CONTINUE),
         ("GET", "/weight_info", api.weights.info, weights.INFO),
+        ("POST", "/load_lora_adapter", api.adapters.load, adapters.LOAD),
+        ("POST", "/unload_lora_adapter", api.adapters.unload, adapters.UNLOAD),
+        ("POST", "/v1/load_lora_adapter", api.adapters.load_v1, adapters.LOAD_V1),
+        ("POST", "/v1/unload_lora_adapter", api.adapters.unload_v1, adapters.UNLOAD_V1),
         ("POST", "/cluster/trace", api.traces.start, START),
         ("GET", "/cluster/trace", api.traces.read, READ),
         ("DELETE", "/cluster/trace", api.traces.forget, FORGET),

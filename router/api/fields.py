@@ -175,6 +175,8 @@ class ReadRequest:
     grammar_field: str = ""
     pooling: Pooling | None = None
     """See `SamplingParams`."""
+    adapters: tuple[str, ...] = ()
+    """The LoRA adapter of each prompt, or of all; "": that which the model's name means, if any."""
 
     def __post_init__(self) -> None:
         """Check what no single field shows. Raises BadRequest."""

@@ -81,6 +81,10 @@ CONTROL_PATHS = frozenset(
         "/pause_generation",
         "/continue_generation",
         "/weight_info",
+        "/load_lora_adapter",
+        "/unload_lora_adapter",
+        "/v1/load_lora_adapter",
+        "/v1/unload_lora_adapter",
     }
 )
 EVERYBODY = "*"

@@ -15,7 +15,7 @@ from msgspec.structs import replace
 
 from common.config import RouterConfig
 from common.errors import BadRequest, UnknownModel
-from common.ids import ID_BYTES, Variant, pack_ids
+from common.ids import ID_BYTES, Digest, Variant, pack_ids
 from common.pages.radix_cache import BlockNames
 from common.sampling_params import SamplingParams
 from common.text.tokenizer_manager import TokenizerManager
@@ -55,11 +55,13 @@ Encode: TypeAlias = Callable[[], Sequence[int]]
 
 @dataclass(frozen=True, slots=True)
 class _Encoded:
-    """A prompt in packed token ids. echo: its text if the answer repeats it. blocks: their names, if the router needs them."""
+    """A prompt in packed token ids. echo: its text if the answer repeats it. blocks: their names, if the router needs them.
+    adapter: see `RequestSpec`."""
 
     packed: bytes
     echo: str = ""
     blocks: BlockNames | None = None
+    adapter: str = ""
 
 
 class Intake:
@@ -114,7 +116,7 @@ class Intake:
 
     async def tokenize(self, asked: TokenizeRequest, owner: str = "") -> Tokenized:
         """owner: see `RequestSpec`. Raises BadRequest, UnknownModel, Overloaded."""
-        self._check_model(asked.model)
+        self.adapter_in(asked.model)
         tokenizer, prompt = self._tokenizer, asked.prompt
         if isinstance(prompt, str):
             size = len(prompt)
@@ -135,7 +137,7 @@ class Intake:
 
     async def detokenize(self, asked: DetokenizeFields, owner: str = "") -> Detokenized:
         """owner: see `RequestSpec`. Raises BadRequest, UnknownModel, Overloaded."""
-        self._check_model(asked.model)
+        self.adapter_in(asked.model)
         ids, skip = asked.tokens, asked.skip_special_tokens
 
         def work() -> Detokenized:
@@ -155,15 +157,32 @@ class Intake:
         for threads in (self._threads, self._long_threads, self.writers):
             threads.close()
 
-    def _check_model(self, model: str | None) -> None:
-        if model is not None and model != self._model:
-            raise unknown_model(model, self._model)
+    def adapter_in(self, model: str | None, field: str = "model") -> str:
+        """The LoRA adapter that a client means by the name of a model, its own or base:name; "": the model alone. Raises
+        UnknownModel."""
+        if model is None or model == self._model:
+            return ""
+        for name in (model, model.removeprefix(f"{self._model}:")):
+            if self._core.fleet.adapters.entry(name) is not None:
+                return name
+        raise UnknownModel(f"model {shown(model)!r} is not served here: use {self._model!r}", field=field, code="model_not_found")
+
+    def evicted_adapters(self, request: ReadRequest) -> list[str]:
+        """Those of its adapters that are to be loaded again. Raises UnknownModel."""
+        entries = {name: self._core.fleet.adapters.entry(name) for name in self._adapters_of(request, 1) if name}
+        return [name for name, entry in entries.items() if entry is not None and not entry.is_loaded]
+
+    def _adapters_of(self, request: ReadRequest, prompts: int) -> list[str]:
+        """The adapter of each prompt. Raises UnknownModel."""
+        of_model = self.adapter_in(request.fields.model)
+        named = [self.adapter_in(name, "lora_path") if name else of_model for name in request.adapters]
+        return named if len(named) > 1 else (named or [of_model]) * prompts
 
     def _check(self, request: ReadRequest, longest: int) -> None:
         """Check what depends on the served model and on flags, before time is spent on the prompt. longest: the length of the
         longest prompt, in characters or token ids. Raises BadRequest, UnknownModel."""
         timeout_s, longest_s, context = request.fields.timeout, self._longest_timeout_s, self.context_tokens
-        self._check_model(request.fields.model)
+        self._adapters_of(request, 1)
         if timeout_s is not None and timeout_s > longest_s:
             rule = f"at most {longest_s:g} seconds (--max-request-timeout-s)"
             raise BadRequest(f"timeout must be {rule}, is {timeout_s:g}", field="timeout")
@@ -177,13 +196,16 @@ class Intake:
         that wait here, `fields.n` for each prompt, count against --max-requests. Raises Overloaded, BadRequest."""
         context, field = self.context_tokens, request.prompt_field
         fleet, salt = self._core.fleet, request.fields.cache_salt or ""
-        page_size, variant = fleet.caches.page_size, Variant(fleet.weights.target)
+        page_size, weights = fleet.caches.page_size, fleet.weights.target
+        names = self._adapters_of(request, len(prompts))
+        entries = [fleet.adapters.entry(name) for name in names]
+        variants = [Variant(weights, Digest("") if entry is None else entry.digest) for entry in entries]
 
         def work() -> list[_Encoded]:
             for texts, _ in prompts:
                 self._require_fit(texts, context, field)
             encoded: list[_Encoded] = []
-            for texts, encode in prompts:
+            for (texts, encode), name, variant in zip(prompts, names, variants, strict=True):
                 ids = encode()
                 if len(ids) >= context:  # there is no room for an answer
                     raise ContextExceeded(context, no_room(field, len(ids), context), field)
@@ -191,7 +213,7 @@ class Intake:
                 packed = pack_ids(ids)
                 blocks = BlockNames.of(packed, page_size, variant, salt) if page_size else None
                 echo = "".join(texts) or self._tokenizer.decode(ids) if request.echo else ""
-                encoded.append(_Encoded(packed, echo, blocks))
+                encoded.append(_Encoded(packed, echo, blocks, name))
             return encoded
 
         self._core.requests.reserve(client, len(prompts) * request.fields.n)
@@ -259,6 +281,7 @@ class Intake:
                         owner=client.owner,
                         salt=fields.cache_salt or "",
                         session=client.session,
+                        adapter=prompt.adapter,
                         blocks=prompt.blocks,
                     )
                 )
@@ -345,7 +368,3 @@ class Intake:
             fix = f"lower {name} to {most}, ask for fewer choices or alternatives, or send stream=true"
             raise BadRequest(f"one whole answer gets at most {MAX_PAIRS} log probabilities: {fix}", field=name)
         return asked
-
-
-def unknown_model(model: str, served: str) -> UnknownModel:
-    return UnknownModel(f"model {shown(model)!r} is not served here: use {served!r}", field="model", code="model_not_found")

@@ -35,6 +35,9 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     created: Annotated[int, Meta(description="When the router started, in seconds since 1970.")]
     owned_by: str = "tandem"
     max_model_len: Annotated[int, Meta(description="Longest prompt and answer together, in tokens.")]
+    root: Annotated[str | msgspec.UnsetType, Meta(description="Of a LoRA adapter: its folder.")] = msgspec.UNSET
+    parent: Annotated[str | msgspec.UnsetType, Meta(description="Of a LoRA adapter: its base model.")] = msgspec.UNSET
+    digest: Annotated[str | msgspec.UnsetType, Meta(description="Of a LoRA adapter: digest of its bytes.")] = msgspec.UNSET
 
 
 class ModelList(msgspec.Struct, frozen=True, kw_only=True):

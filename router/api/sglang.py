@@ -72,7 +72,7 @@ PARAMETERS = Unsupported(
 GENERATE = Unsupported(
     {
         **dict.fromkeys(("input_embeds", "token_ids_logprob", "custom_logit_processor"), ()),
-        **dict.fromkeys(("session_params", "session_id", "lora_path", "lora_id"), ()),
+        **dict.fromkeys(("session_params", "session_id", "lora_id"), ()),
         **dict.fromkeys(("bootstrap_host", "bootstrap_port", "bootstrap_room"), ()),
         **dict.fromkeys(("image_data", "video_data", "audio_data", "modalities"), ([],)),
         **dict.fromkeys(("return_hidden_states", "return_routed_experts", "no_logs", "background"), (False,)),
@@ -107,6 +107,10 @@ class GenerateFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     priority: Priority = 0
     cache_salt: CacheSalt = None
     extra_key: Annotated[CacheSalt, Meta(description="SGLang's name of cache_salt.")] = None
+    lora_path: Annotated[
+        str | list[str | None] | None,
+        Meta(description="Name of the LoRA adapter, as GET /v1/models lists it; a list for a batch. null: the model alone."),
+    ] = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -206,6 +210,7 @@ def read_generate(model: str, body: bytes, context_tokens: int | None = None) ->
         rids=_rids(fields.rid, len(prompts), is_single),
         logprob_start=fields.logprob_start_len,
         with_texts=fields.return_text_in_logprobs,
+        adapters=_adapters(fields.lora_path, len(prompts)),
     )
 
 
@@ -251,6 +256,15 @@ def _prompts(fields: GenerateFields) -> tuple[tuple[Prompt, ...], str]:
         return prompts_in([*fields.input_ids], "input_ids"), "input_ids"
     assert fields.text is not None
     return prompts_in(fields.text if isinstance(fields.text, str) else [*fields.text], "text"), "text"
+
+
+def _adapters(named: str | list[str | None] | None, prompts: int) -> tuple[str, ...]:
+    """See `ReadRequest.adapters`."""
+    if named is None or isinstance(named, str):
+        return (named or "",)
+    if len(named) != prompts:
+        raise BadRequest(f"lora_path holds {len(named)} names for {prompts} prompts: send one for each", field="lora_path")
+    return tuple(name or "" for name in named)
 
 
 def _rids(rid: str | list[str] | None, prompts: int, is_single: bool) -> tuple[str, ...]:

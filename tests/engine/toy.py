@@ -83,6 +83,7 @@ class PreparedLater(AnythingGoes):
 
 TOY_WEIGHTS, NO_DIGEST = Digest("toy"), Digest("")
 STAGE_S = 0.05
+TOY_ADAPTERS, TOY_ADAPTERS_PER_BATCH = 3, 2
 
 
 class ToyStaging:
@@ -218,6 +219,8 @@ class ToyExecutor:
             eos_token_ids=(),
             device="cpu",
             weights=weights,
+            max_adapters=TOY_ADAPTERS,
+            adapters_per_batch=TOY_ADAPTERS_PER_BATCH,
         )
 
     def launch(self, plan: StepPlan) -> ToyStep:

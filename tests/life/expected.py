@@ -15,7 +15,7 @@ from common.messages import Finished, TokenLogprob
 from common.sampling_params import SamplingParams
 from engine.grammar.grammars import ANY_TEXT
 from router.requests import RequestSpec
-from tests.engine.toy import TOY_WEIGHTS, ToyExecutor, toy_logprob
+from tests.engine.toy import NO_DIGEST, TOY_WEIGHTS, ToyExecutor, toy_logprob
 from tests.life.asks import Ask, Choice
 from tests.life.client import Client
 
@@ -23,13 +23,19 @@ CONTEXT_PAGES = 64
 
 
 def undisturbed(
-    prompt: Sequence[int], max_tokens: int, temperature: float = 0.0, seed: int = 0, weights: Digest = TOY_WEIGHTS
+    prompt: Sequence[int],
+    max_tokens: int,
+    temperature: float = 0.0,
+    seed: int = 0,
+    weights: Digest = TOY_WEIGHTS,
+    adapter: Digest = NO_DIGEST,
 ) -> list[int]:
-    """The tokens that any fleet with these weights must answer, if nothing but their number ends the answer."""
+    """The tokens that any fleet with these weights and this adapter must answer, if nothing but their number ends the answer."""
     executor = ToyExecutor(CONTEXT_PAGES, 1, weights=weights)
+    executor.held.add(adapter)
     ids: Int32Array = np.array(prompt, dtype=np.int32)
     sampling = SamplingParams(max_new_tokens=max_tokens, temperature=temperature, seed=seed)
-    start = RowStart(0, np.arange(CONTEXT_PAGES, dtype=np.int32), sampling)
+    start = RowStart(0, np.arange(CONTEXT_PAGES, dtype=np.int32), sampling, adapter=adapter)
     plans = [StepPlan(1, starts=(start,), chunks=(Chunk(0, 0, ids, last=True),))]
     plans += [StepPlan(2 + n, decode_rows=np.zeros(1, dtype=np.int32)) for n in range(max_tokens - 1)]
     results = [executor.launch(plan).poll() for plan in plans]

@@ -9,15 +9,16 @@ from dataclasses import dataclass, field
 from heapq import heappush
 
 from common.config import RouterConfig
-from common.errors import Unavailable
+from common.errors import TandemError, Unavailable
 from common.executor import Executor
 from common.ids import ROUTER, InstanceId, RequestId, Role, pack_ids
 from common.messages import AnyMessage
+from common.messages.adapters import AdapterEntry
 from common.sampling_params import SamplingParams
 from common.text.detokenizer import Detokenizer
 from engine.timed import Pace
 from kv_transfer.transport import Transport
-from router.core import RouterCore
+from router.core import AdapterOrder, RouterCore
 from router.requests import RequestSpec
 from simulation.clock import Clock, LocalClock
 from simulation.fleet import SimulatedFleet
@@ -224,10 +225,18 @@ class ToyFleet(SimulatedFleet[ToyInstance, ToyRouter]):
 
     # --- what clients do ---------------------------------------------------------------------------------------------------
 
-    def submit(self, name: str, prompt: Sequence[int], max_tokens: int) -> Client:
+    def submit(self, name: str, prompt: Sequence[int], max_tokens: int, adapter: str = "") -> Client:
         """A client asks for a greedy answer."""
         sampling = SamplingParams(max_new_tokens=max_tokens, temperature=0.0)
-        return self.ask(RequestSpec(RequestId(name), 0, pack_ids(prompt), sampling))
+        return self.ask(RequestSpec(RequestId(name), 0, pack_ids(prompt), sampling, adapter=adapter))
+
+    def adapt(self, order: AdapterOrder, seat: int = 0) -> list[AdapterEntry | TandemError]:
+        """Order something about adapters. What came of it, once that is known."""
+        came: list[AdapterEntry | TandemError] = []
+        router = self.routers[seat]
+        order(router.core.fleet.adapters, came.append, self.clock.now)
+        router.deliver(router.core.follow_adapters(self.clock.now))
+        return came
 
     def ask(self, *choices: RequestSpec, seat: int = 0) -> Client:
         """A client asks this router for some choices. Raises what the router raises, and Unavailable when nobody listens."""

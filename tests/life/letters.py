@@ -40,9 +40,11 @@ def keys_of(message: AnyMessage) -> set[AttemptId]:
             return set()
         case m.Trace() | m.Spans():
             return set()
-        case (
-            m.StageWeights() | m.WeightsStaged() | m.SwitchWeights() | m.DropWeights() | m.HoldSteps() | m.DoTask() | m.TaskDone()
-        ):
+        case m.StageWeights() | m.WeightsStaged() | m.SwitchWeights() | m.DropWeights() | m.HoldSteps():
+            return set()
+        case m.DoTask() | m.TaskDone():
+            return set()
+        case m.SetAdapters() | m.AdaptersHeld():
             return set()
         case TransferOrder(order=PackedPush() | Settle() as order):
             return {order.key}

@@ -1,7 +1,8 @@
-"""Schedules of changing weights: a fleet is given new weights again and again while it serves, and things go wrong meanwhile.
+"""Schedules of changing weights: a fleet is given new weights and adapters again and again while it serves, and things go wrong
+meanwhile.
 
 Owns the draw of a schedule, its run, and what must hold: every token of every answer is the toy's, with all KV of the weights
-from which the answer says that it came. A failing seed replays exactly:
+and the adapter from which the answer says that it came. A failing seed replays exactly:
 
     python -m tests.life.weight_schedules --first 17 --schedules 1
 """
@@ -19,18 +20,34 @@ from common.config import RouterConfig
 from common.errors import TandemError, Unavailable
 from common.ids import Digest, InstanceId
 from common.messages import Finished
+from common.messages.adapters import AdapterEntry
 from common.messages.weights import FIRST_VERSION, WeightsInMemory, WeightsOnDisk
 from common.step_cost import StepCost
+from router.adapters import ReplaceMode
+from router.core import AdapterOrder
 from router.weights import Updated, UpdateMode, UpdateUnderWay
 from simulation.network import DELAY_S
-from tests.engine.toy import TOY_WEIGHTS
+from tests.engine.toy import TOY_WEIGHTS, ToyExecutor
 from tests.life.client import Client, ReceivedAnswer
 from tests.life.expected import undisturbed
 from tests.life.fleet import ToyFleet, World
-from tests.life.ranks import ToySize
+from tests.life.ranks import ToyInstance, ToySize
 
 WINDOW_S, SETTLE_S, LOOK_S = 8.0, 400.0, 0.3
-ORDERS = ("StageWeights", "WeightsStaged", "SwitchWeights", "DropWeights", "HoldSteps")
+ORDERS = frozenset(
+    (
+        "StageWeights",
+        "WeightsStaged",
+        "SwitchWeights",
+        "DropWeights",
+        "HoldSteps",
+        "DoTask",
+        "TaskDone",
+        "SetAdapters",
+        "AdaptersHeld",
+    )
+)
+ADAPTERS = ("red", "green", "blue", "grey", "pink")
 SIZE = ToySize(pages=64, rows=6, chunk_tokens=8, request_timeout_s=300.0, cost=StepCost(0.02, 0.0005, 0.001))
 
 
@@ -55,6 +72,7 @@ class Asked:
     client: Client
     prompt: list[int]
     max_tokens: int
+    adapter: str
 
 
 class WeightsTrial:
@@ -79,11 +97,12 @@ class WeightsTrial:
         self.known = {FIRST_VERSION: TOY_WEIGHTS}
         """The weights that each version names."""
         self.aborts = False
-        self.open_updates = 0
+        self.open_updates = self.open_loads = 0
 
     def run(self) -> None:
         deeds = [self._ask] * 20 + [self._update] * self.random.choice((3, 6, 9)) + [self._kill] * self.random.choice((0, 1, 2))
         deeds += [self._pause] * self.random.choice((0, 0, 2))
+        deeds += [self._load] * self.random.choice((0, 6, 12)) + [self._unload] * self.random.choice((0, 0, 3))
         begins_s = self.fleet.clock.now
         for at_s, deed in sorted(((self.random.uniform(0.0, WINDOW_S), number), deed) for number, deed in enumerate(deeds)):
             self._run_until(begins_s + at_s[0])
@@ -91,9 +110,14 @@ class WeightsTrial:
         self._run_until(self.fleet.clock.now + 5.0)
         self.weather.lost = self.weather.late = 0.0
         self._continue()
-        self.fleet.turn_until(lambda: self.open_updates == 0 and all(each.client.ended for each in self.asked), SETTLE_S)
+        self.fleet.turn_until(
+            lambda: self.open_updates + self.open_loads == 0 and all(each.client.ended for each in self.asked), SETTLE_S
+        )
         self.fleet.turn_until(self.fleet.is_home, SETTLE_S)
         self._check()
+
+    def _is_over(self) -> bool:
+        return self.open_updates + self.open_loads == 0 and all(each.client.ended for each in self.asked)
 
     def _run_until(self, until_s: float) -> None:
         """An instance that a rank's death ends gets a successor."""
@@ -111,12 +135,47 @@ class WeightsTrial:
         if self.asked and random.random() < 0.4:  # what begins alike is in a cache
             prompt = self.asked[0].prompt[:16] + prompt
         max_tokens = random.choice((1, 2, 12, 40, 80))
+        entries = list(self.fleet.router.fleet.adapters.entries())
+        adapter = random.choice(entries).name if entries and random.random() < 0.7 else ""
         try:
-            client = self.fleet.submit(f"r{len(self.asked)}", prompt, max_tokens)
+            client = self.fleet.submit(f"r{len(self.asked)}", prompt, max_tokens, adapter)
         except Unavailable:
             self.counts["refused"] += 1
+            if adapter:
+                self._adapt(adapter, lambda adapters, answer, now: adapters.require(adapter, answer, now))
             return
-        self.asked.append(Asked(client, prompt, max_tokens))
+        self.asked.append(Asked(client, prompt, max_tokens, adapter))
+
+    def _load(self) -> None:
+        random = self.random
+        name, folder = random.choice(ADAPTERS), random.choice((f"a{random.randrange(6)}", f"a{random.randrange(6)}", "bad"))
+        mode: ReplaceMode = random.choice(("finish", "recompute", "abort"))
+        self.aborts = self.aborts or mode == "abort"
+        pinned, replaces = random.random() < 0.2, random.random() < 0.8
+        self._adapt(
+            folder,
+            lambda adapters, answer, now: adapters.load(
+                name, folder, answer, now, is_pinned=pinned, replaces=replaces, mode=mode
+            ),
+        )
+
+    def _unload(self) -> None:
+        name = self.random.choice(ADAPTERS)
+        self._adapt(name, lambda adapters, answer, now: adapters.unload(name, answer, now))
+
+    def _adapt(self, what: str, order: AdapterOrder) -> None:
+        self.open_loads += 1
+
+        def came(outcome: AdapterEntry | TandemError) -> None:
+            self.open_loads -= 1
+            if what == "bad" and not isinstance(outcome, TandemError):
+                self.problems.append("a bad adapter was loaded")
+            kind = f"refused {outcome.status}" if isinstance(outcome, TandemError) else "done"
+            self.counts[f"adapters: {kind}"] += 1
+
+        router, now = self.fleet.router_process, self.fleet.clock.now
+        order(router.core.fleet.adapters, came, now)
+        router.deliver(router.core.follow_adapters(now))
 
     def _update(self) -> None:
         random, router = self.random, self.fleet.router_process
@@ -184,9 +243,18 @@ class WeightsTrial:
         self.fleet.turn_until(lambda: all(one.rank.engine.weights == weights.target for one in instances.values()), SETTLE_S)
         if weights.is_held or weights.update is not None:
             self.problems.append("the fleet is held at the end")
+        adapters = self.fleet.router.fleet.adapters
+        named = adapters.table.held
+        self.fleet.turn_until(lambda: all(self._held(one) == named for one in instances.values()), SETTLE_S)
         for asked in self.asked:
             for answer in asked.client.answers:
                 self.problems += self._faults(asked, answer)
+
+    @staticmethod
+    def _held(instance: ToyInstance) -> set[Digest]:
+        """What all its ranks hold."""
+        engines = [instance.rank.engine, *(follower.rank.engine for follower in instance.followers)]
+        return {digest for engine in engines if isinstance(engine, ToyExecutor) for digest in engine.held}
 
     def _faults(self, asked: Asked, answer: ReceivedAnswer) -> Iterator[str]:
         name, tokens = answer.request_id, answer.token_ids
@@ -202,13 +270,18 @@ class WeightsTrial:
             yield f"{name} does not say what its first token came from: {answer.versions}"
             return
         self.counts["answers"] += 1
-        self.counts["answers of several weights"] += len({self.known[version] for _, version in answer.versions}) > 1
+        weights = [(self.known[version.partition("+")[0]], Digest(version.partition("+")[2])) for _, version in answer.versions]
+        self.counts["answers of several weights"] += len({one for one, _ in weights}) > 1
+        self.counts["answers with an adapter"] += bool(asked.adapter)
+        self.counts["answers of several adapters"] += len({adapter for _, adapter in weights}) > 1
+        if any(bool(adapter) != bool(asked.adapter) for _, adapter in weights):
+            yield f"{name} asked for {asked.adapter!r} and got {weights}"
         if not answer.versions:
             return
         ends = [*(begin for begin, _ in answer.versions[1:]), len(tokens)]
-        for (begin, version), end in zip(answer.versions, ends, strict=True):
+        for (begin, version), end, (base, adapter) in zip(answer.versions, ends, weights, strict=True):
             context = asked.prompt + tokens[:begin]
-            if tokens[begin:end] != undisturbed(context, end - begin, weights=self.known[version]):
+            if tokens[begin:end] != undisturbed(context, end - begin, weights=base, adapter=adapter):
                 yield f"{name} has tokens {begin} to {end} that {version} does not give"
 
 

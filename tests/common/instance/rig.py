@@ -22,6 +22,7 @@ from common.messages import (
     Load,
     Peers,
     Refused,
+    SetAdapters,
     Timeline,
     Trace,
     WeightsOrder,
@@ -37,7 +38,7 @@ from tests.builders import engine, instance, limits
 from tests.common.mailboxes import FakeMail
 from tests.engine.toy import PreparedLater
 
-Inbox = PrefillMessage | Welcome | Refused | Peers | Drain | Trace | WeightsOrder | DoTask
+Inbox = PrefillMessage | Welcome | Refused | Peers | Drain | Trace | WeightsOrder | DoTask | SetAdapters
 ADDRESS = "tcp://127.0.0.1:7"
 WELCOME = Welcome(router=ROUTER, address=ADDRESS, detokenizers=("tcp://127.0.0.1:9",), heartbeat_s=1.0, dead_after_s=3.0)
 

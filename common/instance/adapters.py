@@ -1,0 +1,159 @@
+"""The LoRA adapters of an instance: the fleet's table as it knows it, what it reads, holds, and forgets.
+
+Owns which adapters requests can have here. Does not know how they are read or what computes with them (the executor does), or
+which requests are open: `RequestTable` ends those whose adapter is served no more, and says when nothing uses it.
+
+    SetAdapters ─► the table, and what each router wants ─► read what is lacking ─► AdaptersHeld to all routers
+                                                        └─► serve the rest no more ─► unused ─► executor.free_adapter
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+
+from common.errors import ConfigError, TandemError
+from common.executor import Executor, Work, take_done
+from common.ids import Digest, InstanceId
+from common.instance.ports import Send
+from common.messages import AdaptersHeld, InstanceInfo, SetAdapters
+from common.messages.adapters import AdapterEntry, AdapterTable
+from common.messages.base import fits
+from common.messages.tasks import ReadAdapter
+
+REASON_CHARS = 500
+
+
+class InstanceAdapters:
+    """at_start: the folder of each adapter that it loads before it joins a fleet, by its name. is_reading: whether a task reads
+    one."""
+
+    def __init__(self, me: InstanceInfo, executor: Executor, at_start: Mapping[str, str], is_reading: Callable[[], bool]) -> None:
+        self._me, self._executor, self._is_reading = me, executor, is_reading
+        self.table = AdapterTable()
+        self.version = 0
+        """Rises with every change that routers hear of."""
+        self.served: frozenset[Digest] = frozenset()
+        """What requests can have."""
+        self._held: set[Digest] = set()
+        """What the executor has: those, and what is still used."""
+        self._to_free: set[Digest] = set()
+        """What nothing uses any more."""
+        self._wanted: dict[InstanceId, SetAdapters] = {}
+        """The latest of each router."""
+        self._read: dict[Digest, tuple[InstanceId, int]] = {}
+        """What was read for a router's task, until the router says that it is over."""
+        self._failed: dict[str, str] = {}
+        self._reading: dict[tuple[str, Digest], Work] = {}
+        """By name, and the digest that the table then had for it."""
+        self._told = 0
+        """The version that routers have heard of."""
+        self._at_start = dict(at_start)
+        for name, folder in at_start.items():
+            self._reading[name, Digest("")] = executor.perform(ReadAdapter(folder))
+
+    @property
+    def is_ready(self) -> bool:
+        """It holds all that it loads before it joins a fleet."""
+        return not self._at_start
+
+    @property
+    def ends_s(self) -> Iterable[float | None]:
+        """When what is read now is ready, if that is known in advance."""
+        return [work.ends_s for work in self._reading.values()]
+
+    def order(self, router: InstanceId, order: SetAdapters) -> list[Send]:
+        """A router that has welcomed this instance says what it wants."""
+        if not fits(order.incarnation, self._me.incarnation):
+            return []
+        before = self._wanted.get(router)
+        if before is None or order.number > before.number:
+            self._wanted[router] = order
+            self._failed.clear()  # it is tried again
+        if self.table.merge(order.entries):
+            self.version += 1
+        self._read = {
+            digest: (owner, number)
+            for digest, (owner, number) in self._read.items()
+            if owner != router or number > order.tasks_over
+        }
+        return [Send(router, self.report(router))]
+
+    def read(self, router: InstanceId, number: int, digest: Digest) -> None:
+        """The executor holds an adapter that a router's task had it read."""
+        self._held.add(digest)
+        self._read[digest] = router, number
+
+    def forget(self, router: InstanceId) -> None:
+        """This life of a router is gone: it wants nothing more."""
+        self._wanted.pop(router, None)
+        self._read = {digest: task for digest, task in self._read.items() if task[0] != router}
+
+    def unused_by_all(self, digest: Digest) -> None:
+        """No request has it any more."""
+        self._to_free.add(digest)
+
+    def poll(self) -> bool:
+        """Take in what was read, and begin to read what is lacking. Whether routers must hear of something new. Raises
+        ConfigError when an adapter that it was started with cannot be used."""
+        for (name, expected), result, failed in take_done(self._reading):
+            if failed is None:
+                self._held.add(Digest(result))
+            if name in self._at_start:
+                folder = self._at_start.pop(name)
+                if failed is not None:
+                    raise ConfigError(f"--lora {name}={folder}: {failed.message}")
+                self.table.merge([AdapterEntry(name=name, version=1, digest=Digest(result), folder=folder)])
+                self.version += 1
+            elif failed is not None:
+                self._fail(name, failed.message)
+            elif result != expected:
+                self._fail(name, f"its folder holds the adapter {result} here, and the fleet has {expected}")
+        if self.is_ready:
+            self._read_lacking()
+        self._free()
+        served = frozenset(self._needed() & self._held)
+        if served != self.served:
+            self.served = served
+            self.version += 1
+        is_news, self._told = self.version != self._told, self.version
+        return is_news
+
+    @property
+    def unused(self) -> frozenset[Digest]:
+        """What is held, and nobody may begin with."""
+        return frozenset(self._held - self.served)
+
+    def report(self, router: InstanceId) -> AdaptersHeld:
+        me, order = self._me, self._wanted.get(router)
+        return AdaptersHeld(
+            id=me.id,
+            incarnation=me.incarnation,
+            version=self.version,
+            number=0 if order is None else order.number,
+            entries=tuple(self.table.values()),
+            held=tuple(sorted(self.served)),
+            failed=self._failed,
+        )
+
+    def _needed(self) -> set[Digest]:
+        wanted = (digest for order in self._wanted.values() for digest in order.wanted)
+        return {*self.table.held, *wanted, *self._read}
+
+    def _read_lacking(self) -> None:
+        for name, entry in self.table.items():
+            key = name, entry.held
+            if entry.held and entry.held not in self._held and name not in self._failed and key not in self._reading:
+                try:
+                    self._reading[key] = self._executor.perform(ReadAdapter(entry.folder))
+                except TandemError as error:
+                    self._fail(name, str(error))
+
+    def _free(self) -> None:
+        """Not while something is read: it may be the same, and the executor may hold it already."""
+        if self._to_free and not self._reading and not self._is_reading():
+            for digest in self._to_free & self._held - self._needed():
+                self._held.discard(digest)
+                self._executor.free_adapter(digest)
+            self._to_free.clear()
+
+    def _fail(self, name: str, reason: str) -> None:
+        self._failed[name] = reason[:REASON_CHARS]
+        self.version += 1

@@ -1,0 +1,347 @@
+"""The LoRA adapters of a fleet: their names, who holds them, and how they are loaded, replaced, evicted and unloaded.
+
+Owns the table of adapters as this router knows it, and how many open requests have each. Opens no socket, reads no clock. Does
+not know requests: `begin` and `end` count them.
+
+    load ─► room for one more, an adapter that is idle is evicted if need be ─► every member reads it ─► all have one digest
+         ─► the table names it: requests can have it     (a member that cannot: the table stays as it was)
+
+An operation is a generator that yields what it waits for; one at a time loads. A name stands for one digest. When another one
+takes its place, requests that have the former one keep it, unless they are told to go on with the new one.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Generator, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, TypeAlias
+
+from msgspec.structs import replace
+
+from common.errors import BadRequest, TandemError, Unavailable, UnknownModel
+from common.ids import Digest, InstanceId, Life
+from common.instance.ports import Send
+from common.messages import AdaptersHeld, SetAdapters
+from common.messages.adapters import MOST_ENTRIES, AdapterEntry, AdapterTable
+from common.messages.tasks import ReadAdapter
+from router.members import Member
+from router.tasks import FleetTasks
+
+ReplaceMode = Literal["finish", "recompute", "abort"]
+"""What becomes of requests whose adapter is replaced: they end with the former one; their KV is computed anew with the new one;
+or they end at once."""
+READ_S = 600.0
+"""How long members may take to read an adapter."""
+ROOM_S = 60.0
+"""How long an adapter may take to leave the members."""
+Condition: TypeAlias = Callable[[], bool]
+Operation: TypeAlias = Generator[tuple[Condition, float], None, AdapterEntry]
+"""Yields what it waits for, and for how many seconds at most. Returns the entry as it is afterwards."""
+
+
+@dataclass(slots=True, eq=False)
+class _Running:
+    operation: Operation
+    answer: Callable[[AdapterEntry | TandemError], object]
+    waits_for: Condition = lambda: True
+    deadline_s: float = 0.0
+
+
+class Replacement(NamedTuple):
+    """Requests with the former adapter are not to end with it."""
+
+    former: Digest
+    new: Digest
+    mode: ReplaceMode
+
+
+class FleetAdapters:
+    """members: all that there are."""
+
+    def __init__(self, members: Callable[[], Iterable[Member]], tasks: FleetTasks) -> None:
+        self._members, self._tasks = members, tasks
+        self.table = AdapterTable()
+        self._number = 0
+        """Rises with what members must know."""
+        self._uses: Counter[Digest] = Counter()
+        """How many open requests have each."""
+        self._leaving: set[str] = set()
+        """Names that are being unloaded."""
+        self._used_s: dict[str, float] = {}
+        """When a request last asked for each."""
+        self._running: list[_Running] = []
+        self._is_loading = False
+        """One of them loads."""
+        self._sends: list[Send] = []
+        self._replaced: list[Replacement] = []
+
+    # --- requests ----------------------------------------------------------------------------------------------------------
+
+    def entry(self, name: str) -> AdapterEntry | None:
+        """What the name stands for; None: nothing."""
+        entry = self.table.get(name)
+        return entry if entry is not None and entry.digest and name not in self._leaving else None
+
+    def entries(self) -> Iterator[AdapterEntry]:
+        """All that names stand for."""
+        return (entry for name in sorted(self.table) if (entry := self.entry(name)) is not None)
+
+    def begin(self, name: str, now: float) -> Digest:
+        """A request with this adapter is open from now on. "": none. Raises UnknownModel, Unavailable."""
+        if not name:
+            return Digest("")
+        entry = self._require_entry(name)
+        if not entry.is_loaded:
+            raise Unavailable(f"the adapter {name!r} is not loaded at this moment: try again")
+        self._used_s[name] = now
+        self._uses[entry.digest] += 1
+        return entry.digest
+
+    def end(self, digest: Digest) -> None:
+        """A request with this adapter has ended."""
+        if not digest:
+            return
+        self._uses[digest] -= 1
+        if not self._uses[digest]:
+            del self._uses[digest]
+            if digest not in self.table.held:
+                self._tell_all()
+
+    def move(self, replaced: Replacement) -> None:
+        """A request that had the former adapter goes on with the new one."""
+        self._uses[replaced.new] += 1
+        self.end(replaced.former)
+
+    def change(self, digest: Digest, name: str, now: float) -> Digest:
+        """A request goes on elsewhere: with what it has, if that is to be had, else with what the name stands for now. Raises
+        UnknownModel, Unavailable."""
+        is_known = digest in self.table.held or any(digest in member.adapters for member in self._members())
+        if not digest or is_known:
+            return digest
+        entry = self._require_entry(name)
+        if not entry.is_loaded:
+            self._run(self._reload(name), lambda _: None, now)
+            raise Unavailable(f"the adapter {name!r} is loaded again")
+        self._uses[entry.digest] += 1
+        self.end(digest)
+        return entry.digest
+
+    # --- orders of people --------------------------------------------------------------------------------------------------
+
+    def load(
+        self,
+        name: str,
+        folder: str,
+        answer: Callable[[AdapterEntry | TandemError], object],
+        now: float,
+        *,
+        is_pinned: bool = False,
+        replaces: bool = False,
+        mode: ReplaceMode = "finish",
+    ) -> None:
+        """Have all members read it, then let requests have it. replaces: a name that is taken stands for it from then on. answer:
+        called with what came of it."""
+        self._run(self._load(name, folder, is_pinned, replaces, mode), answer, now)
+
+    def require(self, name: str, answer: Callable[[AdapterEntry | TandemError], object], now: float) -> None:
+        """Load it again if it was evicted."""
+        self._run(self._reload(name), answer, now)
+
+    def unload(self, name: str, answer: Callable[[AdapterEntry | TandemError], object], now: float) -> None:
+        """No request gets it from now on. answer: called when those that have it are over, and its place is free."""
+        entry = self.entry(name)
+        if entry is None:
+            answer(_unknown(name))
+            return
+        self._leaving.add(name)
+        self._run(self._unload(entry), answer, now)
+
+    # --- what members say --------------------------------------------------------------------------------------------------
+
+    def joined(self, member: Member, held: AdaptersHeld | None, now: float) -> list[Send]:
+        if held is not None:
+            self.heard(member, held, now)
+        return self._remind(member)
+
+    def reported(self, member: Member, version: int, now: float) -> list[Send]:
+        """A heartbeat names the version of the member's adapters."""
+        self.proceed(now)
+        return self._remind(member, is_behind=version != member.adapters_version)
+
+    def heard(self, member: Member, message: AdaptersHeld, now: float) -> bool:
+        """Whether the member can serve more requests than before."""
+        if message.version < member.adapters_version:
+            return False
+        before, member.adapters = member.adapters, frozenset(message.held)
+        member.adapters_version, member.adapters_number = message.version, max(member.adapters_number, message.number)
+        member.adapters_failed = message.failed
+        if self.table.merge(message.entries):
+            self._tell_all()
+        self.proceed(now)
+        return not member.adapters <= before
+
+    @property
+    def has_news(self) -> bool:
+        """Something is to be taken."""
+        return bool(self._sends or self._replaced)
+
+    def take_sends(self) -> list[Send]:
+        """What members must be told since the last call."""
+        sends, self._sends = self._sends, []
+        return sends
+
+    def take_replaced(self) -> list[Replacement]:
+        replaced, self._replaced = self._replaced, []
+        return replaced
+
+    def next_deadline(self) -> float | None:
+        return min((running.deadline_s for running in self._running), default=None)
+
+    def proceed(self, now: float) -> None:
+        """Carry on with the operations, as far as they go."""
+        moved = True
+        while moved:
+            moved = False
+            for running in list(self._running):
+                is_ready = running.waits_for()
+                if not is_ready and now < running.deadline_s:
+                    continue
+                moved, outcome = True, self._advance(running, now, is_late=not is_ready)
+                if outcome is not None:
+                    self._running.remove(running)
+                    running.answer(outcome)
+
+    # --- inside ------------------------------------------------------------------------------------------------------------
+
+    def _require_entry(self, name: str) -> AdapterEntry:
+        entry = self.entry(name)
+        if entry is None:
+            raise UnknownModel(f"the adapter {name!r} was unloaded", field="model", code="model_not_found")
+        return entry
+
+    def _run(self, operation: Operation, answer: Callable[[AdapterEntry | TandemError], object], now: float) -> None:
+        self._running.append(_Running(operation, answer, deadline_s=now + READ_S))
+        self.proceed(now)
+
+    def _advance(self, running: _Running, now: float, *, is_late: bool) -> AdapterEntry | TandemError | None:
+        """What came of the operation; None: it waits for something else now."""
+        try:
+            if is_late:
+                running.waits_for, longest_s = running.operation.throw(Unavailable("the instances did not answer in time"))
+            else:
+                running.waits_for, longest_s = next(running.operation)
+        except StopIteration as end:
+            entry: AdapterEntry = end.value
+            return entry
+        except TandemError as error:
+            return error
+        running.deadline_s = now + longest_s
+        return None
+
+    def _load(self, name: str, folder: str, is_pinned: bool, replaces: bool, mode: ReplaceMode) -> Operation:
+        yield lambda: not self._is_loading, READ_S
+        former = self.entry(name)
+        if former is not None and not replaces:
+            rule = "unload it first, or replace it with load_inplace"
+            raise BadRequest(f"the adapter {name!r} is loaded already, from {former.folder}: {rule}", field="lora_name")
+        if name not in self.table and len(self.table) >= MOST_ENTRIES:
+            raise BadRequest(f"the fleet knows {MOST_ENTRIES} adapters: that is the most", field="lora_name")
+        digest = yield from self._read(folder, name)
+        entry = AdapterEntry(name=name, version=self.table.next_version, digest=digest, folder=folder, is_pinned=is_pinned)
+        self._set(entry)
+        if former is not None and former.digest != digest and mode != "finish":
+            self._replaced.append(Replacement(former.digest, digest, mode))
+        return entry
+
+    def _reload(self, name: str) -> Operation:
+        yield lambda: not self._is_loading, READ_S
+        entry = self._require_entry(name)
+        if not entry.is_loaded:
+            digest = yield from self._read(entry.folder, name)
+            if digest != entry.digest:
+                raise Unavailable(f"the files of the adapter {name!r} have changed: load it again")
+            entry = replace(entry, version=self.table.next_version, is_loaded=True)
+            self._set(entry)
+        return entry
+
+    def _unload(self, entry: AdapterEntry) -> Operation:
+        others = {each.held for each in self.table.values() if each.name != entry.name}
+        gone = replace(entry, version=self.table.next_version, digest=Digest(""), folder="", is_pinned=False, is_loaded=False)
+        self._set(gone)
+        self._leaving.discard(entry.name)
+        self._used_s.pop(entry.name, None)
+        if entry.held and entry.held not in others:
+            yield lambda: not self._uses[entry.held], READ_S
+            yield lambda: self._is_gone(entry.held), ROOM_S
+        return gone
+
+    def _read(self, folder: str, name: str) -> Generator[tuple[Condition, float], None, Digest]:
+        """Have all members read what this name is to stand for."""
+        members = list(self._members())
+        cannot = [member.info.id for member in members if not member.info.max_adapters]
+        if cannot:
+            raise BadRequest(f"{', '.join(cannot[:4])} holds no adapters: start instances with --max-loaded-loras")
+        self._is_loading = True
+        try:
+            yield from self._make_room(min((member.info.max_adapters for member in members), default=1), name)
+            outcome: list[dict[Life, str] | TandemError] = []
+            tasks = {member.life: ReadAdapter(folder) for member in self._members()}
+            self._sends += self._tasks.begin(tasks, outcome.append, READ_S)
+            yield lambda: bool(outcome), READ_S
+            return _agreed(folder, outcome[0])
+        except TandemError:
+            self._tell_all()  # what some have read is not needed
+            raise
+        finally:
+            self._is_loading = False
+
+    def _make_room(self, places: int, name: str) -> Generator[tuple[Condition, float], None, None]:
+        """Evict those that were used longest ago, until there is a place for one more; what the name stands for comes last."""
+        while len(self.table.held | set(self._uses)) >= places:
+            idle = [entry for entry in self.table.values() if entry.held and not entry.is_pinned and not self._uses[entry.held]]
+            if not idle:
+                taken = f"all {places} places for adapters are taken by pinned ones or by requests that run"
+                raise Unavailable(f"{taken}: unload one, or give instances more --max-loaded-loras")
+            oldest = min(idle, key=lambda entry: (entry.name == name, self._used_s.get(entry.name, 0.0)))
+            for entry in idle:
+                if entry.held == oldest.held:
+                    self._set(replace(entry, version=self.table.next_version, is_loaded=False))
+            yield lambda digest=oldest.held: self._is_gone(digest), ROOM_S  # type: ignore[misc]
+
+    def _is_gone(self, digest: Digest) -> bool:
+        return all(member.adapters_number == self._number and digest not in member.adapters for member in self._members())
+
+    def _set(self, entry: AdapterEntry) -> None:
+        self.table.merge([entry])
+        self._tell_all()
+
+    def _tell_all(self) -> None:
+        self._number += 1
+        self._sends += [self._message(member) for member in self._members()]
+
+    def _remind(self, member: Member, *, is_behind: bool = False) -> list[Send]:
+        """It is told again until it has heard: messages may be lost."""
+        return [self._message(member)] if is_behind or member.adapters_number < self._number else []
+
+    def _message(self, member: Member) -> Send:
+        message = SetAdapters(
+            number=self._number,
+            entries=tuple(self.table.values()),
+            wanted=tuple(sorted(set(self._uses) - self.table.held)),
+            tasks_over=self._tasks.last_over,
+            incarnation=member.info.incarnation,
+        )
+        return Send(InstanceId(member.info.id), message)
+
+
+def _unknown(name: str) -> BadRequest:
+    return BadRequest(f"there is no adapter {name!r}: GET /v1/models lists those that there are", field="lora_name")
+
+
+def _agreed(folder: str, results: dict[Life, str] | TandemError) -> Digest:
+    """The digest that all members have read. Raises what went wrong."""
+    if isinstance(results, TandemError):
+        raise results
+    if len(set(results.values())) > 1:
+        named = ", ".join(f"{digest} on {life.id}" for life, digest in results.items())
+        raise BadRequest(f"{folder} is not the same everywhere: {named}", field="lora_path")
+    return Digest(next(iter(results.values())))
