@@ -112,11 +112,8 @@ class FleetAdapters:
         self.end(replaced.former)
 
     def change(self, digest: Digest, name: str, now: float) -> Digest:
-        """A request goes on elsewhere: with what it has, if that is to be had, else with what the name stands for now. Raises
-        UnknownModel, Unavailable."""
-        is_known = digest in self.table.held or any(digest in member.adapters for member in self._members())
-        if not digest or is_known:
-            return digest
+        """A request whose adapter nobody holds any more goes on with what the name stands for now. Raises UnknownModel,
+        Unavailable."""
         entry = self._require_entry(name)
         if not entry.is_loaded:
             self._run(self._reload(name), lambda _: None, now)
@@ -171,7 +168,7 @@ class FleetAdapters:
         """Whether the member can serve more requests than before."""
         if message.version < member.adapters_version:
             return False
-        before, member.adapters = member.adapters, frozenset(message.held)
+        before, member.adapters, member.adapters_leaving = member.adapters, frozenset(message.held), message.leaving
         member.adapters_version, member.adapters_number = message.version, max(member.adapters_number, message.number)
         member.adapters_failed = message.failed
         if self.table.merge(message.entries):
@@ -308,7 +305,9 @@ class FleetAdapters:
             yield lambda digest=oldest.held: self._is_gone(digest), ROOM_S  # type: ignore[misc]
 
     def _is_gone(self, digest: Digest) -> bool:
-        return all(member.adapters_number == self._number and digest not in member.adapters for member in self._members())
+        members = list(self._members())
+        has_left = all(digest not in member.adapters and digest not in member.adapters_leaving for member in members)
+        return has_left and all(member.adapters_number == self._number for member in members)
 
     def _set(self, entry: AdapterEntry) -> None:
         self.table.merge([entry])

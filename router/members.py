@@ -86,7 +86,9 @@ class Member:
     is_holding: bool = False
     """It says that it launches no step."""
     adapters: frozenset[Digest] = frozenset()
-    """The LoRA adapters that requests can have there. `router.adapters` keeps this and the next three."""
+    """The LoRA adapters that requests can have there. `router.adapters` keeps this and the next four."""
+    adapters_leaving: Sequence[Digest] = ()
+    """Those that still take a place there."""
     adapters_version: int = 0
     """The version of its last AdaptersHeld."""
     adapters_number: int = 0

@@ -301,8 +301,7 @@ class RequestBook:
             self._alarms.clear((Alarm.WAIT, request_id))
             return []
         try:
-            record.adapter = self._fleet.adapters.change(record.adapter, record.spec.adapter, now)
-            attempt = self.placer.restart(record, now)
+            attempt = self._place_again(record, now)
         except TandemError as error:
             self._parked[request_id] = Failed.of(error)
             if (Alarm.WAIT, request_id) not in self._alarms:
@@ -312,6 +311,17 @@ class RequestBook:
         self._alarms.clear((Alarm.WAIT, request_id))
         self._alarms.clear((Alarm.RETRY, request_id))
         return self._announce(attempt, now)
+
+    def _place_again(self, record: Record, now: float) -> Attempt:
+        """Raises what `Placer.restart` raises. Where nobody holds its adapter any more, it gets what the name stands for now."""
+        adapters = self._fleet.adapters
+        try:
+            return self.placer.restart(record, now)
+        except Unavailable:
+            if not record.adapter or record.adapter in adapters.table.held:
+                raise
+            record.adapter = adapters.change(record.adapter, record.spec.adapter, now)
+            return self.placer.restart(record, now)
 
     # --- probes ----------------------------------------------------------------------------------------------------------
 

@@ -4,8 +4,8 @@ Owns the loops of the worker and of the transfers' thread, and how full the page
 the instance ends by itself. Knows no other process.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from common.errors import TandemError
@@ -57,6 +57,8 @@ class Size(InstanceLimits):
     cost: StepCost = StepCost(step_s=0.001, chunk_token_s=0.0, decode_row_s=0.0)
     verify_pages: bool = False
     polls: PollIntervals = PollIntervals()
+    adapters: Mapping[str, str] = field(default_factory=dict)
+    """The folders of those that it reads before it joins, by their names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,7 +197,7 @@ class Instance:
         self.mail: Post[Any] = Post(name.id, inbox, network, network.open(name.address, name.id, self.loop.wake, name.role))
         memberships = Memberships(self.info, name.routers, STARTUP_TIMEOUT_S, self.clock())
         self.worker: InstanceWorker[Any] = InstanceWorker(
-            memberships, self.scheduler, executor, transfers, self.mail, unix_s=-name.began_s
+            memberships, self.scheduler, executor, transfers, self.mail, unix_s=-name.began_s, adapters=size.adapters
         )
         self.loop.wake(clock.now)
 

@@ -89,6 +89,7 @@ class InstanceAdapters:
     def unused_by_all(self, digest: Digest) -> None:
         """No request has it any more."""
         self._to_free.add(digest)
+        self._free()
 
     def poll(self) -> bool:
         """Take in what was read, and begin to read what is lacking. Whether routers must hear of something new. Raises
@@ -130,6 +131,7 @@ class InstanceAdapters:
             number=0 if order is None else order.number,
             entries=tuple(self.table.values()),
             held=tuple(sorted(self.served)),
+            leaving=tuple(sorted(self.unused)),
             failed=self._failed,
         )
 
@@ -152,6 +154,7 @@ class InstanceAdapters:
             for digest in self._to_free & self._held - self._needed():
                 self._held.discard(digest)
                 self._executor.free_adapter(digest)
+                self.version += 1
             self._to_free.clear()
 
     def _fail(self, name: str, reason: str) -> None:

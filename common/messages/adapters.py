@@ -108,5 +108,7 @@ class AdaptersHeld(Message, frozen=True):
     """The instance's table."""
     held: Annotated[tuple[Digest, ...], Meta(max_length=MOST_ENTRIES)] = ()
     """What requests can have here now."""
+    leaving: Annotated[tuple[Digest, ...], Meta(max_length=MOST_ENTRIES)] = ()
+    """What still takes a place here, and no request can have any more."""
     failed: dict[AdapterName, str] = msgspec.field(default_factory=dict)
     """Why it cannot hold what the table names."""

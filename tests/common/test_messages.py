@@ -26,6 +26,7 @@ from common.ids import (
 from common.instance.token_memory import PIECE_TOKENS
 from common.mail import MAX_FRAME_BYTES
 from common.messages import AnyMessage, DecodeInbox, DetokenizerInbox, Message, PrefillInbox, RouterInbox, transfers
+from common.messages.adapters import AdapterEntry
 from common.messages.base import fits
 from common.messages.ranks import ToFollower, ToLeader
 from common.messages.tasks import ReadAdapter
@@ -49,6 +50,7 @@ TERMS = messages.Terms(priority=-2, age_s=1.5, timeout_s=30.0, owner="alice")
 PLAIN = instance(PREFILL, "prefill", LIFE)
 INFO = replace(PLAIN, pools=(replace(PLAIN.pools[0], address=2**63 - 1, wire=b"\x00\xff"),))
 SPAN = messages.Span("pushes", "push", 1.7e9 + 1e-6, 1.7e9 + 0.25, "request", {"bytes": 2**40, "peer": "decode-1", "share": 0.5})
+ADAPTER = AdapterEntry(name="a", version=3, digest=Digest("ab"), folder="/adapters/a", is_pinned=True, is_loaded=False)
 SAMPLES: tuple[AnyMessage, ...] = (
     messages.Register(instance=INFO),
     messages.Welcome(router=ROUTER, detokenizers=("tcp://h:2",), address="tcp://h:1", heartbeat_s=0.5, dead_after_s=2.0),
@@ -161,6 +163,10 @@ SAMPLES: tuple[AnyMessage, ...] = (
     messages.HoldSteps(hold=True),
     messages.DoTask(number=4, task=ReadAdapter(folder="/adapters/one"), incarnation=LIFE),
     messages.TaskDone(id=PREFILL, incarnation=LIFE, number=4, result="ab", failed=None),
+    messages.SetAdapters(number=5, entries=(ADAPTER,), wanted=(Digest("cd"),), tasks_over=4, incarnation=LIFE),
+    messages.AdaptersHeld(
+        id=PREFILL, incarnation=LIFE, version=6, number=5, entries=(ADAPTER,), held=(Digest("ab"),), failed={"b": "no file"}
+    ),
     messages.Trace(seconds=60.0, number=2),
     messages.Spans(id=PREFILL, number=2, count=1, packed=messages.pack_spans([SPAN]), incarnation=LIFE, dropped=3, last=True),
     messages.DetokenizerHeartbeat(open_answers=1, early_answers=2, dropped=3),

@@ -1,0 +1,267 @@
+"""LoRA adapters that come and go while a fleet serves, and what is refused instead."""
+
+from typing import Literal
+
+import pytest
+
+from common.config import RouterConfig
+from common.errors import BadRequest, TandemError, UnknownModel
+from common.executor import Work
+from common.ids import Digest
+from common.messages import Finished
+from common.messages.adapters import AdapterEntry
+from common.messages.tasks import ReadAdapter, Task
+from common.messages.weights import FIRST_VERSION
+from common.step_cost import StepCost
+from router.adapters import ReplaceMode
+from tests.engine.toy import TOY_ADAPTERS, ToyExecutor, ToyStaging
+from tests.life.expected import undisturbed
+from tests.life.fleet import ToyFleet
+from tests.life.ranks import ToySize
+from tests.life.test_weights import until_it_streams, update
+
+SIZE = ToySize(rows=8, cost=StepCost(0.02, 0.0, 0.0))
+PROMPT = [100 + n for n in range(19)]
+
+
+def make_fleet(prefill: int = 2, decode: int = 2, routers: int = 1, ranks: int = 1) -> ToyFleet:
+    of_roles: dict[Literal["prefill", "decode"], int] = {"prefill": ranks, "decode": ranks}
+    return ToyFleet(prefill, decode, RouterConfig(request_timeout_s=300.0), SIZE, routers=routers, ranks=of_roles)
+
+
+def begin_load(
+    fleet: ToyFleet,
+    name: str,
+    folder: str,
+    *,
+    is_pinned: bool = False,
+    replaces: bool = False,
+    mode: ReplaceMode = "finish",
+    seat: int = 0,
+) -> list[AdapterEntry | TandemError]:
+    return fleet.adapt(
+        lambda adapters, answer, now: adapters.load(name, folder, answer, now, is_pinned=is_pinned, replaces=replaces, mode=mode),
+        seat,
+    )
+
+
+def load(fleet: ToyFleet, name: str, folder: str, *, is_pinned: bool = False, replaces: bool = False) -> AdapterEntry:
+    came = begin_load(fleet, name, folder, is_pinned=is_pinned, replaces=replaces)
+    fleet.turn_until(lambda: bool(came))
+    (outcome,) = came
+    if isinstance(outcome, TandemError):
+        raise outcome
+    return outcome
+
+
+def unload(fleet: ToyFleet, name: str, seat: int = 0) -> list[AdapterEntry | TandemError]:
+    return fleet.adapt(lambda adapters, answer, now: adapters.unload(name, answer, now), seat)
+
+
+def names(fleet: ToyFleet, seat: int = 0) -> list[str]:
+    return [entry.name for entry in fleet.routers[seat].core.fleet.adapters.entries()]
+
+
+def held(fleet: ToyFleet) -> list[set[Digest]]:
+    """What each rank of each instance holds."""
+    ranks = [
+        rank for instance in fleet.instances.values() for rank in (instance.rank, *(each.rank for each in instance.followers))
+    ]
+    return [engine.held for rank in ranks if isinstance(engine := rank.engine, ToyExecutor)]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_requests_get_their_own_adapter_and_no_kv_of_another_one(ranks: int) -> None:
+    fleet = make_fleet(1, 1, ranks=ranks)
+    load(fleet, "red", "a1")
+    load(fleet, "blue", "a2")
+    for adapter, digest in (("red", "a1"), ("blue", "a2"), ("", ""), ("red", "a1")):  # one after the other, so that caches meet
+        client = fleet.submit(f"{adapter}-{fleet.clock.now}", PROMPT, 20, adapter)
+        fleet.run(client)
+        assert client.token_ids == undisturbed(PROMPT, 20, adapter=Digest(digest))
+        assert client.answers[0].versions == [(0, f"{FIRST_VERSION}+{digest}" if digest else FIRST_VERSION)]
+    together = [fleet.submit(f"t{n}", PROMPT, 30, ("red", "blue", "")[n % 3]) for n in range(6)]
+    fleet.run(*together)
+    for n, client in enumerate(together):
+        assert client.token_ids == undisturbed(PROMPT, 30, adapter=Digest(("a1", "a2", "")[n % 3]))
+
+
+def test_a_request_for_an_adapter_that_is_not_there_is_refused_by_name() -> None:
+    fleet = make_fleet(1, 1)
+    with pytest.raises(UnknownModel, match="'red' was unloaded"):
+        fleet.submit("r", PROMPT, 4, "red")
+    load(fleet, "red", "a1")
+    (gone,) = unload(fleet, "blue")
+    assert isinstance(gone, BadRequest) and "'blue'" in str(gone)
+    with pytest.raises(BadRequest, match="loaded already, from a1"):
+        load(fleet, "red", "a2")
+
+
+def test_an_adapter_that_one_instance_cannot_use_is_on_none() -> None:
+    fleet = make_fleet()
+    odd = fleet.instances["decode-1"].rank.engine
+    assert isinstance(odd, ToyExecutor)
+    whole = odd.perform
+
+    def perform(task: Task) -> Work:
+        assert isinstance(task, ReadAdapter)
+        return whole(ReadAdapter(f"bad {task.folder}"))
+
+    odd.perform = perform  # type: ignore[method-assign,assignment]
+    with pytest.raises(BadRequest, match=r"decode-1: bad a1"):
+        load(fleet, "red", "a1")
+    fleet.run_for(2.0)
+    assert names(fleet) == [] and held(fleet) == [set()] * 4
+
+
+def test_an_adapter_whose_files_differ_between_hosts_is_on_none() -> None:
+    fleet = make_fleet()
+    odd = fleet.instances["prefill-1"].rank.engine
+    assert isinstance(odd, ToyExecutor)
+    whole = odd.perform
+
+    def perform(task: Task) -> ToyStaging:
+        assert isinstance(task, ReadAdapter)
+        return whole(ReadAdapter(f"{task.folder}-other"))
+
+    odd.perform = perform  # type: ignore[method-assign]
+    with pytest.raises(BadRequest, match=r"not the same everywhere: .*a1-other on prefill-1"):
+        load(fleet, "red", "a1")
+    fleet.run_for(2.0)
+    assert names(fleet) == [] and held(fleet) == [set()] * 4
+
+
+def test_the_adapter_that_was_used_longest_ago_makes_room_and_is_read_again_when_it_is_asked_for() -> None:
+    fleet = make_fleet(1, 1)
+    for n in range(TOY_ADAPTERS):
+        load(fleet, f"n{n}", f"a{n}", is_pinned=n == 0)
+        fleet.run(fleet.submit(f"r{n}", PROMPT, 2, f"n{n}"))
+    fleet.run(fleet.submit("again", PROMPT, 2, "n1"))
+    load(fleet, "new", "a9")
+    assert held(fleet) == [{"a0", "a1", "a9"}] * 2, "n0 is pinned, and n1 was used later than n2"
+    came = fleet.adapt(lambda adapters, answer, now: adapters.require("n2", answer, now))
+    fleet.turn_until(lambda: bool(came))
+    client = fleet.submit("back", PROMPT, 9, "n2")
+    fleet.run(client)
+    assert client.token_ids == undisturbed(PROMPT, 9, adapter=Digest("a2"))
+    assert held(fleet) == [{"a0", "a9", "a2"}] * 2 or held(fleet) == [{"a0", "a1", "a2"}] * 2
+
+
+def test_when_requests_have_all_places_another_adapter_is_refused_by_name() -> None:
+    fleet = make_fleet(1, 1)
+    running = []
+    for n in range(TOY_ADAPTERS):
+        load(fleet, f"n{n}", f"a{n}")
+        running.append(fleet.submit(f"r{n}", PROMPT, 60, f"n{n}"))
+    with pytest.raises(TandemError, match="--max-loaded-loras"):
+        load(fleet, "new", "a9")
+    fleet.run(*running)
+    for n, client in enumerate(running):
+        assert client.token_ids == undisturbed(PROMPT, 60, adapter=Digest(f"a{n}"))
+
+
+def test_more_different_adapters_than_a_batch_can_have_wait_for_each_other_and_none_starves() -> None:
+    fleet = make_fleet(1, 1)
+    for n in range(3):
+        load(fleet, f"n{n}", f"a{n}")
+    clients = [fleet.submit(f"r{n}", PROMPT, 20, f"n{n % 3}") for n in range(12)]
+    fleet.run(*clients)
+    for n, client in enumerate(clients):
+        assert client.token_ids == undisturbed(PROMPT, 20, adapter=Digest(f"a{n % 3}"))
+
+
+@pytest.mark.parametrize("mode", ["finish", "recompute", "abort"])
+def test_what_becomes_of_streams_whose_adapter_is_replaced(mode: ReplaceMode) -> None:
+    fleet = make_fleet()
+    load(fleet, "red", "a1")
+    streams = [fleet.submit(f"s{n}", PROMPT, 60, "red") for n in range(4)]
+    bystander = fleet.submit("base", PROMPT, 60)
+    for client in (*streams, bystander):
+        until_it_streams(fleet, client)
+    came = begin_load(fleet, "red", "a2", replaces=True, mode=mode)
+    fleet.turn_until(lambda: bool(came))
+    late = fleet.submit("late", PROMPT, 10, "red")
+    fleet.run(*streams, bystander, late)
+    assert late.token_ids == undisturbed(PROMPT, 10, adapter=Digest("a2"))
+    assert bystander.token_ids == undisturbed(PROMPT, 60)
+    for client in streams:
+        tokens, versions = client.token_ids, client.answers[0].versions
+        if mode == "abort":
+            assert client.endings == [Finished(reason="cancelled")]
+        elif mode == "finish":
+            assert tokens == undisturbed(PROMPT, 60, adapter=Digest("a1")) and len(versions) == 1
+        else:
+            (_, _), (at, version) = versions
+            assert version == f"{FIRST_VERSION}+a2" and tokens[:at] == undisturbed(PROMPT, at, adapter=Digest("a1"))
+            assert tokens[at:] == undisturbed(PROMPT + tokens[:at], 60 - at, adapter=Digest("a2"))
+    fleet.turn_until(lambda: held(fleet) == [{"a2"}] * 4)
+
+
+def test_an_adapter_is_unloaded_when_its_streams_are_over_and_no_new_one_begins() -> None:
+    fleet = make_fleet()
+    load(fleet, "red", "a1")
+    stream = fleet.submit("s", PROMPT, 60, "red")
+    until_it_streams(fleet, stream)
+    came = unload(fleet, "red")
+    with pytest.raises(UnknownModel):
+        fleet.submit("late", PROMPT, 4, "red")
+    fleet.run_for(0.3)
+    assert not came and held(fleet) == [{"a1"}] * 4
+    fleet.run(stream)
+    assert stream.token_ids == undisturbed(PROMPT, 60, adapter=Digest("a1"))
+    fleet.turn_until(lambda: bool(came))
+    assert held(fleet) == [set()] * 4 and names(fleet) == []
+
+
+def test_a_successor_of_an_instance_gets_the_adapters_of_the_fleet_and_streams_go_on() -> None:
+    fleet = make_fleet(1, 2)
+    load(fleet, "red", "a1")
+    streams = [fleet.submit(f"s{n}", PROMPT, 60, "red") for n in range(4)]
+    for client in streams:
+        until_it_streams(fleet, client)
+    for name, role in (("decode-0", "decode"), ("decode-1", "decode"), ("prefill-0", "prefill")):
+        fleet.kill(name)
+        fleet.connection_broken(name)
+        fleet.start(name, role)  # type: ignore[arg-type]
+        fleet.run_for(1.0)
+    fleet.run(*streams)
+    for client in streams:
+        assert client.token_ids == undisturbed(PROMPT, 60, adapter=Digest("a1"))
+    assert held(fleet) == [{"a1"}] * 3
+
+
+def test_a_router_that_begins_anew_and_one_beside_it_know_the_adapters() -> None:
+    fleet = make_fleet(1, 1, routers=2)
+    fleet.turn_until(lambda: all(len(list(router.core.fleet.members())) == 2 for router in fleet.routers))
+    load(fleet, "red", "a1")
+    fleet.turn_until(lambda: names(fleet, seat=1) == ["red"])
+    fleet.kill_router(0)
+    fleet.start_router(0)
+    fleet.turn_until(lambda: names(fleet, seat=0) == ["red"])
+    (gone,) = [unload(fleet, "red", seat=1)]
+    fleet.turn_until(lambda: bool(gone))
+    fleet.turn_until(lambda: names(fleet, seat=0) == [] and held(fleet) == [set()] * 2)
+
+
+def test_the_weights_change_under_streams_with_adapters() -> None:
+    fleet = make_fleet(1, 1)
+    load(fleet, "red", "a1")
+    stream = fleet.submit("s", PROMPT, 40, "red")
+    until_it_streams(fleet, stream)
+    came = update(fleet, "w1", version="step-1")
+    fleet.run(stream)
+    assert len(came) == 1 and [version for _, version in stream.answers[0].versions] == [f"{FIRST_VERSION}+a1", "step-1+a1"]
+    (_, _), (at, _) = stream.answers[0].versions
+    tokens = stream.token_ids
+    assert tokens[at:] == undisturbed(PROMPT + tokens[:at], 40 - at, weights=Digest("w1"), adapter=Digest("a1"))
+
+
+def test_an_instance_reads_its_own_adapters_before_it_joins() -> None:
+    fleet = make_fleet(1, 1)
+    fleet.size = ToySize(rows=8, cost=StepCost(0.02, 0.0, 0.0), adapters={"red": "a1"})
+    fleet.start("decode-9", "decode")
+    fleet.turn_until(lambda: names(fleet) == ["red"])
+    fleet.turn_until(lambda: held(fleet) == [{"a1"}] * 3)
+    client = fleet.submit("r", PROMPT, 10, "red")
+    fleet.run(client)
+    assert client.token_ids == undisturbed(PROMPT, 10, adapter=Digest("a1"))
