@@ -50,7 +50,7 @@ class Replacement(NamedTuple):
     """Requests with the former adapter are not to end with it."""
 
     former: Digest
-    new: Digest
+    new: AdapterEntry
     mode: ReplaceMode
 
 
@@ -64,6 +64,8 @@ class FleetAdapters:
         """Rises with what members must know."""
         self._uses: Counter[Digest] = Counter()
         """How many open requests have each."""
+        self._folders: dict[Digest, str] = {}
+        """Where each of those was read."""
         self._leaving: set[str] = set()
         """Names that are being unloaded."""
         self._used_s: dict[str, float] = {}
@@ -93,7 +95,11 @@ class FleetAdapters:
         if not entry.is_loaded:
             raise Unavailable(f"the adapter {name!r} is not loaded at this moment: try again")
         self._used_s[name] = now
+        return self._use(entry)
+
+    def _use(self, entry: AdapterEntry) -> Digest:
         self._uses[entry.digest] += 1
+        self._folders[entry.digest] = entry.folder
         return entry.digest
 
     def end(self, digest: Digest) -> None:
@@ -102,25 +108,27 @@ class FleetAdapters:
             return
         self._uses[digest] -= 1
         if not self._uses[digest]:
-            del self._uses[digest]
+            del self._uses[digest], self._folders[digest]
             if digest not in self.table.held:
                 self._tell_all()
 
-    def move(self, replaced: Replacement) -> None:
-        """A request that had the former adapter goes on with the new one."""
-        self._uses[replaced.new] += 1
-        self.end(replaced.former)
-
     def change(self, digest: Digest, name: str, now: float) -> Digest:
-        """A request whose adapter nobody holds any more goes on with what the name stands for now. Raises UnknownModel,
-        Unavailable."""
+        """A request that has this adapter goes on with what the name stands for now. Raises UnknownModel, Unavailable."""
         entry = self._require_entry(name)
         if not entry.is_loaded:
             self._run(self._reload(name), lambda _: None, now)
             raise Unavailable(f"the adapter {name!r} is loaded again")
-        self._uses[entry.digest] += 1
+        return self.exchange(digest, entry)
+
+    def exchange(self, digest: Digest, entry: AdapterEntry) -> Digest:
+        """A request that has this adapter goes on with another one."""
+        self._use(entry)
         self.end(digest)
         return entry.digest
+
+    def is_lost(self, digest: Digest) -> bool:
+        """Some member cannot hold it, and the table names it no more."""
+        return digest not in self.table.held and any(digest in member.adapters_failed for member in self._members())
 
     # --- orders of people --------------------------------------------------------------------------------------------------
 
@@ -246,7 +254,7 @@ class FleetAdapters:
         entry = AdapterEntry(name=name, version=self.table.next_version, digest=digest, folder=folder, is_pinned=is_pinned)
         self._set(entry)
         if former is not None and former.digest != digest and mode != "finish":
-            self._replaced.append(Replacement(former.digest, digest, mode))
+            self._replaced.append(Replacement(former.digest, entry, mode))
         return entry
 
     def _reload(self, name: str) -> Operation:
@@ -325,7 +333,7 @@ class FleetAdapters:
         message = SetAdapters(
             number=self._number,
             entries=tuple(self.table.values()),
-            wanted=tuple(sorted(set(self._uses) - self.table.held)),
+            wanted={digest: self._folders[digest] for digest in self._uses.keys() - self.table.held},
             tasks_over=self._tasks.last_over,
             incarnation=member.info.incarnation,
         )

@@ -93,8 +93,8 @@ class Member:
     """The version of its last AdaptersHeld."""
     adapters_number: int = 0
     """The last SetAdapters that it has heard."""
-    adapters_failed: Mapping[str, str] = field(default_factory=dict)
-    """Why it cannot hold an adapter, by its name."""
+    adapters_failed: Mapping[Digest, str] = field(default_factory=dict)
+    """Why it cannot hold an adapter."""
     misfit: str = ""
     """Why its weights keep requests from it; `router.weights` keeps this. "": they do not."""
 

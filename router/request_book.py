@@ -318,7 +318,7 @@ class RequestBook:
         try:
             return self.placer.restart(record, now)
         except Unavailable:
-            if not record.adapter or record.adapter in adapters.table.held:
+            if not adapters.is_lost(record.adapter):
                 raise
             record.adapter = adapters.change(record.adapter, record.spec.adapter, now)
             return self.placer.restart(record, now)
@@ -388,8 +388,7 @@ class RequestBook:
             return self.cancel([record.spec.request_id for record in concerned], now)
         setback, sends = Setback(ResumeReason.WEIGHTS, Failed.of(Unavailable("its adapter was replaced"))), list[Send]()
         for record in concerned:
-            self._fleet.adapters.move(replaced)
-            record.adapter = replaced.new
+            record.adapter = self._fleet.adapters.exchange(record.adapter, replaced.new)
             sends += [] if record.attempt is None else self._resume(record.attempt, setback, now)
         return sends
 

@@ -32,6 +32,8 @@ class InstanceAdapters:
         """Rises with every change that routers hear of."""
         self.served: frozenset[Digest] = frozenset()
         """What requests can have."""
+        self.unused: frozenset[Digest] = frozenset()
+        """What is held besides."""
         self._held: set[Digest] = set()
         """What the executor has: those, and what is still used."""
         self._to_free: set[Digest] = set()
@@ -40,24 +42,24 @@ class InstanceAdapters:
         """The latest of each router."""
         self._read: dict[Digest, tuple[InstanceId, int]] = {}
         """What was read for a router's task, until the router says that it is over."""
-        self._failed: dict[str, str] = {}
-        self._reading: dict[tuple[str, Digest], Work] = {}
-        """By name, and the digest that the table then had for it."""
+        self._failed: dict[Digest, str] = {}
+        """Why it cannot hold what is needed."""
+        self._reading: dict[Digest, Work] = {}
+        """By what is expected."""
         self._told = 0
         """The version that routers have heard of."""
-        self._at_start = dict(at_start)
-        for name, folder in at_start.items():
-            self._reading[name, Digest("")] = executor.perform(ReadAdapter(folder))
+        self._folders = at_start
+        self._starting = {name: executor.perform(ReadAdapter(folder)) for name, folder in at_start.items()}
 
     @property
     def is_ready(self) -> bool:
         """It holds all that it loads before it joins a fleet."""
-        return not self._at_start
+        return not self._starting
 
     @property
     def ends_s(self) -> Iterable[float | None]:
         """When what is read now is ready, if that is known in advance."""
-        return [work.ends_s for work in self._reading.values()]
+        return [work.ends_s for work in (*self._reading.values(), *self._starting.values())]
 
     def order(self, router: InstanceId, order: SetAdapters) -> list[Send]:
         """A router that has welcomed this instance says what it wants."""
@@ -65,8 +67,9 @@ class InstanceAdapters:
             return []
         before = self._wanted.get(router)
         if before is None or order.number > before.number:
-            self._wanted[router] = order
             self._failed.clear()  # it is tried again
+        if before is None or order.number >= before.number:
+            self._wanted[router] = order
         if self.table.merge(order.entries):
             self.version += 1
         self._read = {
@@ -79,7 +82,9 @@ class InstanceAdapters:
     def read(self, router: InstanceId, number: int, digest: Digest) -> None:
         """The executor holds an adapter that a router's task had it read."""
         self._held.add(digest)
-        self._read[digest] = router, number
+        order = self._wanted.get(router)
+        if order is None or number > order.tasks_over:  # else the order has come late, and nobody waits for it
+            self._read[digest] = router, number
 
     def forget(self, router: InstanceId) -> None:
         """This life of a router is gone: it wants nothing more."""
@@ -94,33 +99,33 @@ class InstanceAdapters:
     def poll(self) -> bool:
         """Take in what was read, and begin to read what is lacking. Whether routers must hear of something new. Raises
         ConfigError when an adapter that it was started with cannot be used."""
-        for (name, expected), result, failed in take_done(self._reading):
-            if failed is None:
-                self._held.add(Digest(result))
-            if name in self._at_start:
-                folder = self._at_start.pop(name)
-                if failed is not None:
-                    raise ConfigError(f"--lora {name}={folder}: {failed.message}")
-                self.table.merge([AdapterEntry(name=name, version=1, digest=Digest(result), folder=folder)])
-                self.version += 1
-            elif failed is not None:
-                self._fail(name, failed.message)
-            elif result != expected:
-                self._fail(name, f"its folder holds the adapter {result} here, and the fleet has {expected}")
-        if self.is_ready:
-            self._read_lacking()
+        for name, result, failed in take_done(self._starting):
+            if failed is not None:
+                raise ConfigError(f"--lora {name}={self._folders[name]}: {failed.message}")
+            self._held.add(Digest(result))
+            self.table.merge([AdapterEntry(name=name, version=1, digest=Digest(result), folder=self._folders[name])])
+            self.version += 1
+        for digest, result, failed in take_done(self._reading):
+            if failed is not None:
+                self._fail(digest, failed.message)
+                continue
+            self._held.add(Digest(result))
+            if result != digest:
+                self._fail(digest, f"the files have the digest {result} here")
+        for digest, folder in self._needed().items():
+            if folder and not {digest} & (self._held | self._failed.keys() | self._reading.keys()):
+                try:
+                    self._reading[digest] = self._executor.perform(ReadAdapter(folder))
+                except TandemError as error:
+                    self._fail(digest, str(error))
         self._free()
-        served = frozenset(self._needed() & self._held)
-        if served != self.served:
-            self.served = served
+        before = self.served, self.unused
+        self.served = frozenset(self._needed().keys() & self._held)
+        self.unused = frozenset(self._held - self.served)
+        if (self.served, self.unused) != before:
             self.version += 1
         is_news, self._told = self.version != self._told, self.version
         return is_news
-
-    @property
-    def unused(self) -> frozenset[Digest]:
-        """What is held, and nobody may begin with."""
-        return frozenset(self._held - self.served)
 
     def report(self, router: InstanceId) -> AdaptersHeld:
         me, order = self._me, self._wanted.get(router)
@@ -135,28 +140,22 @@ class InstanceAdapters:
             failed=self._failed,
         )
 
-    def _needed(self) -> set[Digest]:
-        wanted = (digest for order in self._wanted.values() for digest in order.wanted)
-        return {*self.table.held, *wanted, *self._read}
-
-    def _read_lacking(self) -> None:
-        for name, entry in self.table.items():
-            key = name, entry.held
-            if entry.held and entry.held not in self._held and name not in self._failed and key not in self._reading:
-                try:
-                    self._reading[key] = self._executor.perform(ReadAdapter(entry.folder))
-                except TandemError as error:
-                    self._fail(name, str(error))
+    def _needed(self) -> dict[Digest, str]:
+        """The folder of each that it is to hold; "": it was read already, and is not read again."""
+        needed = dict.fromkeys(self._read, "")
+        for order in self._wanted.values():
+            needed |= order.wanted
+        return needed | {entry.held: entry.folder for entry in self.table.values() if entry.held}
 
     def _free(self) -> None:
         """Not while something is read: it may be the same, and the executor may hold it already."""
-        if self._to_free and not self._reading and not self._is_reading():
-            for digest in self._to_free & self._held - self._needed():
+        if self._to_free and not self._reading and not self._starting and not self._is_reading():
+            for digest in self._to_free & self._held - self._needed().keys():
                 self._held.discard(digest)
                 self._executor.free_adapter(digest)
                 self.version += 1
             self._to_free.clear()
 
-    def _fail(self, name: str, reason: str) -> None:
-        self._failed[name] = reason[:REASON_CHARS]
+    def _fail(self, digest: Digest, reason: str) -> None:
+        self._failed[digest] = reason[:REASON_CHARS]
         self.version += 1

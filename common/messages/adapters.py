@@ -23,6 +23,7 @@ from common.ranges import Count
 NAME_CHARS = 256
 MOST_ENTRIES = 2_048
 """Adapters that a fleet knows, the removed ones among them."""
+Folder: TypeAlias = Annotated[str, Meta(max_length=4_096)]
 AdapterName: TypeAlias = Annotated[str, Meta(min_length=1, max_length=NAME_CHARS)]
 
 
@@ -35,7 +36,7 @@ class AdapterEntry(msgspec.Struct, frozen=True, kw_only=True):
     """A later one replaces this entry."""
     digest: Digest = Digest("")
     """What the name stands for; "": for nothing any more."""
-    folder: Annotated[str, Meta(max_length=4_096)] = ""
+    folder: Folder = ""
     """Where it is read, on every host."""
     is_pinned: bool = False
     """It does not give up its place for another one."""
@@ -87,8 +88,8 @@ class SetAdapters(Message, frozen=True):
     """Rises with what this router wants."""
     entries: Annotated[tuple[AdapterEntry, ...], Meta(max_length=MOST_ENTRIES)] = ()
     """The router's table."""
-    wanted: Annotated[tuple[Digest, ...], Meta(max_length=MOST_ENTRIES)] = ()
-    """What its open requests need, although the table names it no more."""
+    wanted: Annotated[dict[Digest, Folder], Meta(max_length=MOST_ENTRIES)] = msgspec.field(default_factory=dict)
+    """What its open requests need although the table names it no more, and where it was read."""
     tasks_over: Count = 0
     """What was read for tasks up to this one, and is not named here, is not needed."""
     incarnation: Incarnation = UNNAMED
@@ -110,5 +111,5 @@ class AdaptersHeld(Message, frozen=True):
     """What requests can have here now."""
     leaving: Annotated[tuple[Digest, ...], Meta(max_length=MOST_ENTRIES)] = ()
     """What still takes a place here, and no request can have any more."""
-    failed: dict[AdapterName, str] = msgspec.field(default_factory=dict)
-    """Why it cannot hold what the table names."""
+    failed: dict[Digest, str] = msgspec.field(default_factory=dict)
+    """Why it cannot hold what is needed."""

@@ -163,9 +163,15 @@ SAMPLES: tuple[AnyMessage, ...] = (
     messages.HoldSteps(hold=True),
     messages.DoTask(number=4, task=ReadAdapter(folder="/adapters/one"), incarnation=LIFE),
     messages.TaskDone(id=PREFILL, incarnation=LIFE, number=4, result="ab", failed=None),
-    messages.SetAdapters(number=5, entries=(ADAPTER,), wanted=(Digest("cd"),), tasks_over=4, incarnation=LIFE),
+    messages.SetAdapters(number=5, entries=(ADAPTER,), wanted={Digest("cd"): "/adapters/b"}, tasks_over=4, incarnation=LIFE),
     messages.AdaptersHeld(
-        id=PREFILL, incarnation=LIFE, version=6, number=5, entries=(ADAPTER,), held=(Digest("ab"),), failed={"b": "no file"}
+        id=PREFILL,
+        incarnation=LIFE,
+        version=6,
+        number=5,
+        entries=(ADAPTER,),
+        held=(Digest("ab"),),
+        failed={Digest("ef"): "no"},
     ),
     messages.Trace(seconds=60.0, number=2),
     messages.Spans(id=PREFILL, number=2, count=1, packed=messages.pack_spans([SPAN]), incarnation=LIFE, dropped=3, last=True),
