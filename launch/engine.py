@@ -12,14 +12,19 @@ know tokens: prompts and answers are those of POST /generate, chats those of POS
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+import uuid
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Self, TypeAlias, overload
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias, overload
 
 from common.errors import BadRequest, ConfigError
 from common.processes.local_fleet import FleetFailed, LocalFleet
 from common.processes.router_client import RouterClient
+
+if TYPE_CHECKING:
+    import torch
 
 Prompt: TypeAlias = str | Sequence[int]
 """A text, or its token ids."""
@@ -33,6 +38,8 @@ Chat: TypeAlias = Sequence[Mapping[str, Any]]
 CONCURRENT = 256
 """How many whole answers the fleet makes at once. More prompts wait here; a stream does not wait."""
 MAX_REQUESTS = 4096
+SHARED_MEMORY = Path("/dev/shm")
+"""Where Linux has what shm_open(3) makes."""
 
 
 class Engine:
@@ -146,6 +153,78 @@ class Engine:
         `prompt_tokens`, as in SGLang. The model must be served for embeddings (`pooling="last"`, say). Raises RequestFailed."""
         return list(self._pool.map(self._encoded, prompt)) if _is_list(prompt) else self._encoded(prompt)
 
+    # --- weights and adapters: the router's endpoints of these names, whose answers they return. They raise RequestFailed -----
+
+    def update_weights_from_disk(self, model_path: str, **fields: Any) -> Answer:
+        """Change to the checkpoint in a folder. fields: weight_version, mode, keep_pause and others of the endpoint."""
+        return self._post("/update_weights_from_disk", model_path=model_path, **fields)
+
+    def update_weights_from_tensor(self, named_tensors: "Iterable[tuple[str, torch.Tensor]]", **fields: Any) -> Answer:
+        """Change these weights, named as in the checkpoint, and leave the others as they are. They pass through shared memory of
+        this host, as a safetensors file, of which nothing is left afterwards. Raises OSError when there is no room for it."""
+        from safetensors.torch import save_file  # it loads torch, which an Engine that only answers does without
+
+        segment = SHARED_MEMORY / f"tandem-weights-{uuid.uuid4().hex}"
+        try:
+            save_file({name: each.detach().to("cpu", copy=True).contiguous() for name, each in named_tensors}, segment)
+            return self._post("/update_weights_from_tensor", shared_memory=[segment.name], **fields)
+        finally:
+            segment.unlink(missing_ok=True)
+
+    def init_weights_update_group(
+        self,
+        master_address: str,
+        master_port: int,
+        rank_offset: int,
+        world_size: int,
+        group_name: str = "weight_update_group",
+        backend: str = "nccl",
+    ) -> Answer:
+        """Have every rank of the fleet join a group of torch.distributed. Returns when it has met: call it from a thread, and
+        join as rank 0 meanwhile."""
+        where = {"master_address": master_address, "master_port": master_port, "backend": backend}
+        ranks = {"rank_offset": rank_offset, "world_size": world_size, "group_name": group_name}
+        return self._post("/init_weights_update_group", **where, **ranks)
+
+    def update_weights_from_distributed(
+        self, names: Sequence[str], dtypes: Sequence[str], shapes: Sequence[Sequence[int]], **fields: Any
+    ) -> Answer:
+        """Change the weights that rank 0 of the group broadcasts meanwhile, in this order. fields: group_name and others."""
+        sizes = [list(shape) for shape in shapes]
+        return self._post("/update_weights_from_distributed", names=list(names), dtypes=list(dtypes), shapes=sizes, **fields)
+
+    def destroy_weights_update_group(self, group_name: str = "weight_update_group") -> Answer:
+        """Have every rank leave the group."""
+        return self._post("/destroy_weights_update_group", group_name=group_name)
+
+    def update_weight_version(self, new_version: str) -> Answer:
+        """Give the present weights another name."""
+        return self._post("/update_weight_version", new_version=new_version)
+
+    def get_weights_by_name(self, name: str, truncate_size: int = 100) -> Any:
+        """The first rows of a weight, as numbers."""
+        return self._client.post("/get_weights_by_name", {"name": name, "truncate_size": truncate_size})
+
+    def pause_generation(self, mode: Literal["abort", "retract", "in_place"] = "abort") -> Answer:
+        """Dispatch no request until `continue_generation`."""
+        return self._post("/pause_generation", mode=mode)
+
+    def continue_generation(self) -> Answer:
+        """End a pause."""
+        return self._post("/continue_generation")
+
+    def flush_cache(self) -> Answer:
+        """Forget the prefix caches."""
+        return self._post("/flush_cache")
+
+    def load_lora_adapter(self, lora_name: str, lora_path: str, pinned: bool = False, **fields: Any) -> Answer:
+        """Load an adapter on every instance; requests have it by `lora_path=lora_name`. fields: load_inplace, mode."""
+        return self._post("/load_lora_adapter", lora_name=lora_name, lora_path=lora_path, pinned=pinned, **fields)
+
+    def unload_lora_adapter(self, lora_name: str) -> Answer:
+        """Unload an adapter. Returns when no request has it any more."""
+        return self._post("/unload_lora_adapter", lora_name=lora_name)
+
     def shutdown(self) -> None:
         """Stop the fleet in order. Answers that are not complete end with RequestFailed. Idempotent. Raises FleetFailed when the
         fleet does not end in order."""
@@ -162,7 +241,10 @@ class Engine:
     # --- inside --------------------------------------------------------------------------------------------------------
 
     def _one(self, body: Mapping[str, Any]) -> Answer:
-        answer: Answer = self._client.post("/generate", body)
+        return self._post("/generate", **body)
+
+    def _post(self, path: str, **fields: Any) -> Answer:
+        answer: Answer = self._client.post(path, fields)
         return answer
 
     def _encoded(self, prompt: Any) -> Answer:

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModel, AutoTokenizer
+from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 
 from common.errors import BadRequest
 from common.model_path import resolve_model_path
 from common.processes.local_fleet import FleetFailed
 from common.processes.router_client import RequestFailed
-from launch.engine import Engine
+from launch.engine import SHARED_MEMORY, Engine
 
 GREEDY = {"temperature": 0, "max_new_tokens": 6}
 
@@ -77,6 +77,28 @@ def test_a_loop_is_not_blocked_and_a_stream_may_be_left(engine: Engine) -> None:
         return [answer["text"] for answer in answers]
 
     assert asyncio.run(ask()) == [engine.generate(prompt, GREEDY)["text"] for prompt in ("a", "b")]
+
+
+def test_weights_that_a_trainer_holds_are_computed_with_and_leave_no_shared_memory(engine: Engine) -> None:
+    model = AutoModelForCausalLM.from_pretrained(resolve_model_path("demo"), dtype=torch.float32)
+    weight = model.model.layers[0].mlp.down_proj.weight
+    former, before = weight.detach().clone(), engine.generate("12 + 30 =", GREEDY)["text"]
+    with torch.no_grad():
+        weight.copy_(former.flip(0))
+    engine.pause_generation("in_place")
+    changed = engine.update_weights_from_tensor([("model.layers.0.mlp.down_proj.weight", weight)], weight_version="flipped")
+    engine.continue_generation()
+    answer = engine.generate([60, 61, 62], GREEDY | {"ignore_eos": True})
+    with torch.inference_mode():
+        expected = model.generate(torch.tensor([[60, 61, 62]]), do_sample=False, min_new_tokens=6, max_new_tokens=6)
+    assert changed["success"] and answer["meta_info"]["weight_version"] == "flipped"
+    assert answer["output_ids"] == expected[0, 3:].tolist()
+    with pytest.raises(RequestFailed, match="no_such_weight"):
+        engine.update_weights_from_tensor([("no_such_weight", former)])
+    engine.update_weights_from_disk(str(resolve_model_path("demo")))
+    assert engine.update_weight_version("as before")["weight_version"] == "as before"
+    assert not list(SHARED_MEMORY.glob("tandem-weights-*"))
+    assert engine.flush_cache()["instances"] == 2 and engine.generate("12 + 30 =", GREEDY)["text"] == before
 
 
 def test_what_the_router_refuses_is_raised_with_its_reason(engine: Engine) -> None:
