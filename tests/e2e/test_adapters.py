@@ -1,7 +1,7 @@
 """A fleet of processes whose LoRA adapters change under load: each token is that of transformers with the model in which the
 adapter is merged that its answer names.
 
-    python -m pytest tests/e2e/test_adapters.py --soak      # 100 adapters and 400 changes, in fleets of two and two, also with ranks
+    python -m pytest tests/e2e/test_adapters.py --soak      # 100 adapters, 400 changes, two and two instances, also with ranks
 """
 
 import shutil
