@@ -77,9 +77,7 @@ class Load:
             prompt = [*shared, *(random.randrange(300, 2000) for _ in range(random.choice((1, 30))))]
             sampling = {"temperature": 0, "max_new_tokens": random.choice((4, 16, 48)), "ignore_eos": True}
             name = random.choice([*self.names, ""])
-            reply = self._fleet.post(
-                "/generate", {"input_ids": prompt, "sampling_params": sampling, "lora_path": name or None}
-            )
+            reply = self._fleet.post("/generate", {"input_ids": prompt, "sampling_params": sampling, "lora_path": name or None})
             if reply.status == 200:
                 self.answers.append((prompt, name, reply.json()))
             elif not (reply.status == 404 and "lora_path" in reply.text) and "was unloaded" not in reply.text:
@@ -149,9 +147,10 @@ def test_every_token_is_that_of_the_adapter_that_its_answer_names(
         load = Load(fleet, seed=changes)
         stack.callback(load.stop)
         cards = {card["id"]: card for card in fleet.get("/v1/models").json()["data"]}
-        assert cards["first"]["root"] == str(adapters.folders[0]) and cards["first"]["parent"] == fleet.get("/v1/models").json()[
-            "data"
-        ][0]["id"]
+        assert (
+            cards["first"]["root"] == str(adapters.folders[0])
+            and cards["first"]["parent"] == fleet.get("/v1/models").json()["data"][0]["id"]
+        )
         made = Changes(fleet, adapters, Random(changes), tmp_path / "shared")
         made.numbers[cards["first"]["digest"]] = 0
         load.names = ["first"]
