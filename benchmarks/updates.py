@@ -1,0 +1,191 @@
+"""What a change of weights takes: a stream runs while a fleet of this machine gets new weights, in mode recompute.
+
+Owns the rounds and their figures. What is measured is a prefill and a decode instance with their router. A bare copy of the same
+bytes, in the same round, is the yardstick. Run it as `python -m benchmarks.updates`.
+"""
+
+import shutil
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+import torch
+from safetensors.torch import load_file, save_file
+
+from bench.report import Goal, say, spread_of
+from benchmarks.command import Column, Invocation, start, table_of
+from benchmarks.engine import SHAPES
+from common.config import DEMO_MODEL
+from common.model_path import resolve_model_path
+from common.options import option, require, require_at_least
+from launch.engine import SHARED_MEMORY, Engine
+
+QUICK: dict[str, Any] = {"shape": "Qwen3-30M", "rounds": 2}
+PROMPT = list(range(3, 67))
+BEFORE = 8
+"""So many tokens the stream has before its weights change."""
+PATIENCE_S = 300.0
+MOST_COPIES = 1.5
+RULE = "from the last tensor to the first new token: at most 1.5 copies of the bytes"
+STEADY = "Ratios are taken in one round, from the same bytes."
+
+
+@dataclass(frozen=True, kw_only=True)
+class UpdateBench:
+    """What is measured."""
+
+    shape: str = option("Qwen3-0.6B", f"random weights in the shape of one of {', '.join(SHAPES)}")
+    dtype: str = option("float32", "dtype of the checkpoint and of the fleet")
+    rounds: int = option(3, "changes of each kind, in turns")
+    threads: int = option(2, "cores of each instance")
+
+    def __post_init__(self) -> None:
+        require(self.shape in SHAPES, "shape", f"one of {', '.join(SHAPES)}", self.shape)
+        require(self.dtype in ("float32", "bfloat16", "float16"), "dtype", "float32, bfloat16 or float16", self.dtype)
+        require_at_least(self, rounds=1, threads=1)
+
+
+class UpdateFigures(msgspec.Struct, kw_only=True):
+    """One change."""
+
+    kind: Annotated[str, Column("weights from")]
+    copy_s: Annotated[float, Column("a bare copy, ms", ",.1f", 1e3)]
+    """Of the same bytes, from where the weights are into memory that was touched before."""
+    total_s: Annotated[float, Column("all there → first new token, ms", ",.1f", 1e3)]
+    held_s: Annotated[float, Column("dispatch held, ms", ",.1f", 1e3)]
+    """For how long the router dispatched nothing."""
+    pause_s: Annotated[float, Column("pause of the stream, ms", ",.1f", 1e3)]
+    """From its last token of the old weights to its first one of the new."""
+    step_s: Annotated[float, Column("between tokens else, ms", ",.1f", 1e3)]
+    """The median."""
+
+    @property
+    def copies(self) -> float:
+        """The whole, in copies of the bytes."""
+        return self.total_s / self.copy_s
+
+
+class WatchedStream:
+    """A stream, and when each of its tokens came under which weights."""
+
+    def __init__(self, engine: Engine, tokens: int) -> None:
+        self.events: list[tuple[float, int, str]] = []
+        """Time, tokens so far, and the version of the last one."""
+        sampling = {"temperature": 0, "ignore_eos": True, "max_new_tokens": tokens}
+        self._answer: Iterator[dict[str, Any]] = engine.generate(PROMPT, sampling, stream=True)
+        self._changed = threading.Condition()
+        self._is_left = False
+        self._thread = threading.Thread(target=self._read, daemon=True)
+        self._thread.start()
+
+    def wait_for(self, what: Callable[[tuple[float, int, str]], bool]) -> float:
+        """When the first event came of which this is so. Raises StopIteration when the stream ended before."""
+        with self._changed:
+            self._changed.wait_for(lambda: any(map(what, self.events)) or not self._thread.is_alive(), PATIENCE_S)
+        return next(event[0] for event in self.events if what(event))
+
+    def leave(self) -> None:
+        self._is_left = True
+        self._thread.join(PATIENCE_S)
+
+    def _read(self) -> None:
+        for answer in self._answer:
+            with self._changed:
+                about = answer["meta_info"]
+                self.events.append((time.monotonic(), len(answer["output_ids"]), about.get("weight_version", "")))
+                self._changed.notify_all()
+            if self._is_left:
+                break
+
+
+def _checkpoint(bench: UpdateBench, folder: Path) -> Path:
+    """Random weights, with the demo's tokenizer."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    for file in Path(resolve_model_path(DEMO_MODEL)).glob("*token*"):
+        shutil.copy(file, folder)
+    shape = dict(SHAPES[bench.shape])
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(shape.pop("model_type"), **shape)
+    AutoModelForCausalLM.from_config(config, dtype=getattr(torch, bench.dtype)).save_pretrained(folder, max_shard_size="100GB")
+    return folder / "model.safetensors"
+
+
+def _bare_copy_s(file: Path) -> float:
+    given = load_file(file)  # mapped: read where it is
+    kept = [torch.zeros_like(tensor) for tensor in given.values()]
+    begun = time.monotonic()
+    for mine, theirs in zip(kept, given.values(), strict=True):
+        mine.copy_(theirs)
+    return time.monotonic() - begun
+
+
+def _change(engine: Engine, kind: str, file: Path, version: str) -> UpdateFigures:
+    """The weights are where they are read from before the clock runs."""
+    copy_s = _bare_copy_s(file)
+    stream = WatchedStream(engine, tokens=4096)
+    stream.wait_for(lambda event: event[1] >= BEFORE)
+    begun = time.monotonic()
+    if kind == "shared memory":
+        done = engine._post("/update_weights_from_tensor", shared_memory=[file.name], weight_version=version)
+    else:
+        done = engine.update_weights_from_disk(str(file.parent), weight_version=version)
+    first = stream.wait_for(lambda event: event[2] == version)
+    stream.wait_for(lambda event: event[0] > first)
+    stream.leave()
+    times = [event[0] for event in stream.events]
+    gaps = sorted(later - earlier for earlier, later in zip(times, times[1:], strict=False))
+    return UpdateFigures(
+        kind=kind,
+        copy_s=copy_s,
+        total_s=first - begun,
+        held_s=done["paused_s"],
+        pause_s=first - max(time for time in times if time < first),
+        step_s=gaps[len(gaps) // 2],
+    )
+
+
+def measure(bench: UpdateBench) -> list[UpdateFigures]:
+    with tempfile.TemporaryDirectory() as made:
+        file = _checkpoint(bench, Path(made))
+        shared = SHARED_MEMORY / f"tandem-bench-{Path(made).name}"
+        other = {name: tensor * 0.99 for name, tensor in load_file(file).items()}
+        flags = {"threads": bench.threads, "dtype": bench.dtype, "served_name": "random", "kv_memory": "1GiB"}
+        try:
+            save_file(other, shared)
+            del other
+            with Engine(made, prefill=1, decode=1, **flags) as engine:
+                found = []
+                for number in range(bench.rounds):
+                    for kind, source in (("shared memory", shared), ("disk", file)):
+                        found.append(_change(engine, kind, source, f"{kind} {number}"))
+                        say(f"{kind} {number}: {found[-1].total_s:.2f} s, {found[-1].copies:.1f} copies")
+                return found
+        finally:
+            shared.unlink(missing_ok=True)
+
+
+def run(invocation: Invocation) -> int:
+    bench = invocation.config(UpdateBench, QUICK)
+    found = measure(bench)
+    goals = []
+    for kind in dict.fromkeys(figures.kind for figures in found):
+        spread = spread_of(figures.copies for figures in found if figures.kind == kind)
+        assert spread is not None
+        goals.append(Goal.of(f"{RULE}, from {kind}", spread.median, ".1f", most=MOST_COPIES))
+    settings = f"{bench.shape}, {bench.dtype}, a prefill and a decode instance of {bench.threads} threads, mode recompute."
+    table = invocation.style.table(table_of(UpdateFigures, found))
+    invocation.publish(settings, STEADY, [table], goals, changes=found)
+    return 0
+
+
+EXPLANATION = "Measure what a change of weights takes while a stream runs."
+
+if __name__ == "__main__":
+    sys.exit(start("updates", EXPLANATION, run, UpdateBench))
