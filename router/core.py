@@ -265,6 +265,7 @@ BACKLOG_S = 30.0
 from those that it waits for, because mail is read from all of them in turn."""
 
 
+PauseMode: TypeAlias = Literal["abort", "retract", "in_place", "finish"]
 AdapterOrder: TypeAlias = Callable[[FleetAdapters, Callable[[AdapterEntry | TandemError], object], float], object]
 """Given the fleet's adapters, what to call with the outcome, and the time."""
 
@@ -282,6 +283,8 @@ class Gateway:
         self._closed = False
         self._last_left = asyncio.Event()
         """The router drains, and every request has left."""
+        self._resting: set[asyncio.Future[None]] = set()
+        """Who waits until no request is dispatched."""
         self._behind_since_s: float | None = None
         """Since when mail has been left unread at the end of each turn; None: everything that had arrived was read."""
         self._timer: asyncio.TimerHandle | None = None
@@ -391,14 +394,49 @@ class Gateway:
     def name_weights(self, version: str) -> None:
         self._order(self.core.fleet.weights.rename(version))
 
-    def pause(self, mode: Literal["abort", "retract", "in_place"]) -> None:
+    async def pause(self, mode: PauseMode) -> None:
         """Place no request until `go_on`. abort: those that were dispatched end. retract: they give up what they have. in_place:
-        they stay where they are, and no step is launched."""
-        now = self.clock()
+        they stay where they are, and no step is launched. finish: they go on, and this returns when the last of them has ended;
+        the pause stays if its caller leaves. Raises Unavailable, with finish, when `go_on` comes first."""
+        now, requests = self.clock(), self.core.requests
         self._order(self.core.fleet.weights.pause(holds_steps=mode == "in_place"))
-        if mode != "in_place":
-            requests = self.core.requests
-            self.deliver(requests.abort_all(now) if mode == "abort" else requests.set_back_all(now))
+        match mode:
+            case "abort":
+                self.deliver(requests.abort_all(now))
+            case "retract":
+                self.deliver(requests.set_back_all(now))
+            case "finish":
+                await self._rest()
+            case "in_place":
+                pass
+            case _:
+                assert_never(mode)
+
+    async def _rest(self) -> None:
+        """Wait until no request is dispatched, while the fleet is paused. Each request has a deadline, so this has one."""
+        rested: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._resting.add(rested)
+        self._tell_rested()
+        try:
+            await rested
+        finally:
+            self._resting.discard(rested)
+
+    def _tell_rested(self) -> None:
+        is_paused = self.core.fleet.weights.is_paused
+        if is_paused and self.core.requests.has_attempts:
+            return
+        for rested in self._resting:
+            if rested.done():
+                continue
+            if is_paused:
+                rested.set_result(None)
+            else:
+                rested.set_exception(Unavailable("the pause was ended before the requests that ran had"))
+
+    def abort_all(self) -> None:
+        """End every request, whoever's it is."""
+        self.deliver(self.core.requests.abort_all(self.clock()))
 
     def go_on(self) -> None:
         self._order(self.core.fleet.weights.go_on())
@@ -437,6 +475,8 @@ class Gateway:
         A deadline that moves later costs one call of the timer that does nothing.
         """
         self._send(sends)
+        if self._resting:
+            self._tell_rested()
         deadline = self.core.next_deadline()
         if deadline is None or (self._timer is not None and self._timer_at <= deadline):
             return

@@ -266,6 +266,11 @@ class RequestBook:
         waiting = [request_id for request_id in self._parked if (Alarm.RETRY, request_id) not in self._alarms]
         return [send for request_id in waiting for send in self._try_again(self._records[request_id], now)]
 
+    @property
+    def has_attempts(self) -> bool:
+        """Whether any request is dispatched."""
+        return any(True for _ in self._attempts())
+
     def _attempts(self) -> Iterable[Attempt]:
         return (record.attempt for record in self._records.values() if record.attempt is not None)
 

@@ -10,7 +10,6 @@ from functools import partial
 from http import HTTPStatus
 from typing import Any, TypeAlias, TypeVar
 
-import msgspec
 from fastapi import FastAPI, Request
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
@@ -26,7 +25,7 @@ from common.messages.adapters import AdapterEntry
 from common.options import parse_bytes
 from common.text.embedding import EmbeddingMode
 from router.adapters import FleetAdapters
-from router.api import adapters, weights
+from router.api import adapters, server_info, vllm, weights
 from router.api.admission import CLIENT_CLOSED, Admission, Doorkeeper, visit_of
 from router.api.answers import Accepted, AnswerShape, OpenAIBody
 from router.api.bodies import unless_left
@@ -38,6 +37,7 @@ from router.api.errors import ErrorDetail, error_response, response_to
 from router.api.fields import ReadRequest
 from router.api.guard import HEADER, REQUESTS_PREFIX, Guard, id_in
 from router.api.intake import Intake
+from router.api.refused import refused_routes
 from router.api.responses import ResponseBody, ResponseFields, ResponseShape, read_response
 from router.api.routes import (
     Detokenized,
@@ -50,7 +50,7 @@ from router.api.routes import (
     read_detokenize,
     read_tokenize,
 )
-from router.api.sending import EventStream, whole_answer
+from router.api.sending import EventStream, json_response, whole_answer
 from router.api.sglang import (
     Aborted,
     AbortFields,
@@ -85,6 +85,8 @@ class Api:
         self.admission = Admission(gateway, intake, config.max_requests, parse_bytes(config.max_body))
         self.traces = TraceApi(gateway)
         self.weights = weights.WeightsApi(gateway)
+        self.vllm = vllm.VllmApi(gateway)
+        self.server_info = server_info.ServerInfoApi(gateway, model)
         self.adapters = adapters.AdaptersApi(gateway, model)
         self.timelines = TimelineApi(gateway)
         self._gateway = gateway
@@ -163,42 +165,42 @@ class Api:
         `abort`. Requests of other API keys are not found."""
         visit = visit_of(request)
         asked = await visit.read(request, read_abort)
-        return _json(Aborted(self._gateway.abort(visit.owner, None if asked.abort_all else asked.rid)))
+        return json_response(Aborted(self._gateway.abort(visit.owner, None if asked.abort_all else asked.rid)))
 
     async def tokenize(self, request: Request) -> Response:
         """The token ids of a text."""
         visit = visit_of(request)
         visit.enter()
         asked = await visit.read(request, read_tokenize)
-        return _json(await visit.work(request, self._intake.tokenize(asked, visit.owner)))
+        return json_response(await visit.work(request, self._intake.tokenize(asked, visit.owner)))
 
     async def detokenize(self, request: Request) -> Response:
         """The text of token ids."""
         visit = visit_of(request)
         visit.enter()
         asked = await visit.read(request, read_detokenize)
-        return _json(await visit.work(request, self._intake.detokenize(asked, visit.owner)))
+        return json_response(await visit.work(request, self._intake.detokenize(asked, visit.owner)))
 
     async def models(self) -> Response:
         """List the model that is served, and the LoRA adapters that requests can have with it."""
         cards = [self._adapter_card(entry) for entry in self._gateway.core.fleet.adapters.entries()]
-        return _json(ModelList(data=[self._model_card(), *cards]))
+        return json_response(ModelList(data=[self._model_card(), *cards]))
 
     async def model(self, name: str) -> Response:
         """Describe the model or the adapter of this name, if it is served."""
         adapter = self._intake.adapter_in(name)
         entry = self._gateway.core.fleet.adapters.entry(adapter)
-        return _json(self._model_card() if entry is None else self._adapter_card(entry))
+        return json_response(self._model_card() if entry is None else self._adapter_card(entry))
 
     async def health(self) -> Response:
         """200 while the router and its detokenizer are alive, otherwise 503 and why."""
         reasons = self._gateway.core.unhealthy()
-        return _json({"status": "unhealthy" if reasons else "ok", "reasons": reasons}, 503 if reasons else 200)
+        return json_response({"status": "unhealthy" if reasons else "ok", "reasons": reasons}, 503 if reasons else 200)
 
     async def ready(self) -> Response:
         """200 when a request could be served now, otherwise 503 and why not."""
         reasons = self._gateway.core.unready()
-        return _json({"ready": not reasons, "reasons": reasons}, 503 if reasons else 200)
+        return json_response({"ready": not reasons, "reasons": reasons}, 503 if reasons else 200)
 
     async def metrics(self) -> Response:
         """Metrics of the router and of every instance, in Prometheus' text format."""
@@ -209,17 +211,17 @@ class Api:
         """What every instance last reported, which instances left or were refused, and the router's open requests. links: only
         the links of this prefill instance, with their traffic, as it tells them now."""
         if links is not None:
-            return _json(await self._gateway.links_of(InstanceId(links)))
-        return _json(await cluster_page(self._gateway.core))
+            return json_response(await self._gateway.links_of(InstanceId(links)))
+        return json_response(await cluster_page(self._gateway.core))
 
     async def drain(self, instance: str) -> Response:
         """Give the instance no more requests. It serves what it has, and leaves."""
         self._gateway.drain_instance(InstanceId(instance))
-        return _json({"id": instance, "state": "draining"}, 202)
+        return json_response({"id": instance, "state": "draining"}, 202)
 
     async def flush_cache(self) -> Response:
         """Have every instance forget its prefix cache: what requests shared so far is computed again. Running requests go on."""
-        return _json(Flushed(self._gateway.flush_caches()))
+        return json_response(Flushed(self._gateway.flush_caches()))
 
     def _model_card(self) -> ModelCard:
         return ModelCard(id=self._model, created=self._started, max_model_len=self._intake.context_tokens)
@@ -245,6 +247,8 @@ _Route: TypeAlias = tuple[str, str, Callable[..., Awaitable[Response]], Describe
 COMPLETIONS = completion_route("Text completion", CompletionFields, OpenAIBody[TextChoice])
 EMBEDDINGS = call_route("OpenAI", "Embeddings", EmbeddingFields, EmbeddingBody, COMPLETION_REFUSALS)
 METRICS = Described("Operations", "Metrics", "Prometheus' text format.", media_types=("text/plain",))
+READY = check_route("Readiness", "A request could be served now.")
+FLUSH = Described("SGLang", "Flush the prefix caches", "Who was told.", Flushed)
 DRAIN = Described("Operations", "Drain an instance", "It drains.", status=202, refusals=(404,))
 
 
@@ -262,7 +266,8 @@ def _routes(api: Api) -> tuple[_Route, ...]:
         ("GET", "/v1/models", api.models, Described("OpenAI", "Models", "The list.", ModelList)),
         ("GET", "/v1/models/{name:path}", api.model, Described("OpenAI", "One model", "The model.", ModelCard, refusals=(404,))),
         ("GET", "/health", api.health, check_route("Health", "The router and its detokenizer are alive.")),
-        ("GET", "/ready", api.ready, check_route("Readiness", "A request could be served now.")),
+        ("GET", "/ready", api.ready, READY),
+        ("GET", "/health_generate", api.ready, READY),
         (
             "GET",
             "/metrics",
@@ -272,13 +277,29 @@ def _routes(api: Api) -> tuple[_Route, ...]:
         ("GET", f"{REQUESTS_PREFIX}/{{name:path}}", api.timelines.read, READ_TIMELINE),
         ("GET", "/cluster", api.cluster, Described("Operations", "The fleet", "The fleet as it is now.")),
         ("POST", "/cluster/{instance}/drain", api.drain, DRAIN),
-        ("POST", "/flush_cache", api.flush_cache, Described("SGLang", "Flush the prefix caches", "Who was told.", Flushed)),
+        ("POST", "/flush_cache", api.flush_cache, FLUSH),
+        ("GET", "/flush_cache", api.flush_cache, FLUSH),
         ("POST", "/update_weights_from_disk", api.weights.from_disk, weights.FROM_DISK),
         ("POST", "/update_weights_from_tensor", api.weights.from_tensor, weights.FROM_TENSOR),
         ("POST", "/update_weight_version", api.weights.rename, weights.RENAME),
         ("POST", "/pause_generation", api.weights.pause, weights.PAUSE),
         ("POST", "/continue_generation", api.weights.go_on, weights.CONTINUE),
         ("GET", "/weight_info", api.weights.info, weights.INFO),
+        ("GET", "/get_weight_version", api.weights.info, weights.INFO_SGLANG),
+        ("GET", "/weight_version", api.weights.info, weights.INFO_SGLANG),
+        ("POST", "/pause", api.vllm.pause, vllm.PAUSE_STATUS),
+        ("POST", "/resume", api.vllm.resume, vllm.RESUME_STATUS),
+        ("GET", "/is_paused", api.vllm.is_paused, vllm.IS_PAUSED),
+        ("POST", "/sleep", api.vllm.sleep, vllm.SLEEP),
+        ("POST", "/wake_up", api.vllm.wake_up, vllm.WAKE_UP),
+        ("GET", "/is_sleeping", api.vllm.is_sleeping, vllm.IS_SLEEPING),
+        ("POST", "/abort_requests", api.vllm.abort_requests, vllm.ABORT_MANY),
+        ("POST", "/reset_prefix_cache", api.vllm.reset_prefix_cache, vllm.RESET),
+        ("GET", "/server_info", api.server_info.server, server_info.SERVER_INFO),
+        ("GET", "/get_server_info", api.server_info.server, server_info.SERVER_INFO),
+        ("GET", "/model_info", api.server_info.model, server_info.MODEL_INFO),
+        ("GET", "/get_model_info", api.server_info.model, server_info.MODEL_INFO),
+        ("GET", "/v1/loads", api.server_info.loads, server_info.LOADS),
         ("POST", "/load_lora_adapter", api.adapters.load, adapters.LOAD),
         ("POST", "/unload_lora_adapter", api.adapters.unload, adapters.UNLOAD),
         ("POST", "/v1/load_lora_adapter", api.adapters.load_v1, adapters.LOAD_V1),
@@ -296,6 +317,7 @@ def build_app(api: Api, metrics: RouterMetrics, access: Access = OPEN, hosts: Co
     app.router.route_class = StrictRoute
     for method, path, endpoint, described in routes:
         app.add_api_route(path, endpoint, methods=[method], response_model=None, **described.route_arguments())
+    app.router.routes += refused_routes()
     app.add_exception_handler(TandemError, _on_tandem_error)
     app.add_exception_handler(HTTPException, _on_http_error)
     app.add_exception_handler(ClientDisconnect, _on_disconnect)
@@ -337,7 +359,3 @@ async def _on_bug(request: Request, error: Exception) -> Response:
     response = error_response(500, ErrorDetail("internal error: see the router's log", "internal_error"))
     response.headers["x-request-id"] = visit_of(request).id
     return response
-
-
-def _json(body: object, status: int = 200) -> Response:
-    return Response(msgspec.json.encode(body), status, media_type="application/json")

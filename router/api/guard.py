@@ -27,6 +27,7 @@ from common.access import Access
 from common.addresses import ANY
 from common.errors import BadRequest
 from router.api.errors import Unauthorized, UnsupportedBody, shown
+from router.api.refused import REFUSED
 
 EFFECTLESS_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
 _JSON = "application/json"
@@ -39,8 +40,10 @@ class NotAsked(BadRequest):
     status = 403
 
 
-_PROBED_PATHS = ("/health", "/ready")
+_PROBED_PATHS = ("/health", "/health_generate", "/ready")
 """Load balancers ask here by whatever name they know, and learn nothing else."""
+_EFFECTFUL_GETS = frozenset({"/flush_cache"})
+"""SGLang's clients flush by GET. No page from elsewhere may."""
 
 
 _FIX = "start the router with --allow-origin and the page's origin, such as https://chat.example.com, or with --api-keys"
@@ -68,7 +71,7 @@ def _is_loopback_name(name: str) -> bool:
         return False
 
 
-OPEN_PATHS = frozenset({"/health", "/ready", "/metrics", "/docs", "/openapi.json"})
+OPEN_PATHS = frozenset({"/health", "/health_generate", "/ready", "/metrics", "/docs", "/openapi.json"})
 """For load balancers, monitors and readers of the description."""
 DOCS_PREFIX, CONTROL_PREFIX, REQUESTS_PREFIX = "/docs", "/cluster", "/requests"
 CONTROL_PATHS = frozenset(
@@ -81,10 +84,20 @@ CONTROL_PATHS = frozenset(
         "/pause_generation",
         "/continue_generation",
         "/weight_info",
+        "/weight_version",
+        "/get_weight_version",
+        "/pause",
+        "/resume",
+        "/is_paused",
+        "/reset_prefix_cache",
+        "/sleep",
+        "/wake_up",
+        "/is_sleeping",
         "/load_lora_adapter",
         "/unload_lora_adapter",
         "/v1/load_lora_adapter",
         "/v1/unload_lora_adapter",
+        *REFUSED,
     }
 )
 EVERYBODY = "*"
@@ -161,7 +174,7 @@ class Guard:
                 f"this router is not called {shown(name)!r}: without --api-keys it answers to localhost, 127.0.0.1 and what "
                 "--host and --allow-origin say, so that no web page makes its own name lead here"
             )
-        if scope["method"] in EFFECTLESS_METHODS:
+        if scope["method"] in EFFECTLESS_METHODS and scope["path"] not in _EFFECTFUL_GETS:
             return
         origin, site = headers.get(b"origin"), headers.get(b"sec-fetch-site", "none")
         if origin is None:

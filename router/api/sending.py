@@ -19,6 +19,7 @@ from functools import partial
 from types import coroutine
 from typing import Any
 
+import msgspec
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
@@ -216,3 +217,7 @@ def _rest(running: Generator[Any, Any, None], waits_for: object) -> Generator[An
         yield from running
     finally:
         running.close()
+
+
+def json_response(body: object, status: int = 200) -> Response:
+    return Response(msgspec.json.encode(body), status, media_type="application/json")

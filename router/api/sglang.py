@@ -63,7 +63,7 @@ class GenerateParameters(Sampling, frozen=True, kw_only=True, forbid_unknown_fie
 PARAMETERS = Unsupported(
     {
         "stop_regex": ([], ""),
-        "spaces_between_special_tokens": (True,),
+        "spaces_between_special_tokens": (True, False),  # as with every fast tokenizer, it makes no difference
         "custom_params": ({},),
         "stream_interval": (1,),
     },

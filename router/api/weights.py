@@ -4,7 +4,7 @@ Owns the bodies and answers. Does not know how a fleet changes its weights: `rou
 python/sglang/srt/managers/io_struct.py (UpdateWeightFromDiskReqInput and those beside it) at https://github.com/sgl-project/sglang.
 """
 
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated, TypeVar
 
 import msgspec
 from fastapi import Request
@@ -14,13 +14,13 @@ from starlette.responses import Response
 from common.errors import BadRequest
 from common.messages.weights import MOST_SEGMENTS, Path, WeightsInMemory, WeightsOnDisk, WeightVersion
 from router.api.admission import visit_of
-from router.api.bodies import object_in
+from router.api.bodies import object_in, unless_left
 from router.api.description import Described, call_route
 from router.api.fields import Unsupported, read_fields
-from router.core import Gateway
+from router.api.sending import json_response
+from router.core import Gateway, PauseMode
 from router.weights import UpdateMode
 
-PauseMode = Literal["abort", "retract", "in_place"]
 Version = Annotated[WeightVersion | None, Meta(description="What to call the weights from now on; without it: their digest.")]
 _UPDATE = {
     "load_format": ("auto", "safetensors"),
@@ -30,6 +30,7 @@ _UPDATE = {
     "flush_cache": (True, False),
     "token_step": (0,),
     "manifest": (),
+    "selector": ("all", "target"),
 }
 """Neither a cache of other weights nor graphs need anybody's care: KV knows whose it is, and graphs keep their addresses."""
 
@@ -58,8 +59,7 @@ class DiskFields(UpdateFields, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 class TensorFields(UpdateFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The body of POST /update_weights_from_tensor. Tensors come in shared memory, as safetensors writes them: pickles, which
-    SGLang takes, can do anything to who reads them."""
+    """The body of POST /update_weights_from_tensor. Tensors come in shared memory, as safetensors writes them."""
 
     shared_memory: Annotated[
         list[Path],
@@ -76,6 +76,7 @@ class VersionFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """The body of POST /update_weight_version."""
 
     new_version: Annotated[str, Meta(min_length=1, max_length=128, description="What to call the present weights.")]
+    abort_all_requests: Annotated[bool, Meta(description="End all requests first.")] = False
 
 
 class PauseFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -85,7 +86,8 @@ class PauseFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         PauseMode,
         Meta(
             description="abort: requests end. retract: they give up their memory, and their KV is computed anew when they go on. "
-            "in_place: they stay where they are; if the weights change meanwhile, their KV is computed anew too."
+            "in_place: they stay where they are; if the weights change meanwhile, their KV is computed anew too. finish: they go "
+            "on, and the answer comes when the last of them has ended."
         ),
     ] = "abort"
 
@@ -111,6 +113,14 @@ class PauseAnswer(msgspec.Struct, frozen=True, kw_only=True):
     message: str
 
 
+class VersionAnswer(msgspec.Struct, frozen=True, kw_only=True):
+    """The weights have the name."""
+
+    success: bool = True
+    message: str
+    new_version: str
+
+
 class WeightInfo(msgspec.Struct, frozen=True, kw_only=True):
     """What the fleet computes with."""
 
@@ -124,10 +134,11 @@ F = TypeVar("F", bound=UpdateFields)
 _CHANGES = (400, 403, 409, 413, 415, 503)
 FROM_DISK = call_route("SGLang", "Update the weights from disk", DiskFields, UpdateAnswer, _CHANGES)
 FROM_TENSOR = call_route("SGLang", "Update the weights from shared memory", TensorFields, UpdateAnswer, _CHANGES)
-RENAME = call_route("SGLang", "Name the weights", VersionFields, WeightInfo, _CHANGES)
+RENAME = call_route("SGLang", "Name the weights", VersionFields, VersionAnswer, _CHANGES)
 PAUSE = call_route("SGLang", "Pause generation", PauseFields, PauseAnswer, _CHANGES)
 CONTINUE = call_route("SGLang", "Continue generation", ContinueFields, PauseAnswer, _CHANGES)
 INFO = Described("vLLM", "The weights", "What the fleet computes with.", WeightInfo)
+INFO_SGLANG = Described("SGLang", "The weights", "What the fleet computes with.", WeightInfo)
 
 
 def read_disk(body: bytes, context_tokens: int | None = None) -> DiskFields:
@@ -137,7 +148,13 @@ def read_disk(body: bytes, context_tokens: int | None = None) -> DiskFields:
 
 def read_tensor(body: bytes, context_tokens: int | None = None) -> TensorFields:
     """Raises BadRequest."""
-    return _checked(read_fields(object_in(body), TensorFields, Unsupported({**_UPDATE, "serialized_named_tensors": ()})))
+    raw, pickles = object_in(body), "serialized_named_tensors"
+    if raw.get(pickles):
+        fix = "put the tensors into shared memory as safetensors, and send shared_memory"
+        raise BadRequest(
+            f"{pickles} holds pickles, which can do anything to who reads them: {fix}", pickles, "unsupported_parameter"
+        )
+    return _checked(read_fields(raw, TensorFields, Unsupported({**_UPDATE, pickles: ([],)})))
 
 
 def _checked(fields: F) -> F:
@@ -149,7 +166,7 @@ def _checked(fields: F) -> F:
 
 
 def _read_version(body: bytes, context_tokens: int | None = None) -> VersionFields:
-    return read_fields(object_in(body), VersionFields, Unsupported({"abort_all_requests": (False,)}))
+    return read_fields(object_in(body), VersionFields)
 
 
 def _read_pause(body: bytes, context_tokens: int | None = None) -> PauseFields:
@@ -183,7 +200,7 @@ class WeightsApi:
         done = await self._gateway.update_weights(
             source, mode, asked.weight_version or "", asked.finish_s, keeps_pause=asked.keep_pause
         )
-        return _json(
+        return json_response(
             UpdateAnswer(
                 message=f"{done.instances} instances compute with {done.version}",
                 weight_version=done.version,
@@ -197,25 +214,27 @@ class WeightsApi:
     async def rename(self, request: Request) -> Response:
         """Give the present weights another name. They stay as they are."""
         asked = await visit_of(request).read(request, _read_version)
+        if asked.abort_all_requests:
+            self._gateway.abort_all()
         self._gateway.name_weights(asked.new_version)
-        return await self.info()
+        return json_response(VersionAnswer(message=f"the weights are called {asked.new_version}", new_version=asked.new_version))
 
     async def pause(self, request: Request) -> Response:
         """Dispatch no request until POST /continue_generation. Requests that come wait, within their time limits."""
         asked = await visit_of(request).read(request, _read_pause)
-        self._gateway.pause(asked.mode)
-        return _json(PauseAnswer(message="Generation paused successfully."))
+        await unless_left(request, self._gateway.pause(asked.mode))
+        return json_response(PauseAnswer(message="Generation paused successfully."))
 
     async def go_on(self, request: Request) -> Response:
         """End a pause."""
         await visit_of(request).read(request, _read_continue)
         self._gateway.go_on()
-        return _json(PauseAnswer(message="Generation continued successfully."))
+        return json_response(PauseAnswer(message="Generation continued successfully."))
 
     async def info(self) -> Response:
         """The digest and the name of the weights in use."""
         weights = self._gateway.core.fleet.weights
-        return _json(
+        return json_response(
             WeightInfo(
                 weight_version=weights.version,
                 weights=weights.target,
@@ -223,7 +242,3 @@ class WeightsApi:
                 paused=weights.is_paused,
             )
         )
-
-
-def _json(body: object) -> Response:
-    return Response(msgspec.json.encode(body), media_type="application/json")

@@ -41,7 +41,7 @@ class Adapters:
         self._references: dict[int, Reference] = {}
 
     def reference(self, number: int) -> Reference:
-        """Of this adapter; -1: of the base model."""
+        """What transformers answers with this adapter; -1: with the base model alone."""
         if number not in self._references:
             merged = self.model if number < 0 else self._loras[number].merged(self.model)
             self._references[number] = Reference(merged)

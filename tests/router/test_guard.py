@@ -19,6 +19,7 @@ from fastapi.routing import APIRoute
 
 from common.access import Access, KeyRing, read_access
 from common.config import AccessConfig, RouterConfig
+from router.api.refused import REFUSED
 from tests.router.calls import JSON, assert_error, chat, completion, until
 from tests.router.fakes import MODEL, EchoFleet, Site, listening
 
@@ -34,22 +35,26 @@ def bearer(key: str) -> dict[str, str]:
     return {"Authorization": f"Bearer {key}"}
 
 
-NO_KEY_NEEDED = {"/health", "/ready", "/metrics"}
+NO_KEY_NEEDED = {"/health", "/health_generate", "/ready", "/metrics"}
+CONTROLLED = (
+    *("/cluster", "/flush_cache", "/reset_prefix_cache", "/pause", "/continue_", "/resume", "/is_"),
+    *("/sleep", "/wake_up"),
+    *("/update_weight", "/weight_", "/get_weight_", "/load_lora", "/unload_lora", "/v1/load_lora", "/v1/unload_lora"),
+)
 
 
 async def test_every_route_refuses_a_request_without_its_key_and_lets_no_other_key_in() -> None:
     async with Site(access=access()) as site, site.client() as client:
         for route in [route for route in site.app.routes if isinstance(route, APIRoute)]:
-            right = (
-                CONTROL
-                if route.path.startswith(("/cluster", "/flush_cache", "/update_weight", "/pause_", "/continue_", "/weight_"))
-                else ALICE
-            )
+            right = CONTROL if route.path.startswith(CONTROLLED) else ALICE
             wrong = {CONTROL: ALICE, ALICE: "d" * 20 if route.path.startswith("/requests/") else CONTROL}[right]
             for method in route.methods or ():
                 answers = [await client.request(method, route.path, headers=headers) for headers in ({}, bearer(wrong))]
                 assert all((answer.status_code == 401) is (route.path not in NO_KEY_NEEDED) for answer in answers), route.path
                 assert (await client.request(method, route.path, headers=bearer(right))).status_code != 401
+        for path in REFUSED:
+            answers = [await client.post(path, headers=bearer(key)) for key in (ALICE, CONTROL)]
+            assert [answer.status_code for answer in answers] == [401, 400], path
         assert (await client.get("/no/such/url")).status_code == 401
 
 
@@ -124,6 +129,8 @@ EFFECTS = (
     ("POST", "/tokenize", {"prompt": "hello"}),
     ("POST", "/abort_request", {"abort_all": True}),
     ("POST", "/flush_cache", None),
+    ("GET", "/flush_cache", None),
+    ("POST", "/reset_prefix_cache", None),
     ("POST", "/cluster/d0/drain", None),
     ("POST", "/cluster/trace", None),
     ("DELETE", "/cluster/trace", None),

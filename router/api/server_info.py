@@ -1,0 +1,71 @@
+"""What SGLang's clients ask a server before and while they train: its size, its load, and the weights that it serves.
+
+Owns these answers. The fleet looks like one server, as many ranks large as its instances together. Readers: slime's
+slime/backends/sglang_utils/external.py and server_control.py at https://github.com/THUDM/slime; fields:
+python/sglang/srt/entrypoints/http_server.py and v1_loads.py at https://github.com/sgl-project/sglang.
+"""
+
+from typing import Annotated
+
+import msgspec
+from fastapi import Query
+from msgspec import Meta
+from starlette.responses import Response
+
+from common.errors import BadRequest
+from router.api.description import Described
+from router.api.errors import shown
+from router.api.sending import json_response
+from router.core import Gateway
+
+
+class ServerInfo(msgspec.Struct, frozen=True, kw_only=True):
+    num_gpus: Annotated[int, Meta(description="Ranks of all instances together: as many join a trainer's group.")]
+    tp_size: Annotated[int, Meta(description="The same.")]
+    pp_size: int = 1
+    dp_size: int = 1
+    enable_memory_saver: Annotated[bool, Meta(description="It gives memory back when it is told to.")] = False
+
+
+class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
+    served_model_name: Annotated[str, Meta(description="The name that requests use.")]
+    is_generation: Annotated[bool, Meta(description="It answers with text.")] = True
+    weight_version: Annotated[str, Meta(description="What people call the weights in use.")]
+
+
+class ServerLoad(msgspec.Struct, frozen=True, kw_only=True):
+    num_running_reqs: Annotated[int, Meta(description="Answers that instances make.")]
+    num_waiting_reqs: Annotated[int, Meta(description="Answers that wait for an instance.")]
+
+
+class ServerLoads(msgspec.Struct, frozen=True, kw_only=True):
+    loads: list[ServerLoad]
+
+
+SERVER_INFO = Described("SGLang", "The server", "Its size.", ServerInfo)
+MODEL_INFO = Described("SGLang", "The model", "Its name and weights.", ModelInfo)
+LOADS = Described("SGLang", "Load", "The load of this router.", ServerLoads, refusals=(400,))
+
+
+class ServerInfoApi:
+    """The handlers. model: the name that clients use."""
+
+    def __init__(self, gateway: Gateway, model: str) -> None:
+        self._core, self._model = gateway.core, model
+
+    async def server(self) -> Response:
+        """How large the fleet is."""
+        ranks = sum(len(member.info.ranks) for member in self._core.fleet.members())
+        return json_response(ServerInfo(num_gpus=ranks, tp_size=ranks))
+
+    async def model(self) -> Response:
+        """What is served."""
+        return json_response(ModelInfo(served_model_name=self._model, weight_version=self._core.fleet.weights.version))
+
+    async def loads(self, include: Annotated[str, Query(description="Must be core.")] = "core") -> Response:
+        """How many answers this router has open."""
+        if include != "core":
+            raise BadRequest(f"include must be core, is {shown(include)!r}", "include", "invalid_value")
+        records = list(self._core.requests.records())
+        running = sum(record.attempt is not None for record in records)
+        return json_response(ServerLoads(loads=[ServerLoad(num_running_reqs=running, num_waiting_reqs=len(records) - running)]))

@@ -1,0 +1,187 @@
+"""The endpoints with vLLM's names by which a trainer pauses the fleet, ends requests and drops caches.
+
+Owns their parameters and answers. Routes: vllm/entrypoints/rl/online/api_router.py, and api_router.py of cache and of sleep in
+vllm/entrypoints/serve/dev, at https://github.com/vllm-project/vllm.
+"""
+
+from typing import Annotated, Literal
+
+import msgspec
+from fastapi import Query, Request
+from msgspec import Meta
+from starlette.responses import Response
+
+from common.errors import BadRequest
+from router.api.admission import visit_of
+from router.api.bodies import object_in, unless_left
+from router.api.description import Described, call_route
+from router.api.errors import shown
+from router.api.fields import read_fields
+from router.api.refused import KEEPS_MEMORY
+from router.api.sending import json_response
+from router.core import Gateway, PauseMode
+
+_MODES: dict[str, PauseMode] = {"abort": "abort", "wait": "finish", "keep": "in_place"}
+_PARTS = ("scheduling", "weights", "kv_cache")
+MAX_IDS = 4096
+PauseParameter = Annotated[
+    str,
+    Query(
+        description="What becomes of requests that run. abort: they end. wait: they go on, and the answer comes when the last of "
+        "them has ended. keep: they stay where they are, and go on afterwards."
+    ),
+]
+
+
+class AbortManyFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The body of POST /abort_requests."""
+
+    request_ids: Annotated[
+        list[str],
+        Meta(max_length=MAX_IDS, description="Ids of requests, as POST /abort_request takes them; none: all of this router."),
+    ] = []
+
+
+class AbortedMany(msgspec.Struct, frozen=True):
+    """The answer of POST /abort_requests."""
+
+    aborted: Annotated[int, Meta(description="How many answers were ended.")]
+    status: Literal["aborted"] = "aborted"
+
+
+class PauseState(msgspec.Struct, frozen=True):
+    is_paused: Annotated[bool, Meta(description="No request is dispatched until POST /resume.")]
+
+
+class ResetAnswer(msgspec.Struct, frozen=True):
+    success: Annotated[bool, Meta(description="Every instance was told.")]
+
+
+class PauseStatus(msgspec.Struct, frozen=True):
+    status: Literal["paused", "resumed"]
+
+
+class SleepStatus(msgspec.Struct, frozen=True):
+    status: Literal["sleeping"]
+    level: int = 0
+
+
+class WakeStatus(msgspec.Struct, frozen=True):
+    tags: list[str] | None
+    status: Literal["awake"] = "awake"
+
+
+class SleepState(msgspec.Struct, frozen=True):
+    is_sleeping: Annotated[bool, Meta(description="No request is dispatched until POST /wake_up.")]
+
+
+PAUSE_STATUS = Described("vLLM", "Pause", "It is so.", PauseStatus, refusals=(400, 403, 503))
+RESUME_STATUS = Described("vLLM", "Resume", "It is so.", PauseStatus, refusals=(400, 403))
+IS_PAUSED = Described("vLLM", "Whether the fleet is paused", "Whether it is.", PauseState)
+SLEEP = Described("vLLM", "Sleep", "It is so.", SleepStatus, refusals=(400, 403, 503))
+WAKE_UP = Described("vLLM", "Wake up", "It is so.", WakeStatus, refusals=(400, 403))
+IS_SLEEPING = Described("vLLM", "Whether the fleet sleeps", "Whether it does.", SleepState)
+ABORT_MANY = call_route("vLLM", "Abort several", AbortManyFields, AbortedMany)
+RESET = Described("vLLM", "Reset the prefix caches", "Whether it was done.", ResetAnswer, refusals=(400, 403))
+
+
+def _read_abort_many(body: bytes, context_tokens: int | None = None) -> AbortManyFields:
+    return read_fields(object_in(body or b"{}"), AbortManyFields)
+
+
+def _flag(name: str, value: str) -> bool:
+    """Raises BadRequest."""
+    try:
+        return msgspec.convert(value.lower(), bool, strict=False)
+    except msgspec.ValidationError as error:
+        raise BadRequest(
+            f"{name} in the URL's query must be true or false, is {shown(value)!r}", name, "invalid_value"
+        ) from error
+
+
+def _pause_mode(mode: str) -> PauseMode:
+    """Raises BadRequest."""
+    if mode not in _MODES:
+        raise BadRequest(f"mode must be {' or '.join(_MODES)}, is {shown(mode)!r}", "mode", "invalid_value")
+    return _MODES[mode]
+
+
+class VllmApi:
+    """The handlers."""
+
+    def __init__(self, gateway: Gateway) -> None:
+        self._gateway = gateway
+
+    async def pause(
+        self,
+        request: Request,
+        mode: PauseParameter = "abort",
+        wait_for_inflight_requests: Annotated[str, Query(description="true: as mode=wait.")] = "false",
+        clear_cache: Annotated[
+            str, Query(description="true or false; neither is needed, because KV of other weights is never used.")
+        ] = "true",
+    ) -> Response:
+        """Dispatch no request until POST /resume. Requests that come meanwhile wait, within their time limits."""
+        _flag("clear_cache", clear_cache)
+        pause_mode = _pause_mode(mode)
+        waits = _flag("wait_for_inflight_requests", wait_for_inflight_requests)
+        await unless_left(request, self._gateway.pause("finish" if waits else pause_mode))
+        return json_response(PauseStatus("paused"))
+
+    async def resume(self) -> Response:
+        """End a pause."""
+        self._gateway.go_on()
+        return json_response(PauseStatus("resumed"))
+
+    async def is_paused(self) -> Response:
+        """Whether requests wait until somebody ends a pause."""
+        return json_response(PauseState(self._gateway.core.fleet.weights.is_paused))
+
+    async def sleep(
+        self,
+        request: Request,
+        level: Annotated[
+            str, Query(description="Must be 0: pause. At 1 and 2 vLLM gives memory back, which this fleet does not do.")
+        ] = "1",
+        mode: PauseParameter = "abort",
+    ) -> Response:
+        """With level=0: dispatch no request until POST /wake_up, as POST /pause does."""
+        if level != "0":
+            raise BadRequest(f"level must be 0, is {shown(level)!r}: {KEEPS_MEMORY}", "level", "unsupported_parameter")
+        await unless_left(request, self._gateway.pause(_pause_mode(mode)))
+        return json_response(SleepStatus("sleeping"))
+
+    async def wake_up(
+        self,
+        tags: Annotated[
+            str | None, Query(description="scheduling, weights or kv_cache. The pause ends in any case: no memory sleeps.")
+        ] = None,
+    ) -> Response:
+        """End a pause, as POST /resume does."""
+        if tags is not None and tags not in _PARTS:
+            raise BadRequest(f"tags must be {' or '.join(_PARTS)}, is {shown(tags)!r}", "tags", "invalid_value")
+        self._gateway.go_on()
+        return json_response(WakeStatus(None if tags is None else [tags]))
+
+    async def is_sleeping(self) -> Response:
+        """Whether requests wait until somebody ends a pause."""
+        return json_response(SleepState(self._gateway.core.fleet.weights.is_paused))
+
+    async def abort_requests(self, request: Request) -> Response:
+        """End requests of this router, as POST /abort_request does."""
+        visit = visit_of(request)
+        asked = await visit.read(request, _read_abort_many)
+        return json_response(AbortedMany(sum(self._gateway.abort(visit.owner, name) for name in asked.request_ids or (None,))))
+
+    async def reset_prefix_cache(
+        self,
+        reset_running_requests: Annotated[str, Query(description="Must be false: running requests keep their KV.")] = "false",
+        reset_external: Annotated[str, Query(description="Must be false: there are no other caches.")] = "false",
+    ) -> Response:
+        """Have every instance forget its prefix cache, as POST /flush_cache does."""
+        asked = {"reset_running_requests": reset_running_requests, "reset_external": reset_external}
+        for name, value in asked.items():
+            if _flag(name, value):
+                raise BadRequest(f"{name}=true is not supported: leave it out", name, "unsupported_parameter")
+        self._gateway.flush_caches()
+        return json_response(ResetAnswer(True))
