@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -56,7 +57,7 @@ class UpdateFigures(msgspec.Struct, kw_only=True):
 
     kind: Annotated[str, Column("weights from")]
     copy_s: Annotated[float, Column("a bare copy, ms", ",.1f", 1e3)]
-    """Of the same bytes, from where the weights are into memory that was touched before."""
+    """The same bytes, from where the weights are into memory that was touched before."""
     total_s: Annotated[float, Column("all there → first new token, ms", ",.1f", 1e3)]
     held_s: Annotated[float, Column("dispatch held, ms", ",.1f", 1e3)]
     """For how long the router dispatched nothing."""
@@ -140,7 +141,7 @@ def _change(engine: Engine, kind: str, file: Path, version: str) -> UpdateFigure
     stream.wait_for(lambda event: event[0] > first)
     stream.leave()
     times = [event[0] for event in stream.events]
-    gaps = sorted(later - earlier for earlier, later in zip(times, times[1:], strict=False))
+    gaps = sorted(later - earlier for earlier, later in pairwise(times))
     return UpdateFigures(
         kind=kind,
         copy_s=copy_s,
@@ -156,7 +157,12 @@ def measure(bench: UpdateBench) -> list[UpdateFigures]:
         file = _checkpoint(bench, Path(made))
         shared = SHARED_MEMORY / f"tandem-bench-{Path(made).name}"
         other = {name: tensor * 0.99 for name, tensor in load_file(file).items()}
-        flags = {"threads": bench.threads, "dtype": bench.dtype, "served_name": "random", "kv_memory": "1GiB"}
+        flags: dict[str, str | int] = {
+            "threads": bench.threads,
+            "dtype": bench.dtype,
+            "served_name": "random",
+            "kv_memory": "1GiB",
+        }
         try:
             save_file(other, shared)
             del other

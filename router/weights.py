@@ -11,7 +11,8 @@ not change in time, leaves the fleet; it comes back and is brought to the new we
 
     recompute   none is placed until all members have changed, at once; what they served is resumed, its KV computed anew
     abort       the same, but what they served ends
-    finish      members serve what they have and get nothing new; each changes when it is idle, half of the fleet after the other
+    finish      members serve what they have and get nothing new; each changes when it is idle, half of the fleet after the other;
+                none is placed while the other half has nobody left
 
 New requests go to members with the weights of `target` only, so the two instances of a request always have the same.
 """
@@ -378,12 +379,19 @@ class FleetWeights:
             first_half = (member for member in members if member.life in update.resting)
             if not any(self._keeps_waiting(update, member) for member in first_half):
                 self._turn_to(update, orders)
+        if update.phase is UpdatePhase.SWITCHING and self._is_without_servers(update):
+            self._hold(update, now)
         if update.phase is UpdatePhase.SWITCHING and not any(self._keeps_waiting(update, member) for member in members):
             self._settle(update, orders, now)
 
+    def _is_without_servers(self, update: Update) -> bool:
+        """Whether the update keeps all decode instances from what comes. One that is left can serve alone."""
+        decodes = [member for member in self._members() if member.info.role == "decode"]
+        return bool(decodes) and not any(self._fits(member) and member.life not in update.resting for member in decodes)
+
     def _begin_switching(self, update: Update, members: list[Member], now: float) -> None:
         """With mode finish, one half of each role rests first, so that the other half serves what comes. Where there is only one
-        decode instance, nobody can: what comes waits until it has changed."""
+        decode instance, nobody can."""
         update.phase, update.deadline_s = UpdatePhase.SWITCHING, now + (update.finish_s if update.mode == "finish" else SWITCH_S)
         if update.mode == "finish":
             staying = [member for member in members if not member.draining]
@@ -391,9 +399,8 @@ class FleetWeights:
             prefills = [member for member in staying if member.info.role == "prefill"]
             first = decodes[: max(1, len(decodes) // 2)] + prefills[: -(-len(prefills) // 2)]
             update.resting = {member.life for member in (first if len(decodes) > 1 else members)}
-            if len(decodes) > 1:
-                return
-        self._hold(update, now)
+        else:
+            self._hold(update, now)
 
     def _hold(self, update: Update, now: float) -> None:
         if update.held_since_s is None:

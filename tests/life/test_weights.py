@@ -272,6 +272,26 @@ def test_one_decode_instance_that_stays_beside_one_that_leaves_keeps_requests_wa
     assert [ending.reason for ending in client.endings if isinstance(ending, Finished)] == ["length"]
 
 
+def test_when_the_half_that_serves_is_lost_what_comes_waits_for_the_half_that_changes() -> None:
+    fleet = make_fleet(1, 2)
+    first = update(fleet, "w0")
+    fleet.turn_until(lambda: bool(first))
+    long = [fleet.submit(f"long-{n}", PROMPT, 60) for n in range(4)]
+    until_it_streams(fleet, long[0])
+    came = update(fleet, "w1", "finish")
+    fleet.turn_until(lambda: any("idle" in (member.misfit or "") for member in fleet.router.fleet.members("decode")))
+    lost = next(member.info.id for member in fleet.router.fleet.members("decode") if not member.misfit)
+    instance = fleet.kill(lost)
+    fleet.connection_broken(lost)
+    fleet.start(lost, instance.name.role)
+    fleet.run_for(1.0)
+    assert not came and instance.name.id in fleet.instances
+    client = fleet.submit("r", PROMPT, 3)
+    fleet.turn_until(lambda: client.ended and bool(came))
+    assert [ending.reason for ending in client.endings if isinstance(ending, Finished)] == ["length"]
+    assert client.token_ids == undisturbed(PROMPT, 3, weights=Digest("w1"))
+
+
 def test_a_request_for_other_weights_is_refused_by_the_instance_and_resumed() -> None:
     """The router has not heard yet that the instance has changed."""
     fleet = make_fleet(1, 1)
