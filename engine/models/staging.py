@@ -18,7 +18,7 @@ from common.ids import Digest
 from common.messages.weights import WeightsInMemory, WeightsSource
 from engine.checkpoint import TensorDigests, read_image, read_weights, tensor_digests, weight_files, weights_digest
 from engine.kv_budget import gib
-from engine.models.decoder import HEAD, Decoder
+from engine.models.decoder import EMBEDDING, HEAD, Decoder
 from engine.models.moe import with_one_spelling
 from engine.models.registry import make_decoder
 from engine.models.served_shape import read_served_shape
@@ -116,13 +116,17 @@ class ModelWeights:
         live, loading = self._model, self._loading
         if not isinstance(live, Decoder) or not isinstance(self._shape, ModelShape):
             return self._take_over_foreign(source, progress)
-        self._require_memory(live.slots.nbytes)
-        slots = WeightSlots(loading.dtype, loading.device, self._kernels, loading.quantization)
+        given = None if given is None else dict(with_one_spelling(given.items()))
+        only = None if given is None else set(given)
+        if only is not None and HEAD in only and self._shape.tied:
+            only.add(EMBEDDING)  # which it is compared with
+        self._require_memory(live.slots.nbytes(only))
+        slots = WeightSlots(loading.dtype, loading.device, self._kernels, loading.quantization, only)
         make_decoder(self._shape, slots, loading, self._kernels, progress)
         if given is None:
             slots.fill(with_one_spelling(read_weights(files, progress)))
         else:
-            slots.fill_from(live.slots, with_one_spelling(given.items()))
+            slots.fill_from(live.slots, given.items(), given.keys())
         slots.pack_as(live.slots)
         if loading.device.type == "cuda":
             torch.cuda.current_stream(loading.device).synchronize()  # the copies are made on another one
