@@ -202,6 +202,18 @@ class WeightSlots:
         for name, tensor in other._tensors.items():
             self._tensors[name].copy_(tensor)
 
+    def require(self, weights: Iterable[tuple[str, Stored]]) -> None:
+        """Raises ConfigError when `fill` would refuse one of these for its name or shape."""
+        shapes = {name: slot.shape for name, slot in self.slots.items()} | self._elsewhere
+        shapes |= {name: slot.shape for name, (slot, _) in self._tied.items()}
+        unknown: list[str] = []
+        for name, stored in weights:
+            if name not in shapes:
+                unknown.append(name)
+            else:
+                _require_shape(name, stored, shapes[name])
+        _refuse_unknown(unknown)
+
     def fill_from(self, other: "WeightSlots", weights: Iterable[tuple[str, Stored]], given: Set[str]) -> None:
         """These weights of a checkpoint, and what shares their memory as another one has it. given: the names of all that come.
         Raises ConfigError as `fill` does."""
@@ -276,7 +288,7 @@ class WeightSlots:
         each makes the whole of a weight of which it has a part. Norms are ones."""
         generator = torch.Generator(self._device)
         for name, slot in self.slots.items():
-            weight = self.empty(*slot.shape)
+            weight = self.empty(*slot.shape, names=(name,))
             if weight.ndim == 1 and name.endswith(".weight"):
                 weight.fill_(1.0)
             else:
@@ -296,19 +308,16 @@ class WeightSlots:
                 copies[name] = stored
             elif shape is None:
                 unknown.append(name)
-            elif tuple(stored.shape) != shape:
-                raise ConfigError(
-                    f"{name} has the shape {list(stored.shape)} in the checkpoint, but {list(shape)} by config.json"
-                )
-            elif name in self.slots:
-                slot = self.slots[name]
-                found = slot.put(stored[slot.cut])
-                if found.numel():
-                    ranges[name] = torch.stack(torch.aminmax(found))  # both are NaN if one item is
+            else:
+                _require_shape(name, stored, shape)
+                if name in self.slots:
+                    slot = self.slots[name]
+                    found = slot.put(stored[slot.cut])
+                    if found.numel():
+                        ranges[name] = torch.stack(torch.aminmax(found))  # both are NaN if one item is
         if lacking := missing.keys() - optional:
             raise ConfigError(f"the checkpoint lacks weights that its config.json asks for: {_listed(lacking)}")
-        if unknown:
-            raise ConfigError(f"the checkpoint has weights that its config.json does not ask for: {_listed(unknown)}")
+        _refuse_unknown(unknown)
         self._refuse_infinite(ranges)
         for name, stored in copies.items():
             slot, place = self._tied[name]
@@ -327,6 +336,16 @@ class WeightSlots:
             fix = "; float16 ends at 65504: give --dtype bfloat16" if self._dtype == torch.float16 else ""
             asked = str(self._dtype).removeprefix("torch.")
             raise ConfigError(f"the checkpoint has weights that are infinite or not numbers in {asked}: {_listed(bad)}{fix}")
+
+
+def _require_shape(name: str, stored: Stored, shape: tuple[int, ...]) -> None:
+    if tuple(stored.shape) != shape:
+        raise ConfigError(f"{name} has the shape {list(stored.shape)} in the checkpoint, but {list(shape)} by config.json")
+
+
+def _refuse_unknown(names: Sequence[str]) -> None:
+    if names:
+        raise ConfigError(f"the checkpoint has weights that its config.json does not ask for: {_listed(names)}")
 
 
 def _refuse_put(weight: Tensor) -> Tensor:
