@@ -63,9 +63,9 @@ class TrainerGroup:
     def receive(self, source: WeightsFromGroup, progress: Callable[[str], None]) -> Iterator[tuple[str, Tensor]]:
         """What rank 0 broadcasts, as it comes: each weight with its name, whole and contiguous, on the group's device. progress:
         called before each wait; what it raises ends the work. Raises Unavailable when the trainer is gone or silent, or when
-        `give_up` is called."""
+        `give_up` is called; BadRequest for what was received before."""
         if source.bucket == self._last_bucket:
-            raise Unavailable(f"what the group {source.group} broadcast was received before, and is lost: send it again")
+            raise BadRequest(f"what the group {source.group} broadcast was received before, and is lost", field="group_name")
         if not self._has_met:
             raise Unavailable(f"the members of the group {source.group} have not met yet")
         self._last_bucket = source.bucket

@@ -248,7 +248,7 @@ def test_a_broadcast_is_received_once(executor: TorchExecutor) -> None:
         sender.send(tensors)
         assert until_done(executor.stage(source))
         executor.drop_staged()
-        with pytest.raises(Unavailable, match="was received before, and is lost"):
+        with pytest.raises(BadRequest, match="was received before, and is lost"):
             until_done(executor.stage(source))
 
 
