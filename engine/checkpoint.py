@@ -200,7 +200,7 @@ def tensor_digest(tensor: "Tensor") -> str:
     """That of a tensor of a float dtype, as `tensor_digests` gives it for one in a file."""
     from torch import uint8
 
-    content = memoryview(tensor.cpu().contiguous().reshape(-1).view(uint8).numpy())
+    content = tensor.cpu().contiguous().reshape(-1).view(uint8).numpy().data
     return f"{_SPELLED[str(tensor.dtype)]} {list(tensor.shape)} {blake2b(content, digest_size=16).hexdigest()}"
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from common.errors import BadRequest, MemoryShort
+from common.errors import BadRequest, ConfigError, MemoryShort
 from common.host import host_memory_now
 from common.ids import Digest
 from common.messages.weights import WeightsFromGroup, WeightsInMemory, WeightsOnDisk, WeightsSource
@@ -70,6 +70,10 @@ class ModelWeights:
             self._require_known(part)
         try:
             take_over = self._take_over(source, files, part, progress)
+        except ConfigError as error:
+            if part is None:
+                raise
+            raise BadRequest(f"{part.field}: {error}", field=part.field) from error
         except torch.OutOfMemoryError as error:
             reason = str(error).strip().splitlines()[0]
             raise MemoryShort(f"new weights do not fit beside those in use on {self._loading.device}: {reason}") from error

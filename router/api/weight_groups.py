@@ -100,9 +100,7 @@ _REFUSALS = (400, 403, 409, 413, 415, 503)
 JOIN = call_route("SGLang", "Join a trainer's group", InitGroupFields, JoinedAnswer, _REFUSALS)
 UPDATE = call_route("SGLang", "Update the weights from a trainer's group", GroupBucketFields, UpdateAnswer, _REFUSALS)
 LEAVE = call_route("SGLang", "Leave a trainer's group", DestroyGroupFields, GroupAnswer, _REFUSALS)
-READ = Described(
-    "SGLang", "Read a weight", "Its first rows.", list[float] | list[list[float]], ReadWeightFields, refusals=_REFUSALS
-)
+READ = Described("SGLang", "Read a weight", "Its first rows.", list[float | list[float]], ReadWeightFields, refusals=_REFUSALS)
 
 
 def read_init(body: bytes, context_tokens: int | None = None) -> InitGroupFields:

@@ -210,7 +210,7 @@ def test_what_cannot_be_used_is_refused_before_anything_is_received_and_ends_the
             BadRequest,
             "names: the checkpoint .* has no weight model.extra",
         ),
-        ((right, AnnouncedWeight("model.norm.weight", "float32", (5,))), ConfigError, r"model.norm.weight has the shape \[5\]"),
+        ((right, AnnouncedWeight("model.norm.weight", "float32", (5,))), BadRequest, r"model.norm.weight has the shape \[5\]"),
         ((right, right), BadRequest, "names: a weight is there twice"),
     ]
     for weights, kind, message in refused:
