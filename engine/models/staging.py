@@ -235,7 +235,7 @@ class PartOfModel:
     """Some weights, by their names in the checkpoint."""
 
     field: str
-    """Of a request: what names them, for people."""
+    """The field of a request that names them, for people."""
     shapes: Mapping[str, Stored]
     weights: Iterable[tuple[str, Stored]]
     """To be taken out once."""

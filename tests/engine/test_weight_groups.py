@@ -100,7 +100,7 @@ def join(weights: ModelWeights, task: JoinGroup) -> None:
 
 @pytest.fixture
 def executor(tmp_path: Path) -> Iterator[TorchExecutor]:
-    """Of the llama in old/."""
+    """One that serves the llama in old/."""
     saved(llama(), tmp_path / "old")
     config = EngineConfig(device="cpu", page_size=16, kv_memory="8MiB", max_running=8, grammar="off")
     with closing(TorchExecutor(ModelConfig(model=str(tmp_path / "old")), config, nobody, silent)) as made:
