@@ -269,12 +269,7 @@ def _routes(api: Api) -> tuple[_Route, ...]:
         ("GET", "/health", api.health, check_route("Health", "The router and its detokenizer are alive.")),
         ("GET", "/ready", api.ready, READY),
         ("GET", "/health_generate", api.ready, READY),
-        (
-            "GET",
-            "/metrics",
-            api.metrics,
-            Described("Operations", "Metrics", "Prometheus' text format.", media_types=("text/plain",)),
-        ),
+        ("GET", "/metrics", api.metrics, METRICS),
         ("GET", f"{REQUESTS_PREFIX}/{{name:path}}", api.timelines.read, READ_TIMELINE),
         ("GET", "/cluster", api.cluster, Described("Operations", "The fleet", "The fleet as it is now.")),
         ("POST", "/cluster/{instance}/drain", api.drain, DRAIN),

@@ -156,7 +156,7 @@ class Sender:
             if mode is not None:
                 new = {each: self._checkpoints.states[chosen][each] for each in names}
                 references[name] = self._checkpoints.reference({**self.weights, **new})
-            reply = self.send(chosen, names, weight_version=name, **({} if mode is None else {"mode": mode}))
+            reply = self.send(chosen, names, weight_version=name, mode=mode)
             if reply.status != 200:
                 break
         if mode is None:
