@@ -34,6 +34,7 @@ _BLOCKS, _BLOCK_BYTES = 64, 4096
 _FLOATS = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 """Dtypes that a weight may have, as safetensors spells them, and the bytes of an item. FP8 is none of them: such weights need
 scales."""
+_SPELLED = {"torch.float64": "F64", "torch.float32": "F32", "torch.float16": "F16", "torch.bfloat16": "BF16"}
 
 
 def fingerprint(path: Path, *, weights: bool = True, ways: Sequence[str] = ()) -> str:
@@ -128,7 +129,7 @@ def _header(file: Path) -> tuple[dict[str, Any], int]:
 
 TensorDigests: TypeAlias = Mapping[str, str]
 """For each tensor of a model, by its name in a checkpoint: its dtype, shape and the digest of its bytes, in one text."""
-_HASHING_THREADS = 4
+HASHING_THREADS = 4
 _CACHE = "tandem/tensor-digests.json"
 _CACHED_FILES = 1_024
 SETTLED_S = 3.0
@@ -176,7 +177,7 @@ def _digests_in(image: "Buffer", header: Mapping[str, Any], begin: int) -> dict[
             return f"{tensor['dtype']} {tensor['shape']} {blake2b(data, digest_size=16).hexdigest()}"
 
     names = [name for name in header if not _is_unread(name)]
-    with ThreadPoolExecutor(_HASHING_THREADS) as threads:
+    with ThreadPoolExecutor(HASHING_THREADS) as threads:
         return dict(zip(names, threads.map(digest, names), strict=True))
 
 
@@ -193,6 +194,14 @@ def read_image(file: Path) -> tuple[dict[str, "Tensor"], dict[str, str]]:
         return tensors, _digests_in(image, header, begin)
     except (SafetensorError, LookupError, ValueError) as error:
         raise _not_whole(file, error) from error
+
+
+def tensor_digest(tensor: "Tensor") -> str:
+    """That of a tensor of a float dtype, as `tensor_digests` gives it for one in a file."""
+    from torch import uint8
+
+    content = tensor.cpu().contiguous().reshape(-1).view(uint8).numpy().data
+    return f"{_SPELLED[str(tensor.dtype)]} {list(tensor.shape)} {blake2b(content, digest_size=16).hexdigest()}"
 
 
 def _is_unread(name: str) -> bool:

@@ -24,7 +24,7 @@ from common.errors import ConfigError, MeetingFailed
 
 _ERRORS = (RuntimeError, ValueError, OSError)
 """What torch.distributed raises. Its own errors are RuntimeErrors."""
-_PATIENCE = timedelta(days=1)
+PATIENCE = timedelta(days=1)
 """A rank waits for the others for as long as it takes them to load. Silence is for the leader to notice."""
 LEAVE_S = 2.0
 """How long leaving a group may take."""
@@ -128,18 +128,23 @@ def _gloo(store: Store, rank: int, ranks: int, device: torch.device, host: str, 
     options._threads = 1
     options._devices = [gloo.create_device(hostname=host)]
     group = gloo(store, rank, ranks, options)
-    group._set_default_timeout(_PATIENCE)
+    group._set_default_timeout(PATIENCE)
     return group
 
 
 def _nccl(store: Store, rank: int, ranks: int, device: torch.device, host: str, connect: timedelta) -> Any:
     """The communicator is made here, not by the first collective, which may be inside of a capture."""
-    for name in ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_ENABLE_MONITORING"):
-        os.environ.setdefault(name, "0")  # else torch's watchdog ends the process with an abort
+    quiet_nccl()
     nccl: Any = torch.distributed.ProcessGroupNCCL
     options = nccl.Options()
-    options._timeout = _PATIENCE
+    options._timeout = PATIENCE
     store.set_timeout(connect)
     group = nccl(store, rank, ranks, options)
     group.eager_connect_single_device(device)
     return group
+
+
+def quiet_nccl() -> None:
+    """Before a group of NCCL is made: else torch's watchdog ends the process with an abort when something takes too long."""
+    for name in ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_ENABLE_MONITORING"):
+        os.environ.setdefault(name, "0")

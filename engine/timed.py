@@ -26,7 +26,7 @@ from common.host import host_memory_now
 from common.ids import Digest, Int32Array
 from common.messages import TokenLogprob
 from common.messages.tasks import ReadAdapter, Task
-from common.messages.weights import WeightsSource
+from common.messages.weights import WeightsFromGroup, WeightsSource
 from common.model_path import resolve_model_path
 from common.pages.host_memory import digest, host_memory
 from common.pages.layout import SPARE_PAGES, KVDtype, MemoryRegion
@@ -80,9 +80,12 @@ class NamedFiles:
     ends_s: float | None = None
 
     def __init__(self, source: WeightsSource | ReadAdapter) -> None:
+        self._is_here = not isinstance(source, WeightsFromGroup)
         self._name = blake2b(msgspec.msgpack.encode(source), digest_size=16).hexdigest()
 
     def poll(self) -> Digest:
+        if not self._is_here:
+            raise BadRequest(f"{COMPUTES_NOTHING}, and is in no group", field="group_name")
         return Digest(self._name)
 
 

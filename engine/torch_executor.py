@@ -10,15 +10,16 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import assert_never
 
+import msgspec
 import torch
 
 from common.config import EngineConfig, ModelConfig
-from common.errors import BadRequest, ConfigError, TandemError
-from common.executor import ExecutorFailed, StepPlan, StepResult
+from common.errors import BadRequest, ConfigError, TandemError, Unavailable
+from common.executor import ExecutorFailed, StepPlan, StepResult, Work
 from common.ids import Digest, Int32Array
-from common.messages.tasks import Task
+from common.messages.tasks import RESULT_CHARS, JoinGroup, LeaveGroup, ReadAdapter, ReadWeight, Task
 from common.messages.weights import WeightsSource
 from common.options import refuse_without_effect
 from common.sampling_params import Grammar
@@ -95,6 +96,7 @@ class StagingThread:
     def drop(self) -> None:
         """Nobody wants them: the memory is given back as soon as may be."""
         self._is_wanted, self.staged = False, None
+        self._weights.groups.give_up()
 
     def _run(self, former: threading.Thread | None) -> None:
         try:
@@ -107,11 +109,51 @@ class StagingThread:
             self.staged = staged if self._is_wanted else None
         except (TandemError, MemoryError, *FOREIGN) as error:  # `poll` raises it
             self._failure = error
+            self._weights.abandon(self._source)
         self._wake()
 
     def _go_on(self, _: str) -> None:
         if not self._is_wanted:
             raise ConfigError("nobody wants these weights any more")
+
+
+class Reading:
+    """Reads a weight beside the steps. Implements `Work`. after: set when the latest weights are in use."""
+
+    ends_s: float | None = None
+
+    def __init__(self, weights: ModelWeights, task: ReadWeight, after: threading.Event | None, wake: Callable[[], None]) -> None:
+        self._weights, self._task, self._after, self._wake = weights, task, after, wake
+        self._result: str | TandemError | None = None
+        threading.Thread(target=self._run, name="reading a weight", daemon=True).start()
+
+    def poll(self) -> str | None:
+        if isinstance(self._result, TandemError):
+            raise self._result
+        return self._result
+
+    def _run(self) -> None:
+        task = self._task
+        try:
+            if self._after is not None and not self._after.wait(STOP_S):
+                raise Unavailable("the latest weights are not in use yet")
+            result = msgspec.json.encode(self._weights.read(task.name, task.rows)).decode()
+            if len(result) > RESULT_CHARS:
+                rule = f"{len(result)} characters, and {RESULT_CHARS} can be sent: ask for fewer"
+                raise BadRequest(f"truncate_size: {task.rows} rows of {task.name} take {rule}", field="truncate_size")
+            self._result = result
+        except TandemError as error:
+            self._result = error
+        self._wake()
+
+
+class Done:
+    """What was done at once. Implements `Work`."""
+
+    ends_s: float | None = None
+
+    def poll(self) -> str:
+        return ""
 
 
 STEPS_QUEUED = 8
@@ -212,8 +254,20 @@ class TorchExecutor:
         if self._staging is not None:
             self._staging.drop()
 
-    def perform(self, task: Task) -> NoReturn:
-        raise BadRequest(f"this instance cannot do {type(task).__name__}")
+    def perform(self, task: Task) -> Work:
+        weights = self._runner.weights
+        match task:
+            case JoinGroup():
+                return weights.groups.join(task, self._wake)
+            case LeaveGroup(group=group):
+                weights.groups.leave(group)
+                return Done()
+            case ReadWeight():
+                return Reading(weights, task, self._latest, self._wake)
+            case ReadAdapter():
+                raise BadRequest("this instance reads no adapters")
+            case _:
+                assert_never(task)
 
     def free_adapter(self, digest: Digest) -> None:
         """None is held."""
@@ -231,6 +285,7 @@ class TorchExecutor:
             thread.join(max(0.0, until - time.monotonic()))
         if self._cores is not None:
             self._cores.close()
+        self._runner.weights.groups.close()
 
     def _await_grammars(self, progress: Callable[[str], None]) -> None:
         """Their compiler is there before a request can come. A model that cannot have one is served without."""

@@ -10,7 +10,7 @@ so that everything else on the loop gets its share; while mail is left, no silen
 import asyncio
 import logging
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Literal, TypeAlias, assert_never
 
 from common.config import RouterConfig
@@ -36,6 +36,7 @@ from common.messages import (
     WeightsStaged,
 )
 from common.messages.adapters import AdapterEntry
+from common.messages.tasks import Task
 from common.messages.weights import WeightsSource
 from common.tracing import SpanRecorder
 from router.adapters import FleetAdapters
@@ -449,6 +450,17 @@ class Gateway:
         now = self.clock()
         order(self.core.fleet.adapters, over.set_result, now)
         self.deliver(self.core.follow_adapters(now))
+        done = await asyncio.shield(over)
+        if isinstance(done, TandemError):
+            raise done
+        return done
+
+    # --- tasks -----------------------------------------------------------------------------------------------------------
+
+    async def perform(self, tasks: Mapping[Life, Task], within_s: float) -> dict[Life, str]:
+        """Have members do these, and wait for the results. Raises the first error."""
+        over: asyncio.Future[dict[Life, str] | TandemError] = asyncio.get_running_loop().create_future()
+        self.deliver(self.core.fleet.tasks.begin(tasks, over.set_result, self.clock() + within_s))
         done = await asyncio.shield(over)
         if isinstance(done, TandemError):
             raise done

@@ -28,7 +28,7 @@ from common.errors import BadRequest, TandemError, Unavailable
 from common.ids import Digest, InstanceId, Life
 from common.instance.ports import Send
 from common.messages import Drain, DropWeights, HoldSteps, StageWeights, SwitchWeights, WeightsStaged
-from common.messages.weights import WeightsSource
+from common.messages.weights import WeightsFromGroup, WeightsSource
 from router.members import Member
 
 UpdateMode = Literal["recompute", "finish", "abort"]
@@ -37,6 +37,7 @@ STAGE_S = 1_800.0
 """How long members may take to read new weights."""
 SWITCH_S = 120.0
 """How long a member may take to change to weights that are ready, once nothing keeps it."""
+_SAME_FILES = "give all instances the same files"
 
 
 class UpdateUnderWay(BadRequest):
@@ -189,11 +190,13 @@ class FleetWeights:
     def why_not(self, weights: Digest, newcomer: InstanceId) -> str | None:
         """Why an instance that begins with these weights cannot be a member; None when it can, at once or after it was given the
         fleet's."""
-        if not self.target or weights in ("", self.target) or self._source is not None or self.update is not None:
+        once = isinstance(self._source, WeightsFromGroup)
+        if not self.target or weights in ("", self.target) or self.update is not None or not (self._source is None or once):
             return None
+        fix = "send POST /update_weights_from_disk, because what a trainer broadcasts comes once" if once else _SAME_FILES
         return (
             f"the weights of {newcomer} have the digest {weights}, but those of this fleet have {self.target}"
-            f"{f' (version {self.version})' if self.version else ''}: give all instances the same files"
+            f"{f' (version {self.version})' if self.version else ''}: {fix}"
         )
 
     def joined(self, member: Member, now: float) -> Orders:

@@ -13,10 +13,10 @@ from msgspec import Meta
 from common.ids import Incarnation, InstanceId
 from common.messages.base import UNNAMED, Message
 from common.messages.requests import Failed
-from common.messages.weights import Path
+from common.messages.weights import GroupName, Path
 from common.ranges import Count, Seconds, Size
 
-RESULT_CHARS = 2**20
+RESULT_CHARS = 8 * 2**20
 Name: TypeAlias = Annotated[str, Meta(min_length=1, max_length=256)]
 
 
@@ -30,7 +30,7 @@ class ReadAdapter(msgspec.Struct, frozen=True, tag="adapter"):
 class JoinGroup(msgspec.Struct, frozen=True, tag="join"):
     """Join a trainer's group of `torch.distributed`, with every rank of the instance."""
 
-    group: Name
+    group: GroupName
     address: Name
     """Where the group meets: the trainer's host."""
     port: Annotated[int, Meta(ge=1, le=65_535)]
@@ -45,7 +45,9 @@ class JoinGroup(msgspec.Struct, frozen=True, tag="join"):
 
 
 class LeaveGroup(msgspec.Struct, frozen=True, tag="leave"):
-    group: Name
+    """Leave a trainer's group, if the instance is in it; what is received from it meanwhile is given up."""
+
+    group: GroupName
 
 
 class ReadWeight(msgspec.Struct, frozen=True, tag="read"):

@@ -8,7 +8,7 @@ Owns where new weights come from, and what an instance says of them. Does not kn
     HoldSteps                           launch no step until told to go on: requests stay where they are
 """
 
-from typing import Annotated, TypeAlias
+from typing import Annotated, Literal, TypeAlias
 
 import msgspec
 from msgspec import Meta
@@ -19,6 +19,7 @@ from common.messages.requests import Failed
 from common.ranges import Count
 
 MOST_SEGMENTS = 4_096
+MOST_WEIGHTS = 16_384
 VERSION_CHARS = 128
 FIRST_VERSION = "default"
 """What the weights are called with which an instance begins, as in SGLang."""
@@ -41,7 +42,32 @@ class WeightsInMemory(msgspec.Struct, frozen=True, tag="memory"):
     """Names of shared memory (shm_open(3)), without the slash."""
 
 
-WeightsSource: TypeAlias = WeightsOnDisk | WeightsInMemory
+GroupName: TypeAlias = Annotated[str, Meta(min_length=1, max_length=256)]
+FloatName: TypeAlias = Literal["float64", "float32", "float16", "bfloat16"]
+"""As torch names it."""
+
+
+class AnnouncedWeight(msgspec.Struct, frozen=True, array_like=True):
+    """A weight that somebody will send."""
+
+    name: Annotated[str, Meta(min_length=1, max_length=512)]
+    """As the checkpoint names it."""
+    dtype: FloatName
+    shape: Annotated[tuple[Annotated[int, Meta(ge=0, lt=2**40)], ...], Meta(max_length=8)]
+
+
+class WeightsFromGroup(msgspec.Struct, frozen=True, tag="group"):
+    """What rank 0 of a trainer's group broadcasts to all others, one weight after the other. Weights that are not among them stay
+    as they are. They come once: who was not there cannot get them later."""
+
+    group: GroupName
+    bucket: Annotated[str, Meta(min_length=1, max_length=64)]
+    """What tells this broadcast from all others."""
+    weights: Annotated[tuple[AnnouncedWeight, ...], Meta(min_length=1, max_length=MOST_WEIGHTS)]
+    """In the order in which they come."""
+
+
+WeightsSource: TypeAlias = WeightsOnDisk | WeightsInMemory | WeightsFromGroup
 
 
 class StageWeights(Message, frozen=True):

@@ -115,9 +115,9 @@ class Decoder:
         self._norm = slots.tensor("model.norm.weight", shape.hidden)
         if shape.tied:
             slots.tie(HEAD, EMBEDDING, embedding[: len(held)])
-            self._head = slots.head(embedding)
+            self._head = slots.head(HEAD, embedding)
         else:
-            self._head = slots.head(slots.rows(HEAD, held, rows, shape.vocab_size, shape.hidden), HEAD)
+            self._head = slots.head(HEAD, slots.rows(HEAD, held, rows, shape.vocab_size, shape.hidden))
         frequencies, self._attention_factor = rotary_frequencies(shape.rope, shape.head_dim, context_tokens)
         self._frequencies = frequencies.to(embedding.device)
 

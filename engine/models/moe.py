@@ -128,10 +128,14 @@ def mlp_of_layer(
     if number not in experts.layers:
         return gated_mlp(shape, share, slots, number)
     prefix, inner, here = f"model.layers.{number}.mlp.", experts.intermediate, share.experts
+    gates, downs = (
+        [f"{prefix}experts.{expert}.{name}.weight" for expert in here for name in names]
+        for names in (("gate_proj", "up_proj"), ("down_proj",))
+    )
     made = MixtureOfExperts(
         router=slots.tensor(prefix + "gate.weight", experts.experts, shape.hidden),
-        gate_up=slots.empty(len(here), 2 * inner, shape.hidden),
-        down=slots.empty(len(here), shape.hidden, inner),
+        gate_up=slots.empty(len(here), 2 * inner, shape.hidden, names=gates),
+        down=slots.empty(len(here), shape.hidden, inner, names=downs),
         chosen=experts.chosen,
         normalised=experts.normalised,
         products=products,

@@ -6,24 +6,35 @@ at the end is all that a change of weights takes.
 """
 
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import fields, is_dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 
 import torch
 
-from common.errors import BadRequest, MemoryShort
+from common.errors import BadRequest, ConfigError, MemoryShort
 from common.host import host_memory_now
 from common.ids import Digest
-from common.messages.weights import WeightsInMemory, WeightsSource
-from engine.checkpoint import TensorDigests, read_image, read_weights, tensor_digests, weight_files, weights_digest
+from common.messages.weights import WeightsFromGroup, WeightsInMemory, WeightsOnDisk, WeightsSource
+from engine.checkpoint import (
+    HASHING_THREADS,
+    TensorDigests,
+    read_image,
+    read_weights,
+    tensor_digest,
+    tensor_digests,
+    weight_files,
+    weights_digest,
+)
 from engine.kv_budget import gib
-from engine.models.decoder import HEAD, Decoder
+from engine.models.decoder import EMBEDDING, HEAD, Decoder
 from engine.models.moe import with_one_spelling
 from engine.models.registry import make_decoder
 from engine.models.served_shape import read_served_shape
 from engine.models.shape import ModelShape, ServedShape
-from engine.models.weights import Loading, WeightSlots
+from engine.models.weight_groups import TrainerGroups
+from engine.models.weights import Cut, Loading, Stored, WeightSlots
 from engine.ports import Model
 from engine.torch_kernels import Kernels
 
@@ -40,6 +51,7 @@ class ModelWeights:
         self._tensors: TensorDigests = {"random weights": loading.device.type}
         if not self._is_random:
             self._tensors = self._digests(weight_files(path))
+        self.groups = TrainerGroups(loading.group.rank, loading.device)
 
     @property
     def digest(self) -> Digest:
@@ -47,22 +59,46 @@ class ModelWeights:
 
     def stage(self, source: WeightsSource, progress: Callable[[str], None]) -> "StagedModel":
         """New weights that are ready to be taken over. Takes as long as loading a model; steps may run meanwhile. progress:
-        called now and then; what it raises ends the work. Raises ConfigError, BadRequest, MemoryShort."""
-        if isinstance(source, WeightsInMemory):
-            given, tensors = self._read_segments(source)
-            files: list[Path] = []
-        else:
+        called now and then; what it raises ends the work. Raises ConfigError, BadRequest, MemoryShort, Unavailable."""
+        part, files, before = None, list[Path](), list[tuple[int, int, int]]()
+        if isinstance(source, WeightsOnDisk):
             files = self._files(Path(source.folder))
             before = [_last_change(file) for file in files]
-            given, tensors = None, self._digests(files)
+            tensors = self._digests(files)
+        else:
+            part = self._read_segments(source) if isinstance(source, WeightsInMemory) else self._expect(source, progress)
+            self._require_known(part)
         try:
-            take_over = self._take_over(source, files, given, progress)
+            take_over = self._take_over(source, files, part, progress)
+        except ConfigError as error:
+            if part is None:
+                raise
+            raise BadRequest(f"{part.field}: {error}", field=part.field) from error
         except torch.OutOfMemoryError as error:
             reason = str(error).strip().splitlines()[0]
             raise MemoryShort(f"new weights do not fit beside those in use on {self._loading.device}: {reason}") from error
-        if files and [_last_change(file) for file in files] != before:
+        if [_last_change(file) for file in files] != before:
             raise BadRequest("the files of the new weights changed while they were read: write them before you send their names")
-        return StagedModel(tensors, take_over)
+        return StagedModel(tensors if part is None else self._with(part.digests), take_over)
+
+    def read(self, name: str, rows: int) -> list[float] | list[list[float]]:
+        """The first rows of a weight in use; of one with one dimension, the first items. Raises BadRequest."""
+        live = self._model
+        if not isinstance(live, Decoder) or self._loading.group.ranks > 1:
+            rule = "runs through transformers' implementation" if not isinstance(live, Decoder) else "is shared by several ranks"
+            raise BadRequest(f"name: weights cannot be read where the model {rule}", field="name")
+        wanted = EMBEDDING if name == HEAD and self._is_tied else name
+        ((spelled, _),) = with_one_spelling([(wanted, Announced(()))])
+        slot = live.slots.slots.get(spelled)
+        if slot is None:
+            raise BadRequest(f"name: the model has no weight {name}", field="name")
+        found: list[float] | list[list[float]] = slot.read()[:rows].float().cpu().tolist()
+        return found
+
+    def abandon(self, source: WeightsSource) -> None:
+        """These weights are not ready, and will not be."""
+        if isinstance(source, WeightsFromGroup):  # this rank may have missed what others have received
+            self.groups.leave(source.group)
 
     def switch(self, staged: "StagedModel") -> None:
         """Compute with these from now on. No step is running."""
@@ -75,9 +111,13 @@ class ModelWeights:
     def _digests(self, files: Sequence[Path]) -> TensorDigests:
         """Those of all weights in these files; a tied head is the embedding and does not count."""
         found = tensor_digests(files)
-        if isinstance(self._shape, ModelShape) and self._shape.tied:
+        if self._is_tied:
             found.pop(HEAD, None)
         return found
+
+    @property
+    def _is_tied(self) -> bool:
+        return isinstance(self._shape, ModelShape) and self._shape.tied
 
     def _files(self, folder: Path) -> list[Path]:
         if not folder.is_dir():
@@ -85,9 +125,9 @@ class ModelWeights:
         _require_same_shape(read_served_shape(folder), self._shape, folder)
         return weight_files(folder)
 
-    def _read_segments(self, source: WeightsInMemory) -> tuple[dict[str, torch.Tensor], TensorDigests]:
-        """What is in shared memory now, and the digests of all weights with it."""
-        given, digests = dict[str, torch.Tensor](), dict(self._tensors)
+    def _read_segments(self, source: WeightsInMemory) -> "PartOfModel":
+        """What is in shared memory now."""
+        given, digests = dict[str, torch.Tensor](), dict[str, str]()
         for segment in source.segments:
             file = SHARED_MEMORY / segment
             if "/" in segment or not file.is_file():
@@ -97,32 +137,60 @@ class ModelWeights:
                 if name in given:
                     raise BadRequest(f"shared_memory: the weight {name} is there twice", field="shared_memory")
                 given[name] = tensor
-                is_tied = name == HEAD and isinstance(self._shape, ModelShape) and self._shape.tied
-                if not is_tied:
-                    digests[name] = of_tensors[name]
-        unknown = digests.keys() - self._tensors.keys()
-        if unknown and not self._is_random:  # another spelling of the same weights would have another digest
+            digests |= of_tensors
+        return PartOfModel("shared_memory", given, given.items(), digests)
+
+    def _expect(self, source: WeightsFromGroup, progress: Callable[[str], None]) -> "PartOfModel":
+        """What a trainer is about to send. It is received when it is taken out."""
+        announced = {weight.name: Announced(weight.shape) for weight in source.weights}
+        if len(announced) < len(source.weights):
+            raise BadRequest("names: a weight is there twice", field="names")
+        self.groups.require(source.group)
+        digests = dict[str, str]()
+        return PartOfModel("names", announced, self._received(source, digests, progress), digests)
+
+    def _received(
+        self, source: WeightsFromGroup, digests: dict[str, str], progress: Callable[[str], None]
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """The weights as they come; `digests` has all of them in the end."""
+        with ThreadPoolExecutor(HASHING_THREADS) as threads:
+            found = dict[str, Future[str]]()
+            for name, tensor in self.groups.receive(source, progress):
+                found[name] = threads.submit(tensor_digest, tensor)
+                yield name, tensor
+            digests |= {name: digest.result() for name, digest in found.items()}
+
+    def _require_known(self, part: "PartOfModel") -> None:
+        """Raises BadRequest for a name that the checkpoint does not have: another spelling of a weight would have another
+        digest."""
+        unknown = part.shapes.keys() - self._tensors.keys() - ({HEAD} if self._is_tied else set())
+        if unknown and not self._is_random:
             rule = f"the checkpoint that is served has no weight {min(unknown)}: use its names"
-            raise BadRequest(f"shared_memory: {rule}", field="shared_memory")
-        return given, digests
+            raise BadRequest(f"{part.field}: {rule}", field=part.field)
+
+    def _with(self, digests: Mapping[str, str]) -> TensorDigests:
+        """Those of all weights when these have changed; a tied head is the embedding and does not count."""
+        return {**self._tensors, **{name: digest for name, digest in digests.items() if name != HEAD or not self._is_tied}}
 
     def _take_over(
-        self,
-        source: WeightsSource,
-        files: Sequence[Path],
-        given: Mapping[str, torch.Tensor] | None,
-        progress: Callable[[str], None],
+        self, source: WeightsSource, files: Sequence[Path], part: "PartOfModel | None", progress: Callable[[str], None]
     ) -> Callable[[], None]:
+        """part: None: all weights are in the files."""
         live, loading = self._model, self._loading
         if not isinstance(live, Decoder) or not isinstance(self._shape, ModelShape):
             return self._take_over_foreign(source, progress)
-        self._require_memory(live.slots.nbytes)
-        slots = WeightSlots(loading.dtype, loading.device, self._kernels, loading.quantization)
+        given = None if part is None else {name for name, _ in with_one_spelling(part.shapes.items())}
+        only = given
+        if given is not None and HEAD in given and self._is_tied:
+            only = given | {EMBEDDING}  # which it is compared with
+        self._require_memory(live.slots.nbytes(only))
+        slots = WeightSlots(loading.dtype, loading.device, self._kernels, loading.quantization, only)
         make_decoder(self._shape, slots, loading, self._kernels, progress)
-        if given is None:
+        if part is None or given is None:
             slots.fill(with_one_spelling(read_weights(files, progress)))
         else:
-            slots.fill_from(live.slots, with_one_spelling(given.items()))
+            slots.require(with_one_spelling(part.shapes.items()))  # before anything is received, so that all ranks refuse alike
+            slots.fill_from(live.slots, with_one_spelling(part.weights), given)
         slots.pack_as(live.slots)
         if loading.device.type == "cuda":
             torch.cuda.current_stream(loading.device).synchronize()  # the copies are made on another one
@@ -131,11 +199,12 @@ class ModelWeights:
     def _take_over_foreign(self, source: WeightsSource, progress: Callable[[str], None]) -> Callable[[], None]:
         from engine.models.transformers_model import TransformersModel, load_transformers_model
 
-        if isinstance(source, WeightsInMemory):
+        if not isinstance(source, WeightsOnDisk):
+            field = "shared_memory" if isinstance(source, WeightsInMemory) else "names"
             raise BadRequest(
-                f"shared_memory: {self._shape.architecture} runs through transformers' implementation, whose weights change as "
+                f"{field}: {self._shape.architecture} runs through transformers' implementation, whose weights change as "
                 "whole checkpoints: send POST /update_weights_from_disk",
-                field="shared_memory",
+                field=field,
             )
         live = self._model
         assert isinstance(live, TransformersModel)
@@ -149,6 +218,29 @@ class ModelWeights:
         free = host_memory_now().free_bytes if device.type == "cpu" else torch.cuda.mem_get_info(device)[0]
         if needed > free:
             raise MemoryShort(f"new weights take {gib(needed)} beside those in use, and {gib(free)} of {device} are free")
+
+
+@dataclass(frozen=True, slots=True)
+class Announced:
+    """A weight that has not come yet. Implements `Stored`."""
+
+    shape: tuple[int, ...]
+
+    def __getitem__(self, cut: Cut) -> torch.Tensor:
+        raise AssertionError("it has not come yet")
+
+
+@dataclass(frozen=True, slots=True)
+class PartOfModel:
+    """Some weights, by their names in the checkpoint."""
+
+    field: str
+    """The field of a request that names them, for people."""
+    shapes: Mapping[str, Stored]
+    weights: Iterable[tuple[str, Stored]]
+    """To be taken out once."""
+    digests: Mapping[str, str]
+    """Complete when all weights have been taken out."""
 
 
 class StagedModel:

@@ -72,30 +72,41 @@ class Slot:
 
 
 class WeightSlots:
-    """Makes the tensors of a model, uninitialised, and fills them. quantization: of linear layers. Raises ConfigError."""
+    """Makes the tensors of a model, uninitialised, and fills them. quantization: of linear layers. only: the weights that are to
+    be filled; what has none of them takes no memory, and is not to compute. None: all are. Raises ConfigError."""
 
-    def __init__(self, dtype: torch.dtype, device: torch.device, kernels: Kernels, quantization: Quantization = "none") -> None:
+    def __init__(
+        self,
+        dtype: torch.dtype,
+        device: torch.device,
+        kernels: Kernels,
+        quantization: Quantization = "none",
+        only: Set[str] | None = None,
+    ) -> None:
         if quantization == "fp8":
             check_fp8(dtype, device)
         self._int8_product = int8_product(device, kernels) if quantization == "int8" else None
         self._int8: list[tuple[Int8Linear, Tensor | None]] = []
+        self._only = only
         self._dtype = dtype
         self._device = device
         self._kernels = kernels
         self._quantization = quantization
         self.slots: dict[str, Slot] = {}
         self._elsewhere: dict[str, tuple[int, ...]] = {}
+        """The shapes of weights that are not read here."""
         self._tied: dict[str, tuple[Slot, Tensor]] = {}
         self._float_products = [] if quantization == "int8" else float_products(dtype, device, kernels)
-        self._packable: list[Linear] = []
-        self._layers: list[AnyLinear] = []
-        """All linear layers, in the order in which they were made."""
-        self._tensors: list[Tensor] = []
+        self._packable: dict[str, Linear] = {}
+        """Those of `_layers` that may be packed, in the order in which they were made."""
+        self._layers: dict[str, AnyLinear] = {}
+        """All linear layers, each by the name of its first part."""
+        self._tensors: dict[str, Tensor] = {}
         """All other weights."""
 
     def tensor(self, name: str, *shape: int) -> Tensor:
         """The weight of this name, and nothing else, in one tensor."""
-        made = self.empty(*shape)
+        made = self.empty(*shape, names=(name,))
         self.expect(name, made)
         return made
 
@@ -113,16 +124,23 @@ class WeightSlots:
         gated: SwiGLU (Shazeer 2020), the gates first: the layer gives silu(gate) * the other half."""
         outputs = sum(len(part.rows) for part in parts)
         columns = range(inputs) if inputs_here is None else inputs_here
-        added = self.empty(outputs) if bias and adds_bias else None
+        name, names = parts[0].name, [f"{part.name}.{kind}" for part in parts for kind in ("weight", "bias")]
+        added = self.empty(outputs, names=names) if bias and adds_bias else None
         gate = self._kernels.silu_and_mul if gated else None
         made: AnyLinear
+        if not self._is_wanted(names):
+            for part in parts:
+                self.expect_elsewhere(f"{part.name}.weight", part.outputs, inputs)
+                if bias:
+                    self.expect_elsewhere(f"{part.name}.bias", part.outputs)
+            return Linear(self.empty(outputs, len(columns), names=names), added, gate)
         if self._quantization == "fp8":
             made = Fp8Linear.empty(outputs, len(columns), added, self._device, self._kernels, gate)
         elif self._quantization == "int8":
             made = self._empty_int8(outputs, len(columns), added, gated=gated)
         else:
-            made = self.product(self.empty(outputs, len(columns)), added, gate)
-        self._layers.append(made)
+            made = self.product(name, self.empty(outputs, len(columns), names=names), added, gate)
+        self._layers[name] = made
         begin = 0
         for part in parts:
             rows, cut = slice(begin, begin + len(part.rows)), (_slice(part.rows), _slice(columns))
@@ -137,25 +155,30 @@ class WeightSlots:
             begin += len(part.rows)
         return made
 
-    def head(self, weight: Tensor, name: str | None = None) -> AnyLinear:
-        """The output head, over a weight of `rows`. name: of that weight, which is the layer's alone; None: it is the embedding's
-        too."""
+    def head(self, name: str, weight: Tensor) -> AnyLinear:
+        """The output head, over a weight of `rows`. name: of that weight, which is the layer's alone, or one that is tied."""
+        shared = name not in self._tensors
+        if weight.is_meta:
+            return Linear(weight, None)
         if self._quantization == "int8":
             made: AnyLinear = self._empty_int8(weight.shape[0], weight.shape[1], source=weight)
         else:
-            made = self.product(weight, shared=name is None)
-        self._layers.append(made)
-        if name is not None:  # the layer may drop the plain weight
-            slot, self._tensors[-1:] = self.slots[name], []
+            made = self.product(name, weight, shared=shared)
+        self._layers[name] = made
+        if not shared:  # the layer may drop the plain weight
+            slot = self.slots[name]
+            del self._tensors[name]
             rows = slice(0, slot.cut[0].stop - slot.cut[0].start)
             self.slots[name] = Slot(slot.shape, slot.put, partial(made.read, rows), slot.cut)
         return made
 
-    def product(self, weight: Tensor, bias: Tensor | None = None, gate: Gate | None = None, *, shared: bool = False) -> Linear:
+    def product(
+        self, name: str, weight: Tensor, bias: Tensor | None = None, gate: Gate | None = None, *, shared: bool = False
+    ) -> Linear:
         """A layer in the model's dtype. shared: the weight is used elsewhere too."""
         made = Linear(weight, bias, gate, shared)
         if self._float_products:
-            self._packable.append(made)
+            self._packable[name] = made
         return made
 
     def pack(self, sharers: int, progress: Callable[[str], None]) -> int:
@@ -163,34 +186,45 @@ class WeightSlots:
         Returns `Model.spared_bytes`."""
         self._pack_int8()
         self._drop_puts()
-        return pack_all(self._packable, self._float_products, sharers, progress)
+        return pack_all(list(self._packable.values()), self._float_products, sharers, progress)
 
     def pack_as(self, other: "WeightSlots") -> None:
         """Pack what the same layers of another one have packed."""
         self._pack_int8()
         self._drop_puts()
-        for layer, packed in zip(self._packable, other._packable, strict=True):
-            layer.pack_as(packed)
+        for name, layer in self._packable.items():
+            layer.pack_as(other._packable[name])
 
     def take_over(self, other: "WeightSlots") -> None:
-        """The weights of another one, which is made and packed alike, are copied into the memory of these."""
-        for layer, new in zip(self._layers, other._layers, strict=True):
-            layer.take_over(new)  # type: ignore[arg-type]
-        for tensor, new_tensor in zip(self._tensors, other._tensors, strict=True):
-            tensor.copy_(new_tensor)
+        """The weights that another one has, which is made and packed alike, are copied into the memory of these."""
+        for name, new in other._layers.items():
+            self._layers[name].take_over(new)  # type: ignore[arg-type]
+        for name, tensor in other._tensors.items():
+            self._tensors[name].copy_(tensor)
 
-    def fill_from(self, other: "WeightSlots", weights: Iterable[tuple[str, Stored]]) -> None:
-        """These weights of a checkpoint, and of all others what another one has. Raises ConfigError as `fill` does."""
-        given = dict(weights)
-        rest = self.slots.keys() - given.keys()
+    def require(self, weights: Iterable[tuple[str, Stored]]) -> None:
+        """Raises ConfigError when `fill` would refuse one of these for its name or shape."""
+        shapes = {name: slot.shape for name, slot in self.slots.items()} | self._elsewhere
+        shapes |= {name: slot.shape for name, (slot, _) in self._tied.items()}
+        unknown: list[str] = []
+        for name, stored in weights:
+            if name not in shapes:
+                unknown.append(name)
+            else:
+                _require_shape(name, stored, shapes[name])
+        _refuse_unknown(unknown)
+
+    def fill_from(self, other: "WeightSlots", weights: Iterable[tuple[str, Stored]], given: Set[str]) -> None:
+        """These weights of a checkpoint, and what shares their memory as another one has it. given: the names of all that come.
+        Raises ConfigError as `fill` does."""
+        rest = self.slots.keys() - given
         for name in rest:  # first: a copy of a tied weight is compared with that one
             self.slots[name].put(other.slots[name].read())
-        self.fill(given.items(), rest | self._elsewhere.keys())
+        self.fill(weights, rest | self._elsewhere.keys())
 
-    @property
-    def nbytes(self) -> int:
-        """How much memory another one like this takes while it is filled."""
-        return sum(slot.items for slot in self.slots.values()) * self._dtype.itemsize
+    def nbytes(self, only: Set[str] | None = None) -> int:
+        """How much memory at least these weights take in another one while it is filled. None: all."""
+        return sum(slot.items for name, slot in self.slots.items() if only is None or name in only) * self._dtype.itemsize
 
     def _pack_int8(self) -> None:
         while self._int8:
@@ -215,35 +249,46 @@ class WeightSlots:
 
     def rows(self, name: str, here: range, rows: int, outputs: int, inputs: int) -> Tensor:
         """Some rows of the weight of this name, [outputs, inputs] in the checkpoint, and zeros below them: [rows, inputs]."""
-        made = self.empty(rows, inputs)
+        made = self.empty(rows, inputs, names=(name,))
+        if made.is_meta:
+            self.expect_elsewhere(name, outputs, inputs)
+            return made
         made[len(here) :].zero_()
         place = made[: len(here)]
-        self._tensors.append(made)
+        self._tensors[name] = made
         self.slots[name] = Slot((outputs, inputs), place.copy_, place.clone, (_slice(here),))
         return made
 
-    def empty(self, *shape: int) -> Tensor:
-        return torch.empty(shape, dtype=self._dtype, device=self._device)
+    def empty(self, *shape: int, names: Iterable[str]) -> Tensor:
+        """names: the weights that will be in it."""
+        return torch.empty(shape, dtype=self._dtype, device=self._device if self._is_wanted(names) else "meta")
 
     def expect(self, name: str, place: Tensor) -> None:
         """The weight of this name goes to `place`, which may be a part of a larger tensor, and is converted to its dtype."""
-        self._tensors.append(place)
+        if not self._is_wanted((name,)):
+            self.expect_elsewhere(name, *place.shape)
+            return
+        self._tensors[name] = place
         self.slots[name] = Slot(tuple(place.shape), place.copy_, place.clone)
 
     def expect_elsewhere(self, name: str, *shape: int) -> None:
-        """The weight of this name is for other ranks: it must be there, and is not read."""
+        """The weight of this name is not to be read here: it is for other ranks, or not wanted."""
         self._elsewhere[name] = shape
+
+    def _is_wanted(self, names: Iterable[str]) -> bool:
+        return self._only is None or any(name in self._only for name in names)
 
     def tie(self, name: str, other: str, place: Tensor) -> None:
         """The checkpoint may have a weight of this name. If it does, it equals the weight `other`, whose part is in `place`."""
-        self._tied[name] = self.slots[other], place
+        if other in self.slots:
+            self._tied[name] = self.slots[other], place
 
     def fill_random(self, seed: int = 0) -> None:
         """Random weights, for measuring. They depend on the seed, the shapes and the kind of device, not on the number of ranks:
         each makes the whole of a weight of which it has a part. Norms are ones."""
         generator = torch.Generator(self._device)
         for name, slot in self.slots.items():
-            weight = self.empty(*slot.shape)
+            weight = self.empty(*slot.shape, names=(name,))
             if weight.ndim == 1 and name.endswith(".weight"):
                 weight.fill_(1.0)
             else:
@@ -263,19 +308,16 @@ class WeightSlots:
                 copies[name] = stored
             elif shape is None:
                 unknown.append(name)
-            elif tuple(stored.shape) != shape:
-                raise ConfigError(
-                    f"{name} has the shape {list(stored.shape)} in the checkpoint, but {list(shape)} by config.json"
-                )
-            elif name in self.slots:
-                slot = self.slots[name]
-                found = slot.put(stored[slot.cut])
-                if found.numel():
-                    ranges[name] = torch.stack(torch.aminmax(found))  # both are NaN if one item is
+            else:
+                _require_shape(name, stored, shape)
+                if name in self.slots:
+                    slot = self.slots[name]
+                    found = slot.put(stored[slot.cut])
+                    if found.numel():
+                        ranges[name] = torch.stack(torch.aminmax(found))  # both are NaN if one item is
         if lacking := missing.keys() - optional:
             raise ConfigError(f"the checkpoint lacks weights that its config.json asks for: {_listed(lacking)}")
-        if unknown:
-            raise ConfigError(f"the checkpoint has weights that its config.json does not ask for: {_listed(unknown)}")
+        _refuse_unknown(unknown)
         self._refuse_infinite(ranges)
         for name, stored in copies.items():
             slot, place = self._tied[name]
@@ -294,6 +336,16 @@ class WeightSlots:
             fix = "; float16 ends at 65504: give --dtype bfloat16" if self._dtype == torch.float16 else ""
             asked = str(self._dtype).removeprefix("torch.")
             raise ConfigError(f"the checkpoint has weights that are infinite or not numbers in {asked}: {_listed(bad)}{fix}")
+
+
+def _require_shape(name: str, stored: Stored, shape: tuple[int, ...]) -> None:
+    if tuple(stored.shape) != shape:
+        raise ConfigError(f"{name} has the shape {list(stored.shape)} in the checkpoint, but {list(shape)} by config.json")
+
+
+def _refuse_unknown(names: Sequence[str]) -> None:
+    if names:
+        raise ConfigError(f"the checkpoint has weights that its config.json does not ask for: {_listed(names)}")
 
 
 def _refuse_put(weight: Tensor) -> Tensor:

@@ -25,7 +25,7 @@ from common.messages.adapters import AdapterEntry
 from common.options import parse_bytes
 from common.text.embedding import EmbeddingMode
 from router.adapters import FleetAdapters
-from router.api import adapters, server_info, vllm, weights
+from router.api import adapters, server_info, vllm, weight_groups, weights
 from router.api.admission import CLIENT_CLOSED, Admission, Doorkeeper, visit_of
 from router.api.answers import Accepted, AnswerShape, OpenAIBody
 from router.api.bodies import unless_left
@@ -87,6 +87,7 @@ class Api:
         self.weights = weights.WeightsApi(gateway)
         self.vllm = vllm.VllmApi(gateway)
         self.server_info = server_info.ServerInfoApi(gateway, model)
+        self.groups = weight_groups.WeightGroupsApi(gateway)
         self.adapters = adapters.AdaptersApi(gateway, model)
         self.timelines = TimelineApi(gateway)
         self._gateway = gateway
@@ -268,12 +269,7 @@ def _routes(api: Api) -> tuple[_Route, ...]:
         ("GET", "/health", api.health, check_route("Health", "The router and its detokenizer are alive.")),
         ("GET", "/ready", api.ready, READY),
         ("GET", "/health_generate", api.ready, READY),
-        (
-            "GET",
-            "/metrics",
-            api.metrics,
-            Described("Operations", "Metrics", "Prometheus' text format.", media_types=("text/plain",)),
-        ),
+        ("GET", "/metrics", api.metrics, METRICS),
         ("GET", f"{REQUESTS_PREFIX}/{{name:path}}", api.timelines.read, READ_TIMELINE),
         ("GET", "/cluster", api.cluster, Described("Operations", "The fleet", "The fleet as it is now.")),
         ("POST", "/cluster/{instance}/drain", api.drain, DRAIN),
@@ -281,6 +277,11 @@ def _routes(api: Api) -> tuple[_Route, ...]:
         ("GET", "/flush_cache", api.flush_cache, FLUSH),
         ("POST", "/update_weights_from_disk", api.weights.from_disk, weights.FROM_DISK),
         ("POST", "/update_weights_from_tensor", api.weights.from_tensor, weights.FROM_TENSOR),
+        ("POST", "/init_weights_update_group", api.groups.join, weight_groups.JOIN),
+        ("POST", "/update_weights_from_distributed", api.groups.update, weight_groups.UPDATE),
+        ("POST", "/destroy_weights_update_group", api.groups.leave, weight_groups.LEAVE),
+        ("POST", "/get_weights_by_name", api.groups.read, weight_groups.READ),
+        ("GET", "/get_weights_by_name", api.groups.read, weight_groups.READ),
         ("POST", "/update_weight_version", api.weights.rename, weights.RENAME),
         ("POST", "/pause_generation", api.weights.pause, weights.PAUSE),
         ("POST", "/continue_generation", api.weights.go_on, weights.CONTINUE),

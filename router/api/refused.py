@@ -17,7 +17,7 @@ KEEPS_MEMORY = (
 )
 _TRANSFER = (
     "vLLM's own groups (StatelessProcessGroup with PyNccl, or CUDA's handles) are not joined: use POST "
-    "/update_weights_from_disk, or POST /update_weights_from_tensor with shared_memory"
+    "/init_weights_update_group, which joins groups of torch.distributed, or POST /update_weights_from_disk"
 )
 _HANDLES = "pickles and handles of devices are not read, because they can make the reader do anything: "
 REFUSED = {

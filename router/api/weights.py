@@ -19,10 +19,10 @@ from router.api.description import Described, call_route
 from router.api.fields import Unsupported, read_fields
 from router.api.sending import json_response
 from router.core import Gateway, PauseMode
-from router.weights import UpdateMode
+from router.weights import Updated, UpdateMode
 
 Version = Annotated[WeightVersion | None, Meta(description="What to call the weights from now on; without it: their digest.")]
-_UPDATE = {
+UPDATE_FIELDS = {
     "load_format": ("auto", "safetensors"),
     "is_async": (False,),
     "torch_empty_cache": (True, False),
@@ -50,6 +50,10 @@ class UpdateFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         Meta(description="With mode=finish: how long requests may take; without it: as long as any."),
     ] = None
     keep_pause: Annotated[bool, Meta(description="Stay paused afterwards, until POST /continue_generation.")] = False
+
+    @property
+    def update_mode(self) -> UpdateMode:
+        return "abort" if self.abort_all_requests else self.mode or "recompute"
 
 
 class DiskFields(UpdateFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -143,7 +147,7 @@ INFO_SGLANG = Described("SGLang", "The weights", "What the fleet computes with."
 
 def read_disk(body: bytes, context_tokens: int | None = None) -> DiskFields:
     """Raises BadRequest."""
-    return _checked(read_fields(object_in(body), DiskFields, Unsupported(_UPDATE)))
+    return checked(read_fields(object_in(body), DiskFields, Unsupported(UPDATE_FIELDS)))
 
 
 def read_tensor(body: bytes, context_tokens: int | None = None) -> TensorFields:
@@ -154,10 +158,11 @@ def read_tensor(body: bytes, context_tokens: int | None = None) -> TensorFields:
         raise BadRequest(
             f"{pickles} holds pickles, which can do anything to who reads them: {fix}", pickles, "unsupported_parameter"
         )
-    return _checked(read_fields(raw, TensorFields, Unsupported({**_UPDATE, pickles: ([],)})))
+    return checked(read_fields(raw, TensorFields, Unsupported({**UPDATE_FIELDS, pickles: ([],)})))
 
 
-def _checked(fields: F) -> F:
+def checked(fields: F) -> F:
+    """Raises BadRequest when fields contradict each other."""
     if fields.abort_all_requests and fields.mode not in (None, "abort"):
         raise BadRequest(f"abort_all_requests and mode={fields.mode}: send one of them", field="mode")
     if fields.finish_s is not None and fields.mode != "finish":
@@ -195,21 +200,11 @@ class WeightsApi:
         return await self._update(WeightsInMemory(segments=tuple(asked.shared_memory)), asked)
 
     async def _update(self, source: WeightsOnDisk | WeightsInMemory, asked: UpdateFields) -> Response:
-        mode: UpdateMode = "abort" if asked.abort_all_requests else asked.mode or "recompute"
         open_requests = len(self._gateway.core.requests)
         done = await self._gateway.update_weights(
-            source, mode, asked.weight_version or "", asked.finish_s, keeps_pause=asked.keep_pause
+            source, asked.update_mode, asked.weight_version or "", asked.finish_s, keeps_pause=asked.keep_pause
         )
-        return json_response(
-            UpdateAnswer(
-                message=f"{done.instances} instances compute with {done.version}",
-                weight_version=done.version,
-                weights=done.weights,
-                instances=done.instances,
-                paused_s=round(done.held_s, 6),
-                num_paused_requests=open_requests,
-            )
-        )
+        return update_answer(done, open_requests)
 
     async def rename(self, request: Request) -> Response:
         """Give the present weights another name. They stay as they are."""
@@ -242,3 +237,17 @@ class WeightsApi:
                 paused=weights.is_paused,
             )
         )
+
+
+def update_answer(done: Updated, open_requests: int) -> Response:
+    """open_requests: those that were open when it began."""
+    return json_response(
+        UpdateAnswer(
+            message=f"{done.instances} instances compute with {done.version}",
+            weight_version=done.version,
+            weights=done.weights,
+            instances=done.instances,
+            paused_s=round(done.held_s, 6),
+            num_paused_requests=open_requests,
+        )
+    )

@@ -22,7 +22,7 @@ from common.executor import EngineDescription, Logprobs, RowStart, StepPlan, Ste
 from common.ids import Digest, Int32Array, Int64Array
 from common.messages import ModelIdentity, TokenLogprob
 from common.messages.tasks import ReadAdapter, Task
-from common.messages.weights import WeightsInMemory, WeightsOnDisk, WeightsSource
+from common.messages.weights import WeightsFromGroup, WeightsInMemory, WeightsOnDisk, WeightsSource
 from common.pages.host_memory import digest
 from common.pages.layout import KVLayout, MemoryRegion, heads_of
 from common.sampling_params import Grammar, SamplingParams
@@ -91,7 +91,13 @@ class ToyStaging:
     with "bad" cannot be used."""
 
     def __init__(self, source: WeightsSource | ReadAdapter, ends_s: float | None, clock: Callable[[], float]) -> None:
-        self.name = "+".join(source.segments) if isinstance(source, WeightsInMemory) else source.folder
+        match source:
+            case WeightsInMemory(segments=segments):
+                self.name = "+".join(segments)
+            case WeightsFromGroup(bucket=bucket):
+                self.name = bucket
+            case _:
+                self.name = source.folder
         self.ends_s, self._clock = ends_s, clock
 
     def poll(self) -> Digest | None:

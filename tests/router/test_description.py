@@ -16,6 +16,7 @@ from router.api.responses import ResponseFields
 from router.api.routes import DetokenizeFields, TokenizeFields
 from router.api.sglang import AbortFields, GenerateFields
 from router.api.vllm import AbortManyFields
+from router.api.weight_groups import DestroyGroupFields, GroupBucketFields, InitGroupFields, ReadWeightFields
 from router.api.weights import ContinueFields, DiskFields, PauseFields, TensorFields, VersionFields
 from tests.router.calls import get
 from tests.router.fakes import Site
@@ -57,6 +58,10 @@ BODIES = {
     "/abort_request": AbortFields,
     "/update_weights_from_disk": DiskFields,
     "/update_weights_from_tensor": TensorFields,
+    "/init_weights_update_group": InitGroupFields,
+    "/update_weights_from_distributed": GroupBucketFields,
+    "/destroy_weights_update_group": DestroyGroupFields,
+    "/get_weights_by_name": ReadWeightFields,
     "/update_weight_version": VersionFields,
     "/pause_generation": PauseFields,
     "/continue_generation": ContinueFields,

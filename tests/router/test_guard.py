@@ -39,7 +39,17 @@ NO_KEY_NEEDED = {"/health", "/health_generate", "/ready", "/metrics"}
 CONTROLLED = (
     *("/cluster", "/flush_cache", "/reset_prefix_cache", "/pause", "/continue_", "/resume", "/is_"),
     *("/sleep", "/wake_up"),
-    *("/update_weight", "/weight_", "/get_weight_", "/load_lora", "/unload_lora", "/v1/load_lora", "/v1/unload_lora"),
+    *(
+        "/update_weight",
+        "/weight_",
+        "/get_weight",
+        "/init_weights_",
+        "/destroy_weights_",
+        "/load_lora",
+        "/unload_lora",
+        "/v1/load_lora",
+        "/v1/unload_lora",
+    ),
 )
 
 

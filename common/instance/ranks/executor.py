@@ -113,14 +113,13 @@ class RankedWork:
     def poll(self) -> str | None:
         if self._result is None:
             self._result = self._own.poll()
-        if self._result is None:
-            return None
-        for follower in self._followers:
-            done = follower.done.get(self._number)
-            if done is None:
-                return None
-            if done.refused is not None:
+        all_done = [(follower, follower.done.get(self._number)) for follower in self._followers]
+        for _, done in all_done:
+            if done is not None and done.refused is not None:  # at once: others may wait for it
                 _refuse(done.refused)
+        for follower, done in all_done:
+            if done is None or self._result is None:
+                return None
             if done.result != self._result:
                 differs = f"{self._what}: {follower.line.who} has {done.result}, rank 0 {self._result}"
                 raise BadRequest(f"{differs}: give all hosts the same files")

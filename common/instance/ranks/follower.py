@@ -51,7 +51,7 @@ from common.messages.ranks import (
 )
 from common.messages.tasks import Task
 from common.messages.transfers import PackedPush
-from common.messages.weights import WeightsInMemory, WeightsOnDisk, WeightsSource
+from common.messages.weights import WeightsSource
 from common.sampling_params import Grammar
 
 HELLO_S = 1.0
@@ -243,7 +243,7 @@ class FollowerLoop:
 
     def _perform(self, work: int, task: WeightsSource | Task) -> None:
         try:
-            if isinstance(task, WeightsOnDisk | WeightsInMemory):
+            if isinstance(task, WeightsSource):
                 self._working[work] = self._executor.stage(task)
             else:
                 self._working[work] = self._executor.perform(task)
