@@ -1,0 +1,429 @@
+"""Rows with LoRA adapters: their answers are those of models whose weights have the adapter in them, in batches of any mix."""
+
+import json
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from common.config import EngineConfig
+from common.errors import ConfigError, Unavailable
+from common.executor import Chunk, RowStart, StepPlan, StepResult
+from common.ids import Digest
+from engine import model_runner
+from engine.backends import ChosenAttention
+from engine.lora.adapter_files import read_adapter
+from engine.lora.adapter_slots import AdapterSlots
+from engine.model_runner import ModelRunner
+from engine.replay import Recording
+from tests.engine.checkpoints import VOCAB, llama, mixtral, qwen2, qwen3, saved
+from tests.engine.driver import Driver
+from tests.engine.exact import GREEDY, Answer, answers, assert_exact, heard_answers, recorded_logits, reference_logits, runner
+from tests.engine.graph_recorder import RecordedGraphs
+from tests.engine.lora_folders import ATTENTION, Lora
+from tests.engine.packed import CAN_RECORD, pack_everything
+from tests.engine.padded_attention import CapturablePaged
+from tests.engine.ranks import least_of, on_ranks, runner_of
+
+NONE = Digest("")
+PROMPTS = [np.random.default_rng(at).integers(3, VOCAB, length).astype(np.int32) for at, length in enumerate((1, 50, 17, 33, 6))]
+LORAS = (
+    Lora(1),
+    Lora(2, rank=16, alpha=8, is_rslora=True, dtype=torch.bfloat16),
+    Lora(3, rank=4, ranks={"q_proj": 9, r"layers\.1\.mlp\.up_proj": 2}, alphas={"down_proj": 3.0}, dtype=torch.float16),
+    Lora(4, rank=20, modules=("k_proj", "o_proj", "gate_proj")),
+)
+MODELS: dict[str, Callable[[], PreTrainedModel]] = {
+    "llama with biases": lambda: llama(attention_bias=True, mlp_bias=True),
+    "qwen2": qwen2,
+    "qwen3": qwen3,
+}
+
+
+@pytest.fixture(params=["plain", pytest.param("packed", marks=pytest.mark.skipif(not CAN_RECORD, reason="no C compiler"))])
+def is_packed(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Whether every layer's weights are packed for the product in C."""
+    if request.param == "packed":
+        pack_everything(monkeypatch)
+    return bool(request.param == "packed")
+
+
+def adapted(model: PreTrainedModel, path: Path, loras: Sequence[Lora], **changes: object) -> tuple[ModelRunner, list[Digest]]:
+    """A runner of the model, and the digests of its adapters."""
+    fields: dict[str, object] = {"max_loaded_loras": len(loras), "max_lora_rank": 32, "dtype": "float32"}
+    made = runner(saved(model, path / "model"), **(fields | changes))
+    return made, [made.load_adapter(lora.saved(model, path / str(lora.seed))) for lora in loras]
+
+
+def assert_merged(model: PreTrainedModel, loras: Sequence[Lora | None], given: Sequence[Answer]) -> None:
+    """Each answer is that of the model with its adapter, and not of the model alone."""
+    for lora, answer in zip(loras, given, strict=True):
+        assert_exact(model if lora is None else lora.merged(model), [answer])
+        if lora is not None:
+            alone = reference_logits(model, answer)
+            assert (torch.stack(answer.logits) - alone).abs().max() > 0.1 * alone.abs().max()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_batch_of_several_adapters_and_none_answers_as_the_merged_models(tmp_path: Path, name: str, is_packed: bool) -> None:
+    """In chunks beside decode rows, and in decode steps of any mix."""
+    model = MODELS[name]()
+    made, digests = adapted(model, tmp_path, LORAS[:3])
+    given = answers(made, PROMPTS, 5, 20, [digests[0], NONE, digests[1], digests[0], digests[2]])
+    assert_merged(model, [LORAS[0], None, LORAS[1], LORAS[0], LORAS[2]], given)
+
+
+def test_adapters_of_some_layers_and_of_attention_beside_experts_are_computed(tmp_path: Path) -> None:
+    model = mixtral(num_hidden_layers=2)
+    lora = Lora(7, modules=ATTENTION)
+    made, (digest,) = adapted(model, tmp_path / "experts", [lora])
+    assert_merged(model, [lora, None], answers(made, PROMPTS[:2], 3, 20, [digest, NONE]))
+    dense = llama()
+    made, (digest,) = adapted(dense, tmp_path / "some", [LORAS[3]])
+    assert_merged(dense, [LORAS[3]], answers(made, PROMPTS[1:2], 3, 20, [digest]))
+
+
+def test_embeddings_of_all_tokens_and_log_probabilities_of_prompts_come_from_the_adapted_model(tmp_path: Path) -> None:
+    """The last layer then computes all tokens of a chunk, and not the sampled ones alone."""
+    model = qwen3()
+    made, (digest,) = adapted(model, tmp_path, LORAS[:1])
+    prompt, pages = PROMPTS[1], np.arange(8, dtype=np.int32)
+    start = RowStart(0, pages, replace(GREEDY, pooling="mean"), token_ids=prompt, adapter=digest)
+    result = made.run(StepPlan(0, starts=(start,), chunks=(Chunk(0, 0, prompt, last=True),)))
+    with torch.inference_mode():
+        hidden = LORAS[0].merged(model).model(torch.from_numpy(prompt.astype(np.int64))[None]).last_hidden_state[0]
+    found = np.frombuffer(result.embeddings[0], dtype="<f4")
+    assert np.allclose(found, hidden.mean(0).numpy(), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.skipif(not CAN_RECORD, reason="there is no C compiler")
+def test_steps_without_adapters_are_replayed_and_bit_by_bit_those_of_an_instance_without_slots(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pack_everything(monkeypatch)
+    model, replays, original = qwen3(num_hidden_layers=2), list[int](), Recording.run
+
+    def counted(self: Recording, *args: Any) -> tuple[Tensor, ...]:
+        replays.append(1)
+        return original(self, *args)
+
+    monkeypatch.setattr(Recording, "run", counted)
+    made, (digest,) = adapted(model, tmp_path, LORAS[:1], graphs="on", max_running=4)
+    plain = runner(tmp_path / "model", graphs="on", max_running=4, dtype="float32")
+    given, expected = (answers(each, PROMPTS[:3], 6, 60) for each in (made, plain))
+    assert len(replays) == 2 * 5
+    for one, other in zip(given, expected, strict=True):
+        assert one.tokens == other.tokens and all(map(torch.equal, one.logits, other.logits))
+    assert_merged(model, [LORAS[0], None, None], answers(made, PROMPTS[:3], 6, 60, [digest, NONE, NONE]))
+    assert len(replays) == 2 * 5, "a row with an adapter, so none of its steps is a replay"
+
+
+def test_int8_layers_get_the_deltas_in_float(tmp_path: Path) -> None:
+    """The logits differ from the exact ones no more than without adapters."""
+    model = llama(hidden_size=128, intermediate_size=256, num_attention_heads=8, num_hidden_layers=2)
+    made, (digest,) = adapted(model, tmp_path, LORAS[:1], quantization="int8")
+
+    def error(reference: PreTrainedModel, adapter: Digest) -> float:
+        (answer,) = answers(made, PROMPTS[1:2], 4, 20, [adapter])
+        exact = reference_logits(reference, answer)
+        return float(((torch.stack(answer.logits) - exact).norm() / exact.norm()).item())
+
+    alone, with_adapter = error(model, NONE), error(LORAS[0].merged(model), digest)
+    assert 0 < with_adapter < 2 * alone < 0.2
+    assert error(model, digest) > 5 * with_adapter
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: llama(num_attention_heads=6, num_key_value_heads=2), lambda: qwen3(num_key_value_heads=1)]
+)
+def test_two_ranks_answer_as_the_merged_model(tmp_path: Path, make: Callable[[], PreTrainedModel]) -> None:
+    model, agree, loras = make(), least_of(2), [LORAS[0], None, LORAS[2]]
+    path = saved(model, tmp_path / "model")
+    folders = [lora.saved(model, tmp_path / str(lora.seed)) for lora in (LORAS[0], LORAS[2])]
+    heard: dict[int, list[Tensor]] = {}
+
+    def run(group: Any) -> list[Answer]:
+        heard[threading.get_ident()] = []
+        made = runner_of(path, group, agree, max_loaded_loras=2, dtype="float32")
+        first, second = (made.load_adapter(folder) for folder in folders)
+        return heard_answers(made, PROMPTS[:3], 4, 24, heard[threading.get_ident()], [first, NONE, second])
+
+    with recorded_logits(lambda: heard[threading.get_ident()]):
+        for given in on_ranks(2, run):
+            assert_merged(model, loras, given)
+
+
+def test_a_graph_computes_the_adapters_of_any_later_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Captured once for each size, with adapters and without: it reads which rows have which from tensors that stay."""
+    model, captured = qwen3(num_hidden_layers=2), list[int]()
+
+    def attention(needs: Any, asked: str, kernels: Any, progress: Any) -> ChosenAttention:
+        made = CapturablePaged(needs.memory, needs.query_heads, needs.layers, needs.dtype)
+        return ChosenAttention("torch", made)
+
+    class Graphs(RecordedGraphs):
+        def capture(self, run: Callable[[], None]) -> Callable[[], None]:
+            captured.append(0)
+            at, replay = len(captured) - 1, super().capture(run)
+
+            def counted() -> None:
+                captured[at] += 1
+                replay()
+
+            return counted
+
+    monkeypatch.setattr(model_runner, "make_attention", attention)
+    monkeypatch.setattr(model_runner, "make_kernels", lambda device: model_runner_kernels())
+    monkeypatch.setattr(ModelRunner, "_graph_maker", lambda self: Graphs())
+    loras = LORAS[:3]
+    made, digests = adapted(model, tmp_path, loras, max_running=8, graph_sizes="2,8")
+    assert len(captured) == 4
+    for order in ([0, None, 1, 2, 0], [None, None, 2], [1], [None, None]):
+        given = answers(made, PROMPTS[: len(order)], 4, 60, [NONE if at is None else digests[at] for at in order])
+        assert_merged(model, [None if at is None else loras[at] for at in order], given)
+    assert all(captured)
+
+
+def model_runner_kernels() -> Any:
+    """torch's own, because recorded graphs see its operations alone."""
+    from engine.torch_kernels import Kernels
+
+    return Kernels()
+
+
+# --- loading while rows run ----------------------------------------------------------------------------------------------------
+
+
+def test_a_slot_is_given_to_another_adapter_while_rows_of_others_run(tmp_path: Path) -> None:
+    """Of rank 20 first and of rank 4 behind it: nothing of the first one is left in the slot."""
+    model = llama(num_hidden_layers=2)
+    made, (kept, first) = adapted(model, tmp_path, [LORAS[0], LORAS[3]])
+    folders = {lora.seed: lora.saved(model, tmp_path / f"again {lora.seed}") for lora in LORAS}
+    with pytest.raises(Unavailable, match="all 2 places .* --max-loaded-loras"):
+        made.load_adapter(folders[LORAS[2].seed])
+    assert made.load_adapter(folders[LORAS[0].seed]) == kept, "it is loaded already"
+    steps, second = [0], list[Digest]()
+
+    def run(plan: StepPlan) -> StepResult:
+        steps[0] += 1
+        if steps[0] == 4:
+            made.unload_adapter(first)
+            made.unload_adapter(first)
+            loader = threading.Thread(target=lambda: second.append(made.load_adapter(folders[LORAS[2].seed])))
+            loader.start()
+            loader.join(60)
+        return made.run(plan)
+
+    given = Answer(PROMPTS[1])
+    with recorded_logits() as calls:
+        given.tokens = Driver(run, made.description, adapters=[kept]).answers([PROMPTS[1]], 8, GREEDY, 20)[0]
+    given.logits = [logits[0] for logits in calls[-8:]]
+    assert_merged(model, [LORAS[0]], [given])
+    assert_merged(model, [LORAS[2], LORAS[0]], answers(made, PROMPTS[1:3], 4, 20, [second[0], kept]))
+
+
+def test_only_rows_whose_adapter_is_not_here_fail(tmp_path: Path) -> None:
+    """One that was never loaded, and one that is unloaded while its row runs, whose slot another adapter has then."""
+    model = llama(num_hidden_layers=2)
+    made, (lost,) = adapted(model, tmp_path, [LORAS[0]])
+    pages = np.arange(9, dtype=np.int32).reshape(3, 3)
+    starts = [RowStart(row, pages[row], GREEDY, adapter=each) for row, each in enumerate((NONE, lost, Digest("no such one")))]
+    chunks = tuple(Chunk(row, 0, PROMPTS[2], last=True) for row in range(3))
+    first = made.run(StepPlan(0, starts=tuple(starts), chunks=chunks))
+    assert list(first.failed) == [2] and isinstance(first.failed[2], Unavailable) and "no such one" in str(first.failed[2])
+    made.unload_adapter(lost)
+    made.load_adapter(LORAS[1].saved(model, tmp_path / "other"))
+    second = made.run(StepPlan(1, decode_rows=np.array([0, 1], dtype=np.int32)))
+    assert list(second.failed) == [1] and lost in str(second.failed[1])
+    assert_exact_tokens(model, PROMPTS[2], [int(first.tokens[0]), int(second.tokens[0])])
+    plain = runner(tmp_path / "model")
+    assert list(plain.run(StepPlan(0, starts=tuple(starts), chunks=chunks)).failed) == [1, 2]
+    with pytest.raises(ConfigError, match="without --max-loaded-loras"):
+        plain.load_adapter(tmp_path / "other")
+
+
+def assert_exact_tokens(model: PreTrainedModel, prompt: Any, tokens: list[int]) -> None:
+    assert reference_logits(model, Answer(prompt, tokens)).argmax(-1).tolist() == tokens
+
+
+def test_a_slot_is_not_written_while_a_step_computes_with_it(tmp_path: Path) -> None:
+    model = llama(num_hidden_layers=1)
+    made, (first,) = adapted(model, tmp_path, [LORAS[0]])
+    slots = made._adapters
+    at, epoch = slots.find(first)
+    other, done = LORAS[1].saved(model, tmp_path / "other"), threading.Event()
+
+    def load() -> None:
+        made.load_adapter(other)
+        done.set()
+
+    with slots.in_use(np.array([at]), np.array([epoch])) as there:
+        assert there.tolist() == [at]
+        made.unload_adapter(first)
+        loader = threading.Thread(target=load)
+        loader.start()
+        assert not done.wait(0.2)
+    assert done.wait(60)
+    loader.join()
+    with slots.in_use(np.array([at]), np.array([epoch])) as there:
+        assert there.tolist() == [-2], "a row of the first adapter has lost it"
+
+
+def test_adapters_are_loaded_at_the_start_by_their_names(tmp_path: Path) -> None:
+    model = qwen2(num_hidden_layers=1)
+    folders = [lora.saved(model, tmp_path / str(lora.seed)) for lora in LORAS[:2]]
+    asked = f"one={folders[0]},two={folders[1]}"
+    made = runner(saved(model, tmp_path / "model"), lora=asked, max_loaded_loras=3, dtype="float32")
+    assert list(made.adapters) == ["one", "two"] and len(set(made.adapters.values())) == 2
+    assert_merged(model, [LORAS[1]], answers(made, PROMPTS[1:2], 3, 20, [made.adapters["two"]]))
+
+
+def test_a_digest_is_of_the_bytes_and_of_the_scaling_alone(tmp_path: Path) -> None:
+    model = qwen2(num_hidden_layers=1)
+    made, (digest,) = adapted(model, tmp_path, [LORAS[0]], max_loaded_loras=8)
+    assert len(digest) == 32
+    assert made.load_adapter(LORAS[0].saved(model, tmp_path / "copy", revision="main", lora_dropout=0.0)) == digest
+    others = [replace(LORAS[0], alpha=17.0), replace(LORAS[0], seed=9), replace(LORAS[0], dtype=torch.float16)]
+    found = {made.load_adapter(other.saved(model, tmp_path / f"other {at}")) for at, other in enumerate(others)}
+    assert len(found | {digest}) == 4
+
+
+# --- refusals ------------------------------------------------------------------------------------------------------------------
+
+FIELDS: dict[str, tuple[object, str]] = {
+    "use_dora": (True, "use_dora must be left out: .*DoRA"),
+    "bias": ("lora_only", "bias must be none: .*merge"),
+    "modules_to_save": (["lm_head"], "modules_to_save must be left out: merge"),
+    "peft_type": ("IA3", "peft_type must be LORA; it is IA3"),
+    "r": (33, "r is 33, and --max-lora-rank 32: give more"),
+    "rank_pattern": ({"q_proj": 300}, "rank_pattern is 300, .*the most is 256"),
+    "alpha_pattern": ({"(": 1.0}, "alpha_pattern must be an object .*regular"),
+    "lora_alpha": ("high", "lora_alpha must be a number"),
+    "use_rslora": ("yes", "use_rslora must be true or false"),
+    "target_modules": (["q_proj", "lm_head"], "target_modules must be among .*: lm_head is none"),
+    "layers_to_transform": ("all", "layers_to_transform must be a list"),
+    "init_lora_weights": ("pissa_niter_4", "init_lora_weights must be .*base weights"),
+    "target_parameters": (["experts.gate_up_proj"], "target_parameters must be left out: .*experts"),
+    "layer_replication": ([[0, 2]], "layer_replication must be left out"),
+    "exclude_modules": (["q_proj"], "exclude_modules must be left out"),
+    "lora_bias": (True, "lora_bias must be left out"),
+}
+
+
+@pytest.fixture(scope="module")
+def loading(tmp_path_factory: pytest.TempPathFactory) -> tuple[PreTrainedModel, AdapterSlots]:
+    """The slots of a small model."""
+    model = llama(num_hidden_layers=2)
+    made, _ = adapted(model, tmp_path_factory.mktemp("refused"), [], max_loaded_loras=1)
+    return model, made._adapters
+
+
+@pytest.mark.parametrize("field", FIELDS)
+def test_an_adapter_that_cannot_be_computed_is_refused_by_its_field(
+    tmp_path: Path, loading: tuple[PreTrainedModel, AdapterSlots], field: str
+) -> None:
+    model, slots = loading
+    value, message = FIELDS[field]
+    path = LORAS[0].saved(model, tmp_path, **{field: value})
+    with pytest.raises(ConfigError, match=rf"adapter_config\.json: {message}"):
+        read_adapter(path, slots.targets, 32)
+
+
+def rename(old: str, new: str) -> Callable[[dict[str, Tensor]], object]:
+    return lambda tensors: tensors.update({name.replace(old, new): tensors.pop(name) for name in list(tensors)})
+
+
+Q = "base_model.model.model.layers.1.self_attn.q_proj.lora_A.weight"
+TENSORS: dict[str, tuple[Callable[[dict[str, Tensor]], object], str]] = {
+    "missing": (lambda tensors: tensors.pop(Q), rf"lacks {Q}, which target_modules"),
+    "unknown": (rename("layers.1.self_attn.v", "layers.2.self_attn.v"), "unknown tensor .*layers.2.*no such linear layer"),
+    "not named": (rename("q_proj", "k_proj"), "lacks .*q_proj"),
+    "expert": (rename("mlp.gate_proj", "mlp.experts.0.gate_proj"), "unknown tensor .*: experts cannot have adapters"),
+    "head": (
+        rename("model.layers.1.self_attn.q_proj", "lm_head"),
+        "unknown tensor .*lm_head.*: the embedding and the output head",
+    ),
+    "other base": (lambda tensors: tensors.update({Q: tensors[Q][:, :-1].contiguous()}), r"has the shape \[8, 95\], .*\[8, 96\]"),
+    "rank": (lambda tensors: tensors.update({Q: tensors[Q][:-1].contiguous()}), r"has the shape \[7, 96\]"),
+    "infinite": (lambda tensors: tensors[Q].fill_(torch.inf), "is infinite or not a number"),
+    "whole numbers": (lambda tensors: tensors.update({Q: tensors[Q].int()}), "is of torch.int32"),
+}
+
+
+@pytest.mark.parametrize("what", TENSORS)
+def test_tensors_that_are_not_the_adapters_are_refused_by_their_names(
+    tmp_path: Path, loading: tuple[PreTrainedModel, AdapterSlots], what: str
+) -> None:
+    model, slots = loading
+    change, message = TENSORS[what]
+    path = LORAS[0].saved(model, tmp_path)
+    tensors = load_file(path / "adapter_model.safetensors")
+    change(tensors)
+    save_file(tensors, path / "adapter_model.safetensors")
+    with pytest.raises(ConfigError, match=message):
+        read_adapter(path, slots.targets, 32)
+
+
+def test_all_linear_and_some_layers_name_the_modules_that_must_be_there(
+    tmp_path: Path, loading: tuple[PreTrainedModel, AdapterSlots]
+) -> None:
+    model, slots = loading
+    path = LORAS[0].saved(model, tmp_path, target_modules="all-linear")
+    assert set(read_adapter(path, slots.targets, 32).factors) == set(slots.targets)
+    path = LORAS[0].saved(model, tmp_path, layers_to_transform=[1])
+    with pytest.raises(ConfigError, match=r"unknown tensor .*layers\.0.*: target_modules .* does not name it"):
+        read_adapter(path, slots.targets, 32)
+    tensors = {name: tensor for name, tensor in load_file(path / "adapter_model.safetensors").items() if ".layers.1." in name}
+    save_file(tensors, path / "adapter_model.safetensors")
+    assert len(read_adapter(path, slots.targets, 32).factors) == len(slots.targets) // 2
+
+
+def test_folders_that_hold_no_adapter_say_what_they_lack(tmp_path: Path, loading: tuple[PreTrainedModel, AdapterSlots]) -> None:
+    model, slots = loading
+    with pytest.raises(ConfigError, match=r"has no adapter_config\.json"):
+        read_adapter(tmp_path, slots.targets, 32)
+    path = LORAS[0].saved(model, tmp_path)
+    (path / "adapter_model.safetensors").rename(path / "adapter_model.bin")
+    with pytest.raises(ConfigError, match=r"has no adapter_model\.safetensors, and other files are not read"):
+        read_adapter(path, slots.targets, 32)
+    (path / "adapter_model.safetensors").write_bytes(b"\x08" + 20 * b"\x00")
+    with pytest.raises(ConfigError, match="not a safetensors file"):
+        read_adapter(path, slots.targets, 32)
+    (path / "adapter_config.json").write_text(json.dumps([]))
+    with pytest.raises(ConfigError, match=r"adapter_config\.json"):
+        read_adapter(path, slots.targets, 32)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"lora": "a=b"}, "--lora has no effect without --max-loaded-loras"),
+        ({"max_lora_rank": 8}, "--max-lora-rank has no effect without"),
+        ({"max_loaded_loras": 1, "max_lora_rank": 257}, "--max-lora-rank must be between 1 and 256"),
+        ({"max_loaded_loras": 1, "lora": "a"}, "--lora must be name=folder pairs"),
+        ({"max_loaded_loras": 3, "lora": "a=b,a=c"}, "--lora must be name=folder pairs .* each name once"),
+        ({"max_loaded_loras": 1, "lora": "a=b,c=d"}, "--lora must be at most --max-loaded-loras 1"),
+        ({"max_loaded_loras": 1, "quantization": "fp8"}, "--quantization must be none or int8 with --max-loaded-loras"),
+        ({"max_loaded_loras": 1, "executor": "timed"}, "--max-loaded-loras has no effect with --executor timed"),
+    ],
+)
+def test_options_that_do_not_fit_each_other_are_refused(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        EngineConfig(**fields)
+
+
+def test_a_model_of_transformers_implementation_cannot_have_adapters() -> None:
+    slots, shape = AdapterSlots(1, 8), SimpleNamespace(architecture="Gemma3ForCausalLM")
+    attach: Any = partial(slots.attach, dtype=torch.float32, device=torch.device("cpu"))
+    with pytest.raises(ConfigError, match="--max-loaded-loras is not supported for Gemma3ForCausalLM"):
+        attach(object(), shape, object())
