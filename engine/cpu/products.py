@@ -173,10 +173,11 @@ class NativeProduct:
     def ungated(self, x: Tensor, packed: Packed) -> Tensor:
         if not packed.gated:
             return self(x, packed)
+        rows, blocks = x.shape[0], packed.weight.shape[0]
         unit = self._block // 2  # a block has so many gates, and then what they gate
-        out = self._computed(x, packed, len(packed.weight) * self._block, gated=False)
-        halves = out.view(len(x), -1, 2, unit).transpose(1, 2).reshape(len(x), 2, -1)
-        return halves[..., : packed.outputs].reshape(len(x), -1)
+        out = self._computed(x, packed, blocks * self._block, gated=False)
+        halves = out.view(rows, blocks, 2, unit).transpose(1, 2).reshape(rows, 2, blocks * unit)
+        return halves[..., : packed.outputs].reshape(rows, 2 * packed.outputs)
 
     def _computed(self, x: Tensor, packed: Packed, outputs: int, gated: bool) -> Tensor:
         if x.stride(1) != 1:

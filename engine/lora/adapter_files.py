@@ -121,9 +121,9 @@ class _AdapterConfig:
         self._values = read_json(self.file)
         self._rank = self._whole("r", self._values.get("r", 8))
         self._alpha = self._number("lora_alpha", self._values.get("lora_alpha", 8))
-        self._ranks, self._alphas = self._pattern("rank_pattern"), self._pattern("alpha_pattern")
-        self._ranks = {key: self._whole("rank_pattern", value) for key, value in self._ranks.items()}
-        self._alphas = {key: self._number("alpha_pattern", value) for key, value in self._alphas.items()}
+        ranks, alphas = self._pattern("rank_pattern"), self._pattern("alpha_pattern")
+        self._ranks = {key: self._whole("rank_pattern", value) for key, value in ranks.items()}
+        self._alphas = {key: self._number("alpha_pattern", value) for key, value in alphas.items()}
         self._is_rslora = self._values.get("use_rslora") or False
         if not isinstance(self._is_rslora, bool):
             raise self._refused("use_rslora", "true or false")

@@ -20,12 +20,14 @@ from common.config import EngineConfig
 from common.errors import ConfigError, Unavailable
 from common.executor import Chunk, RowStart, StepPlan, StepResult
 from common.ids import Digest
+from common.sampling_params import SamplingParams
 from engine import model_runner
 from engine.backends import ChosenAttention
 from engine.lora.adapter_files import read_adapter
 from engine.lora.adapter_slots import AdapterSlots
 from engine.model_runner import ModelRunner
 from engine.replay import Recording
+from engine.torch_kernels import Kernels
 from tests.engine.checkpoints import VOCAB, llama, mixtral, qwen2, qwen3, saved
 from tests.engine.driver import Driver
 from tests.engine.exact import GREEDY, Answer, answers, assert_exact, heard_answers, recorded_logits, reference_logits, runner
@@ -36,6 +38,7 @@ from tests.engine.padded_attention import CapturablePaged
 from tests.engine.ranks import least_of, on_ranks, runner_of
 
 NONE = Digest("")
+POOLED = SamplingParams(max_new_tokens=1, temperature=0.0, pooling="mean")
 PROMPTS = [np.random.default_rng(at).integers(3, VOCAB, length).astype(np.int32) for at, length in enumerate((1, 50, 17, 33, 6))]
 LORAS = (
     Lora(1),
@@ -61,7 +64,7 @@ def is_packed(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
 def adapted(model: PreTrainedModel, path: Path, loras: Sequence[Lora], **changes: object) -> tuple[ModelRunner, list[Digest]]:
     """A runner of the model, and the digests of its adapters."""
     fields: dict[str, object] = {"max_loaded_loras": len(loras), "max_lora_rank": 32, "dtype": "float32"}
-    made = runner(saved(model, path / "model"), **(fields | changes))
+    made = runner(saved(model, path / "model"), lambda text: None, **(fields | changes))
     return made, [made.load_adapter(lora.saved(model, path / str(lora.seed))) for lora in loras]
 
 
@@ -98,7 +101,7 @@ def test_embeddings_of_all_tokens_and_log_probabilities_of_prompts_come_from_the
     model = qwen3()
     made, (digest,) = adapted(model, tmp_path, LORAS[:1])
     prompt, pages = PROMPTS[1], np.arange(8, dtype=np.int32)
-    start = RowStart(0, pages, replace(GREEDY, pooling="mean"), token_ids=prompt, adapter=digest)
+    start = RowStart(0, pages, POOLED, token_ids=prompt, adapter=digest)
     result = made.run(StepPlan(0, starts=(start,), chunks=(Chunk(0, 0, prompt, last=True),)))
     with torch.inference_mode():
         hidden = LORAS[0].merged(model).model(torch.from_numpy(prompt.astype(np.int64))[None]).last_hidden_state[0]
@@ -139,13 +142,11 @@ def test_int8_layers_get_the_deltas_in_float(tmp_path: Path) -> None:
         return float(((torch.stack(answer.logits) - exact).norm() / exact.norm()).item())
 
     alone, with_adapter = error(model, NONE), error(LORAS[0].merged(model), digest)
-    assert 0 < with_adapter < 2 * alone < 0.2
-    assert error(model, digest) > 5 * with_adapter
+    assert 0 < with_adapter < 1.5 * alone < 0.3
+    assert error(model, digest) > 3 * with_adapter
 
 
-@pytest.mark.parametrize(
-    "make", [lambda: llama(num_attention_heads=6, num_key_value_heads=2), lambda: qwen3(num_key_value_heads=1)]
-)
+@pytest.mark.parametrize("make", [llama, lambda: qwen3(num_key_value_heads=1)], ids=["llama", "one KV head"])
 def test_two_ranks_answer_as_the_merged_model(tmp_path: Path, make: Callable[[], PreTrainedModel]) -> None:
     model, agree, loras = make(), least_of(2), [LORAS[0], None, LORAS[2]]
     path = saved(model, tmp_path / "model")
@@ -169,7 +170,7 @@ def test_a_graph_computes_the_adapters_of_any_later_batch(tmp_path: Path, monkey
 
     def attention(needs: Any, asked: str, kernels: Any, progress: Any) -> ChosenAttention:
         made = CapturablePaged(needs.memory, needs.query_heads, needs.layers, needs.dtype)
-        return ChosenAttention("torch", made)
+        return ChosenAttention(made, "torch")
 
     class Graphs(RecordedGraphs):
         def capture(self, run: Callable[[], None]) -> Callable[[], None]:
@@ -183,22 +184,18 @@ def test_a_graph_computes_the_adapters_of_any_later_batch(tmp_path: Path, monkey
             return counted
 
     monkeypatch.setattr(model_runner, "make_attention", attention)
-    monkeypatch.setattr(model_runner, "make_kernels", lambda device: model_runner_kernels())
+    monkeypatch.setattr(model_runner, "make_kernels", lambda device: Kernels())  # recorded graphs see torch's operations alone
     monkeypatch.setattr(ModelRunner, "_graph_maker", lambda self: Graphs())
     loras = LORAS[:3]
     made, digests = adapted(model, tmp_path, loras, max_running=8, graph_sizes="2,8")
     assert len(captured) == 4
-    for order in ([0, None, 1, 2, 0], [None, None, 2], [1], [None, None]):
-        given = answers(made, PROMPTS[: len(order)], 4, 60, [NONE if at is None else digests[at] for at in order])
-        assert_merged(model, [None if at is None else loras[at] for at in order], given)
+    for order in ([0, None, 1, 2, 0], [None, None, 2], [1], [None, None], [None] * 4):
+        adapters = [NONE if at is None else digests[at] for at in order]
+        driver = Driver(made.run, made.description, adapters=adapters)
+        given = driver.answers(PROMPTS[: len(order)], 4, GREEDY, chunk_tokens=60)
+        for at, prompt, tokens in zip(order, PROMPTS, given, strict=False):
+            assert_exact_tokens(model if at is None else loras[at].merged(model), prompt, tokens)
     assert all(captured)
-
-
-def model_runner_kernels() -> Any:
-    """torch's own, because recorded graphs see its operations alone."""
-    from engine.torch_kernels import Kernels
-
-    return Kernels()
 
 
 # --- loading while rows run ----------------------------------------------------------------------------------------------------
@@ -209,7 +206,7 @@ def test_a_slot_is_given_to_another_adapter_while_rows_of_others_run(tmp_path: P
     model = llama(num_hidden_layers=2)
     made, (kept, first) = adapted(model, tmp_path, [LORAS[0], LORAS[3]])
     folders = {lora.seed: lora.saved(model, tmp_path / f"again {lora.seed}") for lora in LORAS}
-    with pytest.raises(Unavailable, match="all 2 places .* --max-loaded-loras"):
+    with pytest.raises(Unavailable, match=r"all 2 places .* --max-loaded-loras"):
         made.load_adapter(folders[LORAS[2].seed])
     assert made.load_adapter(folders[LORAS[0].seed]) == kept, "it is loaded already"
     steps, second = [0], list[Digest]()
