@@ -182,8 +182,7 @@ class ModelRunner:
             self._kernels = make_kernels(self._device)
             self.model = load_model(path, shape, loading, self._kernels, progress)
             self.weights = ModelWeights(self.model, path, shape, loading, self._kernels)
-            self._adapters = AdapterSlots(engine.max_loaded_loras, engine.max_lora_rank, self._stream)
-            self._adapters.attach(self.model, shape, self._kernels, self._dtype, self._device, group)
+            self._adapters = self._make_adapters()
             self.adapters: Mapping[str, Digest] = {name: self.load_adapter(Path(at)) for name, at in engine.loras.items()}
             budget = self._budget(given)
             progress(f"making {budget.total_pages} KV pages of {layout.page_bytes} bytes")
@@ -231,6 +230,11 @@ class ModelRunner:
         self._adapters.unload(digest)
 
     # --- making ------------------------------------------------------------------------------------------------------------
+
+    def _make_adapters(self) -> AdapterSlots:
+        made = AdapterSlots(self._engine.max_loaded_loras, self._engine.max_lora_rank, self._stream)
+        made.attach(self.model, self._shape, self._kernels, self._dtype, self._device, self._group)
+        return made
 
     def _budget(self, given: int | None) -> KVBudget:
         """Pages and context. Call it after the weights are loaded: only then is it known what memory is left."""

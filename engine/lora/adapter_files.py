@@ -176,7 +176,7 @@ class _AdapterConfig:
         return alpha / math.sqrt(rank) if self._is_rslora else alpha / rank
 
     def digest(self, tensors: Mapping[str, Tensor]) -> Digest:
-        """Of the tensors' bytes and of what scales them. A copy of the folder elsewhere has the same."""
+        """It depends on the tensors' bytes and on what scales them. A copy of the folder elsewhere has the same."""
         of_tensors = [
             [name, str(tensor.dtype), list(tensor.shape), _hash(tensor.contiguous().view(torch.uint8).numpy().data)]
             for name, tensor in sorted(tensors.items())

@@ -56,7 +56,7 @@ class AdaptedStep:
 
     tokens: AdaptedTokens | None = None
     wanted: AdaptedTokens | None = None
-    """Of those tokens that the last layer computes behind its attention (`Model.hidden`)."""
+    """The same for the tokens that the last layer computes behind its attention (`Model.hidden`)."""
 
 
 @dataclass(slots=True)
@@ -83,7 +83,7 @@ class AdaptedLinear:
 
 
 @dataclass(slots=True)
-class _Place:
+class _TargetPlace:
     """Where a target of adapters has its A and B. rows, columns: what this rank has of B's outputs and of A's inputs."""
 
     stack: LowRankStack
@@ -105,7 +105,7 @@ class AdapterSlots:
         self.capacity, self.max_rank = capacity, max_rank
         self._stream = stream
         self.step = AdaptedStep()
-        self._places: dict[str, _Place] = {}
+        self._places: dict[str, _TargetPlace] = {}
         self._targets: dict[str, AdapterTarget] = {}
         self._ranks = torch.zeros(capacity, dtype=torch.int64)
         self._used_ranks = [0] * capacity
@@ -157,7 +157,7 @@ class AdapterSlots:
         b = torch.zeros((self.capacity, rank, ends[-1]), dtype=dtype, device=device)
         stack = LowRankStack(a, b, self._ranks, tuple(ends), torch.tensor(ends, device=device))
         for at, part in enumerate(merged.parts):
-            self._places[part.name] = _Place(stack, at, part.rows, columns)
+            self._places[part.name] = _TargetPlace(stack, at, part.rows, columns)
             self._targets[part.name] = AdapterTarget(merged.inputs, part.outputs, dtype)
         return stack
 
@@ -168,7 +168,7 @@ class AdapterSlots:
 
     @property
     def nbytes(self) -> int:
-        """Of all slots, whether they are written or not."""
+        """The bytes of all slots, whether they are written or not."""
         stacks = {id(place.stack): place.stack for place in self._places.values()}
         return sum(stack.a.nbytes + stack.b.nbytes for stack in stacks.values())
 
@@ -282,7 +282,7 @@ class StepAdapters:
     tokens: AdaptedTokens | None = None
     """None: the model alone computes the step."""
     sampled: AdaptedTokens | None = None
-    """Of the sampled tokens alone, in a step with chunks."""
+    """The same for the sampled tokens alone, in a step with chunks."""
     failed: Mapping[int, TandemError] = field(default_factory=dict)
     """Rows whose adapter is not here. The model alone computes them, and what they sample counts for nothing."""
 

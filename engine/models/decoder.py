@@ -83,7 +83,7 @@ class MergedLinear(NamedTuple):
 
 
 def attention_linears(shape: ModelShape, share: Share, number: int) -> tuple[MergedLinear, MergedLinear]:
-    """Of layer `number`: queries, keys and values in one product, and the output."""
+    """The linear layers of attention in layer `number`: queries, keys and values in one product, and the output."""
     attention = f"model.layers.{number}.self_attn."
     queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     queries_here, keys_here = (
@@ -101,7 +101,7 @@ def attention_linears(shape: ModelShape, share: Share, number: int) -> tuple[Mer
 
 
 def mlp_linears(shape: ModelShape, share: Share, number: int) -> tuple[MergedLinear, MergedLinear]:
-    """Of the gated mlp of layer `number`: gates and what they gate in one product, and the output."""
+    """Those of its gated mlp: gates and what they gate in one product, and the output."""
     prefix, width = f"model.layers.{number}.mlp.", share.intermediate
     gate_up = [WeightPart(prefix + name, shape.intermediate, width) for name in ("gate_proj", "up_proj")]
     down = [WeightPart(prefix + "down_proj", shape.hidden)]

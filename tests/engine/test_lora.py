@@ -202,7 +202,7 @@ def test_a_graph_computes_the_adapters_of_any_later_batch(tmp_path: Path, monkey
 
 
 def test_a_slot_is_given_to_another_adapter_while_rows_of_others_run(tmp_path: Path) -> None:
-    """Of rank 20 first and of rank 4 behind it: nothing of the first one is left in the slot."""
+    """The first one has rank 20, and the next one rank 4: nothing of the first one is left in the slot."""
     model = llama(num_hidden_layers=2)
     made, (kept, first) = adapted(model, tmp_path, [LORAS[0], LORAS[3]])
     folders = {lora.seed: lora.saved(model, tmp_path / f"again {lora.seed}") for lora in LORAS}
