@@ -5,8 +5,8 @@ or how the products are computed (`Kernels.add_low_rank`). Sources: Hu et al. 20
 
     row starts with a digest ─► slot ─► step: tokens sorted by slot, in tiles ─► each layer: its product, and B A x for the tiles
 
-A slot is written only while no step computes with it. `unload` takes it from its rows too: what starts later, or goes on, with
-that digest fails, and computes with no adapter meanwhile, until the digest is loaded again and the row starts anew.
+A slot is written only while no step computes with it. `unload` takes it from its rows too: a row that goes on, or starts later,
+with that digest fails. So no row ever computes with another adapter than its own.
 """
 
 import contextlib
@@ -291,7 +291,7 @@ NO_ADAPTERS = StepAdapters()
 
 
 class AdapterRows:
-    """The adapter of each row of a batch. max_rows: without the null row, which has none. null: that row."""
+    """The adapter of each row of a batch. max_rows: without the null row behind them, which has none."""
 
     def __init__(self, slots: AdapterSlots, max_rows: int, device: torch.device) -> None:
         self._slots = slots
