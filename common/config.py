@@ -42,7 +42,7 @@ DEMO_MODEL = "demo"
 DAY_S = 86_400.0
 MOST_PORT = 65_535
 MOST_RANKS = 64
-MOST_LORAS, MOST_LORA_RANK = 1024, 256
+MOST_LORAS, MOST_LORA_RANK, LORAS_PER_BATCH = 1024, 256, 8
 _HEADER_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
 _DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://([a-z0-9._-]+|\[[0-9a-f:.]+\])(:\d{1,5})?")
@@ -133,8 +133,13 @@ class EngineConfig:
     )
     max_loaded_loras: int = option(
         0,
-        "most LoRA adapters that an instance holds at a time, each in memory for rank --max-lora-rank; 0: none, and nothing is "
-        "kept free for them",
+        "most LoRA adapters that an instance holds in the host's memory, of which as much is kept free as they take with rank "
+        "--max-lora-rank; 0: none",
+    )
+    max_loras_per_batch: int = option(
+        LORAS_PER_BATCH,
+        "most different LoRA adapters that are computed at once, each in the device's memory for rank --max-lora-rank; others "
+        "of --max-loaded-loras wait for their turn",
     )
     max_lora_rank: int = option(64, "highest rank of a LoRA adapter; others are refused")
     threads: int = option(0, "CPU threads of this instance; 0: all cores of the host (launch local shares them out)")
@@ -163,8 +168,7 @@ class EngineConfig:
             StepCost.parse(self.step_cost)
             require(not self.device.startswith("cuda"), "device", "auto or cpu with --executor timed", self.device)
             of_models = ("load_format", "quantization", "attention", "graphs", "graph_sizes", "layer_groups", "lent_cores")
-            of_adapters = ("lora", "max_loaded_loras", "max_lora_rank")
-            refuse_without_effect(self, of_models + of_adapters, "with --executor timed, which loads no model")
+            refuse_without_effect(self, (*of_models, "max_lora_rank"), "with --executor timed, which loads no model")
         else:
             refuse_without_effect(self, ("step_cost",), "without --executor timed")
 
@@ -174,11 +178,17 @@ class EngineConfig:
         pairs = (pair.partition("=") for pair in self.lora.split(",") if self.lora)
         return {name.strip(): path.strip() for name, _, path in pairs}
 
+    @property
+    def lora_slots(self) -> int:
+        """How many different adapters the rows of a batch can have."""
+        return min(self.max_loras_per_batch, self.max_loaded_loras)
+
     def _check_loras(self) -> None:
         require_between(self, 0, MOST_LORAS, "max_loaded_loras")
         require_between(self, 1, MOST_LORA_RANK, "max_lora_rank")
         if not self.max_loaded_loras:
-            refuse_without_effect(self, ("lora", "max_lora_rank"), "without --max-loaded-loras")
+            refuse_without_effect(self, ("lora", "max_lora_rank", "max_loras_per_batch"), "without --max-loaded-loras")
+        require_between(self, 1, max(self.max_loaded_loras, LORAS_PER_BATCH), "max_loras_per_batch")
         named = self.loras
         is_whole = all(named) and all(named.values()) and len(named) == self.lora.count(",") + 1
         require(not self.lora or is_whole, "lora", "name=folder pairs with commas between them, each name once", self.lora)

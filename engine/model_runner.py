@@ -9,11 +9,10 @@ import contextlib
 import ctypes
 import logging
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -22,7 +21,6 @@ from common.config import EngineConfig, ModelConfig
 from common.errors import ConfigError, MemoryShort
 from common.executor import Chunk, RowStart, StepPlan, StepResult
 from common.host import sharers_of_host
-from common.ids import Digest
 from common.messages import EngineChoices
 from common.model_path import resolve_model_path
 from common.sampling_params import MAX_BAD_WORD, MAX_BAD_WORDS, MAX_BIASED_TOKENS, MAX_LOGPROBS, SamplingParams
@@ -55,7 +53,6 @@ from engine.kv_budget import (
 )
 from engine.kv_memory import KVMemory, KVMemoryMeter, torch_dtype, total_bytes
 from engine.logits_processors import make_processors
-from engine.lora.adapter_files import read_adapter
 from engine.lora.adapter_slots import AdapterSlots
 from engine.models.registry import load_model, model_digests
 from engine.models.served_shape import read_served_shape
@@ -182,8 +179,8 @@ class ModelRunner:
             self._kernels = make_kernels(self._device)
             self.model = load_model(path, shape, loading, self._kernels, progress)
             self.weights = ModelWeights(self.model, path, shape, loading, self._kernels)
-            self._adapters = self._make_adapters()
-            self.adapters: Mapping[str, Digest] = {name: self.load_adapter(Path(at)) for name, at in engine.loras.items()}
+            self.adapters = AdapterSlots(engine.lora_slots, engine.max_loaded_loras, engine.max_lora_rank)
+            self.adapters.attach(self.model, shape, self._kernels, self._dtype, self._device, group)
             budget = self._budget(given)
             progress(f"making {budget.total_pages} KV pages of {layout.page_bytes} bytes")
             self.memory = KVMemory(layout, budget.total_pages, self._device)
@@ -216,25 +213,7 @@ class ModelRunner:
         with self.on_device():
             return self.steps.launch(plan, report).wait()
 
-    def load_adapter(self, path: Path) -> Digest:
-        """Load the LoRA adapter in a folder, for rows that start from then on with its digest. Does nothing for one that is
-        loaded. From any thread, while steps run. Raises ConfigError, and Unavailable when all places are taken."""
-        if not self._adapters.capacity:
-            raise ConfigError(f"{path} cannot be loaded by an instance without --max-loaded-loras: give it")
-        adapter = read_adapter(path, self._adapters.targets, self._adapters.max_rank)
-        self._adapters.load(adapter)
-        return adapter.digest
-
-    def unload_adapter(self, digest: Digest) -> None:
-        """Forget an adapter. Idempotent. From any thread; rows that still compute with it fail."""
-        self._adapters.unload(digest)
-
     # --- making ------------------------------------------------------------------------------------------------------------
-
-    def _make_adapters(self) -> AdapterSlots:
-        made = AdapterSlots(self._engine.max_loaded_loras, self._engine.max_lora_rank, self._stream)
-        made.attach(self.model, self._shape, self._kernels, self._dtype, self._device, self._group)
-        return made
 
     def _budget(self, given: int | None) -> KVBudget:
         """Pages and context. Call it after the weights are loaded: only then is it known what memory is left."""
@@ -242,7 +221,7 @@ class ModelRunner:
         if given is not None:
             kv_bytes = given
         elif self._device.type == "cpu":
-            spared = self.model.spared_bytes + self._adapters.nbytes
+            spared = self.model.spared_bytes + self.adapters.host_bytes
             kv_bytes = auto_host_kv_bytes(self._engine, self._group.ranks, layout, asked or own, self._progress, spared)
         else:
             kv_bytes = self._measured_kv_bytes()
@@ -318,7 +297,7 @@ class ModelRunner:
             layer_groups=engine.layer_groups,
             vocab_size=shape.vocab_size,
             processors=make_processors(engine.max_running, shape.vocab_size, shape.eos_token_ids, self._device, compiled),
-            adapters=self._adapters,
+            adapters=self.adapters,
         )
 
     def _warm_up(self, steps: StepRunner, context_tokens: int) -> None:

@@ -281,12 +281,7 @@ class StepRunner:
         progress = LayerProgress(self._device, self._memory.layout.layers, self._layer_groups, wanted, between)
         size = fitting(self._graph_sizes, len(plan.decode_rows)) if not plan.chunks else None
         host = self.batch.prepare(plan, size or 0)
-        with self._adapters.of_step(host, size) as adapters:
-            return self._launch(host, size, adapters, progress)
-
-    def _launch(self, host: HostStep, size: int | None, adapters: StepAdapters, progress: LayerProgress) -> PendingStep:
-        """size: of the graph that is replayed; None: none is."""
-        plan = host.plan
+        adapters = self._adapters.of_step(host, size)
         arrays = StepArrays(*self._staging.send(host.arrays))
         self.batch.apply(arrays)
         self._sampler.start(plan.starts)

@@ -1,7 +1,8 @@
 """Adapters in PEFT's format: a folder with `adapter_config.json` and `adapter_model.safetensors`.
 
-Owns what a LoRA adapter is refused for, its scaling, and its digest. Reads whole files: an adapter is small. Does not know slots,
-ranks of an instance or devices. Sources: Hu et al. 2021 (LoRA), Kalajdzievski 2023 (rsLoRA), PEFT's `LoraConfig` 0.21.
+Owns what a LoRA adapter is refused for, its scaling, and its digest. Reads whole files, once: an adapter is small, and a file
+that changes meanwhile changes nothing of what was read. Does not know slots or devices. Sources: Hu et al. 2021 (LoRA),
+Kalajdzievski 2023 (rsLoRA), PEFT's `LoraConfig` 0.21.
 """
 
 import hashlib
@@ -9,12 +10,13 @@ import json
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
+from safetensors.torch import load
 from torch import Tensor
 
 from common.config import MOST_LORA_RANK
@@ -50,30 +52,44 @@ _NAMED = 3
 
 @dataclass(frozen=True, slots=True)
 class AdapterTarget:
-    """A linear layer that an adapter may have. dtype: in which its factors are used."""
+    """A linear layer that an adapter may have."""
 
     inputs: int
+    """In the checkpoint, as are outputs."""
     outputs: int
+    columns: range
+    """The inputs that this rank has."""
+    rows: range
+    """Its outputs."""
     dtype: torch.dtype
+    """In which the factors are used."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Factors:
-    """What is added to a layer's outputs is b @ a @ x."""
+    """What is added to a layer's outputs is x @ a.T @ b. Both are contiguous, and in the target's dtype."""
 
     a: Tensor
-    """[rank, inputs], in the target's dtype."""
+    """[rank, columns]."""
     b: Tensor
-    """[outputs, rank], with the scaling in it."""
+    """[rank, rows], with the scaling in it."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Adapter:
-    """An adapter as it was read. rank: the highest of its factors, by the names of the modules that they belong to."""
+    """An adapter as it was read."""
 
     digest: Digest
     rank: int
+    """The highest of its factors."""
     factors: Mapping[str, Factors]
+    """By the names of the modules that they belong to."""
+
+    def pinned(self) -> "Adapter":
+        """The same in memory from which a GPU copies while the host goes on."""
+        return replace(
+            self, factors={name: Factors(each.a.pin_memory(), each.b.pin_memory()) for name, each in self.factors.items()}
+        )
 
 
 def read_adapter(path: Path, targets: Mapping[str, AdapterTarget], max_rank: int) -> Adapter:
@@ -102,11 +118,12 @@ def read_adapter(path: Path, targets: Mapping[str, AdapterTarget], max_rank: int
                     f"{path / WEIGHTS}: {name} has the shape {list(tensors[name].shape)}, but this model and r of {CONFIG} ask "
                     f"for {list(shape)}: the adapter is for another model"
                 )
-        a, b = (tensors[name] for name in names)
-        scaled = (b.double() * config.scaling_of(module)).to(target.dtype)
-        if not scaled.isfinite().all() or not a.to(target.dtype).isfinite().all():
+        a, b = tensors[names[0]].to(target.dtype), tensors[names[1]].double() * config.scaling_of(module)
+        scaled = b.T.to(target.dtype)
+        if not scaled.isfinite().all() or not a.isfinite().all():
             raise ConfigError(f"{path / WEIGHTS}: {module} is too large for {target.dtype}: give --dtype bfloat16")
-        factors[module] = Factors(a.to(target.dtype), scaled)
+        columns, rows = (slice(held.start, held.stop) for held in (target.columns, target.rows))
+        factors[module] = Factors(a[:, columns].contiguous(), scaled[:, rows].contiguous())
         rank = max(rank, own)
     return Adapter(config.digest(tensors), rank, factors)
 
@@ -224,9 +241,8 @@ def _read_tensors(path: Path) -> dict[str, Tensor]:
     if not file.is_file():
         raise ConfigError(f"{path} has no {WEIGHTS}, and other files are not read: save the adapter with safe_serialization=True")
     try:
-        with safe_open(file, framework="pt", device="cpu") as opened:
-            tensors: dict[str, Tensor] = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
-    except (SafetensorError, OSError) as error:
+        tensors = load(file.read_bytes())
+    except (SafetensorError, KeyError, OSError) as error:
         raise ConfigError(f"{file} is not a safetensors file, or not a whole one: {error}") from error
     for name, tensor in tensors.items():
         if tensor.dtype not in _FLOATS:

@@ -1,27 +1,28 @@
-"""Adapters in memory: slots of fixed size beside a model's linear layers, and which slot computes which token of a step.
+"""Adapters in memory: those that the host holds, and slots beside a model's linear layers for those that a step computes with.
 
-Owns the memory of all slots, what is in which, and the adapter of each row of the batch. Does not know files (`adapter_files`)
-or how the products are computed (`Kernels.add_low_rank`). Sources: Hu et al. 2021 (LoRA), Sheng et al. 2023 (S-LoRA).
+Owns which adapters are held, the memory of all slots and what is in which, and the adapter of each row of the batch. Does not
+know files (`adapter_files`) or how products are computed (`Kernels.add_low_rank`). Sources: Hu et al. 2021 (LoRA), Sheng et al.
+2023 (S-LoRA).
 
-    row starts with a digest ─► slot ─► step: tokens sorted by slot, in tiles ─► each layer: its product, and B A x for the tiles
+    held ─► step: the adapters of its rows get slots ─► tokens sorted by slot, in tiles ─► each layer: its product, and B A x
 
-A slot is written only while no step computes with it. `unload` takes it from its rows too: a row that goes on, or starts later,
-with that digest fails. So no row ever computes with another adapter than its own.
+The thread that launches steps fills the slots, before the step and behind those that it launched before. So no step computes
+with a slot that is being written. The least recently needed adapter of those that the step does not need gives up its slot.
 """
 
 import contextlib
-import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from common.errors import ConfigError, TandemError, Unavailable
-from common.executor import RowStart
 from common.ids import Digest, Int64Array
-from engine.lora.adapter_files import Adapter, AdapterTarget
+from engine.lora.adapter_files import Adapter, AdapterTarget, read_adapter
 from engine.models.decoder import Decoder, MergedLinear, attention_linears, mlp_linears
 from engine.models.linear import Int8Linear, Linear
 from engine.models.shape import ModelShape, ServedShape, share_of
@@ -30,11 +31,9 @@ from engine.ports import ADAPTED_TILE, AdaptedTokens, LowRankStack, Model
 from engine.rows import HostStep, Staging
 from engine.torch_kernels import Kernels
 
-_NONE, _LOST = -1, -2
-"""In place of a slot: of a row without an adapter, and of one whose adapter is not here."""
+_NONE = -1
+"""In place of a slot: of a token without an adapter."""
 _RANK_MULTIPLE = 16
-_PATIENCE_S = 600.0
-"""The longest wait for a step that computes with a slot."""
 
 
 def tiles_of(slots: Int64Array) -> tuple[Int64Array, ...]:
@@ -82,48 +81,38 @@ class AdaptedLinear:
         return self.kernels.silu_and_mul(out) if self.is_gated else out
 
 
-@dataclass(slots=True)
-class _TargetPlace:
-    """Where a target of adapters has its A and B. rows, columns: what this rank has of B's outputs and of A's inputs."""
+class _TargetPlace(NamedTuple):
+    """Where a linear layer has its A and B in all slots."""
 
-    stack: LowRankStack
-    part: int
-    rows: range
-    columns: range
-
-    @property
-    def outputs(self) -> slice:
-        end = self.stack.ends[self.part]
-        return slice(end - len(self.rows), end)
+    a: Tensor
+    """[slots, rank, columns]."""
+    b: Tensor
+    """[slots, rank, rows]."""
 
 
 class AdapterSlots:
-    """capacity: slots. max_rank: of their adapters. Any thread may load and unload while another one computes."""
+    """slots: as many adapters as a step can compute with. most_held: as many as are held. max_rank: of each. One thread holds and
+    frees them, and another one takes slots."""
 
-    def __init__(self, capacity: int = 0, max_rank: int = 0, stream: "torch.cuda.Stream | None" = None) -> None:
-        """stream: the one that steps run on, on CUDA."""
-        self.capacity, self.max_rank = capacity, max_rank
-        self._stream = stream
+    def __init__(self, slots: int = 0, most_held: int = 0, max_rank: int = 0) -> None:
+        self.count, self.most_held, self.max_rank = slots, most_held, max_rank
         self.step = AdaptedStep()
         self._places: dict[str, _TargetPlace] = {}
-        self._targets: dict[str, AdapterTarget] = {}
-        self._ranks = torch.zeros(capacity, dtype=torch.int64)
-        self._used_ranks = [0] * capacity
+        self.targets: dict[str, AdapterTarget] = {}
+        """The linear layers that an adapter may have, by their names in the checkpoint."""
+        self._ranks = torch.zeros(slots, dtype=torch.int64)
+        self._used_ranks = [0] * slots
         """How many rows of a slot are not zeros."""
-        self._changed = threading.Condition()
-        self._loaded: dict[Digest, int] = {}
-        self._loading: set[int] = set()
-        self._computing: set[int] = set()
-        """Slots of the step that is launched at the moment."""
-        self.epochs: Int64Array = np.zeros(max(1, capacity), dtype=np.int64)
-        """How often each slot was given up: a row whose slot has another epoch has lost its adapter."""
+        self._held: dict[Digest, Adapter] = {}
+        self._slots: dict[Digest, int] = {}
+        """What is in slots. Those that were needed last are the last ones."""
 
     def attach(
         self, model: Model, shape: ServedShape, kernels: Kernels, dtype: torch.dtype, device: torch.device, group: Group = ALONE
     ) -> None:
         """Make the slots of a model's linear layers, whose weights are loaded. dtype: of A and B; on CPU they are float32, as the
         C that multiplies them wants it. Raises ConfigError for a model that has none."""
-        if not self.capacity:
+        if not self.count:
             return
         if not isinstance(shape, ModelShape) or not isinstance(model, Decoder):
             raise ConfigError(
@@ -153,117 +142,68 @@ class AdapterSlots:
         columns = range(merged.inputs) if merged.inputs_here is None else merged.inputs_here
         rank, device = -(-self.max_rank // _RANK_MULTIPLE) * _RANK_MULTIPLE, self._ranks.device
         ends = np.cumsum([len(part.rows) for part in merged.parts]).tolist()
-        a = torch.zeros((self.capacity, len(merged.parts), rank, len(columns)), dtype=dtype, device=device)
-        b = torch.zeros((self.capacity, rank, ends[-1]), dtype=dtype, device=device)
-        stack = LowRankStack(a, b, self._ranks, tuple(ends), torch.tensor(ends, device=device))
+        a = torch.zeros((self.count, len(merged.parts), rank, len(columns)), dtype=dtype, device=device)
+        b = torch.zeros((self.count, rank, ends[-1]), dtype=dtype, device=device)
         for at, part in enumerate(merged.parts):
-            self._places[part.name] = _TargetPlace(stack, at, part.rows, columns)
-            self._targets[part.name] = AdapterTarget(merged.inputs, part.outputs, dtype)
-        return stack
+            self._places[part.name] = _TargetPlace(a[:, at], b[:, :, ends[at] - len(part.rows) : ends[at]])
+            self.targets[part.name] = AdapterTarget(merged.inputs, part.outputs, columns, part.rows, dtype)
+        return LowRankStack(a, b, self._ranks, tuple(ends), torch.tensor(ends, device=device))
 
     @property
-    def targets(self) -> Mapping[str, AdapterTarget]:
-        """The linear layers that an adapter may have, by their names in the checkpoint."""
-        return self._targets
+    def host_bytes(self) -> int:
+        """The most memory of the host that slots and held adapters take, whether they are there yet or not."""
+        one = sum(place.a[0].nbytes + place.b[0].nbytes for place in self._places.values()) if self.count else 0
+        return one * (self.most_held + (self.count if self._ranks.device.type == "cpu" else 0))
 
-    @property
-    def nbytes(self) -> int:
-        """The bytes of all slots, whether they are written or not."""
-        stacks = {id(place.stack): place.stack for place in self._places.values()}
-        return sum(stack.a.nbytes + stack.b.nbytes for stack in stacks.values())
+    # --- held ----------------------------------------------------------------------------------------------------------------
 
-    # --- loading -----------------------------------------------------------------------------------------------------------
+    def read(self, folder: Path) -> Adapter:
+        """The adapter in a folder, to be held. From any thread. Raises ConfigError."""
+        if not self.count:
+            raise ConfigError("this instance has no room for LoRA adapters: start it with --max-loaded-loras")
+        adapter = read_adapter(folder, self.targets, self.max_rank)
+        return adapter.pinned() if self._ranks.device.type == "cuda" else adapter
 
-    def load(self, adapter: Adapter) -> None:
-        """Put it into a free slot, unless it is in one. Blocks while a step computes that began with the slot. Raises
-        Unavailable."""
-        slot = self._claim(adapter.digest)
-        if slot is None:
-            return
-        try:
-            self._write(slot, adapter)
-        except BaseException:
-            self._settle(slot)
-            raise
-        self._settle(slot, adapter.digest)
+    def hold(self, adapter: Adapter) -> Digest:
+        """Rows may start with it from now on. Idempotent. Raises Unavailable when as many others are held as may be."""
+        if adapter.digest not in self._held and len(self._held) >= self.most_held:
+            raise Unavailable(f"this instance holds {self.most_held} LoRA adapters: unload one, or give more --max-loaded-loras")
+        self._held[adapter.digest] = adapter
+        return adapter.digest
 
-    def unload(self, digest: Digest) -> None:
-        """Give its slot up. Idempotent. Rows that compute with it fail in their next step."""
-        with self._changed:
-            slot = self._loaded.pop(digest, None)
-            if slot is not None:
-                self.epochs[slot] += 1
+    def free(self, digest: Digest) -> None:
+        """Forget an adapter. Idempotent. A row that goes on with it nevertheless fails."""
+        self._held.pop(digest, None)
 
-    def _claim(self, digest: Digest) -> int | None:
-        """A slot to write; None: the adapter is loaded."""
-        with self._changed:
-            if digest in self._loaded:
-                return None
-            taken = self._loading.union(self._loaded.values())
-            slot = next((slot for slot in range(self.capacity) if slot not in taken), None)
+    # --- steps ---------------------------------------------------------------------------------------------------------------
+
+    def take(self, digests: Iterable[Digest]) -> dict[Digest, int]:
+        """The slots of the first of these adapters that are held, as many as there are slots. Those that have none yet are copied
+        into theirs; on CUDA behind the steps that were launched before, while the host goes on."""
+        held = [adapter for digest in digests if (adapter := self._held.get(digest)) is not None][: self.count]
+        needed = {adapter.digest for adapter in held}
+        for adapter in held:
+            slot = self._slots.pop(adapter.digest, None)
             if slot is None:
-                raise Unavailable(
-                    f"all {self.capacity} places for LoRA adapters are taken: unload one, or give more --max-loaded-loras"
-                )
-            self._loading.add(slot)
-            if not self._changed.wait_for(lambda: slot not in self._computing, _PATIENCE_S):
-                self._loading.discard(slot)
-                raise Unavailable("a step has not ended in time, so the adapter cannot be loaded")
-            return slot
+                free = set(range(self.count)).difference(self._slots.values())
+                others = (digest for digest in self._slots if digest not in needed)
+                slot = min(free) if free else self._slots.pop(next(others))
+                self._write(slot, adapter)
+            self._slots[adapter.digest] = slot
+        return {adapter.digest: self._slots[adapter.digest] for adapter in held}
 
-    def _settle(self, slot: int, digest: Digest | None = None) -> None:
-        """The slot is written, or is free again."""
-        with self._changed:
-            self._loading.discard(slot)
-            if digest is not None and digest not in self._loaded:
-                self._loaded[digest] = slot
-
-    @torch.inference_mode()
     def _write(self, slot: int, adapter: Adapter) -> None:
-        used, self._used_ranks[slot] = self._used_ranks[slot], max(self._used_ranks[slot], adapter.rank)
-        with contextlib.ExitStack() as on_device:
-            writing = None
-            if self._stream is not None:
-                writing = torch.cuda.Stream(self._stream.device)  # type: ignore[no-untyped-call]
-                writing.wait_stream(self._stream)  # steps that compute with what was in the slot
-                on_device.enter_context(torch.cuda.stream(writing))
-            for name, place in self._places.items():
-                a, b = place.stack.a[slot, place.part], place.stack.b[slot, :, place.outputs]
-                factors, rank = adapter.factors.get(name), 0
-                if factors is not None:
-                    rank = len(factors.a)
-                    a[:rank] = factors.a[:, place.columns.start : place.columns.stop].to(a.device)
-                    b[:rank] = factors.b[place.rows.start : place.rows.stop].T.to(b.device)
-                a[rank:used].zero_()
-                b[rank:used].zero_()
-            self._ranks[slot] = adapter.rank
-            if writing is not None:
-                writing.synchronize()
-        self._used_ranks[slot] = adapter.rank
-
-    # --- steps -------------------------------------------------------------------------------------------------------------
-
-    def find(self, digest: Digest) -> tuple[int, int]:
-        """The slot of an adapter and its epoch. "": none."""
-        if not digest:
-            return _NONE, 0
-        with self._changed:
-            slot = self._loaded.get(digest, _LOST)
-            return slot, 0 if slot == _LOST else int(self.epochs[slot])
-
-    @contextlib.contextmanager
-    def in_use(self, slots: Int64Array, epochs: Int64Array) -> Iterator[Int64Array]:
-        """No slot of these is written while this lasts. epochs: those that the slots were found with. Gives the slots, with
-        `_LOST` for those that were given up meanwhile."""
-        with self._changed:
-            there = np.where((slots >= 0) & (self.epochs[np.maximum(slots, 0)] != epochs), _LOST, slots)
-            self._computing = set(there[there >= 0].tolist())
-        try:
-            yield there
-        finally:
-            with self._changed:
-                self._computing = set()
-                self._changed.notify_all()
+        used, self._used_ranks[slot] = self._used_ranks[slot], adapter.rank
+        for name, place in self._places.items():
+            factors, rank = adapter.factors.get(name), 0
+            if factors is not None:
+                rank = len(factors.a)
+                place.a[slot, :rank].copy_(factors.a, non_blocking=True)
+                place.b[slot, :rank].copy_(factors.b, non_blocking=True)
+            if rank < used:
+                place.a[slot, rank:used].zero_()
+                place.b[slot, rank:used].zero_()
+        self._ranks[slot] = adapter.rank
 
     @contextlib.contextmanager
     def computing(self, tokens: AdaptedTokens | None, wanted: AdaptedTokens | None) -> Iterator[None]:
@@ -284,7 +224,7 @@ class StepAdapters:
     sampled: AdaptedTokens | None = None
     """The same for the sampled tokens alone, in a step with chunks."""
     failed: Mapping[int, TandemError] = field(default_factory=dict)
-    """Rows whose adapter is not here. The model alone computes them, and what they sample counts for nothing."""
+    """Rows that cannot have their adapter. The model alone computes them, and what they sample counts for nothing."""
 
 
 NO_ADAPTERS = StepAdapters()
@@ -297,40 +237,52 @@ class AdapterRows:
         self._slots = slots
         self._staging = Staging(device)
         self._device = device
+        self._adapters: dict[int, Digest] = {}
+        """Of each row that has one."""
+        self._lost: dict[int, Unavailable] = {}
+        """The rows that could not have theirs in a step, and so have no KV that counts until they start anew."""
         self._row_slots: Int64Array = np.full(max_rows + 1, _NONE)
-        self._row_epochs: Int64Array = np.zeros(max_rows + 1, dtype=np.int64)
-        self._has_some = False
-        """Whether any row has, or should have, an adapter."""
-        self._digests: dict[int, Digest] = {}
         self._fixed: dict[int, AdaptedTokens] = {}
         """What graphs read, by their number of rows."""
 
     @property
     def may_adapt(self) -> bool:
-        return self._slots.capacity > 0
+        return self._slots.count > 0
 
-    @contextlib.contextmanager
-    def of_step(self, host: HostStep, graph_rows: int | None) -> Iterator[StepAdapters]:
-        """Their slots are not written while this lasts. graph_rows: the size of the graph that is replayed: `tokens` are then
-        those of `fixed`."""
-        self._start(host.plan.starts)
-        rows = np.concatenate([host.arrays.token_rows, host.arrays.decode_rows]) if self._has_some else host.arrays.decode_rows
-        if not self._has_some or not (self._row_slots[rows] != _NONE).any():
-            yield NO_ADAPTERS
-            return
-        with self._slots.in_use(self._row_slots[rows], self._row_epochs[rows]) as slots:
-            failed = {row: self._missing(row) for row in np.unique(rows[slots == _LOST]).tolist()}
-            slots = np.maximum(slots, _NONE)
-            if (slots == _NONE).all():
-                yield StepAdapters(failed=failed)
-            elif graph_rows is not None:
-                self._fill(graph_rows, slots)
-                yield StepAdapters(self._fixed[graph_rows], failed=failed)
-            else:
-                of_sampled = slots[host.arrays.sampled_at]
-                has_sampled = bool(host.plan.chunks) and bool((of_sampled >= 0).any())
-                sent = self._staging.send([*tiles_of(slots), *(tiles_of(of_sampled) if has_sampled else ())])
-                yield StepAdapters(AdaptedTokens(*sent[:5]), AdaptedTokens(*sent[5:]) if has_sampled else None, failed)
+    def of_step(self, host: HostStep, graph_rows: int | None) -> StepAdapters:
+        """For the step that is launched next. graph_rows: the size of the graph that is replayed: `tokens` are then those of
+        `fixed`."""
+        for start in host.plan.starts:
+            self._lost.pop(start.row, None)
+            self._adapters.pop(start.row, None)
+            self._row_slots[start.row] = _NONE
+            if start.adapter:
+                self._adapters[start.row] = start.adapter
+        adapted = [row for row in host.plan.rows.tolist() if row in self._adapters] if self._adapters else ()
+        if not adapted:
+            return NO_ADAPTERS
+        self._find_slots(adapted)
+        failed = {row: self._lost[row] for row in adapted if row in self._lost}
+        slots = self._row_slots[np.concatenate([host.arrays.token_rows, host.arrays.decode_rows])]
+        if len(failed) == len(adapted):
+            return StepAdapters(failed=failed)
+        if graph_rows is not None:
+            self._fill(graph_rows, slots)
+            return StepAdapters(self._fixed[graph_rows], failed=failed)
+        of_sampled = slots[host.arrays.sampled_at]
+        has_sampled = bool(host.plan.chunks) and bool((of_sampled >= 0).any())
+        sent = self._staging.send([*tiles_of(slots), *(tiles_of(of_sampled) if has_sampled else ())])
+        return StepAdapters(AdaptedTokens(*sent[:5]), AdaptedTokens(*sent[5:]) if has_sampled else None, failed)
+
+    def _find_slots(self, adapted: Iterable[int]) -> None:
+        """Of rows that have adapters: their slots, or that they have lost theirs."""
+        wanted = {row: self._adapters[row] for row in adapted if row not in self._lost}
+        found = self._slots.take(dict.fromkeys(wanted.values()))
+        for row, digest in wanted.items():
+            self._row_slots[row] = found.get(digest, _NONE)
+            if digest not in found:
+                why = f"is not held, or the step has more than {self._slots.count} others"
+                self._lost[row] = Unavailable(f"row {row} cannot have the LoRA adapter {digest}, which {why}")
 
     def computing(self, step: StepAdapters, *, sampled_alone: bool = False) -> contextlib.AbstractContextManager[None]:
         """See `AdapterSlots.computing`. sampled_alone: the last layer computes the sampled tokens alone."""
@@ -353,7 +305,7 @@ class AdapterRows:
 
     def _most_tiles(self, tokens: int) -> int:
         """The most tiles that so many tokens can take: each adapter may have one that is not full."""
-        return min(tokens, tokens // ADAPTED_TILE + self._slots.capacity)
+        return min(tokens, tokens // ADAPTED_TILE + self._slots.count)
 
     def _fill(self, graph_rows: int, slots: Int64Array) -> None:
         tiles = self._most_tiles(graph_rows)
@@ -363,14 +315,3 @@ class AdapterRows:
         places = (fixed.slots, fixed.order, fixed.begins, fixed.counts, fixed.tile_slots)
         for place, sent in zip(places, self._staging.send(arrays), strict=True):
             place.copy_(sent)
-
-    def _start(self, starts: Sequence[RowStart]) -> None:
-        if not starts or not (self._has_some or any(start.adapter for start in starts)):
-            return
-        for start in starts:
-            self._row_slots[start.row], self._row_epochs[start.row] = self._slots.find(start.adapter)
-            self._digests[start.row] = start.adapter
-        self._has_some = bool((self._row_slots != _NONE).any())
-
-    def _missing(self, row: int) -> Unavailable:
-        return Unavailable(f"the LoRA adapter {self._digests[row]} is not loaded in this instance")

@@ -1,5 +1,6 @@
 """Rows with LoRA adapters: their answers are those of models whose weights have the adapter in them, in batches of any mix."""
 
+import copy
 import json
 import threading
 from collections.abc import Callable, Sequence
@@ -17,9 +18,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from common.config import EngineConfig
-from common.errors import ConfigError, Unavailable
-from common.executor import Chunk, RowStart, StepPlan, StepResult
+from common.errors import ConfigError, TandemError, Unavailable
+from common.executor import Chunk, RowStart, StepPlan
 from common.ids import Digest
+from common.messages.weights import WeightsOnDisk
 from common.sampling_params import SamplingParams
 from engine import model_runner
 from engine.backends import ChosenAttention
@@ -65,7 +67,11 @@ def adapted(model: PreTrainedModel, path: Path, loras: Sequence[Lora], **changes
     """A runner of the model, and the digests of its adapters."""
     fields: dict[str, object] = {"max_loaded_loras": len(loras), "max_lora_rank": 32, "dtype": "float32"}
     made = runner(saved(model, path / "model"), lambda text: None, **(fields | changes))
-    return made, [made.load_adapter(lora.saved(model, path / str(lora.seed))) for lora in loras]
+    return made, [hold(made, lora.saved(model, path / str(lora.seed))) for lora in loras]
+
+
+def hold(made: ModelRunner, folder: Path) -> Digest:
+    return made.adapters.hold(made.adapters.read(folder))
 
 
 def assert_merged(model: PreTrainedModel, loras: Sequence[Lora | None], given: Sequence[Answer]) -> None:
@@ -156,7 +162,7 @@ def test_two_ranks_answer_as_the_merged_model(tmp_path: Path, make: Callable[[],
     def run(group: Any) -> list[Answer]:
         heard[threading.get_ident()] = []
         made = runner_of(path, group, agree, max_loaded_loras=2, dtype="float32")
-        first, second = (made.load_adapter(folder) for folder in folders)
+        first, second = (hold(made, folder) for folder in folders)
         return heard_answers(made, PROMPTS[:3], 4, 24, heard[threading.get_ident()], [first, NONE, second])
 
     with recorded_logits(lambda: heard[threading.get_ident()]):
@@ -198,100 +204,135 @@ def test_a_graph_computes_the_adapters_of_any_later_batch(tmp_path: Path, monkey
     assert all(captured)
 
 
-# --- loading while rows run ----------------------------------------------------------------------------------------------------
+# --- holding more than a step computes with ------------------------------------------------------------------------------------
 
 
-def test_a_slot_is_given_to_another_adapter_while_rows_of_others_run(tmp_path: Path) -> None:
-    """The first one has rank 20, and the next one rank 4: nothing of the first one is left in the slot."""
+def test_more_adapters_than_slots_take_turns_and_each_answers_as_its_merged_model(tmp_path: Path, is_packed: bool) -> None:
+    """With two slots. What a larger adapter has left in a slot would be seen in the answers of a smaller one."""
     model = llama(num_hidden_layers=2)
-    made, (kept, first) = adapted(model, tmp_path, [LORAS[0], LORAS[3]])
-    folders = {lora.seed: lora.saved(model, tmp_path / f"again {lora.seed}") for lora in LORAS}
-    with pytest.raises(Unavailable, match=r"all 2 places .* --max-loaded-loras"):
-        made.load_adapter(folders[LORAS[2].seed])
-    assert made.load_adapter(folders[LORAS[0].seed]) == kept, "it is loaded already"
-    steps, second = [0], list[Digest]()
-
-    def run(plan: StepPlan) -> StepResult:
-        steps[0] += 1
-        if steps[0] == 4:
-            made.unload_adapter(first)
-            made.unload_adapter(first)
-            loader = threading.Thread(target=lambda: second.append(made.load_adapter(folders[LORAS[2].seed])))
-            loader.start()
-            loader.join(60)
-        return made.run(plan)
-
-    given = Answer(PROMPTS[1])
-    with recorded_logits() as calls:
-        given.tokens = Driver(run, made.description, adapters=[kept]).answers([PROMPTS[1]], 8, GREEDY, 20)[0]
-    given.logits = [logits[0] for logits in calls[-8:]]
-    assert_merged(model, [LORAS[0]], [given])
-    assert_merged(model, [LORAS[2], LORAS[0]], answers(made, PROMPTS[1:3], 4, 20, [second[0], kept]))
+    loras = (LORAS[3], LORAS[0], LORAS[1], LORAS[2])
+    made, digests = adapted(model, tmp_path, loras, max_loras_per_batch=2)
+    for first, second in ((0, 1), (2, 3), (1, 2), (0, 3), (3, 0)):
+        given = answers(made, PROMPTS[1:4], 3, 20, [digests[first], NONE, digests[second]])
+        assert_merged(model, [loras[first], None, loras[second]], given)
 
 
-def test_only_rows_whose_adapter_is_not_here_fail(tmp_path: Path) -> None:
-    """One that was never loaded, and one that is unloaded while its row runs, whose slot another adapter has then."""
+def test_the_adapter_that_was_needed_last_the_longest_ago_gives_up_its_slot(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written, original = list[Digest](), AdapterSlots._write
+
+    def write(self: AdapterSlots, slot: int, adapter: Any) -> None:
+        written.append(adapter.digest)
+        original(self, slot, adapter)
+
+    monkeypatch.setattr(AdapterSlots, "_write", write)
+    made, (a, b, c, d) = adapted(llama(num_hidden_layers=1), tmp_path, LORAS, max_loras_per_batch=3)
+    for wanted, copied in (([a, b], [a, b]), ([c], [c]), ([a], []), ([d, c], [d]), ([b, a], [b]), ([d, c], [d])):
+        written.clear()
+        slots = made.adapters.take(wanted)
+        assert list(slots) == wanted and len(set(slots.values())) == len(wanted)
+        assert written == copied
+
+
+def test_rows_whose_adapter_is_not_held_or_has_no_slot_left_fail_until_they_start_anew(tmp_path: Path) -> None:
+    """A row that has lost its adapter in one step has KV of the model alone, so it fails in the steps that follow too, also where
+    there is a slot again."""
     model = llama(num_hidden_layers=2)
-    made, (lost,) = adapted(model, tmp_path, [LORAS[0]])
-    pages = np.arange(9, dtype=np.int32).reshape(3, 3)
-    starts = [RowStart(row, pages[row], GREEDY, adapter=each) for row, each in enumerate((NONE, lost, Digest("no such one")))]
-    chunks = tuple(Chunk(row, 0, PROMPTS[2], last=True) for row in range(3))
-    first = made.run(StepPlan(0, starts=tuple(starts), chunks=chunks))
-    assert list(first.failed) == [2] and isinstance(first.failed[2], Unavailable) and "no such one" in str(first.failed[2])
-    made.unload_adapter(lost)
-    made.load_adapter(LORAS[1].saved(model, tmp_path / "other"))
-    second = made.run(StepPlan(1, decode_rows=np.array([0, 1], dtype=np.int32)))
-    assert list(second.failed) == [1] and lost in str(second.failed[1])
-    assert_exact_tokens(model, PROMPTS[2], [int(first.tokens[0]), int(second.tokens[0])])
+    made, (first, second) = adapted(model, tmp_path, LORAS[:2], max_loras_per_batch=1)
+    pages = np.arange(16, dtype=np.int32).reshape(4, 4)
+    named = (NONE, first, second, Digest("no such one"))
+    starts = tuple(RowStart(row, pages[row], GREEDY, adapter=each) for row, each in enumerate(named))
+    tokens = [list[int]() for _ in named]
+
+    def step(rows: list[int], begins: tuple[RowStart, ...] = ()) -> dict[int, TandemError]:
+        chunks = tuple(Chunk(start.row, 0, PROMPTS[2], last=True) for start in begins)
+        decoded = [] if begins else rows
+        result = made.run(StepPlan(0, begins, chunks, np.array(decoded, dtype=np.int32)))
+        for row, token in zip(rows, result.tokens.tolist(), strict=True):
+            tokens[row].append(token)
+        return dict(result.failed)
+
+    failed = step([0, 1, 2, 3], starts)
+    assert list(failed) == [2, 3] and all(isinstance(each, Unavailable) for each in failed.values())
+    assert second in str(failed[2]) and "no such one" in str(failed[3])
+    assert list(step([0, 2])) == [2], "there is a slot for it now, but its KV is of the model alone"
+    assert not step([0, 1])
+    assert_exact_tokens(model, PROMPTS[2], tokens[0])
+    assert_exact_tokens(LORAS[0].merged(model), PROMPTS[2], tokens[1])
+    tokens[2].clear()
+    assert not step([2], starts[2:3]) and not step([2])
+    assert_exact_tokens(LORAS[1].merged(model), PROMPTS[2], tokens[2])
+    made.adapters.free(second)
+    made.adapters.free(second)
+    assert list(step([2])) == [2], "it is held no more, although it is still in its slot"
     plain = runner(tmp_path / "model")
-    assert list(plain.run(StepPlan(0, starts=tuple(starts), chunks=chunks)).failed) == [1, 2]
-    with pytest.raises(ConfigError, match="without --max-loaded-loras"):
-        plain.load_adapter(tmp_path / "other")
+    chunks = (Chunk(0, 0, PROMPTS[2], last=True), Chunk(1, 0, PROMPTS[2], last=True))
+    assert list(plain.run(StepPlan(0, starts[:2], chunks)).failed) == [1]
+
+
+def test_as_many_are_held_as_may_be_and_one_that_is_freed_gives_its_place_to_another(tmp_path: Path) -> None:
+    model = llama(num_hidden_layers=1)
+    made, (first, second) = adapted(model, tmp_path, LORAS[:2])
+    third = made.adapters.read(LORAS[2].saved(model, tmp_path / "third"))
+    with pytest.raises(Unavailable, match=r"holds 2 LoRA adapters: .* --max-loaded-loras"):
+        made.adapters.hold(third)
+    assert hold(made, tmp_path / str(LORAS[0].seed)) == first, "it is held already"
+    made.adapters.free(second)
+    assert made.adapters.hold(third) == third.digest
+    with pytest.raises(ConfigError, match="no room for LoRA adapters: start it with --max-loaded-loras"):
+        runner(tmp_path / "model").adapters.read(tmp_path / str(LORAS[0].seed))
+
+
+def test_a_folder_that_changes_after_it_was_read_changes_nothing(tmp_path: Path) -> None:
+    model = llama(num_hidden_layers=2)
+    made, (digest,) = adapted(model, tmp_path, LORAS[:1], max_loaded_loras=2)
+    other = LORAS[3].saved(model, tmp_path / str(LORAS[0].seed))
+    file = other / "adapter_model.safetensors"
+    with file.open("r+b") as opened:
+        opened.write(b"\x77" * file.stat().st_size)
+    assert_merged(model, LORAS[:1], answers(made, PROMPTS[1:2], 3, 20, [digest]))
+
+
+@pytest.mark.parametrize("way", ["plain", "packed", "int8"])
+def test_after_a_change_of_weights_adapters_are_added_to_the_new_ones(
+    tmp_path: Path, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With adapters that were in slots before, and one that comes into a slot behind the change."""
+    if way == "packed":
+        if not CAN_RECORD:
+            pytest.skip("there is no C compiler")
+        pack_everything(monkeypatch)
+    model = llama(hidden_size=128, intermediate_size=256, num_attention_heads=8, num_hidden_layers=2)
+    new = copy.deepcopy(model)
+    with torch.no_grad():
+        for weight in new.parameters():
+            weight.copy_(weight.roll(1, 0) * 1.1 if weight.ndim == 2 else weight * 0.9)
+    quantization = "int8" if way == "int8" else "none"
+    made, digests = adapted(model, tmp_path, LORAS[:2], max_loras_per_batch=1, quantization=quantization)
+    answers(made, PROMPTS[1:3], 2, 20, [digests[0], NONE])
+    made.weights.switch(made.weights.stage(WeightsOnDisk(str(saved(new, tmp_path / "new"))), lambda _: None))
+    for lora, digest in zip(LORAS, digests, strict=False):
+        given = answers(made, PROMPTS[1:3], 4, 20, [digest, NONE])
+        if way != "int8":
+            assert_merged(new, [lora, None], given)
+            continue
+        for answer, reference in zip(given, (lora.merged(new), new), strict=True):
+            found, right, wrong = (torch.stack(answer.logits), *(reference_logits(each, answer) for each in (reference, model)))
+            assert (found - right).norm() < 0.3 * min(right.norm(), (found - wrong).norm())
 
 
 def assert_exact_tokens(model: PreTrainedModel, prompt: Any, tokens: list[int]) -> None:
     assert reference_logits(model, Answer(prompt, tokens)).argmax(-1).tolist() == tokens
 
 
-def test_a_slot_is_not_written_while_a_step_computes_with_it(tmp_path: Path) -> None:
-    model = llama(num_hidden_layers=1)
-    made, (first,) = adapted(model, tmp_path, [LORAS[0]])
-    slots = made._adapters
-    at, epoch = slots.find(first)
-    other, done = LORAS[1].saved(model, tmp_path / "other"), threading.Event()
-
-    def load() -> None:
-        made.load_adapter(other)
-        done.set()
-
-    with slots.in_use(np.array([at]), np.array([epoch])) as there:
-        assert there.tolist() == [at]
-        made.unload_adapter(first)
-        loader = threading.Thread(target=load)
-        loader.start()
-        assert not done.wait(0.2)
-    assert done.wait(60)
-    loader.join()
-    with slots.in_use(np.array([at]), np.array([epoch])) as there:
-        assert there.tolist() == [-2], "a row of the first adapter has lost it"
-
-
-def test_adapters_are_loaded_at_the_start_by_their_names(tmp_path: Path) -> None:
-    model = qwen2(num_hidden_layers=1)
-    folders = [lora.saved(model, tmp_path / str(lora.seed)) for lora in LORAS[:2]]
-    asked = f"one={folders[0]},two={folders[1]}"
-    made = runner(saved(model, tmp_path / "model"), lora=asked, max_loaded_loras=3, dtype="float32")
-    assert list(made.adapters) == ["one", "two"] and len(set(made.adapters.values())) == 2
-    assert_merged(model, [LORAS[1]], answers(made, PROMPTS[1:2], 3, 20, [made.adapters["two"]]))
-
-
 def test_a_digest_is_of_the_bytes_and_of_the_scaling_alone(tmp_path: Path) -> None:
     model = qwen2(num_hidden_layers=1)
     made, (digest,) = adapted(model, tmp_path, [LORAS[0]], max_loaded_loras=8)
     assert len(digest) == 32
-    assert made.load_adapter(LORAS[0].saved(model, tmp_path / "copy", revision="main", lora_dropout=0.0)) == digest
+    assert hold(made, LORAS[0].saved(model, tmp_path / "copy", revision="main", lora_dropout=0.0)) == digest
     others = [replace(LORAS[0], alpha=17.0), replace(LORAS[0], seed=9), replace(LORAS[0], dtype=torch.float16)]
-    found = {made.load_adapter(other.saved(model, tmp_path / f"other {at}")) for at, other in enumerate(others)}
+    found = {hold(made, other.saved(model, tmp_path / f"other {at}")) for at, other in enumerate(others)}
     assert len(found | {digest}) == 4
 
 
@@ -322,7 +363,7 @@ def loading(tmp_path_factory: pytest.TempPathFactory) -> tuple[PreTrainedModel, 
     """The slots of a small model."""
     model = llama(num_hidden_layers=2)
     made, _ = adapted(model, tmp_path_factory.mktemp("refused"), [], max_loaded_loras=1)
-    return model, made._adapters
+    return model, made.adapters
 
 
 @pytest.mark.parametrize("field", FIELDS)
@@ -406,12 +447,14 @@ def test_folders_that_hold_no_adapter_say_what_they_lack(tmp_path: Path, loading
     [
         ({"lora": "a=b"}, "--lora has no effect without --max-loaded-loras"),
         ({"max_lora_rank": 8}, "--max-lora-rank has no effect without"),
+        ({"max_loras_per_batch": 2}, "--max-loras-per-batch has no effect without"),
+        ({"max_loaded_loras": 9, "max_loras_per_batch": 10}, "--max-loras-per-batch must be between 1 and 9"),
         ({"max_loaded_loras": 1, "max_lora_rank": 257}, "--max-lora-rank must be between 1 and 256"),
         ({"max_loaded_loras": 1, "lora": "a"}, "--lora must be name=folder pairs"),
         ({"max_loaded_loras": 3, "lora": "a=b,a=c"}, "--lora must be name=folder pairs .* each name once"),
         ({"max_loaded_loras": 1, "lora": "a=b,c=d"}, "--lora must be at most --max-loaded-loras 1"),
         ({"max_loaded_loras": 1, "quantization": "fp8"}, "--quantization must be none or int8 with --max-loaded-loras"),
-        ({"max_loaded_loras": 1, "executor": "timed"}, "--max-loaded-loras has no effect with --executor timed"),
+        ({"max_loaded_loras": 1, "max_lora_rank": 8, "executor": "timed"}, "--max-lora-rank has no effect with --executor timed"),
     ],
 )
 def test_options_that_do_not_fit_each_other_are_refused(fields: dict[str, Any], message: str) -> None:
@@ -420,7 +463,7 @@ def test_options_that_do_not_fit_each_other_are_refused(fields: dict[str, Any], 
 
 
 def test_a_model_of_transformers_implementation_cannot_have_adapters() -> None:
-    slots, shape = AdapterSlots(1, 8), SimpleNamespace(architecture="Gemma3ForCausalLM")
+    slots, shape = AdapterSlots(1, 1, 8), SimpleNamespace(architecture="Gemma3ForCausalLM")
     attach: Any = partial(slots.attach, dtype=torch.float32, device=torch.device("cpu"))
     with pytest.raises(ConfigError, match="--max-loaded-loras is not supported for Gemma3ForCausalLM"):
         attach(object(), shape, object())
