@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -17,18 +18,20 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from common.config import EngineConfig
-from common.errors import ConfigError, TandemError, Unavailable
-from common.executor import Chunk, RowStart, StepPlan
+from common.config import EngineConfig, ModelConfig
+from common.errors import BadRequest, ConfigError, TandemError, Unavailable
+from common.executor import Chunk, RowStart, StepPlan, StepResult
 from common.ids import Digest
+from common.messages.tasks import ReadAdapter
 from common.messages.weights import WeightsOnDisk
 from common.sampling_params import SamplingParams
 from engine import model_runner
 from engine.backends import ChosenAttention
-from engine.lora.adapter_files import read_adapter
+from engine.lora.adapter_files import Adapter, read_adapter
 from engine.lora.adapter_slots import AdapterSlots
 from engine.model_runner import ModelRunner
 from engine.replay import Recording
+from engine.torch_executor import TorchExecutor
 from engine.torch_kernels import Kernels
 from tests.engine.checkpoints import VOCAB, llama, mixtral, qwen2, qwen3, saved
 from tests.engine.driver import Driver
@@ -39,7 +42,7 @@ from tests.engine.packed import CAN_RECORD, pack_everything
 from tests.engine.padded_attention import CapturablePaged
 from tests.engine.ranks import least_of, on_ranks, runner_of
 
-NONE = Digest("")
+NONE, WAIT_S = Digest(""), 60.0
 POOLED = SamplingParams(max_new_tokens=1, temperature=0.0, pooling="mean")
 PROMPTS = [np.random.default_rng(at).integers(3, VOCAB, length).astype(np.int32) for at, length in enumerate((1, 50, 17, 33, 6))]
 LORAS = (
@@ -282,6 +285,54 @@ def test_as_many_are_held_as_may_be_and_one_that_is_freed_gives_its_place_to_ano
     assert made.adapters.hold(third) == third.digest
     with pytest.raises(ConfigError, match="no room for LoRA adapters: start it with --max-loaded-loras"):
         runner(tmp_path / "model").adapters.read(tmp_path / str(LORAS[0].seed))
+
+
+def test_the_executor_reads_adapters_beside_its_steps_and_forgets_those_that_are_freed(tmp_path: Path) -> None:
+    """While the first one is read, which waits here, a step goes by."""
+    model, woken = llama(num_hidden_layers=2), threading.Event()
+    folder = LORAS[0].saved(model, tmp_path / "lora")
+    fields: Any = {"device": "cpu", "kv_memory": "8MiB", "max_running": 8, "grammar": "off", "max_loaded_loras": 1}
+    command = ModelConfig(model=str(saved(model, tmp_path / "model")))
+    executor = TorchExecutor(command, EngineConfig(**fields), woken.set, lambda text: None)
+
+    def awaited(work: Any) -> Any:
+        while (result := work.poll()) is None:
+            assert woken.wait(WAIT_S), "nobody woke the loop"
+            woken.clear()
+        return result
+
+    def run(plan: StepPlan) -> StepResult:
+        result: StepResult = awaited(executor.launch(plan))
+        return result
+
+    def tokens(digest: Digest) -> list[int]:
+        return Driver(run, executor.description, adapters=[digest]).answers([PROMPTS[2]], 3, GREEDY)[0]
+
+    goes_on, read = threading.Event(), executor._runner.adapters.read
+
+    def read_late(folder: Path) -> Adapter:
+        assert goes_on.wait(WAIT_S)
+        return read(folder)
+
+    try:
+        assert (executor.description.max_adapters, executor.description.adapters_per_batch) == (1, 1)
+        with mock.patch.object(executor._runner.adapters, "read", read_late):
+            work = executor.perform(ReadAdapter(str(folder)))
+            assert_exact_tokens(model, PROMPTS[2], tokens(NONE))
+            assert work.poll() is None
+            goes_on.set()
+            digest = awaited(work)
+        assert_exact_tokens(LORAS[0].merged(model), PROMPTS[2], tokens(digest))
+        with pytest.raises(BadRequest, match=r"has no adapter_config\.json"):
+            awaited(executor.perform(ReadAdapter(str(tmp_path))))
+        other = ReadAdapter(str(LORAS[1].saved(model, tmp_path / "other")))
+        with pytest.raises(Unavailable, match="holds 1 LoRA adapters"):
+            awaited(executor.perform(other))
+        executor.free_adapter(digest)
+        executor.free_adapter(digest)
+        assert_exact_tokens(LORAS[1].merged(model), PROMPTS[2], tokens(awaited(executor.perform(other))))
+    finally:
+        executor.close()
 
 
 def test_a_folder_that_changes_after_it_was_read_changes_nothing(tmp_path: Path) -> None:
