@@ -71,6 +71,8 @@ class FleetAdapters:
         self._used_s: dict[str, float] = {}
         """When a request last asked for each."""
         self._running: list[_Running] = []
+        self._now = 0.0
+        """When they last went on."""
         self._is_loading = False
         """One of them loads."""
         self._sends: list[Send] = []
@@ -229,6 +231,7 @@ class FleetAdapters:
 
     def _advance(self, running: _Running, now: float, *, is_late: bool) -> AdapterEntry | TandemError | None:
         """What came of the operation; None: it waits for something else now."""
+        self._now = now
         try:
             if is_late:
                 running.waits_for, longest_s = running.operation.throw(Unavailable("the instances did not answer in time"))
@@ -290,7 +293,7 @@ class FleetAdapters:
             yield from self._make_room(min((member.info.max_adapters for member in members), default=1), name)
             outcome: list[dict[Life, str] | TandemError] = []
             tasks = {member.life: ReadAdapter(folder) for member in self._members()}
-            self._sends += self._tasks.begin(tasks, outcome.append, READ_S)
+            self._sends += self._tasks.begin(tasks, outcome.append, self._now + READ_S)
             yield lambda: bool(outcome), READ_S
             return _agreed(folder, outcome[0])
         except TandemError:

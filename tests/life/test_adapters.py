@@ -16,7 +16,7 @@ from common.step_cost import StepCost
 from router.adapters import ReplaceMode
 from tests.engine.toy import TOY_ADAPTERS, ToyExecutor, ToyStaging
 from tests.life.expected import undisturbed
-from tests.life.fleet import ToyFleet
+from tests.life.fleet import ToyFleet, World
 from tests.life.ranks import ToySize
 from tests.life.test_weights import until_it_streams, update
 
@@ -25,8 +25,11 @@ PROMPT = [100 + n for n in range(19)]
 
 
 def make_fleet(prefill: int = 2, decode: int = 2, routers: int = 1, ranks: int = 1) -> ToyFleet:
+    """Its clock has gone for a while, as that of a host."""
     of_roles: dict[Literal["prefill", "decode"], int] = {"prefill": ranks, "decode": ranks}
-    return ToyFleet(prefill, decode, RouterConfig(request_timeout_s=300.0), SIZE, routers=routers, ranks=of_roles)
+    world = World()
+    world.clock.now = 5_000.0
+    return ToyFleet(prefill, decode, RouterConfig(request_timeout_s=300.0), SIZE, world, routers, of_roles)
 
 
 def begin_load(
