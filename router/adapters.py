@@ -313,12 +313,15 @@ class FleetAdapters:
             for entry in idle:
                 if entry.held == oldest.held:
                     self._set(replace(entry, version=self.table.next_version, is_loaded=False))
-            yield lambda digest=oldest.held: self._is_gone(digest), ROOM_S  # type: ignore[misc]
+        # A member may still hold what left the table before, such as an adapter whose last request has just ended.
+        yield lambda: self._has_heard(lambda member: len(member.adapters.union(member.adapters_leaving)) < places), ROOM_S
 
     def _is_gone(self, digest: Digest) -> bool:
-        members = list(self._members())
-        has_left = all(digest not in member.adapters and digest not in member.adapters_leaving for member in members)
-        return has_left and all(member.adapters_number == self._number for member in members)
+        return self._has_heard(lambda member: digest not in member.adapters and digest not in member.adapters_leaving)
+
+    def _has_heard(self, holds: Callable[[Member], bool]) -> bool:
+        """Whether this holds of all members, as they are since they know what this router wants."""
+        return all(member.adapters_number == self._number and holds(member) for member in self._members())
 
     def _set(self, entry: AdapterEntry) -> None:
         self.table.merge([entry])

@@ -163,6 +163,20 @@ def test_when_requests_have_all_places_another_adapter_is_refused_by_name() -> N
         assert client.token_ids == undisturbed(PROMPT, 60, adapter=Digest(f"a{n}"))
 
 
+def test_the_place_of_a_replaced_adapter_is_free_before_another_one_is_read() -> None:
+    """Another one comes in the moment in which the router hears that the last request with the former one is over."""
+    fleet = make_fleet(1, 1)
+    for n in range(TOY_ADAPTERS):
+        load(fleet, f"n{n}", f"a{n}")
+    stream = fleet.submit("s", PROMPT, 30, "n0")
+    until_it_streams(fleet, stream)
+    load(fleet, "n0", "a7", replaces=True)
+    fleet.run(stream)
+    assert Digest("a0") in held(fleet)[0]
+    load(fleet, "new", "a8")
+    assert {"n0", "new"} < set(names(fleet)) and {Digest("a7"), Digest("a8")} < held(fleet)[0]
+
+
 def test_more_different_adapters_than_a_batch_can_have_wait_for_each_other_and_none_starves() -> None:
     fleet = make_fleet(1, 1)
     for n in range(3):
