@@ -265,7 +265,10 @@ class FleetAdapters:
         entry = self._require_entry(name)
         if not entry.is_loaded:
             digest = yield from self._read(entry.folder, name)
-            if digest != entry.digest:
+            still = self.entry(name)  # it may have been unloaded meanwhile
+            if still is None or still.digest != digest:
+                self._tell_all()  # what all have read is not needed
+                self._require_entry(name)
                 raise Unavailable(f"the files of the adapter {name!r} have changed: load it again")
             entry = replace(entry, version=self.table.next_version, is_loaded=True)
             self._set(entry)

@@ -163,6 +163,18 @@ def test_when_requests_have_all_places_another_adapter_is_refused_by_name() -> N
         assert client.token_ids == undisturbed(PROMPT, 60, adapter=Digest(f"a{n}"))
 
 
+def test_an_adapter_that_is_unloaded_while_it_is_read_again_does_not_come_back() -> None:
+    fleet = make_fleet(1, 1)
+    for n in range(TOY_ADAPTERS + 1):
+        load(fleet, f"n{n}", f"a{n}")
+    again = fleet.adapt(lambda adapters, answer, now: adapters.require("n0", answer, now))
+    gone = unload(fleet, "n0")
+    fleet.turn_until(lambda: bool(again and gone))
+    assert isinstance(again[0], UnknownModel) and isinstance(gone[0], AdapterEntry)
+    assert "n0" not in names(fleet)
+    fleet.turn_until(lambda: all(Digest("a0") not in each for each in held(fleet)))
+
+
 def test_the_place_of_a_replaced_adapter_is_free_before_another_one_is_read() -> None:
     """Another one comes in the moment in which the router hears that the last request with the former one is over."""
     fleet = make_fleet(1, 1)
