@@ -327,6 +327,9 @@ class FleetAdapters:
         return all(member.adapters_number == self._number and holds(member) for member in self._members())
 
     def _set(self, entry: AdapterEntry) -> None:
+        """One that has just been read counts as used, so that it is not the next one to go."""
+        if entry.is_loaded:
+            self._used_s[entry.name] = self._now
         self.table.merge([entry])
         self._tell_all()
 

@@ -241,7 +241,7 @@ def _read_tensors(path: Path) -> dict[str, Tensor]:
     if not file.is_file():
         raise ConfigError(f"{path} has no {WEIGHTS}, and other files are not read: save the adapter with safe_serialization=True")
     try:
-        tensors = load(file.read_bytes())
+        tensors: dict[str, Tensor] = load(file.read_bytes())
     except (SafetensorError, KeyError, OSError) as error:
         raise ConfigError(f"{file} is not a safetensors file, or not a whole one: {error}") from error
     for name, tensor in tensors.items():
