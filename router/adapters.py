@@ -256,6 +256,7 @@ class FleetAdapters:
         digest = yield from self._read(folder, name)
         entry = AdapterEntry(name=name, version=self.table.next_version, digest=digest, folder=folder, is_pinned=is_pinned)
         self._set(entry)
+        self.end(digest)
         if former is not None and former.digest != digest and mode != "finish":
             self._replaced.append(Replacement(former.digest, entry, mode))
         return entry
@@ -267,11 +268,12 @@ class FleetAdapters:
             digest = yield from self._read(entry.folder, name)
             still = self.entry(name)  # it may have been unloaded meanwhile
             if still is None or still.digest != digest:
-                self._tell_all()  # what all have read is not needed
+                self.end(digest)
                 self._require_entry(name)
                 raise Unavailable(f"the files of the adapter {name!r} have changed: load it again")
             entry = replace(entry, version=self.table.next_version, is_loaded=True)
             self._set(entry)
+            self.end(digest)
         return entry
 
     def _unload(self, entry: AdapterEntry) -> Operation:
@@ -286,7 +288,7 @@ class FleetAdapters:
         return gone
 
     def _read(self, folder: str, name: str) -> Generator[tuple[Condition, float], None, Digest]:
-        """Have all members read what this name is to stand for."""
+        """Have all members read what this name is to stand for. Until `end` is called they hold it as if a request had it."""
         members = list(self._members())
         cannot = [member.info.id for member in members if not member.info.max_adapters]
         if cannot:
@@ -298,7 +300,15 @@ class FleetAdapters:
             tasks = {member.life: ReadAdapter(folder) for member in self._members()}
             self._sends += self._tasks.begin(tasks, outcome.append, self._now + READ_S)
             yield lambda: bool(outcome), READ_S
-            return _agreed(folder, outcome[0])
+            digest = _agreed(folder, outcome[0])
+            self._uses[digest] += 1
+            self._folders[digest] = folder
+            try:  # else a request could come before the router has heard who holds it
+                yield lambda: all(digest in each.adapters for each in self._members() if each.life in tasks), ROOM_S
+            except TandemError:
+                self.end(digest)
+                raise
+            return digest
         except TandemError:
             self._tell_all()  # what some have read is not needed
             raise
