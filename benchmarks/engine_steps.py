@@ -36,7 +36,7 @@ from benchmarks.engine import (
 )
 from common.config import DEMO_MODEL, EngineConfig, ModelConfig
 from common.executor import Chunk, EngineDescription, RowStart, StepPlan
-from common.ids import Int32Array
+from common.ids import Digest, Int32Array
 from common.model_path import resolve_model_path
 from common.pages.layout import ITEM_BYTES, KVDtype, KVLayout
 from common.sampling_params import Grammar, SamplingParams
@@ -143,16 +143,16 @@ def measure_ceilings(task: EngineTask, say: Say) -> Iterator[Figure]:
 
 
 @contextlib.contextmanager
-def checkpoint(task: EngineTask, **changes: object) -> Iterator[tuple[ModelConfig, EngineConfig]]:
-    """The task's model: the demo model, or a shape with random weights: a folder that has a config and nothing else."""
-    if task.model == DEMO_MODEL:
-        yield ModelConfig(), task.engine
+def checkpoint(name: str, engine: EngineConfig, **changes: object) -> Iterator[tuple[ModelConfig, EngineConfig]]:
+    """The demo model, or a shape with random weights: a folder that has a config and nothing else."""
+    if name == DEMO_MODEL:
+        yield ModelConfig(), engine
         return
     with tempfile.TemporaryDirectory(prefix="tandem-bench-") as folder:
-        path = Path(folder) / task.model
+        path = Path(folder) / name
         path.mkdir()
-        (path / "config.json").write_text(json.dumps(SHAPES[task.model] | changes))
-        yield ModelConfig(model=str(path), served_name=task.model), replace(task.engine, load_format="dummy")
+        (path / "config.json").write_text(json.dumps(SHAPES[name] | changes))
+        yield ModelConfig(model=str(path), served_name=name), replace(engine, load_format="dummy")
 
 
 def layer_weights(shape: ServedShape) -> int:
@@ -239,7 +239,7 @@ class StartedModel:
 
 
 def start_model(task: EngineTask, say: Say) -> StartedModel:
-    with checkpoint(task) as (model, engine):
+    with checkpoint(task.model, task.engine) as (model, engine):
         shape = read_served_shape(resolve_model_path(model.model, weights=False))
         began = time.monotonic()
         runner = ModelRunner(model, engine, say)
@@ -489,7 +489,7 @@ def measure_sampling(task: EngineTask, say: Say) -> Iterator[Figure]:
     """Decode steps whose rows all ask for the same, beside steps whose rows ask for nothing. Each round times a few steps of
     every kind, so that all kinds meet the same disturbances."""
     rows = task.engine.max_running or SAMPLING_ROWS
-    with checkpoint(task, vocab_size=task.vocab_size) as (model, engine):
+    with checkpoint(task.model, task.engine, vocab_size=task.vocab_size) as (model, engine):
         runner = ModelRunner(model, replace(engine, max_running=rows, context_tokens=256, kv_memory="256MiB"), say)
     kinds = KINDS | WITH_VOCABULARY if task.model == DEMO_MODEL else KINDS
     seconds: dict[str, list[float]] = {kind: [] for kind in kinds}
@@ -514,8 +514,9 @@ def measure_sampling(task: EngineTask, say: Say) -> Iterator[Figure]:
         )
 
 
-def sampling_plans(runner: ModelRunner, sampling: SamplingParams) -> list[StepPlan]:
-    """A step in which all rows start, and those that are timed. Nobody has computed the rows' context."""
+def sampling_plans(runner: ModelRunner, sampling: SamplingParams, adapters: Sequence[Digest] = (Digest(""),)) -> list[StepPlan]:
+    """A step in which all rows start, and those that are timed. Nobody has computed the rows' context. adapters: of the first
+    rows, and again of those that follow."""
     if sampling.grammar is not None and runner.grammars is not None:
         runner.grammars.prepare(sampling.grammar, lambda: None).wait()
     described = runner.description
@@ -529,6 +530,7 @@ def sampling_plans(runner: ModelRunner, sampling: SamplingParams) -> list[StepPl
             length=PROMPT_TOKENS - 1,
             last_token=1,
             token_ids=random.integers(0, described.model.vocab_size, PROMPT_TOKENS).astype(np.int32),
+            adapter=adapters[row % len(adapters)],
         )
         for row in range(described.max_rows)
     )

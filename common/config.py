@@ -42,6 +42,7 @@ DEMO_MODEL = "demo"
 DAY_S = 86_400.0
 MOST_PORT = 65_535
 MOST_RANKS = 64
+MOST_LORAS, MOST_LORA_RANK, LORAS_PER_BATCH = 1024, 256, 8
 _HEADER_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
 _DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://([a-z0-9._-]+|\[[0-9a-f:.]+\])(:\d{1,5})?")
@@ -125,6 +126,22 @@ class EngineConfig:
         "on: answers can be held to grammars (JSON schemas, regular expressions, required tool calls); their compiler, a process "
         "of 270 MB, is there before the instance serves; off: such requests are refused; the same in the whole fleet",
     )
+    lora: str = option(
+        "",
+        "LoRA adapters in PEFT's format that an instance loads at its start, such as name=folder,other=folder; needs "
+        "--max-loaded-loras",
+    )
+    max_loaded_loras: int = option(
+        0,
+        "most LoRA adapters that an instance holds in the host's memory, of which as much is kept free as they take with rank "
+        "--max-lora-rank; 0: none",
+    )
+    max_loras_per_batch: int = option(
+        LORAS_PER_BATCH,
+        "most different LoRA adapters that are computed at once, each in the device's memory for rank --max-lora-rank; others "
+        "of --max-loaded-loras wait for their turn",
+    )
+    max_lora_rank: int = option(64, "highest rank of a LoRA adapter; others are refused")
     threads: int = option(0, "CPU threads of this instance; 0: all cores of the host (launch local shares them out)")
     lent_cores: str = option("", "file by which instances of a host lend each other idle cores; launch local makes it")
     memory_part: int = option(
@@ -146,13 +163,39 @@ class EngineConfig:
         parse_memory(self.kv_memory, "kv-memory", total_bytes=2**40)
         require(_DEVICE.fullmatch(self.device) is not None, "device", "auto, cpu, cuda or cuda:N", self.device)
         require_choices(self)
+        self._check_loras()
         if self.executor == "timed":
             StepCost.parse(self.step_cost)
             require(not self.device.startswith("cuda"), "device", "auto or cpu with --executor timed", self.device)
             of_models = ("load_format", "quantization", "attention", "graphs", "graph_sizes", "layer_groups", "lent_cores")
-            refuse_without_effect(self, of_models, "with --executor timed, which loads no model")
+            refuse_without_effect(self, (*of_models, "max_lora_rank"), "with --executor timed, which loads no model")
         else:
             refuse_without_effect(self, ("step_cost",), "without --executor timed")
+
+    @property
+    def loras(self) -> dict[str, str]:
+        """The folder of each adapter that is loaded at the start, by its name."""
+        pairs = (pair.partition("=") for pair in self.lora.split(",") if self.lora)
+        return {name.strip(): path.strip() for name, _, path in pairs}
+
+    @property
+    def lora_slots(self) -> int:
+        """How many different adapters the rows of a batch can have."""
+        return min(self.max_loras_per_batch, self.max_loaded_loras)
+
+    def _check_loras(self) -> None:
+        require_between(self, 0, MOST_LORAS, "max_loaded_loras")
+        require_between(self, 1, MOST_LORA_RANK, "max_lora_rank")
+        if not self.max_loaded_loras:
+            refuse_without_effect(self, ("lora", "max_lora_rank", "max_loras_per_batch"), "without --max-loaded-loras")
+        require_between(self, 1, max(self.max_loaded_loras, LORAS_PER_BATCH), "max_loras_per_batch")
+        named = self.loras
+        is_whole = all(named) and all(named.values()) and len(named) == self.lora.count(",") + 1
+        require(not self.lora or is_whole, "lora", "name=folder pairs with commas between them, each name once", self.lora)
+        fitting = f"at most --max-loaded-loras {self.max_loaded_loras} adapters"
+        require(len(named) <= self.max_loaded_loras or not named, "lora", fitting, self.lora)
+        is_float = self.quantization != "fp8" or not self.max_loaded_loras
+        require(is_float, "quantization", "none or int8 with --max-loaded-loras", self.quantization)
 
 
 @dataclass(frozen=True, kw_only=True)

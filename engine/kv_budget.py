@@ -120,6 +120,8 @@ def describe(
         device=memory.device,
         choices=choices,
         weights=weights,
+        max_adapters=engine.max_loaded_loras,
+        adapters_per_batch=engine.lora_slots,
     )
 
 

@@ -53,6 +53,7 @@ from engine.kv_budget import (
 )
 from engine.kv_memory import KVMemory, KVMemoryMeter, torch_dtype, total_bytes
 from engine.logits_processors import make_processors
+from engine.lora.adapter_slots import AdapterSlots
 from engine.models.registry import load_model, model_digests
 from engine.models.served_shape import read_served_shape
 from engine.models.shape import check_ranks
@@ -178,6 +179,8 @@ class ModelRunner:
             self._kernels = make_kernels(self._device)
             self.model = load_model(path, shape, loading, self._kernels, progress)
             self.weights = ModelWeights(self.model, path, shape, loading, self._kernels)
+            self.adapters = AdapterSlots(engine.lora_slots, engine.max_loaded_loras, engine.max_lora_rank)
+            self.adapters.attach(self.model, shape, self._kernels, self._dtype, self._device, group)
             budget = self._budget(given)
             progress(f"making {budget.total_pages} KV pages of {layout.page_bytes} bytes")
             self.memory = KVMemory(layout, budget.total_pages, self._device)
@@ -218,7 +221,7 @@ class ModelRunner:
         if given is not None:
             kv_bytes = given
         elif self._device.type == "cpu":
-            spared = self.model.spared_bytes
+            spared = self.model.spared_bytes + self.adapters.host_bytes
             kv_bytes = auto_host_kv_bytes(self._engine, self._group.ranks, layout, asked or own, self._progress, spared)
         else:
             kv_bytes = self._measured_kv_bytes()
@@ -294,6 +297,7 @@ class ModelRunner:
             layer_groups=engine.layer_groups,
             vocab_size=shape.vocab_size,
             processors=make_processors(engine.max_running, shape.vocab_size, shape.eos_token_ids, self._device, compiled),
+            adapters=self.adapters,
         )
 
     def _warm_up(self, steps: StepRunner, context_tokens: int) -> None:

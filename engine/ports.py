@@ -54,6 +54,45 @@ class PagePlaces:
 
 
 @dataclass(frozen=True, slots=True)
+class LowRankStack:
+    """What all adapters add to one linear layer: of the adapter in a slot, B A x (LoRA, Hu et al. 2021), its scaling in B.
+
+    A merged layer has several parts, each with an A and a B of its own; a part's outputs end where the next one's begin.
+    """
+
+    a: Tensor
+    """[slots, parts, rank, inputs]; zeros below an adapter's own rank, as in b."""
+    b: Tensor
+    """[slots, rank, outputs]."""
+    ranks: Tensor
+    """[slots] int64: the rank of each adapter, at most that of a and b."""
+    ends: tuple[int, ...]
+    """Where each part's outputs end; the last one is the number of outputs."""
+    part_ends: Tensor
+    """[parts] int64: the same on the device."""
+
+
+@dataclass(frozen=True, slots=True)
+class AdaptedTokens:
+    """Which tokens of a step an adapter computes: in tiles, each of up to ADAPTED_TILE tokens with the same adapter. Source:
+    SGMV of Punica (Chen et al. 2023). All int64."""
+
+    slots: Tensor
+    """[tokens]: the slot of each token's adapter; -1: it has none."""
+    order: Tensor
+    """[at least as many as have one]: those with an adapter, one tile after the other. What no tile has may be anything."""
+    begins: Tensor
+    """[tiles]: where in `order` each begins, as is counts and tile_slots."""
+    counts: Tensor
+    """How many tokens each has; 0: it only fills the batch."""
+    tile_slots: Tensor
+
+
+ADAPTED_TILE = 16
+"""The fewest rows that the matrix units of a GPU multiply at a time."""
+
+
+@dataclass(frozen=True, slots=True)
 class LayerAttention:
     """How one layer attends. Layers that are equal in it share one plan.
 

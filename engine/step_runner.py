@@ -24,6 +24,7 @@ from common.executor import NO_LOGPROBS, RowStart, StepPlan, StepResult
 from common.ids import Int32Array, Int64Array
 from common.sampling_params import Pooling
 from engine.kv_memory import KVMemory
+from engine.lora.adapter_slots import NO_ADAPTERS, AdapterRows, AdapterSlots, StepAdapters
 from engine.ports import (
     Attention,
     HeadNorm,
@@ -239,6 +240,7 @@ class StepRunner:
         layer_groups: int,
         vocab_size: int,
         processors: Sequence[LogitsProcessor] = (),
+        adapters: AdapterSlots | None = None,
     ) -> None:
         self._model, self._kernels, self._memory, self._attention = model, kernels, memory, attention
         self._layer_groups, self.vocab_size = layer_groups, vocab_size
@@ -254,12 +256,13 @@ class StepRunner:
         )
         self._sampler = Sampler(kernels, processors, max_rows, self._device)
         self._poolings = Poolings()
+        self._adapters = AdapterRows(adapters or AdapterSlots(), max_rows, self._device)
         self._staging = Staging(self._device)
         self._recordings: dict[int, tuple[Tensor, Recording]] = {}
         """By number of rows: the tensor from which the recording reads which rows they are, and the recording."""
         self._graph_sizes: Sequence[int] = ()
-        self._graphs: dict[int, tuple[Attention, Replay]] = {}
-        """By number of rows: what is planned before each replay, and the graph."""
+        self._graphs: dict[tuple[int, bool], tuple[Attention, Replay]] = {}
+        """By number of rows, and whether any may have an adapter: what is planned before each replay, and the graph."""
         self._graph_logits = torch.empty(0, vocab_size, device=self._device)
         self._graph_rows, self._graph_tokens = torch.full(
             (2, max_rows), batch.null, dtype=torch.int64, device=self._device
@@ -278,34 +281,39 @@ class StepRunner:
         progress = LayerProgress(self._device, self._memory.layout.layers, self._layer_groups, wanted, between)
         size = fitting(self._graph_sizes, len(plan.decode_rows)) if not plan.chunks else None
         host = self.batch.prepare(plan, size or 0)
+        adapters = self._adapters.of_step(host, size)
         arrays = StepArrays(*self._staging.send(host.arrays))
         self.batch.apply(arrays)
         self._sampler.start(plan.starts)
         self._poolings.start(plan.starts)
         special = self._sampler.prepare(plan, host, behind_graph=size is not None)
         if size is not None:
-            return self._replay_graph(size, host, arrays, special, progress)
-        recorded = None if plan.chunks else self._recordings.get(len(plan.decode_rows))
+            return self._replay_graph(size, host, arrays, special, adapters, progress)
+        recorded = None if plan.chunks or adapters.tokens is not None else self._recordings.get(len(plan.decode_rows))
         likeliest: Tensor | None = None
         if recorded is None:
-            logits, prompt_logprobs, embeddings = self._forward(host, arrays, special, progress)
+            logits, prompt_logprobs, embeddings = self._forward(host, arrays, special, adapters, progress)
         else:
             (rows, recording), lengths, prompt_logprobs, embeddings = recorded, host.decode_lengths, None, None
             rows.copy_(arrays.decode_rows)
             self._attention.plan(StepTokens((), self.batch.table, rows, torch.from_numpy(lengths), lengths))
             logits, likeliest = recording.run(progress.between)
         if logits is None:
-            return PendingStep(plan, arrays.sampled_at, progress, prompt_logprobs=prompt_logprobs)
+            return PendingStep(plan, arrays.sampled_at, progress, prompt_logprobs=prompt_logprobs, failed=adapters.failed)
         rows, noisy = arrays.sampled_rows, arrays.noisy
         sampling = self.batch.sampling(rows[noisy]) if len(noisy) else None
         tokens = self._sampler.draw(logits, sampling, noisy, arrays.filtering, host.filter_width, special, likeliest)
         self.batch.last_token[rows] = tokens
         logprobs = self._sampler.logprobs(logits, tokens, special)
-        failed = None if special is None else special.failed
-        return PendingStep(plan, tokens, progress, logprobs, prompt_logprobs, embeddings, failed)
+        return PendingStep(plan, tokens, progress, logprobs, prompt_logprobs, embeddings, _failed(special, adapters))
 
     def _forward(
-        self, host: HostStep, arrays: StepArrays[Tensor], special: SpecialRows | None, progress: LayerProgress
+        self,
+        host: HostStep,
+        arrays: StepArrays[Tensor],
+        special: SpecialRows | None,
+        adapters: StepAdapters,
+        progress: LayerProgress,
     ) -> _Parts:
         """Layer by layer: chunks and decode rows together. arrays: those of `host` on the device."""
         plan, batch = host.plan, self.batch
@@ -322,7 +330,8 @@ class StepRunner:
         needs_all = self._poolings.need_hidden(plan) or (special is not None and len(special.prompt_at) > 0)
         wanted = None if needs_all or not plan.chunks else arrays.sampled_at
         paged = PagedStep(self._memory, self._attention, self._kernels, pages, slots, progress.written)
-        hidden = self._model.hidden(token_ids, positions, paged, wanted)
+        with self._adapters.computing(adapters, sampled_alone=wanted is not None):
+            hidden = self._model.hidden(token_ids, positions, paged, wanted)
         prompt_logprobs = self._sampler.prompt_logprobs(hidden, self._model.logits, special)
         embeddings = self._poolings.pool(plan, hidden)
         if len(arrays.sampled_at) == 0:
@@ -383,7 +392,11 @@ class StepRunner:
                 return "the attention backend cannot be captured"
             self._graph_rows.fill_(self.batch.null)
             attention.plan(self._graph_step(size, np.ones(size, dtype=np.int64)))
-            self._graphs[size] = attention, maker.capture(partial(self._decode_into_graph, size, attention))
+            for is_adapted in (False, True) if self._adapters.may_adapt else (False,):
+                adapters = self._adapters.fixed(size) if is_adapted else NO_ADAPTERS
+                with self._adapters.computing(adapters):
+                    replay = maker.capture(partial(self._decode_into_graph, size, attention))
+                self._graphs[size, is_adapted] = attention, replay
         self._graph_sizes = tuple(sizes)
         return None
 
@@ -407,11 +420,17 @@ class StepRunner:
         self._graph_logits[:size] = logits
 
     def _replay_graph(
-        self, size: int, host: HostStep, arrays: StepArrays[Tensor], special: SpecialRows | None, progress: LayerProgress
+        self,
+        size: int,
+        host: HostStep,
+        arrays: StepArrays[Tensor],
+        special: SpecialRows | None,
+        adapters: StepAdapters,
+        progress: LayerProgress,
     ) -> PendingStep:
         """For a step of decode rows alone. Rows that filter, and those that a processor concerns, are drawn once more behind the
         graph."""
-        attention, replay = self._graphs[size]
+        attention, replay = self._graphs[size, adapters.tokens is not None]
         self._graph_rows[:size].copy_(arrays.decode_rows)
         attention.plan(self._graph_step(size, host.decode_lengths))
         replay()
@@ -423,7 +442,11 @@ class StepRunner:
             if self._sampler.redraw(tokens, logits, sampling, arrays, host.filter_width, special):
                 self.batch.last_token[rows] = tokens
         logprobs = self._sampler.logprobs(logits, tokens, special)
-        return PendingStep(host.plan, tokens, progress, logprobs, failed=None if special is None else special.failed)
+        return PendingStep(host.plan, tokens, progress, logprobs, failed=_failed(special, adapters))
+
+
+def _failed(special: SpecialRows | None, adapters: StepAdapters) -> Mapping[int, TandemError]:
+    return adapters.failed if special is None else {**special.failed, **adapters.failed}
 
 
 def _segments(plan: StepPlan) -> tuple[Segment, ...]:

@@ -9,7 +9,9 @@ import queue
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from typing import assert_never
 
 import msgspec
@@ -27,6 +29,8 @@ from engine.backends import device_of
 from engine.cpu.lent_cores import LentCores
 from engine.grammar.grammars import CompiledSoon, refused
 from engine.kv_budget import Agree, as_offered
+from engine.lora.adapter_files import Adapter
+from engine.lora.adapter_slots import AdapterSlots
 from engine.model_runner import ModelRunner
 from engine.models.served_shape import FOREIGN
 from engine.models.staging import ModelWeights, StagedModel
@@ -156,6 +160,30 @@ class Done:
         return ""
 
 
+class AdapterReading:
+    """An adapter that is read beside the steps, and held when that is polled. Implements `Work`. wake: called when it is read."""
+
+    ends_s: float | None = None
+
+    def __init__(self, adapters: AdapterSlots, folder: Path, reader: ThreadPoolExecutor, wake: Callable[[], None]) -> None:
+        self._adapters, self._folder = adapters, folder
+        self._read = reader.submit(self._be_read)
+        self._read.add_done_callback(lambda _: wake())
+
+    def poll(self) -> Digest | None:
+        return self._adapters.hold(self._read.result()) if self._read.done() else None
+
+    def _be_read(self) -> Adapter:
+        try:
+            return self._adapters.read(self._folder)
+        except ConfigError as error:
+            raise BadRequest(str(error)) from error
+        except (MemoryError, *FOREIGN) as error:
+            raise BadRequest(f"{self._folder} cannot be read: {error!r}") from error
+        finally:
+            end_own_pool()
+
+
 STEPS_QUEUED = 8
 STOP_S = 30.0
 
@@ -215,6 +243,7 @@ class TorchExecutor:
         self._staging: StagingThread | None = None
         self._latest: threading.Event | None = None
         """Set when what was last staged is in use."""
+        self._reader = ThreadPoolExecutor(1, "adapters")
         self._steps: queue.Queue[StepInFlight | StagedModel | None] = queue.Queue(STEPS_QUEUED)
         self._launched: queue.SimpleQueue[tuple[StepInFlight, PendingStep] | None] = queue.SimpleQueue()
         self._threads = [
@@ -265,12 +294,12 @@ class TorchExecutor:
             case ReadWeight():
                 return Reading(weights, task, self._latest, self._wake)
             case ReadAdapter():
-                raise BadRequest("this instance reads no adapters")
+                return AdapterReading(self._runner.adapters, Path(task.folder), self._reader, self._wake)
             case _:
                 assert_never(task)
 
     def free_adapter(self, digest: Digest) -> None:
-        """None is held."""
+        self._runner.adapters.free(digest)
 
     def digest_pages(self, pages: Int32Array) -> bytes:
         return self._runner.memory.digest_pages(pages)
@@ -278,6 +307,7 @@ class TorchExecutor:
     def close(self) -> None:
         if self._runner.grammars is not None:
             self._runner.grammars.close()
+        self._reader.shutdown(wait=False, cancel_futures=True)
         if self._threads[0].is_alive():
             self._steps.put(None)
         until = time.monotonic() + STOP_S

@@ -5,11 +5,13 @@ batch or on a resume, and the temperature below which there is none. Knows tenso
 `cpu/elementwise.c` compute the same numbers.
 """
 
+import itertools
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.ports import HeadNorm, PagePlaces, Rotation
+from engine.ports import AdaptedTokens, HeadNorm, LowRankStack, PagePlaces, Rotation
 
 GREEDY_BELOW = 1e-5
 """At a temperature below this, any difference between two logits is far larger than the noise."""
@@ -146,6 +148,20 @@ class Kernels:
         scaled = (logits - logits.gather(1, first[:, None])) / torch.where(greedy, 1.0, temperature)[:, None]
         noisy = scaled + gumbel(seed, position, self._token_noise)
         return torch.where(greedy, first, noisy.argmax(dim=-1))
+
+    def add_low_rank(self, out: Tensor, x: Tensor, stack: LowRankStack, tokens: AdaptedTokens) -> None:
+        """Add to a layer's outputs what the tokens' adapters add, in the stack's dtype. Others stay as they are, bit by bit.
+
+        out: [tokens, outputs], contiguous. x: [tokens, inputs]. Here all adapters compute all tokens, and a mask keeps of each
+        what is its own: so nothing depends on which token has which adapter, but it takes as often as many products.
+        """
+        count, parts, rank, inputs = stack.a.shape
+        inner = F.linear(x.to(stack.a.dtype), stack.a.view(-1, inputs)).view(-1, count, parts, rank)
+        others = tokens.slots[:, None] != torch.arange(count, device=x.device)
+        inner = inner.masked_fill(others[:, :, None, None], 0.0)
+        for part, (begin, end) in enumerate(itertools.pairwise((0, *stack.ends))):
+            added = inner[:, :, part].flatten(1) @ stack.b[:, :, begin:end].flatten(0, 1)
+            out[:, begin:end].add_(added.to(out.dtype))
 
     def page_indices(self, table: Tensor, rows: Tensor, indptr: Tensor, out: Tensor) -> None:
         """The pages of some rows, one row after the other: out[indptr[i] : indptr[i + 1]] = the first of table[rows[i]].

@@ -82,6 +82,7 @@ def serve(process: ChildProcess, command: InstanceCommand, engines: Mapping[int,
             transfers,
             mailbox,
             unix_s=time.time() - now,
+            adapters=engine.loras,
         )
         process.progress(f"joining the fleet at {instance.router}")
         try:

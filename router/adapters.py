@@ -71,6 +71,8 @@ class FleetAdapters:
         self._used_s: dict[str, float] = {}
         """When a request last asked for each."""
         self._running: list[_Running] = []
+        self._now = 0.0
+        """When they last went on."""
         self._is_loading = False
         """One of them loads."""
         self._sends: list[Send] = []
@@ -229,6 +231,7 @@ class FleetAdapters:
 
     def _advance(self, running: _Running, now: float, *, is_late: bool) -> AdapterEntry | TandemError | None:
         """What came of the operation; None: it waits for something else now."""
+        self._now = now
         try:
             if is_late:
                 running.waits_for, longest_s = running.operation.throw(Unavailable("the instances did not answer in time"))
@@ -253,6 +256,7 @@ class FleetAdapters:
         digest = yield from self._read(folder, name)
         entry = AdapterEntry(name=name, version=self.table.next_version, digest=digest, folder=folder, is_pinned=is_pinned)
         self._set(entry)
+        self.end(digest)
         if former is not None and former.digest != digest and mode != "finish":
             self._replaced.append(Replacement(former.digest, entry, mode))
         return entry
@@ -262,10 +266,14 @@ class FleetAdapters:
         entry = self._require_entry(name)
         if not entry.is_loaded:
             digest = yield from self._read(entry.folder, name)
-            if digest != entry.digest:
+            still = self.entry(name)  # it may have been unloaded meanwhile
+            if still is None or still.digest != digest:
+                self.end(digest)
+                self._require_entry(name)
                 raise Unavailable(f"the files of the adapter {name!r} have changed: load it again")
             entry = replace(entry, version=self.table.next_version, is_loaded=True)
             self._set(entry)
+            self.end(digest)
         return entry
 
     def _unload(self, entry: AdapterEntry) -> Operation:
@@ -280,7 +288,7 @@ class FleetAdapters:
         return gone
 
     def _read(self, folder: str, name: str) -> Generator[tuple[Condition, float], None, Digest]:
-        """Have all members read what this name is to stand for."""
+        """Have all members read what this name is to stand for. Until `end` is called they hold it as if a request had it."""
         members = list(self._members())
         cannot = [member.info.id for member in members if not member.info.max_adapters]
         if cannot:
@@ -290,9 +298,17 @@ class FleetAdapters:
             yield from self._make_room(min((member.info.max_adapters for member in members), default=1), name)
             outcome: list[dict[Life, str] | TandemError] = []
             tasks = {member.life: ReadAdapter(folder) for member in self._members()}
-            self._sends += self._tasks.begin(tasks, outcome.append, READ_S)
+            self._sends += self._tasks.begin(tasks, outcome.append, self._now + READ_S)
             yield lambda: bool(outcome), READ_S
-            return _agreed(folder, outcome[0])
+            digest = _agreed(folder, outcome[0])
+            self._uses[digest] += 1
+            self._folders[digest] = folder
+            try:  # else a request could come before the router has heard who holds it
+                yield lambda: all(digest in each.adapters for each in self._members() if each.life in tasks), ROOM_S
+            except TandemError:
+                self.end(digest)
+                raise
+            return digest
         except TandemError:
             self._tell_all()  # what some have read is not needed
             raise
@@ -310,14 +326,20 @@ class FleetAdapters:
             for entry in idle:
                 if entry.held == oldest.held:
                     self._set(replace(entry, version=self.table.next_version, is_loaded=False))
-            yield lambda digest=oldest.held: self._is_gone(digest), ROOM_S  # type: ignore[misc]
+        # A member may still hold what left the table before, such as an adapter whose last request has just ended.
+        yield lambda: self._has_heard(lambda member: len(member.adapters.union(member.adapters_leaving)) < places), ROOM_S
 
     def _is_gone(self, digest: Digest) -> bool:
-        members = list(self._members())
-        has_left = all(digest not in member.adapters and digest not in member.adapters_leaving for member in members)
-        return has_left and all(member.adapters_number == self._number for member in members)
+        return self._has_heard(lambda member: digest not in member.adapters and digest not in member.adapters_leaving)
+
+    def _has_heard(self, holds: Callable[[Member], bool]) -> bool:
+        """Whether this holds of all members, as they are since they know what this router wants."""
+        return all(member.adapters_number == self._number and holds(member) for member in self._members())
 
     def _set(self, entry: AdapterEntry) -> None:
+        """One that has just been read counts as used, so that it is not the next one to go."""
+        if entry.is_loaded:
+            self._used_s[entry.name] = self._now
         self.table.merge([entry])
         self._tell_all()
 

@@ -456,7 +456,10 @@ class RequestTable(Generic[R]):
         requests: list[R] = []
         for chunk in result.plan.chunks:
             request = self.in_row[chunk.row]
+            requests.append(request)
             assert request.progress is not None
+            if chunk.row in result.failed:  # its pages hold something else than the KV of these tokens
+                continue
             request.progress.complete(len(chunk.token_ids))
             whole = request.progress.computed // self._engine.layout.page_size
             if request.lease is not None:  # without a lease they are nobody's to share
@@ -465,9 +468,8 @@ class RequestTable(Generic[R]):
             self.counters.prompt_tokens_computed += len(chunk.token_ids)
             if chunk.row in prompts:
                 request.collect(prompts[chunk.row])
-            if chunk.last and request.phase is not RequestPhase.ENDED and chunk.row not in result.failed:
+            if chunk.last and request.phase is not RequestPhase.ENDED:
                 request.times.last_chunk_s = now
-            requests.append(request)
         return requests
 
     # --- out -------------------------------------------------------------------------------------------------------------

@@ -5,16 +5,17 @@ torch computes what the C has no code for, such as float16 or FP8 pages.
 """
 
 import ctypes
+from functools import cached_property
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from engine.cpu.build import NativeFunction, load
-from engine.ports import HeadNorm, PagePlaces, Rotation
+from engine.ports import ADAPTED_TILE, AdaptedTokens, HeadNorm, LowRankStack, PagePlaces, Rotation
 from engine.torch_kernels import GREEDY_BELOW, Kernels
 
-SOURCE = Path(__file__).with_name("elementwise.c")
+SOURCE, LOW_RANK_SOURCE = (Path(__file__).with_name(name) for name in ("elementwise.c", "low_rank.c"))
 _IS_BF16 = {torch.float32: 0, torch.bfloat16: 1}
 
 
@@ -140,6 +141,30 @@ class NativeKernels(Kernels):
         tokens = torch.empty(rows, dtype=torch.int64)
         self._sample(logits, *per_row, found, best, tokens, rows, vocab, logits.stride(0), parts, GREEDY_BELOW)
         return tokens
+
+    def add_low_rank(self, out: Tensor, x: Tensor, stack: LowRankStack, tokens: AdaptedTokens) -> None:
+        add, (_, parts, rank, inputs) = self._add_low_rank, stack.a.shape
+        if add is None or stack.a.dtype != torch.float32:
+            super().add_low_rank(out, x, stack, tokens)
+            return
+        wide, x = out.float(), _rows_of(x.float())  # out itself where it is float32
+        assert wide.is_contiguous() and stack.a.is_contiguous() and stack.b.is_contiguous() and rank % 4 == 0
+        tiles, outputs = tokens.begins.shape[0], wide.shape[1]
+        inner = wide.new_empty(tiles * ADAPTED_TILE, parts * rank)
+        add(
+            x, stack.a, stack.b, wide, inner, tokens.order, tokens.begins, tokens.counts, tokens.tile_slots, stack.ranks,
+            stack.part_ends, tiles, inputs, outputs, parts, rank, x.stride(0), ADAPTED_TILE,
+        )  # fmt: skip
+        if wide is not out:
+            out.copy_(wide)
+
+    @cached_property
+    def _add_low_rank(self) -> NativeFunction | None:
+        """Loaded at the first call, because most instances have no adapters. None, and the log says why, where it cannot be."""
+        library = load(LOW_RANK_SOURCE)
+        pointers = "x a b out inner order begins counts slots ranks ends"
+        counts = "tiles inputs outputs parts rank x_row tile_tokens"
+        return None if library is None else NativeFunction(library, "add_low_rank", pointers, counts)
 
 
 def load_native_kernels() -> NativeKernels | None:

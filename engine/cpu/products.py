@@ -52,6 +52,9 @@ class PackedProduct(Protocol):
     def __call__(self, x: Tensor, packed: Packed) -> Tensor:
         """x: [rows, inputs]. Returns [rows, outputs]; of a gated layer silu(gate) * the other half."""
 
+    def ungated(self, x: Tensor, packed: Packed) -> Tensor:
+        """As a call, but of a gated layer both halves, the gates first, as they are: [rows, 2 * outputs]."""
+
     def unpack(self, packed: Packed, outputs: int, inputs: int) -> Tensor:
         """The weight that was packed, [outputs, inputs], in its own dtype and order."""
 
@@ -72,8 +75,12 @@ class OneDnnProduct:
         return Packed(packed, bias, None, len(weight) // (1 + gated), gated)
 
     def __call__(self, x: Tensor, packed: Packed) -> Tensor:
-        out: Tensor = torch.ops.mkldnn._linear_pointwise.default(x, packed.weight, packed.bias, "none", [], "")
+        out = self.ungated(x, packed)
         return self._kernels.silu_and_mul(out) if packed.gated else out
+
+    def ungated(self, x: Tensor, packed: Packed) -> Tensor:
+        out: Tensor = torch.ops.mkldnn._linear_pointwise.default(x, packed.weight, packed.bias, "none", [], "")
+        return out
 
     def unpack(self, packed: Packed, outputs: int, inputs: int) -> Tensor:
         return packed.weight.to_dense()
@@ -94,6 +101,10 @@ class OneDnnInt8Product:
         return Packed(packed, None if bias is None else bias.float(), scale, len(weight) // (1 + gated), gated)
 
     def __call__(self, x: Tensor, packed: Packed) -> Tensor:
+        out = self.ungated(x, packed)
+        return self._kernels.silu_and_mul(out) if packed.gated else out
+
+    def ungated(self, x: Tensor, packed: Packed) -> Tensor:
         assert packed.scale is not None
         outputs = len(packed.scale)
         if outputs not in self._zeros:
@@ -106,7 +117,7 @@ class OneDnnInt8Product:
         out.mul_(scales)
         if packed.bias is not None:
             out.add_(packed.bias)
-        return self._kernels.silu_and_mul(out) if packed.gated else out
+        return out
 
     def unpack(self, packed: Packed, outputs: int, inputs: int) -> Tensor:
         return packed.weight.to_dense().t()  # oneDNN keeps these turned
@@ -157,10 +168,22 @@ class NativeProduct:
 
     def __call__(self, x: Tensor, packed: Packed) -> Tensor:
         """x: float32. Returns float32."""
+        return self._computed(x, packed, packed.outputs, packed.gated)
+
+    def ungated(self, x: Tensor, packed: Packed) -> Tensor:
+        if not packed.gated:
+            return self(x, packed)
+        rows, blocks = x.shape[0], packed.weight.shape[0]
+        unit = self._block // 2  # a block has so many gates, and then what they gate
+        out = self._computed(x, packed, blocks * self._block, gated=False)
+        halves = out.view(rows, blocks, 2, unit).transpose(1, 2).reshape(rows, 2, blocks * unit)
+        return halves[..., : packed.outputs].reshape(rows, 2 * packed.outputs)
+
+    def _computed(self, x: Tensor, packed: Packed, outputs: int, gated: bool) -> Tensor:
         if x.stride(1) != 1:
             x = x.contiguous()
         rows, inputs = x.shape
-        weight, bias, scale, outputs, gated = packed
+        weight, bias, scale = packed.weight, packed.bias, packed.scale
         groups, together = weight.shape[1], self._together
         assert x.dtype == torch.float32 and -(-inputs // together) == groups, "not the inputs of this weight"
         if together == 1:

@@ -4,12 +4,14 @@ Owns how a call becomes programs: block sizes, warps, outputs. Does not know wha
 sizes follow two rules: a thread moves 16 bytes at a time, and a row that is much shorter than a block shares it with others.
 """
 
+import itertools
+
 import torch
 import triton
 from torch import Tensor
 
 from engine.gpu import triton_source as source
-from engine.ports import HeadNorm, PagePlaces, Rotation
+from engine.ports import ADAPTED_TILE, AdaptedTokens, HeadNorm, LowRankStack, PagePlaces, Rotation
 from engine.torch_kernels import Kernels
 
 _NORM_ELEMENTS = 1024
@@ -19,6 +21,9 @@ _HEADS = 8
 _SLICE = 2048
 """Tokens of the vocabulary for each program: one row of 150,000 is work for half the multiprocessors of an H100."""
 _PAGES = 1024
+_RANKS = 16
+"""As few rows of an A as the matrix units take: most adapters have no more."""
+_LOW_RANK_COLUMNS = 128
 
 
 class TritonKernels(Kernels):
@@ -106,6 +111,20 @@ class TritonKernels(Kernels):
         )
         source.best_of_slices[(rows,)](best, tokens, out, slices, block, num_warps=1)
         return out
+
+    def add_low_rank(self, out: Tensor, x: Tensor, stack: LowRankStack, tokens: AdaptedTokens) -> None:
+        x, tiles, (_, parts, rank, inputs) = _rows_of(x), len(tokens.begins), stack.a.shape
+        if not tiles:
+            return
+        inner = torch.empty((tiles * ADAPTED_TILE, parts * rank), dtype=x.dtype, device=x.device)
+        of_tiles = (tokens.order, tokens.begins, tokens.counts, tokens.tile_slots, stack.ranks)
+        blocks = ADAPTED_TILE, _RANKS, _LOW_RANK_COLUMNS
+        grid = (tiles, parts * rank // _RANKS)
+        source.shrink[grid](x, stack.a, inner, *of_tiles, x.stride(0), parts, rank, inputs, *blocks, num_warps=4)
+        ends = (*stack.ends, *(stack.ends[-1:] * 2))[:3]
+        widths = (end - begin for begin, end in itertools.pairwise((0, *stack.ends)))
+        grid = (tiles, sum(triton.cdiv(width, _LOW_RANK_COLUMNS) for width in widths))
+        source.expand[grid](inner, stack.b, out, *of_tiles, parts, rank, *ends, *blocks, num_warps=4)
 
     def page_indices(self, table: Tensor, rows: Tensor, indptr: Tensor, out: Tensor) -> None:
         assert table.stride(1) == out.stride(0) == 1

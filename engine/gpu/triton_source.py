@@ -245,3 +245,69 @@ def page_indices(table, rows, indptr, out, table_row, BLOCK: tl.constexpr):
         at = part * BLOCK + tl.arange(0, BLOCK)
         table += tl.load(rows + entry).to(tl.int64) * table_row
         tl.store(out + begin + at, tl.load(table + at, at < count, other=0), at < count)
+
+
+@triton.jit
+def shrink(
+    x, a, inner, order, begins, counts, slots, ranks, x_row,
+    PARTS: tl.constexpr, RANK: tl.constexpr, INPUTS: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """A program multiplies a tile of tokens by ROWS rows of one part's A. See `LowRankStack` and `AdaptedTokens`.
+
+    x: [tokens, INPUTS], x_row apart. a: [slots, PARTS, RANK, INPUTS]. inner: [tiles * TILE, PARTS * RANK]; it stays as it is
+    beyond the rank of the tile's adapter.
+    """
+    tile = tl.program_id(0).to(tl.int64)
+    row = tl.program_id(1) * ROWS
+    count, slot = tl.load(counts + tile), tl.load(slots + tile)
+    if (count > 0) & (row % RANK < tl.load(ranks + slot)):
+        token = tl.arange(0, TILE)
+        is_there = token < count
+        places = tl.load(order + tl.load(begins + tile) + token, is_there, other=0)
+        rows = row + tl.arange(0, ROWS)
+        of_tokens = x + places[:, None] * x_row
+        of_rows = a + (slot * PARTS * RANK + rows)[None, :] * INPUTS
+        total = tl.zeros((TILE, ROWS), tl.float32)
+        for begin in range(0, INPUTS, BLOCK):
+            column = begin + tl.arange(0, BLOCK)
+            inside = column < INPUTS
+            values = tl.load(of_tokens + column[None, :], is_there[:, None] & inside[None, :], other=0.0)
+            weight = tl.load(of_rows + column[:, None], inside[:, None], other=0.0)
+            total = tl.dot(values, weight, total, input_precision="ieee")
+        at = inner + (tile * TILE + token)[:, None] * (PARTS * RANK) + rows[None, :]
+        tl.store(at, total.to(inner.dtype.element_ty))
+
+
+@triton.jit
+def expand(
+    inner, b, out, order, begins, counts, slots, ranks,
+    PARTS: tl.constexpr, RANK: tl.constexpr, FIRST_END: tl.constexpr, SECOND_END: tl.constexpr, OUTPUTS: tl.constexpr,
+    TILE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """A program adds up to BLOCK outputs of one part, for a tile of tokens. FIRST_END, SECOND_END: where the outputs of the first
+    part end, and those of the second; OUTPUTS where there is none.
+
+    inner: as `shrink` leaves it. b: [slots, RANK, OUTPUTS]. out: [tokens, OUTPUTS].
+    """
+    tile = tl.program_id(0).to(tl.int64)
+    count, slot = tl.load(counts + tile), tl.load(slots + tile)
+    if count > 0:
+        block = tl.program_id(1)
+        second: tl.constexpr = (FIRST_END + BLOCK - 1) // BLOCK
+        third: tl.constexpr = second + (SECOND_END - FIRST_END + BLOCK - 1) // BLOCK
+        part = (block >= second).to(tl.int32) + (block >= third).to(tl.int32)
+        begin = tl.where(part == 0, 0, tl.where(part == 1, FIRST_END, SECOND_END))
+        begin += (block - tl.where(part == 0, 0, tl.where(part == 1, second, third))) * BLOCK
+        end = tl.where(part == 0, FIRST_END, tl.where(part == 1, SECOND_END, OUTPUTS))
+        token, row, column = tl.arange(0, TILE), tl.arange(0, ROWS), begin + tl.arange(0, BLOCK)
+        is_there, inside = token < count, column < end
+        of_tile = inner + (tile * TILE + token)[:, None] * (PARTS * RANK) + (part * RANK + row)[None, :]
+        of_slot = b + (slot * RANK + row)[:, None] * OUTPUTS + column[None, :]
+        total = tl.zeros((TILE, BLOCK), tl.float32)
+        for at in range(0, tl.load(ranks + slot).to(tl.int32), ROWS):
+            weight = tl.load(of_slot + at * OUTPUTS, inside[None, :], other=0.0)
+            total = tl.dot(tl.load(of_tile + at), weight, total, input_precision="ieee")
+        places = tl.load(order + tl.load(begins + tile) + token, is_there, other=0)
+        sums = out + places[:, None] * OUTPUTS + column[None, :]
+        mask = is_there[:, None] & inside[None, :]
+        _write(sums, tl.load(sums, mask, other=0.0).to(tl.float32) + total, mask)

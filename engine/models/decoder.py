@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -71,14 +72,50 @@ MlpMaker = Callable[[int], Mlp]
 """Makes the mlp of a layer, given its number."""
 
 
+class MergedLinear(NamedTuple):
+    """A linear layer of a rank: one of the checkpoint, or several, one below the other, so that they are one product."""
+
+    parts: Sequence[WeightPart]
+    inputs: int
+    """In the checkpoint."""
+    inputs_here: range | None = None
+    """Which of them this rank has; None: all."""
+
+
+def attention_linears(shape: ModelShape, share: Share, number: int) -> tuple[MergedLinear, MergedLinear]:
+    """The linear layers of attention in layer `number`: queries, keys and values in one product, and the output."""
+    attention = f"model.layers.{number}.self_attn."
+    queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    queries_here, keys_here = (
+        range(heads.start * shape.head_dim, heads.stop * shape.head_dim) for heads in (share.heads, share.kv_heads)
+    )
+    qkv = [
+        WeightPart(attention + "q_proj", queries, queries_here),
+        WeightPart(attention + "k_proj", keys, keys_here),
+        WeightPart(attention + "v_proj", keys, keys_here),
+    ]
+    return (
+        MergedLinear(qkv, shape.hidden),
+        MergedLinear([WeightPart(attention + "o_proj", shape.hidden)], queries, queries_here),
+    )
+
+
+def mlp_linears(shape: ModelShape, share: Share, number: int) -> tuple[MergedLinear, MergedLinear]:
+    """Those of its gated mlp: gates and what they gate in one product, and the output."""
+    prefix, width = f"model.layers.{number}.mlp.", share.intermediate
+    gate_up = [WeightPart(prefix + name, shape.intermediate, width) for name in ("gate_proj", "up_proj")]
+    down = [WeightPart(prefix + "down_proj", shape.hidden)]
+    return MergedLinear(gate_up, shape.hidden), MergedLinear(down, shape.intermediate, width)
+
+
 @dataclass(slots=True)
 class Layer:
-    """qkv: queries, keys and values in one product."""
+    """qkv: queries, keys and values in one product, [tokens, inputs] → [tokens, outputs], as is output."""
 
     input_norm: Tensor
-    qkv: AnyLinear
+    qkv: Callable[[Tensor], Tensor]
     head_norm: HeadNorm | None
-    output: AnyLinear
+    output: Callable[[Tensor], Tensor]
     post_norm: Tensor
     mlp: Mlp
 
@@ -111,7 +148,7 @@ class Decoder:
         held, rows = share.vocabulary, share.vocabulary_rows
         embedding = slots.rows(EMBEDDING, held, rows, shape.vocab_size, shape.hidden)
         self._embedding, self._held = embedding, held
-        self._layers = [_layer(shape, share, slots, number, make_mlp(number)) for number in range(shape.layers)]
+        self.layers = [_layer(shape, share, slots, number, make_mlp(number)) for number in range(shape.layers)]
         self._norm = slots.tensor("model.norm.weight", shape.hidden)
         if shape.tied:
             slots.tie(HEAD, EMBEDDING, embedding[: len(held)])
@@ -128,12 +165,12 @@ class Decoder:
         rotation = kernels.rotation(positions, self._frequencies, self._attention_factor)
         is_alone = self._group.ranks == 1
         residual = kernels.embed(token_ids, self._embedding) if is_alone else self._embedded_by_ranks(token_ids)
-        x, _ = kernels.rms_norm(residual, self._layers[0].input_norm, eps)
-        following = [*(layer.input_norm for layer in self._layers[1:]), self._norm]
-        for number, (layer, next_norm) in enumerate(zip(self._layers, following, strict=True)):
+        x, _ = kernels.rms_norm(residual, self.layers[0].input_norm, eps)
+        following = [*(layer.input_norm for layer in self.layers[1:]), self._norm]
+        for number, (layer, next_norm) in enumerate(zip(self.layers, following, strict=True)):
             heads = layer.qkv(x).view(tokens, -1, self.shape.head_dim)
             out = attention.rotate_and_attend(number, heads, rotation, layer.head_norm).reshape(tokens, -1)
-            if wanted is not None and number == len(self._layers) - 1:
+            if wanted is not None and number == len(self.layers) - 1:
                 if not len(wanted):
                     return residual[:0]
                 out, residual = out[wanted], residual[wanted]
@@ -147,8 +184,9 @@ class Decoder:
         """The linear layers of one forward in their order: each with its inputs, and whether it computes the wanted tokens alone.
         Those of a mixture of experts are not among them."""
         shape, found = self.shape, list[tuple[AnyLinear, int, bool]]()
-        for number, layer in enumerate(self._layers):
-            wanted = number == len(self._layers) - 1
+        for number, layer in enumerate(self.layers):
+            wanted = number == len(self.layers) - 1
+            assert isinstance(layer.qkv, AnyLinear) and isinstance(layer.output, AnyLinear), "a model with adapters has others"
             found.append((layer.qkv, shape.hidden, False))
             found.append((layer.output, shape.heads * shape.head_dim // self._group.ranks, wanted))
             widths = (shape.hidden, shape.intermediate // self._group.ranks)
@@ -173,38 +211,25 @@ class Decoder:
 
 def gated_mlp(shape: ModelShape, share: Share, slots: WeightSlots, number: int) -> Mlp:
     """The mlp of layer `number`: SwiGLU (Shazeer 2020), gates and what they gate in one product."""
-    prefix, width = f"model.layers.{number}.mlp.", share.intermediate
-    gate_up = [WeightPart(prefix + name, shape.intermediate, width) for name in ("gate_proj", "up_proj")]
-    down = [WeightPart(prefix + "down_proj", shape.hidden)]
+    gate_up, down = mlp_linears(shape, share, number)
     return (
-        slots.linear(gate_up, shape.hidden, shape.mlp_bias, gated=True),
-        slots.linear(down, shape.intermediate, shape.mlp_bias, width, share.adds_biases),
+        slots.linear(gate_up.parts, gate_up.inputs, shape.mlp_bias, gated=True),
+        slots.linear(down.parts, down.inputs, shape.mlp_bias, down.inputs_here, share.adds_biases),
     )
 
 
 def _layer(shape: ModelShape, share: Share, slots: WeightSlots, number: int, mlp: Mlp) -> Layer:
     prefix = f"model.layers.{number}."
-    attention = prefix + "self_attn."
-    queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    queries_here, keys_here = (
-        range(heads.start * shape.head_dim, heads.stop * shape.head_dim) for heads in (share.heads, share.kv_heads)
-    )
-    qkv = [
-        WeightPart(attention + "q_proj", queries, queries_here),
-        WeightPart(attention + "k_proj", keys, keys_here),
-        WeightPart(attention + "v_proj", keys, keys_here),
-    ]
+    qkv, output = attention_linears(shape, share, number)
     head_norm = None
     if shape.qk_norm:
-        query_norm = slots.tensor(attention + "q_norm.weight", shape.head_dim)
-        head_norm = HeadNorm(query_norm, slots.tensor(attention + "k_norm.weight", shape.head_dim), shape.norm_eps)
+        query_norm, key_norm = (slots.tensor(f"{prefix}self_attn.{each}_norm.weight", shape.head_dim) for each in "qk")
+        head_norm = HeadNorm(query_norm, key_norm, shape.norm_eps)
     return Layer(
         input_norm=slots.tensor(prefix + "input_layernorm.weight", shape.hidden),
-        qkv=slots.linear(qkv, shape.hidden, shape.qkv_bias),
+        qkv=slots.linear(qkv.parts, qkv.inputs, shape.qkv_bias),
         head_norm=head_norm,
-        output=slots.linear(
-            [WeightPart(attention + "o_proj", shape.hidden)], queries, shape.output_bias, queries_here, share.adds_biases
-        ),
+        output=slots.linear(output.parts, output.inputs, shape.output_bias, output.inputs_here, share.adds_biases),
         post_norm=slots.tensor(prefix + "post_attention_layernorm.weight", shape.hidden),
         mlp=mlp,
     )

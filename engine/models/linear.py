@@ -64,6 +64,14 @@ class Linear:
         out = F.linear(x, self.weight, self.bias)
         return out if self.gate is None else self.gate(out)
 
+    def ungated(self, x: Tensor) -> Tensor:
+        """[tokens, inputs] → [tokens, outputs], what a gate would be given."""
+        if self.product is not None and x.shape[0] in self.packed_rows:
+            assert self.packed is not None
+            return self.product.ungated(x, self.packed)
+        assert self.weight is not None
+        return F.linear(x, self.weight, self.bias)
+
     def put(self, rows: slice, weight: Tensor) -> Tensor:
         """Set some outputs, before anything is packed. weight: [rows, inputs], any float dtype, on any device. Returns them."""
         assert self.weight is not None
@@ -188,6 +196,11 @@ class Int8Linear:
         """[tokens, inputs] → [tokens, outputs], of x's dtype; gated: half as many."""
         assert self.packed is not None
         return self.product(x.float(), self.packed).to(x.dtype)
+
+    def ungated(self, x: Tensor) -> Tensor:
+        """[tokens, inputs] → [tokens, outputs], of x's dtype, before the gate."""
+        assert self.packed is not None
+        return self.product.ungated(x.float(), self.packed).to(x.dtype)
 
     def put(self, rows: slice, weight: Tensor) -> Tensor:
         """Set some outputs, before it is packed. weight: [rows, inputs], any float dtype. Returns it, because int8 does not show

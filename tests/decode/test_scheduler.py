@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from common.errors import BadRequest
+from common.errors import BadRequest, Unavailable
 from common.ids import ROUTER, Generation, Incarnation, InstanceId, unpack_ids
 from common.instance.ports import Prepare, Prepared, Send
 from common.messages import Cancel, Decline, Failed, Finished, Generate, Handoff, Reserve, TokenDelta, Withdraw
@@ -82,6 +82,18 @@ def test_a_row_that_cannot_go_on_ends_with_its_error_beside_rows_that_decode() -
     assert ended == TokenDelta(key("a"), 1, (), Failed.of(error)) and Failed.of(error).field == "regex"
     (last,) = deltas(made.step_done(replace(result(next_plan, [EOS, 53]), failed={row: error}), 0.3))
     assert last.key == key("b") and made.report().load.running_requests == 1
+
+
+@pytest.mark.parametrize("is_failed", [True, False])
+def test_what_a_failed_chunk_leaves_in_its_pages_is_shared_with_nobody(is_failed: bool) -> None:
+    made = scheduler(chunk_tokens=64)
+    made.receive(ROUTER, generate("a", 40, max_new_tokens=1, salt="s"), 0.0)
+    plan = planned(made.decide(0.0))
+    failed = {plan.chunks[0].row: Unavailable("its adapter is not held")} if is_failed else {}
+    made.step_done(replace(result(plan, [EOS]), failed=failed), 0.1)
+    made.receive(ROUTER, generate("b", 40, max_new_tokens=1, salt="s"), 0.2)
+    (chunk,) = planned(made.decide(0.2)).chunks
+    assert (chunk.start == 0) is is_failed
 
 
 def test_a_direct_request_is_prefilled_in_chunks_between_decode_steps() -> None:

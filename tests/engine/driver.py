@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from common.executor import Chunk, EngineDescription, RowStart, StepPlan, StepResult
-from common.ids import Int32Array
+from common.ids import Digest, Int32Array
 from common.sampling_params import SamplingParams
 
 Run = Callable[[StepPlan], StepResult]
@@ -21,10 +21,13 @@ class Driver:
     plan that first writes there; else it starts with all of them.
     """
 
-    def __init__(self, run: Run, engine: EngineDescription, growing: bool = False) -> None:
+    def __init__(
+        self, run: Run, engine: EngineDescription, growing: bool = False, adapters: Sequence[Digest] | None = None
+    ) -> None:
+        """adapters: of each prompt; None: the model alone computes all."""
         self._run = run
         self._layout = engine.layout
-        self._growing = growing
+        self._growing, self._adapters = growing, adapters
         self._pages = iter(np.random.default_rng(5).permutation(engine.total_pages).tolist())
         self._held: list[int] = []
         self._grown: dict[int, int] = {}
@@ -68,7 +71,8 @@ class Driver:
         pages = own - 1 if self._growing else most
         taken = np.array([next(self._pages) for _ in range(pages)], dtype=np.int32)
         known = prompt if sampling.needs_tokens else None
-        self._starts.append(RowStart(row, taken, sampling, token_ids=known, answer_tokens=answered))
+        adapter = Digest("") if self._adapters is None else self._adapters[row]
+        self._starts.append(RowStart(row, taken, sampling, token_ids=known, answer_tokens=answered, adapter=adapter))
         self._held.append(pages)
         self._reach(row, len(prompt))
 

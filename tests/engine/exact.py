@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from common.config import EngineConfig, ModelConfig
 from common.executor import StepPlan, StepResult
-from common.ids import Int32Array
+from common.ids import Digest, Int32Array
 from common.sampling_params import SamplingParams
 from engine.model_runner import ModelRunner
 from engine.sampling import Sampler
@@ -58,14 +58,26 @@ def recorded_logits(steps: Callable[[], list[Tensor]] | None = None) -> Iterator
         yield all_steps
 
 
-def answers(made: ModelRunner, prompts: Sequence[Int32Array], tokens: int, chunk_tokens: int) -> list[Answer]:
-    """Greedy answers of so many tokens: all prompts at once, in chunks of so many tokens beside each other's decode steps."""
+def answers(
+    made: ModelRunner,
+    prompts: Sequence[Int32Array],
+    tokens: int,
+    chunk_tokens: int,
+    adapters: Sequence[Digest] | None = None,
+) -> list[Answer]:
+    """Greedy answers of so many tokens: all prompts at once, in chunks of so many tokens beside each other's decode steps.
+    adapters: of each prompt; None: the model alone."""
     with recorded_logits() as calls:
-        return heard_answers(made, prompts, tokens, chunk_tokens, calls)
+        return heard_answers(made, prompts, tokens, chunk_tokens, calls, adapters)
 
 
 def heard_answers(
-    made: ModelRunner, prompts: Sequence[Int32Array], tokens: int, chunk_tokens: int, calls: list[Tensor]
+    made: ModelRunner,
+    prompts: Sequence[Int32Array],
+    tokens: int,
+    chunk_tokens: int,
+    calls: list[Tensor],
+    adapters: Sequence[Digest] | None = None,
 ) -> list[Answer]:
     """As `answers`, while the logits of each step come to `calls`."""
     given = [Answer(prompt) for prompt in prompts]
@@ -77,7 +89,7 @@ def heard_answers(
             given[row].logits.append(logits.cpu().clone())
         return result
 
-    sampled = Driver(run, made.description).answers(prompts, tokens, GREEDY, chunk_tokens)
+    sampled = Driver(run, made.description, adapters=adapters).answers(prompts, tokens, GREEDY, chunk_tokens)
     for answer, answer_tokens in zip(given, sampled, strict=True):
         answer.tokens.extend(answer_tokens)
     return given

@@ -270,7 +270,12 @@ class ToyExecutor:
         if not isinstance(task, ReadAdapter):
             raise BadRequest(f"the toy cannot do {type(task).__name__}")
         ends_s = None if self._pace is None else self._pace.clock() + STAGE_S
-        return ToyAdapter(task, ends_s, time.monotonic if self._pace is None else self._pace.clock, self.held.add)
+        return ToyAdapter(task, ends_s, time.monotonic if self._pace is None else self._pace.clock, self._hold)
+
+    def _hold(self, adapter: Digest) -> None:
+        if len(self.held | {adapter}) > TOY_ADAPTERS:
+            raise Unavailable(f"the toy holds {TOY_ADAPTERS} adapters")
+        self.held.add(adapter)
 
     def free_adapter(self, digest: Digest) -> None:
         self.held.discard(digest)

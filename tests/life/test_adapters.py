@@ -16,7 +16,7 @@ from common.step_cost import StepCost
 from router.adapters import ReplaceMode
 from tests.engine.toy import TOY_ADAPTERS, ToyExecutor, ToyStaging
 from tests.life.expected import undisturbed
-from tests.life.fleet import ToyFleet
+from tests.life.fleet import ToyFleet, World
 from tests.life.ranks import ToySize
 from tests.life.test_weights import until_it_streams, update
 
@@ -25,8 +25,11 @@ PROMPT = [100 + n for n in range(19)]
 
 
 def make_fleet(prefill: int = 2, decode: int = 2, routers: int = 1, ranks: int = 1) -> ToyFleet:
+    """Its clock has gone for a while, as that of a host."""
     of_roles: dict[Literal["prefill", "decode"], int] = {"prefill": ranks, "decode": ranks}
-    return ToyFleet(prefill, decode, RouterConfig(request_timeout_s=300.0), SIZE, routers=routers, ranks=of_roles)
+    world = World()
+    world.clock.now = 5_000.0
+    return ToyFleet(prefill, decode, RouterConfig(request_timeout_s=300.0), SIZE, world, routers, of_roles)
 
 
 def begin_load(
@@ -158,6 +161,32 @@ def test_when_requests_have_all_places_another_adapter_is_refused_by_name() -> N
     fleet.run(*running)
     for n, client in enumerate(running):
         assert client.token_ids == undisturbed(PROMPT, 60, adapter=Digest(f"a{n}"))
+
+
+def test_an_adapter_that_is_unloaded_while_it_is_read_again_does_not_come_back() -> None:
+    fleet = make_fleet(1, 1)
+    for n in range(TOY_ADAPTERS + 1):
+        load(fleet, f"n{n}", f"a{n}")
+    again = fleet.adapt(lambda adapters, answer, now: adapters.require("n0", answer, now))
+    gone = unload(fleet, "n0")
+    fleet.turn_until(lambda: bool(again and gone))
+    assert isinstance(again[0], UnknownModel) and isinstance(gone[0], AdapterEntry)
+    assert "n0" not in names(fleet)
+    fleet.turn_until(lambda: all(Digest("a0") not in each for each in held(fleet)))
+
+
+def test_the_place_of_a_replaced_adapter_is_free_before_another_one_is_read() -> None:
+    """Another one comes in the moment in which the router hears that the last request with the former one is over."""
+    fleet = make_fleet(1, 1)
+    for n in range(TOY_ADAPTERS):
+        load(fleet, f"n{n}", f"a{n}")
+    stream = fleet.submit("s", PROMPT, 30, "n0")
+    until_it_streams(fleet, stream)
+    load(fleet, "n0", "a7", replaces=True)
+    fleet.run(stream)
+    assert Digest("a0") in held(fleet)[0]
+    load(fleet, "new", "a8")
+    assert {"n0", "new"} < set(names(fleet)) and {Digest("a7"), Digest("a8")} < held(fleet)[0]
 
 
 def test_more_different_adapters_than_a_batch_can_have_wait_for_each_other_and_none_starves() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from common.errors import BadRequest
+from common.errors import BadRequest, Unavailable
 from common.executor import Logprobs, StepPlan, StepResult
 from common.ids import ROUTER, InstanceId, pack_ids, unpack_ids
 from common.instance.ports import Prepare, Prepared, Send
@@ -86,6 +86,19 @@ def test_a_prompt_whose_answer_cannot_begin_ends_with_its_error_and_gives_its_pa
     failed = replace(result(plan, [EOS]), failed={plan.chunks[0].row: error})
     assert deltas(made.step_done(failed, 0.1)) == [TokenDelta(key("a"), 0, (), Failed.of(error))]
     assert is_home(made)
+
+
+@pytest.mark.parametrize("is_failed", [True, False])
+def test_what_a_failed_chunk_leaves_in_its_pages_is_shared_with_nobody(is_failed: bool) -> None:
+    made, tokens = scheduler(chunk_tokens=64), 40
+    made.receive(ROUTER, generate("a", tokens, decodes=(), max_new_tokens=1, salt="s"), 0.0)
+    plan = made.decide(0.0).plan
+    assert plan is not None
+    failed = {plan.chunks[0].row: Unavailable("its adapter is not held")} if is_failed else {}
+    made.step_done(replace(result(plan, [EOS]), failed=failed), 0.1)
+    made.receive(ROUTER, generate("b", tokens, decodes=(), max_new_tokens=1, salt="s"), 0.2)
+    ((begin, _, _),) = spans(made.decide(0.2).plan)
+    assert (begin == 0) is is_failed
 
 
 def test_several_prompts_share_one_forward_under_the_token_budget() -> None:

@@ -2,18 +2,21 @@
 
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 import torch
 
 from engine.cpu.build import load
 from engine.cpu.kernels import SOURCE, NativeKernels, load_native_kernels
-from engine.ports import HeadNorm, PagePlaces, Rotation
+from engine.lora.adapter_slots import tiles_of
+from engine.ports import AdaptedTokens, HeadNorm, LowRankStack, PagePlaces, Rotation
 from engine.torch_kernels import Kernels
 from tests.engine.kernels.contract import (
     HeadSizes,
     KernelsContract,
     Subject,
     check_activation,
+    check_low_rank,
     check_norms,
     check_rotation,
     check_samples,
@@ -49,6 +52,27 @@ class TestNativeKernels(KernelsContract):
     @pytest.fixture(autouse=True)
     def _made(self) -> None:
         self.kernels = kernels(1)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_threads_share_the_tokens_and_outputs_of_adapters(dtype: torch.dtype) -> None:
+    check_low_rank(Subject(kernels(3), dtype=dtype), [0] * 40 + [-1, 1, 2], 333, [1030, 515, 70], [16, 3, 33], spare=1)
+
+
+def test_what_an_adapter_adds_to_a_token_depends_on_no_other_token_and_no_number_of_threads() -> None:
+    torch.manual_seed(3)
+    x, given, slots = torch.randn(23, 203), torch.randn(23, 700), np.array([1, 0, -1] * 7 + [1, 1])
+    ends = (600, 700)
+    stack = LowRankStack(torch.randn(2, 2, 16, 203), torch.randn(2, 16, 700), torch.tensor([16, 16]), ends, torch.tensor(ends))
+
+    def computed(some: slice, threads: int) -> torch.Tensor:
+        out, tokens = given[some].clone(), AdaptedTokens(*map(torch.from_numpy, tiles_of(slots[some])))
+        kernels(threads).add_low_rank(out, x[some], stack, tokens)
+        return out
+
+    alone = torch.cat([computed(slice(at, at + 1), 1) for at in range(23)])
+    assert not torch.equal(alone, given)
+    assert all(torch.equal(computed(slice(None), threads), alone) for threads in (1, 2, 3))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

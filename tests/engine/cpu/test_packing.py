@@ -29,6 +29,9 @@ class Unused:
     def __call__(self, x: Tensor, packed: Packed) -> Tensor:
         raise AssertionError("it computes nothing")
 
+    def ungated(self, x: Tensor, packed: Packed) -> Tensor:
+        raise AssertionError("it computes nothing")
+
     def unpack(self, packed: Packed, outputs: int, inputs: int) -> Tensor:
         return packed.weight
 

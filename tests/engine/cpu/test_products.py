@@ -53,8 +53,10 @@ def packed_of(weight: Tensor, bias: Tensor | None, product: PackedProduct, *, ga
 def test_a_gated_layer_is_the_gate_of_the_plain_one(product: PackedProduct, width: int) -> None:
     torch.manual_seed(width)
     weight, bias, x = torch.randn(2 * width, 70), torch.randn(2 * width), torch.randn(20, 70)
-    gates, ups = product(x, packed_of(weight, bias, product)).double().chunk(2, -1)
-    out = product(x, packed_of(weight, bias, product, gated=True))
+    plain, packed = product(x, packed_of(weight, bias, product)), packed_of(weight, bias, product, gated=True)
+    assert torch.allclose(product.ungated(x, packed), plain, rtol=1e-6, atol=1e-6)
+    gates, ups = plain.double().chunk(2, -1)
+    out = product(x, packed)
     assert out.shape == (20, width)
     assert torch.allclose(out.double(), F.silu(gates) * ups, rtol=2e-6, atol=1e-6)
 
@@ -177,9 +179,10 @@ def test_a_packed_layer_computes_what_a_plain_one_does(
         x = torch.randn(130, rows).to(dtype).T  # its rows are not contiguous
         exact = x.double() @ weight.double().T + (0.0 if bias is None else bias.double())
         most = float(exact.abs().amax()) + 1 if gated and rows else 1.0  # what an error of one half is multiplied by
-        exact = gate(exact) if gated else exact
+        ungated, exact = exact, gate(exact) if gated else exact
         for one in (made, packed_alone):
             out = one(x)
+            assert torch.allclose(one.ungated(x).double(), ungated, rtol=rounding, atol=130 * rounding / 32)
             assert out.dtype == dtype and out.shape == exact.shape
             assert torch.allclose(out.double(), exact, rtol=(4 if gated else 1) * rounding, atol=130 * rounding / 32 * most)
 

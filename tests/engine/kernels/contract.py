@@ -13,7 +13,8 @@ from torch import Tensor
 
 from common.ids import Int64Array
 from common.pages.layout import PageOrder
-from engine.ports import HeadNorm, PagePlaces, Rotation
+from engine.lora.adapter_slots import tiles_of
+from engine.ports import AdaptedTokens, HeadNorm, LowRankStack, PagePlaces, Rotation
 from engine.torch_kernels import GREEDY_BELOW, Kernels
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -196,6 +197,34 @@ def check_broken_logits(subject: Subject, vocab: int) -> None:
         assert tokens[3:] == [5, 7, 7]
 
 
+def check_low_rank(subject: Subject, slots: list[int], inputs: int, widths: list[int], ranks: list[int], spare: int = 0) -> None:
+    """slots: of each token. widths: outputs of each part. ranks: of each adapter. spare: tiles that only fill a batch. Against
+    float64, and tokens without an adapter bit by bit."""
+    rank = 16 * -(-max(ranks) // 16)
+    own = (torch.arange(rank) < torch.tensor(ranks)[:, None]).to(subject.device)
+    a = subject.draw(len(ranks), len(widths), rank, inputs) * own[:, None, :, None] / inputs**0.5
+    b = subject.draw(len(ranks), rank, sum(widths)) * own[:, :, None]
+    ends = np.cumsum(widths).tolist()
+    part_ends, of_adapters = (torch.tensor(each, device=subject.device) for each in (ends, ranks))
+    stack = LowRankStack(a.contiguous(), b.contiguous(), of_adapters, tuple(ends), part_ends)
+    x, given = subject.draw(len(slots), inputs), subject.draw(len(slots), sum(widths)).contiguous()
+    arrays = tiles_of(np.array(slots))
+    padded = [np.pad(each, (0, spare)) for each in arrays[2:]]
+    tokens = AdaptedTokens(*(torch.from_numpy(each).to(subject.device) for each in (*arrays[:2], *padded)))
+    out = given.clone()
+    subject.kernels.add_low_rank(out, x, stack, tokens)
+    expected = given.cpu().double()
+    for token, slot in enumerate(slots):
+        for part, (begin, end) in enumerate(zip([0, *ends], ends, strict=False)):
+            if slot >= 0:
+                inner = a[slot, part].cpu().double() @ x[token].cpu().double()
+                expected[token, begin:end] += inner @ b[slot, :, begin:end].cpu().double()
+    _assert_close(out, expected, 4 * _room(subject.dtype))
+    without = torch.tensor(slots) < 0
+    assert out.dtype == subject.dtype and torch.equal(out.cpu()[without], given.cpu()[without])
+    assert torch.equal(out, given) == without.all()
+
+
 def check_page_indices(subject: Subject, counts: list[int], width: int, spare: int) -> None:
     """counts: pages of each row. spare: entries of `out` beyond the last row's."""
     table = torch.randint(0, 10**6, (len(counts) + 2, width + 1), dtype=torch.int32)[:, :width]
@@ -348,6 +377,15 @@ class KernelsContract:
 
     def test_broken_logits_give_a_token_of_the_vocabulary(self) -> None:
         check_broken_logits(self.subject(), 2100)
+
+    @pytest.mark.parametrize("dtype", DTYPES)
+    @pytest.mark.parametrize("widths", [[130, 33, 33], [40, 40], [600]])
+    def test_each_token_gets_what_its_adapter_adds(self, dtype: torch.dtype, widths: list[int]) -> None:
+        check_low_rank(self.subject(dtype), [0] * 5 + [-1, 2, 0, 1, -1] + [2] * 18, 150, widths, [5, 16, 20], spare=2)
+
+    def test_tokens_without_adapters_stay_as_they_are(self) -> None:
+        check_low_rank(self.subject(), [-1, -1], 32, [16], [8])
+        check_low_rank(self.subject(), [-1, -1], 32, [16], [8], spare=1)
 
     @pytest.mark.parametrize("spare", [0, 3])
     def test_the_pages_of_rows_lie_one_row_after_the_other(self, spare: int) -> None:

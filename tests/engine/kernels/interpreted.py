@@ -5,10 +5,12 @@ To run one test: TRITON_INTERPRET=1 python -m pytest tests/engine/kernels/interp
 """
 
 import os
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import triton.language as tl
 from triton.runtime import interpreter
 
 from engine.gpu.triton_kernels import TritonKernels
@@ -32,8 +34,22 @@ def convert(data: np.ndarray, source: object, target: object, rounding: object) 
 
 @pytest.fixture(autouse=True)
 def rounding_as_on_a_card(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The interpreter cuts bfloat16 off, and loses the carry when it rounds to FP8."""
+    """The interpreter cuts bfloat16 off, loses the carry when it rounds to FP8, and multiplies matrices of bfloat16 as if their
+    bits were whole numbers."""
     monkeypatch.setattr(interpreter, "_convert_float", convert)
+    original = interpreter.InterpreterBuilder.create_dot
+
+    def create_dot(self: object, a: Any, b: Any, *rest: object) -> object:
+        return original(self, _widened(a), _widened(b), *rest)
+
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", create_dot)
+
+
+def _widened(handle: Any) -> Any:
+    if str(handle.dtype.scalar) != "bf16":
+        return handle
+    wide = convert(handle.data, handle.dtype.scalar, "fp32", None).view(np.float32)
+    return interpreter.TensorHandle(wide, tl.float32)
 
 
 class TestTritonKernels(KernelsContract):

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from engine.ports import HeadNorm, PagePlaces, Rotation
+from engine.ports import AdaptedTokens, HeadNorm, LowRankStack, PagePlaces, Rotation
 from engine.torch_kernels import Kernels
 
 
@@ -69,6 +69,10 @@ class StartedKernels(Kernels):
     ) -> Tensor:
         self._triton.sample(logits, temperature, seed, position)
         return super().sample(logits, temperature, seed, position)
+
+    def add_low_rank(self, out: Tensor, x: Tensor, stack: LowRankStack, tokens: AdaptedTokens) -> None:
+        self._triton.add_low_rank(out, x, stack, tokens)
+        super().add_low_rank(out, x, stack, tokens)
 
     def page_indices(self, table: Tensor, rows: Tensor, indptr: Tensor, out: Tensor) -> None:
         self._triton.page_indices(table, rows, indptr, out)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.ports import HeadNorm, PagePlaces, Rotation
+from engine.ports import AdaptedTokens, HeadNorm, LowRankStack, PagePlaces, Rotation
 
 TYPES = {
     torch.float32: "*fp32",
@@ -69,7 +69,7 @@ def compiled(capability: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     names = ["rms_norm", "add_rms_norm", "silu_and_mul", "quantise", "rotate_and_write"]
-    names += ["slice_maxima", "slice_samples", "best_of_slices", "page_indices"]
+    names += ["slice_maxima", "slice_samples", "best_of_slices", "page_indices", "shrink", "expand"]
     kernels = {name: Compiling(getattr(triton_source, name), capability) for name in names}
     for name, kernel in kernels.items():
         monkeypatch.setattr(triton_source, name, kernel)
@@ -101,9 +101,12 @@ def test_every_kernel_compiles_and_moves_16_bytes_at_a_time(compiled: dict[str, 
             start()
     kernels.sample(torch.empty(2, 151_936), torch.empty(2), tokens, tokens)
     kernels.page_indices(torch.empty(2, 512, dtype=torch.int32), tokens, torch.empty(3, dtype=torch.int32), tokens.int())
+    adapted = AdaptedTokens(tokens, tokens, tokens, tokens, tokens)
+    stack = LowRankStack(x.new_empty(4, 3, 64, 4096), x.new_empty(4, 64, 6144), tokens, (4096, 5120, 6144), tokens)
+    kernels.add_low_rank(x.new_empty(2, 6144), x, stack, adapted)
     for name, kernel in compiled.items():
         assert kernel.programs or (name == "quantise" and capability < 89), name
         if not kernel.programs:
             continue
-        moves = any("ld.global.v4.b32" in program for program in kernel.programs)
+        moves = any("ld.global.v4.b32" in program or "cp.async.cg" in program for program in kernel.programs)
         assert moves or name in ("best_of_slices", "page_indices"), name
