@@ -111,15 +111,19 @@ class Sender:
         self.weights = checkpoints.states[0]
         """What the fleet computes with."""
 
-    def meet(self) -> None:
+    def meet(self) -> Reply:
         """With all ranks that there are now."""
         self.close()
         ranks = sum(len(member["ranks"]) for member in self._fleet.members().values())
         self._trainer = Trainer(1 + ranks, timeout_s=120.0, group=GROUP)
         self.init = {**self._trainer.init, "timeout_s": 60.0}
         reply = self._fleet.post("/init_weights_update_group", self.init)
-        assert reply.status == 200 and self._trainer.hear() == "met", reply.text
-        assert sorted(rank for ranks in reply.json()["ranks"].values() for rank in ranks) == list(range(1, 1 + ranks))
+        if reply.status == 200:
+            assert self._trainer.hear() == "met"
+            assert sorted(rank for each in reply.json()["ranks"].values() for rank in each) == list(range(1, 1 + ranks))
+        else:
+            self.close()
+        return reply
 
     def buckets(self, count: int) -> list[list[str]]:
         names = list(self.weights)
@@ -127,8 +131,8 @@ class Sender:
 
     def send(self, chosen: int, names: Sequence[str], dies_after: int | None = None, **fields: Any) -> Reply:
         """These weights of a checkpoint."""
-        if self._trainer is None:
-            self.meet()
+        if self._trainer is None and (met := self.meet()).status != 200:
+            return met
         assert self._trainer is not None
         self._trainer.tell(self._checkpoints.segments[chosen], names, dies_after)
         new = {name: self._checkpoints.states[chosen][name] for name in names}
