@@ -179,10 +179,8 @@ class ModelRunner:
             self._kernels = make_kernels(self._device)
             self.model = load_model(path, shape, loading, self._kernels, progress)
             self.weights = ModelWeights(self.model, path, shape, loading, self._kernels)
-            self.adapters = AdapterSlots(engine.lora_slots, engine.max_loaded_loras, engine.max_lora_rank)
-            self.adapters.attach(self.model, shape, self._kernels, self._dtype, self._device, group)
+            self.adapters = self._make_adapters()
             budget = self._budget(given)
-            progress(f"making {budget.total_pages} KV pages of {layout.page_bytes} bytes")
             self.memory = KVMemory(layout, budget.total_pages, self._device)
             with self._memory_errors("lower --kv-memory, --chunk-tokens, --max-running or --context-tokens"):
                 self.steps = self._make_steps(self.memory, budget.context_tokens)
@@ -231,6 +229,7 @@ class ModelRunner:
                 f"context capped to {budget.context_tokens} tokens, because the KV memory cannot hold the model's {own}: give "
                 f"more --kv-memory, or --context-tokens (the same for all instances of a fleet)"
             )
+        self._progress(f"making {budget.total_pages} KV pages of {layout.page_bytes} bytes")
         return budget
 
     def _measured_kv_bytes(self) -> int:
@@ -270,6 +269,11 @@ class ModelRunner:
             raise MemoryShort(f"the largest steps do not fit in the memory of {self._device} ({reason}): {fix}") from error
 
     # --- steps -------------------------------------------------------------------------------------------------------------
+
+    def _make_adapters(self) -> AdapterSlots:
+        made = AdapterSlots(self._engine.lora_slots, self._engine.max_loaded_loras, self._engine.max_lora_rank)
+        made.attach(self.model, self._shape, self._kernels, self._dtype, self._device, self._group)
+        return made
 
     def _make_steps(self, memory: KVMemory, context_tokens: int) -> StepRunner:
         engine, shape, pages_per_row = self._engine, self._shape, self._layout.pages_for(context_tokens)

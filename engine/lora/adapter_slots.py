@@ -238,7 +238,7 @@ class AdapterRows:
         self._staging = Staging(device)
         self._device = device
         self._adapters: dict[int, Digest] = {}
-        """Of each row that has one."""
+        """The adapter of each row that has one."""
         self._lost: dict[int, Unavailable] = {}
         """The rows that could not have theirs in a step, and so have no KV that counts until they start anew."""
         self._row_slots: Int64Array = np.full(max_rows + 1, _NONE)
@@ -275,7 +275,7 @@ class AdapterRows:
         return StepAdapters(AdaptedTokens(*sent[:5]), AdaptedTokens(*sent[5:]) if has_sampled else None, failed)
 
     def _find_slots(self, adapted: Iterable[int]) -> None:
-        """Of rows that have adapters: their slots, or that they have lost theirs."""
+        """Find the slots of rows that have adapters, and note which have lost theirs."""
         wanted = {row: self._adapters[row] for row in adapted if row not in self._lost}
         found = self._slots.take(dict.fromkeys(wanted.values()))
         for row, digest in wanted.items():

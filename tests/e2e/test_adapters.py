@@ -23,7 +23,7 @@ from tests.rig.pages import RunningFleet, running_fleet, until
 STREAMS, PLACES, NAMES = 6, 8, 12
 BASE = "base"
 REFUSALS = "was unloaded", "have changed: load it again"
-"""Of a request whose adapter has just been unloaded, or is read again from a folder that has just been written anew."""
+"""What a request hears whose adapter has just been unloaded, or is read again from a folder that was just written anew."""
 
 
 class Adapters:
@@ -82,7 +82,7 @@ class Load:
             reply = self._fleet.post("/generate", {"input_ids": prompt, "sampling_params": sampling, "lora_path": name or None})
             if reply.status == 200:
                 self.answers.append((prompt, name, reply.json()))
-            elif not (reply.status == 404 and "lora_path" in reply.text or any(each in reply.text for each in REFUSALS)):
+            elif not ((reply.status == 404 and "lora_path" in reply.text) or any(each in reply.text for each in REFUSALS)):
                 self.errors.append(reply.text)
 
 
