@@ -283,8 +283,13 @@ class FleetAdapters:
         self._leaving.discard(entry.name)
         self._used_s.pop(entry.name, None)
         if entry.held and entry.held not in others:
-            yield lambda: not self._uses[entry.held], READ_S
-            yield lambda: self._is_gone(entry.held), ROOM_S
+
+            def is_taken() -> bool:
+                """Another name stands for it meanwhile."""
+                return entry.held in self.table.held
+
+            yield lambda: is_taken() or not self._uses[entry.held], READ_S
+            yield lambda: is_taken() or self._is_gone(entry.held), ROOM_S
         return gone
 
     def _read(self, folder: str, name: str) -> Generator[tuple[Condition, float], None, Digest]:

@@ -156,9 +156,10 @@ class Api:
     async def _accept(
         self, asked: R, client: ClientRequest, accept: Callable[[R, ClientRequest], Coroutine[Any, Any, Accepted]]
     ) -> Accepted:
-        """Adapters that were evicted are loaded again first."""
-        for name in self._intake.evicted_adapters(asked):
-            await self._gateway.adapt(partial(_require, name))
+        """Adapters that were evicted are loaded again first, also those that had to go again meanwhile."""
+        for _ in range(MOST_RELOADS):
+            for name in self._intake.evicted_adapters(asked):
+                await self._gateway.adapt(partial(_require, name))
         return await accept(asked, client)
 
     async def abort_request(self, request: Request) -> Response:
@@ -242,6 +243,8 @@ def _require(name: str, adapters: FleetAdapters, answer: Callable[[AdapterEntry 
     adapters.require(name, answer, now)
 
 
+MOST_RELOADS = 4
+"""So often the adapters of a request are loaded again, if others need their places before it begins."""
 _Route: TypeAlias = tuple[str, str, Callable[..., Awaitable[Response]], Described]
 
 

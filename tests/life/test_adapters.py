@@ -175,6 +175,18 @@ def test_an_adapter_that_is_unloaded_while_it_is_read_again_does_not_come_back()
     fleet.turn_until(lambda: all(Digest("a0") not in each for each in held(fleet)))
 
 
+def test_an_adapter_that_comes_back_by_another_name_does_not_hold_up_its_unloading() -> None:
+    fleet = make_fleet(1, 1)
+    load(fleet, "red", "a1")
+    stream = fleet.submit("s", PROMPT, 30, "red")
+    until_it_streams(fleet, stream)
+    gone = unload(fleet, "red")
+    load(fleet, "blue", "a1")
+    fleet.run(stream)
+    fleet.turn_until(lambda: bool(gone))
+    assert isinstance(gone[0], AdapterEntry) and names(fleet) == ["blue"]
+
+
 def test_the_place_of_a_replaced_adapter_is_free_before_another_one_is_read() -> None:
     """Another one comes in the moment in which the router hears that the last request with the former one is over."""
     fleet = make_fleet(1, 1)
