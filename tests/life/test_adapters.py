@@ -134,6 +134,22 @@ def test_an_adapter_whose_files_differ_between_hosts_is_on_none() -> None:
     assert names(fleet) == [] and held(fleet) == [set()] * 4
 
 
+def test_an_adapter_that_only_some_ranks_read_alike_is_held_by_none_of_them() -> None:
+    """One that all hold already stays."""
+    fleet = make_fleet(1, 1, ranks=2)
+    load(fleet, "red", "a1")
+    (follower,) = fleet.instances["prefill-0"].followers
+    odd = follower.rank.engine
+    assert isinstance(odd, ToyExecutor)
+    whole = odd.perform
+    for folder in ("a2-other", "a1", "bad a3"):
+        odd.perform = lambda task, folder=folder: whole(ReadAdapter(folder))  # type: ignore[method-assign,misc,assignment]
+        with pytest.raises(TandemError):
+            load(fleet, "blue", "a2")
+        fleet.run_for(2.0)
+        assert names(fleet) == ["red"] and held(fleet) == [{"a1"}] * 4
+
+
 def test_the_adapter_that_was_used_longest_ago_makes_room_and_is_read_again_when_it_is_asked_for() -> None:
     fleet = make_fleet(1, 1)
     for n in range(TOY_ADAPTERS):

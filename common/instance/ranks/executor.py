@@ -5,6 +5,7 @@ neither worker nor scheduler knows of ranks. Its tokens, log probabilities and e
 """
 
 import weakref
+from collections.abc import Callable
 from functools import partial
 from typing import NoReturn
 
@@ -23,7 +24,7 @@ from common.ids import Digest, Int32Array
 from common.instance.ranks.leader import FollowerLine, Followers
 from common.instance.ranks.line import RankLost, digest_tokens
 from common.messages import Failed
-from common.messages.tasks import Task
+from common.messages.tasks import ReadAdapter, Task
 from common.messages.weights import WeightsSource
 from common.sampling_params import Grammar
 
@@ -126,6 +127,38 @@ class RankedWork:
         return self._result
 
 
+class RankedReading(RankedWork):
+    """An adapter that is read on all ranks. What only some of them hold is freed, once all have answered. held: what all hold.
+    free: called with what was read in vain."""
+
+    def __init__(self, own: Work, number: int, followers: Followers, held: set[Digest], free: Callable[[Digest], object]) -> None:
+        super().__init__(own, "the adapter", number, followers)
+        self._held, self._free = held, free
+        self._failed: TandemError | None = None
+        """What the leader failed with, while it waits for the others."""
+
+    def poll(self) -> str | None:
+        if self._result is None and self._failed is None:
+            try:
+                self._result = self._own.poll()
+            except TandemError as error:
+                self._failed = error
+        answers = [follower.done.get(self._number) for follower in self._followers]
+        if (self._result is None and self._failed is None) or None in answers:
+            return None
+        try:
+            if self._failed is not None:
+                raise self._failed
+            result = super().poll()
+        except TandemError:
+            results = {self._result, *(answer.result for answer in answers if answer is not None)}
+            for digest in results - self._held - {None, ""}:
+                self._free(Digest(digest or ""))
+            raise
+        self._held.add(Digest(result or ""))
+        return result
+
+
 class RankedExecutor:
     """Implements `Executor` over the leader's own executor and its followers."""
 
@@ -138,6 +171,8 @@ class RankedExecutor:
         self._dropped: list[int] = []
         """Grammars whose requests have ended, and that the followers still keep."""
         self._last_grammar = 0
+        self._adapters = set[Digest]()
+        """Those that all ranks hold."""
 
     @property
     def description(self) -> EngineDescription:
@@ -166,6 +201,9 @@ class RankedExecutor:
         return RankedWork(self._own.stage(source), "the new weights", self._followers.perform(source), self._followers)
 
     def perform(self, task: Task) -> RankedWork:
+        if isinstance(task, ReadAdapter):
+            own, number = self._own.perform(task), self._followers.perform(task)
+            return RankedReading(own, number, self._followers, self._adapters, self.free_adapter)
         return RankedWork(self._own.perform(task), type(task).__name__, self._followers.perform(task), self._followers)
 
     def switch(self) -> None:
@@ -177,6 +215,7 @@ class RankedExecutor:
         self._own.drop_staged()
 
     def free_adapter(self, digest: Digest) -> None:
+        self._adapters.discard(digest)
         self._followers.free_adapter(digest)
         self._own.free_adapter(digest)
 
