@@ -143,7 +143,7 @@ def test_an_adapter_that_only_some_ranks_read_alike_is_held_by_none_of_them() ->
     assert isinstance(odd, ToyExecutor)
     whole = odd.perform
     for folder in ("a2-other", "a1", "bad a3"):
-        odd.perform = lambda task, folder=folder: whole(ReadAdapter(folder))  # type: ignore[method-assign,misc,assignment]
+        odd.perform = lambda task, folder=folder: whole(ReadAdapter(folder))  # type: ignore[method-assign,misc]
         with pytest.raises(TandemError):
             load(fleet, "blue", "a2")
         fleet.run_for(2.0)
