@@ -5,19 +5,24 @@ bytes, in the same round, is the yardstick. Run it as `python -m benchmarks.upda
 """
 
 import shutil
+import socket
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
-import torch
+import torch.distributed
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from bench.report import Goal, say, spread_of
 from benchmarks.command import Column, Invocation, start, table_of
@@ -25,13 +30,14 @@ from benchmarks.engine import SHAPES
 from common.config import DEMO_MODEL
 from common.model_path import resolve_model_path
 from common.options import option, require, require_at_least
-from launch.engine import SHARED_MEMORY, Engine
+from launch.engine import SHARED_MEMORY, Answer, Engine
 
 QUICK: dict[str, Any] = {"shape": "Qwen3-30M", "rounds": 2}
 PROMPT = list(range(3, 67))
 BEFORE = 8
 """So many tokens the stream has before its weights change."""
 PATIENCE_S = 300.0
+GROUP, BUCKET_BYTES = "bench", 2**28
 MOST_COPIES = 1.5
 RULE = "from the last tensor to the first new token: at most 1.5 copies of the bytes"
 STEADY = "Ratios are taken in one round, from the same bytes."
@@ -58,7 +64,9 @@ class UpdateFigures(msgspec.Struct, kw_only=True):
     kind: Annotated[str, Column("weights from")]
     copy_s: Annotated[float, Column("a bare copy, ms", ",.1f", 1e3)]
     """The same bytes, from where the weights are into memory that was touched before."""
-    total_s: Annotated[float, Column("all there → first new token, ms", ",.1f", 1e3)]
+    whole_s: Annotated[float, Column("begin → first new token, ms", ",.0f", 1e3)]
+    last_s: Annotated[float, Column("last tensor → first new token, ms", ",.0f", 1e3)]
+    """From when all tensors were where the fleet reads them, or sent."""
     held_s: Annotated[float, Column("dispatch held, ms", ",.1f", 1e3)]
     """For how long the router dispatched nothing."""
     pause_s: Annotated[float, Column("pause of the stream, ms", ",.1f", 1e3)]
@@ -68,8 +76,8 @@ class UpdateFigures(msgspec.Struct, kw_only=True):
 
     @property
     def copies(self) -> float:
-        """The whole, in copies of the bytes."""
-        return self.total_s / self.copy_s
+        """From the last tensor to the first new token, in copies of the bytes."""
+        return self.last_s / self.copy_s
 
 
 class WatchedStream:
@@ -127,16 +135,80 @@ def _bare_copy_s(file: Path) -> float:
     return time.monotonic() - begun
 
 
-def _change(engine: Engine, kind: str, file: Path, version: str) -> UpdateFigures:
+def init_custom_process_group(init: dict[str, Any]) -> Any:
+    """Rank 0's side of a group with a fleet. init: the body of POST /init_weights_update_group. It is the recipe that SGLang,
+    slime and verl share: a rendezvous of torch, a prefix with the group's name, and torch's own helper. Blocks until all have
+    met."""
+    from torch.distributed import PrefixStore, rendezvous  # type: ignore[attr-defined]
+    from torch.distributed.distributed_c10d import _new_process_group_helper, _world
+
+    timeout, world_size, name = timedelta(seconds=init["timeout_s"]), init["world_size"], init["group_name"]
+    where = f"tcp://{init['master_address']}:{init['master_port']}"
+    store, rank, world_size = next(rendezvous(where, 0, world_size, timeout=timeout))
+    store.set_timeout(timeout)
+    store = PrefixStore(name, store)
+    group, _ = _new_process_group_helper(world_size, rank, [], init["backend"], store, group_name=name, timeout=timeout)
+    _world.pg_group_ranks[group] = {each: each for each in range(world_size)}
+    return group
+
+
+class BenchTrainer:
+    """Rank 0 of a group with the fleet, which sends weights over gloo in buckets while the fleet is paused."""
+
+    def __init__(self, engine: Engine, world_size: int) -> None:
+        self._engine, self._calls = engine, ThreadPoolExecutor(1)
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port: int = free.getsockname()[1]
+        joined = self._calls.submit(engine.init_weights_update_group, "127.0.0.1", port, 1, world_size, GROUP, "gloo")
+        where = {"master_address": "127.0.0.1", "master_port": port, "world_size": world_size}
+        self._group = init_custom_process_group({**where, "group_name": GROUP, "backend": "gloo", "timeout_s": PATIENCE_S})
+        joined.result()
+
+    def send(self, tensors: Mapping[str, Tensor], version: str) -> tuple[float, Answer]:
+        """When the last tensor was sent, and the answer to the last bucket."""
+        self._engine.pause_generation("in_place")
+        bucket, done = dict[str, Tensor](), Answer()
+        for number, (name, tensor) in enumerate(tensors.items()):
+            bucket[name] = tensor
+            if sum(each.nbytes for each in bucket.values()) < BUCKET_BYTES and number < len(tensors) - 1:
+                continue
+            named = {"names": list(bucket), "dtypes": [str(each.dtype).removeprefix("torch.") for each in bucket.values()]}
+            shapes = [list(each.shape) for each in bucket.values()]
+            call = self._calls.submit(
+                partial(
+                    self._engine.update_weights_from_distributed,
+                    shapes=shapes,
+                    group_name=GROUP,
+                    weight_version=version,
+                    **named,
+                )
+            )
+            for each in bucket.values():
+                torch.distributed.broadcast(each, 0, group=self._group)
+            sent_s = time.monotonic()
+            done, bucket = call.result(), {}
+        self._engine.continue_generation()
+        return sent_s, done
+
+    def close(self) -> None:
+        self._engine.destroy_weights_update_group(GROUP)
+        self._calls.shutdown()
+
+
+def _change(engine: Engine, kind: str, file: Path, trainer: BenchTrainer, version: str) -> UpdateFigures:
     """The weights are where they are read from before the clock runs."""
     copy_s = _bare_copy_s(file)
+    tensors = {name: tensor * 0.98 for name, tensor in load_file(file).items()} if kind == "a group" else {}
     stream = WatchedStream(engine, tokens=4096)
     stream.wait_for(lambda event: event[1] >= BEFORE)
-    begun = time.monotonic()
+    begun = last = time.monotonic()
     if kind == "shared memory":
-        done = engine._post("/update_weights_from_tensor", shared_memory=[file.name], weight_version=version)
-    else:
+        done = engine.update_weights_from_shared_memory([file.name], weight_version=version)
+    elif kind == "disk":
         done = engine.update_weights_from_disk(str(file.parent), weight_version=version)
+    else:
+        last, done = trainer.send(tensors, version)
     first = stream.wait_for(lambda event: event[2] == version)
     stream.wait_for(lambda event: event[0] > first)
     stream.leave()
@@ -145,7 +217,8 @@ def _change(engine: Engine, kind: str, file: Path, version: str) -> UpdateFigure
     return UpdateFigures(
         kind=kind,
         copy_s=copy_s,
-        total_s=first - begun,
+        whole_s=first - begun,
+        last_s=first - last,
         held_s=done["paused_s"],
         pause_s=first - max(time for time in times if time < first),
         step_s=gaps[len(gaps) // 2],
@@ -156,7 +229,6 @@ def measure(bench: UpdateBench) -> list[UpdateFigures]:
     with tempfile.TemporaryDirectory() as made:
         file = _checkpoint(bench, Path(made))
         shared = SHARED_MEMORY / f"tandem-bench-{Path(made).name}"
-        other = {name: tensor * 0.99 for name, tensor in load_file(file).items()}
         flags: dict[str, str | int] = {
             "threads": bench.threads,
             "dtype": bench.dtype,
@@ -164,14 +236,14 @@ def measure(bench: UpdateBench) -> list[UpdateFigures]:
             "kv_memory": "1GiB",
         }
         try:
-            save_file(other, shared)
-            del other
+            save_file({name: tensor * 0.99 for name, tensor in load_file(file).items()}, shared)
             with Engine(made, prefill=1, decode=1, **flags) as engine:
-                found = []
+                trainer, found = BenchTrainer(engine, world_size=3), list[UpdateFigures]()
                 for number in range(bench.rounds):
-                    for kind, source in (("shared memory", shared), ("disk", file)):
-                        found.append(_change(engine, kind, source, f"{kind} {number}"))
-                        say(f"{kind} {number}: {found[-1].total_s:.2f} s, {found[-1].copies:.1f} copies")
+                    for kind, source in (("shared memory", shared), ("disk", file), ("a group", shared)):
+                        found.append(_change(engine, kind, source, trainer, f"{kind} {number}"))
+                        say(f"{kind} {number}: {found[-1].whole_s:.2f} s, {found[-1].copies:.1f} copies")
+                trainer.close()
                 return found
         finally:
             shared.unlink(missing_ok=True)

@@ -167,9 +167,13 @@ class Engine:
         segment = SHARED_MEMORY / f"tandem-weights-{uuid.uuid4().hex}"
         try:
             save_file({name: each.detach().to("cpu", copy=True).contiguous() for name, each in named_tensors}, segment)
-            return self._post("/update_weights_from_tensor", shared_memory=[segment.name], **fields)
+            return self.update_weights_from_shared_memory([segment.name], **fields)
         finally:
             segment.unlink(missing_ok=True)
+
+    def update_weights_from_shared_memory(self, names: Sequence[str], **fields: Any) -> Answer:
+        """The same with what is in shared memory under these names: safetensors files, whose writer removes them."""
+        return self._post("/update_weights_from_tensor", shared_memory=list(names), **fields)
 
     def init_weights_update_group(
         self,

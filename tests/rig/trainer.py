@@ -1,7 +1,6 @@
 """A trainer in a process of its own, which makes a group with a fleet and broadcasts weights, as trainers that use SGLang do.
 
-Owns the process and what it is told. `init_custom_process_group` is the recipe that SGLang, slime and verl share: a rendezvous of
-torch, a prefix with the group's name, and torch's own helper.
+Owns the process and what it is told.
 """
 
 import json
@@ -11,9 +10,10 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from datetime import timedelta
 from pathlib import Path
 from typing import Any, TextIO
+
+from benchmarks.updates import init_custom_process_group
 
 GROUP, HOST = "weight_update_group", "127.0.0.1"
 
@@ -64,21 +64,6 @@ def trainer(world_size: int, timeout_s: float = 60.0, group: str = GROUP) -> Ite
         yield made
     finally:
         made.close()
-
-
-def init_custom_process_group(init: dict[str, Any]) -> Any:
-    """Rank 0's side, with torch's functions alone. Blocks until all have met."""
-    from torch.distributed import PrefixStore, rendezvous  # type: ignore[attr-defined]
-    from torch.distributed.distributed_c10d import _new_process_group_helper, _world
-
-    timeout, world_size, name = timedelta(seconds=init["timeout_s"]), init["world_size"], init["group_name"]
-    where = f"tcp://{init['master_address']}:{init['master_port']}"
-    store, rank, world_size = next(rendezvous(where, 0, world_size, timeout=timeout))
-    store.set_timeout(timeout)
-    store = PrefixStore(name, store)
-    group, _ = _new_process_group_helper(world_size, rank, [], init["backend"], store, group_name=name, timeout=timeout)
-    _world.pg_group_ranks[group] = {each: each for each in range(world_size)}
-    return group
 
 
 def _say(what: str) -> None:
