@@ -1,12 +1,13 @@
 """What LoRA adapters cost: decode steps whose rows have so many different ones, beside steps of the model alone.
 
-Owns the rounds and their figures. All kinds of steps take turns on one engine of this process, so a ratio is of steps that met
+Owns the rounds and their figures. All kinds of steps take turns on one engine, so a ratio is of steps that met
 the same disturbances. Adapters and contexts are random numbers, because speed does not depend on what they say. Run it as
 `python -m benchmarks.adapters`.
 """
 
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
@@ -16,7 +17,7 @@ import torch
 
 from bench.report import Goal, Spread, say
 from benchmarks.command import Column, Invocation, start, table_of
-from benchmarks.engine import OF_TIMED, SHAPES
+from benchmarks.engine import OF_TIMED, SHAPES, SPAWN
 from benchmarks.engine_steps import NOTHING, checkpoint, in_flight, sampling_plans
 from common.config import DEMO_MODEL, EngineConfig
 from common.ids import Digest
@@ -72,7 +73,8 @@ class AdaptedSteps(msgspec.Struct, frozen=True, kw_only=True):
 def run(invocation: Invocation) -> int:
     bench, engine = invocation.config(AdapterBench, QUICK), invocation.config(EngineConfig, {})
     child.prepare(engine.threads)
-    found = [figures for model in bench.models.split(",") for figures in measure(bench, engine, model)]
+    with ProcessPoolExecutor(1, SPAWN) as process:  # its thread pools are as `prepare` says, because it begins behind that
+        found = [steps for model in bench.models.split(",") for steps in process.submit(measure, bench, engine, model).result()]
     goals = [
         Goal.of(f"{each.model}: {each.adapters} adapters at {LEAST[each.adapters]} of the model's throughput or more", each.ratio,
                 ".2f", least=LEAST[each.adapters])
@@ -83,7 +85,8 @@ def run(invocation: Invocation) -> int:
     return 0
 
 
-def measure(bench: AdapterBench, engine: EngineConfig, name: str) -> Iterator[AdaptedSteps]:
+def measure(bench: AdapterBench, engine: EngineConfig, name: str) -> list[AdaptedSteps]:
+    found = list[AdaptedSteps]()
     most = max(bench.counts)
     engine = replace(
         engine,
@@ -108,7 +111,7 @@ def measure(bench: AdapterBench, engine: EngineConfig, name: str) -> Iterator[Ad
                     taken.append(step_s)
     for count, taken in seconds.items():
         ratio = Spread.of(alone / adapted for alone, adapted in zip(seconds[0], taken, strict=True))
-        yield AdaptedSteps(
+        made = AdaptedSteps(
             model=name,
             dtype=runner.description.model.dtype,
             rows=bench.rows,
@@ -119,6 +122,8 @@ def measure(bench: AdapterBench, engine: EngineConfig, name: str) -> Iterator[Ad
             least=ratio.least,
             most=ratio.most,
         )
+        found.append(made)
+    return found
 
 
 def random_adapters(runner: ModelRunner, count: int, rank: int) -> Iterator[Adapter]:
