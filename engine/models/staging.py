@@ -8,7 +8,7 @@ at the end is all that a change of weights takes.
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
 
 import torch
@@ -183,8 +183,9 @@ class ModelWeights:
         only = given
         if given is not None and HEAD in given and self._is_tied:
             only = given | {EMBEDDING}  # which it is compared with
-        self._require_memory(live.slots.nbytes(only))
-        slots = WeightSlots(loading.dtype, loading.device, self._kernels, loading.quantization, only)
+        loading = replace(loading, device=_roomy_device(loading, live.slots.nbytes(only)))
+        is_away = loading.device != self._loading.device
+        slots = WeightSlots(loading.dtype, loading.device, self._kernels, loading.quantization, only, pinned=is_away)
         make_decoder(self._shape, slots, loading, self._kernels, progress)
         if part is None or given is None:
             slots.fill(with_one_spelling(read_weights(files, progress)))
@@ -208,16 +209,9 @@ class ModelWeights:
             )
         live = self._model
         assert isinstance(live, TransformersModel)
-        self._require_memory(sum(tensor.nbytes for tensor in live.tensors()))
-        new = load_transformers_model(Path(source.folder), self._shape, self._loading, progress)
+        place = _roomy_device(self._loading, sum(tensor.nbytes for tensor in live.tensors()))
+        new = load_transformers_model(Path(source.folder), self._shape, replace(self._loading, device=place), progress)
         return lambda: _copy_all(live.tensors(), new.tensors())
-
-    def _require_memory(self, needed: int) -> None:
-        """Raises MemoryShort when it is sure that new weights of so many bytes do not fit: the host would kill the process."""
-        device = self._loading.device
-        free = host_memory_now().free_bytes if device.type == "cpu" else torch.cuda.mem_get_info(device)[0]
-        if needed > free:
-            raise MemoryShort(f"new weights take {gib(needed)} beside those in use, and {gib(free)} of {device} are free")
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,6 +259,20 @@ def _require_same_shape(new: ServedShape, live: ServedShape, folder: Path) -> No
         if ours != theirs:
             rule = f"its config.json says {each.name} {theirs}, and the model that is served has {ours}"
             raise BadRequest(f"model_path: {folder} holds another model: {rule}", field="model_path")
+
+
+def _roomy_device(loading: Loading, needed: int) -> torch.device:
+    """Where new weights of so many bytes fit beside those in use: on their device, or else in the memory of its host, from which
+    the change then copies them. FP8 is made on the device. Raises MemoryShort when it is sure that they fit nowhere: the host
+    would kill the process."""
+    device, host = loading.device, torch.device("cpu")
+    places = [device] if loading.quantization == "fp8" or device == host else [device, host]
+    free = {place: host_memory_now().free_bytes if place == host else torch.cuda.mem_get_info(place)[0] for place in places}
+    for place, free_bytes in free.items():
+        if needed <= free_bytes:
+            return place
+    found = " and ".join(f"{gib(free_bytes)} of {place}" for place, free_bytes in free.items())
+    raise MemoryShort(f"new weights take {gib(needed)} beside those in use, and {found} are free")
 
 
 def _last_change(file: Path) -> tuple[int, int, int]:

@@ -73,7 +73,8 @@ class Slot:
 
 class WeightSlots:
     """Makes the tensors of a model, uninitialised, and fills them. quantization: of linear layers. only: the weights that are to
-    be filled; what has none of them takes no memory, and is not to compute. None: all are. Raises ConfigError."""
+    be filled; what has none of them takes no memory, and is not to compute. None: all are. pinned: in memory of the host from
+    which a device copies fast. Raises ConfigError."""
 
     def __init__(
         self,
@@ -82,12 +83,14 @@ class WeightSlots:
         kernels: Kernels,
         quantization: Quantization = "none",
         only: Set[str] | None = None,
+        *,
+        pinned: bool = False,
     ) -> None:
         if quantization == "fp8":
             check_fp8(dtype, device)
         self._int8_product = int8_product(device, kernels) if quantization == "int8" else None
         self._int8: list[tuple[Int8Linear, Tensor | None]] = []
-        self._only = only
+        self._only, self._pinned = only, pinned
         self._dtype = dtype
         self._device = device
         self._kernels = kernels
@@ -192,8 +195,8 @@ class WeightSlots:
         """Pack what the same layers of another one have packed."""
         self._pack_int8()
         self._drop_puts()
-        for name, layer in self._packable.items():
-            layer.pack_as(other._packable[name])
+        for name in self._packable.keys() & other._packable.keys():
+            self._packable[name].pack_as(other._packable[name])
 
     def take_over(self, other: "WeightSlots") -> None:
         """The weights that another one has, which is made and packed alike, are copied into the memory of these."""
@@ -261,7 +264,9 @@ class WeightSlots:
 
     def empty(self, *shape: int, names: Iterable[str]) -> Tensor:
         """names: the weights that will be in it."""
-        return torch.empty(shape, dtype=self._dtype, device=self._device if self._is_wanted(names) else "meta")
+        if not self._is_wanted(names):
+            return torch.empty(shape, dtype=self._dtype, device="meta")
+        return torch.empty(shape, dtype=self._dtype, device=self._device, pin_memory=self._pinned)
 
     def expect(self, name: str, place: Tensor) -> None:
         """The weight of this name goes to `place`, which may be a part of a larger tensor, and is converted to its dtype."""

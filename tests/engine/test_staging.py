@@ -7,6 +7,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from uuid import uuid4
 
@@ -17,13 +18,16 @@ from safetensors.torch import save_file
 from transformers import PreTrainedModel
 
 from common.config import EngineConfig, ModelConfig
-from common.errors import BadRequest, ConfigError, TandemError
+from common.errors import BadRequest, ConfigError, MemoryShort, TandemError
+from common.host import HostMemory
 from common.ids import Digest, Int32Array
 from common.messages.weights import WeightsInMemory, WeightsOnDisk, WeightsSource
 from engine import checkpoint
 from engine.checkpoint import tensor_digests, weight_files, weights_digest
 from engine.model_runner import ModelRunner
+from engine.models import staging, weights
 from engine.models.staging import SHARED_MEMORY
+from engine.models.weights import Loading
 from engine.torch_executor import TorchExecutor
 from tests.engine.checkpoints import llama, qwen2, qwen3, qwen3_moe, saved
 from tests.engine.driver import Driver
@@ -115,6 +119,30 @@ def test_a_part_of_the_weights_replaces_that_part_and_nothing_else(
     exchange(made, WeightsInMemory((segment({first: fresh[first]}), segment({name: fresh[name] for name in others}))))
     assert_exact(model, answers(made, PROMPTS, 6, 16))
     assert made.weights.digest == digest_of(tmp_path / "new")
+
+
+def test_weights_that_do_not_fit_on_their_device_are_made_ready_on_its_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    card = Loading(torch.bfloat16, torch.device("cuda", 0), 64)
+    fp8 = replace(card, quantization="fp8")
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (10, 100))
+    monkeypatch.setattr(staging, "host_memory_now", lambda: HostMemory(100, 50))
+    places = [staging._roomy_device(loading, needed) for loading, needed in ((card, 10), (fp8, 10), (card, 11))]
+    assert places == [card.device, card.device, torch.device("cpu")]
+    for loading, needed, named in ((card, 51, "of cuda:0 and .* of cpu are free"), (fp8, 11, "of cuda:0 are free")):
+        with pytest.raises(MemoryShort, match=named):
+            staging._roomy_device(loading, needed)
+
+
+def test_weights_from_where_layers_may_be_packed_are_taken_over_where_they_are_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = llama()
+    with monkeypatch.context() as device:
+        device.setattr(weights, "float_products", lambda *_: [])
+        made = runner(saved(model, tmp_path / "old"))
+    changed(model).save_pretrained(tmp_path / "new")
+    exchange(made, WeightsOnDisk(str(tmp_path / "new")))
+    assert_exact(model, answers(made, PROMPTS, 6, 16))
 
 
 def test_a_tied_head_is_the_embedding_whether_it_is_given_or_not(

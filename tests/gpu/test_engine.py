@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from common.config import EngineConfig, ModelConfig
 from common.errors import ConfigError
 from common.executor import Chunk, RowStart, StepPlan, StepResult
+from common.messages.weights import WeightsOnDisk
 from engine.model_runner import ModelRunner
 from engine.models.decoder import Decoder
 from engine.replay import CudaGraphs
@@ -173,6 +174,23 @@ def test_fp8_begins_most_answers_as_bfloat16_does(changes: dict[str, object]) ->
     runners = demo(kv_memory="256MiB"), demo(kv_memory="256MiB", **changes)
     whole, small = (Driver(made.run, made.description).answers(asked, 1, GREEDY) for made in runners)
     assert sum(ours == theirs for ours, theirs in zip(small, whole, strict=True)) >= len(asked) // 2
+
+
+@pytest.mark.parametrize("free_bytes", [0, 2**40], ids=["from the host", "from the card"])
+def test_weights_that_change_are_copied_into_what_graphs_read(
+    free_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = qwen3(max_position_embeddings=512)
+    made = exact.runner(saved(model, tmp_path / "old"), device=CARD, dtype="float32", attention="torch")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(0.8)
+    model.save_pretrained(tmp_path / "new")
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free_bytes, 2**40))
+    with made.on_device():
+        made.weights.switch(made.weights.stage(WeightsOnDisk(str(tmp_path / "new")), lambda _: None))
+    asked = [np.arange(10, 10 + length, dtype=np.int32) for length in (5, 40, 23)]
+    exact.assert_exact(model, exact.answers(made, asked, 6, 16))
 
 
 # --- memory ------------------------------------------------------------------------------------------------------------------
