@@ -258,8 +258,9 @@ class StepRunner:
         self._poolings = Poolings()
         self._adapters = AdapterRows(adapters or AdapterSlots(), max_rows, self._device)
         self._staging = Staging(self._device)
-        self._recordings: dict[int, tuple[Tensor, Recording]] = {}
-        """By number of rows: the tensor from which the recording reads which rows they are, and the recording."""
+        self._recordings: dict[tuple[int, bool], tuple[Tensor, Recording]] = {}
+        """By number of rows, and whether any may have an adapter: the tensor from which the recording reads which rows they are,
+        and the recording."""
         self._graph_sizes: Sequence[int] = ()
         self._graphs: dict[tuple[int, bool], tuple[Attention, Replay]] = {}
         """By number of rows, and whether any may have an adapter: what is planned before each replay, and the graph."""
@@ -281,7 +282,8 @@ class StepRunner:
         progress = LayerProgress(self._device, self._memory.layout.layers, self._layer_groups, wanted, between)
         size = fitting(self._graph_sizes, len(plan.decode_rows)) if not plan.chunks else None
         host = self.batch.prepare(plan, size or 0)
-        adapters = self._adapters.of_step(host, size)
+        recordable = len(plan.decode_rows) if not plan.chunks else 0
+        adapters = self._adapters.of_step(host, recordable if (recordable, True) in self._recordings else size)
         arrays = StepArrays(*self._staging.send(host.arrays))
         self.batch.apply(arrays)
         self._sampler.start(plan.starts)
@@ -289,7 +291,7 @@ class StepRunner:
         special = self._sampler.prepare(plan, host, behind_graph=size is not None)
         if size is not None:
             return self._replay_graph(size, host, arrays, special, adapters, progress)
-        recorded = None if plan.chunks or adapters.tokens is not None else self._recordings.get(len(plan.decode_rows))
+        recorded = self._recordings.get((recordable, adapters.tokens is not None))
         likeliest: Tensor | None = None
         if recorded is None:
             logits, prompt_logprobs, embeddings = self._forward(host, arrays, special, adapters, progress)
@@ -356,13 +358,17 @@ class StepRunner:
         began_s, refused = time.perf_counter(), ""
         for size in range(self.batch.null, 0, -1):  # the largest takes the memory of all
             rows = torch.zeros(size, dtype=torch.int64)
-            try:
-                self._recordings[size] = rows, recorder.record(partial(self._decode_likeliest, rows))
-            except CannotRecord as error:
-                refused = refused or str(error)
+            for is_adapted in (False, True) if self._adapters.may_adapt else (False,):
+                with self._adapters.computing(self._adapters.fixed(size) if is_adapted else NO_ADAPTERS):
+                    try:
+                        recording = recorder.record(partial(self._decode_likeliest, rows))
+                    except CannotRecord as error:
+                        refused = refused or str(error)
+                        continue
+                self._recordings[size, is_adapted] = rows, recording
         if not self._recordings:
             return refused
-        sizes = f"{min(self._recordings)} to {max(self._recordings)} rows"
+        sizes = f"{min(self._recordings)[0]} to {max(self._recordings)[0]} rows"
         others = f"; others run layer by layer ({refused})" if refused else ""
         progress(f"recorded decode steps of {sizes} in {time.perf_counter() - began_s:.1f} s{others}")
         return None

@@ -14,8 +14,11 @@
 
 enum { OUTPUTS = 2 * LANES, ROWS = REGISTERS == 32 ? 12 : 6, INPUT_BYTES = 4 * OUTPUTS };
 
+/* What a layer gives: all outputs; of a gated one the products, or the gates and, behind them, what they gate. */
+enum { PLAIN, GATED, HALVES };
+
 /* out = x weight^T + bias. x: [rows, inputs], its rows x_row apart. weight: packed. scale, bias: of whole blocks; null: there is none. out: [rows,
- * outputs]; gated: half as many as the weight has. memory: for the packed rows. */
+ * outputs], or twice as wide with HALVES; outputs: half as many as the weight of a gated layer has. memory: for the packed rows. */
 typedef struct {
     const float *x;
     const void *weight;
@@ -98,8 +101,14 @@ INLINE void store_first(float *to, floats x, int64_t count) {
         memcpy(to, &x, sizeof(float) * (size_t)count);
 }
 
-/* What a block gives for one row of `outputs` results. */
-INLINE void store_results(float *out, int64_t outputs, int64_t block, floats first, floats second, int gated) {
+/* What a block gives for one row. */
+INLINE void store_results(float *out, int64_t row, int64_t outputs, int64_t block, floats first, floats second, int gated) {
+    out += row * outputs * (gated == HALVES ? 2 : 1);
+    if (gated == HALVES) {
+        store_first(out + block * LANES, first, outputs - block * LANES);
+        store_first(out + outputs + block * LANES, second, outputs - block * LANES);
+        return;
+    }
     if (gated) {
         store_first(out + block * LANES, silu(first) * second, outputs - block * LANES);
         return;

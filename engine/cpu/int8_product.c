@@ -124,7 +124,7 @@ INLINE void multiply(const product *p, int64_t block, int64_t row, int rows, int
 #pragma GCC unroll 12
     for (int r = 0; r < rows; r++) {
         const floats first = scaled(p, sum[r][0], row + r, block * OUTPUTS), second = scaled(p, sum[r][1], row + r, block * OUTPUTS + LANES);
-        store_results(p->out + (row + r) * p->outputs, p->outputs, block, first, second, p->gated);
+        store_results(p->out, row + r, p->outputs, block, first, second, p->gated);
     }
 }
 

@@ -40,7 +40,7 @@ INLINE void multiply(const product_call *p, int64_t block, int64_t row, int rows
     if (p->bias) memcpy(bias, p->bias + block * OUTPUTS, sizeof bias);
 #pragma GCC unroll 12
     for (int r = 0; r < rows; r++)
-        store_results(p->out + (row + r) * p->outputs, p->outputs, block, sum[r][0] + bias[0], sum[r][1] + bias[1], p->gated);
+        store_results(p->out, row + r, p->outputs, block, sum[r][0] + bias[0], sum[r][1] + bias[1], p->gated);
 }
 
 static void multiply_rows(const void *data, int64_t block) {

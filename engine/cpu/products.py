@@ -128,6 +128,8 @@ MOST_INPUTS = 2**16
 PANEL_SOURCE, INT8_SOURCE = (Path(__file__).with_name(name) for name in ("panel_product.c", "int8_product.c"))
 _FIELDS = "x weight scale bias out memory", "rows inputs outputs x_row", "", "gated"
 """The fields of the structure `product_call` in `groups.h`."""
+_HALVES = 2
+"""There: the layer gives gates and, behind them, what they gate."""
 
 
 class NativeProduct:
@@ -168,18 +170,12 @@ class NativeProduct:
 
     def __call__(self, x: Tensor, packed: Packed) -> Tensor:
         """x: float32. Returns float32."""
-        return self._computed(x, packed, packed.outputs, packed.gated)
+        return self._computed(x, packed, packed.outputs, int(packed.gated))
 
     def ungated(self, x: Tensor, packed: Packed) -> Tensor:
-        if not packed.gated:
-            return self(x, packed)
-        rows, blocks = x.shape[0], packed.weight.shape[0]
-        unit = self._block // 2  # a block has so many gates, and then what they gate
-        out = self._computed(x, packed, blocks * self._block, gated=False)
-        halves = out.view(rows, blocks, 2, unit).transpose(1, 2).reshape(rows, 2, blocks * unit)
-        return halves[..., : packed.outputs].reshape(rows, 2 * packed.outputs)
+        return self._computed(x, packed, packed.outputs * (1 + packed.gated), _HALVES if packed.gated else 0)
 
-    def _computed(self, x: Tensor, packed: Packed, outputs: int, gated: bool) -> Tensor:
+    def _computed(self, x: Tensor, packed: Packed, width: int, layout: int) -> Tensor:
         if x.stride(1) != 1:
             x = x.contiguous()
         rows, inputs = x.shape
@@ -190,8 +186,8 @@ class NativeProduct:
             memory = x.new_empty(rows * inputs)
         else:
             memory = x.new_empty(rows * (groups * together + _QUANTISED_ROW_BYTES), dtype=torch.uint8)
-        out = x.new_empty(rows, outputs)
-        self._function(x, weight, scale, bias, out, memory, rows, inputs, outputs, x.stride(0), gated)
+        out = x.new_empty(rows, width)
+        self._function(x, weight, scale, bias, out, memory, rows, inputs, packed.outputs, x.stride(0), layout)
         return out
 
     def _pieces(self, weight: Tensor, gated: bool) -> Iterator[tuple[slice, slice, Tensor]]:

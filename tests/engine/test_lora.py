@@ -119,7 +119,7 @@ def test_embeddings_of_all_tokens_and_log_probabilities_of_prompts_come_from_the
 
 
 @pytest.mark.skipif(not CAN_RECORD, reason="there is no C compiler")
-def test_steps_without_adapters_are_replayed_and_bit_by_bit_those_of_an_instance_without_slots(
+def test_steps_are_replayed_and_those_without_adapters_are_bit_by_bit_those_of_an_instance_without_slots(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pack_everything(monkeypatch)
@@ -137,7 +137,10 @@ def test_steps_without_adapters_are_replayed_and_bit_by_bit_those_of_an_instance
     for one, other in zip(given, expected, strict=True):
         assert one.tokens == other.tokens and all(map(torch.equal, one.logits, other.logits))
     assert_merged(model, [LORAS[0], None, None], answers(made, PROMPTS[:3], 6, 60, [digest, NONE, NONE]))
-    assert len(replays) == 2 * 5, "a row with an adapter, so none of its steps is a replay"
+    assert len(replays) == 3 * 5, "rows with an adapter and without, in one replay"
+    assert_merged(model, [None, LORAS[0], LORAS[0]], answers(made, PROMPTS[:3], 6, 60, [NONE, digest, digest]))
+    again = answers(made, PROMPTS[:3], 6, 60)
+    assert len(replays) == 5 * 5 and [one.tokens for one in again] == [one.tokens for one in expected]
 
 
 def test_int8_layers_get_the_deltas_in_float(tmp_path: Path) -> None:

@@ -121,7 +121,7 @@ def test_batches_for_which_torch_is_the_fastest_run_without(
     pack_everything(monkeypatch, dict(zip(packing.ROWS, ratios, strict=True)))
     said = list[str]()
     one = runner(saved(qwen3(), tmp_path), said.append, max_running=ROWS)
-    sizes = list(one.steps._recordings)
+    sizes = [rows for rows, _ in one.steps._recordings]
     assert sizes and min(sizes) == first and len(sizes) < ROWS
     assert any(f"recorded decode steps of {first} to " in line and "others run layer by layer (torch" in line for line in said)
     for count in (1, ROWS):
