@@ -84,7 +84,13 @@ class WeightsTrial:
         random = self.random = Random(f"weights {seed}")
         self.weather = LostOrders(random)
         ranks = {"prefill": random.choice((1, 1, 2)), "decode": random.choice((1, 1, 2))}
-        config = RouterConfig(request_timeout_s=300.0, max_attempts=64, prefill_policy="cache_aware", decode_policy="cache_aware")
+        config = RouterConfig(
+            request_timeout_s=300.0,
+            resume_wait_s=60.0,
+            max_attempts=64,
+            prefill_policy="cache_aware",
+            decode_policy="cache_aware",
+        )
         self.fleet = ToyFleet(
             random.choice((1, 2, 3)),
             random.choice((1, 2, 3)),
