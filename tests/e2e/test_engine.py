@@ -96,7 +96,7 @@ def test_weights_that_a_trainer_holds_are_computed_with_and_leave_no_shared_memo
     with pytest.raises(RequestFailed, match="no_such_weight"):
         engine.update_weights_from_tensor([("no_such_weight", former)])
     engine.update_weights_from_disk(str(resolve_model_path("demo")))
-    assert engine.update_weight_version("as before")["weight_version"] == "as before"
+    assert engine.update_weight_version("as before")["new_version"] == "as before"
     assert not list(SHARED_MEMORY.glob("tandem-weights-*"))
     assert engine.flush_cache()["instances"] == 2 and engine.generate("12 + 30 =", GREEDY)["text"] == before
 
