@@ -90,7 +90,7 @@ class StagingThread:
 
     def poll(self) -> Digest | None:
         if not self._is_wanted:
-            raise ConfigError("nobody wants these weights any more")
+            raise Unavailable("nobody wants these weights any more")
         if isinstance(self._failure, TandemError):
             raise self._failure
         if self._failure is not None:

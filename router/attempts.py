@@ -155,17 +155,25 @@ class Record:
 
 
 class Attempt:
-    """demand: what was placed. detokenizer: who makes text of its tokens."""
+    """demand: what was placed. detokenizer: who makes text of its tokens. weight_version: what the weights of its members are
+    called."""
 
     def __init__(
-        self, record: Record, key: AttemptId, detokenizer: InstanceId, demand: Demand, placement: Placement, now: float
+        self,
+        record: Record,
+        key: AttemptId,
+        detokenizer: InstanceId,
+        demand: Demand,
+        placement: Placement,
+        weight_version: str,
+        now: float,
     ) -> None:
         self.record = record
         self.key, self.demand, self.detokenizer = key, demand, detokenizer
         self.first, self.candidates = placement.first, placement.decodes
         self.variant = Variant(self.first.weights, record.adapter)
         """What computes it, on all its members."""
-        self.weight_version = f"{self.first.weight_version}{record.adapter and f'+{record.adapter}'}"
+        self.weight_version = f"{weight_version}{record.adapter and f'+{record.adapter}'}"
         self.decode: Member | None = None
         """The candidate that has granted a reservation, once that is known."""
         self.started_s = self.silent_since_s = now

@@ -237,6 +237,10 @@ class RouterCore:
         """Carry out what follows from an order about weights."""
         return self._apply(Change().take(orders), now)
 
+    def drain(self, instance: InstanceId, now: float) -> list[Send]:
+        """Give it no more requests. Raises UnknownInstance."""
+        return self._apply(self.fleet.drain(instance, now), now)
+
     @property
     def longest_s(self) -> float:
         """The longest that any request may take."""
@@ -374,7 +378,7 @@ class Gateway:
 
     def drain_instance(self, instance: InstanceId) -> None:
         """Give it no more requests. Raises UnknownInstance."""
-        self.deliver(self.core.fleet.drain(instance))
+        self.deliver(self.core.drain(instance, self.clock()))
 
     # --- weights ---------------------------------------------------------------------------------------------------------
 

@@ -352,12 +352,13 @@ class Members:
         self.stale += member is None
         return member
 
-    def drain(self, instance: InstanceId) -> list[Send]:
+    def drain(self, instance: InstanceId, now: float) -> Change:
         """Give the member no more requests, and tell it to leave until it reports that it drains. Raises UnknownInstance."""
         member = self._find(instance)
         member.drain()
         self.candidates.judge(member)
-        return [Send(instance, Drain(incarnation=member.info.incarnation))]
+        change = Change([Send(instance, Drain(incarnation=member.info.incarnation))])
+        return change.take(self.weights.heard(member, now))  # an update may have counted on it
 
     def flush_caches(self) -> list[Send]:
         """Tell every member to forget its prefix cache."""

@@ -110,7 +110,7 @@ class Placer:
                     placement = placements[spec.prompt, record.adapter] = choose(demand)
                 key = AttemptId(spec.request_id, record.attempts, self._router)
                 detokenizer = self._detokenizers[shard_of(key, len(self._detokenizers))]
-                attempts.append(Attempt(record, key, detokenizer, demand, placement, now))
+                attempts.append(Attempt(record, key, detokenizer, demand, placement, self._fleet.weights.version, now))
         except TandemError:
             _release(attempts, now)
             raise

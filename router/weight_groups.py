@@ -47,7 +47,7 @@ class FleetGroups:
             counted = ", ".join(f"{name}: {len(here)}" for name, here in ranks.items())
             rule = f"the fleet has {first - rank_offset} ranks ({counted}), which begin with rank_offset {rank_offset}"
             raise BadRequest(f"world_size: {rule}, so it must be {first} or more, and not {world_size}", field="world_size")
-        self._groups[group] = frozenset(member.life for member in members)
+        made = self._groups[group] = frozenset(member.life for member in members)
         try:
             await self._have_all_leave(group)  # members may be in one of this name that an earlier life of the router has made
             tasks = {
@@ -56,7 +56,8 @@ class FleetGroups:
             }
             await self._gateway.perform(tasks, timeout_s + ANSWER_S)
         except TandemError:
-            await self.leave(group)
+            if self._groups.get(group) is made:  # else it was left meanwhile, and another one may have its name
+                await self.leave(group)
             raise
         return ranks
 
@@ -75,12 +76,14 @@ class FleetGroups:
         if group not in self._groups:
             rule = "send POST /init_weights_update_group first, also after an update that failed"
             raise BadRequest(f"group_name: the fleet is in no group {group}: {rule}", field="group_name")
+        group_of = self._groups[group]
         try:
             self._require_whole(group)
             source = WeightsFromGroup(group, uuid4().hex, weights)
             return await self._gateway.update_weights(source, mode, version, finish_s, keeps_pause=keeps_pause)
         except TandemError:
-            await self.leave(group)
+            if self._groups.get(group) is group_of:
+                await self.leave(group)
             raise
 
     async def leave(self, group: str) -> None:

@@ -28,7 +28,7 @@ from common.errors import BadRequest, TandemError, Unavailable
 from common.ids import Digest, InstanceId, Life
 from common.instance.ports import Send
 from common.messages import Drain, DropWeights, HoldSteps, StageWeights, SwitchWeights, WeightsStaged
-from common.messages.weights import WeightsFromGroup, WeightsSource
+from common.messages.weights import WeightsFromGroup, WeightsInMemory, WeightsOnDisk, WeightsSource
 from router.members import Member
 
 UpdateMode = Literal["recompute", "finish", "abort"]
@@ -37,7 +37,7 @@ STAGE_S = 1_800.0
 """How long members may take to read new weights."""
 SWITCH_S = 120.0
 """How long a member may take to change to weights that are ready, once nothing keeps it."""
-_SAME_FILES = "give all instances the same files"
+_SAME_FILES = "give all instances the same files, or have all change by POST /update_weights_from_disk"
 
 
 class UpdateUnderWay(BadRequest):
@@ -168,10 +168,9 @@ class FleetWeights:
         return Orders([send for member in members for send in self._orders(member)])
 
     def rename(self, version: str) -> Orders:
-        """Call the present weights so, or the new ones if an update is under way."""
+        """Call the present weights so. Raises UpdateUnderWay."""
         if self.update is not None:
-            self.update.version = version
-            return Orders()
+            raise UpdateUnderWay("an update of the weights is under way, which names them: wait until it has ended")
         self.version = version
         self._to_rename = {member.life for member in self._members()}
         return Orders([send for member in self._members() for send in self._orders(member)])
@@ -206,7 +205,7 @@ class FleetWeights:
             self._bringing[member.life] = None
         else:
             self._to_rename.add(member.life)
-            if self.update is not None:
+            if self.update is not None and self.update.phase is UpdatePhase.STAGING:
                 self.update.lives.add(member.life)
         self._mark(member)
         orders = Orders(self._orders(member))
@@ -292,6 +291,8 @@ class FleetWeights:
         update, misfit = self.update, ""
         if not self._fits(member):
             misfit = member.misfit or f"it computes with {member.weights}, and the fleet with {self.target}"
+            if self.update is None and self._source is None and member.life in self._bringing and _SAME_FILES not in misfit:
+                misfit = f"{misfit}: {_SAME_FILES}"
         elif update is not None and member.life in update.resting:
             misfit = "it changes its weights as soon as it is idle"
         if misfit != member.misfit:
@@ -370,11 +371,11 @@ class FleetWeights:
                 self._differ(update, members, orders)
                 return
             (update.weights,) = digests
+            orders.aborts = update.mode == "abort"
             if update.weights == self.target:
                 self._settle(update, orders, now)
                 return
             self._begin_switching(update, members, now)
-            orders.aborts = update.mode == "abort"
             for member in members:
                 self._mark(member)
                 orders.sends += self._orders(member)
@@ -390,7 +391,7 @@ class FleetWeights:
     def _is_without_servers(self, update: Update) -> bool:
         """Whether the update keeps all decode instances from what comes. One that is left can serve alone."""
         decodes = [member for member in self._members() if member.info.role == "decode"]
-        return bool(decodes) and not any(self._fits(member) and member.life not in update.resting for member in decodes)
+        return bool(decodes) and not any(member.trouble is None and member.life not in update.resting for member in decodes)
 
     def _begin_switching(self, update: Update, members: list[Member], now: float) -> None:
         """With mode finish, one half of each role rests first, so that the other half serves what comes. Where there is only one
@@ -445,7 +446,8 @@ class FleetWeights:
 
     def _differ(self, update: Update, members: list[Member], orders: Orders) -> None:
         named = ", ".join(f"{update.staged[member.life]} on {member.info.id}" for member in members)
-        failed = self._fail(BadRequest(f"the new weights are not the same everywhere: {named}", field="model_path"))
+        field = {WeightsOnDisk: "model_path", WeightsInMemory: "shared_memory"}.get(type(update.source), "names")
+        failed = self._fail(BadRequest(f"the new weights are not the same everywhere: {named}", field=field))
         orders.sends += failed.sends
 
     def _fail(self, error: TandemError) -> Orders:
@@ -454,11 +456,13 @@ class FleetWeights:
         assert update is not None
         self.update = None
         update.answer(error)
+        for member in self._members():
+            self._mark(member)
         return Orders([Send(member.info.id, DropWeights(update=update.number)) for member in self._members()])
 
     def _follow_others(self) -> None:
-        """Another router has changed the fleet's weights: follow when more than half of the members have."""
-        members = list(self._members())
+        """Another router has changed the fleet's weights: follow when more than half of the members have that had them."""
+        members = [member for member in self._members() if member.life not in self._bringing]
         weights, count = Counter(member.weights for member in members).most_common(1)[0]
         if weights and weights != self.target and 2 * count > len(members):
             self.target, self._source = weights, None

@@ -40,6 +40,8 @@ from engine.torch_kernels import Kernels
 
 SHARED_MEMORY = Path("/dev/shm")
 """Where Linux has what shm_open(3) makes."""
+_FIELDS = {WeightsOnDisk: "model_path", WeightsInMemory: "shared_memory", WeightsFromGroup: "names"}
+"""What names a source in a request."""
 
 
 class ModelWeights:
@@ -59,7 +61,19 @@ class ModelWeights:
 
     def stage(self, source: WeightsSource, progress: Callable[[str], None]) -> "StagedModel":
         """New weights that are ready to be taken over. Takes as long as loading a model; steps may run meanwhile. progress:
-        called now and then; what it raises ends the work. Raises ConfigError, BadRequest, MemoryShort, Unavailable."""
+        called now and then; what it raises ends the work. Raises BadRequest, MemoryShort, Unavailable."""
+        try:
+            return self._staged(source, progress)
+        except MemoryShort:
+            raise
+        except (ConfigError, OSError) as error:  # OSError: no such name can be, or nobody may read it
+            field = _FIELDS[type(source)]
+            raise BadRequest(f"{field}: {error}", field=field) from error
+        except torch.OutOfMemoryError as error:
+            reason = str(error).strip().splitlines()[0]
+            raise MemoryShort(f"new weights do not fit beside those in use on {self._loading.device}: {reason}") from error
+
+    def _staged(self, source: WeightsSource, progress: Callable[[str], None]) -> "StagedModel":
         part, files, before = None, list[Path](), list[tuple[int, int, int]]()
         if isinstance(source, WeightsOnDisk):
             files = self._files(Path(source.folder))
@@ -68,15 +82,7 @@ class ModelWeights:
         else:
             part = self._read_segments(source) if isinstance(source, WeightsInMemory) else self._expect(source, progress)
             self._require_known(part)
-        try:
-            take_over = self._take_over(source, files, part, progress)
-        except ConfigError as error:
-            if part is None:
-                raise
-            raise BadRequest(f"{part.field}: {error}", field=part.field) from error
-        except torch.OutOfMemoryError as error:
-            reason = str(error).strip().splitlines()[0]
-            raise MemoryShort(f"new weights do not fit beside those in use on {self._loading.device}: {reason}") from error
+        take_over = self._take_over(source, files, part, progress)
         if [_last_change(file) for file in files] != before:
             raise BadRequest("the files of the new weights changed while they were read: write them before you send their names")
         return StagedModel(tensors if part is None else self._with(part.digests), take_over)
@@ -138,7 +144,7 @@ class ModelWeights:
                     raise BadRequest(f"shared_memory: the weight {name} is there twice", field="shared_memory")
                 given[name] = tensor
             digests |= of_tensors
-        return PartOfModel("shared_memory", given, given.items(), digests)
+        return PartOfModel(_FIELDS[WeightsInMemory], given, given.items(), digests)
 
     def _expect(self, source: WeightsFromGroup, progress: Callable[[str], None]) -> "PartOfModel":
         """What a trainer is about to send. It is received when it is taken out."""
@@ -147,7 +153,7 @@ class ModelWeights:
             raise BadRequest("names: a weight is there twice", field="names")
         self.groups.require(source.group)
         digests = dict[str, str]()
-        return PartOfModel("names", announced, self._received(source, digests, progress), digests)
+        return PartOfModel(_FIELDS[WeightsFromGroup], announced, self._received(source, digests, progress), digests)
 
     def _received(
         self, source: WeightsFromGroup, digests: dict[str, str], progress: Callable[[str], None]

@@ -13,8 +13,10 @@ A group is of no use any more when one member has missed a broadcast: what comes
 wrong with weights of a group ends it, and the trainer makes another one.
 """
 
+import os
 import queue
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from datetime import timedelta
@@ -33,6 +35,9 @@ from engine.parallel import PATIENCE, quiet_nccl
 _ERRORS = (RuntimeError, ValueError, OSError)
 """What torch.distributed raises. Its own errors are RuntimeErrors."""
 _DTYPES = {"float64": torch.float64, "float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+CONNECT_S = 1.0
+"""So often a rank that cannot reach the trainer asks whether it still should."""
+_MARK_BYTES = 8
 _Arrivals = queue.SimpleQueue["Tensor | TandemError"]
 
 
@@ -78,6 +83,8 @@ class TrainerGroup:
                 arrived = arrivals.get(timeout=self._task.timeout_s)
             except queue.Empty:
                 arrived = Unavailable(f"nothing came for {self._task.timeout_s:g} s")
+            if isinstance(arrived, BadRequest):
+                raise arrived
             if isinstance(arrived, TandemError):
                 count = f"weight {number + 1} of {len(source.weights)}"
                 raise Unavailable(f"{weight.name} ({count}) did not come from the group {source.group}: {arrived}") from arrived
@@ -88,19 +95,25 @@ class TrainerGroup:
         self._arrivals.put(Unavailable("nobody wants it any more"))
 
     def close(self) -> None:
-        """Leave; returns at once. A call that waits for others ends when they leave too, or when its time is over."""
+        """Leave; returns at once, and whoever waits for others here waits no more. A call of torch that waits ends when they
+        leave too, or when its time is over."""
         self._is_wanted = False
+        if not self._has_met and self._failure is None:
+            self._failure = Unavailable(f"the group {self._task.group} was left before all had met")
+            self._wake()
+        self.give_up()
         self._buckets.put(None)
         threading.Thread(target=self._abort, name="leave a trainer's group", daemon=True).start()
 
     def _run(self) -> None:
         try:
             self._group = self._make(self._store(), self._rank, self._task.world_size, timedelta(seconds=self._task.timeout_s))
-            self._has_met = True
+            self._has_met = self._is_wanted
         except _ERRORS as error:
             task = self._task
             where = f"rank {self._rank} of {task.world_size} at {task.address}:{task.port}"
-            self._failure = Unavailable(f"the group {task.group} did not meet: {where}: {_first_line(error)}")
+            if self._failure is None:
+                self._failure = Unavailable(f"the group {task.group} did not meet: {where}: {_first_line(error)}")
         self._wake()
         with torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext():
             while self._is_wanted and self._failure is None and (bucket := self._buckets.get()) is not None:
@@ -113,9 +126,16 @@ class TrainerGroup:
         try:
             for weight in weights:
                 received = torch.empty(weight.shape, dtype=_DTYPES[weight.dtype], device=self._device)
+                end = received.flatten().view(torch.uint8)[-_MARK_BYTES:]
+                mark = torch.frombuffer(bytearray(os.urandom(len(end))), dtype=torch.uint8) if len(end) else torch.empty(0)
+                end.copy_(mark)
                 self._group.broadcast([received], options).wait()
                 if self._device.type == "cuda":
                     torch.cuda.current_stream(self._device).synchronize()
+                if len(end) == _MARK_BYTES and torch.equal(end.cpu(), mark):  # gloo takes less than it has room for
+                    rule = f"it has fewer bytes than {weight.dtype} of shape {list(weight.shape)}, as was announced"
+                    arrivals.put(BadRequest(f"names: {weight.name}: {rule}", field="names"))
+                    return
                 arrivals.put(received)
         except torch.OutOfMemoryError as error:  # a RuntimeError too
             arrivals.put(Unavailable(f"it does not fit in the memory of {self._device}: {_first_line(error)}"))
@@ -125,8 +145,17 @@ class TrainerGroup:
     def _store(self) -> PrefixStore:
         """What torch's rendezvous and its `_new_process_group_helper` make of a TCP address and the name of a group."""
         task = self._task
-        timeout = timedelta(seconds=task.timeout_s)
-        store = TCPStore(task.address, task.port, task.world_size, is_master=False, timeout=timeout)
+        store, ends_s = None, time.monotonic() + task.timeout_s
+        while store is None:
+            patience = timedelta(seconds=min(CONNECT_S, max(0.1, ends_s - time.monotonic())))
+            try:
+                store = TCPStore(task.address, task.port, task.world_size, is_master=False, timeout=patience)
+            except _ERRORS:
+                if not self._is_wanted or time.monotonic() >= ends_s:
+                    raise
+        if not self._is_wanted:
+            raise ValueError("it was left")
+        store.set_timeout(timedelta(seconds=task.timeout_s))
         device = "cuda" if task.backend == "nccl" else "cpu"
         return PrefixStore(f"{device}/", PrefixStore(f"{task.group}/", PrefixStore(task.group, store)))
 

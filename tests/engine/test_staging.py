@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from transformers import PreTrainedModel
 
 from common.config import EngineConfig, ModelConfig
-from common.errors import BadRequest, ConfigError, MemoryShort, TandemError
+from common.errors import BadRequest, MemoryShort, TandemError
 from common.host import HostMemory
 from common.ids import Digest, Int32Array
 from common.messages.weights import WeightsInMemory, WeightsOnDisk, WeightsSource
@@ -230,7 +230,7 @@ def test_what_cannot_be_used_is_refused_by_name_and_the_old_weights_serve_on(
         (WeightsOnDisk(str(tmp_path / "nowhere")), BadRequest, "there is no folder"),
         (WeightsOnDisk(str(other)), BadRequest, "intermediate 128, and the model that is served has 160"),
         (WeightsOnDisk(str(tmp_path / "qwen")), BadRequest, "another model: its config.json says architecture Qwen2ForCausalLM"),
-        (WeightsOnDisk(str(broken)), ConfigError, "not a whole one"),
+        (WeightsOnDisk(str(broken)), BadRequest, "not a whole one"),
         (WeightsInMemory(("no-such-segment",)), BadRequest, "there is no 'no-such-segment'"),
         (WeightsInMemory(("../etc/passwd",)), BadRequest, "there is no"),
         (WeightsInMemory((segment({name: torch.zeros(4, 4)}),)), BadRequest, rf"{name} has the shape \[4, 4\]"),
@@ -240,7 +240,7 @@ def test_what_cannot_be_used_is_refused_by_name_and_the_old_weights_serve_on(
             BadRequest,
             f"infinite or not numbers in float32: {name}",
         ),
-        (WeightsInMemory((segment({name: torch.zeros(size, dtype=torch.int8)}),)), ConfigError, f"the weight {name} is of I8"),
+        (WeightsInMemory((segment({name: torch.zeros(size, dtype=torch.int8)}),)), BadRequest, f"the weight {name} is of I8"),
     ]
     for source, kind, message in refused:
         with pytest.raises(kind, match=message):

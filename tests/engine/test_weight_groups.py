@@ -1,6 +1,7 @@
 """Weights from a trainer's group: a real trainer in a process of its own, and all that can go wrong between the two."""
 
 import json
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,7 +21,7 @@ from torch.distributed.distributed_c10d import BroadcastOptions
 from transformers import PreTrainedModel
 
 from common.config import EngineConfig, ModelConfig
-from common.errors import BadRequest, ConfigError, TandemError, Unavailable
+from common.errors import BadRequest, TandemError, Unavailable
 from common.executor import StepPlan, StepResult, Work
 from common.ids import Digest
 from common.messages.tasks import JoinGroup, LeaveGroup, ReadWeight
@@ -223,6 +224,32 @@ def test_what_cannot_be_used_is_refused_before_anything_is_received_and_ends_the
     assert executor.weights == digest_of(tmp_path / "old")
 
 
+def test_a_tensor_that_is_smaller_than_announced_is_refused_by_name(tmp_path: Path, executor: TorchExecutor) -> None:
+    name = "model.layers.0.mlp.down_proj.weight"
+    with thread_trainer() as sender:
+        until_done(executor.perform(sender.task))
+        staging = executor.stage(WeightsFromGroup(GROUP, uuid4().hex, (AnnouncedWeight(name, "float32", (96, 160)),)))
+        sender.send({name: torch.ones((96, 160), dtype=torch.bfloat16)})
+        with pytest.raises(BadRequest, match=f"names: {name}: it has fewer bytes than float32"):
+            until_done(staging)
+    assert executor.weights == digest_of(tmp_path / "old")
+
+
+def test_who_leaves_a_group_that_has_not_met_is_told_and_no_thread_stays(executor: TorchExecutor) -> None:
+    threads = threading.active_count()
+    with socket.socket() as silent_host:
+        silent_host.bind((HOST, 0))
+        task = JoinGroup(GROUP, HOST, silent_host.getsockname()[1], 1, 2, "gloo", 3600.0)
+        joining = executor.perform(task)
+        until_done(executor.perform(LeaveGroup(GROUP)))
+        with pytest.raises(Unavailable, match="was left before all had met"):
+            until_done(joining)
+        until_s = time.monotonic() + WAIT_S
+        while threading.active_count() > threads:
+            assert time.monotonic() < until_s
+            time.sleep(0.05)
+
+
 def test_who_gives_up_a_broadcast_waits_for_it_no_longer(tmp_path: Path, executor: TorchExecutor) -> None:
     tensors = {"model.norm.weight": torch.zeros(96)}
     with thread_trainer() as sender:
@@ -232,7 +259,7 @@ def test_who_gives_up_a_broadcast_waits_for_it_no_longer(tmp_path: Path, executo
         executor.drop_staged()
         assert until_done(executor.stage(WeightsOnDisk(str(tmp_path / "old")))) == executor.weights
         assert time.monotonic() - begin_s < WAIT_S / 2
-        with pytest.raises(ConfigError, match="nobody wants these weights"):
+        with pytest.raises(Unavailable, match="nobody wants these weights"):
             staging.poll()
         with pytest.raises(BadRequest, match="no group"):
             until_done(executor.stage(bucket(tensors)))

@@ -11,7 +11,8 @@ from common.ids import Digest, InstanceId
 from common.messages import Finished
 from common.messages.weights import FIRST_VERSION, WeightsOnDisk
 from common.step_cost import StepCost
-from router.weights import Updated, UpdateMode, UpdateUnderWay
+from router.weights import Updated, UpdateMode, UpdatePhase, UpdateUnderWay
+from tests.engine import toy
 from tests.engine.toy import TOY_WEIGHTS, ToyExecutor, ToyStaging
 from tests.life.client import Client
 from tests.life.expected import undisturbed
@@ -111,6 +112,30 @@ def test_with_abort_what_was_dispatched_ends_and_what_comes_meanwhile_waits() ->
     fleet.run(late)
     assert running.endings == [Finished(reason="cancelled")] and len(came) == 1
     assert late.token_ids == undisturbed(PROMPT, 4, weights=Digest("w1"))
+
+
+def test_an_update_to_the_same_weights_ends_and_names_as_any_other() -> None:
+    fleet = make_fleet(1, 1)
+    running = fleet.submit("running", PROMPT, 60)
+    until_it_streams(fleet, running)
+    came = update(fleet, TOY_WEIGHTS, "abort", version="again")
+    fleet.turn_until(lambda: bool(came))
+    next_one = fleet.submit("next", PROMPT, 3)
+    fleet.run(running, next_one)
+    assert running.endings == [Finished(reason="cancelled")]
+    assert next_one.answers[0].versions == [(0, "again")]
+
+
+def test_who_joins_while_the_others_change_keeps_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    fleet = make_fleet(1, 2)
+    until_it_streams(fleet, fleet.submit("r", PROMPT, 200))
+    came, weights = update(fleet, "w1"), fleet.router.fleet.weights
+    fleet.turn_until(lambda: weights.update is not None and weights.update.phase is UpdatePhase.SWITCHING)
+    monkeypatch.setattr(toy, "STAGE_S", 90.0)
+    fleet.start(InstanceId("decode-9"), "decode")
+    fleet.turn_until(lambda: bool(came))
+    assert isinstance(came[0], Updated) and came[0].held_s < 5.0
+    fleet.turn_until(lambda: set(weights_of(fleet).values()) == {"w1"}, 120.0)
 
 
 def test_requests_that_stay_where_they_are_in_a_pause_are_computed_anew_if_the_weights_change() -> None:
@@ -239,6 +264,9 @@ def test_a_name_that_one_router_gives_is_told_once_and_the_other_takes_it() -> N
     fleet.run_for(10.0)
     assert {router.core.fleet.weights.version for router in fleet.routers} == {"step-7"}
     assert sum(kind == "SwitchWeights" for _, kind, _ in fleet.network.log) <= 2 * len(fleet.instances)
+    update(fleet, "w1", version="step-8")
+    with pytest.raises(UpdateUnderWay):
+        router.core.fleet.weights.rename("mine")
 
 
 def test_a_pause_is_kept_after_an_update_that_succeeds_and_not_after_one_that_is_refused() -> None:
@@ -256,16 +284,23 @@ def test_a_pause_is_kept_after_an_update_that_succeeds_and_not_after_one_that_is
     assert client.token_ids == undisturbed(PROMPT, 3, weights=Digest("w1"))
 
 
-def test_one_decode_instance_that_stays_beside_one_that_leaves_keeps_requests_waiting_and_refuses_none() -> None:
+@pytest.mark.parametrize("when", ["leaves first", "leaves during"])
+def test_one_decode_instance_that_stays_beside_one_that_leaves_keeps_requests_waiting_and_refuses_none(when: str) -> None:
     fleet = make_fleet(1, 2)
     long = fleet.submit("long", PROMPT, 60)
     until_it_streams(fleet, long)
     leaving = next(
         name for name, one in fleet.instances.items() if one.scheduler.report().load.running_requests and "decode" in name
     )
-    fleet.router_process.deliver(fleet.router.fleet.drain(InstanceId(leaving)))
-    fleet.run_for(0.1)
-    came = update(fleet, "w1", "finish")
+    is_first = {"leaves during": False, "leaves first": True}[when]
+    came = [] if is_first else update(fleet, "w1", "finish")
+    fleet.run_for(0.0 if is_first else 0.5)
+    if not is_first:
+        leaving = next(member.info.id for member in fleet.router.fleet.members("decode") if not member.misfit)
+    fleet.router_process.deliver(fleet.router.drain(InstanceId(leaving), fleet.clock.now))
+    if is_first:
+        fleet.run_for(0.1)
+        came = update(fleet, "w1", "finish")
     fleet.run_for(0.1)
     client = fleet.submit("r", PROMPT, 3)
     fleet.turn_until(lambda: client.ended and bool(came))

@@ -108,7 +108,7 @@ class Population:
             case "leave":
                 self.fleet.goodbye(Goodbye(id=member.info.id, incarnation=member.info.incarnation), 1.0)
             case "drain":
-                self.fleet.drain(member.info.id)
+                self.fleet.drain(member.info.id, 1.0)
             case "report":
                 self.fleet.heartbeat(beat(member.info, load=self._load(member)), 0.0)
             case "link":

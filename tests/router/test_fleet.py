@@ -222,7 +222,7 @@ def test_a_member_that_gets_stuck_is_lost_for_its_requests_once_and_stays_a_memb
 
 
 def test_a_member_is_told_to_drain_until_it_says_that_it_does(fleet: Members) -> None:
-    assert fleet.drain(D0.id) == [Send(D0.id, DRAIN)]
+    assert fleet.drain(D0.id, 0.0).sends == [Send(D0.id, DRAIN)]
     (_, member) = fleet.members()
     assert (member.draining, member.trouble is None) == (True, False)
     for now in (1.0, 1.5):
@@ -233,7 +233,7 @@ def test_a_member_is_told_to_drain_until_it_says_that_it_does(fleet: Members) ->
 
 
 def test_a_member_that_was_told_to_drain_and_was_silent_for_a_while_is_told_again(fleet: Members) -> None:
-    fleet.drain(D0.id)
+    fleet.drain(D0.id, 0.0)
     hear(fleet, P0, now=2.0)
     fleet.tick(DEAD_AFTER_S)
     assert Send(D0.id, DRAIN) in hear(fleet, D0, now=5.0).sends
@@ -241,7 +241,7 @@ def test_a_member_that_was_told_to_drain_and_was_silent_for_a_while_is_told_agai
 
 
 def test_the_successor_of_a_draining_incarnation_takes_requests(fleet: Members) -> None:
-    fleet.drain(D0.id)
+    fleet.drain(D0.id, 0.0)
     fleet.register(Register(instance=D0_NEXT), 1.0)
     assert [member.trouble is None for member in fleet.members("decode")] == [True]
 
@@ -308,7 +308,7 @@ def test_a_member_that_came_back_keeps_its_route_when_the_time_of_its_silence_is
 def test_of_a_whole_fleet_that_falls_silent_at_once_all_can_be_reached_and_the_drained_one_still_drains_when_back() -> None:
     infos = [instance(f"d{number}", "decode") for number in range(200)]
     fleet = new_fleet(*infos)
-    fleet.drain(infos[0].id)
+    fleet.drain(infos[0].id, 0.0)
     assert len(fleet.tick(DEAD_AFTER_S).lost) == 200
     assert fleet.take_moves() == [(info.id, info.inbox) for info in infos]
     fleet.register(Register(instance=infos[0]), 12.0)

@@ -243,7 +243,7 @@ def test_without_a_link_a_decode_instance_serves_alone_and_the_fleet_is_unready(
 
 
 def test_a_fleet_whose_prefill_instances_drain_is_ready_without_them(fleet: Members) -> None:
-    fleet.drain(P0.id)
+    fleet.drain(P0.id, 0.0)
     assert chosen(fleet) == ("d0", None)
     assert placer(fleet).unready() == []
 
