@@ -56,6 +56,15 @@ class Reference:
         best: list[int] = logits.argmax(-1).tolist()
         return best
 
+    def regrets(self, prompt: Sequence[int], answer: Sequence[int]) -> list[float]:
+        """By how much the logit of each token of the answer is below that of the best one there: nothing but rounding, if it was
+        drawn greedily."""
+        ids = torch.tensor([[*prompt, *answer[:-1]]])
+        with torch.inference_mode():
+            logits = self.model(ids, logits_to_keep=len(answer), use_cache=False).logits[0]
+        found: list[float] = (logits.max(-1).values - logits[torch.arange(len(answer)), torch.tensor(answer)]).tolist()
+        return found
+
     def length(self, answer: Sequence[int], max_tokens: int) -> int:
         """An answer ends with the first end of sequence, or when it is as long as it may be."""
         eos = self.model.generation_config.eos_token_id

@@ -29,6 +29,8 @@ from tests.rig.trainer import GROUP, Trainer
 STREAMS = 4
 FIRST = "default"
 MODES = ("recompute", "recompute", "finish")
+ROUNDING = 1e-4
+"""Of two tokens whose logits differ by less, either may be drawn. With other weights the drawn one is far from the best."""
 Weights = dict[str, torch.Tensor]
 
 
@@ -185,7 +187,8 @@ def check(answers: list[tuple[list[int], dict[str, Any]]], references: dict[str,
         assert spans[-1]["end"] == len(tokens) and answer["meta_info"]["weight_version"] == spans[-1]["version"]
         for span in spans:
             begin, end = span["start"], span["end"]
-            assert tokens[begin:end] == references[span["version"]].greedy([*prompt, *tokens[:begin]], tokens[begin:end])
+            regrets = references[span["version"]].regrets([*prompt, *tokens[:begin]], tokens[begin:end])
+            assert max(regrets) < ROUNDING, (span, regrets)
         mixed += len(spans) > 1
     return mixed
 

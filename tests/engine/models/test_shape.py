@@ -76,9 +76,9 @@ def test_optional_values_mean_what_they_mean_to_transformers(tmp_path: Path, arc
     assert shape.tied == made.tie_word_embeddings
     windows = [window_of(model, layer) for layer in range(shape.layers)]
     assert list(shape.windows) == windows
-    meta, kernels = torch.device("meta"), Kernels()
-    slots = WeightSlots(torch.float32, meta, kernels)
-    make_decoder(shape, slots, Loading(torch.float32, meta, 100), kernels, lambda text: None)
+    cpu, kernels = torch.device("cpu"), Kernels()
+    slots = WeightSlots(torch.float32, cpu, kernels)
+    make_decoder(shape, slots, Loading(torch.float32, cpu, 100), kernels, lambda text: None)
     expected = {name: tuple(weight.shape) for name, weight in with_one_spelling(model.state_dict().items())}
     if shape.tied:
         del expected["lm_head.weight"]
