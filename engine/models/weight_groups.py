@@ -13,32 +13,38 @@ A group is of no use any more when one member has missed a broadcast: what comes
 wrong with weights of a group ends it, and the trainer makes another one.
 """
 
-import os
 import queue
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from datetime import timedelta
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore  # type: ignore[attr-defined]
-from torch.distributed.distributed_c10d import BroadcastOptions
 
 from common.errors import BadRequest, TandemError, Unavailable
 from common.messages.tasks import JoinGroup
 from common.messages.weights import AnnouncedWeight, WeightsFromGroup
+from engine.models.group_process import DTYPES, ERRORS, GlooProcess, TooFewBytes, broadcast, filled, store_of
 from engine.parallel import PATIENCE, quiet_nccl
 
-_ERRORS = (RuntimeError, ValueError, OSError)
-"""What torch.distributed raises. Its own errors are RuntimeErrors."""
-_DTYPES = {"float64": torch.float64, "float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-CONNECT_S = 1.0
-"""So often a rank that cannot reach the trainer asks whether it still should."""
-_MARK_BYTES = 8
 _Arrivals = queue.SimpleQueue["Tensor | TandemError"]
+
+
+class _Joined(Protocol):
+    """One rank in a group. Raises `ERRORS`, TooFewBytes."""
+
+    def meet(self) -> None:
+        """Returns when all have met."""
+
+    def receive(self, weight: AnnouncedWeight) -> Tensor:
+        """The next weight."""
+
+    def abort(self) -> None:
+        """Leave. Whoever waits waits no more, as far as that can be. From any thread."""
+
+    def end(self) -> None:
+        """The same, from the thread that has used it."""
 
 
 class TrainerGroup:
@@ -47,13 +53,12 @@ class TrainerGroup:
     def __init__(self, task: JoinGroup, rank: int, device: torch.device, wake: Callable[[], None]) -> None:
         """rank: this one of the instance's. Raises BadRequest."""
         self._task, self._rank = task, task.first_rank + rank
-        self._make = _maker(task.backend, device)
+        self._joined = _joined(task, self._rank, device)
         self._device = device if task.backend == "nccl" else torch.device("cpu")
         self._wake = wake
         self.ends_s: float | None = None
         self._is_wanted, self._has_met = True, False
         self._failure: TandemError | None = None
-        self._group: Any = None
         self._buckets: queue.SimpleQueue[tuple[tuple[AnnouncedWeight, ...], _Arrivals] | None] = queue.SimpleQueue()
         self._arrivals: _Arrivals = queue.SimpleQueue()
         """Where the weights come that somebody waits for."""
@@ -95,21 +100,20 @@ class TrainerGroup:
         self._arrivals.put(Unavailable("nobody wants it any more"))
 
     def close(self) -> None:
-        """Leave; returns at once, and whoever waits for others here waits no more. A call of torch that waits ends when they
-        leave too, or when its time is over."""
+        """Leave; returns at once, and whoever waits for others here waits no more."""
         self._is_wanted = False
         if not self._has_met and self._failure is None:
             self._failure = Unavailable(f"the group {self._task.group} was left before all had met")
             self._wake()
         self.give_up()
         self._buckets.put(None)
-        threading.Thread(target=self._abort, name="leave a trainer's group", daemon=True).start()
+        threading.Thread(target=self._joined.abort, name="leave a trainer's group", daemon=True).start()
 
     def _run(self) -> None:
         try:
-            self._group = self._make(self._store(), self._rank, self._task.world_size, timedelta(seconds=self._task.timeout_s))
+            self._joined.meet()
             self._has_met = self._is_wanted
-        except _ERRORS as error:
+        except ERRORS as error:
             task = self._task
             where = f"rank {self._rank} of {task.world_size} at {task.address}:{task.port}"
             if self._failure is None:
@@ -118,51 +122,19 @@ class TrainerGroup:
         with torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext():
             while self._is_wanted and self._failure is None and (bucket := self._buckets.get()) is not None:
                 self._receive(*bucket)
-        self._abort()
+        self._joined.end()
 
     def _receive(self, weights: tuple[AnnouncedWeight, ...], arrivals: _Arrivals) -> None:
-        options = BroadcastOptions()
-        options.rootRank, options.rootTensor = 0, 0
         try:
             for weight in weights:
-                received = torch.empty(weight.shape, dtype=_DTYPES[weight.dtype], device=self._device)
-                end = received.flatten().view(torch.uint8)[-_MARK_BYTES:]
-                mark = torch.frombuffer(bytearray(os.urandom(len(end))), dtype=torch.uint8) if len(end) else torch.empty(0)
-                end.copy_(mark)
-                self._group.broadcast([received], options).wait()
-                if self._device.type == "cuda":
-                    torch.cuda.current_stream(self._device).synchronize()
-                if len(end) == _MARK_BYTES and torch.equal(end.cpu(), mark):  # gloo takes less than it has room for
-                    rule = f"it has fewer bytes than {weight.dtype} of shape {list(weight.shape)}, as was announced"
-                    arrivals.put(BadRequest(f"names: {weight.name}: {rule}", field="names"))
-                    return
-                arrivals.put(received)
+                arrivals.put(self._joined.receive(weight))
+        except TooFewBytes:
+            rule = f"it has fewer bytes than {weight.dtype} of shape {list(weight.shape)}, as was announced"
+            arrivals.put(BadRequest(f"names: {weight.name}: {rule}", field="names"))
         except torch.OutOfMemoryError as error:  # a RuntimeError too
             arrivals.put(Unavailable(f"it does not fit in the memory of {self._device}: {_first_line(error)}"))
-        except (AttributeError, *_ERRORS) as error:  # the former: it was left meanwhile
+        except ERRORS as error:
             arrivals.put(Unavailable(_first_line(error)))
-
-    def _store(self) -> PrefixStore:
-        """What torch's rendezvous and its `_new_process_group_helper` make of a TCP address and the name of a group."""
-        task = self._task
-        store, ends_s = None, time.monotonic() + task.timeout_s
-        while store is None:
-            patience = timedelta(seconds=min(CONNECT_S, max(0.1, ends_s - time.monotonic())))
-            try:
-                store = TCPStore(task.address, task.port, task.world_size, is_master=False, timeout=patience)
-            except _ERRORS:
-                if not self._is_wanted or time.monotonic() >= ends_s:
-                    raise
-        if not self._is_wanted:
-            raise ValueError("it was left")
-        store.set_timeout(timedelta(seconds=task.timeout_s))
-        device = "cuda" if task.backend == "nccl" else "cpu"
-        return PrefixStore(f"{device}/", PrefixStore(f"{task.group}/", PrefixStore(task.group, store)))
-
-    def _abort(self) -> None:
-        group, self._group = self._group, None
-        if group is not None:
-            group.abort()
 
 
 class TrainerGroups:
@@ -210,26 +182,48 @@ class TrainerGroups:
         return found
 
 
-def _maker(backend: str, device: torch.device) -> Callable[..., Any]:
-    if backend == "gloo":
-        return _gloo
-    if backend == "nccl" and device.type == "cuda":
-        return _nccl
-    fix = "use gloo" if backend == "nccl" else "use gloo or nccl"
-    raise BadRequest(f"backend {backend!r} cannot send weights to {device}: {fix}", field="backend")
+class NcclRank:
+    """A rank in a group of NCCL, in this process. Members connect with the first broadcast: how long that may take is for the one
+    who waits for it."""
+
+    def __init__(self, task: JoinGroup, rank: int, device: torch.device) -> None:
+        self._task, self._rank, self._device = task, rank, device
+        self._group: Any = None
+
+    def meet(self) -> None:
+        quiet_nccl()
+        task, nccl = self._task, torch.distributed.ProcessGroupNCCL
+        options = nccl.Options()
+        options._timeout = PATIENCE
+        store = store_of(task.address, task.port, task.world_size, task.group, "cuda", task.timeout_s)
+        self._group = nccl(store, self._rank, task.world_size, options)
+
+    def receive(self, weight: AnnouncedWeight) -> Tensor:
+        received, group = torch.empty(weight.shape, dtype=DTYPES[weight.dtype], device=self._device), self._group
+        if group is None:
+            raise ValueError("the group was left")
+        with filled(received):
+            broadcast(group, received)
+        torch.cuda.current_stream(self._device).synchronize()
+        return received
+
+    def end(self) -> None:
+        self.abort()
+
+    def abort(self) -> None:
+        group, self._group = self._group, None
+        if group is not None:
+            group.abort()
 
 
-def _gloo(store: PrefixStore, rank: int, ranks: int, timeout: timedelta) -> Any:
-    return ProcessGroupGloo(store, rank, ranks, timeout=timeout)
-
-
-def _nccl(store: PrefixStore, rank: int, ranks: int, timeout: timedelta) -> Any:
-    """Members connect with the first broadcast. How long that may take is for the one who waits for it."""
-    quiet_nccl()
-    nccl: Any = torch.distributed.ProcessGroupNCCL
-    options = nccl.Options()
-    options._timeout = PATIENCE
-    return nccl(store, rank, ranks, options)
+def _joined(task: JoinGroup, rank: int, device: torch.device) -> _Joined:
+    """Raises BadRequest."""
+    if task.backend == "gloo":
+        return GlooProcess(task, rank)
+    if task.backend == "nccl" and device.type == "cuda":
+        return NcclRank(task, rank, device)
+    fix = "use gloo" if task.backend == "nccl" else "use gloo or nccl"
+    raise BadRequest(f"backend {task.backend!r} cannot send weights to {device}: {fix}", field="backend")
 
 
 def _first_line(error: Exception) -> str:

@@ -30,7 +30,7 @@ STREAMS = 4
 FIRST = "default"
 MODES = ("recompute", "recompute", "finish")
 ROUNDING = 1e-4
-"""Of two tokens whose logits differ by less, either may be drawn. With other weights the drawn one is far from the best."""
+"""Two tokens whose logits differ by less may both be drawn. With other weights the drawn one is far from the best."""
 Weights = dict[str, torch.Tensor]
 
 

@@ -36,7 +36,7 @@ from tests.engine.test_staging import PROMPTS, WAIT_S, changed, digest_of, excha
 from tests.rig.trainer import GROUP, HOST, trainer
 
 Tensors = Mapping[str, torch.Tensor]
-FEW_S = 1.5
+FEW_S = 8.0
 
 
 def nobody() -> None: ...
@@ -224,14 +224,30 @@ def test_what_cannot_be_used_is_refused_before_anything_is_received_and_ends_the
     assert executor.weights == digest_of(tmp_path / "old")
 
 
-def test_a_tensor_that_is_smaller_than_announced_is_refused_by_name(tmp_path: Path, executor: TorchExecutor) -> None:
-    name = "model.layers.0.mlp.down_proj.weight"
+@pytest.mark.parametrize(
+    ("announced", "sent", "kind", "message"),
+    [
+        ("float32", torch.bfloat16, BadRequest, "names: .*: it has fewer bytes than float32"),
+        ("bfloat16", torch.float32, Unavailable, "did not come .* more came than was announced"),
+    ],
+    ids=["less", "more"],
+)
+def test_a_tensor_of_another_size_than_announced_is_refused_and_harms_nobody(
+    tmp_path: Path,
+    executor: TorchExecutor,
+    announced: FloatName,
+    sent: torch.dtype,
+    kind: type[TandemError],
+    message: str,
+) -> None:
+    name, before = "model.layers.0.mlp.down_proj.weight", answers_of(executor)
     with thread_trainer() as sender:
         until_done(executor.perform(sender.task))
-        staging = executor.stage(WeightsFromGroup(GROUP, uuid4().hex, (AnnouncedWeight(name, "float32", (96, 160)),)))
-        sender.send({name: torch.ones((96, 160), dtype=torch.bfloat16)})
-        with pytest.raises(BadRequest, match=f"names: {name}: it has fewer bytes than float32"):
+        staging = executor.stage(WeightsFromGroup(GROUP, uuid4().hex, (AnnouncedWeight(name, announced, (96, 160)),)))
+        sender.send({name: torch.ones((96, 160), dtype=sent)})
+        with pytest.raises(kind, match=message):
             until_done(staging)
+    assert answers_of(executor) == before
     assert executor.weights == digest_of(tmp_path / "old")
 
 
