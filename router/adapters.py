@@ -20,7 +20,7 @@ from msgspec.structs import replace
 from common.errors import BadRequest, TandemError, Unavailable, UnknownModel
 from common.ids import Digest, InstanceId, Life
 from common.instance.ports import Send
-from common.messages import AdaptersHeld, SetAdapters
+from common.messages import AdaptersHeld, InstanceInfo, SetAdapters
 from common.messages.adapters import MOST_ENTRIES, AdapterEntry, AdapterTable
 from common.messages.tasks import ReadAdapter
 from router.members import Member
@@ -77,6 +77,24 @@ class FleetAdapters:
         """One of them loads."""
         self._sends: list[Send] = []
         self._replaced: list[Replacement] = []
+
+    def why_not(self, its: AdaptersHeld | None, newcomer: InstanceInfo) -> str | None:
+        """Why an instance that begins with these adapters cannot be a member; None when it can."""
+        digests = dict.fromkeys(self.table.held, "")
+        for entry in () if its is None else its.entries:
+            mine = self.table.get(entry.name)
+            if mine is None or entry.version > mine.version:
+                digests[entry.held] = entry.name
+            elif entry.version == mine.version and entry.held and mine.held not in ("", entry.held):
+                return (
+                    f"the adapter {entry.name} of {newcomer.id} has the digest {entry.held}, and that of this fleet {mine.held}: "
+                    "start it with the same files, or with another name"
+                )
+        places = min([newcomer.max_adapters, *(member.info.max_adapters for member in self._members())])
+        if any(digests.values()) and len(digests.keys() - {""}) > places:
+            own = ", ".join(sorted(name for name in digests.values() if name))
+            return f"with {own} of {newcomer.id} the fleet has more than {places} adapters: give more --max-loaded-loras to all"
+        return None
 
     # --- requests ----------------------------------------------------------------------------------------------------------
 
@@ -251,9 +269,12 @@ class FleetAdapters:
         if former is not None and not replaces:
             rule = "unload it first, or replace it with load_inplace"
             raise BadRequest(f"the adapter {name!r} is loaded already, from {former.folder}: {rule}", field="lora_name")
-        if name not in self.table and len(self.table) >= MOST_ENTRIES:
-            raise BadRequest(f"the fleet knows {MOST_ENTRIES} adapters: that is the most", field="lora_name")
+        if former is None and sum(1 for _ in self.entries()) >= MOST_ENTRIES:
+            raise BadRequest(f"the fleet knows {MOST_ENTRIES} adapters, which is the most: unload one", field="lora_name")
         digest = yield from self._read(folder, name)
+        if former is not None and self.entry(name) is None:
+            self.end(digest)
+            raise BadRequest(f"the adapter {name!r} was unloaded while it was to be replaced", field="lora_name")
         entry = AdapterEntry(name=name, version=self.table.next_version, digest=digest, folder=folder, is_pinned=is_pinned)
         self._set(entry)
         self.end(digest)

@@ -217,6 +217,7 @@ class Members:
         other = next((member.info for member in self._members.values() if member.info.id != info.id), None)
         if reason is None and other is not None:
             reason = difference(info, other) or self.weights.why_not(message.weights, info.id)  # from one, so from all
+            reason = reason or self.adapters.why_not(message.adapters, info)
             if reason is not None and message.was_welcome and self._is_outvoted(message, now):
                 reason = None
                 for member in list(self._members.values()):

@@ -388,7 +388,8 @@ class RequestBook:
 
     def adapter_replaced(self, replaced: Replacement, now: float) -> list[Send]:
         """Requests that have the former adapter end, or go on with the new one."""
-        concerned = [record for record in self._records.values() if record.adapter == replaced.former]
+        former, name = replaced.former, replaced.new.name
+        concerned = [each for each in self._records.values() if each.adapter == former and each.spec.adapter == name]
         if replaced.mode == "abort":
             return self.cancel([record.spec.request_id for record in concerned], now)
         setback, sends = Setback(ResumeReason.WEIGHTS, Failed.of(Unavailable("its adapter was replaced"))), list[Send]()

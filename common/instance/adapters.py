@@ -14,7 +14,7 @@ from common.executor import Executor, Work, take_done
 from common.ids import Digest, InstanceId
 from common.instance.ports import Send
 from common.messages import AdaptersHeld, InstanceInfo, SetAdapters
-from common.messages.adapters import AdapterEntry, AdapterTable
+from common.messages.adapters import AT_START, AdapterEntry, AdapterTable
 from common.messages.base import fits
 from common.messages.tasks import ReadAdapter
 
@@ -103,7 +103,7 @@ class InstanceAdapters:
             if failed is not None:
                 raise ConfigError(f"--lora {name}={self._folders[name]}: {failed.message}")
             self._held.add(Digest(result))
-            self.table.merge([AdapterEntry(name=name, version=1, digest=Digest(result), folder=self._folders[name])])
+            self.table.merge([AdapterEntry(name=name, version=AT_START, digest=Digest(result), folder=self._folders[name])])
             self.version += 1
         for digest, result, failed in take_done(self._reading):
             if failed is not None:
@@ -153,6 +153,7 @@ class InstanceAdapters:
             for digest in self._to_free & self._held - self._needed().keys():
                 self._held.discard(digest)
                 self._executor.free_adapter(digest)
+                self._failed.clear()  # there is a place more
                 self.version += 1
             self._to_free.clear()
 

@@ -23,6 +23,8 @@ from common.ranges import Count
 NAME_CHARS = 256
 MOST_ENTRIES = 2_048
 """Adapters that a fleet knows, the removed ones among them."""
+AT_START = 0
+"""The version of what an instance was started with. What a router has loaded is later."""
 Folder: TypeAlias = Annotated[str, Meta(max_length=4_096)]
 AdapterName: TypeAlias = Annotated[str, Meta(min_length=1, max_length=NAME_CHARS)]
 

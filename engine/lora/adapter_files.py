@@ -46,6 +46,8 @@ _FIXES = {
 }
 _OTHER_BASES = ("pissa", "olora", "corda", "loftq", "lora_ga")
 """Ways to begin training that change the base weights too."""
+_PATTERN = r"(.*\.)?({})$"
+"""The names that a key of a pattern means, as PEFT's `get_pattern_key` has it."""
 _NAMED = 3
 """How many tensors an error names."""
 
@@ -199,8 +201,8 @@ class _AdapterConfig:
             for name, tensor in sorted(tensors.items())
         ]
         of_config = {
-            "r": self._rank, "lora_alpha": self._alpha, "use_rslora": self._is_rslora, "rank_pattern": self._ranks,
-            "alpha_pattern": self._alphas,
+            "r": self._rank, "lora_alpha": self._alpha, "use_rslora": self._is_rslora, "rank_pattern": list(self._ranks.items()),
+            "alpha_pattern": list(self._alphas.items()),
         }  # fmt: skip
         text = json.dumps([of_tensors, of_config], sort_keys=True, separators=(",", ":"))
         return Digest(_hash(text.encode()))
@@ -221,7 +223,7 @@ class _AdapterConfig:
         try:
             if isinstance(pattern, dict):
                 for key in pattern:
-                    re.compile(key)
+                    re.compile(_PATTERN.format(key))
                 return pattern
         except re.error:
             pass
@@ -233,7 +235,7 @@ class _AdapterConfig:
 
 def _matching(pattern: Mapping[str, object], module: str) -> str:
     """The key of a pattern that means this module, as PEFT's `get_pattern_key` finds it; the module itself: none."""
-    return next((key for key in pattern if re.match(rf"(.*\.)?({key})$", module)), module)
+    return next((key for key in pattern if re.match(_PATTERN.format(key), module)), module)
 
 
 def _read_tensors(path: Path) -> dict[str, Tensor]:

@@ -388,6 +388,12 @@ def test_a_digest_is_of_the_bytes_and_of_the_scaling_alone(tmp_path: Path) -> No
     others = [replace(LORAS[0], alpha=17.0), replace(LORAS[0], seed=9), replace(LORAS[0], dtype=torch.float16)]
     found = {hold(made, other.saved(model, tmp_path / f"other {at}")) for at, other in enumerate(others)}
     assert len(found | {digest}) == 4
+    patterns = {"up_proj": 1.0, r".*mlp\.up_proj": 64.0}
+    orders = patterns, dict(reversed(patterns.items()))  # the first that matches counts
+    of_orders = {
+        hold(made, LORAS[0].saved(model, tmp_path / f"order {at}", alpha_pattern=each)) for at, each in enumerate(orders)
+    }
+    assert len(of_orders) == 2
 
 
 # --- refusals ------------------------------------------------------------------------------------------------------------------
@@ -399,7 +405,7 @@ FIELDS: dict[str, tuple[object, str]] = {
     "peft_type": ("IA3", "peft_type must be LORA; it is IA3"),
     "r": (33, "r is 33, and --max-lora-rank 32: give more"),
     "rank_pattern": ({"q_proj": 300}, "rank_pattern is 300, .*the most is 256"),
-    "alpha_pattern": ({"(": 1.0}, "alpha_pattern must be an object .*regular"),
+    "alpha_pattern": ({"(?i)Q_PROJ": 1.0}, "alpha_pattern must be an object .*regular"),
     "lora_alpha": ("high", "lora_alpha must be a number"),
     "use_rslora": ("yes", "use_rslora must be true or false"),
     "target_modules": (["q_proj", "lm_head"], "target_modules must be among .*: lm_head is none"),

@@ -322,3 +322,38 @@ def test_an_instance_reads_its_own_adapters_before_it_joins() -> None:
     client = fleet.submit("r", PROMPT, 10, "red")
     fleet.run(client)
     assert client.token_ids == undisturbed(PROMPT, 10, adapter=Digest("a1"))
+
+
+@pytest.mark.parametrize(
+    ("own", "reason"),
+    [
+        ({"red": "a2"}, "the adapter red of decode-9 has the digest a2, and that of this fleet a1"),
+        ({"blue": "a2", "green": "a3", "grey": "a4"}, "with blue, green, grey of decode-9 the fleet has more than 3 adapters"),
+    ],
+    ids=["another one of a name", "more than there is room for"],
+)
+def test_an_instance_whose_own_adapters_do_not_fit_those_of_the_fleet_is_refused_by_name(
+    own: dict[str, str], reason: str
+) -> None:
+    fleet = make_fleet(1, 1)
+    fleet.size = ToySize(rows=8, cost=StepCost(0.02, 0.0, 0.0), adapters={"red": "a1"})
+    fleet.start("decode-1", "decode")
+    fleet.turn_until(lambda: held(fleet) == [{"a1"}] * 3)
+    fleet.size = ToySize(rows=8, cost=StepCost(0.02, 0.0, 0.0), adapters=own)
+    fleet.start("decode-9", "decode")
+    fleet.run_for(10.0)
+    assert "decode-9" not in {member.info.id for member in fleet.router.fleet.members()}
+    assert any(reason in refused.reason for refused in fleet.router.fleet.refused.values())
+
+
+def test_replacing_an_adapter_concerns_requests_of_its_name_alone() -> None:
+    fleet = make_fleet(1, 1)
+    load(fleet, "red", "a1")
+    load(fleet, "blue", "a1")
+    red, blue = fleet.submit("red", PROMPT, 60, "red"), fleet.submit("blue", PROMPT, 60, "blue")
+    until_it_streams(fleet, red)
+    until_it_streams(fleet, blue)
+    begin_load(fleet, "red", "a2", replaces=True, mode="abort")
+    fleet.run(red, blue)
+    assert red.endings == [Finished(reason="cancelled")]
+    assert blue.token_ids == undisturbed(PROMPT, 60, adapter=Digest("a1"))
