@@ -200,7 +200,7 @@ def _change(engine: Engine, kind: str, file: Path, trainer: BenchTrainer, versio
     """The weights are where they are read from before the clock runs."""
     copy_s = _bare_copy_s(file)
     tensors = {name: tensor * 0.98 for name, tensor in load_file(file).items()} if kind == "a group" else {}
-    stream = WatchedStream(engine, tokens=4096)
+    stream = WatchedStream(engine, tokens=2048)
     stream.wait_for(lambda event: event[1] >= BEFORE)
     begun = last = time.monotonic()
     if kind == "shared memory":

@@ -48,6 +48,7 @@ from common.messages import (
     TextDelta,
     TokenLogprob,
 )
+from common.messages.tasks import DoTask, LeaveGroup, TaskDone
 from common.text.embedding import EmbeddingMode
 from common.text.tokenizer_manager import ChatOptions, TokenizerManager
 from router.api.app import Api, build_app
@@ -282,6 +283,9 @@ class EchoFleet(FakeMail[RouterInbox]):
         if isinstance(message, TellLinks) and self.tells:
             of = self.prefill
             self.say(LinkReport(id=of.id, incarnation=of.incarnation, version=1, links=self.tells))
+        if isinstance(message, DoTask):
+            failed = None if isinstance(message.task, LeaveGroup) else Failed.of(BadRequest("the fake does no tasks"))
+            self.say(TaskDone(id=to, incarnation=message.incarnation, number=message.number, failed=failed))
         if isinstance(message, ExpectAnswer):
             self._stops[message.key] = message.stop
         if isinstance(message, Generate):
