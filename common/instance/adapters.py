@@ -46,6 +46,8 @@ class InstanceAdapters:
         """Why it cannot hold what is needed."""
         self._reading: dict[Digest, Work] = {}
         """By what is expected."""
+        self._is_stale = False
+        """Something has changed since `poll` last looked."""
         self._told = 0
         """The version that routers have heard of."""
         self._folders = at_start
@@ -77,41 +79,50 @@ class InstanceAdapters:
             for digest, (owner, number) in self._read.items()
             if owner != router or number > order.tasks_over
         }
+        self._is_stale = True
         return [Send(router, self.report(router))]
 
     def read(self, router: InstanceId, number: int, digest: Digest) -> None:
         """The executor holds an adapter that a router's task had it read."""
         self._held.add(digest)
+        self._is_stale = True
         order = self._wanted.get(router)
         if order is None or number > order.tasks_over:  # else the order has come late, and nobody waits for it
             self._read[digest] = router, number
 
     def forget(self, router: InstanceId) -> None:
         """This life of a router is gone: it wants nothing more."""
+        self._is_stale = True
         self._wanted.pop(router, None)
         self._read = {digest: task for digest, task in self._read.items() if task[0] != router}
 
     def unused_by_all(self, digest: Digest) -> None:
         """No request has it any more."""
         self._to_free.add(digest)
+        self._is_stale = True
         self._free()
 
     def poll(self) -> bool:
         """Take in what was read, and begin to read what is lacking. Whether routers must hear of something new. Raises
         ConfigError when an adapter that it was started with cannot be used."""
         for name, result, failed in take_done(self._starting):
+            self._is_stale = True
             if failed is not None:
                 raise ConfigError(f"--lora {name}={self._folders[name]}: {failed.message}")
             self._held.add(Digest(result))
             self.table.merge([AdapterEntry(name=name, version=AT_START, digest=Digest(result), folder=self._folders[name])])
             self.version += 1
         for digest, result, failed in take_done(self._reading):
+            self._is_stale = True
             if failed is not None:
                 self._fail(digest, failed.message)
                 continue
             self._held.add(Digest(result))
             if result != digest:
                 self._fail(digest, f"the files have the digest {result} here")
+        if not self._is_stale and not self._to_free:  # this is asked in every turn of the loop
+            return False
+        self._is_stale = False
         for digest, folder in self._needed().items():
             if folder and not {digest} & (self._held | self._failed.keys() | self._reading.keys()):
                 try:
@@ -154,6 +165,7 @@ class InstanceAdapters:
                 self._held.discard(digest)
                 self._executor.free_adapter(digest)
                 self._failed.clear()  # there is a place more
+                self._is_stale = True
                 self.version += 1
             self._to_free.clear()
 
