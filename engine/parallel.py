@@ -22,7 +22,7 @@ from torch.distributed.distributed_c10d import AllgatherOptions  # type: ignore[
 
 from common.errors import ConfigError, MeetingFailed
 
-_ERRORS = (RuntimeError, ValueError, OSError)
+ERRORS = (RuntimeError, ValueError, OSError)
 """What torch.distributed raises. Its own errors are RuntimeErrors."""
 PATIENCE = timedelta(days=1)
 """A rank waits for the others for as long as it takes them to load. Silence is for the leader to notice."""
@@ -63,7 +63,7 @@ class TorchGroup(Group):
         make = _nccl if device.type == "cuda" else _gloo
         try:
             self._group: Any = make(store, rank, ranks, device, host, timedelta(seconds=connect_s))
-        except _ERRORS as error:
+        except ERRORS as error:
             reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
             raise MeetingFailed(f"rank {rank} could not connect to the other {ranks - 1} ranks ({reason})") from error
         self._sum_options, self._gather_options = AllreduceOptions(), AllgatherOptions()
@@ -109,7 +109,7 @@ def open_store(host: str) -> TCPStore:
         listener = socket.create_server((host, 0), family=family)  # by itself a store would listen on every address
         port = listener.getsockname()[1]
         return TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
-    except _ERRORS as error:
+    except ERRORS as error:
         raise ConfigError(f"the ranks cannot meet at {host}: {error}") from error
 
 
@@ -117,7 +117,7 @@ def reach_store(host: str, port: int, connect_s: float) -> TCPStore:
     """The store of rank 0, on any other rank. Raises MeetingFailed."""
     try:
         return TCPStore(host, port, is_master=False, timeout=timedelta(seconds=connect_s), wait_for_workers=False)
-    except _ERRORS as error:
+    except ERRORS as error:
         raise MeetingFailed(f"rank 0 cannot be reached at {host}:{port}: {error}") from error
 
 

@@ -29,12 +29,9 @@ from torch.distributed.distributed_c10d import BroadcastOptions
 from common.messages.tasks import JoinGroup
 from common.messages.weights import AnnouncedWeight
 from common.processes.child import with_our_code
+from engine.parallel import ERRORS
 
-ERRORS = (RuntimeError, ValueError, OSError)
-"""What torch.distributed raises. Its own errors are RuntimeErrors."""
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-
-
 _MARK_BYTES = 8
 
 
@@ -73,20 +70,26 @@ class GlooProcess:
     """The parent's half. One thread uses it; `abort` may be called on any."""
 
     def __init__(self, task: JoinGroup, rank: int) -> None:
-        """Returns when all have met. rank: in the group. Raises OSError."""
-        self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "engine.models.group_process"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env=with_our_code({**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}),
-            start_new_session=True,
-        )
+        """rank: in the group."""
         self._where = [task.address, task.port, task.world_size, task.group, "cpu", task.timeout_s]
         self._rank = rank
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[str] | None = None
+        self._is_left = False
 
     def meet(self) -> None:
-        """Returns when all have met. Raises OSError."""
+        """Start the process. Returns when all have met. Raises OSError."""
+        with self._lock:
+            if self._is_left:
+                raise OSError("the group was left")
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "engine.models.group_process"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+                env=with_our_code({**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}),
+                start_new_session=True,
+            )
         self._ask({"where": self._where, "rank": self._rank})
 
     def receive(self, weight: AnnouncedWeight) -> Tensor:
@@ -106,19 +109,22 @@ class GlooProcess:
 
     def abort(self) -> None:
         """End the process; whoever waits for it gets OSError. Idempotent."""
-        self._process.kill()
-        self._process.wait()
+        with self._lock:
+            self._is_left = True
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
 
     def end(self) -> None:
         """The same, from the thread that uses it: nobody does any more."""
         self.abort()
-        for pipe in (self._process.stdin, self._process.stdout):
+        for pipe in () if self._process is None else (self._process.stdin, self._process.stdout):
             assert pipe is not None
             with contextlib.suppress(BrokenPipeError):
                 pipe.close()
 
     def _ask(self, order: dict[str, Any]) -> None:
-        assert self._process.stdin is not None and self._process.stdout is not None
+        assert self._process is not None and self._process.stdin is not None and self._process.stdout is not None
         with contextlib.suppress(BrokenPipeError):  # then there is no answer either
             self._process.stdin.write(json.dumps(order) + "\n")
             self._process.stdin.flush()

@@ -25,8 +25,8 @@ from torch import Tensor
 from common.errors import BadRequest, TandemError, Unavailable
 from common.messages.tasks import JoinGroup
 from common.messages.weights import AnnouncedWeight, WeightsFromGroup
-from engine.models.group_process import DTYPES, ERRORS, GlooProcess, TooFewBytes, broadcast, filled, store_of
-from engine.parallel import PATIENCE, quiet_nccl
+from engine.models.group_process import DTYPES, GlooProcess, TooFewBytes, broadcast, filled, store_of
+from engine.parallel import ERRORS, PATIENCE, quiet_nccl
 
 _Arrivals = queue.SimpleQueue["Tensor | TandemError"]
 
