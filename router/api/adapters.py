@@ -20,6 +20,7 @@ from router.api.admission import visit_of
 from router.api.bodies import object_in
 from router.api.description import Described, call_route
 from router.api.fields import Unsupported, read_fields
+from router.api.sending import json_response
 from router.core import Gateway
 
 Name = Annotated[str, Meta(min_length=1, max_length=NAME_CHARS, description="What requests call the adapter.")]
@@ -128,4 +129,4 @@ class AdaptersApi:
 
     def _answer(self) -> Response:
         folders = {entry.name: entry.folder for entry in self._gateway.core.fleet.adapters.entries()}
-        return Response(msgspec.json.encode(AdaptersAnswer(loaded_adapters=folders)), media_type="application/json")
+        return json_response(AdaptersAnswer(loaded_adapters=folders))

@@ -158,7 +158,10 @@ class Api:
     ) -> Accepted:
         """Adapters that were evicted are loaded again first, also those that had to go again meanwhile."""
         for _ in range(MOST_RELOADS):
-            for name in self._intake.evicted_adapters(asked):
+            evicted = self._intake.evicted_adapters(asked)
+            if not evicted:
+                break
+            for name in evicted:
                 await self._gateway.adapt(partial(_require, name))
         return await accept(asked, client)
 
