@@ -31,7 +31,7 @@ from engine.kv_budget import gib
 from engine.models.decoder import EMBEDDING, HEAD, Decoder
 from engine.models.moe import with_one_spelling
 from engine.models.registry import make_decoder
-from engine.models.served_shape import read_served_shape
+from engine.models.served_shape import first_line, read_served_shape
 from engine.models.shape import ModelShape, ServedShape
 from engine.models.weight_groups import TrainerGroups
 from engine.models.weights import Cut, Loading, Stored, WeightSlots
@@ -70,8 +70,8 @@ class ModelWeights:
             field = _FIELDS[type(source)]
             raise BadRequest(f"{field}: {error}", field=field) from error
         except torch.OutOfMemoryError as error:
-            reason = str(error).strip().splitlines()[0]
-            raise MemoryShort(f"new weights do not fit beside those in use on {self._loading.device}: {reason}") from error
+            where = self._loading.device
+            raise MemoryShort(f"new weights do not fit beside those in use on {where}: {first_line(error)}") from error
 
     def _staged(self, source: WeightsSource, progress: Callable[[str], None]) -> "StagedModel":
         part, files, before = None, list[Path](), list[tuple[int, int, int]]()

@@ -26,6 +26,7 @@ from common.errors import BadRequest, TandemError, Unavailable
 from common.messages.tasks import JoinGroup
 from common.messages.weights import AnnouncedWeight, WeightsFromGroup
 from engine.models.group_process import DTYPES, GlooProcess, TooFewBytes, broadcast, filled, store_of
+from engine.models.served_shape import first_line
 from engine.parallel import ERRORS, PATIENCE, quiet_nccl
 
 _Arrivals = queue.SimpleQueue["Tensor | TandemError"]
@@ -117,7 +118,7 @@ class TrainerGroup:
             task = self._task
             where = f"rank {self._rank} of {task.world_size} at {task.address}:{task.port}"
             if self._failure is None:
-                self._failure = Unavailable(f"the group {task.group} did not meet: {where}: {_first_line(error)}")
+                self._failure = Unavailable(f"the group {task.group} did not meet: {where}: {first_line(error)}")
         self._wake()
         with torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext():
             while self._is_wanted and self._failure is None and (bucket := self._buckets.get()) is not None:
@@ -132,9 +133,9 @@ class TrainerGroup:
             rule = f"it has fewer bytes than {weight.dtype} of shape {list(weight.shape)}, as was announced"
             arrivals.put(BadRequest(f"names: {weight.name}: {rule}", field="names"))
         except torch.OutOfMemoryError as error:  # a RuntimeError too
-            arrivals.put(Unavailable(f"it does not fit in the memory of {self._device}: {_first_line(error)}"))
+            arrivals.put(Unavailable(f"it does not fit in the memory of {self._device}: {first_line(error)}"))
         except ERRORS as error:
-            arrivals.put(Unavailable(_first_line(error)))
+            arrivals.put(Unavailable(first_line(error)))
 
 
 class TrainerGroups:
@@ -224,7 +225,3 @@ def _joined(task: JoinGroup, rank: int, device: torch.device) -> _Joined:
         return NcclRank(task, rank, device)
     fix = "use gloo" if task.backend == "nccl" else "use gloo or nccl"
     raise BadRequest(f"backend {task.backend!r} cannot send weights to {device}: {fix}", field="backend")
-
-
-def _first_line(error: Exception) -> str:
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)
