@@ -10,10 +10,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from common.deadlines import earliest
-from common.errors import BadRequest, TandemError, Unavailable
+from common.errors import TandemError, Unavailable
 from common.ids import Life
 from common.instance.ports import Send
-from common.messages import DoTask, Failed, TaskDone
+from common.messages import DoTask, TaskDone
 from common.messages.tasks import Task
 from router.members import Member
 
@@ -66,7 +66,7 @@ class FleetTasks:
         if task is None or member.life not in task.tasks:
             return
         if message.failed is not None:
-            self._end(message.number, _named(member, message.failed))
+            self._end(message.number, message.failed.to_error(f"{member.info.id}: {message.failed.message}"))
             return
         task.results[member.life] = message.result
         if len(task.results) == len(task.tasks):
@@ -91,8 +91,3 @@ class FleetTasks:
 
     def _end(self, number: int, outcome: dict[Life, str] | TandemError) -> None:
         self._under_way.pop(number).answer(outcome)
-
-
-def _named(member: Member, failed: Failed) -> TandemError:
-    message = f"{member.info.id}: {failed.message}"
-    return BadRequest(message, field=failed.field) if failed.status == BadRequest.status else Unavailable(message)

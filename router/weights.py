@@ -245,8 +245,7 @@ class FleetWeights:
                 update.staged.pop(life, None)  # it has lost them, and stages them again
             else:
                 who = f"{member.info.id} cannot use the new weights: {message.failed.message}"
-                error = BadRequest(who, message.failed.field) if message.failed.status == BadRequest.status else Unavailable(who)
-                return self._fail(error)
+                return self._fail(message.failed.to_error(who))
         elif message.update == self._source_number and life in self._bringing:
             is_lost = message.failed is not None and message.failed.retryable
             self._bringing[life] = None if is_lost else message.weights

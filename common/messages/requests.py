@@ -9,7 +9,7 @@ import msgspec
 from msgspec import Meta
 
 from common.addresses import OWNER_CHARS
-from common.errors import BadRequest, TandemError
+from common.errors import BadRequest, TandemError, Unavailable
 from common.ids import AttemptId, Incarnation, InstanceId, Life, Variant, check_ids
 from common.messages.base import Message
 from common.ranges import Count, Integer, Seconds, TokenId
@@ -50,6 +50,10 @@ class Failed(Message, frozen=True):
     def of(cls, error: TandemError) -> "Failed":
         field = error.field if isinstance(error, BadRequest) else None
         return cls(message=str(error), kind=error.kind, status=error.status, retryable=error.retryable, field=field)
+
+    def to_error(self, message: str) -> TandemError:
+        """What it was made of, with another message: BadRequest, or else Unavailable."""
+        return BadRequest(message, field=self.field) if self.status == BadRequest.status else Unavailable(message)
 
 
 Ending: TypeAlias = Finished | Failed

@@ -7,7 +7,6 @@ neither worker nor scheduler knows of ranks. Its tokens, log probabilities and e
 import weakref
 from collections.abc import Callable
 from functools import partial
-from typing import NoReturn
 
 from common.errors import BadRequest, TandemError, Unavailable
 from common.executor import (
@@ -23,7 +22,6 @@ from common.executor import (
 from common.ids import Digest, Int32Array
 from common.instance.ranks.leader import FollowerLine, Followers
 from common.instance.ranks.line import RankLost, digest_tokens
-from common.messages import Failed
 from common.messages.tasks import ReadAdapter, Task
 from common.messages.weights import WeightsSource
 from common.sampling_params import Grammar
@@ -94,7 +92,7 @@ class RankedPreparation:
             if self._id not in follower.prepared:
                 still.append(follower)
             elif (refused := follower.prepared.pop(self._id)) is not None:
-                _refuse(refused)
+                raise refused.to_error(refused.message)
         self._waiting = still
         return not still
 
@@ -117,7 +115,7 @@ class RankedWork:
         all_done = [(follower, follower.done.get(self._number)) for follower in self._followers]
         for _, done in all_done:
             if done is not None and done.refused is not None:  # at once: others may wait for it
-                _refuse(done.refused)
+                raise done.refused.to_error(done.refused.message)
         for follower, done in all_done:
             if done is None or self._result is None:
                 return None
@@ -235,10 +233,3 @@ class RankedExecutor:
         if self._dropped:
             dropped, self._dropped = self._dropped, []
             self._followers.drop_grammars(dropped)
-
-
-def _refuse(refused: Failed) -> NoReturn:
-    """Raise what a follower's preparation raised."""
-    if refused.status == BadRequest.status:
-        raise BadRequest(refused.message, field=refused.field)
-    raise Unavailable(refused.message)
