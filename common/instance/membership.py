@@ -242,26 +242,14 @@ class Membership:
             # At most `heartbeat_s` counts between two messages: a process that was stopped has sent none.
             waited_s = 0.0 if self._sent_s is None else min(now - self._sent_s, self.welcome.heartbeat_s)
             self._unanswered_s, self._sent_s = self._unanswered_s + waited_s, now
-        register = Send(
-            self.name,
-            Register(
-                instance=self._info,
-                address=self.address,
-                was_welcome=self.was_welcome,
-                weights=report.weights,
-                weight_version=report.weight_version,
-                weight_changes=report.weight_changes,
-                adapters=report.adapters,
-            ),
-        )
         if self.welcome is None:
             asks, self._has_asked = reachable or not self._has_asked, True
             self.next_deadline = now + self._pause_s
             self._pause_s = min(2 * self._pause_s, SELDOM_EVERY_S) if reachable else REGISTER_EVERY_S
-            return [register] if asks else []
+            return [self._register(report)] if asks else []
         self.next_deadline = now + self.welcome.heartbeat_s
         if not self.joined:
-            return [register] if reachable else []
+            return [self._register(report)] if reachable else []
         beat = Heartbeat(
             id=self._info.id,
             incarnation=self._info.incarnation,
@@ -277,9 +265,21 @@ class Membership:
             weight_changes=report.weight_changes,
             staged_update=report.staged_update,
             holding=report.holding,
-            adapters_version=0 if report.adapters is None else report.adapters.version,
+            adapters_version=report.adapters_version,
         )
         return [Send(self.name, beat)]
+
+    def _register(self, report: Report) -> Send:
+        register = Register(
+            instance=self._info,
+            address=self.address,
+            was_welcome=self.was_welcome,
+            weights=report.weights,
+            weight_version=report.weight_version,
+            weight_changes=report.weight_changes,
+            adapters=None if report.adapters is None else report.adapters(),
+        )
+        return Send(self.name, register)
 
     def _take_timelines(self) -> tuple[Timeline, ...]:
         return tuple(self._timelines.popleft() for _ in range(min(len(self._timelines), TIMELINES_AT_ONCE)))

@@ -7,7 +7,7 @@ Owns the vocabulary between scheduler, worker and the rim. Knows no sockets, lib
     Transfers ─Event─►    └──────Plan────► Executor ──StepResult──► Scheduler
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias, TypeVar
 
@@ -215,7 +215,8 @@ class Report:
     """See `Heartbeat`."""
     holding: bool = False
     """A router wants no step."""
-    adapters: AdaptersHeld | None = None
+    adapters_version: int = 0
+    adapters: Callable[[], AdaptersHeld] | None = None
     """Its LoRA adapters, if it has any or a router has told of some."""
 
 

@@ -8,6 +8,7 @@ import sys
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain, combinations
 from typing import Generic, TypeVar
 
@@ -212,8 +213,9 @@ class InstanceWorker(Generic[M]):
         self._stale = 0
         self._weights = InstanceWeights(memberships.info, executor)
         self._tasks = InstanceTasks(memberships.info, executor)
-        reads = lambda: self._tasks.is_reading_adapter  # noqa: E731
-        self._adapters = InstanceAdapters(memberships.info, executor, adapters or {}, reads)
+        self._adapters = InstanceAdapters(
+            memberships.info, executor, adapters or {}, is_reading=lambda: self._tasks.is_reading_adapter
+        )
         self._cost = CostMeter()
         self._tracer = InstanceTracer(memberships.info, scheduler.key_in, unix_s)
         self._recorder = self._tracer.recorder
@@ -411,7 +413,8 @@ class InstanceWorker(Generic[M]):
             weight_changes=weights.changes,
             staged_update=weights.staged_update,
             holding=weights.is_held,
-            adapters=self._adapters.report(ROUTER) if self._adapters.version else None,
+            adapters_version=self._adapters.version,
+            adapters=partial(self._adapters.report, ROUTER) if self._adapters.version else None,
         )
         self._act(self._memberships.due(now, report, self._mail.reaches))
 
