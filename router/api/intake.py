@@ -180,9 +180,8 @@ class Intake:
 
     def _check(self, request: ReadRequest, longest: int) -> None:
         """Check what depends on the served model and on flags, before time is spent on the prompt. longest: the length of the
-        longest prompt, in characters or token ids. Raises BadRequest, UnknownModel."""
+        longest prompt, in characters or token ids. Raises BadRequest."""
         timeout_s, longest_s, context = request.fields.timeout, self._longest_timeout_s, self.context_tokens
-        self._adapters_of(request, 1)
         if timeout_s is not None and timeout_s > longest_s:
             rule = f"at most {longest_s:g} seconds (--max-request-timeout-s)"
             raise BadRequest(f"timeout must be {rule}, is {timeout_s:g}", field="timeout")
