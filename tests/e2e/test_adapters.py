@@ -5,7 +5,7 @@ adapter is merged that its answer names.
 """
 
 import shutil
-import threading
+from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from random import Random
@@ -18,7 +18,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from demo.evaluate import MODEL
 from tests.e2e.test_token_exact import LLAMA, Reference
 from tests.engine.lora_folders import ATTENTION, EVERY, Lora
-from tests.rig.pages import RunningFleet, running_fleet, until
+from tests.rig.load import Load
+from tests.rig.pages import RunningFleet, running_fleet
 
 STREAMS, PLACES, NAMES = 6, 8, 12
 BASE = "base"
@@ -50,32 +51,17 @@ class Adapters:
         return self._references[number]
 
 
-class Load:
-    """Clients with one request after the other, each for one of the names that are there or for the base model."""
+class AdapterLoad(Load[tuple[list[int], str, dict[str, Any]]]):
+    """Each request is for one of the names that are there or for the base model. names: those that may be asked for."""
 
     def __init__(self, fleet: RunningFleet, seed: int) -> None:
         self._fleet = fleet
         self.names: list[str] = []
-        """The adapters that may be asked for."""
-        self.answers: list[tuple[list[int], str, dict[str, Any]]] = []
-        self.errors: list[str] = []
-        self._stop = threading.Event()
-        self._threads = [threading.Thread(target=self._ask, args=(Random(seed + n),)) for n in range(STREAMS)]
-        for thread in self._threads:
-            thread.start()
+        super().__init__(STREAMS, seed)
 
-    def wait_for_another_answer(self) -> None:
-        answered = len(self.answers)
-        until(lambda: len(self.answers) > answered or self.errors, "another answer")
-
-    def stop(self) -> None:
-        self._stop.set()
-        for thread in self._threads:
-            thread.join(120.0)
-
-    def _ask(self, random: Random) -> None:
+    def ask(self, random: Random) -> Iterator[None]:
         shared = [random.randrange(300, 2000) for _ in range(40)]
-        while not self._stop.is_set():
+        while True:
             prompt = [*shared, *(random.randrange(300, 2000) for _ in range(random.choice((1, 30))))]
             sampling = {"temperature": 0, "max_new_tokens": random.choice((4, 16, 48)), "ignore_eos": True}
             name = random.choice([*self.names, ""])
@@ -84,6 +70,7 @@ class Load:
                 self.answers.append((prompt, name, reply.json()))
             elif not ((reply.status == 404 and "lora_path" in reply.text) or any(each in reply.text for each in REFUSALS)):
                 self.errors.append(reply.text)
+            yield
 
 
 def check(answers: list[tuple[list[int], str, dict[str, Any]]], numbers: dict[str, int], adapters: Adapters) -> int:
@@ -109,7 +96,7 @@ class Changes:
         self.loaded: dict[str, int] = {}
         self.numbers: dict[str, int] = {}
 
-    def change(self, load: Load, turn: int) -> None:
+    def change(self, load: AdapterLoad, turn: int) -> None:
         random, name = self._random, f"n{self._random.randrange(NAMES)}"
         if name in self.loaded and random.random() < 0.3:
             load.names = [each for each in load.names if each != name]
@@ -146,7 +133,7 @@ def test_every_token_is_that_of_the_adapter_that_its_answer_names(
     common = ("--model", str(adapters.base), "--dtype", "float32", "--grammar", "off", "--dead-after-s", "60")
     places = ("--max-loaded-loras", str(PLACES), "--max-loras-per-batch", "3", "--lora", f"first={adapters.folders[0]}")
     with running_fleet(*common, *places, *flags) as fleet, ExitStack() as stack:
-        load = Load(fleet, seed=changes)
+        load = AdapterLoad(fleet, seed=changes)
         stack.callback(load.stop)
         cards = {card["id"]: card for card in fleet.get("/v1/models").json()["data"]}
         assert (

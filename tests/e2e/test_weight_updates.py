@@ -23,6 +23,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
 from demo.evaluate import MODEL
 from tests.e2e.test_token_exact import LLAMA, Reference
+from tests.rig.load import Load
 from tests.rig.pages import Reply, RunningFleet, running_fleet, until
 from tests.rig.trainer import GROUP, Trainer
 
@@ -69,29 +70,15 @@ class Checkpoints:
             segment.unlink()
 
 
-class Load:
-    """Some clients, each with one request after the other, until it is told to stop. forgives: 503 is no error."""
+class UpdateLoad(Load[tuple[list[int], dict[str, Any]]]):
+    """forgives: 503 is no error."""
 
     def __init__(self, fleet: RunningFleet, seed: int, *, forgives: bool = False) -> None:
         self._fleet, self._forgives = fleet, forgives
-        self.answers: list[tuple[list[int], dict[str, Any]]] = []
-        self.errors: list[str] = []
-        self._stop = threading.Event()
-        self._threads = [threading.Thread(target=self._ask, args=(Random(seed + n),)) for n in range(STREAMS)]
-        for thread in self._threads:
-            thread.start()
+        super().__init__(STREAMS, seed)
 
-    def wait_for_another_answer(self) -> None:
-        answered = len(self.answers)
-        until(lambda: len(self.answers) > answered or self.errors, "another answer")
-
-    def stop(self) -> None:
-        self._stop.set()
-        for thread in self._threads:
-            thread.join(120.0)
-
-    def _ask(self, random: Random) -> None:
-        while not self._stop.is_set():
+    def ask(self, random: Random) -> Iterator[None]:
+        while True:
             prompt = [random.randrange(300, 2000) for _ in range(random.choice((5, 60, 200)))]
             sampling = {"temperature": 0, "max_new_tokens": random.choice((8, 32, 64)), "ignore_eos": True}
             reply = self._fleet.post("/generate", {"input_ids": prompt, "sampling_params": sampling})
@@ -99,6 +86,7 @@ class Load:
                 self.answers.append((prompt, reply.json()))
             elif not (self._forgives and reply.status == 503):
                 self.errors.append(reply.text)
+            yield
 
 
 class Sender:
@@ -253,7 +241,7 @@ def test_every_token_is_that_of_the_weights_that_its_answer_names(
 ) -> None:
     random, references = Random(changes), {FIRST: checkpoints.references[0]}
     with running_fleet(*flags_of(checkpoints), *flags) as fleet, ExitStack() as stack:
-        load, sender = Load(fleet, seed=changes), Sender(fleet, checkpoints)
+        load, sender = UpdateLoad(fleet, seed=changes), Sender(fleet, checkpoints)
         stack.callback(load.stop)
         stack.callback(sender.close)
         for number in range(changes):
@@ -288,7 +276,7 @@ def test_instances_that_are_killed_between_and_during_changes_mix_no_weights(
     random, references, outcomes = Random(str(flags)), {FIRST: checkpoints.references[0]}, list[int]()
     with running_fleet(*flags_of(checkpoints), *flags) as fleet, ExitStack() as stack:
         names = list(fleet.members())
-        load, sender = Load(fleet, seed=3, forgives=True), Sender(fleet, checkpoints)
+        load, sender = UpdateLoad(fleet, seed=3, forgives=True), Sender(fleet, checkpoints)
         stack.callback(load.stop)
         stack.callback(sender.close)
         for number in range(100):
