@@ -125,6 +125,8 @@ class FleetWeights:
         """Members that have the weights of the fleet, and are to learn what these are called."""
         self._bringing: dict[Life, Digest | None] = {}
         """Newcomers that had others, and what they have staged so far."""
+        self._unable: dict[Life, tuple[Digest, str]] = {}
+        """Which weights of the fleet a newcomer could not be given, and why."""
         self.update: Update | None = None
         self.is_paused = False
         """Somebody wants no request placed until told otherwise."""
@@ -215,6 +217,7 @@ class FleetWeights:
     def left(self, member: Member, now: float) -> Orders:
         """It serves nothing any more, and keeps nobody waiting."""
         self._bringing.pop(member.life, None)
+        self._unable.pop(member.life, None)
         self._to_rename.discard(member.life)
         if self.update is None and not any(True for _ in self._members()):
             self.target, self._source = Digest(""), None
@@ -251,8 +254,8 @@ class FleetWeights:
             self._bringing[life] = None if is_lost else message.weights
             if message.weights != self.target and not is_lost:
                 reason = message.failed.message if message.failed is not None else f"it has read {message.weights}"
-                member.misfit = f"it cannot be given the weights of the fleet, {self.target}: {reason}"
-                self._judge(member)
+                self._unable[life] = self.target, reason
+                self._mark(member)
         orders.sends += self._orders(member)
         self._proceed(orders, now)
         return orders
@@ -289,8 +292,11 @@ class FleetWeights:
         """Note why the member gets no requests, if its weights are the reason."""
         update, misfit = self.update, ""
         if not self._fits(member):
-            misfit = member.misfit or f"it computes with {member.weights}, and the fleet with {self.target}"
-            if self.update is None and self._source is None and member.life in self._bringing and _SAME_FILES not in misfit:
+            unable_to, reason = self._unable.get(member.life, (None, ""))
+            misfit = f"it computes with {member.weights}, and the fleet with {self.target}"
+            if unable_to == self.target:
+                misfit = f"it cannot be given the weights of the fleet, {self.target}: {reason}"
+            elif update is None and self._source is None and member.life in self._bringing:
                 misfit = f"{misfit}: {_SAME_FILES}"
         elif update is not None and member.life in update.resting:
             misfit = "it changes its weights as soon as it is idle"
