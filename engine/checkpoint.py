@@ -11,13 +11,13 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from hashlib import blake2b
 from math import prod
 from mmap import ACCESS_READ, mmap
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import msgspec
+from blake3 import blake3
 from safetensors import SafetensorError, safe_open
 
 from common.errors import ConfigError
@@ -130,16 +130,21 @@ def _header(file: Path) -> tuple[dict[str, Any], int]:
 TensorDigests: TypeAlias = Mapping[str, str]
 """For each tensor of a model, by its name in a checkpoint: its dtype, shape and the digest of its bytes, in one text."""
 HASHING_THREADS = 4
-_CACHE = "tandem/tensor-digests.json"
+_CACHE = "tandem/tensor-digests-blake3.json"
 _CACHED_FILES = 1_024
 SETTLED_S = 3.0
 """A file that changed later than so long ago may change again within one tick of its clock, so it is not remembered."""
 
 
+def content_digest(data: "Buffer") -> str:
+    """32 hexadecimal digits of BLAKE3, which takes a fourth of the time that hashlib's fastest does."""
+    return blake3(data).hexdigest(length=16)
+
+
 def weights_digest(tensors: TensorDigests) -> Digest:
     """What stands for all of them. It does not depend on the files that they came in."""
     lines = "".join(f"{name} {text}\n" for name, text in sorted(tensors.items()))
-    return Digest(blake2b(lines.encode(), digest_size=16).hexdigest())
+    return Digest(content_digest(lines.encode()))
 
 
 def tensor_digests(files: Sequence[Path]) -> dict[str, str]:
@@ -174,7 +179,7 @@ def _digests_in(image: "Buffer", header: Mapping[str, Any], begin: int) -> dict[
         tensor = header[name]
         first, end = tensor["data_offsets"]
         with memoryview(image)[begin + first : begin + end] as data:
-            return f"{tensor['dtype']} {tensor['shape']} {blake2b(data, digest_size=16).hexdigest()}"
+            return f"{tensor['dtype']} {tensor['shape']} {content_digest(data)}"
 
     names = [name for name in header if not _is_unread(name)]
     with ThreadPoolExecutor(HASHING_THREADS) as threads:
@@ -201,7 +206,7 @@ def tensor_digest(tensor: "Tensor") -> str:
     from torch import uint8
 
     content = tensor.cpu().contiguous().reshape(-1).view(uint8).numpy().data
-    return f"{_SPELLED[str(tensor.dtype)]} {list(tensor.shape)} {blake2b(content, digest_size=16).hexdigest()}"
+    return f"{_SPELLED[str(tensor.dtype)]} {list(tensor.shape)} {content_digest(content)}"
 
 
 def _is_unread(name: str) -> bool:

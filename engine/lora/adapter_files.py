@@ -5,7 +5,6 @@ that changes meanwhile changes nothing of what was read. Does not know slots or 
 Kalajdzievski 2023 (rsLoRA), PEFT's `LoraConfig` 0.21.
 """
 
-import hashlib
 import json
 import math
 import re
@@ -23,6 +22,7 @@ from common.config import MOST_LORA_RANK
 from common.errors import ConfigError
 from common.ids import Digest
 from common.model_path import read_json
+from engine.checkpoint import content_digest
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
@@ -197,7 +197,7 @@ class _AdapterConfig:
     def digest(self, tensors: Mapping[str, Tensor]) -> Digest:
         """It depends on the tensors' bytes and on what scales them. A copy of the folder elsewhere has the same."""
         of_tensors = [
-            [name, str(tensor.dtype), list(tensor.shape), _hash(tensor.contiguous().view(torch.uint8).numpy().data)]
+            [name, str(tensor.dtype), list(tensor.shape), content_digest(tensor.contiguous().view(torch.uint8).numpy().data)]
             for name, tensor in sorted(tensors.items())
         ]
         of_config = {
@@ -205,7 +205,7 @@ class _AdapterConfig:
             "alpha_pattern": list(self._alphas.items()),
         }  # fmt: skip
         text = json.dumps([of_tensors, of_config], sort_keys=True, separators=(",", ":"))
-        return Digest(_hash(text.encode()))
+        return Digest(content_digest(text.encode()))
 
     def _whole(self, field: str, value: Any) -> int:
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
@@ -265,7 +265,3 @@ def _refuse_name(path: Path, name: str, targets: Mapping[str, AdapterTarget], ex
     elif matched is not None and matched[1] in targets:
         why = f"target_modules of {CONFIG} does not name it: save the adapter again"
     raise ConfigError(f"{path / WEIGHTS}: unknown tensor {name}: {why}")
-
-
-def _hash(data: "bytes | memoryview") -> str:
-    return hashlib.blake2b(data, digest_size=16).hexdigest()
