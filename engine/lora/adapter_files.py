@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import regex
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load
@@ -48,6 +49,8 @@ _OTHER_BASES = ("pissa", "olora", "corda", "loftq", "lora_ga")
 """Ways to begin training that change the base weights too."""
 _PATTERN = r"(.*\.)?({})$"
 """The names that a key of a pattern means, as PEFT's `get_pattern_key` has it."""
+_MATCH_S = 0.5
+"""Some expressions take for ever, which Python's own `re` cannot be kept from."""
 _NAMED = 3
 """How many tensors an error names."""
 
@@ -234,8 +237,15 @@ class _AdapterConfig:
 
 
 def _matching(pattern: Mapping[str, object], module: str) -> str:
-    """The key of a pattern that means this module, as PEFT's `get_pattern_key` finds it; the module itself: none."""
-    return next((key for key in pattern if re.match(_PATTERN.format(key), module)), module)
+    """The key of a pattern that means this module, as PEFT's `get_pattern_key` finds it; the module itself: none. Raises
+    ConfigError."""
+    for key in pattern:
+        try:
+            if regex.match(_PATTERN.format(key), module, timeout=_MATCH_S):
+                return key
+        except TimeoutError as error:
+            raise ConfigError(f"{CONFIG}: whether {key[:80]} means {module} takes too long to tell: name the module") from error
+    return module
 
 
 def _read_tensors(path: Path) -> dict[str, Tensor]:

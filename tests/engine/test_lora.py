@@ -437,6 +437,13 @@ def test_an_adapter_that_cannot_be_computed_is_refused_by_its_field(
         read_adapter(path, slots.targets, 32)
 
 
+def test_a_pattern_that_takes_for_ever_is_refused(tmp_path: Path, loading: tuple[PreTrainedModel, AdapterSlots]) -> None:
+    model, slots = loading
+    path = LORAS[0].saved(model, tmp_path, alpha_pattern={"(.|..)+(?<=!)": 1.0})
+    with pytest.raises(ConfigError, match=r"adapter_config\.json: whether .* means model\.layers\.0.* takes too long"):
+        read_adapter(path, slots.targets, 32)
+
+
 def rename(old: str, new: str) -> Callable[[dict[str, Tensor]], object]:
     return lambda tensors: tensors.update({name.replace(old, new): tensors.pop(name) for name in list(tensors)})
 
