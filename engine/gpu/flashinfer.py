@@ -6,7 +6,7 @@ test can stand in for it. Does not know models, sampling or requests, nor when t
 A pool's view of one layer is what FlashInfer calls "HND": [pages, kv_heads, page_size, dim]. It takes any page and head stride. A
 step is planned once for all layers that attend alike:
 
-    chunks        BatchPrefillWithPagedKVCacheWrapper, ragged queries, causal (aligned at the end of the context)
+    chunks        BatchPrefillWithPagedKVCacheWrapper, ragged queries, causal (aligned at the end of the context), by FA3 or FA2
     decode rows   BatchDecodeWithPagedKVCacheWrapper, one query each
 
 **Nothing waits for the device.** FlashInfer's `plan` reads index pointers and last page lengths on the host. So they are made
@@ -35,6 +35,8 @@ from engine.torch_kernels import Kernels
 PrefillKernels = Literal["fa2", "fa3"]
 GRAPH_PLAN_BYTES = 2**20
 """The schedule of a decode step in a graph takes 13 bytes for each tile and 4 for each row, of at most 4,096 rows."""
+_TILE, _LONG_CONTEXT = 128, 4_096
+"""Queries of one block of FA3, and the tokens of a context that are worth sharing between blocks."""
 _LEAST_WORKSPACE_BYTES = 2**27
 """What FlashInfer recommends."""
 
@@ -67,7 +69,7 @@ class AttentionNeeds:
     pages_per_row: int
     """Most pages of a row."""
     prefill: PrefillKernels | None = None
-    """Which of FlashInfer's kernels compute chunks; None: the fastest that can be had."""
+    """Which of FlashInfer's kernels compute chunks; None: the fastest that can be had. FA3 leaves some to FA2."""
 
 
 class _Shared:
@@ -82,7 +84,8 @@ class _Shared:
         self.heads = (needs.query_heads, layout.kv_heads, layout.head_dim, layout.page_size)
         """What `plan` takes by position behind the lists of pages."""
         self.tensor_cores = decodes_on_tensor_cores(needs.query_heads // layout.kv_heads, memory.pool.dtype)
-        workspace_bytes = float_workspace_bytes(needs, _multiprocessors(self.device))
+        self.multiprocessors = _multiprocessors(self.device)
+        workspace_bytes = float_workspace_bytes(needs, self.multiprocessors)
         self.workspace = torch.zeros(workspace_bytes, dtype=torch.uint8, device=self.device)
         """All wrappers share it, because kernels use it one after the other. FlashInfer wants it zeroed once."""
 
@@ -121,18 +124,24 @@ class FlashInferAttention:
     def __init__(self, needs: AttentionNeeds, kernels: Kernels, library: FlashInfer) -> None:
         self._shared = shared = _Shared(needs, kernels, library)
         self._copied = _Copied(shared.device)
-        self._prefill = {
-            how: library.BatchPrefillWithPagedKVCacheWrapper(shared.workspace, "HND", backend=needs.prefill)
-            for how in shared.distinct
+        self._prefills = {
+            kind: {
+                how: library.BatchPrefillWithPagedKVCacheWrapper(shared.workspace, "HND", backend=kind) for how in shared.distinct
+            }
+            for kind in dict.fromkeys((needs.prefill, "fa2"))
         }
+        self._prefill = self._prefills["fa2"]
         self._decode = {how: shared.decode_wrapper() for how in shared.distinct}
         self._decode_begin = 0
         self._graph_buffers: _GraphBuffers | None = None
 
     def plan(self, step: StepTokens) -> None:
+        self._plan(step, "fa2" if self._shares_contexts(step.chunks) else self._shared.needs.prefill)
+
+    def _plan(self, step: StepTokens, prefill: PrefillKernels | None) -> None:
         self._copied.wait()
         self._decode_begin = step.chunks[-1].end if step.chunks else 0
-        shared = self._shared
+        self._prefill, shared = self._prefills[prefill], self._shared
         if step.chunks:
             queries = shared.on_host(np.array([0, *(chunk.end for chunk in step.chunks)]))
             rows = shared.on_host(np.array([chunk.row for chunk in step.chunks])).to(shared.device, non_blocking=True).long()
@@ -144,6 +153,14 @@ class FlashInferAttention:
             for how, wrapper in self._decode.items():
                 wrapper.plan(*pages, *shared.heads, **shared.named(how))
         self._copied.record()
+
+    def _shares_contexts(self, chunks: Sequence[Segment]) -> bool:
+        """Whether FA2 is faster. It lets several blocks read a part of a long context each, and reads it once for all query heads
+        of a KV head. FA3 does neither (`PrefillSM90Plan` in flashinfer/attention/scheduler.cuh): few new tokens over a long
+        context, as in each turn of a chat, would leave most of the GPU idle."""
+        tiles = sum(-(-(chunk.end - chunk.begin) // _TILE) for chunk in chunks) * self._shared.needs.query_heads
+        is_long = any(chunk.context >= _LONG_CONTEXT for chunk in chunks)
+        return is_long and tiles < 2 * self._shared.multiprocessors
 
     def run(self, layer: int, query: Tensor) -> Tensor:
         how, views, begin = self._shared.needs.layers[layer], self._shared.memory.layers[layer], self._decode_begin
@@ -162,10 +179,11 @@ class FlashInferAttention:
         device, spare_page = shared.device, shared.memory.total_pages
         table = torch.full((1, 1), spare_page, dtype=torch.int32, device=device)
         one, row = torch.ones(1, dtype=torch.int64, device=device), torch.zeros(1, dtype=torch.int64, device=device)
-        self.plan(StepTokens([Segment(0, 1, 0, 1, 0)], table, row, one, np.ones(1, dtype=np.int64)))
         query = torch.zeros(2, shared.needs.query_heads, shared.memory.layout.head_dim, dtype=shared.needs.dtype, device=device)
-        for how in shared.distinct:
-            self.run(shared.needs.layers.index(how), query)
+        for kind in self._prefills:
+            self._plan(StepTokens([Segment(0, 1, 0, 1, 0)], table, row, one, np.ones(1, dtype=np.int64)), kind)
+            for how in shared.distinct:
+                self.run(shared.needs.layers.index(how), query)
         if device.type == "cuda":
             torch.cuda.synchronize(device)  # kernels fail when they run
 
@@ -280,12 +298,11 @@ def float_workspace_bytes(needs: AttentionNeeds, multiprocessors: int) -> int:
     group = needs.query_heads // layout.kv_heads
     per_head = 4 * (layout.head_dim + 1) * needs.query_heads
     split = 2 * multiprocessors // layout.kv_heads  # two blocks on each, for one KV head
-    tile = 16 if group <= 16 else 64 if group <= 64 else 128
-    on_tensor_cores = max(split, -(-needs.max_rows * group // tile) + needs.max_rows - 1) * tile
-    on_others = 16 * multiprocessors // layout.kv_heads
-    decode = on_tensor_cores if decodes_on_tensor_cores(group, needs.memory.pool.dtype) else on_others
-    prefill = split * 128 if needs.prefill == "fa2" else 0  # FA3 shares no context
-    return max(_LEAST_WORKSPACE_BYTES, per_head * max(decode, prefill) + 2**16)
+    tiles = split * _TILE  # of FA2 on chunks; decode on CUDA cores takes 16 values for each multiprocessor
+    if decodes_on_tensor_cores(group, needs.memory.pool.dtype):
+        tile = 16 if group <= 16 else 64 if group <= 64 else 128
+        tiles = max(tiles, (-(-needs.max_rows * group // tile) + needs.max_rows - 1) * tile)
+    return max(_LEAST_WORKSPACE_BYTES, per_head * tiles + 2**16)
 
 
 def _multiprocessors(device: torch.device) -> int:

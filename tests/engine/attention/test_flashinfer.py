@@ -80,6 +80,27 @@ def test_layers_that_attend_alike_share_a_plan() -> None:
     assert [call.name for call in library.calls].count("plan") == 2 * len(LAYERS)
 
 
+@pytest.mark.parametrize(
+    ("chunks", "kernels"),
+    [
+        ([(8_000, 128)], "fa2"),  # a turn of a chat
+        ([(8_000, 128), (0, 5_000)], "fa3"),  # 41 tiles of 8 heads are work for 132 multiprocessors
+        ([(3_000, 128)], "fa3"),
+        ([(0, 9_000)], "fa3"),
+    ],
+)
+def test_few_new_tokens_over_a_long_context_are_left_to_fa2(
+    chunks: list[tuple[int, int]], kernels: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("engine.gpu.flashinfer._multiprocessors", lambda device: 132)
+    shape, library = Shape(8, 2, 64, 1_024, LAYERS[:1], torch.float16, "float16", width=9), FlashInferDouble()
+    step = Step(shape, chunks, [])
+    needs = AttentionNeeds(step.memory, shape.heads, shape.layers, shape.dtype, ROWS, shape.width, "fa3")
+    attention = FlashInferAttention(needs, Kernels(), library)
+    attention.plan(step.tokens)
+    assert attention._prefill[LAYERS[0]].backend == kernels
+
+
 def recorded_calls(heads: int) -> list[Call]:
     """Every kind of call that the backend makes."""
     shape, library = a_shape(heads), FlashInferDouble()
@@ -137,12 +158,12 @@ def test_the_real_package_takes_every_call_as_the_double_does(heads: int) -> Non
     [
         # Llama-3-70B on one H100: 64 query heads over 8, and 512 rows in a graph, which take 64 tiles for the heads and 511 more.
         (64, 132, 64 * (512 * 8 // 16 + 511) * 16),
-        # CUDA cores, each with 16 blocks. Only a card of thousands needs more than the least that FlashInfer wants.
-        (8, 20_000, 8 * (16 * 20_000 // 8)),
+        # Chunks of FA2 that share contexts. Only a card of thousands needs more than the least that FlashInfer wants.
+        (8, 20_000, 8 * (2 * 20_000 // 8 * 128)),
     ],
 )
 def test_the_workspace_holds_the_partial_results_of_the_largest_step(heads: int, multiprocessors: int, needed: int) -> None:
     memory = Shape(heads, 8, 128, 16, LAYERS, torch.bfloat16, "bfloat16").memory(1)
-    needs = AttentionNeeds(memory, heads, LAYERS, torch.bfloat16, max_rows=512, pages_per_row=512, prefill="fa3")
+    needs = AttentionNeeds(memory, heads, LAYERS, torch.bfloat16, max_rows=512, pages_per_row=512)
     needed_bytes = needed * (128 + 1) * 4
     assert needed_bytes <= float_workspace_bytes(needs, multiprocessors) < needed_bytes + 2**20
