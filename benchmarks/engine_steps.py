@@ -412,6 +412,7 @@ class EmptyModel:
 
     capturable = True
     spared_bytes = 0
+    logits_dtype = torch.float32
 
     def __init__(self, rows: int, head_dim: int, device: torch.device) -> None:
         self.attention: Sequence[LayerAttention] = [LayerAttention(head_dim**-0.5)]

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -180,8 +181,11 @@ class Model(Protocol):
         """token_ids, positions: [tokens] int64. wanted: [count] int64, the tokens whose hidden states are of use; None: all.
         Returns theirs, [count, hidden]."""
 
+    @property
+    def logits_dtype(self) -> torch.dtype: ...
+
     def logits(self, hidden: Tensor) -> Tensor:
-        """[rows, hidden] → [rows, vocab] float32."""
+        """[rows, hidden] → [rows, vocab]."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -56,12 +56,12 @@ class TokenLogprobsOnDevice:
 def measure_logprobs(logits: Tensor, token_ids: Tensor, most: int) -> Tensor:
     """One token's log probability and rank for each row, and the likeliest tokens: in one tensor, so that they come in one copy.
 
-    logits: [tokens, vocab] float32. token_ids: [tokens] int64. Returns [tokens, 3 + 2 * most] int32: the token, the bits of its
+    logits: [tokens, vocab]. token_ids: [tokens] int64. Returns [tokens, 3 + 2 * most] int32: the token, the bits of its
     log probability, its rank, the likeliest tokens, and the bits of their log probabilities. A vocabulary of fewer tokens than
     `most` gives fewer columns.
     """
     most = min(most, logits.shape[1])
-    return torch.cat([_pack(logits[part], token_ids[part, None], most) for part in row_parts(len(logits))])
+    return torch.cat([_pack(logits[part].float(), token_ids[part, None], most) for part in row_parts(len(logits))])
 
 
 def _pack(logits: Tensor, token_ids: Tensor, most: int) -> Tensor:
@@ -233,17 +233,17 @@ class Sampler:
 
     def draw_unfiltered(self, logits: Tensor, rows: RowSampling) -> Tensor:
         """One token per row without filters, greedy or not, as the temperature says. The same operations whatever the rows are,
-        so it can be part of a CUDA graph. Shapes as in `draw`."""
+        so it can be part of a CUDA graph. logits: as `Kernels.sample` takes them."""
         return self._kernels.sample(logits, rows.temperature, rows.seed, rows.position)
 
     def redraw(
         self, tokens: Tensor, logits: Tensor, rows: RowSampling, step: StepArrays[Tensor], width: int, special: SpecialRows | None
     ) -> bool:
         """As `draw`, for rows that a graph has drawn without filters and processors: replace in `tokens` those that this makes
-        others. rows: all of the step. Returns whether there were any such rows."""
+        others. logits: [rows, vocab]. rows: all of the step. Returns whether there were any such rows."""
         if special is not None and special.processed:
             at = special.again
-            drawn = self._draw_filtered(_processed(logits[at], special), rows.of(at), special.filtering, width)
+            drawn = self._draw_filtered(_processed(logits[at].float(), special), rows.of(at), special.filtering, width)
             tokens[at] = drawn
             for processor, of_rows in special.processed:
                 processor.sampled(of_rows, drawn[of_rows.at])
@@ -251,7 +251,7 @@ class Sampler:
         if len(step.filtering):
             at = step.noisy[step.filtering]
             some = rows.of(at)
-            tokens[at] = self.draw_unfiltered(_filtered_logits(logits[at], some, width), some)
+            tokens[at] = self.draw_unfiltered(_filtered_logits(logits[at].float(), some, width), some)
         return len(step.filtering) > 0
 
     def _draw_filtered(self, logits: Tensor, rows: RowSampling, filtering: Tensor, filter_width: int) -> Tensor:
@@ -261,7 +261,7 @@ class Sampler:
         return self.draw_unfiltered(logits, rows)
 
     def logprobs(self, logits: Tensor, tokens: Tensor, special: SpecialRows | None) -> TokenLogprobsOnDevice | None:
-        """Those of the sampled tokens. logits: [rows, vocab] float32, the model's own. tokens: [rows] int64."""
+        """Those of the sampled tokens. logits: [rows, vocab], the model's own. tokens: [rows] int64."""
         if special is None or not len(special.sampled_at):
             return None
         reported, at = special.sampled, special.sampled_at

@@ -338,7 +338,8 @@ class StepRunner:
         embeddings = self._poolings.pool(plan, hidden)
         if len(arrays.sampled_at) == 0:
             return None, prompt_logprobs, None
-        return self._model.logits(hidden[arrays.sampled_at] if needs_all else hidden), prompt_logprobs, embeddings
+        logits = self._model.logits(hidden[arrays.sampled_at] if needs_all else hidden)
+        return logits.float(), prompt_logprobs, embeddings
 
     def _decode_logits(self, rows: Tensor, attention: Attention, written: Callable[[int], None]) -> Tensor:
         """The logits of one decode step, from what the rows hold alone: it can be part of a graph or of a recording."""
@@ -375,7 +376,7 @@ class StepRunner:
 
     def _decode_likeliest(self, rows: Tensor, written: Callable[[int], None]) -> tuple[Tensor, Tensor]:
         """The logits of one decode step, and the likeliest token of each row: what a recording holds."""
-        logits = self._decode_logits(rows, self._attention, written)
+        logits = self._decode_logits(rows, self._attention, written).float()
         return logits, self._kernels.sample(logits)
 
     # --- graphs ------------------------------------------------------------------------------------------------------------
@@ -390,7 +391,7 @@ class StepRunner:
             return "the model's implementation cannot be captured"
         if len(self._graph_logits) < sizes[-1]:
             assert not self._graphs, "graphs hold the address of the logits"
-            self._graph_logits = torch.empty(sizes[-1], self.vocab_size, device=self._device)
+            self._graph_logits = torch.empty(sizes[-1], self.vocab_size, dtype=self._model.logits_dtype, device=self._device)
         for number, size in enumerate(reversed(sizes)):
             progress(f"capturing CUDA graphs: batch size {size} ({number + 1} of {len(sizes)})")
             attention = self._attention.for_graph(size)

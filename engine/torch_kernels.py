@@ -133,12 +133,13 @@ class Kernels:
     def sample(
         self, logits: Tensor, temperature: Tensor | None = None, seed: Tensor | None = None, position: Tensor | None = None
     ) -> Tensor:
-        """One token per row: the largest of (logits - the row's maximum) / temperature + `gumbel`; the largest
+        """One token per row: the largest of (logits - the row's maximum) / temperature + `gumbel`, in float32; the largest
         logit if the temperature is below `GREEDY_BELOW`, or none is given. Of equal ones the first.
 
-        logits: [rows, vocab] float32; minus infinity excludes a token. temperature: [rows] float32. seed, position: [rows] int64,
-        given with temperatures. Returns [rows] int64. A row with NaN gets some token of the vocabulary.
+        logits: [rows, vocab]; minus infinity excludes a token. temperature: [rows] float32. seed, position: [rows] int64, given
+        with temperatures. Returns [rows] int64. A row with NaN gets some token of the vocabulary.
         """
+        logits = logits.float()
         first = logits.argmax(dim=-1)
         if temperature is None or seed is None or position is None:
             return first

@@ -132,9 +132,8 @@ class NativeKernels(Kernels):
     def sample(
         self, logits: Tensor, temperature: Tensor | None = None, seed: Tensor | None = None, position: Tensor | None = None
     ) -> Tensor:
-        assert logits.dtype == torch.float32
         per_row = [None if each is None else each.contiguous() for each in (temperature, seed, position)]
-        logits = _rows_of(logits)
+        logits = _rows_of(logits.float())
         rows, vocab = logits.shape
         parts = torch.get_num_threads()
         found, best = torch.empty(rows * parts, dtype=torch.int64), torch.empty(rows, dtype=torch.int64)  # 8 bytes each

@@ -172,7 +172,7 @@ def slice_maxima(logits, maxima, firsts, logits_row, VOCAB: tl.constexpr, BLOCK:
     """
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     token = part * BLOCK + tl.arange(0, BLOCK)
-    values = tl.load(logits + row * logits_row + token, token < VOCAB, other=float("-inf"))
+    values = tl.load(logits + row * logits_row + token, token < VOCAB, other=float("-inf")).to(tl.float32)
     values = tl.where(values == values, values, float("-inf"))
     largest, at = tl.max(values, 0, return_indices=True, return_indices_tie_break_left=True)
     place = row * tl.num_programs(1) + part
@@ -196,7 +196,7 @@ def slice_samples(
         among = tl.arange(0, BLOCK_SLICES)
         largest = tl.max(tl.load(maxima + row * SLICES + among, among < SLICES, other=float("-inf")), 0)
         token = part * BLOCK + tl.arange(0, BLOCK)
-        values = tl.load(logits + row * logits_row + token, token < VOCAB, other=float("-inf"))
+        values = tl.load(logits + row * logits_row + token, token < VOCAB, other=float("-inf")).to(tl.float32)
         # Equal ones apart: infinity minus itself is no number. div_rn rounds as torch does, `/` does not.
         scaled = tl.where(values == largest, 0.0, tl.div_rn(values - largest, tl.zeros_like(values) + heat))
         noisy = scaled + _gumbel(tl.load(seed + row), tl.load(position + row), token)

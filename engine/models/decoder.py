@@ -140,6 +140,7 @@ class Decoder:
         self.shape, self.slots = shape, slots
         self.capturable = capturable
         self.spared_bytes = 0
+        self.logits_dtype = slots.dtype
         self._group = group
         share = share_of(shape, group.rank, group.ranks)
         self.attention = [LayerAttention(shape.head_dim**-0.5, window) for window in shape.windows]
@@ -195,11 +196,11 @@ class Decoder:
         return [*found, (self._head, shape.hidden, True)]
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[rows, hidden] → [rows, vocab] float32. The padding of the vocabulary is at the end of the last ranks' parts."""
+        """[rows, hidden] → [rows, vocab]. The padding of the vocabulary is at the end of the last ranks' parts."""
         parts = self._group.gather(self._head(hidden))
         if parts.shape[1] > self.shape.vocab_size:
             parts = parts[:, : self.shape.vocab_size].contiguous()
-        return parts.float()
+        return parts
 
     def _embedded_by_ranks(self, token_ids: Tensor) -> Tensor:
         """[tokens] int64 → [tokens, hidden]. Each token is a row of one rank; the others add zeros."""

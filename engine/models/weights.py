@@ -91,7 +91,7 @@ class WeightSlots:
         self._int8_product = int8_product(device, kernels) if quantization == "int8" else None
         self._int8: list[tuple[Int8Linear, Tensor | None]] = []
         self._only, self._pinned = only, pinned
-        self._dtype = dtype
+        self.dtype = dtype
         self._device = device
         self._kernels = kernels
         self._quantization = quantization
@@ -227,7 +227,7 @@ class WeightSlots:
 
     def nbytes(self, only: Set[str] | None = None) -> int:
         """How much memory at least these weights take in another one while it is filled. None: all."""
-        return sum(slot.items for name, slot in self.slots.items() if only is None or name in only) * self._dtype.itemsize
+        return sum(slot.items for name, slot in self.slots.items() if only is None or name in only) * self.dtype.itemsize
 
     def _pack_int8(self) -> None:
         while self._int8:
@@ -265,8 +265,8 @@ class WeightSlots:
     def empty(self, *shape: int, names: Iterable[str]) -> Tensor:
         """names: the weights that will be in it."""
         if not self._is_wanted(names):
-            return torch.empty(shape, dtype=self._dtype, device="meta")
-        return torch.empty(shape, dtype=self._dtype, device=self._device, pin_memory=self._pinned)
+            return torch.empty(shape, dtype=self.dtype, device="meta")
+        return torch.empty(shape, dtype=self.dtype, device=self._device, pin_memory=self._pinned)
 
     def expect(self, name: str, place: Tensor) -> None:
         """The weight of this name goes to `place`, which may be a part of a larger tensor, and is converted to its dtype."""
@@ -338,8 +338,8 @@ class WeightSlots:
         finite = torch.stack([found.float() for found in ranges.values()]).isfinite().all(-1).tolist()
         bad = [name for name, fine in zip(ranges, finite, strict=True) if not fine]
         if bad:
-            fix = "; float16 ends at 65504: give --dtype bfloat16" if self._dtype == torch.float16 else ""
-            asked = str(self._dtype).removeprefix("torch.")
+            fix = "; float16 ends at 65504: give --dtype bfloat16" if self.dtype == torch.float16 else ""
+            asked = str(self.dtype).removeprefix("torch.")
             raise ConfigError(f"the checkpoint has weights that are infinite or not numbers in {asked}: {_listed(bad)}{fix}")
 
 

@@ -175,11 +175,12 @@ def check_samples(subject: Subject, rows: int, vocab: int, seed: int = 0) -> Non
     temperature[::3] = generator.choice([0, 1e-6, 1e-5], size=len(temperature[::3]))
     seeds = generator.integers(-(2**63), 2**63, size=rows, dtype=np.int64)
     positions = generator.integers(0, 2**33, size=rows, dtype=np.int64)
-    given = (torch.from_numpy(part).to(subject.device) for part in (logits, temperature, seeds, positions))
-    tokens = subject.kernels.sample(*given)
+    in_dtype = torch.from_numpy(logits).to(subject.device, subject.dtype)
+    logits = in_dtype.cpu().float().numpy()
+    tokens = subject.kernels.sample(in_dtype, *(torch.from_numpy(x).to(subject.device) for x in (temperature, seeds, positions)))
     assert tokens.dtype == torch.int64
     assert tokens.tolist() == exact_samples(logits, temperature, seeds, positions).tolist()
-    assert subject.kernels.sample(torch.from_numpy(logits).to(subject.device)).tolist() == logits.argmax(axis=1).tolist()
+    assert subject.kernels.sample(in_dtype).tolist() == logits.argmax(axis=1).tolist()
 
 
 def check_broken_logits(subject: Subject, vocab: int) -> None:
@@ -373,7 +374,7 @@ class KernelsContract:
 
     def test_a_token_is_sampled_as_the_definition_of_the_noise_says(self) -> None:
         for seed, (rows, vocab) in enumerate([(16, 50), (4, 2048), (6, 5000)]):
-            check_samples(self.subject(), rows, vocab, seed)
+            check_samples(self.subject(DTYPES[seed]), rows, vocab, seed)
 
     def test_broken_logits_give_a_token_of_the_vocabulary(self) -> None:
         check_broken_logits(self.subject(), 2100)
