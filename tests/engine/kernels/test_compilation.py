@@ -5,7 +5,10 @@ Owns a stand-in for a kernel that compiles what it is started with, and starts n
 """
 
 import inspect
+import re
+import subprocess
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 
 import pytest
 import torch
@@ -21,20 +24,25 @@ TYPES = {
     torch.int64: "*i64",
 }
 BF16 = torch.bfloat16
+MOST_REGISTERS = 64
+"""Of a thread, so that a multiprocessor holds 1,024 of them."""
 
 
 class Compiling:
-    """Stands in for a kernel of `triton_source`; keeps the PTX of each start. capability: of the card, 90 for 9.0."""
+    """Stands in for a kernel of `triton_source`; keeps the PTX of each start, and what a thread takes: registers and bytes of
+    stack. capability: of the card, 90 for 9.0."""
 
     def __init__(self, kernel: object, capability: int) -> None:
         self._kernel, self._capability = kernel, capability
         self.programs: list[str] = []
+        self.registers, self.stack_bytes = 0, 0
 
     def __getitem__(self, grid: tuple[int, ...]) -> "Compiling":
         return self
 
     def __call__(self, *given: object, **options: int) -> None:
         import triton
+        from triton.backends import nvidia
         from triton.backends.compiler import GPUTarget
         from triton.compiler import ASTSource
 
@@ -51,8 +59,15 @@ class Compiling:
                 aligned[(at,)] = [["tt.divisibility", 16]]
         source = ASTSource(fn=self._kernel, signature=signature, constexprs=constants, attrs=aligned)
         compiled = triton.compile(source, target=GPUTarget("cuda", self._capability, 32), options=options)
-        assert compiled.asm["cubin"]
         self.programs.append(compiled.asm["ptx"])
+        with NamedTemporaryFile(suffix=".cubin") as file:
+            file.write(compiled.asm["cubin"])
+            file.flush()
+            cuobjdump = Path(nvidia.__path__[0]) / "bin" / "cuobjdump"
+            told = subprocess.run([cuobjdump, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+        used = re.search(r"REG:(\d+) STACK:(\d+)", told)
+        assert used is not None, told
+        self.registers, self.stack_bytes = max(self.registers, int(used[1])), max(self.stack_bytes, int(used[2]))
 
 
 @pytest.fixture(params=[90, *(pytest.param(each, marks=pytest.mark.soak) for each in (80, 89, 100, 120))])
@@ -76,7 +91,9 @@ def compiled(capability: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     return kernels
 
 
-def test_every_kernel_compiles_and_moves_16_bytes_at_a_time(compiled: dict[str, Compiling], capability: int) -> None:
+def test_every_kernel_compiles_spills_nothing_and_moves_16_bytes_at_a_time(
+    compiled: dict[str, Compiling], capability: int
+) -> None:
     """Those for FP8 do not compile for cards before 8.9: it is refused there."""
     from engine.gpu.triton_kernels import TritonKernels
 
@@ -99,7 +116,7 @@ def test_every_kernel_compiles_and_moves_16_bytes_at_a_time(compiled: dict[str, 
             continue
         with pytest.raises(Exception, match="fp8e4nv not supported in this architecture"):
             start()
-    kernels.sample(torch.empty(2, 151_936), torch.empty(2), tokens, tokens)
+    kernels.sample(torch.empty(2, 151_936, dtype=BF16), torch.empty(2), tokens, tokens)
     kernels.page_indices(torch.empty(2, 512, dtype=torch.int32), tokens, torch.empty(3, dtype=torch.int32), tokens.int())
     adapted = AdaptedTokens(tokens, tokens, tokens, tokens, tokens)
     stack = LowRankStack(x.new_empty(4, 3, 64, 4096), x.new_empty(4, 64, 6144), tokens, (4096, 5120, 6144), tokens)
@@ -108,5 +125,6 @@ def test_every_kernel_compiles_and_moves_16_bytes_at_a_time(compiled: dict[str, 
         assert kernel.programs or (name == "quantise" and capability < 89), name
         if not kernel.programs:
             continue
+        assert kernel.registers <= MOST_REGISTERS and kernel.stack_bytes == 0, name
         moves = any("ld.global.v4.b32" in program or "cp.async.cg" in program for program in kernel.programs)
         assert moves or name in ("best_of_slices", "page_indices"), name
