@@ -20,7 +20,7 @@ GREEDY = {"temperature": 0, "max_new_tokens": 6}
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[Engine]:
-    with Engine(threads=1, pooling="mean") as made:
+    with Engine(threads=1, pooling="mean", grammar="off") as made:
         yield made
 
 
