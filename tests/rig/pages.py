@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from common.processes.local_fleet import FleetFailed, LocalFleet, connected, local_fleet
-from tests.rig.forks import forks
+from tests.rig.forks import forked
 
 PATIENCE_S = 180.0
 LOOK_S = 0.05
@@ -196,6 +196,6 @@ class RunningFleet(FleetPages):
 def running_fleet(*flags: str, is_forked: bool = True) -> Iterator[RunningFleet]:
     """A running fleet, stopped at the end. is_forked: its processes do not load the product anew. Raises FleetFailed."""
     with ExitStack() as stack:
-        with forks().forked() if is_forked else nullcontext():
+        with forked() if is_forked else nullcontext():
             fleet = stack.enter_context(local_fleet(*flags))
         yield RunningFleet(fleet)
