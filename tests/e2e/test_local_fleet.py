@@ -28,7 +28,7 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningFleet]:
     before = shared_files()
     key = str(tmp_path_factory.mktemp("fleet") / "key")
     write_key(key)
-    with running_fleet("--dtype", "float32", "--cluster-key", key) as running:
+    with running_fleet("--dtype", "float32", "--cluster-key", key, is_forked=False) as running:
         yield running
         family = running.family()
         assert len(family) >= 4, "router, detokenizer, prefill and decode"
