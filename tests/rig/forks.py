@@ -149,7 +149,7 @@ def forks() -> Forks:
     """The forking process of this one, with which it ends."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with theirs:
-        process = subprocess.Popen([sys.executable, "-m", "tests.rig.forks"], stdin=theirs)
+        process = subprocess.Popen([sys.executable, "-m", "tests.rig.forks"], stdin=theirs.fileno())
     atexit.register(process.wait)
     atexit.register(ours.close)
     return Forks(ours)
