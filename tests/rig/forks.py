@@ -19,7 +19,6 @@ import importlib
 import mmap
 import os
 import runpy
-import signal
 import socket
 import subprocess
 import sys
@@ -41,7 +40,6 @@ LOADED = (
     *("launch.local", "launch.instance_process", "launch.follower_process", "launch.router_process"),
     *("common.text.tokenizer_manager", "kv_transfer.torch_transport", "tests.kv_transfer.local_agent"),
 )
-HANG_S, LOOK_S = 300.0, 0.01
 ORDER_BYTES, MOST_FILES = 2**18, 16
 HIGH = 500
 """Files wait at numbers from here on until they come to those that they must have."""
@@ -61,31 +59,13 @@ class Order(msgspec.Struct, frozen=True):
 
 
 class Forked:
-    """As much of `subprocess.Popen` as tests and the parents of children use. Its process is a child of this one."""
+    """As much of `subprocess.Popen` as the parents of children use. Its process is a child of this one."""
 
-    def __init__(self, pid: int, stdout: IO[str] | None) -> None:
+    def __init__(self, pid: int, stdout: IO[str]) -> None:
         self.pid, self.stdout = pid, stdout
-        self._status: int | None = None
 
-    def poll(self) -> int | None:
-        if self._status is None:
-            pid, status = os.waitpid(self.pid, os.WNOHANG)
-            self._status = os.waitstatus_to_exitcode(status) if pid else None
-        return self._status
-
-    def wait(self, timeout: float | None = None) -> int:
-        until = time.monotonic() + (HANG_S if timeout is None else timeout)
-        while (status := self.poll()) is None:
-            assert time.monotonic() < until, f"{self.pid} does not end"
-            time.sleep(LOOK_S)
-        return status
-
-    def send_signal(self, number: signal.Signals) -> None:
-        if self.poll() is None:
-            os.kill(self.pid, number)
-
-    def kill(self) -> None:
-        self.send_signal(signal.SIGKILL)
+    def wait(self) -> int:
+        return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
 
 
 class Forks:
@@ -103,21 +83,16 @@ class Forks:
             yield
 
     def popen(self, command: Sequence[str], **options: Any) -> "Forked | subprocess.Popen[str]":
-        """As `subprocess.Popen`, with stdout and stderr given. What is no module of Python is started as ever."""
+        """As `subprocess.Popen` for a child. What is no module of Python is started as ever."""
         words = [word for word in command if word != "-P"]
         if words[:2] != [sys.executable, "-m"]:
             return subprocess.Popen(command, **options)
-        inherited, output = options.get("pass_fds", ()), None
-        order = Order(words[2], words[3:], dict(options["env"]), [0, 1, 2, *inherited], os.getcwd())
-        with contextlib.ExitStack() as files:
-            stdin, stdout, stderr = files.enter_context(open(os.devnull)), options["stdout"], options["stderr"]
-            if stdout == subprocess.PIPE:
-                ours, theirs = os.pipe()
-                output = open(ours, encoding=options["encoding"], errors=options["errors"])  # noqa: SIM115
-                stdout = files.enter_context(open(theirs, "w"))
-            stderr = stdout if stderr == subprocess.STDOUT else stderr
-            pid = self._ask(order, [stdin.fileno(), stdout.fileno(), stderr.fileno(), *inherited])
-        return Forked(pid, output)
+        inherited = options["pass_fds"]
+        order = Order(words[2], words[3:], options["env"], [0, 1, 2, *inherited], os.getcwd())
+        output, theirs = os.pipe()
+        with open(os.devnull) as nothing, open(theirs, "w") as written:
+            pid = self._ask(order, [nothing.fileno(), written.fileno(), written.fileno(), *inherited])
+        return Forked(pid, open(output, encoding=options["encoding"], errors=options["errors"]))
 
     def _ask(self, order: Order, files: Sequence[int]) -> int:
         """The pid of the new process."""
@@ -137,11 +112,6 @@ def forked() -> Iterator[None]:
     """Children that are made meanwhile are forked, where a process can take in orphans: on Linux."""
     with forks().forked() if sys.platform == "linux" else contextlib.nullcontext():
         yield
-
-
-def start_forked(command: Sequence[str], **options: Any) -> "Forked | subprocess.Popen[str]":
-    """A forked process, on Linux. options: of `subprocess.Popen`, with stdout, stderr and env."""
-    return forks().popen(command, **options) if sys.platform == "linux" else subprocess.Popen(command, **options)
 
 
 @functools.cache
