@@ -31,6 +31,7 @@ from demo.grpo import (
     reward_of,
 )
 from launch.engine import Engine
+from tests.rig.forks import forked
 
 TINY = Recipe(prompts=16, group=8, batches=2, rate=1e-4, held_out=30)
 STEPS = 2
@@ -44,7 +45,9 @@ def tokenizer() -> PreTrainedTokenizerFast:
 @pytest.fixture(scope="module")
 def engine() -> Iterator[Engine]:
     """One instance: the long tests run the command's own fleet."""
-    with Engine(str(MODEL), prefill=0, dtype="float32", grammar="off", threads=1, dead_after_s=60) as made:
+    with forked():
+        made = Engine(str(MODEL), prefill=0, dtype="float32", grammar="off", threads=1, dead_after_s=60)
+    with made:
         yield made
 
 

@@ -14,13 +14,16 @@ from common.model_path import resolve_model_path
 from common.processes.local_fleet import FleetFailed
 from common.processes.router_client import RequestFailed
 from launch.engine import SHARED_MEMORY, Engine
+from tests.rig.forks import forked
 
 GREEDY = {"temperature": 0, "max_new_tokens": 6}
 
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[Engine]:
-    with Engine(threads=1, pooling="mean") as made:
+    with forked():
+        made = Engine(threads=1, pooling="mean", grammar="off")
+    with made:
         yield made
 
 

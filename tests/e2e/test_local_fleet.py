@@ -28,10 +28,10 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningFleet]:
     before = shared_files()
     key = str(tmp_path_factory.mktemp("fleet") / "key")
     write_key(key)
-    with running_fleet("--dtype", "float32", "--decode", "2", "--cluster-key", key) as running:
+    with running_fleet("--dtype", "float32", "--cluster-key", key, is_forked=False) as running:
         yield running
         family = running.family()
-        assert len(family) >= 5, "router, detokenizer, prefill and two of decode"
+        assert len(family) >= 4, "router, detokenizer, prefill and decode"
     alive = [pid for pid in family if Path(f"/proc/{pid}").exists()]
     assert not alive
     assert not left_behind(before)
@@ -157,9 +157,9 @@ def _leave_in_mid_stream(fleet: RunningFleet, number: int) -> None:
                 return
 
 
-def test_memory_comes_home_after_a_hundred_clients_left_in_mid_stream(fleet: RunningFleet) -> None:
+def test_memory_comes_home_after_many_clients_left_in_mid_stream(fleet: RunningFleet) -> None:
     with ThreadPoolExecutor(8) as pool:
-        list(pool.map(lambda number: _leave_in_mid_stream(fleet, number), range(100)))
+        list(pool.map(lambda number: _leave_in_mid_stream(fleet, number), range(40)))
     cluster = fleet.wait_until_home()
     assert all(instance["counters"]["requests_accepted"] for instance in cluster["instances"])
     assert fleet.complete("Hello", 3)["usage"]["completion_tokens"] <= 3
@@ -169,12 +169,12 @@ def test_the_pages_of_the_api_answer(fleet: RunningFleet) -> None:
     assert fleet.get("/health").status == 200
     assert fleet.get("/ready").status == 200
     cluster = fleet.cluster()
-    assert sorted(instance["role"] for instance in cluster["instances"]) == ["decode", "decode", "prefill"]
+    assert sorted(instance["role"] for instance in cluster["instances"]) == ["decode", "prefill"]
     for instance in cluster["instances"]:
         assert instance["ranks"][0]["pid"] > 0 and instance["peers"]
         assert instance["role"] == "decode" or instance["links"] == {"ready": instance["usable"]}
     told = fleet.get("/cluster?links=prefill-0").json()
-    assert sorted(link["peer"] for link in told["links"]) == ["decode-0", "decode-1"]
+    assert sorted(link["peer"] for link in told["links"]) == ["decode-0"]
     assert all(link["state"] == "ready" and link["traffic"]["pushes"] >= 0 for link in told["links"])
     assert fleet.get("/nowhere").json()["error"]["message"]
 

@@ -4,13 +4,11 @@ Real signals, real processes; `tests/life` proves what happens to one request in
 slow because a process that died must load torch, the model and the transport again before it is back.
 """
 
-import contextlib
 import os
 import re
 import signal
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import httpx
 import pytest
@@ -19,7 +17,7 @@ from tests.rig.client import Request, Streams
 from tests.rig.pages import FleetPages, RunningFleet, running_fleet, until
 from tests.rig.shared_memory import left_behind, shared_files
 
-ANSWER_TOKENS = 1200
+ANSWER_TOKENS = 800
 """Answers take seconds of decode steps, and a fault must hit them in a moment of that."""
 PROMPTS = [f"Count from {number} to 90." for number in range(3, 7)]
 PREFILL, DECODE = ["prefill-0"], ["decode-0", "decode-1"]
@@ -46,12 +44,7 @@ def busiest(fleet: RunningFleet) -> str:
 
 def pid_of(fleet: RunningFleet, role: str) -> int:
     """The only process of the fleet that runs this role."""
-    found = []
-    for pid in fleet.family():
-        with contextlib.suppress(OSError):  # the process has just ended
-            words = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
-            found += [pid] if "launch.main" in words and role in words else []
-    (pid,) = found
+    (pid,) = fleet.running(role)
     return pid
 
 

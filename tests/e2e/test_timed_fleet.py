@@ -9,7 +9,6 @@ import re
 import signal
 from collections.abc import Iterator
 from contextlib import closing
-from pathlib import Path
 
 import httpx
 import pytest
@@ -76,11 +75,6 @@ EACH = 4
 _OWN = re.compile(r"^router-\d .*\bown (http://\S+?),", re.MULTILINE)
 
 
-def a_router(fleet: RunningFleet) -> int:
-    """The process id of one of them."""
-    return next(pid for pid in fleet.family() if "router" in Path(f"/proc/{pid}/cmdline").read_text().split("\0"))
-
-
 def test_one_of_two_routers_is_killed_and_the_streams_of_the_other_finish_unharmed() -> None:
     before = shared_files()
     with running_fleet(*FLAGS) as fleet:
@@ -94,7 +88,7 @@ def test_one_of_two_routers_is_killed_and_the_streams_of_the_other_finish_unharm
         streams = {url: Streams(url, "demo", [Request.completion("falcon " * 40, STREAM_TOKENS)] * EACH) for url in urls}
         for several in streams.values():
             several.wait_until_begun()
-        os.kill(a_router(fleet), signal.SIGKILL)
+        os.kill(fleet.running("router")[0], signal.SIGKILL)
         (dead,) = [url for url in urls if streams[url].wait_until_over()[0].errors]
         (survivor,) = [url for url in urls if url != dead]
         assert all("the stream broke off" in answer.errors[0] for answer in streams[dead].answers)

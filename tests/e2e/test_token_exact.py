@@ -32,6 +32,7 @@ from demo import corpus
 from demo.evaluate import MODEL
 from tests.rig.pages import FleetPages, RunningFleet, running_fleet
 
+SOAK = pytest.mark.soak
 AT_ONCE = 6
 ANSWER_TOKENS = 24
 LONGEST_FIRST_TURN = 1700
@@ -157,7 +158,10 @@ def demo_model() -> Reference:
     return Reference.load(MODEL)
 
 
-@pytest.mark.parametrize(("page_size", "chunk_tokens", "prompts", "colocated"), [(16, 512, 120, True), (7, 96, 80, False)])
+@pytest.mark.parametrize(
+    ("page_size", "chunk_tokens", "prompts", "colocated"),
+    [(16, 512, 40, True), pytest.param(16, 512, 120, True, marks=SOAK), pytest.param(7, 96, 80, False, marks=SOAK)],
+)
 def test_the_demo_model_through_the_ring_equals_transformers(
     demo_model: Reference, page_size: int, chunk_tokens: int, prompts: int, colocated: bool
 ) -> None:
@@ -202,9 +206,10 @@ OTHERS: list[PretrainedConfig] = [
 @pytest.mark.parametrize(
     ("config", "seed", "page_size", "chunk_tokens", "colocated"),
     [
-        (LLAMA, 3, 4, 33, True),
-        (QWEN3, 4, 32, 256, False),
-        *(pytest.param(config, 5, 16, 512, True, marks=pytest.mark.soak, id=f"{config.model_type}") for config in OTHERS),
+        (LLAMA, 3, 7, 33, False),
+        pytest.param(LLAMA, 3, 4, 33, True, marks=SOAK),
+        pytest.param(QWEN3, 4, 32, 256, False, marks=SOAK),
+        *(pytest.param(config, 5, 16, 512, True, marks=SOAK, id=f"{config.model_type}") for config in OTHERS),
     ],
 )
 def test_random_weights_through_the_ring_equal_transformers(

@@ -10,6 +10,7 @@ import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeAlias, assert_never
@@ -27,6 +28,7 @@ from tests.kv_transfer.agent_process import Answer, Call, Event, Happened, Plan,
 from tests.kv_transfer.local_agent import LAYOUT, WAIT_S, LocalAgent
 from tests.kv_transfer.memory import MemoryNetwork, MemoryTransport
 from tests.kv_transfer.pools import Bytes
+from tests.rig.forks import forked
 
 END_S = 30.0
 """Longest wait for an agent to end."""
@@ -87,7 +89,8 @@ class PoolProcess(ABC):
         self._answers: deque[Answer] = deque()
         command = [*prefix, sys.executable, "-m", "tests.kv_transfer.agent_process", msgspec.json.encode(plan).decode()]
         decoder = msgspec.json.Decoder[Report](Report)
-        self._child: Respondent[Report] = Respondent(name, command, decoder, kind.environment)
+        with forked() if kind.transport == "torch" and not prefix else nullcontext():  # the others do not load torch
+            self._child: Respondent[Report] = Respondent(name, command, decoder, kind.environment)
         self.pid = self._child.pid
 
     @abstractmethod

@@ -25,6 +25,8 @@ from tests.kv_transfer.pools import Bytes
 MIB = 2**20
 POOL_BYTES = 20 * MIB + 12346
 """The size of the two pools that most cases share: some slices of a push, and a rest."""
+WIDE_BYTES = 81 * MIB
+"""The size of pools that one run fills: several slices of every backend."""
 LATE_S = 0.3
 """What is written so long after its push has ended would be found."""
 SOURCE_SEED = 1
@@ -144,15 +146,16 @@ class TransportContract:
         pair.check_push(runs)
 
     def test_a_run_of_many_megabytes_arrives(self, backend: Backend) -> None:
-        source, target = backend.start(257 * MIB, 257 * MIB)
+        source, target = backend.start(WIDE_BYTES, WIDE_BYTES)
         source.fill(SOURCE_SEED)
         source.connect(target.pool)
-        source.push(1, target.pool.agent, rows((MIB - 5, 77, 256 * MIB)))
+        run_bytes = WIDE_BYTES - MIB
+        source.push(1, target.pool.agent, rows((MIB - 5, 77, run_bytes)))
         assert outcomes(source, [1]) == {1: done(1)}
-        moved = random_bytes(SOURCE_SEED, 257 * MIB)[MIB - 5 : 257 * MIB - 5]
+        moved = random_bytes(SOURCE_SEED, WIDE_BYTES)[MIB - 5 : WIDE_BYTES - 5]
         memory = target.memory()
-        assert (memory[77 : 77 + 256 * MIB] == moved).all()
-        assert not memory[:77].any() and not memory[77 + 256 * MIB :].any()
+        assert (memory[77 : 77 + run_bytes] == moved).all()
+        assert not memory[:77].any() and not memory[77 + run_bytes :].any()
         for agent in (source, target):
             agent.end()
 

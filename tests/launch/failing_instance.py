@@ -31,7 +31,7 @@ def main(which: str, router: str) -> int:
         from launch import instance_process
 
         break_threads(which)
-        engine = EngineConfig(dtype="float32", kv_memory="8MiB", threads=1)
+        engine = EngineConfig(dtype="float32", kv_memory="8MiB", threads=1, grammar="off")
         instance = InstanceConfig(router=router, drain_timeout_s=FOREVER_S, verify_pages="on")
         instance_process.serve(process, InstanceCommand(role="decode", name=NAME, instance=instance, engine=engine), {0: engine})
 

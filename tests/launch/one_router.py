@@ -13,6 +13,7 @@ from common.mail import Mailbox
 from common.processes.child import Exited
 from common.sampling_params import SamplingParams
 from launch.child import ChildEvent, RoleProcess
+from tests.rig.forks import forked
 from tests.rig.shared_memory import left_behind, shared_files
 
 HANG_S = 60.0
@@ -31,7 +32,8 @@ class Router:
         )
         self.events: queue.SimpleQueue[ChildEvent] = queue.SimpleQueue()
         self.shared_before = shared_files()
-        self.child = RoleProcess(name, command(self.mailbox.address), self.events.put)
+        with forked():
+            self.child = RoleProcess(name, command(self.mailbox.address), self.events.put)
         self.heartbeats: list[messages.Heartbeat] = []
         self.goodbyes: list[messages.Goodbye] = []
         self.deltas: list[messages.TokenDelta] = []

@@ -41,7 +41,7 @@ END_INSTANCES = {m.Drain, m.Refused}
 BETWEEN_PROCESSES = [(inbox, kind) for inbox, kind in KINDS if kind not in END_INSTANCES and inbox not in RANKS]
 PROMPT, ANSWER = [100 + n for n in range(19)], 8
 CONFIG = RouterConfig(request_timeout_s=60.0, prefill_policy="cache_aware", decode_policy="cache_aware")
-MESSAGES = 150
+MESSAGES = 60
 HEALED_S = 120.0
 """Simulated seconds: requests may take 60, and a writer of which nothing valid is heard is fenced after 20."""
 

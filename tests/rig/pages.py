@@ -10,10 +10,13 @@ import re
 import subprocess
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from common.processes.local_fleet import FleetFailed, LocalFleet, connected, local_fleet
+from tests.rig.forks import forked
 
 PATIENCE_S = 180.0
 LOOK_S = 0.05
@@ -178,9 +181,21 @@ class RunningFleet(FleetPages):
             found += edge
         return found
 
+    def running(self, role: str) -> list[int]:
+        """The processes of the fleet that run this role."""
+        found = []
+        for pid in self.family():
+            with contextlib.suppress(OSError):  # the process has just ended
+                process = Path(f"/proc/{pid}")
+                words = [*(process / "cmdline").read_text().split("\0"), (process / "comm").read_text().strip()]
+                found += [pid] if role in words else []
+        return found
+
 
 @contextlib.contextmanager
-def running_fleet(*flags: str) -> Iterator[RunningFleet]:
-    """A running fleet, stopped at the end. Raises FleetFailed."""
-    with local_fleet(*flags) as local:
-        yield RunningFleet(local)
+def running_fleet(*flags: str, is_forked: bool = True) -> Iterator[RunningFleet]:
+    """A running fleet, stopped at the end. is_forked: its processes do not load the product anew. Raises FleetFailed."""
+    with ExitStack() as stack:
+        with forked() if is_forked else nullcontext():
+            fleet = stack.enter_context(local_fleet(*flags))
+        yield RunningFleet(fleet)

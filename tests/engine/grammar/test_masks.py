@@ -208,7 +208,7 @@ def test_an_answer_never_stops_where_it_does_not_match_and_fails_at_the_same_tok
     """Python's `re` judges. A smaller limit than the product's makes it fast."""
     monkeypatch.setattr(masks, "MAX_WORK", 2**11)
     verdicts = []
-    for seed in range(8):
+    for seed in range(4):
         answer, failed = carried_on(seed, [])
         verdicts.append(failed)
         assert failed or re.fullmatch(AMBIGUOUS.text, text(answer))

@@ -1,0 +1,196 @@
+"""Processes that are forked from one that has loaded the product and its libraries: a start costs a tenth of the CPU time.
+
+Owns the process that forks, and the double of `subprocess.Popen` that asks it. A forked process runs the same module with the
+same arguments, environment and files as a new interpreter would; but its imports are there already, it has a child that waits to
+fork its own children, and the kernel shows the command line and the environment of the first process that forks. Its name is its
+first argument, such as a role.
+
+    client ── order, files ──► forking process ── fork ──► go-between ── fork ──► process
+    client ◄── pid ── the go-between has ended: its child is the client's, which has taken in orphans meanwhile
+"""
+
+import atexit
+import contextlib
+import ctypes
+import fcntl
+import functools
+import gc
+import importlib
+import mmap
+import os
+import runpy
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import IO, Any
+from unittest import mock
+
+import msgspec
+
+from launch.child import prepare
+
+LOADED = (
+    *("torch", "transformers", "tokenizers", "jinja2", "zmq", "safetensors.torch"),
+    *("engine.backends", "engine.torch_executor", "engine.timed"),
+    *("launch.local", "launch.instance_process", "launch.follower_process", "launch.router_process"),
+    *("common.text.tokenizer_manager", "kv_transfer.torch_transport", "tests.kv_transfer.local_agent"),
+)
+ORDER_BYTES, MOST_FILES = 2**18, 16
+HIGH = 500
+"""Files wait at numbers from here on until they come to those that they must have."""
+MOST_PAGES = 2**14
+_PR_SET_NAME, _PR_SET_CHILD_SUBREAPER = 15, 36
+
+
+class Order(msgspec.Struct, frozen=True):
+    """One process."""
+
+    module: str
+    arguments: list[str]
+    environment: dict[str, str]
+    files: list[int]
+    """The numbers that the files that come along must have."""
+    folder: str
+
+
+class Forked:
+    """As much of `subprocess.Popen` as the parents of children use. Its process is a child of this one."""
+
+    def __init__(self, pid: int, stdout: IO[str]) -> None:
+        self.pid, self.stdout = pid, stdout
+
+    def wait(self) -> int:
+        return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+
+
+class Forks:
+    """A forking process as its parent sees it. asking: the socket to it."""
+
+    def __init__(self, asking: socket.socket) -> None:
+        self._asking = asking
+        self._lock = threading.Lock()
+
+    @contextlib.contextmanager
+    def forked(self) -> Iterator[None]:
+        """Children that are made meanwhile are forked."""
+        double = SimpleNamespace(Popen=self.popen, DEVNULL=subprocess.DEVNULL, PIPE=subprocess.PIPE, STDOUT=subprocess.STDOUT)
+        with mock.patch("common.processes.child.subprocess", double):
+            yield
+
+    def popen(self, command: Sequence[str], **options: Any) -> "Forked | subprocess.Popen[str]":
+        """As `subprocess.Popen` for a child. What is no module of Python is started as ever."""
+        words = [word for word in command if word != "-P"]
+        if words[:2] != [sys.executable, "-m"]:
+            return subprocess.Popen(command, **options)
+        inherited = options["pass_fds"]
+        order = Order(words[2], words[3:], options["env"], [0, 1, 2, *inherited], os.getcwd())
+        output, theirs = os.pipe()
+        with open(os.devnull) as nothing, open(theirs, "w") as written:
+            pid = self._ask(order, [nothing.fileno(), written.fileno(), written.fileno(), *inherited])
+        return Forked(pid, open(output, encoding=options["encoding"], errors=options["errors"]))
+
+    def _ask(self, order: Order, files: Sequence[int]) -> int:
+        """The pid of the new process."""
+        with self._lock:
+            _take_in_orphans(True)
+            try:
+                socket.send_fds(self._asking, [msgspec.json.encode(order)], list(files))
+                answer = self._asking.recv(100)
+            finally:
+                _take_in_orphans(False)
+        assert answer, "the process that forks has ended"
+        return int(answer)
+
+
+@contextlib.contextmanager
+def forked() -> Iterator[None]:
+    """Children that are made meanwhile are forked, where a process can take in orphans: on Linux."""
+    with forks().forked() if sys.platform == "linux" else contextlib.nullcontext():
+        yield
+
+
+@functools.cache
+def forks() -> Forks:
+    """The forking process of this one, with which it ends."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with theirs:
+        process = subprocess.Popen([sys.executable, "-m", "tests.rig.forks"], stdin=theirs.fileno())
+    atexit.register(process.wait)
+    atexit.register(ours.close)
+    return Forks(ours)
+
+
+def _take_in_orphans(does: bool) -> None:
+    assert ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, int(does), 0, 0, 0) == 0
+
+
+# --- the process that forks ----------------------------------------------------------------------------------------------------
+
+
+def _serve(asked: socket.socket) -> tuple[Order, list[int]]:
+    """Returns in each process that is forked, with what it is to be. Ends with the process that asks."""
+    while True:
+        data, files, _, _ = socket.recv_fds(asked, ORDER_BYTES, MOST_FILES)
+        if not data:
+            os._exit(0)
+        told, telling = os.pipe()
+        if (between := os.fork()) == 0:
+            go_between = os.getpid()
+            if (pid := os.fork()) != 0:
+                os.write(telling, str(pid).encode())
+                os._exit(0)
+            while os.getppid() == go_between:
+                time.sleep(0.001)
+            return msgspec.json.decode(data, type=Order), files
+        os.waitpid(between, 0)
+        asked.send(os.read(told, 100))
+        for file in (told, telling, *files):
+            os.close(file)
+
+
+def _become(order: Order, files: Sequence[int], asking: socket.socket) -> None:
+    held = [fcntl.fcntl(file, fcntl.F_DUPFD_CLOEXEC, HIGH) for file in (asking.detach(), *files)]
+    os.closerange(0, HIGH)
+    for file, number in zip(held[1:], order.files, strict=True):
+        os.dup2(file, number, inheritable=True)
+        os.close(file)
+    os.setsid()
+    os.chdir(order.folder)
+    os.environ.clear()
+    os.environ.update(order.environment)
+    sys.argv = [order.module, *order.arguments]
+    ctypes.CDLL(None).prctl(_PR_SET_NAME, (order.arguments or [order.module])[0].encode(), 0, 0, 0)
+    apart = mmap.mmap(-1, mmap.PAGESIZE * (1 + os.getpid() % MOST_PAGES))
+    """Never written: what comes after it has other addresses than in the other processes."""
+    with Forks(socket.socket(fileno=held[0])).forked():
+        runpy.run_module(order.module, run_name="__main__", alter_sys=True)
+    apart.close()
+
+
+def main() -> None:
+    prepare(1)  # what libraries read when they are loaded: how long threads of OpenMP spin
+    for name in LOADED:
+        importlib.import_module(name)
+    assert len(list(Path("/proc/self/task").iterdir())) == 1, "a process of several threads cannot be forked"
+    gc.collect()
+    gc.freeze()
+    order, files = _serve(socket.socket(fileno=os.dup(0)))
+    while True:
+        asking, asked = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        if os.fork() == 0:
+            asking.close()
+            for file in files:
+                os.close(file)
+            order, files = _serve(asked)
+        else:
+            break
+    _become(order, files, asking)
+
+
+if __name__ == "__main__":
+    main()
