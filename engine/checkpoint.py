@@ -169,44 +169,58 @@ def tensor_digests(files: Sequence[Path]) -> dict[str, str]:
 def _digests_of(file: Path) -> dict[str, str]:
     header, begin = _header(file)
     with file.open("rb") as opened, mmap(opened.fileno(), 0, access=ACCESS_READ) as mapped:
-        return _digests_in(mapped, header, begin)
+
+        def digest(name: str) -> str:
+            tensor = header[name]
+            first, end = tensor["data_offsets"]
+            with memoryview(mapped)[begin + first : begin + end] as data:
+                return f"{tensor['dtype']} {tensor['shape']} {content_digest(data)}"
+
+        names = [name for name in header if not _is_unread(name)]
+        with ThreadPoolExecutor(HASHING_THREADS) as threads:
+            return dict(zip(names, threads.map(digest, names), strict=True))
 
 
-def _digests_in(image: "Buffer", header: Mapping[str, Any], begin: int) -> dict[str, str]:
-    """Those of the tensors in the image of a safetensors file. begin: where they begin."""
-
-    def digest(name: str) -> str:
-        tensor = header[name]
-        first, end = tensor["data_offsets"]
-        with memoryview(image)[begin + first : begin + end] as data:
-            return f"{tensor['dtype']} {tensor['shape']} {content_digest(data)}"
-
-    names = [name for name in header if not _is_unread(name)]
-    with ThreadPoolExecutor(HASHING_THREADS) as threads:
-        return dict(zip(names, threads.map(digest, names), strict=True))
-
-
-def read_image(file: Path) -> tuple[dict[str, "Tensor"], dict[str, str]]:
-    """The tensors of a safetensors file and their digests, both of the bytes that are there at one moment: somebody may write to
-    shared memory at any time. Raises ConfigError."""
-    from safetensors.torch import load
-
+def read_shapes(file: Path) -> dict[str, tuple[int, ...]]:
+    """Those of the tensors in a safetensors file that a model reads. Raises ConfigError."""
     check_weights([file])
-    header, begin = _header(file)
-    image = file.read_bytes()
     try:
-        tensors = {name: tensor for name, tensor in load(image).items() if not _is_unread(name)}
-        return tensors, _digests_in(image, header, begin)
-    except (SafetensorError, LookupError, ValueError) as error:
+        return {name: tuple(tensor["shape"]) for name, tensor in _header(file)[0].items() if not _is_unread(name)}
+    except (LookupError, TypeError) as error:
         raise _not_whole(file, error) from error
+
+
+def read_copies(file: Path, progress: Callable[[str], None]) -> Iterator[tuple[str, "Tensor"]]:
+    """The tensors of a safetensors file that a model reads, one after the other, each a copy of the bytes that are there at one
+    moment: somebody may write to shared memory at any time. progress: as for `read_weights`. Raises ConfigError."""
+    import torch
+
+    header, begin = _header(file)
+    dtypes = {spelled: getattr(torch, name.removeprefix("torch.")) for name, spelled in _SPELLED.items()}
+    with file.open("rb") as opened:
+        for name in [name for name in header if not _is_unread(name)]:
+            progress("reading weights")
+            try:
+                first, end = header[name]["data_offsets"]
+                tensor = torch.empty(header[name]["shape"], dtype=dtypes[header[name]["dtype"]])
+                opened.seek(begin + first)
+                if end - first != tensor.nbytes or opened.readinto(_bytes_of(tensor)) != tensor.nbytes:
+                    raise ValueError(f"{name} is not there as a whole")
+            except (LookupError, TypeError, ValueError, RuntimeError) as error:
+                raise _not_whole(file, error) from error
+            yield name, tensor
 
 
 def tensor_digest(tensor: "Tensor") -> str:
     """That of a tensor of a float dtype, as `tensor_digests` gives it for one in a file."""
+    return f"{_SPELLED[str(tensor.dtype)]} {list(tensor.shape)} {content_digest(_bytes_of(tensor.cpu().contiguous()))}"
+
+
+def _bytes_of(tensor: "Tensor") -> memoryview:
+    """Those of a contiguous tensor in the host's memory, which can be written."""
     from torch import uint8
 
-    content = tensor.cpu().contiguous().reshape(-1).view(uint8).numpy().data
-    return f"{_SPELLED[str(tensor.dtype)]} {list(tensor.shape)} {content_digest(content)}"
+    return tensor.reshape(-1).view(uint8).numpy().data
 
 
 def _is_unread(name: str) -> bool:

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, fields, is_dataclass, replace
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -20,7 +21,8 @@ from common.messages.weights import WeightsFromGroup, WeightsInMemory, WeightsOn
 from engine.checkpoint import (
     HASHING_THREADS,
     TensorDigests,
-    read_image,
+    read_copies,
+    read_shapes,
     read_weights,
     tensor_digest,
     tensor_digests,
@@ -79,8 +81,11 @@ class ModelWeights:
             files = self._files(Path(source.folder))
             before = [_last_change(file) for file in files]
             tensors = self._digests(files)
+        elif isinstance(source, WeightsInMemory):
+            part = self._read_segments(source, progress)
         else:
-            part = self._read_segments(source) if isinstance(source, WeightsInMemory) else self._expect(source, progress)
+            part = self._expect(source, progress)
+        if part is not None:
             self._require_known(part)
         take_over = self._take_over(source, files, part, progress)
         if [_last_change(file) for file in files] != before:
@@ -131,20 +136,19 @@ class ModelWeights:
         _require_same_shape(read_served_shape(folder), self._shape, folder)
         return weight_files(folder)
 
-    def _read_segments(self, source: WeightsInMemory) -> "PartOfModel":
-        """What is in shared memory now."""
-        given, digests = dict[str, torch.Tensor](), dict[str, str]()
+    def _read_segments(self, source: WeightsInMemory, progress: Callable[[str], None]) -> "PartOfModel":
+        """What is in shared memory. Each weight is read when it is taken out."""
+        announced, files, digests = dict[str, Stored](), list[Path](), dict[str, str]()
         for segment in source.segments:
-            file = SHARED_MEMORY / segment
-            if "/" in segment or not file.is_file():
+            files.append(SHARED_MEMORY / segment)
+            if "/" in segment or not files[-1].is_file():
                 raise BadRequest(f"shared_memory: there is no {segment[:80]!r} on this host", field="shared_memory")
-            tensors, of_tensors = read_image(file)
-            for name, tensor in tensors.items():
-                if name in given:
+            for name, shape in read_shapes(files[-1]).items():
+                if name in announced:
                     raise BadRequest(f"shared_memory: the weight {name} is there twice", field="shared_memory")
-                given[name] = tensor
-            digests |= of_tensors
-        return PartOfModel(_FIELDS[WeightsInMemory], given, given.items(), digests)
+                announced[name] = Announced(shape)
+        copies = chain.from_iterable(read_copies(file, progress) for file in files)
+        return PartOfModel(_FIELDS[WeightsInMemory], announced, _digested(copies, digests), digests)
 
     def _expect(self, source: WeightsFromGroup, progress: Callable[[str], None]) -> "PartOfModel":
         """What a trainer is about to send. It is received when it is taken out."""
@@ -153,18 +157,8 @@ class ModelWeights:
             raise BadRequest("names: a weight is there twice", field="names")
         self.groups.require(source.group)
         digests = dict[str, str]()
-        return PartOfModel(_FIELDS[WeightsFromGroup], announced, self._received(source, digests, progress), digests)
-
-    def _received(
-        self, source: WeightsFromGroup, digests: dict[str, str], progress: Callable[[str], None]
-    ) -> Iterator[tuple[str, torch.Tensor]]:
-        """The weights as they come; `digests` has all of them in the end."""
-        with ThreadPoolExecutor(HASHING_THREADS) as threads:
-            found = dict[str, Future[str]]()
-            for name, tensor in self.groups.receive(source, progress):
-                found[name] = threads.submit(tensor_digest, tensor)
-                yield name, tensor
-            digests |= {name: digest.result() for name, digest in found.items()}
+        weights = _digested(self.groups.receive(source, progress), digests)
+        return PartOfModel(_FIELDS[WeightsFromGroup], announced, weights, digests)
 
     def _require_known(self, part: "PartOfModel") -> None:
         """Raises BadRequest for a name that the checkpoint does not have: another spelling of a weight would have another
@@ -279,6 +273,16 @@ def _roomy_device(loading: Loading, needed: int) -> torch.device:
             return place
     found = " and ".join(f"{gib(free_bytes)} of {place}" for place, free_bytes in free.items())
     raise MemoryShort(f"new weights take {gib(needed)} beside those in use, and {found} are free")
+
+
+def _digested(weights: Iterable[tuple[str, torch.Tensor]], digests: dict[str, str]) -> Iterator[tuple[str, torch.Tensor]]:
+    """The same, one after the other; `digests` has those of all in the end."""
+    with ThreadPoolExecutor(HASHING_THREADS) as threads:
+        found = dict[str, Future[str]]()
+        for name, tensor in weights:
+            found[name] = threads.submit(tensor_digest, tensor)
+            yield name, tensor
+        digests |= {name: digest.result() for name, digest in found.items()}
 
 
 def _last_change(file: Path) -> tuple[int, int, int]:
