@@ -30,7 +30,17 @@ QUICK: dict[str, Any] = {"models": "tiny", "adapters": "1,3", "rows": 4, "rounds
 LEAST = {1: 0.9, 8: 0.8, 64: 0.6}
 """Goals: the throughput with so many adapters, as a part of that of the model alone."""
 STEADY = "Ratios are taken in one round."
-CHOSEN = (*OF_TIMED, "max_running", "context_tokens", "lora", "max_loaded_loras", "max_loras_per_batch", "max_lora_rank")
+KV_MEMORY = "2GiB"
+CHOSEN = (
+    *OF_TIMED,
+    "max_running",
+    "context_tokens",
+    "kv_memory",
+    "lora",
+    "max_loaded_loras",
+    "max_loras_per_batch",
+    "max_lora_rank",
+)
 """Fields of the engine that are no flags here."""
 
 
@@ -92,6 +102,7 @@ def measure(bench: AdapterBench, engine: EngineConfig, name: str) -> list[Adapte
         engine,
         max_running=bench.rows,
         context_tokens=256,
+        kv_memory=KV_MEMORY,
         max_loaded_loras=most,
         max_loras_per_batch=most,
         max_lora_rank=bench.rank,

@@ -38,6 +38,7 @@ from common.config import DEMO_MODEL, EngineConfig, ModelConfig
 from common.executor import Chunk, EngineDescription, RowStart, StepPlan
 from common.ids import Digest, Int32Array
 from common.model_path import resolve_model_path
+from common.options import require
 from common.pages.layout import ITEM_BYTES, KVDtype, KVLayout
 from common.sampling_params import Grammar, SamplingParams
 from engine.backends import device_of, make_attention, make_kernels
@@ -522,6 +523,7 @@ def sampling_plans(runner: ModelRunner, sampling: SamplingParams, adapters: Sequ
         runner.grammars.prepare(sampling.grammar, lambda: None).wait()
     described = runner.description
     pages = described.layout.pages_for(PROMPT_TOKENS + STEPS_AT_ONCE + 1)
+    require(described.max_rows * pages <= described.total_pages, "kv_memory", "enough for all rows", described.total_pages)
     random = np.random.default_rng(5)
     starts = tuple(
         RowStart(
