@@ -25,7 +25,7 @@ TYPES = {
 }
 BF16 = torch.bfloat16
 MOST_REGISTERS = 64
-"""Of a thread, so that a multiprocessor holds 1,024 of them."""
+"""Each thread takes at most so many, so that a multiprocessor holds 1,024 of them."""
 
 
 class Compiling:
