@@ -58,6 +58,15 @@ MODELS: dict[str, Callable[[], PreTrainedModel]] = {
 }
 
 
+@pytest.mark.parametrize("lora", LORAS, ids=lambda lora: f"rank {lora.rank}")
+def test_the_models_that_answers_are_compared_with_are_those_that_peft_merges(lora: Lora, tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft", reason="needs the package peft")
+    model = llama(num_hidden_layers=2)
+    theirs = peft.PeftModel.from_pretrained(copy.deepcopy(model), str(lora.saved(model, tmp_path))).merge_and_unload()
+    for (name, ours), (_, merged) in zip(lora.merged(model).named_parameters(), theirs.named_parameters(), strict=True):
+        torch.testing.assert_close(ours, merged, atol=1e-6, rtol=0, msg=name)
+
+
 @pytest.fixture(params=["plain", pytest.param("packed", marks=pytest.mark.skipif(not CAN_RECORD, reason="no C compiler"))])
 def is_packed(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
     """Whether every layer's weights are packed for the product in C."""
