@@ -20,6 +20,7 @@ REQUESTS = 24
 """As many as are open at once, twice. They are sent again until the faults are through."""
 
 
+@pytest.mark.soak  # ./check --long has 50 faults; e2e/test_supervision.py strikes each kind of process once in every run
 @pytest.mark.timeout(600)
 def test_answers_under_faults_are_those_of_a_fleet_without_faults(tmp_path: Path) -> None:
     outcome = asyncio.run(run(Plan(requests=REQUESTS, faults=6), tmp_path, print))
