@@ -115,9 +115,7 @@ def _header(file: Path) -> tuple[dict[str, Any], int]:
             header_bytes = int.from_bytes(opened.read(8), "little")
             header = json.loads(opened.read(header_bytes if header_bytes < size else 0))
         header.pop("__metadata__", None)
-        needed = 8 + header_bytes + max((tensor["data_offsets"][1] for tensor in header.values()), default=0)
-        if not all(isinstance(tensor["dtype"], str) for tensor in header.values()):
-            raise TypeError("a dtype is no text")
+        needed = 8 + header_bytes + _tiled_bytes(header)
     except (AttributeError, LookupError, OSError, TypeError, ValueError) as error:
         raise ConfigError(f"{file} is not a safetensors file, or not a whole one: its header cannot be read") from error
     if needed != size:
@@ -125,6 +123,19 @@ def _header(file: Path) -> tuple[dict[str, Any], int]:
             f"{file} is not a safetensors file, or not a whole one: by its header it has {needed} bytes, but it has {size}"
         )
     return header, 8 + header_bytes
+
+
+def _tiled_bytes(header: Mapping[str, Any]) -> int:
+    """The bytes of all tensors. Raises LookupError, TypeError or ValueError where they overlap or leave a hole, which the format
+    forbids, and for names and dtypes that nobody could be told."""
+    for name, tensor in header.items():
+        (name + tensor["dtype"]).encode()  # JSON allows halves of characters
+    end = 0
+    for begin, following in sorted(tensor["data_offsets"] for tensor in header.values()):
+        if type(begin) is not int or type(following) is not int or begin != end or following < begin:
+            raise ValueError("the tensors overlap, or there is a hole between them")
+        end = following
+    return end
 
 
 TensorDigests: TypeAlias = Mapping[str, str]
@@ -154,7 +165,7 @@ def tensor_digests(files: Sequence[Path]) -> dict[str, str]:
     fresh: dict[str, dict[str, str]] = {}
     for file in files:
         status = file.stat()
-        key = f"{file.resolve()} {status.st_dev} {status.st_ino} {status.st_size} {status.st_mtime_ns}"
+        key = f"{file.resolve()} {status.st_dev} {status.st_ino} {status.st_size} {status.st_mtime_ns} {status.st_ctime_ns}"
         digests = known.get(key)
         if digests is None:
             digests = _digests_of(file)
@@ -181,34 +192,38 @@ def _digests_of(file: Path) -> dict[str, str]:
             return dict(zip(names, threads.map(digest, names), strict=True))
 
 
-def read_shapes(file: Path) -> dict[str, tuple[int, ...]]:
-    """Those of the tensors in a safetensors file that a model reads. Raises ConfigError."""
-    check_weights([file])
-    try:
-        return {name: tuple(tensor["shape"]) for name, tensor in _header(file)[0].items() if not _is_unread(name)}
-    except (LookupError, TypeError) as error:
-        raise _not_whole(file, error) from error
+class TensorCopies:
+    """What to read of a safetensors file in shared memory, to which somebody may write at any time: by its header, which is read
+    once. Raises ConfigError."""
 
+    def __init__(self, file: Path) -> None:
+        check_weights([file])
+        header, self._begin = _header(file)
+        self._file = file
+        self._tensors = {name: tensor for name, tensor in header.items() if not _is_unread(name)}
+        try:
+            self.shapes: dict[str, tuple[int, ...]] = {name: tuple(tensor["shape"]) for name, tensor in self._tensors.items()}
+        except (LookupError, TypeError) as error:
+            raise _not_whole(file, error) from error
 
-def read_copies(file: Path, progress: Callable[[str], None]) -> Iterator[tuple[str, "Tensor"]]:
-    """The tensors of a safetensors file that a model reads, one after the other, each a copy of the bytes that are there at one
-    moment: somebody may write to shared memory at any time. progress: as for `read_weights`. Raises ConfigError."""
-    import torch
+    def read(self, progress: Callable[[str], None]) -> Iterator[tuple[str, "Tensor"]]:
+        """One tensor after the other, each a copy of the bytes that are there at one moment. progress: as for `read_weights`.
+        Raises ConfigError."""
+        import torch
 
-    header, begin = _header(file)
-    dtypes = {spelled: getattr(torch, name.removeprefix("torch.")) for name, spelled in _SPELLED.items()}
-    with file.open("rb") as opened:
-        for name in [name for name in header if not _is_unread(name)]:
-            progress("reading weights")
-            try:
-                first, end = header[name]["data_offsets"]
-                tensor = torch.empty(header[name]["shape"], dtype=dtypes[header[name]["dtype"]])
-                opened.seek(begin + first)
-                if end - first != tensor.nbytes or opened.readinto(_bytes_of(tensor)) != tensor.nbytes:
-                    raise ValueError(f"{name} is not there as a whole")
-            except (LookupError, TypeError, ValueError, RuntimeError) as error:
-                raise _not_whole(file, error) from error
-            yield name, tensor
+        dtypes = {spelled: getattr(torch, name.removeprefix("torch.")) for name, spelled in _SPELLED.items()}
+        with self._file.open("rb") as opened:
+            for name, of in self._tensors.items():
+                progress("reading weights")
+                try:
+                    first, end = of["data_offsets"]
+                    tensor = torch.empty(self.shapes[name], dtype=dtypes[of["dtype"]])
+                    opened.seek(self._begin + first)
+                    if end - first != tensor.nbytes or opened.readinto(_bytes_of(tensor)) != tensor.nbytes:
+                        raise ValueError(f"{name} is not there as a whole")
+                except (LookupError, TypeError, ValueError, RuntimeError) as error:
+                    raise _not_whole(self._file, error) from error
+                yield name, tensor
 
 
 def tensor_digest(tensor: "Tensor") -> str:

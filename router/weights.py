@@ -125,8 +125,8 @@ class FleetWeights:
         """Members that have the weights of the fleet, and are to learn what these are called."""
         self._bringing: dict[Life, Digest | None] = {}
         """Newcomers that had others, and what they have staged so far."""
-        self._unable: dict[Life, tuple[Digest, str]] = {}
-        """Which weights of the fleet a newcomer could not be given, and why."""
+        self._unable: dict[Life, str] = {}
+        """Why newcomers could not be given the fleet's weights."""
         self.update: Update | None = None
         self.is_paused = False
         """Somebody wants no request placed until told otherwise."""
@@ -254,7 +254,7 @@ class FleetWeights:
             self._bringing[life] = None if is_lost else message.weights
             if message.weights != self.target and not is_lost:
                 reason = message.failed.message if message.failed is not None else f"it has read {message.weights}"
-                self._unable[life] = self.target, reason
+                self._unable[life] = reason
                 self._mark(member)
         orders.sends += self._orders(member)
         self._proceed(orders, now)
@@ -292,9 +292,8 @@ class FleetWeights:
         """Note why the member gets no requests, if its weights are the reason."""
         update, misfit = self.update, ""
         if not self._fits(member):
-            unable_to, reason = self._unable.get(member.life, (None, ""))
             misfit = f"it computes with {member.weights}, and the fleet with {self.target}"
-            if unable_to == self.target:
+            if (reason := self._unable.get(member.life)) is not None:
                 misfit = f"it cannot be given the weights of the fleet, {self.target}: {reason}"
             elif update is None and self._source is None and member.life in self._bringing:
                 misfit = f"{misfit}: {_SAME_FILES}"
@@ -419,6 +418,7 @@ class FleetWeights:
         """New requests go to the members that have changed; the others rest and follow."""
         self.target, self.version = update.weights, update.name
         self._source, self._source_number = update.source, update.number
+        self._unable.clear()
         update.resting.clear()
         orders.goes_on = True
         for member in self._members():
@@ -429,6 +429,7 @@ class FleetWeights:
         """Everybody that is left has the new weights."""
         self.update = None
         self._bringing.clear()
+        self._unable.clear()
         same = update.phase is UpdatePhase.STAGING
         self.target, self.version = update.weights, (update.version or self.version) if same else update.name
         self._source, self._source_number = update.source, update.number
@@ -471,6 +472,7 @@ class FleetWeights:
         weights, count = Counter(member.weights for member in members).most_common(1)[0]
         if weights and weights != self.target and 2 * count > len(members):
             self.target, self._source = weights, None
+            self._unable.clear()
             self.version = next(member.weight_version for member in members if member.weights == weights)
             for member in members:
                 self._mark(member)

@@ -49,7 +49,8 @@ class Failed(Message, frozen=True):
     @classmethod
     def of(cls, error: TandemError) -> "Failed":
         field = error.field if isinstance(error, BadRequest) else None
-        return cls(message=str(error), kind=error.kind, status=error.status, retryable=error.retryable, field=field)
+        message = str(error).encode(errors="replace").decode()  # a name from a file may have half a character, which has no UTF-8
+        return cls(message=message, kind=error.kind, status=error.status, retryable=error.retryable, field=field)
 
     def to_error(self, message: str) -> TandemError:
         """What it was made of, with another message: BadRequest, or else Unavailable."""

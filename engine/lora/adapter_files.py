@@ -8,12 +8,13 @@ Kalajdzievski 2023 (rsLoRA), PEFT's `LoraConfig` 0.21.
 import json
 import math
 import re
-from collections.abc import Mapping
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import regex
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load
@@ -47,10 +48,13 @@ _FIXES = {
 }
 _OTHER_BASES = ("pissa", "olora", "corda", "loftq", "lora_ga")
 """Ways to begin training that change the base weights too."""
-_PATTERN = r"(.*\.)?({})$"
-"""The names that a key of a pattern means, as PEFT's `get_pattern_key` has it."""
-_MATCH_S = 0.5
-"""Some expressions take for ever, which Python's own `re` cannot be kept from."""
+_MATCH = r"""
+import json, re, sys
+keys, modules = json.load(sys.stdin)
+means = {module: key for module in modules for key in reversed(keys) if re.match(rf"(.*\.)?({key})$", module)}
+json.dump(means, sys.stdout)
+"""
+_MATCH_S = 5.0
 _NAMED = 3
 """How many tensors an error names."""
 
@@ -144,6 +148,8 @@ class _AdapterConfig:
         self._rank = self._whole("r", self._values.get("r", 8))
         self._alpha = self._number("lora_alpha", self._values.get("lora_alpha", 8))
         ranks, alphas = self._pattern("rank_pattern"), self._pattern("alpha_pattern")
+        self._rank_keys, self._alpha_keys = dict[str, str](), dict[str, str]()
+        """By module."""
         self._ranks = {key: self._whole("rank_pattern", value) for key, value in ranks.items()}
         self._alphas = {key: self._number("alpha_pattern", value) for key, value in alphas.items()}
         self._is_rslora = self._values.get("use_rslora") or False
@@ -188,13 +194,17 @@ class _AdapterConfig:
         modules = {module for each in found.values() for module in each}
         if layers is not None:
             modules = {module for module in modules if int(module.split(".")[2]) in layers}
-        return [module for module in targets if module in modules]
+        found_here = [module for module in targets if module in modules]
+        self._rank_keys = _matching(self.file, self._ranks, found_here)
+        self._alpha_keys = _matching(self.file, self._alphas, found_here)
+        return found_here
 
     def rank_of(self, module: str) -> int:
-        return self._ranks.get(_matching(self._ranks, module), self._rank)
+        return self._ranks[self._rank_keys[module]] if module in self._rank_keys else self._rank
 
     def scaling_of(self, module: str) -> float:
-        rank, alpha = self.rank_of(module), self._alphas.get(_matching(self._alphas, module), self._alpha)
+        rank = self.rank_of(module)
+        alpha = self._alphas[self._alpha_keys[module]] if module in self._alpha_keys else self._alpha
         return alpha / math.sqrt(rank) if self._is_rslora else alpha / rank
 
     def digest(self, tensors: Mapping[str, Tensor]) -> Digest:
@@ -223,29 +233,27 @@ class _AdapterConfig:
     def _pattern(self, field: str) -> dict[str, Any]:
         """By regular expressions over names of modules, the first of which counts."""
         pattern = self._values.get(field) or {}
-        try:
-            if isinstance(pattern, dict):
-                for key in pattern:
-                    re.compile(_PATTERN.format(key))
-                return pattern
-        except re.error:
-            pass
+        if isinstance(pattern, dict):
+            return pattern
         raise self._refused(field, "an object whose names are regular expressions")
 
     def _refused(self, field: str, rule: str) -> ConfigError:
         return ConfigError(f"{self.file}: {field} must be {rule}; it is {str(self._values.get(field))[:80]}")
 
 
-def _matching(pattern: Mapping[str, object], module: str) -> str:
-    """The key of a pattern that means this module, as PEFT's `get_pattern_key` finds it; the module itself: none. Raises
-    ConfigError."""
-    for key in pattern:
-        try:
-            if regex.match(_PATTERN.format(key), module, timeout=_MATCH_S):
-                return key
-        except TimeoutError as error:
-            raise ConfigError(f"{CONFIG}: whether {key[:80]} means {module} takes too long to tell: name the module") from error
-    return module
+def _matching(file: Path, pattern: Mapping[str, object], modules: Sequence[str]) -> dict[str, str]:
+    """For each module the key of a pattern that means it, as PEFT's `get_pattern_key` finds it; none where there is none. Some
+    expressions take for ever, so another process tries them. Raises ConfigError."""
+    if not pattern:
+        return {}
+    given, why = json.dumps([list(pattern), list(modules)]), "they are no regular expressions"
+    try:
+        done = subprocess.run([sys.executable, "-I", "-c", _MATCH], input=given, capture_output=True, text=True, timeout=_MATCH_S)
+        if done.returncode == 0:
+            return dict(json.loads(done.stdout))
+    except subprocess.TimeoutExpired:
+        why = f"that takes more than {_MATCH_S:g} s"
+    raise ConfigError(f"{file}: cannot find out which modules {', '.join(pattern)[:80]} mean, because {why}: name the modules")
 
 
 def _read_tensors(path: Path) -> dict[str, Tensor]:

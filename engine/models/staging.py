@@ -20,9 +20,8 @@ from common.ids import Digest
 from common.messages.weights import WeightsFromGroup, WeightsInMemory, WeightsOnDisk, WeightsSource
 from engine.checkpoint import (
     HASHING_THREADS,
+    TensorCopies,
     TensorDigests,
-    read_copies,
-    read_shapes,
     read_weights,
     tensor_digest,
     tensor_digests,
@@ -138,16 +137,17 @@ class ModelWeights:
 
     def _read_segments(self, source: WeightsInMemory, progress: Callable[[str], None]) -> "PartOfModel":
         """What is in shared memory. Each weight is read when it is taken out."""
-        announced, files, digests = dict[str, Stored](), list[Path](), dict[str, str]()
+        announced, files, digests = dict[str, Stored](), list[TensorCopies](), dict[str, str]()
         for segment in source.segments:
-            files.append(SHARED_MEMORY / segment)
-            if "/" in segment or not files[-1].is_file():
+            file = SHARED_MEMORY / segment
+            if "/" in segment or not file.is_file():
                 raise BadRequest(f"shared_memory: there is no {segment[:80]!r} on this host", field="shared_memory")
-            for name, shape in read_shapes(files[-1]).items():
+            files.append(TensorCopies(file))
+            for name, shape in files[-1].shapes.items():
                 if name in announced:
                     raise BadRequest(f"shared_memory: the weight {name} is there twice", field="shared_memory")
                 announced[name] = Announced(shape)
-        copies = chain.from_iterable(read_copies(file, progress) for file in files)
+        copies = chain.from_iterable(file.read(progress) for file in files)
         return PartOfModel(_FIELDS[WeightsInMemory], announced, _digested(copies, digests), digests)
 
     def _expect(self, source: WeightsFromGroup, progress: Callable[[str], None]) -> "PartOfModel":

@@ -414,7 +414,7 @@ FIELDS: dict[str, tuple[object, str]] = {
     "peft_type": ("IA3", "peft_type must be LORA; it is IA3"),
     "r": (33, "r is 33, and --max-lora-rank 32: give more"),
     "rank_pattern": ({"q_proj": 300}, "rank_pattern is 300, .*the most is 256"),
-    "alpha_pattern": ({"(?i)Q_PROJ": 1.0}, "alpha_pattern must be an object .*regular"),
+    "alpha_pattern": ({"(?i)Q_PROJ": 1.0}, "cannot find out which modules .* no regular expressions"),
     "lora_alpha": ("high", "lora_alpha must be a number"),
     "use_rslora": ("yes", "use_rslora must be true or false"),
     "target_modules": (["q_proj", "lm_head"], "target_modules must be among .*: lm_head is none"),
@@ -446,10 +446,13 @@ def test_an_adapter_that_cannot_be_computed_is_refused_by_its_field(
         read_adapter(path, slots.targets, 32)
 
 
-def test_a_pattern_that_takes_for_ever_is_refused(tmp_path: Path, loading: tuple[PreTrainedModel, AdapterSlots]) -> None:
+def test_a_pattern_that_takes_for_ever_is_refused(
+    tmp_path: Path, loading: tuple[PreTrainedModel, AdapterSlots], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("engine.lora.adapter_files._MATCH_S", 0.5)
     model, slots = loading
     path = LORAS[0].saved(model, tmp_path, alpha_pattern={"(.|..)+(?<=!)": 1.0})
-    with pytest.raises(ConfigError, match=r"adapter_config\.json: whether .* means model\.layers\.0.* takes too long"):
+    with pytest.raises(ConfigError, match=r"adapter_config\.json: cannot find out which modules .* more than 0.5 s"):
         read_adapter(path, slots.targets, 32)
 
 

@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 from uuid import uuid4
 
 import numpy as np
@@ -18,12 +19,12 @@ from safetensors.torch import save_file
 from transformers import PreTrainedModel
 
 from common.config import EngineConfig, ModelConfig
-from common.errors import BadRequest, MemoryShort, TandemError
+from common.errors import BadRequest, ConfigError, MemoryShort, TandemError
 from common.host import HostMemory
 from common.ids import Digest, Int32Array
 from common.messages.weights import WeightsInMemory, WeightsOnDisk, WeightsSource
 from engine import checkpoint
-from engine.checkpoint import tensor_digests, weight_files, weights_digest
+from engine.checkpoint import TensorCopies, tensor_digest, tensor_digests, weight_files, weights_digest
 from engine.model_runner import ModelRunner
 from engine.models import staging, weights
 from engine.models.staging import SHARED_MEMORY
@@ -182,6 +183,54 @@ def test_shared_memory_that_changes_later_changes_nothing_and_staged_memory_is_g
     before = made.weights.digest
     exchange(made, WeightsInMemory((shared,)))
     assert made.weights.digest != before, "it is read again"
+
+
+def test_a_weight_that_comes_into_shared_memory_while_it_is_read_does_not_count(
+    tmp_path: Path, segment: Callable[[dict[str, torch.Tensor]], str]
+) -> None:
+    model = llama()
+    made = runner(saved(model, tmp_path / "old"))
+    norm, late = "model.layers.0.input_layernorm.weight", "model.layers.0.self_attn.o_proj.weight"
+    tensors = {name: 2 * model.get_parameter(name).detach() for name in (norm, late)}
+    shared = segment({norm: tensors[norm]})
+
+    def rewrite(_: str) -> None:
+        save_file(tensors, SHARED_MEMORY / "rewritten")
+        (SHARED_MEMORY / shared).write_bytes((SHARED_MEMORY / "rewritten").read_bytes())
+        (SHARED_MEMORY / "rewritten").unlink()
+
+    made.weights.switch(made.weights.stage(WeightsInMemory((shared,)), rewrite))
+    in_use = torch.tensor(made.weights.read(norm, 10**6))
+    known = tensor_digests(weight_files(tmp_path / "old")) | {norm: tensor_digest(in_use)}
+    assert made.weights.digest == weights_digest(known)
+    assert torch.equal(torch.tensor(made.weights.read(late, 10**6)), tensors[late] / 2)
+
+
+def one(begin: int, end: int, dtype: str = "F32") -> dict[str, Any]:
+    """A tensor as a header has it."""
+    return {"dtype": dtype, "shape": [(end - begin) // 4], "data_offsets": [begin, end]}
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        {"a": one(-8, 0)},
+        {"a": one(0, 8), "b": one(4, 12)},
+        {"a": one(4, 12)},
+        {"a": one(False, 4)},
+        {"\ud800": one(0, 4)},
+        {"a": one(0, 4, "\ud800")},
+    ],
+    ids=["before the data", "overlap", "hole", "no number", "half a character", "dtype of half a character"],
+)
+def test_a_header_that_lies_is_refused(tmp_path: Path, header: dict[str, dict[str, Any]]) -> None:
+    text, file = json.dumps(header).encode(), tmp_path / "lies"
+    data = max(0, *(tensor["data_offsets"][1] for tensor in header.values()))
+    file.write_bytes(len(text).to_bytes(8, "little") + text + bytes(data))
+    with pytest.raises(ConfigError, match="not a safetensors file, or not a whole one"):
+        TensorCopies(file)
+    with pytest.raises(ConfigError, match="not a safetensors file, or not a whole one"):
+        tensor_digests([file])
 
 
 def test_int8_weights_are_those_of_a_fresh_start_also_where_only_a_part_was_given(

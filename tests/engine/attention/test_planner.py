@@ -20,8 +20,9 @@ from tests.engine.attention.steps import Shape
 Planner = Callable[..., list[int] | None]
 HEADERS = ("attention/scheduler.cuh", "attention/heap.h", "allocator.h", "exception.h")
 TILE_OF_QUERIES = "inline uint32_t FA2DetermineCtaTileQ("
-HEADS = [(32, 8, 128), (64, 8, 128), (8, 1, 128), (16, 8, 128), (32, 32, 64), (40, 8, 256)]
-"""Query heads, KV heads and head dim: Llama-3 of 8 B and 70 B, the latter shared by 8 ranks, Qwen3-0.6B, and others."""
+HEADS = [(32, 8, 128), (64, 8, 128), (8, 1, 128), (16, 8, 128), (32, 32, 64), (40, 8, 256), (64, 2, 128), (128, 1, 64)]
+"""Query heads, KV heads and head dim: Llama-3 of 8 B and 70 B, the latter shared by 8 ranks, Qwen3-0.6B, and others: of each size
+of a tile."""
 CARDS = (78, 114, 132)
 """Multiprocessors."""
 MOST_ROWS, WINDOWS, PLANS = 512, (-1, 1_023), 200
@@ -99,7 +100,7 @@ def test_the_workspace_holds_what_is_planned_for_any_chunks(
 def test_a_graph_of_so_many_rows_has_one_plan_whatever_their_lengths_are(
     plan: Planner, workspace_bytes: Callable[[tuple[int, int, int], int, int], int], heads: tuple[int, int, int]
 ) -> None:
-    """On tensor cores, by the planner of FA2. The workspace and the schedule have room for the most rows, and no more."""
+    """On tensor cores, by the planner of FA2. The workspace and the schedule have room for the most rows."""
     random = np.random.default_rng(sum(heads))
     for sms in CARDS:
         for page_size in (1, 16, 64):
