@@ -1,9 +1,10 @@
 """Processes that are forked from one that has loaded the product and its libraries: a start costs a tenth of the CPU time.
 
 Owns the process that forks, and the double of `subprocess.Popen` that asks it. A forked process runs the same module with the
-same arguments and files as a new interpreter would, and finds the same environment; but its imports are there already, with what
-they read of the environment of the process that forks (so PYTHONPATH of an order has no effect), it has a child that waits to fork its own children, and the kernel shows the command line and the environment of the first process that forks. Its name is its
-first argument, such as a role.
+same arguments and files as a new interpreter would, and finds the same environment. But its imports are there already, with what
+they read of the environment of the process that forks (PYTHONPATH of an order has no effect), it has a child that waits to fork
+its own children, and the kernel shows the command line and the environment of the first process that forks. Its name is its first
+argument, such as a role.
 
     client ── order, files ──► forking process ── fork ──► go-between ── fork ──► process
     client ◄── pid ── the go-between has ended: its child is the client's, which has taken in orphans meanwhile
