@@ -95,11 +95,14 @@ def check_weights(files: Sequence[Path], ignored: Callable[[str], bool] = lambda
             if name in places:
                 raise ConfigError(f"{file.parent} has the weight {name} twice: in {places[name].name} and in {file.name}")
             places[name] = file
-            if dtype not in _FLOATS and not ignored(name):
-                raise ConfigError(
-                    f"{file}: the weight {name} is of {dtype}; supported are {', '.join(_FLOATS)}: give the checkpoint before "
-                    f"quantisation"
-                )
+            if not ignored(name):
+                _require_float(file, name, dtype)
+
+
+def _require_float(file: Path, name: str, dtype: str) -> None:
+    if dtype not in _FLOATS:
+        fix = "give the checkpoint before quantisation"
+        raise ConfigError(f"{file}: the weight {name} is of {dtype}; supported are {', '.join(_FLOATS)}: {fix}")
 
 
 def _dtypes(file: Path) -> dict[str, str]:
@@ -148,7 +151,7 @@ SETTLED_S = 3.0
 
 
 def content_digest(data: "Buffer") -> str:
-    """32 hexadecimal digits of BLAKE3, which takes a fourth of the time that hashlib's fastest does."""
+    """32 hexadecimal digits of BLAKE3, which takes a fourth of the time of hashlib's BLAKE2, and half of that of its SHA-256."""
     return blake3(data).hexdigest(length=16)
 
 
@@ -185,7 +188,7 @@ def _digests_of(file: Path) -> dict[str, str]:
             tensor = header[name]
             first, end = tensor["data_offsets"]
             with memoryview(mapped)[begin + first : begin + end] as data:
-                return f"{tensor['dtype']} {tensor['shape']} {content_digest(data)}"
+                return _digest_of_tensor(tensor["dtype"], tensor["shape"], data)
 
         names = [name for name in header if not _is_unread(name)]
         with ThreadPoolExecutor(HASHING_THREADS) as threads:
@@ -197,8 +200,9 @@ class TensorCopies:
     once. Raises ConfigError."""
 
     def __init__(self, file: Path) -> None:
-        check_weights([file])
         header, self._begin = _header(file)
+        for name, tensor in header.items():
+            _require_float(file, name, tensor["dtype"])
         self._file = file
         self._tensors = {name: tensor for name, tensor in header.items() if not _is_unread(name)}
         try:
@@ -228,7 +232,11 @@ class TensorCopies:
 
 def tensor_digest(tensor: "Tensor") -> str:
     """That of a tensor of a float dtype, as `tensor_digests` gives it for one in a file."""
-    return f"{_SPELLED[str(tensor.dtype)]} {list(tensor.shape)} {content_digest(_bytes_of(tensor.cpu().contiguous()))}"
+    return _digest_of_tensor(_SPELLED[str(tensor.dtype)], list(tensor.shape), _bytes_of(tensor.cpu().contiguous()))
+
+
+def _digest_of_tensor(dtype: str, shape: list[int], data: "Buffer") -> str:
+    return f"{dtype} {shape} {content_digest(data)}"
 
 
 def _bytes_of(tensor: "Tensor") -> memoryview:

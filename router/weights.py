@@ -414,11 +414,14 @@ class FleetWeights:
         if update.held_since_s is None:
             update.held_since_s = now
 
+    def _aim_at(self, weights: Digest, version: str, source: WeightsSource | None, number: int) -> None:
+        """Members must compute with these from now on."""
+        self.target, self.version, self._source, self._source_number = weights, version, source, number
+        self._unable.clear()  # they were about others, or about another source
+
     def _turn_to(self, update: Update, orders: Orders) -> None:
         """New requests go to the members that have changed; the others rest and follow."""
-        self.target, self.version = update.weights, update.name
-        self._source, self._source_number = update.source, update.number
-        self._unable.clear()
+        self._aim_at(update.weights, update.name, update.source, update.number)
         update.resting.clear()
         orders.goes_on = True
         for member in self._members():
@@ -429,10 +432,9 @@ class FleetWeights:
         """Everybody that is left has the new weights."""
         self.update = None
         self._bringing.clear()
-        self._unable.clear()
         same = update.phase is UpdatePhase.STAGING
-        self.target, self.version = update.weights, (update.version or self.version) if same else update.name
-        self._source, self._source_number = update.source, update.number
+        version = (update.version or self.version) if same else update.name
+        self._aim_at(update.weights, version, update.source, update.number)
         self.is_paused = self.is_paused or update.keeps_pause
         orders.goes_on = True
         members = list(self._members())
@@ -471,8 +473,7 @@ class FleetWeights:
         members = [member for member in self._members() if member.life not in self._bringing]
         weights, count = Counter(member.weights for member in members).most_common(1)[0]
         if weights and weights != self.target and 2 * count > len(members):
-            self.target, self._source = weights, None
-            self._unable.clear()
-            self.version = next(member.weight_version for member in members if member.weights == weights)
+            version = next(member.weight_version for member in members if member.weights == weights)
+            self._aim_at(weights, version, None, self._source_number)
             for member in members:
                 self._mark(member)

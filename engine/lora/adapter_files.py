@@ -13,7 +13,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from safetensors import SafetensorError
@@ -26,6 +26,7 @@ from common.ids import Digest
 from common.model_path import read_json
 from engine.checkpoint import content_digest
 
+N = TypeVar("N", int, float)
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
 """What PEFT puts before the name of a module."""
@@ -54,6 +55,7 @@ keys, modules = json.load(sys.stdin)
 means = {module: key for module in modules for key in reversed(keys) if re.match(rf"(.*\.)?({key})$", module)}
 json.dump(means, sys.stdout)
 """
+"""Prints which key means each module that any of them means: the first one."""
 _MATCH_S = 5.0
 _NAMED = 3
 """How many tensors an error names."""
@@ -148,8 +150,8 @@ class _AdapterConfig:
         self._rank = self._whole("r", self._values.get("r", 8))
         self._alpha = self._number("lora_alpha", self._values.get("lora_alpha", 8))
         ranks, alphas = self._pattern("rank_pattern"), self._pattern("alpha_pattern")
-        self._rank_keys, self._alpha_keys = dict[str, str](), dict[str, str]()
-        """By module."""
+        self._own_ranks, self._own_alphas = dict[str, int](), dict[str, float]()
+        """Those of modules for which a pattern has others; `expected` finds them."""
         self._ranks = {key: self._whole("rank_pattern", value) for key, value in ranks.items()}
         self._alphas = {key: self._number("alpha_pattern", value) for key, value in alphas.items()}
         self._is_rslora = self._values.get("use_rslora") or False
@@ -195,16 +197,15 @@ class _AdapterConfig:
         if layers is not None:
             modules = {module for module in modules if int(module.split(".")[2]) in layers}
         found_here = [module for module in targets if module in modules]
-        self._rank_keys = _matching(self.file, self._ranks, found_here)
-        self._alpha_keys = _matching(self.file, self._alphas, found_here)
+        self._own_ranks = _matching(self.file, self._ranks, found_here)
+        self._own_alphas = _matching(self.file, self._alphas, found_here)
         return found_here
 
     def rank_of(self, module: str) -> int:
-        return self._ranks[self._rank_keys[module]] if module in self._rank_keys else self._rank
+        return self._own_ranks.get(module, self._rank)
 
     def scaling_of(self, module: str) -> float:
-        rank = self.rank_of(module)
-        alpha = self._alphas[self._alpha_keys[module]] if module in self._alpha_keys else self._alpha
+        rank, alpha = self.rank_of(module), self._own_alphas.get(module, self._alpha)
         return alpha / math.sqrt(rank) if self._is_rslora else alpha / rank
 
     def digest(self, tensors: Mapping[str, Tensor]) -> Digest:
@@ -241,16 +242,16 @@ class _AdapterConfig:
         return ConfigError(f"{self.file}: {field} must be {rule}; it is {str(self._values.get(field))[:80]}")
 
 
-def _matching(file: Path, pattern: Mapping[str, object], modules: Sequence[str]) -> dict[str, str]:
-    """For each module the key of a pattern that means it, as PEFT's `get_pattern_key` finds it; none where there is none. Some
-    expressions take for ever, so another process tries them. Raises ConfigError."""
+def _matching(file: Path, pattern: Mapping[str, N], modules: Sequence[str]) -> dict[str, N]:
+    """What a pattern has for each module that it means, as PEFT's `get_pattern_key` finds it. Some expressions take for ever, so
+    another process tries them. Raises ConfigError."""
     if not pattern:
         return {}
     given, why = json.dumps([list(pattern), list(modules)]), "they are no regular expressions"
     try:
         done = subprocess.run([sys.executable, "-I", "-c", _MATCH], input=given, capture_output=True, text=True, timeout=_MATCH_S)
         if done.returncode == 0:
-            return dict(json.loads(done.stdout))
+            return {module: pattern[key] for module, key in json.loads(done.stdout).items()}
     except subprocess.TimeoutExpired:
         why = f"that takes more than {_MATCH_S:g} s"
     raise ConfigError(f"{file}: cannot find out which modules {', '.join(pattern)[:80]} mean, because {why}: name the modules")

@@ -33,7 +33,7 @@ inline std::pair<int, int> GetCudaComputeCapability() { return {9, 0}; }
 
 using namespace flashinfer;
 
-/* plan: what is in DecodePlanInfo's place for the kernels, 15 numbers. Returns 0, or 1 where a workspace is too small. */
+/* plan: gets the 15 numbers of FlashInfer's PrefillPlanInfo, by which its kernels are started. Returns 0, or 1 where a workspace is too small. */
 extern "C" int plan_fa2(int sms, int64_t float_bytes, int64_t int_bytes, void *int_buffer, int32_t *queries, int32_t *pages, int rows,
                         int query_heads, int kv_heads, int dim, int page_size, int is_graph, int window_left, int64_t *plan) {
     multiprocessors = sms;
