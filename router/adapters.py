@@ -286,7 +286,10 @@ class FleetAdapters:
         yield lambda: not self._is_loading, READ_S
         entry = self._require_entry(name)
         if not entry.is_loaded:
-            digest = yield from self._read(entry.folder, name)
+            try:
+                digest = yield from self._read(entry.folder, name)
+            except BadRequest as error:  # whoever asks for an answer did not name the folder
+                raise Unavailable(f"the adapter {name!r} was evicted, and cannot be read: load it again: {error}") from error
             still = self.entry(name)  # it may have been unloaded meanwhile
             if still is None or still.digest != digest:
                 self.end(digest)

@@ -23,7 +23,7 @@ from tests.rig.pages import RunningFleet, running_fleet
 
 STREAMS, PLACES, NAMES = 6, 8, 12
 BASE = "base"
-REFUSALS = "was unloaded", "have changed: load it again"
+REFUSALS = "was unloaded", "load it again"
 """What a request hears whose adapter has just been unloaded, or is read again from a folder that was just written anew."""
 
 

@@ -5,7 +5,7 @@ from typing import Literal
 import pytest
 
 from common.config import RouterConfig
-from common.errors import BadRequest, TandemError, UnknownModel
+from common.errors import BadRequest, TandemError, Unavailable, UnknownModel
 from common.executor import Work
 from common.ids import Digest
 from common.messages import Finished
@@ -189,6 +189,22 @@ def test_an_adapter_that_is_unloaded_while_it_is_read_again_does_not_come_back()
     assert isinstance(again[0], UnknownModel) and isinstance(gone[0], AdapterEntry)
     assert "n0" not in names(fleet)
     fleet.turn_until(lambda: all(Digest("a0") not in each for each in held(fleet)))
+
+
+def test_a_request_for_an_evicted_adapter_whose_files_are_being_written_may_try_again() -> None:
+    fleet = make_fleet(1, 1)
+    for n in range(TOY_ADAPTERS + 1):
+        load(fleet, f"n{n}", f"a{n}")
+    odd = fleet.instances["decode-0"].rank.engine
+    assert isinstance(odd, ToyExecutor)
+    whole, odd.perform = odd.perform, lambda task: whole(ReadAdapter("bad a0"))  # type: ignore[method-assign]
+    first = fleet.adapt(lambda adapters, answer, now: adapters.require("n0", answer, now))
+    fleet.turn_until(lambda: bool(first))
+    assert isinstance(first[0], Unavailable) and "'n0' was evicted" in str(first[0]) and "bad a0" in str(first[0])
+    odd.perform = whole  # type: ignore[method-assign]
+    second = fleet.adapt(lambda adapters, answer, now: adapters.require("n0", answer, now))
+    fleet.turn_until(lambda: bool(second))
+    assert isinstance(second[0], AdapterEntry) and "a0" in held(fleet)[0]
 
 
 def test_an_adapter_that_comes_back_by_another_name_does_not_hold_up_its_unloading() -> None:
