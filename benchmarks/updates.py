@@ -33,7 +33,8 @@ from common.options import option, require, require_at_least
 from launch.engine import SHARED_MEMORY, Answer, Engine
 
 QUICK: dict[str, Any] = {"shape": "Qwen3-30M", "rounds": 2}
-PROMPT = list(range(3, 67))
+PROMPT = list(range(3, 11))
+"""Few tokens: they are computed anew with the new weights, and what many take is the time of a prefill."""
 BEFORE = 8
 """So many tokens the stream has before its weights change."""
 PATIENCE_S = 300.0
@@ -73,6 +74,8 @@ class UpdateFigures(msgspec.Struct, kw_only=True):
     """From its last token of the old weights to its first one of the new."""
     step_s: Annotated[float, Column("between tokens else, ms", ",.1f", 1e3)]
     """The median."""
+    prefill_s: Annotated[float, Column("another prompt's first token, ms", ",.0f", 1e3)]
+    """Of as many tokens as the stream had when it was paused: the new weights compute these anew before the first new token."""
 
     @property
     def copies(self) -> float:
@@ -213,6 +216,10 @@ def _change(engine: Engine, kind: str, file: Path, trainer: BenchTrainer, versio
     stream.wait_for(lambda event: event[0] > first)
     stream.leave()
     times = [event[0] for event in stream.events]
+    kept = max(event[1] for event in stream.events if event[0] < first)
+    begun_prefill = time.monotonic()
+    engine.generate([100 + int(first * 1e3) % 400 + at for at in range(len(PROMPT) + kept)], {"max_new_tokens": 1})
+    prefill_s = time.monotonic() - begun_prefill
     gaps = sorted(later - earlier for earlier, later in pairwise(times))
     return UpdateFigures(
         kind=kind,
@@ -222,6 +229,7 @@ def _change(engine: Engine, kind: str, file: Path, trainer: BenchTrainer, versio
         held_s=done["paused_s"],
         pause_s=first - max(time for time in times if time < first),
         step_s=gaps[len(gaps) // 2],
+        prefill_s=prefill_s,
     )
 
 
