@@ -75,7 +75,7 @@ class UpdateFigures(msgspec.Struct, kw_only=True):
     step_s: Annotated[float, Column("between tokens else, ms", ",.1f", 1e3)]
     """The median."""
     prefill_s: Annotated[float, Column("another prompt's first token, ms", ",.0f", 1e3)]
-    """Of as many tokens as the stream had when it was paused: the new weights compute these anew before the first new token."""
+    """It has as many tokens as the stream had when it was paused, which the new weights compute anew before the first new one."""
 
     @property
     def copies(self) -> float:

@@ -13,12 +13,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import torch
 
 from common.config import EngineConfig, ModelConfig
-from common.errors import ConfigError, MemoryShort
+from common.errors import ConfigError, MemoryShort, Unavailable
 from common.executor import Chunk, RowStart, StepPlan, StepResult
 from common.host import sharers_of_host
 from common.messages import EngineChoices
@@ -34,6 +35,7 @@ from engine.backends import (
     make_kernels,
     with_device_defaults,
 )
+from engine.checkpoint import weight_files
 from engine.gpu.flashinfer import AttentionNeeds, PrefillKernels
 from engine.grammar.compiler import vocabulary_of
 from engine.grammar.compiler_process import CompilerProcess
@@ -57,9 +59,10 @@ from engine.lora.adapter_slots import AdapterSlots
 from engine.models.registry import load_model, model_digests
 from engine.models.served_shape import read_served_shape
 from engine.models.shape import check_ranks
-from engine.models.staging import ModelWeights
+from engine.models.staging import ModelWeights, last_changes
 from engine.models.weights import Loading
 from engine.parallel import ALONE, Group
+from engine.ports import Model
 from engine.replay import CudaGraphs, GraphMaker, ladder, load_recorder
 from engine.step_runner import StepRunner
 
@@ -177,8 +180,7 @@ class ModelRunner:
         loading = Loading(self._dtype, self._device, context, engine.load_format, engine.quantization, group, sharers)
         with self.on_device():
             self._kernels = make_kernels(self._device)
-            self.model = load_model(path, shape, loading, self._kernels, progress)
-            self.weights = ModelWeights(self.model, path, shape, loading, self._kernels)
+            self.model, self.weights = self._load(path, loading)
             self.adapters = self._make_adapters()
             budget = self._budget(given)
             self.memory = KVMemory(layout, budget.total_pages, self._device)
@@ -212,6 +214,16 @@ class ModelRunner:
             return self.steps.launch(plan, report).wait()
 
     # --- making ------------------------------------------------------------------------------------------------------------
+
+    def _load(self, path: Path, loading: Loading) -> tuple[Model, ModelWeights]:
+        """Raises Unavailable when somebody writes the files meanwhile: their digest may then be that of other weights."""
+        files = [] if loading.load_format == "dummy" else weight_files(path)
+        before = last_changes(files)
+        model = load_model(path, self._shape, loading, self._kernels, self._progress)
+        weights = ModelWeights(model, path, self._shape, loading, self._kernels)
+        if last_changes(files) != before:
+            raise Unavailable(f"the weights in {path} changed while they were read: start again when they are complete")
+        return model, weights
 
     def _budget(self, given: int | None) -> KVBudget:
         """Pages and context. Call it after the weights are loaded: only then is it known what memory is left."""

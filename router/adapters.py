@@ -285,7 +285,10 @@ class FleetAdapters:
     def _reload(self, name: str) -> Operation:
         yield lambda: not self._is_loading, READ_S
         entry = self._require_entry(name)
-        if not entry.is_loaded:
+        if not entry.is_loaded and entry.digest in self.table.held:  # by another name
+            entry = replace(entry, version=self.table.next_version, is_loaded=True)
+            self._set(entry)
+        elif not entry.is_loaded:
             try:
                 digest = yield from self._read(entry.folder, name)
             except BadRequest as error:  # whoever asks for an answer did not name the folder
@@ -347,7 +350,8 @@ class FleetAdapters:
     def _make_room(self, places: int, name: str) -> Generator[tuple[Condition, float], None, None]:
         """Evict those that were used longest ago, until there is a place for one more; what the name stands for comes last."""
         while len(self.table.held | set(self._uses)) >= places:
-            idle = [entry for entry in self.table.values() if entry.held and not entry.is_pinned and not self._uses[entry.held]]
+            pinned = {entry.held for entry in self.table.values() if entry.is_pinned}
+            idle = [each for each in self.table.values() if each.held and each.held not in pinned and not self._uses[each.held]]
             if not idle:
                 taken = f"all {places} places for adapters are taken by pinned ones or by requests that run"
                 raise Unavailable(f"{taken}: unload one, or give instances more --max-loaded-loras")

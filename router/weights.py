@@ -219,7 +219,8 @@ class FleetWeights:
         self._bringing.pop(member.life, None)
         self._unable.pop(member.life, None)
         self._to_rename.discard(member.life)
-        if self.update is None and not any(True for _ in self._members()):
+        is_gone = self.update is None and not any(True for _ in self._members())
+        if is_gone and not isinstance(self._source, WeightsOnDisk):  # else those that come are given the fleet's
             self.target, self._source = Digest(""), None
         orders = Orders()
         self._proceed(orders, now)
@@ -250,12 +251,14 @@ class FleetWeights:
                 who = f"{member.info.id} cannot use the new weights: {message.failed.message}"
                 return self._fail(message.failed.to_error(who))
         elif message.update == self._source_number and life in self._bringing:
-            is_lost = message.failed is not None and message.failed.retryable
-            self._bringing[life] = None if is_lost else message.weights
-            if message.weights != self.target and not is_lost:
-                reason = message.failed.message if message.failed is not None else f"it has read {message.weights}"
-                self._unable[life] = reason
-                self._mark(member)
+            self._unable.pop(life, None)
+            if message.weights != self.target:
+                self._unable[life] = message.failed.message if message.failed is not None else f"it has read {message.weights}"
+            self._mark(member)
+            if message.failed is not None and message.failed.retryable:
+                self._bringing[life] = None  # again with its next heartbeat: it has forgotten the failure by then
+                return Orders([Send(member.info.id, DropWeights(update=message.update))])
+            self._bringing[life] = message.weights
         orders.sends += self._orders(member)
         self._proceed(orders, now)
         return orders
@@ -434,7 +437,9 @@ class FleetWeights:
         self._bringing.clear()
         same = update.phase is UpdatePhase.STAGING
         version = (update.version or self.version) if same else update.name
-        self._aim_at(update.weights, version, update.source, update.number)
+        if not (same and isinstance(self._source, WeightsOnDisk)) or isinstance(update.source, WeightsOnDisk):
+            self._source, self._source_number = update.source, update.number
+        self._aim_at(update.weights, version, self._source, self._source_number)
         self.is_paused = self.is_paused or update.keeps_pause
         orders.goes_on = True
         members = list(self._members())

@@ -11,7 +11,7 @@ from common.ids import InstanceId
 from common.instance.ports import Send
 from common.messages import DoTask, Failed, InstanceInfo, TaskDone
 from common.messages.base import fits
-from common.messages.tasks import ReadAdapter, Task
+from common.messages.tasks import JoinGroup, LeaveGroup, ReadAdapter, Task
 
 ANSWERS_KEPT = 256
 """A router that has not heard the answer asks again within seconds."""
@@ -26,6 +26,8 @@ class InstanceTasks:
         self._under_way: dict[tuple[InstanceId, int], Work] = {}
         self._answers: dict[tuple[InstanceId, int], TaskDone] = {}
         """The latest ones, the oldest first."""
+        self._groups: dict[str, InstanceId] = {}
+        """The router that had this instance join each trainer's group."""
 
     @property
     def ends_s(self) -> Iterable[float | None]:
@@ -48,6 +50,11 @@ class InstanceTasks:
                 self._answer(key, "", Failed.of(error))
             else:
                 self._tasks[key] = order.task
+                match order.task:
+                    case JoinGroup(group=group):
+                        self._groups[group] = router
+                    case LeaveGroup(group=group):
+                        self._groups.pop(group, None)
                 return []
         return [Send(router, self._answers[key])]
 
@@ -57,9 +64,12 @@ class InstanceTasks:
             yield self._tasks.pop(key), self._answer(key, result, failed), key[0]
 
     def forget(self, router: InstanceId) -> None:
-        """This life of a router is gone: nobody waits for its answers."""
+        """This life of a router is gone: nobody waits for its answers, and no trainer sends by it."""
         for key in [key for key in self._under_way if key[0] == router]:
             del self._under_way[key], self._tasks[key]
+        for group in [group for group, owner in self._groups.items() if owner == router]:
+            del self._groups[group]
+            self._executor.perform(LeaveGroup(group))
 
     def _answer(self, key: tuple[InstanceId, int], result: str, failed: Failed | None) -> TaskDone:
         me = self._me

@@ -18,13 +18,14 @@ Sources: Shazeer et al. 2017, Jiang et al. 2024 (Mixtral of Experts), Qwen3 tech
 """
 
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from common.errors import ConfigError
 from engine.models.decoder import Mlp, gated_mlp
 from engine.models.shape import ExpertShape, ModelShape, Share
 from engine.models.weights import Cut, Stored, WeightSlots
@@ -38,6 +39,7 @@ _ALIGNED_BYTES = 16
 """What the kernel of `grouped` wants each row of its operands to be a multiple of."""
 _MIXTRAL = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 _MIXTRAL_EXPERT = re.compile(r"(.+)\.block_sparse_moe\.experts\.(\d+)\.(w[123])\.weight")
+_EXPERT = re.compile(r"(.+\.mlp\.experts)\.\d+\.(gate|up|down)_proj\.weight")
 _FUSED = re.compile(r"(.+\.mlp\.experts)\.(gate_up_proj|down_proj)")
 
 
@@ -168,6 +170,25 @@ class _Inside:
 
     def __getitem__(self, cut: Cut) -> Tensor:
         return self.fused[slice(self.expert, self.expert + 1), self.rows][0][cut]
+
+
+def spelling_of(name: str) -> tuple[str, str] | None:
+    """Which weights of a layer's experts it is one of, and in which of three ways it is written. None: it is another weight."""
+    if mixtral := _MIXTRAL_EXPERT.fullmatch(name):
+        layer, _, part = mixtral.groups()
+        return f"{layer}.mlp.experts.{'down' if part == 'w2' else 'gate_up'}", "mixtral"
+    if fused := _FUSED.fullmatch(name):
+        return f"{fused[1]}.{fused[2].removesuffix('_proj')}", "fused"
+    if single := _EXPERT.fullmatch(name):
+        return f"{single[1]}.{'down' if single[2] == 'down' else 'gate_up'}", "single"
+    return None
+
+
+def require_all_experts(weights: Mapping[str, Stored], experts: int) -> None:
+    """Raises ConfigError for a tensor of all experts that lacks some."""
+    for name, stored in weights.items():
+        if _FUSED.fullmatch(name) and tuple(stored.shape[:1]) != (experts,):
+            raise ConfigError(f"{name} has the shape {list(stored.shape)}, but by config.json there are {experts} experts")
 
 
 def with_one_spelling(weights: Iterable[tuple[str, Stored]]) -> Iterator[tuple[str, Stored]]:

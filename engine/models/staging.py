@@ -30,7 +30,7 @@ from engine.checkpoint import (
 )
 from engine.kv_budget import gib
 from engine.models.decoder import EMBEDDING, HEAD, Decoder
-from engine.models.moe import with_one_spelling
+from engine.models.moe import require_all_experts, spelling_of, with_one_spelling
 from engine.models.registry import make_decoder
 from engine.models.served_shape import first_line, read_served_shape
 from engine.models.shape import ModelShape, ServedShape
@@ -41,6 +41,8 @@ from engine.torch_kernels import Kernels
 
 SHARED_MEMORY = Path("/dev/shm")
 """Where Linux has what shm_open(3) makes."""
+FileChange = tuple[int, int, int]
+"""When a file was written last, and which one it is."""
 _FIELDS = {WeightsOnDisk: "model_path", WeightsInMemory: "shared_memory", WeightsFromGroup: "names"}
 """What names a source in a request."""
 
@@ -75,10 +77,10 @@ class ModelWeights:
             raise MemoryShort(f"new weights do not fit beside those in use on {where}: {first_line(error)}") from error
 
     def _staged(self, source: WeightsSource, progress: Callable[[str], None]) -> "StagedModel":
-        part, files, before = None, list[Path](), list[tuple[int, int, int]]()
+        part, files, before = None, list[Path](), list[FileChange]()
         if isinstance(source, WeightsOnDisk):
             files = self._files(Path(source.folder))
-            before = [_last_change(file) for file in files]
+            before = last_changes(files)
             tensors = self._digests(files)
         elif isinstance(source, WeightsInMemory):
             part = self._read_segments(source, progress)
@@ -87,7 +89,7 @@ class ModelWeights:
         if part is not None:
             self._require_known(part)
         take_over = self._take_over(source, files, part, progress)
-        if [_last_change(file) for file in files] != before:
+        if last_changes(files) != before:
             raise BadRequest("the files of the new weights changed while they were read: write them before you send their names")
         return StagedModel(tensors if part is None else self._with(part.digests), take_over)
 
@@ -101,7 +103,10 @@ class ModelWeights:
         ((spelled, _),) = with_one_spelling([(wanted, Announced(()))])
         slot = live.slots.slots.get(spelled)
         if slot is None:
-            raise BadRequest(f"name: the model has no weight {name}", field="name")
+            fix = (
+                "" if spelling_of(name) is None else ": weights of experts are read one at a time, by names as Qwen3-MoE has them"
+            )
+            raise BadRequest(f"name: the model has no weight {name}{fix}", field="name")
         found: list[float] | list[list[float]] = slot.read()[:rows].float().cpu().tolist()
         return found
 
@@ -164,9 +169,15 @@ class ModelWeights:
         """Raises BadRequest for a name that the checkpoint does not have: another spelling of a weight would have another
         digest."""
         unknown = part.shapes.keys() - self._tensors.keys() - ({HEAD} if self._is_tied else set())
-        if unknown and not self._is_random:
-            rule = f"the checkpoint that is served has no weight {min(unknown)}: use its names"
+        rule = f"the checkpoint that is served has no weight {min(unknown, default='')}: use its names"
+        if self._is_random:  # any are, but experts go on with those that came first
+            ways = dict(filter(None, map(spelling_of, self._tensors)))
+            unknown = {name for name in unknown if (found := spelling_of(name)) and ways.get(*found) != found[1]}
+            rule = f"experts were given with other names than {min(unknown, default='')} before: use those"
+        if unknown:
             raise BadRequest(f"{part.field}: {rule}", field=part.field)
+        if isinstance(self._shape, ModelShape) and self._shape.experts is not None:
+            require_all_experts(part.shapes, self._shape.experts.experts)
 
     def _with(self, digests: Mapping[str, str]) -> TensorDigests:
         """Those of all weights when these have changed; a tied head is the embedding and does not count."""
@@ -285,9 +296,10 @@ def _digested(weights: Iterable[tuple[str, torch.Tensor]], digests: dict[str, st
         digests |= {name: digest.result() for name, digest in found.items()}
 
 
-def _last_change(file: Path) -> tuple[int, int, int]:
-    status = file.stat()
-    return status.st_ino, status.st_size, status.st_mtime_ns
+def last_changes(files: Iterable[Path]) -> list[FileChange]:
+    """Files that have the same ones before and after something was read hold what was read. Raises OSError."""
+    found = map(Path.stat, files)
+    return [(status.st_ino, status.st_size, status.st_mtime_ns) for status in found]
 
 
 def _nothing_left() -> None:

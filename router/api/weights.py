@@ -209,9 +209,9 @@ class WeightsApi:
     async def rename(self, request: Request) -> Response:
         """Give the present weights another name. They stay as they are."""
         asked = await visit_of(request).read(request, _read_version)
+        self._gateway.name_weights(asked.new_version)
         if asked.abort_all_requests:
             self._gateway.abort_all()
-        self._gateway.name_weights(asked.new_version)
         return json_response(VersionAnswer(message=f"the weights are called {asked.new_version}", new_version=asked.new_version))
 
     async def pause(self, request: Request) -> Response:

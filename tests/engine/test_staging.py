@@ -19,14 +19,15 @@ from safetensors.torch import save_file
 from transformers import PreTrainedModel
 
 from common.config import EngineConfig, ModelConfig
-from common.errors import BadRequest, ConfigError, MemoryShort, TandemError
+from common.errors import BadRequest, ConfigError, MemoryShort, TandemError, Unavailable
 from common.host import HostMemory
 from common.ids import Digest, Int32Array
 from common.messages.weights import WeightsInMemory, WeightsOnDisk, WeightsSource
-from engine import checkpoint
+from engine import checkpoint, model_runner
 from engine.checkpoint import TensorCopies, tensor_digest, tensor_digests, weight_files, weights_digest
 from engine.model_runner import ModelRunner
 from engine.models import staging, weights
+from engine.models.registry import load_model
 from engine.models.staging import SHARED_MEMORY
 from engine.models.weights import Loading
 from engine.torch_executor import TorchExecutor
@@ -296,6 +297,52 @@ def test_what_cannot_be_used_is_refused_by_name_and_the_old_weights_serve_on(
             made.weights.stage(source, silent)
     assert_exact(model, answers(made, PROMPTS, 6, 16))
     assert made.weights.digest == digest_of(tmp_path / "old")
+
+
+def test_experts_in_one_tensor_are_refused_unless_all_of_them_are_there(
+    tmp_path: Path, segment: Callable[[dict[str, torch.Tensor]], str]
+) -> None:
+    model = qwen3_moe()
+    old = saved(model, tmp_path / "old")
+    whole = model.state_dict()
+    save_file({name: tensor.contiguous() for name, tensor in whole.items()}, old / "model.safetensors")
+    made, name = runner(old), "model.layers.0.mlp.experts.gate_up_proj"
+    for few in (whole[name][:6], whole[name][:0]):
+        with pytest.raises(BadRequest, match="there are 8 experts"):
+            made.weights.stage(WeightsInMemory((segment({name: few}),)), silent)
+    assert made.weights.stage(WeightsInMemory((segment({name: whole[name]}),)), silent).digest == made.weights.digest
+
+
+def test_experts_of_random_weights_go_on_with_the_names_that_came_first(
+    tmp_path: Path, segment: Callable[[dict[str, torch.Tensor]], str]
+) -> None:
+    """Else one digest could stand for two sets of weights."""
+    model = qwen3_moe()
+    made = runner(saved(model, tmp_path / "old"), load_format="dummy")
+    name = "model.layers.0.mlp.experts.gate_up_proj"
+    exchange(made, WeightsInMemory((segment({name: model.state_dict()[name]}),)))
+    other = "model.layers.0.mlp.experts.0.gate_proj.weight"
+    with pytest.raises(BadRequest, match=f"experts were given with other names than {other} before"):
+        made.weights.stage(WeightsInMemory((segment({other: torch.zeros(48, 64)}),)), silent)
+    exchange(made, WeightsInMemory((segment({"model.layers.1.mlp.experts.0.gate_proj.weight": torch.zeros(48, 64)}),)))
+
+
+def test_an_instance_does_not_start_with_weights_that_change_while_they_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would name the digest of others."""
+    model = llama()
+    old = saved(model, tmp_path / "old")
+    changed(model).save_pretrained(tmp_path / "new")
+
+    def load(*arguments: Any) -> Any:
+        made = load_model(*arguments)
+        (tmp_path / "new" / "model.safetensors").replace(old / "model.safetensors")
+        return made
+
+    monkeypatch.setattr(model_runner, "load_model", load)
+    with pytest.raises(Unavailable, match="changed while they were read"):
+        runner(old)
 
 
 def test_the_executor_computes_with_the_old_weights_until_it_is_told_and_forgets_what_nobody_wants(tmp_path: Path) -> None:

@@ -207,6 +207,16 @@ def test_a_request_for_an_evicted_adapter_whose_files_are_being_written_may_try_
     assert isinstance(second[0], AdapterEntry) and "a0" in held(fleet)[0]
 
 
+def test_an_adapter_that_a_pinned_name_has_too_is_not_evicted_by_its_other_name() -> None:
+    fleet = make_fleet(1, 1)
+    load(fleet, "pinned", "a0", is_pinned=True)
+    load(fleet, "alias", "a0")
+    for n in range(1, TOY_ADAPTERS + 1):
+        load(fleet, f"n{n}", f"a{n}")
+    entries = {entry.name: entry for entry in fleet.router.fleet.adapters.entries()}
+    assert entries["alias"].is_loaded and not entries["n1"].is_loaded
+
+
 def test_an_adapter_that_comes_back_by_another_name_does_not_hold_up_its_unloading() -> None:
     fleet = make_fleet(1, 1)
     load(fleet, "red", "a1")

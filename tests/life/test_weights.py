@@ -2,14 +2,15 @@
 
 from collections import Counter
 from collections.abc import Callable
+from unittest.mock import Mock
 
 import pytest
 
 from common.config import RouterConfig
-from common.errors import TandemError
+from common.errors import MemoryShort, TandemError
 from common.ids import Digest, InstanceId
 from common.messages import Finished
-from common.messages.weights import FIRST_VERSION, WeightsOnDisk
+from common.messages.weights import FIRST_VERSION, WeightsInMemory, WeightsOnDisk, WeightsSource
 from common.step_cost import StepCost
 from router.weights import Updated, UpdateMode, UpdatePhase, UpdateUnderWay
 from tests.engine import toy
@@ -209,6 +210,68 @@ def test_an_instance_that_comes_back_is_given_the_weights_of_the_fleet_before_it
     fleet.run(*clients)
     assert all(client.token_ids == undisturbed(PROMPT, 8, weights=Digest("w1")) for client in clients)
     assert {client.answers[0].versions[0][1] for client in clients} == {"step-1"}
+
+
+def test_a_newcomer_that_is_short_of_memory_is_asked_again_with_its_heartbeats_and_people_hear_why() -> None:
+    fleet = make_fleet(1, 2)
+    update(fleet, "w1", version="step-1")
+    fleet.run_for(2.0)
+    fleet.kill("decode-0")
+    fleet.connection_broken("decode-0")
+    fleet.start("decode-0", "decode")
+    engine = fleet.instances["decode-0"].rank.engine
+    assert isinstance(engine, ToyExecutor)
+    whole, stagings = engine.stage, list[ToyStaging]()
+
+    def short(source: WeightsSource) -> ToyStaging:
+        stagings.append(whole(source))
+        stagings[-1].poll = Mock(side_effect=MemoryShort("no room"))  # type: ignore[method-assign]
+        return stagings[-1]
+
+    engine.stage = short  # type: ignore[method-assign]
+    fleet.run_for(10.0)
+    (member,) = (each for each in fleet.router.fleet.members() if each.info.id == "decode-0")
+    assert "cannot be given the weights of the fleet, w1: no room" in member.misfit
+    assert 2 <= len(stagings) <= 40, "once with each heartbeat"
+    engine.stage = whole  # type: ignore[method-assign]
+    fleet.run_for(5.0)
+    assert weights_of(fleet)["decode-0"] == "w1" and member.misfit == ""
+
+
+def test_an_update_that_changes_nothing_leaves_the_way_to_weights_that_newcomers_are_given() -> None:
+    fleet = make_fleet(1, 1)
+    update(fleet, "w1")
+    fleet.run_for(2.0)
+    came: list[Updated | TandemError] = []
+    orders = fleet.router.fleet.weights.begin(WeightsInMemory(("w1",)), "recompute", "", 60.0, came.append, fleet.clock.now)
+    fleet.routers[0].deliver(fleet.routers[0].core.order(orders, fleet.clock.now))
+    fleet.turn_until(lambda: bool(came))
+    assert isinstance(came[0], Updated)
+    fleet.kill("decode-0")
+    fleet.connection_broken("decode-0")
+    fleet.start("decode-0", "decode")
+    asked = Mock(wraps=fleet.instances["decode-0"].rank.engine.stage)
+    fleet.instances["decode-0"].rank.engine.stage = asked  # type: ignore[method-assign]
+    fleet.run_for(3.0)
+    assert weights_of(fleet)["decode-0"] == "w1" and asked.call_args.args == (WeightsOnDisk("w1"),)
+
+
+def test_a_fleet_whose_instances_all_died_comes_back_with_its_weights() -> None:
+    fleet = make_fleet(1, 1)
+    update(fleet, "w1", version="step-1")
+    fleet.run_for(2.0)
+    for name in ("prefill-0", "decode-0"):
+        fleet.kill(name)
+        fleet.connection_broken(name)
+    fleet.run_for(5.0)
+    assert not list(fleet.router.fleet.members())
+    fleet.start("prefill-0", "prefill")
+    fleet.start("decode-0", "decode")
+    fleet.run_for(5.0)
+    client = fleet.submit("r", PROMPT, 8)
+    fleet.run(client)
+    assert client.token_ids == undisturbed(PROMPT, 8, weights=Digest("w1"))
+    assert client.answers[0].versions == [(0, "step-1")]
 
 
 def test_a_router_that_knows_no_way_to_its_weights_refuses_an_instance_with_others() -> None:
