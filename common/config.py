@@ -31,6 +31,7 @@ Quantization = Literal["none", "fp8", "int8"]
 KVDtypeName = Literal["auto", "float32", "bfloat16", "fp8_e4m3"]
 AttentionName = Literal["auto", "torch", "native", "flashinfer"]
 ExecutorName = Literal["torch", "timed"]
+AllReduceName = Literal["auto", "nccl"]
 TransportName = Literal["nixl", "mooncake", "torch", "cma"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 Dispatch = Literal["auto", "colocated", "conditional"]
@@ -215,6 +216,11 @@ class InstanceConfig:
     tp: int = option(
         1, "tensor-parallel ranks of the instance: processes that share out its model and KV, each with a device of its own"
     )
+    all_reduce: AllReduceName = option(
+        "auto",
+        "what adds the parts of ranks on GPUs; auto: for small sums one kernel that reads them from the memory of all ranks, "
+        "where their GPUs reach it, and NCCL for others; nccl: NCCL alone",
+    )
     rank: str = option("", "which of those ranks this command starts, such as 2 or 0-3; default: all of them")
     leader: str = option(
         "",
@@ -267,6 +273,8 @@ class InstanceConfig:
 
     def _check_ranks(self) -> None:
         require_between(self, 1, MOST_RANKS, "tp")
+        if self.tp == 1:
+            refuse_without_effect(self, ("all_reduce",), "without --tp")
         require(self.tp == 1 or self.verify_pages == "off", "verify-pages", "off with --tp above 1", self.verify_pages)
         if len(self.ranks) == self.tp:
             refuse_without_effect(self, ("leader",), "where one command starts all ranks")

@@ -217,7 +217,8 @@ class ModelRunner:
         sharing = sharing_of(self._engine, self._device, mps_is_there(os.environ))
         if sharing:
             self._progress(sharing)
-        return EngineChoices(attention=self._chosen[0] if self._chosen else "", graphs=self._graphs, sharing=sharing)
+        attention = self._chosen[0] if self._chosen else ""
+        return EngineChoices(attention=attention, graphs=self._graphs, sharing=sharing, sums=self._group.sums)
 
     # --- making ------------------------------------------------------------------------------------------------------------
 

@@ -147,6 +147,16 @@ def test_nccl_for_ranks_and_for_kv_on_one_gpu_is_refused_before_anything_starts(
     assert set(engines_of_ranks(one_of_two, EngineConfig(device="cpu"))) == {1}
 
 
+def test_nccl_alone_is_asked_for_where_ranks_are_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match="--all-reduce has no effect without --tp"):
+        InstanceConfig(all_reduce="nccl")
+    monkeypatch.setattr(rank_setup, "count_gpus", lambda: 2)
+    asked = InstanceConfig(tp=2, all_reduce="nccl")
+    assert set(engines_of_ranks(asked, EngineConfig())) == {0, 1}
+    with pytest.raises(ConfigError, match="--all-reduce has no effect without GPUs"):
+        engines_of_ranks(asked, EngineConfig(device="cpu"))
+
+
 def test_no_division_that_uses_as_many_cores_is_faster() -> None:
     """Against all pairs of numbers that fit."""
     for cores, prefill, decode in product(range(2, 25, 2), range(1, 5), range(1, 5)):
