@@ -73,8 +73,8 @@ class AttentionNeeds:
 
 
 class _Largest(Tensor):
-    """Numbers on the host, of which Python sees the largest alone. FlashInfer 0.6.4 asks Python's `max` for the longest context of a
-    plan, which would make a tensor of each: half a millisecond for 256 rows."""
+    """Numbers on the host, of which Python sees the largest alone. FlashInfer 0.6.4 asks Python's `max` for the longest context,
+    which would make a tensor of each: half a millisecond for 256 rows."""
 
     def __iter__(self) -> Iterator[Tensor]:
         return iter((self.amax(),))
