@@ -4,6 +4,7 @@ Owns names, defaults, help and limits. Reads no files, flags or environment. Wha
 """
 
 import dataclasses
+import math
 import re
 from dataclasses import dataclass
 from typing import Literal
@@ -30,6 +31,7 @@ Quantization = Literal["none", "fp8", "int8"]
 KVDtypeName = Literal["auto", "float32", "bfloat16", "fp8_e4m3"]
 AttentionName = Literal["auto", "torch", "native", "flashinfer"]
 ExecutorName = Literal["torch", "timed"]
+AllReduceName = Literal["auto", "nccl"]
 TransportName = Literal["nixl", "mooncake", "torch", "cma"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 Dispatch = Literal["auto", "colocated", "conditional"]
@@ -40,6 +42,9 @@ PoolingName = Literal["auto", "none", "last", "mean", "cls"]
 ReasoningParserName = Literal["auto", "think", "none"]
 DEMO_MODEL = "demo"
 DAY_S = 86_400.0
+SHARED_STEP_S = 0.05
+"""Where instances share a GPU, a decode step beside a chunk waits for its kernels. With 20 tokens a second an answer comes faster
+than people read."""
 MOST_PORT = 65_535
 MOST_RANKS = 64
 MOST_LORAS, MOST_LORA_RANK, LORAS_PER_BATCH = 1024, 256, 8
@@ -107,8 +112,7 @@ class EngineConfig:
     max_running: int = option(0, "most requests computed at once (rows of the batch); 0: 64 on CPU, 256 on CUDA")
     chunk_tokens: int = option(
         0,
-        "most prompt tokens computed in one forward, over all requests; 0: 512 on CPU, 8192 on CUDA, or 2048 where --sharers "
-        "says that others are on the GPU",
+        "most prompt tokens computed in one forward, over all requests; 0: 512 on CPU, 8192 on CUDA",
     )
     layer_groups: int = option(
         2, "push the last chunk of a prompt in this many groups of layers while it computes; 0: push it afterwards"
@@ -212,6 +216,11 @@ class InstanceConfig:
     tp: int = option(
         1, "tensor-parallel ranks of the instance: processes that share out its model and KV, each with a device of its own"
     )
+    all_reduce: AllReduceName = option(
+        "auto",
+        "what adds the parts of ranks on GPUs; auto: for small sums one kernel that reads them from the memory of all ranks, "
+        "where their GPUs reach it, and NCCL for others; nccl: NCCL alone",
+    )
     rank: str = option("", "which of those ranks this command starts, such as 2 or 0-3; default: all of them")
     leader: str = option(
         "",
@@ -219,6 +228,11 @@ class InstanceConfig:
         "pick a free port and print it",
     )
     max_waiting: int = option(1024, "most requests that wait in this instance; more are refused")
+    step_limit_s: float = option(
+        0.0,
+        "seconds that a step with prompt tokens may take: as the measured cost of steps says, it has fewer than --chunk-tokens, "
+        f"but at least 256; 0: {SHARED_STEP_S} where --sharers says that others are on the GPU, else no limit",
+    )
     max_request_timeout_s: float = option(
         DAY_S, "most seconds that a request may take in this instance, whatever the router says"
     )
@@ -254,10 +268,13 @@ class InstanceConfig:
         require_at_least(self, max_waiting=1, drain_timeout_s=0)
         require_between(self, 0.001, MOST_SECONDS, "max_request_timeout_s")
         require_above_0(self, "startup_timeout_s")
+        require_at_least(self, step_limit_s=0)
         require_choices(self)
 
     def _check_ranks(self) -> None:
         require_between(self, 1, MOST_RANKS, "tp")
+        if self.tp == 1:
+            refuse_without_effect(self, ("all_reduce",), "without --tp")
         require(self.tp == 1 or self.verify_pages == "off", "verify-pages", "off with --tp above 1", self.verify_pages)
         if len(self.ranks) == self.tp:
             refuse_without_effect(self, ("leader",), "where one command starts all ranks")
@@ -444,19 +461,14 @@ CHUNK_TOKENS = {"cpu": 512, "cuda": 8192}
 """A GPU needs thousands of tokens in a forward to be busy; on a CPU, shorter chunks overlap better with pushes."""
 
 
-SHARED_CHUNK_TOKENS = 2048
-"""Where instances share a GPU, it runs their kernels in turns: a decode step beside a long chunk waits for many of them."""
-
-
 MAX_RUNNING = {"cpu": 64, "cuda": 256}
 
 
 def with_step_size(engine: EngineConfig, kind: Literal["cpu", "cuda"]) -> EngineConfig:
     """The config with numbers where it says 0. kind: of the device."""
-    chunk_tokens = SHARED_CHUNK_TOKENS if shares_gpu(engine, kind) else CHUNK_TOKENS[kind]
     return dataclasses.replace(
         engine,
-        chunk_tokens=engine.chunk_tokens or chunk_tokens,
+        chunk_tokens=engine.chunk_tokens or CHUNK_TOKENS[kind],
         max_running=engine.max_running or MAX_RUNNING[kind],
     )
 
@@ -464,3 +476,8 @@ def with_step_size(engine: EngineConfig, kind: Literal["cpu", "cuda"]) -> Engine
 def shares_gpu(engine: EngineConfig, kind: str) -> bool:
     """Whether other instances are on its GPU, as --sharers says. kind: of the device."""
     return kind == "cuda" and engine.sharers > 1
+
+
+def step_limit_of(instance: InstanceConfig, engine: EngineConfig, kind: str) -> float:
+    """Seconds that a step may take that computes prompts; math.inf: there is no limit. kind: of the device."""
+    return instance.step_limit_s or (SHARED_STEP_S if shares_gpu(engine, kind) else math.inf)

@@ -7,7 +7,7 @@ and takes no memory of a GPU.
 import os
 import resource
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -167,6 +167,19 @@ def count_gpus(driver: Sequence[Path] = DRIVER) -> int:
     import torch
 
     return torch.cuda.device_count()
+
+
+MPS_PIPES = "CUDA_MPS_PIPE_DIRECTORY"
+"""The variable by which CUDA, too, finds MPS."""
+
+
+def mps_is_there(environment: Mapping[str, str], pipes: Path = Path("/tmp/nvidia-mps")) -> bool:
+    """Whether processes on one GPU compute through NVIDIA's MPS: its daemon has a pipe or socket `control` in this folder.
+
+    pipes: where it is if the variable does not say. Source: NVIDIA Multi-Process Service, "Environment Variables".
+    """
+    control = Path(environment.get(MPS_PIPES) or pipes) / "control"
+    return control.is_fifo() or control.is_socket()
 
 
 def allow_many_files() -> None:

@@ -16,7 +16,7 @@ from subprocess import SubprocessError
 
 import torch
 
-from common.config import AttentionName, Dtype, EngineConfig, with_step_size
+from common.config import AttentionName, Dtype, EngineConfig, shares_gpu, with_step_size
 from common.errors import ConfigError
 from common.executor import ExecutorFailed
 from common.pages.layout import KVDtype, KVLayout
@@ -55,6 +55,18 @@ def dtype_of(name: Dtype, device: torch.device) -> KVDtype:
 def with_device_defaults(engine: EngineConfig) -> EngineConfig:
     """The config with numbers where it says 0 for what the device suggests. Raises ConfigError."""
     return with_step_size(engine, "cuda" if device_of(engine.device).type == "cuda" else "cpu")
+
+
+def sharing_of(engine: EngineConfig, device: torch.device, has_mps: bool) -> str:
+    """`EngineChoices.sharing`."""
+    if not shares_gpu(engine, device.type):
+        return ""
+    if has_mps:
+        return f"MPS: kernels of the {engine.sharers} instances on {device} run side by side"
+    return (
+        f"no MPS: the {engine.sharers} instances on {device} compute in turns; to let their kernels run side by side, call "
+        f"nvidia-cuda-mps-control -d before the start"
+    )
 
 
 def check_device(device: torch.device, error: Exception) -> None:

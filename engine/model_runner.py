@@ -8,6 +8,7 @@ does with memory that a step has given back, on CPU. Knows no threads, requests 
 import contextlib
 import ctypes
 import logging
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -21,7 +22,7 @@ import torch
 from common.config import EngineConfig, ModelConfig
 from common.errors import ConfigError, MemoryShort, Unavailable
 from common.executor import Chunk, RowStart, StepPlan, StepResult
-from common.host import sharers_of_host
+from common.host import mps_is_there, sharers_of_host
 from common.messages import EngineChoices
 from common.model_path import resolve_model_path
 from common.sampling_params import MAX_BAD_WORD, MAX_BAD_WORDS, MAX_BIASED_TOKENS, MAX_LOGPROBS, SamplingParams
@@ -33,6 +34,7 @@ from engine.backends import (
     first_reason,
     make_attention,
     make_kernels,
+    sharing_of,
     with_device_defaults,
 )
 from engine.checkpoint import weight_files
@@ -201,7 +203,7 @@ class ModelRunner:
             digests=model_digests(path, shape, loading),
             weights=self.weights.digest,
             dtype=dtype_name,
-            choices=EngineChoices(attention="" if self._chosen is None else self._chosen[0], graphs=self._graphs),
+            choices=self._choices(),
         )
 
     def on_device(self) -> AbstractContextManager[object]:
@@ -212,6 +214,13 @@ class ModelRunner:
         """Launch one step and wait for it."""
         with self.on_device():
             return self.steps.launch(plan, report).wait()
+
+    def _choices(self) -> EngineChoices:
+        sharing = sharing_of(self._engine, self._device, mps_is_there(os.environ))
+        if sharing:
+            self._progress(sharing)
+        attention = self._chosen[0] if self._chosen else ""
+        return EngineChoices(attention=attention, graphs=self._graphs, sharing=sharing, sums=self._group.sums)
 
     # --- making ------------------------------------------------------------------------------------------------------------
 

@@ -1,26 +1,32 @@
 """The ranks that compute one model together, and the two collectives that they need.
 
-Owns how tensors pass between ranks: torch.distributed, Gloo on CPU and NCCL on CUDA. Knows no layers, plans or messages. A
-collective computes and decides nothing: which steps there are, and in which order, every rank is told by the leader. So all ranks
-call the same methods in the same order.
+Owns how tensors pass between ranks: torch.distributed, Gloo on CPU and NCCL on CUDA; and for small sums on CUDA, where each rank
+reaches the memory of all, one kernel that reads them there. Knows no layers, plans or messages. A collective computes and decides
+nothing: which steps there are, and in which order, every rank is told by the leader. So all ranks call the same methods in the
+same order.
 
-The process group is an object of its own: it is not registered with torch, so there is no world, and two instances may live in
-one process. Calls are synchronous to the stream: NCCL's kernels go to the current stream, behind those that made their input, and
-may be captured in a CUDA graph with them.
+The process group is an object of its own: there is no world, and two instances may live in one process. (Symmetric memory finds
+its group by a name, which no other has.) Calls are synchronous to the stream: kernels go to the current stream, behind those that
+made their input, and may be captured in a CUDA graph with them.
 """
 
+import logging
 import os
 import socket
 import threading
+import uuid
 from datetime import timedelta
-from typing import Any
+from pathlib import Path
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.distributed import AllreduceOptions, ProcessGroupGloo, Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import AllreduceOptions, PrefixStore, ProcessGroupGloo, Store, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import AllgatherOptions  # type: ignore[attr-defined]
 
 from common.errors import ConfigError, MeetingFailed
+
+_log = logging.getLogger(__name__)
 
 ERRORS = (RuntimeError, ValueError, OSError)
 """What torch.distributed raises. Its own errors are RuntimeErrors."""
@@ -34,6 +40,8 @@ class Group:
     """All ranks of an instance, seen from one of them. This one is alone: both collectives return what they are given."""
 
     rank, ranks = 0, 1
+    sums = ""
+    """What adds, for people; "": nothing."""
 
     def sum(self, x: Tensor) -> Tensor:
         """The sum of x over all ranks, bit by bit the same on each. It may be in place: x is not to be used any more. x: any
@@ -48,28 +56,188 @@ class Group:
 ALONE = Group()
 
 
+ONE_SHOT_BYTES = {2: 2**19, 4: 2**19, 8: 2**18}
+"""The largest tensors that one kernel adds, by the most ranks. Each rank reads the whole of every other one's: NCCL, where each
+passes on a part, is faster for large ones. As in vLLM (csrc/custom_all_reduce.cuh), where it was measured."""
+ONE_SHOT_DTYPES = (torch.bfloat16, torch.float32)
+MEET_S = timedelta(seconds=60)
+"""How long ranks that are all there may take to see each other's memory."""
+_VECTOR = 16
+"""Bytes that a thread of the kernel reads at a time."""
+
+
+class PeerMemory(Protocol):
+    """What is used of torch's symmetric memory."""
+
+    def reaches(self, device: torch.device, other: int) -> bool:
+        """Whether kernels on the device read memory of the other one of this host."""
+
+    def share(self, name: str, store: Store, rank: int, ranks: int, shared_bytes: int, device: torch.device) -> Tensor:
+        """[shared_bytes] uint8 on the device, which all ranks see, and whose group has this name in this process. All call it at
+        once. Raises one of ERRORS."""
+
+    def add(self, shared: Tensor, x: Tensor, name: str) -> None:
+        """x becomes the sum of what all ranks give, added in the order of the ranks. shared: a part of what is shared, with the
+        shape and dtype of x. Goes to the current stream, and may be captured."""
+
+    def forget(self, name: str) -> None: ...
+
+
+_c10d: Any = torch._C._distributed_c10d
+
+
+class TorchPeerMemory:
+    """Implements `PeerMemory`. Source: `one_shot_all_reduce_kernel` in torch/csrc/distributed/c10d/symm_mem.
+
+    What the network adds itself (multimem_one_shot_all_reduce) is not taken: nobody says that it adds in the same order for each
+    rank, and ranks whose numbers differ in a bit may sample other tokens.
+    """
+
+    def __init__(self) -> None:
+        self._groups: dict[str, Any] = {}
+        """By name: torch finds them while somebody else holds them."""
+
+    def reaches(self, device: torch.device, other: int) -> bool:
+        return other < torch.cuda.device_count() and torch.cuda.can_device_access_peer(device, other)
+
+    def share(self, name: str, store: Store, rank: int, ranks: int, shared_bytes: int, device: torch.device) -> Tensor:
+        # It asks the group for its ranks and its store alone. (With set_group_info instead, each sum would ask the store.)
+        group = self._groups[name] = torch.distributed.ProcessGroup(store, rank, ranks)
+        _c10d._register_process_group(name, group)
+        shared: Tensor = _c10d._SymmetricMemory.empty_strided_p2p((shared_bytes,), (1,), torch.uint8, device)
+        _c10d._SymmetricMemory.rendezvous(shared, name)
+        return shared
+
+    def add(self, shared: Tensor, x: Tensor, name: str) -> None:
+        torch.ops.symm_mem.one_shot_all_reduce_copy_out(shared, x, "sum", name, x)
+
+    def forget(self, name: str) -> None:
+        _c10d._unregister_process_group(name)
+        del self._groups[name]
+
+
+class OneShot:
+    """Adds small tensors by one kernel, which reads them from the memory of all ranks. Make it with `share_memory`."""
+
+    def __init__(self, memory: PeerMemory, store: Store, rank: int, ranks: int, device: torch.device) -> None:
+        self._memory, self._name = memory, f"tandem-{uuid.uuid4().hex}"
+        self.most_bytes = next(most for most_ranks, most in ONE_SHOT_BYTES.items() if ranks <= most_ranks)
+        self._shared = memory.share(self._name, store, rank, ranks, self.most_bytes, device)
+
+    def takes(self, x: Tensor) -> bool:
+        """The same on every rank, because it looks at shape and dtype alone."""
+        return x.dtype in ONE_SHOT_DTYPES and 0 < x.nbytes <= self.most_bytes and x.nbytes % _VECTOR == 0
+
+    def sum(self, x: Tensor) -> Tensor:
+        """As `Group.sum`."""
+        if x.storage_offset() * x.itemsize % _VECTOR:
+            x = x.clone()
+        self._memory.add(self._shared[: x.nbytes].view(x.dtype).view(x.shape), x, self._name)
+        return x
+
+    def leave(self) -> None:
+        self._memory.forget(self._name)
+
+
+def share_memory(memory: PeerMemory | None, store: Store, rank: int, ranks: int, device: torch.device) -> OneShot | str:
+    """What adds small tensors, or why NCCL adds all: the same on every rank. Each says what it finds, and hears all. A sum is
+    tried, because one that is wrong would show nowhere else. Raises one of ERRORS when a rank says nothing."""
+
+    def heard(what: str, said: str) -> list[str]:
+        store.set(f"{what} of {rank}", said)
+        return [store.get(f"{what} of {each}").decode() for each in range(ranks)]
+
+    places = [place.rpartition(" ") for place in heard("place", f"{socket.gethostname()}/{_boot()} {device.index}")]
+    why = ""
+    if memory is None:
+        why = "--all-reduce says so"
+    elif ranks > max(ONE_SHOT_BYTES):
+        why = f"{ranks} ranks are too many"
+    elif len({host for host, _, _ in places}) > 1:
+        why = "the ranks are on several hosts"
+    else:
+        others = [int(index) for at, (_, _, index) in enumerate(places) if at != rank]
+        why = next(
+            (f"{device} does not reach the memory of GPU {each}" for each in others if not memory.reaches(device, each)), ""
+        )
+    found = next(filter(None, heard("reach", why)), "")
+    if found:
+        return found
+    assert memory is not None
+    made: OneShot | None = None
+    try:
+        made = OneShot(memory, store, rank, ranks, device)
+        total = made.sum(torch.full((_VECTOR,), rank + 1.0, device=device))
+        expected = ranks * (ranks + 1) / 2
+        why = "" if (total == expected).all() else f"memory that ranks share adds wrongly: {total.tolist()}, and not {expected}"
+    except ERRORS as error:
+        why = f"they cannot share memory ({_first_line(error)})"
+    found = next(filter(None, heard("trial", why)), "")
+    if made is not None and not found:
+        return made
+    if made is not None:
+        made.leave()
+    return found
+
+
+def _boot() -> str:
+    """What Linux calls itself from its start to its end: two hosts may have one name."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    return boot.read_text().strip() if boot.exists() else ""
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+
+
 class TorchGroup(Group):
     """Ranks of torch.distributed.
 
     A rank that ends breaks the calls of the others at once on CPU: they raise RuntimeError. On CUDA their kernels wait for ever,
-    until `close` or the end of the process: the leader has to notice.
+    until `close` (those of NCCL) or the end of the process (all): the leader has to notice.
     """
 
-    def __init__(self, store: Store, rank: int, ranks: int, device: torch.device, host: str, connect_s: float) -> None:
+    _one_shot: OneShot | None = None
+
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        ranks: int,
+        device: torch.device,
+        host: str,
+        connect_s: float,
+        memory: PeerMemory | None = None,
+    ) -> None:
         """Meet the other ranks; blocks until all are here. store: see `open_store`. host: our own address, for Gloo; NCCL finds
         its interfaces itself (NCCL_SOCKET_IFNAME). connect_s: the longest wait for a rank that does not come; NCCL waits without
-        limit for one that ends while they connect. Raises MeetingFailed."""
+        limit for one that ends while they connect. memory: by which small sums on CUDA may go; None: NCCL adds all. Raises
+        MeetingFailed."""
         self.rank, self.ranks = rank, ranks
         make = _nccl if device.type == "cuda" else _gloo
         try:
             self._group: Any = make(store, rank, ranks, device, host, timedelta(seconds=connect_s))
+            if device.type == "cuda":
+                self._meet_memory(PrefixStore("memory", store), device, memory)
         except ERRORS as error:
-            reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
-            raise MeetingFailed(f"rank {rank} could not connect to the other {ranks - 1} ranks ({reason})") from error
+            rest = f"the other {ranks - 1} ranks ({_first_line(error)})"
+            raise MeetingFailed(f"rank {rank} could not connect to {rest}") from error
         self._sum_options, self._gather_options = AllreduceOptions(), AllgatherOptions()
         self._sum_options.asyncOp = self._gather_options.asyncOp = False
 
+    def _meet_memory(self, store: Store, device: torch.device, memory: PeerMemory | None) -> None:
+        store.set_timeout(MEET_S)
+        made = share_memory(memory, store, self.rank, self.ranks, device)
+        if isinstance(made, OneShot):
+            self._one_shot, small = made, made.most_bytes // 1024
+            self.sums = f"one kernel up to {small} KiB, NCCL above"
+        else:
+            self.sums = f"NCCL, because {made}"
+        _log.info("ranks add by: %s", self.sums)
+
     def sum(self, x: Tensor) -> Tensor:
+        if self._one_shot is not None and self._one_shot.takes(x):
+            return self._one_shot.sum(x)
         _finish(self._group.allreduce([x], self._sum_options))
         return x
 
@@ -90,6 +258,8 @@ class TorchGroup(Group):
         leaving.join(LEAVE_S)
 
     def _leave(self) -> None:
+        if self._one_shot is not None:
+            self._one_shot.leave()  # its memory stays: to give it back waits for kernels, which may wait for a rank that is gone
         group, self._group = self._group, None
         if group is not None:
             group.abort()  # when this returns the group is gone: Gloo keeps its connections while it is held

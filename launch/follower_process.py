@@ -74,11 +74,12 @@ def serve(process: ChildProcess, command: InstanceCommand, engines: Mapping[int,
             leaving = contextlib.ExitStack()
 
             def meet(device: "torch.device") -> "Group":
-                from engine.parallel import TorchGroup, reach_store
+                from engine.parallel import TorchGroup, TorchPeerMemory, reach_store
 
                 store_host, _, port = welcome.meeting.rpartition(":")
                 store = reach_store(store_host, int(port), timeout_s)
-                group = TorchGroup(store, rank, instance.tp, device, among_ranks(host, instance.leader), timeout_s)
+                memory = TorchPeerMemory() if instance.all_reduce == "auto" else None
+                group = TorchGroup(store, rank, instance.tp, device, among_ranks(host, instance.leader), timeout_s, memory)
                 leaving.callback(group.close)
                 return group
 

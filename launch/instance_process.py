@@ -22,7 +22,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from common.addresses import bind_address, check_address, host_for_peers, reachable
-from common.config import EngineConfig, InstanceConfig
+from common.config import EngineConfig, InstanceConfig, step_limit_of
 from common.executor import Executor
 from common.ids import Incarnation, InstanceId
 from common.instance.membership import Memberships
@@ -130,6 +130,7 @@ def _scheduler(info: InstanceInfo, instance: InstanceConfig, engine: EngineConfi
         request_timeout_s=instance.max_request_timeout_s,
         drain_timeout_s=instance.drain_timeout_s,
         prefix_cache=instance.prefix_cache == "on",
+        step_limit_s=step_limit_of(instance, engine, executor.description.device.partition(":")[0]),
     )
     digest = executor.digest_pages if instance.verify_pages == "on" else None
     scheduler = PrefillScheduler if info.role == "prefill" else DecodeScheduler

@@ -133,12 +133,14 @@ class LeaderRanks:
             self._process.progress(text)
 
     def _meet(self, device: "torch.device") -> "Group":
-        from engine.parallel import TorchGroup, open_store
+        from engine.parallel import TorchGroup, TorchPeerMemory, open_store
 
         store = open_store(self._host)
         self._start.call(lambda: self.followers.open(f"{self._host}:{store.port}"))
         self._start.wait_for(lambda: self.followers.welcomed or None)
-        group = TorchGroup(store, 0, self._instance.tp, device, self._host, self._instance.startup_timeout_s)
+        instance = self._instance
+        memory = TorchPeerMemory() if instance.all_reduce == "auto" else None
+        group = TorchGroup(store, 0, instance.tp, device, self._host, instance.startup_timeout_s, memory)
         self._leaving.callback(group.close)
         return group
 

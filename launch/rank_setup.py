@@ -25,7 +25,7 @@ from common.instance.ranks.leader import Followers
 from common.instance.ranks.line import RankLost
 from common.mail import Mailbox
 from common.model_path import resolve_model_path
-from common.options import flag_of, to_flags
+from common.options import flag_of, refuse_without_effect, to_flags
 from common.processes.child import Exited, Progress, Reported
 from engine.checkpoint import fingerprint
 from engine.kv_budget import memory_part
@@ -88,6 +88,7 @@ def rank_setup(command: InstanceCommand) -> dict[str, str]:
         "the command": command.role,
         "--served-name": command.model.served_name,
         "--transport": command.instance.transport,
+        "--all-reduce": command.instance.all_reduce,
         "the kind of device (--device)": _device_kind(engine),
         "whether it shares its GPU (--sharers)": "yes" if shares_gpu(engine, _device_kind(engine)) else "no",
         "the checkpoint (its fingerprint)": fingerprint(resolve_model_path(model, weights=weights), weights=weights),
@@ -101,10 +102,13 @@ def engines_of_ranks(instance: InstanceConfig, engine: EngineConfig) -> dict[int
     ranks = instance.ranks
     gpus = count_gpus() if engine.device != "cpu" and engine.executor == "torch" else 0
     devices = devices_of_ranks(engine.device, len(ranks), gpus)
-    check_nccl(instance, on_gpus=gpus > 0 or engine.device.startswith("cuda"))
+    on_gpus = gpus > 0 or engine.device.startswith("cuda")
+    check_nccl(instance, on_gpus)
+    if not on_gpus:
+        refuse_without_effect(instance, ("all_reduce",), "without GPUs")
     threads = divide_cores(engine.threads or core_count(), len(ranks))
     engine = replace(engine, threads=threads)
-    if not gpus and not engine.device.startswith("cuda"):
+    if not on_gpus:
         engine = replace(engine, memory_part=memory_part(engine, instance.tp, len(ranks)))
     return {rank: replace(engine, device=device) for rank, device in zip(ranks, devices, strict=True)}
 

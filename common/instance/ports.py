@@ -16,6 +16,7 @@ from common.ids import AttemptId, Digest, InstanceId
 from common.messages import AdaptersHeld, AnyMessage, Counters, Failed, InstanceInfo, Load, Timeline
 from common.messages.transfers import TransferCommand, TransferEvent
 from common.sampling_params import Grammar
+from common.step_cost import StepCost
 
 M = TypeVar("M")
 
@@ -156,6 +157,13 @@ class AdaptersChanged:
     """What is still held: say when no request has it any more."""
 
 
+@dataclass(frozen=True, slots=True)
+class StepsMeasured:
+    """What steps cost of late."""
+
+    cost: StepCost
+
+
 Event: TypeAlias = (
     Prepared
     | TransferEvent
@@ -166,6 +174,7 @@ Event: TypeAlias = (
     | RouterLost
     | WeightsReplaced
     | AdaptersChanged
+    | StepsMeasured
 )
 """What happens to an instance besides mail. A transfer event answers a command, so a scheduler sees only those of its own side:
 the one that pushes sees pushes, links and layers; the one that is written to sees Settled."""

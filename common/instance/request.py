@@ -4,6 +4,8 @@ Owns the record's counters, and the next chunks of prompts under a token budget.
 not know sockets or time. A role adds fields of its own.
 """
 
+import math
+import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum, auto
@@ -29,6 +31,7 @@ from common.messages import (
 )
 from common.pages.pool import PageLease
 from common.pages.radix_cache import NO_HIT, Hit, PageKeys
+from common.step_cost import StepCost
 
 
 @dataclass(slots=True, eq=False)
@@ -61,6 +64,20 @@ class PromptProgress:
         """A chunk of so many tokens came back."""
         self.computed += tokens
         assert 0 <= self.computed <= self.launched
+
+
+LEAST_CHUNK_TOKENS = 256
+"""While a GPU reads all weights for a step, it can compute as many tokens (an H100 about 300 in bfloat16): fewer save no time."""
+
+
+def chunk_tokens_within(limit_s: float, cost: StepCost, decode_rows: int) -> int:
+    """How many prompt tokens a step with so many decode rows may have, to take no longer, but at least LEAST_CHUNK_TOKENS. cost:
+    of late; where it does not say what a prompt token costs, there are no more."""
+    if math.isinf(limit_s):
+        return sys.maxsize
+    left_s = limit_s - cost.seconds(0, decode_rows)
+    within = min(left_s / cost.chunk_token_s, sys.maxsize) if cost.chunk_token_s else 0
+    return max(LEAST_CHUNK_TOKENS, int(within))
 
 
 def next_chunks(prompts: Iterable[PromptProgress], budget_tokens: int) -> tuple[Chunk, ...]:

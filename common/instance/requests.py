@@ -14,6 +14,7 @@ A drain:
 """
 
 import logging
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -38,10 +39,11 @@ from common.instance.ports import (
     RouterJoined,
     RouterLost,
     Send,
+    StepsMeasured,
     WeightsReplaced,
 )
 from common.instance.prompt_cache import CacheReporter, PromptCache
-from common.instance.request import PromptProgress, Request, RequestPhase, next_chunks
+from common.instance.request import PromptProgress, Request, RequestPhase, chunk_tokens_within, next_chunks
 from common.instance.token_memory import Emitted, TokenMemory, emit_tokens
 from common.instance.waiting_line import Rank, Shares, WaitingLine, has_place
 from common.messages import (
@@ -67,6 +69,7 @@ from common.messages import (
 from common.pages.pool import Closing, PagePool
 from common.pages.radix_cache import PageKeys
 from common.sampling_params import ANSWER_TOKENS
+from common.step_cost import StepCost
 
 LAST_S = 25.0
 """Longer than any transfer takes to end, and than it takes to give up a silent peer."""
@@ -88,6 +91,8 @@ class InstanceLimits:
     """How long an answer is expected to be, until some have ended."""
     prefix_cache: bool = True
     """Whether KV is kept for later requests that begin alike."""
+    step_limit_s: float = math.inf
+    """What a step may take that computes prompts."""
 
 
 _log = logging.getLogger(__name__)
@@ -102,7 +107,7 @@ NO_PAGES: Mapping[int, int] = MappingProxyType({})
 R = TypeVar("R", bound=Request)
 SharedMessage: TypeAlias = Probe | Repeat | TellCache | FlushCache | Drain
 """The messages that both roles answer alike."""
-SharedEvent: TypeAlias = Prepared | RouterJoined | RouterLost | WeightsReplaced | AdaptersChanged
+SharedEvent: TypeAlias = Prepared | RouterJoined | RouterLost | WeightsReplaced | AdaptersChanged | StepsMeasured
 """The events that both roles answer alike."""
 
 
@@ -165,6 +170,8 @@ class RequestTable(Generic[R]):
         """What computes here."""
         self._adapters = AdaptersChanged(frozenset(), frozenset())
         """Which of them requests can have."""
+        self._cost = StepCost()
+        """What steps cost of late."""
         self._adapted: Counter[Digest] = Counter()
         """How many open requests have each."""
         self._adapted_rows: Counter[Digest] = Counter()
@@ -233,6 +240,9 @@ class RequestTable(Generic[R]):
                 self._adapters = event
                 lost = [each for each in self if each.adapter and each.adapter not in event.served]
                 return self._end_all(lost, now, self._lacks_adapter)
+            case StepsMeasured():
+                self._cost = event.cost
+                return []
             case _:
                 assert_never(event)
 
@@ -434,7 +444,9 @@ class RequestTable(Generic[R]):
 
     def plan(self, now: float, decode_rows: Int32Array = NO_ROWS, grown: Mapping[int, int] = NO_PAGES) -> StepPlan | None:
         """The next forward, which goes to the executor now; None: there is nothing to compute. grown: row → its new page."""
-        chunks = next_chunks(self.computing.values(), self._limits.chunk_tokens)
+        limits = self._limits
+        budget_tokens = min(limits.chunk_tokens, chunk_tokens_within(limits.step_limit_s, self._cost, len(decode_rows)))
+        chunks = next_chunks(self.computing.values(), budget_tokens)
         for chunk in chunks:
             self.in_row[chunk.row].times.first_chunk(now)
             if chunk.last:

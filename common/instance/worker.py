@@ -35,6 +35,7 @@ from common.instance.ports import (
     RouterLost,
     Scheduler,
     Send,
+    StepsMeasured,
     Transfers,
     WeightsReplaced,
 )
@@ -217,6 +218,8 @@ class InstanceWorker(Generic[M]):
             memberships.info, executor, adapters or {}, is_reading=lambda: self._tasks.is_reading_adapter
         )
         self._cost = CostMeter()
+        self._cost_told = StepCost()
+        """What the scheduler knows of it."""
         self._tracer = InstanceTracer(memberships.info, scheduler.key_in, unix_s)
         self._recorder = self._tracer.recorder
         for membership in memberships:
@@ -388,6 +391,9 @@ class InstanceWorker(Generic[M]):
         """Tell the routers how this instance is. One that has not answered for minutes has lost its requests."""
         self._follow(self._memberships.check(now), now)
         report, cost = self._scheduler.report(), self._cost.read()
+        if cost != self._cost_told:
+            self._cost_told = cost
+            self._act(self._scheduler.handle(StepsMeasured(cost), now))
         load = msgspec.structs.replace(
             report.load,
             oldest_step_s=now - self._in_flight[0].launched_s if self._in_flight else 0.0,

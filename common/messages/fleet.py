@@ -29,6 +29,10 @@ class EngineChoices(msgspec.Struct, frozen=True, kw_only=True):
     """The implementation, and why where it is not the fastest one."""
     graphs: str = ""
     """Whether decode steps are replayed, "on" or "off", and why not."""
+    sums: str = ""
+    """What adds the parts of ranks on GPUs, and why that; "": nothing does."""
+    sharing: str = ""
+    """How it computes beside other instances on its GPU; "": there are none."""
 
 
 class RankInfo(msgspec.Struct, frozen=True, kw_only=True):

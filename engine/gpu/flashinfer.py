@@ -19,7 +19,7 @@ event has passed. (Two wrappers in turn would not do: a graph holds the addresse
 workspace and the page ids need no such care: one stream writes and reads them in order.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -70,6 +70,14 @@ class AttentionNeeds:
     """Most pages of a row."""
     prefill: PrefillKernels | None = None
     """Which of FlashInfer's kernels compute chunks; None: the fastest that can be had. FA3 leaves some to FA2."""
+
+
+class _Largest(Tensor):
+    """Numbers on the host, of which Python sees the largest alone. FlashInfer 0.6.4 asks Python's `max` for the longest context,
+    which would make a tensor of each: half a millisecond for 256 rows."""
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter((self.amax(),))
 
 
 class _Shared:
@@ -145,13 +153,15 @@ class FlashInferAttention:
         if step.chunks:
             queries = shared.on_host(np.array([0, *(chunk.end for chunk in step.chunks)]))
             rows = shared.on_host(np.array([chunk.row for chunk in step.chunks])).to(shared.device, non_blocking=True).long()
-            pages = self._pages(step.table, rows, np.array([chunk.context for chunk in step.chunks]))
+            contexts = np.array([chunk.context for chunk in step.chunks])
+            pages, lengths = self._pages(step.table, rows, contexts), shared.on_host(contexts).as_subclass(_Largest)
             for how, wrapper in self._prefill.items():
-                wrapper.plan(queries, *pages, *shared.heads, causal=True, **shared.named(how))
+                wrapper.plan(queries, *pages, *shared.heads, causal=True, seq_lens=lengths, **shared.named(how))
         if len(step.host_lengths):
             pages = self._pages(step.table, step.decode_rows, step.host_lengths)
+            lengths = shared.on_host(step.host_lengths).as_subclass(_Largest)
             for how, wrapper in self._decode.items():
-                wrapper.plan(*pages, *shared.heads, **shared.named(how))
+                wrapper.plan(*pages, *shared.heads, seq_lens=lengths, **shared.named(how))
         self._copied.record()
 
     def _shares_contexts(self, chunks: Sequence[Segment]) -> bool:

@@ -8,7 +8,7 @@ from _pytest.config import parse_warning_filter
 
 from common.config import EngineConfig
 from common.errors import ConfigError
-from engine.backends import device_of, dtype_of, with_device_defaults
+from engine.backends import device_of, dtype_of, sharing_of, with_device_defaults
 from tests.engine.device_contract import EngineContract
 from tests.gpu.conftest import FILTERS
 
@@ -19,13 +19,18 @@ def test_what_a_flag_leaves_open_is_decided_by_the_device(monkeypatch: pytest.Mo
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     on_cuda = with_device_defaults(EngineConfig())
     assert (on_cuda.chunk_tokens, on_cuda.max_running) == (8192, 256)
-    shared = with_device_defaults(EngineConfig(sharers=2))
-    assert (shared.chunk_tokens, shared.max_running) == (2048, 256), "decode steps beside chunks wait for their turns"
-    assert with_device_defaults(EngineConfig(device="cpu", sharers=2)).chunk_tokens == 512
     given = EngineConfig(chunk_tokens=7, max_running=3, sharers=2)
     assert with_device_defaults(given) == given
     assert dtype_of("auto", torch.device("cuda", 0)) == "bfloat16"
     assert dtype_of("auto", torch.device("cpu")) == "float32"
+
+
+def test_how_instances_share_a_gpu_is_told_and_what_would_be_faster() -> None:
+    on_gpu, two = torch.device("cuda", 0), EngineConfig(sharers=2)
+    assert sharing_of(two, on_gpu, has_mps=True) == "MPS: kernels of the 2 instances on cuda:0 run side by side"
+    without = sharing_of(two, on_gpu, has_mps=False)
+    assert without.startswith("no MPS: the 2 instances on cuda:0 compute in turns") and "nvidia-cuda-mps-control -d" in without
+    assert {sharing_of(EngineConfig(sharers=1), on_gpu, False), sharing_of(two, torch.device("cpu"), False)} == {""}
 
 
 def test_a_device_that_is_not_there_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:

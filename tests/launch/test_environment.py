@@ -1,6 +1,8 @@
 """The cores and GPUs of a host are divided, and what libraries read at import is set before."""
 
+import math
 import os
+import socket
 import subprocess
 import sys
 from itertools import product
@@ -9,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from common.config import EngineConfig, InstanceConfig, TransportName
+from common.config import SHARED_STEP_S, EngineConfig, InstanceConfig, TransportName, step_limit_of
 from common.errors import ConfigError
-from common.host import HostMemory, core_count, count_gpus, devices_of_ranks, divide_cores, place_on_gpus
+from common.host import HostMemory, core_count, count_gpus, devices_of_ranks, divide_cores, mps_is_there, place_on_gpus
 from engine import kv_budget
 from launch import child, rank_setup
 from launch.fleet_options import CoresConfig, FleetCounts, divide_by_work
@@ -50,6 +52,29 @@ def test_cores_are_divided_and_every_instance_has_one(cores: int, instances: int
 )
 def test_instances_take_the_gpus_in_turn(device: str, instances: int, gpus: int, places: list[tuple[str, int]]) -> None:
     assert place_on_gpus(device, instances, gpus) == places
+
+
+def test_mps_is_found_where_cuda_finds_it(tmp_path: Path) -> None:
+    nowhere, default, given = tmp_path / "nowhere", tmp_path / "default", tmp_path / "given"
+    default.mkdir()
+    given.mkdir()
+    os.mkfifo(default / "control")
+    (given / "control").write_text("no pipe")
+    assert mps_is_there({}, default) and not mps_is_there({}, nowhere)
+    assert not mps_is_there({"CUDA_MPS_PIPE_DIRECTORY": str(given)}, default), "the variable comes first"
+    assert mps_is_there({"CUDA_MPS_PIPE_DIRECTORY": str(default)}, nowhere)
+    (given / "control").unlink()
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(str(given / "control"))
+        assert mps_is_there({"CUDA_MPS_PIPE_DIRECTORY": str(given)}, nowhere)
+
+
+@pytest.mark.parametrize(
+    ("asked_s", "sharers", "kind", "limit_s"),
+    [(0.0, 1, "cuda", math.inf), (0.0, 2, "cuda", SHARED_STEP_S), (0.0, 2, "cpu", math.inf), (0.2, 2, "cuda", 0.2)],
+)
+def test_steps_have_a_limit_where_others_are_on_the_gpu(asked_s: float, sharers: int, kind: str, limit_s: float) -> None:
+    assert step_limit_of(InstanceConfig(step_limit_s=asked_s), EngineConfig(sharers=sharers), kind) == limit_s
 
 
 def test_the_ranks_of_an_instance_take_gpus_side_by_side() -> None:
@@ -120,6 +145,16 @@ def test_nccl_for_ranks_and_for_kv_on_one_gpu_is_refused_before_anything_starts(
     with pytest.raises(ConfigError, match="--transport torch with --tp 2 on GPUs"):
         engines_of_ranks(one_of_two, EngineConfig())
     assert set(engines_of_ranks(one_of_two, EngineConfig(device="cpu"))) == {1}
+
+
+def test_nccl_alone_is_asked_for_where_ranks_are_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match="--all-reduce has no effect without --tp"):
+        InstanceConfig(all_reduce="nccl")
+    monkeypatch.setattr(rank_setup, "count_gpus", lambda: 2)
+    asked = InstanceConfig(tp=2, all_reduce="nccl")
+    assert set(engines_of_ranks(asked, EngineConfig())) == {0, 1}
+    with pytest.raises(ConfigError, match="--all-reduce has no effect without GPUs"):
+        engines_of_ranks(asked, EngineConfig(device="cpu"))
 
 
 def test_no_division_that_uses_as_many_cores_is_faster() -> None:

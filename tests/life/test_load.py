@@ -5,17 +5,21 @@ cost, which shows what disaggregation is for.
 """
 
 from random import Random
+from statistics import median
 
 import pytest
 
 from common.config import Dispatch, RouterConfig
+from common.executor import StepHandle, StepPlan
 from common.ids import RequestId, pack_ids
+from common.instance.request import LEAST_CHUNK_TOKENS
 from common.messages import Finished
 from common.sampling_params import SamplingParams
 from common.step_cost import StepCost
 from router.requests import RequestSpec
 from simulation.clock import TURN_S
 from simulation.network import DELAY_S
+from tests.engine.toy import ToyExecutor
 from tests.life.client import Client
 from tests.life.expected import undisturbed
 from tests.life.fleet import ToyFleet
@@ -56,6 +60,33 @@ def test_whoever_is_preempted_gets_the_whole_answer_though_nobody_has_a_second_a
     assert sum(life.scheduler.report().counters.preemptions for life in fleet.lives) > 2
     assert all(isinstance(ending, Finished) for client in [patient, *urgent] for ending in client.endings)
     assert len(patient.token_ids) == 200
+
+
+@pytest.mark.parametrize("chunk_token_s", [0.0001, 0.00002])
+def test_chunks_are_as_long_as_the_limit_of_a_step_allows_by_the_cost_that_was_measured(
+    monkeypatch: pytest.MonkeyPatch, chunk_token_s: float
+) -> None:
+    """As on a GPU that two roles share: the decode instance computes a long prompt beside the tokens of a chat."""
+    limit_s, cost, took = 0.05, StepCost(step_s=0.01, chunk_token_s=chunk_token_s, decode_row_s=0.001), list[tuple[int, float]]()
+    launch = ToyExecutor.launch
+
+    def noted(self: ToyExecutor, plan: StepPlan) -> StepHandle:
+        if plan.chunks and len(plan.decode_rows):
+            took.append((plan.chunk_tokens, cost.seconds(plan.chunk_tokens, len(plan.decode_rows))))
+        return launch(self, plan)
+
+    monkeypatch.setattr(ToyExecutor, "launch", noted)
+    size = ToySize(pages=16_384, rows=64, chunk_tokens=4_096, cost=cost, step_limit_s=limit_s, request_timeout_s=600.0)
+    fleet = ToyFleet(0, 1, size=size)
+    fleet.submit("chat", [10, 11], 240)
+    fleet.run_for(1.2)
+    prompts = [[number + each % 100 for each in range(240)] for number in range(10, 210)]
+    others = [fleet.submit(f"r{number}", prompt, 2) for number, prompt in enumerate(prompts)]
+    fleet.turn_until(lambda: all(other.ended for other in others), 60.0)
+    assert took[0][0] == LEAST_CHUNK_TOKENS, "until it is measured"
+    settled = [seconds for _, seconds in took[len(took) // 2 :]]
+    assert max(settled) <= 1.02 * limit_s and median(settled) > 0.95 * limit_s
+    assert [other.token_ids for other in others[:5]] == [undisturbed(prompt, 2) for prompt in prompts[:5]]
 
 
 STEP_S = 0.05

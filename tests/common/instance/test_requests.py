@@ -5,6 +5,7 @@ finish, then is handed off, and at last nothing more is waited for.
 """
 
 import math
+import sys
 
 import msgspec
 import numpy as np
@@ -15,11 +16,12 @@ from msgspec.structs import replace
 
 from common.ids import DETOKENIZER, ROUTER, InstanceId, Life, shard_of, text_name
 from common.instance.ports import Action, RouterJoined, RouterLost, Send
-from common.instance.request import PromptProgress, Request, RequestPhase, next_chunks
+from common.instance.request import LEAST_CHUNK_TOKENS, PromptProgress, Request, RequestPhase, chunk_tokens_within, next_chunks
 from common.instance.requests import LAST_S, MEMORY_S, RequestTable
 from common.instance.token_memory import emit_tokens
 from common.instance.waiting_line import Rank
 from common.messages import Drain, Ending, Finished, Probe, Probed, Repeat, Standing, Terms, TokenBatch, TokenDelta
+from common.step_cost import StepCost
 from tests.builders import engine, instance, key, limits
 from tests.decode.rig import WRITERS_LIFE, reserve
 from tests.prefill.rig import generate
@@ -272,3 +274,22 @@ def test_an_instance_that_leaves_refuses_what_waits_and_what_comes_and_has_left_
     assert joined is None and (refused.status, refused.retryable) == (503, True) and "d is leaving" in refused.message
     made.release(request, 100.0)
     assert made.report().drained and made.report().draining
+
+
+@pytest.mark.parametrize(
+    ("limit_s", "cost", "decode_rows", "tokens"),
+    [
+        (math.inf, StepCost(), 0, sys.maxsize),
+        (0.05, StepCost(), 4, LEAST_CHUNK_TOKENS),
+        (0.05, StepCost(0.01, 0.0, 0.001), 4, LEAST_CHUNK_TOKENS),
+        (0.05, StepCost(0.01, 0.00001, 0.001), 0, 4000),
+        (0.05, StepCost(0.01, 0.00001, 0.001), 20, 2000),
+        (0.05, StepCost(0.01, 0.00001, 0.001), 200, LEAST_CHUNK_TOKENS),
+        (0.05, StepCost(0.01, 0.001, 0.001), 0, LEAST_CHUNK_TOKENS),
+        (0.05, StepCost(0.01, 5e-324, 0.0), 0, sys.maxsize),
+    ],
+)
+def test_a_step_has_as_many_prompt_tokens_as_its_limit_leaves_time_for(
+    limit_s: float, cost: StepCost, decode_rows: int, tokens: int
+) -> None:
+    assert abs(chunk_tokens_within(limit_s, cost, decode_rows) - tokens) <= 1

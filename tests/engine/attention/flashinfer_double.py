@@ -72,8 +72,10 @@ class _Wrapper:
         self.schedule = torch.zeros(1, dtype=torch.uint8, device=self.device)
         self._mark = len(calls) % 255 + 1
 
-    def _lists(self, indptr: Tensor, indices: Tensor, last_page_len: Tensor, page_size: int) -> None:
-        """The lists of pages, on the host where `plan` reads them and on the device where kernels do."""
+    def _lists(
+        self, indptr: Tensor, indices: Tensor, last_page_len: Tensor, page_size: int, seq_lens: Tensor | None = None
+    ) -> None:
+        """The lists of pages, on the host where `plan` reads them and on the device where kernels do. seq_lens: what they say."""
         for on_host in (indptr, last_page_len):
             assert on_host.device.type == "cpu" and on_host.dtype == torch.int32, "plan would wait for the device"
         assert indices.device == self.device and indices.dtype == torch.int32 and indices.is_contiguous()
@@ -81,6 +83,9 @@ class _Wrapper:
         assert bool((indptr[1:] > indptr[:-1]).all()), "each row has pages"
         assert bool(((last_page_len >= 1) & (last_page_len <= page_size)).all())
         assert len(indices) == int(indptr[-1])
+        if seq_lens is not None:
+            assert seq_lens.device.type == "cpu" and seq_lens.dtype == torch.int32
+            assert seq_lens.tolist() == ((indptr.diff() - 1) * page_size + last_page_len).tolist()
 
     def _settings(
         self, heads: int, kv_heads: int, dim: int, page_size: int, window_left: int, softcap: float | None, scale: float | None
@@ -145,9 +150,10 @@ class BatchPrefillWithPagedKVCacheWrapper(_Wrapper):
         logits_soft_cap: float | None = None,
         q_data_type: torch.dtype | str = "float16",
         kv_data_type: torch.dtype | None = None,
+        seq_lens: Tensor | None = None,
     ) -> None:
         assert qo_indptr.device.type == "cpu" and qo_indptr.dtype == torch.int32 and len(qo_indptr) == len(paged_kv_indptr)
-        self._lists(paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len, page_size)
+        self._lists(paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len, page_size, seq_lens)
         self._settings(num_qo_heads, num_kv_heads, head_dim_qk, page_size, window_left, logits_soft_cap, sm_scale)
         self._dtypes(q_data_type, kv_data_type)
         self.causal = causal
@@ -206,8 +212,9 @@ class BatchDecodeWithPagedKVCacheWrapper(_Wrapper):
         q_data_type: torch.dtype | str = "float16",
         kv_data_type: torch.dtype | None = None,
         sm_scale: float | None = None,
+        seq_lens: Tensor | None = None,
     ) -> None:
-        self._lists(indptr, indices, last_page_len, page_size)
+        self._lists(indptr, indices, last_page_len, page_size, seq_lens)
         self._settings(num_qo_heads, num_kv_heads, head_dim, page_size, window_left, logits_soft_cap, sm_scale)
         self._dtypes(q_data_type, kv_data_type)
         if not self.use_tensor_cores:

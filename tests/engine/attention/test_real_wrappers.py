@@ -7,7 +7,7 @@ Owns the replacements: kernels that compute from what the compiled ones would be
 import contextlib
 import importlib
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from common.pages.layout import KVDtype
-from engine.gpu.flashinfer import AttentionNeeds, FlashInferAttention, PrefillKernels
+from engine.gpu.flashinfer import AttentionNeeds, FlashInferAttention, PrefillKernels, _Largest
 from engine.ports import LayerAttention
 from engine.torch_kernels import Kernels
 from tests.engine.attention.flashinfer_double import attended
@@ -94,3 +94,38 @@ def test_flashinfers_own_wrappers_give_their_kernels_what_the_layers_ask(
         graph.plan(later.tokens)
         for layer in range(len(LAYERS)):
             assert later.error(layer, graph.run(layer, later.query)) < 2e-3
+
+
+def test_a_plan_of_many_rows_makes_no_tensor_for_each_of_them(flashinfer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python's `max` over a tensor does, and takes longer than all else that is planned on the host."""
+    shape = Shape(8, 2, 64, 5, LAYERS, torch.float16, "float16")
+    step = Step(shape, [(0, 7)] * 2, [4, 23, 40, 7, 9, 31])
+    asked = AttentionNeeds(step.memory, 8, LAYERS, torch.float16, max_rows=16, pages_per_row=shape.width, prefill="fa2")
+    attention = FlashInferAttention(asked, Kernels(), flashinfer)
+    given = list[tuple[Tensor, ...]]()
+    plan = CompiledModule.plan
+
+    def noted(self: CompiledModule, *arguments: Any) -> list[int]:
+        given.append(arguments[3:6])
+        return plan(self, *arguments)
+
+    def refused(self: Tensor) -> Iterator[Tensor]:
+        assert len(self) < 6
+        return iter(self.unbind(0))
+
+    monkeypatch.setattr(CompiledModule, "plan", noted)
+    monkeypatch.setattr(Tensor, "__iter__", refused)
+    attention.plan(step.tokens)
+    *_, (queries, indptr, lengths) = given
+    assert queries.tolist() == [*range(7)] and lengths.tolist() == step.tokens.host_lengths.tolist()
+    assert indptr.diff().tolist() == [-(-length // shape.page_size) for length in lengths.tolist()]
+    with pytest.raises(AssertionError):
+        max(torch.zeros(6))
+
+
+def test_the_lengths_that_are_planned_with_reach_compiled_code_as_any_tensor() -> None:
+    tvm_ffi = pytest.importorskip("tvm_ffi")
+    lengths = torch.arange(1, 7, dtype=torch.int32).as_subclass(_Largest)
+    assert max(lengths.cpu()).item() == 6
+    received = tvm_ffi.convert(lambda numbers: numbers)(lengths)
+    assert received.data_ptr() == lengths.data_ptr() and received.tolist() == [1, 2, 3, 4, 5, 6]
