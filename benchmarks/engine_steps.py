@@ -1,13 +1,21 @@
-"""What `python -m benchmarks.engine` measures, each task in a process: ceilings, steps and their floor, host work, sampling.
+"""What `launch bench engine` measures, each task in a process: the machine, ceilings, correctness, steps and their floor, sequences,
+pushes, host work, sampling.
 
 Owns what is timed: the wall clock while two steps are in flight, as an instance has them, the device's own time, and the host's.
 Weights and contexts are random numbers, because speed does not depend on what they say.
 """
 
 import contextlib
+import itertools
 import json
+import os
+import re
+import subprocess
+import sys
 import tempfile
+import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -20,28 +28,35 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from bench.offline import WARM_UP, sequences_of, serve
+from bench.options import QUICK_OFFLINE, OfflineOptions
 from bench.report import Spread
-from benchmarks.engine import (
-    SHAPES,
+from benchmarks import transfer
+from benchmarks.engine import SHAPES, EngineTask, Section
+from benchmarks.engine_figures import (
+    WORKLOADS,
     Ceilings,
+    Check,
     DecodeStep,
-    EngineTask,
+    Fact,
     Figure,
     Floor,
     HostWork,
+    Offline,
     Prefill,
+    Push,
     SampledStep,
-    Section,
     Started,
+    group_of,
 )
 from common.config import DEMO_MODEL, EngineConfig, ModelConfig
 from common.executor import Chunk, EngineDescription, RowStart, StepPlan
 from common.ids import Digest, Int32Array
 from common.model_path import resolve_model_path
-from common.options import require
+from common.options import require, with_defaults
 from common.pages.layout import ITEM_BYTES, KVDtype, KVLayout
 from common.sampling_params import Grammar, SamplingParams
-from engine.backends import device_of, make_attention, make_kernels
+from engine.backends import device_of, make_attention, make_kernels, with_device_defaults
 from engine.gpu.flashinfer import AttentionNeeds
 from engine.kv_memory import KVMemory, torch_dtype
 from engine.model_runner import ModelRunner
@@ -51,9 +66,10 @@ from engine.models.shape import ServedShape
 from engine.ports import LayerAttention, StepAttention
 from engine.replay import CannotRecord, CudaGraphs, load_recorder
 from engine.step_runner import PendingStep, StepRunner
+from engine.torch_executor import TorchExecutor
 
 GREEDY = SamplingParams(max_new_tokens=1, temperature=0.0, ignore_eos=True)
-WARM_STEPS, ALONE_STEPS = 4, 7
+WARM_STEPS, ALONE_STEPS, PROFILED_STEPS = 4, 7, 2
 PREFILL_ROUNDS = 3
 COPY_BYTES = {"cuda": 2**32, "cpu": 2**26}
 """Many times what a cache holds."""
@@ -212,11 +228,11 @@ def decode_plans(layout: KVLayout, total_pages: int, batch: int, context: int, s
     return plans
 
 
-def prefill_plans(engine: EngineDescription, tokens: int, chunk_tokens: int) -> list[StepPlan]:
+def prefill_plans(layout: KVLayout, total_pages: int, vocab_size: int, tokens: int, chunk_tokens: int) -> list[StepPlan]:
     """A random prompt in chunks."""
     random = np.random.default_rng(3)
-    prompt = random.integers(0, engine.model.vocab_size, tokens).astype(np.int32)
-    pages = random.permutation(engine.total_pages)[: engine.layout.pages_for(tokens)].astype(np.int32)
+    prompt = random.integers(0, vocab_size, tokens).astype(np.int32)
+    pages = random.permutation(total_pages)[: layout.pages_for(tokens)].astype(np.int32)
     return [
         StepPlan(
             begin,
@@ -240,18 +256,28 @@ class StartedModel:
 
 
 def start_model(task: EngineTask, say: Say) -> StartedModel:
+    told: list[tuple[str, float]] = []
+
+    def progress(line: str) -> None:
+        told.append((re.split(r"[:;(\d]", line)[0].strip(), time.monotonic()))
+        say(line)
+
     with checkpoint(task.model, task.engine) as (model, engine):
         shape = read_served_shape(resolve_model_path(model.model, weights=False))
         began = time.monotonic()
-        runner = ModelRunner(model, engine, say)
-        seconds = time.monotonic() - began
+        runner = ModelRunner(model, engine, progress)
+        ended = time.monotonic()
+    stages = Counter[str]()
+    for (stage, at), (_, next_at) in itertools.pairwise([("reading", began), *told, ("", ended)]):
+        stages[stage] += next_at - at  # type: ignore[assignment]
     described = runner.description
     dtype: KVDtype = described.model.dtype  # type: ignore[assignment]
     current(engine.device)
     figure = Started(
         model=task.model,
         dtype=dtype,
-        seconds=seconds,
+        seconds=ended - began,
+        stages=", ".join(f"{stage} {seconds:.1f}" for stage, seconds in stages.most_common(4)),
         weight_bytes=step_weight_bytes(shape, ITEM_BYTES[dtype], engine),
         pool_bytes=described.memory.region_bytes,
         context_tokens=described.model.context_tokens,
@@ -262,20 +288,25 @@ def start_model(task: EngineTask, say: Say) -> StartedModel:
 
 
 def measure_steps(task: EngineTask, say: Say) -> Iterator[Figure]:
-    """Start-up, then prefill, then decode steps."""
+    """Start-up, then prefill, then decode steps; without graphs decode steps alone."""
     started = start_model(task, say)
     yield started.figure
-    runner, bench = started.runner, task.bench
+    runner, bench, described = started.runner, task.bench, started.runner.description
+    sizes = described.layout, described.total_pages, described.model.vocab_size
     with runner.on_device():
-        for chunk_tokens in bench.chunk_lengths:
+        for chunk_tokens in bench.chunk_lengths if task.section == "steps" else ():
             say(f"prefill in chunks of {chunk_tokens}")
-            plans = prefill_plans(runner.description, bench.prompt_tokens, chunk_tokens)
+            plans = prefill_plans(*sizes, bench.prompt_tokens, chunk_tokens)
+            taken = Spread.of([seconds_of(partial(in_flight, runner, plans)) for _ in range(1 + PREFILL_ROUNDS)][1:])
+            flop = prefill_flop(started.shape, bench.prompt_tokens)
             yield Prefill(
                 model=task.model,
                 tokens=bench.prompt_tokens,
                 chunk_tokens=chunk_tokens,
-                seconds=Spread.of([seconds_of(partial(in_flight, runner, plans)) for _ in range(1 + PREFILL_ROUNDS)][1:]),
-                flop=prefill_flop(started.shape, bench.prompt_tokens),
+                seconds=taken,
+                tokens_per_s=bench.prompt_tokens / taken.median,
+                flop=flop,
+                share=task.ceilings and flop / taken.median / (task.ceilings.matmul_tflop_per_s.median * 1e12),
             )
         for context in bench.context_lengths:
             for batch in bench.batch_sizes:
@@ -285,7 +316,7 @@ def measure_steps(task: EngineTask, say: Say) -> Iterator[Figure]:
 
 def decode_step(task: EngineTask, started: StartedModel, batch: int, context: int, say: Say) -> Iterator[DecodeStep]:
     runner, engine, rounds = started.runner, started.runner.description, task.bench.rounds
-    steps = WARM_STEPS + rounds + (ALONE_STEPS if engine.device.startswith("cuda") else 0)
+    steps = WARM_STEPS + rounds + PROFILED_STEPS + (ALONE_STEPS if engine.device.startswith("cuda") else 0)
     layout = engine.layout
     plans = decode_plans(layout, engine.total_pages, batch, context, steps, say)
     if not plans:
@@ -293,16 +324,40 @@ def decode_step(task: EngineTask, started: StartedModel, batch: int, context: in
     for plan in plans[:WARM_STEPS]:
         runner.steps.launch(plan).wait()
     step_s, launch_s = in_flight(runner, plans[WARM_STEPS : WARM_STEPS + rounds])
-    alone = [device_ms(runner, plan, max(launch_s)) for plan in plans[WARM_STEPS + rounds :]]
+    profiled, alone = plans[WARM_STEPS + rounds :][:PROFILED_STEPS], plans[WARM_STEPS + rounds + PROFILED_STEPS :]
+    groups_ms = kernels_ms(runner, profiled, engine.device)
+    device = Spread.of(device_ms(runner, plan, max(launch_s)) for plan in alone) if alone else None
+    if device is not None:
+        groups_ms["gaps"] = max(0.0, device.median - sum(groups_ms.values()))
+    step_ms = Spread.of(1e3 * seconds for seconds in step_s)
+    read_bytes = started.figure.weight_bytes + batch * (context - steps // 2) * layout.page_bytes // layout.page_size
     yield DecodeStep(
         model=task.model,
         batch=batch,
         context=context,
-        step_ms=Spread.of(1e3 * seconds for seconds in step_s),
-        device_ms=Spread.of(alone) if alone else None,
+        graphs="off" if task.section == "eager" else "on",
+        step_ms=step_ms,
+        device_ms=device,
         launch_ms=Spread.of(1e3 * seconds for seconds in launch_s),
-        read_bytes=started.figure.weight_bytes + batch * (context - steps // 2) * layout.page_bytes // layout.page_size,
+        idle=device and max(0.0, 1 - device.median / step_ms.median),
+        read_bytes=read_bytes,
+        share=task.ceilings and read_bytes / task.ceilings.copy_gb_per_s.median / 1e6 / step_ms.median,
+        groups_ms=groups_ms,
     )
+
+
+def kernels_ms(runner: ModelRunner, plans: Sequence[StepPlan], device: str) -> dict[str, float]:
+    """The time of a step's kernels, by what they are for, as torch's profiler tells it."""
+    on_card = device.startswith("cuda")
+    activity = torch.profiler.ProfilerActivity.CUDA if on_card else torch.profiler.ProfilerActivity.CPU
+    with torch.profiler.profile(activities=[activity]) as profile:
+        for plan in plans:
+            runner.steps.launch(plan).wait()
+    groups = Counter[str]()
+    for event in profile.key_averages():
+        taken_us = event.self_device_time_total if on_card else event.self_cpu_time_total
+        groups[group_of(event.key)] += taken_us / 1e3 / len(plans)
+    return dict(groups)
 
 
 def in_flight(runner: ModelRunner, plans: Sequence[StepPlan]) -> tuple[list[float], list[float]]:
@@ -333,7 +388,7 @@ def measure_floor(task: EngineTask, say: Say) -> Iterator[Figure]:
     engine, bench = started.runner.description, task.bench
     for tokens in bench.chunk_lengths:
         say(f"floor of prefill, {tokens} tokens")
-        plans = prefill_plans(engine, tokens, tokens) * (1 + PREFILL_ROUNDS)
+        plans = prefill_plans(engine.layout, engine.total_pages, engine.model.vocab_size, tokens, tokens) * (1 + PREFILL_ROUNDS)
         products = products_of(started, tokens, 1)
         yield beside_floor(task, started, plans, products, ("prefill", 1, tokens))
     for context in bench.context_lengths:
@@ -541,8 +596,112 @@ def sampling_plans(runner: ModelRunner, sampling: SamplingParams, adapters: Sequ
     return [StepPlan(number, starts if number == 0 else (), decode_rows=rows) for number in range(STEPS_AT_ONCE + 1)]
 
 
+# --- the machine, correctness, sequences, pushes -------------------------------------------------------------------------------
+
+FACTS = {
+    "card": "nvidia-smi --query-gpu=name,driver_version,compute_mode,mig.mode.current,memory.total --format=csv,noheader",
+    "clocks": "nvidia-smi --query-gpu=clocks.sm,clocks.mem,clocks.max.sm,power.limit,temperature.gpu --format=csv,noheader",
+    "NVLink": "nvidia-smi nvlink --status",
+    "cards": "nvidia-smi topo --matrix",
+    "CUDA": "nvcc --version",
+}
+CHECKS = {
+    "the kernels' contract": ("tests/gpu/test_kernels.py", "tests/engine/kernels/test_kernels.py -k without"),
+    "attention against its definition": ("tests/gpu/test_attention.py", "tests/engine/attention/test_paged.py -k window"),
+    "tokens against transformers": ("tests/gpu/test_engine.py -k transformers", "tests/engine/models/test_dense_models.py -k tied"),
+}
+"""On a card, and where there is none."""
+
+
+def measure_environment(task: EngineTask, say: Say) -> Iterator[Figure]:
+    for name, command in FACTS.items():
+        try:
+            told = subprocess.run(command.split(), capture_output=True, text=True, timeout=20, check=True).stdout.split("\n")
+        except (OSError, subprocess.SubprocessError) as error:
+            told = [f"not known: {error}"]
+        yield Fact(name=name, text="; ".join(" ".join(line.split()) for line in told if line.strip()))
+    pipes = Path(os.environ.get("CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps")) / "control"
+    yield Fact(name="MPS", text="on" if pipes.exists() else "off")
+
+
+class _Results:
+    """A plugin of pytest that keeps what became of each test."""
+
+    def __init__(self) -> None:
+        self.outcomes, self.failed = Counter[str](), list[str]()
+
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        if report.when == "call" or report.outcome != "passed":
+            self.outcomes[report.outcome] += 1
+            self.failed += [report.nodeid] if report.failed else []
+
+    def pytest_collectreport(self, report: Any) -> None:
+        self.failed += [report.nodeid] if report.failed else []
+
+
+def measure_checks(task: EngineTask, say: Say) -> Iterator[Figure]:
+    """Tests of the repository, in this process."""
+    import pytest
+
+    for name, (on_card, without) in CHECKS.items():
+        say(name)
+        results, chosen = _Results(), on_card if device_of(task.engine.device).type == "cuda" else without
+        with contextlib.redirect_stdout(sys.stderr):
+            status = pytest.main([*chosen.split(), "-p", "no:cacheprovider", "-n0"], plugins=[results])
+        failed = results.failed or ([f"pytest ends with {status}"] if status else [])
+        yield Check(
+            name=name,
+            passed=results.outcomes["passed"],
+            skipped=results.outcomes["skipped"],
+            failed=len(failed),
+            first=next(iter(failed), ""),
+        )
+
+
+def measure_offline(task: EngineTask, say: Say) -> Iterator[Figure]:
+    ready = threading.Event()
+    with checkpoint(task.model, task.engine) as (model, engine):
+        engine = with_device_defaults(replace(engine, grammar="off"))
+        with contextlib.closing(TorchExecutor(model, engine, ready.set, say)) as executor:
+            for workload, largest_id in {"": 1, **WORKLOADS}.items():
+                options = with_defaults(OfflineOptions(largest_id=largest_id), QUICK_OFFLINE if task.is_quick else {})
+                sequences = sequences_of(options, executor.description.model.vocab_size) if workload else [WARM_UP]
+                _, ran = serve(executor, engine.chunk_tokens, ready, sequences, options.temperature)
+                answers = sum(each.answer_tokens for each in sequences)
+                if workload:
+                    yield Offline(
+                        workload=workload,
+                        model=task.model,
+                        answer_tokens=answers,
+                        seconds=ran.seconds,
+                        tokens_per_s=answers / ran.seconds,
+                    )
+
+
+def measure_pushes(task: EngineTask, say: Say) -> Iterator[Figure]:
+    """By CUDA IPC on a card: that is what NIXL takes within a host."""
+    on_card = device_of(task.engine.device).type == "cuda"
+    bench = transfer.TransferBench(
+        transport="nixl" if on_card else "cma", device=task.engine.device if on_card else "cpu",
+        page_bytes="256KiB,2MiB", pages="32,1024", memory="2GiB", repeat=3, idle_s=0.2,
+    )  # fmt: skip
+    place = transfer.measure_host(replace(bench, **transfer.QUICK) if task.is_quick else bench)
+    for row in place.rows:
+        speed = row.spread(lambda sample: sample.gb_per_s)
+        point = row.point
+        yield Push(
+            way=row.way.label, page_bytes=point.page_bytes, pages=point.pages, arrangement=point.arrangement, gb_per_s=speed
+        )
+    require(not place.skipped, "pushes", "measured", place.skipped)
+
+
 ACTS: Mapping[Section, Callable[[EngineTask, Say], Iterator[Figure]]] = {
+    "environment": measure_environment,
     "ceilings": measure_ceilings,
+    "checks": measure_checks,
+    "eager": measure_steps,
+    "offline": measure_offline,
+    "pushes": measure_pushes,
     "host": measure_host,
     "sampling": measure_sampling,
     "steps": measure_steps,
