@@ -154,7 +154,9 @@ def report(outcome: OfflineOutcome, style: ReportStyle) -> str:
 def sequences_of(bench: OfflineOptions, vocab_size: int) -> list[OfflineSequence]:
     """Lengths do not depend on vocab_size: a smaller vocabulary folds the same ids."""
     draw = random.Random(bench.seed)
-    prompts = [[draw.randint(0, bench.largest_id) for _ in range(draw.randint(*bench.prompt_range))] for _ in range(bench.num_prompts)]
+    prompts = [
+        [draw.randint(0, bench.largest_id) for _ in range(draw.randint(*bench.prompt_range))] for _ in range(bench.num_prompts)
+    ]
     lengths = [draw.randint(*bench.answer_range) for _ in range(bench.num_prompts)]
     return [
         OfflineSequence(np.array(ids, dtype=np.int32) % vocab_size, length) for ids, length in zip(prompts, lengths, strict=True)

@@ -26,6 +26,9 @@ SWITCHES = {
     "markdown": "print the report as Markdown, with the command and the machine",
 }
 
+PROGRAMS = {"engine": "launch bench engine"}
+"""How instruments are started that users start too."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class PublishOptions:
@@ -117,7 +120,7 @@ def start(
     without: fields of the configs that are no flags. switches: further ones, with their help texts. arguments: those of this
     process unless given.
     """
-    program, all_switches = f"python -m benchmarks.{name}", {**(switches or {}), **SWITCHES}
+    program, all_switches = PROGRAMS.get(name, f"python -m benchmarks.{name}"), {**(switches or {}), **SWITCHES}
     parser = CommandParser(prog=program, description=explanation, allow_abbrev=False)
     add_flags(parser, *configs, PublishOptions, without=without)
     for switch, help_text in all_switches.items():

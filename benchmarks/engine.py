@@ -3,7 +3,7 @@ of its own, beside what was predicted for it without a card.
 
 Owns the shapes, the flags, the tasks in their order and the report. A task that fails or takes too long is
 reported in its place, with what it had found by then, and the next goes on. Uses no device: tasks are done by
-`benchmarks/engine_steps.py`.
+`benchmarks/engine_tasks.py` and `benchmarks/engine_steps.py`.
 """
 
 import multiprocessing
@@ -41,9 +41,7 @@ from common.errors import TandemError
 from common.options import option, parse_numbers, require, require_above_0, require_at_least
 from launch import child
 
-Section = Literal[
-    "environment", "ceilings", "checks", "steps", "eager", "offline", "pushes", "host", "sampling", "floor"
-]
+Section = Literal["environment", "ceilings", "checks", "steps", "eager", "offline", "pushes", "host", "sampling", "floor"]
 SECTIONS: tuple[Section, ...] = get_args(Section)
 
 _QWEN3 = {
@@ -97,7 +95,7 @@ OF_TIMED = ("executor", "step_cost")
 SPAWN = multiprocessing.get_context("spawn")
 FORKED = multiprocessing.get_context("forkserver")
 """Tasks are forked from a process that has imported what they need, and has used no device."""
-FORKED.set_forkserver_preload(["benchmarks.engine_steps"])
+FORKED.set_forkserver_preload(["benchmarks.engine_tasks", "tests.engine.exact", "tests.engine.checkpoints"])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -298,7 +296,7 @@ def figures_of(task: EngineTask, until: float) -> Iterator[Figure]:
 
 def work(task: EngineTask, parent: Connection) -> None:
     """A process that does a task: it sends each figure as soon as it has it, and at the end nothing, or why it failed."""
-    from benchmarks.engine_steps import ACTS  # takes seconds, and the parent needs nothing of it
+    from benchmarks.engine_tasks import ACTS  # takes seconds, and the parent needs nothing of it
 
     try:
         for figure in ACTS[task.section](task, lambda text: say(f"  {task.label}: {text}")):
@@ -311,7 +309,7 @@ def work(task: EngineTask, parent: Connection) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    explanation = "Build and time the engine on one device: decode steps, prefill, memory."
+    explanation = "Build, check and time the engine on one device, beside what was predicted for it."
     return start("engine", explanation, run, EngineBench, EngineConfig, without=OF_TIMED, arguments=arguments)
 
 

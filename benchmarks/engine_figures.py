@@ -38,6 +38,16 @@ class Ceilings(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     matmul_tflop_per_s: Spread
 
 
+def copy_share(ceilings: Ceilings | None, read_bytes: float, seconds: float) -> float | None:
+    """The part of the time that reading so much at the speed of a copy takes; None: the ceilings are not known."""
+    return None if ceilings is None else read_bytes / (ceilings.copy_gb_per_s.median * 1e9) / seconds
+
+
+def product_share(ceilings: Ceilings | None, flop: float, seconds: float) -> float | None:
+    """The same of so many operations at the speed of a product of matrices."""
+    return None if ceilings is None else flop / (ceilings.matmul_tflop_per_s.median * 1e12) / seconds
+
+
 class EngineFigure(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """A figure that is a line of a table."""
 
@@ -188,9 +198,7 @@ TABLES: tuple[type[EngineFigure], ...] = (
     *(Fact, Check, Started, HostWork, SampledStep, Floor, Push, Offline, Prefill, DecodeStep),
 )
 """What matters most comes last, because the end of an output is what one sees."""
-Figure: TypeAlias = (
-    Ceilings | Fact | Check | Started | HostWork | SampledStep | Floor | Push | Offline | Prefill | DecodeStep
-)
+Figure: TypeAlias = Ceilings | Fact | Check | Started | HostWork | SampledStep | Floor | Push | Offline | Prefill | DecodeStep
 TitledTable: TypeAlias = tuple[str, list[tuple[str, ...]]]
 F = TypeVar("F")
 
@@ -241,7 +249,7 @@ GROUPS = {
     "experts": r"softmax|topk|sort|searchsorted|rout|expert",
     "ranks": r"all_?reduce|all_?gather|nccl",
 }
-"""What a kernel is for, by its name in a count or a profile. What fits none is for the ends of a step: its inputs, copies, rows."""
+"""What a kernel is for, by its name in a count or a profile. What fits none is among the ends of a step: inputs, copies, rows."""
 KNOBS = {
     "products": "the clocks and the power limit under load (nvidia-smi -q -d CLOCK,POWER), then which cuBLAS kernel runs (ncu)",
     "attention": "FlashInfer's kernel in ncu, as a share of the copy's speed; --page-size, --kv-dtype; whether FA2 or FA3 ran",
@@ -280,7 +288,7 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True):
     groups_ms: dict[str, dict[str, float]]
     """By card, and by what kernels are for."""
     share: dict[str, float]
-    """By card. Decode: of the time of a copy of the needed bytes. Prefill: of the operations at the speed of a bfloat16 product."""
+    """By card. Decode: of the time of a copy of the needed bytes. Prefill: of its operations at that of bfloat16 products."""
 
     @property
     def name(self) -> str:
@@ -327,7 +335,9 @@ def compare(figures: Sequence[Figure], predictions: Predictions, card: str, quan
     }
     for ran in _of(Offline, figures):
         if ran.model == OFFLINE_MODEL:
-            yield beside(f"{ran.workload}'s sequences", 1e3 * predictions.offline_s[ran.workload][card], 1e3 * ran.seconds, "gaps")
+            yield beside(
+                f"{ran.workload}'s sequences", 1e3 * predictions.offline_s[ran.workload][card], 1e3 * ran.seconds, "gaps"
+            )
     for fill in _of(Prefill, figures):
         guess = of_step.get((fill.model, "prefill", 1, fill.tokens))
         if guess is not None and fill.chunk_tokens == fill.tokens:

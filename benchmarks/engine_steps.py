@@ -1,5 +1,4 @@
-"""What `launch bench engine` measures, each task in a process: the machine, ceilings, correctness, steps and their floor, sequences,
-pushes, host work, sampling.
+"""What `launch bench engine` measures of steps, each task in a process: prefill, decode steps, their floor, host work, sampling.
 
 Owns what is timed: the wall clock while two steps are in flight, as an instance has them, the device's own time, and the host's.
 Weights and contexts are random numbers, because speed does not depend on what they say.
@@ -8,15 +7,11 @@ Weights and contexts are random numbers, because speed does not depend on what t
 import contextlib
 import itertools
 import json
-import os
 import re
-import subprocess
-import sys
 import tempfile
-import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
@@ -28,35 +23,28 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bench.offline import WARM_UP, sequences_of, serve
-from bench.options import QUICK_OFFLINE, OfflineOptions
 from bench.report import Spread
-from benchmarks import transfer
-from benchmarks.engine import SHAPES, EngineTask, Section
+from benchmarks.engine import SHAPES, EngineTask
 from benchmarks.engine_figures import (
-    WORKLOADS,
-    Ceilings,
-    Check,
     DecodeStep,
-    Fact,
     Figure,
     Floor,
     HostWork,
-    Offline,
     Prefill,
-    Push,
     SampledStep,
     Started,
+    copy_share,
     group_of,
+    product_share,
 )
 from common.config import DEMO_MODEL, EngineConfig, ModelConfig
-from common.executor import Chunk, EngineDescription, RowStart, StepPlan
+from common.executor import Chunk, RowStart, StepPlan
 from common.ids import Digest, Int32Array
 from common.model_path import resolve_model_path
-from common.options import require, with_defaults
+from common.options import require
 from common.pages.layout import ITEM_BYTES, KVDtype, KVLayout
 from common.sampling_params import Grammar, SamplingParams
-from engine.backends import device_of, make_attention, make_kernels, with_device_defaults
+from engine.backends import device_of, make_attention, make_kernels
 from engine.gpu.flashinfer import AttentionNeeds
 from engine.kv_memory import KVMemory, torch_dtype
 from engine.model_runner import ModelRunner
@@ -66,15 +54,10 @@ from engine.models.shape import ServedShape
 from engine.ports import LayerAttention, StepAttention
 from engine.replay import CannotRecord, CudaGraphs, load_recorder
 from engine.step_runner import PendingStep, StepRunner
-from engine.torch_executor import TorchExecutor
 
 GREEDY = SamplingParams(max_new_tokens=1, temperature=0.0, ignore_eos=True)
 WARM_STEPS, ALONE_STEPS, PROFILED_STEPS = 4, 7, 2
 PREFILL_ROUNDS = 3
-COPY_BYTES = {"cuda": 2**32, "cpu": 2**26}
-"""Many times what a cache holds."""
-MATMUL_SIDE = {"cuda": 8192, "cpu": 512}
-CEILING_REPEATS = 20
 READ_BYTES = 2**29
 """Far more than the caches of a core hold."""
 _FILL_ELEMENTS = 2**27
@@ -135,25 +118,6 @@ def fill_randomly(pool: Tensor) -> None:
             part.normal_()
         else:
             part.copy_(torch.randn(part.shape, dtype=torch.bfloat16, device=part.device).to(pool.dtype))
-
-
-def measure_ceilings(task: EngineTask, say: Say) -> Iterator[Figure]:
-    """Copies and products of matrices, in the run whose figures are shares of them."""
-    device = current(task.engine.device)
-    side, dtype = MATMUL_SIDE[device.type], torch.bfloat16 if device.type == "cuda" else torch.float32
-    source = torch.empty(COPY_BYTES[device.type], dtype=torch.uint8, device=device)
-    source.view(torch.int64).random_()
-    target = torch.empty_like(source)
-    copies = timed_s(lambda: target.copy_(source), device, CEILING_REPEATS)
-    a, b = torch.randn(2, side, side, device=device).to(dtype).unbind()
-    out = torch.empty_like(a)
-    products = timed_s(lambda: torch.mm(a, b, out=out), device, CEILING_REPEATS)
-    yield Ceilings(
-        device=str(device),
-        copy_gb_per_s=Spread.of(2 * len(source) / 1e9 / seconds for seconds in copies),
-        matmul=f"{side}^3 {str(dtype).removeprefix('torch.')}",
-        matmul_tflop_per_s=Spread.of(2 * side**3 / 1e12 / seconds for seconds in products),
-    )
 
 
 # --- models and plans --------------------------------------------------------------------------------------------------------
@@ -306,7 +270,7 @@ def measure_steps(task: EngineTask, say: Say) -> Iterator[Figure]:
                 seconds=taken,
                 tokens_per_s=bench.prompt_tokens / taken.median,
                 flop=flop,
-                share=task.ceilings and flop / taken.median / (task.ceilings.matmul_tflop_per_s.median * 1e12),
+                share=product_share(task.ceilings, flop, taken.median),
             )
         for context in bench.context_lengths:
             for batch in bench.batch_sizes:
@@ -325,9 +289,10 @@ def decode_step(task: EngineTask, started: StartedModel, batch: int, context: in
         runner.steps.launch(plan).wait()
     step_s, launch_s = in_flight(runner, plans[WARM_STEPS : WARM_STEPS + rounds])
     profiled, alone = plans[WARM_STEPS + rounds :][:PROFILED_STEPS], plans[WARM_STEPS + rounds + PROFILED_STEPS :]
-    groups_ms = kernels_ms(runner, profiled, engine.device)
+    is_profiled = task.section == "steps" and context == task.bench.context_lengths[len(task.bench.context_lengths) // 2]
+    groups_ms = kernels_ms(runner, profiled, engine.device) if is_profiled else {}
     device = Spread.of(device_ms(runner, plan, max(launch_s)) for plan in alone) if alone else None
-    if device is not None:
+    if device is not None and groups_ms:
         groups_ms["gaps"] = max(0.0, device.median - sum(groups_ms.values()))
     step_ms = Spread.of(1e3 * seconds for seconds in step_s)
     read_bytes = started.figure.weight_bytes + batch * (context - steps // 2) * layout.page_bytes // layout.page_size
@@ -339,9 +304,9 @@ def decode_step(task: EngineTask, started: StartedModel, batch: int, context: in
         step_ms=step_ms,
         device_ms=device,
         launch_ms=Spread.of(1e3 * seconds for seconds in launch_s),
-        idle=device and max(0.0, 1 - device.median / step_ms.median),
+        idle=None if device is None else max(0.0, 1 - device.median / step_ms.median),
         read_bytes=read_bytes,
-        share=task.ceilings and read_bytes / task.ceilings.copy_gb_per_s.median / 1e6 / step_ms.median,
+        share=copy_share(task.ceilings, read_bytes, step_ms.median / 1e3),
         groups_ms=groups_ms,
     )
 
@@ -349,8 +314,8 @@ def decode_step(task: EngineTask, started: StartedModel, batch: int, context: in
 def kernels_ms(runner: ModelRunner, plans: Sequence[StepPlan], device: str) -> dict[str, float]:
     """The time of a step's kernels, by what they are for, as torch's profiler tells it."""
     on_card = device.startswith("cuda")
-    activity = torch.profiler.ProfilerActivity.CUDA if on_card else torch.profiler.ProfilerActivity.CPU
-    with torch.profiler.profile(activities=[activity]) as profile:
+    how: Any = torch.autograd.profiler.profile  # torch.profiler would import torch's compiler, which takes seconds
+    with how(use_cpu=not on_card, use_device="cuda" if on_card else None, use_kineto=True) as profile:
         for plan in plans:
             runner.steps.launch(plan).wait()
     groups = Counter[str]()
@@ -594,116 +559,3 @@ def sampling_plans(runner: ModelRunner, sampling: SamplingParams, adapters: Sequ
     )
     rows = np.arange(described.max_rows, dtype=np.int32)
     return [StepPlan(number, starts if number == 0 else (), decode_rows=rows) for number in range(STEPS_AT_ONCE + 1)]
-
-
-# --- the machine, correctness, sequences, pushes -------------------------------------------------------------------------------
-
-FACTS = {
-    "card": "nvidia-smi --query-gpu=name,driver_version,compute_mode,mig.mode.current,memory.total --format=csv,noheader",
-    "clocks": "nvidia-smi --query-gpu=clocks.sm,clocks.mem,clocks.max.sm,power.limit,temperature.gpu --format=csv,noheader",
-    "NVLink": "nvidia-smi nvlink --status",
-    "cards": "nvidia-smi topo --matrix",
-    "CUDA": "nvcc --version",
-}
-CHECKS = {
-    "the kernels' contract": ("tests/gpu/test_kernels.py", "tests/engine/kernels/test_kernels.py -k without"),
-    "attention against its definition": ("tests/gpu/test_attention.py", "tests/engine/attention/test_paged.py -k window"),
-    "tokens against transformers": ("tests/gpu/test_engine.py -k transformers", "tests/engine/models/test_dense_models.py -k tied"),
-}
-"""On a card, and where there is none."""
-
-
-def measure_environment(task: EngineTask, say: Say) -> Iterator[Figure]:
-    for name, command in FACTS.items():
-        try:
-            told = subprocess.run(command.split(), capture_output=True, text=True, timeout=20, check=True).stdout.split("\n")
-        except (OSError, subprocess.SubprocessError) as error:
-            told = [f"not known: {error}"]
-        yield Fact(name=name, text="; ".join(" ".join(line.split()) for line in told if line.strip()))
-    pipes = Path(os.environ.get("CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps")) / "control"
-    yield Fact(name="MPS", text="on" if pipes.exists() else "off")
-
-
-class _Results:
-    """A plugin of pytest that keeps what became of each test."""
-
-    def __init__(self) -> None:
-        self.outcomes, self.failed = Counter[str](), list[str]()
-
-    def pytest_runtest_logreport(self, report: Any) -> None:
-        if report.when == "call" or report.outcome != "passed":
-            self.outcomes[report.outcome] += 1
-            self.failed += [report.nodeid] if report.failed else []
-
-    def pytest_collectreport(self, report: Any) -> None:
-        self.failed += [report.nodeid] if report.failed else []
-
-
-def measure_checks(task: EngineTask, say: Say) -> Iterator[Figure]:
-    """Tests of the repository, in this process."""
-    import pytest
-
-    for name, (on_card, without) in CHECKS.items():
-        say(name)
-        results, chosen = _Results(), on_card if device_of(task.engine.device).type == "cuda" else without
-        with contextlib.redirect_stdout(sys.stderr):
-            status = pytest.main([*chosen.split(), "-p", "no:cacheprovider", "-n0"], plugins=[results])
-        failed = results.failed or ([f"pytest ends with {status}"] if status else [])
-        yield Check(
-            name=name,
-            passed=results.outcomes["passed"],
-            skipped=results.outcomes["skipped"],
-            failed=len(failed),
-            first=next(iter(failed), ""),
-        )
-
-
-def measure_offline(task: EngineTask, say: Say) -> Iterator[Figure]:
-    ready = threading.Event()
-    with checkpoint(task.model, task.engine) as (model, engine):
-        engine = with_device_defaults(replace(engine, grammar="off"))
-        with contextlib.closing(TorchExecutor(model, engine, ready.set, say)) as executor:
-            for workload, largest_id in {"": 1, **WORKLOADS}.items():
-                options = with_defaults(OfflineOptions(largest_id=largest_id), QUICK_OFFLINE if task.is_quick else {})
-                sequences = sequences_of(options, executor.description.model.vocab_size) if workload else [WARM_UP]
-                _, ran = serve(executor, engine.chunk_tokens, ready, sequences, options.temperature)
-                answers = sum(each.answer_tokens for each in sequences)
-                if workload:
-                    yield Offline(
-                        workload=workload,
-                        model=task.model,
-                        answer_tokens=answers,
-                        seconds=ran.seconds,
-                        tokens_per_s=answers / ran.seconds,
-                    )
-
-
-def measure_pushes(task: EngineTask, say: Say) -> Iterator[Figure]:
-    """By CUDA IPC on a card: that is what NIXL takes within a host."""
-    on_card = device_of(task.engine.device).type == "cuda"
-    bench = transfer.TransferBench(
-        transport="nixl" if on_card else "cma", device=task.engine.device if on_card else "cpu",
-        page_bytes="256KiB,2MiB", pages="32,1024", memory="2GiB", repeat=3, idle_s=0.2,
-    )  # fmt: skip
-    place = transfer.measure_host(replace(bench, **transfer.QUICK) if task.is_quick else bench)
-    for row in place.rows:
-        speed = row.spread(lambda sample: sample.gb_per_s)
-        point = row.point
-        yield Push(
-            way=row.way.label, page_bytes=point.page_bytes, pages=point.pages, arrangement=point.arrangement, gb_per_s=speed
-        )
-    require(not place.skipped, "pushes", "measured", place.skipped)
-
-
-ACTS: Mapping[Section, Callable[[EngineTask, Say], Iterator[Figure]]] = {
-    "environment": measure_environment,
-    "ceilings": measure_ceilings,
-    "checks": measure_checks,
-    "eager": measure_steps,
-    "offline": measure_offline,
-    "pushes": measure_pushes,
-    "host": measure_host,
-    "sampling": measure_sampling,
-    "steps": measure_steps,
-    "floor": measure_floor,
-}

@@ -11,6 +11,7 @@ and results once; of what it finds by index (KV pages, embeddings, the experts t
 
 import argparse
 import itertools
+import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -263,8 +264,16 @@ def count(step: CountedStep) -> list[Kernel]:
             kernels,
             _CountedFlashInfer(counter, decodes_on_tensor_cores(heads // layout.kv_heads, memory.pool.dtype)),
         )
-        sizes = {"max_rows": step.rows, "pages_per_row": layout.pages_for(step.context + 1), "layer_groups": 0}
-        steps = StepRunner(made, kernels, memory, attention, **sizes, vocab_size=shape.vocab_size)
+        steps = StepRunner(
+            made,
+            kernels,
+            memory,
+            attention,
+            max_rows=step.rows,
+            pages_per_row=layout.pages_for(step.context + 1),
+            layer_groups=0,
+            vocab_size=shape.vocab_size,
+        )
         tokens = step.rows if step.kind == "decode" else step.context
         counter.by_index = {
             _storage(memory.pool): tokens * layout.kv_heads * layout.head_dim * memory.pool.dtype.itemsize,
@@ -292,16 +301,21 @@ class Card(NamedTuple):
     """10^9 bytes read and written."""
     bf16_tflop_per_s: float
     fp8_tflop_per_s: float
+    link_gb_per_s: float
+    """From one card to others, one way."""
 
 
 CARDS = {
-    "H100": Card(2900, 720, 1280),
-    "H200": Card(4300, 720, 1280),
-    "A100": Card(1750, 268, 268),
-    "L40S": Card(740, 250, 500),
+    "H100": Card(2900, 720, 1280, 450),
+    "H200": Card(4300, 720, 1280, 450),
+    "A100": Card(1750, 268, 268, 300),
+    "L40S": Card(740, 250, 500, 28),
 }
 """Copies: 86 to 90 % of the data sheets' 3,350, 4,800, 2,039 and 864 GB/s. Products: Hopper's as SemiAnalysis measured them
-("MI300X vs H100 vs H200", 2024), the A100's as in the MAMF table of stas00/ml-engineering, the L40S's 69 % of its data sheet."""
+("MI300X vs H100 vs H200", 2024), the A100's as in the MAMF table of stas00/ml-engineering, the L40S's 69 % of its data sheet.
+Links: NVLink's data sheets, and what PCIe 4.0 x16 carries."""
+COLLECTIVE_S = 15e-6
+"""What NCCL takes for a collective of a few KB between the cards of a host, before any byte counts."""
 SMALLEST_S, GAP_S = 2e-6, 1e-6
 """The least that a kernel of a graph takes, and what passes between two that depend on each other: launch, ramp and drain."""
 REACHED_BY_COPIES = {"products": 0.95, "attention": 0.90}
@@ -320,7 +334,10 @@ def predict(step: CountedStep, kernels: Sequence[Kernel]) -> Prediction:
             rate = card.fp8_tflop_per_s if kernel.is_fp8 else card.bf16_tflop_per_s
             bytes_s = kernel.moved / (card.copy_gb_per_s * 1e9 * REACHED_BY_COPIES.get(kernel.group, OTHERS_REACH))
             flop_s = kernel.flop / (rate * 1e12 * REACHED_BY_PRODUCTS.get(kernel.group, OTHERS_REACH))
-            groups[kernel.group] += 1e3 * max(bytes_s, flop_s, SMALLEST_S)
+            taken_s = max(bytes_s, flop_s, SMALLEST_S)
+            if kernel.group == "ranks":
+                taken_s = COLLECTIVE_S + kernel.moved / (card.link_gb_per_s * 1e9)
+            groups[kernel.group] += 1e3 * taken_s
         groups["gaps"] = 1e3 * GAP_S * len(kernels)
         groups_ms[name] = {group: round(ms, 4) for group, ms in groups.items()}
         floor_s = needed / card.copy_gb_per_s / 1e9 if step.kind == "decode" else flop / card.bf16_tflop_per_s / 1e12
@@ -389,7 +406,7 @@ OTHERS: tuple[tuple[str, Quantization, int], ...] = (
 
 def counts_table(now: Predictions, before: Predictions) -> list[tuple[str, ...]]:
     """Kernels and bytes of the decode steps that are watched, before and now."""
-    lines = [("step, context of 2,048", "kernels", "of them in the graph", "GB moved", "of them needed")]
+    lines: list[tuple[str, ...]] = [("step, context of 2,048", "kernels", "of them in the graph", "GB moved", "of them needed")]
     of_before = {(each.name, each.kind, each.rows, each.context): each for each in before.steps}
     for each in now.steps:
         earlier = of_before.get((each.name, each.kind, each.rows, each.context), each)
@@ -412,7 +429,7 @@ def counts_table(now: Predictions, before: Predictions) -> list[tuple[str, ...]]
 
 def predictions_table(now: Predictions, card: str) -> list[tuple[str, ...]]:
     groups = ("products", "attention", "norms", "sampling", "experts", "ranks", "ends", "gaps")
-    lines = [("step", *groups, "all, ms", "of the copy or product")]
+    lines: list[tuple[str, ...]] = [("step", *groups, "all, ms", "of the copy or product")]
     for each in now.steps:
         if each.model != "tiny" and (each.kind == "prefill" or each.context == 2048):
             what = f"{each.rows} × {each.context:,}" if each.kind == "decode" else f"prefill of {each.context:,}"
@@ -424,12 +441,12 @@ def predictions_table(now: Predictions, card: str) -> list[tuple[str, ...]]:
 
 def cards_table(now: Predictions) -> list[tuple[str, ...]]:
     """The goals' steps on all cards."""
-    lines = [("step", *CARDS)]
+    lines: list[tuple[str, ...]] = [("step", *CARDS)]
     for each in now.steps:
-        if each.quantization == "none" and each.ranks == 1 and (each.model, each.rows) in {*SHOWN, ("Llama-3-8B", 1)}:
-            if each.context == (2048 if each.kind == "decode" else PROMPT):
-                what = f"{each.rows} × {each.context:,}" if each.kind == "decode" else f"prefill of {each.context:,}"
-                lines.append((f"{each.name}, {what}, ms", *(f"{each.ms(card):.2f} ({each.share[card]:.0%})" for card in CARDS)))
+        is_shown = each.name == each.model and (each.model, each.rows) in {*SHOWN, ("Llama-3-8B", 1)}
+        if is_shown and each.context == (2048 if each.kind == "decode" else PROMPT):
+            what = f"{each.rows} × {each.context:,}" if each.kind == "decode" else f"prefill of {each.context:,}"
+            lines.append((f"{each.name}, {what}, ms", *(f"{each.ms(card):.2f} ({each.share[card]:.0%})" for card in CARDS)))
     for name, seconds in now.offline_s.items():
         answers = sum(each.answer_tokens for each in offline_sequences(name))
         lines.append((f"{OFFLINE_MODEL}, {name}'s sequences, tokens/s", *(f"{answers / seconds[card]:,.0f}" for card in CARDS)))
@@ -442,7 +459,9 @@ def offline_sequences(name: str) -> list[OfflineSequence]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.engine.step_counts", description=__doc__)
-    parser.add_argument("--before", type=Path, default=PREDICTIONS, help="predictions of another commit, to be shown beside these")
+    parser.add_argument(
+        "--before", type=Path, default=PREDICTIONS, help="predictions of another commit, to be shown beside these"
+    )
     parser.add_argument("--to", type=Path, default=PREDICTIONS, help="the file to write")
     flags = parser.parse_args()
     before = flags.before.read_bytes() if flags.before.exists() else None
@@ -453,7 +472,7 @@ def main() -> None:
     flags.to.write_bytes(msgspec.json.format(msgspec.json.encode(now), indent=1) + b"\n")
     earlier = now if before is None else msgspec.json.decode(before, type=Predictions)
     for table in (counts_table(now, earlier), cards_table(now), *(predictions_table(now, card) for card in ("H100",))):
-        print(markdown_table(table), end="\n\n")
+        sys.stdout.write(f"{markdown_table(table)}\n\n")
 
 
 if __name__ == "__main__":
