@@ -50,14 +50,9 @@ def test_a_rank_computes_its_part_and_meets_the_others_twice_in_a_layer() -> Non
 
 
 def test_a_mixture_reads_the_experts_that_its_tokens_choose() -> None:
-    """One token chooses 8 of 128 experts; 256 tokens choose nearly all."""
-
-    def needed(rows: int) -> float:
-        kernels = count(CountedStep("Qwen3-30B-A3B", "decode", rows, 512))
-        return sum(kernel.needed for kernel in kernels if "grouped_mm" in kernel.name)
-
-    expert = 3 * 2048 * 768 * 2
-    assert needed(1) == pytest.approx(48 * 8 * expert) and needed(256) == pytest.approx(48 * 128 * expert, rel=1e-3)
+    """One token chooses 8 of 128 experts."""
+    kernels = count(CountedStep("Qwen3-30B-A3B", "decode", 1, 512))
+    assert sum(kernel.needed for kernel in kernels if "grouped_mm" in kernel.name) == pytest.approx(48 * 8 * 3 * 2048 * 768 * 2)
 
 
 def test_a_step_takes_the_longer_of_bytes_and_operations_of_each_kernel_and_a_gap_for_each() -> None:
