@@ -48,6 +48,8 @@ CHECKS = {
     ),
 }
 """On a card, and where there is none."""
+PYTEST_FLAGS = ("-n0", "-p", "no:cacheprovider", "-W", "ignore::pytest.PytestAssertRewriteWarning")
+"""Tasks are forked from a process that has imported what pytest would rewrite."""
 
 
 def measure_environment(task: EngineTask, say: Say) -> Iterator[Figure]:
@@ -103,7 +105,7 @@ def measure_checks(task: EngineTask, say: Say) -> Iterator[Figure]:
         say(name)
         results, chosen = _Results(), on_card if device_of(task.engine.device).type == "cuda" else without
         with contextlib.redirect_stdout(sys.stderr):
-            status = pytest.main([*chosen.split(), "-p", "no:cacheprovider", "-n0"], plugins=[results])
+            status = pytest.main([*chosen.split(), *PYTEST_FLAGS], plugins=[results])
         failed = results.failed or ([f"pytest ends with {status}"] if status else [])
         yield Check(
             name=name,
