@@ -48,7 +48,6 @@ KEY_LIFE = (
     "HTTP API: make another file for the routers alone, and give them --control-key FILE. Who has a file is let in."
 )
 DETOKENIZER = "detokenizer"
-FIRST_HOUR = ("bench", "engine")
 HOUR_HELP = (
     "build, check and time the engine on one device, in less than ten minutes, from a checkout; its flags are in its own help"
 )
@@ -70,7 +69,9 @@ def build_parser() -> argparse.ArgumentParser:
     benches = bench.add_subparsers(title="benchmarks", metavar="WHAT", required=True)
     for command in BENCHES:
         command.add_to(benches)
-    benches.add_parser(FIRST_HOUR[1], help=HOUR_HELP, description=HOUR_HELP.capitalize(), add_help=False)
+    first_hour = benches.add_parser("engine", help=HOUR_HELP, description=f"{HOUR_HELP.capitalize()}.", add_help=False)
+    first_hour.set_defaults(command=_bench_engine, prog=first_hour.prog)
+    first_hour.passes_on = True
     return parser
 
 
@@ -87,8 +88,6 @@ def _build_detokenizer_parser() -> argparse.ArgumentParser:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command. Returns the exit status: 2 for a bad flag, which is named on stderr."""
     given = sys.argv[1:] if arguments is None else arguments
-    if tuple(given[:2]) == FIRST_HOUR:
-        return _bench_engine(given[2:])
     if given and given[0] == DETOKENIZER:
         flags = _build_detokenizer_parser().parse_args(given[1:])
     else:
@@ -223,13 +222,12 @@ def _bench_offline(flags: argparse.Namespace) -> int:
     return run(bench, model, engine, command, flags.markdown)
 
 
-def _bench_engine(arguments: Sequence[str]) -> int:
-    """An instrument of the developers, which has its own flags and is not installed. Returns its exit status."""
+def _bench_engine(flags: argparse.Namespace) -> int:
+    """An instrument of the developers, which has its own flags and is not installed."""
     if not Path("benchmarks", "engine.py").is_file():
-        print("launch bench engine: it runs from a checkout only, in its folder", file=sys.stderr)
-        return BAD_FLAG
+        raise ConfigError("it runs in the folder of a checkout only")
     script = "import sys; from benchmarks.engine import main; sys.exit(main())"
-    return subprocess.run([sys.executable, "-c", script, *arguments], check=False).returncode
+    return subprocess.run([sys.executable, "-c", script, *flags.rest], check=False).returncode
 
 
 def _bench_serve(flags: argparse.Namespace) -> int:
