@@ -126,7 +126,7 @@ class Prefill(EngineFigure, frozen=True, kw_only=True):
     flop: Annotated[float, Column("TFLOP", ".3g", 1e-12)]
     """The operations of all products of matrices, attention's included."""
     share: Annotated[float | None, Column("of the product", ".1%")]
-    """Of the time of so many operations at the speed of a product of matrices."""
+    """The part of its time that so many operations take at the speed of a product of matrices."""
 
 
 class Floor(EngineFigure, frozen=True, kw_only=True):
@@ -183,7 +183,7 @@ class Offline(EngineFigure, frozen=True, kw_only=True):
     tokens_per_s: Annotated[float, Column("output tokens/s", ",.0f")]
 
 
-class Push(EngineFigure, frozen=True, kw_only=True):
+class HostPush(EngineFigure, frozen=True, kw_only=True):
     """Pages pushed from one process to another on the same host, or copied there."""
 
     title = "Pushes between two processes of this host"
@@ -195,10 +195,10 @@ class Push(EngineFigure, frozen=True, kw_only=True):
 
 
 TABLES: tuple[type[EngineFigure], ...] = (
-    *(Fact, Check, Started, HostWork, SampledStep, Floor, Push, Offline, Prefill, DecodeStep),
+    *(Fact, Check, Started, HostWork, SampledStep, Floor, HostPush, Offline, Prefill, DecodeStep),
 )
 """What matters most comes last, because the end of an output is what one sees."""
-Figure: TypeAlias = Ceilings | Fact | Check | Started | HostWork | SampledStep | Floor | Push | Offline | Prefill | DecodeStep
+Figure: TypeAlias = Ceilings | Fact | Check | Started | HostWork | SampledStep | Floor | HostPush | Offline | Prefill | DecodeStep
 TitledTable: TypeAlias = tuple[str, list[tuple[str, ...]]]
 F = TypeVar("F")
 
@@ -268,7 +268,7 @@ def group_of(kernel: str) -> str:
     return next((group for group, names in GROUPS.items() if re.search(names, kernel, re.IGNORECASE)), "ends")
 
 
-class Prediction(msgspec.Struct, frozen=True, kw_only=True):
+class StepPrediction(msgspec.Struct, frozen=True, kw_only=True):
     """What a step moves and computes, and how long each card should take for it."""
 
     model: str
@@ -283,7 +283,7 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True):
     """How many of the kernels a CUDA graph starts."""
     moved_bytes: int
     needed_bytes: int
-    """Of weights and KV, once."""
+    """Weights and KV, once."""
     flop: float
     groups_ms: dict[str, dict[str, float]]
     """By card, and by what kernels are for."""
@@ -301,7 +301,7 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Predictions(msgspec.Struct, frozen=True, kw_only=True):
-    steps: list[Prediction]
+    steps: list[StepPrediction]
     offline_s: dict[str, dict[str, float]]
     """Seconds of each workload, by card."""
 

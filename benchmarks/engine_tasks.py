@@ -22,7 +22,7 @@ from bench.options import QUICK_OFFLINE, OfflineOptions
 from bench.report import Spread
 from benchmarks import engine_steps, transfer
 from benchmarks.engine import EngineTask, Section
-from benchmarks.engine_figures import WORKLOADS, Ceilings, Check, Fact, Figure, Offline, Push
+from benchmarks.engine_figures import WORKLOADS, Ceilings, Check, Fact, Figure, Offline, HostPush
 from benchmarks.engine_steps import Say, checkpoint, current, timed_s
 from common.options import require, with_defaults
 from engine.backends import device_of, with_device_defaults
@@ -147,7 +147,7 @@ def measure_pushes(task: EngineTask, say: Say) -> Iterator[Figure]:
     for row in place.rows:
         speed = row.spread(lambda sample: sample.gb_per_s)
         point = row.point
-        yield Push(
+        yield HostPush(
             way=row.way.label, page_bytes=point.page_bytes, pages=point.pages, arrangement=point.arrangement, gb_per_s=speed
         )
     require(not place.skipped, "pushes", "measured", place.skipped)

@@ -28,7 +28,7 @@ from torch.utils._pytree import tree_flatten
 from bench.offline import OfflineSequence, sequences_of
 from bench.options import OfflineOptions
 from bench.report import markdown_table
-from benchmarks.engine_figures import MISSING, OFFLINE_MODEL, PREDICTIONS, WORKLOADS, Prediction, Predictions, group_of
+from benchmarks.engine_figures import MISSING, OFFLINE_MODEL, PREDICTIONS, WORKLOADS, StepPrediction, Predictions, group_of
 from benchmarks.engine_steps import checkpoint, decode_plans, prefill_plans
 from common.config import EngineConfig, Quantization
 from common.model_path import resolve_model_path
@@ -76,7 +76,7 @@ class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.kernels: list[Kernel] = []
         self.by_index: dict[int, int] = {}
-        """Of storages in which Triton kernels find things by index: how many bytes a step finds there."""
+        """How many bytes a step finds in those storages in which Triton kernels find things by index."""
         self.vocab_size, self.chosen = 0, 0
         """The model's, and how many experts compute a token."""
 
@@ -133,7 +133,7 @@ def _storage(tensor: Tensor) -> int:
 
 
 def _bytes(tensor: Tensor) -> int:
-    """Of its elements, each once: an expanded one has fewer than its shape says."""
+    """The bytes of its elements, each once: an expanded one has fewer than its shape says."""
     count = tensor.dtype.itemsize
     for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
         count *= size if stride else 1
@@ -324,7 +324,7 @@ REACHED_BY_PRODUCTS = {"products": 0.90, "attention": 0.55}
 OTHERS_REACH = 0.9
 
 
-def predict(step: CountedStep, kernels: Sequence[Kernel]) -> Prediction:
+def predict(step: CountedStep, kernels: Sequence[Kernel]) -> StepPrediction:
     """How long each card takes: each kernel the longer of its bytes and its operations, and never less than the smallest."""
     needed, flop = sum(kernel.needed for kernel in kernels), sum(kernel.flop for kernel in kernels)
     groups_ms, share = dict[str, dict[str, float]](), dict[str, float]()
@@ -342,7 +342,7 @@ def predict(step: CountedStep, kernels: Sequence[Kernel]) -> Prediction:
         groups_ms[name] = {group: round(ms, 4) for group, ms in groups.items()}
         floor_s = needed / card.copy_gb_per_s / 1e9 if step.kind == "decode" else flop / card.bf16_tflop_per_s / 1e12
         share[name] = round(1e3 * floor_s / sum(groups.values()), 4)
-    return Prediction(
+    return StepPrediction(
         **step._asdict(),
         kernels=len(kernels),
         in_graph=sum(kernel.in_graph for kernel in kernels),
@@ -379,7 +379,7 @@ def predict_offline(sequences: Sequence[OfflineSequence]) -> dict[str, float]:
 SERVED = ("Qwen3-0.6B", "Llama-3-8B", "Qwen3-14B")
 ROWS, CONTEXTS, PROMPT = (1, 8, 32, 128, 256), (512, 2048, 8192), 8192
 MOST_TOKENS = 2**20
-"""Of a batch: more fit no card."""
+"""The most of a batch: more fit no card."""
 SHOWN = (("Llama-3-8B", 32), ("Llama-3-8B", 256), ("Qwen3-0.6B", 256))
 
 

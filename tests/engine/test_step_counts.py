@@ -3,7 +3,7 @@
 import msgspec
 import pytest
 
-from benchmarks.engine_figures import PREDICTIONS, Prediction, Predictions, group_of
+from benchmarks.engine_figures import PREDICTIONS, StepPrediction, Predictions, group_of
 from benchmarks.engine_steps import checkpoint, prefill_flop, step_weight_bytes
 from common.config import EngineConfig
 from common.model_path import resolve_model_path
@@ -88,7 +88,7 @@ def test_the_predictions_are_of_these_steps_and_no_step_starts_more_kernels_than
     """If it fails: python -m tests.engine.step_counts."""
     predictions = msgspec.json.decode(PREDICTIONS.read_bytes(), type=Predictions)
 
-    def which(step: CountedStep | Prediction) -> tuple[object, ...]:
+    def which(step: CountedStep | StepPrediction) -> tuple[object, ...]:
         return step.model, step.kind, step.rows, step.context, step.quantization, step.ranks
 
     made = {which(each): each for each in predictions.steps}
