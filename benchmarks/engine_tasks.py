@@ -22,7 +22,7 @@ from bench.options import QUICK_OFFLINE, OfflineOptions
 from bench.report import Spread
 from benchmarks import engine_steps, transfer
 from benchmarks.engine import EngineTask, Section
-from benchmarks.engine_figures import WORKLOADS, Ceilings, Check, Fact, Figure, Offline, HostPush
+from benchmarks.engine_figures import WORKLOADS, Ceilings, Check, Fact, Figure, HostPush, Offline
 from benchmarks.engine_steps import Say, checkpoint, current, timed_s
 from common.options import require, with_defaults
 from engine.backends import device_of, with_device_defaults

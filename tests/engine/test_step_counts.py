@@ -3,7 +3,7 @@
 import msgspec
 import pytest
 
-from benchmarks.engine_figures import PREDICTIONS, StepPrediction, Predictions, group_of
+from benchmarks.engine_figures import PREDICTIONS, Predictions, StepPrediction, group_of
 from benchmarks.engine_steps import checkpoint, prefill_flop, step_weight_bytes
 from common.config import EngineConfig
 from common.model_path import resolve_model_path
