@@ -74,7 +74,7 @@ class CommandParser(argparse.ArgumentParser):
     def parse_known_args(self, args: Iterable[str] | None = None, namespace: Any = None) -> Any:
         """What is not known is refused here, by the parser of the command that was given, and not by the outermost one."""
         if self.passes_on:
-            return argparse.Namespace(**self._defaults, rest=list(args)), []
+            return argparse.Namespace(**self._defaults, rest=list(args or ())), []
         read, unknown = super().parse_known_args(args, namespace)
         if unknown:
             flags = [word.partition("=")[0] for word in unknown if word.startswith("-")]
