@@ -3,9 +3,9 @@
 Owns the sequences, the clock, the figures, the loop of an instance's worker without mail and transfers, and what a router does
 for a request that gives up its memory: it goes on as the next attempt, with the answer so far behind its prompt.
 
-The sequences are those that nano-vllm and mini-sglang publish figures of (https://github.com/GeeeekExplorer/nano-vllm,
-`bench.py`). With seed 0 and the lengths of the defaults the answers have 133,966 tokens together, which is what its README
-reports."""
+The sequences are those that nano-vllm publishes figures of (https://github.com/GeeeekExplorer/nano-vllm, `bench.py`). With seed 0
+and the lengths of the defaults the answers have 133,966 tokens together, which is what its README reports. mini-sglang
+(`benchmark/offline/bench.py`) draws alike with larger token ids, which gives other lengths: --largest-id 151642."""
 
 import random
 import threading
@@ -33,7 +33,6 @@ from decode.scheduler import DecodeScheduler
 from engine.backends import with_device_defaults
 from engine.torch_executor import TorchExecutor
 
-LARGEST_ID = 10_000
 STEP_S = 60.0
 """A step that takes longer has failed."""
 FOREVER_S = 1e9
@@ -155,7 +154,9 @@ def report(outcome: OfflineOutcome, style: ReportStyle) -> str:
 def sequences_of(bench: OfflineOptions, vocab_size: int) -> list[OfflineSequence]:
     """Lengths do not depend on vocab_size: a smaller vocabulary folds the same ids."""
     draw = random.Random(bench.seed)
-    prompts = [[draw.randint(0, LARGEST_ID) for _ in range(draw.randint(*bench.prompt_range))] for _ in range(bench.num_prompts)]
+    prompts = [
+        [draw.randint(0, bench.largest_id) for _ in range(draw.randint(*bench.prompt_range))] for _ in range(bench.num_prompts)
+    ]
     lengths = [draw.randint(*bench.answer_range) for _ in range(bench.num_prompts)]
     return [
         OfflineSequence(np.array(ids, dtype=np.int32) % vocab_size, length) for ids, length in zip(prompts, lengths, strict=True)

@@ -442,13 +442,14 @@ class OfflineOptions:
     num_prompts: int = option(256, "sequences that are there at once, at the start")
     prompt_tokens: str = option("100,1024", "fewest and most tokens of a prompt")
     answer_tokens: str = option("100,1024", "fewest and most tokens of an answer")
+    largest_id: int = option(10_000, "prompts are drawn of the token ids from 0 to this one; lengths are drawn behind them")
     temperature: float = option(0.6, "of all sequences; 0: greedy")
     seed: int = option(0, "of lengths and token ids: equal seeds give equal sequences")
     repeat: int = option(1, "how often all sequences run, one time after the other")
     json: str = option("", "write the figures to this file")
 
     def __post_init__(self) -> None:
-        require_at_least(self, num_prompts=1, repeat=1, temperature=0)
+        require_at_least(self, num_prompts=1, repeat=1, temperature=0, largest_id=1)
         _ = self.prompt_range, self.answer_range
 
     @property

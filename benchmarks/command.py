@@ -15,7 +15,7 @@ from typing import Annotated, Any, get_origin, get_type_hints
 
 import msgspec
 
-from bench.report import BenchOutcome, Goal, ReportStyle, this_hardware, write_figures
+from bench.report import BenchOutcome, Goal, ReportStyle, Spread, this_hardware, write_figures
 from common.errors import ConfigError
 from common.options import C, ConfigClass, add_flags, option, read_config, to_flags, with_defaults
 from launch.child import BAD_FLAG
@@ -25,6 +25,9 @@ SWITCHES = {
     "quick": "take less than a minute, to show that everything works: flags that are not given get small values",
     "markdown": "print the report as Markdown, with the command and the machine",
 }
+
+PROGRAMS = {"engine": "launch bench engine"}
+"""How instruments are started that users start too."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,14 +59,25 @@ class Invocation:
         """Whether this switch was given."""
         return bool(vars(self._flags)[switch])
 
-    def publish(self, settings: str, steady: str, body: Sequence[str], goals: Iterable[Goal] = (), **figures: object) -> None:
-        """Print the report, and write the file.
+    def publish(
+        self,
+        settings: str,
+        steady: str,
+        body: Sequence[str],
+        goals: Iterable[Goal] = (),
+        page: tuple[str, Sequence[str]] = ("", ()),
+        **figures: object,
+    ) -> None:
+        """Print the report, and write the files.
 
         settings: what to know besides the machine. steady: which figures other work affects least. body: paragraphs and tables.
-        figures: what the file has besides the command, the machine and the goals.
+        page: a file for the report in Markdown, empty for none, and the same body in Markdown. figures: what the file has besides
+        the command, the machine and the goals.
         """
         outcome = BenchOutcome(command=self.command, hardware=self.hardware, goals=list(goals))
         print(self.style.report(outcome, settings, steady, body))
+        if page[0]:
+            Path(page[0]).write_text(ReportStyle(True).report(outcome, settings, steady, page[1]) + "\n")
         write_figures(msgspec.structs.asdict(outcome) | figures, read_config(PublishOptions, self._flags).json)
 
 
@@ -78,6 +92,8 @@ class Column:
 
     def cell(self, value: Any) -> str:
         """Empty where nothing was measured."""
+        if isinstance(value, Spread):
+            return value.text(self.form, self.scale)
         return "" if value is None else format(value if self.scale == 1 else value * self.scale, self.form)
 
 
@@ -104,7 +120,7 @@ def start(
     without: fields of the configs that are no flags. switches: further ones, with their help texts. arguments: those of this
     process unless given.
     """
-    program, all_switches = f"python -m benchmarks.{name}", {**(switches or {}), **SWITCHES}
+    program, all_switches = PROGRAMS.get(name, f"python -m benchmarks.{name}"), {**(switches or {}), **SWITCHES}
     parser = CommandParser(prog=program, description=explanation, allow_abbrev=False)
     add_flags(parser, *configs, PublishOptions, without=without)
     for switch, help_text in all_switches.items():

@@ -1,14 +1,17 @@
-"""What `python -m benchmarks.engine` measures, each task in a process: ceilings, steps and their floor, host work, sampling.
+"""What `launch bench engine` measures of steps, each task in a process: prefill, decode steps, their floor, host work, sampling.
 
 Owns what is timed: the wall clock while two steps are in flight, as an instance has them, the device's own time, and the host's.
 Weights and contexts are random numbers, because speed does not depend on what they say.
 """
 
 import contextlib
+import itertools
 import json
+import re
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
@@ -21,21 +24,21 @@ import torch
 from torch import Tensor
 
 from bench.report import Spread
-from benchmarks.engine import (
-    SHAPES,
-    Ceilings,
+from benchmarks.engine import SHAPES, EngineTask
+from benchmarks.engine_figures import (
     DecodeStep,
-    EngineTask,
     Figure,
     Floor,
     HostWork,
     Prefill,
     SampledStep,
-    Section,
     Started,
+    copy_share,
+    group_of,
+    product_share,
 )
 from common.config import DEMO_MODEL, EngineConfig, ModelConfig
-from common.executor import Chunk, EngineDescription, RowStart, StepPlan
+from common.executor import Chunk, RowStart, StepPlan
 from common.ids import Digest, Int32Array
 from common.model_path import resolve_model_path
 from common.options import require
@@ -53,12 +56,8 @@ from engine.replay import CannotRecord, CudaGraphs, load_recorder
 from engine.step_runner import PendingStep, StepRunner
 
 GREEDY = SamplingParams(max_new_tokens=1, temperature=0.0, ignore_eos=True)
-WARM_STEPS, ALONE_STEPS = 4, 7
+WARM_STEPS, ALONE_STEPS, PROFILED_STEPS = 4, 7, 2
 PREFILL_ROUNDS = 3
-COPY_BYTES = {"cuda": 2**32, "cpu": 2**26}
-"""Many times what a cache holds."""
-MATMUL_SIDE = {"cuda": 8192, "cpu": 512}
-CEILING_REPEATS = 20
 READ_BYTES = 2**29
 """Far more than the caches of a core hold."""
 _FILL_ELEMENTS = 2**27
@@ -119,25 +118,6 @@ def fill_randomly(pool: Tensor) -> None:
             part.normal_()
         else:
             part.copy_(torch.randn(part.shape, dtype=torch.bfloat16, device=part.device).to(pool.dtype))
-
-
-def measure_ceilings(task: EngineTask, say: Say) -> Iterator[Figure]:
-    """Copies and products of matrices, in the run whose figures are shares of them."""
-    device = current(task.engine.device)
-    side, dtype = MATMUL_SIDE[device.type], torch.bfloat16 if device.type == "cuda" else torch.float32
-    source = torch.empty(COPY_BYTES[device.type], dtype=torch.uint8, device=device)
-    source.view(torch.int64).random_()
-    target = torch.empty_like(source)
-    copies = timed_s(lambda: target.copy_(source), device, CEILING_REPEATS)
-    a, b = torch.randn(2, side, side, device=device).to(dtype).unbind()
-    out = torch.empty_like(a)
-    products = timed_s(lambda: torch.mm(a, b, out=out), device, CEILING_REPEATS)
-    yield Ceilings(
-        device=str(device),
-        copy_gb_per_s=Spread.of(2 * len(source) / 1e9 / seconds for seconds in copies),
-        matmul=f"{side}^3 {str(dtype).removeprefix('torch.')}",
-        matmul_tflop_per_s=Spread.of(2 * side**3 / 1e12 / seconds for seconds in products),
-    )
 
 
 # --- models and plans --------------------------------------------------------------------------------------------------------
@@ -212,11 +192,11 @@ def decode_plans(layout: KVLayout, total_pages: int, batch: int, context: int, s
     return plans
 
 
-def prefill_plans(engine: EngineDescription, tokens: int, chunk_tokens: int) -> list[StepPlan]:
+def prefill_plans(layout: KVLayout, total_pages: int, vocab_size: int, tokens: int, chunk_tokens: int) -> list[StepPlan]:
     """A random prompt in chunks."""
     random = np.random.default_rng(3)
-    prompt = random.integers(0, engine.model.vocab_size, tokens).astype(np.int32)
-    pages = random.permutation(engine.total_pages)[: engine.layout.pages_for(tokens)].astype(np.int32)
+    prompt = random.integers(0, vocab_size, tokens).astype(np.int32)
+    pages = random.permutation(total_pages)[: layout.pages_for(tokens)].astype(np.int32)
     return [
         StepPlan(
             begin,
@@ -240,18 +220,28 @@ class StartedModel:
 
 
 def start_model(task: EngineTask, say: Say) -> StartedModel:
+    told: list[tuple[str, float]] = []
+
+    def progress(line: str) -> None:
+        told.append((re.split(r"[:;(\d]", line)[0].strip(), time.monotonic()))
+        say(line)
+
     with checkpoint(task.model, task.engine) as (model, engine):
         shape = read_served_shape(resolve_model_path(model.model, weights=False))
         began = time.monotonic()
-        runner = ModelRunner(model, engine, say)
-        seconds = time.monotonic() - began
+        runner = ModelRunner(model, engine, progress)
+        ended = time.monotonic()
+    stages = Counter[str]()
+    for (stage, at), (_, next_at) in itertools.pairwise([("reading", began), *told, ("", ended)]):
+        stages[stage] += next_at - at  # type: ignore[assignment]
     described = runner.description
     dtype: KVDtype = described.model.dtype  # type: ignore[assignment]
     current(engine.device)
     figure = Started(
         model=task.model,
         dtype=dtype,
-        seconds=seconds,
+        seconds=ended - began,
+        stages=", ".join(f"{stage} {seconds:.1f}" for stage, seconds in stages.most_common(4)),
         weight_bytes=step_weight_bytes(shape, ITEM_BYTES[dtype], engine),
         pool_bytes=described.memory.region_bytes,
         context_tokens=described.model.context_tokens,
@@ -262,20 +252,25 @@ def start_model(task: EngineTask, say: Say) -> StartedModel:
 
 
 def measure_steps(task: EngineTask, say: Say) -> Iterator[Figure]:
-    """Start-up, then prefill, then decode steps."""
+    """Start-up, then prefill, then decode steps; without graphs decode steps alone."""
     started = start_model(task, say)
     yield started.figure
-    runner, bench = started.runner, task.bench
+    runner, bench, described = started.runner, task.bench, started.runner.description
+    sizes = described.layout, described.total_pages, described.model.vocab_size
     with runner.on_device():
-        for chunk_tokens in bench.chunk_lengths:
+        for chunk_tokens in bench.chunk_lengths if task.section == "steps" else ():
             say(f"prefill in chunks of {chunk_tokens}")
-            plans = prefill_plans(runner.description, bench.prompt_tokens, chunk_tokens)
+            plans = prefill_plans(*sizes, bench.prompt_tokens, chunk_tokens)
+            taken = Spread.of([seconds_of(partial(in_flight, runner, plans)) for _ in range(1 + PREFILL_ROUNDS)][1:])
+            flop = prefill_flop(started.shape, bench.prompt_tokens)
             yield Prefill(
                 model=task.model,
                 tokens=bench.prompt_tokens,
                 chunk_tokens=chunk_tokens,
-                seconds=Spread.of([seconds_of(partial(in_flight, runner, plans)) for _ in range(1 + PREFILL_ROUNDS)][1:]),
-                flop=prefill_flop(started.shape, bench.prompt_tokens),
+                seconds=taken,
+                tokens_per_s=bench.prompt_tokens / taken.median,
+                flop=flop,
+                share=product_share(task.ceilings, flop, taken.median),
             )
         for context in bench.context_lengths:
             for batch in bench.batch_sizes:
@@ -285,7 +280,7 @@ def measure_steps(task: EngineTask, say: Say) -> Iterator[Figure]:
 
 def decode_step(task: EngineTask, started: StartedModel, batch: int, context: int, say: Say) -> Iterator[DecodeStep]:
     runner, engine, rounds = started.runner, started.runner.description, task.bench.rounds
-    steps = WARM_STEPS + rounds + (ALONE_STEPS if engine.device.startswith("cuda") else 0)
+    steps = WARM_STEPS + rounds + PROFILED_STEPS + (ALONE_STEPS if engine.device.startswith("cuda") else 0)
     layout = engine.layout
     plans = decode_plans(layout, engine.total_pages, batch, context, steps, say)
     if not plans:
@@ -293,16 +288,41 @@ def decode_step(task: EngineTask, started: StartedModel, batch: int, context: in
     for plan in plans[:WARM_STEPS]:
         runner.steps.launch(plan).wait()
     step_s, launch_s = in_flight(runner, plans[WARM_STEPS : WARM_STEPS + rounds])
-    alone = [device_ms(runner, plan, max(launch_s)) for plan in plans[WARM_STEPS + rounds :]]
+    profiled, alone = plans[WARM_STEPS + rounds :][:PROFILED_STEPS], plans[WARM_STEPS + rounds + PROFILED_STEPS :]
+    is_profiled = task.section == "steps" and context == task.bench.context_lengths[len(task.bench.context_lengths) // 2]
+    groups_ms = kernels_ms(runner, profiled, engine.device) if is_profiled else {}
+    device = Spread.of(device_ms(runner, plan, max(launch_s)) for plan in alone) if alone else None
+    if device is not None and groups_ms:
+        groups_ms["gaps"] = max(0.0, device.median - sum(groups_ms.values()))
+    step_ms = Spread.of(1e3 * seconds for seconds in step_s)
+    read_bytes = started.figure.weight_bytes + batch * (context - steps // 2) * layout.page_bytes // layout.page_size
     yield DecodeStep(
         model=task.model,
         batch=batch,
         context=context,
-        step_ms=Spread.of(1e3 * seconds for seconds in step_s),
-        device_ms=Spread.of(alone) if alone else None,
+        graphs="off" if task.section == "eager" else "on",
+        step_ms=step_ms,
+        device_ms=device,
         launch_ms=Spread.of(1e3 * seconds for seconds in launch_s),
-        read_bytes=started.figure.weight_bytes + batch * (context - steps // 2) * layout.page_bytes // layout.page_size,
+        idle=None if device is None else max(0.0, 1 - device.median / step_ms.median),
+        read_bytes=read_bytes,
+        share=copy_share(task.ceilings, read_bytes, step_ms.median / 1e3),
+        groups_ms=groups_ms,
     )
+
+
+def kernels_ms(runner: ModelRunner, plans: Sequence[StepPlan], device: str) -> dict[str, float]:
+    """The time of a step's kernels, by what they are for, as torch's profiler tells it."""
+    on_card = device.startswith("cuda")
+    how: Any = torch.autograd.profiler.profile  # torch.profiler would import torch's compiler, which takes seconds
+    with how(use_cpu=not on_card, use_device="cuda" if on_card else None, use_kineto=True) as profile:
+        for plan in plans:
+            runner.steps.launch(plan).wait()
+    groups = Counter[str]()
+    for event in profile.key_averages():
+        taken_us = event.self_device_time_total if on_card else event.self_cpu_time_total
+        groups[group_of(event.key)] += taken_us / 1e3 / len(plans)
+    return dict(groups)
 
 
 def in_flight(runner: ModelRunner, plans: Sequence[StepPlan]) -> tuple[list[float], list[float]]:
@@ -333,7 +353,7 @@ def measure_floor(task: EngineTask, say: Say) -> Iterator[Figure]:
     engine, bench = started.runner.description, task.bench
     for tokens in bench.chunk_lengths:
         say(f"floor of prefill, {tokens} tokens")
-        plans = prefill_plans(engine, tokens, tokens) * (1 + PREFILL_ROUNDS)
+        plans = prefill_plans(engine.layout, engine.total_pages, engine.model.vocab_size, tokens, tokens) * (1 + PREFILL_ROUNDS)
         products = products_of(started, tokens, 1)
         yield beside_floor(task, started, plans, products, ("prefill", 1, tokens))
     for context in bench.context_lengths:
@@ -539,12 +559,3 @@ def sampling_plans(runner: ModelRunner, sampling: SamplingParams, adapters: Sequ
     )
     rows = np.arange(described.max_rows, dtype=np.int32)
     return [StepPlan(number, starts if number == 0 else (), decode_rows=rows) for number in range(STEPS_AT_ONCE + 1)]
-
-
-ACTS: Mapping[Section, Callable[[EngineTask, Say], Iterator[Figure]]] = {
-    "ceilings": measure_ceilings,
-    "host": measure_host,
-    "sampling": measure_sampling,
-    "steps": measure_steps,
-    "floor": measure_floor,
-}

@@ -65,11 +65,16 @@ class Command:
 class CommandParser(argparse.ArgumentParser):
     """Refuses a wrong command line with one line, which names the nearest right word, and status BAD_FLAG."""
 
+    passes_on = False
+    """All that is behind the command is in `rest`, for a program that has flags of its own."""
+
     def error(self, message: str) -> NoReturn:
         self.exit(BAD_FLAG, f"{self.prog}: {message} (see {self.prog} --help)\n")
 
     def parse_known_args(self, args: Iterable[str] | None = None, namespace: Any = None) -> Any:
         """What is not known is refused here, by the parser of the command that was given, and not by the outermost one."""
+        if self.passes_on:
+            return argparse.Namespace(**self._defaults, rest=list(args or ())), []
         read, unknown = super().parse_known_args(args, namespace)
         if unknown:
             flags = [word.partition("=")[0] for word in unknown if word.startswith("-")]

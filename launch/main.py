@@ -7,9 +7,11 @@ answers at once.
 import argparse
 import dataclasses
 import secrets
+import subprocess
 import sys
 from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from bench import options
@@ -46,6 +48,9 @@ KEY_LIFE = (
     "HTTP API: make another file for the routers alone, and give them --control-key FILE. Who has a file is let in."
 )
 DETOKENIZER = "detokenizer"
+HOUR_HELP = (
+    "build, check and time the engine on one device, in less than ten minutes, from a checkout; its flags are in its own help"
+)
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -64,6 +69,9 @@ def build_parser() -> argparse.ArgumentParser:
     benches = bench.add_subparsers(title="benchmarks", metavar="WHAT", required=True)
     for command in BENCHES:
         command.add_to(benches)
+    first_hour = benches.add_parser("engine", help=HOUR_HELP, description=f"{HOUR_HELP.capitalize()}.", add_help=False)
+    first_hour.set_defaults(command=_bench_engine, prog=first_hour.prog)
+    first_hour.passes_on = True
     return parser
 
 
@@ -212,6 +220,14 @@ def _bench_offline(flags: argparse.Namespace) -> int:
     if flags.quick:
         bench, engine = with_defaults(bench, options.QUICK_OFFLINE), with_defaults(engine, options.QUICK_ENGINE)
     return run(bench, model, engine, command, flags.markdown)
+
+
+def _bench_engine(flags: argparse.Namespace) -> int:
+    """An instrument of the developers, which has its own flags and is not installed."""
+    if not Path("benchmarks", "engine.py").is_file():
+        raise ConfigError("it runs in the folder of a checkout only")
+    script = "import sys; from benchmarks.engine import main; sys.exit(main())"
+    return subprocess.run([sys.executable, "-c", script, *flags.rest], check=False).returncode
 
 
 def _bench_serve(flags: argparse.Namespace) -> int:

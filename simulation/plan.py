@@ -1,7 +1,7 @@
 """What `launch simulate` simulates: the fleet, its speed and its load, as flags.
 
 Owns names, defaults and limits. Imports nothing heavy, starts nothing. The defaults that stand for hardware are assumptions, for
-a model of 8 billion parameters in bfloat16 on one H100 per instance; measure your own with `python -m benchmarks.engine`.
+a model of 8 billion parameters in bfloat16 on one H100 per instance; measure your own with `launch bench engine`.
 """
 
 import math

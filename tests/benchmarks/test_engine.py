@@ -1,4 +1,4 @@
-"""`python -m benchmarks.engine` on a CPU: a quick run and what it leaves, what it does about tasks that fail, and its goals."""
+"""`launch bench engine` on a CPU: its rehearsal, tasks that fail, its goals, and what it says of predictions."""
 
 import json
 import subprocess
@@ -8,28 +8,32 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from bench.report import Spread, markdown_table
-from benchmarks.engine import (
+from benchmarks.engine import EngineBench, EngineTask, Section, TaskFailed, figures_of, run_task, tasks
+from benchmarks.engine_figures import (
+    PREDICTIONS,
+    TABLES,
     Ceilings,
+    Check,
     DecodeStep,
-    EngineBench,
-    EngineTask,
     Figure,
     HostWork,
+    Predictions,
     Prefill,
-    Section,
     Started,
-    TaskFailed,
-    figures_of,
+    TaskRun,
+    compare,
+    copy_share,
+    first_looks,
     judge,
-    run_task,
+    product_share,
     tables,
-    tasks,
 )
 from benchmarks.engine_steps import KINDS, checkpoint, fill_randomly, prefill_flop, step_weight_bytes
 from common.config import EngineConfig
@@ -40,31 +44,42 @@ from engine.models.served_shape import read_served_shape
 CPU = EngineConfig(device="cpu", max_running=2, kv_memory="1MiB")
 
 
-def test_a_quick_run_measures_prints_and_writes_what_was_asked_for(tmp_path: Path) -> None:
-    figures = tmp_path / "figures.json"
-    command = [sys.executable, "-m", "benchmarks.engine", "--quick", "--device=cpu", f"--json={figures}"]
+def test_the_first_hour_is_rehearsed_on_a_cpu_and_leaves_a_file_and_a_page_with_every_part(tmp_path: Path) -> None:
+    figures, page = tmp_path / "figures.json", tmp_path / "page.md"
+    flags = ["--quick", "--device=cpu", "--threads=1", f"--json={figures}", f"--page={page}"]
+    command = [sys.executable, "-m", "launch.main", "bench", "engine", *flags]
     done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
     assert done.returncode == 0, done.stderr
     outcome = json.loads(figures.read_text())
-    assert outcome["command"].startswith("python -m benchmarks.engine --quick --device=cpu --json=")
+    assert outcome["command"].startswith("launch bench engine --quick")
     assert outcome["hardware"]["libraries"]["torch"] == torch.__version__
-    labels = ["ceilings", "host", "sampling tiny, vocabulary of 512", "steps tiny", "floor tiny"]
+    labels = ["environment", "ceilings", "checks", "steps tiny", "eager tiny", "offline", "pushes", "host"]
+    labels += ["sampling tiny, vocabulary of 512", "floor tiny"]
     assert [(run["label"], run["failure"]) for run in outcome["runs"]] == [(label, "") for label in labels]
+    text = page.read_text()
+    titles = [kind.title for kind in TABLES] + ["What ran", "Predicted for one H100 and measured, ms", "What to look at first"]
+    assert all(f"### {title}" in text for title in titles)
+    assert {figure["type"] for figure in outcome["figures"]} == {"Ceilings", *(kind.__name__ for kind in TABLES)}
+    checks = [figure for figure in outcome["figures"] if figure["type"] == "Check"]
+    assert len(checks) == 3 and all(check["passed"] > 0 and check["failed"] == check["skipped"] == 0 for check in checks)
+    predicted = {each["what"]: each for each in outcome["compared"]}
+    assert predicted["tiny decode, 4 rows of 96"]["predicted_ms"] > 0 and "tiny decode, 4 rows of 96: products" in predicted
+    assert "tiny prefill of 96 tokens" in predicted and outcome["looks"]
     by_type: dict[str, list[dict[str, Any]]] = {}
     for figure in outcome["figures"]:
         by_type.setdefault(figure["type"], []).append(figure)
     (ceilings,) = by_type["Ceilings"]
     assert ceilings["device"] == "cpu" and ceilings["matmul"] == "512^3 float32"
-    steps = {(step["batch"], step["context"]): step for step in by_type["DecodeStep"]}
-    assert steps.keys() == {(1, 32), (1, 96), (4, 32), (4, 96)}
+    steps = {(step["batch"], step["context"], step["graphs"]): step for step in by_type["DecodeStep"]}
+    assert steps.keys() == {(rows, context, graphs) for rows in (1, 4) for context in (32, 96) for graphs in ("on", "off")}
     for step in steps.values():
         assert step["step_ms"]["median"] > 0 and step["launch_ms"]["least"] > 0
     floors = {(floor["step"], floor["rows"], floor["context"]) for floor in by_type["Floor"]}
-    assert floors == {("decode", *which) for which in steps} | {("prefill", 1, 32), ("prefill", 1, 96)}
+    assert floors == {("decode", *which[:2]) for which in steps} | {("prefill", 1, 32), ("prefill", 1, 96)}
     for floor in by_type["Floor"]:
         assert all(floor[part]["least"] > 0 for part in ("step_ms", "products_ms", "attention_ms", "ratio"))
     assert [fill["chunk_tokens"] for fill in by_type["Prefill"]] == [32, 96]
-    (started,) = by_type["Started"]
+    started, _ = by_type["Started"]
     assert started["dtype"] == "float32" and started["pool_bytes"] > 0 and started["seconds"] > 0
     (host,) = by_type["HostWork"]
     assert host["rows"] == 256 and host["graphs"] is False and host["launch_ms"]["median"] > 0
@@ -157,31 +172,76 @@ def spread(value: float) -> Spread:
     return Spread.of([value])
 
 
-def test_goals_are_shares_of_what_the_device_did_in_the_same_run() -> None:
-    """3 GB in 2 ms, where a copy takes 1 ms for as much; 40 TFLOP in 0.1 s, where a product makes 500 a second."""
-    ceilings = Ceilings(device="cuda:0", copy_gb_per_s=spread(3000), matmul="8192^3", matmul_tflop_per_s=spread(500))
-    step = DecodeStep(
+def decode(step_ms: float, ceilings: Ceilings, groups_ms: dict[str, float]) -> DecodeStep:
+    """3 GB in so many ms."""
+    return DecodeStep(
         model="Llama-3-8B",
         batch=32,
         context=2048,
-        step_ms=spread(2),
-        device_ms=spread(1.5),
+        graphs="on",
+        step_ms=spread(step_ms),
+        device_ms=spread(0.75 * step_ms),
         launch_ms=spread(1),
+        idle=0.25,
         read_bytes=3 * 10**9,
+        share=copy_share(ceilings, 3e9, step_ms / 1e3),
+        groups_ms=groups_ms,
     )
-    fill = Prefill(model="Llama-3-8B", tokens=8192, chunk_tokens=2048, seconds=spread(0.1), flop=40e12)
+
+
+CEILINGS = Ceilings(device="cuda:0", copy_gb_per_s=spread(3000), matmul="8192^3", matmul_tflop_per_s=spread(500))
+
+
+def test_goals_are_shares_of_what_the_device_did_in_the_same_run() -> None:
+    """3 GB in 2 ms, where a copy takes 1 ms for as much; 40 TFLOP in 0.1 s, where a product makes 500 a second."""
+    step = decode(2, CEILINGS, {})
+    fill = Prefill(
+        model="Llama-3-8B",
+        tokens=8192,
+        chunk_tokens=2048,
+        seconds=spread(0.1),
+        tokens_per_s=81920,
+        flop=40e12,
+        share=product_share(CEILINGS, 40e12, 0.1),
+    )
     host = HostWork(device="cuda:0", rows=256, graphs=True, attention="", launch_ms=spread(0.6))
-    assert step.memory_share(ceilings) == pytest.approx(0.5) and step.gap_share == pytest.approx(0.25)
-    figures: list[Figure] = [ceilings, step, fill, host]
+    assert copy_share(None, 1, 1) is None and product_share(None, 1, 1) is None
+    figures: list[Figure] = [CEILINGS, step, fill, host]
     goals = list(judge(figures))
     text = "\n".join(markdown_table(table) for _, table in tables(figures))
     lines = {line for line in text.splitlines() if "Llama-3-8B |" in line}
     assert lines == {
-        "| Llama-3-8B | 2048 | 32 | 2.00 | 1.50 | 1.00 | 25% | 1500 | 50.0% |",
-        "| Llama-3-8B | 8192 | 2048 | 100.0 | 81920 | 400 | 80.0% |",
+        "| Llama-3-8B | 2048 | 32 | on | 2.00 | 1.50 | 1.00 | 25% | 3.00 | 50.0% |",
+        "| Llama-3-8B | 8192 | 2048 | 100.0 | 81920 | 40 | 80.0% |",
     }
     assert [(goal.met, goal.figure) for goal in goals] == [(False, "50.0%"), (True, "80.0%"), (False, "0.600 ms")]
     assert [goal.met for goal in judge([])] == [None] * 3
+
+
+def test_a_prediction_is_confirmed_within_a_tenth_and_what_loses_most_is_looked_at_first() -> None:
+    predictions = msgspec.json.decode(PREDICTIONS.read_bytes(), type=Predictions)
+    (guess,) = (
+        each
+        for each in predictions.steps
+        if (each.name, each.kind, each.rows, each.context) == ("Llama-3-8B", "decode", 32, 2048)
+    )
+    of_groups = guess.groups_ms["H200"]
+    groups_ms = of_groups | {"attention": 1.5 * of_groups["attention"], "products": 1.09 * of_groups["products"]}
+    figures: list[Figure] = [CEILINGS, decode(guess.ms("H200") + 1.5, CEILINGS, groups_ms)]
+    compared = {each.what: each for each in compare(figures, predictions, "H200", "none")}
+    what = "Llama-3-8B decode, 32 rows of 2048"
+    assert compared[what].verdict == compared[f"{what}: attention"].verdict == "refuted"
+    assert compared[f"{what}: products"].verdict == compared[f"{what}: gaps"].verdict == "confirmed"
+    assert not list(compare(figures, predictions, "H200", "int8")), "other products have other predictions"
+    failed = Check(name="the kernels' contract", passed=9, skipped=0, failed=1, first="test_norms")
+    runs = [TaskRun(label="offline", seconds=1, failure="it took too long and was stopped")]
+    looks = list(first_looks([*figures, failed], runs, list(compared.values())))
+    assert looks[0].startswith("1 of the kernels' contract fail, the first is test_norms")
+    assert looks[1].startswith("offline did not come to its end: it took too long")
+    assert looks[2].startswith(f"{what} takes {compared[what].ratio:.2f} times") and looks[3].startswith(
+        f"{what}: attention takes 1.50 times"
+    )
+    assert "idle for 25%" in looks[4] and len(looks) == 5
 
 
 def test_tasks_come_in_the_order_of_their_sections_and_what_a_device_lacks_is_left_out() -> None:
