@@ -41,6 +41,18 @@ typedef struct {
     int64_t taken;
 } sample_work;
 
+INLINE float from_bits(uint32_t bits) {
+    float x;
+    memcpy(&x, &bits, sizeof x);
+    return x;
+}
+
+INLINE uint32_t bits_of(float x) {
+    uint32_t bits;
+    memcpy(&bits, &x, sizeof bits);
+    return bits;
+}
+
 /* --- arithmetic, in which each operation is rounded: no sum is fused with a product or made in another order --------------------------- */
 
 INLINE floats sum(floats a, floats b) { return kept(a + b); }
@@ -114,9 +126,7 @@ INLINE void scale(const float *logits, int64_t count, float largest, double inve
 }
 
 INLINE uint64_t place(float x, uint32_t token) {
-    uint32_t bits;
-    memcpy(&bits, &x, sizeof bits);
-    return (uint64_t)(bits & 0x7fffffff) << ID_BITS | token;
+    return (uint64_t)(bits_of(x) & 0x7fffffff) << ID_BITS | token;
 }
 
 /* --- filters -------------------------------------------------------------------------------------------------------------------------- */
@@ -130,12 +140,7 @@ typedef struct {
 /* Those that lie ahead of a place. */
 INLINE sums ahead(sums a, sums b) { return (sums){a.mass + b.mass, a.count + b.count}; }
 
-static int64_t share_of(uint64_t place) {
-    const uint32_t bits = (uint32_t)(place >> ID_BITS);
-    float x;
-    memcpy(&x, &bits, sizeof x);
-    return (int64_t)(exponential(all(-x))[0] * 0x1p40f);
-}
+static int64_t share_of(uint64_t place) { return (int64_t)(exponential(-all(from_bits((uint32_t)(place >> ID_BITS))))[0] * 0x1p40f); }
 
 /* The last of some ranges, one after the other, that begins before `limit`, with those ahead of it in *before. */
 static int last_within(const sums *ranges, int count, sums limit, sums *before) {
@@ -219,21 +224,25 @@ static uint64_t filtered(const sample_work *w, int64_t row, uint64_t *places) {
 
 /* --- the draw ------------------------------------------------------------------------------------------------------------------------- */
 
+/* Whole numbers in the order of the numbers; NaN is minus infinity. The compiler has a vector maximum of whole numbers only. */
+INLINE int32_t order_of(float x) {
+    const int32_t bits = (int32_t)bits_of(x), order = bits ^ ((bits >> 31) & 0x7fffffff);
+    const int32_t nan = -(order > 0x7f800000);
+    return (order & ~nan) | (INT32_MIN & nan);
+}
+
 /* The largest of `count` logits and the first token that has it; NaN counts as minus infinity. */
 static choice largest(const float *logits, int64_t count) {
     choice best = {-INFINITY, 0};
     for (int64_t begin = 0; begin < count; begin += BLOCK) {
         const int64_t size = least(BLOCK, count - begin);
         const float *part = logits + begin;
-        floats most_of = all(-INFINITY);
-        int64_t i = 0;
-        for (; i + LANES <= size; i += LANES) {
-            const floats x = load(part + i);
-            most_of = chosen(x > most_of, x, most_of);
+        int32_t most = INT32_MIN;
+        for (int64_t i = 0; i < size; i++) {
+            const int32_t order = order_of(part[i]);
+            most = order > most ? order : most;
         }
-        float value = -INFINITY;
-        for (int lane = 0; lane < LANES; lane++) value = most_of[lane] > value ? most_of[lane] : value;
-        for (; i < size; i++) value = part[i] > value ? part[i] : value;
+        const float value = from_bits((uint32_t)(most ^ ((most >> 31) & 0x7fffffff)));
         if (value > best.value) {
             int64_t first = 0;
             while (part[first] != value) first++;
@@ -275,9 +284,7 @@ static choice most_noisy(const sample_work *w, int64_t row, int64_t begin, int64
         for (int32_t i = 0; i < (int32_t)size; i++) {
             const uint32_t bits = mix(mix((uint32_t)at + (uint32_t)i) ^ key);
             const float beyond = (float)(int32_t)(~bits >> 8) * 256.0f + 0.5f; /* at most 2^32 * (1 - u) */
-            uint32_t order;
-            memcpy(&order, &beyond, sizeof order);
-            bounds[i] = (part[i] - first.value) * inverse + UNIT * (float)(int32_t)(0x4F800000u - order) + SLACK;
+            bounds[i] = (part[i] - first.value) * inverse + UNIT * (float)(int32_t)(0x4F800000u - bits_of(beyond)) + SLACK;
             candidates += !(bounds[i] < best.value); /* infinity minus itself is no number */
         }
         for (int64_t i = 0; candidates > 0 && i < size; i++) {

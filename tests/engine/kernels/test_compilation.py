@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.ports import AdaptedTokens, HeadNorm, LowRankStack, PagePlaces, Rotation
+from engine.ports import AdaptedTokens, HeadNorm, LowRankStack, PagePlaces, Rotation, RowSampling
 
 TYPES = {
     torch.float32: "*fp32",
@@ -84,7 +84,7 @@ def compiled(capability: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     names = ["rms_norm", "add_rms_norm", "silu_and_mul", "quantise", "rotate_and_write"]
-    names += ["slice_maxima", "slice_samples", "best_of_slices", "page_indices", "shrink", "expand"]
+    names += ["slice_maxima", "slice_sums", "last_places", "slice_samples", "best_of_slices", "page_indices", "shrink", "expand"]
     kernels = {name: Compiling(getattr(triton_source, name), capability) for name in names}
     for name, kernel in kernels.items():
         monkeypatch.setattr(triton_source, name, kernel)
@@ -116,7 +116,8 @@ def test_every_kernel_compiles_spills_nothing_and_moves_16_bytes_at_a_time(
             continue
         with pytest.raises(Exception, match="fp8e4nv not supported in this architecture"):
             start()
-    kernels.sample(torch.empty(2, 151_936, dtype=BF16), torch.empty(2), tokens, tokens)
+    share = torch.empty(2)
+    kernels.sample(torch.empty(2, 151_936, dtype=BF16), RowSampling(share, tokens, share, share, tokens, tokens))
     kernels.page_indices(torch.empty(2, 512, dtype=torch.int32), tokens, torch.empty(3, dtype=torch.int32), tokens.int())
     adapted = AdaptedTokens(tokens, tokens, tokens, tokens, tokens)
     stack = LowRankStack(x.new_empty(4, 3, 64, 4096), x.new_empty(4, 64, 6144), tokens, (4096, 5120, 6144), tokens)
