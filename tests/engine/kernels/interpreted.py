@@ -54,3 +54,4 @@ def _widened(handle: Any) -> Any:
 
 class TestTritonKernels(KernelsContract):
     kernels = TritonKernels()
+    sampled = ((20, 50), (2, 2100), (12, 7))
