@@ -191,8 +191,8 @@ class Model(Protocol):
 class RowSampling(NamedTuple):
     """How each of some rows samples. A temperature below `torch_kernels.GREEDY_BELOW`, as 0, is greedy, whatever else is set.
 
-    The filters are applied in the order top-k, top-p, min-p. Each keeps a first part of the tokens, in the order of falling logits
-    and, where those are equal, of rising ids.
+    The filters are applied in the order top-k, top-p, min-p. Each keeps a first part of the tokens, in the order of falling
+    logits and, where those are equal, of rising ids.
     """
 
     temperature: Tensor

@@ -2,7 +2,7 @@
 
 Owns which rows need more than a draw from the model's own distribution: those that a logits processor concerns, and those that
 report log probabilities. A step without such rows pays for one look at an array at most. Waits for nothing on the device. Knows
-processors and kernels by their ports; does not know how logits are computed, or how a token is drawn from them (`Kernels.sample`).
+processors and kernels by their ports; does not know how logits are computed, or how a token is drawn from them.
 
     logits ─┬─► log probabilities of the model's own distribution
             └─► processors ─► temperature, filters, draw ─► processors get the token
@@ -164,9 +164,7 @@ class Sampler:
             drawn, concerned = rows[again], [(each, which[again]) for each, which in concerned]
         processors = [(each, np.flatnonzero(which)) for each, which in concerned if which.any()]
         places = [(drawn[at], at) for _, at in processors]
-        sent = self._staging.send(
-            [again, sampled.at, prompt.at, prompt.token_ids, *(array for pair in places for array in pair)]
-        )
+        sent = self._staging.send([again, sampled.at, prompt.at, prompt.token_ids, *(array for pair in places for array in pair)])
         on_device = zip(sent[4::2], sent[5::2], strict=True)
         processed = [
             (each, SampledRows(host_rows, device_rows, host_at, at))
@@ -193,8 +191,8 @@ class Sampler:
     def draw(
         self, logits: Tensor, rows: RowSampling | None, special: SpecialRows | None = None, likeliest: Tensor | None = None
     ) -> Tensor:
-        """The tokens of the sampled rows, [rows] int64. The same operations for any rows without a processor, so that a CUDA graph
-        may hold them.
+        """The tokens of the sampled rows, [rows] int64. The same operations for any rows without a processor, so that a CUDA
+        graph may hold them.
 
         logits: [rows, vocab]; they stay the model's own if log probabilities are reported. rows: how these sample; None: all are
         greedy. likeliest: [rows] int64, the likeliest token of each row, if it is known.
@@ -205,8 +203,8 @@ class Sampler:
         return self._draw_processed(logits.clone() if is_theirs else logits.float().contiguous(), rows, special)
 
     def redraw(self, tokens: Tensor, logits: Tensor, rows: RowSampling, special: SpecialRows) -> None:
-        """Replace in `tokens` those that processors make others: a graph, which knows none, has drawn them. logits: [rows, vocab].
-        rows: all of the step."""
+        """Replace in `tokens` those that processors make others: a graph, which knows none, has drawn them. logits:
+        [rows, vocab]. rows: all of the step."""
         at = special.again
         tokens[at] = self._draw_processed(logits[at].float(), rows.of(at), special)
 

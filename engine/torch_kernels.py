@@ -1,8 +1,8 @@
 """The engine's small operations in plain torch: what every other implementation builds on, and the reference for it.
 
-Owns their arithmetic, the filters and the noise of sampling, which is a hash of (seed, position, token), so that an answer does not depend on its
-batch or on a resume, and the temperature below which there is none. Knows tensors only. `gpu/triton_source.py` and
-`cpu/elementwise.c` compute the same numbers.
+Owns their arithmetic, the filters and the noise of sampling, which is a hash of (seed, position, token), so that an answer does
+not depend on its batch or on a resume, and the temperature below which there is none. Knows tensors only. `gpu/triton_source.py`
+and the C in `cpu` compute the same numbers.
 """
 
 import itertools
@@ -40,7 +40,9 @@ def gumbel(seed: Tensor, position: Tensor, of_tokens: Tensor) -> Tensor:
     """Gumbel noise by (seed, position, token): the largest logit plus noise is a sample. It is the same number on every device,
     because each operation is rounded to float32 on its own.
 
-    -log(-log(u)) of u in (0, 1) is exact to its tails where a number near 1 is kept as its distance to 1. seed, position: [rows] int64. of_tokens: as `token_noise` returns it. Returns [rows, vocab] float32.
+    It is -log(-log(u)) of u in (0, 1), exact to its tails because a number near 1 is kept as its distance to 1.
+
+    seed, position: [rows] int64. of_tokens: as `token_noise` returns it. Returns [rows, vocab] float32.
     """
     key = _mix(_mix(seed & _MASK) ^ _mix((seed >> 32) & _MASK) * 3 & _MASK)
     key = _mix(key ^ _mix(position & _MASK))

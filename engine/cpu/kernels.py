@@ -1,7 +1,7 @@
 """The engine's small operations in C: what runs on CPU where there is a compiler.
 
-Owns how a call becomes pointers, counts and threads. Does not know what the C computes (`elementwise.c`, `low_rank.c`, `sampling.c`) or how it is compiled.
-torch computes what the C has no code for, such as float16 or FP8 pages.
+Owns how a call becomes pointers, counts and threads. Does not know what the C computes (`elementwise.c`, `low_rank.c` and
+`sampling.c`) or how it is compiled. torch computes what the C has no code for, such as float16 or FP8 pages.
 """
 
 import ctypes

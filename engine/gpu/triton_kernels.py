@@ -21,8 +21,8 @@ _HEADS = 8
 _SLICE = 2048
 """Tokens of the vocabulary for each program: one row of 150,000 is work for half the multiprocessors of an H100."""
 _BOUNDS, _FOUND, _WAYS = 16, 512, 8
-"""The bounds between which the end of a filter is found, the tokens between two of them that a program looks at in one go, and the
-parts of a range that it tells apart in one pass."""
+"""The bounds between which the end of a filter is found, the tokens between two of them that a program looks at in one go, and
+the parts of a range that it tells apart in one pass."""
 _PAGES = 1024
 _RANKS = 16
 """As few rows of an A as the matrix units take: most adapters have no more."""

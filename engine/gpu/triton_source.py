@@ -188,15 +188,13 @@ def slice_maxima(logits, maxima, firsts, logits_row, VOCAB: tl.constexpr, BLOCK:
     tl.store(firsts + place, part * BLOCK + at)
 
 
-@triton.jit(
-    do_not_specialize_on_alignment=["temperature", "top_k", "top_p", "maxima", "counts", "masses"]
-)
+@triton.jit(do_not_specialize_on_alignment=["temperature", "top_k", "top_p", "maxima", "counts", "masses"])
 def slice_sums(
     logits, temperature, top_k, top_p, maxima, counts, masses, logits_row,
     VOCAB: tl.constexpr, SLICES: tl.constexpr, BLOCK: tl.constexpr, BLOCK_SLICES: tl.constexpr, BOUNDS: tl.constexpr,
 ):  # fmt: skip
-    """For a row with top-k or top-p: how many of BLOCK tokens lie ahead of each of BOUNDS bounds, and their probabilities in whole
-    numbers. counts, masses: [rows, BOUNDS, slices]."""
+    """For a row with top-k or top-p: how many of BLOCK tokens lie ahead of each of BOUNDS bounds, and their probabilities in
+    whole numbers. counts, masses: [rows, BOUNDS, slices]."""
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     heat = tl.load(temperature + row)
     if (heat >= _GREEDY_BELOW) & ((tl.load(top_k + row) > 0) | (tl.load(top_p + row) < 1.0)):

@@ -172,8 +172,12 @@ def random_rows(generator: np.random.Generator, rows: int, vocab: int) -> tuple[
     for number, often in ((-np.inf, 0.3), (np.nan, 0.1), (np.inf, 0.05)):
         logits[(generator.random((rows, vocab)) < often) & (generator.random((rows, 1)) < 0.2)] = number
     logits[generator.random(rows) < 0.05] = logits[0, 0]
-    top_k = np.where(generator.random(rows) < 0.3, generator.integers(1, 2 * vocab + 1, rows), generator.choice([0, 0, 1, 2, 40], rows))
-    top_p = np.where(generator.random(rows) < 0.3, generator.random(rows), generator.choice([1, 1, 2, 0, 0.25, 0.5, 0.9, 0.999], rows))
+    top_k = np.where(
+        generator.random(rows) < 0.3, generator.integers(1, 2 * vocab + 1, rows), generator.choice([0, 0, 1, 2, 40], rows)
+    )
+    top_p = np.where(
+        generator.random(rows) < 0.3, generator.random(rows), generator.choice([1, 1, 2, 0, 0.25, 0.5, 0.9, 0.999], rows)
+    )
     min_p = generator.choice([0, 0, 1e-30, 0.001, 0.05, 0.5, 1], rows)
     with np.errstate(divide="ignore"):
         shares = (generator.choice([0, 1e-6, 1e-5, 0.3, 1, 1, 2, 30], rows), top_p, np.log(min_p))
@@ -181,7 +185,12 @@ def random_rows(generator: np.random.Generator, rows: int, vocab: int) -> tuple[
     seed = generator.integers(-(2**63), 2**63, size=rows, dtype=np.int64)
     position = generator.integers(0, 2**33, size=rows, dtype=np.int64)
     return logits, RowSampling(
-        temperature, torch.from_numpy(top_k.astype(np.int64)), top_p, min_logit, torch.from_numpy(seed), torch.from_numpy(position)
+        temperature,
+        torch.from_numpy(top_k.astype(np.int64)),
+        top_p,
+        min_logit,
+        torch.from_numpy(seed),
+        torch.from_numpy(position),
     )
 
 
@@ -278,7 +287,7 @@ def exact_rotation(x: Tensor, rotation: Rotation) -> Tensor:
 
 
 def exact_samples(logits: np.ndarray, rows: RowSampling) -> np.ndarray:
-    """The definition, a row at a time: scaled logits in float32, filters with probabilities of float64, the noise, the largest."""
+    """The definition, a row at a time: scaled logits in float32, filters with probabilities of float64, noise, the largest."""
     temperature, top_k, top_p, min_logit, seeds, positions = (each.numpy() for each in rows)
     logits = np.nan_to_num(logits, nan=-np.inf, posinf=np.inf, neginf=-np.inf)
     picked = logits.argmax(axis=1)
@@ -466,5 +475,9 @@ class KernelsContract:
         rotation, places = Rotation(empty[:, :8], empty[:, :8]), PagePlaces(pages, pages, none, none)
         assert kernels.rotate_and_write(empty.view(0, 1, 16).expand(0, 5, 16), rotation, None, places).shape == (0, 3, 16)
         shares = weight[:0]
-        assert kernels.sample(empty, RowSampling(shares, none, shares, shares, none, none)).shape == kernels.sample(empty).shape == (0,)
+        assert (
+            kernels.sample(empty, RowSampling(shares, none, shares, shares, none, none)).shape
+            == kernels.sample(empty).shape
+            == (0,)
+        )
         kernels.page_indices(none.int().view(0, 1), none, torch.zeros(1, dtype=torch.int32, device=self.device), none.int())
