@@ -106,7 +106,7 @@ class TritonKernels(Kernels):
         counts = torch.empty((count, _BOUNDS, slices), dtype=torch.int32, device=logits.device)
         masses = torch.empty((count, _BOUNDS, slices), dtype=torch.int64, device=logits.device)
         places = torch.empty((count, vocab), dtype=torch.int64, device=logits.device)
-        last, totals, out = torch.empty((3, count), dtype=torch.int64, device=logits.device)
+        last, totals, out = torch.empty((3, count), dtype=torch.int64, device=logits.device).unbind()
         filters, sizes = (rows.temperature, rows.top_k, rows.top_p), (vocab, slices, _SLICE, block)
         source.slice_maxima[grid](logits, maxima, firsts, logits.stride(0), vocab, _SLICE, num_warps=8)
         source.slice_sums[grid](

@@ -52,7 +52,8 @@ def test_a_row_samples_exactly_as_its_request_asked() -> None:
     lengths = [0, 3, 8, 11, 5]
     rows, _ = begun(params, lengths)
     got = rows.sampling(torch.arange(len(params)))
-    assert got.min_logit.tolist() == np.float32([-np.inf, -np.inf, np.log(0.05), -np.inf, np.log(0.5)]).tolist()
+    logarithms = np.array([-np.inf, -np.inf, np.log(0.05), -np.inf, np.log(0.5)], dtype=np.float32)
+    assert got.min_logit.tolist() == logarithms.tolist()
     for name, values in (("temperature", got.temperature), ("top_p", got.top_p)):
         assert values.tolist() == np.array([getattr(p, name) for p in params], dtype=np.float32).tolist()
     assert got.seed.tolist() == [p.seed for p in params]

@@ -129,3 +129,5 @@ def test_every_kernel_compiles_spills_nothing_and_moves_16_bytes_at_a_time(
         assert kernel.registers <= MOST_REGISTERS and kernel.stack_bytes == 0, name
         moves = any("ld.global.v4.b32" in program or "cp.async.cg" in program for program in kernel.programs)
         assert moves or name in ("best_of_slices", "page_indices"), name
+    for name in ("slice_sums", "last_places", "slice_samples"):
+        assert not any("fma." in program for program in compiled[name].programs), "each operation is rounded"
