@@ -20,6 +20,7 @@ from engine.torch_kernels import GREEDY_BELOW, Kernels
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 EPS = 1e-6
 FP8 = torch.float8_e4m3fn
+STEEPNESS = np.array([0.01, 1, 4, 40], dtype=np.float32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +168,7 @@ def check_rotation(
 
 def random_rows(generator: np.random.Generator, rows: int, vocab: int) -> tuple[np.ndarray, RowSampling]:
     """Logits, flat and steep, with ties, infinities and what is no number, and rows with any filters, on the host."""
-    logits = generator.normal(size=(rows, vocab)).astype(np.float32) * generator.choice(np.float32([0.01, 1, 4, 40]), (rows, 1))
+    logits = generator.normal(size=(rows, vocab)).astype(np.float32) * generator.choice(STEEPNESS, (rows, 1))
     logits = np.where(generator.random((rows, 1)) < 0.6, np.round(logits * 2) / 2, logits)
     for number, often in ((-np.inf, 0.3), (np.nan, 0.1), (np.inf, 0.05)):
         logits[(generator.random((rows, vocab)) < often) & (generator.random((rows, 1)) < 0.2)] = number
@@ -181,13 +182,13 @@ def random_rows(generator: np.random.Generator, rows: int, vocab: int) -> tuple[
     min_p = generator.choice([0, 0, 1e-30, 0.001, 0.05, 0.5, 1], rows)
     with np.errstate(divide="ignore"):
         shares = (generator.choice([0, 1e-6, 1e-5, 0.3, 1, 1, 2, 30], rows), top_p, np.log(min_p))
-    temperature, top_p, min_logit = (torch.from_numpy(each).float() for each in shares)
+    temperature, nucleus, min_logit = (torch.from_numpy(each).float() for each in shares)
     seed = generator.integers(-(2**63), 2**63, size=rows, dtype=np.int64)
     position = generator.integers(0, 2**33, size=rows, dtype=np.int64)
     return logits, RowSampling(
         temperature,
         torch.from_numpy(top_k.astype(np.int64)),
-        top_p,
+        nucleus,
         min_logit,
         torch.from_numpy(seed),
         torch.from_numpy(position),
@@ -303,7 +304,8 @@ def exact_samples(logits: np.ndarray, rows: RowSampling) -> np.ndarray:
         order = np.sort(order[scaled[order] >= min_logit[row]])
         noisy = scaled[order] + exact_noise(random_bits(seeds[row], positions[row], len(own))[order])
         picked[row] = order[noisy.argmax()]
-    return picked
+    tokens: np.ndarray = picked
+    return tokens
 
 
 def random_bits(seed: np.int64, position: np.int64, vocab: int) -> np.ndarray:
