@@ -8,7 +8,7 @@ attention and the pages are behind `StepAttention`, which it is given anew for e
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -186,6 +186,31 @@ class Model(Protocol):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[rows, hidden] → [rows, vocab]."""
+
+
+class RowSampling(NamedTuple):
+    """How each of some rows samples. A temperature below `torch_kernels.GREEDY_BELOW`, as 0, is greedy, whatever else is set.
+
+    The filters are applied in the order top-k, top-p, min-p. Each keeps a first part of the tokens, in the order of falling
+    logits and, where those are equal, of rising ids.
+    """
+
+    temperature: Tensor
+    """[rows] float32, as are top_p and min_logit."""
+    top_k: Tensor
+    """[rows] int64, as are seed and position; 0 is all tokens."""
+    top_p: Tensor
+    """1 and more is all tokens."""
+    min_logit: Tensor
+    """The logarithm of min-p, at most 0: how far below the largest logit another may be, both divided by the temperature. Minus
+    infinity is all tokens."""
+    seed: Tensor
+    position: Tensor
+    """The position of the token that is sampled."""
+
+    def of(self, which: Tensor) -> "RowSampling":
+        """Those of rows [which]."""
+        return RowSampling(*(each[which] for each in self))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

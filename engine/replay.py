@@ -84,7 +84,7 @@ def fitting(sizes: Sequence[int], rows: int) -> int | None:
     return next((size for size in sizes if size >= rows), None)
 
 
-SOURCE = HEADERS / "replay.c"
+SOURCE = HEADERS / "elementwise.c"
 _LINE = 64
 """Bytes of a cache line: blocks are whole ones."""
 _aten = torch.ops.aten

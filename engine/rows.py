@@ -5,6 +5,7 @@ copied. A plan changes only the rows that start or grow; everything else stays o
 attention or how a token is drawn.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Generic, NamedTuple, TypeVar
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from common.executor import RowStart, StepPlan
 from common.ids import Int64Array
+from engine.ports import RowSampling
 from engine.torch_kernels import GREEDY_BELOW
 
 BUFFERS = 4
@@ -80,7 +82,7 @@ class StepArrays(NamedTuple, Generic[A]):
     """The rows that start."""
     started_state: A
     """Seven parts, one after the other, each with a number for each row that starts: length, last token, top-k and seed, then the
-    bits of temperature, top-p and min-p as float64."""
+    bits of temperature, top-p and the logarithm of min-p as float64."""
     table_rows: A
     """The rows of the entries of the page table that change."""
     table_columns: A
@@ -98,10 +100,6 @@ class StepArrays(NamedTuple, Generic[A]):
     sampled_rows: A
     sampled_at: A
     """Where among the step's tokens the sampled rows have theirs."""
-    noisy: A
-    """Which of the sampled rows are not greedy."""
-    filtering: A
-    """Which of the noisy rows have top-k, top-p or min-p."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,26 +110,8 @@ class HostStep:
     arrays: StepArrays[Int64Array]
     decode_lengths: Int64Array
     """[decode rows], with this step's token; 1 for null rows."""
-    filter_width: int
-    """How many of the likeliest tokens the filters must order, which is the largest top-k; 0: all."""
-
-
-class RowSampling(NamedTuple):
-    """How each of some rows samples. A temperature below `GREEDY_BELOW`, as 0, is greedy."""
-
-    temperature: Tensor
-    """[rows] float32, as are top_p and min_p."""
-    top_k: Tensor
-    """[rows] int64, as are seed and position; 0 is all tokens."""
-    top_p: Tensor
-    min_p: Tensor
-    seed: Tensor
-    position: Tensor
-    """The position of the token that is sampled."""
-
-    def of(self, which: Tensor) -> "RowSampling":
-        """Those of rows [which]."""
-        return RowSampling(*(each[which] for each in self))
+    is_greedy: bool
+    """All of the sampled rows are."""
 
 
 _NONE = np.empty(0, dtype=np.int64)
@@ -154,8 +134,8 @@ class BatchTensors:
         self._whole = torch.zeros(4, rows + 1, dtype=torch.int64, device=device)
         self._shares = torch.zeros(3, rows + 1, dtype=torch.float32, device=device)
         self.length, self.last_token, *_ = self._whole.unbind()
-        self._leased, self._host_length, self._host_top_k = np.zeros((3, rows + 1), dtype=np.int64)
-        self._is_noisy, self._filters = np.zeros((2, rows + 1), dtype=bool)
+        self._leased, self._host_length = np.zeros((2, rows + 1), dtype=np.int64)
+        self._is_greedy = np.ones(rows + 1, dtype=bool)
 
     # --- on the host -------------------------------------------------------------------------------------------------------
 
@@ -177,8 +157,6 @@ class BatchTensors:
             decode[: len(decoded)] = decoded
         sampled = np.concatenate([chunks.sampled_rows, decoded]) if plan.chunks else decoded
         tokens = len(chunks.token_ids)
-        noisy = np.flatnonzero(self._is_noisy[sampled])
-        filtering = np.flatnonzero(self._filters[sampled[noisy]])
         arrays = chunks._replace(
             started=begun.started,
             started_state=begun.started_state,
@@ -188,12 +166,8 @@ class BatchTensors:
             decode_rows=decode,
             sampled_rows=sampled,
             sampled_at=np.concatenate([chunks.sampled_at, np.arange(tokens, tokens + len(decoded))]),
-            noisy=noisy,
-            filtering=filtering,
         )
-        top_k = self._host_top_k[sampled[noisy[filtering]]] if len(filtering) else _NONE
-        filter_width = int(top_k.max(initial=0)) if (top_k > 0).all() else 0
-        return HostStep(plan, arrays, np.maximum(self._host_length[decode], 1), filter_width)
+        return HostStep(plan, arrays, np.maximum(self._host_length[decode], 1), bool(self._is_greedy[sampled].all()))
 
     def _start(self, starts: tuple[RowStart, ...]) -> StepArrays[Int64Array]:
         """What the step has of the rows that start."""
@@ -201,10 +175,9 @@ class BatchTensors:
         for at, start in enumerate(starts):
             row, sampling = start.row, start.sampling
             whole[:, at] = start.length, start.last_token or 0, sampling.top_k, sampling.seed
-            share[:, at] = sampling.temperature, sampling.top_p, sampling.min_p
-            self._leased[row], self._host_length[row], self._host_top_k[row] = len(start.pages), start.length, sampling.top_k
-            self._is_noisy[row] = np.float32(sampling.temperature) >= np.float32(GREEDY_BELOW)
-            self._filters[row] = sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0
+            share[:, at] = sampling.temperature, sampling.top_p, math.log(sampling.min_p) if sampling.min_p > 0 else -math.inf
+            self._leased[row], self._host_length[row] = len(start.pages), start.length
+            self._is_greedy[row] = np.float32(sampling.temperature) < np.float32(GREEDY_BELOW)
         rows = np.array([start.row for start in starts], dtype=np.int64)
         return _NOTHING._replace(
             started=rows,
@@ -247,5 +220,5 @@ class BatchTensors:
         """How these rows sample their next token. Its noise depends on its position in the sequence, not on where the row began.
         Call it when the rows' lengths include the step's token. rows: [rows] int64."""
         position, _, top_k, seed = self._whole[:, rows].unbind()
-        temperature, top_p, min_p = self._shares[:, rows].unbind()
-        return RowSampling(temperature, top_k, top_p, min_p, seed, position)
+        temperature, top_p, min_logit = self._shares[:, rows].unbind()
+        return RowSampling(temperature, top_k, top_p, min_logit, seed, position)

@@ -1,9 +1,8 @@
 """The sampler: from the logits of a step to its tokens, and to the log probabilities that are reported of them.
 
-Owns the filters, and which rows need more than a draw from the model's own distribution: those that a logits processor concerns,
-and those that report log probabilities. A step without such rows pays for one look at an array at most. Waits for nothing on the
-device: which rows are greedy and which filter is known on the host. Knows processors and kernels by their ports; does not know
-how logits are computed. The noise at a position is a function of (seed, position, token) alone (`torch_kernels.gumbel`).
+Owns which rows need more than a draw from the model's own distribution: those that a logits processor concerns, and those that
+report log probabilities. A step without such rows pays for one look at an array at most. Waits for nothing on the device. Knows
+processors and kernels by their ports; does not know how logits are computed, or how a token is drawn from them.
 
     logits ─┬─► log probabilities of the model's own distribution
             └─► processors ─► temperature, filters, draw ─► processors get the token
@@ -21,12 +20,9 @@ from common.errors import TandemError
 from common.executor import Logprobs, RowStart, StepPlan
 from common.ids import Int32Array, Int64Array
 from engine.logits_processors import row_parts
-from engine.ports import LogitsProcessor, SampledRows
-from engine.rows import HostStep, RowSampling, Staging, StepArrays
+from engine.ports import LogitsProcessor, RowSampling, SampledRows
+from engine.rows import HostStep, Staging
 from engine.torch_kernels import Kernels
-
-_ONE = 2.0**40
-"""The most likely token's share in whole numbers: sums over 2**20 tokens stay below 2**63."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -97,8 +93,6 @@ class SpecialRows:
     """In the order in which they change logits."""
     again: Tensor
     """The rows that are drawn once more behind a graph, which knows no processors."""
-    filtering: Tensor
-    """Which of those filter."""
     sampled: _ReportedTokens
     sampled_at: Tensor
     """`sampled.at` on the device."""
@@ -164,24 +158,19 @@ class Sampler:
         reporting = np.flatnonzero(self._top_counts[rows] != _NOTHING)
         sampled = _ReportedTokens(rows[reporting], self._top_counts[rows[reporting]], reporting, _NONE)
         concerned = [(each, each.concerns[rows]) for each in self._processors] if self._is_processed[rows].any() else []
-        again, filtering, drawn = _NONE, _NONE, rows
+        again, drawn = _NONE, rows
         if behind_graph and concerned:
-            filters = np.zeros(len(rows), dtype=bool)
-            filters[host.arrays.noisy[host.arrays.filtering]] = True
-            again = np.flatnonzero(np.any([filters, *(which for _, which in concerned)], axis=0))
-            filtering, drawn = np.flatnonzero(filters[again]), rows[again]
-            concerned = [(each, which[again]) for each, which in concerned]
+            again = np.flatnonzero(np.any([which for _, which in concerned], axis=0))
+            drawn, concerned = rows[again], [(each, which[again]) for each, which in concerned]
         processors = [(each, np.flatnonzero(which)) for each, which in concerned if which.any()]
         places = [(drawn[at], at) for _, at in processors]
-        sent = self._staging.send(
-            [again, filtering, sampled.at, prompt.at, prompt.token_ids, *(array for pair in places for array in pair)]
-        )
-        on_device = zip(sent[5::2], sent[6::2], strict=True)
+        sent = self._staging.send([again, sampled.at, prompt.at, prompt.token_ids, *(array for pair in places for array in pair)])
+        on_device = zip(sent[4::2], sent[5::2], strict=True)
         processed = [
             (each, SampledRows(host_rows, device_rows, host_at, at))
             for (each, _), (host_rows, host_at), (device_rows, at) in zip(processors, places, on_device, strict=True)
         ]
-        return SpecialRows(processed, sent[0], sent[1], sampled, sent[2], prompt, sent[3], sent[4])
+        return SpecialRows(processed, sent[0], sampled, sent[1], prompt, sent[2], sent[3])
 
     def _reported_of_prompts(self, plan: StepPlan) -> _ReportedTokens:
         """The token behind each token of the chunks, as far as it is one of the prompt."""
@@ -200,65 +189,33 @@ class Sampler:
     # --- on the device -----------------------------------------------------------------------------------------------------
 
     def draw(
-        self,
-        logits: Tensor,
-        rows: RowSampling | None,
-        noisy: Tensor,
-        filtering: Tensor,
-        filter_width: int,
-        special: SpecialRows | None = None,
-        likeliest: Tensor | None = None,
+        self, logits: Tensor, rows: RowSampling | None, special: SpecialRows | None = None, likeliest: Tensor | None = None
     ) -> Tensor:
-        """The tokens of the sampled rows, [rows] int64.
+        """The tokens of the sampled rows, [rows] int64. The same operations for any rows without a processor, so that a CUDA
+        graph may hold them.
 
-        logits: [rows, vocab] float32; they stay the model's own if log probabilities are reported. noisy: [noisy] int64, the rows
-        that are not greedy. rows: how these sample; None: there are none. filtering: [filtering] int64, those of the noisy rows
-        that have a top-k, top-p or min-p. filter_width: see `HostStep`. likeliest: [rows] int64, the likeliest token of each row,
-        if it is known.
+        logits: [rows, vocab]; they stay the model's own if log probabilities are reported. rows: how these sample; None: all are
+        greedy. likeliest: [rows] int64, the likeliest token of each row, if it is known.
         """
-        processed = () if special is None else special.processed
-        if special is not None and processed:
-            logits = _processed(logits.clone() if len(special.sampled_at) else logits.contiguous(), special)
-            likeliest = None
-        if rows is not None and len(noisy) == len(logits):
-            tokens = self._draw_filtered(logits, rows, filtering, filter_width)
-        else:
-            tokens = self._kernels.sample(logits) if likeliest is None else likeliest
-            if rows is not None:
-                tokens = tokens if likeliest is None else tokens.clone()
-                tokens[noisy] = self._draw_filtered(logits[noisy], rows, filtering, filter_width)
-        for processor, of_rows in processed:
+        if special is None or not special.processed:
+            return likeliest if rows is None and likeliest is not None else self._kernels.sample(logits, rows)
+        is_theirs = logits.dtype == torch.float32 and len(special.sampled_at) > 0
+        return self._draw_processed(logits.clone() if is_theirs else logits.float().contiguous(), rows, special)
+
+    def redraw(self, tokens: Tensor, logits: Tensor, rows: RowSampling, special: SpecialRows) -> None:
+        """Replace in `tokens` those that processors make others: a graph, which knows none, has drawn them. logits:
+        [rows, vocab]. rows: all of the step."""
+        at = special.again
+        tokens[at] = self._draw_processed(logits[at].float(), rows.of(at), special)
+
+    def _draw_processed(self, logits: Tensor, rows: RowSampling | None, special: SpecialRows) -> Tensor:
+        """logits: float32, contiguous; the processors change them in place."""
+        for processor, of_rows in special.processed:
+            processor.apply(logits, of_rows)
+        tokens = self._kernels.sample(logits, rows)
+        for processor, of_rows in special.processed:
             processor.sampled(of_rows, tokens[of_rows.at])
         return tokens
-
-    def draw_unfiltered(self, logits: Tensor, rows: RowSampling) -> Tensor:
-        """One token per row without filters, greedy or not, as the temperature says. The same operations whatever the rows are,
-        so it can be part of a CUDA graph. logits: as `Kernels.sample` takes them."""
-        return self._kernels.sample(logits, rows.temperature, rows.seed, rows.position)
-
-    def redraw(
-        self, tokens: Tensor, logits: Tensor, rows: RowSampling, step: StepArrays[Tensor], width: int, special: SpecialRows | None
-    ) -> bool:
-        """As `draw`, for rows that a graph has drawn without filters and processors: replace in `tokens` those that this makes
-        others. logits: [rows, vocab]. rows: all of the step. Returns whether there were any such rows."""
-        if special is not None and special.processed:
-            at = special.again
-            drawn = self._draw_filtered(_processed(logits[at].float(), special), rows.of(at), special.filtering, width)
-            tokens[at] = drawn
-            for processor, of_rows in special.processed:
-                processor.sampled(of_rows, drawn[of_rows.at])
-            return True
-        if len(step.filtering):
-            at = step.noisy[step.filtering]
-            some = rows.of(at)
-            tokens[at] = self.draw_unfiltered(_filtered_logits(logits[at].float(), some, width), some)
-        return len(step.filtering) > 0
-
-    def _draw_filtered(self, logits: Tensor, rows: RowSampling, filtering: Tensor, filter_width: int) -> Tensor:
-        """One token per row, greedy or not, as the temperature says. filtering: the rows that filter; all of them are noisy."""
-        if len(filtering):
-            logits = logits.index_copy(0, filtering, _filtered_logits(logits[filtering], rows.of(filtering), filter_width))
-        return self.draw_unfiltered(logits, rows)
 
     def logprobs(self, logits: Tensor, tokens: Tensor, special: SpecialRows | None) -> TokenLogprobsOnDevice | None:
         """Those of the sampled tokens. logits: [rows, vocab], the model's own. tokens: [rows] int64."""
@@ -280,46 +237,3 @@ class Sampler:
         most = int(reported.top_counts.max())
         packed = [measure_logprobs(logits(hidden[at[part]]), tokens[part], most) for part in row_parts(len(at))]
         return TokenLogprobsOnDevice(reported.rows, reported.top_counts, torch.cat(packed))
-
-
-def _processed(logits: Tensor, special: SpecialRows) -> Tensor:
-    """The same logits, changed in place."""
-    for processor, rows in special.processed:
-        processor.apply(logits, rows)
-    return logits
-
-
-def _filtered_logits(logits: Tensor, rows: RowSampling, filter_width: int) -> Tensor:
-    """The logits with those of excluded tokens at minus infinity. Some rows at a time: filters take 40 times a row's memory."""
-    filtered = torch.empty_like(logits)
-    for part in row_parts(len(logits)):
-        some = logits[part]
-        scaled = (some - some.max(dim=-1, keepdim=True).values) / rows.temperature[part, None]
-        kept = _kept(scaled, rows.top_k[part], rows.top_p[part], rows.min_p[part], filter_width)
-        filtered[part] = some.masked_fill(~kept, -torch.inf)
-    return filtered
-
-
-def _kept(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, filter_width: int) -> Tensor:
-    """Which tokens the filters leave, in the order top-k, top-p, min-p. At least one token stays. [rows, vocab] bool.
-
-    logits: [rows, vocab], the largest of a row is 0. filter_width: the largest top-k, or 0 if a row has none. Each filter keeps a
-    first part of the tokens, in the order of falling logits and, where those are equal, of rising ids: so a row's filters come
-    down to one number, how many tokens stay. Probabilities are counted in whole numbers, whose sums do not depend on how many
-    rows or columns are computed beside them.
-    """
-    vocab = logits.shape[1]
-    limit = torch.where(top_k > 0, top_k.clamp(max=vocab), vocab)[:, None]
-    width = min(filter_width, vocab) or vocab
-    ordered = logits.topk(width).values if width < vocab else logits.sort(descending=True).values
-    probability = ordered.exp()  # relative to the most likely token's, as min-p wants it
-    within = torch.arange(width, device=logits.device)[None, :] < limit
-    share = (probability.double() * _ONE).long().masked_fill(~within, 0)
-    total = share.cumsum(dim=-1)
-    before = total - share
-    nucleus = (before < top_p.double()[:, None] * total[:, -1:]) | (top_p >= 1)[:, None]
-    count = (within & nucleus & (probability >= min_p[:, None])).sum(dim=-1, keepdim=True).clamp(min=1)
-    least = ordered.gather(1, count - 1)
-    above, equal = logits > least, logits == least
-    room = count - above.sum(dim=-1, keepdim=True)
-    return above | (equal & (equal.cumsum(dim=-1) <= room))

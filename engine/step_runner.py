@@ -221,7 +221,7 @@ class PendingStep:
 
 
 _Parts = tuple[Tensor | None, TokenLogprobsOnDevice | None, PooledPrompts | None]
-"""What a forward gives: the logits, [sampled, vocab] float32, or None where nothing is sampled; and what prompts ask for."""
+"""What a forward gives: the logits, [sampled, vocab], or None where nothing is sampled; and what prompts ask for."""
 
 
 class StepRunner:
@@ -302,9 +302,8 @@ class StepRunner:
             logits, likeliest = recording.run(progress.between)
         if logits is None:
             return PendingStep(plan, arrays.sampled_at, progress, prompt_logprobs=prompt_logprobs, failed=adapters.failed)
-        rows, noisy = arrays.sampled_rows, arrays.noisy
-        sampling = self.batch.sampling(rows[noisy]) if len(noisy) else None
-        tokens = self._sampler.draw(logits, sampling, noisy, arrays.filtering, host.filter_width, special, likeliest)
+        rows = arrays.sampled_rows
+        tokens = self._sampler.draw(logits, None if host.is_greedy else self.batch.sampling(rows), special, likeliest)
         self.batch.last_token[rows] = tokens
         logprobs = self._sampler.logprobs(logits, tokens, special)
         return PendingStep(plan, tokens, progress, logprobs, prompt_logprobs, embeddings, _failed(special, adapters))
@@ -339,7 +338,7 @@ class StepRunner:
         if len(arrays.sampled_at) == 0:
             return None, prompt_logprobs, None
         logits = self._model.logits(hidden[arrays.sampled_at] if needs_all else hidden)
-        return logits.float(), prompt_logprobs, embeddings
+        return logits, prompt_logprobs, embeddings
 
     def _decode_logits(self, rows: Tensor, attention: Attention, written: Callable[[int], None]) -> Tensor:
         """The logits of one decode step, from what the rows hold alone: it can be part of a graph or of a recording."""
@@ -418,10 +417,11 @@ class StepRunner:
 
     def _decode_into_graph(self, size: int, attention: Attention) -> None:
         """One decode step of `_graph_rows`, into `_graph_tokens` and `_graph_logits`: what a graph holds. The logits are for rows
-        that are drawn again. They lie outside of the graphs' memory, where each graph would keep its own."""
+        that processors change or that report log probabilities. They lie outside of the graphs' memory, where each graph would
+        keep its own."""
         rows, batch = self._graph_rows[:size], self.batch
         logits = self._decode_logits(rows, attention, lambda layers: None)
-        tokens = self._sampler.draw_unfiltered(logits, batch.sampling(rows))
+        tokens = self._sampler.draw(logits, batch.sampling(rows))
         batch.last_token[rows] = tokens
         self._graph_tokens[:size] = tokens
         self._graph_logits[:size] = logits
@@ -435,19 +435,17 @@ class StepRunner:
         adapters: StepAdapters,
         progress: LayerProgress,
     ) -> PendingStep:
-        """For a step of decode rows alone. Rows that filter, and those that a processor concerns, are drawn once more behind the
-        graph."""
+        """For a step of decode rows alone. Rows that a processor concerns are drawn once more behind the graph."""
         attention, replay = self._graphs[size, adapters.tokens is not None]
         self._graph_rows[:size].copy_(arrays.decode_rows)
         attention.plan(self._graph_step(size, host.decode_lengths))
         replay()
         count = len(host.plan.decode_rows)
         tokens, logits = self._graph_tokens[:count], self._graph_logits[:count]
-        rows = arrays.sampled_rows
-        if len(arrays.filtering) or special is not None:
-            sampling = self.batch.sampling(rows)
-            if self._sampler.redraw(tokens, logits, sampling, arrays, host.filter_width, special):
-                self.batch.last_token[rows] = tokens
+        if special is not None and special.processed:
+            rows = arrays.sampled_rows
+            self._sampler.redraw(tokens, logits, self.batch.sampling(rows), special)
+            self.batch.last_token[rows] = tokens
         logprobs = self._sampler.logprobs(logits, tokens, special)
         return PendingStep(host.plan, tokens, progress, logprobs, failed=_failed(special, adapters))
 

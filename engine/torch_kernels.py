@@ -1,8 +1,8 @@
 """The engine's small operations in plain torch: what every other implementation builds on, and the reference for it.
 
-Owns their arithmetic, the noise of sampling, which is a hash of (seed, position, token), so that an answer does not depend on its
-batch or on a resume, and the temperature below which there is none. Knows tensors only. `gpu/triton_source.py` and
-`cpu/elementwise.c` compute the same numbers.
+Owns their arithmetic, the filters and the noise of sampling, which is a hash of (seed, position, token), so that an answer does
+not depend on its batch or on a resume, and the temperature below which there is none. Knows tensors only. `gpu/triton_source.py`
+and the C in `cpu` compute the same numbers.
 """
 
 import itertools
@@ -11,10 +11,23 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.ports import AdaptedTokens, HeadNorm, LowRankStack, PagePlaces, Rotation
+from engine.ports import AdaptedTokens, HeadNorm, LowRankStack, PagePlaces, Rotation, RowSampling
 
 GREEDY_BELOW = 1e-5
 """At a temperature below this, any difference between two logits is far larger than the noise."""
+ONE = 2.0**40
+"""The most likely token's share in whole numbers: sums over 2**20 tokens stay below 2**63."""
+LOG_TERMS = (
+    *(7.0376836292e-2, -1.1514610310e-1, 1.1676998740e-1, -1.2420140846e-1, 1.4249322787e-1),
+    *(-1.6668057665e-1, 2.0000714765e-1, -2.4999993993e-1, 3.3333331174e-1),
+)
+EXP_TERMS = (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1)
+LOG2_E = 1.44269504
+LN2 = 0.693359375
+"""log(2) to few digits, so that its product with an exponent is exact; LN2_REST is what is too much."""
+LN2_REST = 2.12194440e-4
+ROUNDS = 1.5 * 2.0**23
+"""Adding it to a small float32 number rounds that to a whole number."""
 _MASK = 0xFFFFFFFF
 
 
@@ -24,15 +37,72 @@ def token_noise(vocab_size: int, device: torch.device) -> Tensor:
 
 
 def gumbel(seed: Tensor, position: Tensor, of_tokens: Tensor) -> Tensor:
-    """Gumbel noise by (seed, position, token): the largest logit plus noise is a sample.
+    """Gumbel noise by (seed, position, token): the largest logit plus noise is a sample. It is the same number on every device,
+    because each operation is rounded to float32 on its own.
+
+    It is -log(-log(u)) of u in (0, 1), exact to its tails because a number near 1 is kept as its distance to 1.
 
     seed, position: [rows] int64. of_tokens: as `token_noise` returns it. Returns [rows, vocab] float32.
     """
     key = _mix(_mix(seed & _MASK) ^ _mix((seed >> 32) & _MASK) * 3 & _MASK)
     key = _mix(key ^ _mix(position & _MASK))
     bits = _mix(of_tokens[None, :] ^ key[:, None])
-    uniform = (bits.double() + 0.5) / 2.0**32
-    return -torch.log(-torch.log(uniform)).float()
+    is_upper = bits > _MASK >> 1
+    nearest = torch.where(is_upper, bits ^ _MASK, bits)  # of both ends of [0, 1]
+    distance = (2 * nearest + 1).float() * 2.0**-33
+    exponent, rest = _parts(distance)
+    is_far = distance > 0.29289323  # 1 - sqrt(1/2)
+    exponent = torch.where(is_upper, -1.0 * is_far, exponent)
+    rest = torch.where(is_upper, torch.where(is_far, 1.0 - 2.0 * distance, -distance), rest)
+    return -_logarithm(*_parts(-_logarithm(exponent, rest)))
+
+
+def _parts(x: Tensor) -> tuple[Tensor, Tensor]:
+    """(exponent, rest) with x = 2^exponent * (1 + rest) and 1 + rest from sqrt(1/2) to sqrt(2). x: float32, positive."""
+    bits = x.view(torch.int32)
+    exponent = (bits - 0x3F3504F3) >> 23
+    return exponent.float(), (bits - (exponent << 23)).view(torch.float32) - 1.0
+
+
+def _logarithm(exponent: Tensor, rest: Tensor) -> Tensor:
+    """log(2^exponent * (1 + rest)) by the polynomial of Cephes' logf (Moshier), every operation rounded to float32."""
+    square = rest * rest
+    y = rest * LOG_TERMS[0]
+    for term in LOG_TERMS[1:-1]:
+        y = (y + term) * rest
+    y = (y + LOG_TERMS[-1]) * rest * square
+    y = (y - exponent * LN2_REST) - square * 0.5
+    return (rest + y) + exponent * LN2
+
+
+def exponential(x: Tensor) -> Tensor:
+    """e^x for x of at most 0, by the polynomial of Cephes' expf (Moshier), every operation rounded to float32; 0 below -87."""
+    inside = x.clamp(min=-87.0)
+    whole = (inside * LOG2_E + ROUNDS) - ROUNDS
+    rest = (inside - whole * LN2) + whole * LN2_REST
+    y = rest * EXP_TERMS[0]
+    for term in EXP_TERMS[1:-1]:
+        y = (y + term) * rest
+    y = ((y + EXP_TERMS[-1]) * (rest * rest) + rest) + 1.0
+    return (y * ((whole.int() + 127) << 23).view(torch.float32)).masked_fill(x < -87.0, 0.0)
+
+
+def kept(scaled: Tensor, rows: RowSampling) -> Tensor:
+    """Which tokens the filters of each row leave, at least one. scaled: [rows, vocab] float32, the largest of a row is 0. Returns
+    [rows, vocab] bool.
+
+    Top-p counts probabilities in whole numbers, whose sums do not depend on the order in which they are summed. A nucleus ends
+    with the token whose sum reaches top-p.
+    """
+    ordered, token_ids = scaled.sort(descending=True, stable=True)
+    limit = torch.where(rows.top_k > 0, rows.top_k, scaled.shape[1])
+    is_within = torch.arange(scaled.shape[1], device=scaled.device) < limit[:, None]
+    share = (exponential(ordered) * ONE).long().masked_fill(~is_within, 0)
+    total = share.cumsum(dim=-1)
+    reached = (rows.top_p.double() * total[:, -1]).ceil().long().clamp(min=1)  # of none, one token stays all the same
+    is_nucleus = (total - share < reached[:, None]) | (rows.top_p >= 1)[:, None]
+    stays = is_within & is_nucleus & (ordered >= rows.min_logit[:, None])
+    return torch.zeros_like(stays).scatter_(1, token_ids, stays)
 
 
 def _mix(x: Tensor) -> Tensor:
@@ -130,25 +200,25 @@ class Kernels:
         write(places, key, value)
         return query
 
-    def sample(
-        self, logits: Tensor, temperature: Tensor | None = None, seed: Tensor | None = None, position: Tensor | None = None
-    ) -> Tensor:
-        """One token per row: the largest of (logits - the row's maximum) / temperature + `gumbel`, in float32; the largest
-        logit if the temperature is below `GREEDY_BELOW`, or none is given. Of equal ones the first.
+    def sample(self, logits: Tensor, rows: RowSampling | None = None) -> Tensor:
+        """One token per row: the largest of (logits - the row's maximum) / temperature + `gumbel` among those `kept`, in float32;
+        the largest logit if the row is greedy, or all are: None. Of equal ones the first.
 
-        logits: [rows, vocab]; minus infinity excludes a token. temperature: [rows] float32. seed, position: [rows] int64, given
-        with temperatures. Returns [rows] int64. A row with NaN gets some token of the vocabulary.
+        logits: [rows, vocab]; minus infinity excludes a token while another has more, and NaN is minus infinity. The vocabulary
+        has at most 2**20 tokens. Returns [rows] int64. Here every row is sorted, also where none filters.
         """
-        logits = logits.float()
+        logits = logits.float().nan_to_num(-torch.inf, torch.inf, -torch.inf)
         first = logits.argmax(dim=-1)
-        if temperature is None or seed is None or position is None:
+        if rows is None:
             return first
         if self._token_noise is None or len(self._token_noise) != logits.shape[1]:
             self._token_noise = token_noise(logits.shape[1], logits.device)
-        greedy = temperature < GREEDY_BELOW
-        scaled = (logits - logits.gather(1, first[:, None])) / torch.where(greedy, 1.0, temperature)[:, None]
-        noisy = scaled + gumbel(seed, position, self._token_noise)
-        return torch.where(greedy, first, noisy.argmax(dim=-1))
+        is_greedy = rows.temperature < GREEDY_BELOW
+        largest = logits.gather(1, first[:, None])
+        scaled = (logits - largest) / torch.where(is_greedy, 1.0, rows.temperature)[:, None]
+        scaled = scaled.masked_fill(logits == largest, 0.0)  # infinity minus itself is no number
+        noisy = scaled + gumbel(rows.seed, rows.position, self._token_noise)
+        return torch.where(is_greedy, first, noisy.masked_fill(~kept(scaled, rows), -torch.inf).argmax(dim=-1))
 
     def add_low_rank(self, out: Tensor, x: Tensor, stack: LowRankStack, tokens: AdaptedTokens) -> None:
         """Add to a layer's outputs what the tokens' adapters add, in the stack's dtype. Others stay as they are, bit by bit.

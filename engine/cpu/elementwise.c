@@ -1,5 +1,5 @@
-/* The small operations of a decoder, each in one pass over its tensors: decode inputs, embedding, norms, activation, rotary embedding, sampling,
- * row scales.
+/* The small operations of a decoder, each in one pass over its tensors: decode inputs, embedding, norms, activation, rotary embedding, row
+ * scales; and the replay of recorded calls.
  *
  * Owns the arithmetic and how it is divided among threads. Knows pointers, counts and strides (in elements); knows no torch. A tensor of a
  * model is float32, or bfloat16 where `is_bf16` is 1; what is computed in between is float32, and is rounded where torch rounds it. Each
@@ -316,151 +316,6 @@ static void embed_part(void *data, int thread, int threads) {
 
 void embed(const embed_work *w, int threads) { parallel(threads_for(w->count * w->bytes / 4, threads), embed_part, (void *)w); }
 
-/* --- sampling ------------------------------------------------------------------------------------------------------------------------- */
-
-enum { BLOCK = 512 };
-
-/* A token, and its logit or its logit with noise. */
-typedef struct {
-    float value;
-    int32_t token;
-} choice;
-
-/* One token of each row, as `Kernels.sample` says. logits: [rows, vocab], their rows `row` apart. temperature: [rows], or null: all rows are
- * greedy. found: [rows, parts], what each thread finds in its part of the vocabulary. best: [rows], of the whole vocabulary. tokens: [rows].
- * parts: most threads. */
-typedef struct {
-    const float *logits, *temperature;
-    const int64_t *seed, *position;
-    choice *found, *best;
-    int64_t *tokens;
-    int64_t rows, vocab, row, parts;
-    float greedy_below;
-} sample_work;
-
-/* Whole numbers in the order of the numbers; NaN is minus infinity. The compiler has a vector maximum of whole numbers only. */
-INLINE int32_t order_of(float x) {
-    const int32_t bits = (int32_t)bits_of(x), order = bits ^ ((bits >> 31) & 0x7fffffff);
-    const int32_t nan = -(order > 0x7f800000);
-    return (order & ~nan) | (INT32_MIN & nan);
-}
-
-/* The largest of `count` logits and the first token that has it; NaN counts as minus infinity. */
-static choice largest(const float *logits, int64_t count) {
-    choice best = {-INFINITY, 0};
-    for (int64_t begin = 0; begin < count; begin += BLOCK) {
-        const int64_t size = count - begin < BLOCK ? count - begin : BLOCK;
-        const float *part = logits + begin;
-        int32_t most = INT32_MIN;
-        for (int64_t i = 0; i < size; i++) {
-            const int32_t order = order_of(part[i]);
-            most = order > most ? order : most;
-        }
-        const float value = from_bits((uint32_t)(most ^ ((most >> 31) & 0x7fffffff)));
-        if (value > best.value) {
-            int64_t first = 0;
-            while (part[first] != value) first++;
-            best = (choice){value, (int32_t)(begin + first)};
-        }
-    }
-    return best;
-}
-
-/* As `noise._mix`. */
-INLINE uint32_t mix(uint32_t x) {
-    x += 0x9E3779B9u;
-    x = (x ^ (x >> 16)) * 0x7FEB352Du;
-    x = (x ^ (x >> 15)) * 0x846CA68Bu;
-    return x ^ (x >> 16);
-}
-
-static uint32_t key_of(int64_t seed, int64_t position) {
-    const uint32_t key = mix(mix((uint32_t)seed) ^ (mix((uint32_t)(seed >> 32)) * 3u));
-    return mix(key ^ mix((uint32_t)position));
-}
-
-/* A logit with its noise, rounded as in `TorchKernels`. It divides in float64, because the compiler may multiply by a reciprocal. */
-static float noisy(float logit, float most, float temperature, uint32_t bits) {
-    const float scaled = (float)((double)(logit - most) / (double)temperature);
-    return scaled + (float)-log(-log(((double)bits + 0.5) / 4294967296.0));
-}
-
-/* The largest noisy logit among tokens [begin, end). Few tokens need the logarithms: with u = (bits + 0.5) / 2^32, noise is -log(-log(u))
- * <= -log(1 - u), and log(x) >= log(2) * (x's bits as a number / 2^23 - 127), because the mantissa's logarithm is concave. A token
- * whose bound is below the best so far cannot win. SLACK is far above the roundings of both. */
-static choice most_noisy(const sample_work *w, int64_t row, int64_t begin, int64_t end) {
-    const float SLACK = 1e-3f, LOG2 = 0.69314718f, UNIT = LOG2 / 8388608.0f;
-    const float *logits = w->logits + row * w->row;
-    const choice first = w->best[row];
-    const uint32_t key = key_of(w->seed[row], w->position[row]);
-    const float temperature = w->temperature[row], inverse = 1.0f / temperature;
-    choice best = {noisy(first.value, first.value, temperature, mix(mix((uint32_t)first.token) ^ key)), first.token};
-    for (int64_t at = begin; at < end; at += BLOCK) {
-        const int64_t size = end - at < BLOCK ? end - at : BLOCK;
-        const float *part = logits + at;
-        float bounds[BLOCK];
-        int32_t candidates = 0;
-        for (int32_t i = 0; i < (int32_t)size; i++) {
-            const uint32_t bits = mix(mix((uint32_t)at + (uint32_t)i) ^ key);
-            const float beyond = (float)(int32_t)(~bits >> 8) * 256.0f + 0.5f; /* at most 2^32 * (1 - u) */
-            bounds[i] = (part[i] - first.value) * inverse + UNIT * (float)(int32_t)(0x4F800000u - bits_of(beyond)) + SLACK;
-            candidates += bounds[i] >= best.value;
-        }
-        for (int64_t i = 0; candidates > 0 && i < size; i++) {
-            if (!(bounds[i] >= best.value)) continue;
-            const choice other = {noisy(part[i], first.value, temperature, mix(mix((uint32_t)(at + i)) ^ key)), (int32_t)(at + i)};
-            if (other.value > best.value || (other.value == best.value && other.token < best.token)) best = other;
-        }
-    }
-    return best;
-}
-
-INLINE int is_noisy(const sample_work *w, int64_t row) {
-    return w->temperature && !(w->temperature[row] < w->greedy_below) && w->best[row].value > -INFINITY && w->best[row].value < INFINITY;
-}
-
-static void largest_part(void *data, int thread, int threads) {
-    const sample_work *w = (const sample_work *)data;
-    int64_t begin, end;
-    share(w->vocab, thread, threads, &begin, &end);
-    for (int64_t row = 0; row < w->rows; row++) {
-        const choice found = largest(w->logits + row * w->row + begin, end - begin);
-        w->found[row * w->parts + thread] = (choice){found.value, found.token + (int32_t)begin};
-    }
-}
-
-static void noisy_part(void *data, int thread, int threads) {
-    const sample_work *w = (const sample_work *)data;
-    int64_t begin, end;
-    share(w->vocab, thread, threads, &begin, &end);
-    for (int64_t row = 0; row < w->rows; row++)
-        if (is_noisy(w, row)) w->found[row * w->parts + thread] = most_noisy(w, row, begin, end);
-}
-
-/* Runs the body, and then sets the best of each row that it concerns: the first of equal ones. */
-static void find(const sample_work *w, void (*body)(void *, int, int), int is_noise, int threads) {
-    for (int64_t i = 0; i < w->rows * w->parts; i++) w->found[i] = (choice){-INFINITY, 0}; /* there may be fewer threads than parts */
-    parallel(threads, body, (void *)w);
-    for (int64_t row = 0; row < w->rows; row++) {
-        if (is_noise && !is_noisy(w, row)) continue;
-        choice best = w->found[row * w->parts];
-        for (int64_t i = 1; i < w->parts; i++) {
-            const choice other = w->found[row * w->parts + i];
-            if (other.value > best.value || (other.value == best.value && other.token < best.token)) best = other;
-        }
-        w->best[row] = best;
-    }
-}
-
-void sample(const sample_work *w, int threads) {
-    const int sharing = threads_for(w->rows * w->vocab, threads < w->parts ? threads : (int)w->parts);
-    int some = 0;
-    find(w, largest_part, 0, sharing);
-    for (int64_t i = 0; i < w->rows; i++) some |= is_noisy(w, i);
-    if (some) find(w, noisy_part, 1, sharing);
-    for (int64_t i = 0; i < w->rows; i++) w->tokens[i] = w->best[i].token;
-}
-
 /* --- int8 ----------------------------------------------------------------------------------------------------------------------------- */
 
 /* Each row in whole numbers from -largest to largest with a scale of its own. x: [rows, width], its rows `row` apart. out: the same plus
@@ -502,3 +357,16 @@ static void quantise_part(void *data, int thread, int threads) {
 }
 
 void quantise_int8(const quantise_work *w, int threads) { parallel(threads_for(w->rows * w->width, threads), quantise_part, (void *)w); }
+
+/* --- recordings ----------------------------------------------------------------------------------------------------------------------- */
+
+/* A function of any of these files, and what it is given. */
+typedef struct {
+    void (*function)(const void *call, int threads);
+    const void *call;
+} recorded;
+
+/* Calls functions one after the other, so that a thread of Python does it once. */
+void replay(const recorded *calls, int64_t count, int threads) {
+    for (int64_t i = 0; i < count; i++) calls[i].function(calls[i].call, threads);
+}

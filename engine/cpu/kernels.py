@@ -1,7 +1,7 @@
 """The engine's small operations in C: what runs on CPU where there is a compiler.
 
-Owns how a call becomes pointers, counts and threads. Does not know what the C computes (`elementwise.c`) or how it is compiled.
-torch computes what the C has no code for, such as float16 or FP8 pages.
+Owns how a call becomes pointers, counts and threads. Does not know what the C computes (`elementwise.c`, `low_rank.c` and
+`sampling.c`) or how it is compiled. torch computes what the C has no code for, such as float16 or FP8 pages.
 """
 
 import ctypes
@@ -12,10 +12,12 @@ import torch
 from torch import Tensor
 
 from engine.cpu.build import NativeFunction, load
-from engine.ports import ADAPTED_TILE, AdaptedTokens, HeadNorm, LowRankStack, PagePlaces, Rotation
+from engine.ports import ADAPTED_TILE, AdaptedTokens, HeadNorm, LowRankStack, PagePlaces, Rotation, RowSampling
 from engine.torch_kernels import GREEDY_BELOW, Kernels
 
-SOURCE, LOW_RANK_SOURCE = (Path(__file__).with_name(name) for name in ("elementwise.c", "low_rank.c"))
+SOURCE, LOW_RANK_SOURCE, SAMPLING_SOURCE = (
+    Path(__file__).with_name(name) for name in ("elementwise.c", "low_rank.c", "sampling.c")
+)
 _IS_BF16 = {torch.float32: 0, torch.bfloat16: 1}
 
 
@@ -43,8 +45,6 @@ class NativeKernels(Kernels):
             "eps",
             "is_bf16 pages_are_bf16",
         )
-        pointers = "logits temperature seed position found best tokens"
-        self._sample = NativeFunction(library, "sample", pointers, "rows vocab row parts", "greedy_below")
         self._quantise = NativeFunction(library, "quantise_int8", "x out scales", "rows width row", ints="largest is_bf16")
 
     def decode_inputs(
@@ -129,17 +129,24 @@ class NativeKernels(Kernels):
         )  # fmt: skip
         return queries
 
-    def sample(
-        self, logits: Tensor, temperature: Tensor | None = None, seed: Tensor | None = None, position: Tensor | None = None
-    ) -> Tensor:
-        per_row = [None if each is None else each.contiguous() for each in (temperature, seed, position)]
+    def sample(self, logits: Tensor, rows: RowSampling | None = None) -> Tensor:
+        if self._sample is None:
+            return super().sample(logits, rows)
+        given = [None] * len(RowSampling._fields) if rows is None else [each.contiguous() for each in rows]
         logits = _rows_of(logits.float())
-        rows, vocab = logits.shape
+        count, vocab = logits.shape
         parts = torch.get_num_threads()
-        found, best = torch.empty(rows * parts, dtype=torch.int64), torch.empty(rows, dtype=torch.int64)  # 8 bytes each
-        tokens = torch.empty(rows, dtype=torch.int64)
-        self._sample(logits, *per_row, found, best, tokens, rows, vocab, logits.stride(0), parts, GREEDY_BELOW)
+        found, best, last, tokens = (torch.empty(size, dtype=torch.int64) for size in (count * parts, count, count, count))
+        places = torch.empty(0 if rows is None else parts * vocab, dtype=torch.int64)
+        self._sample(logits, *given, found, best, last, places, tokens, count, vocab, logits.stride(0), parts, GREEDY_BELOW)
         return tokens
+
+    @cached_property
+    def _sample(self) -> NativeFunction | None:
+        """None, and the log says why, where there is no library."""
+        library = load(SAMPLING_SOURCE)
+        pointers = f"logits {' '.join(RowSampling._fields)} found best last places tokens"
+        return None if library is None else NativeFunction(library, "sample", pointers, "rows vocab row parts", "greedy_below")
 
     def add_low_rank(self, out: Tensor, x: Tensor, stack: LowRankStack, tokens: AdaptedTokens) -> None:
         add, (_, parts, rank, inputs) = self._add_low_rank, stack.a.shape

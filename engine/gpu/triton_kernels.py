@@ -11,7 +11,7 @@ import triton
 from torch import Tensor
 
 from engine.gpu import triton_source as source
-from engine.ports import ADAPTED_TILE, AdaptedTokens, HeadNorm, LowRankStack, PagePlaces, Rotation
+from engine.ports import ADAPTED_TILE, AdaptedTokens, HeadNorm, LowRankStack, PagePlaces, Rotation, RowSampling
 from engine.torch_kernels import Kernels
 
 _NORM_ELEMENTS = 1024
@@ -20,6 +20,9 @@ _SILU_COLUMNS = 1024
 _HEADS = 8
 _SLICE = 2048
 """Tokens of the vocabulary for each program: one row of 150,000 is work for half the multiprocessors of an H100."""
+_BOUNDS, _FOUND, _WAYS = 16, 512, 8
+"""The bounds between which the end of a filter is found, the tokens between two of them that a program looks at in one go, and
+the parts of a range that it tells apart in one pass."""
 _PAGES = 1024
 _RANKS = 16
 """As few rows of an A as the matrix units take: most adapters have no more."""
@@ -90,26 +93,35 @@ class TritonKernels(Kernels):
         )  # fmt: skip
         return queries
 
-    def sample(
-        self, logits: Tensor, temperature: Tensor | None = None, seed: Tensor | None = None, position: Tensor | None = None
-    ) -> Tensor:
-        if temperature is None or seed is None or position is None:
-            return logits.argmax(dim=-1)
-        logits = _rows_of(logits)
-        rows, vocab = logits.shape
+    def sample(self, logits: Tensor, rows: RowSampling | None = None) -> Tensor:
+        """The logits are read twice, of rows with top-k or top-p once more for the sums and once for each of both."""
+        count, vocab = logits.shape
+        if rows is None or not count:
+            return super().sample(logits)
+        logits, rows = _rows_of(logits), RowSampling(*(each.contiguous() for each in rows))
         slices = triton.cdiv(vocab, _SLICE)
-        out = torch.empty(rows, dtype=torch.int64, device=logits.device)
-        if not rows:
-            return out
-        maxima, best = torch.empty((2, rows, slices), dtype=torch.float32, device=logits.device)
-        firsts, tokens = torch.empty((2, rows, slices), dtype=torch.int32, device=logits.device)
-        grid, block = (rows, slices), triton.next_power_of_2(slices)
-        per_row = (temperature.contiguous(), seed.contiguous(), position.contiguous())
+        grid, block = (count, slices), triton.next_power_of_2(slices)
+        maxima, best = torch.empty((2, count, slices), dtype=torch.float32, device=logits.device)
+        firsts, tokens = torch.empty((2, count, slices), dtype=torch.int32, device=logits.device)
+        counts = torch.empty((count, _BOUNDS, slices), dtype=torch.int32, device=logits.device)
+        masses = torch.empty((count, _BOUNDS, slices), dtype=torch.int64, device=logits.device)
+        places = torch.empty((count, vocab), dtype=torch.int64, device=logits.device)
+        last, totals, out = torch.empty((3, count), dtype=torch.int64, device=logits.device).unbind()
+        filters, sizes = (rows.temperature, rows.top_k, rows.top_p), (vocab, slices, _SLICE, block)
         source.slice_maxima[grid](logits, maxima, firsts, logits.stride(0), vocab, _SLICE, num_warps=8)
-        source.slice_samples[grid](
-            logits, *per_row, maxima, firsts, best, tokens, logits.stride(0), vocab, slices, _SLICE, block, num_warps=8
+        source.slice_sums[grid](
+            logits, *filters, maxima, counts, masses, logits.stride(0), *sizes, _BOUNDS, num_warps=8, enable_fp_fusion=False
         )
-        source.best_of_slices[(rows,)](best, tokens, out, slices, block, num_warps=1)
+        for is_by_mass in (False, True):  # one program of both would need more registers than there are
+            source.last_places[(count,)](
+                logits, *filters, rows.min_logit, maxima, counts, masses, places, last, totals, logits.stride(0), *sizes,
+                _BOUNDS, _FOUND, _WAYS, is_by_mass, num_warps=16, enable_fp_fusion=False,
+            )  # fmt: skip
+        noise = (rows.temperature, rows.seed, rows.position)
+        source.slice_samples[grid](
+            logits, *noise, maxima, firsts, last, best, tokens, logits.stride(0), *sizes, num_warps=8, enable_fp_fusion=False
+        )
+        source.best_of_slices[(count,)](best, tokens, out, slices, block, num_warps=1)
         return out
 
     def add_low_rank(self, out: Tensor, x: Tensor, stack: LowRankStack, tokens: AdaptedTokens) -> None:

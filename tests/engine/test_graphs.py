@@ -25,7 +25,7 @@ from engine.model_runner import ModelRunner
 from engine.models.registry import load_model
 from engine.models.served_shape import read_served_shape
 from engine.models.weights import Loading
-from engine.ports import Attention, LayerAttention
+from engine.ports import Attention, LayerAttention, RowSampling
 from engine.replay import CudaGraphs, GraphMaker, fitting, ladder
 from engine.step_runner import StepRunner
 from engine.torch_kernels import Kernels
@@ -140,6 +140,29 @@ def test_a_decode_step_recorded_once_gives_the_tokens_of_the_eager_one_for_any_l
         assert answers == eager.answers(prompts(count), sampling)
         assert len({token for answer in answers for token in answer}) > 5
     assert set(graphed.replays) == {1, 2, 4, 6}, "three rows run as four, and eight run without a graph"
+
+
+def test_a_graph_draws_rows_that_filter_and_only_those_that_a_processor_changes_are_drawn_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, drawn, behind = Engine(saved(qwen3(), tmp_path), (4,)), list[int](), list[int]()
+    sample = Kernels.sample
+
+    def noted(self: Kernels, logits: Tensor, rows: RowSampling | None = None) -> Tensor:
+        drawn.append(len(logits))
+        return sample(self, logits, rows)
+
+    def run(plan: StepPlan) -> StepResult:
+        drawn.clear()
+        result = engine.run(plan)
+        behind.extend(drawn if not plan.chunks else [])
+        return result
+
+    monkeypatch.setattr(Kernels, "sample", noted)
+    for kinds in (EVERY_KIND[:4], EVERY_KIND[2:5]):
+        Driver(run, engine.description, growing=True).answers(prompts(len(kinds)), TOKENS, kinds, chunk_tokens=99)
+        assert set(behind) == ({1} if kinds[-1].changes_logits else set())
+    assert engine.replays[4] > 20
 
 
 def test_flashinfer_in_a_graph_gives_the_tokens_of_torch_without_one(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 
 import numpy as np
-import pytest
 import torch
 from torch import Tensor
 
@@ -53,7 +52,9 @@ def test_a_row_samples_exactly_as_its_request_asked() -> None:
     lengths = [0, 3, 8, 11, 5]
     rows, _ = begun(params, lengths)
     got = rows.sampling(torch.arange(len(params)))
-    for name, values in (("temperature", got.temperature), ("top_p", got.top_p), ("min_p", got.min_p)):
+    logarithms = np.array([-np.inf, -np.inf, np.log(0.05), -np.inf, np.log(0.5)], dtype=np.float32)
+    assert got.min_logit.tolist() == logarithms.tolist()
+    for name, values in (("temperature", got.temperature), ("top_p", got.top_p)):
         assert values.tolist() == np.array([getattr(p, name) for p in params], dtype=np.float32).tolist()
     assert got.seed.tolist() == [p.seed for p in params]
     assert got.top_k.tolist() == [p.top_k for p in params]
@@ -64,27 +65,9 @@ def test_a_row_samples_exactly_as_its_request_asked() -> None:
 def test_rows_are_noisy_where_the_device_does_not_take_them_for_greedy() -> None:
     temperatures = [0.0, 1e-6, JUST_GREEDY, NEAREST_BELOW, GREEDY_BELOW, 2.0]
     rows, host = begun([asked(temperature) for temperature in temperatures])
-    assert host.arrays.noisy.tolist() == [3, 4, 5]
-    on_card = rows.sampling(torch.arange(ROWS)).temperature >= GREEDY_BELOW
-    assert torch.nonzero(on_card).flatten().tolist() == host.arrays.noisy.tolist()
-
-
-@pytest.mark.parametrize(
-    ("params", "filtering", "width"),
-    [
-        ([asked(), asked(top_k=5), asked(0.0, top_k=90), asked(top_k=8, min_p=0.1)], [1, 2], 8),
-        ([asked(min_p=0.1), asked(top_k=5)], [0, 1], 0),
-        ([asked(0.0), asked(top_p=0.5), asked()], [0], 0),
-        ([asked(0.0, top_k=5), asked()], [], 0),
-        ([asked(top_k=5), asked(0.0, min_p=0.1)], [0], 5),
-    ],
-)
-def test_any_one_filter_counts_and_all_must_have_a_top_k_to_order_fewer_tokens(
-    params: list[SamplingParams], filtering: list[int], width: int
-) -> None:
-    _, host = begun(params)
-    assert host.arrays.filtering.tolist() == filtering, "numbers of noisy rows"
-    assert host.filter_width == width
+    assert not host.is_greedy
+    is_greedy = [begun([asked(temperature)])[1].is_greedy for temperature in temperatures]
+    assert is_greedy == (rows.sampling(torch.arange(ROWS)).temperature < GREEDY_BELOW).tolist() == [True] * 3 + [False] * 3
 
 
 def test_a_row_that_starts_again_forgets_how_it_sampled() -> None:
@@ -93,8 +76,8 @@ def test_a_row_that_starts_again_forgets_how_it_sampled() -> None:
     host = rows.prepare(StepPlan(2, starts=(start,), chunks=(Chunk(0, 0, np.full(2, 7, dtype=np.int32), last=True),)), 0)
     rows.apply(on_device(host))
     got = rows.sampling(torch.zeros(1, dtype=torch.int64))
-    assert (got.seed.item(), got.top_k.item(), got.min_p.item(), got.temperature.item()) == (4, 0, 0.0, 0.0)
-    assert len(host.arrays.noisy) == len(host.arrays.filtering) == host.filter_width == 0
+    assert (got.seed.item(), got.top_k.item(), got.min_logit.item(), got.temperature.item()) == (4, 0, -np.inf, 0.0)
+    assert host.is_greedy
 
 
 def test_a_short_batch_is_filled_with_the_null_row() -> None:

@@ -1,6 +1,6 @@
 """The sampler against probabilities computed with numpy, and the noise as a function of (seed, position) alone."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TypeAlias
 
 import numpy as np
@@ -8,10 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine import logits_processors
-from engine.rows import RowSampling
-from engine.sampling import Sampler, _filtered_logits, _kept
-from engine.torch_kernels import GREEDY_BELOW, Kernels
+from engine import torch_kernels
+from engine.ports import RowSampling
+from engine.sampling import Sampler
+from engine.torch_kernels import Kernels
+from tests.engine.kernels.contract import exact_noise, random_bits
 
 VOCAB = 12
 LOGITS = torch.tensor([[2.0, 1.5, 1.0, 0.9, 0.5, 0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0]])
@@ -30,18 +31,9 @@ def sampled(
 ) -> Tensor:
     """A token for each row. A value is that of every row, or there is one for each; without seeds, a row's is its number."""
     rows = len(logits)
-    given = (temperature, top_k, top_p, min_p, list(range(rows)) if seed is None else seed, position)
+    given = (temperature, top_k, top_p, [0.0] * rows, list(range(rows)) if seed is None else seed, position)
     params = RowSampling(*(torch.tensor(value).expand(rows).contiguous() for value in given))
-    noisy = torch.nonzero(params.temperature >= GREEDY_BELOW).flatten()
-    some = params.of(noisy)
-    filtering = torch.nonzero((some.top_k > 0) | (some.top_p < 1) | (some.min_p > 0)).flatten()
-    return Sampler(Kernels()).draw(
-        logits, params.of(noisy) if len(noisy) else None, noisy, filtering, filter_width(some.of(filtering).top_k)
-    )
-
-
-def filter_width(top_k: Tensor) -> int:
-    return int(top_k.max()) if len(top_k) and bool((top_k > 0).all()) else 0
+    return Sampler(Kernels()).draw(logits, params._replace(min_logit=torch.tensor(min_p).expand(rows).log()))
 
 
 def draw(temperature: float, seed: int = 3, **filters: float) -> Tensor:
@@ -120,19 +112,6 @@ def test_a_sampled_token_does_not_depend_on_the_filters_of_its_neighbours() -> N
             assert beside[0] == alone[0]
 
 
-def test_rows_that_filter_are_filtered_some_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each row's temperature and filters are its own, also in later parts."""
-    logits = torch.randn(11, 60, generator=torch.Generator().manual_seed(8))
-    top_k, top_p = torch.tensor([0, 1, 40] * 4)[:11], torch.tensor([0.3, 0.9, 1.0, 0.99] * 3)[:11]
-    rows = RowSampling(
-        torch.tensor([0.1, 1.0, 2.0, 0.5, 5.0] * 3)[:11], top_k, top_p, torch.tensor([0, 0.2] * 6)[:11], top_k, top_k
-    )
-    together = _filtered_logits(logits, rows, 0)
-    monkeypatch.setattr(logits_processors, "ROWS_AT_ONCE", 4)
-    assert torch.equal(_filtered_logits(logits, rows, 0), together)
-    assert len({int(count) for count in together.isfinite().sum(dim=-1)}) >= 5
-
-
 def test_top_p_of_one_excludes_nothing_beside_other_filters() -> None:
     """Beside one likely token, the others' probabilities are lost when a running sum in float32 is rounded to 1."""
     logits = torch.full((1, 1000), -30.0)
@@ -155,8 +134,10 @@ def test_the_nucleus_is_exact_where_thousands_of_tokens_share_little() -> None:
     assert abs(int(kept(logits, 0, top_p, 0.0).sum()) - expected) <= 1
 
 
-def kept(logits: Tensor, top_k: int, top_p: float, min_p: float) -> Tensor:
-    return _kept(logits, torch.tensor([top_k]), torch.tensor([top_p]), torch.tensor([min_p]), top_k)
+def kept(logits: Tensor, top_k: Values, top_p: Values, min_p: Values) -> Tensor:
+    given = (1.0, top_k, top_p, 0.0, 0, 0)
+    rows = RowSampling(*(torch.tensor(value).expand(len(logits)) for value in given))
+    return torch_kernels.kept(logits, rows._replace(min_logit=torch.tensor(min_p).expand(len(logits)).log()))
 
 
 def test_the_filters_of_a_row_do_not_depend_on_those_of_its_batch() -> None:
@@ -164,18 +145,13 @@ def test_the_filters_of_a_row_do_not_depend_on_those_of_its_batch() -> None:
     generator = torch.Generator().manual_seed(1)
     logits = torch.cat([(4 * torch.randn(14, 900, generator=generator)).round() / 4, torch.zeros(2, 900)])
     logits = logits - logits.max(dim=-1, keepdim=True).values
-    top_k = torch.tensor([1, 2, 3, 20, 50, 899, 900, 5000, 0, 0, 0, 7, 0, 33, 8, 0])
-    top_p = torch.tensor([1, 0.5, 0.9, 0.25, 1, 0.75, 1, 0.3, 0.9, 0.1, 1, 0.99, 0.999, 1, 0.5, 0.5])
-    min_p = torch.tensor([0, 0, 0, 0, 0.1, 0, 0, 0.01, 0, 0, 0.2, 0.05, 0, 0, 0, 0])
-    together = _kept(logits, top_k, top_p, min_p, 0)
+    top_k = [1, 2, 3, 20, 50, 899, 900, 5000, 0, 0, 0, 7, 0, 33, 8, 0]
+    top_p = [1, 0.5, 0.9, 0.25, 1, 0.75, 1, 0.3, 0.9, 0.1, 1, 0.99, 0.999, 1, 0.5, 0.5]
+    min_p = [0, 0, 0, 0, 0.1, 0, 0, 0.01, 0, 0, 0.2, 0.05, 0, 0, 0, 0]
+    together = kept(logits, top_k, top_p, min_p)
     assert together.any(dim=-1).all()
-    with_top_k = torch.nonzero(top_k > 0).flatten()
-    some = _kept(logits[with_top_k], top_k[with_top_k], top_p[with_top_k], min_p[with_top_k], 5000)
-    assert torch.equal(some, together[with_top_k])
     for row in range(len(logits)):
-        part = slice(row, row + 1)
-        alone = _kept(logits[part], top_k[part], top_p[part], min_p[part], int(top_k[row]))
-        assert torch.equal(alone[0], together[row])
+        assert torch.equal(kept(logits[row : row + 1], top_k[row], top_p[row], min_p[row])[0], together[row])
 
 
 def test_of_equal_logits_the_first_tokens_stay() -> None:
@@ -184,28 +160,39 @@ def test_of_equal_logits_the_first_tokens_stay() -> None:
         assert torch.nonzero(kept(logits, top_k, 1.0, 0.0)[0]).flatten().tolist() == stay
 
 
-def test_only_rows_that_ask_are_sorted_and_none_in_full_when_each_has_a_top_k(monkeypatch: pytest.MonkeyPatch) -> None:
-    orders: list[tuple[str, tuple[int, ...]]] = []
+def test_noise_is_gumbel_noise_to_its_tails() -> None:
+    """Each number against float64, and the numbers' distribution: at 2^-32 steps of u the outermost are known."""
+    generator = np.random.default_rng(0)
+    ends = np.arange(3000)
+    bits = np.concatenate([generator.integers(0, 2**32, 300_000), ends, 2**32 - 1 - ends, 2**31 - 1500 + ends]).astype(np.uint32)
+    below, beyond = (bits + 0.5) / 2.0**32, (2.0**32 - bits - 0.5) / 2.0**32
+    exact = np.where(below < 0.5, -np.log(-np.log(below)), -np.log(-np.log1p(-beyond)))
+    noise = exact_noise(bits)
+    assert np.abs(noise - exact).max() < 1e-6 and np.abs((noise - exact)[np.abs(exact) < 4]).max() < 5e-7
+    assert np.diff(exact_noise(np.sort(bits)).astype(np.float64)).min() > -1e-6
+    drawn = torch_kernels.gumbel(torch.arange(40), torch.full((40,), 9), torch_kernels.token_noise(25_000, torch.device("cpu")))
+    in_order = np.sort(drawn.double().numpy().ravel())
+    share = np.exp(-np.exp(-in_order))
+    assert np.abs(share - (np.arange(10**6) + 0.5) / 10**6).max() < 1.95e-3, "Kolmogorov's 99.9th percentile"
+    for tail in (1e-5, 1e-4, 1e-3):
+        for found in ((share < tail).sum(), (1 - share < tail).sum()):
+            assert abs(found - tail * 10**6) < 4 * (tail * 10**6) ** 0.5
 
-    def noted(name: str) -> None:
-        true: Callable[..., object] = getattr(Tensor, name)
 
-        def noting(values: Tensor, *args: object, **kwargs: object) -> object:
-            orders.append((name, tuple(values.shape)))
-            return true(values, *args, **kwargs)
+def test_every_device_has_the_same_noise() -> None:
+    """Bit by bit: torch against numpy."""
+    seeds, positions = torch.tensor([3, -5, 2**62]), torch.tensor([0, 9, 2**40])
+    drawn = torch_kernels.gumbel(seeds, positions, torch_kernels.token_noise(5000, torch.device("cpu"))).numpy()
+    for row, (seed, position) in enumerate(zip(seeds.numpy(), positions.numpy(), strict=True)):
+        assert drawn[row].tobytes() == exact_noise(random_bits(seed, position, 5000)).tobytes()
 
-        monkeypatch.setattr(Tensor, name, noting)
 
-    noted("sort")
-    noted("topk")
-    logits = torch.randn(4, 50, generator=torch.Generator().manual_seed(0))
-    sampled(logits)
-    assert orders == []
-    sampled(logits, top_k=[0, 5, 0, 9], top_p=[1.0, 0.9, 1.0, 1.0])
-    assert orders == [("topk", (2, 50))]
-    orders.clear()
-    sampled(logits, [1.0, 0.0, 1.0, 1.0], top_p=[1.0, 0.9, 0.5, 1.0])
-    assert orders == [("sort", (1, 50))]
+def test_probabilities_are_those_of_float64_and_never_rise_beyond_one() -> None:
+    logits = -torch.cat([torch.linspace(0, 87, 200_000), torch.logspace(-9, 0, 1000), torch.tensor([0.0])])
+    exact = logits.double().exp()
+    found = torch_kernels.exponential(logits).double()
+    assert ((found - exact).abs() <= 1.5e-7 * exact).all() and found.max() == 1
+    assert torch_kernels.exponential(torch.tensor([-88.0, -torch.inf])).tolist() == [0, 0]
 
 
 @pytest.mark.parametrize("temperature", [1e-39, 1e-30, 1e-6, 1e-5, 1e-4])

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from engine.backends import make_kernels
-from engine.ports import PagePlaces, Rotation
+from engine.ports import PagePlaces, Rotation, RowSampling
 from engine.torch_kernels import Kernels
 from tests.engine.kernels.contract import (
     DTYPES,
@@ -84,7 +84,8 @@ def test_captured_kernels_follow_their_inputs() -> None:
     kernels = make_kernels(CUDA)
     inputs = [torch.empty(8, 1024, dtype=torch.bfloat16, device=CUDA), torch.empty(8, 50_000, device=CUDA)]
     seed, position = torch.arange(8, device=CUDA), torch.arange(8, device=CUDA)
-    temperature = torch.linspace(0, 2, 8, device=CUDA)
+    share, top_k = torch.linspace(0, 2, 8, device=CUDA), torch.arange(8, device=CUDA)
+    rows = RowSampling(share, top_k, share, -4 * share, seed, position)
     indptr, out = torch.arange(9, dtype=torch.int32, device=CUDA), torch.zeros(8, dtype=torch.int32, device=CUDA)
     pool = torch.zeros(8, 2, 2, 4, 128, dtype=torch.bfloat16, device=CUDA)
     page, slot = torch.arange(8, device=CUDA), torch.arange(8, device=CUDA) % 4
@@ -94,7 +95,7 @@ def test_captured_kernels_follow_their_inputs() -> None:
         normed, total = kernels.rms_norm(kernels.rms_norm(x, x[0], 1e-6)[0], x[1], 1e-6, x)
         rotation = Rotation(logits[:, :64].cos(), logits[:, :64].sin())
         queries = kernels.rotate_and_write(normed.view(8, 8, 128), rotation, None, PagePlaces(pool[:, 0], pool[:, 1], page, slot))
-        tokens = kernels.sample(logits, temperature, seed, position)
+        tokens = kernels.sample(logits, rows)
         kernels.page_indices(tokens.int()[:, None], seed, indptr, out)
         return [queries, total, kernels.silu_and_mul(total), tokens]
 

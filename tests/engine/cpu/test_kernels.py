@@ -113,18 +113,20 @@ def test_what_is_not_a_number_stays_so_in_bfloat16_pages() -> None:
     assert pool.isnan().all()
 
 
-def test_threads_share_a_vocabulary_and_sample_what_the_definition_of_the_noise_says() -> None:
+def test_threads_share_a_vocabulary_and_sample_what_the_definitions_say() -> None:
     for seed in range(3):
         check_samples(Subject(kernels(3)), 9, 12_345, seed)
 
 
-def test_temperatures_from_cold_to_hot_sample_as_torch_does_from_flat_and_from_steep_logits() -> None:
-    generator = torch.Generator().manual_seed(5)
-    logits = torch.randn(40, 9_000, generator=generator) * torch.logspace(-4, 2, 40)[:, None]
-    temperature = torch.logspace(-4.9, 3, 40)[torch.randperm(40, generator=generator)]
-    seed, position = torch.arange(40) - 7, torch.arange(40) ** 3
-    native, plain = (each.sample(logits, temperature, seed, position) for each in (kernels(2), Kernels()))
-    assert torch.equal(native, plain)
+@pytest.mark.soak
+@pytest.mark.parametrize("native", [False, True], ids=["torch", "c"])
+def test_100_000_random_rows_are_sampled_as_the_definitions_say(native: bool) -> None:
+    subject = Subject(kernels(2) if native else Kernels())
+    for seed in range(1000):
+        check_samples(subject, 95, [1, 2, 13, 50, 400, 1700][seed % 6], 100 + seed)
+        check_samples(subject, 5, 5000, 2000 + seed)
+    for seed, vocab in enumerate([32_000, 128_256, 151_936, 262_144]):
+        check_samples(subject, 24, vocab, 5000 + seed)
 
 
 def test_one_logit_far_above_the_others_is_found_wherever_it_is() -> None:

@@ -4,6 +4,7 @@ Owns the references: float64 for what is rounded, numpy for the noise, and plain
 implementation and sizes, so that the tests on a card add real shapes.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -11,15 +12,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from common.ids import Int64Array
 from common.pages.layout import PageOrder
 from engine.lora.adapter_slots import tiles_of
-from engine.ports import AdaptedTokens, HeadNorm, LowRankStack, PagePlaces, Rotation
+from engine.ports import AdaptedTokens, HeadNorm, LowRankStack, PagePlaces, Rotation, RowSampling
 from engine.torch_kernels import GREEDY_BELOW, Kernels
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 EPS = 1e-6
 FP8 = torch.float8_e4m3fn
+STEEPNESS = np.array([0.01, 1, 4, 40], dtype=np.float32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,21 +166,44 @@ def check_rotation(
     assert torch.equal(on_device.cpu().float()[everything], pool.float()[everything]), "another layer's KV was written"
 
 
+def random_rows(generator: np.random.Generator, rows: int, vocab: int) -> tuple[np.ndarray, RowSampling]:
+    """Logits, flat and steep, with ties, infinities and what is no number, and rows with any filters, on the host."""
+    logits = generator.normal(size=(rows, vocab)).astype(np.float32) * generator.choice(STEEPNESS, (rows, 1))
+    logits = np.where(generator.random((rows, 1)) < 0.6, np.round(logits * 2) / 2, logits)
+    for number, often in ((-np.inf, 0.3), (np.nan, 0.1), (np.inf, 0.05)):
+        logits[(generator.random((rows, vocab)) < often) & (generator.random((rows, 1)) < 0.2)] = number
+    logits[generator.random(rows) < 0.05] = logits[0, 0]
+    top_k = np.where(
+        generator.random(rows) < 0.3, generator.integers(1, 2 * vocab + 1, rows), generator.choice([0, 0, 1, 2, 40], rows)
+    )
+    top_p = np.where(
+        generator.random(rows) < 0.3, generator.random(rows), generator.choice([1, 1, 2, 0, 0.25, 0.5, 0.9, 0.999], rows)
+    )
+    min_p = generator.choice([0, 0, 1e-30, 0.001, 0.05, 0.5, 1], rows)
+    with np.errstate(divide="ignore"):
+        shares = (generator.choice([0, 1e-6, 1e-5, 0.3, 1, 1, 2, 30], rows), top_p, np.log(min_p))
+    temperature, nucleus, min_logit = (torch.from_numpy(each).float() for each in shares)
+    seed = generator.integers(-(2**63), 2**63, size=rows, dtype=np.int64)
+    position = generator.integers(0, 2**33, size=rows, dtype=np.int64)
+    return logits, RowSampling(
+        temperature,
+        torch.from_numpy(top_k.astype(np.int64)),
+        nucleus,
+        min_logit,
+        torch.from_numpy(seed),
+        torch.from_numpy(position),
+    )
+
+
 def check_samples(subject: Subject, rows: int, vocab: int, seed: int = 0) -> None:
-    """Tokens against numpy: greedy rows, ties, hot and cold rows, excluded tokens, any seed and position."""
-    generator = np.random.default_rng(seed)
-    logits = generator.normal(size=(rows, vocab)).astype(np.float32) * 3
-    logits[1::4] = np.round(logits[1::4])  # ties, of the largest too
-    logits[2::4, generator.permutation(vocab)[: vocab // 2]] = -np.inf
-    temperature = generator.uniform(0.1, 2, size=rows).astype(np.float32)
-    temperature[::3] = generator.choice([0, 1e-6, 1e-5], size=len(temperature[::3]))
-    seeds = generator.integers(-(2**63), 2**63, size=rows, dtype=np.int64)
-    positions = generator.integers(0, 2**33, size=rows, dtype=np.int64)
+    """Tokens against the definition in numpy and float64, token for token: see `random_rows`."""
+    logits, sampling = random_rows(np.random.default_rng(seed), rows, vocab)
     in_dtype = torch.from_numpy(logits).to(subject.device, subject.dtype)
     logits = in_dtype.cpu().float().numpy()
-    tokens = subject.kernels.sample(in_dtype, *(torch.from_numpy(x).to(subject.device) for x in (temperature, seeds, positions)))
+    tokens = subject.kernels.sample(in_dtype, RowSampling(*(each.to(subject.device) for each in sampling)))
     assert tokens.dtype == torch.int64
-    assert tokens.tolist() == exact_samples(logits, temperature, seeds, positions).tolist()
+    assert tokens.tolist() == exact_samples(logits, sampling).tolist()
+    logits = np.nan_to_num(logits, nan=-np.inf, posinf=np.inf, neginf=-np.inf)
     assert subject.kernels.sample(in_dtype).tolist() == logits.argmax(axis=1).tolist()
 
 
@@ -192,8 +216,10 @@ def check_broken_logits(subject: Subject, vocab: int) -> None:
     logits[3, 5] = torch.inf
     logits[4:, 7] = 1e4
     for temperature in (0.0, 1.0):
-        per_row = (torch.full((6,), temperature), torch.arange(6), torch.arange(6))
-        tokens = subject.kernels.sample(*(part.to(subject.device) for part in (logits, *per_row))).tolist()
+        none, of_all = torch.arange(6), torch.ones(6)
+        rows = RowSampling(temperature * of_all, 0 * none, of_all, -torch.inf * of_all, none, none)
+        given = RowSampling(*(each.to(subject.device) for each in rows))
+        tokens = subject.kernels.sample(logits.to(subject.device), given).tolist()
         assert all(0 <= token < vocab for token in tokens)
         assert tokens[3:] == [5, 7, 7]
 
@@ -261,8 +287,29 @@ def exact_rotation(x: Tensor, rotation: Rotation) -> Tensor:
     return torch.cat([turned.real, turned.imag, x[..., 2 * half :]], dim=-1)
 
 
-def exact_samples(logits: np.ndarray, temperature: np.ndarray, seeds: Int64Array, positions: Int64Array) -> np.ndarray:
-    """The definition of the noise, in wrapping uint32."""
+def exact_samples(logits: np.ndarray, rows: RowSampling) -> np.ndarray:
+    """The definition, a row at a time: scaled logits in float32, filters with probabilities of float64, noise, the largest."""
+    temperature, top_k, top_p, min_logit, seeds, positions = (each.numpy() for each in rows)
+    logits = np.nan_to_num(logits, nan=-np.inf, posinf=np.inf, neginf=-np.inf)
+    picked = logits.argmax(axis=1)
+    for row in np.flatnonzero(temperature >= np.float32(GREEDY_BELOW)):
+        own, largest = logits[row], logits[row].max()
+        with np.errstate(invalid="ignore", over="ignore"):
+            scaled = np.where(own == largest, np.float32(0), (own - largest) / temperature[row])
+        order = np.argsort(-scaled, kind="stable")
+        order = order[: top_k[row] or None]
+        shares = np.floor(np.exp(scaled[order].astype(np.float64)) * 2**40).astype(np.int64)
+        if top_p[row] < 1:
+            order = order[: max(1, int((shares.cumsum() - shares < np.float64(top_p[row]) * shares.sum()).sum()))]
+        order = np.sort(order[scaled[order] >= min_logit[row]])
+        noisy = scaled[order] + exact_noise(random_bits(seeds[row], positions[row], len(own))[order])
+        picked[row] = order[noisy.argmax()]
+    tokens: np.ndarray = picked
+    return tokens
+
+
+def random_bits(seed: np.int64, position: np.int64, vocab: int) -> np.ndarray:
+    """By wrapping uint32. [vocab] uint32."""
 
     def mix(x: np.ndarray) -> np.ndarray:
         x = x + np.uint32(0x9E3779B9)
@@ -271,15 +318,38 @@ def exact_samples(logits: np.ndarray, temperature: np.ndarray, seeds: Int64Array
         mixed: np.ndarray = x ^ (x >> np.uint32(16))
         return mixed
 
+    seeds, positions = np.array([seed]), np.array([position])
     key = mix(mix(seeds.astype(np.uint32)) ^ mix((seeds >> 32).astype(np.uint32)) * np.uint32(3))
     key = mix(key ^ mix(positions.astype(np.uint32)))
-    bits = mix(mix(np.arange(logits.shape[1], dtype=np.uint32))[None] ^ key[:, None])
-    gumbel = -np.log(-np.log((bits.astype(np.float64) + 0.5) / 2**32)).astype(np.float32)
-    greedy = temperature < np.float32(GREEDY_BELOW)
-    heat = np.where(greedy, np.float32(1), temperature)[:, None]
-    noisy = (logits - logits.max(axis=1, keepdims=True)) / heat + gumbel
-    picked: np.ndarray = np.where(greedy, logits.argmax(axis=1), noisy.argmax(axis=1))
-    return picked
+    return mix(mix(np.arange(vocab, dtype=np.uint32)) ^ key)
+
+
+def exact_noise(bits: np.ndarray) -> np.ndarray:
+    """The definition of the noise in float32, by Cephes' logf. numpy rounds each operation. bits: uint32."""
+    one = np.float32(1)
+    is_upper = bits >= 2**31
+    distance = (2 * np.where(is_upper, ~bits, bits) + np.uint32(1)).astype(np.float32) * np.float32(2.0**-33)
+    is_far = distance > np.float32(0.29289323)
+    exponent, rest = _parts(distance)
+    exponent = np.where(is_upper, np.where(is_far, -1, 0), exponent)
+    rest = np.where(is_upper, np.where(is_far, one - 2 * distance, -distance), rest)
+    return -_log(*_parts(-_log(exponent, rest)))
+
+
+def _parts(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    exponent = (x.view(np.int32) - np.int32(0x3F3504F3)) >> 23
+    return exponent, (x.view(np.int32) - (exponent << 23)).view(np.float32) - np.float32(1)
+
+
+def _log(exponent: np.ndarray, rest: np.ndarray) -> np.ndarray:
+    terms = [7.0376836292e-2, -1.1514610310e-1, 1.1676998740e-1, -1.2420140846e-1, 1.4249322787e-1]
+    terms += [-1.6668057665e-1, 2.0000714765e-1, -2.4999993993e-1, 3.3333331174e-1]
+    whole, y = exponent.astype(np.float32), np.zeros_like(rest)
+    for term in terms:
+        y = y * rest + np.float32(term)
+    y = y * rest * (rest * rest) - whole * np.float32(2.12194440e-4) - rest * rest * np.float32(0.5)
+    summed: np.ndarray = (rest + y) + whole * np.float32(0.693359375)
+    return summed
 
 
 def assert_rounded(subject: Subject, actual: Tensor, exact: Tensor) -> None:
@@ -319,6 +389,8 @@ class KernelsContract:
 
     kernels: Kernels
     device = torch.device("cpu")
+    sampled: Sequence[tuple[int, int]] = ((300, 50), (40, 2048), (60, 5000), (300, 1), (600, 7))
+    """Rows that are sampled, and their vocabularies."""
 
     def subject(self, dtype: torch.dtype = torch.float32) -> Subject:
         return Subject(self.kernels, self.device, dtype)
@@ -372,9 +444,9 @@ class KernelsContract:
     def test_heads_of_any_number_and_size_are_rotated_in_part_or_in_full(self, sizes: HeadSizes, norm: bool) -> None:
         check_rotation(self.subject(), 3, sizes, norm=norm, page_dtype=torch.float32, order="head")
 
-    def test_a_token_is_sampled_as_the_definition_of_the_noise_says(self) -> None:
-        for seed, (rows, vocab) in enumerate([(16, 50), (4, 2048), (6, 5000)]):
-            check_samples(self.subject(DTYPES[seed]), rows, vocab, seed)
+    def test_a_token_is_sampled_as_the_definitions_of_filters_and_noise_say(self) -> None:
+        for seed, (rows, vocab) in enumerate(self.sampled):
+            check_samples(self.subject(DTYPES[seed % 3]), rows, vocab, seed)
 
     def test_broken_logits_give_a_token_of_the_vocabulary(self) -> None:
         check_broken_logits(self.subject(), 2100)
@@ -404,5 +476,10 @@ class KernelsContract:
         assert [part.shape for part in kernels.quantise_int8(empty, 127)] == [(0, 16), (0, 1)]
         rotation, places = Rotation(empty[:, :8], empty[:, :8]), PagePlaces(pages, pages, none, none)
         assert kernels.rotate_and_write(empty.view(0, 1, 16).expand(0, 5, 16), rotation, None, places).shape == (0, 3, 16)
-        assert kernels.sample(empty, weight[:0], none, none).shape == kernels.sample(empty).shape == (0,)
+        shares = weight[:0]
+        assert (
+            kernels.sample(empty, RowSampling(shares, none, shares, shares, none, none)).shape
+            == kernels.sample(empty).shape
+            == (0,)
+        )
         kernels.page_indices(none.int().view(0, 1), none, torch.zeros(1, dtype=torch.int32, device=self.device), none.int())

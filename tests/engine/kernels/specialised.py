@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from engine.ports import AdaptedTokens, HeadNorm, LowRankStack, PagePlaces, Rotation
+from engine.ports import AdaptedTokens, HeadNorm, LowRankStack, PagePlaces, Rotation, RowSampling
 from engine.torch_kernels import Kernels
 
 
@@ -64,11 +64,9 @@ class StartedKernels(Kernels):
         self._triton.rotate_and_write(heads, rotation, norm, places)
         return super().rotate_and_write(heads, rotation, norm, places)
 
-    def sample(
-        self, logits: Tensor, temperature: Tensor | None = None, seed: Tensor | None = None, position: Tensor | None = None
-    ) -> Tensor:
-        self._triton.sample(logits, temperature, seed, position)
-        return super().sample(logits, temperature, seed, position)
+    def sample(self, logits: Tensor, rows: RowSampling | None = None) -> Tensor:
+        self._triton.sample(logits, rows)
+        return super().sample(logits, rows)
 
     def add_low_rank(self, out: Tensor, x: Tensor, stack: LowRankStack, tokens: AdaptedTokens) -> None:
         self._triton.add_low_rank(out, x, stack, tokens)

@@ -10,8 +10,7 @@ from common.executor import RowStart
 from common.sampling_params import SamplingParams
 from engine import logits_processors as processors
 from engine.logits_processors import make_processors
-from engine.ports import SampledRows
-from engine.rows import RowSampling
+from engine.ports import RowSampling, SampledRows
 from engine.sampling import Sampler
 from engine.torch_kernels import Kernels
 from tests.engine.logits.plain import log_softmax, processed
@@ -124,9 +123,9 @@ def test_penalised_and_filtered_draws_have_the_probabilities_of_the_definitions(
         processor.start([start(row, request) for row in range(draws)])
         if processor.concerns[rows.numpy()].all():
             processor.apply(logits, SampledRows(rows.numpy(), rows, rows.numpy(), rows))
-    temperature, top_k, top_p, min_p, position = (torch.full((draws,), value) for value in (0.8, 5, 1.0, 0.0, 7))
-    params = RowSampling(temperature, top_k, top_p, min_p, rows, position)
-    counts = np.bincount(Sampler(Kernels()).draw(logits, params, rows, rows, filter_width=5).numpy(), minlength=VOCAB)
+    temperature, top_k, top_p, min_logit, position = (torch.full((draws,), value) for value in (0.8, 5, 1.0, -torch.inf, 7))
+    params = RowSampling(temperature, top_k, top_p, min_logit, rows, position)
+    counts = np.bincount(Sampler(Kernels()).draw(logits, params).numpy(), minlength=VOCAB)
     scores = processed(raw, request.prompt, request.answer, asked, EOS) / 0.8
     likeliest = np.sort(scores.argsort()[-5:])
     expected = draws * np.exp(log_softmax(scores[likeliest]))
