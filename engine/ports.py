@@ -8,7 +8,7 @@ attention and the pages are behind `StepAttention`, which it is given anew for e
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -52,6 +52,29 @@ class PagePlaces:
     values: Tensor
     pages: Tensor
     slots: Tensor
+
+
+class Fp8Rows(NamedTuple):
+    """Rows in FP8, each with a scale of its own: values * scales is nearly what they were."""
+
+    values: Tensor
+    """[rows, width] float8_e4m3fn."""
+    scales: Tensor
+    """[rows, 1] float32."""
+
+
+class Routing(NamedTuple):
+    """Which experts compute which tokens. The pairs of a token and an expert are sorted by expert, and those of one expert by
+    token; those of experts that are elsewhere come last."""
+
+    weights: Tensor
+    """[tokens, chosen] float32: how much each expert counts for a token, the largest first."""
+    tokens: Tensor
+    """[pairs] int64: the token of each pair."""
+    places: Tensor
+    """[tokens, chosen] int64: which of the pairs is that of a token and its expert."""
+    ends: Tensor
+    """[experts here] int32: behind which pair those of each expert end."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ import torch
 import triton.language as tl
 from triton.runtime import interpreter
 
+from engine.gpu import triton_kernels
 from engine.gpu.triton_kernels import TritonKernels
 from tests.engine.kernels.contract import KernelsContract
 
@@ -43,6 +44,12 @@ def rounding_as_on_a_card(monkeypatch: pytest.MonkeyPatch) -> None:
         return original(self, _widened(a), _widened(b), *rest)
 
     monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", create_dot)
+
+
+@pytest.fixture(autouse=True)
+def few_pairs_are_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They take several blocks."""
+    monkeypatch.setattr(triton_kernels, "_PAIRS", 64)
 
 
 def _widened(handle: Any) -> Any:
