@@ -75,6 +75,8 @@ class Routing(NamedTuple):
     """[tokens, chosen] int64: which of the pairs is that of a token and its expert."""
     ends: Tensor
     """[experts here] int32: behind which pair those of each expert end."""
+    is_whole: bool
+    """All experts are here, and so behind the last end there is nothing."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -147,19 +147,21 @@ class Kernels:
         weights = logits.softmax(-1, dtype=torch.float32).gather(1, experts)
         if normalised:
             weights = weights / weights.sum(-1, keepdim=True)
-        of_pair = experts.flatten()
-        if len(here) < logits.shape[1]:
+        of_pair, is_whole = experts.flatten(), len(here) == logits.shape[1]
+        if not is_whole:
             of_pair = (of_pair - here.start) % logits.shape[1]
         of_pair, order = of_pair.sort(stable=True)
         ends = torch.searchsorted(of_pair, torch.arange(len(here), device=logits.device), right=True, out_int32=True)
         places = torch.empty_like(order)
         places[order] = torch.arange(len(order), device=logits.device)
-        return Routing(weights, order // chosen, places.view_as(experts), ends)
+        return Routing(weights, order // chosen, places.view_as(experts), ends, is_whole)
 
     def combine(self, rows: Tensor, routing: Routing) -> Tensor:
         """The sum of what its experts made of each token, by their weights, in float32. rows: [pairs, width]; what is behind the
         last end may be anything. Returns [tokens, width]."""
-        of_tokens = rows[routing.places].masked_fill((routing.places >= routing.ends[-1:])[..., None], 0.0)
+        of_tokens = rows[routing.places]
+        if not routing.is_whole:
+            of_tokens = of_tokens.masked_fill((routing.places >= routing.ends[-1:])[..., None], 0.0)
         return (of_tokens * routing.weights[..., None]).sum(1).to(rows.dtype)
 
     def sample(

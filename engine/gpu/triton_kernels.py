@@ -135,7 +135,7 @@ class TritonKernels(Kernels):
                 triton.next_power_of_2(chosen), num_warps=_warps(block, 4),
             )  # fmt: skip
             source.sort_pairs[(experts,)](of_pairs, tokens, places, ends, len(tokens), len(here), chosen, _PAIRS, num_warps=16)
-        return Routing(weights, tokens, places.view(count, chosen), ends)
+        return Routing(weights, tokens, places.view(count, chosen), ends, len(here) == experts)
 
     def combine(self, rows: Tensor, routing: Routing) -> Tensor:
         rows = _rows_of(rows)
