@@ -54,6 +54,31 @@ class PagePlaces:
     slots: Tensor
 
 
+class Fp8Rows(NamedTuple):
+    """Rows in FP8, each with a scale of its own: values * scales is nearly what they were."""
+
+    values: Tensor
+    """[rows, width] float8_e4m3fn."""
+    scales: Tensor
+    """[rows, 1] float32."""
+
+
+class Routing(NamedTuple):
+    """Which experts compute which tokens. The pairs of a token and an expert are sorted by expert, and those of one expert by
+    token; those of experts that are elsewhere come last."""
+
+    weights: Tensor
+    """[tokens, chosen] float32: how much each expert counts for a token, the largest first."""
+    tokens: Tensor
+    """[pairs] int64: the token of each pair."""
+    places: Tensor
+    """[tokens, chosen] int64: which of the pairs is that of a token and its expert."""
+    ends: Tensor
+    """[experts here] int32: behind which pair those of each expert end."""
+    is_whole: bool
+    """All experts are here, and so behind the last end there is nothing."""
+
+
 @dataclass(frozen=True, slots=True)
 class LowRankStack:
     """What all adapters add to one linear layer: of the adapter in a slot, B A x (LoRA, Hu et al. 2021), its scaling in B.

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.ports import AdaptedTokens, HeadNorm, LowRankStack, PagePlaces, Rotation, RowSampling
+from engine.ports import AdaptedTokens, Fp8Rows, HeadNorm, LowRankStack, PagePlaces, Rotation, Routing, RowSampling
 
 GREEDY_BELOW = 1e-5
 """At a temperature below this, any difference between two logits is far larger than the noise."""
@@ -161,19 +161,25 @@ class Kernels:
         normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
         return weight * normed.to(x.dtype), total
 
+    def rms_norm_fp8(self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> tuple[Fp8Rows, Tensor]:
+        """As `rms_norm`, and the norm is quantised: bit by bit what `quantise` makes of it."""
+        normed, total = self.rms_norm(x, weight, eps, residual)
+        return self.quantise(normed), total
+
     def silu_and_mul(self, gate_up: Tensor) -> Tensor:
         """SwiGLU (Shazeer 2020). gate_up: [tokens, 2 * width], the gate first. Returns silu(gate) * up, [tokens, width]."""
         gate, up = gate_up.chunk(2, dim=-1)
         return F.silu(gate) * up
 
-    def quantise(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Each row in FP8 with a scale of its own, as large as it may be. x: [rows, width].
+    def silu_and_mul_fp8(self, gate_up: Tensor) -> Fp8Rows:
+        """As `silu_and_mul`, quantised: bit by bit what `quantise` makes of it."""
+        return self.quantise(self.silu_and_mul(gate_up))
 
-        Returns [rows, width] float8_e4m3fn and [rows, 1] float32; their product is nearly x.
-        """
+    def quantise(self, x: Tensor) -> Fp8Rows:
+        """Each row in FP8 with a scale of its own, as large as it may be. x: [rows, width]."""
         wide = x.float()
         scale = wide.abs().amax(-1, keepdim=True).clamp_min(SMALLEST_ROW) * (1.0 / FP8_LARGEST)
-        return _fp8(wide / scale), scale
+        return Fp8Rows(_fp8(wide / scale), scale)
 
     def quantise_int8(self, x: Tensor, largest: int) -> tuple[Tensor, Tensor]:
         """Each row in whole numbers from -largest to largest with a scale of its own. x: [rows, width]. largest: at most 127.
@@ -199,6 +205,34 @@ class Kernels:
         query, key = _rotated(turning, rotation).tensor_split([query_heads], dim=1)
         write(places, key, value)
         return query
+
+    def route(self, logits: Tensor, chosen: int, here: range, *, normalised: bool) -> Routing:
+        """The experts of each token: those of the largest logits, of equal ones the first; their weights are what softmax makes
+        of the logits in float32.
+
+        logits: [tokens, experts]. chosen: how many compute a token. here: which of the experts are here. normalised: the weights
+        of a token's experts are scaled to a sum of 1. A token with NaN gets some experts, each once.
+        """
+        experts = logits.sort(descending=True, stable=True).indices[:, :chosen]
+        weights = logits.softmax(-1, dtype=torch.float32).gather(1, experts)
+        if normalised:
+            weights = weights / weights.sum(-1, keepdim=True)
+        of_pair, is_whole = experts.flatten(), len(here) == logits.shape[1]
+        if not is_whole:
+            of_pair = (of_pair - here.start) % logits.shape[1]
+        of_pair, order = of_pair.sort(stable=True)
+        ends = torch.searchsorted(of_pair, torch.arange(len(here), device=logits.device), right=True, out_int32=True)
+        places = torch.empty_like(order)
+        places[order] = torch.arange(len(order), device=logits.device)
+        return Routing(weights, order // chosen, places.view_as(experts), ends, is_whole)
+
+    def combine(self, rows: Tensor, routing: Routing) -> Tensor:
+        """The sum of what its experts made of each token, by their weights, in float32. rows: [pairs, width]; what is behind the
+        last end may be anything. Returns [tokens, width]."""
+        of_tokens = rows[routing.places]
+        if not routing.is_whole:
+            of_tokens = of_tokens.masked_fill((routing.places >= routing.ends[-1:])[..., None], 0.0)
+        return (of_tokens * routing.weights[..., None]).sum(1).to(rows.dtype)
 
     def sample(self, logits: Tensor, rows: RowSampling | None = None) -> Tensor:
         """One token per row: the largest of (logits - the row's maximum) / temperature + `gumbel` among those `kept`, in float32;

@@ -11,12 +11,15 @@ import triton
 from torch import Tensor
 
 from engine.gpu import triton_source as source
-from engine.ports import ADAPTED_TILE, AdaptedTokens, HeadNorm, LowRankStack, PagePlaces, Rotation, RowSampling
+from engine.ports import ADAPTED_TILE, AdaptedTokens, Fp8Rows, HeadNorm, LowRankStack, PagePlaces, Rotation, Routing, RowSampling
 from engine.torch_kernels import Kernels
 
 _NORM_ELEMENTS = 1024
 """Elements that a program norms at least, in as many rows as it takes."""
 _SILU_COLUMNS = 1024
+_COMBINED_COLUMNS = 1024
+_PAIRS = 2048
+_ROWS = 128
 _HEADS = 8
 _SLICE = 2048
 """Tokens of the vocabulary for each program: one row of 150,000 is work for half the multiprocessors of an H100."""
@@ -34,22 +37,64 @@ class TritonKernels(Kernels):
     that of the tensors. Their number and shapes depend on the shapes of tensors alone, so that calls may be captured in a CUDA
     graph."""
 
+    def decode_inputs(
+        self, rows: Tensor, last_token: Tensor, length: Tensor, table: Tensor, page_size: int, null: int
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        assert table.stride(1) == 1
+        token_ids, positions, pages, slots = (torch.empty_like(rows) for _ in range(4))
+        if count := len(rows):
+            source.decode_inputs[(triton.cdiv(count, _ROWS),)](
+                rows,
+                last_token,
+                length,
+                table,
+                token_ids,
+                positions,
+                pages,
+                slots,
+                count,
+                table.stride(0),
+                null,
+                page_size,
+                _ROWS,
+            )
+        return token_ids, positions, pages, slots
+
+    def rotation(self, positions: Tensor, frequencies: Tensor, factor: float) -> Rotation:
+        tokens, half = len(positions), len(frequencies)
+        cos, sin = (torch.empty((tokens, half), dtype=torch.float32, device=positions.device) for _ in range(2))
+        if tokens and half:
+            block = triton.next_power_of_2(half)
+            source.rotation[(tokens,)](
+                positions.contiguous(), frequencies, cos, sin, factor, half, block, num_warps=_warps(block, 1)
+            )
+        return Rotation(cos, sin)
+
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """A program norms at least _NORM_ELEMENTS, and a thread 16 of them."""
+        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        return out, self._norm(x, weight, eps, residual, out, out)
+
+    def rms_norm_fp8(self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> tuple[Fp8Rows, Tensor]:
+        out = _empty_fp8(len(x), x.shape[1], x.device)
+        return out, self._norm(x, weight, eps, residual, *out)
+
+    def _norm(self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None, out: Tensor, scales: Tensor) -> Tensor:
+        """A program norms at least _NORM_ELEMENTS, and a thread 16 of them. Returns what is normed."""
         x = _rows_of(x)
         count, hidden = len(x), x.shape[1]
-        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-        total = x if residual is None else torch.empty_like(out)
+        total = x if residual is None else torch.empty(x.shape, dtype=x.dtype, device=x.device)
         block = triton.next_power_of_2(hidden)
         rows = max(1, _NORM_ELEMENTS // block)
         grid, warps = (triton.cdiv(count, rows),), _warps(rows * block, 16)
         if count and residual is None:
-            source.rms_norm[grid](x, weight, out, count, x.stride(0), eps, hidden, rows, block, num_warps=warps)
+            source.rms_norm[grid](x, weight, out, scales, count, x.stride(0), eps, hidden, rows, block, num_warps=warps)
         elif count and residual is not None:
             residual = _rows_of(residual)
-            strides = (x.stride(0), residual.stride(0))
-            source.add_rms_norm[grid](x, residual, weight, out, total, count, *strides, eps, hidden, rows, block, num_warps=warps)
-        return out, total
+            source.add_rms_norm[grid](
+                x, residual, weight, out, scales, total, count, x.stride(0), residual.stride(0), eps, hidden, rows, block,
+                num_warps=warps,
+            )  # fmt: skip
+        return total
 
     def silu_and_mul(self, gate_up: Tensor) -> Tensor:
         gate_up = _rows_of(gate_up)
@@ -58,18 +103,54 @@ class TritonKernels(Kernels):
         if tokens:
             block = min(_SILU_COLUMNS, triton.next_power_of_2(width))
             grid = (tokens, triton.cdiv(width, block))
-            source.silu_and_mul[grid](gate_up, out, gate_up.stride(0), width, block, num_warps=_warps(block, 8))
+            source.silu_and_mul[grid](gate_up, out, out, gate_up.stride(0), width, block, num_warps=_warps(block, 8))
         return out
 
-    def quantise(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def silu_and_mul_fp8(self, gate_up: Tensor) -> Fp8Rows:
+        gate_up = _rows_of(gate_up)
+        tokens, width = len(gate_up), gate_up.shape[1] // 2
+        out = _empty_fp8(tokens, width, gate_up.device)
+        if tokens:
+            block = triton.next_power_of_2(width)
+            source.silu_and_mul[(tokens, 1)](gate_up, *out, gate_up.stride(0), width, block, num_warps=_warps(block, 16))
+        return out
+
+    def quantise(self, x: Tensor) -> Fp8Rows:
         x = _rows_of(x)
         rows, width = x.shape
-        out = torch.empty((rows, width), dtype=torch.float8_e4m3fn, device=x.device)
-        scales = torch.empty((rows, 1), dtype=torch.float32, device=x.device)
+        out = _empty_fp8(rows, width, x.device)
         if rows:
             block = triton.next_power_of_2(width)
-            source.quantise[(rows,)](x, out, scales, x.stride(0), width, block, num_warps=_warps(block, 16))
-        return out, scales
+            source.quantise[(rows,)](x, *out, x.stride(0), width, block, num_warps=_warps(block, 16))
+        return out
+
+    def route(self, logits: Tensor, chosen: int, here: range, *, normalised: bool) -> Routing:
+        logits = _rows_of(logits)
+        (count, experts), device = logits.shape, logits.device
+        weights = torch.empty((count, chosen), dtype=torch.float32, device=device)
+        of_pairs = torch.empty(count * chosen, dtype=torch.int32, device=device)
+        tokens, places = (torch.empty(count * chosen, dtype=torch.int64, device=device) for _ in range(2))
+        ends = (torch.empty if count else torch.zeros)(len(here), dtype=torch.int32, device=device)
+        if count:
+            block = triton.next_power_of_2(experts)
+            source.route[(count,)](
+                logits, weights, of_pairs, logits.stride(0), here.start, experts, chosen, normalised, block,
+                triton.next_power_of_2(chosen), num_warps=_warps(block, 4),
+            )  # fmt: skip
+            source.sort_pairs[(experts,)](of_pairs, tokens, places, ends, len(tokens), len(here), chosen, _PAIRS, num_warps=16)
+        return Routing(weights, tokens, places.view(count, chosen), ends, len(here) == experts)
+
+    def combine(self, rows: Tensor, routing: Routing) -> Tensor:
+        rows = _rows_of(rows)
+        (tokens, chosen), width = routing.places.shape, rows.shape[1]
+        out = torch.empty((tokens, width), dtype=rows.dtype, device=rows.device)
+        if tokens:
+            block = min(_COMBINED_COLUMNS, triton.next_power_of_2(width))
+            source.combine[(tokens, triton.cdiv(width, block))](
+                rows, routing.weights, routing.places, routing.ends, out, rows.stride(0),
+                len(routing.ends), chosen, width, block, num_warps=_warps(block, 8),
+            )  # fmt: skip
+        return out
 
     def rotate_and_write(self, heads: Tensor, rotation: Rotation, norm: HeadNorm | None, places: PagePlaces) -> Tensor:
         heads, cos, sin = _rows_of(heads), rotation.cos.contiguous(), rotation.sin.contiguous()
@@ -143,6 +224,11 @@ class TritonKernels(Kernels):
         if len(rows):
             grid = (len(rows), triton.cdiv(table.shape[1], _PAGES))
             source.page_indices[grid](table, rows.contiguous(), indptr.contiguous(), out, table.stride(0), _PAGES)
+
+
+def _empty_fp8(rows: int, width: int, device: torch.device) -> Fp8Rows:
+    values = torch.empty((rows, width), dtype=torch.float8_e4m3fn, device=device)
+    return Fp8Rows(values, torch.empty((rows, 1), dtype=torch.float32, device=device))
 
 
 def _warps(elements: int, per_thread: int) -> int:

@@ -25,6 +25,8 @@ _ALL = tl.constexpr(2**62)
 _GREEDY_BELOW = tl.constexpr(GREEDY_BELOW)
 _FP8_LARGEST = tl.constexpr(FP8_LARGEST)
 _SMALLEST_ROW = tl.constexpr(SMALLEST_ROW)
+_LEAST = tl.constexpr(-3.0e38)
+"""A logit of the router below this, or NaN, counts as this."""
 
 
 @triton.jit
@@ -41,20 +43,29 @@ def _write(pointer, x, inside):
     tl.store(pointer, x.to(pointer.dtype.element_ty), inside)
 
 
+@triton.jit
+def _write_quantised(x, out, scales, row, is_there, inside):
+    """Rows of float32 in FP8. x: [rows, columns], 0 outside. row, is_there: [rows, 1]."""
+    scale = tl.maximum(tl.max(tl.abs(x), axis=1)[:, None], _SMALLEST_ROW) * (1.0 / _FP8_LARGEST)
+    tl.store(scales + row, scale, is_there)
+    _write(out, tl.div_rn(x, tl.zeros_like(x) + scale), inside)
+
+
 @triton.jit(do_not_specialize=["rows"])
-def rms_norm(x, weight, out, rows, x_row, eps, HIDDEN: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """A program norms ROWS rows. x: [rows, HIDDEN], x_row apart."""
+def rms_norm(x, weight, out, scales, rows, x_row, eps, HIDDEN: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """A program norms ROWS rows. x: [rows, HIDDEN], x_row apart. out: of x's dtype, or FP8, with scales."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     column = tl.arange(0, BLOCK)[None, :]
     inside = (row < rows) & (column < HIDDEN)
     wide = tl.load(x + row * x_row + column, inside, other=0.0).to(tl.float32)
-    _norm(wide, weight, out + row * HIDDEN + column, column, inside, eps, HIDDEN)
+    _norm(wide, weight, out, scales, row, column, row < rows, eps, HIDDEN)
 
 
 @triton.jit(do_not_specialize=["rows"])
 def add_rms_norm(
-    x, residual, weight, out, total, rows, x_row, residual_row, eps, HIDDEN: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
-):
+    x, residual, weight, out, scales, total, rows, x_row, residual_row, eps,
+    HIDDEN: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """As `rms_norm`, of x + residual, which it also writes to `total`."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     column = tl.arange(0, BLOCK)[None, :]
@@ -63,37 +74,46 @@ def add_rms_norm(
     wide += tl.load(residual + row * residual_row + column, inside, other=0.0).to(tl.float32)
     at = total + row * HIDDEN + column
     tl.store(at, wide.to(total.dtype.element_ty), inside)
-    _norm(_rounded(wide, total), weight, out + row * HIDDEN + column, column, inside, eps, HIDDEN)
+    _norm(_rounded(wide, total), weight, out, scales, row, column, row < rows, eps, HIDDEN)
 
 
 @triton.jit
-def _norm(wide, weight, out, column, inside, eps, HIDDEN: tl.constexpr):
+def _norm(wide, weight, out, scales, row, column, is_there, eps, HIDDEN: tl.constexpr):
+    inside = is_there & (column < HIDDEN)
     factor = tl.load(weight + column, column < HIDDEN, other=0.0).to(tl.float32)
     normed = wide * tl.rsqrt(tl.sum(wide * wide, axis=1) / HIDDEN + eps)[:, None]
-    _write(out, _rounded(normed, weight) * factor, inside)
+    normed = _rounded(normed, weight) * factor
+    out += row * HIDDEN + column
+    if out.dtype.element_ty == tl.float8e4nv:
+        _write_quantised(_rounded(normed, weight), out, scales, row, is_there, inside)
+    else:
+        _write(out, normed, inside)
 
 
 @triton.jit
-def silu_and_mul(gate_up, out, gate_up_row, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """A program computes BLOCK columns of a row."""
-    row = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+def silu_and_mul(gate_up, out, scales, gate_up_row, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """A program computes BLOCK columns of a row; all of them where out is FP8, with scales."""
+    row = tl.program_id(0).to(tl.int64) + tl.zeros((1, 1), tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[None, :]
     inside = column < WIDTH
     gate = tl.load(gate_up + row * gate_up_row + column, inside, other=0.0).to(tl.float32)
     up = tl.load(gate_up + row * gate_up_row + WIDTH + column, inside, other=0.0).to(tl.float32)
-    _write(out + row * WIDTH + column, _rounded(gate * tl.sigmoid(gate), out) * up, inside)
+    activated = _rounded(gate * tl.sigmoid(gate), gate_up) * up
+    out += row * WIDTH + column
+    if out.dtype.element_ty == tl.float8e4nv:
+        _write_quantised(_rounded(activated, gate_up), out, scales, row, row >= 0, inside)
+    else:
+        _write(out, activated, inside)
 
 
 @triton.jit
 def quantise(x, out, scales, x_row, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
     """A program takes a row."""
-    row = tl.program_id(0).to(tl.int64)
-    column = tl.arange(0, BLOCK)
+    row = tl.program_id(0).to(tl.int64) + tl.zeros((1, 1), tl.int64)
+    column = tl.arange(0, BLOCK)[None, :]
     inside = column < WIDTH
     wide = tl.load(x + row * x_row + column, inside, other=0.0).to(tl.float32)
-    scale = tl.maximum(tl.max(tl.abs(wide), 0), _SMALLEST_ROW) * (1.0 / _FP8_LARGEST)
-    tl.store(scales + row, scale)
-    _write(out + row * WIDTH + column, tl.div_rn(wide, tl.zeros_like(wide) + scale), inside)
+    _write_quantised(wide, out + row * WIDTH + column, scales, row, row >= 0, inside)
 
 
 @triton.jit
@@ -169,6 +189,111 @@ def _rotate(
     _write(target + HALF + column, _rounded(second * c + first * s, source), inside)
     if REST > 0:
         _write(target + beyond, _rounded(rest, source), inside_rest)
+
+
+@triton.jit
+def route(
+    logits, weights, experts, logits_row, first,
+    EXPERTS: tl.constexpr, CHOSEN: tl.constexpr, NORMALISED: tl.constexpr, BLOCK: tl.constexpr, BLOCK_CHOSEN: tl.constexpr,
+):  # fmt: skip
+    """A program chooses the experts of a token, the largest logit first, of equal ones the first expert.
+
+    weights, experts: [tokens, CHOSEN]. first: the expert that is number 0 in experts; those before it come behind the last one.
+    """
+    token = tl.program_id(0).to(tl.int64)
+    expert, turn = tl.arange(0, BLOCK), tl.arange(0, BLOCK_CHOSEN)
+    given = tl.load(logits + token * logits_row + expert, expert < EXPERTS, other=float("-inf")).to(tl.float32)
+    scores = tl.exp(given - tl.max(given, 0))
+    scores /= tl.sum(scores, 0)
+    # An expert with NaN is still before those that are chosen already, or are none: each comes once.
+    rank = tl.where(expert < EXPERTS, tl.where(given > _LEAST, given, _LEAST), float("-inf"))
+    chosen, of_chosen = tl.zeros((BLOCK_CHOSEN,), tl.int32), tl.zeros((BLOCK_CHOSEN,), tl.float32)
+    for each in tl.static_range(CHOSEN):
+        best = tl.argmax(rank, 0, tie_break_left=True)
+        chosen = tl.where(turn == each, best, chosen)
+        of_chosen = tl.where(turn == each, tl.sum(tl.where(expert == best, scores, 0.0), 0), of_chosen)
+        rank = tl.where(expert == best, float("-inf"), rank)
+    if NORMALISED:
+        of_chosen /= tl.sum(of_chosen, 0)
+    at = token * CHOSEN + turn
+    tl.store(weights + at, of_chosen, turn < CHOSEN)
+    tl.store(experts + at, (chosen + EXPERTS - first) % EXPERTS, turn < CHOSEN)
+
+
+@triton.jit(do_not_specialize=["pairs"])
+def sort_pairs(experts, tokens, places, ends, pairs, HERE: tl.constexpr, CHOSEN: tl.constexpr, BLOCK: tl.constexpr):
+    """A program finds the places of one expert's pairs: behind those of the experts before it, and in their own order. It looks
+    at all pairs twice, which are few, and so nothing depends on which program is the first.
+
+    experts: [pairs] int32, as `route` leaves it.
+    """
+    expert, pair = tl.program_id(0), tl.arange(0, BLOCK)
+    before = tl.zeros((BLOCK,), tl.int32)
+    for begin in range(0, pairs, BLOCK):
+        before += (tl.load(experts + begin + pair, begin + pair < pairs, other=expert) < expert).to(tl.int32)
+    place = tl.sum(before, 0)
+    for begin in range(0, pairs, BLOCK):
+        at = begin + pair
+        is_own = tl.load(experts + at, at < pairs, other=-1) == expert
+        counted = tl.cumsum(is_own.to(tl.int32), 0)
+        tl.store(tokens + place + counted - 1, (at // CHOSEN).to(tl.int64), is_own)
+        tl.store(places + at, (place + counted - 1).to(tl.int64), is_own)
+        place += tl.sum(is_own.to(tl.int32), 0)
+    if expert < HERE:
+        tl.store(ends + expert, place)
+
+
+@triton.jit
+def combine(
+    rows, weights, places, ends, out, row,
+    HERE: tl.constexpr, CHOSEN: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """A program sums BLOCK columns of what its experts made of a token, always in the same order. rows: `row` apart."""
+    token, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    end = tl.load(ends + HERE - 1)
+    total = tl.zeros((BLOCK,), tl.float32)
+    for each in tl.static_range(CHOSEN):
+        place = tl.load(places + token * CHOSEN + each)
+        values = tl.load(rows + place * row + column, (column < WIDTH) & (place < end), other=0.0).to(tl.float32)
+        total += values * tl.load(weights + token * CHOSEN + each)
+    _write(out + token * WIDTH + column, total, column < WIDTH)
+
+
+@triton.jit(do_not_specialize=["count"])
+def decode_inputs(
+    rows, last_token, length, table, token_ids, positions, pages, slots, count, table_row, null,
+    PAGE_SIZE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """A program takes BLOCK rows. All of them that are `null` write the 0 that they read."""
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < count
+    row = tl.load(rows + at, inside, other=0)
+    position = tl.load(length + row, inside, other=0)
+    tl.store(length + row, tl.where(row == null, 0, position + 1), inside)
+    tl.store(token_ids + at, tl.load(last_token + row, inside, other=0), inside)
+    tl.store(positions + at, position, inside)
+    tl.store(pages + at, tl.load(table + row * table_row + position // PAGE_SIZE, inside, other=0).to(tl.int64), inside)
+    tl.store(slots + at, position % PAGE_SIZE, inside)
+
+
+@triton.jit
+def rotation(positions, frequencies, cos, sin, factor, HALF: tl.constexpr, BLOCK: tl.constexpr):
+    """A program takes a token. An angle may be a million: float64 finds how far it is from a multiple of a quarter turn, and
+    Cephes' polynomials are for what is left. Triton's own cosine takes memory for larger ones."""
+    token, column = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    inside = column < HALF
+    angle = (tl.load(positions + token).to(tl.float32) * tl.load(frequencies + column, inside, other=0.0)).to(tl.float64)
+    quarters = tl.floor(angle * 0.6366197723675814 + 0.5)
+    x = (angle - quarters * 1.5707963267948966).to(tl.float32)
+    square = x * x
+    s = x + x * square * (-1.6666654611e-1 + square * (8.3321608736e-3 - square * 1.9515295891e-4))
+    c = 1.0 - 0.5 * square
+    c += square * square * (4.166664568298827e-2 + square * (-1.388731625493765e-3 + square * 2.443315711809948e-5))
+    quarter = quarters.to(tl.int64) & 3
+    is_odd, is_back = (quarter & 1) == 1, quarter >= 2
+    cosine, sine = tl.where(is_odd, -s, c), tl.where(is_odd, c, s)
+    tl.store(cos + token * HALF + column, tl.where(is_back, -cosine, cosine) * factor, inside)
+    tl.store(sin + token * HALF + column, tl.where(is_back, -sine, sine) * factor, inside)
 
 
 @triton.jit(do_not_specialize_on_alignment=["maxima", "firsts"])

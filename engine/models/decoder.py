@@ -13,13 +13,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from common.errors import ConfigError
-from engine.models.linear import AnyLinear
+from engine.models.linear import AnyLinear, Fp8Linear
 from engine.models.shape import ModelShape, Rope, Share, share_of
 from engine.models.weights import WeightPart, WeightSlots
 from engine.parallel import ALONE, Group
@@ -66,8 +66,9 @@ def rotary_frequencies(rope: Rope, head_dim: int, context_tokens: int) -> tuple[
 
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
-Mlp = Sequence[Callable[[Tensor], Tensor]]
-"""What computes an mlp, one after the other: [tokens, hidden] → [tokens, hidden], this rank's part of the sum."""
+Mlp = Sequence[Callable[[Any], Any]]
+"""What computes an mlp, one after the other: [tokens, hidden] → [tokens, hidden], this rank's part of the sum. What is between
+two of them in FP8 is `Fp8Rows`."""
 MlpMaker = Callable[[int], Mlp]
 """Makes the mlp of a layer, given its number."""
 
@@ -113,7 +114,7 @@ class Layer:
     """qkv: queries, keys and values in one product, [tokens, inputs] → [tokens, outputs], as is output."""
 
     input_norm: Tensor
-    qkv: Callable[[Tensor], Tensor]
+    qkv: Callable[[Any], Tensor]
     head_norm: HeadNorm | None
     output: Callable[[Tensor], Tensor]
     post_norm: Tensor
@@ -166,20 +167,25 @@ class Decoder:
         rotation = kernels.rotation(positions, self._frequencies, self._attention_factor)
         is_alone = self._group.ranks == 1
         residual = kernels.embed(token_ids, self._embedding) if is_alone else self._embedded_by_ranks(token_ids)
-        x, _ = kernels.rms_norm(residual, self.layers[0].input_norm, eps)
-        following = [*(layer.input_norm for layer in self.layers[1:]), self._norm]
-        for number, (layer, next_norm) in enumerate(zip(self.layers, following, strict=True)):
+        x, _ = self._normed(self.layers[0].qkv)(residual, self.layers[0].input_norm, eps)
+        following = [*((layer.input_norm, layer.qkv) for layer in self.layers[1:]), (self._norm, self._head)]
+        for number, (layer, (next_norm, next_product)) in enumerate(zip(self.layers, following, strict=True)):
             heads = layer.qkv(x).view(tokens, -1, self.shape.head_dim)
             out = attention.rotate_and_attend(number, heads, rotation, layer.head_norm).reshape(tokens, -1)
             if wanted is not None and number == len(self.layers) - 1:
                 if not len(wanted):
                     return residual[:0]
                 out, residual = out[wanted], residual[wanted]
-            x, residual = kernels.rms_norm(total(layer.output(out)), layer.post_norm, eps, residual)
+            x, residual = self._normed(layer.mlp[0])(total(layer.output(out)), layer.post_norm, eps, residual)
             for part in layer.mlp:
                 x = part(x)
-            x, residual = kernels.rms_norm(total(x), next_norm, eps, residual)
-        return x
+            x, residual = self._normed(next_product)(total(x), next_norm, eps, residual)
+        hidden: Tensor = x
+        return hidden
+
+    def _normed(self, product: object) -> Callable[..., tuple[Any, Tensor]]:
+        """The norm in front of a product, which makes what it multiplies."""
+        return self._kernels.rms_norm_fp8 if isinstance(product, Fp8Linear) else self._kernels.rms_norm
 
     def products(self) -> list[tuple[AnyLinear, int, bool]]:
         """The linear layers of one forward in their order: each with its inputs, and whether it computes the wanted tokens alone.

@@ -29,6 +29,7 @@ from common.errors import ConfigError
 from common.host import host_memory_now
 from engine.cpu.products import LARGEST_WEIGHT, MOST_INPUTS, SIGN, Packed, PackedProduct
 from engine.kv_budget import gib
+from engine.ports import Fp8Rows
 from engine.torch_kernels import Kernels
 
 Gate = Callable[[Tensor], Tensor]
@@ -111,8 +112,8 @@ class Linear:
 
 @dataclass(slots=True)
 class Fp8Linear:
-    """FP8 weights with a scale for each output, and tokens that are quantised in every step, with a scale for each. bfloat16 in
-    and out. Source: Micikevicius et al. 2022, FP8 formats for deep learning.
+    """FP8 weights with a scale for each output, and tokens that are quantised in every step, with a scale for each: where the
+    operation before can, by that one. Out comes bfloat16. Source: Micikevicius et al. 2022, FP8 formats for deep learning.
 
     weight: [outputs, inputs] float8_e4m3fn. scale: [1, outputs] float32. bias: [outputs] bfloat16, or None.
     """
@@ -121,11 +122,12 @@ class Fp8Linear:
     scale: Tensor
     bias: Tensor | None
     kernels: Kernels
-    gate: Gate | None = None
+    gated: bool = False
+    """SwiGLU, the gates first. What comes out is quantised, because only the output of an mlp follows."""
 
     @classmethod
     def empty(
-        cls, outputs: int, inputs: int, bias: Tensor | None, device: torch.device, kernels: Kernels, gate: Gate | None = None
+        cls, outputs: int, inputs: int, bias: Tensor | None, device: torch.device, kernels: Kernels, *, gated: bool = False
     ) -> "Fp8Linear":
         """Raises ConfigError for a size that FP8 products do not have."""
         if outputs % _FP8_MULTIPLE or inputs % _FP8_MULTIPLE:
@@ -134,13 +136,13 @@ class Fp8Linear:
                 f"{inputs} inputs and {outputs} outputs: use --quantization none"
             )
         weight = torch.empty((outputs, inputs), dtype=torch.float8_e4m3fn, device=device)
-        return cls(weight, torch.empty((1, outputs), dtype=torch.float32, device=device), bias, kernels, gate)
+        return cls(weight, torch.empty((1, outputs), dtype=torch.float32, device=device), bias, kernels, gated)
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """[tokens, inputs] → [tokens, outputs]; with a gate half as many."""
-        values, scales = self.kernels.quantise(x)
+    def __call__(self, x: Tensor | Fp8Rows) -> Any:
+        """[tokens, inputs] → [tokens, outputs]; gated: half as many, as `Fp8Rows`."""
+        values, scales = x if isinstance(x, Fp8Rows) else self.kernels.quantise(x)
         out = _product(values, scales, self.weight, self.scale, self.bias)
-        return out if self.gate is None else self.gate(out)
+        return self.kernels.silu_and_mul_fp8(out) if self.gated else out
 
     def put(self, rows: slice, weight: Tensor) -> Tensor:
         """Set some outputs. weight: [rows, inputs], any float dtype, on any device. Returns it on the layer's device, because FP8

@@ -64,21 +64,10 @@ class MixtureOfExperts:
 
     def __call__(self, x: Tensor) -> Tensor:
         """[tokens, hidden] → [tokens, hidden], of the experts here."""
-        scores, experts = F.linear(x, self.router).softmax(-1, dtype=torch.float32).topk(self.chosen)
-        if self.normalised:
-            scores = scores / scores.sum(-1, keepdim=True)
-        here, of_pair = len(self.gate_up), experts.flatten()
-        if here < len(self.router):
-            of_pair = (of_pair - self.first) % len(self.router)
-        of_pair, order = of_pair.sort(stable=True)
-        ends = torch.searchsorted(of_pair, torch.arange(here, device=x.device), right=True, out_int32=True)
-        inner = self.kernels.silu_and_mul(self.products(x[order // self.chosen], self.gate_up, ends))
-        sorted_out = self.products(inner, self.down, ends)
-        if here < len(self.router):
-            sorted_out = sorted_out.masked_fill((of_pair >= here)[:, None], 0.0)
-        out = torch.empty_like(sorted_out)
-        out[order] = sorted_out
-        return (out.view(len(x), self.chosen, -1) * scores[..., None]).sum(1).to(x.dtype)
+        here = range(self.first, self.first + len(self.gate_up))
+        routing = self.kernels.route(F.linear(x, self.router), self.chosen, here, normalised=self.normalised)
+        inner = self.kernels.silu_and_mul(self.products(x[routing.tokens], self.gate_up, routing.ends))
+        return self.kernels.combine(self.products(inner, self.down, routing.ends), routing)
 
 
 def grouped(pairs: Tensor, weights: Tensor, ends: Tensor) -> Tensor:

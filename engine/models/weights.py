@@ -138,7 +138,7 @@ class WeightSlots:
                     self.expect_elsewhere(f"{part.name}.bias", part.outputs)
             return Linear(self.empty(outputs, len(columns), names=names), added, gate)
         if self._quantization == "fp8":
-            made = Fp8Linear.empty(outputs, len(columns), added, self._device, self._kernels, gate)
+            made = Fp8Linear.empty(outputs, len(columns), added, self._device, self._kernels, gated=gated)
         elif self._quantization == "int8":
             made = self._empty_int8(outputs, len(columns), added, gated=gated)
         else:

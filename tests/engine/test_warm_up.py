@@ -1,11 +1,12 @@
 """The steps that run before an instance is ready."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
+from transformers import PreTrainedModel
 
 from common.executor import StepPlan
 from engine.gpu.flashinfer import AttentionNeeds, FlashInferAttention
@@ -15,7 +16,7 @@ from engine.model_runner import WARM_UP_PAGES, warm_up
 from engine.ports import Attention, LayerAttention, SampledRows
 from engine.step_runner import PendingStep
 from tests.engine.attention.flashinfer_double import FlashInferDouble
-from tests.engine.checkpoints import VOCAB, qwen3, saved
+from tests.engine.checkpoints import VOCAB, qwen3, qwen3_moe, saved
 from tests.engine.kernels.specialised import StartedKernels, stand_in
 from tests.engine.test_graphs import CONTEXT, CPU, EVERY_KIND, ROWS, Engine, prompts
 
@@ -41,9 +42,9 @@ def test_the_largest_steps_run_on_a_pool_of_a_page_and_later_answers_are_as_if_t
     assert warmed.answers(prompts(4), EVERY_KIND) == fresh.answers(prompts(4), EVERY_KIND)
 
 
-@pytest.mark.parametrize("sizes", [(), (2, 6)], ids=["eager", "graphs"])
+@pytest.mark.parametrize(("make", "sizes"), [(qwen3, ()), (qwen3, (2, 6)), (qwen3_moe, ())], ids=["eager", "graphs", "experts"])
 def test_no_later_step_has_triton_compile_anything(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sizes: tuple[int, ...]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make: Callable[..., PreTrainedModel], sizes: tuple[int, ...]
 ) -> None:
     """Batches, chunks and requests of every kind: while Triton compiles for one, all rows wait."""
     pytest.importorskip("triton", reason="needs the package triton, which is there with torch for CUDA")
@@ -55,11 +56,12 @@ def test_no_later_step_has_triton_compile_anything(
         needs = AttentionNeeds(memory, heads, layers, torch.float32, ROWS, CONTEXT // 8, "fa2")
         return FlashInferAttention(needs, started, FlashInferDouble((torch.float32,)))
 
-    path = saved(qwen3(head_dim=64, num_hidden_layers=2), tmp_path)
+    path = saved(make(head_dim=64, num_hidden_layers=2), tmp_path)
     engine = Engine(path, sizes, attend, kernels=started)
     warm_up(engine.steps, 8, 20, ROWS, CONTEXT)
     before = {name: set(kernel.compiled) for name, kernel in kernels.items()}
-    assert all(before[name] for name in ("rms_norm", "rotate_and_write", "slice_samples", "page_indices"))
+    run = ("decode_inputs", "rotation", "rms_norm", "rotate_and_write", "slice_samples", "page_indices")
+    assert all(before[name] for name in (*run, *(("route", "sort_pairs", "combine") if make is qwen3_moe else ())))
     for count in (2, 3, 4, 7):
         engine.answers(prompts(count), [EVERY_KIND[(row + count) % len(EVERY_KIND)] for row in range(count)])
     assert {name: kernel.compiled for name, kernel in kernels.items()} == before

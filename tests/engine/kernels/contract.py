@@ -110,6 +110,57 @@ def check_quantised(subject: Subject, rows: int, width: int) -> None:
     np.testing.assert_array_equal(values.float().cpu().numpy(), exact_fp8(wide / expected))
 
 
+def check_fused_fp8(subject: Subject, rows: int, width: int) -> None:
+    """Bit by bit what `quantise` makes of what the operation without it gives."""
+    kernels, x, residual = subject.kernels, subject.draw(rows, 2 * width) * 3, subject.draw(rows, 2 * width).flip(0)
+    weight = 1 + subject.draw(1, 2 * width)[0] / 4
+    x[0] = 0
+    (normed, same), (plain, _) = kernels.rms_norm_fp8(x, weight, EPS), kernels.rms_norm(x, weight, EPS)
+    added, total = kernels.rms_norm_fp8(x, weight, EPS, residual)
+    plain_added, plain_total = kernels.rms_norm(x, weight, EPS, residual)
+    assert same is x and torch.equal(total, plain_total)
+    activated, plain_activated = kernels.silu_and_mul_fp8(x), kernels.silu_and_mul(x)
+    for found, given in ((normed, plain), (added, plain_added), (activated, plain_activated)):
+        expected = kernels.quantise(given)
+        assert found.values.dtype == FP8 and torch.equal(found.scales, expected.scales)
+        assert torch.equal(found.values.view(torch.uint8), expected.values.view(torch.uint8))
+
+
+def check_routing(subject: Subject, tokens: int, experts: int, chosen: int, here: range, *, normalised: bool) -> None:
+    """Against float64 and a sort on the host, with ties of the largest too. Then each token's sum over its experts."""
+    logits = (subject.draw(tokens, experts) * 4).round() / 2
+    found = subject.kernels.route(logits, chosen, here, normalised=normalised)
+    exact = logits.cpu().double()
+    scores = exact.softmax(-1)
+    best = [sorted(range(experts), key=lambda expert: (-float(row[expert]), expert))[:chosen] for row in exact]
+    weights = torch.stack([score[list(which)] for score, which in zip(scores, best, strict=True)])
+    if normalised:
+        weights /= weights.sum(-1, keepdim=True)
+    assert found.weights.dtype == torch.float32
+    torch.testing.assert_close(found.weights.cpu().double(), weights, rtol=1e-5, atol=1e-9)
+    pairs = [(token, expert) for token, which in enumerate(best) for expert in which]
+    ordered = sorted(pairs, key=lambda pair: ((pair[1] - here.start) % experts, pair[0]))
+    assert found.tokens.dtype == torch.int64 and found.tokens.tolist() == [token for token, _ in ordered]
+    assert found.places.tolist() == [[ordered.index((token, expert)) for expert in which] for token, which in enumerate(best)]
+    counts = np.cumsum([sum(expert == one for _, expert in pairs) for one in here])
+    assert found.ends.dtype == torch.int32 and found.ends.tolist() == counts.tolist()
+    rows = subject.draw(tokens * chosen, 70)
+    rows[int(counts[-1]) :] = torch.nan  # of experts elsewhere
+    of_tokens = rows.cpu().double().nan_to_num()[found.places.cpu()]
+    assert_rounded(subject, subject.kernels.combine(rows, found), (of_tokens * weights[..., None]).sum(1))
+
+
+def check_broken_routing(subject: Subject) -> None:
+    """Every token gets different experts, whatever its logits are, and the tokens beside it get their own."""
+    logits = torch.arange(5.0).repeat(5, 1)
+    logits[0], logits[1, :3], logits[2], logits[3, 1] = torch.nan, torch.nan, -torch.inf, torch.inf
+    found = subject.kernels.route(logits.to(subject.device), 4, range(5), normalised=True)
+    assert sorted(found.places.flatten().tolist()) == list(range(20))
+    assert all(count <= 5 for count in torch.diff(found.ends).tolist())
+    of_last = [int((found.ends.cpu() <= place).sum()) for place in found.places[4].tolist()]
+    assert of_last == [4, 3, 2, 1] and found.weights[4].isfinite().all()
+
+
 def check_int8(subject: Subject, rows: int, width: int, largest: int) -> None:
     """A row's largest number becomes the largest one, and the others are within half a step. All are moved to be positive."""
     x = subject.draw(rows, width) * torch.logspace(-6, 3, rows, device=subject.device)[:, None]
@@ -366,7 +417,7 @@ def _assert_close(actual: Tensor, exact: Tensor, room: float) -> None:
     """Each token's numbers are compared beside the largest of them."""
     assert actual.shape == exact.shape
     actual, exact = actual.cpu().double().flatten(1), exact.cpu().flatten(1)
-    scale = exact.abs().amax(dim=1, keepdim=True)
+    scale = exact.abs().amax(dim=1, keepdim=True).clamp_min(1e-30)
     torch.testing.assert_close(actual / scale, exact / scale, rtol=0, atol=room)
 
 
@@ -424,6 +475,30 @@ class KernelsContract:
         check_quantised(self.subject(dtype), rows, width)
 
     @pytest.mark.parametrize("dtype", DTYPES)
+    @pytest.mark.parametrize(("rows", "width"), [(1, 64), (2, 1100), (9, 48)])
+    def test_norms_and_activations_are_quantised_as_by_themselves(self, dtype: torch.dtype, rows: int, width: int) -> None:
+        check_fused_fp8(self.subject(dtype), rows, width)
+
+    @pytest.mark.parametrize("dtype", DTYPES)
+    @pytest.mark.parametrize(
+        ("tokens", "experts", "chosen", "here", "normalised"),
+        [
+            (1, 8, 2, range(8), True),
+            (40, 8, 1, range(2, 4), False),
+            (9, 33, 8, range(33), True),
+            (9, 20, 4, range(15, 20), True),
+            (3, 5, 5, range(5), False),
+        ],
+    )
+    def test_tokens_go_to_the_likeliest_experts_and_come_back(
+        self, dtype: torch.dtype, tokens: int, experts: int, chosen: int, here: range, normalised: bool
+    ) -> None:
+        check_routing(self.subject(dtype), tokens, experts, chosen, here, normalised=normalised)
+
+    def test_broken_logits_go_to_experts_that_exist(self) -> None:
+        check_broken_routing(self.subject())
+
+    @pytest.mark.parametrize("dtype", DTYPES)
     @pytest.mark.parametrize(("rows", "width", "largest"), [(2, 64, 127), (37, 1100, 127), (5, 100, 63)])
     def test_rows_become_int8_with_scales_of_their_own(self, dtype: torch.dtype, rows: int, width: int, largest: int) -> None:
         check_int8(self.subject(dtype), rows, width, largest)
@@ -473,6 +548,11 @@ class KernelsContract:
         assert kernels.rms_norm(empty, weight, EPS, empty)[1].shape == (0, 16)
         assert kernels.silu_and_mul(empty).shape == (0, 8)
         assert [part.shape for part in kernels.quantise(empty)] == [(0, 16), (0, 1)]
+        assert [part.shape for part in kernels.rms_norm_fp8(empty, weight, EPS)[0]] == [(0, 16), (0, 1)]
+        assert [part.shape for part in kernels.silu_and_mul_fp8(empty)] == [(0, 8), (0, 1)]
+        routing = kernels.route(empty, 2, range(3), normalised=True)
+        assert routing.weights.shape == (0, 2) and routing.ends.tolist() == [0, 0, 0]
+        assert kernels.combine(empty, routing).shape == (0, 16)
         assert [part.shape for part in kernels.quantise_int8(empty, 127)] == [(0, 16), (0, 1)]
         rotation, places = Rotation(empty[:, :8], empty[:, :8]), PagePlaces(pages, pages, none, none)
         assert kernels.rotate_and_write(empty.view(0, 1, 16).expand(0, 5, 16), rotation, None, places).shape == (0, 3, 16)

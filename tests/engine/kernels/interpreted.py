@@ -13,7 +13,7 @@ import torch
 import triton.language as tl
 from triton.runtime import interpreter
 
-from engine.gpu import triton_source
+from engine.gpu import triton_kernels, triton_source
 from engine.gpu.triton_kernels import TritonKernels
 from tests.engine.kernels.contract import KernelsContract
 
@@ -57,6 +57,12 @@ def prepared_once(monkeypatch: pytest.MonkeyPatch) -> None:
         return self.rewrite()(*args, **named)
 
     monkeypatch.setattr(interpreter.InterpretedFunction, "__call__", called)
+
+
+@pytest.fixture(autouse=True)
+def few_pairs_are_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They take several blocks."""
+    monkeypatch.setattr(triton_kernels, "_PAIRS", 64)
 
 
 def _widened(handle: Any) -> Any:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from engine.ports import AdaptedTokens, HeadNorm, LowRankStack, PagePlaces, Rotation, RowSampling
+from engine.ports import AdaptedTokens, HeadNorm, LowRankStack, PagePlaces, Rotation, Routing, RowSampling
 from engine.torch_kernels import Kernels
 
 
@@ -51,6 +51,24 @@ class StartedKernels(Kernels):
 
         super().__init__()
         self._triton = TritonKernels()
+
+    def decode_inputs(
+        self, rows: Tensor, last_token: Tensor, length: Tensor, table: Tensor, page_size: int, null: int
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        self._triton.decode_inputs(rows, last_token, length, table, page_size, null)
+        return super().decode_inputs(rows, last_token, length, table, page_size, null)
+
+    def rotation(self, positions: Tensor, frequencies: Tensor, factor: float) -> Rotation:
+        self._triton.rotation(positions, frequencies, factor)
+        return super().rotation(positions, frequencies, factor)
+
+    def route(self, logits: Tensor, chosen: int, here: range, *, normalised: bool) -> Routing:
+        self._triton.route(logits, chosen, here, normalised=normalised)
+        return super().route(logits, chosen, here, normalised=normalised)
+
+    def combine(self, rows: Tensor, routing: Routing) -> Tensor:
+        self._triton.combine(rows, routing)
+        return super().combine(rows, routing)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
         self._triton.rms_norm(x, weight, eps, residual)

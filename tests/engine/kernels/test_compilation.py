@@ -83,8 +83,9 @@ def compiled(capability: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     from engine.gpu import triton_source
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    names = ["rms_norm", "add_rms_norm", "silu_and_mul", "quantise", "rotate_and_write"]
-    names += ["slice_maxima", "slice_sums", "last_places", "slice_samples", "best_of_slices", "page_indices", "shrink", "expand"]
+    names = ["decode_inputs", "rotation", "rms_norm", "add_rms_norm", "silu_and_mul", "quantise", "rotate_and_write"]
+    names += ["route", "sort_pairs", "combine", "page_indices", "shrink", "expand"]
+    names += ["slice_maxima", "slice_sums", "last_places", "slice_samples", "best_of_slices"]
     kernels = {name: Compiling(getattr(triton_source, name), capability) for name in names}
     for name, kernel in kernels.items():
         monkeypatch.setattr(triton_source, name, kernel)
@@ -103,13 +104,24 @@ def test_every_kernel_compiles_spills_nothing_and_moves_16_bytes_at_a_time(
     kernels.rms_norm(x, weight, 1e-6, x)
     kernels.silu_and_mul(x)
     tokens = torch.zeros(2, dtype=torch.int64)
+    kernels.decode_inputs(tokens, tokens, tokens, torch.empty(3, 512, dtype=torch.int32), 16, 2)
+    kernels.rotation(tokens, torch.empty(64), 1.0)
+    routing = kernels.route(x[:, :128], 8, range(128), normalised=True)
+    kernels.combine(x, routing)
     heads, angles = torch.empty(2, 48, 128, dtype=BF16), torch.empty(2, 64)
     places = [
         PagePlaces(pages, pages, tokens, tokens)
         for pages in (torch.empty(3, 8, 16, 128, dtype=dtype) for dtype in (BF16, torch.float8_e4m3fn))
     ]
     kernels.rotate_and_write(heads, Rotation(angles, angles), HeadNorm(weight[:128], weight[:128], 1e-6), places[0])
-    in_fp8 = (lambda: kernels.quantise(x), lambda: kernels.rotate_and_write(heads, Rotation(angles, angles), None, places[1]))
+    wide = torch.empty(2, 2 * 28672, dtype=BF16)
+    in_fp8 = (
+        lambda: kernels.quantise(x),
+        lambda: kernels.rms_norm_fp8(x, weight, 1e-6),
+        lambda: kernels.rms_norm_fp8(x, weight, 1e-6, x),
+        lambda: kernels.silu_and_mul_fp8(wide),
+        lambda: kernels.rotate_and_write(heads, Rotation(angles, angles), None, places[1]),
+    )
     for start in in_fp8:
         if capability >= 89:
             start()
@@ -122,13 +134,14 @@ def test_every_kernel_compiles_spills_nothing_and_moves_16_bytes_at_a_time(
     adapted = AdaptedTokens(tokens, tokens, tokens, tokens, tokens)
     stack = LowRankStack(x.new_empty(4, 3, 64, 4096), x.new_empty(4, 64, 6144), tokens, (4096, 5120, 6144), tokens)
     kernels.add_low_rank(x.new_empty(2, 6144), x, stack, adapted)
+    # A thread of last_places moves 8 bytes: with 16 it would take 100 registers.
+    few_bytes = ("decode_inputs", "rotation", "route", "sort_pairs", "best_of_slices", "page_indices", "last_places")
     for name, kernel in compiled.items():
         assert kernel.programs or (name == "quantise" and capability < 89), name
         if not kernel.programs:
             continue
         assert kernel.registers <= MOST_REGISTERS and kernel.stack_bytes == 0, name
         moves = any("ld.global.v4.b32" in program or "cp.async.cg" in program for program in kernel.programs)
-        # A thread of last_places moves 8 bytes: with 16 it would take 100 registers.
-        assert moves or name in ("best_of_slices", "page_indices", "last_places"), name
+        assert moves or name in few_bytes, name
     for name in ("slice_sums", "last_places", "slice_samples"):
         assert not any("fma." in program for program in compiled[name].programs), "each operation is rounded"

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from common.errors import ConfigError
 from engine.models.linear import Fp8Linear, check_fp8
+from engine.ports import Fp8Rows
 from engine.torch_kernels import Kernels
 from tests.engine.graph_recorder import RecordedGraphs
 from tests.engine.kernels.contract import exact_fp8
@@ -38,8 +39,10 @@ def layer(weight: Tensor, bias: Tensor | None) -> Fp8Linear:
     return made
 
 
-def quantised(x: Tensor) -> Tensor:
-    """What the definition makes of each row, in float64."""
+def quantised(x: Tensor | Fp8Rows) -> Tensor:
+    """What the definition makes of each row, in float64; of rows that are quantised already, what they are."""
+    if isinstance(x, Fp8Rows):
+        return x.values.double() * x.scales
     scale = (x.float().abs().amax(-1, keepdim=True) * torch.tensor(1 / 448)).double()
     return torch.from_numpy(exact_fp8((x.float() / scale.float()).numpy())) * scale
 

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -75,7 +76,10 @@ def test_both_products_compute_the_layer_of_transformers(products: Products, dty
         x = torch.randn(tokens, 64).to(dtype)
         expected: Tensor = block(x[None])[0]
         assert ours(x).dtype == dtype
-        off = (ours(x) - expected).float().abs().max() / expected.float().abs().max()
+        likes = F.linear(x, ours.router).sort(descending=True).values
+        decided = likes[:, ours.chosen - 1] > likes[:, ours.chosen]  # of equal experts transformers takes any
+        assert decided.sum() > 0.9 * tokens
+        off = (ours(x) - expected)[decided].float().abs().max() / expected.float().abs().max()
         assert off < (1e-5 if dtype == torch.float32 else 2e-2)
 
 
