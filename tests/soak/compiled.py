@@ -133,6 +133,8 @@ class Stub:
     def __init__(self, library: Path) -> None:
         self._library = ctypes.CDLL(str(library), ctypes.RTLD_GLOBAL)
         self._library.stub_take.restype = ctypes.c_char_p
+        self.started: set[str] = set()
+        """The mangled names of all kernels that were ever started."""
 
     def set_occupancy(self, blocks: int) -> None:
         """How many blocks of any kernel fit on a multiprocessor."""
@@ -148,7 +150,9 @@ class Stub:
                 begin, size = map(int, line.split()[1:])
                 inside = (room.data_ptr() <= begin and begin + size <= room.data_ptr() + room.nbytes for room in rooms)
                 assert any(inside), f"{size} bytes are copied beyond the workspaces"
-        return [line for line in lines if line.startswith("launch ")]
+        launches = [line for line in lines if line.startswith("launch ")]
+        self.started |= {line.split()[-1] for line in launches}
+        return launches
 
 
 ROWS, CONTEXT, PAGE = 256, 8192, 16
@@ -170,6 +174,7 @@ class Proof:
         self.attention = FlashInferAttention(needs, Kernels(), flashinfer)
         self.table = torch.zeros(ROWS + 1, CONTEXT // PAGE, dtype=torch.int32)
         self.random = np.random.default_rng(7)
+        stub.take()
 
     def eager(self, chunks: list[tuple[int, int]], decode: int) -> list[str]:
         """chunks: start and tokens of each."""
@@ -228,25 +233,33 @@ def prove(library: Path) -> None:
                 assert len({str(proof.eager([], rows)) for rows in (1, 3, ROWS)}) == 3
                 assert len(proof.eager([(0, 100), (8000, 100)], 7)) > len(by_fa2)
             say(f"{name}: {plans} plans of graphs of {GRAPH_SIZES} rows start the same kernels, at most {kernels} a layer")
+    say(*(f"started {name}" for name in sorted(stub.started)))
 
 
 # --- the table ---------------------------------------------------------------------------------------------------------------
 
 
 def resources(library: Path) -> dict[str, list[int]]:
-    """What the kernels of a compiled module take, as in `Table`."""
+    """What each kernel of a compiled module takes, as in `Table`, by its mangled name."""
     from triton.backends import nvidia
 
     cuobjdump = Path(nvidia.__path__[0]) / "bin" / "cuobjdump"
     told = subprocess.run([cuobjdump, "-res-usage", library], capture_output=True, text=True, check=True).stdout
-    told = subprocess.run(["c++filt"], input=told, capture_output=True, text=True, check=True).stdout
     found: dict[str, list[int]] = {}
-    for name, usage in re.findall(r"Function (.+):\n\s*(REG:.+)", told):
+    for name, usage in re.findall(r"Function (\S+):\n\s*(REG:.+)", told):
         numbers = {key: int(value) for key, value in re.findall(r"(\w+):(\d+)", usage)}
-        (short,) = re.findall(r"(\w+)<", name)[:1] or [name]
-        most = found.setdefault(short, [0, 0, 0])
-        found[short] = [max(pair) for pair in zip(most, map(numbers.__getitem__, ("REG", "STACK", "SHARED")), strict=True)]
+        found[name] = [numbers[key] for key in ("REG", "STACK", "SHARED")]
     assert found, told
+    return found
+
+
+def by_name(kernels: dict[str, list[int]]) -> dict[str, list[int]]:
+    """The most that the variants of each kernel take. kernels: by their mangled names."""
+    told = subprocess.run(["c++filt"], input="\n".join(kernels), capture_output=True, text=True, check=True).stdout
+    found: dict[str, list[int]] = {}
+    for name, takes in zip(told.splitlines(), kernels.values(), strict=True):
+        (short,) = re.findall(r"(\w+)<", name)[:1] or [name]
+        found[short] = [max(pair) for pair in zip(found.get(short, takes), takes, strict=True)]
     return found
 
 
@@ -281,10 +294,17 @@ def worsened(table: Table, found: Table) -> list[str]:
     return faults
 
 
+def written(table: Table) -> str:
+    """A line for each kernel."""
+    text = json.dumps(table, indent=1, sort_keys=True)
+    return re.sub(r"\[\s+(\d+),\s+(\d+),\s+(\d+)\s+\]", r"[\1, \2, \3]", text) + "\n"
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--cards", nargs="+", default=CARDS, choices=CARDS, help="compute capabilities")
     parser.add_argument("--folder", type=Path, default=Path.home() / ".cache" / "tandem-nvcc", help="for what is built")
+    parser.add_argument("--ours", action="store_true", help="the Triton kernels alone: a minute, without nvcc")
     parser.add_argument("--write", action="store_true", help="write the table anew, of these cards")
     parser.add_argument("--build", help=argparse.SUPPRESS)
     parser.add_argument("--prove", type=Path, help=argparse.SUPPRESS)
@@ -295,38 +315,42 @@ def main() -> int:
     if asked.prove:
         prove(asked.prove)
         return 0
+    os.environ["TRITON_CACHE_DIR"] = str(asked.folder / "triton")
+    found = {f"Triton for {card}": triton_resources(int(card.rstrip("a").replace(".", ""))) for card in asked.cards}
     try:
-        home = installed(asked.folder)
+        found |= {} if asked.ours else compiled(installed(asked.folder), asked.folder, asked.cards)
     except CannotCompile as error:
-        say(f"nothing is proven of compiled kernels, because {error}")
-        return 0
-    table: Table = json.loads(TABLE.read_text()) if TABLE.exists() else {}
-    found = compiled(home, asked.folder, asked.cards)
+        say(f"nothing is proven of FlashInfer's modules, because {error}")
+    table: Table = json.loads(TABLE.read_text())
     if asked.write:
-        TABLE.write_text(json.dumps(table | found, indent=1, sort_keys=True).replace("\n   ", "").replace("\n  ]", "]") + "\n")
+        TABLE.write_text(written(table | found))
     faults = [] if asked.write else worsened(table, found)
     say("\n".join(faults) or f"{sum(map(len, found.values()))} kernels take no more than the table says")
     return 1 if faults else 0
 
 
 def compiled(home: Path, folder: Path, cards: Iterable[str]) -> Table:
-    """Compile all for these cards, and run what is compiled for Hopper."""
+    """Compile FlashInfer's modules for these cards, and run what is compiled for Hopper."""
     found: Table = {}
-    os.environ["TRITON_CACHE_DIR"] = str(folder / "triton")
     for card in cards:
-        capability = int(card.rstrip("a").replace(".", ""))
-        found[f"Triton for {card}"] = triton_resources(capability)
         again = [sys.executable, "-m", "tests.soak.compiled"]
         built = subprocess.run(
             [*again, "--build", card], env=environment(home, folder, card), stdout=subprocess.PIPE, text=True, check=True
         ).stdout
         libraries = re.findall(r"built (.+)\t(.+)", built)
-        found |= {f"FlashInfer's {kind} for {card}": resources(Path(library)) for kind, library in libraries}
+        of_kinds = {kind: resources(Path(library)) for kind, library in libraries}
+        found |= {f"FlashInfer's {kind} for {card}": by_name(kernels) for kind, kernels in of_kinds.items()}
         say(f"compiled for {card}: {', '.join(kind for kind, _ in libraries)}")
         if card == "9.0a":
             (folder / "stub").mkdir(exist_ok=True)
             proving = [*again, "--prove", str(stub_in(folder / "stub"))]
-            subprocess.run(proving, env=environment(home, folder, card), check=True)
+            told = subprocess.run(
+                proving, env=environment(home, folder, card), stdout=subprocess.PIPE, text=True, check=True
+            ).stdout
+            say(*(line for line in told.splitlines() if not line.startswith("started ")))
+            started = set(re.findall(r"^started (\S+)$", told, re.MULTILINE))
+            every = {name: takes for kernels in of_kinds.values() for name, takes in kernels.items()}
+            found[f"started for {card}"] = by_name({name: every[name] for name in started})
     return found
 
 

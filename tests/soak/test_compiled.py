@@ -1,7 +1,6 @@
 """What the proofs over compiled kernels stand on: a stand-in for CUDA's runtime, and a table that a change must not worsen."""
 
 import ctypes
-import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,7 +9,7 @@ import pytest
 import torch
 
 from tests.soak import compiled
-from tests.soak.compiled import CARDS, TABLE, Stub, stub_in, worsened
+from tests.soak.compiled import Stub, stub_in, worsened
 
 
 class Dim3(ctypes.Structure):
@@ -24,7 +23,8 @@ class Runtime:
         library = stub_in(folder)
         self.stub, self._calls = Stub(library), ctypes.CDLL(str(library))
         self._kernel = ctypes.c_char_p(b"the kernel")
-        self._calls.__cudaRegisterFunction(None, self._kernel, None, b"kernel", 0, *[None] * 5)
+        register = self._calls["__cudaRegisterFunction"]  # Python would give it the name of the class
+        register(None, self._kernel, None, b"kernel", 0, *[None] * 5)
 
     def start(self, grid: Dim3, block: Dim3, shared_bytes: int = 0) -> int:
         arguments = (self._kernel, grid, block, None, ctypes.c_size_t(shared_bytes), None)
@@ -85,12 +85,6 @@ def test_a_kernel_that_takes_more_than_the_table_says_is_named() -> None:
     found = {"FlashInfer's decode for 9.0a": {"Decode": [55, 1, 1024], "Merge": [40, 0, 0], "New": [1, 0, 0]}}
     first, second = worsened(table, found)
     assert "Decode takes [55, 1, 1024]" in first and "[56, 0, 1024]" in first and "New takes" in second
-
-
-def test_no_kernel_of_ours_spills_on_any_card() -> None:
-    table: compiled.Table = json.loads(TABLE.read_text())
-    for card in CARDS:
-        assert [name for name, takes in table[f"Triton for {card}"].items() if takes[1]] == []
 
 
 @pytest.mark.soak
