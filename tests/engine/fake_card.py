@@ -8,6 +8,7 @@ what they are given. Does not know what is computed.
 """
 
 import contextlib
+import ctypes
 import functools
 import importlib
 import inspect
@@ -26,6 +27,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from engine import backends, model_runner, parallel
 from engine.backends import FlashInferHost
+from engine.cpu import build
 from engine.models.weights import WeightSlots
 from engine.parallel import Group, TorchGroup
 from tests.engine.graph_recorder import BY_INDICES, by_mask
@@ -52,7 +54,7 @@ def load_guard(folder: Path) -> None:
     source.write_text(GUARD)
     options = ["-std=c++20", "-O0", "-w", "-shared", "-fPIC", f"-I{torch_folder / 'include'}"]
     subprocess.run(["c++", *options, source, f"-L{torch_folder / 'lib'}", "-lc10", "-o", library], check=True, timeout=120)
-    torch.ops.load_library(str(library))
+    ctypes.CDLL(str(library))
 
 
 class FakeCard:
@@ -173,7 +175,7 @@ def _as_fake(tensor: Tensor) -> Tensor:
 def _address(tensor: Tensor) -> int:
     """As `Tensor.data_ptr`. Fake tensors begin at a multiple of 256 and what their offset adds."""
     if isinstance(tensor, FakeTensor):
-        return 2**40 + tensor.storage_offset() * tensor.itemsize
+        return 2**40 + int(tensor.storage_offset()) * tensor.itemsize
     return torch._C.TensorBase.data_ptr(tensor)
 
 
@@ -207,16 +209,19 @@ class CheckedKernel:
             raise Refused(f"{self._name}: the grid {grid} is larger than CUDA's")
         return self._start
 
-    def _start(self, *args: object, num_warps: int = 4, num_stages: int = 3, **named: object) -> None:
+    def _start(self, *args: object, num_warps: int = 4, **named: object) -> None:
+        from triton.backends.nvidia.compiler import CUDAOptions
+
         if num_warps not in (1, 2, 4, 8, 16, 32):
             raise Refused(f"{self._name}: {num_warps} warps")
+        arguments = {name: value for name, value in named.items() if name not in CUDAOptions.__dataclass_fields__}
         try:
-            given = self._signature.bind(*args, **named).arguments
+            given = self._signature.bind(*args, **arguments).arguments
         except TypeError as error:
             raise Refused(f"{self._name}: {error}") from error
         tensors = {name: value for name, value in given.items() if isinstance(value, Tensor)}
         for name, value in given.items():
-            is_constant = self._signature.parameters[name].annotation is not inspect.Parameter.empty
+            is_constant = "constexpr" in str(self._signature.parameters[name].annotation)
             if is_constant and not isinstance(value, int | bool | float | str):
                 raise Refused(f"{self._name}: {name} is to be a constant and is {type(value).__name__}")
             if type(value) is int and not -(2**31) <= value < 2**31 and not is_constant:
@@ -311,7 +316,7 @@ def fake_card(folder: Path, capability: tuple[int, int] = (9, 0)) -> Iterator[Fa
 
     card = FakeCard(capability)
     event = mock.Mock(side_effect=lambda **named: mock.Mock())
-    on_cuda = {
+    on_cuda: dict[str, Any] = {
         "device_count": lambda: 1,
         "get_device_capability": lambda device=None: capability,
         "get_device_properties": lambda device: mock.Mock(multi_processor_count=132),
@@ -328,7 +333,7 @@ def fake_card(folder: Path, capability: tuple[int, int] = (9, 0)) -> Iterator[Fa
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.multiple(torch.cuda, **on_cuda))
         stack.enter_context(mock.patch.multiple(backends, host_of=lambda device: host))
-        stack.enter_context(mock.patch.object(backends.build, "for_triton", lambda: ()))
+        stack.enter_context(mock.patch.object(build, "for_triton", lambda: ()))
         stack.enter_context(mock.patch.object(model_runner, "CudaGraphs", lambda: card))
         stack.enter_context(mock.patch.object(WeightSlots, "fill_random", _fill_with_anything))
         _replace_flashinfer(stack, card)

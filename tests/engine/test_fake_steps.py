@@ -21,13 +21,12 @@ from common.config import EngineConfig, ModelConfig
 from common.executor import Chunk, RowStart, StepPlan, StepResult
 from common.ids import Digest
 from common.sampling_params import SamplingParams
-from engine.gpu import triton_source
 from engine.gpu.triton_kernels import TritonKernels
 from engine.lora.adapter_files import Adapter, Factors
 from engine.model_runner import ModelRunner
 from engine.models.decoder import Decoder
 from tests.engine.driver import Driver
-from tests.engine.fake_card import CARD, FakeCard, Refused, fake_card, fake_group
+from tests.engine.fake_card import CARD, CheckedKernel, FakeCard, Refused, fake_card, fake_group
 
 pytestmark = pytest.mark.skipif(
     find_spec("flashinfer") is None or find_spec("triton") is None, reason="flashinfer-python or triton is not installed"
@@ -39,17 +38,23 @@ LLAMA: dict[str, object] = {
     "max_position_embeddings": 8192, "rms_norm_eps": 1e-5, "rope_theta": 500000.0, "tie_word_embeddings": False,
     "eos_token_id": 128001, "hidden_act": "silu",
 }  # fmt: skip
-LLAMA_70B = {**LLAMA, "hidden_size": 8192, "intermediate_size": 28672, "num_attention_heads": 64, "num_hidden_layers": 80}
-QWEN3 = {
+LLAMA_70B: dict[str, object] = {
+    **LLAMA,
+    "hidden_size": 8192,
+    "intermediate_size": 28672,
+    "num_attention_heads": 64,
+    "num_hidden_layers": 80,
+}
+QWEN3: dict[str, object] = {
     **LLAMA, "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": 1024, "intermediate_size": 3072,
     "num_attention_heads": 16, "num_hidden_layers": 28, "head_dim": 128, "vocab_size": 151936, "eos_token_id": 151645,
     "max_position_embeddings": 40960, "tie_word_embeddings": True, "rope_theta": 1000000.0, "rms_norm_eps": 1e-6,
 }  # fmt: skip
-QWEN3_14B = {
+QWEN3_14B: dict[str, object] = {
     **QWEN3, "hidden_size": 5120, "intermediate_size": 17408, "num_attention_heads": 40, "num_hidden_layers": 40,
     "tie_word_embeddings": False,
 }  # fmt: skip
-QWEN3_MOE = {
+QWEN3_MOE: dict[str, object] = {
     **QWEN3, "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "hidden_size": 2048, "num_attention_heads": 32,
     "num_key_value_heads": 4, "num_hidden_layers": 48, "moe_intermediate_size": 768, "num_experts": 128, "decoder_sparse_step": 1,
     "num_experts_per_tok": 8, "norm_topk_prob": True, "mlp_only_layers": [], "intermediate_size": 6144,
@@ -70,7 +75,7 @@ class Case:
     """Whether its largest steps run at its start."""
 
 
-FP8 = {"quantization": "fp8", "kv_dtype": "fp8_e4m3"}
+FP8: dict[str, object] = {"quantization": "fp8", "kv_dtype": "fp8_e4m3"}
 CASES = {
     "llama 70b, rank 7 of 8": Case(LLAMA_70B, rank=7, ranks=8, warms_up=False),
     "qwen3 30b-a3b": Case(QWEN3_MOE, 1, warms_up=False),
@@ -269,12 +274,20 @@ def test_products_of_another_dtype_than_fp8_are_found(
         two_steps(card, small)
 
 
-def started(**changes: object) -> None:
+class Normed:
+    """A kernel of Triton, as far as its parameters."""
+
+    @staticmethod
+    def fn(x: object, weight: object, out: object, rows: object, x_row: object, eps: object, BLOCK: "constexpr") -> None: ...  # type: ignore[name-defined]  # noqa: F821
+
+
+def started(card: FakeCard, **changes: object) -> None:
     """A norm of four rows, as it is to be started, but for the changes."""
     x, weight = torch.empty(4, 64, device=CARD), torch.empty(64, device=CARD)
-    given = {"x": x, "weight": weight, "out": x, "rows": 4, "x_row": 64, "eps": 1e-6, "HIDDEN": 64, "ROWS": 4, "BLOCK": 64}
+    given: dict[str, object] = {"x": x, "weight": weight, "out": x, "rows": 4, "x_row": 64, "eps": 1e-6, "BLOCK": 64}
     grid = changes.pop("grid", (1,))
-    triton_source.rms_norm[grid](**(given | changes))
+    assert isinstance(grid, tuple)
+    CheckedKernel(card, "norm", Normed)[grid](**(given | changes))
 
 
 @pytest.mark.parametrize(
@@ -293,10 +306,10 @@ def started(**changes: object) -> None:
     ],
 )
 def test_a_kernel_that_is_started_wrongly_is_found(card: FakeCard, change: Callable[[], dict[str, object]]) -> None:
-    started()
-    started(x=torch.empty(4, 65, device=CARD)[:, :64], x_row=65)
+    started(card, num_warps=8, num_stages=2)
+    started(card, x=torch.empty(4, 65, device=CARD)[:, :64], x_row=65)
     with pytest.raises(Refused):
-        started(**change())
+        started(card, **change())
 
 
 @pytest.mark.parametrize(
