@@ -347,10 +347,9 @@ def fake_card(folder: Path, capability: tuple[int, int] = (9, 0)) -> Iterator[Fa
 def _replace_triton(stack: contextlib.ExitStack, card: FakeCard, module: Any) -> None:
     from triton.runtime.jit import JITFunction
 
-    kernels = {
-        name: CheckedKernel(card, name, each) for name, each in inspect.getmembers(module) if isinstance(each, JITFunction)
-    }
-    stack.enter_context(mock.patch.multiple(module, **kernels))
+    for name, kernel in inspect.getmembers(module):
+        if isinstance(kernel, JITFunction):
+            stack.enter_context(mock.patch.object(module, name, CheckedKernel(card, name, kernel)))
 
 
 def _replace_flashinfer(stack: contextlib.ExitStack, card: FakeCard) -> None:

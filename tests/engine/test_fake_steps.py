@@ -85,7 +85,7 @@ MORE_CASES = {
     "llama 8b": Case(LLAMA, 0, flags={"kv_memory": "auto", "graph_sizes": "auto", "max_running": 64}),
     "qwen3 0.6b": Case(QWEN3, 0),
     "qwen3 14b": Case(QWEN3_14B, 0),
-    "qwen3 30b-a3b, all layers": Case(QWEN3_MOE, 0),
+    "qwen3 30b-a3b, more layers": Case(QWEN3_MOE, 6),
     "llama 8b, fp8 weights": Case(LLAMA, 0, flags={"quantization": "fp8"}),
     "llama 8b, fp8 pages": Case(LLAMA, 0, flags={"kv_dtype": "fp8_e4m3"}),
     **{f"llama 70b, rank {rank} of {ranks}": Case(LLAMA_70B, 8, rank, ranks) for ranks in (4, 8) for rank in range(ranks)},

@@ -111,6 +111,21 @@ int cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(int *blocks, const vo
     if (found(function) < 0) return INVALID_VALUE;
     return *blocks = occupancy, OK;
 }
+/* cuTensorMapEncodeTiled of the driver, which refuses as the real one does: see CUDA's driver API, tensor map object management. */
+static int encode_tiled(void *map, int type, unsigned rank, void *address, const uint64_t *sizes, const uint64_t *strides,
+                        const unsigned *box, const unsigned *steps, int interleave, int swizzle, int promotion, int fill) {
+    int refused = rank < 1 || rank > 5 || (uintptr_t)address % 16;
+    for (unsigned at = 0; at < rank; ++at) refused |= !sizes[at] || sizes[at] > 1ull << 32 || !box[at] || box[at] > 256;
+    for (unsigned at = 0; at + 1 < rank; ++at) refused |= strides[at] % 16 || strides[at] >= 1ull << 40;
+    if (refused) tell("refused tensor map\n");
+    return refused ? INVALID_VALUE : OK;
+}
+int cudaGetDriverEntryPointByVersion(const char *name, void **function, unsigned version, unsigned long long flags, int *result) {
+    if (strcmp(name, "cuTensorMapEncodeTiled")) return NOT_SUPPORTED;
+    *function = encode_tiled;
+    if (result) *result = 0;
+    return OK;
+}
 int cudaGetDevice(int *device) { return *device = 0, OK; }
 int cudaSetDevice(int device) { return OK; }
 int cudaGetLastError(void) { return OK; }
