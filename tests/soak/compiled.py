@@ -86,7 +86,7 @@ def stub_in(folder: Path) -> Path:
 
 
 def environment(home: Path, folder: Path, card: str) -> dict[str, str]:
-    """Of a process in which FlashInfer compiles for a card. It reads these when it is imported."""
+    """The variables of a process in which FlashInfer compiles for a card. It reads them when it is imported."""
     ours = {"CUDA_HOME": str(home), "FLASHINFER_CUDA_ARCH_LIST": card, "FLASHINFER_WORKSPACE_BASE": str(folder)}
     paths = [str(home / "bin"), str(Path(sys.executable).parent), os.environ["PATH"]]
     return {**os.environ, **ours, "PATH": os.pathsep.join(paths), "PYTHONPATH": os.getcwd()}
@@ -284,11 +284,11 @@ def triton_resources(capability: int) -> dict[str, list[int]]:
 
 
 def worsened(table: Table, found: Table) -> list[str]:
-    """One line for each kernel that takes more than the table says, or is not in it."""
+    """One line for each kernel that takes more than the table says, or is new in a module that is there."""
     faults = []
-    for where, kernels in found.items():
+    for where, kernels in ((where, kernels) for where, kernels in found.items() if where in table):
         for name, takes in kernels.items():
-            allowed = table.get(where, {}).get(name)
+            allowed = table[where].get(name)
             if allowed is None or any(now > before for now, before in zip(takes, allowed, strict=True)):
                 faults.append(f"{where}: {name} takes {takes} (registers, stack, shared bytes), and the table says {allowed}")
     return faults
@@ -324,6 +324,8 @@ def main() -> int:
     table: Table = json.loads(TABLE.read_text())
     if asked.write:
         TABLE.write_text(written(table | found))
+    elif missing := found.keys() - table.keys():
+        say(f"not in {TABLE.name}, where --write puts it: {', '.join(sorted(missing))}")
     faults = [] if asked.write else worsened(table, found)
     say("\n".join(faults) or f"{sum(map(len, found.values()))} kernels take no more than the table says")
     return 1 if faults else 0
