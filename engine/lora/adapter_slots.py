@@ -203,7 +203,7 @@ class AdapterSlots:
             if rank < used:
                 place.a[slot, rank:used].zero_()
                 place.b[slot, rank:used].zero_()
-        self._ranks[slot] = adapter.rank
+        self._ranks[slot].fill_(adapter.rank)  # to assign it would be a copy for which the host waits
 
     @contextlib.contextmanager
     def computing(self, tokens: AdaptedTokens | None, wanted: AdaptedTokens | None) -> Iterator[None]:

@@ -59,7 +59,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = func.overloadpacket.__name__
-        if name in SIZED_BY_DATA or (name in BY_INDICES and _by_mask(name, *args)):
+        if name in SIZED_BY_DATA or (name in BY_INDICES and by_mask(name, *args)):
             raise NotCapturable(f"{name} counts on the host what a tensor holds")
         if name == "repeat_interleave" and kwargs.get("output_size") is None:
             raise NotCapturable("repeat_interleave needs output_size")
@@ -80,7 +80,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     out.copy_(result)
 
 
-def _by_mask(name: str, values: Tensor, indices: Any, new: Tensor | None = None, *_: object) -> bool:
+def by_mask(name: str, values: Tensor, indices: Any, new: Tensor | None = None, *_: object) -> bool:
     """A mask among the indices is counted on the host, unless one number is put wherever it holds."""
     has_mask = any(index is not None and index.dtype == torch.bool for index in indices)
     return has_mask and (new is None or new.numel() > 1)

@@ -29,13 +29,13 @@ MOST_REGISTERS = 64
 
 
 class Compiling:
-    """Stands in for a kernel of `triton_source`; keeps the PTX of each start, and what a thread takes: registers and bytes of
-    stack. capability: of the card, 90 for 9.0."""
+    """Stands in for a kernel of `triton_source`; keeps the PTX of each start, and the most that one takes: registers and bytes of
+    stack of a thread, and bytes of shared memory. capability: of the card, 90 for 9.0."""
 
     def __init__(self, kernel: object, capability: int) -> None:
         self._kernel, self._capability = kernel, capability
         self.programs: list[str] = []
-        self.registers, self.stack_bytes = 0, 0
+        self.registers = self.stack_bytes = self.shared_bytes = 0
 
     def __getitem__(self, grid: tuple[int, ...]) -> "Compiling":
         return self
@@ -60,6 +60,7 @@ class Compiling:
         source = ASTSource(fn=self._kernel, signature=signature, constexprs=constants, attrs=aligned)
         compiled = triton.compile(source, target=GPUTarget("cuda", self._capability, 32), options=options)
         self.programs.append(compiled.asm["ptx"])
+        self.shared_bytes = max(self.shared_bytes, compiled.metadata.shared)
         with NamedTemporaryFile(suffix=".cubin") as file:
             file.write(compiled.asm["cubin"])
             file.flush()
