@@ -22,12 +22,14 @@ from unittest import mock
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch.distributed import HashStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from engine import backends, model_runner, parallel
 from engine.backends import FlashInferHost
 from engine.cpu import build
+from engine.gpu import flashinfer
 from engine.models.weights import WeightSlots
 from engine.parallel import Group, TorchGroup
 from tests.engine.graph_recorder import BY_INDICES, by_mask
@@ -298,8 +300,9 @@ class _Collectives:
 
 def fake_group(card: FakeCard, rank: int, ranks: int) -> Group:
     """One rank of a group on this card."""
-    with mock.patch.object(parallel, "_nccl", lambda *given: _Collectives(card, ranks)):
-        return TorchGroup(mock.Mock(), rank, ranks, CARD, "", 1.0)
+    collectives = mock.patch.object(parallel, "_nccl", lambda *given: _Collectives(card, ranks))
+    with collectives, mock.patch.object(parallel, "share_memory", return_value="nothing is shared here"):
+        return TorchGroup(HashStore(), rank, ranks, CARD, "", 1.0)
 
 
 def _fill_with_anything(slots: WeightSlots, seed: int = 0) -> None:
@@ -354,6 +357,7 @@ def _replace_triton(stack: contextlib.ExitStack, card: FakeCard, module: Any) ->
 
 def _replace_flashinfer(stack: contextlib.ExitStack, card: FakeCard) -> None:
     """Its wrappers are its own, and its compiled modules are not."""
+    stack.enter_context(mock.patch.object(flashinfer, "_Largest", Tensor))  # a fake tensor is of no other class
     made = functools.partial(_CompiledModule, card)
     for name in ("flashinfer.decode", "flashinfer.prefill"):
         module = importlib.import_module(name)

@@ -52,6 +52,8 @@ META = torch.device("meta")
 _ALLOCATIONS = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
 _FOUND_BY_INDEX = {"index", "index_select", "gather", "embedding"}
 _PUT_BY_INDEX = {"index_put_", "index_put", "index_copy_", "scatter_"}
+_OF_FILTERS = {"slice_sums", "last_places"}
+"""They read what rows ask for, and the logits of those that filter: in the steps that are counted none does."""
 _PRODUCTS = {"linear", "mm", "addmm", "matmul", "_scaled_mm"}
 
 
@@ -161,6 +163,8 @@ class _CountedKernel:
     def __call__(self, *args: object, **_: object) -> None:
         different = {(_storage(arg), arg.storage_offset()): arg for arg in _meta_tensors(args)}
         found = self.counter.by_index
+        if self.name in _OF_FILTERS:
+            different = {key: arg for key, arg in different.items() if arg.ndim == 1}
         self.counter.add(self.name, sum(min(_bytes(arg), found.get(key[0], _bytes(arg))) for key, arg in different.items()))
 
 

@@ -13,7 +13,7 @@ import torch
 import triton.language as tl
 from triton.runtime import interpreter
 
-from engine.gpu import triton_kernels, triton_source
+from engine.gpu import triton_kernels, triton_sampling, triton_source
 from engine.gpu.triton_kernels import TritonKernels
 from tests.engine.kernels.contract import KernelsContract
 
@@ -52,7 +52,7 @@ def prepared_once(monkeypatch: pytest.MonkeyPatch) -> None:
     kernels' own module sees is in its place when one of them is started."""
 
     def called(self: interpreter.InterpretedFunction, *args: object, **named: object) -> object:
-        if self.fn.__module__ != triton_source.__name__:
+        if self.fn.__module__ not in (triton_source.__name__, triton_sampling.__name__):
             interpreter._patch_lang(self.fn)
         return self.rewrite()(*args, **named)
 
