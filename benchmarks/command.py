@@ -17,7 +17,7 @@ import msgspec
 
 from bench.report import BenchOutcome, Goal, ReportStyle, Spread, this_hardware, write_figures
 from common.errors import ConfigError
-from common.options import C, ConfigClass, add_flags, option, read_config, to_flags, with_defaults
+from common.options import C, ConfigClass, add_flags, option, read_config, require, to_flags, with_defaults
 from launch.child import BAD_FLAG
 from launch.commands import CommandParser
 
@@ -45,6 +45,8 @@ class Invocation:
     ) -> None:
         """Raises ConfigError for a value that no config takes."""
         self._flags, self.hardware = flags, this_hardware()
+        for name, file in (("json", flags.json), ("page", vars(flags).get("page", ""))):  # before minutes are spent
+            require(not file or Path(file).absolute().parent.is_dir(), name, "a file in a folder that exists", file)
         self.is_quick, self.style = bool(flags.quick), ReportStyle(flags.markdown)
         words = [f"--{switch}" for switch in switches if vars(flags)[switch]]
         words += to_flags(*(read_config(config, flags) for config in configs))
@@ -76,9 +78,9 @@ class Invocation:
         """
         outcome = BenchOutcome(command=self.command, hardware=self.hardware, goals=list(goals))
         print(self.style.report(outcome, settings, steady, body))
+        write_figures(msgspec.structs.asdict(outcome) | figures, read_config(PublishOptions, self._flags).json)
         if page[0]:
             Path(page[0]).write_text(ReportStyle(True).report(outcome, settings, steady, page[1]) + "\n")
-        write_figures(msgspec.structs.asdict(outcome) | figures, read_config(PublishOptions, self._flags).json)
 
 
 @dataclass(frozen=True, slots=True)

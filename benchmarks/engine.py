@@ -7,10 +7,14 @@ reported in its place, with what it had found by then, and the next goes on. Use
 """
 
 import multiprocessing
+import os
+import re
+import signal
 import sys
 import time
 import traceback
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing.connection import Connection
@@ -231,8 +235,9 @@ def run(invocation: Invocation) -> int:
     runs = [(run.label, f"{run.seconds:.1f}", run.failure or MISSING) for run in ran]
     predictions = msgspec.json.decode(PREDICTIONS.read_bytes(), type=Predictions)
     cards = predictions.steps[0].share
-    card = next((card for card in cards if any(card in gpu for gpu in invocation.hardware.gpus)), next(iter(cards)))
-    compared = list(compare(figures, predictions, card, engine.quantization))
+    found_card = next((card for card in cards for gpu in invocation.hardware.gpus if re.search(rf"\b{card}\b", gpu)), "")
+    card = found_card or (next(iter(cards)) if invocation.is_quick else "")  # a rehearsal shows how they are compared
+    compared = list(compare(figures, predictions, card, engine.quantization)) if card else []
     looks = list(first_looks(figures, ran, compared)) or ["nothing: what was predicted is so"]
     found: list[TitledTable] = [("What ran", [("task", "s", "not measured because"), *runs]), *tables(figures)]
     found.append((f"Predicted for one {card} and measured, ms", table_of(Comparison, compared)))
@@ -244,7 +249,7 @@ def run(invocation: Invocation) -> int:
     invocation.publish(
         *(settings, STEADY, body(invocation.style), list(judge(figures))),
         page=(bench.page, body(ReportStyle(True))),
-        seconds=seconds, runs=ran, figures=figures, card=card, compared=compared, looks=looks,
+        seconds=seconds, runs=ran, figures=figures, card=found_card, compared=compared, looks=looks,
     )  # fmt: skip
     return 1 if any(run.failure for run in ran) else 0
 
@@ -290,12 +295,16 @@ def figures_of(task: EngineTask, until: float) -> Iterator[Figure]:
         process.join()
         raise TaskFailed(f"its process ended with exit status {process.exitcode}") from error
     finally:
+        assert process.pid is not None
+        with suppress(ProcessLookupError):  # with what it has started, which would run beside the next task
+            os.killpg(process.pid, signal.SIGKILL)
         process.kill()
         process.join()
 
 
 def work(task: EngineTask, parent: Connection) -> None:
     """A process that does a task: it sends each figure as soon as it has it, and at the end nothing, or why it failed."""
+    os.setsid()
     from benchmarks.engine_tasks import ACTS  # takes seconds, and the parent needs nothing of it
 
     try:

@@ -245,8 +245,8 @@ GROUPS = {
     "products": r"linear|addmm|\bmm\b|_scaled_mm|grouped_mm|gemm|nvjet|cutlass|xmma|matmul",
     "attention": r"flashinfer|Paged|MergeStates|attention",
     "norms": r"norm|silu|rotate|rotation|quantise|\b(cos|sin)\b",
-    "sampling": r"slice|sampl|argmax|gumbel|threshold|filter",
-    "experts": r"softmax|topk|sort|searchsorted|rout|expert",
+    "sampling": r"slice|last_places|sampl|argmax|gumbel|threshold|filter",
+    "experts": r"softmax|topk|sort|searchsorted|rout|expert|combine",
     "ranks": r"all_?reduce|all_?gather|nccl",
 }
 """What a kernel is for, by its name in a count or a profile. What fits none is among the ends of a step: inputs, copies, rows."""

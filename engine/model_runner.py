@@ -230,7 +230,7 @@ class ModelRunner:
         before = last_changes(files)
         model = load_model(path, self._shape, loading, self._kernels, self._progress)
         weights = ModelWeights(model, path, self._shape, loading, self._kernels)
-        if last_changes(files) != before:
+        if not all(map(Path.exists, files)) or last_changes(files) != before:
             raise Unavailable(f"the weights in {path} changed while they were read: start again when they are complete")
         return model, weights
 

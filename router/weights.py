@@ -165,7 +165,7 @@ class FleetWeights:
             if not member.weights:
                 raise BadRequest(f"{member.info.id} is of an older version, which cannot change its weights: start it anew")
         self._number += 1
-        lives = {member.life for member in members if self._fits(member)}
+        lives = {member.life for member in members if self._fits(member)} or {member.life for member in members}
         self.update = Update(self._number, source, mode, version, finish_s, keeps_pause, answer, now + STAGE_S, lives)
         return Orders([send for member in members for send in self._orders(member)])
 

@@ -70,14 +70,33 @@ LEAST_CHUNK_TOKENS = 256
 """While a GPU reads all weights for a step, it can compute as many tokens (an H100 about 300 in bfloat16): fewer save no time."""
 
 
-def chunk_tokens_within(limit_s: float, cost: StepCost, decode_rows: int) -> int:
-    """How many prompt tokens a step with so many decode rows may have, to take no longer, but at least LEAST_CHUNK_TOKENS. cost:
-    of late; where it does not say what a prompt token costs, there are no more."""
-    if math.isinf(limit_s):
-        return sys.maxsize
-    left_s = limit_s - cost.seconds(0, decode_rows)
-    within = min(left_s / cost.chunk_token_s, sys.maxsize) if cost.chunk_token_s else 0
-    return max(LEAST_CHUNK_TOKENS, int(within))
+@dataclass(slots=True)
+class ChunkLimit:
+    """How many prompt tokens a step may have, to take no longer than `limit_s`; math.inf: any number."""
+
+    limit_s: float
+    cost: StepCost = field(default_factory=StepCost)
+    """What steps cost of late."""
+    _launched: int = 0
+    """The most tokens that a step had."""
+    _measured: int = LEAST_CHUNK_TOKENS // 2
+    """The same of those that the cost knows."""
+
+    def tokens(self, decode_rows: int) -> int:
+        """For a step with so many decode rows; LEAST_CHUNK_TOKENS at least. At most twice what was measured, because short chunks
+        show little of what long ones cost."""
+        if math.isinf(self.limit_s):
+            return sys.maxsize
+        left_s, token_s = self.limit_s - self.cost.seconds(0, decode_rows), self.cost.chunk_token_s
+        most = 2 * self._measured
+        return int(max(LEAST_CHUNK_TOKENS, most if left_s >= most * token_s else left_s / token_s))
+
+    def launched(self, tokens: int) -> None:
+        self._launched = max(self._launched, tokens)
+
+    def measured(self) -> None:
+        """The cost is, or is about to be, what the steps that were launched before this show."""
+        self._measured = max(self._measured, self._launched)
 
 
 def next_chunks(prompts: Iterable[PromptProgress], budget_tokens: int) -> tuple[Chunk, ...]:

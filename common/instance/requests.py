@@ -43,7 +43,7 @@ from common.instance.ports import (
     WeightsReplaced,
 )
 from common.instance.prompt_cache import CacheReporter, PromptCache
-from common.instance.request import PromptProgress, Request, RequestPhase, chunk_tokens_within, next_chunks
+from common.instance.request import ChunkLimit, PromptProgress, Request, RequestPhase, next_chunks
 from common.instance.token_memory import Emitted, TokenMemory, emit_tokens
 from common.instance.waiting_line import Rank, Shares, WaitingLine, has_place
 from common.messages import (
@@ -69,7 +69,6 @@ from common.messages import (
 from common.pages.pool import Closing, PagePool
 from common.pages.radix_cache import PageKeys
 from common.sampling_params import ANSWER_TOKENS
-from common.step_cost import StepCost
 
 LAST_S = 25.0
 """Longer than any transfer takes to end, and than it takes to give up a silent peer."""
@@ -170,8 +169,7 @@ class RequestTable(Generic[R]):
         """What computes here."""
         self._adapters = AdaptersChanged(frozenset(), frozenset())
         """Which of them requests can have."""
-        self._cost = StepCost()
-        """What steps cost of late."""
+        self._chunk_limit = ChunkLimit(limits.step_limit_s)
         self._adapted: Counter[Digest] = Counter()
         """How many open requests have each."""
         self._adapted_rows: Counter[Digest] = Counter()
@@ -241,7 +239,7 @@ class RequestTable(Generic[R]):
                 lost = [each for each in self if each.adapter and each.adapter not in event.served]
                 return self._end_all(lost, now, self._lacks_adapter)
             case StepsMeasured():
-                self._cost = event.cost
+                self._chunk_limit.cost = event.cost
                 return []
             case _:
                 assert_never(event)
@@ -310,6 +308,7 @@ class RequestTable(Generic[R]):
     def report(self) -> Report:
         """What both roles report alike. A reservation that waits does not count yet: `forget` may take it off again, and a
         counter never falls."""
+        self._chunk_limit.measured()
         in_rows = (each.progress for each in self.in_row.values())
         computing = sum(progress.tokens_to_compute for progress in in_rows if progress is not None)
         load = Load(
@@ -444,9 +443,9 @@ class RequestTable(Generic[R]):
 
     def plan(self, now: float, decode_rows: Int32Array = NO_ROWS, grown: Mapping[int, int] = NO_PAGES) -> StepPlan | None:
         """The next forward, which goes to the executor now; None: there is nothing to compute. grown: row → its new page."""
-        limits = self._limits
-        budget_tokens = min(limits.chunk_tokens, chunk_tokens_within(limits.step_limit_s, self._cost, len(decode_rows)))
+        budget_tokens = min(self._limits.chunk_tokens, self._chunk_limit.tokens(len(decode_rows)))
         chunks = next_chunks(self.computing.values(), budget_tokens)
+        self._chunk_limit.launched(sum(len(chunk.token_ids) for chunk in chunks))
         for chunk in chunks:
             self.in_row[chunk.row].times.first_chunk(now)
             if chunk.last:

@@ -84,7 +84,7 @@ def test_chunks_are_as_long_as_the_limit_of_a_step_allows_by_the_cost_that_was_m
     others = [fleet.submit(f"r{number}", prompt, 2) for number, prompt in enumerate(prompts)]
     fleet.turn_until(lambda: all(other.ended for other in others), 60.0)
     assert took[0][0] == LEAST_CHUNK_TOKENS, "until it is measured"
-    settled = [seconds for _, seconds in took[len(took) // 2 :]]
+    settled = [seconds for _, seconds in took[-len(took) // 4 :]]
     assert max(settled) <= 1.02 * limit_s and median(settled) > 0.95 * limit_s
     assert [other.token_ids for other in others[:5]] == [undisturbed(prompt, 2) for prompt in prompts[:5]]
 

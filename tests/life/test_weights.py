@@ -274,6 +274,27 @@ def test_a_fleet_whose_instances_all_died_comes_back_with_its_weights() -> None:
     assert client.answers[0].versions == [(0, "step-1")]
 
 
+def test_a_fleet_that_came_back_and_cannot_be_given_its_weights_is_given_others_when_people_say_so() -> None:
+    fleet = make_fleet(1, 1)
+    update(fleet, "w1")
+    fleet.run_for(2.0)
+    for name in ("prefill-0", "decode-0"):
+        fleet.kill(name)
+        fleet.connection_broken(name)
+    fleet.run_for(5.0)
+    for name in ("prefill-0", "decode-0"):
+        fleet.start(name, "prefill" if name == "prefill-0" else "decode")
+        engine = fleet.instances[name].rank.engine
+        assert isinstance(engine, ToyExecutor)
+        whole = engine.stage
+        engine.stage = lambda source, whole=whole: whole(WeightsOnDisk("bad") if source == WeightsOnDisk("w1") else source)  # type: ignore[method-assign,misc]
+    fleet.run_for(5.0)
+    assert all("cannot be given the weights of the fleet, w1" in member.misfit for member in fleet.router.fleet.members())
+    came = update(fleet, "w2")
+    fleet.turn_until(lambda: bool(came))
+    assert isinstance(came[0], Updated) and set(weights_of(fleet).values()) == {"w2"}
+
+
 def test_a_router_that_knows_no_way_to_its_weights_refuses_an_instance_with_others() -> None:
     fleet = make_fleet()
     update(fleet, "w1")

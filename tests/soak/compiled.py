@@ -64,10 +64,13 @@ def installed(folder: Path) -> Path:
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=1800)
         if done.returncode:
             raise CannotCompile(f"pip cannot install nvcc: {done.stderr.strip().splitlines()[-1:]}")
-        (home / "lib64").symlink_to("lib")
-        (home / "lib" / "libcudart.so").symlink_to("libcudart.so.13")
-        (home / "lib" / "stubs").mkdir()
-        _library("int cuInit(unsigned flags) { return 0; }", home / "lib" / "stubs" / "libcuda.so", "-Wl,-soname,libcuda.so.1")
+        for link, target in ((home / "lib64", "lib"), (home / "lib" / "libcudart.so", "libcudart.so.13")):
+            link.unlink(missing_ok=True)
+            link.symlink_to(target)
+        made = home / "lib" / "stubs.part"
+        made.mkdir(exist_ok=True)
+        _library("int cuInit(unsigned flags) { return 0; }", made / "libcuda.so", "-Wl,-soname,libcuda.so.1")
+        made.rename(home / "lib" / "stubs")  # last: it says that all is there
     return home
 
 

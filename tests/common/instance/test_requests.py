@@ -16,7 +16,7 @@ from msgspec.structs import replace
 
 from common.ids import DETOKENIZER, ROUTER, InstanceId, Life, shard_of, text_name
 from common.instance.ports import Action, RouterJoined, RouterLost, Send
-from common.instance.request import LEAST_CHUNK_TOKENS, PromptProgress, Request, RequestPhase, chunk_tokens_within, next_chunks
+from common.instance.request import LEAST_CHUNK_TOKENS, ChunkLimit, PromptProgress, Request, RequestPhase, next_chunks
 from common.instance.requests import LAST_S, MEMORY_S, RequestTable
 from common.instance.token_memory import emit_tokens
 from common.instance.waiting_line import Rank
@@ -280,16 +280,31 @@ def test_an_instance_that_leaves_refuses_what_waits_and_what_comes_and_has_left_
     ("limit_s", "cost", "decode_rows", "tokens"),
     [
         (math.inf, StepCost(), 0, sys.maxsize),
-        (0.05, StepCost(), 4, LEAST_CHUNK_TOKENS),
-        (0.05, StepCost(0.01, 0.0, 0.001), 4, LEAST_CHUNK_TOKENS),
+        (0.05, StepCost(0.01, 0.0, 0.001), 4, 8000),
         (0.05, StepCost(0.01, 0.00001, 0.001), 0, 4000),
         (0.05, StepCost(0.01, 0.00001, 0.001), 20, 2000),
         (0.05, StepCost(0.01, 0.00001, 0.001), 200, LEAST_CHUNK_TOKENS),
         (0.05, StepCost(0.01, 0.001, 0.001), 0, LEAST_CHUNK_TOKENS),
-        (0.05, StepCost(0.01, 5e-324, 0.0), 0, sys.maxsize),
+        (0.05, StepCost(0.01, 5e-324, 0.0), 0, 8000),
+        (0.05, StepCost(0.06, 5e-324, 0.0), 0, LEAST_CHUNK_TOKENS),
     ],
 )
 def test_a_step_has_as_many_prompt_tokens_as_its_limit_leaves_time_for(
     limit_s: float, cost: StepCost, decode_rows: int, tokens: int
 ) -> None:
-    assert abs(chunk_tokens_within(limit_s, cost, decode_rows) - tokens) <= 1
+    limit = ChunkLimit(limit_s)
+    limit.launched(4000)
+    limit.measured()
+    limit.cost = cost
+    assert abs(limit.tokens(decode_rows) - tokens) <= 1
+
+
+def test_chunks_grow_twofold_with_each_measurement_where_tokens_seem_to_cost_nothing() -> None:
+    limit, sizes = ChunkLimit(0.05), list[int]()
+    for _ in range(4):
+        sizes.append(limit.tokens(0))
+        limit.launched(sizes[-1])
+        assert limit.tokens(0) == sizes[-1], "before it is measured"
+        limit.cost = StepCost(0.005, 0.0, 0.0)
+        limit.measured()
+    assert sizes == [LEAST_CHUNK_TOKENS * 2**turn for turn in range(4)]
