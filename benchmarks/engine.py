@@ -238,9 +238,11 @@ def run(invocation: Invocation) -> int:
     found_card = next((card for card in cards for gpu in invocation.hardware.gpus if re.search(rf"\b{card}\b", gpu)), "")
     card = found_card or (next(iter(cards)) if invocation.is_quick else "")  # a rehearsal shows how they are compared
     compared = list(compare(figures, predictions, card, engine.quantization)) if card else []
-    looks = list(first_looks(figures, ran, compared)) or ["nothing: what was predicted is so"]
+    fine = "nothing: what was predicted is so" if card else "nothing was predicted for this machine"
+    looks = list(first_looks(figures, ran, compared)) or [fine]
     found: list[TitledTable] = [("What ran", [("task", "s", "not measured because"), *runs]), *tables(figures)]
-    found.append((f"Predicted for one {card} and measured, ms", table_of(Comparison, compared)))
+    if card:
+        found.append((f"Predicted for one {card} and measured, ms", table_of(Comparison, compared)))
     found.append(("What to look at first", [("",), *((look,) for look in looks)]))
 
     def body(style: ReportStyle) -> list[str]:

@@ -12,7 +12,6 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,6 +23,7 @@ from benchmarks import engine_steps, transfer
 from benchmarks.engine import EngineTask, Section
 from benchmarks.engine_figures import WORKLOADS, Ceilings, Check, Fact, Figure, HostPush, Offline
 from benchmarks.engine_steps import Say, checkpoint, current, timed_s
+from common.host import mps_is_there
 from common.options import require, with_defaults
 from engine.backends import device_of, with_device_defaults
 from engine.torch_executor import TorchExecutor
@@ -59,8 +59,7 @@ def measure_environment(task: EngineTask, say: Say) -> Iterator[Figure]:
         except (OSError, subprocess.SubprocessError) as error:
             told = [f"not known: {error}"]
         yield Fact(name=name, text="; ".join(" ".join(line.split()) for line in told if line.strip()))
-    pipes = Path(os.environ.get("CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps")) / "control"
-    yield Fact(name="MPS", text="on" if pipes.exists() else "off")
+    yield Fact(name="MPS", text="on" if mps_is_there(os.environ) else "off")
 
 
 def measure_ceilings(task: EngineTask, say: Say) -> Iterator[Figure]:

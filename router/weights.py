@@ -437,9 +437,9 @@ class FleetWeights:
         self._bringing.clear()
         same = update.phase is UpdatePhase.STAGING
         version = (update.version or self.version) if same else update.name
-        if not (same and isinstance(self._source, WeightsOnDisk)) or isinstance(update.source, WeightsOnDisk):
-            self._source, self._source_number = update.source, update.number
-        self._aim_at(update.weights, version, self._source, self._source_number)
+        keeps_source = same and isinstance(self._source, WeightsOnDisk) and not isinstance(update.source, WeightsOnDisk)
+        source, number = (self._source, self._source_number) if keeps_source else (update.source, update.number)
+        self._aim_at(update.weights, version, source, number)
         self.is_paused = self.is_paused or update.keeps_pause
         orders.goes_on = True
         members = list(self._members())

@@ -9,21 +9,8 @@
 #include <stdint.h>
 #include <string.h>
 
+#include "bits.h"
 #include "parallel.h"
-
-#define INLINE static inline __attribute__((always_inline))
-
-INLINE float from_bits(uint32_t bits) {
-    float x;
-    memcpy(&x, &bits, sizeof x);
-    return x;
-}
-
-INLINE uint32_t bits_of(float x) {
-    uint32_t bits;
-    memcpy(&bits, &x, sizeof bits);
-    return bits;
-}
 
 /* To the nearest, of two the even one; a NaN stays one. */
 INLINE uint16_t to_bf16(float x) {

@@ -41,18 +41,6 @@ typedef struct {
     int64_t taken;
 } sample_work;
 
-INLINE float from_bits(uint32_t bits) {
-    float x;
-    memcpy(&x, &bits, sizeof x);
-    return x;
-}
-
-INLINE uint32_t bits_of(float x) {
-    uint32_t bits;
-    memcpy(&bits, &x, sizeof bits);
-    return bits;
-}
-
 /* --- arithmetic, in which each operation is rounded: no sum is fused with a product or made in another order --------------------------- */
 
 INLINE floats sum(floats a, floats b) { return kept(a + b); }

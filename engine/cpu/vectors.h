@@ -4,8 +4,7 @@
  */
 #pragma once
 
-#include <stdint.h>
-#include <string.h>
+#include "bits.h"
 
 #if defined(__AVX2__)
 #include <immintrin.h>
@@ -38,9 +37,6 @@ typedef uint16_t halves __attribute__((vector_size(2 * LANES)));
 #else
 #define SHUFFLED(type, a, b, ...) __builtin_shuffle(a, b, (type){__VA_ARGS__})
 #endif
-
-/* A function whose integer arguments decide which code is made for it. */
-#define INLINE static inline __attribute__((always_inline))
 
 INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 INLINE int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
@@ -84,17 +80,12 @@ INLINE floats load_bfloat16(const uint16_t *from) {
 }
 
 INLINE float from_bfloat16(uint16_t x) {
-    const uint32_t bits = (uint32_t)x << 16;
-    float out;
-    memcpy(&out, &bits, sizeof out);
-    return out;
+    return from_bits((uint32_t)x << 16);
 }
 
 /* Rounds to the nearest, and to even between two. NaN stays NaN. */
 INLINE uint16_t to_bfloat16(float x) {
-    uint32_t bits;
-    memcpy(&bits, &x, sizeof bits);
-    const uint32_t rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+    const uint32_t bits = bits_of(x), rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
     return (uint16_t)(x == x ? rounded : 0x7fc0);
 }
 

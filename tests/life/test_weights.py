@@ -45,6 +45,13 @@ def weights_of(fleet: ToyFleet) -> dict[str, Digest]:
     return {name: instance.rank.engine.weights for name, instance in fleet.instances.items()}
 
 
+def start_anew(fleet: ToyFleet, name: str) -> None:
+    """The instance dies, and another one of its name starts."""
+    fleet.kill(name)
+    fleet.connection_broken(name)
+    fleet.start(name, "decode")
+
+
 def until_it_streams(fleet: ToyFleet, client: Client, tokens: int = 5) -> None:
     fleet.turn_until(lambda: len(client.token_ids) >= tokens)
 
@@ -201,9 +208,7 @@ def test_an_instance_that_comes_back_is_given_the_weights_of_the_fleet_before_it
     fleet = make_fleet(1, 2)
     update(fleet, "w1", version="step-1")
     fleet.run_for(2.0)
-    fleet.kill("decode-0")
-    fleet.connection_broken("decode-0")
-    fleet.start("decode-0", "decode")
+    start_anew(fleet, "decode-0")
     fleet.run_for(3.0)
     assert weights_of(fleet)["decode-0"] == "w1"
     clients = [fleet.submit(f"r{n}", PROMPT, 8) for n in range(6)]
@@ -216,9 +221,7 @@ def test_a_newcomer_that_is_short_of_memory_is_asked_again_with_its_heartbeats_a
     fleet = make_fleet(1, 2)
     update(fleet, "w1", version="step-1")
     fleet.run_for(2.0)
-    fleet.kill("decode-0")
-    fleet.connection_broken("decode-0")
-    fleet.start("decode-0", "decode")
+    start_anew(fleet, "decode-0")
     engine = fleet.instances["decode-0"].rank.engine
     assert isinstance(engine, ToyExecutor)
     whole, stagings = engine.stage, list[ToyStaging]()
@@ -247,9 +250,7 @@ def test_an_update_that_changes_nothing_leaves_the_way_to_weights_that_newcomers
     fleet.routers[0].deliver(fleet.routers[0].core.order(orders, fleet.clock.now))
     fleet.turn_until(lambda: bool(came))
     assert isinstance(came[0], Updated)
-    fleet.kill("decode-0")
-    fleet.connection_broken("decode-0")
-    fleet.start("decode-0", "decode")
+    start_anew(fleet, "decode-0")
     asked = Mock(wraps=fleet.instances["decode-0"].rank.engine.stage)
     fleet.instances["decode-0"].rank.engine.stage = asked  # type: ignore[method-assign]
     fleet.run_for(3.0)
