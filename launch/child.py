@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
-from typing import NoReturn, TypeAlias
+from typing import Literal, NoReturn, TypeAlias
 
 import msgspec
 
@@ -97,8 +97,21 @@ class MeetRouters(JsonLine, frozen=True):
     urls: tuple[str, ...]
 
 
-Report: TypeAlias = Progress | Ready | Notification | IntakeClosed | Broken
-Order: TypeAlias = CloseIntake | MeetRouter | MeetRouters
+class KeepInstances(JsonLine, frozen=True):
+    """To a router: these instances are kept alive beside it, and so many more can be."""
+
+    names: tuple[str, ...]
+    spare: int
+
+
+class SpareWanted(JsonLine, frozen=True):
+    """From a router: start one of the spare instances."""
+
+    role: Literal["prefill", "decode"]
+
+
+Report: TypeAlias = Progress | Ready | Notification | IntakeClosed | Broken | SpareWanted
+Order: TypeAlias = CloseIntake | MeetRouter | MeetRouters | KeepInstances
 
 
 ChildEvent: TypeAlias = events.ChildEvent[Report]
@@ -370,5 +383,5 @@ def _print(name: str, report: Report) -> None:
             print(f"{name}: {report.text}", file=sys.stderr, flush=True)
         case Ready():
             print(f"{name}: ready, " + ", ".join(f"{use} {address}" for use, address in report.addresses.items()), flush=True)
-        case IntakeClosed() | Broken():
+        case IntakeClosed() | Broken() | SpareWanted():
             return

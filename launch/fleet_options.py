@@ -6,10 +6,20 @@ instances lend each other while they serve is `engine/cpu/lent_cores.py`.
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from common.errors import ConfigError
-from common.options import Switch, option, parse_numbers, require, require_at_least, require_between
+from common.options import (
+    Switch,
+    option,
+    parse_numbers,
+    refuse_without_effect,
+    require,
+    require_above_0,
+    require_at_least,
+    require_between,
+    require_choices,
+)
 
 MOST_ROUTERS = 64
 DECODE_TOKEN = 2.0
@@ -24,9 +34,12 @@ class FleetCounts:
     prefill: int = option(1, "number of prefill instances; 0 means colocated serving")
     decode: int = option(1, "number of decode instances", metavar="M")
     routers: int = option(1, "number of routers, which share the HTTP port", metavar="R")
+    spare: int = option(
+        0, "instances that are started only when POST /cluster/instances asks for them (launch autoscale does); room is kept"
+    )
 
     def __post_init__(self) -> None:
-        require_at_least(self, prefill=0, decode=1)
+        require_at_least(self, prefill=0, decode=1, spare=0)
         require_between(self, 1, MOST_ROUTERS, "routers")
 
 
@@ -127,3 +140,53 @@ def check_gpus(bundle: Bundle, device: str, nodes: Iterable[Mapping[str, Any]]) 
             f"no node of the Ray cluster has a GPU (alive nodes: {len(resources)}): give --device cpu to serve without, or "
             "--device cuda to wait until nodes with GPUs join; a node that has some says how many with `ray start --num-gpus N`"
         )
+
+
+Scaler = Literal["none", "launch", "kubernetes"]
+ACCOUNT = "/var/run/secrets/kubernetes.io/serviceaccount"
+LWS = "leaderworkerset.x-k8s.io/v1/leaderworkersets"
+NO_LIMIT = 100_000
+"""More instances than any fleet has."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScalingConfig:
+    """How a fleet shapes itself."""
+
+    router: str = option("http://127.0.0.1:8000", "URL of the router's HTTP API")
+    control_key: str = option("", "file with the router's control key, where it has one")
+    tls_cert: str = option("", "the router's certificate, where this machine does not trust it otherwise")
+    interval_s: float = option(2.0, "seconds between two looks at the fleet")
+    window_s: float = option(20.0, "rates are means over so many seconds")
+    hold_s: float = option(4.0, "a change that has been the best for so many seconds is made; an instance goes after --rest-s")
+    rest_s: float = option(60.0, "roles are changed back after so many seconds at the earliest")
+    margin: float = option(0.15, "a change of roles must serve this share more")
+    slo_ttft_s: float = option(2.0, "first tokens are to come within so many seconds")
+    slo_itl_s: float = option(0.05, "and next tokens each within so many seconds")
+    min_prefill: int = option(1, "fewest prefill instances; 0: decode instances may serve alone")
+    max_prefill: int = option(NO_LIMIT, "most prefill instances")
+    min_decode: int = option(1, "fewest decode instances")
+    max_decode: int = option(NO_LIMIT, "most decode instances")
+    dry_run: Switch = option("off", "on: decide and tell, but change nothing")
+    scale: Scaler = option(
+        "none",
+        "who starts and ends instances; none: nobody, only roles change; launch: the `launch local` or `launch ray` that started "
+        "the router with --spare instances; kubernetes: the scale of two workloads",
+    )
+
+    kube_url: str = option("", "with --scale kubernetes: URL of the API server; default: that of this pod's cluster")
+    kube_account: str = option(ACCOUNT, "with --scale kubernetes: folder with token, ca.crt and namespace of the service account")
+    kube_prefill: str = option(f"{LWS}/tandem-prefill", "with --scale kubernetes: group/version/plural/name of the workload")
+    kube_decode: str = option(f"{LWS}/tandem-decode", "the same for decode instances")
+
+    def __post_init__(self) -> None:
+        require_above_0(self, "interval_s", "slo_ttft_s", "slo_itl_s")
+        require_at_least(self, hold_s=0, rest_s=0, margin=0.01, min_prefill=0, min_decode=1, window_s=2 * self.interval_s)
+        require_at_least(self, max_prefill=self.min_prefill, max_decode=self.min_decode)
+        require_choices(self)
+        for flag in ("kube_prefill", "kube_decode"):
+            parts = vars(self)[flag].split("/")
+            rule = "group/version/plural/name, such as apps/v1/statefulsets/one"
+            require(len(parts) == 4 and all(parts), flag, rule, vars(self)[flag])
+        if self.scale != "kubernetes":
+            refuse_without_effect(self, ("kube_url", "kube_account", "kube_prefill", "kube_decode"), "without --scale kubernetes")

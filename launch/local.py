@@ -27,10 +27,22 @@ from common.config import AccessConfig, EngineConfig, InstanceConfig, LogConfig,
 from common.errors import ConfigError
 from common.host import core_count, divide_cores, place_on_gpus
 from common.options import parse_share, refuse_without_effect, to_flags
-from common.processes.child import Broken, IntakeClosed, Parent, Progress, Ready, Reported, Running, stop_children
+from common.processes.child import Broken, Exited, IntakeClosed, Parent, Progress, Ready, Reported, Running, stop_children
 from engine.cpu.lent_cores import make_file
 from engine.kv_budget import memory_part
-from launch.child import ChildEvent, CloseIntake, MeetRouters, Notification, Order, Report, RoleProcess, launch_command, watch
+from launch.child import (
+    ChildEvent,
+    CloseIntake,
+    KeepInstances,
+    MeetRouters,
+    Notification,
+    Order,
+    Report,
+    RoleProcess,
+    SpareWanted,
+    launch_command,
+    watch,
+)
 from launch.fleet_options import CoresConfig, FleetCounts, divide_by_work
 from launch.fleet_page import FleetPage, curl_line
 from launch.rank_setup import check_nccl
@@ -76,7 +88,9 @@ class FleetConfig:
 
     @property
     def instance_names(self) -> list[str]:
-        return [name for role in ROLES for name in self.names(role)]
+        """Those that are started, and the spare ones."""
+        started = [name for role in ROLES for name in self.names(role)]
+        return [*started, *(f"spare-{number}" for number in range(self.counts.spare))]
 
     def parts(self) -> list[SupervisedChild]:
         """What is to live."""
@@ -149,8 +163,8 @@ class LocalPlan:
         if self.config.engine.threads:
             return self.config.engine.threads
         if self._why_not_divided:
-            return divide_cores(core_count(), counts.prefill + counts.decode)
-        threads = divide_by_work(core_count(), counts.prefill, counts.decode, self.cores.prefill_share)
+            return divide_cores(core_count(), len(self.config.instance_names))
+        threads = divide_by_work(core_count(), counts.prefill, counts.decode + counts.spare, self.cores.prefill_share)
         return threads[0] if is_prefill else threads[1]
 
     def _check_shares(self) -> None:
@@ -206,8 +220,12 @@ class ChildFleet:
         """The address of each of several routers by which the others ask it."""
         self._inherited: tuple[int, ...] = ()
         """Open files that children on this host have too."""
+        self._roles: dict[str, Role] = {}
+        """The role in which each instance was started last."""
+        self._instance_flags: Callable[[str], list[str]] | None = None
+        """The flags of the instance of that name; None until the routers run."""
         self._signals = 0
-        self._serving = False
+        self._serving = self._is_complete = False
 
     @property
     def killed(self) -> bool:
@@ -234,18 +252,22 @@ class ChildFleet:
             self._inherited = (make_file(len(config.instance_names)),)
             lent_cores = f"/dev/fd/{self._inherited[0]}"
         engines = self._engines()
+
+        def flags(name: str) -> list[str]:
+            instance, engine = replace(config.instance, router=controls, name=name), replace(engines[name], lent_cores=lent_cores)
+            return to_flags(instance, config.model, engine, config.log, config.security)
+
+        self._instance_flags = flags
         for role in ROLES:
             for name in config.names(role):
-                instance = replace(config.instance, router=controls, name=name)
-                engine = replace(engines[name], lent_cores=lent_cores)
-                flags = to_flags(instance, config.model, engine, config.log, config.security)
-                self._starts[name] = partial(self._start_instance, name, role, flags, self._events.put)
-                self._spawn(name)
+                self._start_as(name, role)
         prefill, decode = config.names("prefill"), config.names("decode")
         self._wait_until_ready([*prefill, *decode], deadline)
         for addresses in routers:
             self._wait_until_linked(reachable(addresses.get("own", addresses["http"]), LOOPBACK), prefill, decode, deadline)
         self._supervisor.started()
+        self._is_complete = True
+        self._tell_kept()
         url, several = routers[0]["http"], f"{counts.routers} routers, " if counts.routers > 1 else ""
         parts = f"{several}{counts.prefill} prefill, {counts.decode} decode on {url}"
         print(f"ready in {time.monotonic() - began:.1f} s: {parts}\n\n{curl_line(url, config.access)}\n", flush=True)
@@ -287,7 +309,7 @@ class ChildFleet:
             self._close_intake([self._routers[name] for name in self._config.router_names])
         drained_s = self._config.instance.drain_timeout_s + STOP_S
         for role in ROLES:
-            self._stop_stage(self._config.names(role), drained_s)
+            self._stop_stage([name for name, started in self._roles.items() if started == role], drained_s)
         self._stop_stage(self._config.router_names, STOP_S)
         print("stopped", flush=True)
         for file in self._inherited:
@@ -303,6 +325,32 @@ class ChildFleet:
         flags = to_flags(config, self._config.model, self._config.log, self._config.security, self._config.access)
         router = self._routers[name] = RoleProcess(name, self._command(ROUTER, flags), self._events.put)
         return router
+
+    def _start_as(self, name: str, role: Role) -> None:
+        assert self._instance_flags is not None
+        self._roles[name] = role
+        self._starts[name] = partial(self._start_instance, name, role, self._instance_flags(name), self._events.put)
+        self._spawn(name)
+
+    @property
+    def _spare(self) -> list[str]:
+        """Instances that could be started: those that never were, and those that left as they were told."""
+        kept = self._supervisor.names
+        return [name for name in self._config.instance_names if name not in kept]
+
+    def _start_spare(self, role: Role) -> None:
+        """A router asks for one more."""
+        if self._is_complete and self._spare:
+            name = self._spare[0]
+            self._supervisor.keep(SupervisedChild(name, role, drains=True))
+            self._start_as(name, role)
+            self._tell_kept()
+
+    def _tell_kept(self) -> None:
+        """Routers show which instances are or will be there: a planner need not remember whom it has asked for."""
+        names = tuple(name for name in self._supervisor.names if name in self._roles)
+        for router in self._routers.values() if self._is_complete else ():
+            router.order(KeepInstances(names=names, spare=len(self._spare)))
 
     def _spawn(self, name: str) -> None:
         child = self._children[name] = self._starts[name]()
@@ -350,7 +398,11 @@ class ChildFleet:
             self._show(event.child, event.report)
             if isinstance(event.report, Ready) and "own" in event.report.addresses:
                 self._introduce(event.child, reachable(event.report.addresses["own"], LOOPBACK))
+            if isinstance(event.report, SpareWanted):
+                self._start_spare(event.report.role)
         self._supervisor.turn(event, time.monotonic())
+        if isinstance(event, Exited) or (event is not None and isinstance(event.report, Ready)):
+            self._tell_kept()
         return event
 
     def _introduce(self, router: str, own_url: str) -> None:
@@ -370,7 +422,7 @@ class ChildFleet:
                 print(f"{child:<12} {text}", flush=True)
             case Ready(addresses=addresses):
                 print(f"{child:<12} ready: " + ", ".join(f"{use} {address}" for use, address in addresses.items()), flush=True)
-            case IntakeClosed() | Broken():
+            case IntakeClosed() | Broken() | SpareWanted():
                 return  # a person need not read these: the exit that follows Broken gives the reason
 
     def _close_intake(self, routers: Sequence[RoleProcess]) -> None:

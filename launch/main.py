@@ -32,7 +32,7 @@ from launch.commands import (
     read_security,
     where_launch_is,
 )
-from launch.fleet_options import CoresConfig, FleetCounts, RayConfig
+from launch.fleet_options import CoresConfig, FleetCounts, RayConfig, ScalingConfig
 from simulation.plan import FleetPlan, LoadPlan
 
 if TYPE_CHECKING:
@@ -141,6 +141,13 @@ def _read_fleet(flags: argparse.Namespace) -> "FleetConfig":
         security=security,
         access=read_guarded_access(flags, security),
     )
+
+
+@child.kept()
+def _autoscale(flags: argparse.Namespace) -> int:
+    from launch.autoscale import run
+
+    return run(read_config(ScalingConfig, flags))
 
 
 def _router(flags: argparse.Namespace) -> int:
@@ -325,6 +332,13 @@ COMMANDS = (
     ),
     Command("prefill", "start one prefill instance", partial(_instance, "prefill"), INSTANCE, life=INSTANCE_LIFE),
     Command("decode", "start one decode instance", partial(_instance, "decode"), INSTANCE, life=INSTANCE_LIFE),
+    Command(
+        "autoscale",
+        "watch a fleet through its router, and change roles and numbers of its instances as its load changes",
+        _autoscale,
+        (ScalingConfig,),
+        life="Every decision has its reason on the router's GET /cluster/decisions. It may be killed at any time.",
+    ),
     Command("chat", "talk with the served model in this terminal", _chat, (chat.ChatFlags,)),
     Command(
         "simulate",

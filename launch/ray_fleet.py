@@ -4,7 +4,8 @@ Owns everything that calls Ray, and the joining of an instance's hosts, each of 
 one end. Start, watch and stop of the fleet are those of `launch local`; to them an instance is like a child process.
 
     placement group   one for each instance: a bundle of processors and GPUs on each of its nodes. Ray keeps it when the instance
-                      dies, moves its bundles when a node is lost and another has room, and gives it back when this process ends
+                      dies, moves its bundles when a node is lost and another has room, and gets it back when the instance has
+                      left as it was told, or this process ends
     actor             one for each bundle and life (`RankHost`): it starts the ranks there as a child process
 
     wait for a place ─► start every host's ranks ─► pass on what rank 0's host reports ─► one has ended ─► so do the others
@@ -31,7 +32,7 @@ from common.processes.child import KILL_S, Exited, JsonLine, Progress, Ready, Re
 from launch import child
 from launch.child import ChildEvent, Report, RoleProcess, launch_command
 from launch.fleet_options import Bundle, RayConfig, bundles_of, check_gpus
-from launch.local import ChildFleet, FleetConfig, OnEvent, Role, run_fleet
+from launch.local import ROLES, ChildFleet, FleetConfig, OnEvent, Role, run_fleet
 from launch.rank_setup import check_nccl
 
 OTHERS_S = 15.0
@@ -296,6 +297,12 @@ class RayPlace:
         self._ray, self._name, self._only = ray, name, only
         self._group = placement_group([bundle.resources for bundle in bundles], strategy="STRICT_SPREAD")
 
+    def give_back(self) -> None:
+        """Others may have its resources. Nothing runs there any more."""
+        from ray.util.placement_group import remove_placement_group
+
+        remove_placement_group(self._group)
+
     def hosts(self, given_up: Callable[[], bool], waits: Callable[[str], object]) -> list[RayHost]:
         show_at = time.monotonic() + SHOW_AFTER_S
 
@@ -380,14 +387,22 @@ def run(config: FleetConfig, cluster: RayConfig) -> int:
     check_gpus(bundles[0], engine.device, ray.nodes())
     here = str(ray.util.get_node_ip_address())
     only = here if is_loopback(f"tcp://{config.router.host}:0") else ""
-    places = {name: RayPlace(ray, name, bundles, only) for name in config.instance_names}
+    places = {name: RayPlace(ray, name, bundles, only) for role in ROLES for name in config.names(role)}
 
     def engines() -> dict[str, EngineConfig]:
         """The ranks of an instance on one node share the processors that Ray reserves for them there."""
         return dict.fromkeys(config.instance_names, replace(engine, threads=engine.threads or bundles[0].cpus))
 
     def start(name: str, role: Role, flags: Sequence[str], on_event: OnEvent) -> RayInstance:
-        return RayInstance(name, role, flags, places[name], on_event)
+        if name not in places:
+            places[name] = RayPlace(ray, name, bundles, only)
+
+        def tell(event: ChildEvent) -> None:
+            if isinstance(event, Exited) and event.status == 0:  # it has left: others may have its place
+                places.pop(name).give_back()
+            on_event(event)
+
+        return RayInstance(name, role, flags, places[name], tell)
 
     try:
         return run_fleet(ChildFleet(config, engines, start_instance=start, here=here))

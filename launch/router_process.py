@@ -30,11 +30,13 @@ from launch.child import (
     ChildEvent,
     ChildProcess,
     CloseIntake,
+    KeepInstances,
     MeetRouter,
     MeetRouters,
     Notification,
     Order,
     RoleProcess,
+    SpareWanted,
     launch_command,
 )
 from launch.fleet_page import trusting
@@ -86,6 +88,8 @@ async def serve(
             detokenizer.meet(reachable(serving.control, LOOPBACK), partial(serving.detokenizer_moved, shard))
         tls = trusting(access_config.tls_cert) if access_config.tls_cert else None
         duties.on_others(lambda urls: serving.meet_others(urls, tls))
+        serving.scaling.starts = lambda role: process.report(SpareWanted(role=role))
+        duties.on_kept(lambda kept: serving.scaling.keeps(kept.names, kept.spare))
         own = {"own": serving.own_url} if config.share_port == "on" else {}
         control = reachable(serving.control, host_for_peers())
         _settle_memory()
@@ -138,6 +142,7 @@ class _Duties:
         self.stop = asyncio.Event()
         self._process = process
         self._meet: Callable[[Sequence[str]], object] = lambda urls: None
+        self._keeps: Callable[[KeepInstances], object] = lambda kept: None
         loop = asyncio.get_running_loop()
         process.on_stop(lambda: loop.call_soon_threadsafe(self.end))
         process.on_order(lambda order: loop.call_soon_threadsafe(self._obey, order))
@@ -158,11 +163,17 @@ class _Duties:
         """Call `meet` with the addresses of the other routers. They are told after this router has reported its own."""
         self._meet = meet
 
+    def on_kept(self, keeps: Callable[[KeepInstances], object]) -> None:
+        """Call `keeps` whenever other instances are kept alive beside this router. That too is told after it has reported."""
+        self._keeps = keeps
+
     def _obey(self, order: Order) -> None:
         if isinstance(order, CloseIntake):
             self.intake_closes.set()
         elif isinstance(order, MeetRouters):
             self._meet(order.urls)
+        elif isinstance(order, KeepInstances):
+            self._keeps(order)
 
 
 class KeptDetokenizer:

@@ -60,6 +60,15 @@ class Supervisor:
         self._backoff_s: dict[str, float] = {}
         self._restarts: DeadlineWheel[str] = DeadlineWheel()
 
+    @property
+    def names(self) -> list[str]:
+        """Those that are to live."""
+        return list(self._parts)
+
+    def keep(self, part: SupervisedChild) -> None:
+        """One more, which somebody else starts for the first time."""
+        self._parts[part.name] = part
+
     def started(self) -> None:
         """The first start is complete: from now on what ends is started again."""
         self._started = True

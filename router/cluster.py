@@ -15,6 +15,7 @@ from msgspec.structs import asdict
 from router.attempts import Phase
 from router.core import RouterCore
 from router.members import Member
+from router.scaling import ROLES, role_figures
 
 DEPARTED_SHOWN = 32
 """How many of the latest departures are shown."""
@@ -42,6 +43,8 @@ async def cluster_page(core: RouterCore) -> dict[str, Any]:
             "unready": core.unready(),
             "settled": core.fleet.peering.settled,
         },
+        "roles": {role: role_figures(core.fleet, role) for role in ROLES},
+        "kept": core.scaling.kept,
         "detokenizers": [
             {"shard": shard, "silent": watch.silent} | ({} if watch.last is None else asdict(watch.last))
             for shard, watch in enumerate(core.detokenizers)

@@ -43,6 +43,7 @@ from router.adapters import FleetAdapters
 from router.fleet import Change, Members
 from router.outbox import ClientRequest
 from router.request_book import RequestBook
+from router.scaling import ScalingBoard
 from router.timelines import Observer
 from router.traces import Traces
 from router.weights import Orders, Updated, UpdateMode
@@ -114,6 +115,7 @@ class RouterCore:
         recorder = SpanRecorder(unix_s)
         self.requests = RequestBook(router, self.fleet, observer, config, self.detokenizer_names, recorder)
         self.traces = Traces(router, self.detokenizer_names, self.fleet, recorder, unix_s)
+        self.scaling = ScalingBoard()
         self.detokenizers = [DetokenizerWatch(config.dead_after_s) for _ in detokenizers]
         """By number, as their names."""
 

@@ -158,7 +158,7 @@ class Members:
         self.adapters = FleetAdapters(self.members, self.tasks)
         self._vocab_size = vocab_size
         self._members: dict[InstanceId, Member] = {}
-        self._paces: dict[Role, RolePace] = {"prefill": RolePace(), "decode": RolePace()}
+        self.paces: dict[Role, RolePace] = {"prefill": RolePace(), "decode": RolePace()}
         self.departed: dict[InstanceId, Departure] = {}
         """Who left and did not come back, the latest last."""
         self._farewells: DeadlineWheel[InstanceId] = DeadlineWheel()
@@ -408,7 +408,7 @@ class Members:
         load = Load(pages_free=info.total_pages, pages_total=info.total_pages)
         member = Member(info, load, was_welcome=message.was_welcome)
         member.take_weights(message)
-        member.pace, member.other_pace = self._paces[info.role], self._paces["decode" if info.role == "prefill" else "prefill"]
+        member.pace, member.other_pace = self.paces[info.role], self.paces["decode" if info.role == "prefill" else "prefill"]
         former = self.departed.pop(info.id, None)
         self._farewells.clear(info.id)
         if former is not None and former.member.info.incarnation == info.incarnation:

@@ -13,6 +13,8 @@ from operator import attrgetter
 from random import Random
 from typing import Literal
 
+import msgspec
+
 from common.ids import AttemptId, Digest, InstanceId, Life, Role
 from common.messages import Counters, Heartbeat, InstanceInfo, LinkState, Load, Register
 
@@ -36,14 +38,35 @@ class Trouble:
     reason: str
 
 
+class RoleTotals(msgspec.Struct):
+    """What members of one role have done while this router knew them. It never falls, whoever comes and goes."""
+
+    requests: int = 0
+    """Requests taken in; on decode, those that are handed over count when they have got room."""
+    requests_ended: int = 0
+    """Requests that ended there, however."""
+    prompt_tokens: int = 0
+    """Prompt tokens that were computed."""
+    answer_tokens: int = 0
+    """Answer tokens that were made."""
+
+
 @dataclass(slots=True, eq=False)
 class RolePace:
     """Seconds of a step, and what each prompt token and each decode row adds: the mean of what members of one role have reported
-    lately. 0: nobody has measured it."""
+    lately, and what they have done in all. 0: nobody has measured it."""
 
     step_s: float = 0.0
     chunk_token_s: float = 0.0
     decode_row_s: float = 0.0
+    totals: RoleTotals = field(default_factory=RoleTotals)
+
+    def count(self, before: Counters, now: Counters) -> None:
+        """A member has got so far since its last report."""
+        self.totals.requests += max(0, now.requests_accepted - before.requests_accepted)
+        self.totals.requests_ended += max(0, now.requests_ended - before.requests_ended)
+        self.totals.prompt_tokens += max(0, now.prompt_tokens_computed - before.prompt_tokens_computed)
+        self.totals.answer_tokens += max(0, now.tokens_generated - before.tokens_generated)
 
     def hear(self, load: Load) -> None:
         """Take in one more report, as far as it tells something."""
@@ -233,6 +256,8 @@ class Member:
             del self.prompts_of[owner]
 
     def take_report(self, report: Heartbeat, now: float) -> None:
+        if self.reported_s:  # a router that has just started does not count what was done before
+            self.pace.count(self.counters, report.counters)
         self.reported_s = now
         self.load, self.counters, self.reports_draining = report.load, report.counters, report.draining
         self.is_holding, self.staged_update = report.holding, report.staged_update

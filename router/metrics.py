@@ -26,7 +26,9 @@ from common.instance.ports import Mail
 from common.messages import Counters, Ending, Failed, LinkState, Load, RouterInbox
 from router.attempts import Phase
 from router.core import RouterCore
+from router.fleet import Members
 from router.members import Member
+from router.scaling import ACTIONS, ROLES, role_figures
 from router.timelines import Durations, RequestTimes, ResumeReason
 
 
@@ -81,6 +83,18 @@ async def member_metrics(members: Iterable[Member]) -> bytes:
     return "".join(parts).encode()
 
 
+def role_metrics(fleet: Members) -> bytes:
+    """The metrics of each role, as planners, KEDA and HPA read them."""
+    figures = [role_figures(fleet, role) for role in ROLES]
+    labels, totals = [f'role="{role}"' for role in ROLES], [each.totals for each in figures]
+    parts: list[str] = []
+    for name, what in ROLE_GAUGES.items():
+        parts.append(_member_family("gauge", f"tandem_role_{name}", what, labels, list(map(attrgetter(name), figures))))
+    for name, what in ROLE_COUNTERS.items():
+        parts.append(_member_family("counter", f"tandem_role_{name}_total", what, labels, list(map(attrgetter(name), totals))))
+    return "".join(parts).encode()
+
+
 def _member_family(kind: Kind, name: str, what: str, labels: Sequence[str], values: Sequence[float]) -> str:
     """One metric: a value for each set of labels."""
     lines = [f"{name}{{{one}}} {value}\n" for one, value in zip(labels, values, strict=True)]
@@ -92,6 +106,20 @@ def _escaped(value: str) -> str:
     return value.replace("\\", r"\\").replace("\n", r"\n").replace('"', r"\"")
 
 
+ROLE_GAUGES = {
+    "instances": "Members that take requests.",
+    "queue_s": "Seconds that they need to compute the prompts which they have, if no more come.",
+    "occupancy": "The share of their KV pages that is held.",
+    "predicted_ttft_s": "Seconds until the first token of a prompt of mean length that comes now; 0: unknown.",
+    "waiting_requests": "Requests that wait for memory or for their turn.",
+    "running_requests": "Requests that are being computed.",
+}
+ROLE_COUNTERS = {
+    "requests": "Requests taken in.",
+    "prompt_tokens": "Prompt tokens computed.",
+    "answer_tokens": "Answer tokens made.",
+}
+"""The metrics of a role: fields of `RoleFigures`, and of its totals."""
 LATENCY_BUCKETS_S = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 TOKEN_BUCKETS_S = (0.001, 0.002, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
 PHASE_BUCKETS_S = (0.0005, 0.001, 0.002, *LATENCY_BUCKETS_S)
@@ -253,6 +281,8 @@ class RouterCollector(Collector):
         }
         yield _family("counter", "tandem_router_messages_stale", "Late messages that were dropped.", "kind", stale)
         yield CounterMetricFamily("tandem_router_registrations_refused", "Registrations that were refused.", fleet.refusals)
+        what, counts = "Decisions about the fleet that a planner has told.", self._core.scaling.counts
+        yield _family("counter", "tandem_scaling_decisions", what, "action", {action: counts[action] for action in ACTIONS})
 
     def _detokenizers(self) -> Iterator[Metric]:
         """The last report of each detokenizer, by its number."""

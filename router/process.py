@@ -29,6 +29,7 @@ from router.api.intake import Intake
 from router.api.server import MAX_BODY_BYTES, WaitingConnections, listen, serve_app
 from router.core import Gateway, RouterCore
 from router.metrics import RouterMetrics
+from router.scaling import ScalingBoard
 
 _log = logging.getLogger(__name__)
 
@@ -47,6 +48,8 @@ class Serving:
     """Call it, on the router's loop, with number and address of a detokenizer that replaces the former one."""
     meet_others: Callable[[Sequence[str], ssl.SSLContext | None], None]
     """Call it there with the own URLs of all routers at the same port, and whom to trust behind https."""
+    scaling: ScalingBoard
+    """Set there who keeps instances beside this router."""
 
 
 async def serve(
@@ -91,7 +94,8 @@ async def serve(
             url, own_url = (f"{scheme}://{config.host}:{each.getsockname()[1]}" for each in (listener, own_listener))
             _log.info("%s serves %s at %s; instances register at %s", router, name, url, mailbox.address)
             mailbox.attach(asyncio.get_running_loop(), gateway.pump, gateway.connection_broken)
-            serving = Serving(url, own_url, mailbox.address, gateway.detokenizer_moved, api.timelines.others.meet)
+            meet = api.timelines.others.meet
+            serving = Serving(url, own_url, mailbox.address, gateway.detokenizer_moved, meet, core.scaling)
             drained = gateway.drain(config.drain_timeout_s, stop, at_once)
             most_body_bytes = max(MAX_BODY_BYTES, 2 * (parse_bytes(config.max_body) or 0))
             most_waiting = config.max_requests + SPARE_CONNECTIONS

@@ -1,4 +1,4 @@
-"""A router's HTTP API as Python calls: JSON answers, and answers that arrive event by event.
+"""A router's HTTP API (or another one like it) as Python calls: JSON answers, and answers that arrive event by event.
 
 Owns the connection of each call. Does not know what the bodies mean. A call that is left early closes its connection: then the
 router cancels the request.
@@ -107,7 +107,11 @@ class RouterClient:
 
     def post(self, path: str, body: Mapping[str, Any]) -> Any:
         """The JSON answer to a JSON body. Raises RequestFailed."""
-        with self._response(self._call(), "POST", path, body) as response:
+        return self.send("POST", path, body)
+
+    def send(self, method: str, path: str, body: Mapping[str, Any]) -> Any:
+        """The same with another method, such as PUT. Raises RequestFailed."""
+        with self._response(self._call(), method, path, body) as response:
             return _decoded(response.read())
 
     def stream(self, path: str, body: Mapping[str, Any]) -> EventStreamReader:
@@ -169,8 +173,8 @@ def _decoded(data: bytes) -> Any:
 
 
 def _message(body: Any) -> str:
-    """What an error of the API says."""
+    """What an error of the API says; one of Kubernetes says it one level higher."""
     try:
-        return str(body["error"]["message"])
-    except (TypeError, KeyError):
-        return f"the router answered with {body!r}"
+        return str(body.get("error", body)["message"])
+    except (AttributeError, TypeError, KeyError):
+        return f"the answer was {body!r}"

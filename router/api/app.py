@@ -25,7 +25,7 @@ from common.messages.adapters import AdapterEntry
 from common.options import parse_bytes
 from common.text.embedding import EmbeddingMode
 from router.adapters import FleetAdapters
-from router.api import adapters, server_info, vllm, weight_groups, weights
+from router.api import adapters, scaling, server_info, vllm, weight_groups, weights
 from router.api.admission import CLIENT_CLOSED, Admission, Doorkeeper, visit_of
 from router.api.answers import Accepted, AnswerShape, OpenAIBody
 from router.api.bodies import unless_left
@@ -64,7 +64,7 @@ from router.api.sglang import (
 from router.api.timelines import FORGET, READ, READ_TIMELINE, START, TimelineApi, TraceApi
 from router.cluster import cluster_page
 from router.core import Gateway
-from router.metrics import RouterCollector, RouterMetrics, member_metrics
+from router.metrics import RouterCollector, RouterMetrics, member_metrics, role_metrics
 from router.outbox import ClientRequest
 
 R = TypeVar("R", bound=ReadRequest)
@@ -90,6 +90,7 @@ class Api:
         self.groups = weight_groups.WeightGroupsApi(gateway)
         self.adapters = adapters.AdaptersApi(gateway, model)
         self.timelines = TimelineApi(gateway)
+        self.scaling = scaling.ScalingApi(gateway)
         self._gateway = gateway
         self._intake = intake
         self._metrics = metrics
@@ -209,7 +210,8 @@ class Api:
 
     async def metrics(self) -> Response:
         """Metrics of the router and of every instance, in Prometheus' text format."""
-        text = self._metrics.text() + await member_metrics(self._gateway.core.fleet.members())
+        fleet = self._gateway.core.fleet
+        text = self._metrics.text() + role_metrics(fleet) + await member_metrics(fleet.members())
         return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def cluster(self, links: str | None = None) -> Response:
@@ -279,6 +281,9 @@ def _routes(api: Api) -> tuple[_Route, ...]:
         ("GET", f"{REQUESTS_PREFIX}/{{name:path}}", api.timelines.read, READ_TIMELINE),
         ("GET", "/cluster", api.cluster, Described("Operations", "The fleet", "The fleet as it is now.")),
         ("POST", "/cluster/{instance}/drain", api.drain, DRAIN),
+        ("POST", "/cluster/instances", api.scaling.start, scaling.START_ONE),
+        ("POST", "/cluster/decisions", api.scaling.decided, scaling.DECIDED),
+        ("GET", "/cluster/decisions", api.scaling.decisions, scaling.DECISIONS),
         ("POST", "/flush_cache", api.flush_cache, FLUSH),
         ("GET", "/flush_cache", api.flush_cache, FLUSH),
         ("POST", "/update_weights_from_disk", api.weights.from_disk, weights.FROM_DISK),

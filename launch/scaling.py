@@ -1,0 +1,170 @@
+"""What a fleet of so many prefill and decode instances can serve, and which change makes it serve more.
+
+Owns the arithmetic and the choice. One unit, *headroom*: how many times the present load keeps both time limits. Pure: figures
+in, a choice with its reason out. Does not know who reports, who acts or what time it is.
+
+A closed form, not a simulation: a choice takes milliseconds for a hundred instances, the same figures make the same choice, and
+a person can check the reason with a pencil. It leaves out what averages out over the seconds that a choice is for.
+
+    prefill   first tokens   prompts wait in one line for n instances. P(wait > t) = rho^(sqrt(2(n+1))-1) * exp(-n(1-rho)t/S),
+                             S: the seconds of a prompt, rho: the busy share (Sakasegawa 1977; exact for one instance)
+    decode    next tokens    rows = tokens/s * seconds of a step, and a step takes step_s + rows * decode_row_s; rows must fit the
+                             time limit, the batch and the memory, and vary as a Poisson number does
+    decode alone             computes prompts too: what they take of the time makes steps longer
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from common.ids import Role
+from router.scaling import ScalingAction
+
+GOOD_SHARE = 0.9
+"""Time limits are kept for at least this share of the requests."""
+DEVIATIONS = 1.28
+"""So many standard deviations above the mean lie all but the rest of them."""
+MOST = 16.0
+"""A headroom above this says nothing more."""
+SCARCE, ENOUGH, AMPLE = 1.1, 1.5, 1.8
+"""With less headroom than the first even the best division of the instances needs one more. With less than the second roles may
+change. With more than the third in a fleet of one less, one may go."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FleetDemand:
+    """What comes, and what one instance makes of it."""
+
+    requests_per_s: float
+    """Those that wait count as if they had come within some seconds."""
+    prompt_tokens: float
+    """Prompt tokens of one, without those that are cached."""
+    answer_tokens_per_s: float
+    held_tokens: float
+    """Tokens of KV that one holds while it decodes."""
+    prompt_step_s: float
+    """Seconds of a step of an instance that computes prompts."""
+    chunk_token_s: float
+    step_s: float
+    """Seconds of a decode step, without its rows."""
+    decode_row_s: float
+    capacity_tokens: float
+    """Tokens of KV that one decode instance holds."""
+    max_running: float
+    """Requests that it computes at once."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScalingLimits:
+    """What a choice must keep to."""
+
+    slo_ttft_s: float
+    slo_itl_s: float
+    least: Mapping[Role, int]
+    most: Mapping[Role, int]
+    margin: float
+    """A change must add this share of the headroom."""
+    changes_size: bool
+    """Somebody can start and end instances."""
+
+    def allow(self, role: Role, count: int) -> bool:
+        return self.least[role] <= count <= self.most[role]
+
+
+@dataclass(frozen=True, slots=True)
+class ScalingChoice:
+    """What to do with an instance, or with several."""
+
+    action: ScalingAction
+    reason: str
+    role: Role | None = None
+    """Of the instance from now on, or of the one that goes."""
+    count: int = 1
+    """Of how many instances the role changes."""
+
+
+def prefill_serves(demand: FleetDemand, times: float, instances: int, slo_ttft_s: float) -> bool:
+    """Whether enough first tokens of so many times the load come in time."""
+    compute_s = demand.prompt_tokens * demand.chunk_token_s
+    prompt_s = compute_s + demand.prompt_step_s
+    busy = times * demand.requests_per_s * compute_s / instances
+    if busy >= 1:
+        return False
+    left_s = max(slo_ttft_s - prompt_s, prompt_s)  # where prompts are longer than the limit, at least none may pile up
+    waits = busy ** (math.sqrt(2 * (instances + 1)) - 1)
+    return waits * math.exp(-instances * (1 - busy) * left_s / prompt_s) <= 1 - GOOD_SHARE
+
+
+def decode_serves(demand: FleetDemand, times: float, instances: int, slo_itl_s: float, *, alone: bool) -> bool:
+    """Whether enough next tokens of so many times the load come in time, and every answer has room. alone: they compute the
+    prompts too."""
+    prompts = times * demand.requests_per_s * demand.prompt_tokens * demand.chunk_token_s / instances if alone else 0.0
+    each_per_s = times * demand.answer_tokens_per_s / instances
+    left = 1 - prompts - each_per_s * demand.decode_row_s
+    if left <= 0:
+        return False
+    token_s = demand.step_s / left
+    rows = instances * each_per_s * token_s
+    room = instances * min(demand.max_running, demand.capacity_tokens / max(demand.held_tokens, 1.0))
+    return token_s <= slo_itl_s and rows + DEVIATIONS * math.sqrt(rows) <= room
+
+
+class Headroom(NamedTuple):
+    """How many times the load each role serves. A fleet without prefill instances has the same of both."""
+
+    prefill: float
+    decode: float
+
+    @property
+    def least(self) -> float:
+        return min(self)
+
+    def __str__(self) -> str:
+        return f"{self.prefill:.2f} times the load at prefill and {self.decode:.2f} at decode"
+
+
+def headroom(demand: FleetDemand, limits: ScalingLimits, prefill: int, decode: int) -> Headroom:
+    """Of a fleet of so many instances."""
+    of_decode = _most(lambda times: decode_serves(demand, times, decode, limits.slo_itl_s, alone=not prefill))
+    of_prefill = _most(lambda times: prefill_serves(demand, times, prefill or decode, limits.slo_ttft_s))
+    return Headroom(of_prefill, of_decode) if prefill else Headroom(*[min(of_prefill, of_decode)] * 2)
+
+
+def _most(serves: Callable[[float], bool]) -> float:
+    """The largest number of times that is served, up to MOST, to a thousandth of it."""
+    least, most = 0.0, MOST
+    for _ in range(10):
+        middle = (least + most) / 2
+        least, most = (middle, most) if serves(middle) else (least, middle)
+    return most if most == MOST else least
+
+
+def choose(demand: FleetDemand, limits: ScalingLimits, prefill: int, decode: int, coming: int = 0) -> ScalingChoice:
+    """What is best for a fleet of so many instances that take requests. coming: how many more will be there, or fewer."""
+    now = headroom(demand, limits, prefill, decode)
+    have = f"{prefill} prefill + {decode} decode serve {now}"
+
+    def options(*counts: tuple[int, int]) -> list[tuple[Headroom, int, int]]:
+        """Those that keep to the limits, the best first, and of equal ones the most similar."""
+        allowed = [each for each in counts if limits.allow("prefill", each[0]) and limits.allow("decode", each[1])]
+        found = [(headroom(demand, limits, *each), *each) for each in allowed]
+        return sorted(found, key=lambda each: (-each[0].least, abs(each[1] - prefill)))
+
+    divisions = options(*((each, prefill + decode - each) for each in range(prefill + decode)))
+    if divisions and now.least < ENOUGH and divisions[0][0].least >= now.least * (1 + limits.margin):
+        best, more, fewer = divisions[0]
+        role: Role = "prefill" if more > prefill else "decode"
+        count = max(1, abs(more - prefill) // 2)
+        return ScalingChoice("flip", f"{have}; {more} + {fewer} would serve {best}", role, count)
+    if not limits.changes_size or coming:
+        return ScalingChoice("stay", have + (f"; {coming} instances are on their way" if coming else ""))
+    larger = options((prefill + 1, decode), (prefill, decode + 1)) if now.least < SCARCE else []
+    if larger:
+        best, more, fewer = larger[0]
+        return ScalingChoice("add", f"{have}; {more} + {fewer} would serve {best}", "prefill" if more > prefill else "decode")
+    smaller = options((prefill - 1, decode), (prefill, decode - 1))
+    if smaller and smaller[0][0].least > AMPLE:
+        best, more, fewer = smaller[0]
+        return ScalingChoice("remove", f"{have}; {more} + {fewer} still serve {best}", "prefill" if more < prefill else "decode")
+    return ScalingChoice("stay", have)
