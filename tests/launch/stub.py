@@ -12,8 +12,9 @@ $STUB_<NAME> tells the stub of that name how to misbehave:
     leisurely   takes a second and a half to stop
     parent      leaves a process in its group behind
     babbler     reports a line that is none
+    asks        a router that asks for a decode instance whenever it hears of a spare one
 
-$STUB_ORPHAN_S replaces the product's patience with an orphan. With $STUB_JUMP_TO_DEADLINE, the clock of `launch local` jumps to
+$STUB_SPARE is the number of spare instances. $STUB_ORPHAN_S replaces the product's patience with an orphan. With $STUB_JUMP_TO_DEADLINE, the clock of `launch local` jumps to
 the startup deadline when prefill-0 is ready and decode-0 is not.
 """
 
@@ -35,7 +36,7 @@ from common.errors import ConfigError
 from common.processes.child import IntakeClosed, Progress, Ready, stop_children
 from launch import child as child_half
 from launch import local
-from launch.child import ChildProcess, CloseIntake, Order, Report, RoleProcess, run_child
+from launch.child import ChildProcess, CloseIntake, KeepInstances, Order, Report, RoleProcess, SpareWanted, run_child
 from launch.fleet_options import FleetCounts
 from launch.local import FleetConfig, LocalPlan, run
 from tests.launch.waiting import PATIENCE_S
@@ -100,6 +101,10 @@ def child(name: str, flags: Sequence[str], process: ChildProcess) -> None:
 
     def obey(order: Order) -> None:
         note(f"{name} order {type(order).__name__}")
+        if isinstance(order, KeepInstances):
+            note(f"{name} hears of {','.join(order.names)} and {order.spare} more")
+            for _ in range(2 if how == "asks" and order.spare else 0):  # the second time too many
+                process.report(SpareWanted(role="decode"))
         if isinstance(order, CloseIntake):
             process.report(IntakeClosed())
 
@@ -151,7 +156,7 @@ def serving(name: str, flags: Sequence[str]) -> Iterator[dict[str, str]]:
 def fleet(prefill: int, decode: int) -> int:
     """`launch local` with stubs for children. Notes how long each child may take to stop."""
     config = FleetConfig(
-        counts=FleetCounts(prefill=prefill, decode=decode),
+        counts=FleetCounts(prefill=prefill, decode=decode, spare=int(os.environ.get("STUB_SPARE", 0))),
         router=RouterConfig(port=0, control_port=0),
         instance=InstanceConfig(startup_timeout_s=PATIENCE_S, drain_timeout_s=5.0),
     )

@@ -132,6 +132,45 @@ def test_a_fleet_without_prefill_is_one_of_decode_alone(start: Start) -> None:
     assert start(0, 1).stop() == ["intake", "decode-0", "router"]
 
 
+def heard(fleet: Fleet, line: str) -> None:
+    """Until the router has heard of these instances."""
+    wait_for(lambda: f"router hears of {line}" in fleet._log.read_text(), f"the router hears of {line}")
+
+
+def test_a_router_gets_a_spare_instance_when_it_asks_for_one_and_no_more_than_there_are(start: Start) -> None:
+    fleet = start(1, 1, STUB_SPARE="1", STUB_ROUTER="asks")
+    heard(fleet, "prefill-0,decode-0 and 1 more")
+    heard(fleet, "prefill-0,decode-0,spare-0 and 0 more")
+    fleet.wait_for_life("spare-0", 1)
+    assert len(fleet.lives()) == 4
+    order = fleet.stop()
+    assert order[:2] == ["intake", "prefill-0"] and sorted(order[2:4]) == ["decode-0", "spare-0"] and order[4] == "router"
+
+
+def test_what_has_drained_is_a_spare_instance(start: Start) -> None:
+    fleet = start(1, 2)
+    heard(fleet, "prefill-0,decode-0,decode-1 and 0 more")
+    fleet.kill("decode-1", signal.SIGTERM)
+    heard(fleet, "prefill-0,decode-0 and 1 more")
+
+
+def test_an_instance_that_died_is_kept_and_no_spare_one(start: Start) -> None:
+    fleet = start(1, 1)
+    fleet.kill("decode-0")
+    fleet.wait_for_life("decode-0", 2)
+    assert "and 1 more" not in fleet._log.read_text()
+
+
+def test_a_router_that_died_hears_again_of_what_is_kept(start: Start) -> None:
+    fleet = start(1, 1)
+    heard(fleet, "prefill-0,decode-0 and 0 more")
+    before = fleet._log.read_text().count("router hears of")
+    fleet.kill("router")
+    fleet.wait_for_life("router", 2)
+    wait_for(lambda: fleet._log.read_text().rpartition("router runs as")[2].count("router hears of") > 0, "it hears of them")
+    assert before > 0
+
+
 def test_the_startup_deadline_names_the_part_that_is_late_and_what_it_did(start: Start) -> None:
     """The clock jumps to the deadline when prefill-0 is ready and decode-0 has said what it does: no verdict by speed."""
     fleet = start(gets_ready=False, STUB_DECODE_0="slow", STUB_JUMP_TO_DEADLINE="yes")

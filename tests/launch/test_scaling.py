@@ -1,0 +1,156 @@
+"""What a fleet can serve, held against queues that are played and against sums by hand; and what is chosen from it."""
+
+import heapq
+from dataclasses import replace
+from random import Random
+from typing import Any
+
+import pytest
+
+from common.ids import Role
+from launch.scaling import (
+    AMPLE,
+    GOOD_SHARE,
+    FleetDemand,
+    ScalingChoice,
+    ScalingLimits,
+    choose,
+    decode_serves,
+    headroom,
+    prefill_serves,
+)
+
+PROMPTY = FleetDemand(
+    requests_per_s=4.0,
+    prompt_tokens=2000.0,
+    answer_tokens_per_s=800.0,
+    held_tokens=2100.0,
+    prompt_step_s=0.02,
+    chunk_token_s=0.0003,
+    step_s=0.02,
+    decode_row_s=0.0008,
+    capacity_tokens=300_000.0,
+    max_running=64.0,
+)
+"""2.4 instances' time of prompts in every second; 20 rows on each of two decode instances."""
+WORDY = replace(PROMPTY, prompt_tokens=700.0, answer_tokens_per_s=1800.0)
+LIMITS = ScalingLimits(
+    slo_ttft_s=2.0,
+    slo_itl_s=0.05,
+    least={"prefill": 1, "decode": 1},
+    most={"prefill": 100, "decode": 100},
+    margin=0.15,
+    changes_size=True,
+)
+
+
+def on_time(instances: int, busy: float, mean_s: float, limit_s: float, prompts: int = 40_000) -> float:
+    """The share of prompts of one line whose first token comes in time: each goes to the instance that is free first."""
+    random, now, late = Random(1), 0.0, 0
+    free_s = [0.0] * instances
+    for _ in range(prompts):
+        now += random.expovariate(instances * busy / mean_s)
+        begins_s = max(now, heapq.heappop(free_s))
+        late += begins_s - now > limit_s - mean_s
+        heapq.heappush(free_s, begins_s + random.expovariate(1 / mean_s))
+    return 1 - late / prompts
+
+
+@pytest.mark.parametrize("instances", [1, 2, 4, 16])
+@pytest.mark.parametrize("mean_s", [0.2, 0.6])
+def test_the_load_that_prefill_serves_is_that_of_a_played_line(instances: int, mean_s: float) -> None:
+    """A tenth less is served in time, and a tenth more is not, unless that is more than all of the instances' time."""
+    demand = replace(PROMPTY, prompt_tokens=mean_s / PROMPTY.chunk_token_s, prompt_step_s=0.0, requests_per_s=instances / mean_s)
+    most = headroom(demand, LIMITS, instances, 1).prefill
+    assert on_time(instances, 0.9 * most, mean_s, LIMITS.slo_ttft_s) >= GOOD_SHARE
+    assert 1.1 * most >= 1 or on_time(instances, 1.1 * most, mean_s, LIMITS.slo_ttft_s) < GOOD_SHARE
+
+
+def test_prefill_serves_no_more_than_its_time() -> None:
+    assert not prefill_serves(PROMPTY, 1.0, 2, slo_ttft_s=1000.0), "2.4 instances are needed"
+    assert prefill_serves(PROMPTY, 1.0, 3, slo_ttft_s=1000.0)
+
+
+@pytest.mark.parametrize(
+    ("change", "most"),
+    [
+        ({}, 37.5 / 0.05),  # rows at which a step takes 50 ms: (0.05 - 0.02) / 0.0008
+        ({"decode_row_s": 0.0}, None),
+        ({"max_running": 20.0}, None),
+        ({"held_tokens": 30_000.0}, None),
+    ],
+)
+def test_decode_serves_the_rows_that_keep_the_time_limit_and_have_room(change: Any, most: float | None) -> None:
+    demand = replace(PROMPTY, answer_tokens_per_s=1.0, **change)
+    answers = max(rate for rate in range(1, 8000) if decode_serves(demand, float(rate), 2, 0.05, alone=False))
+    if most is not None:
+        assert answers / 2 == pytest.approx(most, rel=0.01)
+    token_s = demand.step_s / (1 - answers / 2 * demand.decode_row_s)
+    rows = answers * token_s
+    room = 2 * min(demand.max_running, demand.capacity_tokens / demand.held_tokens)
+    assert token_s <= 0.05 and rows <= room
+    assert most is not None or rows == pytest.approx(room, rel=0.3), "what varies needs some of the room"
+
+
+def test_decode_instances_that_serve_alone_have_less_time_for_rows() -> None:
+    alone, beside = (headroom(PROMPTY, LIMITS, prefill, 4).decode for prefill in (0, 4))
+    assert alone < beside / 2
+    assert headroom(replace(PROMPTY, prompt_tokens=1.0), LIMITS, 0, 4).least == pytest.approx(beside, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("what", "demand", "prefill", "decode", "limits", "action", "role"),
+    [
+        ("long prompts need prefill", PROMPTY, 2, 4, {}, "flip", "prefill"),
+        ("long answers need decode", WORDY, 4, 2, {}, "flip", "decode"),
+        ("a good division stays", PROMPTY, 4, 2, {}, "stay", None),
+        (
+            "one less of a role than the least is not chosen",
+            PROMPTY,
+            2,
+            4,
+            {"least": {"prefill": 1, "decode": 4}},
+            "add",
+            "prefill",
+        ),
+        ("nor one more than the most", PROMPTY, 2, 4, {"most": {"prefill": 2, "decode": 4}}, "stay", None),
+        ("the last decode instance stays", replace(PROMPTY, requests_per_s=9.0), 1, 1, {}, "add", "prefill"),
+        ("a small gain is none", PROMPTY, 3, 3, {"margin": 1.0}, "add", "prefill"),
+        ("nobody starts instances", replace(PROMPTY, requests_per_s=40.0), 5, 1, {"changes_size": False}, "stay", None),
+        ("a fleet that has too much gives one back", replace(PROMPTY, requests_per_s=0.2), 4, 4, {}, "remove", "prefill"),
+        ("but none below the least", replace(PROMPTY, requests_per_s=0.01, answer_tokens_per_s=2.0), 1, 1, {}, "stay", None),
+    ],
+)
+def test_a_choice(what: str, demand: FleetDemand, prefill: int, decode: int, limits: Any, action: str, role: Role | None) -> None:
+    choice = choose(demand, replace(LIMITS, **limits), prefill, decode)
+    assert (choice.action, choice.role) == (action, role), f"{what}: {choice.reason}"
+    assert choice.reason.startswith(f"{prefill} prefill + {decode} decode serve ")
+
+
+def test_no_instance_is_added_while_one_is_on_its_way() -> None:
+    demand = replace(PROMPTY, requests_per_s=9.0)
+    assert choose(demand, LIMITS, 1, 1).action == "add"
+    assert choose(demand, LIMITS, 1, 1, coming=1).action == "stay"
+
+
+def test_a_large_fleet_changes_half_of_what_it_lacks_at_once() -> None:
+    choice = choose(replace(PROMPTY, requests_per_s=40.0, answer_tokens_per_s=4000.0), LIMITS, 10, 50)
+    assert choice.action == "flip" and choice.count > 5
+
+
+def test_following_the_choices_ends_at_a_fleet_that_stays() -> None:
+    """Whatever comes, and whatever the fleet begins as: no two choices undo each other."""
+    random = Random(2)
+    for _ in range(60):
+        demand = replace(PROMPTY, requests_per_s=random.uniform(0.5, 12), answer_tokens_per_s=random.uniform(50, 6000))
+        counts: dict[Role, int] = {"prefill": random.randint(1, 8), "decode": random.randint(1, 8)}
+        seen: list[ScalingChoice] = []
+        while (choice := choose(demand, LIMITS, counts["prefill"], counts["decode"])).action != "stay":
+            assert choice.role is not None
+            other: Role = "decode" if choice.role == "prefill" else "prefill"
+            counts[choice.role] += -1 if choice.action == "remove" else choice.count
+            counts[other] -= choice.count if choice.action == "flip" else 0
+            seen.append(choice)
+            assert len(seen) < 40 and min(counts.values()) >= 1, seen
+        assert not ({"add", "remove"} <= {each.action for each in seen}), seen
+    assert AMPLE > 1
