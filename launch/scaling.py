@@ -79,9 +79,9 @@ class ScalingChoice:
     action: ScalingAction
     reason: str
     role: Role | None = None
-    """Of the instance from now on, or of the one that goes."""
+    """The instance's role from now on, or that of the one that goes."""
     count: int = 1
-    """Of how many instances the role changes."""
+    """How many instances change their role."""
 
 
 def prefill_serves(demand: FleetDemand, times: float, instances: int, slo_ttft_s: float) -> bool:
@@ -125,7 +125,7 @@ class Headroom(NamedTuple):
 
 
 def headroom(demand: FleetDemand, limits: ScalingLimits, prefill: int, decode: int) -> Headroom:
-    """Of a fleet of so many instances."""
+    """What a fleet of so many instances has."""
     of_decode = _most(lambda times: decode_serves(demand, times, decode, limits.slo_itl_s, alone=not prefill))
     of_prefill = _most(lambda times: prefill_serves(demand, times, prefill or decode, limits.slo_ttft_s))
     return Headroom(of_prefill, of_decode) if prefill else Headroom(*[min(of_prefill, of_decode)] * 2)

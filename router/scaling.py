@@ -88,7 +88,7 @@ def role_figures(fleet: Members, role: Role) -> RoleFigures:
 class ScalingDecision(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What a planner has decided: the body of POST /cluster/decisions."""
 
-    action: ScalingAction
+    action: Annotated[ScalingAction, Meta(description="What is done; stay: nothing.")]
     reason: Annotated[str, Meta(min_length=1, max_length=1000, description="Why, in words.")]
     instance: Annotated[str, Meta(max_length=128, description="Whom it is about; empty: nobody who is there yet.")] = ""
     role: Annotated[Role | None, Meta(description="Of the instance from now on.")] = None
@@ -121,7 +121,7 @@ class ScalingBoard:
         self.kept = KeptInstances(names=tuple(names), spare=spare)
 
     def decided(self, decision: ScalingDecision) -> None:
-        """Of decisions to stay that follow each other, the latest is remembered."""
+        """Remember it; a decision to stay takes the place of one before it."""
         self.counts[decision.action] += 1
         if self.decisions and decision.action == self.decisions[-1].action == "stay":
             self.decisions.pop()

@@ -38,8 +38,8 @@ class ScalingDecisions(msgspec.Struct, frozen=True, kw_only=True):
     decisions: list[ScalingDecision]
 
 
-_REFUSALS = (400, 403, 413, 415, 503)
-DECIDED = call_route("Operations", "Tell of a decision", ScalingDecision, ScalingDecision, _REFUSALS[:-1])
+_REFUSALS = (400, 403, 408, 413, 415, 503)
+DECIDED = call_route("Operations", "Tell of a decision", ScalingDecision, ScalingDecision, _REFUSALS)
 DECISIONS = Described("Operations", "Decisions", "The latest decisions about the fleet, in order.", ScalingDecisions)
 START_ONE = call_route("Operations", "Start an instance", StartFields, StartAnswer, _REFUSALS)
 

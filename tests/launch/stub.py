@@ -14,8 +14,8 @@ $STUB_<NAME> tells the stub of that name how to misbehave:
     babbler     reports a line that is none
     asks        a router that asks for a decode instance whenever it hears of a spare one
 
-$STUB_SPARE is the number of spare instances. $STUB_ORPHAN_S replaces the product's patience with an orphan. With $STUB_JUMP_TO_DEADLINE, the clock of `launch local` jumps to
-the startup deadline when prefill-0 is ready and decode-0 is not.
+$STUB_SPARE is the number of spare instances. $STUB_ORPHAN_S replaces the product's patience with an orphan. With
+$STUB_JUMP_TO_DEADLINE, the clock of `launch local` jumps to the startup deadline when prefill-0 is ready and decode-0 is not.
 """
 
 import contextlib

@@ -14,10 +14,12 @@ from router.api.embeddings import EmbeddingFields
 from router.api.errors import ErrorBody
 from router.api.responses import ResponseFields
 from router.api.routes import DetokenizeFields, TokenizeFields
+from router.api.scaling import StartFields
 from router.api.sglang import AbortFields, GenerateFields
 from router.api.vllm import AbortManyFields
 from router.api.weight_groups import DestroyGroupFields, GroupBucketFields, InitGroupFields, ReadWeightFields
 from router.api.weights import ContinueFields, DiskFields, PauseFields, TensorFields, VersionFields
+from router.scaling import ScalingDecision
 from tests.router.calls import get
 from tests.router.fakes import Site
 
@@ -70,6 +72,8 @@ BODIES = {
     "/unload_lora_adapter": UnloadFields,
     "/v1/load_lora_adapter": LoadFields,
     "/v1/unload_lora_adapter": UnloadFields,
+    "/cluster/instances": StartFields,
+    "/cluster/decisions": ScalingDecision,
     "/tokenize": TokenizeFields,
     "/detokenize": DetokenizeFields,
 }

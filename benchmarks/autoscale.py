@@ -1,0 +1,179 @@
+"""`python -m benchmarks.autoscale`: a fleet that shapes itself against fixed ones, on simulated time, under a load whose prompts and
+answers change their ratio fourfold: in every second phase prompts have half of their tokens, and answers have twice as many.
+
+Owns the load and the comparison. The fleet, its router and what decides are the real ones. A change of roles is simulated as an
+instance that drains and starts anew without its cache, which is worse than what a real one does.
+"""
+
+import asyncio
+import json
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import count
+from pathlib import Path
+from typing import Annotated, Literal
+
+import msgspec
+import numpy as np
+
+from bench.report import Goal
+from benchmarks.command import Column, Invocation, start, table_of
+from common.config import RouterConfig
+from common.ids import InstanceId, Role
+from common.options import option, require_above_0, require_at_least
+from launch.autoscale import Autoscaler, whom
+from launch.fleet_options import ScalingConfig
+from launch.scaling import ScalingChoice
+from router.cluster import cluster_page
+from simulation.plan import FleetPlan, LoadPlan
+from simulation.planned_fleet import PlannedFleet
+from simulation.report import figures
+from simulation.run import Simulation
+from simulation.workload import BLOCK_TOKENS, read_trace
+
+LENGTHS = {"conversation": (12_035, 343), "synthetic": (15_325, 149), "toolagent": (8_596, 182)}
+"""Mean tokens of prompts and answers in Mooncake's traces (https://github.com/kvcache-ai/Mooncake, FAST25-release)."""
+MOST_HOLDS = 1.15
+LOOK_S, DRAIN_S = 0.05, 1.0
+QUICK = {"phase_s": 20.0, "phases": 2, "instances": 3, "rate": 2.0}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShiftBench:
+    """The load and the fleet."""
+
+    lengths: Literal["conversation", "synthetic", "toolagent"] = option("conversation", "whose mean lengths the prompts have")
+    trace: str = option("", "take the requests from this trace instead, in Mooncake's format")
+    speed: float = option(1.0, "with --trace: play it so many times as fast")
+    rate: float = option(5.0, "without --trace: requests per second")
+    phase_s: float = option(120.0, "seconds of a phase")
+    phases: int = option(4, "how many phases")
+    instances: int = option(6, "how many instances the fleet has")
+    step_cost: str = option(FleetPlan().step_cost, "assumed: as launch simulate has it")
+    kv_pages: int = option(8_000, "assumed: KV pages of an instance, of 16 tokens")
+    seed: int = option(0, "of all that is random")
+
+    def __post_init__(self) -> None:
+        require_above_0(self, "rate", "phase_s", "speed")
+        require_at_least(self, phases=1, instances=2, kv_pages=1)
+
+
+class LayoutFigures(msgspec.Struct, frozen=True, kw_only=True):
+    """What the clients of one layout got."""
+
+    layout: Annotated[str, Column("layout")]
+    good_per_s: Annotated[float, Column("good answers/s", ".2f")]
+    good_share: Annotated[float, Column("of all", ".1%")]
+    first_token_p90_s: Annotated[float, Column("first token p90, s", ".2f")]
+    between_p90_s: Annotated[float, Column("mean between tokens p90, ms", ".1f", 1e3)]
+    failed: Annotated[int, Column("failed")]
+    flips: Annotated[int, Column("changes of role")]
+
+
+def requests(bench: ShiftBench) -> Iterator[tuple[float, int, int, tuple[int, ...]]]:
+    """When each comes, the tokens of its prompt and of its answer, and its prompt's blocks, before any shift."""
+    if bench.trace:
+        for each in read_trace(bench.trace, bench.speed):
+            (turn,) = each.turns
+            yield each.at_s, turn.input_tokens, turn.output_tokens, turn.blocks
+    random, at_s, block = np.random.default_rng(bench.seed), 0.0, 0
+    for _ in count() if not bench.trace else ():
+        at_s += float(random.exponential(1 / bench.rate))
+        prompt, answer = (max(2, round(random.exponential(mean))) for mean in LENGTHS[bench.lengths])
+        blocks = tuple(range(block, block + -(-prompt // BLOCK_TOKENS)))
+        block += len(blocks)
+        yield at_s, prompt, answer, blocks
+
+
+def write_trace(bench: ShiftBench, path: Path) -> None:
+    with path.open("w") as file:
+        for at_s, prompt, answer, blocks in requests(bench):
+            phase = int(at_s // bench.phase_s)
+            if phase >= bench.phases:
+                return
+            if phase % 2:
+                prompt, answer = max(1, prompt // 2), 2 * answer
+                blocks = blocks[: -(-prompt // BLOCK_TOKENS)]
+            line = {"timestamp": 1000 * at_s, "input_length": prompt, "output_length": answer, "hash_ids": blocks}
+            file.write(json.dumps(line) + "\n")
+
+
+def change_role(fleet: PlannedFleet, name: str, role: Role) -> None:
+    """It drains, and starts anew in the other role."""
+    router, before = fleet.router_process, fleet.instances[name]
+    router.deliver(router.core.drain(InstanceId(name), fleet.clock.now))
+
+    def look() -> None:
+        if fleet.instances.get(name) is before:
+            fleet.clock.at(fleet.clock.now + LOOK_S, look)
+        else:
+            fleet.start(name, role)
+
+    look()
+
+
+class SimulatedAutoscaler:
+    """Looks at the fleet's own page, as `launch autoscale` does, at times of the simulated clock."""
+
+    def __init__(self, fleet: PlannedFleet, config: ScalingConfig) -> None:
+        self._fleet, self._interval_s, self._autoscaler = fleet, config.interval_s, Autoscaler(config)
+        self.made: list[tuple[float, ScalingChoice]] = []
+        self._look()
+
+    def _look(self) -> None:
+        fleet = self._fleet
+        page = msgspec.json.decode(msgspec.json.encode(asyncio.run(cluster_page(fleet.router_process.core))))
+        choice = self._autoscaler.decide(page, None, fleet.clock.now)
+        if choice.action == "flip" and choice.role is not None:
+            self.made.append((fleet.clock.now, choice))
+            for name in whom(page, choice):
+                change_role(fleet, name, choice.role)
+        fleet.clock.at(fleet.clock.now + self._interval_s, self._look)
+
+
+def run_layout(bench: ShiftBench, scaling: ScalingConfig, trace: Path, prefill: int | None) -> LayoutFigures:
+    """prefill: how many instances of a fixed fleet compute prompts; None: the fleet shapes itself, from equal halves."""
+    of_prefill = bench.instances // 2 if prefill is None else prefill
+    layout = {"prefill": of_prefill, "decode": bench.instances - of_prefill, "kv_pages": bench.kv_pages}
+    load = LoadPlan(trace=str(trace), slo_ttft_s=scaling.slo_ttft_s, slo_itl_s=scaling.slo_itl_s)
+    router = RouterConfig(max_requests=FleetPlan().max_requests, drain_timeout_s=DRAIN_S)
+    simulation = Simulation(replace(FleetPlan(step_cost=bench.step_cost), **layout), load, router)  # type: ignore[arg-type]
+    autoscaler = SimulatedAutoscaler(simulation.fleet, scaling) if prefill is None else None
+    simulation.run()
+    found, made = figures(simulation), autoscaler.made if autoscaler else []
+    for at_s, choice in made:
+        print(f"{at_s - simulation.began_s:.0f} s: {choice.count} to {choice.role}: {choice.reason}", file=sys.stderr)
+    name = "colocated" if prefill == 0 else "autoscale" if prefill is None else f"{prefill} + {bench.instances - prefill}"
+    return LayoutFigures(
+        layout=name,
+        good_per_s=found.good_requests / (bench.phases * bench.phase_s),
+        good_share=found.good_requests / max(1, found.requests),
+        first_token_p90_s=found.first_token_s.p90,
+        between_p90_s=found.mean_between_tokens_s.p90,
+        failed=sum(times for ending, times in found.endings.items() if not ending.startswith("finished")),
+        flips=sum(choice.count for _, choice in made),
+    )
+
+
+def run(invocation: Invocation) -> int:
+    bench, scaling = invocation.config(ShiftBench, QUICK), invocation.config(ScalingConfig, {})
+    with tempfile.TemporaryDirectory() as folder:
+        write_trace(bench, trace := Path(folder, "trace.jsonl"))
+        layouts = [None, *range(bench.instances)]
+        found = [run_layout(bench, scaling, trace, prefill) for prefill in layouts]
+    best = max(found[1:], key=lambda each: each.good_per_s)
+    gain = found[0].good_per_s / max(best.good_per_s, 1e-9)
+    goal = Goal.of(f"good answers, as a multiple of those of the best fixed fleet ({best.layout})", gain, ".2f", least=MOST_HOLDS)
+    limits = f"good: the first token within {scaling.slo_ttft_s:g} s and {1e3 * scaling.slo_itl_s:g} ms a token"
+    body = invocation.style.section("Layouts, prefill + decode", table_of(LayoutFigures, found))
+    invocation.publish(limits, "all but the time it took", body, [goal], layouts=found)
+    return 0
+
+
+if __name__ == "__main__":
+    without = ("router", "control_key", "tls_cert", "dry_run", "scale", "kube_url", "kube_account", "kube_prefill", "kube_decode")
+    sys.exit(
+        start("autoscale", "Compare a fleet that shapes itself with fixed ones.", run, ShiftBench, ScalingConfig, without=without)
+    )
