@@ -1,5 +1,5 @@
-"""`python -m benchmarks.autoscale`: a fleet that shapes itself against fixed ones, on simulated time, under a load whose prompts and
-answers change their ratio fourfold: in every second phase prompts have half of their tokens, and answers have twice as many.
+"""A fleet that shapes itself against fixed ones, on simulated time, under a load whose prompts and answers change their ratio
+fourfold: in every second phase prompts have half of their tokens, and answers have twice as many.
 
 Owns the load and the comparison. The fleet, its router and what decides are the real ones. A change of roles is simulated as an
 instance that drains and starts anew without its cache, which is worse than what a real one does.
@@ -25,7 +25,6 @@ from common.ids import InstanceId, Role
 from common.options import option, require_above_0, require_at_least
 from launch.autoscale import Autoscaler, whom
 from launch.fleet_options import ScalingConfig
-from launch.scaling import ScalingChoice
 from router.cluster import cluster_page
 from simulation.plan import FleetPlan, LoadPlan
 from simulation.planned_fleet import PlannedFleet
@@ -46,17 +45,15 @@ class ShiftBench:
 
     lengths: Literal["conversation", "synthetic", "toolagent"] = option("conversation", "whose mean lengths the prompts have")
     trace: str = option("", "take the requests from this trace instead, in Mooncake's format")
-    speed: float = option(1.0, "with --trace: play it so many times as fast")
     rate: float = option(5.0, "without --trace: requests per second")
     phase_s: float = option(120.0, "seconds of a phase")
     phases: int = option(4, "how many phases")
     instances: int = option(6, "how many instances the fleet has")
-    step_cost: str = option(FleetPlan().step_cost, "assumed: as launch simulate has it")
     kv_pages: int = option(8_000, "assumed: KV pages of an instance, of 16 tokens")
     seed: int = option(0, "of all that is random")
 
     def __post_init__(self) -> None:
-        require_above_0(self, "rate", "phase_s", "speed")
+        require_above_0(self, "rate", "phase_s")
         require_at_least(self, phases=1, instances=2, kv_pages=1)
 
 
@@ -68,14 +65,13 @@ class LayoutFigures(msgspec.Struct, frozen=True, kw_only=True):
     good_share: Annotated[float, Column("of all", ".1%")]
     first_token_p90_s: Annotated[float, Column("first token p90, s", ".2f")]
     between_p90_s: Annotated[float, Column("mean between tokens p90, ms", ".1f", 1e3)]
-    failed: Annotated[int, Column("failed")]
     flips: Annotated[int, Column("changes of role")]
 
 
 def requests(bench: ShiftBench) -> Iterator[tuple[float, int, int, tuple[int, ...]]]:
     """When each comes, the tokens of its prompt and of its answer, and its prompt's blocks, before any shift."""
     if bench.trace:
-        for each in read_trace(bench.trace, bench.speed):
+        for each in read_trace(bench.trace, 1.0):
             (turn,) = each.turns
             yield each.at_s, turn.input_tokens, turn.output_tokens, turn.blocks
     random, at_s, block = np.random.default_rng(bench.seed), 0.0, 0
@@ -119,7 +115,7 @@ class SimulatedAutoscaler:
 
     def __init__(self, fleet: PlannedFleet, config: ScalingConfig) -> None:
         self._fleet, self._interval_s, self._autoscaler = fleet, config.interval_s, Autoscaler(config)
-        self.made: list[tuple[float, ScalingChoice]] = []
+        self.flips = 0
         self._look()
 
     def _look(self) -> None:
@@ -127,9 +123,9 @@ class SimulatedAutoscaler:
         page = msgspec.json.decode(msgspec.json.encode(asyncio.run(cluster_page(fleet.router_process.core))))
         choice = self._autoscaler.decide(page, None, fleet.clock.now)
         if choice.action == "flip" and choice.role is not None:
-            self.made.append((fleet.clock.now, choice))
             for name in whom(page, choice):
                 change_role(fleet, name, choice.role)
+                self.flips += 1
         fleet.clock.at(fleet.clock.now + self._interval_s, self._look)
 
 
@@ -139,12 +135,10 @@ def run_layout(bench: ShiftBench, scaling: ScalingConfig, trace: Path, prefill: 
     layout = {"prefill": of_prefill, "decode": bench.instances - of_prefill, "kv_pages": bench.kv_pages}
     load = LoadPlan(trace=str(trace), slo_ttft_s=scaling.slo_ttft_s, slo_itl_s=scaling.slo_itl_s)
     router = RouterConfig(max_requests=FleetPlan().max_requests, drain_timeout_s=DRAIN_S)
-    simulation = Simulation(replace(FleetPlan(step_cost=bench.step_cost), **layout), load, router)  # type: ignore[arg-type]
+    simulation = Simulation(replace(FleetPlan(), **layout), load, router)  # type: ignore[arg-type]
     autoscaler = SimulatedAutoscaler(simulation.fleet, scaling) if prefill is None else None
     simulation.run()
-    found, made = figures(simulation), autoscaler.made if autoscaler else []
-    for at_s, choice in made:
-        print(f"{at_s - simulation.began_s:.0f} s: {choice.count} to {choice.role}: {choice.reason}", file=sys.stderr)
+    found = figures(simulation)
     name = "colocated" if prefill == 0 else "autoscale" if prefill is None else f"{prefill} + {bench.instances - prefill}"
     return LayoutFigures(
         layout=name,
@@ -152,8 +146,7 @@ def run_layout(bench: ShiftBench, scaling: ScalingConfig, trace: Path, prefill: 
         good_share=found.good_requests / max(1, found.requests),
         first_token_p90_s=found.first_token_s.p90,
         between_p90_s=found.mean_between_tokens_s.p90,
-        failed=sum(times for ending, times in found.endings.items() if not ending.startswith("finished")),
-        flips=sum(choice.count for _, choice in made),
+        flips=autoscaler.flips if autoscaler else 0,
     )
 
 
@@ -172,8 +165,8 @@ def run(invocation: Invocation) -> int:
     return 0
 
 
+EXPLANATION = "Compare a fleet that shapes itself with fixed ones, on simulated time."
+
 if __name__ == "__main__":
-    without = ("router", "control_key", "tls_cert", "dry_run", "scale", "kube_url", "kube_account", "kube_prefill", "kube_decode")
-    sys.exit(
-        start("autoscale", "Compare a fleet that shapes itself with fixed ones.", run, ShiftBench, ScalingConfig, without=without)
-    )
+    decided = ("router", "control_key", "tls_cert", "dry_run", "scale", "kube_url", "kube_account", "kube_prefill", "kube_decode")
+    sys.exit(start("autoscale", EXPLANATION, run, ShiftBench, ScalingConfig, without=decided))

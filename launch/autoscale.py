@@ -7,14 +7,14 @@ killed at any time: what it remembers is what it saw in the last seconds, and wh
                                                     └──────── why, in words ────► POST /cluster/decisions
 """
 
-import os
 import ssl
+import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, TypeAlias
 from urllib.parse import quote
 
 import msgspec
@@ -27,7 +27,7 @@ from common.sampling_params import ANSWER_TOKENS
 from launch.child import watch
 from launch.fleet_options import ScalingConfig
 from launch.fleet_page import trusting
-from launch.scaling import FleetDemand, ScalingChoice, ScalingLimits, choose
+from launch.scaling import FleetDemand, ScalingChoice, choose
 from router.scaling import ROLES, RoleFigures, ScalingDecision
 
 ANSWER_S = 30.0
@@ -95,16 +95,7 @@ class Autoscaler:
     """What is decided from look to look. Opens no connection and reads no clock."""
 
     def __init__(self, config: ScalingConfig) -> None:
-        self._config = config
-        self._window = FleetWindow(config.window_s)
-        self._limits = ScalingLimits(
-            slo_ttft_s=config.slo_ttft_s,
-            slo_itl_s=config.slo_itl_s,
-            least={"prefill": config.min_prefill, "decode": config.min_decode},
-            most={"prefill": config.max_prefill, "decode": config.max_decode},
-            margin=config.margin,
-            changes_size=config.scale != "none",
-        )
+        self._config, self._window = config, FleetWindow(config.window_s)
         self._wanted: tuple[str, Role | None] = "stay", None
         self._wanted_since_s = 0.0
         self._changed: tuple[Role | None, float] = None, 0.0
@@ -121,7 +112,7 @@ class Autoscaler:
         if demand is None:
             return ScalingChoice("stay", "too few requests have come to tell anything")
         coming = 0 if kept is None else kept - len(page["instances"])
-        choice = choose(demand, self._limits, prefill.instances, decode.instances, coming)
+        choice = choose(demand, self._config, prefill.instances, decode.instances, coming)
         return self._held(choice, now)
 
     def _held(self, choice: ScalingChoice, now: float) -> ScalingChoice:
@@ -159,32 +150,6 @@ def whom(page: Mapping[str, Any], choice: ScalingChoice) -> Sequence[str]:
 # --- who starts and ends instances -------------------------------------------------------------------------------------------
 
 
-class InstanceKeeper(Protocol):
-    """Who starts and ends instances. Each method raises RequestFailed."""
-
-    def kept(self, page: Mapping[str, Any]) -> int | None:
-        """How many instances are there or will be; None: nobody knows."""
-
-    def add(self, role: Role) -> None:
-        """Start one more."""
-
-    def remove(self, page: Mapping[str, Any], choice: ScalingChoice) -> str:
-        """End one of the chosen role, in order. Returns its name."""
-
-
-class NoKeeper:
-    """Roles change, and nothing else."""
-
-    def kept(self, page: Mapping[str, Any]) -> None:
-        return None
-
-    def add(self, role: Role) -> None:
-        raise RequestFailed("nobody starts instances")
-
-    def remove(self, page: Mapping[str, Any], choice: ScalingChoice) -> str:
-        raise RequestFailed("nobody ends instances")
-
-
 class LaunchKeeper:
     """The `launch local` or `launch ray` that started the router. What has drained is a spare instance there."""
 
@@ -192,12 +157,15 @@ class LaunchKeeper:
         self._client = client
 
     def kept(self, page: Mapping[str, Any]) -> int | None:
+        """How many instances are there or will be; None: nobody knows. Each method raises RequestFailed."""
         return None if page["kept"] is None else len(page["kept"]["names"])
 
     def add(self, role: Role) -> None:
+        """Have one more started."""
         self._client.post("/cluster/instances", {"role": role})
 
     def remove(self, page: Mapping[str, Any], choice: ScalingChoice) -> str:
+        """Have one of the chosen role end in order. Returns its name."""
         name = whom(page, choice)[0]
         self._client.post(f"/cluster/{quote(name, safe='')}/drain", {})
         return name
@@ -213,18 +181,14 @@ class KubernetesKeeper:
     def __init__(self, config: ScalingConfig) -> None:
         """Raises ConfigError."""
         self._account = Path(config.kube_account)
-        host = f"https://{os.environ.get('KUBERNETES_SERVICE_HOST', '')}:{os.environ.get('KUBERNETES_SERVICE_PORT', '443')}"
-        self._url = config.kube_url or host
-        if not config.kube_url and "KUBERNETES_SERVICE_HOST" not in os.environ:
-            raise ConfigError("--scale kubernetes works in a pod of the cluster; elsewhere give --kube-url and --kube-account")
+        self._url = config.kube_url
         try:
             namespace = (self._account / "namespace").read_text().strip()
         except OSError as error:
             raise ConfigError(f"--kube-account: {error.filename} cannot be read: {error.strerror}") from error
-        workloads = {"prefill": config.kube_prefill, "decode": config.kube_decode}
         self._paths: dict[Role, str] = {}
-        for role in ROLES:
-            group, version, plural, name = workloads[role].split("/")
+        for role, workload in zip(ROLES, (config.kube_prefill, config.kube_decode), strict=True):
+            group, version, plural, name = workload.split("/")
             self._paths[role] = f"/apis/{group}/{version}/namespaces/{namespace}/{plural}/{name}/scale"
 
     def kept(self, page: Mapping[str, Any]) -> int:
@@ -262,13 +226,16 @@ class KubernetesKeeper:
         return RouterClient(self._url, token, ANSWER_S, tls)
 
 
+InstanceKeeper: TypeAlias = LaunchKeeper | KubernetesKeeper
+
+
 # --- the loop ------------------------------------------------------------------------------------------------------------------
 
 
 class ScalingLoop:
     """Looks, has chosen, and acts."""
 
-    def __init__(self, config: ScalingConfig, client: RouterClient, keeper: InstanceKeeper) -> None:
+    def __init__(self, config: ScalingConfig, client: RouterClient, keeper: InstanceKeeper | None) -> None:
         self._autoscaler = Autoscaler(config)
         self._client, self._keeper = client, keeper
         self._is_dry = config.dry_run == "on"
@@ -276,7 +243,8 @@ class ScalingLoop:
     def turn(self, now: float) -> list[ScalingDecision]:
         """One look, and what follows from it. Raises RequestFailed when nothing can be seen."""
         page = self._client.get("/cluster")
-        choice = self._autoscaler.decide(page, self._keeper.kept(page), now)
+        kept = None if self._keeper is None else self._keeper.kept(page)
+        choice = self._autoscaler.decide(page, kept, now)
         decisions = list(self._carry_out(page, choice))
         for decision in decisions:
             self._client.post("/cluster/decisions", msgspec.to_builtins(decision))
@@ -295,25 +263,13 @@ class ScalingLoop:
         """Returns whom it was about. Raises RequestFailed."""
         if choice.action != "stay" and self._is_dry:
             raise RequestFailed("nothing was changed: --dry-run")
-        match choice:
-            case ScalingChoice(action="flip"):
-                self._client.post(f"/cluster/{quote(name, safe='')}/role", {"role": choice.role})
-            case ScalingChoice(action="add", role="prefill" | "decode" as role):
-                self._keeper.add(role)
-            case ScalingChoice(action="remove"):
-                return self._keeper.remove(page, choice)
+        if choice.action == "flip":
+            self._client.post(f"/cluster/{quote(name, safe='')}/role", {"role": choice.role})
+        elif choice.action == "add" and self._keeper is not None and choice.role is not None:
+            self._keeper.add(choice.role)
+        elif choice.action == "remove" and self._keeper is not None:
+            return self._keeper.remove(page, choice)
         return name
-
-
-def keeper_of(config: ScalingConfig, client: RouterClient) -> InstanceKeeper:
-    """Raises ConfigError."""
-    match config.scale:
-        case "none":
-            return NoKeeper()
-        case "launch":
-            return LaunchKeeper(client)
-        case "kubernetes":
-            return KubernetesKeeper(config)
 
 
 def run(config: ScalingConfig) -> int:
@@ -323,19 +279,18 @@ def run(config: ScalingConfig) -> int:
         client = RouterClient(config.router, read_control_key(config.control_key) if config.control_key else "", ANSWER_S, tls)
     except RequestFailed as error:
         raise ConfigError(f"--router: {error}") from error
-    loop, stopped, shown = ScalingLoop(config, client, keeper_of(config, client)), threading.Event(), ""
+    keeper: InstanceKeeper | None = LaunchKeeper(client) if config.scale == "launch" else None
+    if config.scale == "kubernetes":
+        keeper = KubernetesKeeper(config)
+    loop, stopped = ScalingLoop(config, client, keeper), threading.Event()
     watch(lambda number: stopped.set())
     while not stopped.is_set():
         began_s = time.monotonic()
         try:
-            decisions = loop.turn(began_s)
-            made = [each for each in decisions if each.action != "stay"]
-            lines = [f"{each.action} {each.instance}: {each.reason} {each.outcome}" for each in made]
+            for each in loop.turn(began_s):
+                if each.action != "stay":
+                    print(f"{each.action} {each.instance}: {each.reason} {each.outcome}".rstrip(), flush=True)
         except RequestFailed as error:
-            lines = [str(error)]
-        for line in lines:
-            if line != shown:
-                print(line.rstrip(), flush=True)
-            shown = line
+            print(error, file=sys.stderr, flush=True)
         stopped.wait(max(0.0, began_s + config.interval_s - time.monotonic()))
     return 0

@@ -174,7 +174,7 @@ class ScalingConfig:
         "the router with --spare instances; kubernetes: the scale of two workloads",
     )
 
-    kube_url: str = option("", "with --scale kubernetes: URL of the API server; default: that of this pod's cluster")
+    kube_url: str = option("https://kubernetes.default.svc", "with --scale kubernetes: URL of the API server")
     kube_account: str = option(ACCOUNT, "with --scale kubernetes: folder with token, ca.crt and namespace of the service account")
     kube_prefill: str = option(f"{LWS}/tandem-prefill", "with --scale kubernetes: group/version/plural/name of the workload")
     kube_decode: str = option(f"{LWS}/tandem-decode", "the same for decode instances")
@@ -190,3 +190,7 @@ class ScalingConfig:
             require(len(parts) == 4 and all(parts), flag, rule, vars(self)[flag])
         if self.scale != "kubernetes":
             refuse_without_effect(self, ("kube_url", "kube_account", "kube_prefill", "kube_decode"), "without --scale kubernetes")
+
+    def allows(self, prefill: int, decode: int) -> bool:
+        """Whether a fleet may have so many instances."""
+        return self.min_prefill <= prefill <= self.max_prefill and self.min_decode <= decode <= self.max_decode

@@ -14,11 +14,12 @@ a person can check the reason with a pencil. It leaves out what averages out ove
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from common.ids import Role
+from launch.fleet_options import ScalingConfig
 from router.scaling import ScalingAction
 
 GOOD_SHARE = 0.9
@@ -53,23 +54,6 @@ class FleetDemand:
     """Tokens of KV that one decode instance holds."""
     max_running: float
     """Requests that it computes at once."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ScalingLimits:
-    """What a choice must keep to."""
-
-    slo_ttft_s: float
-    slo_itl_s: float
-    least: Mapping[Role, int]
-    most: Mapping[Role, int]
-    margin: float
-    """A change must add this share of the headroom."""
-    changes_size: bool
-    """Somebody can start and end instances."""
-
-    def allow(self, role: Role, count: int) -> bool:
-        return self.least[role] <= count <= self.most[role]
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,10 +108,10 @@ class Headroom(NamedTuple):
         return f"{self.prefill:.2f} times the load at prefill and {self.decode:.2f} at decode"
 
 
-def headroom(demand: FleetDemand, limits: ScalingLimits, prefill: int, decode: int) -> Headroom:
+def headroom(demand: FleetDemand, config: ScalingConfig, prefill: int, decode: int) -> Headroom:
     """What a fleet of so many instances has."""
-    of_decode = _most(lambda times: decode_serves(demand, times, decode, limits.slo_itl_s, alone=not prefill))
-    of_prefill = _most(lambda times: prefill_serves(demand, times, prefill or decode, limits.slo_ttft_s))
+    of_decode = _most(lambda times: decode_serves(demand, times, decode, config.slo_itl_s, alone=not prefill))
+    of_prefill = _most(lambda times: prefill_serves(demand, times, prefill or decode, config.slo_ttft_s))
     return Headroom(of_prefill, of_decode) if prefill else Headroom(*[min(of_prefill, of_decode)] * 2)
 
 
@@ -140,24 +124,23 @@ def _most(serves: Callable[[float], bool]) -> float:
     return most if most == MOST else least
 
 
-def choose(demand: FleetDemand, limits: ScalingLimits, prefill: int, decode: int, coming: int = 0) -> ScalingChoice:
+def choose(demand: FleetDemand, config: ScalingConfig, prefill: int, decode: int, coming: int = 0) -> ScalingChoice:
     """What is best for a fleet of so many instances that take requests. coming: how many more will be there, or fewer."""
-    now = headroom(demand, limits, prefill, decode)
+    now = headroom(demand, config, prefill, decode)
     have = f"{prefill} prefill + {decode} decode serve {now}"
 
     def options(*counts: tuple[int, int]) -> list[tuple[Headroom, int, int]]:
         """Those that keep to the limits, the best first, and of equal ones the most similar."""
-        allowed = [each for each in counts if limits.allow("prefill", each[0]) and limits.allow("decode", each[1])]
-        found = [(headroom(demand, limits, *each), *each) for each in allowed]
+        found = [(headroom(demand, config, *each), *each) for each in counts if config.allows(*each)]
         return sorted(found, key=lambda each: (-each[0].least, abs(each[1] - prefill)))
 
     divisions = options(*((each, prefill + decode - each) for each in range(prefill + decode)))
-    if divisions and now.least < ENOUGH and divisions[0][0].least >= now.least * (1 + limits.margin):
+    if divisions and now.least < ENOUGH and divisions[0][0].least >= now.least * (1 + config.margin):
         best, more, fewer = divisions[0]
         role: Role = "prefill" if more > prefill else "decode"
         count = max(1, abs(more - prefill) // 2)
         return ScalingChoice("flip", f"{have}; {more} + {fewer} would serve {best}", role, count)
-    if not limits.changes_size or coming:
+    if config.scale == "none" or coming:
         return ScalingChoice("stay", have + (f"; {coming} instances are on their way" if coming else ""))
     larger = options((prefill + 1, decode), (prefill, decode + 1)) if now.least < SCARCE else []
     if larger:

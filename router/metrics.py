@@ -27,8 +27,8 @@ from common.messages import Counters, Ending, Failed, LinkState, Load, RouterInb
 from router.attempts import Phase
 from router.core import RouterCore
 from router.fleet import Members
-from router.members import Member
-from router.scaling import ACTIONS, ROLES, role_figures
+from router.members import Member, RoleTotals
+from router.scaling import ACTIONS, ROLES, RoleFigures, role_figures
 from router.timelines import Durations, RequestTimes, ResumeReason
 
 
@@ -87,10 +87,14 @@ def role_metrics(fleet: Members) -> bytes:
     """The metrics of each role, as planners, KEDA and HPA read them."""
     figures = [role_figures(fleet, role) for role in ROLES]
     labels, totals = [f'role="{role}"' for role in ROLES], [each.totals for each in figures]
-    parts: list[str] = []
-    for name, what in ROLE_GAUGES.items():
-        parts.append(_member_family("gauge", f"tandem_role_{name}", what, labels, list(map(attrgetter(name), figures))))
-    for name, what in ROLE_COUNTERS.items():
+    what, gauges = (
+        "As the members of the role report together.",
+        [name for name in RoleFigures.__struct_fields__ if name != "totals"],
+    )
+    parts = [
+        _member_family("gauge", f"tandem_role_{name}", what, labels, list(map(attrgetter(name), figures))) for name in gauges
+    ]
+    for name in RoleTotals.__struct_fields__:
         parts.append(_member_family("counter", f"tandem_role_{name}_total", what, labels, list(map(attrgetter(name), totals))))
     return "".join(parts).encode()
 
@@ -106,20 +110,6 @@ def _escaped(value: str) -> str:
     return value.replace("\\", r"\\").replace("\n", r"\n").replace('"', r"\"")
 
 
-ROLE_GAUGES = {
-    "instances": "Members that take requests.",
-    "queue_s": "Seconds that they need to compute the prompts which they have, if no more come.",
-    "occupancy": "The share of their KV pages that is held.",
-    "predicted_ttft_s": "Seconds until the first token of a prompt of mean length that comes now; 0: unknown.",
-    "waiting_requests": "Requests that wait for memory or for their turn.",
-    "running_requests": "Requests that are being computed.",
-}
-ROLE_COUNTERS = {
-    "requests": "Requests taken in.",
-    "prompt_tokens": "Prompt tokens computed.",
-    "answer_tokens": "Answer tokens made.",
-}
-"""The metrics of a role: fields of `RoleFigures`, and of its totals."""
 LATENCY_BUCKETS_S = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 TOKEN_BUCKETS_S = (0.001, 0.002, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
 PHASE_BUCKETS_S = (0.0005, 0.001, 0.002, *LATENCY_BUCKETS_S)

@@ -4,7 +4,6 @@ Owns the bodies and answers of these endpoints. `router.scaling` owns what is re
 """
 
 import time
-from typing import Literal
 
 import msgspec
 from fastapi import Request
@@ -27,11 +26,6 @@ class StartFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     role: Role
 
 
-class StartAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    role: Role
-    state: Literal["starting"] = "starting"
-
-
 class ScalingDecisions(msgspec.Struct, frozen=True, kw_only=True):
     """The answer of GET /cluster/decisions."""
 
@@ -41,7 +35,7 @@ class ScalingDecisions(msgspec.Struct, frozen=True, kw_only=True):
 _REFUSALS = (400, 403, 408, 413, 415, 503)
 DECIDED = call_route("Operations", "Tell of a decision", ScalingDecision, ScalingDecision, _REFUSALS)
 DECISIONS = Described("Operations", "Decisions", "The latest decisions about the fleet, in order.", ScalingDecisions)
-START_ONE = call_route("Operations", "Start an instance", StartFields, StartAnswer, _REFUSALS)
+START_ONE = call_route("Operations", "Start an instance", StartFields, StartFields, _REFUSALS)
 
 
 def _read_decision(body: bytes, context_tokens: int | None = None) -> ScalingDecision:
@@ -72,4 +66,4 @@ class ScalingApi:
         """Have `launch local` or `launch ray`, by which this router was started, start one of its spare instances."""
         asked = await visit_of(request).read(request, _read_start)
         self._board.start(asked.role)
-        return json_response(StartAnswer(role=asked.role), 202)
+        return json_response(asked)

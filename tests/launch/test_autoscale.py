@@ -13,7 +13,7 @@ import pytest
 
 from common.errors import ConfigError
 from common.processes.router_client import RequestFailed, RouterClient
-from launch.autoscale import Autoscaler, FleetLook, FleetWindow, KubernetesKeeper, LaunchKeeper, NoKeeper, ScalingLoop
+from launch.autoscale import Autoscaler, FleetLook, FleetWindow, KubernetesKeeper, LaunchKeeper, ScalingLoop
 from launch.fleet_options import ScalingConfig
 from launch.scaling import ScalingChoice
 from router.members import RoleTotals
@@ -209,7 +209,7 @@ def turns(fleet: Fleet, config: ScalingConfig, looks: int, refuses: str = "") ->
     """What the loop asks of the router besides the page."""
     with closing(Server(RouterOf(fleet, refuses))) as server:
         client = RouterClient(server.url, "the-key")
-        loop = ScalingLoop(config, client, LaunchKeeper(client) if config.scale == "launch" else NoKeeper())
+        loop = ScalingLoop(config, client, LaunchKeeper(client) if config.scale == "launch" else None)
         for _ in range(looks):
             loop.turn(fleet.now + 2.0)
         assert {key for *_, key in server.asked} == {"Bearer the-key"}
@@ -355,9 +355,6 @@ def test_a_wrong_flag_is_refused_by_its_name(flags: Any, named: str) -> None:
         ScalingConfig(**flags)
 
 
-def test_without_an_account_of_a_pod_kubernetes_cannot_be_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
-    with pytest.raises(ConfigError, match="--kube-url"):
-        KubernetesKeeper(ScalingConfig(scale="kubernetes"))
+def test_without_an_account_kubernetes_cannot_be_asked() -> None:
     with pytest.raises(ConfigError, match="--kube-account"):
-        KubernetesKeeper(ScalingConfig(scale="kubernetes", kube_url="http://127.0.0.1:1", kube_account="/nowhere"))
+        KubernetesKeeper(ScalingConfig(scale="kubernetes", kube_account="/nowhere"))

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from common.ids import Role
+from launch.fleet_options import ScalingConfig
 from launch.scaling import (
     AMPLE,
     GOOD_SHARE,
     FleetDemand,
     ScalingChoice,
-    ScalingLimits,
     choose,
     decode_serves,
     headroom,
@@ -34,14 +34,7 @@ PROMPTY = FleetDemand(
 )
 """2.4 instances' time of prompts in every second; 20 rows on each of two decode instances."""
 WORDY = replace(PROMPTY, prompt_tokens=700.0, answer_tokens_per_s=1800.0)
-LIMITS = ScalingLimits(
-    slo_ttft_s=2.0,
-    slo_itl_s=0.05,
-    least={"prefill": 1, "decode": 1},
-    most={"prefill": 100, "decode": 100},
-    margin=0.15,
-    changes_size=True,
-)
+LIMITS = ScalingConfig(margin=0.15, scale="launch")
 
 
 def on_time(instances: int, busy: float, mean_s: float, limit_s: float, prompts: int = 40_000) -> float:
@@ -109,14 +102,14 @@ def test_decode_instances_that_serve_alone_have_less_time_for_rows() -> None:
             PROMPTY,
             2,
             4,
-            {"least": {"prefill": 1, "decode": 4}},
+            {"min_decode": 4},
             "add",
             "prefill",
         ),
-        ("nor one more than the most", PROMPTY, 2, 4, {"most": {"prefill": 2, "decode": 4}}, "stay", None),
+        ("nor one more than the most", PROMPTY, 2, 4, {"max_prefill": 2, "max_decode": 4}, "stay", None),
         ("the last decode instance stays", replace(PROMPTY, requests_per_s=9.0), 1, 1, {}, "add", "prefill"),
         ("a small gain is none", PROMPTY, 3, 3, {"margin": 1.0}, "add", "prefill"),
-        ("nobody starts instances", replace(PROMPTY, requests_per_s=40.0), 5, 1, {"changes_size": False}, "stay", None),
+        ("nobody starts instances", replace(PROMPTY, requests_per_s=40.0), 5, 1, {"scale": "none"}, "stay", None),
         ("a fleet that has too much gives one back", replace(PROMPTY, requests_per_s=0.2), 4, 4, {}, "remove", "prefill"),
         ("but none below the least", replace(PROMPTY, requests_per_s=0.01, answer_tokens_per_s=2.0), 1, 1, {}, "stay", None),
     ],
