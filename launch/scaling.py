@@ -102,7 +102,7 @@ class Headroom(NamedTuple):
 
     @property
     def least(self) -> float:
-        return min(self)
+        return min(self.prefill, self.decode)
 
     def __str__(self) -> str:
         return f"{self.prefill:.2f} times the load at prefill and {self.decode:.2f} at decode"

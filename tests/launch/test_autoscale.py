@@ -269,7 +269,7 @@ class ApiServer:
 
     @property
     def replicas(self) -> list[Any]:
-        return [scale["spec"]["replicas"] for scale in self.scales.values()]  # type: ignore[index, call-overload]
+        return [scale["spec"]["replicas"] for scale in self.scales.values()]  # type: ignore[index]
 
     def __call__(self, method: str, path: str, body: Any) -> tuple[int, Any]:
         scale: Any = self.scales.get(path)

@@ -26,8 +26,10 @@ def fleet() -> Members:
     return fleet
 
 
-def report(fleet: Members, of: Any, now: float, load: Load | None = None, draining: bool = False, **counts: int) -> None:
-    fleet.heartbeat(replace(beat(of, load, draining), counters=Counters(**counts)), now)
+def report(
+    fleet: Members, of: Any, now: float, load: Load | None = None, done: dict[str, int] | None = None, draining: bool = False
+) -> None:
+    fleet.heartbeat(replace(beat(of, load, draining), counters=Counters(**(done or {}))), now)
 
 
 def test_the_figures_of_a_role_are_those_of_its_members_that_take_requests(fleet: Members) -> None:
@@ -54,11 +56,11 @@ def test_a_role_without_members_or_measurements_has_figures_too(fleet: Members) 
 
 def test_totals_count_what_was_done_since_the_router_knows_a_member_and_never_fall(fleet: Members) -> None:
     done = {"requests_accepted": 500, "requests_ended": 400, "prompt_tokens_computed": 90_000, "tokens_generated": 400}
-    report(fleet, P0, 2.0, **done)  # another router had it before
+    report(fleet, P0, 2.0, done=done)  # another router had it before
     assert role_figures(fleet, "prefill").totals.prompt_tokens == 0
-    report(fleet, P0, 2.5, **{name: count + 10 for name, count in done.items()})
+    report(fleet, P0, 2.5, done={name: count + 10 for name, count in done.items()})
     report(fleet, P1, 2.5)
-    report(fleet, P1, 3.0, prompt_tokens_computed=5)
+    report(fleet, P1, 3.0, done={"prompt_tokens_computed": 5})
     totals = role_figures(fleet, "prefill").totals
     assert (totals.requests, totals.requests_ended, totals.prompt_tokens, totals.answer_tokens) == (10, 10, 15, 10)
     fleet.tick(100.0)
