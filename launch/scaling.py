@@ -76,7 +76,7 @@ def prefill_serves(demand: FleetDemand, times: float, instances: int, slo_ttft_s
     if busy >= 1:
         return False
     left_s = max(slo_ttft_s - prompt_s, prompt_s)  # where prompts are longer than the limit, at least none may pile up
-    waits = busy ** (math.sqrt(2 * (instances + 1)) - 1)
+    waits = math.pow(busy, math.sqrt(2 * (instances + 1)) - 1)
     return waits * math.exp(-instances * (1 - busy) * left_s / prompt_s) <= 1 - GOOD_SHARE
 
 

@@ -32,8 +32,8 @@ class ScalingDecisions(msgspec.Struct, frozen=True, kw_only=True):
     decisions: list[ScalingDecision]
 
 
-_REFUSALS = (400, 403, 408, 413, 415, 503)
-DECIDED = call_route("Operations", "Tell of a decision", ScalingDecision, ScalingDecision, _REFUSALS)
+_REFUSALS = (400, 403, 408, 409, 413, 415, 503)
+DECIDED = call_route("Operations", "Tell of a decision", ScalingDecision, ScalingDecision)
 DECISIONS = Described("Operations", "Decisions", "The latest decisions about the fleet, in order.", ScalingDecisions)
 START_ONE = call_route("Operations", "Start an instance", StartFields, StartFields, _REFUSALS)
 

@@ -111,10 +111,10 @@ async def test_an_instance_is_started_by_whoever_started_the_router_if_one_is_sp
     asked: list[str] = []
     site.core.scaling.starts = asked.append
     alone = await post(site, "/cluster/instances", {"role": "decode"})
-    assert alone.status_code == 503 and "launch local" in alone.json()["error"]["message"]
+    assert alone.status_code == 409 and "launch local" in alone.json()["error"]["message"]
     site.core.scaling.keeps(["p0", "d0"], 0)
     none_left = await post(site, "/cluster/instances", {"role": "decode"})
-    assert none_left.status_code == 503 and "--spare" in none_left.json()["error"]["message"] and not asked
+    assert none_left.status_code == 409 and "--spare" in none_left.json()["error"]["message"] and not asked
     site.core.scaling.keeps(["p0", "d0"], 1)
     assert (await post(site, "/cluster/instances", {"role": "decode"})).status_code == 200 and asked == ["decode"]
     assert (await get(site, "/cluster")).json()["kept"] == {"names": ["p0", "d0"], "spare": 1}
