@@ -154,7 +154,7 @@ class Members:
         self.candidates = Candidates(Random(router))  # no two lives of a router draw alike, and a simulation is repeated exactly
         self.caches = CacheIndex(config.needs_caches, config.heartbeat_s)
         self.weights = FleetWeights(router, self.members, self._judge)
-        self.tasks = FleetTasks()
+        self.tasks = FleetTasks(self.find)
         self.adapters = FleetAdapters(self.members, self.tasks)
         self._vocab_size = vocab_size
         self._members: dict[InstanceId, Member] = {}

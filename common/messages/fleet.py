@@ -249,6 +249,9 @@ class Goodbye(Message, frozen=True):
     """The last: see Heartbeat."""
     reason: str = ""
     """Why, for people; "" when it was told to leave."""
+    is_quiet: bool = False
+    """It has no request, and every write from or to it is proven to have ended. False also from an older version, which does not
+    say."""
 
 
 class Drain(Message, frozen=True):
