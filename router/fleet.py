@@ -106,6 +106,8 @@ class Departure(NamedTuple):
     reason: str
     silent: bool
     """It may only have been unreachable; its next heartbeat makes it a member again."""
+    is_quiet: bool = False
+    """See `Goodbye`."""
 
 
 class RefusedInstance(NamedTuple):
@@ -335,7 +337,8 @@ class Members:
         member = self._sender(message)
         if member is None:
             return Change()
-        change = Change(lost=[self._remove(member, message.reason or "left", now, silent=False)])
+        reason = message.reason or "left"
+        change = Change(lost=[self._remove(member, reason, now, silent=False, is_quiet=message.is_quiet)])
         self._left(member, change, now)
         return change
 
@@ -360,6 +363,14 @@ class Members:
         self.candidates.judge(member)
         change = Change([Send(instance, Drain(incarnation=member.info.incarnation))])
         return change.take(self.weights.heard(member, now))  # an update may have counted on it
+
+    def why_keep(self, instance: InstanceId) -> list[str]:
+        """Why the instance must not be deleted yet. Empty: every write from or to it is proven to have ended, and no request of
+        any router needs it. What is not known is a reason. Raises UnknownInstance."""
+        gone = self.departed.get(instance)
+        if gone is None:
+            return self._find(instance).why_keep()
+        return [] if gone.is_quiet else [f"it is gone ({gone.reason}), and has not said that its transfers have ended"]
 
     def flush_caches(self) -> list[Send]:
         """Tell every member to forget its prefix cache."""
@@ -426,7 +437,7 @@ class Members:
         self.caches.join(member)
         return self._greet(member, message.address)
 
-    def _remove(self, member: Member, reason: str, now: float, *, silent: bool) -> Member:
+    def _remove(self, member: Member, reason: str, now: float, *, silent: bool, is_quiet: bool = False) -> Member:
         info = member.info
         del self._members[info.id]
         self._set_pace()
@@ -435,7 +446,7 @@ class Members:
         self._silence.clear(info.id)
         self._curious.pop(info.id, None)
         self._farewells.set(info.id, now + (SILENT_ROUTE_S if silent else LEFT_ROUTE_S))
-        for forgotten in _remember(self.departed, info.id, Departure(member, reason, silent), DEPARTED_REMEMBERED):
+        for forgotten in _remember(self.departed, info.id, Departure(member, reason, silent, is_quiet), DEPARTED_REMEMBERED):
             self._farewells.clear(forgotten)
             self._moved[forgotten] = None
         self.peering.leave(member)

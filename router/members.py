@@ -253,6 +253,21 @@ class Member:
         self.told_to_drain = True
         self.judge()
 
+    def why_keep(self) -> list[str]:
+        """Why it must not be deleted yet, by its last report, which tells of the requests of all routers. One that drains takes
+        nothing new, so what has become 0 stays 0; pages come home only when nothing can read or write them any more."""
+        load = self.load
+        counts = {
+            "requests wait there": load.waiting_requests,
+            "requests run there": load.running_requests,
+            "reservations wait for their handoff": load.reservations,
+            "pushes are in flight": load.pushes_in_flight,
+            "pages are in use": load.pages_in_use,
+            "requests of this router are assigned to it": self.assigned_requests,
+        }
+        reasons = [] if self.reports_draining else [f"it does not drain: POST /cluster/{self.info.id}/drain"]
+        return reasons + [f"{count} {what}" for what, count in counts.items() if count]
+
     def judge(self) -> None:
         """Derive what every placement asks from what was last reported."""
         load, total_pages = self.load, self.info.total_pages

@@ -289,10 +289,10 @@ class Membership:
         if self.joined:
             self.next_deadline = min(self.next_deadline, now)
 
-    def goodbye(self, reason: str = "") -> Send:
+    def goodbye(self, reason: str = "", *, is_quiet: bool = False) -> Send:
         """With all timelines that wait: no heartbeat follows."""
-        timelines = tuple(self._timelines)
-        goodbye = Goodbye(id=self._info.id, incarnation=self._info.incarnation, timelines=timelines, reason=reason)
+        info, timelines = self._info, tuple(self._timelines)
+        goodbye = Goodbye(id=info.id, incarnation=info.incarnation, timelines=timelines, reason=reason, is_quiet=is_quiet)
         return Send(self.name, goodbye)
 
 

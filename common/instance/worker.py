@@ -319,7 +319,8 @@ class InstanceWorker(Generic[M]):
 
     def leave(self, reason: str = "") -> None:
         """Tell the routers that this incarnation is gone. reason: for people; "" when it was told to leave."""
-        self._act([membership.goodbye(reason) for membership in self._memberships])
+        is_quiet = not reason and self.drained and not self._scheduler.report().load.pages_in_use
+        self._act([membership.goodbye(reason, is_quiet=is_quiet) for membership in self._memberships])
 
     def _take_steps(self, now: float) -> None:
         """Take in what was computed since the last turn: whole steps, and layers of the running one."""

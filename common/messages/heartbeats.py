@@ -138,6 +138,11 @@ class Load(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Seconds that each decode row adds to a step."""
 
     @property
+    def pages_in_use(self) -> int:
+        """Pages that something may still read or write."""
+        return self.pages_total - self.pages_free
+
+    @property
     def cost(self) -> StepCost:
         """The last three. They are fields of their own because older versions send them so."""
         return StepCost(self.step_s, self.chunk_token_s, self.decode_row_s)

@@ -62,7 +62,7 @@ from router.api.sglang import (
     read_generate,
 )
 from router.api.timelines import FORGET, READ, READ_TIMELINE, START, TimelineApi, TraceApi
-from router.cluster import cluster_page
+from router.cluster import SafeToDelete, cluster_page
 from router.core import Gateway
 from router.metrics import RouterCollector, RouterMetrics, member_metrics
 from router.outbox import ClientRequest
@@ -224,6 +224,12 @@ class Api:
         self._gateway.drain_instance(InstanceId(instance))
         return json_response({"id": instance, "state": "draining"}, 202)
 
+    async def safe_to_delete(self, instance: str) -> Response:
+        """Whether every push from or to the instance is proven to have ended, and no request of any router needs it. What is not
+        known, as of an instance that died, is no."""
+        reasons = self._gateway.core.fleet.why_keep(InstanceId(instance))
+        return json_response(SafeToDelete(instance, not reasons, reasons))
+
     async def flush_cache(self) -> Response:
         """Have every instance forget its prefix cache: what requests shared so far is computed again. Running requests go on."""
         return json_response(Flushed(self._gateway.flush_caches()))
@@ -257,6 +263,7 @@ METRICS = Described("Operations", "Metrics", "Prometheus' text format.", media_t
 READY = check_route("Readiness", "A request could be served now.")
 FLUSH = Described("SGLang", "Flush the prefix caches", "Who was told.", Flushed)
 DRAIN = Described("Operations", "Drain an instance", "It drains.", status=202, refusals=(404,))
+SAFE = Described("Operations", "Whether to delete an instance", "What is known.", SafeToDelete, refusals=(404,))
 
 
 def _routes(api: Api) -> tuple[_Route, ...]:
@@ -279,6 +286,7 @@ def _routes(api: Api) -> tuple[_Route, ...]:
         ("GET", f"{REQUESTS_PREFIX}/{{name:path}}", api.timelines.read, READ_TIMELINE),
         ("GET", "/cluster", api.cluster, Described("Operations", "The fleet", "The fleet as it is now.")),
         ("POST", "/cluster/{instance}/drain", api.drain, DRAIN),
+        ("GET", "/cluster/{instance}/safe_to_delete", api.safe_to_delete, SAFE),
         ("POST", "/flush_cache", api.flush_cache, FLUSH),
         ("GET", "/flush_cache", api.flush_cache, FLUSH),
         ("POST", "/update_weights_from_disk", api.weights.from_disk, weights.FROM_DISK),

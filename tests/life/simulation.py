@@ -108,6 +108,7 @@ def _counts(trial: Trial) -> Counter[str]:
     counts["requests of a dead router"] += trial.orphans
     counts["clients cut off"] += sum(asked.client is not None and asked.client.cut_off for asked in trial.asked)
     counts["detokenizers killed"] += trial.detokenizers_killed
+    counts["quiet goodbyes"] += trial.quiet_goodbyes
     counts["unproven writes"] += len(trial.fabric.unproven)
     counts["unserved for a while"] += sum(asked.unserved for asked in trial.asked)
     for _, reason in trial.ends:

@@ -39,6 +39,7 @@ HAPPENS = (
     "caches flushed",
     "letters about caches: lost",
     "cached blocks known",
+    "quiet goodbyes",
     "unproven writes",
     "routers killed",
     "requests of a dead router",

@@ -14,7 +14,18 @@ import msgspec
 from common.config import RouterConfig
 from common.errors import Overloaded, Unavailable
 from common.ids import DETOKENIZER, ROUTER, AttemptId, Incarnation, InstanceId, RequestId, Role
-from common.messages import AnyMessage, CacheChanges, ExpectAnswer, Generate, Handoff, Heartbeat, Register, Reserve, TellCache
+from common.messages import (
+    AnyMessage,
+    CacheChanges,
+    ExpectAnswer,
+    Generate,
+    Goodbye,
+    Handoff,
+    Heartbeat,
+    Register,
+    Reserve,
+    TellCache,
+)
 from common.messages.ranks import rank_name
 from kv_transfer.transport import Transport
 from router.fleet import UnknownInstance
@@ -90,7 +101,7 @@ class Trial(ToyFleet):
         """Who asked for it."""
         self.cache_letters: Counter[str] = Counter()
         """Letters about prefix caches, by their kind, and those that were lost."""
-        self.orphans = self.detokenizers_killed = 0
+        self.orphans = self.detokenizers_killed = self.quiet_goodbyes = 0
         """Requests that instances served when their router died."""
         self.problems: list[str] = []
         """What was found not to hold meanwhile."""
@@ -256,6 +267,11 @@ class Trial(ToyFleet):
             self.blows[message.key.request_id] += 1  # a Renew may overtake it, and then it is taken for lost
         if isinstance(message, Heartbeat):
             self.told.update((message.incarnation, timeline.key) for timeline in message.timelines)
+        if isinstance(message, Goodbye) and message.is_quiet:
+            self.quiet_goodbyes += 1
+            (sender,) = (life for life in self.lives if life.info.incarnation == message.incarnation)
+            for pool in sender.info.pools:
+                self.fabric.hosts[pool.agent].is_quiet = True
         if isinstance(message, TellCache | CacheChanges):
             self.cache_letters[letter.kind if delays else "lost"] += 1
         if not delays:
