@@ -15,13 +15,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from bench import options
+from common.access import read_control_key
 from common.addresses import LOOPBACK
 from common.config import AccessConfig, EngineConfig, InstanceConfig, LogConfig, ModelConfig, RouterConfig, SecurityConfig
 from common.errors import ConfigError
 from common.host import count_gpus
 from common.options import read_config, with_defaults
 from common.trust import write_key
-from launch import chat, child, instance_command
+from launch import chat, child, drain, instance_command
 from launch.child import BAD_FLAG, ChildProcess, run_process
 from launch.commands import (
     Command,
@@ -191,6 +192,11 @@ def _chat(flags: argparse.Namespace) -> int:
     return chat.run(plan, chat.read_api_key(plan.api_key_file))
 
 
+def _drain(flags: argparse.Namespace) -> int:
+    plan = read_config(drain.DrainFlags, flags)
+    return drain.run(plan, read_control_key(plan.control_key) if plan.control_key else "")
+
+
 def _key(flags: argparse.Namespace) -> int:
     write_key(flags.file)
     print(f"wrote {flags.file}: {KEY_LIFE}")
@@ -326,6 +332,14 @@ COMMANDS = (
     Command("prefill", "start one prefill instance", partial(_instance, "prefill"), INSTANCE, life=INSTANCE_LIFE),
     Command("decode", "start one decode instance", partial(_instance, "decode"), INSTANCE, life=INSTANCE_LIFE),
     Command("chat", "talk with the served model in this terminal", _chat, (chat.ChatFlags,)),
+    Command(
+        "drain",
+        "have an instance drain, and wait until it may be deleted",
+        _drain,
+        (drain.DrainFlags,),
+        life="It ends with 0 when every write from or to the instance is proven to have ended and no request of any router needs "
+        "it, and with 1 when that is not known in time.",
+    ),
     Command(
         "simulate",
         "run a whole fleet in this process on simulated time, and report what its clients and its control plane see",

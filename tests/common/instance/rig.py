@@ -135,6 +135,7 @@ class FakeScheduler:
         self.answers: list[Action] = []
         self.prepared: dict[str, Failed | None] = {}
         self.drained = False
+        self.pages_total = 5
         self.steps_to_plan = 0
         self.deadline_s: float | None = None
 
@@ -171,7 +172,9 @@ class FakeScheduler:
         raise AssertionError("its plans are empty")
 
     def report(self) -> Report:
-        return Report(Load(pages_free=5), Counters(steps=6), self.drained, draining="Drain" in self.told)
+        return Report(
+            Load(pages_free=5, pages_total=self.pages_total), Counters(steps=6), self.drained, draining="Drain" in self.told
+        )
 
     def take_timelines(self) -> list[Timeline]:
         return []
