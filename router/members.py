@@ -13,8 +13,12 @@ from operator import attrgetter
 from random import Random
 from typing import Literal
 
+import msgspec
+
+from common.errors import BadRequest
 from common.ids import AttemptId, Digest, InstanceId, Life, Role
 from common.messages import Counters, Heartbeat, InstanceInfo, LinkState, Load, Register
+from common.messages.versions import since
 
 QUARANTINE_DIVISOR = 4
 """An instance takes no requests while more than one page in four is quarantined: transfers fail there, and little memory is
@@ -24,6 +28,13 @@ STUCK_S = 30.0
 
 HEARD_SHARE = 1 / 32
 """How much one report moves the mean pace of its role."""
+
+
+class NeedsNewer(BadRequest):
+    """An instance is of an older release, which does not know what it is to do."""
+
+    status = 409
+
 
 State = Literal["live", "draining", "stuck", "quarantined", "updating"]
 
@@ -252,6 +263,13 @@ class Member:
         """Give it no more requests."""
         self.told_to_drain = True
         self.judge()
+
+    def check_knows(self, order: msgspec.Struct) -> None:
+        """Whether its release knows this message, or this part of one. Raises NeedsNewer."""
+        has, needs = self.info.wire_version, since(order)
+        if has < needs:
+            what = f"{self.info.id} has wire version {has}, and {type(order).__name__} came with {needs}"
+            raise NeedsNewer(f"{what}: give that instance a newer release first")
 
     def why_keep(self) -> list[str]:
         """Why it must not be deleted yet, by its last report, which tells of the requests of all routers. One that drains takes

@@ -10,19 +10,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from common.deadlines import earliest
-from common.errors import BadRequest, TandemError, Unavailable
+from common.errors import TandemError, Unavailable
 from common.ids import Life
 from common.instance.ports import Send
 from common.messages import DoTask, TaskDone
 from common.messages.tasks import Task
-from common.messages.versions import since
 from router.members import Member
-
-
-class NeedsNewer(BadRequest):
-    """An instance is of an older release, which does not know what it is to do."""
-
-    status = 409
 
 
 @dataclass(slots=True, eq=False)
@@ -56,10 +49,9 @@ class FleetTasks:
         if not tasks:
             raise Unavailable("no instance is a member of the fleet")
         for life, task in tasks.items():
-            member, needed = self._find(life), since(task)
-            if member is not None and member.info.wire_version < needed:
-                has = f"{life.id} has wire version {member.info.wire_version}"
-                raise NeedsNewer(f"{has}, and {type(task).__name__} needs {needed}: give that instance a newer release first")
+            member = self._find(life)
+            if member is not None:
+                member.check_knows(task)
         self._last += 1
         self._under_way[self._last] = FleetTask(tasks, answer, deadline_s)
         return [self._order(self._last, life, task) for life, task in tasks.items()]

@@ -5,7 +5,7 @@ link know each other's version, because each frame names its sender's, and they 
 
     a field is added      it has a default, and a reader that does not know it ignores it
     a type is added       nobody is sent a message of it, or with it, who does not know it (`Mailbox.send`); where it is needed,
-                          `since` is asked before, and an older instance is refused by name (`router.tasks`)
+                          an older instance is refused by name before (`Member.check_knows`)
     anything else         breaks the neighbour: `tests/common/test_versions.py` holds all types against the released ones
 
 Ranks of one instance are of one release, so what they send each other (`ranks.py`) is not in the table.

@@ -11,7 +11,7 @@ from common.messages import WIRE_VERSION, DoTask, Finished, Goodbye, Load, Regis
 from common.messages.tasks import LeaveGroup, ReadWeight, Task
 from common.messages.versions import SINCE
 from router.fleet import Members, UnknownInstance
-from router.tasks import NeedsNewer
+from router.members import NeedsNewer
 from tests.router.bench import D0, P0
 from tests.router.calls import completion, get, post, until
 from tests.router.fakes import EchoFleet, Site, beat
@@ -124,7 +124,7 @@ def test_a_task_that_an_older_release_does_not_know_is_refused_by_name_and_other
         return [send.to for send in fleet.tasks.begin(tasks, outcome.append, 9.0) if isinstance(send.message, DoTask)]
 
     with pytest.raises(
-        NeedsNewer, match=f"d0 has wire version {WIRE_VERSION - 1}, and ReadWeight needs {WIRE_VERSION}"
+        NeedsNewer, match=f"d0 has wire version {WIRE_VERSION - 1}, and ReadWeight came with {WIRE_VERSION}"
     ) as refused:
         begin(ReadWeight(name="w", rows=1))
     assert refused.value.status == 409 and not outcome
