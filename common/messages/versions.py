@@ -8,7 +8,8 @@ link know each other's version, because each frame names its sender's, and they 
                           an older instance is refused by name before (`Member.check_knows`)
     anything else         breaks the neighbour: `tests/common/test_versions.py` holds all types against the released ones
 
-Ranks of one instance are of one release, so what they send each other (`ranks.py`) is not in the table.
+A detokenizer writes to no instance, so instances never know more of it than that it is a neighbour. Ranks of one instance are of
+one release, so what they send each other (`ranks.py`) is not in the table.
 """
 
 from dataclasses import dataclass
