@@ -72,9 +72,9 @@ def _struct(info: "inspect.StructType | inspect.NamedTupleType") -> dict[str, An
 def _default(field: inspect.Field) -> str:
     if field.name == "wire_version":
         return " = that of the release"
-    if field.default is not inspect.NODEFAULT:
+    if field.default is not msgspec.NODEFAULT:
         return f" = {_json(field.default)}"
-    return "" if field.default_factory is inspect.NODEFAULT else f" = {_json(field.default_factory())}"
+    return "" if field.default_factory is msgspec.NODEFAULT else f" = {_json(field.default_factory())}"
 
 
 def _json(value: Any) -> str:
@@ -109,7 +109,7 @@ def _text(info: inspect.Type) -> str:
         case inspect.UnionType():
             return " | ".join(sorted(map(_text, info.types)))
         case inspect.LiteralType():
-            return f"one of {', '.join(map(repr, sorted(info.values)))}"
+            return f"one of {', '.join(sorted(map(repr, info.values)))}"
         case inspect.TupleType():
             return f"({', '.join(map(_text, info.item_types))})"
     name = type(info).__name__.removesuffix("Type").lower()
