@@ -26,8 +26,8 @@ from common.executor import EngineDescription, StepResult
 from common.ids import InstanceId, Int32Array, Life, pack_ids
 from common.instance.admission import admit
 from common.instance.ports import Action, Decision, Event, LayersDone, PeerDied, PeersChanged, Prepared, Report
-from common.instance.request import RequestPhase
-from common.instance.requests import InstanceLimits, RequestTable, SharedEvent, SharedMessage, decline
+from common.instance.request import InstanceLimits, RequestPhase
+from common.instance.requests import RequestTable, SharedEvent, SharedMessage, decline
 from common.instance.token_memory import emit_tokens
 from common.messages import (
     Cancel,
@@ -43,7 +43,7 @@ from common.messages import (
     Withdraw,
 )
 from common.messages.transfers import LinkChanged, PushDone, PushFailed, Settled
-from common.pages.pool import count_pages
+from common.pages.pool import PagePool, count_pages
 from decode.batch import Batch
 from decode.memory import DecodeRoom, Rounds, choose_victims, comes_home
 from decode.requests import DecodeRequest, Growth
@@ -58,11 +58,20 @@ _IN_BATCH = (RequestPhase.COMPUTING, RequestPhase.DECODING)
 class DecodeScheduler:
     """Implements `common.instance.ports.Scheduler`."""
 
-    def __init__(self, me: InstanceInfo, engine: EngineDescription, limits: InstanceLimits, digest: Digest | None = None) -> None:
-        """digest: with --verify-pages, `Executor.digest_pages`."""
+    takes = DecodeMessage
+
+    def __init__(
+        self,
+        me: InstanceInfo,
+        engine: EngineDescription,
+        limits: InstanceLimits,
+        digest: Digest | None = None,
+        pool: PagePool | None = None,
+    ) -> None:
+        """digest: with --verify-pages, `Executor.digest_pages`. pool: that of the instance's former role."""
         self._me = me
         self._page_size = engine.layout.page_size
-        self._requests = RequestTable(DecodeRequest, me, engine, limits, self._end)
+        self._requests = RequestTable(DecodeRequest, me, engine, limits, self._end, pool)
         self._batch = Batch(engine.max_rows, engine.eos_token_ids)
         self._growth = Growth(self._batch, self._page_size, limits.answer_tokens)
         self._target = HandoffReader(me.incarnation)

@@ -59,7 +59,7 @@ def _instance(member: Member) -> dict[str, Any]:
     return {
         "id": info.id,
         "incarnation": info.incarnation,
-        "role": info.role,
+        "role": member.role,
         "state": "live" if trouble is None else trouble.state,
         "reason": None if trouble is None else trouble.reason,
         "inbox": info.inbox,

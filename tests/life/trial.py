@@ -16,7 +16,9 @@ from common.errors import Overloaded, Unavailable
 from common.ids import DETOKENIZER, ROUTER, AttemptId, Incarnation, InstanceId, RequestId, Role
 from common.messages import AnyMessage, CacheChanges, ExpectAnswer, Generate, Handoff, Heartbeat, Register, Reserve, TellCache
 from common.messages.ranks import rank_name
+from decode.scheduler import DecodeScheduler
 from kv_transfer.transport import Transport
+from prefill.scheduler import PrefillScheduler
 from router.fleet import UnknownInstance
 from router.members import QUARANTINE_DIVISOR
 from router.traces import TraceRuns
@@ -391,7 +393,9 @@ class Trial(ToyFleet):
 
     def _open_of(self, router: InstanceId, instance: ToyInstance) -> list[AttemptId]:
         """The requests of this router that hold something at this instance."""
-        table = instance.scheduler._requests
+        scheduler = instance.scheduler
+        assert isinstance(scheduler, PrefillScheduler | DecodeScheduler)
+        table = scheduler._requests
         return [request.key for request in table if request.key.router == router]
 
     def _look_for_orphans(self, router: InstanceId) -> None:
