@@ -1,0 +1,68 @@
+"""The role of an instance, and how it changes while its process stays.
+
+Owns the order that is under way, how long it may take, and the names of the lives. Does not know what a role does: the worker
+tells the scheduler of the present role to leave, and makes that of the other one when nothing is left.
+
+    TakeRole ─► prefill ↔ decode   LeaveRole ─► what waits ends, what runs is handed off or ends; routers resume it elsewhere
+                                      ├─ nothing is left ──────► Goodbye, and another life registers: with the same pool, prefix
+                                      │                          cache, engine and transfers
+                                      └─ CHANGE_S have passed ─► StayInRole, RoleKept
+             └► decode ↔ both      told with the next heartbeat; nothing ends
+"""
+
+from dataclasses import dataclass
+
+from msgspec.structs import replace
+
+from common.ids import Incarnation, InstanceId, Role, ServingRole
+from common.instance.ports import Send
+from common.messages import InstanceInfo, RoleKept
+
+CHANGE_S = 10.0
+"""How long an instance may take to get rid of what it has. Otherwise it stays: a writer is silent, or a push does not end."""
+HAND_OFF_S = {"prefill": 0.3, "decode": 0.0}
+"""How long a role that leaves lets requests run. A prompt that is nearly computed is handed off. An answer may go on for minutes,
+so it goes on elsewhere at once."""
+
+
+@dataclass(slots=True, eq=False)
+class InstanceRole:
+    """me: this life. serves_whole: a decode instance that gets whole requests too."""
+
+    me: InstanceInfo
+    serves_whole: bool = False
+    wanted: ServingRole | None = None
+    """What it is about to be; None: it stays what it is."""
+    ends_s: float | None = None
+    """When it gives that up."""
+    _router: InstanceId | None = None
+    """The one that ordered it."""
+    _lives: int = 0
+
+    @property
+    def present(self) -> ServingRole:
+        return "both" if self.serves_whole else self.me.role
+
+    def begin(self, router: InstanceId, role: ServingRole, now: float) -> None:
+        self._router, self.wanted, self.ends_s = router, role, now + CHANGE_S
+
+    def keep(self, reason: str) -> list[Send]:
+        """It stays in its role: tell the router that ordered something else, if one has."""
+        router, role = self._router, self.wanted
+        self._router = self.wanted = self.ends_s = None
+        return [] if router is None or role is None else [self.refusal(router, role, reason)]
+
+    def refusal(self, router: InstanceId, role: ServingRole, reason: str) -> Send:
+        return Send(router, RoleKept(id=self.me.id, incarnation=self.me.incarnation, role=role, reason=reason))
+
+    def become(self, unix_s: float) -> InstanceInfo:
+        """The next life has begun, in the role that is wanted. unix_s: UNIX time."""
+        assert self.wanted is not None
+        first, me = self.me.incarnation.partition(".")[0] if self._lives else self.me.incarnation, self.me
+        role: Role = "prefill" if self.wanted == "prefill" else "decode"
+        self._lives += 1
+        started_ns = max(me.started_ns + 1, round(unix_s * 1e9))
+        self.me = replace(me, incarnation=Incarnation(f"{first}.{self._lives}"), role=role, started_ns=started_ns)
+        self.serves_whole = self.wanted == "both"
+        self._router = self.wanted = self.ends_s = None
+        return self.me
