@@ -27,13 +27,12 @@ from common.config import EngineConfig, InstanceConfig, step_limit_of
 from common.executor import Executor
 from common.ids import Incarnation, InstanceId
 from common.instance.membership import Memberships
-from common.instance.ports import Scheduler, Transfers
+from common.instance.ports import FormerRole, Scheduler, Transfers
 from common.instance.request import InstanceLimits
 from common.instance.worker import InstanceWorker, MakeScheduler
 from common.instance.worker import run as run_worker
 from common.mail import Mailbox
 from common.messages import InstanceInbox, InstanceInfo, PoolDescriptor
-from common.pages.pool import PagePool
 from common.processes.child import Ready
 from decode.scheduler import DecodeScheduler
 from launch.child import ChildProcess
@@ -138,9 +137,9 @@ def _schedulers(instance: InstanceConfig, engine: EngineConfig, executor: Execut
     )
     digest = executor.digest_pages if instance.verify_pages == "on" else None
 
-    def make(info: InstanceInfo, pool: PagePool | None) -> Scheduler[Any]:
+    def make(info: InstanceInfo, former: FormerRole | None) -> Scheduler[Any]:
         scheduler = PrefillScheduler if info.role == "prefill" else DecodeScheduler
-        return scheduler(info, replace(executor.description, weights=executor.weights), limits, digest, pool)
+        return scheduler(info, replace(executor.description, weights=executor.weights), limits, digest, former)
 
     return make
 

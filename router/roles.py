@@ -30,6 +30,7 @@ class RoleConflict(BadRequest):
 
 @dataclass(slots=True, eq=False)
 class _Change:
+    number: int
     role: ServingRole
     member: Member
     """The life that was told."""
@@ -48,6 +49,7 @@ class FleetRoles:
     ) -> None:
         self._members, self._find, self._judge = members, find, judge
         self._under_way: dict[InstanceId, _Change] = {}
+        self._last = 0
 
     def begin(
         self, member: Member, role: ServingRole, answer: Callable[[Member | TandemError], object], now: float
@@ -67,7 +69,8 @@ class FleetRoles:
         ):
             only = f"{name} is the only decode instance that takes requests, and without one none can be served"
             raise RoleConflict(f"{only}: give that role to another one first", field="role")
-        self._under_way[name] = _Change(role, member, answer, now + LATEST_S)
+        self._last += 1
+        self._under_way[name] = _Change(self._last, role, member, answer, now + LATEST_S)
         if (role == "prefill") != (member.info.role == "prefill"):
             member.told_role = role
             self._judge(member)
@@ -87,7 +90,7 @@ class FleetRoles:
     def kept(self, message: RoleKept, member: Member) -> None:
         """It says that it stays in its role."""
         change = self._under_way.get(member.info.id)
-        if change is not None and change.role == message.role:
+        if change is not None and change.number == message.number:
             self._end(change, RoleConflict(f"{member.info.id} stays in the role {member.role}: {message.reason}", field="role"))
 
     def tick(self, now: float) -> None:
@@ -100,7 +103,7 @@ class FleetRoles:
 
     def _order(self, change: _Change) -> Send:
         life = change.member.life
-        return Send(life.id, TakeRole(role=change.role, incarnation=life.incarnation))
+        return Send(life.id, TakeRole(number=change.number, role=change.role, incarnation=life.incarnation))
 
     def _end(self, change: _Change, outcome: Member | TandemError) -> None:
         del self._under_way[change.member.info.id]

@@ -13,7 +13,7 @@ from common.errors import TandemError
 from common.executor import Executor
 from common.ids import Incarnation, InstanceId, Role
 from common.instance.membership import Memberships
-from common.instance.ports import Scheduler, Transfers
+from common.instance.ports import FormerRole, Scheduler, Transfers
 from common.instance.request import InstanceLimits
 from common.instance.worker import InstanceWorker
 from common.messages import InstanceInbox, InstanceInfo, RankInfo
@@ -190,9 +190,9 @@ class Instance:
         )
         digest = executor.digest_pages if size.verify_pages else None
 
-        def make_scheduler(life: InstanceInfo, pool: PagePool | None) -> Scheduler[Any]:
+        def make_scheduler(life: InstanceInfo, former: FormerRole | None) -> Scheduler[Any]:
             kind = PrefillScheduler if life.role == "prefill" else DecodeScheduler
-            return kind(life, dataclasses.replace(engine, weights=executor.weights), size, digest, pool)
+            return kind(life, dataclasses.replace(engine, weights=executor.weights), size, digest, former)
 
         inbox: Any = InstanceInbox
         self._meter = network.meter(name.role)

@@ -247,6 +247,16 @@ class Report:
     """Its LoRA adapters, if it has any or a router has told of some."""
 
 
+@dataclass(frozen=True, slots=True)
+class FormerRole:
+    """What a role leaves to the next one of its instance."""
+
+    pool: PagePool
+    """With the prefix cache."""
+    steps: int
+    """How many were planned: their numbers go on."""
+
+
 M_contra = TypeVar("M_contra", contravariant=True)
 
 
@@ -257,7 +267,11 @@ class Scheduler(Protocol[M_contra]):
     takes: UnionType
     """Its messages. Others come late, to a former role."""
     pool: PagePool
-    """The pages of the instance, which the next role takes over."""
+    """The pages of the instance."""
+
+    @property
+    def last_step(self) -> int:
+        """The number of the last plan; 0: there was none."""
 
     def receive(self, sender: InstanceId, message: M_contra, now: float) -> list[Action]: ...
 

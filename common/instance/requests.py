@@ -30,6 +30,7 @@ from common.instance.ports import (
     Action,
     AdaptersChanged,
     AdapterUnused,
+    FormerRole,
     LeaveRole,
     PeersChanged,
     Prepare,
@@ -107,10 +108,10 @@ class RequestTable(Generic[R]):
         engine: EngineDescription,
         limits: InstanceLimits,
         end: Callable[[R, Ending | None, float], list[Action]],
-        pool: PagePool | None = None,
+        former: FormerRole | None = None,
     ) -> None:
         """make: the role's record. end: the role's one door, by which its requests end; `close` is the part that both share.
-        pool: that of the instance's former role; None: there was none."""
+        former: what the instance's former role has left; None: there was none."""
         self._make = make
         self._me = me
         self._engine = engine
@@ -126,7 +127,8 @@ class RequestTable(Generic[R]):
         self._drain_ends_s: list[float] = []
         """The times of a drain: when what still runs is ended, and when nothing more is waited for. Each goes once it passed."""
         self._left: list[Timeline] = []
-        self.pool = PagePool(engine.total_pages, limits.prefix_cache) if pool is None else pool
+        self.pool = PagePool(engine.total_pages, limits.prefix_cache) if former is None else former.pool
+        self._former_steps = 0 if former is None else former.steps
         self.prompts = PromptCache(self.pool, engine.layout.page_size)
         self.cache_reports = CacheReporter(me, self.pool.cache, engine.weights)
         self.free_rows = list(range(engine.max_rows - 1, -1, -1))
@@ -291,6 +293,11 @@ class RequestTable(Generic[R]):
     def key_in(self, row: int) -> AttemptId:
         return self.in_row[row].key
 
+    @property
+    def last_step(self) -> int:
+        """The number of the last plan."""
+        return self._former_steps + self.counters.steps
+
     def take_timelines(self) -> list[Timeline]:
         """Those of the requests that were removed since the last call, in order."""
         left, self._left = self._left, []
@@ -445,7 +452,7 @@ class RequestTable(Generic[R]):
             return None
         self.counters.steps += 1
         rows, pages = np.array(list(grown), dtype=np.int32), np.array(list(grown.values()), dtype=np.int32)
-        plan = StepPlan(self.counters.steps, tuple(self.starts), chunks, decode_rows, rows, pages)
+        plan = StepPlan(self.last_step, tuple(self.starts), chunks, decode_rows, rows, pages)
         self.starts = []
         self.steps_of_row[plan.rows] += 1
         return plan

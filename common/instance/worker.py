@@ -26,6 +26,7 @@ from common.instance.ports import (
     AdaptersChanged,
     AdapterUnused,
     Event,
+    FormerRole,
     LayersDone,
     LeaveRole,
     Mail,
@@ -67,10 +68,9 @@ from common.messages import (
 )
 from common.messages.base import fits
 from common.messages.tasks import ReadAdapter
-from common.pages.pool import PagePool
 from common.step_cost import StepCost
 
-MakeScheduler: TypeAlias = Callable[[InstanceInfo, PagePool | None], Scheduler[Any]]
+MakeScheduler: TypeAlias = Callable[[InstanceInfo, FormerRole | None], Scheduler[Any]]
 Vector = NDArray[np.float64]
 """[3]: of a step, a prompt token and a decode row. A matrix is [3, 3]."""
 
@@ -207,7 +207,7 @@ class InstanceWorker:
         *,
         serves_whole: bool = False,
     ) -> None:
-        """make_scheduler: from a life of the instance, and the pool that its former life had, to the scheduler of its role.
+        """make_scheduler: from a life of the instance, and what its former role has left, to the scheduler of its role.
         adapters: see `InstanceAdapters`. serves_whole: see `InstanceRole`."""
         self._memberships = memberships
         self._make_scheduler = make_scheduler
@@ -387,15 +387,17 @@ class InstanceWorker:
 
     def _take_role(self, router: InstanceId, order: TakeRole, now: float) -> None:
         role = self._role
-        if not fits(order.incarnation, role.me.incarnation):
+        if not fits(order.incarnation, role.me.incarnation) or role.is_late(router, order):
             self._stale += 1
+        elif refusal := role.former_refusal(router, order):
+            self._act(refusal)
         elif order.role not in (role.present, role.wanted):
             if (reason := self._why_not_another_role()) is not None:
-                self._act([role.refusal(router, order.role, reason)])
+                self._act(role.refuse(router, order, reason))
             elif role.me.role == "decode" and order.role != "prefill":
                 role.serves_whole = order.role == "both"
             else:
-                role.begin(router, order.role, now)
+                role.begin(router, order, now)
                 self._act(self.scheduler.handle(LeaveRole(HAND_OFF_S[role.me.role]), now))
         self._memberships.hurry(now)
 
@@ -431,11 +433,11 @@ class InstanceWorker:
         """The next life begins, in the other role: with the weights, pool, engine and transfers of this one."""
         self._note_timelines()
         self._meet(PeersChanged(left=tuple(self._memberships.peers)), now)
-        pool, info = self.scheduler.pool, self._role.become(now + self._unix_s)
+        info, former = self._role.become(now + self._unix_s), FormerRole(self.scheduler.pool, self.scheduler.last_step)
         self._act(self._memberships.become(info, now))
         for part in (self._weights, self._tasks, self._adapters):
             part.me = info
-        self.scheduler = self._make_scheduler(info, pool)
+        self.scheduler = self._make_scheduler(info, former)
         self._tracer = InstanceTracer(info, self.scheduler.key_in, self._unix_s)
         welcomes = [membership.welcome for membership in self._memberships if membership.welcome is not None]
         joined = [RouterJoined(welcome.router, len(welcome.detokenizers)) for welcome in welcomes]
@@ -525,6 +527,7 @@ class InstanceWorker:
                 self._weights.forget(router)
                 self._tasks.forget(router)
                 self._adapters.forget(router)
+                self._role.forget(router)
                 self._act(self.scheduler.handle(RouterLost(router), now))
                 for name in (router, *detokenizers):
                     self._mail.route(name, None)

@@ -262,6 +262,8 @@ class TakeRole(Message, frozen=True):
     """router → instance, with each heartbeat until it serves in that role or RoleKept comes. Prefill and decode change by another
     life: the instance ends or hands off what it has, and registers anew. Between decode and both nothing ends."""
 
+    number: Count
+    """The router's number for the order. A later one is higher."""
     role: ServingRole
     incarnation: Incarnation = UNNAMED
     """The life that is meant."""
@@ -272,7 +274,7 @@ class RoleKept(Message, frozen=True):
 
     id: InstanceId
     incarnation: Incarnation
-    role: ServingRole
-    """The one that it was told to take."""
+    number: Count
+    """The order that it does not follow."""
     reason: str
     """For people."""

@@ -190,7 +190,7 @@ class WalkedInstance:
         memberships = Memberships(info, [router], HANG_S, clock())
         self.worker: InstanceWorker = InstanceWorker(
             memberships,
-            lambda life, pool: kind(life, engine, LIMITS, pool=pool),
+            lambda life, former: kind(life, engine, LIMITS, former=former),
             executor,
             TargetRanks(transfers, 0, 1, engine.model.kv_heads),
             self._mailbox,

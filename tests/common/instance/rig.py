@@ -126,7 +126,7 @@ class FakeScheduler:
 
     def __init__(self) -> None:
         self.told: list[str] = []
-        self.takes, self.pool = PrefillMessage, PagePool(6, caches=False)
+        self.takes, self.last_step, self.pool = PrefillMessage, 0, PagePool(6, caches=False)
         self.answers: list[Action] = []
         self.prepared: dict[str, Failed | None] = {}
         self.drained = False
@@ -181,7 +181,7 @@ class Rig:
         self.memberships = Memberships(me, [ADDRESS], startup_timeout_s=5.0, now=0.0)
         made = scheduler or PrefillScheduler(me, engine(), limits(chunk_tokens=4))
         self.worker: InstanceWorker = InstanceWorker(
-            self.memberships, lambda life, pool: made, self.executor, self.transfers, self.mail
+            self.memberships, lambda life, former: made, self.executor, self.transfers, self.mail
         )
 
     def turn(self, now: float, *messages: InstanceInbox) -> list[str]:
