@@ -38,7 +38,7 @@ class InstanceRole:
     _refusals: dict[InstanceId, RoleKept] = field(default_factory=dict)
     """The latest to each router: it may have been lost, and an order that it answers may come again."""
     _numbers: dict[InstanceId, int] = field(default_factory=dict)
-    """Of the latest order of each router."""
+    """The number of the latest order of each router."""
     _lives: int = 0
 
     @property

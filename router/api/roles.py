@@ -42,7 +42,7 @@ class RoleAnswer(msgspec.Struct, frozen=True, kw_only=True):
     id: InstanceId
     role: ServingRole
     incarnation: Incarnation
-    """Of its life in this role."""
+    """Its life in this role."""
     seconds: float
     """Since it was told."""
 
