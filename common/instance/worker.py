@@ -392,7 +392,8 @@ class InstanceWorker:
         elif refusal := role.former_refusal(router, order):
             self._act(refusal)
         elif order.role not in (role.present, role.wanted):
-            if (reason := self._why_not_another_role()) is not None:
+            is_busy = None if role.wanted is None else f"it is taking the role {role.wanted} at this moment"
+            if (reason := is_busy or self._why_not_another_role()) is not None:
                 self._act(role.refuse(router, order, reason))
             elif role.me.role == "decode" and order.role != "prefill":
                 role.serves_whole = order.role == "both"
@@ -402,11 +403,9 @@ class InstanceWorker:
         self._memberships.hurry(now)
 
     def _why_not_another_role(self) -> str | None:
-        """None: it can begin to change now."""
+        """None: nothing keeps it in its role now."""
         if self._draining:
             return "it is leaving the fleet"
-        if self._role.wanted is not None:
-            return f"it is taking the role {self._role.wanted} at this moment"
         if self._weights.staged_update or self._weights.is_holding:
             return "its weights are being changed, or its steps are held, at this moment"
         if groups := ", ".join(self._tasks.groups):
@@ -419,14 +418,16 @@ class InstanceWorker:
         if role.ends_s is None:
             return
         report = self.scheduler.report()
-        is_over = report.drained and not self._in_flight and not self._preparing
-        if is_over and not report.load.pages_quarantined:
-            self._begin_role(now)
-        elif is_over or now >= role.ends_s:
-            self._act(self.scheduler.handle(StayInRole(), now))
-            left = f"after {CHANGE_S:g} s it still had {report.load.running_requests} requests and their transfers"
-            stuck = f"{report.load.pages_quarantined} of its pages may still be read or written: start it anew"
-            self._act(role.keep(stuck if report.load.pages_quarantined else left))
+        reason = self._why_not_another_role()  # an update of weights may have begun meanwhile
+        if reason is None and report.drained and not self._in_flight:
+            if not report.load.pages_quarantined:
+                self._begin_role(now)
+                return
+            reason = f"{report.load.pages_quarantined} of its pages may still be read or written: start it anew"
+        if reason is None and now >= role.ends_s:
+            reason = f"after {CHANGE_S:g} s it still had {report.load.running_requests} requests and their transfers"
+        if reason is not None:
+            self._act([*self.scheduler.handle(StayInRole(), now), *role.keep(reason)])
             self._memberships.hurry(now)
 
     def _begin_role(self, now: float) -> None:

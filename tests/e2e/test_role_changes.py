@@ -130,6 +130,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     yield path
 
 
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize(
     ("count", "streams", "kills", "flags"),
     [
