@@ -37,7 +37,7 @@ from launch.fleet_options import CoresConfig, FleetCounts, RayConfig
 from simulation.plan import FleetPlan, LoadPlan
 
 if TYPE_CHECKING:
-    from common.ids import Role  # its module imports numpy, and so do those of a fleet
+    from common.ids import ServingRole  # its module imports numpy, and so do those of a fleet
     from launch.local import FleetConfig
 
 STATUSES = (
@@ -171,7 +171,7 @@ def _detokenizer(flags: argparse.Namespace) -> int:
     return run_process(f"detokenizer-{flags.shard}" if config.detokenizers > 1 else "detokenizer", log, 1, body)
 
 
-def _instance(role: "Role", flags: argparse.Namespace) -> int:
+def _instance(role: "ServingRole", flags: argparse.Namespace) -> int:
     security, trust = read_security(flags)
     instance = read_config(InstanceConfig, flags)
     command = instance_command.InstanceCommand(
@@ -331,6 +331,13 @@ COMMANDS = (
     ),
     Command("prefill", "start one prefill instance", partial(_instance, "prefill"), INSTANCE, life=INSTANCE_LIFE),
     Command("decode", "start one decode instance", partial(_instance, "decode"), INSTANCE, life=INSTANCE_LIFE),
+    Command(
+        "both",
+        "start one decode instance that serves whole requests too, where that costs less than a pair of instances",
+        partial(_instance, "both"),
+        INSTANCE,
+        life=INSTANCE_LIFE,
+    ),
     Command("chat", "talk with the served model in this terminal", _chat, (chat.ChatFlags,)),
     Command(
         "drain",

@@ -71,7 +71,7 @@ def _instance(member: Member) -> dict[str, Any]:
         "id": info.id,
         "incarnation": info.incarnation,
         "wire_version": info.wire_version,
-        "role": info.role,
+        "role": member.role,
         "state": "live" if trouble is None else trouble.state,
         "reason": None if trouble is None else trouble.reason,
         "inbox": info.inbox,

@@ -28,8 +28,8 @@ from msgspec.structs import replace
 from common.addresses import check_address
 from common.config import RouterConfig
 from common.deadlines import DeadlineWheel, earliest
-from common.errors import BadRequest, ConfigError
-from common.ids import InstanceId, Life, Role
+from common.errors import BadRequest, ConfigError, TandemError
+from common.ids import InstanceId, Life, Role, ServingRole
 from common.instance.membership import ABANDON_AFTER_S
 from common.instance.ports import Send
 from common.messages import (
@@ -45,6 +45,7 @@ from common.messages import (
     ModelIdentity,
     Refused,
     Register,
+    RoleKept,
     TaskDone,
     TellLinks,
     WeightsStaged,
@@ -55,6 +56,7 @@ from router.cache_index import CacheIndex
 from router.join_rules import difference, likeness, malformed
 from router.members import Candidates, Member, RolePace
 from router.peering import Peering
+from router.roles import FleetRoles
 from router.tasks import FleetTasks
 from router.weights import FleetWeights, Orders
 
@@ -158,6 +160,7 @@ class Members:
         self.weights = FleetWeights(router, self.members, self._judge)
         self.tasks = FleetTasks(self.find)
         self.adapters = FleetAdapters(self.members, self.tasks)
+        self.roles = FleetRoles(self.members, self.find, self._judge)
         self._vocab_size = vocab_size
         self._members: dict[InstanceId, Member] = {}
         self._paces: dict[Role, RolePace] = {"prefill": RolePace(), "decode": RolePace()}
@@ -205,6 +208,7 @@ class Members:
             self._farewells.next_deadline(),
             self.weights.next_deadline(),
             self.tasks.next_deadline(),
+            self.roles.next_deadline(),
         )
 
     # --- messages and time -----------------------------------------------------------------------------------------------
@@ -279,6 +283,7 @@ class Members:
         if member.stuck and not was_stuck:
             change.lost.append(member)
         change.take(self.weights.heard(member, now))
+        change.sends += self.roles.heard(member)
         change.sends += self.tasks.heard(member) + self.adapters.reported(member, message.adapters_version, now)
         if (member.trouble is None and not took_requests) or more:
             change.more_can_serve = True
@@ -295,6 +300,12 @@ class Members:
         if member is not None:
             self.tasks.done(message, member)
             self.adapters.proceed(now)
+
+    def role_kept(self, message: RoleKept) -> None:
+        """A member does not take the role that it was told to take."""
+        member = self._sender(message)
+        if member is not None:
+            self.roles.kept(message, member)
 
     def adapters_held(self, message: AdaptersHeld, now: float) -> Change:
         """A member tells of its adapters."""
@@ -349,7 +360,7 @@ class Members:
         change.take(self.weights.left(member, now))
 
     def _sender(
-        self, message: Heartbeat | LinkReport | CacheChanges | Goodbye | WeightsStaged | TaskDone | AdaptersHeld
+        self, message: Heartbeat | LinkReport | CacheChanges | Goodbye | WeightsStaged | TaskDone | AdaptersHeld | RoleKept
     ) -> Member | None:
         """The member that says this. None, which is counted, when it is from another life."""
         member = self.find(Life(message.id, message.incarnation))
@@ -371,6 +382,12 @@ class Members:
         if gone is None:
             return self._find(instance).why_keep()
         return [] if gone.is_quiet else [f"it is gone ({gone.reason}), and has not said that its transfers have ended"]
+
+    def change_role(
+        self, instance: InstanceId, role: ServingRole, answer: Callable[[Member | TandemError], object], now: float
+    ) -> list[Send]:
+        """See `FleetRoles.begin`. Raises UnknownInstance, RoleConflict."""
+        return self.roles.begin(self._find(instance), role, answer, now)
 
     def flush_caches(self) -> list[Send]:
         """Tell every member to forget its prefix cache."""
@@ -409,6 +426,7 @@ class Members:
             self._left(member, change, now)
         self._moved |= dict.fromkeys(self._farewells.expired(now))
         self.tasks.tick(now)
+        self.roles.tick(now)
         self.adapters.proceed(now)
         return change.take(self.weights.tick(now))
 

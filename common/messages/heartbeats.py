@@ -233,6 +233,8 @@ class Heartbeat(Message, frozen=True, omit_defaults=True):
     """A router wants no step."""
     adapters_version: Count = 0
     """The version of its last AdaptersHeld; 0: none."""
+    serves_whole: bool = False
+    """A decode instance that gets whole requests too: its role is both."""
     timelines: tuple[Timeline, ...] = ()
     """The timelines of attempts that have left it, in order. Each is sent once: a router that misses a heartbeat misses them."""
 

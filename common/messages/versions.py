@@ -34,8 +34,9 @@ class WireVersion:
 
 VERSIONS = {
     15: WireVersion(
-        "An instance that leaves says whether its transfers are proven to have ended.",
-        fields=("Goodbye.is_quiet",),
+        "An instance that leaves says whether its transfers are proven to have ended, and may serve in another role.",
+        types=("TakeRole", "RoleKept"),
+        fields=("Goodbye.is_quiet", "Heartbeat.serves_whole", "Generate.incarnation"),
     ),
 }
 SINCE = {name: number for number, version in VERSIONS.items() for name in version.types}

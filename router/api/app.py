@@ -25,7 +25,7 @@ from common.messages.adapters import AdapterEntry
 from common.options import parse_bytes
 from common.text.embedding import EmbeddingMode
 from router.adapters import FleetAdapters
-from router.api import adapters, server_info, vllm, weight_groups, weights
+from router.api import adapters, roles, server_info, vllm, weight_groups, weights
 from router.api.admission import CLIENT_CLOSED, Admission, Doorkeeper, visit_of
 from router.api.answers import Accepted, AnswerShape, OpenAIBody
 from router.api.bodies import unless_left
@@ -85,6 +85,7 @@ class Api:
         self.admission = Admission(gateway, intake, config.max_requests, parse_bytes(config.max_body))
         self.traces = TraceApi(gateway)
         self.weights = weights.WeightsApi(gateway)
+        self.roles = roles.RolesApi(gateway)
         self.vllm = vllm.VllmApi(gateway)
         self.server_info = server_info.ServerInfoApi(gateway, model)
         self.groups = weight_groups.WeightGroupsApi(gateway)
@@ -287,6 +288,8 @@ def _routes(api: Api) -> tuple[_Route, ...]:
         ("GET", "/cluster", api.cluster, Described("Operations", "The fleet", "The fleet as it is now.")),
         ("POST", "/cluster/{instance}/drain", api.drain, DRAIN),
         ("GET", "/cluster/{instance}/safe_to_delete", api.safe_to_delete, SAFE),
+        ("POST", "/cluster/{instance}/role", api.roles.change, roles.CHANGE),
+        ("POST", "/pd_role_switch", api.roles.switch, roles.SWITCH),
         ("POST", "/flush_cache", api.flush_cache, FLUSH),
         ("GET", "/flush_cache", api.flush_cache, FLUSH),
         ("POST", "/update_weights_from_disk", api.weights.from_disk, weights.FROM_DISK),

@@ -75,7 +75,7 @@ _REFUSALS = {
     403: "A web page asks, the router has no `--api-keys`, and its `--allow-origin` does not name where the page is from.",
     404: "It is unknown: a model, an instance, or what was asked for.",
     408: "The body did not arrive in time.",
-    409: "It runs already.",
+    409: "It runs already, cannot be now, or needs a newer release of an instance.",
     413: "The body is longer than `--max-body`.",
     415: "The body is compressed, or the router has no `--api-keys` and the header is not `Content-Type: application/json`.",
     429: "Too many requests are open, or this one would be too late: try again after `Retry-After` seconds.",

@@ -94,6 +94,8 @@ def _counts(trial: Trial) -> Counter[str]:
         counts["pages evicted"] += total.pages_evicted
         counts["pages spared"] += total.pages_spared
         counts["caches flushed"] += life.pool.cache.epoch
+    for outcome in trial.roles_answered:
+        counts["roles kept" if isinstance(outcome, TandemError) else f"roles taken: {outcome.role}"] += 1
     for kind, letters in trial.cache_letters.items():
         counts[f"letters about caches: {kind}"] += letters
     for router in trial.routers:
