@@ -25,7 +25,7 @@ from common.errors import ConfigError, Preempted, TandemError
 from common.executor import EngineDescription, Executor, StepHandle
 from common.ids import ROUTER, AttemptId, Incarnation, InstanceId, Int32Array, RequestId, pack_ids
 from common.instance.ports import Action, RouterJoined, Send
-from common.instance.requests import InstanceLimits
+from common.instance.request import InstanceLimits
 from common.instance.worker import STEPS_IN_FLIGHT
 from common.messages import Failed, Generate, InstanceInfo, PoolDescriptor, TokenBatch, TokenDelta
 from common.sampling_params import SamplingParams

@@ -119,7 +119,8 @@ class EngineConfig:
     )
     graphs: Graphs = option(
         "auto",
-        "replay decode steps, on CUDA as graphs and on CPU as one call of C; auto: where the model and attention allow it",
+        "replay decode steps, on CUDA as graphs and on CPU as one call of C; auto: where the model and attention allow it, but "
+        "on CUDA not in an instance that starts as prefill: give on to one that may take another role",
     )
     graph_sizes: str = option(
         "auto",

@@ -27,6 +27,10 @@ Ticket = NewType("Ticket", Count)
 """The number of a push within the process that posts it."""
 
 Role = Literal["prefill", "decode"]
+"""What an instance does for a pair: compute prompts, or answers."""
+ServingRole = Literal["prefill", "decode", "both"]
+"""What people give an instance to do. "both": it is a decode instance that gets whole requests too, where that costs less than a
+pair of instances."""
 Int32Array = NDArray[np.int32]
 Int64Array = NDArray[np.int64]
 

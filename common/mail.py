@@ -29,6 +29,7 @@ from common.errors import AddressTaken, ConfigError, TandemError, WireError
 from common.gate import EVENTS, ConnectionWatch, Gate, Tally
 from common.ids import InstanceId
 from common.messages import WIRE_VERSION, AnyMessage
+from common.messages.versions import OLDEST, since
 from common.trust import LOOPBACK_ONLY, Trust
 
 M = TypeVar("M")
@@ -73,8 +74,8 @@ def pack_frame(sender: InstanceId, body: bytes, version: int = WIRE_VERSION) -> 
     return _HEADER.pack(MAGIC, version, len(name)) + name + body
 
 
-def unpack_frame(frame: bytes) -> tuple[InstanceId, memoryview]:
-    """Sender and body of a frame. Raises FrameRefused."""
+def unpack_frame(frame: bytes) -> tuple[InstanceId, memoryview, int]:
+    """Sender, body and wire version of a frame. Raises FrameRefused."""
     if len(frame) < _HEADER.size or not frame.startswith(MAGIC):
         raise FrameRefused("magic", "it does not begin like a frame")
     _, version, name_bytes = _HEADER.unpack_from(frame)
@@ -89,7 +90,7 @@ def unpack_frame(frame: bytes) -> tuple[InstanceId, memoryview]:
         sender = frame[_HEADER.size : end].decode()
     except UnicodeDecodeError as error:
         raise FrameRefused("sender", f"its sender is not UTF-8: {error.reason}") from error
-    return InstanceId(sender), memoryview(frame)[end:]
+    return InstanceId(sender), memoryview(frame)[end:], version
 
 
 def decode_body(decoder: msgspec.msgpack.Decoder[M], sender: InstanceId, body: bytes | memoryview) -> M:
@@ -106,7 +107,7 @@ class _Attachment:
     on_broken: Callable[[InstanceId], None] | None
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(slots=True, eq=False)
 class _Outbox:
     """The one connection to an address, whatever we call who is there."""
 
@@ -115,6 +116,8 @@ class _Outbox:
     is_watched: bool
     """The connection watch has its monitor."""
     names: set[InstanceId] = field(default_factory=set)
+    version: int = OLDEST
+    """The wire version of the latest frame from there."""
 
 
 class Mailbox(Generic[M]):
@@ -225,11 +228,15 @@ class Mailbox(Generic[M]):
         return [name for address in self._watch.take() if address in self._at for name in self._at[address].names]
 
     def send(self, to: InstanceId, message: AnyMessage) -> None:
-        """Put a message in the outbox of `to`. Never blocks; `messages_lost` counts what cannot be put there. The same
-        object sent to many in a row is encoded once."""
+        """Put a message in the outbox of `to`. Never blocks; `messages_lost` counts what cannot be put there, or what the release
+        there does not know. The same object sent to many in a row is encoded once."""
         outbox = self._outboxes.get(to)
         if outbox is None:
             self._lost.add("no route", f"the address of {to} is not known")
+            return
+        if since(message) > outbox.version:
+            what = f"{type(message).__name__} to {to} came with wire version {since(message)}"
+            self._lost.add("too new", f"{what}, and the latest frame from there had {outbox.version}")
             return
         if message is not self._latest:
             self._latest, self._latest_frame = message, self._prefix + self._encoder.encode(message)
@@ -264,7 +271,9 @@ class Mailbox(Generic[M]):
                     while self._inbox.getsockopt(zmq.RCVMORE):
                         self._inbox.recv(zmq.NOBLOCK)
                     raise FrameRefused("parts", "it has more than one part")
-                sender, body = unpack_frame(frame)
+                sender, body, version = unpack_frame(frame)
+                if sender in self._outboxes:
+                    self._outboxes[sender].version = version
                 mail.append((sender, decode_body(self._decoder, sender, body)))
             except FrameRefused as error:
                 self._refused.add(error.reason, str(error))

@@ -25,9 +25,9 @@ from common.errors import NoRoom, Preempted, Unavailable
 from common.executor import EngineDescription, StepResult
 from common.ids import InstanceId, Int32Array, Life, pack_ids
 from common.instance.admission import admit
-from common.instance.ports import Action, Decision, Event, LayersDone, PeerDied, PeersChanged, Prepared, Report
-from common.instance.request import RequestPhase
-from common.instance.requests import InstanceLimits, RequestTable, SharedEvent, SharedMessage, decline
+from common.instance.ports import Action, Decision, Event, FormerRole, LayersDone, PeerDied, PeersChanged, Prepared, Report
+from common.instance.request import InstanceLimits, RequestPhase
+from common.instance.requests import RequestTable, SharedEvent, SharedMessage, decline
 from common.instance.token_memory import emit_tokens
 from common.messages import (
     Cancel,
@@ -58,11 +58,20 @@ _IN_BATCH = (RequestPhase.COMPUTING, RequestPhase.DECODING)
 class DecodeScheduler:
     """Implements `common.instance.ports.Scheduler`."""
 
-    def __init__(self, me: InstanceInfo, engine: EngineDescription, limits: InstanceLimits, digest: Digest | None = None) -> None:
-        """digest: with --verify-pages, `Executor.digest_pages`."""
+    takes = DecodeMessage
+
+    def __init__(
+        self,
+        me: InstanceInfo,
+        engine: EngineDescription,
+        limits: InstanceLimits,
+        digest: Digest | None = None,
+        former: FormerRole | None = None,
+    ) -> None:
+        """digest: with --verify-pages, `Executor.digest_pages`. former: what the instance's former role has left."""
         self._me = me
         self._page_size = engine.layout.page_size
-        self._requests = RequestTable(DecodeRequest, me, engine, limits, self._end)
+        self._requests = RequestTable(DecodeRequest, me, engine, limits, self._end, former)
         self._batch = Batch(engine.max_rows, engine.eos_token_ids)
         self._growth = Growth(self._batch, self._page_size, limits.answer_tokens)
         self._target = HandoffReader(me.incarnation)
@@ -73,6 +82,10 @@ class DecodeScheduler:
         self.pool = self._requests.pool
         self.key_in = self._requests.key_in
         self.take_timelines = self._requests.take_timelines
+
+    @property
+    def last_step(self) -> int:
+        return self._requests.last_step
 
     # --- messages and events ---------------------------------------------------------------------------------------------
 

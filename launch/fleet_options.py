@@ -33,13 +33,24 @@ class FleetCounts:
 
     prefill: int = option(1, "number of prefill instances; 0 means colocated serving")
     decode: int = option(1, "number of decode instances", metavar="M")
+    both: int = option(0, "number of instances that decode for others, and serve whole requests where that costs less")
     routers: int = option(1, "number of routers, which share the HTTP port", metavar="R")
     spare: int = option(
         0, "instances that are started only when POST /cluster/instances asks for them (launch autoscale does); room is kept"
     )
 
+    @property
+    def decoding(self) -> int:
+        """The instances that decode."""
+        return self.decode + self.both
+
+    def of(self, role: str) -> int:
+        """Those of a role: prefill, decode or both."""
+        return {"prefill": self.prefill, "decode": self.decode, "both": self.both}[role]
+
     def __post_init__(self) -> None:
-        require_at_least(self, prefill=0, decode=1, spare=0)
+        require_at_least(self, prefill=0, decode=0, both=0, spare=0)
+        require(self.decoding > 0, "decode", "at least 1, or give --both 1", self.decode)
         require_between(self, 1, MOST_ROUTERS, "routers")
 
 

@@ -18,7 +18,7 @@ from engine.models.shape import DEFAULTS, check_ranks, read_architecture, read_s
 from launch.child import ChildProcess, run_process
 
 if TYPE_CHECKING:
-    from common.ids import Role  # its module imports numpy
+    from common.ids import ServingRole  # its module imports numpy
 
 
 def check_model(model: ModelConfig, engine: EngineConfig, ranks: int, *, on_cpu: bool) -> None:
@@ -41,7 +41,7 @@ def check_model(model: ModelConfig, engine: EngineConfig, ranks: int, *, on_cpu:
 class InstanceCommand:
     """What the command was told. Raises ConfigError for a name that cannot be one."""
 
-    role: "Role"
+    role: "ServingRole"
     name: str
     """That of the instance, whichever of its ranks the command starts."""
     instance: InstanceConfig = InstanceConfig()

@@ -19,6 +19,7 @@ import sys
 import threading
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from common.addresses import bind_address, check_address, host_for_peers, reachable
@@ -26,12 +27,12 @@ from common.config import EngineConfig, InstanceConfig, step_limit_of
 from common.executor import Executor
 from common.ids import Incarnation, InstanceId
 from common.instance.membership import Memberships
-from common.instance.ports import Scheduler, Transfers
-from common.instance.requests import InstanceLimits
-from common.instance.worker import InstanceWorker
+from common.instance.ports import FormerRole, Scheduler, Transfers
+from common.instance.request import InstanceLimits
+from common.instance.worker import InstanceWorker, MakeScheduler
 from common.instance.worker import run as run_worker
 from common.mail import Mailbox
-from common.messages import DecodeInbox, InstanceInfo, PoolDescriptor, PrefillInbox
+from common.messages import InstanceInbox, InstanceInfo, PoolDescriptor
 from common.processes.child import Ready
 from decode.scheduler import DecodeScheduler
 from launch.child import ChildProcess
@@ -53,7 +54,7 @@ def serve(process: ChildProcess, command: InstanceCommand, engines: Mapping[int,
     bind = f"tcp://{bind_address(instance.host, '--host')}:{instance.inbox_port}"
     starts_until = time.monotonic() + instance.startup_timeout_s
     life = Incarnation(secrets.token_hex(8))
-    inbox: Any = PrefillInbox if command.role == "prefill" else DecodeInbox
+    inbox: Any = InstanceInbox
     with contextlib.ExitStack() as stack:
         timeout_s = instance.startup_timeout_s
         ranks: LeaderRanks | None = None
@@ -75,14 +76,15 @@ def serve(process: ChildProcess, command: InstanceCommand, engines: Mapping[int,
             timer.cancel()
         info = _describe(command, life, engine, executor, pool, reachable(mailbox.address, host_for_peers()), ranks)
         now = time.monotonic()
-        worker: InstanceWorker[Any] = InstanceWorker(
+        worker: InstanceWorker = InstanceWorker(
             Memberships(info, instance.routers, max(0.0, starts_until - now), now),
-            _scheduler(info, instance, engine, executor),
+            _schedulers(instance, engine, executor),
             executor,
             transfers,
             mailbox,
             unix_s=time.time() - now,
             adapters=engine.loras,
+            serves_whole=command.role == "both",
         )
         process.progress(f"joining the fleet at {instance.router}")
         try:
@@ -92,7 +94,7 @@ def serve(process: ChildProcess, command: InstanceCommand, engines: Mapping[int,
 
 
 def _turn_until_drained(
-    process: ChildProcess, worker: InstanceWorker[Any], mailbox: Mailbox[Any], info: InstanceInfo, ranks: LeaderRanks | None
+    process: ChildProcess, worker: InstanceWorker, mailbox: Mailbox[Any], info: InstanceInfo, ranks: LeaderRanks | None
 ) -> None:
     """Raises StoppedAtOnce, RankLost."""
     stopping = threading.Event()
@@ -123,7 +125,8 @@ def _turn_until_drained(
     run_worker(worker, wait, time.monotonic, stopping.is_set)
 
 
-def _scheduler(info: InstanceInfo, instance: InstanceConfig, engine: EngineConfig, executor: Executor) -> Scheduler[Any]:
+def _schedulers(instance: InstanceConfig, engine: EngineConfig, executor: Executor) -> MakeScheduler:
+    """What makes the scheduler of a role."""
     limits = InstanceLimits(
         chunk_tokens=engine.chunk_tokens,
         max_waiting=instance.max_waiting,
@@ -133,8 +136,12 @@ def _scheduler(info: InstanceInfo, instance: InstanceConfig, engine: EngineConfi
         step_limit_s=step_limit_of(instance, engine, executor.description.device.partition(":")[0]),
     )
     digest = executor.digest_pages if instance.verify_pages == "on" else None
-    scheduler = PrefillScheduler if info.role == "prefill" else DecodeScheduler
-    return scheduler(info, executor.description, limits, digest)
+
+    def make(info: InstanceInfo, former: FormerRole | None) -> Scheduler[Any]:
+        scheduler = PrefillScheduler if info.role == "prefill" else DecodeScheduler
+        return scheduler(info, replace(executor.description, weights=executor.weights), limits, digest, former)
+
+    return make
 
 
 def _describe(
@@ -150,7 +157,7 @@ def _describe(
     return InstanceInfo(
         id=InstanceId(command.name),
         incarnation=life,
-        role=command.role,
+        role="prefill" if command.role == "prefill" else "decode",
         inbox=inbox,
         ranks=(describe_rank(0, engine.device, engine.choices), *(() if ranks is None else ranks.followers.infos)),
         model=engine.model,

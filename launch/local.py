@@ -55,8 +55,8 @@ top."""
 LOOK_EVERY_S = 0.05
 STOPPING = "stopping in order; a second Ctrl-C or SIGTERM stops everything at once"
 
-Role = Literal["prefill", "decode"]
-ROLES: tuple[Role, ...] = ("prefill", "decode")
+Role = Literal["prefill", "decode", "both"]
+ROLES: tuple[Role, ...] = ("prefill", "decode", "both")
 """In the order in which they are stopped."""
 Command = Callable[[str, Sequence[str]], list[str]]
 OnEvent = Callable[[ChildEvent], object]
@@ -84,7 +84,7 @@ class FleetConfig:
         return [ROUTER] if self.counts.routers == 1 else [f"{ROUTER}-{number}" for number in range(self.counts.routers)]
 
     def names(self, role: Role) -> list[str]:
-        return [f"{role}-{number}" for number in range(self.counts.prefill if role == "prefill" else self.counts.decode)]
+        return [f"{role}-{number}" for number in range(self.counts.of(role))]
 
     @property
     def instance_names(self) -> list[str]:
@@ -164,7 +164,7 @@ class LocalPlan:
             return self.config.engine.threads
         if self._why_not_divided:
             return divide_cores(core_count(), len(self.config.instance_names))
-        threads = divide_by_work(core_count(), counts.prefill, counts.decode + counts.spare, self.cores.prefill_share)
+        threads = divide_by_work(core_count(), counts.prefill, counts.decoding + counts.spare, self.cores.prefill_share)
         return threads[0] if is_prefill else threads[1]
 
     def _check_shares(self) -> None:
@@ -261,7 +261,7 @@ class ChildFleet:
         for role in ROLES:
             for name in config.names(role):
                 self._start_as(name, role)
-        prefill, decode = config.names("prefill"), config.names("decode")
+        prefill, decode = config.names("prefill"), [*config.names("decode"), *config.names("both")]
         self._wait_until_ready([*prefill, *decode], deadline)
         for addresses in routers:
             self._wait_until_linked(reachable(addresses.get("own", addresses["http"]), LOOPBACK), prefill, decode, deadline)
@@ -269,7 +269,8 @@ class ChildFleet:
         self._is_complete = True
         self._tell_kept()
         url, several = routers[0]["http"], f"{counts.routers} routers, " if counts.routers > 1 else ""
-        parts = f"{several}{counts.prefill} prefill, {counts.decode} decode on {url}"
+        both = f", {counts.both} both" if counts.both else ""
+        parts = f"{several}{counts.prefill} prefill, {counts.decode} decode{both} on {url}"
         print(f"ready in {time.monotonic() - began:.1f} s: {parts}\n\n{curl_line(url, config.access)}\n", flush=True)
 
     def _start_routers(self, deadline: float) -> list[Mapping[str, str]]:

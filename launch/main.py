@@ -15,13 +15,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from bench import options
+from common.access import read_control_key
 from common.addresses import LOOPBACK
 from common.config import AccessConfig, EngineConfig, InstanceConfig, LogConfig, ModelConfig, RouterConfig, SecurityConfig
 from common.errors import ConfigError
 from common.host import count_gpus
 from common.options import read_config, with_defaults
 from common.trust import write_key
-from launch import chat, child, instance_command
+from launch import chat, child, drain, instance_command
 from launch.child import BAD_FLAG, ChildProcess, run_process
 from launch.commands import (
     Command,
@@ -36,7 +37,7 @@ from launch.fleet_options import CoresConfig, FleetCounts, RayConfig, ScalingCon
 from simulation.plan import FleetPlan, LoadPlan
 
 if TYPE_CHECKING:
-    from common.ids import Role  # its module imports numpy, and so do those of a fleet
+    from common.ids import ServingRole  # its module imports numpy, and so do those of a fleet
     from launch.local import FleetConfig
 
 STATUSES = (
@@ -177,7 +178,7 @@ def _detokenizer(flags: argparse.Namespace) -> int:
     return run_process(f"detokenizer-{flags.shard}" if config.detokenizers > 1 else "detokenizer", log, 1, body)
 
 
-def _instance(role: "Role", flags: argparse.Namespace) -> int:
+def _instance(role: "ServingRole", flags: argparse.Namespace) -> int:
     security, trust = read_security(flags)
     instance = read_config(InstanceConfig, flags)
     command = instance_command.InstanceCommand(
@@ -196,6 +197,11 @@ def _instance(role: "Role", flags: argparse.Namespace) -> int:
 def _chat(flags: argparse.Namespace) -> int:
     plan = read_config(chat.ChatFlags, flags)
     return chat.run(plan, chat.read_api_key(plan.api_key_file))
+
+
+def _drain(flags: argparse.Namespace) -> int:
+    plan = read_config(drain.DrainFlags, flags)
+    return drain.run(plan, read_control_key(plan.control_key) if plan.control_key else "")
 
 
 def _key(flags: argparse.Namespace) -> int:
@@ -339,7 +345,22 @@ COMMANDS = (
         (ScalingConfig,),
         life="Every decision has its reason on the router's GET /cluster/decisions. It may be killed at any time.",
     ),
+    Command(
+        "both",
+        "start one decode instance that serves whole requests too, where that costs less than a pair of instances",
+        partial(_instance, "both"),
+        INSTANCE,
+        life=INSTANCE_LIFE,
+    ),
     Command("chat", "talk with the served model in this terminal", _chat, (chat.ChatFlags,)),
+    Command(
+        "drain",
+        "have an instance drain, and wait until it may be deleted",
+        _drain,
+        (drain.DrainFlags,),
+        life="It ends with 0 when every write from or to the instance is proven to have ended and no request of any router needs "
+        "it, and with 1 when that is not known in time.",
+    ),
     Command(
         "simulate",
         "run a whole fleet in this process on simulated time, and report what its clients and its control plane see",

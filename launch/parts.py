@@ -82,7 +82,8 @@ def _make_executor(
     from engine.torch_executor import TorchExecutor
 
     engine = with_device_defaults(engine)
-    if command.role == "prefill":  # it computes no decode steps
-        engine = replace(engine, graphs="off")
-    group = ALONE if parallel.meet is None else parallel.meet(device_of(engine.device))
+    device = device_of(engine.device)
+    if command.role == "prefill" and engine.graphs == "auto" and device.type == "cuda":
+        engine = replace(engine, graphs="off")  # their memory is better used for pages, unless it takes another role
+    group = ALONE if parallel.meet is None else parallel.meet(device)
     return engine, TorchExecutor(command.model, engine, wake, progress, group, parallel.agree)

@@ -74,8 +74,8 @@ class RankChildren:
 
 OF_A_HOST = ("device", "threads", "lent_cores", "memory_part", "sharers", "kv_memory")
 """Flags of the engine that ranks may differ in."""
-LIBRARIES = ("torch", "transformers", "safetensors", "xgrammar", "flashinfer-python", "triton")
-"""Their versions decide what is computed."""
+LIBRARIES = ("tandem-serve", "torch", "transformers", "safetensors", "xgrammar", "flashinfer-python", "triton")
+"""Their versions decide what is computed. Our own is one of them: all ranks of an instance are of one release."""
 
 
 def rank_setup(command: InstanceCommand) -> dict[str, str]:

@@ -29,9 +29,9 @@ from common.errors import BadRequest, Preempted, TandemError, Unavailable
 from common.executor import EngineDescription, StepResult
 from common.ids import ROUTER, InstanceId, Life
 from common.instance.admission import admit
-from common.instance.ports import Action, Decision, Event, LayersDone, PeerDied, PeersChanged, Report, Send
-from common.instance.request import RequestPhase
-from common.instance.requests import InstanceLimits, RequestTable, SharedEvent, SharedMessage
+from common.instance.ports import Action, Decision, Event, FormerRole, LayersDone, PeerDied, PeersChanged, Report, Send
+from common.instance.request import InstanceLimits, RequestPhase
+from common.instance.requests import RequestTable, SharedEvent, SharedMessage
 from common.instance.token_memory import emit_tokens
 from common.messages import Cancel, Decline, Ending, Failed, Generate, Grant, InstanceInfo, Placed, Renewed, TellLinks, TokenDelta
 from common.messages.transfers import LinkChanged, PushDone, PushFailed, Settled
@@ -46,17 +46,30 @@ PrefillMessage = Generate | Cancel | Grant | Decline | Renewed | TellLinks | Sha
 class PrefillScheduler:
     """Implements `common.instance.ports.Scheduler`."""
 
-    def __init__(self, me: InstanceInfo, engine: EngineDescription, limits: InstanceLimits, digest: Digest | None = None) -> None:
-        """digest: with --verify-pages, `Executor.digest_pages`."""
+    takes = PrefillMessage
+
+    def __init__(
+        self,
+        me: InstanceInfo,
+        engine: EngineDescription,
+        limits: InstanceLimits,
+        digest: Digest | None = None,
+        former: FormerRole | None = None,
+    ) -> None:
+        """digest: with --verify-pages, `Executor.digest_pages`. former: what the instance's former role has left."""
         self._me = me
         self._engine = engine
-        self._requests = RequestTable(PrefillRequest, me, engine, limits, self._end)
+        self._requests = RequestTable(PrefillRequest, me, engine, limits, self._end, former)
         self._source = HandoffWriter(me.incarnation, engine.layout, digest)
         self._links = LinkBook(me.id, me.incarnation)
         self._room = PromptRoom(me.id, self._requests, self._links, limits.chunk_tokens)
         self.pool = self._requests.pool
         self.key_in = self._requests.key_in
         self.take_timelines = self._requests.take_timelines
+
+    @property
+    def last_step(self) -> int:
+        return self._requests.last_step
 
     # --- messages and events ---------------------------------------------------------------------------------------------
 

@@ -137,12 +137,13 @@ class Record:
         return self.spec.sampling.max_new_tokens - len(self.token_ids)
 
     def set_back(self, attempt: "Attempt", setback: Setback, now: float) -> None:
-        """The attempt is over, but the request is not. A preemption is no failure: the instance is well, only full for now."""
+        """The attempt is over, but the request is not. Who gives up memory, or leaves in order, has not failed."""
         attempt.release(now)
         self.attempt = None
         self.times.resumed(setback.reason, setback.failed, now)
         places = {member.life for member in setback.at}
         is_excused = setback.reason in (ResumeReason.PREEMPTED, ResumeReason.WEIGHTS)
+        is_excused = is_excused or (bool(setback.at) and all(member.draining or member.told_role for member in setback.at))
         self.excused += is_excused
         self.crowded = places if is_excused else set()
         self.avoid |= set() if is_excused else places

@@ -1,21 +1,31 @@
 """The /cluster page: the last report of every instance and detokenizer, the instances that left or were refused, and the
-router's open requests.
+router's open requests; and whether an instance may be deleted.
 
-Owns the shape of the page. Does not know HTTP.
+Owns the shape of these pages. Does not know HTTP.
 """
 
 import asyncio
 from collections import Counter
-from typing import Any
+from typing import Annotated, Any
 
-from msgspec import Raw
+from msgspec import Meta, Raw, Struct
 from msgspec.json import encode
 from msgspec.structs import asdict
 
+from common.messages import WIRE_VERSION
 from router.attempts import Phase
 from router.core import RouterCore
 from router.members import Member
 from router.scaling import ROLES, role_figures
+
+
+class SafeToDelete(Struct, frozen=True):
+    """Whether nothing is lost with an instance."""
+
+    id: str
+    safe_to_delete: bool
+    reasons: Annotated[list[str], Meta(description="Why not; empty when it is.")]
+
 
 DEPARTED_SHOWN = 32
 """How many of the latest departures are shown."""
@@ -34,6 +44,7 @@ async def cluster_page(core: RouterCore) -> dict[str, Any]:
     phases = Counter(record.phase for record in core.requests.records())
     return {
         "router": {
+            "wire_version": WIRE_VERSION,
             "requests_open": len(core.requests),
             "phases": {phase.value: phases[phase] for phase in Phase},
             "queue_depth": phases[Phase.AWAITING],
@@ -62,7 +73,8 @@ def _instance(member: Member) -> dict[str, Any]:
     return {
         "id": info.id,
         "incarnation": info.incarnation,
-        "role": info.role,
+        "wire_version": info.wire_version,
+        "role": member.role,
         "state": "live" if trouble is None else trouble.state,
         "reason": None if trouble is None else trouble.reason,
         "inbox": info.inbox,

@@ -16,7 +16,7 @@ from typing import Literal, TypeAlias, assert_never
 from common.config import RouterConfig
 from common.deadlines import earliest
 from common.errors import DeadlinePassed, TandemError, Unavailable
-from common.ids import InstanceId, Life, text_name
+from common.ids import InstanceId, Life, ServingRole, text_name
 from common.instance.ports import Mail, Send
 from common.messages import (
     AdaptersHeld,
@@ -29,6 +29,7 @@ from common.messages import (
     Placed,
     Probed,
     Register,
+    RoleKept,
     RouterInbox,
     Spans,
     TaskDone,
@@ -41,6 +42,7 @@ from common.messages.weights import WeightsSource
 from common.tracing import SpanRecorder
 from router.adapters import FleetAdapters
 from router.fleet import Change, Members
+from router.members import Member
 from router.outbox import ClientRequest
 from router.request_book import RequestBook
 from router.scaling import ScalingBoard
@@ -156,6 +158,9 @@ class RouterCore:
                 return self._apply(self.fleet.weights_staged(message, now), now)
             case TaskDone():
                 self.fleet.task_done(message, now)
+                return []
+            case RoleKept():
+                self.fleet.role_kept(message)
                 return []
             case AdaptersHeld():
                 return self._apply(self.fleet.adapters_held(message, now), now)
@@ -377,6 +382,15 @@ class Gateway:
             self.deliver(requests.end_all(Failed.of(stopping), self.clock()))
 
     # --- instances and time ----------------------------------------------------------------------------------------------
+
+    async def change_role(self, instance: InstanceId, role: ServingRole) -> Member:
+        """Returns the life that serves in this role. Raises UnknownInstance, RoleConflict, DeadlinePassed."""
+        over: asyncio.Future[Member | TandemError] = asyncio.get_running_loop().create_future()
+        self.deliver(self.core.fleet.change_role(instance, role, over.set_result, self.clock()))
+        done = await asyncio.shield(over)
+        if isinstance(done, TandemError):
+            raise done
+        return done
 
     def drain_instance(self, instance: InstanceId) -> None:
         """Give it no more requests. Raises UnknownInstance."""

@@ -28,8 +28,8 @@ from msgspec.structs import replace
 from common.addresses import check_address
 from common.config import RouterConfig
 from common.deadlines import DeadlineWheel, earliest
-from common.errors import BadRequest, ConfigError
-from common.ids import InstanceId, Life, Role
+from common.errors import BadRequest, ConfigError, TandemError
+from common.ids import InstanceId, Life, Role, ServingRole
 from common.instance.membership import ABANDON_AFTER_S
 from common.instance.ports import Send
 from common.messages import (
@@ -45,6 +45,7 @@ from common.messages import (
     ModelIdentity,
     Refused,
     Register,
+    RoleKept,
     TaskDone,
     TellLinks,
     WeightsStaged,
@@ -55,6 +56,7 @@ from router.cache_index import CacheIndex
 from router.join_rules import difference, likeness, malformed
 from router.members import Candidates, Member, RolePace
 from router.peering import Peering
+from router.roles import FleetRoles
 from router.tasks import FleetTasks
 from router.weights import FleetWeights, Orders
 
@@ -106,6 +108,8 @@ class Departure(NamedTuple):
     reason: str
     silent: bool
     """It may only have been unreachable; its next heartbeat makes it a member again."""
+    is_quiet: bool = False
+    """See `Goodbye`."""
 
 
 class RefusedInstance(NamedTuple):
@@ -154,8 +158,9 @@ class Members:
         self.candidates = Candidates(Random(router))  # no two lives of a router draw alike, and a simulation is repeated exactly
         self.caches = CacheIndex(config.needs_caches, config.heartbeat_s)
         self.weights = FleetWeights(router, self.members, self._judge)
-        self.tasks = FleetTasks()
+        self.tasks = FleetTasks(self.find)
         self.adapters = FleetAdapters(self.members, self.tasks)
+        self.roles = FleetRoles(self.members, self.find, self._judge)
         self._vocab_size = vocab_size
         self._members: dict[InstanceId, Member] = {}
         self.paces: dict[Role, RolePace] = {"prefill": RolePace(), "decode": RolePace()}
@@ -203,6 +208,7 @@ class Members:
             self._farewells.next_deadline(),
             self.weights.next_deadline(),
             self.tasks.next_deadline(),
+            self.roles.next_deadline(),
         )
 
     # --- messages and time -----------------------------------------------------------------------------------------------
@@ -277,6 +283,7 @@ class Members:
         if member.stuck and not was_stuck:
             change.lost.append(member)
         change.take(self.weights.heard(member, now))
+        change.sends += self.roles.heard(member)
         change.sends += self.tasks.heard(member) + self.adapters.reported(member, message.adapters_version, now)
         if (member.trouble is None and not took_requests) or more:
             change.more_can_serve = True
@@ -293,6 +300,12 @@ class Members:
         if member is not None:
             self.tasks.done(message, member)
             self.adapters.proceed(now)
+
+    def role_kept(self, message: RoleKept) -> None:
+        """A member does not take the role that it was told to take."""
+        member = self._sender(message)
+        if member is not None:
+            self.roles.kept(message, member)
 
     def adapters_held(self, message: AdaptersHeld, now: float) -> Change:
         """A member tells of its adapters."""
@@ -335,7 +348,8 @@ class Members:
         member = self._sender(message)
         if member is None:
             return Change()
-        change = Change(lost=[self._remove(member, message.reason or "left", now, silent=False)])
+        reason = message.reason or "left"
+        change = Change(lost=[self._remove(member, reason, now, silent=False, is_quiet=message.is_quiet)])
         self._left(member, change, now)
         return change
 
@@ -346,7 +360,7 @@ class Members:
         change.take(self.weights.left(member, now))
 
     def _sender(
-        self, message: Heartbeat | LinkReport | CacheChanges | Goodbye | WeightsStaged | TaskDone | AdaptersHeld
+        self, message: Heartbeat | LinkReport | CacheChanges | Goodbye | WeightsStaged | TaskDone | AdaptersHeld | RoleKept
     ) -> Member | None:
         """The member that says this. None, which is counted, when it is from another life."""
         member = self.find(Life(message.id, message.incarnation))
@@ -360,6 +374,20 @@ class Members:
         self.candidates.judge(member)
         change = Change([Send(instance, Drain(incarnation=member.info.incarnation))])
         return change.take(self.weights.heard(member, now))  # an update may have counted on it
+
+    def why_keep(self, instance: InstanceId) -> list[str]:
+        """Why the instance must not be deleted yet. Empty: every write from or to it is proven to have ended, and no request of
+        any router needs it. What is not known is a reason. Raises UnknownInstance."""
+        gone = self.departed.get(instance)
+        if gone is None:
+            return self._find(instance).why_keep()
+        return [] if gone.is_quiet else [f"it is gone ({gone.reason}), and has not said that its transfers have ended"]
+
+    def change_role(
+        self, instance: InstanceId, role: ServingRole, answer: Callable[[Member | TandemError], object], now: float
+    ) -> list[Send]:
+        """See `FleetRoles.begin`. Raises UnknownInstance, RoleConflict."""
+        return self.roles.begin(self._find(instance), role, answer, now)
 
     def flush_caches(self) -> list[Send]:
         """Tell every member to forget its prefix cache."""
@@ -398,6 +426,7 @@ class Members:
             self._left(member, change, now)
         self._moved |= dict.fromkeys(self._farewells.expired(now))
         self.tasks.tick(now)
+        self.roles.tick(now)
         self.adapters.proceed(now)
         return change.take(self.weights.tick(now))
 
@@ -426,7 +455,7 @@ class Members:
         self.caches.join(member)
         return self._greet(member, message.address)
 
-    def _remove(self, member: Member, reason: str, now: float, *, silent: bool) -> Member:
+    def _remove(self, member: Member, reason: str, now: float, *, silent: bool, is_quiet: bool = False) -> Member:
         info = member.info
         del self._members[info.id]
         self._set_pace()
@@ -435,7 +464,7 @@ class Members:
         self._silence.clear(info.id)
         self._curious.pop(info.id, None)
         self._farewells.set(info.id, now + (SILENT_ROUTE_S if silent else LEFT_ROUTE_S))
-        for forgotten in _remember(self.departed, info.id, Departure(member, reason, silent), DEPARTED_REMEMBERED):
+        for forgotten in _remember(self.departed, info.id, Departure(member, reason, silent, is_quiet), DEPARTED_REMEMBERED):
             self._farewells.clear(forgotten)
             self._moved[forgotten] = None
         self.peering.leave(member)

@@ -15,8 +15,10 @@ from typing import Literal
 
 import msgspec
 
-from common.ids import AttemptId, Digest, InstanceId, Life, Role
+from common.errors import BadRequest
+from common.ids import AttemptId, Digest, InstanceId, Life, Role, ServingRole
 from common.messages import Counters, Heartbeat, InstanceInfo, LinkState, Load, Register
+from common.messages.versions import since
 
 QUARANTINE_DIVISOR = 4
 """An instance takes no requests while more than one page in four is quarantined: transfers fail there, and little memory is
@@ -27,7 +29,14 @@ STUCK_S = 30.0
 HEARD_SHARE = 1 / 32
 """How much one report moves the mean pace of its role."""
 
-State = Literal["live", "draining", "stuck", "quarantined", "updating"]
+
+class NeedsNewer(BadRequest):
+    """An instance is of an older release, which does not know what it is to do."""
+
+    status = 409
+
+
+State = Literal["live", "draining", "changing", "stuck", "quarantined", "updating"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +106,11 @@ class Member:
     told_to_drain: bool = False
     """This router has told it to leave."""
     reports_draining: bool = False
-    """The member says that it leaves."""
+    """The member says that it leaves, for good or for another role."""
+    told_role: ServingRole | None = None
+    """This router has told it to serve in another role, for which it must leave its own; `router.roles` keeps this."""
+    serves_whole: bool = False
+    """A decode instance that gets whole requests too."""
     weights: Digest = Digest("")
     """What it computes with, as it last said; "": it does not say."""
     weight_version: str = ""
@@ -183,6 +196,11 @@ class Member:
         return self.told_to_drain or self.reports_draining
 
     @property
+    def role(self) -> ServingRole:
+        """As people call it."""
+        return "both" if self.serves_whole else self.info.role
+
+    @property
     def tokens_to_do(self) -> int:
         """What it reported, which counts the requests of all routers, and what this router has assigned since or taken off. At
         least what this router has assigned: a decode instance does not know of what its writers have not reached yet."""
@@ -261,6 +279,7 @@ class Member:
         self.reported_s = now
         self.load, self.counters, self.reports_draining = report.load, report.counters, report.draining
         self.is_holding, self.staged_update = report.holding, report.staged_update
+        self.serves_whole = report.serves_whole
         self.take_weights(report)
         self.assigned_before, self.computing_before = self.assigned_tokens, self.computing_tokens
         self.requests_before = self.assigned_requests
@@ -278,12 +297,36 @@ class Member:
         self.told_to_drain = True
         self.judge()
 
+    def check_knows(self, order: msgspec.Struct) -> None:
+        """Whether its release knows this message, or this part of one. Raises NeedsNewer."""
+        has, needs = self.info.wire_version, since(order)
+        if has < needs:
+            what = f"{self.info.id} has wire version {has}, and {type(order).__name__} came with {needs}"
+            raise NeedsNewer(f"{what}: give that instance a newer release first")
+
+    def why_keep(self) -> list[str]:
+        """Why it must not be deleted yet, by its last report, which tells of the requests of all routers. One that drains takes
+        nothing new, so what has become 0 stays 0; pages come home only when nothing can read or write them any more."""
+        load = self.load
+        counts = {
+            "requests wait there": load.waiting_requests,
+            "requests run there": load.running_requests,
+            "reservations wait for their handoff": load.reservations,
+            "pushes are in flight": load.pushes_in_flight,
+            "pages are in use": load.pages_in_use,
+            "requests of this router are assigned to it": self.assigned_requests,
+        }
+        reasons = [] if self.reports_draining else [f"it does not drain: POST /cluster/{self.info.id}/drain"]
+        return reasons + [f"{count} {what}" for what, count in counts.items() if count]
+
     def judge(self) -> None:
         """Derive what every placement asks from what was last reported."""
         load, total_pages = self.load, self.info.total_pages
         self.stuck = load.oldest_step_s > STUCK_S or load.oldest_transfer_s > STUCK_S
         self.trouble = None
-        if self.draining:
+        if self.told_role is not None:
+            self.trouble = Trouble("changing", f"it takes the role {self.told_role}")
+        elif self.draining:
             self.trouble = Trouble("draining", "it is leaving the fleet")
         elif self.stuck:
             what, seconds = max(("step", load.oldest_step_s), ("transfer", load.oldest_transfer_s), key=lambda age: age[1])
@@ -364,16 +407,20 @@ class Candidates:
         self.lines: dict[Role, Line] = {"prefill": Line(), "decode": Line()}
         self.latest: dict[Role, Member] = {}
         """The last choice among the members of each role."""
+        self.whole = Line()
+        """The decode members that get whole requests too."""
         self._choices = 0
 
     def judge(self, member: Member) -> None:
         """A member has joined, or its trouble may have changed."""
         line = self.lines[member.info.role]
         (line.add if member.trouble is None else line.discard)(member)
+        (self.whole.add if member.trouble is None and member.serves_whole else self.whole.discard)(member)
 
     def leave(self, member: Member) -> None:
         """A member has left. Idempotent."""
         self.lines[member.info.role].discard(member)
+        self.whole.discard(member)
 
     def chose(self, member: Member) -> None:
         """A request goes to this member."""

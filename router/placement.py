@@ -46,8 +46,9 @@ class Placer:
     """Places requests on members that can serve them, as its policies rank these, and makes their attempts.
 
     auto: a prefill instance and then a decode instance, when they are linked; a prefill instance alone for an answer of one
-    token; a decode instance alone when no prefill instance can take the prompt or has a link. colocated: a decode instance alone,
-    always. conditional: as auto, but a decode instance alone also where one costs less than the pair would.
+    token; a decode instance alone when no prefill instance can take the prompt or has a link, and one whose role is both where
+    it costs less than the pair would. colocated: a decode instance alone, always. conditional: as auto, but all decode instances
+    are taken as those whose role is both.
     """
 
     def __init__(self, router: InstanceId, detokenizers: Sequence[InstanceId], fleet: Members, config: RouterConfig) -> None:
@@ -153,7 +154,7 @@ class Placer:
         """The members to avoid are used only when no other, not even a decode instance alone, can serve the request.
         Raises Unavailable when nobody can serve it now, BadRequest when no instance's memory could ever hold it."""
         placement = self._find(demand, self._prefill, self._decode)
-        if self._dispatch == "conditional" and placement.decode is not None and is_measured(placement.first):
+        if placement.decode is not None and is_measured(placement.first):
             single = self._best_single(self._single, demand)
             pair_s = pair_cost_s(placement.first, placement.decode, demand)
             if single is not None and single_estimate(single, demand).cost_s < pair_s:
@@ -164,7 +165,7 @@ class Placer:
         """Where the first token is predicted to come soonest, of those that are compared. Raises as `choose`."""
         prefill, decode = soonest(self._candidates, "prefill", now), soonest(self._candidates, "decode", now)
         placement = self._find(demand, prefill, decode)
-        if self._dispatch == "conditional" and placement.decode is not None:
+        if placement.decode is not None:
             single = self._best_single(decode, demand)
             if single is not None and ttft_s(single, demand, now) < ttft_s(placement.first, demand, now):
                 placement = Placement(single)
@@ -210,9 +211,16 @@ class Placer:
         raise Unavailable("no instance that takes requests holds the adapter of the request")
 
     def _best_single(self, policy: Policy, demand: Demand) -> Member | None:
-        """The decode instance that this policy prefers for a request that one serves alone."""
-        holders = self._candidates.lines["decode"].holding(demand.most_tokens)
-        group = next(policy(holders, partial(_suits, demand, demand.avoid, None), demand, None), None)
+        """The decode instance that this policy prefers for a request that one serves alone, of those that get whole ones."""
+        is_any = self._dispatch == "conditional"
+        line = self._candidates.lines["decode"] if is_any else self._candidates.whole
+        if not line:
+            return None
+
+        def suits(member: Member) -> bool:
+            return (is_any or member.serves_whole) and _suits(demand, demand.avoid, None, member)
+
+        group = next(policy(line.holding(demand.most_tokens), suits, demand, None), None)
         return None if group is None else group[0]
 
     def _successors(self, first: Member, holders: Sequence[Member], demand: Demand, spared: Set[Life]) -> tuple[Member, ...]:

@@ -175,6 +175,7 @@ class RequestBook:
             ),
             salt=spec.salt,
             variant=attempt.variant,
+            incarnation=attempt.first.info.incarnation,
         )
         return [self.retelling.expect(attempt, now), Send(attempt.first.info.id, generate)]
 

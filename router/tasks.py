@@ -31,7 +31,10 @@ class FleetTask:
 
 
 class FleetTasks:
-    def __init__(self) -> None:
+    """find: the member that is this life."""
+
+    def __init__(self, find: Callable[[Life], Member | None]) -> None:
+        self._find = find
         self._last = 0
         self._under_way: dict[int, FleetTask] = {}
 
@@ -42,9 +45,13 @@ class FleetTasks:
         deadline_s: float,
     ) -> list[Send]:
         """tasks: what each member is to do. answer: called with the result of each, or with the first error. Raises
-        Unavailable when there is no member."""
+        Unavailable when there is no member, NeedsNewer."""
         if not tasks:
             raise Unavailable("no instance is a member of the fleet")
+        for life, task in tasks.items():
+            member = self._find(life)
+            if member is not None:
+                member.check_knows(task)
         self._last += 1
         self._under_way[self._last] = FleetTask(tasks, answer, deadline_s)
         return [self._order(self._last, life, task) for life, task in tasks.items()]

@@ -4,6 +4,7 @@ Owns the loops of the worker and of the transfers' thread, and how full the page
 the instance ends by itself. Knows no other process.
 """
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
@@ -12,10 +13,10 @@ from common.errors import TandemError
 from common.executor import Executor
 from common.ids import Incarnation, InstanceId, Role
 from common.instance.membership import Memberships
-from common.instance.ports import Transfers
-from common.instance.requests import InstanceLimits
+from common.instance.ports import FormerRole, Scheduler, Transfers
+from common.instance.request import InstanceLimits
 from common.instance.worker import InstanceWorker
-from common.messages import DecodeInbox, InstanceInfo, PrefillInbox, RankInfo
+from common.messages import InstanceInbox, InstanceInfo, RankInfo
 from common.pages.layout import heads_of
 from common.pages.pool import PagePool
 from common.step_cost import StepCost
@@ -173,7 +174,7 @@ class Instance:
         self.rank = self.make_rank()
         executor, transfers = self.join_ranks()
         engine, ranks = executor.description, self.ranks
-        self.info = InstanceInfo(
+        info = InstanceInfo(
             id=name.id,
             incarnation=name.incarnation,
             role=name.role,
@@ -187,18 +188,20 @@ class Instance:
             verifies_pages=size.verify_pages,
             max_adapters=engine.max_adapters,
         )
-        is_prefill = name.role == "prefill"
-        kind = PrefillScheduler if is_prefill else DecodeScheduler
         digest = executor.digest_pages if size.verify_pages else None
-        self.scheduler = kind(self.info, engine, size, digest)
-        self.page_use = PageUse(self.pool, clock.now)
-        inbox: Any = PrefillInbox if is_prefill else DecodeInbox
+
+        def make_scheduler(life: InstanceInfo, former: FormerRole | None) -> Scheduler[Any]:
+            kind = PrefillScheduler if life.role == "prefill" else DecodeScheduler
+            return kind(life, dataclasses.replace(engine, weights=executor.weights), size, digest, former)
+
+        inbox: Any = InstanceInbox
         self._meter = network.meter(name.role)
         self.mail: Post[Any] = Post(name.id, inbox, network, network.open(name.address, name.id, self.loop.wake, name.role))
-        memberships = Memberships(self.info, name.routers, STARTUP_TIMEOUT_S, self.clock())
-        self.worker: InstanceWorker[Any] = InstanceWorker(
-            memberships, self.scheduler, executor, transfers, self.mail, unix_s=-name.began_s, adapters=size.adapters
+        self._memberships = Memberships(info, name.routers, STARTUP_TIMEOUT_S, self.clock())
+        self.worker: InstanceWorker = InstanceWorker(
+            self._memberships, make_scheduler, executor, transfers, self.mail, unix_s=-name.began_s, adapters=size.adapters
         )
+        self.page_use = PageUse(self.pool, clock.now)
         self.loop.wake(clock.now)
 
     def make_rank(self) -> SimulatedRank:
@@ -213,6 +216,16 @@ class Instance:
     @property
     def ranks(self) -> Sequence[SimulatedRank]:
         return [self.rank]
+
+    @property
+    def info(self) -> InstanceInfo:
+        """Its present life."""
+        return self._memberships.info
+
+    @property
+    def scheduler(self) -> Scheduler[Any]:
+        """That of its present role."""
+        return self.worker.scheduler
 
     @property
     def pool(self) -> PagePool:

@@ -6,7 +6,7 @@ import numpy as np
 
 from common.executor import EngineDescription, StepPlan, StepResult
 from common.ids import ROUTER, AttemptId, Incarnation, InstanceId, RequestId, Role
-from common.instance.requests import InstanceLimits
+from common.instance.request import InstanceLimits
 from common.messages import EngineChoices, InstanceInfo, ModelIdentity, PoolDescriptor, RankInfo
 from common.pages.layout import KVLayout, MemoryRegion
 from common.sampling_params import SamplingParams

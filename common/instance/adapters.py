@@ -26,7 +26,7 @@ class InstanceAdapters:
     one."""
 
     def __init__(self, me: InstanceInfo, executor: Executor, at_start: Mapping[str, str], is_reading: Callable[[], bool]) -> None:
-        self._me, self._executor, self._is_reading = me, executor, is_reading
+        self.me, self._executor, self._is_reading = me, executor, is_reading
         self.table = AdapterTable()
         self.version = 0
         """Rises with every change that routers hear of."""
@@ -65,7 +65,7 @@ class InstanceAdapters:
 
     def order(self, router: InstanceId, order: SetAdapters) -> list[Send]:
         """A router that has welcomed this instance says what it wants."""
-        if not fits(order.incarnation, self._me.incarnation):
+        if not fits(order.incarnation, self.me.incarnation):
             return []
         before = self._wanted.get(router)
         if before is None or order.number > before.number:
@@ -139,7 +139,7 @@ class InstanceAdapters:
         return is_news
 
     def report(self, router: InstanceId) -> AdaptersHeld:
-        me, order = self._me, self._wanted.get(router)
+        me, order = self.me, self._wanted.get(router)
         return AdaptersHeld(
             id=me.id,
             incarnation=me.incarnation,

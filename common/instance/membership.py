@@ -77,6 +77,10 @@ class PeerSets:
         """When the next set of a former life ends."""
         return earliest(*(former.ends_s for former in self._former))
 
+    def __iter__(self) -> Iterator[InstanceId]:
+        """Those of the union."""
+        return iter(self._union)
+
     def version(self, router: InstanceId) -> int:
         """The version of the router's set as it is here; 0: it has not sent any."""
         known = self._sets.get(router)
@@ -185,6 +189,8 @@ class Membership:
         self.next_deadline = now
         self._pause_s = REGISTER_EVERY_S
         self._has_asked = False
+        self._is_other_life = False
+        """This life of ours has followed another one, and the router has not welcomed it yet."""
         self._sent_s: float | None = None
         self._timelines: deque[Timeline] = deque()
         self.timelines_dropped = 0
@@ -217,8 +223,10 @@ class Membership:
             if len(self._over) > OVER_REMEMBERED:
                 del self._over[next(iter(self._over))]
         self._latest = welcome.router
-        if self.welcome is None:
+        if self.welcome is None or self._is_other_life:
             self.next_deadline = min(self.next_deadline, now)  # the next Register may be further than `dead_after_s`
+        if welcome.address:  # it answers a Register
+            self._is_other_life = False
         self.welcome, self.refusal, self._unanswered_s, self._pause_s = welcome, None, 0.0, REGISTER_EVERY_S
 
     def end(self, now: float) -> None:
@@ -227,6 +235,11 @@ class Membership:
         self._has_asked = False
         self._timelines.clear()
         self.next_deadline = min(self.next_deadline, now + REGISTER_EVERY_S)
+
+    def become(self, info: InstanceInfo, now: float) -> None:
+        """Another life of ours follows in this process, and registers."""
+        self._info, self._is_other_life, self.next_deadline = info, True, now
+        self._timelines.clear()
 
     def note(self, timeline: Timeline) -> None:
         """Tell the router with one of the next heartbeats."""
@@ -247,8 +260,8 @@ class Membership:
             self.next_deadline = now + self._pause_s
             self._pause_s = min(2 * self._pause_s, SELDOM_EVERY_S) if reachable else REGISTER_EVERY_S
             return [self._register(report)] if asks else []
-        self.next_deadline = now + self.welcome.heartbeat_s
-        if not self.joined:
+        self.next_deadline = now + (REGISTER_EVERY_S if self._is_other_life else self.welcome.heartbeat_s)
+        if self._is_other_life or not self.joined:
             return [self._register(report)] if reachable else []
         beat = Heartbeat(
             id=self._info.id,
@@ -266,6 +279,7 @@ class Membership:
             staged_update=report.staged_update,
             holding=report.holding,
             adapters_version=report.adapters_version,
+            serves_whole=report.serves_whole,
         )
         return [Send(self.name, beat)]
 
@@ -289,10 +303,10 @@ class Membership:
         if self.joined:
             self.next_deadline = min(self.next_deadline, now)
 
-    def goodbye(self, reason: str = "") -> Send:
+    def goodbye(self, reason: str = "", *, is_quiet: bool = False) -> Send:
         """With all timelines that wait: no heartbeat follows."""
-        timelines = tuple(self._timelines)
-        goodbye = Goodbye(id=self._info.id, incarnation=self._info.incarnation, timelines=timelines, reason=reason)
+        info, timelines = self._info, tuple(self._timelines)
+        goodbye = Goodbye(id=info.id, incarnation=info.incarnation, timelines=timelines, reason=reason, is_quiet=is_quiet)
         return Send(self.name, goodbye)
 
 
@@ -424,6 +438,16 @@ class Memberships:
                 version = 0 if membership.welcome is None else self.peers.version(membership.welcome.router)
                 sends += membership.due(now, report, version, reachable=reaches(membership.name))
         return sends
+
+    def become(self, info: InstanceInfo, now: float) -> list[Send]:
+        """Another life follows in this process, which knows no peers yet. Returns the last words of the former one."""
+        goodbyes = [
+            membership.goodbye(f"it takes the role {info.role}") for membership in self._all if membership.welcome is not None
+        ]
+        self.info, self.peers = info, PeerSets()
+        for membership in self._all:
+            membership.become(info, now)
+        return goodbyes
 
     def wait_until(self, next_s: float) -> None:
         """The instance is not ready to join yet."""

@@ -9,12 +9,14 @@ Owns the vocabulary between scheduler, worker and the rim. Knows no sockets, lib
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import UnionType
 from typing import Protocol, TypeAlias, TypeVar
 
 from common.executor import StepPlan, StepResult
 from common.ids import AttemptId, Digest, InstanceId
 from common.messages import AdaptersHeld, AnyMessage, Counters, Failed, InstanceInfo, Load, Timeline
 from common.messages.transfers import TransferCommand, TransferEvent
+from common.pages.pool import PagePool
 from common.sampling_params import Grammar
 from common.step_cost import StepCost
 
@@ -164,6 +166,18 @@ class StepsMeasured:
     cost: StepCost
 
 
+@dataclass(frozen=True, slots=True)
+class LeaveRole:
+    """Another role is to begin here: take no more requests, and end those that still run after so many seconds."""
+
+    timeout_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class StayInRole:
+    """The other role does not begin: take requests again."""
+
+
 Event: TypeAlias = (
     Prepared
     | TransferEvent
@@ -175,6 +189,8 @@ Event: TypeAlias = (
     | WeightsReplaced
     | AdaptersChanged
     | StepsMeasured
+    | LeaveRole
+    | StayInRole
 )
 """What happens to an instance besides mail. A transfer event answers a command, so a scheduler sees only those of its own side:
 the one that pushes sees pushes, links and layers; the one that is written to sees Settled."""
@@ -224,9 +240,21 @@ class Report:
     """See `Heartbeat`."""
     holding: bool = False
     """A router wants no step."""
+    serves_whole: bool = False
+    """See `Heartbeat`."""
     adapters_version: int = 0
     adapters: Callable[[], AdaptersHeld] | None = None
     """Its LoRA adapters, if it has any or a router has told of some."""
+
+
+@dataclass(frozen=True, slots=True)
+class FormerRole:
+    """What a role leaves to the next one of its instance."""
+
+    pool: PagePool
+    """With the prefix cache."""
+    steps: int
+    """How many were planned: their numbers go on."""
 
 
 M_contra = TypeVar("M_contra", contravariant=True)
@@ -235,6 +263,15 @@ M_contra = TypeVar("M_contra", contravariant=True)
 class Scheduler(Protocol[M_contra]):
     """A role's brain: takes messages and events, returns actions and plans. Opens no socket, touches no device, reads no
     clock but the time that it is given."""
+
+    takes: UnionType
+    """Its messages. Others come late, to a former role."""
+    pool: PagePool
+    """The pages of the instance."""
+
+    @property
+    def last_step(self) -> int:
+        """The number of the last plan; 0: there was none."""
 
     def receive(self, sender: InstanceId, message: M_contra, now: float) -> list[Action]: ...
 

@@ -41,6 +41,7 @@ class CacheReporter:
         self._page_size = me.page_size
         self._message = partial(CacheChanges, id=me.id, incarnation=me.incarnation)
         self._cache = cache
+        cache.log = None  # nobody follows this life yet
         self._followers: dict[InstanceId, None] = {}
         self._asking: dict[InstanceId, None] = {}
         """Followers that get everything with the next report."""

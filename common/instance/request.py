@@ -31,7 +31,28 @@ from common.messages import (
 )
 from common.pages.pool import PageLease
 from common.pages.radix_cache import NO_HIT, Hit, PageKeys
+from common.sampling_params import ANSWER_TOKENS
 from common.step_cost import StepCost
+
+
+@dataclass(frozen=True, kw_only=True)
+class InstanceLimits:
+    """The limits of an instance, whatever its role."""
+
+    chunk_tokens: int
+    """Most prompt tokens of one forward."""
+    max_waiting: int
+    """Most requests that wait."""
+    request_timeout_s: float
+    """Longest life of a request here."""
+    drain_timeout_s: float
+    """How long a draining instance lets its requests run before it ends them."""
+    answer_tokens: int = ANSWER_TOKENS
+    """How long an answer is expected to be, until some have ended."""
+    prefix_cache: bool = True
+    """Whether KV is kept for later requests that begin alike."""
+    step_limit_s: float = math.inf
+    """What a step may take that computes prompts."""
 
 
 @dataclass(slots=True, eq=False)

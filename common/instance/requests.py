@@ -14,10 +14,8 @@ A drain:
 """
 
 import logging
-import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Generic, TypeAlias, TypeVar, assert_never
 
@@ -32,6 +30,8 @@ from common.instance.ports import (
     Action,
     AdaptersChanged,
     AdapterUnused,
+    FormerRole,
+    LeaveRole,
     PeersChanged,
     Prepare,
     Prepared,
@@ -39,11 +39,12 @@ from common.instance.ports import (
     RouterJoined,
     RouterLost,
     Send,
+    StayInRole,
     StepsMeasured,
     WeightsReplaced,
 )
 from common.instance.prompt_cache import CacheReporter, PromptCache
-from common.instance.request import ChunkLimit, PromptProgress, Request, RequestPhase, next_chunks
+from common.instance.request import ChunkLimit, InstanceLimits, PromptProgress, Request, RequestPhase, next_chunks
 from common.instance.token_memory import Emitted, TokenMemory, emit_tokens
 from common.instance.waiting_line import Rank, Shares, WaitingLine, has_place
 from common.messages import (
@@ -68,30 +69,9 @@ from common.messages import (
 )
 from common.pages.pool import Closing, PagePool
 from common.pages.radix_cache import PageKeys
-from common.sampling_params import ANSWER_TOKENS
 
 LAST_S = 25.0
 """Longer than any transfer takes to end, and than it takes to give up a silent peer."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class InstanceLimits:
-    """The limits of an instance, whatever its role."""
-
-    chunk_tokens: int
-    """Most prompt tokens of one forward."""
-    max_waiting: int
-    """Most requests that wait."""
-    request_timeout_s: float
-    """Longest life of a request here."""
-    drain_timeout_s: float
-    """How long a draining instance lets its requests run before it ends them."""
-    answer_tokens: int = ANSWER_TOKENS
-    """How long an answer is expected to be, until some have ended."""
-    prefix_cache: bool = True
-    """Whether KV is kept for later requests that begin alike."""
-    step_limit_s: float = math.inf
-    """What a step may take that computes prompts."""
 
 
 _log = logging.getLogger(__name__)
@@ -106,7 +86,9 @@ NO_PAGES: Mapping[int, int] = MappingProxyType({})
 R = TypeVar("R", bound=Request)
 SharedMessage: TypeAlias = Probe | Repeat | TellCache | FlushCache | Drain
 """The messages that both roles answer alike."""
-SharedEvent: TypeAlias = Prepared | RouterJoined | RouterLost | WeightsReplaced | AdaptersChanged | StepsMeasured
+SharedEvent: TypeAlias = (
+    Prepared | RouterJoined | RouterLost | WeightsReplaced | AdaptersChanged | StepsMeasured | LeaveRole | StayInRole
+)
 """The events that both roles answer alike."""
 
 
@@ -126,8 +108,10 @@ class RequestTable(Generic[R]):
         engine: EngineDescription,
         limits: InstanceLimits,
         end: Callable[[R, Ending | None, float], list[Action]],
+        former: FormerRole | None = None,
     ) -> None:
-        """make: the role's record. end: the role's one door, by which its requests end; `close` is the part that both share."""
+        """make: the role's record. end: the role's one door, by which its requests end; `close` is the part that both share.
+        former: what the instance's former role has left; None: there was none."""
         self._make = make
         self._me = me
         self._engine = engine
@@ -143,7 +127,8 @@ class RequestTable(Generic[R]):
         self._drain_ends_s: list[float] = []
         """The times of a drain: when what still runs is ended, and when nothing more is waited for. Each goes once it passed."""
         self._left: list[Timeline] = []
-        self.pool = PagePool(engine.total_pages, limits.prefix_cache)
+        self.pool = PagePool(engine.total_pages, limits.prefix_cache) if former is None else former.pool
+        self._former_steps = 0 if former is None else former.steps
         self.prompts = PromptCache(self.pool, engine.layout.page_size)
         self.cache_reports = CacheReporter(me, self.pool.cache, engine.weights)
         self.free_rows = list(range(engine.max_rows - 1, -1, -1))
@@ -204,10 +189,7 @@ class RequestTable(Generic[R]):
                 self.pool.flush()
                 return []
             case Drain():
-                if not self._draining:
-                    handed_off_s = now + self._limits.drain_timeout_s
-                    self._draining, self._drain_ends_s = True, [handed_off_s, handed_off_s + LAST_S]
-                return self._end_all(self.waiting, now, self._leaving)
+                return self._drain(now, self._limits.drain_timeout_s)
             case _:
                 assert_never(message)
 
@@ -241,8 +223,19 @@ class RequestTable(Generic[R]):
             case StepsMeasured():
                 self._chunk_limit.cost = event.cost
                 return []
+            case LeaveRole():
+                return self._drain(now, event.timeout_s)
+            case StayInRole():
+                self._draining, self._drain_ends_s = False, []
+                return []
             case _:
                 assert_never(event)
+
+    def _drain(self, now: float, timeout_s: float) -> list[Action]:
+        """Take no more requests. What waits ends at once, what runs after so long. Idempotent."""
+        if not self._draining:
+            self._draining, self._drain_ends_s = True, [now + timeout_s, now + timeout_s + LAST_S]
+        return self._end_all(self.waiting, now, self._leaving)
 
     def meet(self, change: PeersChanged, now: float) -> list[Action]:
         """Other peers: the requests that wait for one that has left end."""
@@ -299,6 +292,11 @@ class RequestTable(Generic[R]):
 
     def key_in(self, row: int) -> AttemptId:
         return self.in_row[row].key
+
+    @property
+    def last_step(self) -> int:
+        """The number of the last plan."""
+        return self._former_steps + self.counters.steps
 
     def take_timelines(self) -> list[Timeline]:
         """Those of the requests that were removed since the last call, in order."""
@@ -454,7 +452,7 @@ class RequestTable(Generic[R]):
             return None
         self.counters.steps += 1
         rows, pages = np.array(list(grown), dtype=np.int32), np.array(list(grown.values()), dtype=np.int32)
-        plan = StepPlan(self.counters.steps, tuple(self.starts), chunks, decode_rows, rows, pages)
+        plan = StepPlan(self.last_step, tuple(self.starts), chunks, decode_rows, rows, pages)
         self.starts = []
         self.steps_of_row[plan.rows] += 1
         return plan

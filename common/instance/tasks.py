@@ -21,7 +21,7 @@ class InstanceTasks:
     """Tasks by the router that ordered them and its number."""
 
     def __init__(self, me: InstanceInfo, executor: Executor) -> None:
-        self._me, self._executor = me, executor
+        self.me, self._executor = me, executor
         self._tasks: dict[tuple[InstanceId, int], Task] = {}
         self._under_way: dict[tuple[InstanceId, int], Work] = {}
         self._answers: dict[tuple[InstanceId, int], TaskDone] = {}
@@ -38,10 +38,15 @@ class InstanceTasks:
     def is_reading_adapter(self) -> bool:
         return any(isinstance(task, ReadAdapter) for task in self._tasks.values())
 
+    @property
+    def groups(self) -> Iterable[str]:
+        """The trainers' groups that it is in."""
+        return self._groups
+
     def order(self, router: InstanceId, order: DoTask) -> list[Send]:
         """A router that has welcomed this instance orders something."""
         key = router, order.number
-        if not fits(order.incarnation, self._me.incarnation) or key in self._under_way:
+        if not fits(order.incarnation, self.me.incarnation) or key in self._under_way:
             return []
         if key not in self._answers:
             try:
@@ -72,7 +77,7 @@ class InstanceTasks:
             self._executor.perform(LeaveGroup(group))
 
     def _answer(self, key: tuple[InstanceId, int], result: str, failed: Failed | None) -> TaskDone:
-        me = self._me
+        me = self.me
         answer = TaskDone(id=me.id, incarnation=me.incarnation, number=key[1], result=result, failed=failed)
         self._answers[key] = answer
         if len(self._answers) > ANSWERS_KEPT:

@@ -29,7 +29,7 @@ class InstanceWeights:
     """What routers order, and how far it is carried out. `version` is what people call the weights in use."""
 
     def __init__(self, me: InstanceInfo, executor: Executor, version: str = FIRST_VERSION) -> None:
-        self._me, self._executor = me, executor
+        self.me, self._executor = me, executor
         self.version = version
         self.changes = 0
         """How often they have changed."""
@@ -81,16 +81,16 @@ class InstanceWeights:
     def order(self, router: InstanceId, order: WeightsOrder) -> list[Send]:
         """A router that has welcomed this instance orders something. Repeating an order changes nothing."""
         match order:
-            case StageWeights() if fits(order.incarnation, self._me.incarnation):
+            case StageWeights() if fits(order.incarnation, self.me.incarnation):
                 return self._stage(router, order)
-            case SwitchWeights() if fits(order.incarnation, self._me.incarnation):
+            case SwitchWeights() if fits(order.incarnation, self.me.incarnation):
                 answer = self._answer
                 if answer is not None and answer.weights and (order.update, order.weights) == (answer.update, answer.weights):
                     self._switch = order
                 elif order.weights == self.digest:
                     self.version = order.version
                 else:  # another update has taken its place meanwhile
-                    lost = Failed.of(Unavailable(f"{self._me.id} has not staged {order.weights}, or not any more"))
+                    lost = Failed.of(Unavailable(f"{self.me.id} has not staged {order.weights}, or not any more"))
                     return [Send(router, self._staged_as(order.update, failed=lost))]
             case DropWeights():
                 if self._orderer == (router, order.update) and self._switch is None:
@@ -128,7 +128,7 @@ class InstanceWeights:
         self._switch = self._answer = self._orderer = None
 
     def _staged_as(self, update: int, weights: Digest = Digest(""), failed: Failed | None = None) -> WeightsStaged:  # noqa: B008
-        me = self._me
+        me = self.me
         return WeightsStaged(id=me.id, incarnation=me.incarnation, update=update, weights=weights, failed=failed)
 
     def _stage(self, router: InstanceId, order: StageWeights) -> list[Send]:
@@ -137,7 +137,7 @@ class InstanceWeights:
         if self._orderer == (router, order.update):
             return [] if self._answer is None else [Send(router, self._answer)]
         if self._orderer is not None and self._orderer[0] != router:
-            busy = Failed.of(Unavailable(f"{self._orderer[0]} has {self._me.id} change its weights at this moment: try again"))
+            busy = Failed.of(Unavailable(f"{self._orderer[0]} has {self.me.id} change its weights at this moment: try again"))
             return [Send(router, self._staged_as(order.update, failed=busy))]
         self._drop()
         self._orderer, self._staged = (router, order.update), self._executor.stage(order.source)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, combinations
-from typing import Generic, TypeVar
+from typing import Any, TypeAlias
 
 import msgspec
 import numpy as np
@@ -25,7 +25,10 @@ from common.instance.ports import (
     Action,
     AdaptersChanged,
     AdapterUnused,
+    Event,
+    FormerRole,
     LayersDone,
+    LeaveRole,
     Mail,
     PeerDied,
     PeersChanged,
@@ -35,10 +38,12 @@ from common.instance.ports import (
     RouterLost,
     Scheduler,
     Send,
+    StayInRole,
     StepsMeasured,
     Transfers,
     WeightsReplaced,
 )
+from common.instance.roles import CHANGE_S, HAND_OFF_S, InstanceRole
 from common.instance.tasks import InstanceTasks
 from common.instance.tracer import InstanceTracer
 from common.instance.weights import InstanceWeights
@@ -46,13 +51,16 @@ from common.messages import (
     DoTask,
     Drain,
     DropWeights,
+    Generate,
     HoldSteps,
+    InstanceInbox,
     InstanceInfo,
     Peers,
     Refused,
     SetAdapters,
     StageWeights,
     SwitchWeights,
+    TakeRole,
     Timeline,
     Trace,
     WeightsOrder,
@@ -62,6 +70,7 @@ from common.messages.base import fits
 from common.messages.tasks import ReadAdapter
 from common.step_cost import StepCost
 
+MakeScheduler: TypeAlias = Callable[[InstanceInfo, FormerRole | None], Scheduler[Any]]
 Vector = NDArray[np.float64]
 """[3]: of a step, a prompt token and a decode row. A matrix is [3, 3]."""
 
@@ -168,8 +177,6 @@ START_S = 0.05
 ROUTE_MEMORY_S = 60.0
 """How long the address of a peer that left is kept: longer than a push to it takes to end."""
 
-M = TypeVar("M")
-
 
 @dataclass(slots=True, eq=False)
 class _InFlight:
@@ -182,8 +189,8 @@ class _InFlight:
     layers_seen: int = 0
 
 
-class InstanceWorker(Generic[M]):
-    """One instance. M is the union of messages that its scheduler takes; the worker takes Welcome, Refused, Peers and Trace.
+class InstanceWorker:
+    """One instance.
 
     unix_s: what to add to the times of the caller's clock to have UNIX time.
     """
@@ -191,16 +198,22 @@ class InstanceWorker(Generic[M]):
     def __init__(
         self,
         memberships: Memberships,
-        scheduler: Scheduler[M | Drain],
+        make_scheduler: MakeScheduler,
         executor: Executor,
         transfers: Transfers,
-        mail: Mail[M | Welcome | Refused | Peers | Drain | Trace | WeightsOrder | DoTask | SetAdapters],
+        mail: Mail[InstanceInbox],
         unix_s: float = 0.0,
         adapters: Mapping[str, str] | None = None,
+        *,
+        serves_whole: bool = False,
     ) -> None:
-        """adapters: see `InstanceAdapters`."""
+        """make_scheduler: from a life of the instance, and what its former role has left, to the scheduler of its role.
+        adapters: see `InstanceAdapters`. serves_whole: see `InstanceRole`."""
         self._memberships = memberships
-        self._scheduler = scheduler
+        self._make_scheduler = make_scheduler
+        self.scheduler = make_scheduler(memberships.info, None)
+        """That of the present role."""
+        self._role = InstanceRole(memberships.info, serves_whole)
         self._executor = executor
         self._transfers = transfers
         self._mail = mail
@@ -220,8 +233,7 @@ class InstanceWorker(Generic[M]):
         self._cost = CostMeter()
         self._cost_told = StepCost()
         """What the scheduler knows of it."""
-        self._tracer = InstanceTracer(memberships.info, scheduler.key_in, unix_s)
-        self._recorder = self._tracer.recorder
+        self._tracer = InstanceTracer(memberships.info, self.scheduler.key_in, unix_s)
         for membership in memberships:
             mail.route(membership.name, membership.address, watch=True)
 
@@ -242,38 +254,32 @@ class InstanceWorker(Generic[M]):
                         self._stale += 1
                 case Peers():
                     self._meet(self._memberships.receive_peers(sender, message, now), now)
-                case Trace():
-                    if self._memberships.of(sender) is not None:
-                        self._tracer.ask(sender, message, now)
-                case StageWeights() | SwitchWeights() | DropWeights() | HoldSteps():
-                    if self._memberships.of(sender) is not None:
-                        before = self._weights.told
-                        self._act(self._weights.order(sender, message))
-                        if self._weights.told != before:
-                            self._memberships.hurry(now)
-                case DoTask():
-                    if self._memberships.of(sender) is not None:
-                        self._act(self._tasks.order(sender, message))
-                case SetAdapters():
-                    if self._memberships.of(sender) is not None:
-                        self._act(self._adapters.order(sender, message))
+                case Trace() | StageWeights() | SwitchWeights() | DropWeights() | HoldSteps():
+                    self._order(sender, message, now)
+                case DoTask() | SetAdapters() | TakeRole():
+                    self._order(sender, message, now)
+                case Generate(incarnation=life) if not fits(life, self._memberships.info.incarnation):
+                    self._stale += 1
+                case _ if not self._is_for_role(message):
+                    self._stale += 1
                 case _:
-                    if self._recorder.on:
+                    if self._tracer.recorder.on:
                         self._tracer.receive(message)
-                    self._act(self._scheduler.receive(sender, message, now))
+                    self._act(self.scheduler.receive(sender, message, now))
         for event in self._transfers.poll():
-            if self._recorder.on:
+            if self._tracer.recorder.on:
                 self._tracer.transfer_ended(event)
-            self._act(self._scheduler.handle(event, now))
+            self._act(self.scheduler.handle(event, now))
         for key, refused in take_prepared(self._preparing):
-            self._act(self._scheduler.handle(Prepared(key, refused), now))
+            self._act(self.scheduler.handle(Prepared(key, refused), now))
         self._take_steps(now)
         self._follow_weights(now)
+        self._follow_role(now)
         self._meet(self._memberships.peers.tick(now), now)
         for name in self._former.expired(now):
             self._mail.route(name, None)
             del self._routed[name]
-        self._act(self._scheduler.tick(now))
+        self._act(self.scheduler.tick(now))
         self._launch(now)
         self._note_timelines()
         if now >= self._memberships.next_deadline:
@@ -285,16 +291,40 @@ class InstanceWorker(Generic[M]):
             for router, spans in self._tracer.due(now):
                 self._mail.send(router, spans)
 
+    def _order(self, router: InstanceId, order: Trace | WeightsOrder | DoTask | SetAdapters | TakeRole, now: float) -> None:
+        """A router orders something."""
+        if self._memberships.of(router) is None:
+            return
+        match order:
+            case Trace():
+                self._tracer.ask(router, order, now)
+            case DoTask():
+                self._act(self._tasks.order(router, order))
+            case SetAdapters():
+                self._act(self._adapters.order(router, order))
+            case TakeRole():
+                self._take_role(router, order, now)
+            case _:
+                before = self._weights.told
+                self._act(self._weights.order(router, order))
+                if self._weights.told != before:
+                    self._memberships.hurry(now)
+
+    def _is_for_role(self, message: object) -> bool:
+        """What was sent to a former role may come late."""
+        return isinstance(message, self.scheduler.takes)
+
     def drain(self, now: float) -> None:
         """Leave in order: accept nothing new, finish or hand off what runs. Idempotent."""
         if not self._draining:
             self._draining = True
-            self._act(self._scheduler.receive(self._memberships.info.id, Drain(), now))
+            self._act(self._role.keep("it is leaving the fleet"))
+            self._act(self.scheduler.receive(self._memberships.info.id, Drain(), now))
             self._memberships.hurry(now)
 
     @property
     def drained(self) -> bool:
-        return self._draining and not self._in_flight and self._scheduler.report().drained
+        return self._draining and not self._in_flight and self.scheduler.report().drained
 
     def next_deadline(self) -> float:
         """When the next turn is due even if nothing happens before."""
@@ -302,11 +332,12 @@ class InstanceWorker(Generic[M]):
         peers = earliest(self._former.next_deadline(), self._memberships.peers.next_deadline())
         prepared = [each.ends_s for each in self._preparing.values()]
         known = earliest(
-            self._scheduler.next_deadline(),
+            self.scheduler.next_deadline(),
             peers,
             step_ends,
             self._tracer.next_deadline(),
             self._weights.ends_s,
+            self._role.ends_s,
             *self._tasks.ends_s,
             *self._adapters.ends_s,
             *prepared,
@@ -319,7 +350,8 @@ class InstanceWorker(Generic[M]):
 
     def leave(self, reason: str = "") -> None:
         """Tell the routers that this incarnation is gone. reason: for people; "" when it was told to leave."""
-        self._act([membership.goodbye(reason) for membership in self._memberships])
+        is_quiet = not reason and self.drained and not self.scheduler.report().load.pages_in_use
+        self._act([membership.goodbye(reason, is_quiet=is_quiet) for membership in self._memberships])
 
     def _take_steps(self, now: float) -> None:
         """Take in what was computed since the last turn: whole steps, and layers of the running one."""
@@ -330,13 +362,13 @@ class InstanceWorker(Generic[M]):
                 layers = step.handle.layers_done if step.follows_layers else 0
                 if layers > step.layers_seen:
                     step.layers_seen = layers
-                    self._act(self._scheduler.handle(LayersDone(step.plan, layers), now))
+                    self._act(self.scheduler.handle(LayersDone(step.plan, layers), now))
                 return
             self._in_flight.popleft()
-            if self._recorder.on:
+            if self._tracer.recorder.on:
                 self._tracer.step_done(step.plan, step.launched_s)
             self._cost.step(step.plan, step.launched_s, now)
-            self._act(self._scheduler.step_done(result, now))
+            self._act(self.scheduler.step_done(result, now))
 
     def _follow_weights(self, now: float) -> None:
         """Tell what became of staged weights, and change to them when they are ordered and no step is in flight."""
@@ -346,17 +378,79 @@ class InstanceWorker(Generic[M]):
                 self._adapters.read(router, answer.number, Digest(answer.result))
             self._act([Send(router, answer)])
         if self._adapters.poll():
-            self._act(self._scheduler.handle(AdaptersChanged(self._adapters.served, self._adapters.unused), now))
+            self._act(self.scheduler.handle(AdaptersChanged(self._adapters.served, self._adapters.unused), now))
             welcomes = [membership.welcome for membership in self._memberships if membership.welcome is not None]
             self._act([Send(welcome.router, self._adapters.report(welcome.router)) for welcome in welcomes])
         if self._weights.is_switching and not self._in_flight:
             self._weights.switch()
-            self._act(self._scheduler.handle(WeightsReplaced(self._weights.digest), now))
+            self._act(self.scheduler.handle(WeightsReplaced(self._weights.digest), now))
             self._memberships.hurry(now)
+
+    def _take_role(self, router: InstanceId, order: TakeRole, now: float) -> None:
+        role = self._role
+        if not fits(order.incarnation, role.me.incarnation) or role.is_late(router, order):
+            self._stale += 1
+        elif refusal := role.former_refusal(router, order):
+            self._act(refusal)
+        elif order.role not in (role.present, role.wanted):
+            is_busy = None if role.wanted is None else f"it is taking the role {role.wanted} at this moment"
+            if (reason := is_busy or self._why_not_another_role()) is not None:
+                self._act(role.refuse(router, order, reason))
+            elif role.me.role == "decode" and order.role != "prefill":
+                role.serves_whole = order.role == "both"
+            else:
+                role.begin(router, order, now)
+                self._act(self.scheduler.handle(LeaveRole(HAND_OFF_S[role.me.role]), now))
+        self._memberships.hurry(now)
+
+    def _why_not_another_role(self) -> str | None:
+        """None: nothing keeps it in its role now."""
+        if self._draining:
+            return "it is leaving the fleet"
+        if self._weights.staged_update or self._weights.is_holding:
+            return "its weights are being changed, or its steps are held, at this moment"
+        if groups := ", ".join(self._tasks.groups):
+            return f"it is in the group {groups} of a trainer, which counts on its role: end that first"
+        return None
+
+    def _follow_role(self, now: float) -> None:
+        """Begin in the role that is wanted, when nothing of the present one is left; give it up when that takes too long."""
+        role = self._role
+        if role.ends_s is None:
+            return
+        report = self.scheduler.report()
+        reason = self._why_not_another_role()  # an update of weights may have begun meanwhile
+        if reason is None and report.drained and not self._in_flight:
+            if not report.load.pages_quarantined:
+                self._begin_role(now)
+                return
+            reason = f"{report.load.pages_quarantined} of its pages may still be read or written: start it anew"
+        if reason is None and now >= role.ends_s:
+            reason = f"after {CHANGE_S:g} s it still had {report.load.running_requests} requests and their transfers"
+        if reason is not None:
+            self._act([*self.scheduler.handle(StayInRole(), now), *role.keep(reason)])
+            self._memberships.hurry(now)
+
+    def _begin_role(self, now: float) -> None:
+        """The next life begins, in the other role: with the weights, pool, engine and transfers of this one."""
+        self._note_timelines()
+        self._meet(PeersChanged(left=tuple(self._memberships.peers)), now)
+        info, former = self._role.become(now + self._unix_s), FormerRole(self.scheduler.pool, self.scheduler.last_step)
+        self._act(self._memberships.become(info, now))
+        for part in (self._weights, self._tasks, self._adapters):
+            part.me = info
+        self.scheduler = self._make_scheduler(info, former)
+        self._tracer = InstanceTracer(info, self.scheduler.key_in, self._unix_s)
+        welcomes = [membership.welcome for membership in self._memberships if membership.welcome is not None]
+        joined = [RouterJoined(welcome.router, len(welcome.detokenizers)) for welcome in welcomes]
+        adapters = AdaptersChanged(self._adapters.served, self._adapters.unused)
+        events: list[Event] = [*joined, adapters, StepsMeasured(self._cost_told)]
+        for event in events:
+            self._act(self.scheduler.handle(event, now))
 
     def _launch(self, now: float) -> None:
         while len(self._in_flight) < STEPS_IN_FLIGHT and not self._weights.is_holding:
-            decision = self._scheduler.decide(now)
+            decision = self.scheduler.decide(now)
             self._act(decision.actions)
             if decision.plan is None:
                 return
@@ -364,7 +458,7 @@ class InstanceWorker(Generic[M]):
             self._in_flight.append(_InFlight(decision.plan, handle, now, decision.follows_layers))
 
     def _act(self, actions: Sequence[Action]) -> None:
-        if self._recorder.on:
+        if self._tracer.recorder.on:
             self._tracer.act(actions)
         for action in actions:
             if isinstance(action, Send) and action.to == ROUTER:
@@ -382,7 +476,7 @@ class InstanceWorker(Generic[M]):
 
     def _note_timelines(self) -> None:
         """What has become of requests goes to the routers that asked, with their heartbeats."""
-        for timeline in self._scheduler.take_timelines():
+        for timeline in self.scheduler.take_timelines():
             membership = self._memberships.of(timeline.key.router)
             if membership is not None:
                 membership.note(Timeline(timeline.key, timeline.times.later(self._unix_s)))
@@ -390,10 +484,10 @@ class InstanceWorker(Generic[M]):
     def _report(self, now: float) -> None:
         """Tell the routers how this instance is. One that has not answered for minutes has lost its requests."""
         self._follow(self._memberships.check(now), now)
-        report, cost = self._scheduler.report(), self._cost.read()
+        report, cost = self.scheduler.report(), self._cost.read()
         if cost != self._cost_told:
             self._cost_told = cost
-            self._act(self._scheduler.handle(StepsMeasured(cost), now))
+            self._act(self.scheduler.handle(StepsMeasured(cost), now))
         load = msgspec.structs.replace(
             report.load,
             oldest_step_s=now - self._in_flight[0].launched_s if self._in_flight else 0.0,
@@ -421,6 +515,7 @@ class InstanceWorker(Generic[M]):
             holding=weights.is_held,
             adapters_version=self._adapters.version,
             adapters=partial(self._adapters.report, ROUTER) if self._adapters.version else None,
+            serves_whole=self._role.serves_whole,
         )
         self._act(self._memberships.due(now, report, self._mail.reaches))
 
@@ -434,14 +529,15 @@ class InstanceWorker(Generic[M]):
                 self._weights.forget(router)
                 self._tasks.forget(router)
                 self._adapters.forget(router)
-                self._act(self._scheduler.handle(RouterLost(router), now))
+                self._role.forget(router)
+                self._act(self.scheduler.handle(RouterLost(router), now))
                 for name in (router, *detokenizers):
                     self._mail.route(name, None)
             else:
                 self._mail.route(router, change.at.address)
                 for name, address in zip(detokenizers, change.detokenizers, strict=True):
                     self._mail.route(name, address)
-                self._act(self._scheduler.handle(RouterJoined(router, len(detokenizers)), now))
+                self._act(self.scheduler.handle(RouterJoined(router, len(detokenizers)), now))
 
     def _meet(self, change: PeersChanged | None, now: float) -> None:
         """Other peers: learn their addresses, and tell the scheduler.
@@ -458,22 +554,22 @@ class InstanceWorker(Generic[M]):
             before, self._routed[peer.id] = self._routed.get(peer.id), peer
             self._mail.route(peer.id, peer.inbox, watch=True)
             if before is not None and before.inbox == peer.inbox and before.began_before(peer):
-                self._act(self._scheduler.handle(PeerDied(before), now))  # two cannot listen at one address
-        self._act(self._scheduler.handle(change, now))
+                self._act(self.scheduler.handle(PeerDied(before), now))  # two cannot listen at one address
+        self._act(self.scheduler.handle(change, now))
 
     def _bury(self, names: Sequence[InstanceId], now: float) -> None:
         """The processes of these peers are gone, unless somebody listens there again: that may be a successor."""
         for name in names:
             peer = self._routed.get(name)
             if peer is not None and not self._mail.reaches(name):
-                self._act(self._scheduler.handle(PeerDied(peer), now))
+                self._act(self.scheduler.handle(PeerDied(peer), now))
 
 
 Clock = Callable[[], float]
 Wait = Callable[[float], None]
 
 
-def run(worker: InstanceWorker[M], wait: Wait, clock: Clock, should_drain: Callable[[], bool]) -> None:
+def run(worker: InstanceWorker, wait: Wait, clock: Clock, should_drain: Callable[[], bool]) -> None:
     """Turn the worker until it is told to drain and has drained. wait: blocks for at most this many seconds, less when something
     is ready.
 

@@ -21,6 +21,7 @@ A `match` over an inbox's union ends in `assert_never`, so a new message breaks 
     router ─StageWeights, SwitchWeights, DropWeights, HoldSteps─► instance ─WeightsStaged─► router     see `weights.py`
            ─DoTask────────────────────────────────────────────► instance ─TaskDone──────► router     see `tasks.py`
            ─SetAdapters───────────────────────────────────────► instance ─AdaptersHeld──► router     see `adapters.py`
+           ─TakeRole──────────────────────────────────────────► instance ─Register, Heartbeat | RoleKept─► router
 
     router ─Trace─► instance, detok ─Spans─► router                 only while somebody traces the fleet
 
@@ -47,6 +48,8 @@ from common.messages.fleet import (
     RankInfo,
     Refused,
     Register,
+    RoleKept,
+    TakeRole,
     TellLinks,
     Welcome,
 )
@@ -95,7 +98,7 @@ from common.messages.traces import Span, SpanArgs, Spans, Timeline, Times, Trace
 from common.messages.weights import DropWeights, HoldSteps, StageWeights, SwitchWeights, WeightsStaged
 
 FromInstance: TypeAlias = (
-    Register | Heartbeat | LinkReport | CacheChanges | Goodbye | Placed | WeightsStaged | TaskDone | AdaptersHeld
+    Register | Heartbeat | LinkReport | CacheChanges | Goodbye | Placed | WeightsStaged | TaskDone | AdaptersHeld | RoleKept
 )
 WeightsOrder: TypeAlias = StageWeights | SwitchWeights | DropWeights | HoldSteps
 RouterInbox: TypeAlias = FromInstance | Probed | TextBatch | DetokenizerHeartbeat | Spans
@@ -114,9 +117,12 @@ FromRouter: TypeAlias = (
     | WeightsOrder
     | DoTask
     | SetAdapters
+    | TakeRole
 )
 PrefillInbox: TypeAlias = FromRouter | TellLinks | Grant | Decline | Renewed
 DecodeInbox: TypeAlias = FromRouter | Reserve | Renew | Handoff | Withdraw
+InstanceInbox: TypeAlias = PrefillInbox | DecodeInbox
+"""An instance may change its role, so its mail takes what either role gets."""
 AnswerMessage: TypeAlias = TokenBatch | ExpectAnswer | ForgetAnswer | Probed
 DetokenizerInbox: TypeAlias = AnswerMessage | Trace
-AnyMessage: TypeAlias = RouterInbox | PrefillInbox | DecodeInbox | DetokenizerInbox | ToFollower | ToLeader
+AnyMessage: TypeAlias = RouterInbox | InstanceInbox | DetokenizerInbox | ToFollower | ToLeader

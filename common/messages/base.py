@@ -4,9 +4,9 @@ import msgspec
 
 from common.ids import Incarnation
 
-WIRE_VERSION = 14
-"""Raised when a message changes meaning. Neighbouring versions work together: new fields have defaults. Raised by two when that
-cannot be."""
+WIRE_VERSION = 15
+"""Raised by one with the first addition after a release: `versions.py` tells what each version has added. Neighbouring versions
+work together. Raised by two when that cannot be."""
 
 UNNAMED = Incarnation("")
 """Messages that could reach a successor, at the same address and under the same name, name the life that they are to. This comes

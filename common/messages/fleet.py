@@ -11,7 +11,7 @@ import msgspec
 from msgspec import Meta
 
 from common.addresses import ROUTER_NAME
-from common.ids import Digest, Incarnation, InstanceId, Role
+from common.ids import Digest, Incarnation, InstanceId, Role, ServingRole
 from common.messages.adapters import AdaptersHeld
 from common.messages.base import UNNAMED, WIRE_VERSION, Message
 from common.messages.traces import Timeline
@@ -249,6 +249,9 @@ class Goodbye(Message, frozen=True):
     """The last: see Heartbeat."""
     reason: str = ""
     """Why, for people; "" when it was told to leave."""
+    is_quiet: bool = False
+    """It has no request, and every write from or to it is proven to have ended. False also from an older version, which does not
+    say."""
 
 
 class Drain(Message, frozen=True):
@@ -256,3 +259,25 @@ class Drain(Message, frozen=True):
 
     incarnation: Incarnation = UNNAMED
     """The life that is to leave. Its successor may listen at the same address."""
+
+
+class TakeRole(Message, frozen=True):
+    """router → instance, with each heartbeat until it serves in that role or RoleKept comes. Prefill and decode change by another
+    life: the instance ends or hands off what it has, and registers anew. Between decode and both nothing ends."""
+
+    number: Count
+    """The router's number for the order. A later one is higher."""
+    role: ServingRole
+    incarnation: Incarnation = UNNAMED
+    """The life that is meant."""
+
+
+class RoleKept(Message, frozen=True):
+    """instance → router: it stays in its role."""
+
+    id: InstanceId
+    incarnation: Incarnation
+    number: Count
+    """The order that it does not follow."""
+    reason: str
+    """For people."""

@@ -138,6 +138,11 @@ class Load(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Seconds that each decode row adds to a step."""
 
     @property
+    def pages_in_use(self) -> int:
+        """Pages that something may still read or write."""
+        return self.pages_total - self.pages_free
+
+    @property
     def cost(self) -> StepCost:
         """The last three. They are fields of their own because older versions send them so."""
         return StepCost(self.step_s, self.chunk_token_s, self.decode_row_s)
@@ -228,6 +233,8 @@ class Heartbeat(Message, frozen=True, omit_defaults=True):
     """A router wants no step."""
     adapters_version: Count = 0
     """The version of its last AdaptersHeld; 0: none."""
+    serves_whole: bool = False
+    """A decode instance that gets whole requests too: its role is both."""
     timelines: tuple[Timeline, ...] = ()
     """The timelines of attempts that have left it, in order. Each is sent once: a router that misses a heartbeat misses them."""
 

@@ -11,7 +11,7 @@ from msgspec import Meta
 from common.addresses import OWNER_CHARS
 from common.errors import BadRequest, TandemError, Unavailable
 from common.ids import AttemptId, Incarnation, InstanceId, Life, Variant, check_ids
-from common.messages.base import Message
+from common.messages.base import UNNAMED, Message
 from common.ranges import Count, Integer, Seconds, TokenId
 from common.sampling_params import SamplingParams
 
@@ -102,6 +102,8 @@ class Generate(Message, frozen=True):
     """Its KV is found in prefix caches only by requests with the same salt, and it finds only theirs."""
     variant: Variant = Variant()
     """What is to compute it. An instance with other weights refuses it."""
+    incarnation: Incarnation = UNNAMED
+    """The life that is meant."""
 
     def __post_init__(self) -> None:
         check_ids(self.prompt)

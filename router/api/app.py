@@ -25,7 +25,7 @@ from common.messages.adapters import AdapterEntry
 from common.options import parse_bytes
 from common.text.embedding import EmbeddingMode
 from router.adapters import FleetAdapters
-from router.api import adapters, scaling, server_info, vllm, weight_groups, weights
+from router.api import adapters, roles, scaling, server_info, vllm, weight_groups, weights
 from router.api.admission import CLIENT_CLOSED, Admission, Doorkeeper, visit_of
 from router.api.answers import Accepted, AnswerShape, OpenAIBody
 from router.api.bodies import unless_left
@@ -62,7 +62,7 @@ from router.api.sglang import (
     read_generate,
 )
 from router.api.timelines import FORGET, READ, READ_TIMELINE, START, TimelineApi, TraceApi
-from router.cluster import cluster_page
+from router.cluster import SafeToDelete, cluster_page
 from router.core import Gateway
 from router.metrics import RouterCollector, RouterMetrics, member_metrics, role_metrics
 from router.outbox import ClientRequest
@@ -85,6 +85,7 @@ class Api:
         self.admission = Admission(gateway, intake, config.max_requests, parse_bytes(config.max_body))
         self.traces = TraceApi(gateway)
         self.weights = weights.WeightsApi(gateway)
+        self.roles = roles.RolesApi(gateway)
         self.vllm = vllm.VllmApi(gateway)
         self.server_info = server_info.ServerInfoApi(gateway, model)
         self.groups = weight_groups.WeightGroupsApi(gateway)
@@ -226,6 +227,12 @@ class Api:
         self._gateway.drain_instance(InstanceId(instance))
         return json_response({"id": instance, "state": "draining"}, 202)
 
+    async def safe_to_delete(self, instance: str) -> Response:
+        """Whether every push from or to the instance is proven to have ended, and no request of any router needs it. What is not
+        known, as of an instance that died, is no."""
+        reasons = self._gateway.core.fleet.why_keep(InstanceId(instance))
+        return json_response(SafeToDelete(instance, not reasons, reasons))
+
     async def flush_cache(self) -> Response:
         """Have every instance forget its prefix cache: what requests shared so far is computed again. Running requests go on."""
         return json_response(Flushed(self._gateway.flush_caches()))
@@ -259,6 +266,23 @@ METRICS = Described("Operations", "Metrics", "Prometheus' text format.", media_t
 READY = check_route("Readiness", "A request could be served now.")
 FLUSH = Described("SGLang", "Flush the prefix caches", "Who was told.", Flushed)
 DRAIN = Described("Operations", "Drain an instance", "It drains.", status=202, refusals=(404,))
+SAFE = Described("Operations", "Whether to delete an instance", "What is known.", SafeToDelete, refusals=(404,))
+
+
+def _fleet_routes(api: Api) -> tuple[_Route, ...]:
+    return (
+        ("GET", "/cluster", api.cluster, Described("Operations", "The fleet", "The fleet as it is now.")),
+        ("POST", "/cluster/{instance}/drain", api.drain, DRAIN),
+        ("POST", "/cluster/instances", api.scaling.start, scaling.START_ONE),
+        ("POST", "/cluster/decisions", api.scaling.decided, scaling.DECIDED),
+        ("GET", "/cluster/decisions", api.scaling.decisions, scaling.DECISIONS),
+        ("GET", "/cluster/{instance}/safe_to_delete", api.safe_to_delete, SAFE),
+        ("POST", "/cluster/{instance}/role", api.roles.change, roles.CHANGE),
+        ("POST", "/pd_role_switch", api.roles.switch, roles.SWITCH),
+        ("POST", "/cluster/trace", api.traces.start, START),
+        ("GET", "/cluster/trace", api.traces.read, READ),
+        ("DELETE", "/cluster/trace", api.traces.forget, FORGET),
+    )
 
 
 def _routes(api: Api) -> tuple[_Route, ...]:
@@ -279,11 +303,6 @@ def _routes(api: Api) -> tuple[_Route, ...]:
         ("GET", "/health_generate", api.ready, READY),
         ("GET", "/metrics", api.metrics, METRICS),
         ("GET", f"{REQUESTS_PREFIX}/{{name:path}}", api.timelines.read, READ_TIMELINE),
-        ("GET", "/cluster", api.cluster, Described("Operations", "The fleet", "The fleet as it is now.")),
-        ("POST", "/cluster/{instance}/drain", api.drain, DRAIN),
-        ("POST", "/cluster/instances", api.scaling.start, scaling.START_ONE),
-        ("POST", "/cluster/decisions", api.scaling.decided, scaling.DECIDED),
-        ("GET", "/cluster/decisions", api.scaling.decisions, scaling.DECISIONS),
         ("POST", "/flush_cache", api.flush_cache, FLUSH),
         ("GET", "/flush_cache", api.flush_cache, FLUSH),
         ("POST", "/update_weights_from_disk", api.weights.from_disk, weights.FROM_DISK),
@@ -316,9 +335,7 @@ def _routes(api: Api) -> tuple[_Route, ...]:
         ("POST", "/unload_lora_adapter", api.adapters.unload, adapters.UNLOAD),
         ("POST", "/v1/load_lora_adapter", api.adapters.load_v1, adapters.LOAD_V1),
         ("POST", "/v1/unload_lora_adapter", api.adapters.unload_v1, adapters.UNLOAD_V1),
-        ("POST", "/cluster/trace", api.traces.start, START),
-        ("GET", "/cluster/trace", api.traces.read, READ),
-        ("DELETE", "/cluster/trace", api.traces.forget, FORGET),
+        *_fleet_routes(api),
     )
 
 

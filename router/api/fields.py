@@ -340,6 +340,7 @@ _LIMITS = {">=": "at least", "<=": "at most", ">": "above", "<": "below"}
 _LENGTHS = {"str": "characters", "array": "items", "object": "entries"}
 _HINTS = (
     (re.compile(r"input\[.*\brole$"), "use system, developer, user or assistant"),
+    (re.compile(r"^(new_)?role$"), "use prefill, decode or both"),
     (re.compile(r"\brole$"), "use system, developer, user, assistant or tool"),
     (re.compile(r"input\[[^\]]*\]\.type$"), "use message, function_call, function_call_output or reasoning"),
     (re.compile(r"input\[.*\btype$"), "use input_text or output_text: texts are all that is read"),

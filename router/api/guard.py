@@ -78,6 +78,7 @@ CONTROL_PATHS = frozenset(
     {
         CONTROL_PREFIX,
         "/flush_cache",
+        "/pd_role_switch",
         "/update_weights_from_disk",
         "/update_weights_from_tensor",
         "/init_weights_update_group",

@@ -48,9 +48,12 @@ class Shape:
 
 
 class Process(RoleProcess):
-    """One life of a process. on_end is called on the loop when it has ended."""
+    """One life of a process. on_end is called on the loop when it has ended. code: the folder of the product that it runs, if
+    that is not ours."""
 
-    def __init__(self, name: str, role: str, flags: Sequence[str], log: Path, environment: Mapping[str, str]) -> None:
+    def __init__(
+        self, name: str, role: str, flags: Sequence[str], log: Path, environment: Mapping[str, str], code: Path | None = None
+    ) -> None:
         loop = asyncio.get_running_loop()
         self.ready: asyncio.Future[Mapping[str, str]] = loop.create_future()
         """Its addresses, when it does its work."""
@@ -59,7 +62,8 @@ class Process(RoleProcess):
         self.is_struck = False
         """Whether somebody wants it to end."""
         into_log = ["/bin/sh", "-c", 'exec "$@" >"$0" 2>&1', str(log)]
-        command = [*into_log, *launch_command(role, flags)]
+        of_code = [] if code is None else ["env", f"PYTHONPATH={code}"]
+        command = [*into_log, *of_code, *launch_command(role, flags)]
         super().__init__(name, command, lambda event: loop.call_soon_threadsafe(self._take, event), environment)
 
     def strike(self, number: signal.Signals) -> None:
@@ -99,6 +103,10 @@ class Fleet:
         self.problems: list[str] = []
         """Ends that nobody wanted, and orders that were not obeyed."""
         self._mark = secrets.token_hex(8)
+        self.others: tuple[str, ...] = ()
+        """More flags of every instance."""
+        self.code: dict[str, Path] = {}
+        """What a process runs when it is started next, if that is not our own code, by its name."""
         self._lives: dict[str, int] = {}
         self._running: dict[str, Process] = {}
         self._watches: set[asyncio.Task[None]] = set()
@@ -111,8 +119,11 @@ class Fleet:
         times = [f"--heartbeat-s={shape.heartbeat_s}", f"--dead-after-s={shape.dead_after_s}"]
         addresses = await self._start("router", "router", ["--port=0", "--control-port=0", *times])
         self._control = addresses["control"]
-        await asyncio.gather(*(self.start_instance(name) for role in ("prefill", "decode") for name in shape.names(role)))
+        await self._start_instances()
         return addresses["http"]
+
+    async def _start_instances(self) -> None:
+        await asyncio.gather(*(self.start_instance(name) for role in ("prefill", "decode") for name in self.shape.names(role)))
 
     async def start_instance(self, name: str) -> None:
         """Start an instance, for the first time or again. Returns when it is a member of the fleet. Raises TimeoutError."""
@@ -120,7 +131,7 @@ class Fleet:
         flags = [
             f"--router={self._control}", f"--name={name}", "--device=cpu", "--dtype=float32", "--threads=1",
             f"--kv-memory={shape.kv_memory}", f"--drain-timeout-s={shape.drain_timeout_s}", f"--tp={shape.tp}",
-            "--grammar=off",
+            "--grammar=off", *self.others,
         ]  # fmt: skip
         await self._start(name, name.partition("-")[0], flags)
 
@@ -130,7 +141,9 @@ class Fleet:
     async def _start(self, name: str, role: str, flags: Sequence[str]) -> Mapping[str, str]:
         life = self._lives[name] = self._lives.get(name, -1) + 1
         log = self.logs / f"{name}.{life}.log"
-        process = Process(name, role, [*flags, f"--log-level={self.shape.log_level}"], log, {MARK: self._mark})
+        process = Process(
+            name, role, [*flags, f"--log-level={self.shape.log_level}"], log, {MARK: self._mark}, self.code.get(name)
+        )
         self._running[name] = process
         watch = asyncio.create_task(self._watch(process))
         self._watches.add(watch)
@@ -148,24 +161,26 @@ class Fleet:
         if process.is_struck:
             return
         self.problems.append(f"{process.name} (life {self._lives[process.name]}) ended by itself with status {status}")
-        if process.ready.done() and process.name != "router":
+        if process.ready.done() and not process.name.startswith("router"):
             try:
                 await self.start_instance(process.name)
             except TimeoutError as error:
                 self.problems.append(str(error))
 
     async def stop(self) -> None:
-        """Stop all in order: the instances drain, the router follows. What is wrong about it becomes a problem."""
-        instances = [process for name, process in self._running.items() if name != "router"]
+        """Stop all in order: the instances drain, the routers follow. What is wrong about it becomes a problem."""
+        routers = [process for name, process in self._running.items() if name.startswith("router")]
+        instances = [process for process in self._running.values() if process not in routers]
         for process in self._running.values():
             process.strike(signal.SIGCONT)
         for process in instances:
             process.strike(signal.SIGTERM)
-        await asyncio.gather(*map(self._expect_end, instances))
-        self._running["router"].strike(signal.SIGTERM)
-        await self._expect_end(self._running["router"])
+        await asyncio.gather(*map(self.expect_end, instances))
+        for process in routers:
+            process.strike(signal.SIGTERM)
+        await asyncio.gather(*map(self.expect_end, routers))
 
-    async def _expect_end(self, process: Process) -> None:
+    async def expect_end(self, process: Process) -> None:
         status = await process.end(STOP_S)
         if status != 0:
             what = f"ended with status {status}" if status is not None else f"did not end within {STOP_S:g} s"

@@ -35,7 +35,9 @@ from common.messages import (
     RouterInbox,
     TextBatch,
     TokenBatch,
+    Trace,
 )
+from common.messages.versions import SINCE
 from tests.common.mailboxes import DECODE, FORGET, KEY, LOOPBACK, PREFILL, WAIT_S, Make, closes, received
 
 
@@ -62,7 +64,7 @@ def _is_utf8(text: str) -> bool:
 
 @given(st.text(min_size=1, max_size=60).filter(_is_utf8), st.binary(max_size=50))
 def test_a_frame_carries_sender_and_body(sender: str, body: bytes) -> None:
-    name, data = unpack_frame(pack_frame(InstanceId(sender), body))
+    name, data, _ = unpack_frame(pack_frame(InstanceId(sender), body))
     assert (name, bytes(data)) == (sender, body)
 
 
@@ -285,6 +287,23 @@ def test_a_field_that_a_newer_version_added_is_ignored(make: Make, raw_push: Cal
     newer = {"type": "Close", "key": ["r", 0, "router", "new in the key"], "reason": "new"}
     raw_push(inbox.address).send(pack_frame(PREFILL, body(newer), WIRE_VERSION + 1))
     assert received(inbox, 1) == [(PREFILL, FORGET)]
+
+
+def test_a_type_that_the_peers_release_does_not_know_is_not_sent_until_a_frame_shows_a_newer_one(
+    make: Make, raw_push: Callable[[str], zmq.Socket[bytes]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(SINCE, "ForgetAnswer", WIRE_VERSION)
+    inbox, sender, trace = make(), make(DECODE), Trace(seconds=1.0, number=1)
+    sender.route(PREFILL, inbox.address)
+    for version, counted in ((None, 1), (WIRE_VERSION - 1, 2), (WIRE_VERSION, 2), (WIRE_VERSION - 1, 3)):
+        if version is not None:
+            raw_push(sender.address).send(pack_frame(PREFILL, body(trace), version))
+            received(sender, 1)
+        sender.send(PREFILL, FORGET)
+        assert sender.messages_lost == {"too new": counted}
+        sender.send(PREFILL, trace)  # it was there before
+    arrived = [type(message) for _, message in received(inbox, 5)]
+    assert arrived == [Trace, Trace, ForgetAnswer, Trace, Trace]
 
 
 @pytest.mark.timeout(60)

@@ -80,6 +80,8 @@ SAMPLES: tuple[AnyMessage, ...] = (
     ),
     messages.Goodbye(id=PREFILL, incarnation=LIFE),
     messages.Drain(),
+    messages.TakeRole(number=3, role="both", incarnation=LIFE),
+    messages.RoleKept(id=PREFILL, incarnation=LIFE, number=3, reason="busy"),
     messages.FlushCache(),
     messages.Generate(
         key=KEY,

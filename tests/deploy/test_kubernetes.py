@@ -1,9 +1,11 @@
 """The Kubernetes manifests: valid by the schemas, commands that `launch` takes, and names that fit together."""
 
+import asyncio
 import copy
 import os
 import re
 import subprocess
+import sys
 from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
@@ -11,16 +13,26 @@ from typing import Any
 
 import pytest
 import yaml
+from msgspec.structs import replace
 
+from common.access import Access, KeyRing
 from common.addresses import port_of
+from common.ids import InstanceId
+from common.instance.requests import LAST_S
+from common.messages import Drain, Goodbye
+from common.options import read_config
+from launch.drain import DrainFlags
+from launch.main import build_parser
 from tests.deploy.commands import Command, calls_of, read_command, write_program
-from tests.router.calls import get
-from tests.router.fakes import Site
+from tests.router.calls import get, until
+from tests.router.fakes import EchoFleet, Site, listening
 
 FOLDER = Path(__file__).parents[2] / "deploy/kubernetes"
 VERSIONS = ("1.29", "1.37")
 """The oldest and the newest that are meant."""
 ROLES = ("prefill", "decode")
+CLOSING_S = 10.0
+"""An instance closes within this, or ends anyway."""
 PREFILL_0 = {"HOST_IP": "10.0.0.2", "GROUP": "0", "LWS_LEADER_ADDRESS": "tandem-prefill-0.tandem-prefill.tandem"}
 
 Manifest = dict[str, Any]
@@ -149,14 +161,66 @@ async def test_an_instance_is_ready_when_the_router_says_that_it_is_up(site: Sit
     assert not is_ready(text.replace(f"{up}1", f"{up}0"), "0"), "it drains or is stuck"
 
 
-@pytest.mark.parametrize("name", ["router", *ROLES])
-def test_a_pod_has_the_time_that_a_drain_takes(name: str, programs: Path) -> None:
-    template = dict(pods())[name]
-    (container,) = template["spec"]["containers"]
-    command = router_command() if name == "router" else instance_command(name, programs, LWS_WORKER_INDEX="0")
-    before_s = float(container["lifecycle"]["preStop"]["exec"]["command"][1]) if name == "router" else 0.0
-    closing_s = 10.0
-    assert template["spec"]["terminationGracePeriodSeconds"] >= before_s + command.flags.drain_timeout_s + closing_s
+def pre_stop(role: str) -> list[str]:
+    (container,) = dict(pods())[role]["spec"]["containers"]
+    command: list[str] = container["lifecycle"]["preStop"]["exec"]["command"]
+    return command
+
+
+def drain_flags(role: str, programs: Path) -> DrainFlags:
+    """What the hook of an instance's pod asks for."""
+    environment = {**PREFILL_0, "PATH": f"{programs}:{os.environ['PATH']}"}
+    subprocess.run(pre_stop(role), env=environment, check=True, timeout=60)
+    (words,) = calls_of(programs)
+    (programs / "calls").unlink()
+    assert words[0] == "drain"
+    return read_config(DrainFlags, build_parser().parse_args(words))
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_the_hook_of_an_instances_pod_asks_the_router_to_drain_this_instance(role: str, programs: Path) -> None:
+    flags = drain_flags(role, programs)
+    assert flags.name == instance_command(role, programs, LWS_WORKER_INDEX="0").flags.name
+    http = next(port for port in find("Service", "tandem-control")["spec"]["ports"] if port["name"] == "http")
+    assert flags.url == f"http://tandem-control:{http['port']}"
+    assert flags.control_key == router_command().flags.control_key
+
+
+def test_a_routers_pod_has_the_time_that_a_drain_takes() -> None:
+    grace_s = dict(pods())["router"]["spec"]["terminationGracePeriodSeconds"]
+    assert grace_s >= float(pre_stop("router")[1]) + router_command().flags.drain_timeout_s + CLOSING_S
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_an_instances_pod_has_the_time_that_a_drain_takes_and_what_is_left_is_ended_by_sigterm(role: str, programs: Path) -> None:
+    grace_s = dict(pods())[role]["spec"]["terminationGracePeriodSeconds"]
+    within_s = drain_flags(role, programs).within_s
+    assert within_s >= instance_command(role, programs, LWS_WORKER_INDEX="0").flags.drain_timeout_s + LAST_S
+    assert grace_s >= within_s + CLOSING_S
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize(("is_quiet", "status"), [(True, 0), (False, 1)])
+async def test_the_hook_ends_well_when_nothing_is_lost_with_the_instance_and_not_otherwise(
+    is_quiet: bool, status: int, tmp_path: Path, programs: Path
+) -> None:
+    """The hook as it stands, with the real command, against a router behind a real server, whose key it needs."""
+    key = tmp_path / "control.key"
+    key.write_text("c" * 24)
+    key.chmod(0o600)
+    fleet = EchoFleet()
+    fleet.decode = replace(fleet.decode, id=InstanceId("decode-0"))
+    access = Access(control_key=KeyRing({"c" * 24: "control"}))
+    async with Site(fleet, access=access) as site, listening(site) as port:
+        ours = f"--url=http://127.0.0.1:{port} --control-key={key} --within-s={30 if is_quiet else 1}"  # the last one counts
+        write_program(programs / "launch", f'cd {FOLDER.parents[1]}; exec {sys.executable} -m launch.main "$@" {ours}')
+        environment = {**os.environ, "GROUP": "0", "PATH": f"{programs}:{os.environ['PATH']}"}
+        hook = await asyncio.create_subprocess_exec(*pre_stop("decode"), env=environment, stderr=asyncio.subprocess.PIPE)
+        await until(lambda: (fleet.decode.id, Drain(incarnation=fleet.decode.incarnation)) in fleet.sent)
+        fleet.say(Goodbye(id=fleet.decode.id, incarnation=fleet.decode.incarnation, is_quiet=is_quiet))
+        _, errors = await asyncio.wait_for(hook.communicate(), 60)
+    assert hook.returncode == status, errors
+    assert is_quiet or b"it is gone (left), and has not said that its transfers have ended" in errors
 
 
 @pytest.mark.parametrize("name", ["router", *ROLES])

@@ -197,6 +197,17 @@ def test_a_rank_on_another_kind_of_device_is_unlike_the_leader() -> None:
     assert {name for name in setups[0] if setups[0][name] != setups[1][name]} == {"the kind of device (--device)"}
 
 
+def test_a_rank_of_another_release_is_unlike_the_leader(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = rank_setup(instance_command())
+    monkeypatch.setattr("launch.rank_setup.version", lambda library: "9.9" if library == "tandem-serve" else before_of(library))
+
+    def before_of(library: str) -> str:
+        return before[f"the version of {library}"]
+
+    after = rank_setup(instance_command())
+    assert {name for name in after if after[name] != before.get(name)} == {"the version of tandem-serve"}
+
+
 @pytest.mark.parametrize(
     ("host", "leader", "reached"),
     [

@@ -6,6 +6,8 @@ Owns what each is. Pure data: `schedule` draws them, `trial` does them.
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from common.ids import ServingRole
+
 
 @dataclass(frozen=True, kw_only=True)
 class Kill:
@@ -80,6 +82,15 @@ class Leave:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ChangeRole:
+    """This router tells the instance to serve in another role. Streams go on."""
+
+    name: str
+    role: ServingRole
+    router: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
 class Part:
     """Nothing passes between two of them for so many seconds; letters are lost, or queued until then. breaks: the router sees the
     connection break, if it is one of them. router: which one is meant by ROUTER, or whose first one by DETOKENIZER."""
@@ -138,4 +149,6 @@ class PartRanks:
 
 
 RankDeed: TypeAlias = KillRank | HangRank | PartRanks
-Deed: TypeAlias = Kill | Hang | Supplant | Stall | Slow | Leave | Part | KillRouter | KillDetokenizer | Watch | Flush | RankDeed
+Deed: TypeAlias = (
+    Kill | Hang | Supplant | Stall | Slow | Leave | ChangeRole | Part | KillRouter | KillDetokenizer | Watch | Flush | RankDeed
+)

@@ -67,12 +67,13 @@ class Tides:
 @dataclass(slots=True, eq=False)
 class Host:
     """An agent's place in the fabric: a rank of instance `id`, with its part of every page. died_s: when its process ended.
-    buffer: what came for it and waits for its polls."""
+    is_quiet: it has said that no write from or to it is under way. buffer: what came for it and waits for its polls."""
 
     id: InstanceId
     ledger: Ledger
     page_bytes: int
     died_s: float = NEVER
+    is_quiet: bool = False
     buffer: deque[Callable[[], None]] = field(default_factory=deque)
 
 
@@ -180,6 +181,7 @@ class Fabric(MemoryNetwork):
     def _deliver(self, flight: Flight) -> None:
         """The bytes are read now, and written when the reader takes them in; then the write is done, if it has not failed."""
         write = flight.write
+        self._check_quiet(flight)
         if self._one_host and self._clock.now > flight.writer.died_s + ORPHANS_S:
             return
         if flight.writer.died_s == NEVER:
@@ -190,6 +192,7 @@ class Fabric(MemoryNetwork):
         ]
 
         def take_in() -> None:
+            self._check_quiet(flight)
             if flight.reader.died_s <= self._clock.now:
                 return
             self._check("wrote", flight.reader, flight.written)
@@ -202,6 +205,14 @@ class Fabric(MemoryNetwork):
             flight.reader.buffer.append(take_in)
         else:
             take_in()
+
+    def _check_quiet(self, flight: Flight) -> None:
+        """What moves now had ended, by the word of both."""
+        for host in (flight.writer, flight.reader):
+            if host.is_quiet:
+                self.problems.append(
+                    f"{self._clock.now:.3f}: a write {flight.writer.id} -> {flight.reader.id} after {host.id} was quiet"
+                )
 
     def _check(self, did: str, host: Host, tenancies: dict[int, int]) -> None:
         for page in (page for page, tenancy in tenancies.items() if host.ledger.tenancy(page) != tenancy):

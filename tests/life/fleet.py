@@ -11,7 +11,7 @@ from heapq import heappush
 from common.config import RouterConfig
 from common.errors import TandemError, Unavailable
 from common.executor import Executor
-from common.ids import ROUTER, InstanceId, RequestId, Role, pack_ids
+from common.ids import ROUTER, InstanceId, RequestId, Role, ServingRole, pack_ids
 from common.messages import AnyMessage
 from common.messages.adapters import AdapterEntry
 from common.sampling_params import SamplingParams
@@ -19,6 +19,7 @@ from common.text.detokenizer import Detokenizer
 from engine.timed import Pace
 from kv_transfer.transport import Transport
 from router.core import AdapterOrder, RouterCore
+from router.members import Member
 from router.requests import RequestSpec
 from simulation.clock import Clock, LocalClock
 from simulation.fleet import SimulatedFleet
@@ -83,6 +84,12 @@ class ToyRouter(RouterProcess):
 
     def cancel(self, names: Sequence[RequestId]) -> None:
         self.deliver(self.core.requests.cancel(names, self.clock.now))
+
+    def tell_role(
+        self, name: InstanceId, role: ServingRole, answer: Callable[[Member | TandemError], object] = lambda _: None
+    ) -> None:
+        """As POST /cluster/{instance}/role does. Raises what the core raises."""
+        self.deliver(self.core.fleet.change_role(name, role, answer, self.clock.now))
 
     def trace(self, seconds: float) -> None:
         """As POST /cluster/trace does. Raises what the core raises."""

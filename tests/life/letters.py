@@ -44,7 +44,7 @@ def keys_of(message: AnyMessage) -> set[AttemptId]:
             return set()
         case m.DoTask() | m.TaskDone():
             return set()
-        case m.SetAdapters() | m.AdaptersHeld():
+        case m.SetAdapters() | m.AdaptersHeld() | m.TakeRole() | m.RoleKept():
             return set()
         case TransferOrder(order=PackedPush() | Settle() as order):
             return {order.key}

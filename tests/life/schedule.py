@@ -5,15 +5,17 @@ Owns the draw and its ranges. Pure data: the same seed is the same schedule. Kno
 
 from dataclasses import dataclass, replace
 from random import Random
+from typing import get_args
 
 from common.config import Dispatch, PolicyName
-from common.ids import DETOKENIZER, ROUTER, Role
+from common.ids import DETOKENIZER, ROUTER, Role, ServingRole
 from common.sampling_params import ANSWER_TOKENS
 from common.step_cost import StepCost
 from router.peering import AT_LEAST
 from simulation.network import KNOCKS_S
 from tests.life.asks import Ask, draw_asks, with_embeddings, with_extras, with_owners, with_shared_prompts
 from tests.life.deeds import (
+    ChangeRole,
     Deed,
     Flush,
     Hang,
@@ -106,7 +108,8 @@ def draw_schedule(seed: int) -> Schedule:
     slowness, returns = _slowness(schedule, Random(f"slow {seed}")), _returns(schedule, Random(f"returns {seed}"))
     watches = _watches(schedule, Random(f"watches {seed}"))
     flushes = _flushes(schedule, Random(f"flushes {seed}"))
-    faults = (*schedule.faults, *text_faults, *slowness, *returns, *watches, *flushes)
+    roles = _roles(schedule, Random(f"roles {seed}"))
+    faults = (*schedule.faults, *text_faults, *slowness, *returns, *watches, *flushes, *roles)
     strangers = Random(f"strangers {seed}").choice((0, 0, 1, 3))
     schedule = replace(schedule, faults=faults, strangers=strangers)
     schedule = _with_caches(_with_grammars(schedule, Random(f"grammars {seed}")), Random(f"caches {seed}"))
@@ -326,6 +329,21 @@ def _flushes(schedule: Schedule, random: Random) -> tuple[Fault, ...]:
     if random.random() < 0.75:
         return ()
     return tuple(_strikes(random, Flush(router=random.randrange(schedule.routers))) for _ in range(random.choice((1, 1, 2))))
+
+
+def _roles(schedule: Schedule, random: Random) -> tuple[Fault, ...]:
+    """In half of the schedules instances are told to serve in another role, up to six times."""
+    if random.random() < 0.5 or schedule.only_routers:
+        return ()
+    names = [f"prefill-{n}" for n in range(schedule.prefill)] + [f"decode-{n}" for n in range(schedule.decode)]
+    victims, roles = [name for name in names if name != schedule.survivor], get_args(ServingRole)
+    return tuple(
+        _strikes(
+            random,
+            ChangeRole(name=random.choice(victims), role=random.choice(roles), router=random.randrange(schedule.routers)),
+        )
+        for _ in range(random.choice((1, 2, 3, 6)))
+    )
 
 
 def _returns(schedule: Schedule, random: Random) -> tuple[Fault, ...]:

@@ -94,6 +94,8 @@ def _counts(trial: Trial) -> Counter[str]:
         counts["pages evicted"] += total.pages_evicted
         counts["pages spared"] += total.pages_spared
         counts["caches flushed"] += life.pool.cache.epoch
+    for outcome in trial.roles_answered:
+        counts["roles kept" if isinstance(outcome, TandemError) else f"roles taken: {outcome.role}"] += 1
     for kind, letters in trial.cache_letters.items():
         counts[f"letters about caches: {kind}"] += letters
     for router in trial.routers:
@@ -108,6 +110,7 @@ def _counts(trial: Trial) -> Counter[str]:
     counts["requests of a dead router"] += trial.orphans
     counts["clients cut off"] += sum(asked.client is not None and asked.client.cut_off for asked in trial.asked)
     counts["detokenizers killed"] += trial.detokenizers_killed
+    counts["quiet goodbyes"] += trial.quiet_goodbyes
     counts["unproven writes"] += len(trial.fabric.unproven)
     counts["unserved for a while"] += sum(asked.unserved for asked in trial.asked)
     for _, reason in trial.ends:

@@ -9,8 +9,11 @@ import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
+from typing import get_args
 
 import pytest
+
+from common.ids import ServingRole
 
 ROOT = Path(__file__).resolve().parents[2]
 SCHEDULES = 20
@@ -39,6 +42,7 @@ HAPPENS = (
     "caches flushed",
     "letters about caches: lost",
     "cached blocks known",
+    "quiet goodbyes",
     "unproven writes",
     "routers killed",
     "requests of a dead router",
@@ -47,6 +51,8 @@ HAPPENS = (
     "schedules with ranks",
     "ended by itself: RankLost",
     "ranks that ended by themselves",
+    "roles kept",
+    *(f"roles taken: {role}" for role in get_args(ServingRole)),
 )
 """What must happen somewhere in the schedules, or they prove nothing. The seeds are fixed: each run counts the same."""
 

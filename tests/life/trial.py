@@ -12,19 +12,34 @@ from typing import assert_never
 import msgspec
 
 from common.config import RouterConfig
-from common.errors import Overloaded, Unavailable
+from common.errors import Overloaded, TandemError, Unavailable
 from common.ids import DETOKENIZER, ROUTER, AttemptId, Incarnation, InstanceId, RequestId, Role
-from common.messages import AnyMessage, CacheChanges, ExpectAnswer, Generate, Handoff, Heartbeat, Register, Reserve, TellCache
+from common.messages import (
+    AnyMessage,
+    CacheChanges,
+    ExpectAnswer,
+    Generate,
+    Goodbye,
+    Handoff,
+    Heartbeat,
+    Register,
+    Reserve,
+    TellCache,
+)
 from common.messages.ranks import rank_name
+from decode.scheduler import DecodeScheduler
 from kv_transfer.transport import Transport
+from prefill.scheduler import PrefillScheduler
 from router.fleet import UnknownInstance
-from router.members import QUARANTINE_DIVISOR
+from router.members import QUARANTINE_DIVISOR, Member
+from router.roles import RoleConflict
 from router.traces import TraceRuns
 from simulation.clock import Clock
 from simulation.instance import Instance
 from simulation.network import Letter
 from tests.life.asks import Ask
 from tests.life.deeds import (
+    ChangeRole,
     Deed,
     Flush,
     Hang,
@@ -90,8 +105,10 @@ class Trial(ToyFleet):
         """Who asked for it."""
         self.cache_letters: Counter[str] = Counter()
         """Letters about prefix caches, by their kind, and those that were lost."""
-        self.orphans = self.detokenizers_killed = 0
+        self.orphans = self.detokenizers_killed = self.quiet_goodbyes = 0
         """Requests that instances served when their router died."""
+        self.roles_answered: list[Member | TandemError] = []
+        """What came of orders to change the role."""
         self.problems: list[str] = []
         """What was found not to hold meanwhile."""
         self.asked = [Asked(ask, tuple(expect(choice) for choice in ask.choices)) for ask in schedule.asks]
@@ -256,6 +273,11 @@ class Trial(ToyFleet):
             self.blows[message.key.request_id] += 1  # a Renew may overtake it, and then it is taken for lost
         if isinstance(message, Heartbeat):
             self.told.update((message.incarnation, timeline.key) for timeline in message.timelines)
+        if isinstance(message, Goodbye) and message.is_quiet:
+            self.quiet_goodbyes += 1
+            (sender,) = (life for life in self.lives if life.info.incarnation == message.incarnation)
+            for pool in sender.info.pools:
+                self.fabric.hosts[pool.agent].is_quiet = True
         if isinstance(message, TellCache | CacheChanges):
             self.cache_letters[letter.kind if delays else "lost"] += 1
         if not delays:
@@ -304,6 +326,9 @@ class Trial(ToyFleet):
             case Leave():
                 self._strike(deed.name)
                 self._drain(deed)
+            case ChangeRole():
+                self._strike(deed.name)
+                self._change_role(deed)
             case Part():
                 self._strike(deed.one, deed.other)
                 router, one = self.routers[deed.router], InstanceId(deed.one)
@@ -318,6 +343,14 @@ class Trial(ToyFleet):
             case _:
                 assert_never(deed)
 
+    def _change_role(self, deed: ChangeRole) -> None:
+        if not self.routers[deed.router].alive:
+            return
+        try:
+            self.routers[deed.router].tell_role(InstanceId(deed.name), deed.role, self.roles_answered.append)
+        except (UnknownInstance, RoleConflict) as error:
+            self._note(str(error))
+
     def _befall(self, instance: ToyInstance, deed: RankDeed) -> None:
         """Something befalls a single rank."""
         now, name = self.clock.now, instance.name.id
@@ -330,7 +363,7 @@ class Trial(ToyFleet):
             case HangRank():
                 instance.processes[deed.rank].stop_until(now + deed.seconds)
             case PartRanks():
-                leader, follower = rank_name(name, 0, instance.info.incarnation), instance.followers[deed.rank - 1].name
+                leader, follower = rank_name(name, 0, instance.name.incarnation), instance.followers[deed.rank - 1].name
                 self.storm.cut(leader, follower, Cut(now + deed.seconds, deed.queued))
 
     def _stop(self, instance: ToyInstance, seconds: float) -> None:
@@ -391,7 +424,9 @@ class Trial(ToyFleet):
 
     def _open_of(self, router: InstanceId, instance: ToyInstance) -> list[AttemptId]:
         """The requests of this router that hold something at this instance."""
-        table = instance.scheduler._requests
+        scheduler = instance.scheduler
+        assert isinstance(scheduler, PrefillScheduler | DecodeScheduler)
+        table = scheduler._requests
         return [request.key for request in table if request.key.router == router]
 
     def _look_for_orphans(self, router: InstanceId) -> None:

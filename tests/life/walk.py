@@ -29,7 +29,7 @@ from typing import Any
 from common.config import EngineConfig, ModelConfig, RouterConfig
 from common.ids import DETOKENIZER, ROUTER, Incarnation, InstanceId, Role
 from common.instance.membership import Memberships
-from common.instance.requests import InstanceLimits
+from common.instance.request import InstanceLimits
 from common.instance.worker import InstanceWorker
 from common.mail import Mailbox
 from common.messages import DecodeInbox, InstanceInfo, PrefillInbox, RankInfo, RouterInbox
@@ -187,10 +187,13 @@ class WalkedInstance:
             max_running=engine.max_rows,
         )
         kind = PrefillScheduler if role == "prefill" else DecodeScheduler
-        self.scheduler = kind(info, engine, LIMITS)
         memberships = Memberships(info, [router], HANG_S, clock())
-        self.worker: InstanceWorker[Any] = InstanceWorker(
-            memberships, self.scheduler, executor, TargetRanks(transfers, 0, 1, engine.model.kv_heads), self._mailbox
+        self.worker: InstanceWorker = InstanceWorker(
+            memberships,
+            lambda life, former: kind(life, engine, LIMITS, former=former),
+            executor,
+            TargetRanks(transfers, 0, 1, engine.model.kv_heads),
+            self._mailbox,
         )
 
     def act(self) -> None:
@@ -198,7 +201,7 @@ class WalkedInstance:
 
     @property
     def is_home(self) -> bool:
-        load = self.scheduler.report().load
+        load = self.worker.scheduler.report().load
         return load.pages_free == load.pages_total and load.waiting_requests + load.running_requests == 0
 
 
@@ -322,7 +325,7 @@ async def _walk() -> Walk:
                 with recorder.calls("the router: request in") as calls:
                     await fleet.chat(word + facts)
                 chats.append(calls)
-        counters = {role: instance.scheduler.report().counters for role, instance in fleet.instances.items()}
+        counters = {role: instance.worker.scheduler.report().counters for role, instance in fleet.instances.items()}
     assert counters["prefill"].handoffs == 4 and counters["decode"].prompt_tokens_computed == 0, counters
     return recorder.walk(chats, idle)
 

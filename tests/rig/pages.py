@@ -130,7 +130,7 @@ class FleetPages:
                 lacks.append(f"{name} is no member")
             elif members[name]["state"] != "live":
                 lacks.append(f"{name} is {members[name]['state']}")
-        decodes = sum(members[name]["role"] == "decode" for name in names if name in members)
+        decodes = sum(members[name]["role"] != "prefill" for name in names if name in members)
         for name in names if not lacks else ():
             if members[name]["role"] == "prefill" and members[name]["usable"] < decodes:
                 lacks.append(f"{name} can use {members[name]['usable']} of {decodes} links")

@@ -13,6 +13,7 @@ from router.api.completions import CompletionFields
 from router.api.embeddings import EmbeddingFields
 from router.api.errors import ErrorBody
 from router.api.responses import ResponseFields
+from router.api.roles import RoleFields, SwitchFields
 from router.api.routes import DetokenizeFields, TokenizeFields
 from router.api.scaling import StartFields
 from router.api.sglang import AbortFields, GenerateFields
@@ -74,6 +75,8 @@ BODIES = {
     "/v1/unload_lora_adapter": UnloadFields,
     "/cluster/instances": StartFields,
     "/cluster/decisions": ScalingDecision,
+    "/cluster/{instance}/role": RoleFields,
+    "/pd_role_switch": SwitchFields,
     "/tokenize": TokenizeFields,
     "/detokenize": DetokenizeFields,
 }
@@ -85,7 +88,7 @@ async def test_the_body_of_a_request_is_described_field_by_field(path: str, body
     operation = page["paths"][path]["post"]
     assert operation["requestBody"]["content"]["application/json"]["schema"] == {"$ref": f"#/components/schemas/{body.__name__}"}
     assert list(page["components"]["schemas"][body.__name__]["properties"]) == list(body.__struct_encode_fields__)
-    assert {"400", "503"} <= operation["responses"].keys()
+    assert {"400", "413"} <= operation["responses"].keys()
 
 
 async def test_every_field_of_every_body_has_a_description() -> None:

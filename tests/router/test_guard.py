@@ -38,7 +38,7 @@ def bearer(key: str) -> dict[str, str]:
 NO_KEY_NEEDED = {"/health", "/health_generate", "/ready", "/metrics"}
 CONTROLLED = (
     *("/cluster", "/flush_cache", "/reset_prefix_cache", "/pause", "/continue_", "/resume", "/is_"),
-    *("/sleep", "/wake_up"),
+    *("/sleep", "/wake_up", "/pd_role_switch"),
     *(
         "/update_weight",
         "/weight_",
@@ -142,6 +142,8 @@ EFFECTS = (
     ("GET", "/flush_cache", None),
     ("POST", "/reset_prefix_cache", None),
     ("POST", "/cluster/d0/drain", None),
+    ("POST", "/cluster/d0/role", {"role": "both"}),
+    ("POST", "/pd_role_switch", {"new_role": "both", "instance": "d0"}),
     ("POST", "/cluster/trace", None),
     ("DELETE", "/cluster/trace", None),
 )
@@ -149,7 +151,9 @@ EFFECTS = (
 
 def unchanged(site: Site) -> bool:
     """Whether the fleet was asked for nothing."""
-    return not any(type(message).__name__ in ("Generate", "Drain", "FlushCache", "Trace") for _, message in site.fleet.sent)
+    return not any(
+        type(message).__name__ in ("Generate", "Drain", "TakeRole", "FlushCache", "Trace") for _, message in site.fleet.sent
+    )
 
 
 async def ask(client: httpx.AsyncClient, method: str, path: str, body: Any, headers: Mapping[str, str]) -> httpx.Response:

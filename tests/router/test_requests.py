@@ -26,7 +26,17 @@ def test_a_request_is_announced_to_the_detokenizer_and_sent_to_the_prefill_insta
     sent = bench.submit(spec(stop=("end",)))
     assert sent == [
         Send(DETOKENIZER, ExpectAnswer(key=key(), stop=("end",), context=pack_ids(range(112, 120)), life_s=1860.0)),
-        Send(P0.id, Generate(key=key(), prompt=PROMPT, sampling=SamplingParams(max_new_tokens=8), decodes=(D0.id,), terms=TERMS)),
+        Send(
+            P0.id,
+            Generate(
+                key=key(),
+                prompt=PROMPT,
+                sampling=SamplingParams(max_new_tokens=8),
+                decodes=(D0.id,),
+                terms=TERMS,
+                incarnation=P0.incarnation,
+            ),
+        ),
     ]
     assert bench.assigned() == {"p0": 20, "d0": 20}
 

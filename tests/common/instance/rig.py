@@ -15,22 +15,17 @@ from common.instance.ports import Action, Decision, Event, LayersDone, Prepared,
 from common.instance.worker import InstanceWorker
 from common.messages import (
     Counters,
-    DoTask,
-    Drain,
     Failed,
     Heartbeat,
+    InstanceInbox,
     Load,
-    Peers,
-    Refused,
-    SetAdapters,
     Timeline,
-    Trace,
-    WeightsOrder,
     Welcome,
 )
 from common.messages.tasks import Task
 from common.messages.transfers import TransferCommand, TransferEvent
 from common.messages.weights import WeightsSource
+from common.pages.pool import PagePool
 from common.sampling_params import Grammar
 from engine.grammar.grammars import AnythingGoes
 from prefill.scheduler import PrefillMessage, PrefillScheduler
@@ -38,12 +33,11 @@ from tests.builders import engine, instance, limits
 from tests.common.mailboxes import FakeMail
 from tests.engine.toy import PreparedLater
 
-Inbox = PrefillMessage | Welcome | Refused | Peers | Drain | Trace | WeightsOrder | DoTask | SetAdapters
 ADDRESS = "tcp://127.0.0.1:7"
 WELCOME = Welcome(router=ROUTER, address=ADDRESS, detokenizers=("tcp://127.0.0.1:9",), heartbeat_s=1.0, dead_after_s=3.0)
 
 
-class InstanceMail(FakeMail[Inbox]):
+class InstanceMail(FakeMail[InstanceInbox]):
     """Has refused and lost some mail already."""
 
     def __init__(self) -> None:
@@ -132,9 +126,11 @@ class FakeScheduler:
 
     def __init__(self) -> None:
         self.told: list[str] = []
+        self.takes, self.last_step, self.pool = PrefillMessage, 0, PagePool(6, caches=False)
         self.answers: list[Action] = []
         self.prepared: dict[str, Failed | None] = {}
         self.drained = False
+        self.pages_total = 5
         self.steps_to_plan = 0
         self.deadline_s: float | None = None
 
@@ -171,7 +167,9 @@ class FakeScheduler:
         raise AssertionError("its plans are empty")
 
     def report(self) -> Report:
-        return Report(Load(pages_free=5), Counters(steps=6), self.drained, draining="Drain" in self.told)
+        return Report(
+            Load(pages_free=5, pages_total=self.pages_total), Counters(steps=6), self.drained, draining="Drain" in self.told
+        )
 
     def take_timelines(self) -> list[Timeline]:
         return []
@@ -185,17 +183,17 @@ class Rig:
         me = instance("p", "prefill")
         self.memberships = Memberships(me, [ADDRESS], startup_timeout_s=5.0, now=0.0)
         made = scheduler or PrefillScheduler(me, engine(), limits(chunk_tokens=4))
-        self.worker: InstanceWorker[PrefillMessage] = InstanceWorker(
-            self.memberships, made, self.executor, self.transfers, self.mail
+        self.worker: InstanceWorker = InstanceWorker(
+            self.memberships, lambda life, former: made, self.executor, self.transfers, self.mail
         )
 
-    def turn(self, now: float, *messages: Inbox) -> list[str]:
+    def turn(self, now: float, *messages: InstanceInbox) -> list[str]:
         """What is sent when these messages have arrived from the router."""
         self.mail.arriving += [(ROUTER, message) for message in messages]
         self.worker.turn(now)
         return self.mail.names()
 
-    def heartbeat(self, now: float, *messages: Inbox) -> Heartbeat:
+    def heartbeat(self, now: float, *messages: InstanceInbox) -> Heartbeat:
         """The heartbeat of a turn."""
         self.mail.arriving += [(ROUTER, message) for message in messages]
         self.worker.turn(now)

@@ -16,7 +16,7 @@ from common.ids import DETOKENIZER, ROUTER, Incarnation, InstanceId, Ticket, pac
 from common.instance.membership import ABANDON_AFTER_S
 from common.instance.ports import Prepare
 from common.instance.worker import HALF_LIFE_STEPS, LEAST_STEPS, ROUTE_MEMORY_S, CostMeter, run
-from common.messages import Cancel, Drain, Failed, Generate, LinkInfo, LinkReport, LinkState, Peers, Reserve, TokenBatch
+from common.messages import Cancel, Drain, Failed, Generate, Goodbye, LinkInfo, LinkReport, LinkState, Peers, Reserve, TokenBatch
 from common.messages.transfers import Connect, LinkChanged, PushDone, Settled
 from common.sampling_params import Grammar
 from common.step_cost import StepCost
@@ -250,6 +250,25 @@ def test_the_loop_turns_until_it_has_drained_and_says_goodbye(rig: FakedRig) -> 
     run(rig.worker, wait, lambda: 0.0, lambda: len(waits) == 1)
     assert rig.scheduler.told == ["Drain"] and waits == [0.25, 0.25]
     assert rig.mail.names()[-1] == "Goodbye"
+
+
+@pytest.mark.parametrize(("pages_total", "reason", "is_quiet"), [(5, "", True), (6, "", False), (5, "rank 1 ended", False)])
+def test_it_says_that_its_transfers_have_ended_only_when_it_drained_and_all_pages_are_home(
+    rig: FakedRig, pages_total: int, reason: str, is_quiet: bool
+) -> None:
+    rig.turn(0.0, WELCOME, Drain())
+    rig.scheduler.drained, rig.scheduler.pages_total = True, pages_total
+    rig.worker.leave(reason)
+    goodbye = rig.mail.sent[-1][1]
+    assert isinstance(goodbye, Goodbye) and goodbye.is_quiet is is_quiet
+
+
+def test_an_instance_that_was_not_drained_does_not_say_that_its_transfers_have_ended(rig: FakedRig) -> None:
+    rig.turn(0.0, WELCOME)
+    rig.scheduler.drained = True
+    rig.worker.leave()
+    goodbye = rig.mail.sent[-1][1]
+    assert isinstance(goodbye, Goodbye) and not goodbye.is_quiet
 
 
 def test_the_router_is_told_also_when_something_fails() -> None:

@@ -1,0 +1,178 @@
+"""A fleet of processes whose instances change their roles under load: each token is that of transformers, whoever computed it.
+
+python -m pytest tests/e2e/test_role_changes.py --soak -s     # 100 changes each, 2 + 2, with ranks, and 4 + 4 with kills
+"""
+
+import asyncio
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from demo.evaluate import MODEL
+from tests.e2e.test_token_exact import LLAMA, Reference
+from tests.rig.client import Answer, Client, Request
+from tests.rig.pages import RunningFleet, running_fleet, until
+from tests.rig.report import percentile, say
+
+ROUNDING = 1e-4
+"""Two tokens whose logits differ by less may both be drawn."""
+QUIET_S = 4.0
+FLAGS = ("--dtype", "float32", "--grammar", "off", "--dead-after-s", "60", "--heartbeat-s", "0.1")
+ROLES = ("prefill", "decode", "both")
+
+
+class Streams(threading.Thread):
+    """Clients that stream one answer after the other, until they are told to stop."""
+
+    def __init__(self, url: str, model: str, at_once: int, seed: int) -> None:
+        super().__init__(daemon=True)
+        self._url, self._model, self._at_once, self._random = url, model, at_once, Random(seed)
+        self.answers: list[Answer] = []
+        self._stops = threading.Event()
+        self.start()
+
+    def run(self) -> None:
+        asyncio.run(self._run())
+
+    async def _run(self) -> None:
+        async with Client(self._url, self._model) as client:
+            await asyncio.gather(*(self._ask(client) for _ in range(self._at_once)))
+
+    async def _ask(self, client: Client) -> None:
+        while not self._stops.is_set():
+            random = self._random
+            prompt = tuple(random.randrange(300, 2000) for _ in range(random.choice((5, 60, 200))))
+            body = {"prompt": list(prompt), "max_tokens": random.choice((8, 32, 96)), "temperature": 0, "ignore_eos": True}
+            shown = {"stream": True, "stream_options": {"include_usage": True}, "return_token_ids": True}
+            self.answers.append(await client.ask(Request("/v1/completions", body | shown, prompt=prompt)))
+
+    def stop(self) -> None:
+        self._stops.set()
+        self.join(120.0)
+        assert not self.is_alive(), "the streams go on and on"
+
+    def gaps_s(self, start_s: float, end_s: float) -> list[float]:
+        """The times between two arrivals of an answer, within this time."""
+        gaps = [gap for answer in self.answers for choice in answer.gaps() for gap in choice if not gap.is_first]
+        return [gap.seconds for gap in gaps if start_s < gap.start_s and gap.end_s < end_s]
+
+
+@dataclass
+class Changes:
+    """What became of orders to change a role."""
+
+    seconds: list[float] = field(default_factory=list)
+    """From each order until the instance served."""
+    first_token_s: list[float] = field(default_factory=list)
+    """Until it had sent a token in the new role."""
+    refused: list[str] = field(default_factory=list)
+
+    def order(self, fleet: RunningFleet, random: Random) -> None:
+        """Some instance takes another role; a prefill and a decode instance are always left."""
+        members = fleet.members()
+        roles = [member["role"] for member in members.values()]
+        name = random.choice(sorted(members))
+        least = 2 if members[name]["role"] != "prefill" else 1
+        able = [role for role in ROLES if role != members[name]["role"]]
+        if sum(role != "prefill" for role in roles) < 2 and members[name]["role"] != "prefill":
+            able.remove("prefill")
+        if roles.count("prefill") < least and members[name]["role"] == "prefill":
+            return
+        began_s = time.monotonic()
+        reply = fleet.post(f"/cluster/{name}/role", {"role": random.choice(able)})
+        if reply.status != 200:
+            self.refused.append(reply.text)
+            return
+        self.seconds.append(time.monotonic() - began_s)
+        life = reply.json()["incarnation"]
+        if life != members[name]["incarnation"]:
+            until(lambda: has_answered(fleet, name, life), f"a token of {name} as {reply.json()['role']}")
+            self.first_token_s.append(time.monotonic() - began_s)
+
+
+def has_answered(fleet: RunningFleet, name: str, life: str) -> bool:
+    member = fleet.members().get(name)
+    return member is not None and (member["incarnation"] != life or member["counters"]["tokens_generated"] > 0)
+
+
+def check(answers: Sequence[Answer], reference: Reference) -> None:
+    for answer in answers:
+        assert not answer.errors, answer.errors
+        (choice,) = answer.choices
+        assert len(choice.token_ids) == answer.request.max_tokens
+        regrets = reference.regrets(answer.request.prompt, choice.token_ids)
+        assert max(regrets) < ROUNDING, regrets
+
+
+def kill(member: dict[str, Any]) -> None:
+    for rank in member["ranks"][:1]:
+        with suppress(ProcessLookupError):
+            os.kill(rank["pid"], signal.SIGKILL)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    torch.manual_seed(7)
+    path = tmp_path_factory.mktemp("model")
+    AutoTokenizer.from_pretrained(MODEL).save_pretrained(path)
+    AutoModelForCausalLM.from_config(LLAMA).eval().save_pretrained(path)
+    yield path
+
+
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize(
+    ("count", "streams", "kills", "flags"),
+    [
+        pytest.param(4, 0, 0, ("--prefill", "1", "--decode", "2"), id="a few"),
+        pytest.param(100, 3500, 0, ("--prefill", "2", "--decode", "2"), marks=pytest.mark.soak, id="two and two"),
+        pytest.param(50, 1500, 0, ("--prefill", "2", "--decode", "2", "--tp", "2"), marks=pytest.mark.soak, id="ranks"),
+        pytest.param(100, 5000, 20, ("--prefill", "4", "--decode", "4"), marks=pytest.mark.soak, id="four and four, with kills"),
+    ],
+)
+def test_no_token_is_lost_repeated_or_wrong_while_instances_change_their_roles(
+    model: Path, count: int, streams: int, kills: int, flags: tuple[str, ...]
+) -> None:
+    random, changes, reference = Random(count), Changes(), Reference.load(model)
+    with running_fleet("--model", str(model), *FLAGS, *flags) as fleet, ExitStack() as stack:
+        names = list(fleet.members())
+        clients = Streams(fleet.url, fleet.model(), at_once=6, seed=count)
+        stack.callback(clients.stop)
+        until(lambda: len(clients.answers) > 3, "the first answers")
+        quiet_s = time.monotonic()
+        time.sleep(QUIET_S if streams else 0.0)
+        began_s = time.monotonic()
+        for number in range(count):
+            changes.order(fleet, random)
+            answered = len(clients.answers)
+            until(lambda answered=answered: len(clients.answers) > answered + streams // count, "answers", 300.0)  # type: ignore[misc]
+            if kills and number % (count // kills) == 0:
+                kill(random.choice(list(fleet.members().values())))
+                fleet.wait_until_whole(*names)
+        ended_s = time.monotonic()
+        clients.stop()
+        fleet.wait_until_home(names)
+    assert not changes.refused, changes.refused
+    check(clients.answers, reference)
+    assert sum(answer.tokens for answer in clients.answers) > 0 and changes.seconds
+    quiet, busy = clients.gaps_s(quiet_s, began_s), clients.gaps_s(began_s, ended_s)
+    if streams:
+        say(
+            f"{len(changes.seconds)} changes of role in {len(clients.answers)} streams: served after {summary(changes.seconds)}",
+            f"first token in the new role after {summary(changes.first_token_s)}",
+            f"between tokens: quiet {summary(quiet)}, meanwhile {summary(busy)}",
+        )
+
+
+def summary(seconds: Sequence[float]) -> str:
+    return f"{percentile(seconds, 0.5):.3f} / {percentile(seconds, 0.99):.3f} s (p50 / p99)" if seconds else "nothing"

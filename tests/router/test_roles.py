@@ -1,0 +1,148 @@
+"""An instance is told to serve in another role: what the router sends, waits for, shows and refuses."""
+
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from common.config import RouterConfig
+from common.errors import DeadlinePassed, TandemError
+from common.ids import Incarnation, ServingRole
+from common.messages import Goodbye, InstanceInfo, Register, RoleKept, TakeRole
+from router.members import Member
+from router.roles import LATEST_S, RoleConflict
+from tests.builders import instance
+from tests.router.bench import Bench
+from tests.router.calls import assert_error, get, post, until
+from tests.router.fakes import EchoFleet, Site, beat
+
+P0, D0, D1 = instance("p0", "prefill"), instance("d0", "decode"), instance("d1", "decode")
+
+
+class Roles:
+    """A bench, and what came of the orders."""
+
+    def __init__(self) -> None:
+        self.bench = Bench(P0, D0, D1)
+        self.fleet = self.bench.core.fleet
+        self.answers: list[Member | TandemError] = []
+
+    def order(self, member: InstanceInfo, role: ServingRole, now: float = 1.0) -> list[Any]:
+        return [send.message for send in self.fleet.change_role(member.id, role, self.answers.append, now)]
+
+    def beat(self, member: InstanceInfo, now: float = 2.0, *, whole: bool = False, draining: bool = False) -> list[Any]:
+        said = replace(beat(member, draining=draining), serves_whole=whole)
+        return [send.message for send in self.bench.core.receive(said, now)]
+
+    def member(self, name: str) -> Member:
+        return next(member for member in self.fleet.members() if member.info.id == name)
+
+
+def other_life(info: InstanceInfo, role: Any) -> InstanceInfo:
+    return replace(info, role=role, incarnation=Incarnation(f"{info.incarnation}.1"), started_ns=info.started_ns + 1)
+
+
+def test_the_order_is_repeated_until_another_life_serves_in_the_role() -> None:
+    roles = Roles()
+    (order,) = roles.order(D0, "prefill")
+    assert order == TakeRole(number=1, role="prefill", incarnation=D0.incarnation)
+    assert roles.member("d0").trouble is not None and "takes the role prefill" in str(roles.member("d0").trouble)
+    assert order in roles.beat(D0, draining=True) and not roles.answers
+    roles.bench.core.receive(Goodbye(id=D0.id, incarnation=D0.incarnation), 2.5)
+    successor = other_life(D0, "prefill")
+    roles.bench.core.receive(Register(instance=successor), 2.5)
+    assert not roles.answers, "it has not said yet that it serves"
+    roles.beat(successor, 2.6)
+    assert [each.life for each in roles.answers if isinstance(each, Member)] == [roles.member("d0").life]
+    assert order not in roles.beat(successor, 3.0)
+
+
+def test_whole_requests_are_a_matter_of_the_next_heartbeat() -> None:
+    roles = Roles()
+    roles.order(D0, "both")
+    assert roles.member("d0").trouble is None, "it serves on"
+    roles.beat(D0, whole=True)
+    assert roles.answers == [roles.member("d0")] and roles.member("d0").role == "both"
+    assert list(roles.fleet.candidates.whole) == [roles.member("d0")]
+
+
+def test_a_refusal_is_told_and_the_member_takes_requests_again() -> None:
+    roles = Roles()
+    roles.order(D0, "prefill")
+    roles.beat(D0, draining=True)
+    late = RoleKept(id=D0.id, incarnation=D0.incarnation, number=0, reason="of another order")
+    roles.bench.core.receive(late, 3.0)
+    assert not roles.answers
+    roles.bench.core.receive(replace(late, number=1, reason="a push does not end"), 3.0)
+    (refusal,) = roles.answers
+    assert isinstance(refusal, RoleConflict) and "d0 stays in the role decode: a push does not end" in str(refusal)
+    roles.beat(D0, 3.5)
+    assert roles.member("d0").trouble is None
+
+
+def test_an_order_that_nobody_answers_ends() -> None:
+    roles = Roles()
+    roles.order(D0, "prefill")
+    assert (roles.fleet.next_deadline() or 0) <= 1.0 + LATEST_S
+    for second in range(2, 17):
+        for member in (P0, D0, D1):
+            roles.beat(member, float(second))
+    roles.fleet.tick(1.0 + LATEST_S)
+    assert isinstance(roles.answers[0], DeadlinePassed)
+    assert roles.member("d0").trouble is None
+
+
+def test_the_same_role_is_there_already() -> None:
+    roles = Roles()
+    assert roles.order(D0, "decode") == [] and roles.answers == [roles.member("d0")]
+
+
+def test_the_last_decode_instance_that_takes_requests_stays() -> None:
+    roles = Roles()
+    roles.order(D1, "prefill")
+    with pytest.raises(RoleConflict, match="d0 is the only decode instance"):
+        roles.order(D0, "prefill")
+    with pytest.raises(RoleConflict, match="d1 is taking the role prefill"):
+        roles.order(D1, "both")
+
+
+pages = pytest.mark.anyio
+
+
+@pages
+async def test_http_answers_when_the_instance_serves() -> None:
+    async with Site() as site:
+        site.fleet.decode = replace(site.fleet.decode)
+        answer = await changed(site, "/cluster/d0/role", {"role": "both"})
+        assert {"id": "d0", "role": "both", "incarnation": str(site.fleet.decode.incarnation)}.items() <= answer.items()
+        assert [one["role"] for one in (await get(site, "/cluster")).json()["instances"]] == ["prefill", "both"]
+        assert (await changed(site, "/pd_role_switch", {"new_role": "both", "instance": "d0"}))["seconds"] < 1
+
+
+async def changed(site: Site, path: str, body: dict[str, str]) -> dict[str, Any]:
+    import asyncio
+
+    asked = asyncio.create_task(post(site, path, body))
+    await until(lambda: asked.done() or any(isinstance(message, TakeRole) for _, message in site.fleet.sent))
+    site.fleet.say(replace(beat(site.fleet.decode), serves_whole=True))
+    reply = await asyncio.wait_for(asked, 5)
+    assert reply.status_code == 200, reply.text
+    answer: dict[str, Any] = reply.json()
+    return answer
+
+
+@pages
+@pytest.mark.parametrize(
+    ("path", "body", "status", "field", "says"),
+    [
+        ("/cluster/d0/role", {"role": "prefill"}, 409, "role", "the only decode instance"),
+        ("/cluster/d0/role", {"role": "router"}, 400, "role", "prefill"),
+        ("/cluster/d0/role", {}, 400, "role", "role"),
+        ("/cluster/d9/role", {"role": "decode"}, 404, None, "'d9'"),
+        ("/pd_role_switch", {"new_role": "decode"}, 400, "instance", "instance"),
+        ("/pd_role_switch", {"new_role": "decode", "instance": "d0", "prepare_only": True}, 400, "prepare_only", "prepare_only"),
+    ],
+)
+async def test_what_cannot_be_is_refused_by_name(path: str, body: Any, status: int, field: str | None, says: str) -> None:
+    async with Site(EchoFleet(), RouterConfig(dead_after_s=60.0)) as site:
+        assert says in assert_error(await post(site, path, body), status, "invalid_request_error", field)
