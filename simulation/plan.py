@@ -51,6 +51,11 @@ class FleetPlan:
     link_gbit: float = option(400.0, "assumed: speed of an instance's link for KV, in each direction, in Gbit/s")
     link_latency_s: float = option(20e-6, "assumed: seconds that any write takes, whatever its size")
     message_s: float = option(200e-6, "assumed: seconds that any message takes")
+    skip_steps: Switch = option(
+        "off",
+        "on: take the steps of a decode instance at once between which nothing happens: many times as fast, with the same times; "
+        "its messages and CPU time are then less than they would be",
+    )
 
     def __post_init__(self) -> None:
         _check(self)

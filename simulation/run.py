@@ -22,6 +22,7 @@ from simulation.clock import Clock
 from simulation.network import Letter
 from simulation.plan import FleetPlan, LoadPlan
 from simulation.planned_fleet import VOCAB_SIZE, PlannedFleet
+from simulation.stretch import LateTokens
 from simulation.workload import ConversationTurn, SimulatedConversation, system_prompt, workload
 
 
@@ -57,12 +58,19 @@ class MeasuredClient:
     """
 
     def __init__(
-        self, spec: RequestSpec, turn: int, clock: Clock, measured: ClientFigures, ended: Callable[[list[int] | None], None]
+        self,
+        spec: RequestSpec,
+        turn: int,
+        clock: Clock,
+        measured: ClientFigures,
+        late_s: LateTokens,
+        ended: Callable[[list[int] | None], None],
     ) -> None:
         self.request = ClientRequest(wake=self._read)
         self.pushed_bytes = 0
         self._turn = turn
         self._prompt_tokens = spec.prompt_tokens
+        self._id, self._late_s = spec.request_id, late_s
         self._clock = clock
         self._measured = measured
         self._ended = ended
@@ -71,16 +79,20 @@ class MeasuredClient:
         self._cached_tokens = 0
 
     def _read(self) -> None:
-        now, measured = self._clock.now, self._measured
+        measured = self._measured
         for delta in self.request.take():
-            for token in delta.token_ids:
-                if self._token_ids:
-                    measured.between_s.append(now - self._latest_s)
+            tokens = len(delta.token_ids)
+            if tokens:
+                before = len(self._token_ids)
+                self._token_ids += delta.token_ids
+                at_s = self._clock.now - self._late_s.pop((self._id, before + tokens), 0.0)
+                if before:
+                    measured.between_s.extend([(at_s - self._latest_s) / tokens] * tokens)
                 else:
-                    self._first_s = now
-                self._token_ids.append(token)
-                self._latest_s = now
-            measured.tokens += len(delta.token_ids)
+                    self._first_s = at_s
+                    measured.between_s.extend([0.0] * (tokens - 1))
+                self._latest_s = at_s
+            measured.tokens += tokens
             self._cached_tokens += delta.cached_tokens
             if delta.ending is not None:
                 self._end(delta.ending)
@@ -179,7 +191,7 @@ class Simulation:
         sampling, session = self._sampling(turn, len(chat.context) // ID_BYTES), chat.conversation.session
         spec = RequestSpec(name, 0, chat.context, sampling, session=session)
         ended: Callable[[list[int] | None], None] = lambda token_ids: self._answered(chat, name, token_ids)  # noqa: E731
-        client = MeasuredClient(spec, chat.turn, self.fleet.clock, self.measured, ended)
+        client = MeasuredClient(spec, chat.turn, self.fleet.clock, self.measured, self.fleet.late_s, ended)
         self.measured.prompt_tokens_asked += len(chat.context) // ID_BYTES
         chat.turn += 1
         self._open[name] = client
