@@ -8,9 +8,11 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+from common.config import DEMO_MODEL
 from common.errors import ConfigError
 from common.options import Switch, option, refuse_without_effect, require, require_at_least, require_between
 from common.step_cost import StepCost
+from simulation.front import FRONT_COSTS, MEASURE, FrontCosts
 
 Arrivals = Literal["poisson", "even"]
 Lengths = Literal["exponential", "constant"]
@@ -51,6 +53,12 @@ class FleetPlan:
     link_gbit: float = option(400.0, "assumed: speed of an instance's link for KV, in each direction, in Gbit/s")
     link_latency_s: float = option(20e-6, "assumed: seconds that any write takes, whatever its size")
     message_s: float = option(200e-6, "assumed: seconds that any message takes")
+    front: str = option(
+        FRONT_COSTS,
+        "assumed: seconds that a request occupies the router, that each token of a prompt delays it, that a token of an answer "
+        f"occupies the detokenizer, and an event the router; {MEASURE}: measured on this machine before it begins",
+    )
+    front_model: str = option(DEMO_MODEL, f"with --front {MEASURE}: whose tokenizer and chat template")
     skip_steps: Switch = option(
         "off",
         "on: take the steps of a decode instance at once between which nothing happens: many times as fast, with the same times; "
@@ -63,6 +71,9 @@ class FleetPlan:
             raise ConfigError(f"--step-cost: a step must take some time; it is {self.step_cost!r}")
         require_at_least(self, decode=1)
         require(self.kv_token_bytes % 2 == 0, "kv-token-bytes", "even (keys and values)", self.kv_token_bytes)
+        if self.front != MEASURE:
+            FrontCosts.parse(self.front)
+            refuse_without_effect(self, ("front_model",), f"without --front {MEASURE}")
 
 
 @dataclass(frozen=True, kw_only=True)

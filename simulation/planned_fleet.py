@@ -28,6 +28,7 @@ from kv_transfer.transport import AgentLost, Connected, ConnectFailed, RunsDone,
 from router.timelines import Durations, RequestTimes, ResumeReason
 from simulation.clock import Clock, LocalClock
 from simulation.fleet import SimulatedFleet
+from simulation.front import FrontCosts
 from simulation.instance import Instance, Name, PageUse, PollIntervals, Size
 from simulation.network import Calm, Network
 from simulation.plan import FleetPlan
@@ -272,7 +273,7 @@ class PlannedFleet(SimulatedFleet[PlannedInstance, RouterProcess]):
         self._role: Role = "prefill"
         self._words = np.full(plan.context_tokens, WORD, dtype=np.int32)
         self._words[0] = END
-        self.routers.append(RouterProcess(ROUTER, clock, self.network, config, self.observer))
+        self.routers.append(RouterProcess(ROUTER, clock, self.network, config, self.observer, front=FrontCosts.parse(plan.front)))
         self.start_instances(plan.prefill, plan.decode)
         self.run_for(WARM_UP_S)
         for instance in self.instances.values():

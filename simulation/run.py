@@ -8,6 +8,7 @@ from array import array
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -18,10 +19,10 @@ from common.messages import AnyMessage, Counters, Ending, Failed, Handoff
 from common.sampling_params import SamplingParams
 from router.outbox import ClientRequest
 from router.requests import RequestSpec
-from simulation.clock import Clock
 from simulation.network import Letter
 from simulation.plan import FleetPlan, LoadPlan
 from simulation.planned_fleet import VOCAB_SIZE, PlannedFleet
+from simulation.processes import RouterProcess
 from simulation.stretch import LateTokens
 from simulation.workload import ConversationTurn, SimulatedConversation, system_prompt, workload
 
@@ -61,7 +62,7 @@ class MeasuredClient:
         self,
         spec: RequestSpec,
         turn: int,
-        clock: Clock,
+        router: RouterProcess,
         measured: ClientFigures,
         late_s: LateTokens,
         ended: Callable[[list[int] | None], None],
@@ -71,10 +72,10 @@ class MeasuredClient:
         self._turn = turn
         self._prompt_tokens = spec.prompt_tokens
         self._id, self._late_s = spec.request_id, late_s
-        self._clock = clock
+        self._router = router
         self._measured = measured
         self._ended = ended
-        self._sent_s = self._first_s = self._latest_s = clock.now
+        self._sent_s = self._first_s = self._latest_s = router.clock.now
         self._token_ids: list[int] = []
         self._cached_tokens = 0
 
@@ -85,7 +86,7 @@ class MeasuredClient:
             if tokens:
                 before = len(self._token_ids)
                 self._token_ids += delta.token_ids
-                at_s = self._clock.now - self._late_s.pop((self._id, before + tokens), 0.0)
+                at_s = self._router.sends_s() - self._late_s.pop((self._id, before + tokens), 0.0)
                 if before:
                     measured.between_s.extend([(at_s - self._latest_s) / tokens] * tokens)
                 else:
@@ -191,12 +192,18 @@ class Simulation:
         sampling, session = self._sampling(turn, len(chat.context) // ID_BYTES), chat.conversation.session
         spec = RequestSpec(name, 0, chat.context, sampling, session=session)
         ended: Callable[[list[int] | None], None] = lambda token_ids: self._answered(chat, name, token_ids)  # noqa: E731
-        client = MeasuredClient(spec, chat.turn, self.fleet.clock, self.measured, self.fleet.late_s, ended)
+        fleet, router = self.fleet, self.fleet.router_process
+        client = MeasuredClient(spec, chat.turn, router, self.measured, fleet.late_s, ended)
         self.measured.prompt_tokens_asked += len(chat.context) // ID_BYTES
         chat.turn += 1
         self._open[name] = client
+        submit = partial(self._submit, chat, spec, fleet.clock.now)
+        fleet.clock.at(router.reads_s(spec.prompt_tokens), submit)
+
+    def _submit(self, chat: OpenConversation, spec: RequestSpec, received_s: float) -> None:
+        name = spec.request_id
         try:
-            self.fleet.router_process.submit(client.request, [spec])
+            self.fleet.router_process.submit(self._open[name].request, [spec], received_s)
         except (BadRequest, Overloaded, Unavailable) as error:
             self.measured.endings[f"refused: {error.kind}"] += 1
             self._answered(chat, name, None)
