@@ -6,13 +6,15 @@ a model of 8 billion parameters in bfloat16 on one H100 per instance; measure yo
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from common.config import DEMO_MODEL
-from common.errors import ConfigError
 from common.options import Switch, option, refuse_without_effect, require, require_at_least, require_between
 from common.step_cost import StepCost
 from simulation.front import FRONT_COSTS, MEASURE, FrontCosts
+
+if TYPE_CHECKING:
+    from common.ids import Role  # its module imports numpy
 
 Arrivals = Literal["poisson", "even"]
 Lengths = Literal["exponential", "constant"]
@@ -41,6 +43,7 @@ class FleetPlan:
         "0.006,0.00004,0.0001",
         "assumed: seconds of a step (the time to read the weights), and what each prompt token and each decode row adds",
     )
+    decode_step_cost: str = option("", "assumed: that of decode instances, where theirs is another")
     kv_pages: int = option(28_000, "assumed: KV pages of an instance")
     page_size: int = option(16, "tokens per KV page")
     kv_token_bytes: int = option(131_072, "assumed: KV bytes of a token over all layers")
@@ -67,13 +70,17 @@ class FleetPlan:
 
     def __post_init__(self) -> None:
         _check(self)
-        if StepCost.parse(self.step_cost).step_s == 0:
-            raise ConfigError(f"--step-cost: a step must take some time; it is {self.step_cost!r}")
+        for cost in (self.cost("prefill"), self.cost("decode")):
+            require(cost.step_s > 0, "step-cost", "some time for each step", self.step_cost)
         require_at_least(self, decode=1)
         require(self.kv_token_bytes % 2 == 0, "kv-token-bytes", "even (keys and values)", self.kv_token_bytes)
         if self.front != MEASURE:
             FrontCosts.parse(self.front)
             refuse_without_effect(self, ("front_model",), f"without --front {MEASURE}")
+
+    def cost(self, role: "Role") -> StepCost:
+        """What the steps of an instance cost."""
+        return StepCost.parse(self.decode_step_cost if role == "decode" and self.decode_step_cost else self.step_cost)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -161,7 +161,6 @@ def size_of(plan: FleetPlan, config: RouterConfig) -> Size:
         max_waiting=plan.max_waiting,
         request_timeout_s=config.max_request_timeout_s,
         drain_timeout_s=config.drain_timeout_s,
-        cost=StepCost.parse(plan.step_cost),
         polls=POLLS,
         prefix_cache=plan.prefix_cache == "on",
     )
@@ -269,7 +268,7 @@ class PlannedFleet(SimulatedFleet[PlannedInstance, RouterProcess]):
         self.skips_steps = plan.skip_steps == "on"
         self.late_s: LateTokens = {}
         """Of tokens that were told late."""
-        self._description = describe(plan)
+        self._plan, self._description = plan, describe(plan)
         self._role: Role = "prefill"
         self._words = np.full(plan.context_tokens, WORD, dtype=np.int32)
         self._words[0] = END
@@ -289,7 +288,7 @@ class PlannedFleet(SimulatedFleet[PlannedInstance, RouterProcess]):
         return PlannedInstance(name, self.clock, self)
 
     def make_engine(self, clock: LocalClock) -> Executor:
-        return SparingExecutor(self._description, CountedPace(self.size.cost, clock, self._role, self), self._words)
+        return SparingExecutor(self._description, CountedPace(self._plan.cost(self._role), clock, self._role, self), self._words)
 
     def make_transport(self, wake: Callable[[], None]) -> Transport:
         return WireTransport(self.wires, wake)

@@ -40,6 +40,8 @@ class ClientFigures:
         """Seconds to the first token."""
         self.pace_s = array("d")
         """Mean seconds between its tokens; 0 for an answer of one."""
+        self.answer_s = array("d")
+        """Seconds to the last token."""
         self.prompt_tokens = array("L")
         self.cached_tokens = array("L")
         """Tokens of the prompt that the instance which was given the request did not compute."""
@@ -86,11 +88,15 @@ class MeasuredClient:
             if tokens:
                 before = len(self._token_ids)
                 self._token_ids += delta.token_ids
-                at_s = self._router.sends_s() - self._late_s.pop((self._id, before + tokens), 0.0)
-                if before:
-                    measured.between_s.extend([(at_s - self._latest_s) / tokens] * tokens)
-                else:
+                late_s = self._late_s.pop((self._id, before + tokens), None)
+                at_s = self._router.sends_s() - (late_s or 0.0)
+                if not before:
                     self._first_s = at_s
+                elif late_s is None:  # tokens of one event come together
+                    measured.between_s.append(at_s - self._latest_s)
+                else:
+                    measured.between_s.extend([(at_s - self._latest_s) / tokens] * tokens)
+                if not before or late_s is None:
                     measured.between_s.extend([0.0] * (tokens - 1))
                 self._latest_s = at_s
             measured.tokens += tokens
@@ -108,6 +114,7 @@ class MeasuredClient:
         measured.turn.append(self._turn)
         measured.first_s.append(self._first_s - self._sent_s)
         measured.pace_s.append((self._latest_s - self._first_s) / max(1, len(self._token_ids) - 1))
+        measured.answer_s.append(self._latest_s - self._sent_s)
         measured.prompt_tokens.append(self._prompt_tokens)
         measured.cached_tokens.append(self._cached_tokens)
         measured.pushed_bytes.append(self.pushed_bytes)

@@ -1,0 +1,54 @@
+"""A running fleet as a plan: what its instances have measured of themselves, as its router tells it on /cluster.
+
+Owns what is taken of it, and the means over instances and links. Starts nothing and searches nothing.
+"""
+
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+from common.errors import ConfigError
+from common.processes.router_client import RequestFailed, RouterClient
+from common.step_cost import StepCost
+
+BITS = 8
+
+
+def measured_fleet(client: RouterClient, *, wants_pace: bool = True) -> dict[str, Any]:
+    """The fields of a `FleetPlan`. wants_pace: step costs are among them, which must have been measured. Raises ConfigError."""
+    try:
+        instances = client.get("/cluster")["instances"]
+        prefill = [each for each in instances if each["role"] == "prefill"]
+        links = [link for each in prefill for link in client.get(f"/cluster?links={each['id']}")["links"]]
+    except RequestFailed as error:
+        raise ConfigError(f"--from {client.url}: {error}") from error
+    decode = [each for each in instances if each["role"] == "decode"]
+    if not decode:
+        raise ConfigError(f"--from {client.url}: the fleet has no decode instance, so nothing can be learned of it")
+    one = decode[0]
+    plan = {
+        "prefill": len(prefill),
+        "decode": len(decode),
+        "kv_pages": min(each["pages_total"] for each in instances),
+        "page_size": one["page_size"],
+        "kv_token_bytes": one["page_bytes"] // one["page_size"],
+        "context_tokens": one["model"]["context_tokens"],
+        "max_running": one["max_running"],
+    }
+    speeds = [link["bytes_per_s"] for link in links if link.get("bytes_per_s")]
+    if speeds:
+        plan["link_gbit"] = statistics.median(speeds) * BITS / 1e9
+    if wants_pace:
+        plan["step_cost"], plan["decode_step_cost"] = _spelled(prefill or decode, decode), _spelled(decode, prefill or decode)
+    return plan
+
+
+def _spelled(those: Sequence[dict[str, Any]], others: Sequence[dict[str, Any]]) -> str:
+    """The mean cost of their steps. What they have not measured is as with the others. Raises ConfigError."""
+    parts = []
+    for name in StepCost.__struct_fields__:
+        known = [cost for each in (*those, *others) if (cost := each["load"].get(name, 0.0))][: len(those)]
+        parts.append(statistics.fmean(known) if known else 0.0)
+    if not parts[0] or not parts[1]:
+        raise ConfigError("--from: the fleet has not measured its steps yet: send it some requests, or give --step-cost")
+    return ",".join(f"{part:.4g}" for part in parts)
