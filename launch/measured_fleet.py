@@ -5,6 +5,7 @@ Owns what is taken of it, and the means over instances and links. Starts nothing
 
 import statistics
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from common.errors import ConfigError
@@ -21,10 +22,10 @@ def measured_fleet(client: RouterClient, *, wants_pace: bool = True) -> dict[str
         prefill = [each for each in instances if each["role"] == "prefill"]
         links = [link for each in prefill for link in client.get(f"/cluster?links={each['id']}")["links"]]
     except RequestFailed as error:
-        raise ConfigError(f"--from {client.url}: {error}") from error
+        raise ConfigError(f"--fleet-url {client.url}: {error}") from error
     decode = [each for each in instances if each["role"] == "decode"]
     if not decode:
-        raise ConfigError(f"--from {client.url}: the fleet has no decode instance, so nothing can be learned of it")
+        raise ConfigError(f"--fleet-url {client.url}: the fleet has no decode instance, so nothing can be learned of it")
     one = decode[0]
     plan = {
         "prefill": len(prefill),
@@ -50,5 +51,16 @@ def _spelled(those: Sequence[dict[str, Any]], others: Sequence[dict[str, Any]]) 
         known = [cost for each in (*those, *others) if (cost := each["load"].get(name, 0.0))][: len(those)]
         parts.append(statistics.fmean(known) if known else 0.0)
     if not parts[0] or not parts[1]:
-        raise ConfigError("--from: the fleet has not measured its steps yet: send it some requests, or give --step-cost")
+        raise ConfigError("--fleet-url: the fleet has not measured its steps yet: send it some requests, or give --step-cost")
     return ",".join(f"{part:.4g}" for part in parts)
+
+
+def past_load(client: RouterClient, folder: Path) -> str:
+    """The requests of the router's last hour, in a file. Raises ConfigError."""
+    try:
+        lines = client.read("/cluster/load")
+    except RequestFailed as error:
+        raise ConfigError(f"--fleet-url {client.url}: {error}") from error
+    file = folder / "load.jsonl"
+    file.write_bytes(lines)
+    return str(file)

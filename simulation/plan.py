@@ -6,10 +6,10 @@ a model of 8 billion parameters in bfloat16 on one H100 per instance; measure yo
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, get_args
 
-from common.config import DEMO_MODEL
-from common.options import Switch, option, refuse_without_effect, require, require_at_least, require_between
+from common.config import DEMO_MODEL, PolicyName
+from common.options import Switch, option, parse_numbers, refuse_without_effect, require, require_at_least, require_between
 from common.step_cost import StepCost
 from simulation.front import FRONT_COSTS, MEASURE, FrontCosts
 
@@ -29,7 +29,8 @@ _WITHOUT_TRACE = (
     "long_input",
 )  # fmt: skip
 _AT_LEAST_0 = (
-    "prefill", "duration_s", "link_latency_s", "message_s", "max_tokens", "kill_every_s", "seed", "think_s", "system_tokens",
+    "prefill", "begin_s", "duration_s",
+    "link_latency_s", "message_s", "max_tokens", "kill_every_s", "seed", "think_s", "system_tokens",
 )  # fmt: skip
 
 
@@ -91,6 +92,7 @@ class LoadPlan:
         "", "file with the requests, in Mooncake's format: JSON lines with timestamp (ms), input_length, output_length, hash_ids"
     )
     speed: float = option(1.0, "with --trace: play it so many times as fast")
+    begin_s: float = option(0.0, "with --trace: begin so many seconds into it, in its own time")
     duration_s: float = option(0.0, "send requests for so many simulated seconds; 0: all")
     rate: float = option(4.0, "without --trace: conversations that begin per second; each is one request unless --turns is more")
     requests: int = option(1000, "without --trace: how many conversations")
@@ -119,7 +121,7 @@ class LoadPlan:
         if self.trace:
             refuse_without_effect(self, _WITHOUT_TRACE, "with --trace, which says which requests come when")
         else:
-            refuse_without_effect(self, ("speed",), "without --trace")
+            refuse_without_effect(self, ("speed", "begin_s"), "without --trace")
         if self.turns == 1:
             refuse_without_effect(self, ("think_s",), "without --turns")
         if not self.long_share:
@@ -127,6 +129,55 @@ class LoadPlan:
         require_between(self, 0, 1, "long_share")
         if not self.kill_every_s:
             refuse_without_effect(self, ("restart_s",), "without --kill-every-s")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SearchPlan:
+    """What is searched, and how far."""
+
+    fleet_url: str = option(
+        "",
+        "URL of a running fleet's router: what its instances and links have measured takes the place of --step-cost, --kv-pages "
+        "and their like, and without --trace its last hour is the load",
+    )
+    control_key: str = option("", "with --fleet-url: file with the control key of its router")
+    devices: int = option(8, "how many devices there are; an instance of several ranks takes as many of them")
+    rank_costs: tuple[str, ...] = option(
+        (), "N=S,T,R: --step-cost of instances with N ranks, which are tried then; without it instances have one"
+    )
+    chunk_sizes: str = option("", "values of --chunk-tokens to try, such as 2048,8192; default: --chunk-tokens")
+    policies: tuple[str, ...] = option((), "policies to try, of prefill and decode instances alike; default: least_loaded")
+    attainment: float = option(0.9, "the share of requests that must keep both limits")
+    seconds: float = option(60.0, "simulated seconds of the runs of the last round; those of the first are four times shorter")
+    windows: int = option(3, "parts of the trace, or seeds, with which the last round is repeated; the interval is over them")
+    jobs: int = option(0, "processes; 0: one for each core")
+    page: str = option("plan.html", "write a page with the curves to this file; empty: none")
+    json: str = option("", "write all figures to this file")
+
+    def __post_init__(self) -> None:
+        require_at_least(self, devices=1, seconds=8, windows=1, jobs=0)
+        require(0 < self.attainment < 1, "attainment", "between 0 and 1", self.attainment)
+        if not self.fleet_url:
+            refuse_without_effect(self, ("control_key",), "without --fleet-url")
+        _ = self.costs_of_ranks
+        require(all(chunk >= 1 for chunk in self.chunks(1)), "chunk-sizes", "at least 1 each", self.chunk_sizes)
+        for policy in self.policies:
+            require(policy in get_args(PolicyName), "policies", f"some of {', '.join(get_args(PolicyName))}", policy)
+
+    @property
+    def costs_of_ranks(self) -> dict[int, str]:
+        """For each number of ranks, the step cost of an instance; "": that of the fleet."""
+        costs: dict[int, str] = {}
+        for given in self.rank_costs:
+            ranks, _, cost = given.partition("=")
+            is_valid = ranks.isdecimal() and 1 <= int(ranks) <= self.devices
+            require(is_valid, "rank-costs", "N=S,T,R with N from 1 to --devices", given)
+            StepCost.parse(cost)
+            costs[int(ranks)] = cost
+        return costs or {1: ""}
+
+    def chunks(self, default: int) -> tuple[int, ...]:
+        return parse_numbers(self.chunk_sizes, "chunk-sizes", int) if self.chunk_sizes else (default,)
 
 
 def _check(plan: FleetPlan | LoadPlan) -> None:

@@ -161,7 +161,6 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
 def figures(simulation: Simulation) -> Figures:
     """The figures of a simulation that has run."""
     measured, fleet, load = simulation.measured, simulation.fleet, simulation.load
-    good = np.less_equal(measured.first_s, load.slo_ttft_s) & np.less_equal(measured.pace_s, load.slo_itl_s)
     network = fleet.network
     ways = [
         Way(kind=way[1], sender=way[0], receiver=way[2], messages=messages, frame_bytes=network.frame_bytes[way])
@@ -177,7 +176,7 @@ def figures(simulation: Simulation) -> Figures:
         between_tokens_s=Percentiles.of(measured.between_s),
         mean_between_tokens_s=Percentiles.of(measured.pace_s),
         answer_s=Percentiles.of(measured.answer_s),
-        good_requests=int(np.count_nonzero(good)),
+        good_requests=simulation.good,
         slo_ttft_s=load.slo_ttft_s,
         slo_itl_s=load.slo_itl_s,
         prompt_tokens=measured.prompt_tokens_asked,

@@ -152,19 +152,24 @@ class Simulation:
         """Conversations that ended before their last turn, because an answer failed or was refused."""
         self.began_s = self.fleet.clock.now
         self._system = system_prompt(load, VOCAB_SIZE)
+        self._stopped = False
         self._next: SimulatedConversation | None = None
         self._open_conversations = self._sent = 0
         self._open: dict[RequestId, MeasuredClient] = {}
         self._random = np.random.default_rng([load.seed, 1])
 
-    def run(self, progress: Callable[[str], None] = lambda line: None) -> None:
-        """Until every request has ended. progress: called with a line now and then."""
+    def run(self, progress: Callable[[str], object] = lambda line: None) -> None:
+        """Until every request has ended, or `stop` was called. progress: called with a line now and then."""
         self._plan_next()
         if self.load.kill_every_s:
             self._plan_kill()
         self._show(progress)
-        while self._is_running:
+        while self._is_running and not self._stopped:
             self.fleet.clock.turn()
+
+    def stop(self) -> None:
+        """Whoever runs it knows enough."""
+        self._stopped = True
 
     @property
     def seconds(self) -> float:
@@ -255,9 +260,16 @@ class Simulation:
 
     # --- what is seen ------------------------------------------------------------------------------------------------------
 
-    def _show(self, progress: Callable[[str], None]) -> None:
+    def _show(self, progress: Callable[[str], object]) -> None:
         progress(f"{self.seconds:.0f} s: {self._sent} requests, {len(self._open)} open, {self.measured.tokens} tokens")
         self.fleet.clock.at(self.fleet.clock.now + PROGRESS_S, lambda: self._show(progress))
+
+    @property
+    def good(self) -> int:
+        """Answers that finished and kept both limits."""
+        measured, load = self.measured, self.load
+        is_good = np.less_equal(measured.first_s, load.slo_ttft_s) & np.less_equal(measured.pace_s, load.slo_itl_s)
+        return int(np.count_nonzero(is_good))
 
     def counters(self, role: Role) -> list[Counters]:
         """The counters of every instance of a role that there was."""

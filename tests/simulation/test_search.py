@@ -1,0 +1,110 @@
+"""The search for a fleet: the candidates, the rate that one bears, and the choice, held against trying everything."""
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from common.config import RouterConfig
+from common.errors import ConfigError
+from simulation.plan import FleetPlan, LoadPlan, SearchPlan
+from simulation.report import Percentiles
+from simulation.search import Borne, Candidate, FleetSearch, SearchRun, SearchTask, TraceSpan, fleet_of
+
+FLEET = FleetPlan(step_cost="0.010,0.0001,0.001", front="0,0,0,0", chunk_tokens=2048, max_running=32)
+LOAD = LoadPlan(mean_input=1000, mean_output=20, slo_ttft_s=0.5, slo_itl_s=0.02)
+ONE = Candidate(prefill=1, decode=1, both=0, chunk_tokens=2048, policy="least_loaded")
+
+
+def search(plan: SearchPlan, load: LoadPlan = LOAD) -> FleetSearch:
+    def run_all(what: str, tasks: Sequence[SearchTask]) -> Iterator[Borne]:
+        return (task.run() for task in tasks)
+
+    return FleetSearch(plan, FLEET, load, RouterConfig(), run_all)
+
+
+def task_of(plan: SearchPlan, candidate: Candidate, near: float, precision: float = 0.05) -> SearchTask:
+    return search(plan)._task(candidate, plan.seconds, precision, near)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SteepTask(SearchTask):
+    """Keeps the limits up to a rate, and never beyond."""
+
+    bears: float = 0.0
+
+    def _simulate(self, rate: float) -> SearchRun:
+        share = 1.0 if rate <= self.bears else 0.1
+        times = Percentiles.of([])
+        return SearchRun(rate=rate, attainment=share, goodput=share * rate, first_token_s=times, mean_between_tokens_s=times)
+
+
+@pytest.mark.parametrize("bears", [0.9, 7.0, 40.0])
+def test_the_rate_that_a_fleet_bears_is_found_from_wherever_the_search_begins(bears: float) -> None:
+    task = task_of(SearchPlan(devices=2), ONE, near=7.0)
+    borne = SteepTask(**vars(task), bears=bears).run()
+    assert borne.best is not None and bears / 1.06 <= borne.best.rate <= bears
+    assert len(borne.runs) <= 12
+
+
+def test_a_fleet_that_keeps_no_limit_bears_nothing_after_a_bounded_number_of_runs() -> None:
+    borne = SteepTask(**vars(task_of(SearchPlan(devices=2), ONE, near=7.0)), bears=0.0).run()
+    assert borne.best is None and borne.per_device == 0.0 and len(borne.runs) == 12
+
+
+def test_every_division_of_the_devices_is_a_candidate_once() -> None:
+    plan = SearchPlan(devices=4, rank_costs=("1=0.01,0.0001,0.001", "2=0.006,0.00006,0.0006"), chunk_sizes="512,2048")
+    found = search(plan).candidates()
+    assert len(set(found)) == len(found)
+    assert all(each.devices == 4 and bool(each.decode) != bool(each.both) for each in found)
+    roles = {(each.ranks, each.prefill, each.decode, each.both) for each in found}
+    one = {(1, 0, 0, 4), (1, 1, 3, 0), (1, 1, 0, 3), (1, 2, 2, 0), (1, 2, 0, 2), (1, 3, 1, 0), (1, 3, 0, 1)}
+    assert roles == one | {(2, 0, 0, 2), (2, 1, 1, 0), (2, 1, 0, 1)}
+    assert len(found) == 2 * len(roles)
+
+
+def test_a_candidate_of_two_ranks_has_their_costs_memory_and_links() -> None:
+    plan = SearchPlan(devices=4, rank_costs=("2=0.006,0.00006,0.0006",))
+    fleet, config = fleet_of(search(plan)._task(search(plan).candidates()[0], 8.0, 0.1, 1.0))
+    assert (fleet.prefill, fleet.decode, config.dispatch) == (0, 2, "colocated")
+    assert (fleet.kv_pages, fleet.link_gbit) == (2 * FLEET.kv_pages, 2 * FLEET.link_gbit)
+    assert fleet.cost("decode").step_s == 0.006
+
+
+@pytest.mark.parametrize(("inputs", "outputs", "expected"), [(4000, 4, "2:1"), (50, 150, "1:2")])
+def test_long_prompts_get_more_prefill_instances_and_long_answers_more_decode_instances(
+    inputs: int, outputs: int, expected: str
+) -> None:
+    """Prompts of 4,000 tokens take 0.41 s, so two of three instances are worth most; answers of 150 tokens keep 16 ms a token
+    only while few rows run."""
+    load = LoadPlan(mean_input=inputs, mean_output=outputs, slo_ttft_s=2.0, slo_itl_s=0.016, lengths="constant")
+    plan = SearchPlan(devices=3, seconds=8, windows=1)
+    tried = search(plan, load)
+    pairs = [each for each in tried.candidates() if each.decode]
+    found = tried.measured("pairs", pairs, {each: tried.guess(each) for each in pairs})
+    best = max(found, key=lambda each: each.per_device[0])
+    assert best.candidate.shown == f"{expected}:0"
+
+
+def test_windows_are_parts_of_the_trace_and_rates_are_kept(tmp_path: Path) -> None:
+    file = tmp_path / "trace.jsonl"
+    lines = [{"timestamp": 1000 * n, "input_length": 10 + n, "output_length": 2, "hash_ids": [n]} for n in range(101)]
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    span = TraceSpan.of(str(file))
+    assert (span.requests, span.seconds, span.input_tokens, span.output_tokens) == (101, 100.0, 60.0, 2.0)
+    tried = search(SearchPlan(devices=2, seconds=10, windows=3), LoadPlan(trace=str(file)))
+    loads = [tried._task(ONE, 10.0, 0.1, 1.0, window)._load(2 * span.rate) for window in range(3)]
+    assert [(each.speed, each.begin_s, each.duration_s) for each in loads] == [
+        (2.0, 0.0, 10.0),
+        (2.0, 40.0, 10.0),
+        (2.0, 80.0, 10.0),
+    ]
+
+
+def test_a_trace_without_a_rate_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "trace.jsonl"
+    file.write_text('{"timestamp": 0, "input_length": 1, "output_length": 1, "hash_ids": [0]}\n')
+    with pytest.raises(ConfigError, match="two requests"):
+        TraceSpan.of(str(file))
