@@ -106,7 +106,7 @@ class Batch:
         self.sampled[rows] += steps
         self._planned[rows] += steps
         lacks = self._prompt[rows].astype(np.int64) + self._planned[rows] - 1 - self._room[rows]
-        grown = np.maximum(0, -(-lacks // page_size))
+        grown: Int64Array = np.maximum(0, -(-lacks // page_size))
         self._room[rows] += (grown * page_size).astype(np.int32)
         return grown
 

@@ -18,8 +18,8 @@ from common.pages.radix_cache import BlockNames, pages_of_block
 HOUR_S = 3600.0
 MOST_REQUESTS, MOST_NAMES = 50_000, 500_000
 """What is kept takes 15 MB at most: the oldest requests go first."""
-TRACE_TOKENS = 512
-"""Tokens of a block of a trace."""
+BLOCK_TOKENS = 512
+"""Tokens that one of a trace's hash_ids stands for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,13 +33,13 @@ class PastRequest:
     """Of the whole blocks of its prompt, each with all that is before it."""
 
 
-class PastLine(msgspec.Struct, frozen=True):
-    """A line of a trace. timestamp: milliseconds."""
+class LoadLine(msgspec.Struct, frozen=True):
+    """A line of a trace. timestamp: milliseconds. hash_ids: the blocks of the prompt; the last may be cut short."""
 
-    timestamp: int
+    timestamp: float
     input_length: int
     output_length: int
-    hash_ids: list[int]
+    hash_ids: tuple[int, ...]
 
 
 class PastLoad:
@@ -67,19 +67,19 @@ class PastLoad:
             self._names -= len(requests.popleft().names)
 
 
-def lines_of(requests: Sequence[PastRequest]) -> Iterator[PastLine]:
+def lines_of(requests: Sequence[PastRequest]) -> Iterator[LoadLine]:
     """In the order of their arrival, the first at 0."""
     numbers: dict[int, int] = {}
     fresh = count()
     coming = sorted(requests, key=lambda request: request.received_s)
     for each in coming:
         at_ms = round(1000 * (each.received_s - coming[0].received_s))
-        yield PastLine(at_ms, each.prompt_tokens, each.answer_tokens, list(_ids(each, numbers, fresh)))
+        yield LoadLine(at_ms, each.prompt_tokens, each.answer_tokens, tuple(_ids(each, numbers, fresh)))
 
 
 def _names_of(blocks: BlockNames) -> Sequence[int]:
     """The name of each whole block of a trace: that of the last of the blocks that it consists of."""
-    each = TRACE_TOKENS // (blocks.page_size * pages_of_block(blocks.page_size))
+    each = BLOCK_TOKENS // (blocks.page_size * pages_of_block(blocks.page_size))
     return blocks.names[each - 1 :: each] if each else ()
 
 
@@ -89,5 +89,5 @@ def _ids(request: PastRequest, numbers: dict[int, int], fresh: Iterator[int]) ->
         if name not in numbers:
             numbers[name] = next(fresh)
         yield numbers[name]
-    for _ in range(-(-request.prompt_tokens // TRACE_TOKENS) - len(request.names)):
+    for _ in range(-(-request.prompt_tokens // BLOCK_TOKENS) - len(request.names)):
         yield next(fresh)

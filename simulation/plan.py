@@ -6,7 +6,7 @@ a model of 8 billion parameters in bfloat16 on one H100 per instance; measure yo
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING, Literal, cast, get_args
 
 from common.config import DEMO_MODEL, PolicyName
 from common.options import Switch, option, parse_numbers, refuse_without_effect, require, require_at_least, require_between
@@ -152,7 +152,6 @@ class SearchPlan:
     windows: int = option(3, "parts of the trace, or seeds, with which the last round is repeated; the interval is over them")
     jobs: int = option(0, "processes; 0: one for each core")
     page: str = option("plan.html", "write a page with the curves to this file; empty: none")
-    json: str = option("", "write all figures to this file")
 
     def __post_init__(self) -> None:
         require_at_least(self, devices=1, seconds=8, windows=1, jobs=0)
@@ -161,8 +160,8 @@ class SearchPlan:
             refuse_without_effect(self, ("control_key",), "without --fleet-url")
         _ = self.costs_of_ranks
         require(all(chunk >= 1 for chunk in self.chunks(1)), "chunk-sizes", "at least 1 each", self.chunk_sizes)
-        for policy in self.policies:
-            require(policy in get_args(PolicyName), "policies", f"some of {', '.join(get_args(PolicyName))}", policy)
+        known = get_args(PolicyName)
+        require(set(self.policies) <= {*known}, "policies", f"some of {', '.join(known)}", " ".join(self.policies))
 
     @property
     def costs_of_ranks(self) -> dict[int, str]:
@@ -175,6 +174,10 @@ class SearchPlan:
             StepCost.parse(cost)
             costs[int(ranks)] = cost
         return costs or {1: ""}
+
+    @property
+    def tried_policies(self) -> tuple[PolicyName, ...]:
+        return cast("tuple[PolicyName, ...]", self.policies or ("least_loaded",))
 
     def chunks(self, default: int) -> tuple[int, ...]:
         return parse_numbers(self.chunk_sizes, "chunk-sizes", int) if self.chunk_sizes else (default,)

@@ -15,10 +15,9 @@ from numpy.typing import NDArray
 
 from common.errors import ConfigError
 from common.ids import pack_ids
+from router.past_load import BLOCK_TOKENS, LoadLine
 from simulation.plan import LoadPlan
 
-BLOCK_TOKENS = 512
-"""Tokens that one of a trace's hash_ids stands for."""
 _MIX = (np.uint64(0x9E3779B97F4A7C15), np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
 
 
@@ -47,15 +46,6 @@ class SimulatedConversation:
     turns: tuple[ConversationTurn, ...]
     session: str = ""
     """The name of its session; "": it has none."""
-
-
-class _Line(msgspec.Struct):
-    """A line of a trace."""
-
-    timestamp: float
-    input_length: int
-    output_length: int
-    hash_ids: tuple[int, ...]
 
 
 def workload(plan: LoadPlan) -> Iterator[SimulatedConversation]:
@@ -100,7 +90,7 @@ def read_trace(path: str, speed: float = 1.0, begin_s: float = 0.0) -> Iterator[
     A trace names no sessions. Requests with the same first two blocks count as one: in Mooncake's conversations all share the
     first block, and the second is the first of a conversation's own. A request of one block has none.
     """
-    decoder, latest_s = msgspec.json.Decoder(_Line), 0.0
+    decoder, latest_s = msgspec.json.Decoder(LoadLine), 0.0
     try:
         lines = Path(path).read_bytes().splitlines()
     except OSError as error:

@@ -33,7 +33,7 @@ from router.api.errors import shown
 from router.api.guard import EVERYBODY, REQUESTS_PREFIX, key_in
 from router.api.threads import SharedThreads
 from router.core import Gateway
-from router.past_load import PastLine, PastRequest, lines_of
+from router.past_load import LoadLine, PastRequest, lines_of
 from router.timelines import REMEMBERED, AttemptTimes, Durations, RequestTimes
 from router.traces import Frame, TraceStatus
 
@@ -263,7 +263,7 @@ LOAD = Described(
     "Operations",
     "The requests of the last hour",
     "JSON lines, a trace in Mooncake's format for `launch plan` and `launch simulate`.",
-    PastLine,
+    LoadLine,
     media_types=(LINES,),
 )
 FORGET = Described("Operations", "Forget the trace", "It is ended and forgotten.", TraceStatus, refusals=(404,))

@@ -8,7 +8,7 @@ import pytest
 
 from common.ids import pack_ids
 from common.pages.radix_cache import BlockNames
-from router.past_load import HOUR_S, MOST_REQUESTS, PastLine, PastLoad, lines_of
+from router.past_load import HOUR_S, MOST_REQUESTS, LoadLine, PastLoad, lines_of
 from simulation.workload import read_trace
 from tests.router.calls import chat
 from tests.router.fakes import Site
@@ -16,7 +16,7 @@ from tests.router.fakes import Site
 BLOCK = 512
 
 
-def told(past: PastLoad, now: float = 0.0) -> list[PastLine]:
+def told(past: PastLoad, now: float = 0.0) -> list[LoadLine]:
     return list(lines_of(past.requests(now)))
 
 

@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,7 @@ from common.config import RouterConfig
 from common.errors import ConfigError
 from simulation.plan import FleetPlan, LoadPlan, SearchPlan
 from simulation.report import Percentiles
-from simulation.search import Borne, Candidate, FleetSearch, SearchRun, SearchTask, TraceSpan, fleet_of
+from simulation.search import Borne, Candidate, FleetSearch, SearchRun, Trial
 
 FLEET = FleetPlan(step_cost="0.010,0.0001,0.001", front="0,0,0,0", chunk_tokens=2048, max_running=32)
 LOAD = LoadPlan(mean_input=1000, mean_output=20, slo_ttft_s=0.5, slo_itl_s=0.02)
@@ -19,39 +18,56 @@ ONE = Candidate(prefill=1, decode=1, both=0, chunk_tokens=2048, policy="least_lo
 
 
 def search(plan: SearchPlan, load: LoadPlan = LOAD) -> FleetSearch:
-    def run_all(what: str, tasks: Sequence[SearchTask]) -> Iterator[Borne]:
-        return (task.run() for task in tasks)
-
-    return FleetSearch(plan, FLEET, load, RouterConfig(), run_all)
+    return FleetSearch(plan, FLEET, load, RouterConfig())
 
 
-def task_of(plan: SearchPlan, candidate: Candidate, near: float, precision: float = 0.05) -> SearchTask:
-    return search(plan)._task(candidate, plan.seconds, precision, near)
+class SteepSearch(FleetSearch):
+    """Every fleet keeps the limits up to a rate, and never beyond."""
 
+    bears_rate = 0.0
 
-@dataclass(frozen=True, kw_only=True)
-class SteepTask(SearchTask):
-    """Keeps the limits up to a rate, and never beyond."""
-
-    bears: float = 0.0
-
-    def _simulate(self, rate: float) -> SearchRun:
-        share = 1.0 if rate <= self.bears else 0.1
-        times = Percentiles.of([])
+    def run(self, trial: Trial, rate: float) -> SearchRun:
+        share, times = 1.0 if rate <= self.bears_rate else 0.1, Percentiles.of([])
         return SearchRun(rate=rate, attainment=share, goodput=share * rate, first_token_s=times, mean_between_tokens_s=times)
 
 
-@pytest.mark.parametrize("bears", [0.9, 7.0, 40.0])
-def test_the_rate_that_a_fleet_bears_is_found_from_wherever_the_search_begins(bears: float) -> None:
-    task = task_of(SearchPlan(devices=2), ONE, near=7.0)
-    borne = SteepTask(**vars(task), bears=bears).run()
-    assert borne.best is not None and bears / 1.06 <= borne.best.rate <= bears
+def steep(rate: float) -> Borne:
+    tried = SteepSearch(SearchPlan(devices=2), FLEET, LOAD, RouterConfig())
+    object.__setattr__(tried, "bears_rate", rate)
+    return tried.bears(Trial(ONE, seconds=8.0, precision=0.05, near=7.0))
+
+
+@pytest.mark.parametrize("rate", [0.9, 7.0, 40.0])
+def test_the_rate_that_a_fleet_bears_is_found_from_wherever_the_search_begins(rate: float) -> None:
+    borne = steep(rate)
+    assert borne.best is not None and rate / 1.06 <= borne.best.rate <= rate
     assert len(borne.runs) <= 12
 
 
 def test_a_fleet_that_keeps_no_limit_bears_nothing_after_a_bounded_number_of_runs() -> None:
-    borne = SteepTask(**vars(task_of(SearchPlan(devices=2), ONE, near=7.0)), bears=0.0).run()
+    borne = steep(0.0)
     assert borne.best is None and borne.per_device == 0.0 and len(borne.runs) == 12
+
+
+def test_rounds_leave_the_best_and_the_last_has_every_window() -> None:
+    """What a fleet bears is known beforehand: as many requests a second as it has prefill instances, and one more."""
+
+    def run_all(what: str, search: FleetSearch, trials: Sequence[Trial]) -> Iterator[Borne]:
+        sizes.append(len(trials))
+        for trial in reversed(trials):
+            rate = 1.0 + trial.candidate.prefill + 0.1 * trial.window
+            times = Percentiles.of([])
+            best = SearchRun(rate=rate, attainment=1.0, goodput=rate, first_token_s=times, mean_between_tokens_s=times)
+            yield Borne(candidate=trial.candidate, best=best, runs=(best,))
+
+    sizes: list[int] = []
+    tried = search(SearchPlan(devices=6, windows=2, chunk_sizes="512,2048"))
+    best, *_ = found = tried.best(run_all)
+    assert sizes == [22, 8, 6], "all of them, a third of them, and three of these in two windows each"
+    assert best.candidate.prefill == 5 and best.per_device == (6.05 / 6, 6.0 / 6, 6.1 / 6)
+    assert [each.per_device[0] for each in found] == sorted((each.per_device[0] for each in found), reverse=True)
+    one_more = [each.candidate.shown for each in tried.one_more(best, run_all)]
+    assert one_more == (["6:1:0", "5:2:0"] if best.candidate.decode else ["6:0:1", "5:0:2"])
 
 
 def test_every_division_of_the_devices_is_a_candidate_once() -> None:
@@ -67,23 +83,24 @@ def test_every_division_of_the_devices_is_a_candidate_once() -> None:
 
 def test_a_candidate_of_two_ranks_has_their_costs_memory_and_links() -> None:
     plan = SearchPlan(devices=4, rank_costs=("2=0.006,0.00006,0.0006",))
-    fleet, config = fleet_of(search(plan)._task(search(plan).candidates()[0], 8.0, 0.1, 1.0))
-    assert (fleet.prefill, fleet.decode, config.dispatch) == (0, 2, "colocated")
+    tried = search(plan)
+    one = tried.candidates()[0]
+    fleet = tried.fleet_of(one)
+    assert (fleet.prefill, fleet.decode, tried.config_of(one).dispatch) == (0, 2, "colocated")
     assert (fleet.kv_pages, fleet.link_gbit) == (2 * FLEET.kv_pages, 2 * FLEET.link_gbit)
     assert fleet.cost("decode").step_s == 0.006
 
 
-@pytest.mark.parametrize(("inputs", "outputs", "expected"), [(4000, 4, "2:1"), (50, 100, "1:2")])
+@pytest.mark.parametrize(("inputs", "outputs", "pace_s", "expected"), [(4000, 4, 0.05, "2:1"), (50, 100, 0.016, "1:2")])
 def test_long_prompts_get_more_prefill_instances_and_long_answers_more_decode_instances(
-    inputs: int, outputs: int, expected: str
+    inputs: int, outputs: int, pace_s: float, expected: str
 ) -> None:
     """Prompts of 4,000 tokens take 0.41 s, so two of three instances are worth most; answers of 100 tokens keep 16 ms a token
     only while few rows run."""
-    load = LoadPlan(mean_input=inputs, mean_output=outputs, slo_ttft_s=2.0, slo_itl_s=0.016, lengths="constant")
-    plan = SearchPlan(devices=3, seconds=8, windows=1)
-    tried = search(plan, load)
+    load = LoadPlan(mean_input=inputs, mean_output=outputs, slo_ttft_s=2.0, slo_itl_s=pace_s, lengths="constant")
+    tried = search(SearchPlan(devices=3, windows=1), load)
     pairs = [each for each in tried.candidates() if each.decode]
-    borne = [tried._task(each, 4.0, 0.2, tried.guess(each), in_haste=True).run() for each in pairs]
+    borne = [tried.bears(Trial(each, 4.0, 0.2, tried.guess(each), in_haste=True)) for each in pairs]
     assert max(borne, key=lambda each: each.per_device).candidate.shown == f"{expected}:0"
 
 
@@ -91,10 +108,9 @@ def test_windows_are_parts_of_the_trace_and_rates_are_kept(tmp_path: Path) -> No
     file = tmp_path / "trace.jsonl"
     lines = [{"timestamp": 1000 * n, "input_length": 10 + n, "output_length": 2, "hash_ids": [n]} for n in range(101)]
     file.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    span = TraceSpan.of(str(file))
-    assert (span.requests, span.seconds, span.input_tokens, span.output_tokens) == (101, 100.0, 60.0, 2.0)
-    tried = search(SearchPlan(devices=2, seconds=10, windows=3), LoadPlan(trace=str(file)))
-    loads = [tried._task(ONE, 10.0, 0.1, 1.0, window)._load(2 * span.rate) for window in range(3)]
+    tried = search(SearchPlan(devices=2, windows=3), LoadPlan(trace=str(file)))
+    assert (tried.span, tried.lengths) == ((100.0, 1.01), (60.0, 2.0))
+    loads = [tried.load_at(Trial(ONE, 10.0, 0.1, 1.0, window), 2.02) for window in range(3)]
     assert [(each.speed, each.begin_s, each.duration_s) for each in loads] == [
         (2.0, 0.0, 10.0),
         (2.0, 40.0, 10.0),
@@ -106,4 +122,4 @@ def test_a_trace_without_a_rate_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "trace.jsonl"
     file.write_text('{"timestamp": 0, "input_length": 1, "output_length": 1, "hash_ids": [0]}\n')
     with pytest.raises(ConfigError, match="two requests"):
-        TraceSpan.of(str(file))
+        search(SearchPlan(), LoadPlan(trace=str(file)))
