@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, cast, get_args
 
 from common.config import DEMO_MODEL, PolicyName
+from common.errors import ConfigError
 from common.options import Switch, option, parse_numbers, refuse_without_effect, require, require_at_least, require_between
 from common.step_cost import StepCost
 from simulation.front import FRONT_COSTS, MEASURE, FrontCosts
@@ -71,8 +72,8 @@ class FleetPlan:
 
     def __post_init__(self) -> None:
         _check(self)
-        for cost in (self.cost("prefill"), self.cost("decode")):
-            require(cost.step_s > 0, "step-cost", "some time for each step", self.step_cost)
+        if not (self.cost("prefill").step_s and self.cost("decode").step_s):
+            raise ConfigError(f"--step-cost: a step must take some time; it is {self.step_cost!r}")
         require_at_least(self, decode=1)
         require(self.kv_token_bytes % 2 == 0, "kv-token-bytes", "even (keys and values)", self.kv_token_bytes)
         if self.front != MEASURE:
