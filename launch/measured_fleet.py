@@ -15,8 +15,8 @@ from common.step_cost import StepCost
 BITS = 8
 
 
-def measured_fleet(client: RouterClient, *, wants_pace: bool = True) -> dict[str, Any]:
-    """The fields of a `FleetPlan`. wants_pace: step costs are among them, which must have been measured. Raises ConfigError."""
+def measured_fleet(client: RouterClient) -> dict[str, Any]:
+    """The fields of a `FleetPlan`. Raises ConfigError, also where nothing is measured."""
     try:
         instances = client.get("/cluster")["instances"]
         prefill = [each for each in instances if each["role"] == "prefill"]
@@ -27,7 +27,7 @@ def measured_fleet(client: RouterClient, *, wants_pace: bool = True) -> dict[str
     if not decode:
         raise ConfigError(f"--fleet-url {client.url}: the fleet has no decode instance, so nothing can be learned of it")
     one = decode[0]
-    plan = {
+    plan: dict[str, Any] = {
         "prefill": len(prefill),
         "decode": len(decode),
         "kv_pages": min(each["pages_total"] for each in instances),
@@ -35,12 +35,12 @@ def measured_fleet(client: RouterClient, *, wants_pace: bool = True) -> dict[str
         "kv_token_bytes": one["page_bytes"] // one["page_size"],
         "context_tokens": one["model"]["context_tokens"],
         "max_running": one["max_running"],
+        "step_cost": _spelled(prefill or decode, decode),
+        "decode_step_cost": _spelled(decode, prefill),
     }
     speeds = [link["bytes_per_s"] for link in links if link.get("bytes_per_s")]
     if speeds:
         plan["link_gbit"] = statistics.median(speeds) * BITS / 1e9
-    if wants_pace:
-        plan["step_cost"], plan["decode_step_cost"] = _spelled(prefill or decode, decode), _spelled(decode, prefill or decode)
     return plan
 
 
@@ -51,7 +51,7 @@ def _spelled(those: Sequence[dict[str, Any]], others: Sequence[dict[str, Any]]) 
         known = [cost for each in (*those, *others) if (cost := each["load"].get(name, 0.0))][: len(those)]
         parts.append(statistics.fmean(known) if known else 0.0)
     if not parts[0] or not parts[1]:
-        raise ConfigError("--fleet-url: the fleet has not measured its steps yet: send it some requests, or give --step-cost")
+        raise ConfigError("--fleet-url: the fleet has not measured its steps yet: send it some requests first")
     return ",".join(f"{part:.4g}" for part in parts)
 
 

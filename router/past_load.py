@@ -30,7 +30,7 @@ class PastRequest:
     prompt_tokens: int
     answer_tokens: int
     names: "array[int]"
-    """Of the whole blocks of its prompt, each with all that is before it."""
+    """Names of the whole blocks of its prompt, each with all that is before it."""
 
 
 class LoadLine(msgspec.Struct, frozen=True):

@@ -267,7 +267,7 @@ class PlannedFleet(SimulatedFleet[PlannedInstance, RouterProcess]):
         """The seconds that these steps take."""
         self.skips_steps = plan.skip_steps == "on"
         self.late_s: LateTokens = {}
-        """Of tokens that were told late."""
+        """How late tokens were told, where they were."""
         self._plan, self._description = plan, describe(plan)
         self._role: Role = "prefill"
         self._words = np.full(plan.context_tokens, WORD, dtype=np.int32)

@@ -41,7 +41,7 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
     decode: int = 0
     both: int = 0
     ranks: int = 1
-    """Of each instance."""
+    """How many each instance has."""
     chunk_tokens: int
     policy: PolicyName
 
@@ -102,7 +102,7 @@ class Trial:
 
     candidate: Candidate
     seconds: float
-    """Of each run."""
+    """The length of each run."""
     precision: float
     near: float
     """A rate to begin with."""

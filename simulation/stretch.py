@@ -18,6 +18,7 @@ import numpy as np
 from common.executor import EngineDescription, StepPlan
 from common.ids import Int32Array, RequestId
 from common.instance.worker import InstanceWorker
+from common.messages import TokenBatch
 from decode.scheduler import DecodeScheduler
 from engine.timed import Pace, TimedExecutor, TimedStep
 
@@ -91,6 +92,7 @@ class Stretch:
         if done:
             late_s = now - self._first_ends_s - (done - 1) * self._step_s
             actions = self._scheduler.skip(self._rows, done, self._executor.word)
-            for delta in chain.from_iterable(action.message.deltas for action in actions):
+            batches = [action.message for action in actions if isinstance(action.message, TokenBatch)]
+            for delta in chain.from_iterable(batch.deltas for batch in batches):
                 self._late_s[delta.key.request_id, delta.first + done] = late_s
             self._worker.skip(done * self._step_s, actions)

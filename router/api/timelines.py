@@ -306,9 +306,9 @@ class TraceApi:
         return StreamingResponse(_lines(msgspec.json.encode(status) + b"\n", frames), media_type=LINES)
 
     async def load(self) -> Response:
-        """Of this router's requests that have ended: when each came, in milliseconds from the first, how long its prompt and its
-        answer were, and numbers for the blocks of 512 tokens that it may have in common with others. The latest 50,000 at most,
-        without texts, tokens and keys."""
+        """The requests of this router that have ended: when each came, in milliseconds from the first, how long prompt and answer
+        were, and numbers for the blocks of 512 tokens that it may have in common with others. The latest 50,000 at most, without
+        texts, tokens and keys."""
         requests = self._gateway.core.requests.past.requests(self._gateway.clock())
         return Response(await asyncio.to_thread(_load, requests), media_type=LINES)
 

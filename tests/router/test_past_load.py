@@ -23,7 +23,8 @@ def told(past: PastLoad, now: float = 0.0) -> list[LoadLine]:
 @pytest.mark.parametrize("page_size", [16, 128])
 def test_two_prompts_share_the_numbers_of_the_blocks_that_they_both_begin_with(page_size: int) -> None:
     """The reference compares the tokens themselves."""
-    chance, past, prompts = Random(1), PastLoad(), []
+    chance, past = Random(1), PastLoad()
+    prompts: list[list[int]] = []
     for _ in range(40):
         base = chance.choice(prompts) if prompts and chance.random() < 0.8 else []
         kept = base[: chance.randrange(0, len(base) + 1)]

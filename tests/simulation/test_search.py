@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -91,16 +92,17 @@ def test_a_candidate_of_two_ranks_has_their_costs_memory_and_links() -> None:
     assert fleet.cost("decode").step_s == 0.006
 
 
-@pytest.mark.parametrize(("inputs", "outputs", "pace_s", "expected"), [(4000, 4, 0.05, "2:1"), (50, 100, 0.016, "1:2")])
+@pytest.mark.parametrize(("inputs", "outputs", "pace_s", "expected"), [(400, 4, 0.5, "2:1"), (5, 60, 0.16, "1:2")])
 def test_long_prompts_get_more_prefill_instances_and_long_answers_more_decode_instances(
     inputs: int, outputs: int, pace_s: float, expected: str
 ) -> None:
-    """Prompts of 4,000 tokens take 0.41 s, so two of three instances are worth most; answers of 100 tokens keep 16 ms a token
-    only while few rows run."""
-    load = LoadPlan(mean_input=inputs, mean_output=outputs, slo_ttft_s=2.0, slo_itl_s=pace_s, lengths="constant")
-    tried = search(SearchPlan(devices=3, windows=1), load)
+    """Slow engines: a prompt of 400 tokens takes 0.5 s, so two of three instances are worth most; answers of 60 tokens keep
+    0.16 s a token only while six rows run."""
+    load = LoadPlan(mean_input=inputs, mean_output=outputs, slo_ttft_s=3.0, slo_itl_s=pace_s, lengths="constant")
+    fleet = replace(FLEET, step_cost="0.1,0.001,0.01")
+    tried = FleetSearch(SearchPlan(devices=3, windows=1), fleet, load, RouterConfig())
     pairs = [each for each in tried.candidates() if each.decode]
-    borne = [tried.bears(Trial(each, 4.0, 0.2, tried.guess(each), in_haste=True)) for each in pairs]
+    borne = [tried.bears(Trial(each, 40.0, 0.2, tried.guess(each), in_haste=True)) for each in pairs]
     assert max(borne, key=lambda each: each.per_device).candidate.shown == f"{expected}:0"
 
 
