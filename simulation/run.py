@@ -152,7 +152,7 @@ class Simulation:
         """Conversations that ended before their last turn, because an answer failed or was refused."""
         self.began_s = self.fleet.clock.now
         self._system = system_prompt(load, VOCAB_SIZE)
-        self._stopped = False
+        self.stopped = False
         self._next: SimulatedConversation | None = None
         self._open_conversations = self._sent = 0
         self._open: dict[RequestId, MeasuredClient] = {}
@@ -164,12 +164,12 @@ class Simulation:
         if self.load.kill_every_s:
             self._plan_kill()
         self._show(progress)
-        while self._is_running and not self._stopped:
+        while self._is_running and not self.stopped:
             self.fleet.clock.turn()
 
     def stop(self) -> None:
         """Whoever runs it knows enough."""
-        self._stopped = True
+        self.stopped = True
 
     @property
     def seconds(self) -> float:

@@ -210,7 +210,7 @@ class FleetSearch:
         """One simulation."""
         gc.collect()  # the parts of the one before refer to each other
         simulation = Simulation(self.fleet_of(trial.candidate), self.load_at(trial, rate), self.config_of(trial.candidate))
-        expected = rate * trial.seconds if trial.in_haste else 1.0
+        expected = rate * trial.seconds
 
         def look(line: str) -> None:
             missed = simulation.measured.endings.total() - simulation.good
@@ -219,9 +219,10 @@ class FleetSearch:
 
         simulation.run(look if trial.in_haste else lambda line: None)
         measured, good = simulation.measured, simulation.good
+        asked = max(1.0, measured.endings.total(), expected if simulation.stopped else 0.0)
         return SearchRun(
             rate=rate,
-            attainment=good / max(expected, measured.endings.total()),
+            attainment=good / asked,
             goodput=good / trial.seconds,
             first_token_s=Percentiles.of(measured.first_s),
             mean_between_tokens_s=Percentiles.of(measured.pace_s),
