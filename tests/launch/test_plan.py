@@ -1,6 +1,7 @@
 """`launch plan` from its command line to its page, and what it takes of a running fleet."""
 
 import json
+import multiprocessing.dummy
 import re
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ from launch.main import main
 from launch.measured_fleet import measured_fleet, past_load
 from launch.plan import PlanOutcome
 from simulation.plan import FleetPlan
+from simulation.report import Percentiles
+from simulation.search import FleetSearch, SearchRun, Trial
 
 SLOW = [
     "--heartbeat-s=1",
@@ -27,14 +30,26 @@ SLOW = [
 """Few requests a second, so that a search is cheap."""
 
 
+def known_run(search: FleetSearch, trial: Trial, rate: float) -> SearchRun:
+    """Instances of both roles bear most."""
+    each = trial.candidate
+    share, times = 1.0 if rate <= 2.0 + each.both + 0.1 * each.prefill else 0.2, Percentiles.of([0.5])
+    return SearchRun(rate=rate, attainment=share, goodput=share * rate, first_token_s=times, mean_between_tokens_s=times)
+
+
+@pytest.mark.parametrize("is_simulated", [False, pytest.param(True, marks=pytest.mark.soak)])
 def test_a_search_prints_its_choice_and_writes_a_page_that_needs_nothing_else(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    is_simulated: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    if not is_simulated:
+        monkeypatch.setattr("launch.plan.SPAWN", multiprocessing.dummy)
+        monkeypatch.setattr(FleetSearch, "run", known_run)
     page, figures = tmp_path / "plan.html", tmp_path / "plan.json"
     given = ["plan", "--devices=2", "--seconds=8", "--windows=1", "--jobs=1", *SLOW, f"--page={page}", f"--json={figures}"]
     assert main(given) == 0
     outcome = msgspec.json.decode(figures.read_bytes(), type=PlanOutcome)
     best = outcome.found[0]
+    assert is_simulated or best.candidate.shown == "0:0:2"
     assert {each.candidate.shown for each in outcome.found} == {"0:0:2", "1:1:0", "1:0:1"}
     assert all(len(each.windows) == 1 for each in outcome.found)
     assert best.goodput == max(each.goodput for each in outcome.found) > 0
