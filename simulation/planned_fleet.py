@@ -22,7 +22,6 @@ from common.ids import ROUTER, Int32Array, Int64Array, Role, Ticket
 from common.messages import Ending, ModelIdentity, PoolDescriptor
 from common.pages.layout import KVLayout, MemoryRegion
 from common.step_cost import StepCost
-from decode.scheduler import DecodeScheduler
 from engine.timed import Pace
 from kv_transfer.transport import AgentLost, Connected, ConnectFailed, RunsDone, RunsFailed, Transport, TransportEvent
 from router.timelines import Durations, RequestTimes, ResumeReason
@@ -207,9 +206,9 @@ class PlannedInstance(Instance):
 
     def __init__(self, name: Name, clock: Clock, fleet: "PlannedFleet") -> None:
         super().__init__(name, clock, fleet)
-        scheduler, engine = self.scheduler, self.rank.engine
-        if fleet.skips_steps and isinstance(scheduler, DecodeScheduler) and isinstance(engine, SparingExecutor):
-            self.stretch = Stretch(scheduler, self.worker, engine, fleet.late_s)
+        engine = self.rank.engine
+        if fleet.skips_steps and isinstance(engine, SparingExecutor):
+            self.stretch = Stretch(self.worker, engine, fleet.late_s)
 
     def turn(self, now: float) -> None:
         if self.stretch is None:

@@ -11,7 +11,7 @@ Tokens of a stretch are told when it ends. The fleet keeps how long ago the last
 
 from collections import deque
 from itertools import chain
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 
@@ -55,13 +55,12 @@ class SparingExecutor(TimedExecutor):
 
 
 class Stretch:
-    """The stretch of a decode instance. late_s: gets the seconds since the last token that is told late, by its request and how
-    many tokens the answer has with it."""
+    """The stretch of an instance, while it decodes. late_s: gets the seconds since the last token that is told late, by its request
+    and how many tokens the answer has with it."""
 
-    def __init__(
-        self, scheduler: DecodeScheduler, worker: InstanceWorker[Any], executor: SparingExecutor, late_s: LateTokens
-    ) -> None:
-        self._scheduler, self._worker, self._executor, self._late_s = scheduler, worker, executor, late_s
+    def __init__(self, worker: InstanceWorker, executor: SparingExecutor, late_s: LateTokens) -> None:
+        self._worker, self._executor, self._late_s = worker, executor, late_s
+        self._scheduler: DecodeScheduler
         self._rows: Int32Array = np.empty(0, dtype=np.int32)
         self._steps = 0
         """How many it spares; 0: there is none."""
@@ -70,16 +69,16 @@ class Stretch:
 
     def begin(self, now: float) -> None:
         """After a turn: spare as many steps as may be."""
-        last = self._executor.last
-        if len(last) < 2 or last[0].ends_s <= now:
+        last, scheduler = self._executor.last, self._worker.scheduler
+        if not isinstance(scheduler, DecodeScheduler) or len(last) < 2 or last[0].ends_s <= now:
             return
         before, after = last[0].result.plan, last[1].result.plan
         rows = after.decode_rows
         if before.chunks or after.chunks or not np.array_equal(before.decode_rows, rows):
             return
-        steps = min(self._scheduler.spare_steps(rows), self._executor.spare_steps(rows))
+        steps = min(scheduler.spare_steps(rows), self._executor.spare_steps(rows))
         if steps >= LEAST_STEPS:
-            self._rows, self._steps, self._first_ends_s = rows, steps, last[0].ends_s
+            self._scheduler, self._rows, self._steps, self._first_ends_s = scheduler, rows, steps, last[0].ends_s
             self._step_s = self._executor.move(rows, steps) / steps
 
     def end(self, now: float) -> None:
