@@ -55,8 +55,8 @@ class SparingExecutor(TimedExecutor):
 
 
 class Stretch:
-    """The stretch of an instance, while it decodes. late_s: gets the seconds since the last token that is told late, by its request
-    and how many tokens the answer has with it."""
+    """The stretch of an instance, while it decodes. late_s: gets the seconds since the last token that is told late, by its
+    request and how many tokens the answer has with it."""
 
     def __init__(self, worker: InstanceWorker, executor: SparingExecutor, late_s: LateTokens) -> None:
         self._worker, self._executor, self._late_s = worker, executor, late_s
