@@ -26,11 +26,12 @@ from common.options import option, require_above_0, require_at_least
 from launch.autoscale import Autoscaler, whom
 from launch.fleet_options import ScalingConfig
 from router.cluster import cluster_page
+from router.past_load import BLOCK_TOKENS
 from simulation.plan import FleetPlan, LoadPlan
 from simulation.planned_fleet import PlannedFleet
 from simulation.report import figures
 from simulation.run import Simulation
-from simulation.workload import BLOCK_TOKENS, read_trace
+from simulation.workload import read_trace
 
 LENGTHS = {"conversation": (12_035, 343), "synthetic": (15_325, 149), "toolagent": (8_596, 182)}
 """Mean tokens of prompts and answers in Mooncake's traces (https://github.com/kvcache-ai/Mooncake, FAST25-release)."""

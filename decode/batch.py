@@ -90,6 +90,26 @@ class Batch:
         self._planned[rows] += 1
         return rows
 
+    def spare_steps(self, rows: Int32Array, pages: int, page_size: int) -> int:
+        """How many steps more may have just these rows and end none of them, if there are so many pages to grow by; 0 where these
+        are not all that decode, with two steps in flight for each. rows: as a plan names them."""
+        sampled, planned = self.sampled[rows], self._planned[rows]
+        wants, _ = self._advanceable()
+        if not (self.live[rows] & wants[rows] & (planned == sampled + 2) & (sampled >= 2)).all() or wants.sum() != len(rows):
+            return 0
+        left, growing = int((self._limit[rows] - planned).min()), (pages - len(rows)) * page_size // len(rows)
+        return max(0, min(left, growing))
+
+    def skip(self, rows: Int32Array, steps: int, page_size: int) -> Int64Array:
+        """So many steps have each sampled a token for each row, and others are in flight as before. Returns how many pages each
+        row has grown by. [rows] int64."""
+        self.sampled[rows] += steps
+        self._planned[rows] += steps
+        lacks = self._prompt[rows].astype(np.int64) + self._planned[rows] - 1 - self._room[rows]
+        grown: Int64Array = np.maximum(0, -(-lacks // page_size))
+        self._room[rows] += (grown * page_size).astype(np.int32)
+        return grown
+
     def record(self, rows: Int32Array, tokens: Int32Array) -> tuple[np.ndarray, np.ndarray]:
         """One sampled token for each of `rows` came back. Returns two masks over them: stopped by a token, and at the limit."""
         self.sampled[rows] += 1

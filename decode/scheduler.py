@@ -25,7 +25,7 @@ from common.errors import NoRoom, Preempted, Unavailable
 from common.executor import EngineDescription, StepResult
 from common.ids import InstanceId, Int32Array, Life, pack_ids
 from common.instance.admission import admit
-from common.instance.ports import Action, Decision, Event, FormerRole, LayersDone, PeerDied, PeersChanged, Prepared, Report
+from common.instance.ports import Action, Decision, Event, FormerRole, LayersDone, PeerDied, PeersChanged, Prepared, Report, Send
 from common.instance.request import InstanceLimits, RequestPhase
 from common.instance.requests import RequestTable, SharedEvent, SharedMessage, decline
 from common.instance.token_memory import emit_tokens
@@ -176,6 +176,35 @@ class DecodeScheduler:
         answered = [requests.in_row[row] for row in sampled.tolist()]
         deltas += self._answer(answered, sampled, tokens, result, now)
         return [*emit_tokens(deltas, [*pipelines, *(request.pipeline for request in answered)]), *actions]
+
+    # --- for simulations: many steps at once --------------------------------------------------------------------------------
+
+    def spare_steps(self, rows: Int32Array) -> int:
+        """How many more steps with just these rows, of which two are in flight, change nothing but a token of each row, while
+        nobody sends anything; 0: the next may change more."""
+        requests = self._requests
+        if requests.waiting or requests.computing or requests.starts:
+            return 0
+        return self._batch.spare_steps(rows, self.pool.available_pages, self._page_size)
+
+    def skip(self, rows: Int32Array, steps: int, token: int) -> list[Send]:
+        """So many of these have sampled this token for each row."""
+        requests = self._requests
+        requests.counters.steps += steps
+        requests.counters.tokens_generated += steps * len(rows)
+        deltas, pipelines, tokens = [], [], (token,) * steps
+        grown = self._batch.skip(rows, steps, self._page_size)
+        for row, pages in zip(rows.tolist(), grown.tolist(), strict=True):
+            request = requests.in_row[row]
+            assert request.lease is not None
+            if pages:
+                request.lease.extend(pages)
+                requests.shares.hold(request, 1, request.held_pages + pages)
+            deltas.append(TokenDelta(request.key, request.next_token, tokens))
+            pipelines.append(request.pipeline)
+            request.next_token += steps
+            request.token_ids.extend(tokens)
+        return emit_tokens(deltas, pipelines)
 
     def _answer(
         self, answered: list[DecodeRequest], rows: Int32Array, tokens: Int32Array, result: StepResult, now: float

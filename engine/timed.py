@@ -52,6 +52,12 @@ class Pace:
         self._busy_until_s = max(self.clock(), self._busy_until_s) + self.cost.seconds(plan.chunk_tokens, len(plan.decode_rows))
         return self._busy_until_s
 
+    def repeat(self, rows: Int32Array, steps: int) -> float:
+        """So many steps with these decode rows more, or less. Returns their seconds."""
+        seconds = steps * self.cost.seconds(0, len(rows))
+        self._busy_until_s += seconds
+        return seconds
+
 
 _ZERO = np.zeros(1, dtype="<f4").tobytes()
 

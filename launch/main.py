@@ -34,7 +34,7 @@ from launch.commands import (
     where_launch_is,
 )
 from launch.fleet_options import CoresConfig, FleetCounts, RayConfig, ScalingConfig
-from simulation.plan import FleetPlan, LoadPlan
+from simulation.plan import FleetPlan, LoadPlan, SearchPlan
 
 if TYPE_CHECKING:
     from common.ids import ServingRole  # its module imports numpy, and so do those of a fleet
@@ -223,6 +223,18 @@ def _simulate(flags: argparse.Namespace) -> int:
     return run(fleet, load, dataclasses.replace(router, max_requests=fleet.max_requests), command, flags.markdown)
 
 
+def _plan(flags: argparse.Namespace) -> int:
+    child.prepare(1)
+    plan, fleet, load = read_config(SearchPlan, flags), read_config(FleetPlan, flags), read_config(LoadPlan, flags)
+    router = read_config(RouterConfig, flags, max_requests=RouterConfig().max_requests)
+    command = command_line(flags, plan, fleet, load, router)
+    from launch.plan import run
+
+    config = dataclasses.replace(router, max_requests=fleet.max_requests)
+    key = chat.read_api_key(plan.control_key) if plan.control_key else ""
+    return run(plan, fleet, load, config, command, key, flags.markdown)
+
+
 def _bench_offline(flags: argparse.Namespace) -> int:
     engine = read_config(EngineConfig, flags)
     child.prepare(engine.threads)
@@ -305,6 +317,10 @@ SIMULATED = (
     "resume_wait_s",
 )
 """What `launch simulate` takes of the router's flags. It has --max-requests too, with another default."""
+SEARCHED = ("prefill", "decode", "skip_steps", "dispatch", "prefill_policy", "decode_policy")
+"""What `launch plan` decides of what is simulated."""
+OF_ONE_RUN = ("rate", "requests", "speed", "begin_s", "duration_s", "kill_every_s", "restart_s", "progress")
+NOT_SIMULATED = tuple({field.name for field in dataclasses.fields(RouterConfig)} - {*SIMULATED, "max_requests"})
 FLEET = (RouterConfig, ModelConfig, EngineConfig, InstanceConfig, LogConfig, SecurityConfig, AccessConfig)
 INSTANCE = (InstanceConfig, ModelConfig, EngineConfig, LogConfig, SecurityConfig)
 LOAD_OPTIONS = (options.TargetOptions, options.WorkloadOptions, options.LoadOptions, options.ResultOptions)
@@ -366,9 +382,18 @@ COMMANDS = (
         "run a whole fleet in this process on simulated time, and report what its clients and its control plane see",
         _simulate,
         (FleetPlan, LoadPlan, RouterConfig),
-        without=tuple({field.name for field in dataclasses.fields(RouterConfig)} - {*SIMULATED, "max_requests"}),
+        without=NOT_SIMULATED,
         switches=("--markdown",),
         life="Routers, schedulers and protocols are the real ones; computing and transfers take the time that the flags say.",
+    ),
+    Command(
+        "plan",
+        "search the best fleet for a load and limits: how many instances of each role, with which ranks, chunks and policies",
+        _plan,
+        (SearchPlan, FleetPlan, LoadPlan, RouterConfig),
+        without=(*SEARCHED, *OF_ONE_RUN, *NOT_SIMULATED),
+        switches=("--markdown",),
+        life="Each is simulated at several rates: all of them for a short time, the best for longer.",
     ),
 )
 KEY = Command(

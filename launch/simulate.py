@@ -5,11 +5,13 @@ Owns the order of things and the garbage collector's part in it. The fleet is in
 
 import gc
 import time
+from dataclasses import replace
 
 import msgspec
 
 from bench.report import Hardware, ReportStyle, machine_line, say, this_hardware, write_figures
-from common.config import RouterConfig
+from common.config import DEMO_MODEL, RouterConfig
+from simulation.front import MEASURE
 from simulation.plan import FleetPlan, LoadPlan
 from simulation.report import Figures, figures, tables
 from simulation.run import Simulation
@@ -39,6 +41,7 @@ def run(fleet: FleetPlan, load: LoadPlan, config: RouterConfig, command: str, ma
             shown_s = time.monotonic()
             say(f"{shown_s - began_s:.0f} s: simulated {line}")
 
+    fleet = with_measured_front(fleet)
     hardware, usual = this_hardware(), gc.get_threshold()
     gc.set_threshold(GC_OBJECTS)
     simulation = Simulation(fleet, load, config)
@@ -51,6 +54,17 @@ def run(fleet: FleetPlan, load: LoadPlan, config: RouterConfig, command: str, ma
     print(report(outcome, markdown))
     write_figures(outcome, load.json)
     return 0
+
+
+def with_measured_front(fleet: FleetPlan) -> FleetPlan:
+    """The plan with the costs that it says to measure."""
+    if fleet.front != MEASURE:
+        return fleet
+    from simulation.measured_front import measure_front  # all of the HTTP side
+
+    front = measure_front(fleet.front_model).spelled
+    say(f"measured: --front {front}")
+    return replace(fleet, front=front, front_model=DEMO_MODEL)
 
 
 def report(outcome: Outcome, markdown: bool) -> str:

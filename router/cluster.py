@@ -82,6 +82,7 @@ def _instance(member: Member) -> dict[str, Any]:
         "model": info.model,
         "max_running": info.max_running,
         "page_size": info.page_size,
+        "page_bytes": info.page_bytes,
         "transport": info.pools[0].backend,
         "pages_free": member.load.pages_free,
         "pages_total": info.total_pages,

@@ -33,6 +33,7 @@ from router.attempts import Attempt, Record, Setback
 from router.fleet import Members
 from router.members import Member
 from router.outbox import ChoiceDelta, ClientRequest, nobody_reads
+from router.past_load import PastLoad
 from router.placement import Placer
 from router.requests import Places, RequestSpec
 from router.retelling import Retelling
@@ -78,6 +79,7 @@ class RequestBook:
         self._alarms: DeadlineWheel[tuple[Alarm, RequestId]] = DeadlineWheel()
         self.retelling = Retelling(self._find)
         self.timelines = Timelines(observer)
+        self.past = PastLoad()
         self.places = Places(config.max_requests, "requests")
         """A request has places for its choices from when its prompts are tokenized."""
         self.is_draining = False
@@ -454,6 +456,7 @@ class RequestBook:
         record.client.put(ChoiceDelta(record.spec.index, "", (), ending) if last is None else _news(record, last, ending))
         record.times.ended(ending, now)
         self.timelines.end(record.times)
+        self.past.add(record.times.received_s, record.spec.prompt_tokens, record.times.tokens, record.spec.blocks, now)
         self._observer.ended(ending, record.times, record.attempts)
 
 

@@ -200,8 +200,10 @@ class Network:
         """The meter of all processes of this role."""
         return self.meters.setdefault(role, Meter())
 
-    def post(self, sender: InstanceId, to: InstanceId, address: str, message: AnyMessage, role: str) -> None:
-        """What is sent to an address at which nobody ever was is lost. role: the sender's."""
+    def post(
+        self, sender: InstanceId, to: InstanceId, address: str, message: AnyMessage, role: str, after_s: float = 0.0
+    ) -> None:
+        """What is sent to an address at which nobody ever was is lost. role: the sender's. after_s: so much later it leaves."""
         if message is not self._last:  # what goes to many is encoded once, as on the wire
             self._last, self._last_body = message, self._encode(message)
         mailbox = self._mailboxes.get(address)
@@ -216,7 +218,7 @@ class Network:
         self.messages[way] += 1
         self.frame_bytes[way] += len(letter.body) + frame_bytes(sender)
         for delay_s in delays:
-            arrives_s = self.clock.now + delay_s
+            arrives_s = self.clock.now + after_s + delay_s
             self.letters += 1
             heapq.heappush(mailbox.letters, (arrives_s, self.letters, letter))
             mailbox.wake(arrives_s)
@@ -233,6 +235,8 @@ class Post(Generic[M]):
         self._mailbox = mailbox
         self._routes: dict[InstanceId, str] = {}
         self._decoder: msgspec.msgpack.Decoder[M] = msgspec.msgpack.Decoder(inbox)
+        self.work_s: Callable[[], float] = lambda: 0.0
+        """Seconds of work that come before what is sent now."""
         self.messages_lost: dict[str, int] = {"no route": 0}
         self.frames_refused: dict[str, int] = {}
 
@@ -241,7 +245,7 @@ class Post(Generic[M]):
         if address is None:
             self.messages_lost["no route"] += 1
         else:
-            self._network.post(self.me, to, address, message, self._mailbox.role)
+            self._network.post(self.me, to, address, message, self._mailbox.role, self.work_s())
 
     def receive(self, most: int = RECEIVE_LIMIT) -> list[tuple[InstanceId, M]]:
         letters = self._mailbox.take(self._network.clock.now, most)

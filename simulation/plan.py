@@ -6,11 +6,16 @@ a model of 8 billion parameters in bfloat16 on one H100 per instance; measure yo
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal, cast, get_args
 
+from common.config import DEMO_MODEL, PolicyName
 from common.errors import ConfigError
-from common.options import Switch, option, refuse_without_effect, require, require_at_least, require_between
+from common.options import Switch, option, parse_numbers, refuse_without_effect, require, require_at_least, require_between
 from common.step_cost import StepCost
+from simulation.front import FRONT_COSTS, MEASURE, FrontCosts
+
+if TYPE_CHECKING:
+    from common.ids import Role  # its module imports numpy
 
 Arrivals = Literal["poisson", "even"]
 Lengths = Literal["exponential", "constant"]
@@ -25,7 +30,8 @@ _WITHOUT_TRACE = (
     "long_input",
 )  # fmt: skip
 _AT_LEAST_0 = (
-    "prefill", "duration_s", "link_latency_s", "message_s", "max_tokens", "kill_every_s", "seed", "think_s", "system_tokens",
+    "prefill", "begin_s", "duration_s",
+    "link_latency_s", "message_s", "max_tokens", "kill_every_s", "seed", "think_s", "system_tokens",
 )  # fmt: skip
 
 
@@ -39,6 +45,7 @@ class FleetPlan:
         "0.006,0.00004,0.0001",
         "assumed: seconds of a step (the time to read the weights), and what each prompt token and each decode row adds",
     )
+    decode_step_cost: str = option("", "assumed: that of decode instances, where theirs is another")
     kv_pages: int = option(28_000, "assumed: KV pages of an instance")
     page_size: int = option(16, "tokens per KV page")
     kv_token_bytes: int = option(131_072, "assumed: KV bytes of a token over all layers")
@@ -51,13 +58,31 @@ class FleetPlan:
     link_gbit: float = option(400.0, "assumed: speed of an instance's link for KV, in each direction, in Gbit/s")
     link_latency_s: float = option(20e-6, "assumed: seconds that any write takes, whatever its size")
     message_s: float = option(200e-6, "assumed: seconds that any message takes")
+    front: str = option(
+        FRONT_COSTS,
+        "assumed: seconds that a request occupies the router, that each token of a prompt delays it, that a token of an answer "
+        f"occupies the detokenizer, and an event the router; {MEASURE}: measured on this machine before it begins",
+    )
+    front_model: str = option(DEMO_MODEL, f"with --front {MEASURE}: whose tokenizer and chat template")
+    skip_steps: Switch = option(
+        "off",
+        "on: take the steps of a decode instance at once between which nothing happens: many times as fast, with the same times; "
+        "its messages and CPU time are then less than they would be",
+    )
 
     def __post_init__(self) -> None:
         _check(self)
-        if StepCost.parse(self.step_cost).step_s == 0:
+        if not (self.cost("prefill").step_s and self.cost("decode").step_s):
             raise ConfigError(f"--step-cost: a step must take some time; it is {self.step_cost!r}")
         require_at_least(self, decode=1)
         require(self.kv_token_bytes % 2 == 0, "kv-token-bytes", "even (keys and values)", self.kv_token_bytes)
+        if self.front != MEASURE:
+            FrontCosts.parse(self.front)
+            refuse_without_effect(self, ("front_model",), f"without --front {MEASURE}")
+
+    def cost(self, role: "Role") -> StepCost:
+        """What the steps of an instance cost."""
+        return StepCost.parse(self.decode_step_cost if role == "decode" and self.decode_step_cost else self.step_cost)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,6 +93,7 @@ class LoadPlan:
         "", "file with the requests, in Mooncake's format: JSON lines with timestamp (ms), input_length, output_length, hash_ids"
     )
     speed: float = option(1.0, "with --trace: play it so many times as fast")
+    begin_s: float = option(0.0, "with --trace: begin so many seconds into it, in its own time")
     duration_s: float = option(0.0, "send requests for so many simulated seconds; 0: all")
     rate: float = option(4.0, "without --trace: conversations that begin per second; each is one request unless --turns is more")
     requests: int = option(1000, "without --trace: how many conversations")
@@ -96,7 +122,7 @@ class LoadPlan:
         if self.trace:
             refuse_without_effect(self, _WITHOUT_TRACE, "with --trace, which says which requests come when")
         else:
-            refuse_without_effect(self, ("speed",), "without --trace")
+            refuse_without_effect(self, ("speed", "begin_s"), "without --trace")
         if self.turns == 1:
             refuse_without_effect(self, ("think_s",), "without --turns")
         if not self.long_share:
@@ -104,6 +130,58 @@ class LoadPlan:
         require_between(self, 0, 1, "long_share")
         if not self.kill_every_s:
             refuse_without_effect(self, ("restart_s",), "without --kill-every-s")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SearchPlan:
+    """What is searched, and how far."""
+
+    fleet_url: str = option(
+        "",
+        "URL of a running fleet's router: what its instances and links have measured takes the place of --step-cost, --kv-pages "
+        "and their like, and without --trace its last hour is the load",
+    )
+    control_key: str = option("", "with --fleet-url: file with the control key of its router")
+    devices: int = option(8, "how many devices there are; an instance of several ranks takes as many of them")
+    rank_costs: tuple[str, ...] = option(
+        (), "N=S,T,R: --step-cost of instances with N ranks, which are tried then; without it instances have one"
+    )
+    chunk_sizes: str = option("", "values of --chunk-tokens to try, such as 2048,8192; default: --chunk-tokens")
+    policies: tuple[str, ...] = option((), "policies to try, of prefill and decode instances alike; default: least_loaded")
+    attainment: float = option(0.9, "the share of requests that must keep both limits")
+    seconds: float = option(60.0, "simulated seconds of the runs of the last round; those of the first are four times shorter")
+    windows: int = option(3, "parts of the trace, or seeds, with which the last round is repeated; the interval is over them")
+    jobs: int = option(0, "processes; 0: one for each core")
+    page: str = option("plan.html", "write a page with the curves to this file; empty: none")
+
+    def __post_init__(self) -> None:
+        require_at_least(self, devices=1, seconds=8, windows=1, jobs=0)
+        require(0 < self.attainment < 1, "attainment", "between 0 and 1", self.attainment)
+        if not self.fleet_url:
+            refuse_without_effect(self, ("control_key",), "without --fleet-url")
+        _ = self.costs_of_ranks
+        require(all(chunk >= 1 for chunk in self.chunks(1)), "chunk-sizes", "at least 1 each", self.chunk_sizes)
+        known = get_args(PolicyName)
+        require(set(self.policies) <= {*known}, "policies", f"some of {', '.join(known)}", " ".join(self.policies))
+
+    @property
+    def costs_of_ranks(self) -> dict[int, str]:
+        """For each number of ranks, the step cost of an instance; "": that of the fleet."""
+        costs: dict[int, str] = {}
+        for given in self.rank_costs:
+            ranks, _, cost = given.partition("=")
+            is_valid = ranks.isdecimal() and 1 <= int(ranks) <= self.devices
+            require(is_valid, "rank-costs", "N=S,T,R with N from 1 to --devices", given)
+            StepCost.parse(cost)
+            costs[int(ranks)] = cost
+        return costs or {1: ""}
+
+    @property
+    def tried_policies(self) -> tuple[PolicyName, ...]:
+        return cast("tuple[PolicyName, ...]", self.policies or ("least_loaded",))
+
+    def chunks(self, default: int) -> tuple[int, ...]:
+        return parse_numbers(self.chunk_sizes, "chunk-sizes", int) if self.chunk_sizes else (default,)
 
 
 def _check(plan: FleetPlan | LoadPlan) -> None:

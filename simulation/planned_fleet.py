@@ -18,19 +18,21 @@ import numpy as np
 
 from common.config import RouterConfig
 from common.executor import EngineDescription, Executor, StepPlan
-from common.ids import ROUTER, Int64Array, Role, Ticket
+from common.ids import ROUTER, Int32Array, Int64Array, Role, Ticket
 from common.messages import Ending, ModelIdentity, PoolDescriptor
 from common.pages.layout import KVLayout, MemoryRegion
 from common.step_cost import StepCost
-from engine.timed import Pace, TimedExecutor
+from engine.timed import Pace
 from kv_transfer.transport import AgentLost, Connected, ConnectFailed, RunsDone, RunsFailed, Transport, TransportEvent
 from router.timelines import Durations, RequestTimes, ResumeReason
 from simulation.clock import Clock, LocalClock
 from simulation.fleet import SimulatedFleet
+from simulation.front import FrontCosts
 from simulation.instance import Instance, Name, PageUse, PollIntervals, Size
 from simulation.network import Calm, Network
 from simulation.plan import FleetPlan
 from simulation.processes import RouterProcess
+from simulation.stretch import LateTokens, SparingExecutor, Stretch
 
 
 @dataclass(slots=True, eq=False)
@@ -158,7 +160,6 @@ def size_of(plan: FleetPlan, config: RouterConfig) -> Size:
         max_waiting=plan.max_waiting,
         request_timeout_s=config.max_request_timeout_s,
         drain_timeout_s=config.drain_timeout_s,
-        cost=StepCost.parse(plan.step_cost),
         polls=POLLS,
         prefix_cache=plan.prefix_cache == "on",
     )
@@ -191,6 +192,37 @@ class CountedPace(Pace):
         self._fleet.busy_s[self._role] += self.cost.seconds(plan.chunk_tokens, len(plan.decode_rows))
         return super().add(plan)
 
+    def repeat(self, rows: Int32Array, steps: int) -> float:
+        seconds = super().repeat(rows, steps)
+        self._fleet.steps[self._role] += steps
+        self._fleet.busy_s[self._role] += seconds
+        return seconds
+
+
+class PlannedInstance(Instance):
+    """An instance that takes steps which are all alike at once, if the plan says so."""
+
+    stretch: Stretch | None = None
+
+    def __init__(self, name: Name, clock: Clock, fleet: "PlannedFleet") -> None:
+        super().__init__(name, clock, fleet)
+        engine = self.rank.engine
+        if fleet.skips_steps and isinstance(engine, SparingExecutor):
+            self.stretch = Stretch(self.worker, engine, fleet.late_s)
+
+    def turn(self, now: float) -> None:
+        if self.stretch is None:
+            super().turn(now)
+            return
+        self.stretch.end(now)
+        super().turn(now)
+        self.stretch.begin(now)
+
+    def kill(self) -> None:
+        if self.stretch is not None:
+            self.stretch.end(self.clock())
+        super().kill()
+
 
 class PlannedObserver:
     """Keeps the resumes and the predictions of the router: its clients measure the rest (`simulation/run.py`)."""
@@ -220,7 +252,7 @@ class PlannedObserver:
         """Not kept."""
 
 
-class PlannedFleet(SimulatedFleet[Instance, RouterProcess]):
+class PlannedFleet(SimulatedFleet[PlannedInstance, RouterProcess]):
     """The fleet of a plan, ready for its load. config: of its router."""
 
     def __init__(self, plan: FleetPlan, config: RouterConfig) -> None:
@@ -232,11 +264,14 @@ class PlannedFleet(SimulatedFleet[Instance, RouterProcess]):
         """How many steps the engines of a role have begun."""
         self.busy_s: dict[Role, float] = {"prefill": 0.0, "decode": 0.0}
         """The seconds that these steps take."""
-        self._description = describe(plan)
+        self.skips_steps = plan.skip_steps == "on"
+        self.late_s: LateTokens = {}
+        """How late tokens were told, where they were."""
+        self._plan, self._description = plan, describe(plan)
         self._role: Role = "prefill"
         self._words = np.full(plan.context_tokens, WORD, dtype=np.int32)
         self._words[0] = END
-        self.routers.append(RouterProcess(ROUTER, clock, self.network, config, self.observer))
+        self.routers.append(RouterProcess(ROUTER, clock, self.network, config, self.observer, front=FrontCosts.parse(plan.front)))
         self.start_instances(plan.prefill, plan.decode)
         self.run_for(WARM_UP_S)
         for instance in self.instances.values():
@@ -247,17 +282,17 @@ class PlannedFleet(SimulatedFleet[Instance, RouterProcess]):
         """The seed with which the end-of-text token is the last of a prompt and its answer, of so many tokens together."""
         return 1 - tokens % len(self._words)
 
-    def make_instance(self, name: Name) -> Instance:
+    def make_instance(self, name: Name) -> PlannedInstance:
         self._role = name.role
-        return Instance(name, self.clock, self)
+        return PlannedInstance(name, self.clock, self)
 
     def make_engine(self, clock: LocalClock) -> Executor:
-        return TimedExecutor(self._description, CountedPace(self.size.cost, clock, self._role, self), self._words)
+        return SparingExecutor(self._description, CountedPace(self._plan.cost(self._role), clock, self._role, self), self._words)
 
     def make_transport(self, wake: Callable[[], None]) -> Transport:
         return WireTransport(self.wires, wake)
 
-    def kill(self, name: str) -> Instance:
+    def kill(self, name: str) -> PlannedInstance:
         """The process is gone. Its connections break at once."""
         instance = self.instances.pop(name)
         instance.kill()

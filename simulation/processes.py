@@ -19,6 +19,7 @@ from router.outbox import ClientRequest
 from router.requests import RequestSpec
 from router.timelines import Observer
 from simulation.clock import NEVER, Clock, Loop
+from simulation.front import FrontCosts
 from simulation.network import Meter, Network, Post
 
 FIRST_TEXT_PORT = 2
@@ -43,8 +44,12 @@ class RouterProcess(Gateway):
         observer: Observer,
         host: int = 1,
         next_port: int = FIRST_TEXT_PORT,
+        front: FrontCosts = FrontCosts(),  # noqa: B008  it is frozen
     ) -> None:
         self.name = name
+        self.front = front
+        self._busy_s = 0.0
+        """Until when it reads requests and sends events."""
         self.host = host
         self.address = HOST.format(host=host, port=1)
         self.next_port = next_port
@@ -68,15 +73,28 @@ class RouterProcess(Gateway):
             self._meter.lap(type(message).__name__)
         self._send(self.core.tick(now) + self.core.flush(now))
         self._meter.lap("deadlines")
+        self.loop.stop_until(self._busy_s)
 
     def next_deadline(self) -> float:
         deadline = self.core.next_deadline()
         return min(NEVER if deadline is None else deadline, self.mail.next_deadline())
 
-    def submit(self, client: ClientRequest, specs: Sequence[RequestSpec]) -> None:
-        """Raises what the core raises."""
+    def reads_s(self, prompt_tokens: int) -> float:
+        """A request of so many tokens is here: when it can be submitted."""
+        self._busy_s = max(self.clock.now, self._busy_s) + self.front.request_s
+        self.loop.stop_until(self._busy_s)
+        return self._busy_s + prompt_tokens * self.front.prompt_token_s
+
+    def sends_s(self) -> float:
+        """There is an event for a client: when it has read it."""
+        self._busy_s = max(self.clock.now, self._busy_s) + self.front.event_s
+        return self._busy_s
+
+    def submit(self, client: ClientRequest, specs: Sequence[RequestSpec], received_s: float | None = None) -> None:
+        """received_s: when it was here; None: now. Raises what the core raises."""
         self._meter.begin()
-        now = client.received_s = self.clock.now
+        now = self.clock.now
+        client.received_s = now if received_s is None else received_s
         self.deliver(self.core.requests.submit(client, specs, now))
         self._meter.lap("requests")
 
@@ -98,9 +116,12 @@ class MeteredDetokenizer(Detokenizer):
     def __init__(self, tokenizer: Tokenizer, meter: Meter) -> None:
         super().__init__(tokenizer)
         self._meter = meter
+        self.deltas = 0
+        """How many texts this turn has made."""
 
     def receive(self, message: AnswerMessage, now: float) -> list[TextDelta]:
         texts = super().receive(message, now)
+        self.deltas += len(texts)
         self._meter.lap(type(message).__name__)
         return texts
 
@@ -117,17 +138,25 @@ class DetokenizerProcess:
         self.core = MeteredDetokenizer(words_tokenizer(), self._meter)
         mailbox = network.open(address, self.name, self._loop.wake, "detokenizer")
         self.mail: Post[DetokenizerInbox] = Post(self.name, DetokenizerInbox, network, mailbox)
+        self._clock, self._token_s = clock, router.front.token_s
+        self.mail.work_s = self.work_s
         self.mail.route(router.name, router.address)
         self._turns = DetokenizerLoop(self.core, self.mail, router.name, shard, clock)
         self._loop.wake(clock.now)
 
     def act(self) -> None:
         self._meter.begin()
+        self.core.deltas = 0
         self._turns.turn()
         self._meter.lap("TextBatch")
+        self._loop.stop_until(self._clock.now + self.work_s())
 
     def next_deadline(self) -> float:
         return min(self._turns.next_deadline(), self.mail.next_deadline())
+
+    def work_s(self) -> float:
+        """What this turn's tokens take."""
+        return self.core.deltas * self._token_s
 
     def kill(self) -> None:
         """As SIGKILL does."""

@@ -132,6 +132,8 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
     """Over all answers."""
     mean_between_tokens_s: Percentiles
     """Over answers that finished: the mean of each."""
+    answer_s: Percentiles
+    """Over answers that finished: seconds until the last token."""
     good_requests: int
     """Answers that finished and kept to both limits."""
     slo_ttft_s: float
@@ -159,7 +161,6 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
 def figures(simulation: Simulation) -> Figures:
     """The figures of a simulation that has run."""
     measured, fleet, load = simulation.measured, simulation.fleet, simulation.load
-    good = np.less_equal(measured.first_s, load.slo_ttft_s) & np.less_equal(measured.pace_s, load.slo_itl_s)
     network = fleet.network
     ways = [
         Way(kind=way[1], sender=way[0], receiver=way[2], messages=messages, frame_bytes=network.frame_bytes[way])
@@ -174,7 +175,8 @@ def figures(simulation: Simulation) -> Figures:
         first_token_s=Percentiles.of(measured.first_s),
         between_tokens_s=Percentiles.of(measured.between_s),
         mean_between_tokens_s=Percentiles.of(measured.pace_s),
-        good_requests=int(np.count_nonzero(good)),
+        answer_s=Percentiles.of(measured.answer_s),
+        good_requests=simulation.good,
         slo_ttft_s=load.slo_ttft_s,
         slo_itl_s=load.slo_itl_s,
         prompt_tokens=measured.prompt_tokens_asked,
@@ -264,6 +266,7 @@ def tables(found: Figures) -> list[tuple[str, Lines]]:
         found.first_token_s.shown("time to first token"),
         found.between_tokens_s.shown("between two tokens"),
         found.mean_between_tokens_s.shown("mean between tokens of an answer"),
+        found.answer_s.shown("whole answer"),
     ]
     shown = [("Requests", _requests(found)), ("Time, ms", [PERCENTILES_HEAD, *times])]
     if found.prediction:

@@ -8,6 +8,7 @@ from array import array
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -18,10 +19,11 @@ from common.messages import AnyMessage, Counters, Ending, Failed, Handoff
 from common.sampling_params import SamplingParams
 from router.outbox import ClientRequest
 from router.requests import RequestSpec
-from simulation.clock import Clock
 from simulation.network import Letter
 from simulation.plan import FleetPlan, LoadPlan
 from simulation.planned_fleet import VOCAB_SIZE, PlannedFleet
+from simulation.processes import RouterProcess
+from simulation.stretch import LateTokens
 from simulation.workload import ConversationTurn, SimulatedConversation, system_prompt, workload
 
 
@@ -38,6 +40,8 @@ class ClientFigures:
         """Seconds to the first token."""
         self.pace_s = array("d")
         """Mean seconds between its tokens; 0 for an answer of one."""
+        self.answer_s = array("d")
+        """Seconds to the last token."""
         self.prompt_tokens = array("L")
         self.cached_tokens = array("L")
         """Tokens of the prompt that the instance which was given the request did not compute."""
@@ -57,30 +61,45 @@ class MeasuredClient:
     """
 
     def __init__(
-        self, spec: RequestSpec, turn: int, clock: Clock, measured: ClientFigures, ended: Callable[[list[int] | None], None]
+        self,
+        spec: RequestSpec,
+        turn: int,
+        router: RouterProcess,
+        measured: ClientFigures,
+        late_s: LateTokens,
+        ended: Callable[[list[int] | None], None],
     ) -> None:
         self.request = ClientRequest(wake=self._read)
         self.pushed_bytes = 0
         self._turn = turn
         self._prompt_tokens = spec.prompt_tokens
-        self._clock = clock
+        self._id, self._late_s = spec.request_id, late_s
+        self._router = router
         self._measured = measured
         self._ended = ended
-        self._sent_s = self._first_s = self._latest_s = clock.now
+        self._sent_s = self._first_s = self._latest_s = router.clock.now
         self._token_ids: list[int] = []
         self._cached_tokens = 0
 
     def _read(self) -> None:
-        now, measured = self._clock.now, self._measured
+        measured = self._measured
         for delta in self.request.take():
-            for token in delta.token_ids:
-                if self._token_ids:
-                    measured.between_s.append(now - self._latest_s)
+            tokens = len(delta.token_ids)
+            if tokens:
+                before = len(self._token_ids)
+                self._token_ids += delta.token_ids
+                late_s = self._late_s.pop((self._id, before + tokens), None)
+                at_s = self._router.sends_s() - (late_s or 0.0)
+                if not before:
+                    self._first_s = at_s
+                elif late_s is None:  # tokens of one event come together
+                    measured.between_s.append(at_s - self._latest_s)
                 else:
-                    self._first_s = now
-                self._token_ids.append(token)
-                self._latest_s = now
-            measured.tokens += len(delta.token_ids)
+                    measured.between_s.extend([(at_s - self._latest_s) / tokens] * tokens)
+                if not before or late_s is None:
+                    measured.between_s.extend([0.0] * (tokens - 1))
+                self._latest_s = at_s
+            measured.tokens += tokens
             self._cached_tokens += delta.cached_tokens
             if delta.ending is not None:
                 self._end(delta.ending)
@@ -95,6 +114,7 @@ class MeasuredClient:
         measured.turn.append(self._turn)
         measured.first_s.append(self._first_s - self._sent_s)
         measured.pace_s.append((self._latest_s - self._first_s) / max(1, len(self._token_ids) - 1))
+        measured.answer_s.append(self._latest_s - self._sent_s)
         measured.prompt_tokens.append(self._prompt_tokens)
         measured.cached_tokens.append(self._cached_tokens)
         measured.pushed_bytes.append(self.pushed_bytes)
@@ -132,19 +152,24 @@ class Simulation:
         """Conversations that ended before their last turn, because an answer failed or was refused."""
         self.began_s = self.fleet.clock.now
         self._system = system_prompt(load, VOCAB_SIZE)
+        self.stopped = False
         self._next: SimulatedConversation | None = None
         self._open_conversations = self._sent = 0
         self._open: dict[RequestId, MeasuredClient] = {}
         self._random = np.random.default_rng([load.seed, 1])
 
-    def run(self, progress: Callable[[str], None] = lambda line: None) -> None:
-        """Until every request has ended. progress: called with a line now and then."""
+    def run(self, progress: Callable[[str], object] = lambda line: None) -> None:
+        """Until every request has ended, or `stop` was called. progress: called with a line now and then."""
         self._plan_next()
         if self.load.kill_every_s:
             self._plan_kill()
         self._show(progress)
-        while self._is_running:
+        while self._is_running and not self.stopped:
             self.fleet.clock.turn()
+
+    def stop(self) -> None:
+        """Whoever runs it knows enough."""
+        self.stopped = True
 
     @property
     def seconds(self) -> float:
@@ -179,12 +204,18 @@ class Simulation:
         sampling, session = self._sampling(turn, len(chat.context) // ID_BYTES), chat.conversation.session
         spec = RequestSpec(name, 0, chat.context, sampling, session=session)
         ended: Callable[[list[int] | None], None] = lambda token_ids: self._answered(chat, name, token_ids)  # noqa: E731
-        client = MeasuredClient(spec, chat.turn, self.fleet.clock, self.measured, ended)
+        fleet, router = self.fleet, self.fleet.router_process
+        client = MeasuredClient(spec, chat.turn, router, self.measured, fleet.late_s, ended)
         self.measured.prompt_tokens_asked += len(chat.context) // ID_BYTES
         chat.turn += 1
         self._open[name] = client
+        submit = partial(self._submit, chat, spec, fleet.clock.now)
+        fleet.clock.at(router.reads_s(spec.prompt_tokens), submit)
+
+    def _submit(self, chat: OpenConversation, spec: RequestSpec, received_s: float) -> None:
+        name = spec.request_id
         try:
-            self.fleet.router_process.submit(client.request, [spec])
+            self.fleet.router_process.submit(self._open[name].request, [spec], received_s)
         except (BadRequest, Overloaded, Unavailable) as error:
             self.measured.endings[f"refused: {error.kind}"] += 1
             self._answered(chat, name, None)
@@ -229,9 +260,16 @@ class Simulation:
 
     # --- what is seen ------------------------------------------------------------------------------------------------------
 
-    def _show(self, progress: Callable[[str], None]) -> None:
+    def _show(self, progress: Callable[[str], object]) -> None:
         progress(f"{self.seconds:.0f} s: {self._sent} requests, {len(self._open)} open, {self.measured.tokens} tokens")
         self.fleet.clock.at(self.fleet.clock.now + PROGRESS_S, lambda: self._show(progress))
+
+    @property
+    def good(self) -> int:
+        """Answers that finished and kept both limits."""
+        measured, load = self.measured, self.load
+        is_good = np.less_equal(measured.first_s, load.slo_ttft_s) & np.less_equal(measured.pace_s, load.slo_itl_s)
+        return int(np.count_nonzero(is_good))
 
     def counters(self, role: Role) -> list[Counters]:
         """The counters of every instance of a role that there was."""

@@ -15,10 +15,9 @@ from numpy.typing import NDArray
 
 from common.errors import ConfigError
 from common.ids import pack_ids
+from router.past_load import BLOCK_TOKENS, LoadLine
 from simulation.plan import LoadPlan
 
-BLOCK_TOKENS = 512
-"""Tokens that one of a trace's hash_ids stands for."""
 _MIX = (np.uint64(0x9E3779B97F4A7C15), np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
 
 
@@ -49,18 +48,9 @@ class SimulatedConversation:
     """The name of its session; "": it has none."""
 
 
-class _Line(msgspec.Struct):
-    """A line of a trace."""
-
-    timestamp: float
-    input_length: int
-    output_length: int
-    hash_ids: tuple[int, ...]
-
-
 def workload(plan: LoadPlan) -> Iterator[SimulatedConversation]:
     """In the order of their beginnings, from near 0. Raises ConfigError for a trace that cannot be read."""
-    coming = read_trace(plan.trace, plan.speed) if plan.trace else islice(random_load(plan), plan.requests)
+    coming = read_trace(plan.trace, plan.speed, plan.begin_s) if plan.trace else islice(random_load(plan), plan.requests)
     return takewhile(lambda each: each.at_s < plan.duration_s, coming) if plan.duration_s else coming
 
 
@@ -94,13 +84,13 @@ def random_load(plan: LoadPlan) -> Iterator[SimulatedConversation]:
         yield SimulatedConversation(at_s, tuple(turns), f"conversation-{number}" if plan.turns > 1 else "")
 
 
-def read_trace(path: str, speed: float) -> Iterator[SimulatedConversation]:
-    """The requests of a trace in Mooncake's format. Raises ConfigError, which names the line.
+def read_trace(path: str, speed: float = 1.0, begin_s: float = 0.0) -> Iterator[SimulatedConversation]:
+    """The requests of a trace in Mooncake's format, from `begin_s` of its own time on. Raises ConfigError, which names the line.
 
     A trace names no sessions. Requests with the same first two blocks count as one: in Mooncake's conversations all share the
     first block, and the second is the first of a conversation's own. A request of one block has none.
     """
-    decoder, latest_s = msgspec.json.Decoder(_Line), 0.0
+    decoder, latest_s = msgspec.json.Decoder(LoadLine), 0.0
     try:
         lines = Path(path).read_bytes().splitlines()
     except OSError as error:
@@ -111,11 +101,13 @@ def read_trace(path: str, speed: float) -> Iterator[SimulatedConversation]:
             read = decoder.decode(line)
         except msgspec.DecodeError as error:
             raise ConfigError(f"--trace: line {number} of {path} is no request: {error}") from error
-        at_s = read.timestamp / 1000 / speed
-        if at_s < latest_s or read.input_length < 1 or read.output_length < 1:
+        at_s = (read.timestamp / 1000 - begin_s) / speed
+        if 0 <= at_s < latest_s or read.input_length < 1 or read.output_length < 1:
             raise ConfigError(f"--trace: line {number} of {path}: times must not fall, and lengths must be at least 1")
         if len(read.hash_ids) * BLOCK_TOKENS < read.input_length:
             raise ConfigError(f"--trace: line {number} of {path}: too few hash_ids for {read.input_length} tokens")
+        if at_s < 0:
+            continue
         latest_s = at_s
         turn = ConversationTurn(read.input_length, read.output_length, read.hash_ids)
         session = "-".join(map(str, read.hash_ids[:2])) if len(read.hash_ids) > 1 else ""

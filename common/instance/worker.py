@@ -122,6 +122,10 @@ class CostMeter:
         self._steps.append((steps, tokens, rows, seconds))
         self._ended_s = ended_s
 
+    def skip(self, seconds: float) -> None:
+        """Steps of so many seconds together have come back, which tell no more than the one before them."""
+        self._ended_s += seconds
+
     def read(self) -> StepCost:
         """The cost of late. Fits what has come since the last call."""
         if self._steps and self._count >= LEAST_STEPS:
@@ -343,6 +347,11 @@ class InstanceWorker:
             *prepared,
         )
         return self._memberships.next_deadline if known is None else min(known, self._memberships.next_deadline)
+
+    def skip(self, seconds: float, actions: Sequence[Action]) -> None:
+        """A simulation has taken steps of so many seconds at once, all before those in flight. actions: what came of them."""
+        self._cost.skip(seconds)
+        self._act(actions)
 
     @property
     def joined(self) -> bool:

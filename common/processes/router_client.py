@@ -102,8 +102,12 @@ class RouterClient:
 
     def get(self, path: str) -> Any:
         """The JSON of a page. Raises RequestFailed."""
+        return _decoded(self.read(path))
+
+    def read(self, path: str) -> bytes:
+        """A page as it is. Raises RequestFailed."""
         with self._response(self._call(), "GET", path, None) as response:
-            return _decoded(response.read())
+            return response.read()
 
     def post(self, path: str, body: Mapping[str, Any]) -> Any:
         """The JSON answer to a JSON body. Raises RequestFailed."""

@@ -61,7 +61,7 @@ from router.api.sglang import (
     read_abort,
     read_generate,
 )
-from router.api.timelines import FORGET, READ, READ_TIMELINE, START, TimelineApi, TraceApi
+from router.api.timelines import FORGET, LOAD, READ, READ_TIMELINE, START, TimelineApi, TraceApi
 from router.cluster import SafeToDelete, cluster_page
 from router.core import Gateway
 from router.metrics import RouterCollector, RouterMetrics, member_metrics, role_metrics
@@ -282,6 +282,7 @@ def _fleet_routes(api: Api) -> tuple[_Route, ...]:
         ("POST", "/cluster/trace", api.traces.start, START),
         ("GET", "/cluster/trace", api.traces.read, READ),
         ("DELETE", "/cluster/trace", api.traces.forget, FORGET),
+        ("GET", "/cluster/load", api.traces.load, LOAD),
     )
 
 

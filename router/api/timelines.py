@@ -33,6 +33,7 @@ from router.api.errors import shown
 from router.api.guard import EVERYBODY, REQUESTS_PREFIX, key_in
 from router.api.threads import SharedThreads
 from router.core import Gateway
+from router.past_load import LoadLine, PastRequest, lines_of
 from router.timelines import REMEMBERED, AttemptTimes, Durations, RequestTimes
 from router.traces import Frame, TraceStatus
 
@@ -258,6 +259,13 @@ READ = Described(
     media_types=(LINES,),
     refusals=(404,),
 )
+LOAD = Described(
+    "Operations",
+    "The requests of the last hour",
+    "JSON lines, a trace in Mooncake's format for `launch plan` and `launch simulate`.",
+    LoadLine,
+    media_types=(LINES,),
+)
 FORGET = Described("Operations", "Forget the trace", "It is ended and forgotten.", TraceStatus, refusals=(404,))
 
 
@@ -297,6 +305,13 @@ class TraceApi:
         frames = self._traces.frames() if status.state == "over" else []
         return StreamingResponse(_lines(msgspec.json.encode(status) + b"\n", frames), media_type=LINES)
 
+    async def load(self) -> Response:
+        """The requests of this router that have ended: when each came, in milliseconds from the first, how long prompt and answer
+        were, and numbers for the blocks of 512 tokens that it may have in common with others. The latest 50,000 at most, without
+        texts, tokens and keys."""
+        requests = self._gateway.core.requests.past.requests(self._gateway.clock())
+        return Response(await asyncio.to_thread(_load, requests), media_type=LINES)
+
     async def forget(self) -> Response:
         """It gives its memory back, which the next trace does too."""
         status = self._traces.status(self._gateway.clock())
@@ -308,6 +323,10 @@ async def _lines(first: bytes, frames: Sequence[Frame]) -> AsyncIterator[bytes]:
     yield first
     for begin in range(0, len(frames), PIECE_FRAMES):
         yield await asyncio.to_thread(_piece, frames[begin : begin + PIECE_FRAMES])
+
+
+def _load(requests: Sequence[PastRequest]) -> bytes:
+    return msgspec.json.Encoder().encode_lines(lines_of(requests))
 
 
 def _piece(frames: Sequence[Frame]) -> bytes:

@@ -25,7 +25,7 @@ from tests.life.fleet import ToyFleet
 from tests.life.ranks import ToySize
 
 ROUTER = RouterConfig()
-FLEET = FleetPlan(prefill=1, decode=1, step_cost="0.010,0.0001,0")
+FLEET = FleetPlan(prefill=1, decode=1, step_cost="0.010,0.0001,0", front="0,0,0,0")
 STEP_S, TOKEN_S = 0.010, 100e-6
 MESSAGE_S = FLEET.message_s
 

@@ -7,8 +7,9 @@ import pytest
 
 from common.errors import ConfigError
 from common.ids import unpack_ids
+from router.past_load import BLOCK_TOKENS
 from simulation.plan import LoadPlan
-from simulation.workload import BLOCK_TOKENS, system_prompt, workload
+from simulation.workload import system_prompt, workload
 
 TRACE = """\
 {"timestamp": 0, "input_length": 1030, "output_length": 5, "hash_ids": [0, 1, 2]}
