@@ -4,7 +4,7 @@ Owns what is under way. Opens no socket, reads no clock. Does not know how an in
 `common/instance/roles.py`.
 
     begin ─► TakeRole, again with each heartbeat ─► its heartbeat says that it serves in the role ─► answer(member)
-                                                └─ RoleKept, or LATEST_S have passed ─► answer(error); it stays what it was
+                                                └─ RoleKept, another life in another role, or too late ─► answer(error)
 """
 
 from collections.abc import Callable, Iterator
@@ -86,6 +86,8 @@ class FleetRoles:
             self._end(change, member)
         elif member is change.member:
             return [Send(member.info.id, change.order)]
+        else:
+            self._end(change, RoleConflict(f"{member.info.id} was started anew meanwhile, as {member.role}", field="role"))
         return []
 
     def kept(self, message: RoleKept, member: Member) -> None:

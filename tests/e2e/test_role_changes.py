@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from demo.evaluate import MODEL
 from tests.e2e.test_token_exact import LLAMA, Reference
 from tests.rig.client import Answer, Client, Request
-from tests.rig.pages import RunningFleet, running_fleet, until
+from tests.rig.pages import PATIENCE_S, RunningFleet, running_fleet, until, until_nothing_lacks
 from tests.rig.report import percentile, say
 
 ROUNDING = 1e-4
@@ -157,8 +157,10 @@ def test_no_token_is_lost_repeated_or_wrong_while_instances_change_their_roles(
             answered = len(clients.answers)
             until(lambda answered=answered: len(clients.answers) > answered + streams // count, "answers", 300.0)  # type: ignore[misc]
             if kills and number % (count // kills) == 0:
-                kill(random.choice(list(fleet.members().values())))
-                fleet.wait_until_whole(*names)
+                victim = random.choice(list(fleet.members().values()))
+                kill(victim)
+                former = {victim["id"]: victim["incarnation"]}
+                until_nothing_lacks(lambda former=former: fleet.not_whole(names, former), PATIENCE_S)  # type: ignore[misc]
         ended_s = time.monotonic()
         clients.stop()
         fleet.wait_until_home(names)

@@ -92,6 +92,15 @@ def test_an_order_that_nobody_answers_ends() -> None:
     assert roles.member("d0").trouble is None
 
 
+def test_an_instance_that_is_started_anew_meanwhile_does_not_take_it() -> None:
+    roles = Roles()
+    roles.order(D0, "prefill")
+    successor = replace(D0, incarnation=Incarnation("2"), started_ns=2)
+    roles.bench.core.receive(Register(instance=successor), 2.5)
+    roles.beat(successor, 2.6)
+    assert isinstance(roles.answers[0], RoleConflict) and "was started anew meanwhile, as decode" in str(roles.answers[0])
+
+
 def test_the_same_role_is_there_already() -> None:
     roles = Roles()
     assert roles.order(D0, "decode") == [] and roles.answers == [roles.member("d0")]
