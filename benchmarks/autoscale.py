@@ -1,8 +1,7 @@
 """A fleet that shapes itself against fixed ones, on simulated time, under a load whose prompts and answers change their ratio
 fourfold: in every second phase prompts have half of their tokens, and answers have twice as many.
 
-Owns the load and the comparison. The fleet, its router and what decides are the real ones. A change of roles is simulated as an
-instance that drains and starts anew without its cache, which is worse than what a real one does.
+Owns the load and the comparison. The fleet, its router and what decides are the real ones.
 """
 
 import asyncio
@@ -10,6 +9,7 @@ import json
 import sys
 import tempfile
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
@@ -21,12 +21,15 @@ import numpy as np
 from bench.report import Goal
 from benchmarks.command import Column, Invocation, start, table_of
 from common.config import RouterConfig
-from common.ids import InstanceId, Role
+from common.errors import TandemError
+from common.ids import InstanceId
 from common.options import option, require_above_0, require_at_least
 from launch.autoscale import Autoscaler, whom
 from launch.fleet_options import ScalingConfig
 from router.cluster import cluster_page
+from router.members import Member
 from router.past_load import BLOCK_TOKENS
+from router.roles import RoleConflict
 from simulation.plan import FleetPlan, LoadPlan
 from simulation.planned_fleet import PlannedFleet
 from simulation.report import figures
@@ -36,7 +39,6 @@ from simulation.workload import read_trace
 LENGTHS = {"conversation": (12_035, 343), "synthetic": (15_325, 149), "toolagent": (8_596, 182)}
 """Mean tokens of prompts and answers in Mooncake's traces (https://github.com/kvcache-ai/Mooncake, FAST25-release)."""
 MOST_HOLDS = 1.15
-LOOK_S, DRAIN_S = 0.05, 1.0
 QUICK = {"phase_s": 20.0, "phases": 2, "instances": 3, "rate": 2.0}
 
 
@@ -97,20 +99,6 @@ def write_trace(bench: ShiftBench, path: Path) -> None:
             file.write(json.dumps(line) + "\n")
 
 
-def change_role(fleet: PlannedFleet, name: str, role: Role) -> None:
-    """It drains, and starts anew in the other role."""
-    router, before = fleet.router_process, fleet.instances[name]
-    router.deliver(router.core.drain(InstanceId(name), fleet.clock.now))
-
-    def look() -> None:
-        if fleet.instances.get(name) is before:
-            fleet.clock.at(fleet.clock.now + LOOK_S, look)
-        else:
-            fleet.start(name, role)
-
-    look()
-
-
 class SimulatedAutoscaler:
     """Looks at the fleet's own page, as `launch autoscale` does, at times of the simulated clock."""
 
@@ -119,14 +107,18 @@ class SimulatedAutoscaler:
         self.flips = 0
         self._look()
 
+    def _changed(self, outcome: Member | TandemError) -> None:
+        self.flips += isinstance(outcome, Member)
+
     def _look(self) -> None:
         fleet = self._fleet
         page = msgspec.json.decode(msgspec.json.encode(asyncio.run(cluster_page(fleet.router_process.core))))
         choice = self._autoscaler.decide(page, None, fleet.clock.now)
         if choice.action == "flip" and choice.role is not None:
             for name in whom(page, choice):
-                change_role(fleet, name, choice.role)
-                self.flips += 1
+                router, now = fleet.router_process, fleet.clock.now
+                with suppress(RoleConflict):
+                    router.deliver(router.core.fleet.change_role(InstanceId(name), choice.role, self._changed, now))
         fleet.clock.at(fleet.clock.now + self._interval_s, self._look)
 
 
@@ -135,7 +127,7 @@ def run_layout(bench: ShiftBench, scaling: ScalingConfig, trace: Path, prefill: 
     of_prefill = bench.instances // 2 if prefill is None else prefill
     layout = {"prefill": of_prefill, "decode": bench.instances - of_prefill, "kv_pages": bench.kv_pages}
     load = LoadPlan(trace=str(trace), slo_ttft_s=scaling.slo_ttft_s, slo_itl_s=scaling.slo_itl_s)
-    router = RouterConfig(max_requests=FleetPlan().max_requests, drain_timeout_s=DRAIN_S)
+    router = RouterConfig(max_requests=FleetPlan().max_requests)
     simulation = Simulation(replace(FleetPlan(), **layout), load, router)  # type: ignore[arg-type]
     autoscaler = SimulatedAutoscaler(simulation.fleet, scaling) if prefill is None else None
     simulation.run()

@@ -140,7 +140,9 @@ class DecodeScheduler:
                 return self._reservations.bury(event.peer, now)
             case PeersChanged():
                 return self._reservations.meet(event, now)
-            case PushDone() | PushFailed() | LinkChanged() | LayersDone():
+            case LinkChanged():
+                return []  # it comes late, from a time as prefill: that link is closed
+            case PushDone() | PushFailed() | LayersDone():
                 raise AssertionError("a decode instance pushes nothing")
             case _:
                 assert_never(event)

@@ -41,6 +41,11 @@ class SupervisedChild:
     drains: bool
     """It ends with status 0 when it was told to leave in order, and only then."""
 
+    @property
+    def kind(self) -> str:
+        """Those of one kind can stand in for each other: who serves whole requests too also decodes."""
+        return "decode" if self.role == "both" else self.role
+
 
 class Supervisor:
     """The parts of a whole, each of which somebody else starts for the first time.
@@ -98,7 +103,7 @@ class Supervisor:
             became = "has left as it was told, and is not started again"
         elif event.status == BAD_FLAG:
             del self._parts[part.name]
-            if all(other.role != part.role for other in self._parts.values()):
+            if all(other.kind != part.kind for other in self._parts.values()):
                 raise GivenUp(f"no {part.role} is left: {reason}", BAD_FLAG)
             became = "CANNOT RUN as it was started, and is not started again"
         else:

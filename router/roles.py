@@ -84,7 +84,10 @@ class FleetRoles:
             return []
         if member.role == change.order.role:
             self._end(change, member)
-        elif member is change.member:
+        elif member.life == change.member.life:
+            if member is not change.member:  # it was silent for a while, and is back
+                member.told_role, change.member = change.member.told_role, member
+                self._judge(member)
             return [Send(member.info.id, change.order)]
         else:
             self._end(change, RoleConflict(f"{member.info.id} was started anew meanwhile, as {member.role}", field="role"))
@@ -106,7 +109,7 @@ class FleetRoles:
 
     def _end(self, change: _Change, outcome: Member | TandemError) -> None:
         del self._under_way[change.member.info.id]
-        if self._find(change.member.life) is not None:
+        if self._find(change.member.life) is change.member:
             change.member.told_role = None
             self._judge(change.member)
         change.answer(outcome)

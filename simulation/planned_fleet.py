@@ -181,11 +181,14 @@ def describe(plan: FleetPlan) -> EngineDescription:
 
 
 class CountedPace(Pace):
-    """A pace that counts the steps of its role, and the seconds that they take."""
+    """A pace that counts the steps of its role, and the seconds that they take. The instance keeps its role up to date."""
 
-    def __init__(self, cost: StepCost, clock: Callable[[], float], role: Role, fleet: "PlannedFleet") -> None:
-        super().__init__(cost, clock)
+    def __init__(self, clock: Callable[[], float], role: Role, fleet: "PlannedFleet") -> None:
+        super().__init__(fleet.costs[role], clock)
         self._role, self._fleet = role, fleet
+
+    def serve(self, role: Role) -> None:
+        self._role, self.cost = role, self._fleet.costs[role]
 
     def add(self, plan: StepPlan) -> float:
         self._fleet.steps[self._role] += 1
@@ -206,11 +209,13 @@ class PlannedInstance(Instance):
 
     def __init__(self, name: Name, clock: Clock, fleet: "PlannedFleet") -> None:
         super().__init__(name, clock, fleet)
+        self._pace = fleet.paces[name.id]
         engine = self.rank.engine
         if fleet.skips_steps and isinstance(engine, SparingExecutor):
             self.stretch = Stretch(self.worker, engine, fleet.late_s)
 
     def turn(self, now: float) -> None:
+        self._pace.serve(self.info.role)
         if self.stretch is None:
             super().turn(now)
             return
@@ -267,8 +272,10 @@ class PlannedFleet(SimulatedFleet[PlannedInstance, RouterProcess]):
         self.skips_steps = plan.skip_steps == "on"
         self.late_s: LateTokens = {}
         """How late tokens were told, where they were."""
-        self._plan, self._description = plan, describe(plan)
-        self._role: Role = "prefill"
+        self.costs: dict[Role, StepCost] = {"prefill": plan.cost("prefill"), "decode": plan.cost("decode")}
+        self.paces: dict[str, CountedPace] = {}
+        self._starting: Name
+        self._description = describe(plan)
         self._words = np.full(plan.context_tokens, WORD, dtype=np.int32)
         self._words[0] = END
         self.routers.append(RouterProcess(ROUTER, clock, self.network, config, self.observer, front=FrontCosts.parse(plan.front)))
@@ -283,11 +290,12 @@ class PlannedFleet(SimulatedFleet[PlannedInstance, RouterProcess]):
         return 1 - tokens % len(self._words)
 
     def make_instance(self, name: Name) -> PlannedInstance:
-        self._role = name.role
+        self._starting = name
         return PlannedInstance(name, self.clock, self)
 
     def make_engine(self, clock: LocalClock) -> Executor:
-        return SparingExecutor(self._description, CountedPace(self._plan.cost(self._role), clock, self._role, self), self._words)
+        pace = self.paces[self._starting.id] = CountedPace(clock, self._starting.role, self)
+        return SparingExecutor(self._description, pace, self._words)
 
     def make_transport(self, wake: Callable[[], None]) -> Transport:
         return WireTransport(self.wires, wake)

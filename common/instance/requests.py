@@ -129,6 +129,7 @@ class RequestTable(Generic[R]):
         self._left: list[Timeline] = []
         self.pool = PagePool(engine.total_pages, limits.prefix_cache) if former is None else former.pool
         self._former_steps = 0 if former is None else former.steps
+        self._former_evicted = self.pool.cache.evicted
         self.prompts = PromptCache(self.pool, engine.layout.page_size)
         self.cache_reports = CacheReporter(me, self.pool.cache, engine.weights)
         self.free_rows = list(range(engine.max_rows - 1, -1, -1))
@@ -320,7 +321,7 @@ class RequestTable(Generic[R]):
         counters = replace(
             self.counters,
             requests_accepted=self.counters.requests_accepted - may_be_forgotten,
-            pages_evicted=self.pool.cache.evicted,
+            pages_evicted=self.pool.cache.evicted - self._former_evicted,
         )
         drained = self._draining and not (self._open and self._drain_ends_s)
         return Report(load, counters, drained, self._draining, cache_version=self.cache_reports.version)

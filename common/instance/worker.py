@@ -322,7 +322,8 @@ class InstanceWorker:
         """Leave in order: accept nothing new, finish or hand off what runs. Idempotent."""
         if not self._draining:
             self._draining = True
-            self._act(self._role.keep("it is leaving the fleet"))
+            if self._role.wanted is not None:
+                self._act([*self.scheduler.handle(StayInRole(), now), *self._role.keep("it is leaving the fleet")])
             self._act(self.scheduler.receive(self._memberships.info.id, Drain(), now))
             self._memberships.hurry(now)
 
@@ -444,6 +445,7 @@ class InstanceWorker:
         """The next life begins, in the other role: with the weights, pool, engine and transfers of this one."""
         self._note_timelines()
         self._meet(PeersChanged(left=tuple(self._memberships.peers)), now)
+        self._stale = self._memberships.stale = 0
         info, former = self._role.become(now + self._unix_s), FormerRole(self.scheduler.pool, self.scheduler.last_step)
         self._act(self._memberships.become(info, now))
         for part in (self._weights, self._tasks, self._adapters):

@@ -6,7 +6,9 @@ import pytest
 
 from common.config import RouterConfig
 from common.errors import TandemError
-from common.ids import InstanceId, ServingRole
+from common.ids import Incarnation, InstanceId, ServingRole
+from common.messages import LinkInfo
+from common.messages.transfers import LinkChanged
 from router.fleet import UnknownInstance
 from router.members import Member
 from router.roles import RoleConflict
@@ -99,6 +101,13 @@ def test_whole_requests_go_to_an_instance_whose_role_is_both_when_it_is_cheaper(
     assert list(members.candidates.whole) == [next(members.members("decode"))]
     changed(fleet, "decode-0", "decode")
     assert not members.candidates.whole
+
+
+def test_a_link_that_changes_while_its_instance_becomes_another_says_nothing() -> None:
+    fleet = ToyFleet(2, 2)
+    changed(fleet, "prefill-1", "decode")
+    former = LinkInfo(peer=InstanceId("decode-0"), incarnation=Incarnation("decode-0-2"), state="ready")
+    assert fleet.instances["prefill-1"].scheduler.handle(LinkChanged(former), 0.0) == []
 
 
 def test_the_last_decode_instance_keeps_its_role() -> None:

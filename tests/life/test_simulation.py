@@ -51,7 +51,6 @@ HAPPENS = (
     "schedules with ranks",
     "ended by itself: RankLost",
     "ranks that ended by themselves",
-    "roles kept",
     *(f"roles taken: {role}" for role in get_args(ServingRole)),
 )
 """What must happen somewhere in the schedules, or they prove nothing. The seeds are fixed: each run counts the same."""

@@ -101,6 +101,21 @@ def test_an_instance_that_is_started_anew_meanwhile_does_not_take_it() -> None:
     assert isinstance(roles.answers[0], RoleConflict) and "was started anew meanwhile, as decode" in str(roles.answers[0])
 
 
+def test_a_member_that_is_back_after_a_silence_is_told_again_and_leaves_no_ghost() -> None:
+    roles = Roles()
+    roles.order(D0, "prefill")
+    for second in range(2, 6):
+        for member in (P0, D1):
+            roles.beat(member, float(second))
+        roles.bench.core.tick(float(second))
+    assert {member.info.id for member in roles.fleet.members()} == {"p0", "d1"}
+    assert TakeRole(number=1, role="prefill", incarnation=D0.incarnation) in roles.beat(D0, 5.5)
+    assert "takes the role prefill" in str(roles.member("d0").trouble)
+    kept = RoleKept(id=D0.id, incarnation=D0.incarnation, number=1, reason="busy")
+    roles.bench.core.receive(kept, 5.6)
+    assert set(roles.fleet.candidates.lines["decode"]) == set(roles.fleet.members("decode"))
+
+
 def test_the_same_role_is_there_already() -> None:
     roles = Roles()
     assert roles.order(D0, "decode") == [] and roles.answers == [roles.member("d0")]

@@ -122,6 +122,12 @@ def test_it_stays_when_it_cannot_get_rid_of_what_it_has_and_answers_the_order_on
     assert rig.memberships.info.role == "decode", "another order is another try"
 
 
+def test_who_is_told_to_drain_meanwhile_has_the_time_of_a_drain(rig: FakedRig) -> None:
+    rig.turn(0.1, order("decode"))
+    assert "leaving the fleet" in refusals(turn(rig, 0.2, Drain()))[0]
+    assert rig.scheduler.told[-3:] == ["LeaveRole", "StayInRole", "Drain"]
+
+
 def test_an_order_that_was_overtaken_by_a_later_one_changes_nothing(rig: FakedRig) -> None:
     rig.scheduler.drained = True
     rig.turn(0.1, order("decode"))
