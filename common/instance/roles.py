@@ -78,14 +78,14 @@ class InstanceRole:
         self._refusals.pop(router, None)
         self._numbers.pop(router, None)
 
-    def become(self, unix_s: float) -> InstanceInfo:
-        """The next life has begun, in the role that is wanted. unix_s: UNIX time."""
+    def become(self) -> InstanceInfo:
+        """The next life has begun, in the role that is wanted. It comes behind the former one, but before every process that was
+        started after this one: such a process is its successor all the same."""
         assert self.wanted is not None
         first, me = self.me.incarnation.partition(".")[0] if self._lives else self.me.incarnation, self.me
         role: Role = "prefill" if self.wanted == "prefill" else "decode"
         self._lives += 1
-        started_ns = max(me.started_ns + 1, round(unix_s * 1e9))
-        self.me = replace(me, incarnation=Incarnation(f"{first}.{self._lives}"), role=role, started_ns=started_ns)
+        self.me = replace(me, incarnation=Incarnation(f"{first}.{self._lives}"), role=role, started_ns=me.started_ns + 1)
         self.serves_whole = self.wanted == "both"
         self._order = self.ends_s = None
         return self.me

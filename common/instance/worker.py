@@ -446,7 +446,7 @@ class InstanceWorker:
         self._note_timelines()
         self._meet(PeersChanged(left=tuple(self._memberships.peers)), now)
         self._stale = self._memberships.stale = 0
-        info, former = self._role.become(now + self._unix_s), FormerRole(self.scheduler.pool, self.scheduler.last_step)
+        info, former = self._role.become(), FormerRole(self.scheduler.pool, self.scheduler.last_step)
         self._act(self._memberships.become(info, now))
         for part in (self._weights, self._tasks, self._adapters):
             part.me = info

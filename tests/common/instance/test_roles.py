@@ -20,7 +20,7 @@ from common.messages import (
 )
 from common.messages.tasks import DoTask, JoinGroup
 from common.messages.weights import WeightsOnDisk
-from tests.builders import key, sampling
+from tests.builders import instance, key, sampling
 from tests.common.instance.rig import WELCOME, FakedRig
 
 LIFE = Incarnation("1")
@@ -68,7 +68,7 @@ def test_it_says_goodbye_and_registers_as_another_life_when_nothing_is_left(rig:
     goodbye, register = (message for message in turn(rig, 0.3) if isinstance(message, Goodbye | Register))
     assert isinstance(goodbye, Goodbye) and goodbye.incarnation == LIFE
     assert isinstance(register, Register) and (register.instance.role, register.instance.incarnation) == ("decode", "1.1")
-    assert register.instance.started_ns > 0
+    assert register.instance.started_ns == instance("p", "prefill").started_ns + 1, "a successor of its process comes later"
     (beat,) = (message for message in turn(rig, 0.4, WELCOME) if isinstance(message, Heartbeat))
     assert beat.incarnation == "1.1"
 
