@@ -130,7 +130,9 @@ def read_api_keys(path: str) -> dict[str, str]:
 
 
 def read_control_key(path: str) -> str:
-    """What the file holds, without white space around it. Raises ConfigError."""
+    """What the file holds, without white space around it; "" where none is named. Raises ConfigError."""
+    if not path:
+        return ""
     key = _text(path, "--control-key").strip()
     if _KEY.fullmatch(key) is None:
         raise ConfigError(f"--control-key: {path} must hold one key of {_KEY_RULE}: make it with `launch key FILE`")

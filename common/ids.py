@@ -5,7 +5,7 @@ Owns no behaviour. Knows nothing of messages, pages or sockets.
 
 import zlib
 from collections.abc import Sequence
-from typing import Annotated, Literal, NamedTuple, NewType
+from typing import Annotated, Literal, NamedTuple, NewType, get_args
 
 import msgspec
 import numpy as np
@@ -28,6 +28,7 @@ Ticket = NewType("Ticket", Count)
 
 Role = Literal["prefill", "decode"]
 """What an instance does for a pair: compute prompts, or answers."""
+ROLES: tuple[Role, ...] = get_args(Role)
 ServingRole = Literal["prefill", "decode", "both"]
 """What people give an instance to do. "both": it is a decode instance that gets whole requests too, where that costs less than a
 pair of instances."""

@@ -21,14 +21,14 @@ import msgspec
 
 from common.access import read_control_key
 from common.errors import ConfigError
-from common.ids import Role
+from common.ids import ROLES, Role
 from common.processes.router_client import RequestFailed, RouterClient
 from common.sampling_params import ANSWER_TOKENS
 from launch.child import watch
 from launch.fleet_options import ScalingConfig
 from launch.fleet_page import trusting
 from launch.scaling import FleetDemand, ScalingChoice, choose
-from router.scaling import ROLES, RoleFigures, ScalingDecision
+from router.scaling import RoleFigures, ScalingDecision
 
 ANSWER_S = 30.0
 """How long the router may take for an answer: a change of roles takes about a second."""
@@ -274,9 +274,8 @@ class ScalingLoop:
 
 def run(config: ScalingConfig) -> int:
     """Until a signal. Returns the exit status. Raises ConfigError."""
-    tls = trusting(config.tls_cert) if config.tls_cert else None
     try:
-        client = RouterClient(config.router, read_control_key(config.control_key) if config.control_key else "", ANSWER_S, tls)
+        client = RouterClient(config.router, read_control_key(config.control_key), ANSWER_S, trusting(config.tls_cert))
     except RequestFailed as error:
         raise ConfigError(f"--router: {error}") from error
     keeper: InstanceKeeper | None = LaunchKeeper(client) if config.scale == "launch" else None

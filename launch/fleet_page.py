@@ -23,8 +23,7 @@ class FleetPage:
     """The router's pages at `url`. access: of the router; its keys are read here too, and its certificate is the one expected."""
 
     def __init__(self, url: str, access: AccessConfig = OPEN_TO_ALL) -> None:
-        tls = trusting(access.tls_cert) if access.tls_cert else None
-        control_key = read_control_key(access.control_key) if access.control_key else ""
+        tls, control_key = trusting(access.tls_cert), read_control_key(access.control_key)
         api_key = next(iter(read_api_keys(access.api_keys))) if access.api_keys else ""
         self._control, self._api = (RouterClient(url, key, ASK_S, tls) for key in (control_key, api_key))
 
@@ -60,8 +59,11 @@ class FleetPage:
             return None
 
 
-def trusting(cert: str) -> ssl.SSLContext:
-    """The context of a client that knows the server by this certificate, not by its host name: it uses a loopback address."""
+def trusting(cert: str) -> ssl.SSLContext | None:
+    """The context of a client that knows the server by this certificate, not by its host name: it uses a loopback address. None
+    where no certificate is named."""
+    if not cert:
+        return None
     context = ssl.create_default_context(cafile=cert)
     context.check_hostname = False
     context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN  # the certificate itself is trusted, whoever has signed it

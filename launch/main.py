@@ -201,7 +201,7 @@ def _chat(flags: argparse.Namespace) -> int:
 
 def _drain(flags: argparse.Namespace) -> int:
     plan = read_config(drain.DrainFlags, flags)
-    return drain.run(plan, read_control_key(plan.control_key) if plan.control_key else "")
+    return drain.run(plan, read_control_key(plan.control_key))
 
 
 def _key(flags: argparse.Namespace) -> int:
@@ -231,8 +231,7 @@ def _plan(flags: argparse.Namespace) -> int:
     from launch.plan import run
 
     config = dataclasses.replace(router, max_requests=fleet.max_requests)
-    key = chat.read_api_key(plan.control_key) if plan.control_key else ""
-    return run(plan, fleet, load, config, command, key, flags.markdown)
+    return run(plan, fleet, load, config, command, read_control_key(plan.control_key), flags.markdown)
 
 
 def _bench_offline(flags: argparse.Namespace) -> int:

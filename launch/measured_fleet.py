@@ -23,7 +23,7 @@ def measured_fleet(client: RouterClient) -> dict[str, Any]:
         links = [link for each in prefill for link in client.get(f"/cluster?links={each['id']}")["links"]]
     except RequestFailed as error:
         raise ConfigError(f"--fleet-url {client.url}: {error}") from error
-    decode = [each for each in instances if each["role"] == "decode"]
+    decode = [each for each in instances if each["role"] != "prefill"]  # whoever serves whole requests too decodes
     if not decode:
         raise ConfigError(f"--fleet-url {client.url}: the fleet has no decode instance, so nothing can be learned of it")
     one = decode[0]

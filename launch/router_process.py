@@ -86,7 +86,7 @@ async def serve(
     def ready(serving: "Serving") -> None:
         for shard, detokenizer in enumerate(detokenizers):
             detokenizer.meet(reachable(serving.control, LOOPBACK), partial(serving.detokenizer_moved, shard))
-        tls = trusting(access_config.tls_cert) if access_config.tls_cert else None
+        tls = trusting(access_config.tls_cert)
         duties.on_others(lambda urls: serving.meet_others(urls, tls))
         serving.scaling.starts = lambda role: process.report(SpareWanted(role=role))
         duties.on_kept(lambda kept: serving.scaling.keeps(kept.names, kept.spare))

@@ -12,11 +12,12 @@ from msgspec import Meta, Raw, Struct
 from msgspec.json import encode
 from msgspec.structs import asdict
 
+from common.ids import ROLES
 from common.messages import WIRE_VERSION
 from router.attempts import Phase
 from router.core import RouterCore
 from router.members import Member
-from router.scaling import ROLES, role_figures
+from router.scaling import role_figures
 
 
 class SafeToDelete(Struct, frozen=True):

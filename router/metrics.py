@@ -22,13 +22,14 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
+from common.ids import ROLES
 from common.instance.ports import Mail
 from common.messages import Counters, Ending, Failed, LinkState, Load, RouterInbox
 from router.attempts import Phase
 from router.core import RouterCore
 from router.fleet import Members
 from router.members import Member, RoleTotals
-from router.scaling import ACTIONS, ROLES, RoleFigures, role_figures
+from router.scaling import ACTIONS, RoleFigures, role_figures
 from router.timelines import Durations, RequestTimes, ResumeReason
 
 

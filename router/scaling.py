@@ -12,12 +12,11 @@ import msgspec
 from msgspec import Meta
 
 from common.errors import BadRequest
-from common.ids import Role
+from common.ids import ROLES, Role
 from router.cost import ASSUMED, Demand, is_measured, predict_ttft
 from router.fleet import Members
 from router.members import RoleTotals
 
-ROLES: tuple[Role, ...] = ("prefill", "decode")
 REMEMBERED = 256
 """How many decisions are remembered, the latest."""
 ScalingAction = Literal["stay", "flip", "add", "remove"]
@@ -91,7 +90,7 @@ class ScalingDecision(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     action: Annotated[ScalingAction, Meta(description="What is done; stay: nothing.")]
     reason: Annotated[str, Meta(min_length=1, max_length=1000, description="Why, in words.")]
     instance: Annotated[str, Meta(max_length=128, description="Whom it is about; empty: nobody who is there yet.")] = ""
-    role: Annotated[Role | None, Meta(description="Of the instance from now on.")] = None
+    role: Annotated[Role | None, Meta(description="The role of the instance from now on.")] = None
     outcome: Annotated[str, Meta(max_length=1000, description="What became of it; empty: it was done.")] = ""
     at: Annotated[float, Meta(description="When it was made, as UNIX time.")] = 0.0
 

@@ -10,11 +10,10 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from common.ids import Role
+from common.ids import ROLES, Role
 from simulation.run import ClientFigures, Simulation
 
 Lines = list[tuple[str, ...]]
-ROLES: tuple[Role, ...] = ("prefill", "decode")
 CPU_SHOWN_S = 0.005
 """Less is not shown."""
 

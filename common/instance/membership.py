@@ -344,6 +344,11 @@ class Memberships:
         return iter(self._all)
 
     @property
+    def welcomes(self) -> list[Welcome]:
+        """Those of the routers whose requests this instance serves."""
+        return [membership.welcome for membership in self._all if membership.welcome is not None]
+
+    @property
     def joined(self) -> bool:
         """Whether a router answers us."""
         return any(membership.joined for membership in self._all)

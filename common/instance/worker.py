@@ -389,8 +389,7 @@ class InstanceWorker:
             self._act([Send(router, answer)])
         if self._adapters.poll():
             self._act(self.scheduler.handle(AdaptersChanged(self._adapters.served, self._adapters.unused), now))
-            welcomes = [membership.welcome for membership in self._memberships if membership.welcome is not None]
-            self._act([Send(welcome.router, self._adapters.report(welcome.router)) for welcome in welcomes])
+            self._act([Send(each.router, self._adapters.report(each.router)) for each in self._memberships.welcomes])
         if self._weights.is_switching and not self._in_flight:
             self._weights.switch()
             self._act(self.scheduler.handle(WeightsReplaced(self._weights.digest), now))
@@ -452,8 +451,7 @@ class InstanceWorker:
             part.me = info
         self.scheduler = self._make_scheduler(info, former)
         self._tracer = InstanceTracer(info, self.scheduler.key_in, self._unix_s)
-        welcomes = [membership.welcome for membership in self._memberships if membership.welcome is not None]
-        joined = [RouterJoined(welcome.router, len(welcome.detokenizers)) for welcome in welcomes]
+        joined = [RouterJoined(each.router, len(each.detokenizers)) for each in self._memberships.welcomes]
         adapters = AdaptersChanged(self._adapters.served, self._adapters.unused)
         events: list[Event] = [*joined, adapters, StepsMeasured(self._cost_told)]
         for event in events:

@@ -119,6 +119,12 @@ def test_a_plan_of_a_running_fleet_has_what_its_instances_and_links_have_measure
     assert (later.step_s, later.decode_row_s) == (0.008, 0.0005)
 
 
+def test_an_instance_that_serves_whole_requests_too_counts_as_one_that_decodes() -> None:
+    member_of_both = member("b0", "both", step_s=0.008, chunk_token_s=0.0001, decode_row_s=0.0005)
+    plan = measured_fleet(FakeRouter({"/cluster": {"instances": [member_of_both]}}))
+    assert (plan["prefill"], plan["decode"]) == (0, 1)
+
+
 def test_a_fleet_that_has_measured_nothing_or_does_not_answer_is_refused_by_the_flag(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="has not measured its steps yet"):
         measured_fleet(FakeRouter({"/cluster": {"instances": [member("d0", "decode")]}}))
