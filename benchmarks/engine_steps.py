@@ -50,7 +50,7 @@ from engine.kv_memory import KVMemory, torch_dtype
 from engine.model_runner import ModelRunner
 from engine.models.decoder import Decoder
 from engine.models.served_shape import read_served_shape
-from engine.models.shape import ServedShape
+from engine.models.shape import ModelShape, ServedShape
 from engine.ports import LayerAttention, StepAttention
 from engine.replay import CannotRecord, CudaGraphs, load_recorder
 from engine.step_runner import PendingStep, StepRunner
@@ -149,11 +149,18 @@ def products_flop(shape: ServedShape, tokens: int, sampled: int) -> float:
     return 2.0 * shape.layers * layer_weights(shape) * tokens - 2.0 * late * (tokens - sampled)
 
 
-def step_weight_bytes(shape: ServedShape, item_bytes: int, engine: EngineConfig) -> int:
-    """Bytes of weights that a decode step reads: every matrix of every layer, and the output head."""
+def step_weight_bytes(shape: ServedShape, item_bytes: int, engine: EngineConfig, rows: int = 1) -> int:
+    """Bytes of weights that a decode step reads: every matrix of every layer, but only the experts that rows with random choices
+    need, and the output head."""
     in_layers = item_bytes if engine.quantization == "none" else 1
     in_head = 1 if engine.quantization == "int8" else item_bytes
-    return shape.layers * layer_weights(shape) * in_layers + shape.vocab_size * shape.hidden * in_head
+    numbers = shape.layers * layer_weights(shape)
+    mixture = shape.experts if isinstance(shape, ModelShape) else None
+    if mixture is not None:
+        needed = mixture.experts * (1 - (1 - mixture.chosen / mixture.experts) ** rows)
+        more = 3 * (needed * mixture.intermediate - shape.intermediate) + mixture.experts  # and the router's matrix
+        numbers += round(len(mixture.layers) * shape.hidden * more)
+    return numbers * in_layers + shape.vocab_size * shape.hidden * in_head
 
 
 def prefill_flop(shape: ServedShape, tokens: int) -> float:
@@ -288,14 +295,16 @@ def decode_step(task: EngineTask, started: StartedModel, batch: int, context: in
     for plan in plans[:WARM_STEPS]:
         runner.steps.launch(plan).wait()
     step_s, launch_s = in_flight(runner, plans[WARM_STEPS : WARM_STEPS + rounds])
-    profiled, alone = plans[WARM_STEPS + rounds :][:PROFILED_STEPS], plans[WARM_STEPS + rounds + PROFILED_STEPS :]
+    alone, profiled = plans[WARM_STEPS + rounds : -PROFILED_STEPS], plans[-PROFILED_STEPS:]
     is_profiled = task.section == "steps" and context == task.bench.context_lengths[len(task.bench.context_lengths) // 2]
-    groups_ms = kernels_ms(runner, profiled, engine.device) if is_profiled else {}
     device = Spread.of(device_ms(runner, plan, max(launch_s)) for plan in alone) if alone else None
+    groups_ms = kernels_ms(runner, profiled, engine.device) if is_profiled else {}
     if device is not None and groups_ms:
         groups_ms["gaps"] = max(0.0, device.median - sum(groups_ms.values()))
     step_ms = Spread.of(1e3 * seconds for seconds in step_s)
-    read_bytes = started.figure.weight_bytes + batch * (context - steps // 2) * layout.page_bytes // layout.page_size
+    item_bytes = ITEM_BYTES[started.figure.dtype]  # type: ignore[index]
+    weight_bytes = step_weight_bytes(started.shape, item_bytes, task.engine, batch)
+    read_bytes = weight_bytes + batch * (context - steps // 2) * layout.page_bytes // layout.page_size
     yield DecodeStep(
         model=task.model,
         batch=batch,
@@ -489,7 +498,7 @@ def measure_host(task: EngineTask, say: Say) -> Iterator[Figure]:
 
 # --- sampling ----------------------------------------------------------------------------------------------------------------
 
-PROMPT_TOKENS, STEPS_AT_ONCE, SAMPLING_ROWS = 128, 3, 64
+PROMPT_TOKENS, STEPS_AT_ONCE, SAMPLING_ROWS = 128, 8, 64
 NOTHING = SamplingParams(max_new_tokens=99, temperature=0.0)
 KINDS: dict[str, dict[str, Any]] = {
     "nothing": {},
@@ -523,7 +532,7 @@ def measure_sampling(task: EngineTask, say: Say) -> Iterator[Figure]:
                 runner.steps.launch(first).wait()
                 taken, _ = in_flight(runner, others)
                 if number:  # the first round compiles and warms up
-                    seconds[kind] += taken
+                    seconds[kind].append(sum(taken) / len(taken))  # a card ends several steps at once, as the host looks
     plain = float(np.median(seconds["nothing"]))
     for kind, taken in seconds.items():
         yield SampledStep(

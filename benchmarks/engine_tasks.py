@@ -6,6 +6,7 @@ Owns the list of all that tasks do.
 
 import contextlib
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -58,7 +59,8 @@ def measure_environment(task: EngineTask, say: Say) -> Iterator[Figure]:
             told = subprocess.run(command.split(), capture_output=True, text=True, timeout=20, check=True).stdout.split("\n")
         except (OSError, subprocess.SubprocessError) as error:
             told = [f"not known: {error}"]
-        yield Fact(name=name, text="; ".join(" ".join(line.split()) for line in told if line.strip()))
+        lines = (" ".join(re.sub(r"\x1b\[\d*m", "", line).split()) for line in told)  # nvidia-smi underlines heads of tables
+        yield Fact(name=name, text="; ".join(line for line in lines if line))
     yield Fact(name="MPS", text="on" if mps_is_there(os.environ) else "off")
 
 

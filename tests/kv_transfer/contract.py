@@ -245,6 +245,7 @@ class TransportContract:
                     pair.poison(*left.pop(event.ticket))
         time.sleep(LATE_S)
         pair.check_target()
+        pair.source.connect(pair.target.pool)  # for who comes next
 
     def test_two_agents_connect_to_each_other_at_once_and_push_both_ways(self, backend: Backend) -> None:
         one, other = backend.start(MIB, MIB)

@@ -111,7 +111,9 @@ def check_quantised(subject: Subject, rows: int, width: int) -> None:
 
 
 def check_fused_fp8(subject: Subject, rows: int, width: int) -> None:
-    """Bit by bit what `quantise` makes of what the operation without it gives."""
+    """Bit by bit what `quantise` makes of what the operation without it gives; in float32 to the last bits, where a compiler may
+    round a product and a sum once in one kernel and twice in the other. Half precision hides that.
+    """
     kernels, x, residual = subject.kernels, subject.draw(rows, 2 * width) * 3, subject.draw(rows, 2 * width).flip(0)
     weight = 1 + subject.draw(1, 2 * width)[0] / 4
     x[0] = 0
@@ -122,8 +124,13 @@ def check_fused_fp8(subject: Subject, rows: int, width: int) -> None:
     activated, plain_activated = kernels.silu_and_mul_fp8(x), kernels.silu_and_mul(x)
     for found, given in ((normed, plain), (added, plain_added), (activated, plain_activated)):
         expected = kernels.quantise(given)
-        assert found.values.dtype == FP8 and torch.equal(found.scales, expected.scales)
-        assert torch.equal(found.values.view(torch.uint8), expected.values.view(torch.uint8))
+        assert found.values.dtype == FP8
+        codes, expected_codes = found.values.view(torch.uint8).int(), expected.values.view(torch.uint8).int()
+        if subject.dtype == torch.float32:
+            torch.testing.assert_close(found.scales, expected.scales, rtol=1e-6, atol=0)
+            assert (codes - expected_codes).abs().max() <= 1
+        else:
+            assert torch.equal(found.scales, expected.scales) and torch.equal(codes, expected_codes)
 
 
 def check_routing(subject: Subject, tokens: int, experts: int, chosen: int, here: range, *, normalised: bool) -> None:
