@@ -16,7 +16,6 @@ import msgspec
 import pytest
 
 from benchmarks.command import Invocation, start
-from benchmarks.cpu_peers import CpuPeersBench
 from benchmarks.engine import EngineBench
 from benchmarks.ranks import RanksBench, RanksFigures, run
 from benchmarks.transfer import TransferBench
@@ -128,9 +127,6 @@ REFUSED: list[tuple[Callable[..., object], str, list[Any]]] = [
     (EngineBench, "contexts", ["0"]),
     (EngineBench, "rounds", [1]),
     (EngineBench, "budget_s", [0.0]),
-    (CpuPeersBench, "engines", ["tandem,abacus"]),
-    (CpuPeersBench, "rounds", [0]),
-    (CpuPeersBench, "prompt_tokens", ["9,3"]),
 ]
 
 
@@ -140,8 +136,3 @@ REFUSED: list[tuple[Callable[..., object], str, list[Any]]] = [
 def test_what_cannot_be_measured_is_refused_by_its_flag(bench: Callable[..., object], field: str, value: object) -> None:
     with pytest.raises(ConfigError, match=f"--{field.replace('_', '-')}"):
         bench(**{field: value})
-
-
-def test_a_peer_that_is_not_installed_is_refused_by_the_flag_that_names_it() -> None:
-    with pytest.raises(ConfigError, match="--vllm must be a Python for vllm"):
-        CpuPeersBench(engines="tandem,vllm")
