@@ -44,7 +44,7 @@ class CompletionHandler(BaseHTTPRequestHandler):
         self.answer_tokens += tokens
         usage = {"prompt_tokens": len(self.body["prompt"]), "completion_tokens": self.answer_tokens}
         event = b"data: %b\n\n" % json.dumps({"choices": [{"text": "."}], "usage": usage}).encode()
-        is_whole = self.answer_tokens >= self.body["max_tokens"]
+        is_whole = self.answer_tokens >= int(self.body["max_tokens"])
         event += b"data: [DONE]\n\n" if is_whole else b""
         self.wfile.write(b"%x\r\n%b\r\n" % (len(event), event) + (b"0\r\n\r\n" if is_whole else b""))
         if is_whole:

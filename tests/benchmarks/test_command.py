@@ -1,7 +1,6 @@
-"""How every instrument is started, and two that are quick enough to run whole: `control` and `ranks`.
+"""How every instrument is started, and one that is quick enough to run whole: `control`, which has a router that runs.
 
-Flags are made from its options, a command repeats it, and each instrument refuses by its flag what it cannot measure. `control`
-has a router that runs; `ranks` has processes that obey the leader in this one, and end with the measurement.
+Flags are made from its options, a command repeats it, and each instrument refuses by its flag what it cannot measure.
 """
 
 import json
@@ -12,12 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 
 from benchmarks.command import Invocation, start
 from benchmarks.engine import EngineBench
-from benchmarks.ranks import RanksBench, RanksFigures, run
 from benchmarks.transfer import TransferBench
 from common.errors import ConfigError
 from common.options import option, require_above_0
@@ -97,22 +94,7 @@ def test_a_quick_run_measures_prints_and_writes_what_was_asked_for(tmp_path: Pat
     assert fleet["start_s"] < fleet["restart_s"]
 
 
-def test_one_and_two_ranks_are_measured_and_only_the_second_has_a_follower(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    file = tmp_path / "figures.json"
-    flags = ["--ranks=1,2", "--rows=3", "--steps=20", f"--json={file}", "--markdown"]
-    assert start("ranks", "", run, RanksBench, arguments=flags) == 0
-    assert "| 2 | 3 |" in capsys.readouterr().out
-    alone, two = msgspec.convert(json.loads(file.read_text())["ranks"], list[RanksFigures])
-    assert (alone.ranks, two.ranks) == (1, 2) and alone.follower_cpu_us == 0 < two.follower_cpu_us
-    assert min(alone.leader_cpu_us, two.leader_cpu_us, two.step_us) > 0
-
-
 REFUSED: list[tuple[Callable[..., object], str, list[Any]]] = [
-    (RanksBench, "ranks", ["0,1", "65"]),
-    (RanksBench, "rows", ["0"]),
-    (RanksBench, "steps", [0]),
     (TransferBench, "transport", ["pigeon"]),
     (TransferBench, "page_bytes", ["64KiB,100KiB", "64", "auto", "512MiB"]),
     (TransferBench, "pages", ["1,two", "0"]),
