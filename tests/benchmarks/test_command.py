@@ -38,16 +38,16 @@ def begin(*arguments: str) -> tuple[int, Invocation | None]:
         given.append(invocation)
         return 0
 
-    status = start("drops", "Count.", run, Drops, switches={"cold": "below zero"}, arguments=arguments)
+    status = start("drops", "Count.", run, Drops, arguments=arguments)
     return status, given[0] if given else None
 
 
 def test_quick_takes_the_place_of_defaults_only_and_the_command_repeats_what_was_given() -> None:
-    status, given = begin("--quick", "--cold", "--seconds=2")
+    status, given = begin("--quick", "--seconds=2")
     assert status == 0 and given is not None
     drops = given.config(Drops, {"count": 1, "seconds": 0.1})
-    assert (drops.count, drops.seconds, given.has("cold"), given.style.is_markdown) == (1, 2.0, True, False)
-    assert given.command == "python -m benchmarks.drops --cold --quick --seconds=2.0"
+    assert (drops.count, drops.seconds, given.style.is_markdown) == (1, 2.0, False)
+    assert given.command == "python -m benchmarks.drops --quick --seconds=2.0"
 
 
 def test_without_quick_its_values_are_not_taken() -> None:
