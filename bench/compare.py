@@ -26,9 +26,9 @@ from numpy.typing import NDArray
 
 from bench.options import CompareOptions, Layout, ServeOptions
 from bench.report import Hardware, ReportStyle, cautions, machine_line, ratios, say, spread_of, this_hardware, write_figures
-from bench.serve import ServerRefuses, measure, times_ms
+from bench.serve import ServerRefuses, measure, served, times_ms
 from common.errors import ConfigError
-from common.processes.local_fleet import FleetFailed, local_fleet
+from common.processes.local_fleet import FleetFailed
 
 TIMES = {"ttft": "TTFT", "itl": "ITL", "e2el": "E2E"}
 """The times whose distributions are kept, and what charts call them."""
@@ -63,8 +63,7 @@ td small { color: #555 } code { overflow-wrap: anywhere } .wide { overflow-x: au
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#333333")
 """Told apart by most colour-blind readers. Source: Okabe and Ito, https://jfly.uni-koeln.de/color/."""
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
-PANEL_INCHES, HEIGHT_INCHES, DOTS_PER_INCH = 4.6, 3.6, 130
-LETTERS_PER_INCH = 12
+PANEL_INCHES, LEGEND_INCHES, HEIGHT_INCHES, DOTS_PER_INCH = 4.6, 2.2, 3.6, 130
 BESIDE = 0.008
 """How far the bars of two layouts are apart at the same rate, as a share of the axis."""
 GREY = "#888888"
@@ -129,7 +128,7 @@ def run(bench: CompareOptions, common: ServeOptions, command: str, markdown: boo
     except OSError as error:
         raise ConfigError(f"--output {bench.output}: no folder can be made there: {error.strerror}") from error
     hardware = this_hardware()
-    runs, failures = measure_all(bench, common, running, api_key)
+    runs, failures = measure_all(bench, common, lambda layout: served(layout.url, *layout.flags), api_key)
     if not runs:
         say("nothing was measured")
         return 1
@@ -168,16 +167,6 @@ def measure_all(
             say(f"{layout.name} failed: {error}")
             failures.append(CompareFailure(layout=layout.name, round=number, reason=str(error)))
     return runs, failures
-
-
-@contextlib.contextmanager
-def running(layout: Layout) -> Iterator[str]:
-    """The URL of a server that runs already, or of a fleet that is stopped at the end. Raises FleetFailed."""
-    if layout.is_url:
-        yield layout.text
-        return
-    with local_fleet(*layout.flags) as fleet:
-        yield fleet.url
 
 
 # ---- figures ----
@@ -321,11 +310,13 @@ def charts(outcome: CompareOutcome) -> Iterator[tuple[str, str, bytes]]:
 
 
 class _Chart:
-    """Panels side by side, with one legend above them. Each layout has a colour."""
+    """Panels side by side, with one legend beside them. Each layout has a colour."""
 
     def __init__(self, outcome: CompareOutcome, panels: int) -> None:
-        self._outcome, self._width_inches = outcome, PANEL_INCHES * panels
-        self._figure = Figure(figsize=(self._width_inches, HEIGHT_INCHES), dpi=DOTS_PER_INCH, layout="constrained")
+        self._outcome = outcome
+        self._figure = Figure(
+            figsize=(PANEL_INCHES * panels + LEGEND_INCHES, HEIGHT_INCHES), dpi=DOTS_PER_INCH, layout="constrained"
+        )
         FigureCanvasAgg(self._figure)
         self._axes = iter(self._figure.subplots(1, panels))
 
@@ -377,11 +368,7 @@ class _Chart:
         for axes in self._figure.axes:
             handles, labels = axes.get_legend_handles_labels()
             labelled |= dict(zip(labels, handles, strict=True))
-        names = {layout.name for layout in self._outcome.layouts}
-        order = sorted(labelled, key=lambda label: label not in names)
-        rows = math.ceil(sum(len(label) + 7 for label in order) / (LETTERS_PER_INCH * self._width_inches))
-        handles, columns = [labelled[label] for label in order], math.ceil(len(order) / rows)
-        self._figure.legend(handles, order, loc="outside upper center", ncols=columns, frameon=False)
+        self._figure.legend(labelled.values(), labelled.keys(), loc="outside right upper", frameon=False)
         file = io.BytesIO()
         self._figure.savefig(file, format="png", metadata={"Software": None})
         return file.getvalue()

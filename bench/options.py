@@ -320,15 +320,16 @@ class Layout:
         if not name or not text:
             raise ConfigError(f"--layout must be NAME=FLAGS or NAME=URL, is {given!r}")
         layout = cls(name, text)
-        return layout if layout.is_url else cls(name, shlex.join(_split_flags(text, f"--layout {name}")))
+        return layout if layout.url else cls(name, shlex.join(_split_flags(text, f"--layout {name}")))
 
     @property
-    def is_url(self) -> bool:
-        return "://" in self.text and not self.text.startswith("-")
+    def url(self) -> str:
+        """Empty for a fleet."""
+        return self.text if "://" in self.text and not self.text.startswith("-") else ""
 
     @property
     def flags(self) -> tuple[str, ...]:
-        return tuple(shlex.split(self.text))
+        return () if self.url else tuple(shlex.split(self.text))
 
 
 @dataclass(frozen=True, kw_only=True)

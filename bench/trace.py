@@ -27,9 +27,9 @@ import msgspec
 from bench.client import tls_context
 from bench.options import LoadOptions, ServeOptions, TraceOptions, WorkloadOptions
 from bench.report import ReportStyle, machine_line, say, this_hardware
-from bench.serve import ServerRefuses, measure
+from bench.serve import ServerRefuses, measure, served
 from common.errors import ConfigError, TandemError
-from common.processes.local_fleet import FleetFailed, local_fleet
+from common.processes.local_fleet import FleetFailed
 
 HEAD = ("process", "busy with steps", "steps", "chunks", "chunk tokens", "pushes", "MB pushed", "spans", "dropped")
 PATH = "/cluster/trace"
@@ -107,7 +107,7 @@ def run(bench: TraceOptions, workload: WorkloadOptions, load: LoadOptions, comma
     """Record, write the file and print the table. Returns the exit status: 1 if there is no trace. Raises ConfigError."""
     hardware = this_hardware()
     try:
-        with _fleet(bench) as url:
+        with served(bench.url, *bench.fleet_flags) as url:
             status, slices = _record(bench, None if bench.url else bench.load_on(url, workload, load), url, control_key)
     except (FleetFailed, TraceFailed, ServerRefuses) as error:
         say(f"there is no trace: {error}")
@@ -155,17 +155,6 @@ def _in_order(processes: Sequence[RecordedProcess]) -> list[int]:
 
 
 # ---- the recording ----
-
-
-@contextlib.contextmanager
-def _fleet(bench: TraceOptions) -> Iterator[str]:
-    """The URL of a fleet that runs already, or of one that is stopped at the end. Raises FleetFailed."""
-    if bench.url:
-        yield bench.url
-        return
-    say("starting the fleet")
-    with local_fleet(*bench.fleet_flags) as fleet:
-        yield fleet.url
 
 
 def _record(bench: TraceOptions, load: ServeOptions | None, url: str, control_key: str) -> tuple[RecordingStatus, list[Slice]]:

@@ -77,8 +77,6 @@ class ControlFigures(msgspec.Struct, kw_only=True):
     """The CPU time of these deaths."""
     restart_s: Annotated[float | None, Column("restart, s", ",.1f")] = None
     """From the start of a router on the ports of a killed one until all instances are members with their links."""
-    start_s: float | None = None
-    """The part of `restart_s` in which nothing listened."""
     metrics_ms: Annotated[float | None, Column("/metrics, ms", ",.0f")] = None
     cluster_ms: Annotated[float | None, Column("/cluster, ms", ",.0f")] = None
     router_mb: Annotated[float | None, Column("memory, MB", ",.0f")] = None
@@ -211,7 +209,6 @@ class ControlSession:
         self._router.kill()
         began = time.monotonic()
         self._router.start()
-        self._figures.start_s = time.monotonic() - began
         self._settle("coming back after a restart", lambda: not former & self._fleet.routers())
         self._figures.restart_s = time.monotonic() - began
 

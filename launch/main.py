@@ -269,8 +269,7 @@ def _bench_compare(flags: argparse.Namespace) -> int:
     child.prepare(1)
     bench = read_config(options.CompareOptions, flags)
     for layout in bench.layouts:
-        if not layout.is_url:
-            build_parser().parse_args(["local", *layout.flags])  # a wrong flag ends the command here, and not in the middle
+        build_parser().parse_args(["local", *layout.flags])  # a wrong flag ends the command here, and not in the middle
     target, workload = read_config(options.TargetOptions, flags), read_config(options.WorkloadOptions, flags)
     load = read_config(options.LoadOptions, flags, request_rate=bench.ladder[0])  # some flags need a rate
     results = read_config(options.ResultOptions, flags)
@@ -293,7 +292,7 @@ def _bench_trace(flags: argparse.Namespace) -> int:
     from bench.trace import run
 
     command = command_line(flags, bench, workload, load, without=options.DECIDED_BY_TRACE)
-    return run(bench, workload, load, command, flags.markdown, chat.read_api_key(bench.control_key) if bench.control_key else "")
+    return run(bench, workload, load, command, flags.markdown, read_control_key(bench.control_key))
 
 
 # --- the table ---------------------------------------------------------------------------------------------------------------

@@ -33,7 +33,6 @@ from launch.child import (
     KeepInstances,
     MeetRouter,
     MeetRouters,
-    Notification,
     Order,
     RoleProcess,
     SpareWanted,
@@ -77,7 +76,7 @@ async def serve(
         KeptDetokenizer(
             DETOKENIZER if config.detokenizers == 1 else f"{DETOKENIZER}-{shard}",
             launch_command(DETOKENIZER, ["--of", router, "--shard", str(shard), *flags]),
-            lambda text: process.report(Notification(text=text)),
+            process.progress,
             duties.give_up,
         )
         for shard in range(config.detokenizers)

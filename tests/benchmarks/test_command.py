@@ -91,7 +91,6 @@ def test_a_quick_run_measures_prints_and_writes_what_was_asked_for(tmp_path: Pat
     assert fleet["instances"] == 6 and fleet["trouble"] == ""
     assert {name for name in FIGURES if fleet[name] > 0} == FIGURES
     assert min(fleet["heartbeat_core_share"], fleet["losses_ms"]) >= 0
-    assert fleet["start_s"] < fleet["restart_s"]
 
 
 REFUSED: list[tuple[Callable[..., object], str, list[Any]]] = [
