@@ -57,7 +57,7 @@ img { max-width: 100%; height: auto; display: block }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; margin: .6em 0 }
 th, td { text-align: right; padding: .25em .8em; border-bottom: 1px solid #ddd; vertical-align: top }
 th:first-child, td:first-child { text-align: left }
-td small { color: #555 } code { overflow-wrap: anywhere } .wide { overflow-x: auto } .failed { color: #a00000 }
+code { overflow-wrap: anywhere } .wide { overflow-x: auto } .failed { color: #a00000 }
 """
 
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#333333")
@@ -272,15 +272,9 @@ def _layouts(outcome: CompareOutcome) -> Lines:
 
 
 def _html_table(lines: Lines) -> str:
-    """A ratio stands on a line of its own."""
-    head, *rest = lines
-    rows = ["".join(f"<th>{html.escape(cell)}</th>" for cell in head)]
-    for line in rest:
-        cells = (html.escape(cell).partition("  ×") for cell in line)
-        rows.append(
-            "".join(f"<td>{figure}{f'<br><small>×{ratio}</small>' if mark else ''}</td>" for figure, mark, ratio in cells)
-        )
-    return '<div class="wide"><table>\n' + "\n".join(f"<tr>{row}</tr>" for row in rows) + "\n</table></div>"
+    kinds = "th", *["td"] * (len(lines) - 1)
+    cells = ("".join(f"<{kind}>{html.escape(cell)}</{kind}>" for cell in line) for kind, line in zip(kinds, lines, strict=True))
+    return '<div class="wide"><table>\n' + "\n".join(f"<tr>{row}</tr>" for row in cells) + "\n</table></div>"
 
 
 # ---- charts ----

@@ -111,10 +111,6 @@ class TargetOptions:
         pairs = [item.partition("=") for item in self.header]
         return {name.strip(): value.strip() for name, _, value in pairs}
 
-    def without_secrets(self) -> "TargetOptions":
-        """As it may be shown: the values of headers may be secret."""
-        return replace(self, header=tuple(f"{name}=..." for name in self.headers))
-
 
 @dataclass(frozen=True, kw_only=True)
 class WorkloadOptions:
@@ -289,6 +285,12 @@ class ServeOptions:
     def is_open(self) -> bool:
         """Whether requests are due at times of their own. Then TTFT and E2E count from these times."""
         return self.load.is_open or self.workload.dataset_name == "trace"
+
+    @property
+    def without_secrets(self) -> tuple[TargetOptions, WorkloadOptions, LoadOptions, ResultOptions]:
+        """Its parts as they may be shown: the values of headers may be secret."""
+        target = replace(self.target, header=tuple(f"{name}=..." for name in self.target.headers))
+        return target, self.workload, self.load, self.results
 
     @property
     def ignores_eos(self) -> bool:

@@ -108,9 +108,8 @@ def start(
     """
     program, published = PROGRAMS.get(name, f"python -m benchmarks.{name}"), (*configs, PublishOptions)
     parser = CommandParser(prog=program, description=explanation, allow_abbrev=False)
-    Command(name, explanation, lambda flags: run(Invocation(flags, published)), published, without, tuple(SWITCHES)).set_up(
-        parser
-    )
+    command = Command(name, "", lambda flags: run(Invocation(flags, published)), published, tuple(without), tuple(SWITCHES))
+    command.set_up(parser)
     flags = parser.parse_args(arguments)
     try:
         status: int = flags.command(flags)
