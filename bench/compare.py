@@ -26,9 +26,9 @@ from numpy.typing import NDArray
 
 from bench.options import CompareOptions, Layout, ServeOptions
 from bench.report import Hardware, ReportStyle, cautions, machine_line, ratios, say, spread_of, this_hardware, write_figures
-from bench.serve import ServerRefuses, measure, times_ms
+from bench.serve import ServerRefuses, measure, served, times_ms
 from common.errors import ConfigError
-from common.processes.local_fleet import FleetFailed, local_fleet
+from common.processes.local_fleet import FleetFailed
 
 TIMES = {"ttft": "TTFT", "itl": "ITL", "e2el": "E2E"}
 """The times whose distributions are kept, and what charts call them."""
@@ -57,14 +57,13 @@ img { max-width: 100%; height: auto; display: block }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; margin: .6em 0 }
 th, td { text-align: right; padding: .25em .8em; border-bottom: 1px solid #ddd; vertical-align: top }
 th:first-child, td:first-child { text-align: left }
-td small { color: #555 } code { overflow-wrap: anywhere } .wide { overflow-x: auto } .failed { color: #a00000 }
+code { overflow-wrap: anywhere } .wide { overflow-x: auto } .failed { color: #a00000 }
 """
 
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#333333")
 """Told apart by most colour-blind readers. Source: Okabe and Ito, https://jfly.uni-koeln.de/color/."""
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
-PANEL_INCHES, HEIGHT_INCHES, DOTS_PER_INCH = 4.6, 3.6, 130
-LETTERS_PER_INCH = 12
+PANEL_INCHES, LEGEND_INCHES, HEIGHT_INCHES, DOTS_PER_INCH = 4.6, 2.2, 3.6, 130
 BESIDE = 0.008
 """How far the bars of two layouts are apart at the same rate, as a share of the axis."""
 GREY = "#888888"
@@ -129,7 +128,7 @@ def run(bench: CompareOptions, common: ServeOptions, command: str, markdown: boo
     except OSError as error:
         raise ConfigError(f"--output {bench.output}: no folder can be made there: {error.strerror}") from error
     hardware = this_hardware()
-    runs, failures = measure_all(bench, common, running, api_key)
+    runs, failures = measure_all(bench, common, lambda layout: served(layout.url, *layout.flags), api_key)
     if not runs:
         say("nothing was measured")
         return 1
@@ -168,16 +167,6 @@ def measure_all(
             say(f"{layout.name} failed: {error}")
             failures.append(CompareFailure(layout=layout.name, round=number, reason=str(error)))
     return runs, failures
-
-
-@contextlib.contextmanager
-def running(layout: Layout) -> Iterator[str]:
-    """The URL of a server that runs already, or of a fleet that is stopped at the end. Raises FleetFailed."""
-    if layout.is_url:
-        yield layout.text
-        return
-    with local_fleet(*layout.flags) as fleet:
-        yield fleet.url
 
 
 # ---- figures ----
@@ -283,15 +272,9 @@ def _layouts(outcome: CompareOutcome) -> Lines:
 
 
 def _html_table(lines: Lines) -> str:
-    """A ratio stands on a line of its own."""
-    head, *rest = lines
-    rows = ["".join(f"<th>{html.escape(cell)}</th>" for cell in head)]
-    for line in rest:
-        cells = (html.escape(cell).partition("  ×") for cell in line)
-        rows.append(
-            "".join(f"<td>{figure}{f'<br><small>×{ratio}</small>' if mark else ''}</td>" for figure, mark, ratio in cells)
-        )
-    return '<div class="wide"><table>\n' + "\n".join(f"<tr>{row}</tr>" for row in rows) + "\n</table></div>"
+    kinds = "th", *["td"] * (len(lines) - 1)
+    cells = ("".join(f"<{kind}>{html.escape(cell)}</{kind}>" for cell in line) for kind, line in zip(kinds, lines, strict=True))
+    return '<div class="wide"><table>\n' + "\n".join(f"<tr>{row}</tr>" for row in cells) + "\n</table></div>"
 
 
 # ---- charts ----
@@ -321,11 +304,13 @@ def charts(outcome: CompareOutcome) -> Iterator[tuple[str, str, bytes]]:
 
 
 class _Chart:
-    """Panels side by side, with one legend above them. Each layout has a colour."""
+    """Panels side by side, with one legend beside them. Each layout has a colour."""
 
     def __init__(self, outcome: CompareOutcome, panels: int) -> None:
-        self._outcome, self._width_inches = outcome, PANEL_INCHES * panels
-        self._figure = Figure(figsize=(self._width_inches, HEIGHT_INCHES), dpi=DOTS_PER_INCH, layout="constrained")
+        self._outcome = outcome
+        self._figure = Figure(
+            figsize=(PANEL_INCHES * panels + LEGEND_INCHES, HEIGHT_INCHES), dpi=DOTS_PER_INCH, layout="constrained"
+        )
         FigureCanvasAgg(self._figure)
         self._axes = iter(self._figure.subplots(1, panels))
 
@@ -377,11 +362,7 @@ class _Chart:
         for axes in self._figure.axes:
             handles, labels = axes.get_legend_handles_labels()
             labelled |= dict(zip(labels, handles, strict=True))
-        names = {layout.name for layout in self._outcome.layouts}
-        order = sorted(labelled, key=lambda label: label not in names)
-        rows = math.ceil(sum(len(label) + 7 for label in order) / (LETTERS_PER_INCH * self._width_inches))
-        handles, columns = [labelled[label] for label in order], math.ceil(len(order) / rows)
-        self._figure.legend(handles, order, loc="outside upper center", ncols=columns, frameon=False)
+        self._figure.legend(labelled.values(), labelled.keys(), loc="outside right upper", frameon=False)
         file = io.BytesIO()
         self._figure.savefig(file, format="png", metadata={"Software": None})
         return file.getvalue()

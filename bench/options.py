@@ -111,10 +111,6 @@ class TargetOptions:
         pairs = [item.partition("=") for item in self.header]
         return {name.strip(): value.strip() for name, _, value in pairs}
 
-    def without_secrets(self) -> "TargetOptions":
-        """As it may be shown: the values of headers may be secret."""
-        return replace(self, header=tuple(f"{name}=..." for name in self.headers))
-
 
 @dataclass(frozen=True, kw_only=True)
 class WorkloadOptions:
@@ -291,6 +287,12 @@ class ServeOptions:
         return self.load.is_open or self.workload.dataset_name == "trace"
 
     @property
+    def without_secrets(self) -> tuple[TargetOptions, WorkloadOptions, LoadOptions, ResultOptions]:
+        """Its parts as they may be shown: the values of headers may be secret."""
+        target = replace(self.target, header=tuple(f"{name}=..." for name in self.target.headers))
+        return target, self.workload, self.load, self.results
+
+    @property
     def ignores_eos(self) -> bool:
         if self.load.ignore_eos != "auto":
             return self.load.ignore_eos == "on"
@@ -320,15 +322,16 @@ class Layout:
         if not name or not text:
             raise ConfigError(f"--layout must be NAME=FLAGS or NAME=URL, is {given!r}")
         layout = cls(name, text)
-        return layout if layout.is_url else cls(name, shlex.join(_split_flags(text, f"--layout {name}")))
+        return layout if layout.url else cls(name, shlex.join(_split_flags(text, f"--layout {name}")))
 
     @property
-    def is_url(self) -> bool:
-        return "://" in self.text and not self.text.startswith("-")
+    def url(self) -> str:
+        """Empty for a fleet."""
+        return self.text if "://" in self.text and not self.text.startswith("-") else ""
 
     @property
     def flags(self) -> tuple[str, ...]:
-        return tuple(shlex.split(self.text))
+        return () if self.url else tuple(shlex.split(self.text))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,6 +13,7 @@ zeros, and the times of an open load count from when a request was due. Percenti
 standard deviations are those of the population. Only whole answers count, but for `failed` and the kinds of errors."""
 
 import asyncio
+import contextlib
 import csv
 import gc
 import http.client
@@ -23,7 +24,7 @@ import sys
 import time
 import urllib.request
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,6 +39,7 @@ from bench.report import say, text_table, write_figures
 from bench.workloads import LoadSession, LoadSessions, RequestBodies, sessions_of
 from common.errors import TandemError
 from common.host import allow_many_files
+from common.processes.local_fleet import local_fleet
 
 LIST_S = 60.0
 EARLY_S = 0.0005
@@ -115,6 +117,18 @@ def measure(
     finally:
         gc.unfreeze()
     return result
+
+
+@contextlib.contextmanager
+def served(url: str, *flags: str) -> Iterator[str]:
+    """The URL of a server that runs already; without one that of a fleet with these flags, stopped at the end. Raises
+    FleetFailed."""
+    if url:
+        yield url
+        return
+    say("starting the fleet")
+    with local_fleet(*flags) as fleet:
+        yield fleet.url
 
 
 async def _measure(

@@ -19,7 +19,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 import msgspec
@@ -27,9 +27,10 @@ import msgspec
 from bench.client import tls_context
 from bench.options import LoadOptions, ServeOptions, TraceOptions, WorkloadOptions
 from bench.report import ReportStyle, machine_line, say, this_hardware
-from bench.serve import ServerRefuses, measure
+from bench.serve import ServerRefuses, measure, served
 from common.errors import ConfigError, TandemError
-from common.processes.local_fleet import FleetFailed, local_fleet
+from common.processes.local_fleet import FleetFailed
+from common.tracing import TracedProcess, TraceLine, TraceStatus
 
 HEAD = ("process", "busy with steps", "steps", "chunks", "chunk tokens", "pushes", "MB pushed", "spans", "dropped")
 PATH = "/cluster/trace"
@@ -49,49 +50,12 @@ class TraceFailed(TandemError):
     """The router does not record, or says nothing of it."""
 
 
-class RecordedProcess(msgspec.Struct, kw_only=True):
-    """A process of the fleet, as the router reports it."""
-
-    id: str
-    role: Literal["router", "detokenizer", "prefill", "decode"]
-    incarnation: str = ""
-    host: str = ""
-    pid: int = 0
-    device: str = ""
-    spans: int = 0
-    dropped: int = 0
-    over: bool = False
-
-
-class RecordingStatus(msgspec.Struct, kw_only=True):
-    """The first line of a trace."""
-
-    state: Literal["running", "over"]
-    began_s: float
-    seconds: float
-    processes: list[RecordedProcess]
-    spans_refused: int = 0
-
-
-class RecordedSpan(msgspec.Struct, kw_only=True):
-    """Every other line of a trace. Times are UNIX seconds."""
-
-    process: int
-    """The place of its process in the status."""
-    track: str
-    name: str
-    begin_s: float
-    end_s: float
-    request: str = ""
-    args: dict[str, int | float | str] = {}
-
-
 @dataclass(frozen=True, slots=True)
 class Slice:
     """A span as a viewer draws it: [begin_us, end_us), never empty, counted from the beginning of the trace, which may be later
     than its own."""
 
-    span: RecordedSpan
+    span: TraceLine
     lane: int
     """The lane of its track on which it overlaps no other."""
     begin_us: int
@@ -107,7 +71,7 @@ def run(bench: TraceOptions, workload: WorkloadOptions, load: LoadOptions, comma
     """Record, write the file and print the table. Returns the exit status: 1 if there is no trace. Raises ConfigError."""
     hardware = this_hardware()
     try:
-        with _fleet(bench) as url:
+        with served(bench.url, *bench.fleet_flags) as url:
             status, slices = _record(bench, None if bench.url else bench.load_on(url, workload, load), url, control_key)
     except (FleetFailed, TraceFailed, ServerRefuses) as error:
         say(f"there is no trace: {error}")
@@ -125,7 +89,7 @@ def run(bench: TraceOptions, workload: WorkloadOptions, load: LoadOptions, comma
     return 0
 
 
-def table(status: RecordingStatus, slices: Sequence[Slice]) -> list[tuple[str, ...]]:
+def table(status: TraceStatus, slices: Sequence[Slice]) -> list[tuple[str, ...]]:
     """What each process did, in the order of `ROLES`."""
     tracks: defaultdict[tuple[int, str], list[Slice]] = defaultdict(list)
     for each in slices:
@@ -149,7 +113,7 @@ def table(status: RecordingStatus, slices: Sequence[Slice]) -> list[tuple[str, .
     return lines
 
 
-def _in_order(processes: Sequence[RecordedProcess]) -> list[int]:
+def _in_order(processes: Sequence[TracedProcess]) -> list[int]:
     """The places of the processes, in the order of their roles."""
     return sorted(range(len(processes)), key=lambda place: (ROLES.index(processes[place].role), place))
 
@@ -157,18 +121,7 @@ def _in_order(processes: Sequence[RecordedProcess]) -> list[int]:
 # ---- the recording ----
 
 
-@contextlib.contextmanager
-def _fleet(bench: TraceOptions) -> Iterator[str]:
-    """The URL of a fleet that runs already, or of one that is stopped at the end. Raises FleetFailed."""
-    if bench.url:
-        yield bench.url
-        return
-    say("starting the fleet")
-    with local_fleet(*bench.fleet_flags) as fleet:
-        yield fleet.url
-
-
-def _record(bench: TraceOptions, load: ServeOptions | None, url: str, control_key: str) -> tuple[RecordingStatus, list[Slice]]:
+def _record(bench: TraceOptions, load: ServeOptions | None, url: str, control_key: str) -> tuple[TraceStatus, list[Slice]]:
     """load: what is sent meanwhile. Raises TraceFailed, ServerRefuses."""
     made = TraceRecording(url, control_key, verify=bench.insecure == "off")
     with ThreadPool(1) as sender, contextlib.closing(made) as recording:
@@ -208,13 +161,13 @@ class TraceRecording:
     def begin(self, seconds: float) -> None:
         self._request("POST", f"?seconds={seconds:g}").read()
 
-    def spans(self) -> tuple[RecordingStatus, Iterator[RecordedSpan]]:
+    def spans(self) -> tuple[TraceStatus, Iterator[TraceLine]]:
         """Wait until the time is over. Returns how the trace ended, and its spans, which are read as they are taken."""
         while True:
             answer = self._request("GET")
-            status = _decoded(answer.readline(), RecordingStatus)
+            status = _decoded(answer.readline(), TraceStatus)
             if status.state == "over":
-                return status, (_decoded(line, RecordedSpan) for line in answer)
+                return status, (_decoded(line, TraceLine) for line in answer)
             answer.read()
             time.sleep(LOOK_S)
 
@@ -245,9 +198,9 @@ def _decoded(line: bytes, shape: type[T]) -> T:
 # ---- slices ----
 
 
-def slices_of(spans: Iterable[RecordedSpan], began_s: float) -> list[Slice]:
+def slices_of(spans: Iterable[TraceLine], began_s: float) -> list[Slice]:
     """began_s: UNIX time of moment 0."""
-    tracks: defaultdict[tuple[int, str], list[RecordedSpan]] = defaultdict(list)
+    tracks: defaultdict[tuple[int, str], list[TraceLine]] = defaultdict(list)
     for span in spans:
         tracks[span.process, span.track].append(span)
     slices: list[Slice] = []
@@ -287,7 +240,7 @@ def paths_of_requests(slices: Iterable[Slice]) -> Iterator[list[Slice]]:
             yield sorted(path, key=lambda each: each.begin_us)
 
 
-def _intervals(spans: Sequence[RecordedSpan], began_s: float) -> list[tuple[int, int]]:
+def _intervals(spans: Sequence[TraceLine], began_s: float) -> list[tuple[int, int]]:
     """An empty one, as of a step that came back in one turn with the step before, takes its microsecond from what ends there."""
     exact = [(round((span.begin_s - began_s) * 1e6), round((span.end_s - began_s) * 1e6)) for span in spans]
     empty = {begin for begin, end in exact if begin >= end}
@@ -300,7 +253,7 @@ def _intervals(spans: Sequence[RecordedSpan], began_s: float) -> list[tuple[int,
 # ---- the file ----
 
 
-def write(path: str, status: RecordingStatus, slices: Sequence[Slice]) -> int:
+def write(path: str, status: TraceStatus, slices: Sequence[Slice]) -> int:
     """Returns the size of the file. Raises OSError."""
     encode = msgspec.json.Encoder().encode
     with gzip.open(path, "wb", compresslevel=GZIP_LEVEL) as file:
@@ -313,7 +266,7 @@ def write(path: str, status: RecordingStatus, slices: Sequence[Slice]) -> int:
     return Path(path).stat().st_size
 
 
-def events(processes: Sequence[RecordedProcess], slices: Sequence[Slice]) -> Iterator[dict[str, Any]]:
+def events(processes: Sequence[TracedProcess], slices: Sequence[Slice]) -> Iterator[dict[str, Any]]:
     """All events of the file. Flows come last: a slice is there before what binds to it."""
     for order, place in enumerate(_in_order(processes)):
         process = processes[place]

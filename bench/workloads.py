@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import cycle, islice
 from pathlib import Path
-from typing import Any, TypeAlias, TypeVar
+from typing import Annotated, Any, TypeAlias, TypeVar
 
 import msgspec
 import numpy as np
@@ -218,10 +218,14 @@ def _length(random: np.random.Generator, mean: int, ratio: float, least: int) ->
 # ---- files ----
 
 
+NotNegative: TypeAlias = Annotated[int, msgspec.Meta(ge=0)]
+AtLeast1: TypeAlias = Annotated[int, msgspec.Meta(ge=1)]
+
+
 class _PromptLine(msgspec.Struct):
     prompt: str | list[int] | None = None
     messages: list[Message] = []
-    output_tokens: int = 0
+    output_tokens: NotNegative = 0
 
 
 class _ShareGptMessage(msgspec.Struct):
@@ -232,17 +236,17 @@ class _ShareGptMessage(msgspec.Struct):
 class _ConversationLine(msgspec.Struct):
     messages: list[Message] = []
     conversations: list[_ShareGptMessage] = []
-    output_tokens: int = 0
+    output_tokens: NotNegative = 0
 
 
 class TraceRequest(msgspec.Struct):
     """A line of a trace."""
 
-    timestamp: float
+    timestamp: Annotated[float, msgspec.Meta(ge=0)]
     """Milliseconds."""
-    input_length: int
-    output_length: int
-    hash_ids: list[int]
+    input_length: AtLeast1
+    output_length: AtLeast1
+    hash_ids: list[NotNegative]
     """The blocks of the prompt; the last one may be cut short."""
 
 
@@ -260,8 +264,6 @@ def read_trace(options: WorkloadOptions) -> list[TraceRequest]:
     """The part of the trace that is to be sent, in the order of its times. Raises ConfigError."""
     kept: list[TraceRequest] = []
     for number, line in _read_lines(options.dataset_path, TraceRequest):
-        if line.input_length < 1 or line.output_length < 1 or line.timestamp < 0 or any(block < 0 for block in line.hash_ids):
-            raise _refused(options.dataset_path, number, "lengths must be at least 1, times and ids at least 0")
         if len(line.hash_ids) * options.trace_block_tokens < line.input_length:
             raise _refused(options.dataset_path, number, f"it has too few hash_ids for {line.input_length} tokens")
         kept.append(line)
@@ -300,7 +302,7 @@ def prompt_of_blocks(words: PromptVocabulary, blocks: list[int], tokens: int, bl
 
 
 def _prompt(options: WorkloadOptions, is_chat: bool, number: int, line: _PromptLine) -> LoadSession:
-    output = _answer_tokens(options, number, line.output_tokens)
+    output = line.output_tokens or options.custom_output_len
     if (line.prompt is None) == (not line.messages):
         raise _refused(options.dataset_path, number, "it must have either prompt or messages")
     if line.prompt is None:
@@ -318,7 +320,7 @@ def _prompt(options: WorkloadOptions, is_chat: bool, number: int, line: _PromptL
 
 
 def _conversation(options: WorkloadOptions, number: int, line: _ConversationLine) -> LoadSession:
-    output = _answer_tokens(options, number, line.output_tokens)
+    output = line.output_tokens or options.custom_output_len
     messages = line.messages
     if line.conversations:
         messages = [{"role": _SHARE_GPT.get(each.who, each.who), "content": each.value} for each in line.conversations]
@@ -338,12 +340,6 @@ def _conversation(options: WorkloadOptions, number: int, line: _ConversationLine
     if not turns:
         raise _refused(options.dataset_path, number, "the user says nothing")
     return LoadSession(tuple(turns))
-
-
-def _answer_tokens(options: WorkloadOptions, number: int, given: int) -> int:
-    if given < 0:
-        raise _refused(options.dataset_path, number, "output_tokens must be at least 1")
-    return given or options.custom_output_len
 
 
 def _read_lines(path: str, kind: type[T]) -> list[tuple[int, T]]:

@@ -75,10 +75,8 @@ class AdaptedSteps(msgspec.Struct, frozen=True, kw_only=True):
     rank: Annotated[int, Column("rank")]
     adapters: Annotated[int, Column("adapters")]
     step_ms: Annotated[float, Column("step, ms", ".2f")]
-    """The median, as are the ratio and its bounds of all rounds."""
-    ratio: Annotated[float, Column("throughput, to the model alone", ".2f")]
-    least: Annotated[float, Column("least", ".2f")]
-    most: Annotated[float, Column("most", ".2f")]
+    """The median of all rounds."""
+    ratio: Annotated[Spread, Column("throughput, to the model alone", ".2f")]
 
 
 def run(invocation: Invocation) -> int:
@@ -86,11 +84,11 @@ def run(invocation: Invocation) -> int:
     child.prepare(engine.threads)
     with ProcessPoolExecutor(1, SPAWN) as process:  # its thread pools are as `prepare` says, because it begins behind that
         found = [steps for model in bench.models.split(",") for steps in process.submit(measure, bench, engine, model).result()]
-    goals = [
-        Goal.of(f"{each.model}: {each.adapters} adapters at {LEAST[each.adapters]} of the model's throughput or more", each.ratio,
-                ".2f", least=LEAST[each.adapters])
-        for each in found if each.adapters in LEAST
-    ]  # fmt: skip
+    goals = []
+    for each in found:
+        if (least := LEAST.get(each.adapters)) is not None:
+            rule = f"{each.model}: {each.adapters} adapters at {least} of the model's throughput or more"
+            goals.append(Goal.of(rule, each.ratio.median, ".2f", least=least))
     table = invocation.style.table(table_of(AdaptedSteps, found))
     invocation.publish(f"device {engine.device}, {bench.rounds} rounds", STEADY, [table], goals, steps=found)
     return 0
@@ -122,7 +120,6 @@ def measure(bench: AdapterBench, engine: EngineConfig, name: str) -> list[Adapte
                 if number:  # the first round compiles and warms up
                     taken.append(step_s)
     for count, taken in seconds.items():
-        ratio = Spread.of(alone / adapted for alone, adapted in zip(seconds[0], taken, strict=True))
         made = AdaptedSteps(
             model=name,
             dtype=runner.description.model.dtype,
@@ -130,9 +127,7 @@ def measure(bench: AdapterBench, engine: EngineConfig, name: str) -> list[Adapte
             rank=bench.rank,
             adapters=count,
             step_ms=1e3 * float(np.median(taken)),
-            ratio=ratio.median,
-            least=ratio.least,
-            most=ratio.most,
+            ratio=Spread.of(alone / adapted for alone, adapted in zip(seconds[0], taken, strict=True)),
         )
         found.append(made)
     return found

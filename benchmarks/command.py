@@ -1,11 +1,10 @@
 """What the instruments share: how one is started, as `python -m benchmarks.NAME`, how its report is published, and what other
 processes use of this machine.
 
-Owns the switches that each instrument has beside its own flags. Knows no instrument.
+Owns the flags that each instrument has beside its own. Knows no instrument.
 """
 
 import argparse
-import shlex
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -17,14 +16,9 @@ import msgspec
 
 from bench.report import BenchOutcome, Goal, ReportStyle, Spread, this_hardware, write_figures
 from common.errors import ConfigError
-from common.options import C, ConfigClass, add_flags, option, read_config, require, to_flags, with_defaults
+from common.options import C, ConfigClass, option, read_config, require, with_defaults
 from launch.child import BAD_FLAG
-from launch.commands import CommandParser
-
-SWITCHES = {
-    "quick": "take less than a minute, to show that everything works: flags that are not given get small values",
-    "markdown": "print the report as Markdown, with the command and the machine",
-}
+from launch.commands import SWITCHES, Command, CommandParser, command_line
 
 PROGRAMS = {"engine": "launch bench engine"}
 """How instruments are started that users start too."""
@@ -40,26 +34,18 @@ class PublishOptions:
 class Invocation:
     """The command line of an instrument that was started."""
 
-    def __init__(
-        self, program: str, flags: argparse.Namespace, configs: Sequence[type[ConfigClass]], switches: Sequence[str]
-    ) -> None:
+    def __init__(self, flags: argparse.Namespace, configs: Sequence[type[ConfigClass]]) -> None:
         """Raises ConfigError for a value that no config takes."""
         self._flags, self.hardware = flags, this_hardware()
         for name, file in (("json", flags.json), ("page", vars(flags).get("page", ""))):  # before minutes are spent
             require(not file or Path(file).absolute().parent.is_dir(), name, "a file in a folder that exists", file)
         self.is_quick, self.style = bool(flags.quick), ReportStyle(flags.markdown)
-        words = [f"--{switch}" for switch in switches if vars(flags)[switch]]
-        words += to_flags(*(read_config(config, flags) for config in configs))
-        self.command = f"{program} {shlex.join(words)}".rstrip()
+        self.command = command_line(flags, *(read_config(config, flags) for config in configs))
         """Repeats the measurement."""
 
     def config(self, config: type[C], quick: Mapping[str, object]) -> C:
         """The config that the flags make. quick: what takes the place of its defaults with --quick."""
         return with_defaults(read_config(config, self._flags), quick if self.is_quick else {})
-
-    def has(self, switch: str) -> bool:
-        """Whether this switch was given."""
-        return bool(vars(self._flags)[switch])
 
     def publish(
         self,
@@ -114,25 +100,23 @@ def start(
     run: Callable[[Invocation], int],
     *configs: type[ConfigClass],
     without: Sequence[str] = (),
-    switches: Mapping[str, str] | None = None,
     arguments: Sequence[str] | None = None,
 ) -> int:
     """Run an instrument. Returns the exit status: 2 for a bad flag, which is named on stderr.
 
-    without: fields of the configs that are no flags. switches: further ones, with their help texts. arguments: those of this
-    process unless given.
+    without: fields of the configs that are no flags. arguments: those of this process unless given.
     """
-    program, all_switches = PROGRAMS.get(name, f"python -m benchmarks.{name}"), {**(switches or {}), **SWITCHES}
+    program, published = PROGRAMS.get(name, f"python -m benchmarks.{name}"), (*configs, PublishOptions)
     parser = CommandParser(prog=program, description=explanation, allow_abbrev=False)
-    add_flags(parser, *configs, PublishOptions, without=without)
-    for switch, help_text in all_switches.items():
-        parser.add_argument(f"--{switch}", action="store_true", help=help_text)
+    command = Command(name, "", lambda flags: run(Invocation(flags, published)), published, tuple(without), tuple(SWITCHES))
+    command.set_up(parser)
     flags = parser.parse_args(arguments)
     try:
-        return run(Invocation(program, flags, (*configs, PublishOptions), list(all_switches)))
+        status: int = flags.command(flags)
     except ConfigError as error:
         print(f"{program}: {error}", file=sys.stderr)
         return BAD_FLAG
+    return status
 
 
 # --- what other processes use, as the kernel tells it --------------------------------------------------------------------------

@@ -25,7 +25,8 @@ from benchmarks.played_fleet import PlayedFleet
 from common.host import allow_many_files
 from common.options import option, parse_numbers, require, require_above_0
 from common.processes.child import KILL_S, Broken, ChildEnded, IntakeClosed, Progress, Ready, Respondent, stop_children
-from common.processes.local_fleet import FleetFailed, connected
+from common.processes.local_fleet import FleetFailed
+from common.processes.router_client import RequestFailed, RouterClient
 
 START_S, STOP_S, ANSWER_S = 60.0, 20.0, 300.0
 PING_EVERY_S = 0.01
@@ -77,8 +78,6 @@ class ControlFigures(msgspec.Struct, kw_only=True):
     """The CPU time of these deaths."""
     restart_s: Annotated[float | None, Column("restart, s", ",.1f")] = None
     """From the start of a router on the ports of a killed one until all instances are members with their links."""
-    start_s: float | None = None
-    """The part of `restart_s` in which nothing listened."""
     metrics_ms: Annotated[float | None, Column("/metrics, ms", ",.0f")] = None
     cluster_ms: Annotated[float | None, Column("/cluster, ms", ",.0f")] = None
     router_mb: Annotated[float | None, Column("memory, MB", ",.0f")] = None
@@ -127,7 +126,7 @@ def measure(bench: ControlBench, instances: int) -> ControlFigures:
     with contextlib.closing(MeasuredRouter()) as router, contextlib.closing(PlayedFleet(router.control)) as fleet:
         try:
             ControlSession(bench, figures, router, fleet).run()
-        except FleetFailed as error:
+        except (FleetFailed, RequestFailed) as error:
             figures.trouble = str(error).splitlines()[0]
             say(f"{instances} instances: {error}")
     return figures
@@ -198,11 +197,9 @@ class ControlSession:
         took_s = []
         for _ in range(PAGES):
             self._fleet.run(self._calm_s)
-            with connected(self._router.url) as connection:
-                began = time.monotonic()
-                connection.request("GET", path)
-                connection.getresponse().read()
-                took_s.append(time.monotonic() - began)
+            began = time.monotonic()
+            RouterClient(self._router.url, timeout_s=ANSWER_S).read(path)
+            took_s.append(time.monotonic() - began)
         return 1e3 * statistics.median(took_s)
 
     def _restart(self) -> None:
@@ -211,7 +208,6 @@ class ControlSession:
         self._router.kill()
         began = time.monotonic()
         self._router.start()
-        self._figures.start_s = time.monotonic() - began
         self._settle("coming back after a restart", lambda: not former & self._fleet.routers())
         self._figures.restart_s = time.monotonic() - began
 

@@ -1,8 +1,8 @@
 """A fleet of instances without engines, played in one process over real ZeroMQ.
 
 Owns the sockets of the instances and their time, and counts the bytes of every message in both directions. A played instance
-says what the product's instances say, because it says it through their `Memberships`; every link that it is to make
-is ready at once. It never gets a request. Does not know what is measured.
+says what the product's instances say, because it says it through their `Memberships` and `LinkBook`; every link that it is to
+make is ready at once. It never gets a request. Does not know what is measured.
 """
 
 import contextlib
@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 import msgspec
 import zmq
+from msgspec.structs import replace
 
 from common.config import DEMO_MODEL
 from common.gate import EVENTS, ConnectionWatch
@@ -24,7 +25,6 @@ from common.messages import (
     Counters,
     InstanceInfo,
     LinkInfo,
-    LinkReport,
     LinkTraffic,
     Load,
     ModelIdentity,
@@ -39,6 +39,7 @@ from common.messages import (
 from common.pages.layout import KVLayout
 from common.processes.local_fleet import FleetFailed
 from common.text.tokenizer_manager import TokenizerManager
+from prefill.requests import LinkBook
 
 SENDERS_PER_SOCKET = 16
 MAX_SOCKETS = 16_384
@@ -62,12 +63,9 @@ class PlayedInstance:
         self.info = info
         self.memberships = Memberships(info, [control], STARTUP_S, now)
         (self._membership,) = self.memberships
-        self.links: dict[InstanceId, LinkInfo] = {}
-        """The links to all its peers."""
+        self._book = LinkBook(info.id, info.incarnation)
         self.is_settled = False
         """The router has answered since all that is new was sent."""
-        self._unreported: dict[InstanceId, LinkInfo] = {}
-        self._links_version = 0
         self._has_sent_all = False
         """The router was sent all that is new."""
 
@@ -90,7 +88,7 @@ class PlayedInstance:
                 if self.router is not None:
                     self._meet(self.memberships.receive_peers(self.router, message, now))
             case TellLinks():
-                return [self._link_report(None, self.links.values())]
+                return [self._book.all_links(lambda peer: TRAFFIC)]
             case _:
                 raise FleetFailed(f"a played instance got a {type(message).__name__}")
         return []
@@ -101,11 +99,9 @@ class PlayedInstance:
         if change is not None:
             self._meet(change)
         messages: list[AnyMessage] = []
-        if self._unreported and self.info.role == "prefill":
-            since, self._links_version = self._links_version, self._links_version + 1
-            messages.append(self._link_report(since, self._unreported.values()))
-        self._unreported.clear()
-        report = Report(Load(pages_free=PAGES, pages_total=PAGES), Counters(), drained=False, links_version=self._links_version)
+        if self.info.role == "prefill" and (changes := self._book.changes()) is not None:
+            messages.append(changes)
+        report = Report(Load(pages_free=PAGES, pages_total=PAGES), Counters(), drained=False, links_version=self._book.version)
         messages += [send.message for send in self.memberships.due(now, report, lambda router: reachable)]
         named = self.router is not None and self.memberships.peers.version(self.router) > 0
         self._has_sent_all = self.memberships.joined and named
@@ -120,23 +116,12 @@ class PlayedInstance:
         """Link to other peers, of which the router is to hear."""
         self._has_sent_all = self.is_settled = False
         if change is not None:
-            for gone in change.left:
-                self.links.pop(gone, None)
-                self._unreported.pop(gone, None)
+            self._book.meet(change)
             for info in change.joined:
-                self.links[info.id] = self._unreported[info.id] = LinkInfo(
-                    peer=info.id,
-                    incarnation=info.incarnation,
-                    state="ready",
-                    detail="NIXL UCX: mlx5_0",
-                    bytes_per_s=1e10,
-                    host_bytes_per_s=2e10,
-                    traffic=TRAFFIC,
+                link = LinkInfo(
+                    peer=info.id, incarnation=info.incarnation, state="ready", detail="NIXL UCX: mlx5_0", traffic=TRAFFIC
                 )
-
-    def _link_report(self, since: int | None, links: Iterable[LinkInfo]) -> LinkReport:
-        info = self.info
-        return LinkReport(id=info.id, incarnation=info.incarnation, version=self._links_version, since=since, links=tuple(links))
+                self._book.changed(replace(link, bytes_per_s=1e10, host_bytes_per_s=2e10))
 
 
 class PlayedFleet:
@@ -191,7 +176,10 @@ class PlayedFleet:
             "prefill": {each.info.id for each in played if each.info.role == "decode"},
             "decode": {each.info.id for each in played if each.info.role == "prefill"},
         }
-        return all(each.is_settled and each.links and others[each.info.role] >= each.links.keys() for each in played)
+        peers = [set(each.memberships.peers) for each in played]
+        return all(
+            each.is_settled and known and others[each.info.role] >= known for each, known in zip(played, peers, strict=True)
+        )
 
     def routers(self) -> set[InstanceId | None]:
         """The routers that the instances are members of; None: of no router yet."""

@@ -1,8 +1,9 @@
-"""What a router adds to a request and to a token, and how many streams it carries: fleets with the timed executor under load.
+"""What a fleet's processes spend on a request and on a token beside the computing, and how many streams a router carries: fleets
+with the timed executor under load.
 
-Owns the flags of the fleets, the phases, and what is made of a load's answers and of the CPU time of the routers meanwhile. The
-load is that of `launch bench serve`, sent by processes of its own, so that its work does not count as the router's. Run it as
-`python -m benchmarks.router`.
+Owns the flags of the fleets, the phases, and what is made of a load's answers and of the CPU time of the processes meanwhile. The
+load is that of `launch bench serve`, sent by processes of its own, so that its work does not count. Run it as `python -m
+benchmarks.router`.
 """
 
 import contextlib
@@ -11,7 +12,7 @@ import multiprocessing
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.pool import AsyncResult, Pool
 from typing import Annotated, Any
@@ -47,6 +48,8 @@ LEAST_STEP_S = 0.0005
 """Steps that are shorter outrun the decode instance's own loop, and then tokens do not come one by one."""
 MOST_ROWS = 4096
 FLAGS = ("--executor=timed", "--transport=cma", "--dtype=bfloat16", "--log-level=warning")
+KINDS = ("router", "detokenizer", "leader", "follower")
+"""Processes that are told apart: routers, detokenizers, the first ranks of decode instances, and their others."""
 SPAWN = multiprocessing.get_context("spawn")
 STEADY = "CPU times per token and per request are affected least."
 QUICK: dict[str, Any] = {"streams": "8", "rate": 2000.0, "seconds": 0.5, "requests": 40, "open": 0}
@@ -67,10 +70,11 @@ class RouterBench:
     open: int = option(10_000, "streams that are open at once, for the memory of each; 0: not measured")
     open_s: float = option(45.0, "about how long they are open; each gets a token a second")
     routers: int = option(1, "routers that share the port")
+    tp: int = option(1, "ranks of each instance, each a process")
 
     def __post_init__(self) -> None:
         require(min(self.numbers) >= 1, "streams", "at least 1 each", self.streams)
-        require_at_least(self, rate=1, seconds=0.1, requests=8, open=0, open_s=2, routers=1)
+        require_at_least(self, rate=1, seconds=0.1, requests=8, open=0, open_s=2, routers=1, tp=1)
 
     @property
     def numbers(self) -> tuple[int, ...]:
@@ -105,6 +109,11 @@ class LoadFigures(msgspec.Struct, frozen=True, kw_only=True):
     detokenizer_us: Annotated[float, Column("detokenizer, us a token", ".1f")]
     load_us: Annotated[float, Column("load generator, us", ".1f")]
     """The CPU time of the load generator for a token."""
+    leader_us: Annotated[float | None, Column("decode instance, us of CPU a step", ",.0f")]
+    """The CPU time of a decode instance, or of its first rank, for a step that gives each stream a token. None when the streams
+    were never all open."""
+    follower_us: Annotated[float | None, Column("each other rank, us", ",.0f")]
+    """The same of each further rank."""
 
 
 # --- the load ----------------------------------------------------------------------------------------------------------------
@@ -115,9 +124,8 @@ class LoadedFleet:
     """A running fleet, and load generators before it, each in a process of its own."""
 
     url: str
-    pids: tuple[int, ...]
-    """The processes of its routers."""
-    detokenizers: tuple[int, ...]
+    pids: Mapping[str, Sequence[int]]
+    """The processes of each of KINDS."""
     generators: Pool
 
     def begin(self, requests: int, parallel: int, tokens: int) -> "AsyncResult[MeasuredLoad]":
@@ -137,13 +145,19 @@ class LoadedFleet:
         return self.generators.apply_async(measure, (load,))
 
     def send(self, requests: int, parallel: int, tokens: int) -> "WatchedLoad":
-        """Send them and watch the routers until all is answered. Raises FleetFailed when no request had an answer."""
-        load, before_s = self.begin(requests, parallel, tokens), sum(map(cpu_s, self.detokenizers))
-        looks: list[tuple[float, float, float]] = []
+        """Send them and watch the fleet until all is answered. Raises FleetFailed when no request had an answer."""
+        looks, load = [self._look()], self.begin(requests, parallel, tokens)
         while not load.ready():
             load.wait(LOOK_S)
-            looks.append((time.perf_counter(), sum(map(cpu_s, self.pids)), sum(map(resident_mb, self.pids))))
-        return WatchedLoad(ended(load), looks, parallel, sum(map(cpu_s, self.detokenizers)) - before_s)
+            looks.append(self._look())
+        return WatchedLoad(ended(load), looks, parallel)
+
+    def _look(self) -> tuple[float, ...]:
+        """The time, the resident memory of the routers in MiB, and the CPU time of each of KINDS: of all its processes, and for
+        ranks their mean."""
+        spent_s = {kind: sum(map(cpu_s, pids)) for kind, pids in self.pids.items()}
+        means = {kind: spent_s[kind] / max(1, len(self.pids[kind])) for kind in ("leader", "follower")}
+        return (time.perf_counter(), sum(map(resident_mb, self.pids["router"])), *(spent_s | means).values())
 
 
 def ended(load: "AsyncResult[MeasuredLoad]") -> MeasuredLoad:
@@ -158,22 +172,20 @@ def ended(load: "AsyncResult[MeasuredLoad]") -> MeasuredLoad:
 
 
 class WatchedLoad:
-    """What came of a load, and of the routers meanwhile. Clocks of all processes of a machine are one clock.
+    """What came of a load, and of the fleet meanwhile. Clocks of all processes of a machine are one clock.
 
-    looks: [looks, 3]: when the routers were looked at, their CPU time, and their resident memory in MiB. detokenizer_s: the CPU
-    time of the detokenizers.
+    looks: [looks, 2 + KINDS], as `LoadedFleet` makes them.
     """
 
-    def __init__(
-        self, load: MeasuredLoad, looks: Sequence[tuple[float, float, float]], parallel: int, detokenizer_s: float
-    ) -> None:
-        self.load, self.parallel, self.detokenizer_s = load, parallel, detokenizer_s
+    def __init__(self, load: MeasuredLoad, looks: Sequence[tuple[float, ...]], parallel: int) -> None:
+        self.load, self.parallel = load, parallel
         self.whole = [answer for answer in load.answers if not answer.error and answer.output_tokens >= answer.requested_tokens]
-        self._at_s, self._cpu_s, self._mb = np.array(looks).T
+        self._at_s, self._mb, *spent_s = np.array(looks).T
+        self._spent_s = dict(zip(KINDS, spent_s, strict=True))
 
-    def router_s(self, begin_s: float, end_s: float) -> float:
-        """The CPU time of the routers meanwhile."""
-        begin, end = np.interp((begin_s, end_s), self._at_s, self._cpu_s)
+    def spent_s(self, kind: str, between: tuple[float, float]) -> float:
+        """The CPU time of this kind meanwhile."""
+        begin, end = np.interp(between, self._at_s, self._spent_s[kind])
         return float(end - begin)
 
     def all_open_s(self) -> tuple[float, float] | None:
@@ -189,10 +201,14 @@ class WatchedLoad:
             short = sum(not answer.error for answer in self.load.answers)
             raise FleetFailed(f"the load came to nothing: {short} of {len(self.load.answers)} answers ended too short")
         all_s = self.load.began_s, self.load.began_s + counted["duration"]
-        begin_s, end_s = open_s or all_s
+        begin_s, end_s = counted_s = open_s or all_s
         tokens = sum(answer.output_tokens for answer in whole)
         per_event = tokens / max(1, sum(answer.counted for answer in whole))
         tokens_then = per_event * sum(_events_in(answer, begin_s, end_s) for answer in whole)
+        steps = tokens_then / self.parallel if open_s else 0.0
+        leader_us, follower_us = (
+            1e6 * self.spent_s(kind, counted_s) / steps if steps else None for kind in ("leader", "follower")
+        )
         p50_ms, p99_ms = np.percentile([1e3 * answer.ttft_s for answer in whole], (50, 99)).tolist()
         return LoadFigures(
             load=name,
@@ -203,14 +219,16 @@ class WatchedLoad:
             ttft_p50_ms=p50_ms,
             ttft_p99_ms=p99_ms,
             requests_per_s=len(whole) / counted["duration"],
-            router_ms=1e3 * self.router_s(*all_s) / len(whole),
+            router_ms=1e3 * self.spent_s("router", all_s) / len(whole),
             tokens_per_s=tokens_then / (end_s - begin_s),
-            router_us=1e6 * self.router_s(begin_s, end_s) / max(1.0, tokens_then),
+            router_us=1e6 * self.spent_s("router", counted_s) / max(1.0, tokens_then),
             tokens_per_event=per_event,
             opened_per_s=0.0 if open_s is None else self.parallel / (begin_s - self.load.began_s),
             kib_each=1024 * float(self._mb.max() - self._mb[0]) / max(1, counted["max_concurrent_requests"]),
-            detokenizer_us=1e6 * self.detokenizer_s / tokens,
+            detokenizer_us=1e6 * self.spent_s("detokenizer", all_s) / tokens,
             load_us=1e6 * self.load.cpu_s / tokens,
+            leader_us=leader_us,
+            follower_us=follower_us,
         )
 
 
@@ -231,15 +249,18 @@ def loaded_fleet(bench: RouterBench, cost: str, streams: int = 256, *flags: str)
         f"--max-waiting={2 * max(streams, 1024)}",
         f"--max-requests={2 * max(streams, 1024)}",
         f"--routers={bench.routers}",
+        f"--tp={bench.tp}",
     )
     with local_fleet(*FLAGS, *own, *flags) as fleet, SPAWN.Pool(2, allow_many_files) as generators:
-        commands = {pid: command_of(pid) for pid in below(fleet.pid)}
-        routers, detokenizers = (
-            tuple(pid for pid, words in commands.items() if role in words) for role in ("router", "detokenizer")
-        )
-        if len(routers) != bench.routers:
-            raise FleetFailed(f"{len(routers)} processes of this fleet are routers, not {bench.routers}")
-        yield LoadedFleet(fleet.url, routers, detokenizers, generators)
+        pids: dict[str, list[int]] = {kind: [] for kind in KINDS}
+        for pid in below(fleet.pid):
+            words = command_of(pid)
+            role = next((word for word in words if word in ("router", "detokenizer", "decode")), "")
+            if role:
+                pids[("follower" if "--rank=" in " ".join(words) else "leader") if role == "decode" else role].append(pid)
+        if len(pids["router"]) != bench.routers:
+            raise FleetFailed(f"{len(pids['router'])} processes of this fleet are routers, not {bench.routers}")
+        yield LoadedFleet(fleet.url, pids, generators)
 
 
 def run(invocation: Invocation) -> int:
@@ -249,7 +270,10 @@ def run(invocation: Invocation) -> int:
     streams = [measure_streams(bench, number) for number in bench.numbers]
     opened = [measure_open(bench)] if bench.open else []
     loads = [alone, beside, many, *streams, *opened]
-    settings = f"{bench.routers} router{'s' * (bench.routers > 1)}, instances without a model, all processes on these cores"
+    settings = (
+        f"{bench.routers} router{'s' * (bench.routers > 1)}, instances of {bench.tp} rank{'s' * (bench.tp > 1)} without a model, "
+        "all processes on these cores"
+    )
     body = [invocation.style.table(table_of(LoadFigures, loads))]
     invocation.publish(settings, STEADY, body, goals(alone, many, streams, opened), routers=bench.routers, loads=loads)
     return 0
@@ -308,7 +332,7 @@ def goals(alone: LoadFigures, many: LoadFigures, streams: Sequence[LoadFigures],
         yield Goal(rule="10,000 streams open at once without a failure", met=met, figure=figure)
 
 
-EXPLANATION = "Measure what a router adds to requests and tokens, and how many streams it carries."
+EXPLANATION = "Measure what a router and several ranks add to requests and tokens, and how many streams a router carries."
 
 if __name__ == "__main__":
     sys.exit(start("router", EXPLANATION, run, RouterBench))

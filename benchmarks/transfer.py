@@ -33,7 +33,7 @@ from benchmarks.transfer_agent import (
 from common.addresses import LOOPBACK
 from common.config import TransportName
 from common.errors import ConfigError, TransferError
-from common.options import option, parse_bytes, parse_numbers, require, require_above_0
+from common.options import Switch, option, parse_bytes, parse_numbers, require, require_above_0
 from common.processes.child import Broken, ChildEnded, Respondent, stop_children
 from launch import child
 
@@ -61,7 +61,6 @@ NETWORK_PAGE_BYTES = 256 * 2**10
 MEMMOVE, SOCKET, COPY = TransferWay("memmove"), TransferWay("socket"), TransferWay("copy")
 NIXL = TransferWay("thread", "nixl")
 STEADY = "CPU-s/GB is affected least."
-SWITCHES = {"namespaces": "also measure between two network namespaces, which stand for two hosts (needs root)"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,6 +77,7 @@ class TransferBench:
     seconds: float = option(0.2, "how long to measure each point in each round, in seconds")
     repeat: int = option(5, "how many rounds over all points and transports")
     idle_s: float = option(3.0, "how long to measure the CPU time of idle pairs, in seconds")
+    namespaces: Switch = option("off", "also measure between two network namespaces, which stand for two hosts (needs root)")
 
     def __post_init__(self) -> None:
         known = get_args(TransportName)
@@ -93,6 +93,8 @@ class TransferBench:
         is_device = self.devices == CPUS or all(map(GPU.fullmatch, self.devices))
         require(is_device, "device", "cpu, cuda, cuda:N or cuda:N,cuda:M", self.device)
         require(min(self.page_counts) >= 1, "pages", "at least 1 each", self.pages)
+        if self.namespaces == "on" and self.devices != CPUS:
+            raise ConfigError(f"--namespaces measures pools on the CPU only, and --device is {self.device}")
 
     @property
     def transports(self) -> tuple[TransportName, ...]:
@@ -201,12 +203,10 @@ class TransferPlace(msgspec.Struct, frozen=True, kw_only=True):
 def run(invocation: Invocation) -> int:
     """Measure, and publish the report. Returns the exit status: 0 also when a goal is not met."""
     child.prepare(1)
-    bench, with_network = invocation.config(TransferBench, QUICK), invocation.has("namespaces")
-    if with_network and bench.devices != CPUS:
-        raise ConfigError(f"--namespaces measures pools on the CPU only, and --device is {bench.device}")
+    bench = invocation.config(TransferBench, QUICK)
     host = measure_host(bench)
     skipped = TransferPlace(name="network", skipped={"namespaces": "--namespaces was not given"})
-    network = measure_network(bench) if with_network else skipped
+    network = measure_network(bench) if bench.namespaces == "on" else skipped
     body = [part for place in (host, network) for part in report(place, invocation)]
     settings = f"pools of {bytes_text(bench.pool_bytes)}"
     invocation.publish(settings, STEADY, body, judge(host, network), host=host, network=network)
@@ -414,4 +414,4 @@ TABLES: dict[str, Callable[[TransferRow], str]] = {
 EXPLANATION = "Measure how fast each transport moves KV pages between two processes."
 
 if __name__ == "__main__":
-    sys.exit(start("transfer", EXPLANATION, run, TransferBench, switches=SWITCHES))
+    sys.exit(start("transfer", EXPLANATION, run, TransferBench))

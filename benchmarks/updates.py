@@ -4,8 +4,6 @@ Owns the rounds and their figures. What is measured is a prefill and a decode in
 bytes, in the same round, is the yardstick. Run it as `python -m benchmarks.updates`.
 """
 
-import shutil
-import socket
 import sys
 import tempfile
 import threading
@@ -15,7 +13,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -27,10 +24,10 @@ from torch import Tensor
 from bench.report import Goal, say, spread_of
 from benchmarks.command import Column, Invocation, start, table_of
 from benchmarks.engine import SHAPES
-from common.config import DEMO_MODEL
-from common.model_path import resolve_model_path
+from benchmarks.random_model import write_checkpoint
+from common.addresses import LOOPBACK, free_port
 from common.options import option, require, require_at_least
-from launch.engine import SHARED_MEMORY, Answer, Engine
+from launch.engine import SHARED_MEMORY, Engine
 
 QUICK: dict[str, Any] = {"shape": "Qwen3-30M", "rounds": 2}
 PROMPT = list(range(3, 11))
@@ -68,12 +65,8 @@ class UpdateFigures(msgspec.Struct, kw_only=True):
     whole_s: Annotated[float, Column("begin → first new token, ms", ",.0f", 1e3)]
     last_s: Annotated[float, Column("last tensor → first new token, ms", ",.0f", 1e3)]
     """From when all tensors were where the fleet reads them, or sent."""
-    held_s: Annotated[float, Column("dispatch held, ms", ",.1f", 1e3)]
-    """For how long the router dispatched nothing."""
     pause_s: Annotated[float, Column("pause of the stream, ms", ",.1f", 1e3)]
     """From its last token of the old weights to its first one of the new."""
-    step_s: Annotated[float, Column("between tokens else, ms", ",.1f", 1e3)]
-    """The median."""
     prefill_s: Annotated[float, Column("another prompt's first token, ms", ",.0f", 1e3)]
     """It has as many tokens as the stream had when it was paused, which the new weights compute anew before the first new one."""
 
@@ -116,19 +109,6 @@ class WatchedStream:
                 break
 
 
-def _checkpoint(bench: UpdateBench, folder: Path) -> Path:
-    """Random weights, with the demo's tokenizer."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    for file in Path(resolve_model_path(DEMO_MODEL)).glob("*token*"):
-        shutil.copy(file, folder)
-    shape = dict(SHAPES[bench.shape])
-    torch.manual_seed(0)
-    config = AutoConfig.for_model(shape.pop("model_type"), **shape)
-    AutoModelForCausalLM.from_config(config, dtype=getattr(torch, bench.dtype)).save_pretrained(folder, max_shard_size="100GB")
-    return folder / "model.safetensors"
-
-
 def _bare_copy_s(file: Path) -> float:
     given = load_file(file)  # mapped: read where it is
     kept = [torch.zeros_like(tensor) for tensor in given.values()]
@@ -160,39 +140,31 @@ class BenchTrainer:
 
     def __init__(self, engine: Engine, world_size: int) -> None:
         self._engine, self._calls = engine, ThreadPoolExecutor(1)
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port: int = free.getsockname()[1]
-        joined = self._calls.submit(engine.init_weights_update_group, "127.0.0.1", port, 1, world_size, GROUP, "gloo")
-        where = {"master_address": "127.0.0.1", "master_port": port, "world_size": world_size}
+        port = free_port(LOOPBACK)
+        joined = self._calls.submit(engine.init_weights_update_group, LOOPBACK, port, 1, world_size, GROUP, "gloo")
+        where = {"master_address": LOOPBACK, "master_port": port, "world_size": world_size}
         self._group = init_custom_process_group({**where, "group_name": GROUP, "backend": "gloo", "timeout_s": PATIENCE_S})
         joined.result()
 
-    def send(self, tensors: Mapping[str, Tensor], version: str) -> tuple[float, Answer]:
-        """When the last tensor was sent, and the answer to the last bucket."""
+    def send(self, tensors: Mapping[str, Tensor], version: str) -> float:
+        """When the last tensor was sent."""
         self._engine.pause_generation("in_place")
-        bucket, done = dict[str, Tensor](), Answer()
+        bucket, sent_s = dict[str, Tensor](), 0.0
         for number, (name, tensor) in enumerate(tensors.items()):
             bucket[name] = tensor
             if sum(each.nbytes for each in bucket.values()) < BUCKET_BYTES and number < len(tensors) - 1:
                 continue
-            named = {"names": list(bucket), "dtypes": [str(each.dtype).removeprefix("torch.") for each in bucket.values()]}
+            dtypes = [str(each.dtype).removeprefix("torch.") for each in bucket.values()]
             shapes = [list(each.shape) for each in bucket.values()]
-            call = self._calls.submit(
-                partial(
-                    self._engine.update_weights_from_distributed,
-                    shapes=shapes,
-                    group_name=GROUP,
-                    weight_version=version,
-                    **named,
-                )
-            )
+            update = partial(self._engine.update_weights_from_distributed, group_name=GROUP, weight_version=version)
+            call = self._calls.submit(update, list(bucket), dtypes, shapes)
             for each in bucket.values():
                 torch.distributed.broadcast(each, 0, group=self._group)
             sent_s = time.monotonic()
-            done, bucket = call.result(), {}
+            call.result()
+            bucket = {}
         self._engine.continue_generation()
-        return sent_s, done
+        return sent_s
 
     def close(self) -> None:
         self._engine.destroy_weights_update_group(GROUP)
@@ -207,11 +179,11 @@ def _change(engine: Engine, kind: str, file: Path, trainer: BenchTrainer, versio
     stream.wait_for(lambda event: event[1] >= BEFORE)
     begun = last = time.monotonic()
     if kind == "shared memory":
-        done = engine.update_weights_from_shared_memory([file.name], weight_version=version)
+        engine.update_weights_from_shared_memory([file.name], weight_version=version)
     elif kind == "disk":
-        done = engine.update_weights_from_disk(str(file.parent), weight_version=version)
+        engine.update_weights_from_disk(str(file.parent), weight_version=version)
     else:
-        last, done = trainer.send(tensors, version)
+        last = trainer.send(tensors, version)
     first = stream.wait_for(lambda event: event[2] == version)
     stream.wait_for(lambda event: event[0] > first)
     stream.leave()
@@ -220,22 +192,20 @@ def _change(engine: Engine, kind: str, file: Path, trainer: BenchTrainer, versio
     begun_prefill = time.monotonic()
     engine.generate([100 + int(first * 1e3) % 400 + at for at in range(len(PROMPT) + kept)], {"max_new_tokens": 1})
     prefill_s = time.monotonic() - begun_prefill
-    gaps = sorted(later - earlier for earlier, later in pairwise(times))
     return UpdateFigures(
         kind=kind,
         copy_s=copy_s,
         whole_s=first - begun,
         last_s=first - last,
-        held_s=done["paused_s"],
         pause_s=first - max(time for time in times if time < first),
-        step_s=gaps[len(gaps) // 2],
         prefill_s=prefill_s,
     )
 
 
 def measure(bench: UpdateBench) -> list[UpdateFigures]:
     with tempfile.TemporaryDirectory() as made:
-        file = _checkpoint(bench, Path(made))
+        write_checkpoint(Path(made), bench.shape, bench.dtype)
+        file = Path(made) / "model.safetensors"
         shared = SHARED_MEMORY / f"tandem-bench-{Path(made).name}"
         flags: dict[str, str | int] = {
             "threads": bench.threads,
@@ -265,7 +235,7 @@ def run(invocation: Invocation) -> int:
         spread = spread_of(figures.copies for figures in found if figures.kind == kind)
         assert spread is not None
         goals.append(Goal.of(f"{RULE}, from {kind}", spread.median, ".1f", most=MOST_COPIES))
-    settings = f"{bench.shape}, {bench.dtype}, a prefill and a decode instance of {bench.threads} threads, mode recompute."
+    settings = f"{bench.shape}, {bench.dtype}, a prefill and a decode instance of {bench.threads} threads, mode recompute"
     table = invocation.style.table(table_of(UpdateFigures, found))
     invocation.publish(settings, STEADY, [table], goals, changes=found)
     return 0

@@ -1,16 +1,18 @@
 """The recording of spans, and the routers that get them.
 
-Owns the spans that were not sent yet, and the traces that run. Knows the two messages of a trace. Opens no socket and reads no
-clock. Does not know what is worth a span.
+Owns the spans that were not sent yet, the traces that run, and the shape in which a trace is read. Knows the two messages of a
+trace. Opens no socket and reads no clock. Does not know what is worth a span.
 
 While nothing is recorded, `SpanRecorder.on` is False, and whoever has a span looks no further: that is all it costs then. Spans
 are recorded with the times of the process, and sent in UNIX time.
 """
 
+from typing import Literal
+
 import msgspec
 
 from common.ids import Incarnation, InstanceId
-from common.messages import Span, Spans, Trace, pack_spans
+from common.messages import Span, SpanArgs, Spans, Trace, pack_spans
 from common.messages.base import UNNAMED
 
 MOST_SPANS = 65_536
@@ -22,6 +24,53 @@ SEND_S = 0.25
 """How often spans are sent that do not fill a message."""
 LONGEST_S = 600.0
 """No trace runs longer, whoever has forgotten it."""
+
+
+TracedRole = Literal["router", "detokenizer", "prefill", "decode"]
+
+
+class TracedProcess(msgspec.Struct, kw_only=True):
+    """A process of the fleet, and what it has recorded."""
+
+    id: InstanceId
+    incarnation: Incarnation = UNNAMED
+    role: TracedRole
+    host: str = ""
+    pid: int = 0
+    device: str = ""
+    spans: int = 0
+    dropped: int = 0
+    """Spans for which it had no room."""
+    over: bool = False
+    """It has sent everything."""
+
+
+class TraceStatus(msgspec.Struct, kw_only=True):
+    """How a trace stands."""
+
+    number: int
+    state: Literal["running", "over"]
+    began_s: float
+    """UNIX time."""
+    seconds: float
+    processes: list[TracedProcess]
+    """Spans name a process by its place here."""
+    bytes: int
+    """Memory that the spans take."""
+    spans_refused: int
+    """Spans for which this router had no room."""
+
+
+class TraceLine(msgspec.Struct, frozen=True):
+    """A span. process: the place of its process in the first line's `processes`. Times are UNIX seconds."""
+
+    process: int
+    track: str
+    name: str
+    begin_s: float
+    end_s: float
+    request: str
+    args: SpanArgs
 
 
 class SpanRecorder:

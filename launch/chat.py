@@ -13,7 +13,8 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass, field
-from typing import Any, TextIO
+from functools import partial
+from typing import Any
 
 from common.errors import ConfigError
 from common.options import option, require_at_least
@@ -131,13 +132,9 @@ def read_api_key(path: str) -> str:
         raise ConfigError(f"--api-key-file: {path} must hold one key of visible ASCII characters") from None
 
 
-def run(plan: ChatFlags, api_key: str, lines: TextIO = sys.stdin, out: TextIO = sys.stdout) -> int:
+def run(plan: ChatFlags, api_key: str) -> int:
     """Talk until the end of input. Returns the exit status."""
-
-    def write(text: str) -> None:
-        out.write(text)
-        out.flush()
-
+    write = partial(print, end="", flush=True)
     try:
         client = RouterClient(plan.url, api_key)
         model = plan.model or client.get("/v1/models")["data"][0]["id"]
@@ -146,7 +143,7 @@ def run(plan: ChatFlags, api_key: str, lines: TextIO = sys.stdin, out: TextIO = 
         return 1
     conversation = TerminalConversation(client, plan, model)
     write(f"{model} at {client.url}. {COMMANDS}.\n")
-    for text in _read(lines, write):
+    for text in _read(write):
         match text.split():
             case []:
                 continue
@@ -173,24 +170,15 @@ def _answer(conversation: TerminalConversation, text: str, write: Callable[[str]
         write(f"\n{timing.line()}\n")
 
 
-def _read(lines: TextIO, write: Callable[[str], object]) -> Iterator[str]:
+def _read(write: Callable[[str], object]) -> Iterator[str]:
     """What is typed, line by line: with history and editing when it is typed in a terminal."""
-    interactive = lines is sys.stdin and lines.isatty()
-    if interactive:
+    if sys.stdin.isatty():
         import readline  # noqa: F401  `input` uses it
     while True:
         try:
-            if interactive:
-                yield input(PROMPT)
-                continue
-            write(PROMPT)
-            line = lines.readline()
+            yield input(PROMPT)
         except EOFError:
             break
         except KeyboardInterrupt:
             write("\n")
-            continue
-        if not line:
-            break
-        yield line.rstrip("\n")
     write("\n")

@@ -75,12 +75,6 @@ BAD_FLAG = 2
 """Exit status of a process that can never run as it was started: it cannot honour a flag or a file."""
 
 
-class Notification(JsonLine, frozen=True, tag="News"):
-    """Something that people should know, while the child goes on."""
-
-    text: str
-
-
 class CloseIntake(JsonLine, frozen=True):
     """To the router: drain, report IntakeClosed, and stay until told to stop."""
 
@@ -110,7 +104,7 @@ class SpareWanted(JsonLine, frozen=True):
     role: Literal["prefill", "decode"]
 
 
-Report: TypeAlias = Progress | Ready | Notification | IntakeClosed | Broken | SpareWanted
+Report: TypeAlias = Progress | Ready | IntakeClosed | Broken | SpareWanted
 Order: TypeAlias = CloseIntake | MeetRouter | MeetRouters | KeepInstances
 
 
@@ -379,7 +373,7 @@ def _run(process: ChildProcess, body: Callable[[ChildProcess], None]) -> int:
 
 def _print(name: str, report: Report) -> None:
     match report:
-        case Progress() | Notification():
+        case Progress():
             print(f"{name}: {report.text}", file=sys.stderr, flush=True)
         case Ready():
             print(f"{name}: ready, " + ", ".join(f"{use} {address}" for use, address in report.addresses.items()), flush=True)

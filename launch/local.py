@@ -35,7 +35,6 @@ from launch.child import (
     CloseIntake,
     KeepInstances,
     MeetRouters,
-    Notification,
     Order,
     Report,
     RoleProcess,
@@ -419,7 +418,7 @@ class ChildFleet:
 
     def _show(self, child: str, report: Report) -> None:
         match report:
-            case Progress(text=text) | Notification(text=text):
+            case Progress(text=text):
                 print(f"{child:<12} {text}", flush=True)
             case Ready(addresses=addresses):
                 print(f"{child:<12} ready: " + ", ".join(f"{use} {address}" for use, address in addresses.items()), flush=True)

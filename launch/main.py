@@ -217,21 +217,24 @@ def _simulate(flags: argparse.Namespace) -> int:
     child.prepare(1)
     from launch.simulate import run
 
-    fleet, load = read_config(FleetPlan, flags), read_config(LoadPlan, flags)
-    router = read_config(RouterConfig, flags, max_requests=RouterConfig().max_requests)
+    fleet, load, router = _read_simulated(flags)
     command = command_line(flags, fleet, load, router)
     return run(fleet, load, dataclasses.replace(router, max_requests=fleet.max_requests), command, flags.markdown)
 
 
 def _plan(flags: argparse.Namespace) -> int:
     child.prepare(1)
-    plan, fleet, load = read_config(SearchPlan, flags), read_config(FleetPlan, flags), read_config(LoadPlan, flags)
-    router = read_config(RouterConfig, flags, max_requests=RouterConfig().max_requests)
-    command = command_line(flags, plan, fleet, load, router)
     from launch.plan import run
 
-    config = dataclasses.replace(router, max_requests=fleet.max_requests)
+    plan, (fleet, load, router) = read_config(SearchPlan, flags), _read_simulated(flags)
+    command, config = command_line(flags, plan, fleet, load, router), dataclasses.replace(router, max_requests=fleet.max_requests)
     return run(plan, fleet, load, config, command, read_control_key(plan.control_key), flags.markdown)
+
+
+def _read_simulated(flags: argparse.Namespace) -> tuple[FleetPlan, LoadPlan, RouterConfig]:
+    """--max-requests has the default of a plan, and stands in the plan alone."""
+    router = read_config(RouterConfig, flags, max_requests=RouterConfig().max_requests)
+    return read_config(FleetPlan, flags), read_config(LoadPlan, flags), router
 
 
 def _bench_offline(flags: argparse.Namespace) -> int:
@@ -258,29 +261,30 @@ def _bench_serve(flags: argparse.Namespace) -> int:
     child.prepare(1)
     from bench.serve import run
 
-    target, workload = read_config(options.TargetOptions, flags), read_config(options.WorkloadOptions, flags)
-    load, results = read_config(options.LoadOptions, flags), read_config(options.ResultOptions, flags)
-    bench = options.ServeOptions(target=target, workload=workload, load=load, results=results)
-    command = command_line(flags, target.without_secrets(), workload, load, results)
-    return run(bench, command, chat.read_api_key(target.api_key_file))
+    bench = _read_load(flags)
+    return run(bench, command_line(flags, *bench.without_secrets), chat.read_api_key(bench.target.api_key_file))
 
 
 def _bench_compare(flags: argparse.Namespace) -> int:
     child.prepare(1)
     bench = read_config(options.CompareOptions, flags)
     for layout in bench.layouts:
-        if not layout.is_url:
-            build_parser().parse_args(["local", *layout.flags])  # a wrong flag ends the command here, and not in the middle
-    target, workload = read_config(options.TargetOptions, flags), read_config(options.WorkloadOptions, flags)
-    load = read_config(options.LoadOptions, flags, request_rate=bench.ladder[0])  # some flags need a rate
-    results = read_config(options.ResultOptions, flags)
-    common = options.ServeOptions(target=target, workload=workload, load=load, results=results)
+        build_parser().parse_args(["local", *layout.flags])  # a wrong flag ends the command here, and not in the middle
+    common = _read_load(flags, request_rate=bench.ladder[0])  # some flags need a rate
     options.check_comparable(common)
     from bench.compare import run
 
-    configs = bench, target.without_secrets(), workload, load, results
-    command = command_line(flags, *configs, without=options.DECIDED_BY_COMPARE)
-    return run(bench, common, command, flags.markdown, chat.read_api_key(target.api_key_file))
+    command = command_line(flags, bench, *common.without_secrets, without=options.DECIDED_BY_COMPARE)
+    return run(bench, common, command, flags.markdown, chat.read_api_key(common.target.api_key_file))
+
+
+def _read_load(flags: argparse.Namespace, **load: object) -> options.ServeOptions:
+    return options.ServeOptions(
+        target=read_config(options.TargetOptions, flags),
+        workload=read_config(options.WorkloadOptions, flags),
+        load=read_config(options.LoadOptions, flags, **load),
+        results=read_config(options.ResultOptions, flags),
+    )
 
 
 def _bench_trace(flags: argparse.Namespace) -> int:
@@ -293,7 +297,7 @@ def _bench_trace(flags: argparse.Namespace) -> int:
     from bench.trace import run
 
     command = command_line(flags, bench, workload, load, without=options.DECIDED_BY_TRACE)
-    return run(bench, workload, load, command, flags.markdown, chat.read_api_key(bench.control_key) if bench.control_key else "")
+    return run(bench, workload, load, command, flags.markdown, read_control_key(bench.control_key))
 
 
 # --- the table ---------------------------------------------------------------------------------------------------------------

@@ -29,7 +29,7 @@ from common.options import flag_of, refuse_without_effect, to_flags
 from common.processes.child import Exited, Progress, Reported
 from engine.checkpoint import fingerprint
 from engine.kv_budget import memory_part
-from launch.child import BAD_FLAG, ChildEvent, ChildProcess, Notification, RoleProcess, launch_command
+from launch.child import BAD_FLAG, ChildEvent, ChildProcess, RoleProcess, launch_command
 from launch.instance_command import InstanceCommand
 
 
@@ -65,7 +65,7 @@ class RankChildren:
     def _heard(self, event: ChildEvent) -> None:
         """On a thread of the child."""
         if isinstance(event, Reported):
-            if isinstance(event.report, Progress | Notification):
+            if isinstance(event.report, Progress):
                 self._process.progress(f"rank {self._ranks[event.child]}: {event.report.text}")
             return
         self._ends.put(event)

@@ -14,7 +14,6 @@ Only texts and numbers cross to the actors and back: Ray itself would unpickle a
 """
 
 import contextlib
-import math
 import queue
 import signal
 import threading
@@ -43,8 +42,7 @@ ANSWER_S = 30.0
 ACTOR_KILL_S = 6.0
 """How long it may take to end its process before Ray ends the actor."""
 LOOK_S = 0.5
-SHOW_AFTER_S = 5.0
-"""When a wait for a place is worth a line."""
+"""How often a wait looks whether it is given up. A wait for a place that takes longer is worth a line."""
 CALLS_AT_ONCE = 4
 """Calls that one actor takes at once: it waits for events while it is told to stop."""
 
@@ -304,22 +302,17 @@ class RayPlace:
         remove_placement_group(self._group)
 
     def hosts(self, given_up: Callable[[], bool], waits: Callable[[str], object]) -> list[RayHost]:
-        show_at = time.monotonic() + SHOW_AFTER_S
-
-        def gives_up() -> bool:
-            nonlocal show_at
-            if time.monotonic() >= show_at:
-                show_at = math.inf
-                waits(self._needs())
-            return given_up()
-
+        is_told = False
         while not self._group.wait(LOOK_S):
-            if gives_up():
+            if given_up():
                 return []
+            if not is_told:
+                is_told = True
+                waits(self._needs())
         actors = [self._actor(number, bundle) for number, bundle in enumerate(self.bundles)]
         hosts: list[RayHost] = []
         for actor in actors:
-            node = self._node_of(actor, gives_up)
+            node = self._node_of(actor, given_up)
             if not node:
                 for each in actors:
                     self._ray.kill(each)
@@ -336,10 +329,10 @@ class RayPlace:
         )
         return kind.remote(self._name)
 
-    def _node_of(self, actor: Any, gives_up: Callable[[], bool]) -> str:
+    def _node_of(self, actor: Any, given_up: Callable[[], bool]) -> str:
         """The address of the actor's node, as soon as it runs; "" when that is given up. Raises HostLost."""
         call = actor.node.remote()
-        while not gives_up():
+        while not given_up():
             try:
                 return str(self._ray.get(call, timeout=LOOK_S))
             except self._ray.exceptions.GetTimeoutError:

@@ -33,7 +33,6 @@ from launch.child import (
     KeepInstances,
     MeetRouter,
     MeetRouters,
-    Notification,
     Order,
     RoleProcess,
     SpareWanted,
@@ -70,14 +69,14 @@ async def serve(
     trust, access = read_trust(security), read_access(access_config)
     if access_config.api_keys or access_config.control_key:
         asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, _read_keys_again, access, access_config)
-    duties = _Duties(process)
+    duties = _Duties(process, access_config.tls_cert)
     router = new_router_name()
     flags = to_flags(config, model, log, security)
     detokenizers = [
         KeptDetokenizer(
             DETOKENIZER if config.detokenizers == 1 else f"{DETOKENIZER}-{shard}",
             launch_command(DETOKENIZER, ["--of", router, "--shard", str(shard), *flags]),
-            lambda text: process.report(Notification(text=text)),
+            process.progress,
             duties.give_up,
         )
         for shard in range(config.detokenizers)
@@ -86,10 +85,8 @@ async def serve(
     def ready(serving: "Serving") -> None:
         for shard, detokenizer in enumerate(detokenizers):
             detokenizer.meet(reachable(serving.control, LOOPBACK), partial(serving.detokenizer_moved, shard))
-        tls = trusting(access_config.tls_cert)
-        duties.on_others(lambda urls: serving.meet_others(urls, tls))
+        duties.serving = serving
         serving.scaling.starts = lambda role: process.report(SpareWanted(role=role))
-        duties.on_kept(lambda kept: serving.scaling.keeps(kept.names, kept.spare))
         own = {"own": serving.own_url} if config.share_port == "on" else {}
         control = reachable(serving.control, host_for_peers())
         _settle_memory()
@@ -134,15 +131,15 @@ def _settle_memory() -> None:
 
 
 class _Duties:
-    """The orders to this process, as events of its loop. Made on the loop's thread."""
+    """The orders to this process, as events of its loop. Made on the loop's thread. cert: of the HTTP API of all routers."""
 
-    def __init__(self, process: ChildProcess) -> None:
+    def __init__(self, process: ChildProcess, cert: str) -> None:
         self.intake_closes = asyncio.Event()
         self.at_once = asyncio.Event()
         self.stop = asyncio.Event()
-        self._process = process
-        self._meet: Callable[[Sequence[str]], object] = lambda urls: None
-        self._keeps: Callable[[KeepInstances], object] = lambda kept: None
+        self.serving: Serving | None = None
+        """The router, once it is ready."""
+        self._process, self._tls = process, trusting(cert)
         loop = asyncio.get_running_loop()
         process.on_stop(lambda: loop.call_soon_threadsafe(self.end))
         process.on_order(lambda order: loop.call_soon_threadsafe(self._obey, order))
@@ -159,21 +156,14 @@ class _Duties:
         self.at_once.set()
         self.end()
 
-    def on_others(self, meet: Callable[[Sequence[str]], object]) -> None:
-        """Call `meet` with the addresses of the other routers. They are told after this router has reported its own."""
-        self._meet = meet
-
-    def on_kept(self, keeps: Callable[[KeepInstances], object]) -> None:
-        """Call `keeps` whenever other instances are kept alive beside this router. That too is told after it has reported."""
-        self._keeps = keeps
-
     def _obey(self, order: Order) -> None:
+        """What the router is told while it serves comes after it has reported its own addresses."""
         if isinstance(order, CloseIntake):
             self.intake_closes.set()
-        elif isinstance(order, MeetRouters):
-            self._meet(order.urls)
-        elif isinstance(order, KeepInstances):
-            self._keeps(order)
+        elif self.serving is not None and isinstance(order, MeetRouters):
+            self.serving.meet_others(order.urls, self._tls)
+        elif self.serving is not None and isinstance(order, KeepInstances):
+            self.serving.scaling.keeps(order.names, order.spare)
 
 
 class KeptDetokenizer:

@@ -8,16 +8,15 @@ them on the loop. Opens no socket, reads no clock.
 """
 
 from dataclasses import dataclass, field
-from typing import Literal
 
 import msgspec
 
 from common.errors import BadRequest
-from common.ids import Incarnation, InstanceId, Life
+from common.ids import InstanceId, Life
 from common.instance.ports import Send
 from common.messages import Ending, Failed, Spans, Trace, pack_spans
 from common.messages.base import UNNAMED
-from common.tracing import LONGEST_S, MESSAGE_SPANS, SpanRecorder
+from common.tracing import LONGEST_S, MESSAGE_SPANS, SpanRecorder, TracedProcess, TraceStatus
 from router.attempts import Attempt, Record
 from router.fleet import Members
 
@@ -25,8 +24,6 @@ MOST_BYTES = 256 * 2**20
 """Room for packed spans, with FRAME_BYTES for each message: idle instances send one span at a time."""
 FRAME_BYTES = 110
 GRACE_S = 2.0
-
-TracedRole = Literal["router", "detokenizer", "prefill", "decode"]
 
 
 class TraceRuns(BadRequest):
@@ -39,38 +36,6 @@ class NoTrace(BadRequest):
     """There is no trace to read."""
 
     status = 404
-
-
-class TracedProcess(msgspec.Struct, kw_only=True):
-    """A process of the fleet, and what it has recorded."""
-
-    id: InstanceId
-    incarnation: Incarnation = UNNAMED
-    role: TracedRole
-    host: str = ""
-    pid: int = 0
-    device: str = ""
-    spans: int = 0
-    dropped: int = 0
-    """Spans for which it had no room."""
-    over: bool = False
-    """It has sent everything."""
-
-
-class TraceStatus(msgspec.Struct, kw_only=True):
-    """How a trace stands."""
-
-    number: int
-    state: Literal["running", "over"]
-    began_s: float
-    """UNIX time."""
-    seconds: float
-    processes: list[TracedProcess]
-    """Spans name a process by its place here."""
-    bytes: int
-    """Memory that the spans take."""
-    spans_refused: int
-    """Spans for which this router had no room."""
 
 
 class Frame(msgspec.Struct, frozen=True):

@@ -49,10 +49,9 @@ class JsonLine(msgspec.Struct, frozen=True, kw_only=True, tag=True, tag_field="t
 
 
 class Progress(JsonLine, frozen=True):
-    """The child is still starting."""
+    """What people should know while the child starts, or goes on."""
 
     text: str
-    """What it is doing."""
 
 
 class Ready(JsonLine, frozen=True):

@@ -1,17 +1,15 @@
-"""A fleet of real processes on this machine: `launch local` in a child process, and connections to its router.
+"""A fleet of real processes on this machine: `launch local` in a child process.
 
 Owns the child process. Knows the command line, and nothing of the inside.
 """
 
 import contextlib
-import http.client
 import re
 import signal
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from urllib.parse import urlsplit
 
 import msgspec
 
@@ -20,26 +18,12 @@ from common.processes.child import Child, Progress
 
 START_S = 180.0
 STOP_S = 60.0
-ANSWER_S = 300.0
 LOOK_S = 0.1
 _CURL_LINE = re.compile(r"^curl (http://[^/]+)/.*? -d ", re.MULTILINE | re.DOTALL)
 
 
 class FleetFailed(TandemError):
     """A fleet did not start, stop or answer as it should."""
-
-
-@contextlib.contextmanager
-def connected(url: str) -> Iterator[http.client.HTTPConnection]:
-    """A connection to the router at this URL. Raises FleetFailed when it cannot be made, or fails inside."""
-    connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=ANSWER_S)
-    try:
-        connection.connect()
-        yield connection
-    except (OSError, http.client.HTTPException) as error:
-        raise FleetFailed(f"the router does not answer: {error!r}") from error
-    finally:
-        connection.close()
 
 
 class LocalFleet:

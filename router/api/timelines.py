@@ -25,8 +25,9 @@ from starlette.responses import Response, StreamingResponse
 
 from common.errors import BadRequest
 from common.ids import Role
-from common.messages import SpanArgs, Times, unpack_spans
+from common.messages import Times, unpack_spans
 from common.processes.router_client import RequestFailed, RouterClient
+from common.tracing import TraceLine, TraceStatus
 from router.api.admission import visit_of
 from router.api.description import Described
 from router.api.errors import shown
@@ -35,7 +36,7 @@ from router.api.threads import SharedThreads
 from router.core import Gateway
 from router.past_load import LoadLine, PastRequest, lines_of
 from router.timelines import REMEMBERED, AttemptTimes, Durations, RequestTimes
-from router.traces import Frame, TraceStatus
+from router.traces import Frame
 
 ASK_S = 2.0
 """For all of them together: they are on this host, and look in a dictionary."""
@@ -267,18 +268,6 @@ LOAD = Described(
     media_types=(LINES,),
 )
 FORGET = Described("Operations", "Forget the trace", "It is ended and forgotten.", TraceStatus, refusals=(404,))
-
-
-class TraceLine(msgspec.Struct, frozen=True):
-    """A span. process: the place of its process in the first line's `processes`. Times are UNIX seconds."""
-
-    process: int
-    track: str
-    name: str
-    begin_s: float
-    end_s: float
-    request: str
-    args: SpanArgs
 
 
 class TraceApi:

@@ -58,7 +58,7 @@ def test_a_layout_is_flags_of_launch_local_or_a_url() -> None:
         Layout("vllm", "http://host:8000/v1"),
         Layout("x", "--router=tcp://h:1"),
     )
-    assert [layout.is_url for layout in layouts] == [False, False, True, False]
+    assert [layout.url for layout in layouts] == ["", "", "http://host:8000/v1", ""]
     assert layouts[1].flags == ("--prefill", "1", "--model", "my model")
 
 

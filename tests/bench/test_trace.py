@@ -18,9 +18,6 @@ from hypothesis import strategies as st
 
 from bench.options import DECIDED_BY_TRACE, LoadOptions, TraceOptions, WorkloadOptions
 from bench.trace import (
-    RecordedProcess,
-    RecordedSpan,
-    RecordingStatus,
     TraceFailed,
     TraceRecording,
     events,
@@ -32,7 +29,9 @@ from bench.trace import (
 )
 from common.access import Access, KeyRing
 from common.errors import ConfigError
+from common.ids import InstanceId
 from common.options import read_config, to_flags
+from common.tracing import TracedProcess, TraceLine, TraceStatus
 from launch.main import build_parser, main
 from tests.router.fakes import Site, listening
 
@@ -109,14 +108,21 @@ def test_nobody_is_there() -> None:
 
 
 BEGAN_S = 1.7e9
-PROCESSES = [RecordedProcess(id="prefill-0", role="prefill", pid=7, host="h"), RecordedProcess(id="router", role="router")]
+PROCESSES = [
+    TracedProcess(id=InstanceId("prefill-0"), role="prefill", pid=7, host="h"),
+    TracedProcess(id=InstanceId("router"), role="router"),
+]
 TIMES = st.integers(-50, 200)
 
 
+def line_of(track: str, begin_s: float = 0.0, end_s: float = 0.5, request: str = "", **args: int) -> TraceLine:
+    return TraceLine(0, track, track, BEGAN_S + begin_s, BEGAN_S + end_s, request, args)
+
+
 @st.composite
-def a_line(draw: st.DrawFn) -> RecordedSpan:
+def a_line(draw: st.DrawFn) -> TraceLine:
     begin_s = BEGAN_S + draw(TIMES) / 1e5
-    return RecordedSpan(
+    return TraceLine(
         process=draw(st.integers(0, 1)),
         track=draw(st.sampled_from(["requests", "chunks", "pushes", "another"])),
         name="n",
@@ -143,7 +149,7 @@ def test_intervals_of_a_lane_do_not_overlap_and_there_are_as_many_lanes_as_overl
 
 
 @given(LINES)
-def test_every_span_is_a_slice_with_its_time_to_a_microsecond(lines: list[RecordedSpan]) -> None:
+def test_every_span_is_a_slice_with_its_time_to_a_microsecond(lines: list[TraceLine]) -> None:
     slices = slices_of(lines, BEGAN_S)
     assert len(slices) == len(lines)
     expected = sorted((line.process, line.track, round((line.begin_s - BEGAN_S) * 1e6), line.request) for line in lines)
@@ -153,7 +159,7 @@ def test_every_span_is_a_slice_with_its_time_to_a_microsecond(lines: list[Record
 
 
 @given(LINES)
-def test_a_way_leads_through_every_slice_of_its_request_in_the_order_of_their_begins(lines: list[RecordedSpan]) -> None:
+def test_a_way_leads_through_every_slice_of_its_request_in_the_order_of_their_begins(lines: list[TraceLine]) -> None:
     slices = slices_of(lines, BEGAN_S)
     found = list(paths_of_requests(slices))
     for way in found:
@@ -165,7 +171,7 @@ def test_a_way_leads_through_every_slice_of_its_request_in_the_order_of_their_be
 
 
 @given(LINES)
-def test_slices_of_a_thread_do_not_overlap_and_every_event_of_a_flow_lies_within_one(lines: list[RecordedSpan]) -> None:
+def test_slices_of_a_thread_do_not_overlap_and_every_event_of_a_flow_lies_within_one(lines: list[TraceLine]) -> None:
     made: list[dict[str, Any]] = list(events(PROCESSES, slices_of(lines, BEGAN_S)))
     threads: defaultdict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)
     for event in made:
@@ -185,25 +191,19 @@ def test_slices_of_a_thread_do_not_overlap_and_every_event_of_a_flow_lies_within
 
 def test_a_step_that_came_back_together_with_another_is_on_its_lane() -> None:
     times = [(0.0, 0.01), (0.01, 0.01), (0.01, 0.02)]
-    steps = [RecordedSpan(process=0, track="steps", name="s", begin_s=BEGAN_S + a, end_s=BEGAN_S + b) for a, b in times]
+    steps = [line_of("steps", begin_s, end_s) for begin_s, end_s in times]
     slices = slices_of(steps, BEGAN_S)
     assert [each.lane for each in slices] == [0, 0, 0] and slices[1].end_us - slices[1].begin_us == 1
 
 
 def test_the_file_is_json_and_names_every_process_and_thread(tmp_path: Path) -> None:
     lines = [
-        RecordedSpan(process=0, track="steps", name="prefill step", begin_s=BEGAN_S, end_s=BEGAN_S + 0.5),
-        RecordedSpan(
-            process=0, track="chunks", name="chunk", begin_s=BEGAN_S, end_s=BEGAN_S + 0.5, request="a", args={"tokens": 8}
-        ),
-        RecordedSpan(
-            process=0, track="chunks", name="chunk", begin_s=BEGAN_S, end_s=BEGAN_S + 0.5, request="b", args={"tokens": 4}
-        ),
-        RecordedSpan(
-            process=0, track="pushes", name="push", begin_s=BEGAN_S, end_s=BEGAN_S + 0.1, request="a", args={"bytes": 2_000_000}
-        ),
+        line_of("steps"),
+        line_of("chunks", request="a", tokens=8),
+        line_of("chunks", request="b", tokens=4),
+        line_of("pushes", end_s=0.1, request="a", bytes=2_000_000),
     ]
-    status = RecordingStatus(state="over", began_s=BEGAN_S, seconds=2.0, processes=PROCESSES)
+    status = TraceStatus(number=1, state="over", began_s=BEGAN_S, seconds=2.0, processes=PROCESSES, bytes=9, spans_refused=0)
     slices = slices_of(lines, BEGAN_S)
     path = tmp_path / "trace.json.gz"
     assert write(str(path), status, slices) == path.stat().st_size

@@ -149,7 +149,7 @@ def test_conversations_of_a_file_are_what_its_users_say(tmp_path: Path) -> None:
     [
         ("trace", line(0, 600, [1]), "line 2 of .* too few hash_ids"),
         ("trace", '{"timestamp": 0}', "line 2 of .*input_length"),
-        ("trace", line(0, 0, []), "line 2 of .* at least 1"),
+        ("trace", line(0, 0, []), "line 2 of .*>= 1.*input_length"),
         ("custom", "{}", "line 2 of .* prompt or messages"),
         ("custom", {"messages": [{"role": "user", "content": "a"}]}, "line 2 of .* openai-chat"),
         ("custom", '{"prompt": 7}', "line 2 of "),

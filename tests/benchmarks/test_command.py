@@ -1,7 +1,6 @@
-"""How every instrument is started, and two that are quick enough to run whole: `control` and `ranks`.
+"""How every instrument is started, and one that is quick enough to run whole: `control`, which has a router that runs.
 
-Flags are made from its options, a command repeats it, and each instrument refuses by its flag what it cannot measure. `control`
-has a router that runs; `ranks` has processes that obey the leader in this one, and end with the measurement.
+Flags are made from its options, a command repeats it, and each instrument refuses by its flag what it cannot measure.
 """
 
 import json
@@ -12,13 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 
 from benchmarks.command import Invocation, start
-from benchmarks.cpu_peers import CpuPeersBench
 from benchmarks.engine import EngineBench
-from benchmarks.ranks import RanksBench, RanksFigures, run
 from benchmarks.transfer import TransferBench
 from common.errors import ConfigError
 from common.options import option, require_above_0
@@ -42,16 +38,16 @@ def begin(*arguments: str) -> tuple[int, Invocation | None]:
         given.append(invocation)
         return 0
 
-    status = start("drops", "Count.", run, Drops, switches={"cold": "below zero"}, arguments=arguments)
+    status = start("drops", "Count.", run, Drops, arguments=arguments)
     return status, given[0] if given else None
 
 
 def test_quick_takes_the_place_of_defaults_only_and_the_command_repeats_what_was_given() -> None:
-    status, given = begin("--quick", "--cold", "--seconds=2")
+    status, given = begin("--quick", "--seconds=2")
     assert status == 0 and given is not None
     drops = given.config(Drops, {"count": 1, "seconds": 0.1})
-    assert (drops.count, drops.seconds, given.has("cold"), given.style.is_markdown) == (1, 2.0, True, False)
-    assert given.command == "python -m benchmarks.drops --cold --quick --seconds=2.0"
+    assert (drops.count, drops.seconds, given.style.is_markdown) == (1, 2.0, False)
+    assert given.command == "python -m benchmarks.drops --quick --seconds=2.0"
 
 
 def test_without_quick_its_values_are_not_taken() -> None:
@@ -95,25 +91,9 @@ def test_a_quick_run_measures_prints_and_writes_what_was_asked_for(tmp_path: Pat
     assert fleet["instances"] == 6 and fleet["trouble"] == ""
     assert {name for name in FIGURES if fleet[name] > 0} == FIGURES
     assert min(fleet["heartbeat_core_share"], fleet["losses_ms"]) >= 0
-    assert fleet["start_s"] < fleet["restart_s"]
-
-
-def test_one_and_two_ranks_are_measured_and_only_the_second_has_a_follower(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    file = tmp_path / "figures.json"
-    flags = ["--ranks=1,2", "--rows=3", "--steps=20", f"--json={file}", "--markdown"]
-    assert start("ranks", "", run, RanksBench, arguments=flags) == 0
-    assert "| 2 | 3 |" in capsys.readouterr().out
-    alone, two = msgspec.convert(json.loads(file.read_text())["ranks"], list[RanksFigures])
-    assert (alone.ranks, two.ranks) == (1, 2) and alone.follower_cpu_us == 0 < two.follower_cpu_us
-    assert min(alone.leader_cpu_us, two.leader_cpu_us, two.step_us) > 0
 
 
 REFUSED: list[tuple[Callable[..., object], str, list[Any]]] = [
-    (RanksBench, "ranks", ["0,1", "65"]),
-    (RanksBench, "rows", ["0"]),
-    (RanksBench, "steps", [0]),
     (TransferBench, "transport", ["pigeon"]),
     (TransferBench, "page_bytes", ["64KiB,100KiB", "64", "auto", "512MiB"]),
     (TransferBench, "pages", ["1,two", "0"]),
@@ -128,9 +108,6 @@ REFUSED: list[tuple[Callable[..., object], str, list[Any]]] = [
     (EngineBench, "contexts", ["0"]),
     (EngineBench, "rounds", [1]),
     (EngineBench, "budget_s", [0.0]),
-    (CpuPeersBench, "engines", ["tandem,abacus"]),
-    (CpuPeersBench, "rounds", [0]),
-    (CpuPeersBench, "prompt_tokens", ["9,3"]),
 ]
 
 
@@ -140,8 +117,3 @@ REFUSED: list[tuple[Callable[..., object], str, list[Any]]] = [
 def test_what_cannot_be_measured_is_refused_by_its_flag(bench: Callable[..., object], field: str, value: object) -> None:
     with pytest.raises(ConfigError, match=f"--{field.replace('_', '-')}"):
         bench(**{field: value})
-
-
-def test_a_peer_that_is_not_installed_is_refused_by_the_flag_that_names_it() -> None:
-    with pytest.raises(ConfigError, match="--vllm must be a Python for vllm"):
-        CpuPeersBench(engines="tandem,vllm")

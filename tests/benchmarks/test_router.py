@@ -17,13 +17,13 @@ from common.processes.local_fleet import FleetFailed
 
 def test_a_quick_run_measures_prints_and_writes_what_was_asked_for(tmp_path: Path) -> None:
     figures = tmp_path / "figures.json"
-    command = [sys.executable, "-m", "benchmarks.router", "--quick", "--markdown", "--requests", "24", "--open", "4"]
+    command = [sys.executable, "-m", "benchmarks.router", "--quick", "--markdown", "--requests", "24", "--open", "4", "--tp", "2"]
     done = subprocess.run(
         [*command, "--open-s", "5", "--json", str(figures)], capture_output=True, text=True, timeout=280, check=False
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith(
-        "```sh\npython -m benchmarks.router --quick --markdown --requests=24 --open=4 --open-s=5.0 --json="
+        "```sh\npython -m benchmarks.router --quick --markdown --requests=24 --open=4 --open-s=5.0 --tp=2 --json="
     )
     outcome = json.loads(figures.read_text())
     alone, beside, many, streams, opened = outcome["loads"]
@@ -33,6 +33,8 @@ def test_a_quick_run_measures_prints_and_writes_what_was_asked_for(tmp_path: Pat
     assert (streams["streams"], streams["failed"], many["failed"], many["requests"]) == (8, 0, 0, 24)
     assert streams["tokens_per_s"] > 0 and streams["router_us"] > 0
     assert (opened["streams"], opened["most_open"], opened["failed"]) == (4, 4, 0) and opened["opened_per_s"] > 0
+    assert min(each[rank] for each in (streams, opened) for rank in ("leader_us", "follower_us")) > 0
+    assert alone["leader_us"] is None
 
 
 def answer(first_s: float, *gaps_s: float, error: str = "") -> TimedAnswer:
@@ -46,10 +48,10 @@ def answer(first_s: float, *gaps_s: float, error: str = "") -> TimedAnswer:
 
 
 def watched(*answers: TimedAnswer, parallel: int) -> WatchedLoad:
-    """The routers use half of a core, and grow by a MiB in each second."""
+    """The routers use half of a core, and grow by a MiB in each second; the others use a tenth, a quarter and an eighth."""
     figures = figures_of(answers, 10.0, ResultOptions())
-    looks = [(9.0 + second, 0.5 * second, 100.0 + second) for second in range(12)]
-    return WatchedLoad(MeasuredLoad("demo", figures, list(answers), 10.0, 0.3), looks, parallel, 0.16)
+    looks = [(9.0 + t, 100.0 + t, 0.5 * t, 0.1 * t, 0.25 * t, 0.125 * t) for t in range(13)]
+    return WatchedLoad(MeasuredLoad("demo", figures, list(answers), 10.0, 0.3), looks, parallel)
 
 
 def test_rates_are_of_the_time_when_all_streams_are_open_and_opening_takes_until_then() -> None:
@@ -60,14 +62,16 @@ def test_rates_are_of_the_time_when_all_streams_are_open_and_opening_takes_until
     assert found.tokens_per_event == 2.0 and found.tokens_per_s == pytest.approx(2 * (3 + 2) / 3)
     assert found.router_us == pytest.approx(1e6 * 1.5 / 10) and found.router_ms == pytest.approx(1e3 * 5 / 2)
     assert (found.opened_per_s, found.most_open, found.failed) == (1.0, 2, 0)
-    assert found.kib_each == pytest.approx(1024 * 11 / 2) and found.detokenizer_us == pytest.approx(1e4)
+    assert found.kib_each == pytest.approx(1024 * 12 / 2) and found.detokenizer_us == pytest.approx(1e6 / 16)
+    steps = 10 / 2
+    assert (found.leader_us, found.follower_us) == pytest.approx((1e6 * 3 / 4 / steps, 1e6 * 3 / 8 / steps))
 
 
 def test_streams_that_were_never_all_open_are_counted_over_the_whole_load_and_failures_are_named() -> None:
     load = watched(answer(11.0, 1.0), answer(13.0, 1.0), answer(12.0, error="broken"), parallel=3)
     assert load.all_open_s() is None
     found = load.figures("streams")
-    assert (found.opened_per_s, found.failed) == (0.0, 1)
+    assert (found.opened_per_s, found.failed, found.leader_us) == (0.0, 1, None)
     assert found.tokens_per_s == pytest.approx(8 / 10) and found.router_us == pytest.approx(1e6 * 5 / 8)
 
 

@@ -19,7 +19,6 @@ from benchmarks.transfer import (
     MEMMOVE,
     NIXL,
     SOCKET,
-    SWITCHES,
     AgentPair,
     PushSample,
     TransferBench,
@@ -172,7 +171,7 @@ def test_the_worst_page_size_decides_and_the_fullest_push_of_each_counts() -> No
 
 def invocation(*flags: str) -> Invocation:
     made: list[Invocation] = []
-    start("transfer", "", lambda given: made.append(given) or 0, TransferBench, switches=SWITCHES, arguments=flags)  # type: ignore[func-returns-value]
+    start("transfer", "", lambda given: made.append(given) or 0, TransferBench, arguments=flags)  # type: ignore[func-returns-value]
     return made[0]
 
 
@@ -218,7 +217,7 @@ def test_a_card_that_is_not_there_is_named() -> None:
 
 def test_pools_on_a_card_are_not_measured_between_namespaces(capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["--namespaces", "--device=cuda"]
-    assert start("transfer", "", run, TransferBench, switches=SWITCHES, arguments=flags) == 2
+    assert start("transfer", "", run, TransferBench, arguments=flags) == 2
     assert "--namespaces measures pools on the CPU only, and --device is cuda" in capsys.readouterr().err
 
 

@@ -8,7 +8,8 @@ import torch
 
 from common.config import AttentionName, EngineConfig, ModelConfig
 from common.errors import ConfigError
-from common.processes.local_fleet import connected, local_fleet
+from common.processes.local_fleet import local_fleet
+from common.processes.router_client import RouterClient
 from engine.cpu import build
 from engine.model_runner import ModelRunner
 from launch.child import find_programs
@@ -25,12 +26,11 @@ def clean_host(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 def test_the_processor_serves_the_log_says_what_lacks_and_the_fleet_stops_in_order() -> None:
-    with local_fleet() as fleet, connected(fleet.url) as router:
-        data = completion_of_ids("demo", list(range(300, 320)), 6, return_token_ids=True)
-        router.request("POST", "/v1/completions", data, {"Content-Type": "application/json"})
-        assert len(json.loads(router.getresponse().read())["choices"][0]["token_ids"]) == 6
-        router.request("GET", "/cluster")
-        instances = json.loads(router.getresponse().read())["instances"]
+    with local_fleet() as fleet:
+        router = RouterClient(fleet.url)
+        asked = json.loads(completion_of_ids("demo", list(range(300, 320)), 6, return_token_ids=True))
+        assert len(router.post("/v1/completions", asked)["choices"][0]["token_ids"]) == 6
+        instances = router.get("/cluster")["instances"]
     assert "there is no C compiler; install gcc or clang, or name one in CC" in fleet.output
     told = {instance["role"]: instance["ranks"][0]["engine"] for instance in instances}
     for engine in told.values():

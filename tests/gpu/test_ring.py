@@ -1,6 +1,5 @@
 """A prefill and a decode instance that share a card, as real processes: their answers beside those of colocated serving."""
 
-import http
 import json
 import time
 from collections.abc import Sequence
@@ -10,7 +9,8 @@ from contextlib import ExitStack
 import numpy as np
 import pytest
 
-from common.processes.local_fleet import connected, local_fleet
+from common.processes.local_fleet import local_fleet
+from common.processes.router_client import RouterClient
 from tests.rig.client import completion_of_ids
 
 FLAGS = (
@@ -28,15 +28,11 @@ COUNTED_S, LOOK_EVERY_S = 5.0, 0.1
 
 def answers(url: str, prompts: Sequence[list[int]]) -> list[list[int]]:
     """Greedy, several at once."""
+    client = RouterClient(url)
 
     def answer(prompt: list[int]) -> list[int]:
         data = completion_of_ids("demo", prompt, TOKENS, return_token_ids=True)
-        with connected(url) as connection:
-            connection.request("POST", "/v1/completions", data, {"Content-Type": "application/json"})
-            response = connection.getresponse()
-            text = response.read()
-        assert response.status == http.HTTPStatus.OK, text
-        ids: list[int] = json.loads(text)["choices"][0]["token_ids"]
+        ids: list[int] = client.post("/v1/completions", json.loads(data))["choices"][0]["token_ids"]
         return ids
 
     with ThreadPoolExecutor(AT_ONCE) as pool:
@@ -47,9 +43,7 @@ def bytes_pushed(url: str) -> int:
     """What the instances have counted. Counters come with heartbeats, so the first ones are waited for."""
     until = time.monotonic() + COUNTED_S
     while True:
-        with connected(url) as connection:
-            connection.request("GET", "/cluster")
-            instances = json.loads(connection.getresponse().read())["instances"]
+        instances = RouterClient(url).get("/cluster")["instances"]
         pushed = sum(int(instance["counters"]["bytes_pushed"]) for instance in instances)
         if pushed or time.monotonic() > until:
             return pushed

@@ -1,12 +1,15 @@
 """`launch chat` and the client below it, against a server that sends what it is told to."""
 
+import contextlib
 import io
 import json
+import sys
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -72,7 +75,8 @@ REFUSED = json.dumps({"error": {"message": "too many requests are open"}}).encod
 
 def talk(double: Double, typed: str, **plan: Any) -> str:
     out = io.StringIO()
-    assert chat.run(ChatFlags(url=double.url, **plan), "", io.StringIO(typed), out) == 0
+    with contextlib.redirect_stdout(out), mock.patch.object(sys, "stdin", io.StringIO(typed)):
+        assert chat.run(ChatFlags(url=double.url, **plan), "") == 0
     return out.getvalue()
 
 

@@ -14,11 +14,13 @@ from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
-from common.processes.local_fleet import FleetFailed, LocalFleet, connected, local_fleet
+from common.processes.local_fleet import FleetFailed, LocalFleet, local_fleet
 from tests.rig.forks import forked
 
 PATIENCE_S = 180.0
+ANSWER_S = 300.0
 LOOK_S = 0.05
 HOME_S = 60.0
 HEARTBEAT_S = 0.5
@@ -141,10 +143,15 @@ class FleetPages:
         until_nothing_lacks(lambda: self.not_whole(names, {}), PATIENCE_S)
 
     def _ask(self, method: str, path: str, body: bytes | None) -> Reply:
-        with connected(self.url) as connection:
+        connection = http.client.HTTPConnection(urlsplit(self.url).netloc, timeout=ANSWER_S)
+        try:
             connection.request(method, path, body, {"Content-Type": "application/json"} if body else {})
             with connection.getresponse() as response:
                 return Reply(response.status, response.read().decode(errors="replace"))
+        except (OSError, http.client.HTTPException) as error:
+            raise FleetFailed(f"the router does not answer: {error!r}") from error
+        finally:
+            connection.close()
 
 
 def not_home(cluster: Json, names: Collection[str] = ()) -> list[str]:
