@@ -6,11 +6,14 @@ Owns the load and the comparison. The fleet, its router and what decides are the
 
 import asyncio
 import json
+import multiprocessing
 import sys
 import tempfile
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Annotated, Literal
@@ -38,6 +41,7 @@ from simulation.workload import read_trace
 
 LENGTHS = {"conversation": (12_035, 343), "synthetic": (15_325, 149), "toolagent": (8_596, 182)}
 """Mean tokens of prompts and answers in Mooncake's traces (https://github.com/kvcache-ai/Mooncake, FAST25-release)."""
+PAGE_TOKENS = 128
 MOST_HOLDS = 1.15
 QUICK = {"phase_s": 20.0, "phases": 2, "instances": 3, "rate": 2.0}
 
@@ -52,7 +56,8 @@ class ShiftBench:
     phase_s: float = option(120.0, "seconds of a phase")
     phases: int = option(4, "how many phases")
     instances: int = option(6, "how many instances the fleet has")
-    kv_pages: int = option(8_000, "assumed: KV pages of an instance, of 16 tokens")
+    kv_pages: int = option(1_000, "assumed: KV pages of an instance, of 128 tokens")
+    step_cost: str = option(FleetPlan().step_cost, "assumed: as of `launch simulate`")
     seed: int = option(0, "of all that is random")
 
     def __post_init__(self) -> None:
@@ -125,10 +130,17 @@ class SimulatedAutoscaler:
 def run_layout(bench: ShiftBench, scaling: ScalingConfig, trace: Path, prefill: int | None) -> LayoutFigures:
     """prefill: how many instances of a fixed fleet compute prompts; None: the fleet shapes itself, from equal halves."""
     of_prefill = bench.instances // 2 if prefill is None else prefill
-    layout = {"prefill": of_prefill, "decode": bench.instances - of_prefill, "kv_pages": bench.kv_pages}
+    layout = FleetPlan(
+        prefill=of_prefill,
+        decode=bench.instances - of_prefill,
+        step_cost=bench.step_cost,
+        kv_pages=bench.kv_pages,
+        page_size=PAGE_TOKENS,
+        skip_steps="on",
+    )
     load = LoadPlan(trace=str(trace), slo_ttft_s=scaling.slo_ttft_s, slo_itl_s=scaling.slo_itl_s)
     router = RouterConfig(max_requests=FleetPlan().max_requests)
-    simulation = Simulation(replace(FleetPlan(), **layout), load, router)  # type: ignore[arg-type]
+    simulation = Simulation(layout, load, router)
     autoscaler = SimulatedAutoscaler(simulation.fleet, scaling) if prefill is None else None
     simulation.run()
     found = figures(simulation)
@@ -147,8 +159,8 @@ def run(invocation: Invocation) -> int:
     bench, scaling = invocation.config(ShiftBench, QUICK), invocation.config(ScalingConfig, {})
     with tempfile.TemporaryDirectory() as folder:
         write_trace(bench, trace := Path(folder, "trace.jsonl"))
-        layouts = [None, *range(bench.instances)]
-        found = [run_layout(bench, scaling, trace, prefill) for prefill in layouts]
+        with ProcessPoolExecutor(mp_context=multiprocessing.get_context("spawn")) as pool:
+            found = list(pool.map(partial(run_layout, bench, scaling, trace), (None, *range(bench.instances))))
     best = max(found[1:], key=lambda each: each.good_per_s)
     gain = found[0].good_per_s / max(best.good_per_s, 1e-9)
     goal = Goal.of(f"good answers, as a multiple of those of the best fixed fleet ({best.layout})", gain, ".2f", least=MOST_HOLDS)
