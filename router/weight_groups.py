@@ -11,14 +11,14 @@ when one of them may have missed something: what comes next would be taken for t
 """
 
 from contextlib import suppress
-from uuid import uuid4
+
+from msgspec.structs import replace
 
 from common.errors import BadRequest, TandemError, Unavailable
 from common.ids import Life
 from common.messages.tasks import JoinGroup, LeaveGroup
-from common.messages.weights import AnnouncedWeight, WeightsFromGroup
 from router.core import Gateway
-from router.weights import Updated, UpdateMode
+from router.weights import Updated, UpdateOrder
 
 ANSWER_S = 60.0
 """How long members may take to answer, beside their wait for a trainer."""
@@ -29,58 +29,43 @@ class FleetGroups:
         self._gateway = gateway
         self._groups: dict[str, frozenset[Life]] = {}
 
-    async def join(
-        self, group: str, address: str, port: int, rank_offset: int, world_size: int, backend: str, timeout_s: float
-    ) -> dict[str, range]:
+    async def join(self, order: JoinGroup) -> dict[str, range]:
         """Have every rank join. Returns when all have met, with the ranks of each instance in the group: prefill instances come
-        first, and those of a role are in the order of their names. timeout_s: how long they may take to meet, and any broadcast
-        afterwards. Raises BadRequest, Unavailable."""
+        first, and those of a role are in the order of their names. order: with the first rank. Raises BadRequest, Unavailable."""
+        group, first = order.group, order.first_rank
         if group in self._groups:
             rule = "is there already: send POST /destroy_weights_update_group first, or give this one another name"
             raise BadRequest(f"group_name: the group {group} {rule}", field="group_name")
         members = sorted(self._gateway.core.fleet.members(), key=lambda member: (member.info.role != "prefill", member.info.id))
-        ranks, first = dict[str, range](), rank_offset
+        ranks = dict[str, range]()
         for member in members:
             ranks[member.info.id] = range(first, first + len(member.info.ranks))
             first = ranks[member.info.id].stop
-        if world_size < first:
+        if order.world_size < first:
             counted = ", ".join(f"{name}: {len(here)}" for name, here in ranks.items())
-            rule = f"the fleet has {first - rank_offset} ranks ({counted}), which begin with rank_offset {rank_offset}"
-            raise BadRequest(f"world_size: {rule}, so it must be {first} or more, and not {world_size}", field="world_size")
+            begin, size = order.first_rank, order.world_size
+            rule = f"the fleet has {first - begin} ranks ({counted}), which begin with rank_offset {begin}"
+            raise BadRequest(f"world_size: {rule}, so it must be {first} or more, and not {size}", field="world_size")
         made = self._groups[group] = frozenset(member.life for member in members)
         try:
             await self._have_all_leave(group)  # members may be in one of this name that an earlier life of the router has made
-            tasks = {
-                member.life: JoinGroup(group, address, port, ranks[member.info.id].start, world_size, backend, timeout_s)
-                for member in members
-            }
-            await self._gateway.perform(tasks, timeout_s + ANSWER_S)
+            tasks = {member.life: replace(order, first_rank=ranks[member.info.id].start) for member in members}
+            await self._gateway.perform(tasks, order.timeout_s + ANSWER_S)
         except TandemError:
             if self._groups.get(group) is made:  # else it was left meanwhile, and another one may have its name
                 await self.leave(group)
             raise
         return ranks
 
-    async def update(
-        self,
-        group: str,
-        weights: tuple[AnnouncedWeight, ...],
-        mode: UpdateMode,
-        version: str,
-        finish_s: float | None,
-        *,
-        keeps_pause: bool,
-    ) -> Updated:
-        """Change these weights, which the trainer broadcasts in this order. See `Gateway.update_weights`. Raises what came of it:
-        then the group is over."""
+    async def update(self, group: str, order: UpdateOrder) -> Updated:
+        """Change weights that the trainer broadcasts to this group. Raises what came of it: then the group is over."""
         if group not in self._groups:
             rule = "send POST /init_weights_update_group first, also after an update that failed"
             raise BadRequest(f"group_name: the fleet is in no group {group}: {rule}", field="group_name")
         group_of = self._groups[group]
         try:
             self._require_whole(group)
-            source = WeightsFromGroup(group, uuid4().hex, weights)
-            return await self._gateway.update_weights(source, mode, version, finish_s, keeps_pause=keeps_pause)
+            return await self._gateway.update_weights(order)
         except TandemError:
             if self._groups.get(group) is group_of:
                 await self.leave(group)

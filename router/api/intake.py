@@ -14,7 +14,7 @@ from typing import TypeAlias, TypeVar
 from msgspec.structs import replace
 
 from common.config import RouterConfig
-from common.errors import BadRequest, UnknownModel
+from common.errors import BadRequest, NotFound
 from common.ids import ID_BYTES, Digest, Variant, pack_ids
 from common.pages.radix_cache import BlockNames
 from common.sampling_params import SamplingParams
@@ -89,7 +89,7 @@ class Intake:
             return await self._long_threads.run(owner, partial(reader, body, self.context_tokens))
 
     async def accept_chat(self, request: ChatRequest, client: ClientRequest) -> Accepted:
-        """Raises BadRequest, UnknownModel, Overloaded."""
+        """Raises BadRequest, NotFound, Overloaded."""
         texts = list(request.texts())
         size = request.size_chars(texts)
         self._check(request, size)
@@ -104,7 +104,7 @@ class Intake:
         return accepted
 
     async def accept_completion(self, request: CompletionRequest, client: ClientRequest) -> Accepted:
-        """Raises BadRequest, UnknownModel, Overloaded."""
+        """Raises BadRequest, NotFound, Overloaded."""
         self._check(request, max(map(len, request.prompts)))
         parts: list[tuple[Sequence[str], Encode]] = []
         for prompt in request.prompts:
@@ -115,7 +115,7 @@ class Intake:
         return self._accept(request, client, await self._encode(request, client, parts, sum(map(len, request.prompts))))
 
     async def tokenize(self, asked: TokenizeRequest, owner: str = "") -> Tokenized:
-        """owner: see `RequestSpec`. Raises BadRequest, UnknownModel, Overloaded."""
+        """owner: see `RequestSpec`. Raises BadRequest, NotFound, Overloaded."""
         self.adapter_in(asked.model)
         tokenizer, prompt = self._tokenizer, asked.prompt
         if isinstance(prompt, str):
@@ -136,7 +136,7 @@ class Intake:
             return await self._run(work, size, owner)
 
     async def detokenize(self, asked: DetokenizeFields, owner: str = "") -> Detokenized:
-        """owner: see `RequestSpec`. Raises BadRequest, UnknownModel, Overloaded."""
+        """owner: see `RequestSpec`. Raises BadRequest, NotFound, Overloaded."""
         self.adapter_in(asked.model)
         ids, skip = asked.tokens, asked.skip_special_tokens
 
@@ -159,21 +159,21 @@ class Intake:
 
     def adapter_in(self, model: str | None, field: str = "model") -> str:
         """The LoRA adapter that a client means by the name of a model, its own or base:name; "": the model alone. Raises
-        UnknownModel."""
+        NotFound."""
         if model is None or model == self._model:
             return ""
         for name in (model, model.removeprefix(f"{self._model}:")):
             if self._core.fleet.adapters.entry(name) is not None:
                 return name
-        raise UnknownModel(f"model {shown(model)!r} is not served here: use {self._model!r}", field=field, code="model_not_found")
+        raise NotFound(f"model {shown(model)!r} is not served here: use {self._model!r}", field=field, code="model_not_found")
 
     def evicted_adapters(self, request: ReadRequest) -> list[str]:
-        """Those of its adapters that are to be loaded again. Raises UnknownModel."""
+        """Those of its adapters that are to be loaded again. Raises NotFound."""
         entries = {name: self._core.fleet.adapters.entry(name) for name in self._adapters_of(request, 1) if name}
         return [name for name, entry in entries.items() if entry is not None and not entry.is_loaded]
 
     def _adapters_of(self, request: ReadRequest, prompts: int) -> list[str]:
-        """The adapter of each prompt. Raises UnknownModel."""
+        """The adapter of each prompt. Raises NotFound."""
         of_model = self.adapter_in(request.fields.model)
         named = [self.adapter_in(name, "lora_path") if name else of_model for name in request.adapters]
         return named if len(named) > 1 else (named or [of_model]) * prompts

@@ -156,6 +156,11 @@ class AbortFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     rid: Annotated[str, Meta(description="Id of the request: its `rid`, its X-Request-Id, or the `id` of its answer.")] = ""
     abort_all: Annotated[bool, Meta(description="End every request that this router has open.")] = False
 
+    def __post_init__(self) -> None:
+        """Raises BadRequest."""
+        if not self.rid and not self.abort_all:
+            raise BadRequest("rid is missing: send the id of a request, or abort_all=true", field="rid")
+
 
 class Aborted(msgspec.Struct, frozen=True):
     """The answer of POST /abort_request."""
@@ -238,14 +243,6 @@ def _require_no_logprobs(fields: GenerateFields) -> None:
     }
     for name in (name for name, is_wanted in wanted.items() if is_wanted):
         raise BadRequest(f"{name} is for log probabilities only: leave it out or send return_logprob=true", field=name)
-
-
-def read_abort(body: bytes, context_tokens: int | None = None) -> AbortFields:
-    """The body of POST /abort_request. Raises BadRequest."""
-    fields = read_fields(object_in(body), AbortFields, ABORT)
-    if not fields.rid and not fields.abort_all:
-        raise BadRequest("rid is missing: send the id of a request, or abort_all=true", field="rid")
-    return fields
 
 
 def _prompts(fields: GenerateFields) -> tuple[tuple[Prompt, ...], str]:

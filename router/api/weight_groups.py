@@ -6,6 +6,7 @@ beside it in python/sglang/srt/managers/io_struct.py at https://github.com/sgl-p
 """
 
 from typing import Annotated, Literal
+from uuid import uuid4
 
 import msgspec
 from fastapi import Request
@@ -13,15 +14,12 @@ from msgspec import Meta
 from starlette.responses import Response
 
 from common.errors import BadRequest
-from common.messages.tasks import Name, ReadWeight
-from common.messages.weights import MOST_WEIGHTS, AnnouncedWeight, FloatName, GroupName
+from common.messages.tasks import JoinGroup, Name, ReadWeight
+from common.messages.weights import MOST_WEIGHTS, AnnouncedWeight, FloatName, GroupName, WeightsFromGroup
 from common.ranges import Size
-from router.api.admission import visit_of
-from router.api.bodies import object_in
-from router.api.description import Described, call_route
-from router.api.fields import Unsupported, read_fields
-from router.api.sending import json_response
-from router.api.weights import UPDATE_FIELDS, UpdateAnswer, UpdateFields, checked, update_answer
+from router.api.description import ApiPart, Described
+from router.api.fields import Unsupported
+from router.api.weights import UPDATE_FIELDS, UpdateAnswer, UpdateFields, update_answer
 from router.core import Gateway
 from router.weight_groups import ANSWER_S, FleetGroups
 
@@ -69,6 +67,13 @@ class GroupBucketFields(UpdateFields, frozen=True, kw_only=True, forbid_unknown_
     ]
     group_name: Group = DEFAULT_GROUP
 
+    def __post_init__(self) -> None:
+        """Raises BadRequest."""
+        super().__post_init__()
+        for field, count in (("dtypes", len(self.dtypes)), ("shapes", len(self.shapes))):
+            if count != len(self.names):
+                raise BadRequest(f"{field}: there are {count}, and {len(self.names)} names: give one for each", field=field)
+
 
 class DestroyGroupFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The body of POST /destroy_weights_update_group."""
@@ -96,89 +101,57 @@ class JoinedAnswer(GroupAnswer, frozen=True, kw_only=True):
     ranks: Annotated[dict[str, list[int]], Meta(description="The ranks of each instance in the group.")]
 
 
-_REFUSALS = (400, 403, 409, 413, 415, 503)
-JOIN = call_route("SGLang", "Join a trainer's group", InitGroupFields, JoinedAnswer, _REFUSALS)
-UPDATE = call_route("SGLang", "Update the weights from a trainer's group", GroupBucketFields, UpdateAnswer, _REFUSALS)
-LEAVE = call_route("SGLang", "Leave a trainer's group", DestroyGroupFields, GroupAnswer, _REFUSALS)
-READ = Described("SGLang", "Read a weight", "Its first rows.", list[float | list[float]], ReadWeightFields, refusals=_REFUSALS)
+_BUCKET = Unsupported({**UPDATE_FIELDS, "selector": ("all",)})
 
 
-def read_init(body: bytes, context_tokens: int | None = None) -> InitGroupFields:
-    """Raises BadRequest."""
-    return read_fields(object_in(body), InitGroupFields)
-
-
-def read_bucket(body: bytes, context_tokens: int | None = None) -> GroupBucketFields:
-    """Raises BadRequest."""
-    fields = checked(read_fields(object_in(body), GroupBucketFields, Unsupported({**UPDATE_FIELDS, "selector": ("all",)})))
-    for field, count in (("dtypes", len(fields.dtypes)), ("shapes", len(fields.shapes))):
-        if count != len(fields.names):
-            raise BadRequest(f"{field}: there are {count}, and {len(fields.names)} names: give one for each", field=field)
-    return fields
-
-
-def read_destroy(body: bytes, context_tokens: int | None = None) -> DestroyGroupFields:
-    """Raises BadRequest."""
-    return read_fields(object_in(body or b"{}"), DestroyGroupFields)
-
-
-def read_name(body: bytes, context_tokens: int | None = None) -> ReadWeightFields:
-    """Raises BadRequest."""
-    return read_fields(object_in(body), ReadWeightFields)
-
-
-class WeightGroupsApi:
+class WeightGroupsApi(ApiPart):
     """The handlers."""
 
-    def __init__(self, gateway: Gateway) -> None:
-        self._gateway = gateway
+    refusals = (400, 403, 409, 413, 415, 503)
+
+    def __init__(self, gateway: Gateway, model: str) -> None:
+        super().__init__(gateway, model)
         self._groups = FleetGroups(gateway)
 
-    async def join(self, request: Request) -> Response:
+    @Described("POST /init_weights_update_group", "SGLang", "Join a trainer's group")
+    async def join(self, request: Request, asked: InitGroupFields) -> JoinedAnswer:
         """Every rank of every instance joins the group. The answer comes when all have met: send this, and join as rank 0
         meanwhile. Prefill instances get the first ranks; those of a role follow in the order of their names."""
-        asked = await visit_of(request).read(request, read_init)
-        ranks = await self._groups.join(
-            asked.group_name,
-            asked.master_address,
-            asked.master_port,
-            asked.rank_offset,
-            asked.world_size,
-            asked.backend,
-            asked.timeout_s,
-        )
+        where, first, size = (asked.master_address, asked.master_port), asked.rank_offset, asked.world_size
+        ranks = await self._groups.join(JoinGroup(asked.group_name, *where, first, size, asked.backend, asked.timeout_s))
         message = f"{sum(map(len, ranks.values()))} ranks of {len(ranks)} instances are in the group {asked.group_name}"
-        return json_response(JoinedAnswer(message=message, ranks={name: list(here) for name, here in ranks.items()}))
+        return JoinedAnswer(message=message, ranks={name: list(here) for name, here in ranks.items()})
 
-    async def update(self, request: Request) -> Response:
+    @Described(
+        "POST /update_weights_from_distributed", "SGLang", "Update the weights from a trainer's group", unsupported=_BUCKET
+    )
+    async def update(self, request: Request, asked: GroupBucketFields) -> UpdateAnswer:
         """Every instance receives the weights beside those in use, while the trainer's rank 0 broadcasts them one by one in this
         order. When all have them, with one digest, all change to them: each call is an update of its own. If one fails, the fleet
         keeps what it had before the call, and the group is over."""
-        asked = await visit_of(request).read(request, read_bucket)
         weights = tuple(
             AnnouncedWeight(name, dtype, tuple(shape))
             for name, dtype, shape in zip(asked.names, asked.dtypes, asked.shapes, strict=True)
         )
+        order = asked.order(WeightsFromGroup(asked.group_name, uuid4().hex, weights))
         open_requests = len(self._gateway.core.requests)
-        done = await self._groups.update(
-            asked.group_name,
-            weights,
-            asked.update_mode,
-            asked.weight_version or "",
-            asked.finish_s,
-            keeps_pause=asked.keep_pause,
-        )
-        return update_answer(done, open_requests)
+        return update_answer(await self._groups.update(asked.group_name, order), open_requests)
 
-    async def leave(self, request: Request) -> Response:
+    @Described("POST /destroy_weights_update_group", "SGLang", "Leave a trainer's group")
+    async def leave(self, request: Request, asked: DestroyGroupFields) -> GroupAnswer:
         """Every rank leaves the group, if it is in it. What is received from it meanwhile is given up."""
-        asked = await visit_of(request).read(request, read_destroy)
         await self._groups.leave(asked.group_name)
-        return json_response(GroupAnswer(message=f"no instance is in a group {asked.group_name} any more"))
+        return GroupAnswer(message=f"no instance is in a group {asked.group_name} any more")
 
-    async def read(self, request: Request) -> Response:
+    @Described(
+        "POST /get_weights_by_name, GET /get_weights_by_name",
+        "SGLang",
+        "Read a weight",
+        "Its first rows.",
+        list[float | list[float]],
+    )
+    async def read(self, request: Request, asked: ReadWeightFields) -> Response:
         """The first rows of a weight in use, as one decode instance has it. The body is the same with GET and POST."""
-        asked = await visit_of(request).read(request, read_name)
         members = sorted(self._gateway.core.fleet.members(), key=lambda member: (member.info.role, member.info.id))
         tasks = {member.life: ReadWeight(asked.name, asked.truncate_size) for member in members[:1]}
         (found,) = (await self._gateway.perform(tasks, ANSWER_S)).values()
