@@ -7,8 +7,8 @@ launches no step while `is_holding`, and carries out a switch when none is in fl
     SwitchWeights ─► is_holding ─► the steps in flight return ─► requests end, caches are flushed, executor.switch
 """
 
-from common.errors import TandemError, Unavailable
-from common.executor import Executor, Work
+from common.errors import Unavailable
+from common.executor import Executor, Work, take_done
 from common.ids import Digest, InstanceId
 from common.instance.ports import Send
 from common.messages import (
@@ -35,8 +35,8 @@ class InstanceWeights:
         """How often they have changed."""
         self._orderer: tuple[InstanceId, int] | None = None
         """The router that had the present weights staged, and the number of its update."""
-        self._staged: Work | None = None
-        """While they are being made ready."""
+        self._staged: dict[tuple[InstanceId, int], Work] = {}
+        """While they are being made ready, by their orderer."""
         self._answer: WeightsStaged | None = None
         """What became of it."""
         self._switch: SwitchWeights | None = None
@@ -76,7 +76,7 @@ class InstanceWeights:
     @property
     def ends_s(self) -> float | None:
         """When what is being made ready will be, if that is known in advance."""
-        return None if self._staged is None else self._staged.ends_s
+        return next((work.ends_s for work in self._staged.values()), None)
 
     def order(self, router: InstanceId, order: WeightsOrder) -> list[Send]:
         """A router that has welcomed this instance orders something. Repeating an order changes nothing."""
@@ -107,18 +107,10 @@ class InstanceWeights:
 
     def poll(self) -> list[Send]:
         """Tell the router when the weights are ready, or why they never will be."""
-        if self._staged is None or self._orderer is None:
-            return []
-        result, failed = None, None
-        try:
-            result = self._staged.poll()
-        except TandemError as error:
-            failed = Failed.of(error)
-        if result is None and failed is None:
-            return []
-        router, update = self._orderer
-        self._staged, self._answer = None, self._staged_as(update, Digest(result or ""), failed)
-        return [Send(router, self._answer)]
+        for (router, update), result, failed in take_done(self._staged):
+            self._answer = self._staged_as(update, Digest(result), failed)
+            return [Send(router, self._answer)]
+        return []
 
     def switch(self) -> None:
         """Compute with what was staged from now on. No step is in flight, and every request has ended."""
@@ -140,9 +132,11 @@ class InstanceWeights:
             busy = Failed.of(Unavailable(f"{self._orderer[0]} has {self.me.id} change its weights at this moment: try again"))
             return [Send(router, self._staged_as(order.update, failed=busy))]
         self._drop()
-        self._orderer, self._staged = (router, order.update), self._executor.stage(order.source)
+        self._orderer = router, order.update
+        self._staged[self._orderer] = self._executor.stage(order.source)
         return self.poll()
 
     def _drop(self) -> None:
         self._executor.drop_staged()
-        self._staged = self._answer = self._orderer = None
+        self._staged.clear()
+        self._answer = self._orderer = None

@@ -7,7 +7,7 @@ socket and reads no clock except through its ports, so the same code runs as a p
 import sys
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain, combinations
 from typing import Any, TypeAlias
@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from common.deadlines import DeadlineWheel, earliest
-from common.executor import Executor, Preparation, StepHandle, StepPlan, take_prepared
+from common.executor import Executor, StepHandle, StepPlan, Work, take_done
 from common.ids import ROUTER, AttemptId, Digest, InstanceId, text_name
 from common.instance.adapters import InstanceAdapters
 from common.instance.membership import Memberships, RouterChange
@@ -52,6 +52,7 @@ from common.messages import (
     Drain,
     DropWeights,
     Generate,
+    Heartbeat,
     HoldSteps,
     InstanceInbox,
     InstanceInfo,
@@ -223,7 +224,7 @@ class InstanceWorker:
         self._mail = mail
         self._unix_s = unix_s
         self._in_flight: deque[_InFlight] = deque()
-        self._preparing: dict[AttemptId, Preparation] = {}
+        self._preparing: dict[AttemptId, Work] = {}
         self._former: DeadlineWheel[InstanceId] = DeadlineWheel()
         self._routed: dict[InstanceId, InstanceInfo] = {}
         """The peers whose address the mail knows."""
@@ -251,20 +252,24 @@ class InstanceWorker:
             match message:
                 case Welcome() | Refused():
                     self._follow(self._memberships.receive(message, now), now)
-                case Drain(incarnation=life):
-                    if fits(life, self._memberships.info.incarnation):
-                        self.drain(now)
-                    else:
-                        self._stale += 1
+                case Drain(incarnation=life) | Generate(incarnation=life) if not fits(life, self._memberships.info.incarnation):
+                    self._stale += 1
+                case Drain():
+                    self.drain(now)
                 case Peers():
                     self._meet(self._memberships.receive_peers(sender, message, now), now)
-                case Trace() | StageWeights() | SwitchWeights() | DropWeights() | HoldSteps():
+                case (
+                    StageWeights()
+                    | SwitchWeights()
+                    | DropWeights()
+                    | HoldSteps()
+                    | Trace()
+                    | DoTask()
+                    | SetAdapters()
+                    | TakeRole()
+                ):
                     self._order(sender, message, now)
-                case DoTask() | SetAdapters() | TakeRole():
-                    self._order(sender, message, now)
-                case Generate(incarnation=life) if not fits(life, self._memberships.info.incarnation):
-                    self._stale += 1
-                case _ if not self._is_for_role(message):
+                case _ if not isinstance(message, self.scheduler.takes):  # it may come late, to a former role
                     self._stale += 1
                 case _:
                     if self._tracer.recorder.on:
@@ -274,7 +279,7 @@ class InstanceWorker:
             if self._tracer.recorder.on:
                 self._tracer.transfer_ended(event)
             self._act(self.scheduler.handle(event, now))
-        for key, refused in take_prepared(self._preparing):
+        for key, _, refused in take_done(self._preparing):
             self._act(self.scheduler.handle(Prepared(key, refused), now))
         self._take_steps(now)
         self._follow_weights(now)
@@ -313,10 +318,6 @@ class InstanceWorker:
                 self._act(self._weights.order(router, order))
                 if self._weights.told != before:
                     self._memberships.hurry(now)
-
-    def _is_for_role(self, message: object) -> bool:
-        """What was sent to a former role may come late."""
-        return isinstance(message, self.scheduler.takes)
 
     def drain(self, now: float) -> None:
         """Leave in order: accept nothing new, finish or hand off what runs. Idempotent."""
@@ -512,21 +513,26 @@ class InstanceWorker:
             messages_stale=report.counters.messages_stale + self._stale + self._memberships.stale,
             timelines_dropped=sum(membership.timelines_dropped for membership in self._memberships),
         )
-        weights = self._weights
-        report = replace(
-            report,
+        me, weights, adapters = self._memberships.info, self._weights, self._adapters
+        beat = Heartbeat(
+            id=me.id,
+            incarnation=me.incarnation,
             load=load,
             counters=counters,
+            peers_version=0,
+            links_version=report.links_version,
+            cache_version=report.cache_version,
+            draining=report.draining,
             weights=weights.digest,
             weight_version=weights.version,
             weight_changes=weights.changes,
             staged_update=weights.staged_update,
             holding=weights.is_held,
-            adapters_version=self._adapters.version,
-            adapters=partial(self._adapters.report, ROUTER) if self._adapters.version else None,
+            adapters_version=adapters.version,
             serves_whole=self._role.serves_whole,
         )
-        self._act(self._memberships.due(now, report, self._mail.reaches))
+        held = partial(adapters.report, ROUTER) if adapters.version else lambda: None
+        self._act(self._memberships.due(now, beat, held, self._mail.reaches))
 
     def _follow(self, changes: Sequence[RouterChange], now: float) -> None:
         """Routers came or are gone: learn or forget where they and their detokenizers are, and tell the scheduler."""
@@ -534,11 +540,8 @@ class InstanceWorker:
             router = change.router
             detokenizers = [text_name(router, shard) for shard in range(len(change.detokenizers))]
             if change.is_lost:
-                self._tracer.forget(router)
-                self._weights.forget(router)
-                self._tasks.forget(router)
-                self._adapters.forget(router)
-                self._role.forget(router)
+                for part in (self._tracer, self._weights, self._tasks, self._adapters, self._role):
+                    part.forget(router)
                 self._act(self.scheduler.handle(RouterLost(router), now))
                 for name in (router, *detokenizers):
                     self._mail.route(name, None)

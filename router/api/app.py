@@ -11,6 +11,7 @@ from http import HTTPStatus
 from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request
+from msgspec.structs import replace
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
@@ -205,15 +206,12 @@ class Api(ApiPart):
     @Described("GET /v1/models", "OpenAI", "Models", "The list.")
     async def models(self) -> ModelList:
         """List the model that is served, and the LoRA adapters that requests can have with it."""
-        cards = [self._adapter_card(entry) for entry in self._gateway.core.fleet.adapters.entries()]
-        return ModelList(data=[self._model_card(), *cards])
+        return ModelList(data=[self._card(None), *map(self._card, self._gateway.core.fleet.adapters.entries())])
 
     @Described("GET /v1/models/{name:path}", "OpenAI", "One model", "The model.", refusals=(404,))
     async def model(self, name: str) -> ModelCard:
         """Describe the model or the adapter of this name, if it is served."""
-        adapter = self._intake.adapter_in(name)
-        entry = self._gateway.core.fleet.adapters.entry(adapter)
-        return self._model_card() if entry is None else self._adapter_card(entry)
+        return self._card(self._gateway.core.fleet.adapters.entry(self._intake.adapter_in(name)))
 
     @Described("GET /health", "Operations", "Health", "The router and its detokenizer are alive.", troubles=_NOT_SO)
     async def health(self) -> Response:
@@ -262,18 +260,12 @@ class Api(ApiPart):
         """Have every instance forget its prefix cache: what requests shared so far is computed again. Running requests go on."""
         return Flushed(self._gateway.flush_caches())
 
-    def _model_card(self) -> ModelCard:
-        return ModelCard(id=self._model, created=self._started, max_model_len=self._intake.context_tokens)
-
-    def _adapter_card(self, entry: AdapterEntry) -> ModelCard:
-        return ModelCard(
-            id=entry.name,
-            created=self._started,
-            max_model_len=self._intake.context_tokens,
-            root=entry.folder,
-            parent=self._model,
-            digest=entry.digest,
-        )
+    def _card(self, adapter: AdapterEntry | None) -> ModelCard:
+        """None: of the model."""
+        card = ModelCard(id=self._model, created=self._started, max_model_len=self._intake.context_tokens)
+        if adapter is None:
+            return card
+        return replace(card, id=adapter.name, root=adapter.folder, parent=self._model, digest=adapter.digest)
 
 
 def build_app(api: Api, metrics: RouterMetrics, access: Access = OPEN, hosts: Collection[str] = (LOOPBACK,)) -> FastAPI:

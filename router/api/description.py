@@ -114,13 +114,13 @@ class Described:
     tag: str
     summary: str
     answer: str = "What was asked for."
-    """Of a success."""
+    """What a success is."""
     answer_type: Any = None
     """Type of the answer's JSON; None: what the handler returns."""
     body: type[msgspec.Struct] | None = None
-    """Of a handler that reads its body itself."""
+    """The fields of a body that the handler reads itself."""
     status: int = 200
-    """Of a success."""
+    """The status of a success."""
     media_types: tuple[str, ...] = ("application/json",)
     troubles: tuple[tuple[int, str], ...] = ()
     """Further statuses of the route's own, whose bodies have the same shape as its success."""

@@ -21,11 +21,11 @@ from urllib.parse import quote
 import msgspec
 from fastapi import Request
 from msgspec import Meta
+from msgspec.structs import replace
 from starlette.responses import Response, StreamingResponse
 
 from common.errors import BadRequest, NotFound
-from common.ids import Role
-from common.messages import Times, unpack_spans
+from common.messages import unpack_spans
 from common.processes.router_client import RequestFailed, RouterClient
 from common.tracing import TraceLine, TraceStatus
 from router.api.admission import visit_of
@@ -35,7 +35,7 @@ from router.api.guard import EVERYBODY, REQUESTS_PREFIX, key_in
 from router.api.threads import SharedThreads
 from router.core import Gateway
 from router.past_load import LoadLine, PastRequest, lines_of
-from router.timelines import REMEMBERED, AttemptTimes, Durations, RequestTimes
+from router.timelines import REMEMBERED, AttemptTimeline, Durations, Moment, RequestTimes, Seconds
 from router.traces import Frame
 
 ASK_S = 2.0
@@ -84,39 +84,9 @@ class OtherRouters:
         return None
 
 
-Moment = Annotated[float, Meta(description="Seconds since 1970, by the clock of the router's host.")]
-Seconds = Annotated[float | None, Meta(description="Null: it did not happen, or the instance has not told yet.")]
-
-
-class InstanceTimeline(msgspec.Struct, frozen=True, kw_only=True):
-    id: str
-    role: Role
-    times: Annotated[Times, Meta(description="By the clock of the instance's host: hosts agree as well as NTP aligns them.")]
-
-
-class AttemptTimeline(msgspec.Struct, frozen=True, kw_only=True):
-    number: Annotated[int, Meta(description="From 0 on. Of many attempts the latest are remembered.")]
-    first: Annotated[str, Meta(description="The instance that was asked.")]
-    dispatched_s: Moment
-    decode: Annotated[str | None, Meta(description="The decode instance that granted a reservation.")] = None
-    placed_s: Annotated[float | None, Meta(description="The router heard of that.")] = None
-    ended_s: Annotated[float | None, Meta(description="It was given up, and another attempt followed if one was left.")] = None
-    resume_reason: Annotated[str | None, Meta(description="Why it was given up.")] = None
-    failure: Annotated[str | None, Meta(description="The same, for people.")] = None
-    instances: Annotated[
-        tuple[InstanceTimeline, ...],
-        Meta(description="What instances told of it, prefill first. Each tells within a heartbeat after it has let go of it."),
-    ] = ()
-
-
-class RequestDurations(msgspec.Struct, frozen=True, kw_only=True):
+class RequestDurations(Durations, frozen=True, kw_only=True):
     """In seconds; those of instances are sums over attempts and exact, because each is of one instance's clock."""
 
-    queue_s: Annotated[Seconds, Meta(description="From arrival to pages, where the prompt is computed.")] = None
-    prefill_s: Annotated[Seconds, Meta(description="From pages to the first token.")] = None
-    transfer_s: Annotated[Seconds, Meta(description="From the grant, or the first push if that is later, to the handoff.")] = None
-    exposed_transfer_s: Annotated[Seconds, Meta(description="From the first token to the handoff.")] = None
-    decode_s: Annotated[Seconds, Meta(description="From the handoff to the end; without one, from the first token.")] = None
     time_to_first_token_s: Annotated[Seconds, Meta(description="From the arrival at the router to the first token there.")] = None
     predicted_ttft_s: Annotated[
         Seconds, Meta(description="The same, as predicted when the request was last placed before that token.")
@@ -196,31 +166,20 @@ def _choice(request: RequestTimes, unix_s: float) -> ChoiceTimeline:
     )
 
 
-def _attempt(attempt: AttemptTimes, unix_s: float) -> AttemptTimeline:
-    return AttemptTimeline(
-        number=attempt.number,
-        first=attempt.first,
+def _attempt(attempt: AttemptTimeline, unix_s: float) -> AttemptTimeline:
+    return replace(
+        attempt,
         dispatched_s=attempt.dispatched_s + unix_s,
-        decode=attempt.decode,
         placed_s=_at(attempt.placed_s, unix_s),
         ended_s=_at(attempt.ended_s, unix_s),
-        resume_reason=attempt.reason,
-        failure=attempt.failure or None,
-        instances=tuple(
-            InstanceTimeline(id=each.id, role=each.role, times=each.times)
-            for each in sorted(attempt.instances, key=lambda each: each.role, reverse=True)
-        ),
+        instances=sorted(attempt.instances, key=lambda each: each.role, reverse=True),
     )
 
 
 def _durations(request: RequestTimes) -> RequestDurations:
     parts = [Durations.of(each.role, each.times) for attempt in request.attempts for each in attempt.instances]
     return RequestDurations(
-        queue_s=_sum(each.queue_s for each in parts),
-        prefill_s=_sum(each.prefill_s for each in parts),
-        transfer_s=_sum(each.transfer_s for each in parts),
-        exposed_transfer_s=_sum(each.exposed_transfer_s for each in parts),
-        decode_s=_sum(each.decode_s for each in parts),
+        **{name: _sum(getattr(each, name) for each in parts) for name in Durations.__struct_fields__},
         time_to_first_token_s=_at(request.first_token_s, -request.received_s),
         predicted_ttft_s=request.predicted_first_s,
         e2e_s=_at(request.ended_s, -request.received_s),
