@@ -278,8 +278,8 @@ class Gateway:
         self._closed = False
         self._last_left = asyncio.Event()
         """The router drains, and every request has left."""
-        self._resting: set[asyncio.Future[None]] = set()
-        """Who waits until no request is dispatched."""
+        self._delivered = asyncio.Event()
+        """Something was decided since somebody last cleared this."""
         self._behind_since_s: float | None = None
         """Since when mail has been left unread at the end of each turn; None: everything that had arrived was read."""
         self._timer: asyncio.TimerHandle | None = None
@@ -316,15 +316,9 @@ class Gateway:
     async def links_of(self, instance: InstanceId) -> LinkReport:
         """All links of a prefill instance, with their traffic, as it tells them now. Raises NotFound, BadRequest,
         DeadlinePassed."""
-        told: asyncio.Future[LinkReport] = asyncio.get_running_loop().create_future()
-
-        def answer(report: LinkReport) -> None:
-            if not told.done():
-                told.set_result(report)
-
-        self.deliver(self.core.fleet.ask_links(instance, answer))
         try:
-            return await asyncio.wait_for(told, LINKS_S)
+            asked = self._outcome(lambda answer, now: self.core.fleet.ask_links(instance, answer))
+            return await asyncio.wait_for(asked, LINKS_S)
         except TimeoutError as error:
             raise DeadlinePassed(f"{instance} did not tell of its links within {LINKS_S:g} s") from error
 
@@ -391,15 +385,12 @@ class Gateway:
         core = self.core
         return await self._outcome(lambda answer, now: core.apply(core.fleet.weights.begin(order, answer, now), now))
 
-    def name_weights(self, version: str) -> None:
-        self._order(self.core.fleet.weights.rename(version))
-
     async def pause(self, mode: PauseMode) -> None:
         """Place no request until `go_on`. abort: those that were dispatched end. retract: they give up what they have. in_place:
         they stay where they are, and no step is launched. finish: they go on, and this returns when the last of them has ended;
         the pause stays if its caller leaves. Raises Unavailable, with finish, when `go_on` comes first."""
         now, requests = self.clock(), self.core.requests
-        self._order(self.core.fleet.weights.pause(holds_steps=mode == "in_place"))
+        self.apply(self.core.fleet.weights.pause(holds_steps=mode == "in_place"))
         match mode:
             case "abort":
                 self.deliver(requests.abort_all(now))
@@ -414,32 +405,19 @@ class Gateway:
 
     async def _rest(self) -> None:
         """Wait until no request is dispatched, while the fleet is paused. Each request has a deadline, so this has one."""
-        rested: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._resting.add(rested)
-        self._tell_rested()
-        try:
-            await rested
-        finally:
-            self._resting.discard(rested)
-
-    def _tell_rested(self) -> None:
-        is_paused = self.core.fleet.weights.is_paused
-        if is_paused and self.core.requests.has_attempts:
-            return
-        for rested in self._resting:
-            if rested.done():
-                continue
-            if is_paused:
-                rested.set_result(None)
-            else:
-                rested.set_exception(Unavailable("the pause was ended before the requests that ran had"))
+        weights = self.core.fleet.weights
+        while weights.is_paused and self.core.requests.has_attempts:
+            self._delivered.clear()
+            await self._delivered.wait()
+        if not weights.is_paused:
+            raise Unavailable("the pause was ended before the requests that ran had")
 
     def abort_all(self) -> None:
         """End every request, whoever's it is."""
         self.deliver(self.core.requests.abort_all(self.clock()))
 
     def go_on(self) -> None:
-        self._order(self.core.fleet.weights.go_on())
+        self.apply(self.core.fleet.weights.go_on())
 
     # --- adapters --------------------------------------------------------------------------------------------------------
 
@@ -454,7 +432,8 @@ class Gateway:
         begin = self.core.fleet.tasks.begin
         return await self._outcome(lambda answer, now: begin(tasks, answer, now + within_s))
 
-    def _order(self, change: Change) -> None:
+    def apply(self, change: Change) -> None:
+        """Carry out what follows from a change of the fleet."""
         self.deliver(self.core.apply(change, self.clock()))
 
     def flush_caches(self) -> int:
@@ -475,8 +454,7 @@ class Gateway:
         A deadline that moves later costs one call of the timer that does nothing.
         """
         self._send(sends)
-        if self._resting:
-            self._tell_rested()
+        self._delivered.set()
         deadline = self.core.next_deadline()
         if deadline is None or (self._timer is not None and self._timer_at <= deadline):
             return

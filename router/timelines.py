@@ -10,7 +10,6 @@ instance has let go of the request, and a lost heartbeat loses them.
 import math
 from collections import deque
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Annotated, Protocol, TypeAlias
 
@@ -102,29 +101,31 @@ class AttemptTimeline(Struct):
     ] = []
 
 
-@dataclass(slots=True, eq=False)
-class RequestTimes:
-    """One choice of a client's request."""
+class ChoiceTimes(Struct, kw_only=True):
+    """What is told of one choice of a client's request."""
+
+    index: Annotated[int, Meta(description="Its number in the answer.")]
+    prompt_tokens: int
+    tokens: Annotated[int, Meta(description="Of the answer so far.")] = 0
+    ending: Annotated[str | None, Meta(description="How it ended, as in `tandem_requests_ended`. Null: it is open.")] = None
+    received_s: Moment
+    """When its HTTP request arrived."""
+    tokenized_s: Moment
+    """When it was dispatched."""
+    first_token_s: Moment | None = None
+    last_token_s: Moment | None = None
+    ended_s: Moment | None = None
+
+
+class RequestTimes(ChoiceTimes, kw_only=True, eq=False):
+    """One choice of a client's request, by the router's own clock."""
 
     request_id: RequestId
-    index: int
     owner: str
-    prompt_tokens: int
-    received_s: float
-    """When its HTTP request arrived."""
-    tokenized_s: float
-    """When it was dispatched."""
-    attempts: list[AttemptTimeline] = field(default_factory=list)
+    attempts: list[AttemptTimeline] = []
     predicted_first_s: float | None = None
     """Seconds from its arrival to its first token, as predicted when it was last placed before that; None: no prediction."""
-    first_token_s: float | None = None
-    last_token_s: float | None = None
-    tokens: int = 0
-    """Tokens of its answer so far."""
-    ended_s: float | None = None
-    ending: str = ""
-    """How it ended, as in the metrics; "" while it is open."""
-    names: list[str] = field(default_factory=list)
+    names: list[str] = []
     """Ids by which its client knows it."""
 
     def dispatched(self, number: int, first: InstanceId, predicted_s: float | None, now: float) -> None:

@@ -21,7 +21,6 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from enum import Enum, auto
 from typing import Literal
 
 from common.errors import BadRequest, Conflict, TandemError, Unavailable
@@ -66,11 +65,6 @@ class Updated:
     """For how long no request was placed."""
 
 
-class UpdatePhase(Enum):
-    STAGING = auto()
-    SWITCHING = auto()
-
-
 @dataclass(slots=True, eq=False)
 class Update:
     """An update that is under way."""
@@ -84,7 +78,8 @@ class Update:
     deadline_s: float
     lives: set[Life]
     """The members that have the fleet's weights, and so must change. Others are brought to the new ones afterwards."""
-    phase: UpdatePhase = UpdatePhase.STAGING
+    is_switching: bool = False
+    """All members have staged the new weights, and change to them."""
     staged: dict[Life, Digest] = field(default_factory=dict)
     weights: Digest = Digest("")
     """The new ones, once all have them."""
@@ -192,7 +187,7 @@ class FleetWeights:
             self._bringing[member.life] = None
         else:
             self._to_rename.add(member.life)
-            if self.update is not None and self.update.phase is UpdatePhase.STAGING:
+            if self.update is not None and not self.update.is_switching:
                 self.update.lives.add(member.life)
         self._mark(member)
         change = Change(self._orders(member))
@@ -230,7 +225,7 @@ class FleetWeights:
         if update is not None and message.update == update.number:
             if message.failed is None:
                 update.staged[life] = message.weights
-            elif update.phase is not UpdatePhase.STAGING:
+            elif update.is_switching:
                 update.staged.pop(life, None)  # it has lost them, and stages them again
             else:
                 who = f"{member.info.id} cannot use the new weights: {message.failed.message}"
@@ -253,7 +248,7 @@ class FleetWeights:
         if update is None or now < update.deadline_s:
             return change
         late = [member for member in self._members() if self._keeps_waiting(update, member)]
-        if update.phase is UpdatePhase.STAGING:
+        if not update.is_switching:
             names = ", ".join(member.info.id for member in late)
             return self._fail(Unavailable(f"the new weights were not ready within {STAGE_S:g} s on {names}"))
         if update.mode == "finish":
@@ -335,7 +330,7 @@ class FleetWeights:
     def _may(self, member: Member) -> bool:
         """Whether the member may change now."""
         update = self.update
-        if update is None or update.phase is UpdatePhase.STAGING:
+        if update is None or not update.is_switching:
             return False
         if update.mode != "finish":
             return True
@@ -347,7 +342,7 @@ class FleetWeights:
         """Whether the present phase cannot end without this member."""
         if member.life not in update.lives:
             return False
-        if update.phase is UpdatePhase.STAGING:
+        if not update.is_switching:
             return member.life not in update.staged
         return member.weights not in ("", update.weights) and not member.draining
 
@@ -357,7 +352,7 @@ class FleetWeights:
         if update is None:
             return
         members = [member for member in self._members() if member.life in update.lives]
-        if update.phase is UpdatePhase.STAGING:
+        if not update.is_switching:
             if not members:
                 self._fail(Unavailable("no instance is left in the fleet"))
                 return
@@ -378,9 +373,9 @@ class FleetWeights:
             first_half = (member for member in members if member.life in update.resting)
             if not any(self._keeps_waiting(update, member) for member in first_half):
                 self._turn_to(update, change)
-        if update.phase is UpdatePhase.SWITCHING and self._is_without_servers(update):
+        if update.is_switching and self._is_without_servers(update):
             self._hold(update, now)
-        if update.phase is UpdatePhase.SWITCHING and not any(self._keeps_waiting(update, member) for member in members):
+        if update.is_switching and not any(self._keeps_waiting(update, member) for member in members):
             self._settle(update, change, now)
 
     def _is_without_servers(self, update: Update) -> bool:
@@ -392,7 +387,7 @@ class FleetWeights:
         """With mode finish, one half of each role rests first, so that the other half serves what comes. Where there is only one
         decode instance, nobody can."""
         longest_s = update.order.finish_s or self._longest_s
-        update.phase, update.deadline_s = UpdatePhase.SWITCHING, now + (longest_s if update.mode == "finish" else SWITCH_S)
+        update.is_switching, update.deadline_s = True, now + (longest_s if update.mode == "finish" else SWITCH_S)
         if update.mode == "finish":
             staying = [member for member in members if not member.draining]
             decodes = [member for member in staying if member.info.role == "decode"]
@@ -422,7 +417,7 @@ class FleetWeights:
         """Everybody that is left has the new weights."""
         self.update = None
         self._bringing.clear()
-        same = update.phase is UpdatePhase.STAGING
+        same = not update.is_switching
         version = (update.order.version or self.version) if same else update.name
         keeps_source = same and isinstance(self._source, WeightsOnDisk) and not isinstance(update.order.source, WeightsOnDisk)
         source, number = (self._source, self._source_number) if keeps_source else (update.order.source, update.number)

@@ -11,11 +11,11 @@ from common.errors import Unavailable
 from common.executor import Executor, Work, take_done
 from common.ids import Digest, InstanceId
 from common.instance.ports import Send
+from common.instance.roles import InstanceRole
 from common.messages import (
     DropWeights,
     Failed,
     HoldSteps,
-    InstanceInfo,
     StageWeights,
     SwitchWeights,
     WeightsOrder,
@@ -28,9 +28,9 @@ from common.messages.weights import FIRST_VERSION
 class InstanceWeights:
     """What routers order, and how far it is carried out. `version` is what people call the weights in use."""
 
-    def __init__(self, me: InstanceInfo, executor: Executor, version: str = FIRST_VERSION) -> None:
-        self.me, self._executor = me, executor
-        self.version = version
+    def __init__(self, role: InstanceRole, executor: Executor) -> None:
+        self._role, self._executor = role, executor
+        self.version = FIRST_VERSION
         self.changes = 0
         """How often they have changed."""
         self._orderer: tuple[InstanceId, int] | None = None
@@ -81,16 +81,16 @@ class InstanceWeights:
     def order(self, router: InstanceId, order: WeightsOrder) -> list[Send]:
         """A router that has welcomed this instance orders something. Repeating an order changes nothing."""
         match order:
-            case StageWeights() if fits(order.incarnation, self.me.incarnation):
+            case StageWeights() if fits(order.incarnation, self._role.me.incarnation):
                 return self._stage(router, order)
-            case SwitchWeights() if fits(order.incarnation, self.me.incarnation):
+            case SwitchWeights() if fits(order.incarnation, self._role.me.incarnation):
                 answer = self._answer
                 if answer is not None and answer.weights and (order.update, order.weights) == (answer.update, answer.weights):
                     self._switch = order
                 elif order.weights == self.digest:
                     self.version = order.version
                 else:  # another update has taken its place meanwhile
-                    lost = Failed.of(Unavailable(f"{self.me.id} has not staged {order.weights}, or not any more"))
+                    lost = Failed.of(Unavailable(f"{self._role.me.id} has not staged {order.weights}, or not any more"))
                     return [Send(router, self._staged_as(order.update, failed=lost))]
             case DropWeights():
                 if self._orderer == (router, order.update) and self._switch is None:
@@ -120,7 +120,7 @@ class InstanceWeights:
         self._switch = self._answer = self._orderer = None
 
     def _staged_as(self, update: int, weights: Digest = Digest(""), failed: Failed | None = None) -> WeightsStaged:  # noqa: B008
-        me = self.me
+        me = self._role.me
         return WeightsStaged(id=me.id, incarnation=me.incarnation, update=update, weights=weights, failed=failed)
 
     def _stage(self, router: InstanceId, order: StageWeights) -> list[Send]:
@@ -129,7 +129,9 @@ class InstanceWeights:
         if self._orderer == (router, order.update):
             return [] if self._answer is None else [Send(router, self._answer)]
         if self._orderer is not None and self._orderer[0] != router:
-            busy = Failed.of(Unavailable(f"{self._orderer[0]} has {self.me.id} change its weights at this moment: try again"))
+            busy = Failed.of(
+                Unavailable(f"{self._orderer[0]} has {self._role.me.id} change its weights at this moment: try again")
+            )
             return [Send(router, self._staged_as(order.update, failed=busy))]
         self._drop()
         self._orderer = router, order.update

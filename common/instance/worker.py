@@ -195,10 +195,7 @@ class _InFlight:
 
 
 class InstanceWorker:
-    """One instance.
-
-    unix_s: what to add to the times of the caller's clock to have UNIX time.
-    """
+    """One instance. unix_s: what to add to the times of the caller's clock to have UNIX time."""
 
     def __init__(
         self,
@@ -230,11 +227,9 @@ class InstanceWorker:
         """The peers whose address the mail knows."""
         self._draining = False
         self._stale = 0
-        self._weights = InstanceWeights(memberships.info, executor)
-        self._tasks = InstanceTasks(memberships.info, executor)
-        self._adapters = InstanceAdapters(
-            memberships.info, executor, adapters or {}, is_reading=lambda: self._tasks.is_reading_adapter
-        )
+        self._weights = InstanceWeights(self._role, executor)
+        self._tasks = InstanceTasks(self._role, executor)
+        self._adapters = InstanceAdapters(self._role, executor, adapters or {}, lambda: self._tasks.is_reading_adapter)
         self._cost = CostMeter()
         self._cost_told = StepCost()
         """What the scheduler knows of it."""
@@ -252,10 +247,13 @@ class InstanceWorker:
             match message:
                 case Welcome() | Refused():
                     self._follow(self._memberships.receive(message, now), now)
-                case Drain(incarnation=life) | Generate(incarnation=life) if not fits(life, self._memberships.info.incarnation):
+                case Drain(incarnation=life):
+                    if fits(life, self._memberships.info.incarnation):
+                        self.drain(now)
+                    else:
+                        self._stale += 1
+                case Generate(incarnation=life) if not fits(life, self._memberships.info.incarnation):
                     self._stale += 1
-                case Drain():
-                    self.drain(now)
                 case Peers():
                     self._meet(self._memberships.receive_peers(sender, message, now), now)
                 case (
@@ -269,7 +267,7 @@ class InstanceWorker:
                     | TakeRole()
                 ):
                     self._order(sender, message, now)
-                case _ if not isinstance(message, self.scheduler.takes):  # it may come late, to a former role
+                case _ if not self._is_for_role(message):
                     self._stale += 1
                 case _:
                     if self._tracer.recorder.on:
@@ -318,6 +316,10 @@ class InstanceWorker:
                 self._act(self._weights.order(router, order))
                 if self._weights.told != before:
                     self._memberships.hurry(now)
+
+    def _is_for_role(self, message: object) -> bool:
+        """What was sent to a former role may come late."""
+        return isinstance(message, self.scheduler.takes)
 
     def drain(self, now: float) -> None:
         """Leave in order: accept nothing new, finish or hand off what runs. Idempotent."""
@@ -448,8 +450,6 @@ class InstanceWorker:
         self._stale = self._memberships.stale = 0
         info, former = self._role.become(), FormerRole(self.scheduler.pool, self.scheduler.last_step)
         self._act(self._memberships.become(info, now))
-        for part in (self._weights, self._tasks, self._adapters):
-            part.me = info
         self.scheduler = self._make_scheduler(info, former)
         self._tracer = InstanceTracer(info, self.scheduler.key_in, self._unix_s)
         joined = [RouterJoined(each.router, len(each.detokenizers)) for each in self._memberships.welcomes]

@@ -66,6 +66,7 @@ class AdaptersApi(ApiPart):
     """The handlers."""
 
     refusals = (400, 403, 404, 408, 413, 415, 503)
+    is_control = True
 
     @Described("POST /load_lora_adapter", "SGLang", "Load a LoRA adapter", unsupported=_LOAD)
     async def load(self, request: Request, asked: LoadFields) -> AdaptersAnswer:

@@ -10,7 +10,7 @@ from functools import partial
 from http import HTTPStatus
 from typing import Any, TypeVar
 
-from fastapi import FastAPI, Request
+from fastapi import Request
 from msgspec.structs import replace
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
@@ -37,7 +37,6 @@ from router.api.errors import ErrorDetail, error_response, response_to
 from router.api.fields import ReadRequest
 from router.api.guard import HEADER, Guard, id_in
 from router.api.intake import Intake
-from router.api.refused import refused_routes
 from router.api.responses import ResponseBody, ResponseFields, ResponseShape, read_response
 from router.api.roles import RolesApi
 from router.api.routes import (
@@ -57,14 +56,13 @@ from router.api.sglang import (
     ABORT,
     Aborted,
     AbortFields,
-    Flushed,
     Generated,
     GenerateFields,
     GenerateShape,
     read_generate,
 )
 from router.api.timelines import TimelineApi, TraceApi
-from router.api.vllm import VllmApi
+from router.api.vllm import AbortedMany, AbortManyFields, VllmApi
 from router.api.weight_groups import WeightGroupsApi
 from router.api.weights import WeightsApi
 from router.cluster import SafeToDelete, cluster_page
@@ -187,6 +185,12 @@ class Api(ApiPart):
         `abort`. Requests of other API keys are not found."""
         return Aborted(self._gateway.abort(visit_of(request).owner, None if asked.abort_all else asked.rid))
 
+    @Described("POST /abort_requests", "vLLM", "Abort several")
+    async def abort_requests(self, request: Request, asked: AbortManyFields) -> AbortedMany:
+        """End requests of this router, as POST /abort_request does."""
+        owner = visit_of(request).owner
+        return AbortedMany(sum(self._gateway.abort(owner, name) for name in asked.request_ids or (None,)))
+
     @Described("POST /tokenize", "vLLM", "Tokenize", body=TokenizeFields)
     async def tokenize(self, request: Request) -> Tokenized:
         """The token ids of a text."""
@@ -255,11 +259,6 @@ class Api(ApiPart):
         reasons = self._gateway.core.fleet.why_keep(InstanceId(instance))
         return SafeToDelete(instance, not reasons, reasons)
 
-    @Described("POST /flush_cache, GET /flush_cache", "SGLang", "Flush the prefix caches", "Who was told.")
-    async def flush_cache(self) -> Flushed:
-        """Have every instance forget its prefix cache: what requests shared so far is computed again. Running requests go on."""
-        return Flushed(self._gateway.flush_caches())
-
     def _card(self, adapter: AdapterEntry | None) -> ModelCard:
         """None: of the model."""
         card = ModelCard(id=self._model, created=self._started, max_model_len=self._intake.context_tokens)
@@ -268,15 +267,14 @@ class Api(ApiPart):
         return replace(card, id=adapter.name, root=adapter.folder, parent=self._model, digest=adapter.digest)
 
 
-def build_app(api: Api, metrics: RouterMetrics, access: Access = OPEN, hosts: Collection[str] = (LOOPBACK,)) -> FastAPI:
+def build_app(api: Api, metrics: RouterMetrics, access: Access = OPEN, hosts: Collection[str] = (LOOPBACK,)) -> DescribedApp:
     """The ASGI application. hosts: what the router was told to listen on."""
     app = DescribedApp(api.parts)
-    app.router.routes += refused_routes()
     app.add_exception_handler(TandemError, _on_tandem_error)
     app.add_exception_handler(HTTPException, _on_http_error)
     app.add_exception_handler(ClientDisconnect, _on_disconnect)
     app.add_exception_handler(Exception, _on_bug)
-    app.add_middleware(Doorkeeper, admission=api.admission, metrics=metrics, guard=Guard(access, hosts))
+    app.add_middleware(Doorkeeper, admission=api.admission, metrics=metrics, guard=Guard(access, hosts, app.control_paths))
     if access.origins:  # outside of the doorkeeper: what a browser asks beforehand carries no key, and refusals are for pages too
         app.add_middleware(
             CORSMiddleware,

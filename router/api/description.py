@@ -30,6 +30,7 @@ from router.api.bodies import object_in
 from router.api.errors import ErrorBody
 from router.api.fields import NOTHING, Unsupported, read_fields
 from router.api.guard import DOCS_PREFIX, NeededKey, key_needed
+from router.api.refused import REFUSED, refused_routes
 from router.api.routes import StrictRoute
 from router.api.sending import json_response
 from router.core import Gateway
@@ -201,6 +202,8 @@ class ApiPart:
 
     refusals: ClassVar[tuple[int, ...]] = (400, 403, 404, 408, 413, 415, 429, 503)
     """Statuses of errors of endpoints with a body."""
+    is_control: ClassVar[bool] = False
+    """Whether its endpoints need the control key."""
 
     def __init__(self, gateway: Gateway, model: str) -> None:
         self._gateway, self._model = gateway, model
@@ -230,13 +233,16 @@ class DescribedApp(FastAPI):
             docs_url=None,
             redoc_url=None,
         )
-        self.router.routes += docs_routes()
+        self.router.routes += [*docs_routes(), *refused_routes()]
         self.router.route_class = StrictRoute
         self._components: dict[str, Any] = {}
+        self.control_paths = set(REFUSED)
+        """See `key_needed`."""
         for part in parts:
             for made in part.endpoints():
                 self._components |= made.described.components()
                 for method, path in map(str.split, made.described.ways.split(", ")):
+                    self.control_paths |= {path} if part.is_control else set()
                     arguments = made.described.route_arguments(part.refusals)
                     self.add_api_route(path, made.of(part), methods=[method], response_model=None, **arguments)
 
@@ -245,7 +251,7 @@ class DescribedApp(FastAPI):
         description.setdefault("components", {}).setdefault("schemas", {}).update(self._components)
         description["components"]["securitySchemes"] = SECURITY_SCHEMES
         for path, operations in description["paths"].items():
-            if (needed := key_needed(path)) is not NeededKey.NONE:
+            if (needed := key_needed(path, self.control_paths)) is not NeededKey.NONE:
                 schemes = SECURITY_SCHEMES if needed is NeededKey.EITHER else (needed.value,)
                 for operation in operations.values():
                     operation["security"] = [*({scheme: []} for scheme in schemes), {}]  # nothing, where the router has no keys

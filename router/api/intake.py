@@ -116,11 +116,11 @@ class Intake:
 
     async def tokenize(self, asked: TokenizeRequest, owner: str = "") -> Tokenized:
         """owner: see `RequestSpec`. Raises BadRequest, NotFound, Overloaded."""
-        self.adapter_in(asked.model)
-        tokenizer, prompt = self._tokenizer, asked.prompt
+        tokenizer, prompt, fields = self._tokenizer, asked.prompt, asked.fields
+        self.adapter_in(fields.model)
         if isinstance(prompt, str):
             size = len(prompt)
-            encode = partial(tokenizer.encode, prompt, add_special_tokens=asked.add_special_tokens)
+            encode = partial(tokenizer.encode, prompt, add_special_tokens=fields.add_special_tokens is not False)
         else:
             size = prompt.size_chars(prompt.texts())
             encode = partial(tokenizer.encode_chat, prompt.messages, options=self._chats.options(prompt))
@@ -129,7 +129,7 @@ class Intake:
 
         def work() -> Tokenized:
             ids = encode()
-            strings = tokenizer.token_strings(ids) if asked.return_token_strs else None
+            strings = tokenizer.token_strings(ids) if fields.return_token_strs else None
             return Tokenized(count=len(ids), max_model_len=self.context_tokens, tokens=ids, token_strs=strings)
 
         with self._core.requests.places.held(owner, 1):

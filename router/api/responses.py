@@ -19,7 +19,7 @@ from msgspec import Meta
 from common.errors import BadRequest
 from common.messages import Finished
 from engine.grammar.grammars import check_text
-from router.api.answers import AnswerShape, PromptDetails, VersionSpan, WholeChoice
+from router.api.answers import AnswerShape, PromptDetails, VersionSpan
 from router.api.bodies import object_in
 from router.api.chat import ChatFields, ChatRequest, Effort, call_for_template
 from router.api.fields import (
@@ -394,10 +394,10 @@ class ResponseShape(AnswerShape[ResponseRequest]):
     def last_events(self) -> bytes:
         return self._event(f"response.{self._status}", {"response": self._body(self._status)})
 
-    def whole(self, choices: Sequence[WholeChoice]) -> bytes:
+    def whole(self, choices: Sequence[ChoiceDelta]) -> bytes:
         (choice,) = choices
         self.count(0, choice)
-        for _ in self._delta_events(ChoiceDelta(0, choice.text, (), choice.ending), opens=False):
+        for _ in self._delta_events(choice, opens=False):
             pass  # the events of a stream; the items are what is wanted
         return _encode(self._body(self._status))
 

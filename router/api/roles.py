@@ -50,6 +50,7 @@ class RolesApi(ApiPart):
     """The handlers."""
 
     refusals = (400, 403, 404, 409, 413, 415, 504)
+    is_control = True
 
     @Described("POST /cluster/{instance}/role", "Operations", "Change the role of an instance", body=RoleFields)
     async def change(self, request: Request, instance: str) -> RoleAnswer:

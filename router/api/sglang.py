@@ -15,7 +15,7 @@ from msgspec import Meta
 from common.errors import BadRequest
 from common.ids import ID_BYTES, unpack_ids
 from common.messages import Finished, TokenLogprob
-from router.api.answers import BEGIN, DONE, END, AnswerShape, VersionSpan, WholeChoice, encoded
+from router.api.answers import BEGIN, DONE, END, AnswerShape, VersionSpan, encoded
 from router.api.bodies import object_in
 from router.api.completions import CompletionRequest, Prompt, prompts_in, require_few_ids
 from router.api.fields import (
@@ -356,11 +356,11 @@ class GenerateShape(AnswerShape[GenerateRequest]):
     def last_events(self) -> bytes:
         return DONE
 
-    def whole(self, choices: Sequence[WholeChoice]) -> bytes:
+    def whole(self, choices: Sequence[ChoiceDelta]) -> bytes:
         all_of_them = [encoded(self._generated(index, choice)) for index, choice in enumerate(choices)]
         return _encode(all_of_them if self.request.is_batch else all_of_them[0])
 
-    def _generated(self, index: int, delta: ChoiceDelta | WholeChoice, *, in_stream: bool = False) -> Generated:
+    def _generated(self, index: int, delta: ChoiceDelta, *, in_stream: bool = False) -> Generated:
         """The choice so far, with this delta of it."""
         prompt = self.accepted.specs[index].prompt
         written = self._so_far.get(index)
@@ -395,7 +395,7 @@ class GenerateShape(AnswerShape[GenerateRequest]):
                     written.logprobs[name].extend([entry])
         return written
 
-    def _add(self, index: int, written: _WrittenChoice, delta: ChoiceDelta | WholeChoice) -> None:
+    def _add(self, index: int, written: _WrittenChoice, delta: ChoiceDelta) -> None:
         written.cached_tokens += delta.cached_tokens
         if self.request.logprob_start >= 0:
             self._add_logprobs(written, "input", delta.prompt_logprobs[self.request.logprob_start :])

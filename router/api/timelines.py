@@ -35,7 +35,7 @@ from router.api.guard import EVERYBODY, REQUESTS_PREFIX, key_in
 from router.api.threads import SharedThreads
 from router.core import Gateway
 from router.past_load import LoadLine, PastRequest, lines_of
-from router.timelines import REMEMBERED, AttemptTimeline, Durations, Moment, RequestTimes, Seconds
+from router.timelines import REMEMBERED, AttemptTimeline, ChoiceTimes, Durations, RequestTimes, Seconds
 from router.traces import Frame
 
 ASK_S = 2.0
@@ -94,16 +94,7 @@ class RequestDurations(Durations, frozen=True, kw_only=True):
     e2e_s: Annotated[Seconds, Meta(description="From the arrival at the router to the ending.")] = None
 
 
-class ChoiceTimeline(msgspec.Struct, frozen=True, kw_only=True):
-    index: Annotated[int, Meta(description="Its number in the answer.")]
-    prompt_tokens: int
-    tokens: Annotated[int, Meta(description="Of the answer so far.")]
-    ending: Annotated[str | None, Meta(description="How it ended, as in `tandem_requests_ended`. Null: it is open.")]
-    received_s: Moment
-    tokenized_s: Moment
-    first_token_s: Moment | None
-    last_token_s: Moment | None
-    ended_s: Moment | None
+class ChoiceTimeline(ChoiceTimes, kw_only=True):
     durations: RequestDurations
     attempts: tuple[AttemptTimeline, ...]
 
@@ -151,19 +142,10 @@ def request_timeline(name: str, known: Sequence[RequestTimes], unix_s: float) ->
 
 
 def _choice(request: RequestTimes, unix_s: float) -> ChoiceTimeline:
-    return ChoiceTimeline(
-        index=request.index,
-        prompt_tokens=request.prompt_tokens,
-        tokens=request.tokens,
-        ending=request.ending or None,
-        received_s=request.received_s + unix_s,
-        tokenized_s=request.tokenized_s + unix_s,
-        first_token_s=_at(request.first_token_s, unix_s),
-        last_token_s=_at(request.last_token_s, unix_s),
-        ended_s=_at(request.ended_s, unix_s),
-        durations=_durations(request),
-        attempts=tuple(_attempt(each, unix_s) for each in request.attempts),
-    )
+    told = {name: getattr(request, name) for name in ChoiceTimes.__struct_fields__}
+    moved = {name: _at(value, unix_s) for name, value in told.items() if name.endswith("_s")}
+    attempts = tuple(_attempt(each, unix_s) for each in request.attempts)
+    return ChoiceTimeline(**told | moved, durations=_durations(request), attempts=attempts)
 
 
 def _attempt(attempt: AttemptTimeline, unix_s: float) -> AttemptTimeline:

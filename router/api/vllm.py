@@ -11,11 +11,11 @@ from fastapi import Query, Request
 from msgspec import Meta
 
 from common.errors import BadRequest
-from router.api.admission import visit_of
 from router.api.bodies import unless_left
 from router.api.description import ApiPart, Described
 from router.api.errors import shown
 from router.api.refused import KEEPS_MEMORY
+from router.api.sglang import Flushed
 from router.core import PauseMode
 
 _MODES: dict[str, PauseMode] = {"abort": "abort", "wait": "finish", "keep": "in_place"}
@@ -92,6 +92,8 @@ def _pause_mode(mode: str) -> PauseMode:
 class VllmApi(ApiPart):
     """The handlers."""
 
+    is_control = True
+
     @Described("POST /pause", "vLLM", "Pause", "It is so.", refusals=(400, 403, 503))
     async def pause(
         self,
@@ -153,11 +155,10 @@ class VllmApi(ApiPart):
         """Whether requests wait until somebody ends a pause."""
         return SleepState(self._gateway.core.fleet.weights.is_paused)
 
-    @Described("POST /abort_requests", "vLLM", "Abort several")
-    async def abort_requests(self, request: Request, asked: AbortManyFields) -> AbortedMany:
-        """End requests of this router, as POST /abort_request does."""
-        owner = visit_of(request).owner
-        return AbortedMany(sum(self._gateway.abort(owner, name) for name in asked.request_ids or (None,)))
+    @Described("POST /flush_cache, GET /flush_cache", "SGLang", "Flush the prefix caches", "Who was told.")
+    async def flush_cache(self) -> Flushed:
+        """Have every instance forget its prefix cache: what requests shared so far is computed again. Running requests go on."""
+        return Flushed(self._gateway.flush_caches())
 
     @Described("POST /reset_prefix_cache", "vLLM", "Reset the prefix caches", "Whether it was done.", refusals=(400, 403))
     async def reset_prefix_cache(

@@ -156,6 +156,7 @@ class WeightsApi(ApiPart):
     """The handlers."""
 
     refusals = (400, 403, 409, 413, 415, 503)
+    is_control = True
 
     @Described("POST /update_weights_from_disk", "SGLang", "Update the weights from disk", unsupported=Unsupported(UPDATE_FIELDS))
     async def from_disk(self, request: Request, asked: DiskFields) -> UpdateAnswer:
@@ -175,7 +176,7 @@ class WeightsApi(ApiPart):
     @Described("POST /update_weight_version", "SGLang", "Name the weights")
     async def rename(self, request: Request, asked: VersionFields) -> VersionAnswer:
         """Give the present weights another name. They stay as they are."""
-        self._gateway.name_weights(asked.new_version)
+        self._gateway.apply(self._gateway.core.fleet.weights.rename(asked.new_version))
         if asked.abort_all_requests:
             self._gateway.abort_all()
         return VersionAnswer(message=f"the weights are called {asked.new_version}", new_version=asked.new_version)

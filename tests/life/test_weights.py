@@ -12,7 +12,7 @@ from common.ids import Digest, InstanceId
 from common.messages import Finished
 from common.messages.weights import FIRST_VERSION, WeightsInMemory, WeightsOnDisk, WeightsSource
 from common.step_cost import StepCost
-from router.weights import Updated, UpdateMode, UpdateOrder, UpdatePhase
+from router.weights import Updated, UpdateMode, UpdateOrder
 from tests.engine import toy
 from tests.engine.toy import TOY_WEIGHTS, ToyExecutor, ToyStaging
 from tests.life.client import Client
@@ -137,7 +137,7 @@ def test_who_joins_while_the_others_change_keeps_nobody_waiting(monkeypatch: pyt
     fleet = make_fleet(1, 2)
     until_it_streams(fleet, fleet.submit("r", PROMPT, 200))
     came, weights = update(fleet, "w1"), fleet.router.fleet.weights
-    fleet.turn_until(lambda: weights.update is not None and weights.update.phase is UpdatePhase.SWITCHING)
+    fleet.turn_until(lambda: weights.update is not None and weights.update.is_switching)
     monkeypatch.setattr(toy, "STAGE_S", 90.0)
     fleet.start(InstanceId("decode-9"), "decode")
     fleet.turn_until(lambda: bool(came))

@@ -16,7 +16,6 @@ from typing import Self, cast
 
 import httpx
 import numpy as np
-from fastapi import FastAPI
 from msgspec.structs import replace
 
 from common.access import OPEN, Access
@@ -364,7 +363,7 @@ class Site:
         self.intake = intake_of(self.core, CharTokenizer(chat_template, fleet.context_tokens), config)
         config = dataclasses.replace(config, max_body=str(max_body_bytes))
         self.api = api = Api(self.gateway, self.intake, self.metrics, MODEL, config, embedding)
-        self.app: FastAPI = build_app(api, self.metrics, access, (config.host,))
+        self.app = build_app(api, self.metrics, access, (config.host,))
         fleet.gateway = self.gateway
 
     def client(self) -> httpx.AsyncClient:

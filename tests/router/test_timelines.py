@@ -56,7 +56,9 @@ def tells(of: InstanceInfo, *timelines: Timeline) -> Heartbeat:
 
 def request(name: str) -> RequestTimes:
     attempts = [AttemptTimeline(0, InstanceId("p0"), 0.0)]
-    return RequestTimes(RequestId(name), 0, "", 4, 0.0, 0.0, attempts)
+    return RequestTimes(
+        request_id=RequestId(name), index=0, owner="", prompt_tokens=4, received_s=0.0, tokenized_s=0.0, attempts=attempts
+    )
 
 
 # --- over HTTP ---------------------------------------------------------------------------------------------------------------

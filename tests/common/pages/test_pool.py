@@ -40,7 +40,7 @@ class PoolLaws(RuleBasedStateMachine):
     def close(self, data: st.DataObject) -> None:
         lease = self.leases.pop(data.draw(st.integers(0, len(self.leases) - 1)))
         lease.close()
-        with pytest.raises(RuntimeError, match="closed once"):
+        with pytest.raises(RuntimeError, match="the lease is closed"):
             lease.close()
         with pytest.raises(RuntimeError, match="takes no pages"):
             lease.extend(1)
