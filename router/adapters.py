@@ -113,12 +113,12 @@ class FleetAdapters:
         if not entry.is_loaded:
             raise Unavailable(f"the adapter {name!r} is not loaded at this moment: try again")
         self._used_s[name] = now
-        return self._use(entry)
+        return self._use(entry.digest, entry.folder)
 
-    def _use(self, entry: AdapterEntry) -> Digest:
-        self._uses[entry.digest] += 1
-        self._folders[entry.digest] = entry.folder
-        return entry.digest
+    def _use(self, digest: Digest, folder: str) -> Digest:
+        self._uses[digest] += 1
+        self._folders[digest] = folder
+        return digest
 
     def end(self, digest: Digest) -> None:
         """A request with this adapter has ended."""
@@ -140,7 +140,7 @@ class FleetAdapters:
 
     def exchange(self, digest: Digest, entry: AdapterEntry) -> Digest:
         """A request that has this adapter goes on with another one."""
-        self._use(entry)
+        self._use(entry.digest, entry.folder)
         self.end(digest)
         return entry.digest
 
@@ -307,9 +307,7 @@ class FleetAdapters:
             tasks = {member.life: ReadAdapter(folder) for member in self._members()}
             self._sends += self._tasks.begin(tasks, outcome.append, self._now + READ_S)
             yield lambda: bool(outcome), READ_S
-            digest = _agreed(folder, outcome[0])
-            self._uses[digest] += 1
-            self._folders[digest] = folder
+            digest = self._use(_agreed(folder, outcome[0]), folder)
             try:  # else a request could come before the router has heard who holds it
                 yield lambda: all(digest in each.adapters for each in self._members() if each.life in tasks), ROOM_S
             except TandemError:

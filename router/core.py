@@ -316,9 +316,9 @@ class Gateway:
     async def links_of(self, instance: InstanceId) -> LinkReport:
         """All links of a prefill instance, with their traffic, as it tells them now. Raises NotFound, BadRequest,
         DeadlinePassed."""
+        ask = self.core.fleet.ask_links
         try:
-            asked = self._outcome(lambda answer, now: self.core.fleet.ask_links(instance, answer))
-            return await asyncio.wait_for(asked, LINKS_S)
+            return await asyncio.wait_for(self._outcome(lambda answer, _: ask(instance, answer)), LINKS_S)
         except TimeoutError as error:
             raise DeadlinePassed(f"{instance} did not tell of its links within {LINKS_S:g} s") from error
 

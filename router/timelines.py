@@ -55,19 +55,15 @@ class Durations(Struct, frozen=True):
     def of(role: Role, times: Times) -> "Durations":
         computes = role == "prefill" or times.granted_s is None  # a decode instance grants what others compute
         writes = role == "prefill" and times.handed_off_s is not None
-        transfer_begins = _later(times.granted_s, times.first_push_s)
+        begun = [each for each in (times.granted_s, times.first_push_s) if each is not None]
         decode_begins = times.last_chunk_s if times.handed_off_s is None else times.handed_off_s
         return Durations(
             _between(times.accepted_s, times.admitted_s) if computes else None,
             _between(times.admitted_s, times.last_chunk_s) if computes else None,
-            _between(transfer_begins, times.handed_off_s) if writes else None,
+            _between(max(begun, default=None), times.handed_off_s) if writes else None,
             _between(times.last_chunk_s, times.handed_off_s) if writes else None,
             _between(decode_begins, times.ended_s) if role == "decode" else None,
         )
-
-
-def _later(one: float | None, other: float | None) -> float | None:
-    return max((each for each in (one, other) if each is not None), default=None)
 
 
 def _between(begin: float | None, end: float | None) -> float | None:

@@ -502,9 +502,7 @@ class InstanceWorker:
             report.load,
             oldest_step_s=now - self._in_flight[0].launched_s if self._in_flight else 0.0,
             oldest_transfer_s=max(0.0, now - self._transfers.progress_s),
-            step_s=cost.step_s,
-            chunk_token_s=cost.chunk_token_s,
-            decode_row_s=cost.decode_row_s,
+            **msgspec.structs.asdict(cost),
         )
         counters = msgspec.structs.replace(
             report.counters,

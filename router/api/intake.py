@@ -49,6 +49,10 @@ own."""
 MAX_TOKEN_CHARS = 512
 """No tokenizer has longer tokens, so a text with more characters than this for each token of the context is too long."""
 
+_PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
+_AS_ASKED = ("temperature", "top_p", "min_p", "ignore_eos", "min_tokens", *_PENALTIES)
+"""Fields that are parameters of sampling as they are."""
+
 R = TypeVar("R")
 Encode: TypeAlias = Callable[[], Sequence[int]]
 
@@ -296,17 +300,10 @@ class Intake:
         self._check_ids([token_id for token_id, _ in biases], "logit_bias")
         sampling = SamplingParams(
             max_new_tokens=1,
-            temperature=fields.temperature,
-            top_p=fields.top_p,
+            **{name: getattr(fields, name) for name in _AS_ASKED},
             top_k=0 if fields.top_k == ALL_TOKENS else fields.top_k,
-            min_p=fields.min_p,
-            ignore_eos=fields.ignore_eos,
             stop_token_ids=tuple(dict.fromkeys(fields.stop_token_ids)),
-            repetition_penalty=fields.repetition_penalty,
-            presence_penalty=fields.presence_penalty,
-            frequency_penalty=fields.frequency_penalty,
             logit_bias=biases,
-            min_tokens=fields.min_tokens,
             bad_words=self._bad_words(fields.bad_words),
             logprobs=request.logprobs,
             prompt_logprobs=request.prompt_logprobs,

@@ -326,6 +326,9 @@ class ResponseBody(msgspec.Struct, frozen=True, kw_only=True):
     user: str | None
 
 
+_REPEATED = ("instructions", "max_output_tokens", "metadata", "parallel_tool_calls", "temperature", "tools", "top_p")
+
+
 @dataclass(slots=True)
 class OutputItem:
     """An item of the answer, as far as it has come."""
@@ -491,15 +494,9 @@ class ResponseShape(AnswerShape[ResponseRequest]):
             if ended
             else None,
             incomplete_details=IncompleteDetails("max_output_tokens") if was_cut else None,
-            instructions=fields.instructions,
-            max_output_tokens=fields.max_output_tokens,
-            metadata=fields.metadata,
-            parallel_tool_calls=fields.parallel_tool_calls,
+            **{name: getattr(fields, name) for name in _REPEATED},
             reasoning=fields.reasoning or ReasoningConfig(),
-            temperature=fields.temperature,
             text=TextConfig(TextFormat()) if fields.text is None or fields.text.format is None else fields.text,
             tool_choice=fields.tool_choice or "auto",
-            tools=fields.tools,
-            top_p=fields.top_p,
             user=fields.user or None,
         )
