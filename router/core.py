@@ -227,10 +227,6 @@ class RouterCore:
             if watch.silent
         ]
 
-    def drain(self, instance: InstanceId, now: float) -> list[Send]:
-        """Give it no more requests. Raises NotFound."""
-        return self.apply(self.fleet.drain(instance, now), now)
-
     def adapt(self, operation: Operation, answer: Callable[[AdapterEntry | TandemError], object], now: float) -> list[Send]:
         """See `FleetAdapters.run`."""
         self.fleet.adapters.run(operation, answer, now)
@@ -376,7 +372,7 @@ class Gateway:
 
     def drain_instance(self, instance: InstanceId) -> None:
         """Give it no more requests. Raises NotFound."""
-        self.deliver(self.core.drain(instance, self.clock()))
+        self.apply(self.core.fleet.drain(instance, self.clock()))
 
     # --- weights ---------------------------------------------------------------------------------------------------------
 
@@ -411,10 +407,6 @@ class Gateway:
             await self._delivered.wait()
         if not weights.is_paused:
             raise Unavailable("the pause was ended before the requests that ran had")
-
-    def abort_all(self) -> None:
-        """End every request, whoever's it is."""
-        self.deliver(self.core.requests.abort_all(self.clock()))
 
     def go_on(self) -> None:
         self.apply(self.core.fleet.weights.go_on())

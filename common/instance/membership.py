@@ -197,7 +197,7 @@ class Membership:
         self._is_other_life = False
         """This life of ours has followed another one, and the router has not welcomed it yet."""
         self._sent_s: float | None = None
-        self._timelines: deque[Timeline] = deque()
+        self._timelines: deque[Timeline] = deque(maxlen=TIMELINES_WAITING)
         self.timelines_dropped = 0
         """The oldest, when too many waited."""
         self._unanswered_s = 0.0
@@ -248,9 +248,7 @@ class Membership:
 
     def note(self, timeline: Timeline) -> None:
         """Tell the router with one of the next heartbeats."""
-        if len(self._timelines) == TIMELINES_WAITING:
-            self._timelines.popleft()
-            self.timelines_dropped += 1
+        self.timelines_dropped += len(self._timelines) == TIMELINES_WAITING
         self._timelines.append(timeline)
 
     def due(self, now: float, beat: Heartbeat, adapters: Adapters, peers_version: int, *, reachable: bool) -> list[Send]:

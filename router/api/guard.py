@@ -15,7 +15,6 @@ With API keys none of this is checked. Nobody sends a key but who has it: browse
 they do with cookies.
 """
 
-import ipaddress
 import re
 from collections.abc import Collection
 from enum import Enum
@@ -24,7 +23,7 @@ from functools import lru_cache
 from starlette.types import Scope
 
 from common.access import Access
-from common.addresses import ANY
+from common.addresses import ANY, is_loopback
 from common.errors import BadRequest
 from router.api.errors import Unauthorized, UnsupportedBody, shown
 
@@ -62,12 +61,7 @@ def _name_in(host: str) -> str:
 @lru_cache(maxsize=256)
 def _is_loopback_name(name: str) -> bool:
     """Whether browsers take it for this host, whatever a name server says (RFC 6761, 6.3)."""
-    if name == "localhost" or name.endswith(".localhost"):
-        return True
-    try:
-        return ipaddress.ip_address(name.strip("[]")).is_loopback
-    except ValueError:
-        return False
+    return name.endswith(".localhost") or is_loopback(f"tcp://{name.strip('[]')}:0")
 
 
 OPEN_PATHS = frozenset({"/health", "/health_generate", "/ready", "/metrics", "/docs", "/openapi.json"})

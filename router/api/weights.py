@@ -178,7 +178,7 @@ class WeightsApi(ApiPart):
         """Give the present weights another name. They stay as they are."""
         self._gateway.apply(self._gateway.core.fleet.weights.rename(asked.new_version))
         if asked.abort_all_requests:
-            self._gateway.abort_all()
+            self._gateway.deliver(self._gateway.core.requests.abort_all(self._gateway.clock()))
         return VersionAnswer(message=f"the weights are called {asked.new_version}", new_version=asked.new_version)
 
     @Described("POST /pause_generation", "SGLang", "Pause generation")

@@ -381,7 +381,7 @@ def test_one_decode_instance_that_stays_beside_one_that_leaves_keeps_requests_wa
     fleet.run_for(0.0 if is_first else 0.5)
     if not is_first:
         leaving = next(member.info.id for member in fleet.router.fleet.members("decode") if not member.misfit)
-    fleet.router_process.deliver(fleet.router.drain(InstanceId(leaving), fleet.clock.now))
+    fleet.router_process.drain_instance(InstanceId(leaving))
     if is_first:
         fleet.run_for(0.1)
         came = update(fleet, "w1", "finish")
