@@ -37,7 +37,8 @@ class PageLease:
     @property
     def pages(self) -> Int32Array:
         """Page ids in token order, [pages] int32. `extend` makes a new array. Raises RuntimeError once the lease is closed."""
-        self._require_open()
+        if not self._open:
+            raise RuntimeError("the lease is closed: its pages may belong to another request")
         return self._pages
 
     @property
@@ -55,7 +56,8 @@ class PageLease:
         Returns their ids, [page_count] int32; None, and changes nothing, when fewer are available. Raises RuntimeError once the
         lease is closed.
         """
-        self._require_open()
+        if not self._open:
+            raise RuntimeError("a closed lease takes no pages: nothing would give them back")
         more = self._pool._take(page_count)
         if more is not None:
             self._pages = np.concatenate([self._pages, more])
@@ -70,7 +72,8 @@ class PageLease:
         ours, if it `replaces`. Otherwise ours stays the lease's own, beside theirs. A lease from before a flush publishes nothing
         more.
         """
-        self._require_open()
+        if not self._open:
+            raise RuntimeError("a closed lease has no pages")
         pool, cache = self._pool, self._pool.cache
         if not cache.enabled or self._epoch != cache.epoch:
             return
@@ -92,7 +95,8 @@ class PageLease:
     def give_back(self, page_count: int) -> None:
         """Give back the first `page_count` pages and keep the others. Those that are cached are held until the lease is closed.
         Raises ValueError when `page_count` is negative or too large, and RuntimeError once the lease is closed."""
-        self._require_open()
+        if not self._open:
+            raise RuntimeError("a closed lease has no pages")
         if not 0 <= page_count <= len(self._pages):
             raise ValueError(f"{page_count} of {len(self._pages)} pages")
         own = self._own()[:page_count]
@@ -102,14 +106,11 @@ class PageLease:
 
     def close(self) -> None:
         """Give the pages back. A second close is a bug in the caller and raises RuntimeError."""
-        self._require_open()
+        if not self._open:
+            raise RuntimeError("a lease is closed once")
         self._open = False
         self._pool._put(self._pages[self._own()])
         self._pool._put(self._pool.cache.release(self._cached))
-
-    def _require_open(self) -> None:
-        if not self._open:
-            raise RuntimeError("the lease is closed: its pages may belong to another request")
 
     def _use_found(self) -> None:
         """What others have published takes the place of own pages, which go home."""

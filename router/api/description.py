@@ -183,6 +183,8 @@ class Endpoint:
     def of(self, part: "ApiPart") -> Handler:
         """As this part answers."""
         handle, reader, status = MethodType(self.handler, part), self.described.reader, self.described.status
+        if reader is None and get_type_hints(self.handler)["return"] is Response:
+            return handle
 
         @wraps(handle)
         async def respond(*parameters: Any, **named: Any) -> Response:
