@@ -24,7 +24,7 @@ import numpy as np
 from bench.report import Goal
 from benchmarks.command import Column, Invocation, start, table_of
 from common.config import RouterConfig
-from common.errors import TandemError
+from common.errors import Conflict, TandemError
 from common.ids import InstanceId
 from common.options import option, require_above_0, require_at_least
 from launch.autoscale import Autoscaler, whom
@@ -32,7 +32,6 @@ from launch.fleet_options import ScalingConfig
 from router.cluster import cluster_page
 from router.members import Member
 from router.past_load import BLOCK_TOKENS
-from router.roles import RoleConflict
 from simulation.plan import FleetPlan, LoadPlan
 from simulation.planned_fleet import PlannedFleet
 from simulation.report import figures
@@ -122,7 +121,7 @@ class SimulatedAutoscaler:
         if choice.action == "flip" and choice.role is not None:
             for name in whom(page, choice):
                 router, now = fleet.router_process, fleet.clock.now
-                with suppress(RoleConflict):
+                with suppress(Conflict):
                     router.deliver(router.core.fleet.change_role(InstanceId(name), choice.role, self._changed, now))
         fleet.clock.at(fleet.clock.now + self._interval_s, self._look)
 

@@ -18,11 +18,12 @@ from common.config import DEMO_MODEL
 from common.gate import EVENTS, ConnectionWatch
 from common.ids import Incarnation, InstanceId, Role
 from common.instance.membership import Memberships
-from common.instance.ports import PeersChanged, Report
+from common.instance.ports import PeersChanged
 from common.mail import SEND_LIMIT, pack_frame, unpack_frame
 from common.messages import (
     AnyMessage,
     Counters,
+    Heartbeat,
     InstanceInfo,
     LinkInfo,
     LinkTraffic,
@@ -101,8 +102,16 @@ class PlayedInstance:
         messages: list[AnyMessage] = []
         if self.info.role == "prefill" and (changes := self._book.changes()) is not None:
             messages.append(changes)
-        report = Report(Load(pages_free=PAGES, pages_total=PAGES), Counters(), drained=False, links_version=self._book.version)
-        messages += [send.message for send in self.memberships.due(now, report, lambda router: reachable)]
+        me, load = self.info, Load(pages_free=PAGES, pages_total=PAGES)
+        beat = Heartbeat(
+            id=me.id,
+            incarnation=me.incarnation,
+            load=load,
+            counters=Counters(),
+            peers_version=0,
+            links_version=self._book.version,
+        )
+        messages += [send.message for send in self.memberships.due(now, beat, lambda: None, lambda router: reachable)]
         named = self.router is not None and self.memberships.peers.version(self.router) > 0
         self._has_sent_all = self.memberships.joined and named
         return messages

@@ -77,22 +77,22 @@ OPEN = Access()
 
 def read_access(config: AccessConfig) -> Access:
     """Reads all files. Raises ConfigError, which never shows what they hold."""
-    return Access(
-        KeyRing(read_api_keys(config.api_keys)) if config.api_keys else None,
-        KeyRing({read_control_key(config.control_key): "control"}) if config.control_key else None,
-        _read_certificate(config.tls_cert, config.tls_key) if config.tls_cert else None,
-        config.allow_origin,
-    )
+    api_keys, control_key = (KeyRing(names) if names else None for names in _read_keys(config))
+    tls = _read_certificate(config.tls_cert, config.tls_key) if config.tls_cert else None
+    return Access(api_keys, control_key, tls, config.allow_origin)
 
 
 def read_again(access: Access, config: AccessConfig) -> None:
     """Take in both files of keys as they are now. Raises ConfigError; then nothing changes."""
-    api_keys = read_api_keys(config.api_keys) if config.api_keys else {}
-    control = {read_control_key(config.control_key): "control"} if config.control_key else {}
-    if access.api_keys is not None:
-        access.api_keys.replace(api_keys)
-    if access.control_key is not None:
-        access.control_key.replace(control)
+    for ring, names in zip((access.api_keys, access.control_key), _read_keys(config), strict=True):
+        if ring is not None:
+            ring.replace(names)
+
+
+def _read_keys(config: AccessConfig) -> tuple[dict[str, str], dict[str, str]]:
+    """The names of the API keys and of the control key, by key; none where no file is named. Raises ConfigError."""
+    control_key = read_control_key(config.control_key)
+    return read_api_keys(config.api_keys) if config.api_keys else {}, {control_key: "control"} if control_key else {}
 
 
 def require_guarded(config: AccessConfig, address: str, *, insecure: bool) -> None:

@@ -266,10 +266,9 @@ class InstanceConfig:
             check_address(address)
         require(len(set(self.routers)) == len(self.routers), "router", "addresses that differ", self.router)
         require_between(self, 0, MOST_PORT, "inbox_port")
-        require_at_least(self, max_waiting=1, drain_timeout_s=0)
+        require_at_least(self, max_waiting=1, drain_timeout_s=0, step_limit_s=0)
         require_between(self, 0.001, MOST_SECONDS, "max_request_timeout_s")
         require_above_0(self, "startup_timeout_s")
-        require_at_least(self, step_limit_s=0)
         require_choices(self)
 
     def _check_ranks(self) -> None:

@@ -26,10 +26,16 @@ class BadRequest(TandemError):
         self.code = code
 
 
-class UnknownModel(BadRequest):
-    """The request names a model that this fleet does not serve."""
+class NotFound(BadRequest):
+    """The request names something that is not here, or is not known."""
 
     status = 404
+
+
+class Conflict(BadRequest):
+    """It cannot be done as things are."""
+
+    status = 409
 
 
 class Overloaded(TandemError):

@@ -207,32 +207,8 @@ class EngineDescription:
     """Most different ones that the rows of a batch have."""
 
 
-class Preparation(Protocol):
-    """A grammar that is being made ready."""
-
-    @property
-    def ends_s(self) -> float | None:
-        """When it ends, if that is known in advance; None: its process's loop is woken then."""
-
-    def poll(self) -> bool:
-        """Whether rows with this grammar can be launched now. Raises an error of the tree when they never can."""
-
-
-def take_prepared(preparing: dict[K, Preparation]) -> Iterator[tuple[K, Failed | None]]:
-    """Take out the preparations that have ended, each with why its grammar can never be used, or None when it is ready."""
-    for key, preparation in list(preparing.items()):
-        refused: Failed | None = None
-        try:
-            if not preparation.poll():
-                continue
-        except TandemError as error:
-            refused = Failed.of(error)
-        del preparing[key]
-        yield key, refused
-
-
 class Work(Protocol):
-    """What is done beside the steps."""
+    """What is done beside the steps, such as a grammar that is made ready."""
 
     @property
     def ends_s(self) -> float | None:
@@ -283,7 +259,7 @@ class Executor(Protocol):
 
     def launch(self, plan: StepPlan) -> StepHandle: ...
 
-    def prepare(self, grammar: Grammar, owner: str = "") -> Preparation:
+    def prepare(self, grammar: Grammar, owner: str = "") -> Work:
         """Begin to make the grammar ready, at this owner's turn (see `Terms`). Never blocks. A row with a grammar is launched
         only when it is ready; the implementation wakes its process's loop then."""
 

@@ -130,12 +130,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             ("min_tokens", self.grammar is None or self.min_tokens == 0, NOT_WITH_GRAMMAR),
             ("bad_words", self.grammar is None or not self.bad_words, NOT_WITH_GRAMMAR),
             ("ignore_eos", self.grammar is None or not self.ignore_eos, NOT_WITH_GRAMMAR),
-            ("logprobs", self.logprobs is None or 0 <= self.logprobs <= MAX_LOGPROBS, f"between 0 and {MAX_LOGPROBS}"),
-            (
-                "prompt_logprobs",
-                self.prompt_logprobs is None or 0 <= self.prompt_logprobs <= MAX_LOGPROBS,
-                f"between 0 and {MAX_LOGPROBS}",
-            ),
+            ("logprobs", 0 <= (self.logprobs or 0) <= MAX_LOGPROBS, f"between 0 and {MAX_LOGPROBS}"),
+            ("prompt_logprobs", 0 <= (self.prompt_logprobs or 0) <= MAX_LOGPROBS, f"between 0 and {MAX_LOGPROBS}"),
         )
         for name, holds, rule in limits:
             if not holds:

@@ -17,7 +17,7 @@ from typing import Literal, NamedTuple, TypeAlias
 
 from msgspec.structs import replace
 
-from common.errors import BadRequest, TandemError, Unavailable, UnknownModel
+from common.errors import BadRequest, NotFound, TandemError, Unavailable
 from common.ids import Digest, InstanceId, Life
 from common.instance.ports import Send
 from common.messages import AdaptersHeld, InstanceInfo, SetAdapters
@@ -66,8 +66,6 @@ class FleetAdapters:
         """How many open requests have each."""
         self._folders: dict[Digest, str] = {}
         """Where each of those was read."""
-        self._leaving: set[str] = set()
-        """Names that are being unloaded."""
         self._used_s: dict[str, float] = {}
         """When a request last asked for each."""
         self._running: list[_Running] = []
@@ -101,26 +99,26 @@ class FleetAdapters:
     def entry(self, name: str) -> AdapterEntry | None:
         """What the name stands for; None: nothing."""
         entry = self.table.get(name)
-        return entry if entry is not None and entry.digest and name not in self._leaving else None
+        return entry if entry is not None and entry.digest else None
 
     def entries(self) -> Iterator[AdapterEntry]:
         """All that names stand for."""
         return (entry for name in sorted(self.table) if (entry := self.entry(name)) is not None)
 
     def begin(self, name: str, now: float) -> Digest:
-        """A request with this adapter is open from now on. "": none. Raises UnknownModel, Unavailable."""
+        """A request with this adapter is open from now on. "": none. Raises NotFound, Unavailable."""
         if not name:
             return Digest("")
         entry = self._require_entry(name)
         if not entry.is_loaded:
             raise Unavailable(f"the adapter {name!r} is not loaded at this moment: try again")
         self._used_s[name] = now
-        return self._use(entry)
+        return self._use(entry.digest, entry.folder)
 
-    def _use(self, entry: AdapterEntry) -> Digest:
-        self._uses[entry.digest] += 1
-        self._folders[entry.digest] = entry.folder
-        return entry.digest
+    def _use(self, digest: Digest, folder: str) -> Digest:
+        self._uses[digest] += 1
+        self._folders[digest] = folder
+        return digest
 
     def end(self, digest: Digest) -> None:
         """A request with this adapter has ended."""
@@ -133,16 +131,16 @@ class FleetAdapters:
                 self._tell_all()
 
     def change(self, digest: Digest, name: str, now: float) -> Digest:
-        """A request that has this adapter goes on with what the name stands for now. Raises UnknownModel, Unavailable."""
+        """A request that has this adapter goes on with what the name stands for now. Raises NotFound, Unavailable."""
         entry = self._require_entry(name)
         if not entry.is_loaded:
-            self._run(self._reload(name), lambda _: None, now)
+            self.run(self.reload(name), lambda _: None, now)
             raise Unavailable(f"the adapter {name!r} is loaded again")
         return self.exchange(digest, entry)
 
     def exchange(self, digest: Digest, entry: AdapterEntry) -> Digest:
         """A request that has this adapter goes on with another one."""
-        self._use(entry)
+        self._use(entry.digest, entry.folder)
         self.end(digest)
         return entry.digest
 
@@ -152,33 +150,73 @@ class FleetAdapters:
 
     # --- orders of people --------------------------------------------------------------------------------------------------
 
+    def run(self, operation: Operation, answer: Callable[[AdapterEntry | TandemError], object], now: float) -> None:
+        """Carry out one of those that follow. answer: called with what came of it."""
+        self._running.append(_Running(operation, answer, deadline_s=now + READ_S))
+        self.proceed(now)
+
     def load(
-        self,
-        name: str,
-        folder: str,
-        answer: Callable[[AdapterEntry | TandemError], object],
-        now: float,
-        *,
-        is_pinned: bool = False,
-        replaces: bool = False,
-        mode: ReplaceMode = "finish",
-    ) -> None:
-        """Have all members read it, then let requests have it. replaces: a name that is taken stands for it from then on. answer:
-        called with what came of it."""
-        self._run(self._load(name, folder, is_pinned, replaces, mode), answer, now)
+        self, name: str, folder: str, *, is_pinned: bool = False, replaces: bool = False, mode: ReplaceMode = "finish"
+    ) -> Operation:
+        """Have all members read it, then let requests have it. replaces: a name that is taken stands for it from then on."""
+        yield lambda: not self._is_loading, READ_S
+        former = self.entry(name)
+        if former is not None and not replaces:
+            rule = "unload it first, or replace it with load_inplace"
+            raise BadRequest(f"the adapter {name!r} is loaded already, from {former.folder}: {rule}", field="lora_name")
+        if former is None and sum(1 for _ in self.entries()) >= MOST_ENTRIES:
+            raise BadRequest(f"the fleet knows {MOST_ENTRIES} adapters, which is the most: unload one", field="lora_name")
+        digest = yield from self._read(folder, name)
+        if former is not None and self.entry(name) is None:
+            self.end(digest)
+            raise BadRequest(f"the adapter {name!r} was unloaded while it was to be replaced", field="lora_name")
+        entry = AdapterEntry(name=name, version=self.table.next_version, digest=digest, folder=folder, is_pinned=is_pinned)
+        self._set(entry)
+        self.end(digest)
+        if former is not None and former.digest != digest and mode != "finish":
+            self._replaced.append(Replacement(former.digest, entry, mode))
+        return entry
 
-    def require(self, name: str, answer: Callable[[AdapterEntry | TandemError], object], now: float) -> None:
+    def reload(self, name: str) -> Operation:
         """Load it again if it was evicted."""
-        self._run(self._reload(name), answer, now)
+        yield lambda: not self._is_loading, READ_S
+        entry = self._require_entry(name)
+        if not entry.is_loaded and entry.digest in self.table.held:  # by another name
+            entry = replace(entry, version=self.table.next_version, is_loaded=True)
+            self._set(entry)
+        elif not entry.is_loaded:
+            try:
+                digest = yield from self._read(entry.folder, name)
+            except BadRequest as error:  # whoever asks for an answer did not name the folder
+                raise Unavailable(f"the adapter {name!r} was evicted, and cannot be read: load it again: {error}") from error
+            still = self.entry(name)  # it may have been unloaded meanwhile
+            if still is None or still.digest != digest:
+                self.end(digest)
+                self._require_entry(name)
+                raise Unavailable(f"the files of the adapter {name!r} have changed: load it again")
+            entry = replace(entry, version=self.table.next_version, is_loaded=True)
+            self._set(entry)
+            self.end(digest)
+        return entry
 
-    def unload(self, name: str, answer: Callable[[AdapterEntry | TandemError], object], now: float) -> None:
-        """No request gets it from now on. answer: called when those that have it are over, and its place is free."""
+    def unload(self, name: str) -> Operation:
+        """No request gets it from now on. It is over when those that have it are, and its place is free."""
         entry = self.entry(name)
         if entry is None:
-            answer(_unknown(name))
-            return
-        self._leaving.add(name)
-        self._run(self._unload(entry), answer, now)
+            raise BadRequest(f"there is no adapter {name!r}: GET /v1/models lists those that there are", field="lora_name")
+        others = {each.held for each in self.table.values() if each.name != name}
+        gone = replace(entry, version=self.table.next_version, digest=Digest(""), folder="", is_pinned=False, is_loaded=False)
+        self._set(gone)
+        self._used_s.pop(name, None)
+        if entry.held and entry.held not in others:
+
+            def is_taken() -> bool:
+                """Another name stands for it meanwhile."""
+                return entry.held in self.table.held
+
+            yield lambda: is_taken() or not self._uses[entry.held], READ_S
+            yield lambda: is_taken() or self._is_gone(entry.held), ROOM_S
+        return gone
 
     # --- what members say --------------------------------------------------------------------------------------------------
 
@@ -218,9 +256,6 @@ class FleetAdapters:
         replaced, self._replaced = self._replaced, []
         return replaced
 
-    def next_deadline(self) -> float | None:
-        return min((running.deadline_s for running in self._running), default=None)
-
     def proceed(self, now: float) -> None:
         """Carry on with the operations, as far as they go."""
         moved = True
@@ -240,12 +275,8 @@ class FleetAdapters:
     def _require_entry(self, name: str) -> AdapterEntry:
         entry = self.entry(name)
         if entry is None:
-            raise UnknownModel(f"the adapter {name!r} was unloaded", field="model", code="model_not_found")
+            raise NotFound(f"the adapter {name!r} was unloaded", field="model", code="model_not_found")
         return entry
-
-    def _run(self, operation: Operation, answer: Callable[[AdapterEntry | TandemError], object], now: float) -> None:
-        self._running.append(_Running(operation, answer, deadline_s=now + READ_S))
-        self.proceed(now)
 
     def _advance(self, running: _Running, now: float, *, is_late: bool) -> AdapterEntry | TandemError | None:
         """What came of the operation; None: it waits for something else now."""
@@ -263,62 +294,6 @@ class FleetAdapters:
         running.deadline_s = now + longest_s
         return None
 
-    def _load(self, name: str, folder: str, is_pinned: bool, replaces: bool, mode: ReplaceMode) -> Operation:
-        yield lambda: not self._is_loading, READ_S
-        former = self.entry(name)
-        if former is not None and not replaces:
-            rule = "unload it first, or replace it with load_inplace"
-            raise BadRequest(f"the adapter {name!r} is loaded already, from {former.folder}: {rule}", field="lora_name")
-        if former is None and sum(1 for _ in self.entries()) >= MOST_ENTRIES:
-            raise BadRequest(f"the fleet knows {MOST_ENTRIES} adapters, which is the most: unload one", field="lora_name")
-        digest = yield from self._read(folder, name)
-        if former is not None and self.entry(name) is None:
-            self.end(digest)
-            raise BadRequest(f"the adapter {name!r} was unloaded while it was to be replaced", field="lora_name")
-        entry = AdapterEntry(name=name, version=self.table.next_version, digest=digest, folder=folder, is_pinned=is_pinned)
-        self._set(entry)
-        self.end(digest)
-        if former is not None and former.digest != digest and mode != "finish":
-            self._replaced.append(Replacement(former.digest, entry, mode))
-        return entry
-
-    def _reload(self, name: str) -> Operation:
-        yield lambda: not self._is_loading, READ_S
-        entry = self._require_entry(name)
-        if not entry.is_loaded and entry.digest in self.table.held:  # by another name
-            entry = replace(entry, version=self.table.next_version, is_loaded=True)
-            self._set(entry)
-        elif not entry.is_loaded:
-            try:
-                digest = yield from self._read(entry.folder, name)
-            except BadRequest as error:  # whoever asks for an answer did not name the folder
-                raise Unavailable(f"the adapter {name!r} was evicted, and cannot be read: load it again: {error}") from error
-            still = self.entry(name)  # it may have been unloaded meanwhile
-            if still is None or still.digest != digest:
-                self.end(digest)
-                self._require_entry(name)
-                raise Unavailable(f"the files of the adapter {name!r} have changed: load it again")
-            entry = replace(entry, version=self.table.next_version, is_loaded=True)
-            self._set(entry)
-            self.end(digest)
-        return entry
-
-    def _unload(self, entry: AdapterEntry) -> Operation:
-        others = {each.held for each in self.table.values() if each.name != entry.name}
-        gone = replace(entry, version=self.table.next_version, digest=Digest(""), folder="", is_pinned=False, is_loaded=False)
-        self._set(gone)
-        self._leaving.discard(entry.name)
-        self._used_s.pop(entry.name, None)
-        if entry.held and entry.held not in others:
-
-            def is_taken() -> bool:
-                """Another name stands for it meanwhile."""
-                return entry.held in self.table.held
-
-            yield lambda: is_taken() or not self._uses[entry.held], READ_S
-            yield lambda: is_taken() or self._is_gone(entry.held), ROOM_S
-        return gone
-
     def _read(self, folder: str, name: str) -> Generator[tuple[Condition, float], None, Digest]:
         """Have all members read what this name is to stand for. Until `end` is called they hold it as if a request had it."""
         members = list(self._members())
@@ -332,9 +307,7 @@ class FleetAdapters:
             tasks = {member.life: ReadAdapter(folder) for member in self._members()}
             self._sends += self._tasks.begin(tasks, outcome.append, self._now + READ_S)
             yield lambda: bool(outcome), READ_S
-            digest = _agreed(folder, outcome[0])
-            self._uses[digest] += 1
-            self._folders[digest] = folder
+            digest = self._use(_agreed(folder, outcome[0]), folder)
             try:  # else a request could come before the router has heard who holds it
                 yield lambda: all(digest in each.adapters for each in self._members() if each.life in tasks), ROOM_S
             except TandemError:
@@ -393,10 +366,6 @@ class FleetAdapters:
             incarnation=member.info.incarnation,
         )
         return Send(InstanceId(member.info.id), message)
-
-
-def _unknown(name: str) -> BadRequest:
-    return BadRequest(f"there is no adapter {name!r}: GET /v1/models lists those that there are", field="lora_name")
 
 
 def _agreed(folder: str, results: dict[Life, str] | TandemError) -> Digest:

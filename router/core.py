@@ -11,7 +11,8 @@ import asyncio
 import logging
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Literal, TypeAlias, assert_never
+from functools import partial
+from typing import Literal, TypeAlias, TypeVar, assert_never
 
 from common.config import RouterConfig
 from common.deadlines import earliest
@@ -38,17 +39,16 @@ from common.messages import (
 )
 from common.messages.adapters import AdapterEntry
 from common.messages.tasks import Task
-from common.messages.weights import WeightsSource
 from common.tracing import SpanRecorder
-from router.adapters import FleetAdapters
-from router.fleet import Change, Members
-from router.members import Member
+from router.adapters import Operation
+from router.fleet import Members
+from router.members import Change, Member
 from router.outbox import ClientRequest
 from router.request_book import RequestBook
 from router.scaling import ScalingBoard
 from router.timelines import Observer
 from router.traces import Traces
-from router.weights import Orders, Updated, UpdateMode
+from router.weights import Updated, UpdateOrder
 
 _log = logging.getLogger(__name__)
 LEAST_S = 3.0
@@ -135,35 +135,22 @@ class RouterCore:
             case TextBatch():
                 return [send for delta in message.deltas for send in self.requests.text(delta, now)]
             case Heartbeat():
-                sends = self._apply(self.fleet.heartbeat(message, now), now)
+                sends = self.apply(self.fleet.heartbeat(message, now), now)
                 if message.timelines:
                     self._hear(message)
                 return sends
             case Register():
                 life = Life(message.instance.id, message.instance.incarnation)
-                return self._apply(self.fleet.register(message, now), now) + self.traces.joined(life, now)
-            case LinkReport():
-                return self._apply(self.fleet.links_reported(message), now)
-            case CacheChanges():
-                self.fleet.cache_changed(message)
-                return []
+                return self.apply(self.fleet.register(message, now), now) + self.traces.joined(life, now)
+            case LinkReport() | CacheChanges() | WeightsStaged() | TaskDone() | RoleKept() | AdaptersHeld():
+                return self.apply(self.fleet.told(message, now), now)
             case Goodbye():
                 self._hear(message)
-                return self._apply(self.fleet.goodbye(message, now), now)
+                return self.apply(self.fleet.goodbye(message, now), now)
             case Placed():
                 return self.requests.placed(message.key, Life(message.id, message.incarnation), message.decode, now)
             case Probed():
                 return self.requests.probed(message, now)
-            case WeightsStaged():
-                return self._apply(self.fleet.weights_staged(message, now), now)
-            case TaskDone():
-                self.fleet.task_done(message, now)
-                return []
-            case RoleKept():
-                self.fleet.role_kept(message)
-                return []
-            case AdaptersHeld():
-                return self._apply(self.fleet.adapters_held(message, now), now)
             case Spans():
                 self.traces.receive(message)
                 return []
@@ -200,7 +187,7 @@ class RouterCore:
         sends: list[Send] = []
         self.traces.tick(now)
         if caught_up:
-            sends = self._apply(self.fleet.tick(now, is_late=_is_late(self.fleet.next_deadline(), now)), now)
+            sends = self.apply(self.fleet.tick(now, is_late=_is_late(self.fleet.next_deadline(), now)), now)
             for watch in self.detokenizers:
                 watch.tick(now)
         watched = zip(self.detokenizer_names, self.detokenizers, strict=True)
@@ -240,20 +227,13 @@ class RouterCore:
             if watch.silent
         ]
 
-    def order(self, orders: Orders, now: float) -> list[Send]:
-        """Carry out what follows from an order about weights."""
-        return self._apply(Change().take(orders), now)
+    def adapt(self, operation: Operation, answer: Callable[[AdapterEntry | TandemError], object], now: float) -> list[Send]:
+        """See `FleetAdapters.run`."""
+        self.fleet.adapters.run(operation, answer, now)
+        return self.follow_adapters(now)
 
-    def drain(self, instance: InstanceId, now: float) -> list[Send]:
-        """Give it no more requests. Raises UnknownInstance."""
-        return self._apply(self.fleet.drain(instance, now), now)
-
-    @property
-    def longest_s(self) -> float:
-        """The longest that any request may take."""
-        return self._config.max_request_timeout_s
-
-    def _apply(self, change: Change, now: float) -> list[Send]:
+    def apply(self, change: Change, now: float) -> list[Send]:
+        """Carry out what follows from a change of the fleet."""
         sends = list(change.sends)
         for member in change.lost:
             sends += self.requests.member_lost(member, now)
@@ -278,8 +258,7 @@ from those that it waits for, because mail is read from all of them in turn."""
 
 
 PauseMode: TypeAlias = Literal["abort", "retract", "in_place", "finish"]
-AdapterOrder: TypeAlias = Callable[[FleetAdapters, Callable[[AdapterEntry | TandemError], object], float], object]
-"""Given the fleet's adapters, what to call with the outcome, and the time."""
+T = TypeVar("T")
 
 
 class Gateway:
@@ -295,8 +274,8 @@ class Gateway:
         self._closed = False
         self._last_left = asyncio.Event()
         """The router drains, and every request has left."""
-        self._resting: set[asyncio.Future[None]] = set()
-        """Who waits until no request is dispatched."""
+        self._delivered = asyncio.Event()
+        """Something was decided since somebody last cleared this."""
         self._behind_since_s: float | None = None
         """Since when mail has been left unread at the end of each turn; None: everything that had arrived was read."""
         self._timer: asyncio.TimerHandle | None = None
@@ -331,17 +310,11 @@ class Gateway:
             self._behind_since_s = began_s
 
     async def links_of(self, instance: InstanceId) -> LinkReport:
-        """All links of a prefill instance, with their traffic, as it tells them now. Raises UnknownInstance, BadRequest,
+        """All links of a prefill instance, with their traffic, as it tells them now. Raises NotFound, BadRequest,
         DeadlinePassed."""
-        told: asyncio.Future[LinkReport] = asyncio.get_running_loop().create_future()
-
-        def answer(report: LinkReport) -> None:
-            if not told.done():
-                told.set_result(report)
-
-        self.deliver(self.core.fleet.ask_links(instance, answer))
+        ask = self.core.fleet.ask_links
         try:
-            return await asyncio.wait_for(told, LINKS_S)
+            return await asyncio.wait_for(self._outcome(lambda answer, _: ask(instance, answer)), LINKS_S)
         except TimeoutError as error:
             raise DeadlinePassed(f"{instance} did not tell of its links within {LINKS_S:g} s") from error
 
@@ -384,43 +357,36 @@ class Gateway:
     # --- instances and time ----------------------------------------------------------------------------------------------
 
     async def change_role(self, instance: InstanceId, role: ServingRole) -> Member:
-        """Returns the life that serves in this role. Raises UnknownInstance, RoleConflict, DeadlinePassed."""
-        over: asyncio.Future[Member | TandemError] = asyncio.get_running_loop().create_future()
-        self.deliver(self.core.fleet.change_role(instance, role, over.set_result, self.clock()))
+        """Returns the life that serves in this role. Raises NotFound, Conflict, DeadlinePassed."""
+        return await self._outcome(partial(self.core.fleet.change_role, instance, role))
+
+    async def _outcome(self, begin: Callable[[Callable[[T | TandemError], object], float], Iterable[Send]]) -> T:
+        """Begin something, given what to call with the outcome and the time, and wait for that. It goes on when its caller
+        leaves. Raises what came of it."""
+        over: asyncio.Future[T | TandemError] = asyncio.get_running_loop().create_future()
+        self.deliver(begin(over.set_result, self.clock()))
         done = await asyncio.shield(over)
         if isinstance(done, TandemError):
             raise done
         return done
 
     def drain_instance(self, instance: InstanceId) -> None:
-        """Give it no more requests. Raises UnknownInstance."""
-        self.deliver(self.core.drain(instance, self.clock()))
+        """Give it no more requests. Raises NotFound."""
+        self.apply(self.core.fleet.drain(instance, self.clock()))
 
     # --- weights ---------------------------------------------------------------------------------------------------------
 
-    async def update_weights(
-        self, source: WeightsSource, mode: UpdateMode, version: str, finish_s: float | None, *, keeps_pause: bool
-    ) -> Updated:
-        """See `FleetWeights.begin`. It goes on when its caller leaves. keeps_pause: place no request afterwards. Raises what came
-        of it."""
-        over: asyncio.Future[Updated | TandemError] = asyncio.get_running_loop().create_future()
-        weights = self.core.fleet.weights
-        longest_s, now = finish_s or self.core.longest_s, self.clock()
-        self._order(weights.begin(source, mode, version, longest_s, over.set_result, now, keeps_pause=keeps_pause))
-        done = await asyncio.shield(over)
-        if isinstance(done, TandemError):
-            raise done
-        return done
-
-    def name_weights(self, version: str) -> None:
-        self._order(self.core.fleet.weights.rename(version))
+    async def update_weights(self, order: UpdateOrder) -> Updated:
+        """See `FleetWeights.begin`. Raises what came of it."""
+        core = self.core
+        return await self._outcome(lambda answer, now: core.apply(core.fleet.weights.begin(order, answer, now), now))
 
     async def pause(self, mode: PauseMode) -> None:
         """Place no request until `go_on`. abort: those that were dispatched end. retract: they give up what they have. in_place:
         they stay where they are, and no step is launched. finish: they go on, and this returns when the last of them has ended;
         the pause stays if its caller leaves. Raises Unavailable, with finish, when `go_on` comes first."""
         now, requests = self.clock(), self.core.requests
-        self._order(self.core.fleet.weights.pause(holds_steps=mode == "in_place"))
+        self.apply(self.core.fleet.weights.pause(holds_steps=mode == "in_place"))
         match mode:
             case "abort":
                 self.deliver(requests.abort_all(now))
@@ -435,59 +401,32 @@ class Gateway:
 
     async def _rest(self) -> None:
         """Wait until no request is dispatched, while the fleet is paused. Each request has a deadline, so this has one."""
-        rested: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._resting.add(rested)
-        self._tell_rested()
-        try:
-            await rested
-        finally:
-            self._resting.discard(rested)
-
-    def _tell_rested(self) -> None:
-        is_paused = self.core.fleet.weights.is_paused
-        if is_paused and self.core.requests.has_attempts:
-            return
-        for rested in self._resting:
-            if rested.done():
-                continue
-            if is_paused:
-                rested.set_result(None)
-            else:
-                rested.set_exception(Unavailable("the pause was ended before the requests that ran had"))
-
-    def abort_all(self) -> None:
-        """End every request, whoever's it is."""
-        self.deliver(self.core.requests.abort_all(self.clock()))
+        weights = self.core.fleet.weights
+        while weights.is_paused and self.core.requests.has_attempts:
+            self._delivered.clear()
+            await self._delivered.wait()
+        if not weights.is_paused:
+            raise Unavailable("the pause was ended before the requests that ran had")
 
     def go_on(self) -> None:
-        self._order(self.core.fleet.weights.go_on())
+        self.apply(self.core.fleet.weights.go_on())
 
     # --- adapters --------------------------------------------------------------------------------------------------------
 
-    async def adapt(self, order: AdapterOrder) -> AdapterEntry:
-        """Carry out an order about adapters. It goes on when its caller leaves. Raises what came of it."""
-        over: asyncio.Future[AdapterEntry | TandemError] = asyncio.get_running_loop().create_future()
-        now = self.clock()
-        order(self.core.fleet.adapters, over.set_result, now)
-        self.deliver(self.core.follow_adapters(now))
-        done = await asyncio.shield(over)
-        if isinstance(done, TandemError):
-            raise done
-        return done
+    async def adapt(self, operation: Operation) -> AdapterEntry:
+        """See `FleetAdapters.run`. Raises what came of it."""
+        return await self._outcome(partial(self.core.adapt, operation))
 
     # --- tasks -----------------------------------------------------------------------------------------------------------
 
     async def perform(self, tasks: Mapping[Life, Task], within_s: float) -> dict[Life, str]:
         """Have members do these, and wait for the results. Raises the first error."""
-        over: asyncio.Future[dict[Life, str] | TandemError] = asyncio.get_running_loop().create_future()
-        self.deliver(self.core.fleet.tasks.begin(tasks, over.set_result, self.clock() + within_s))
-        done = await asyncio.shield(over)
-        if isinstance(done, TandemError):
-            raise done
-        return done
+        begin = self.core.fleet.tasks.begin
+        return await self._outcome(lambda answer, now: begin(tasks, answer, now + within_s))
 
-    def _order(self, orders: Orders) -> None:
-        self.deliver(self.core.order(orders, self.clock()))
+    def apply(self, change: Change) -> None:
+        """Carry out what follows from a change of the fleet."""
+        self.deliver(self.core.apply(change, self.clock()))
 
     def flush_caches(self) -> int:
         """Have every instance forget its prefix cache. Returns how many were told."""
@@ -507,8 +446,7 @@ class Gateway:
         A deadline that moves later costs one call of the timer that does nothing.
         """
         self._send(sends)
-        if self._resting:
-            self._tell_rested()
+        self._delivered.set()
         deadline = self.core.next_deadline()
         if deadline is None or (self._timer is not None and self._timer_at <= deadline):
             return

@@ -19,16 +19,15 @@ push out a fleet by starting a larger one.
 """
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from dataclasses import dataclass, field
 from random import Random
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar, assert_never
 
 from msgspec.structs import replace
 
 from common.addresses import check_address
 from common.config import RouterConfig
 from common.deadlines import DeadlineWheel, earliest
-from common.errors import BadRequest, ConfigError, TandemError
+from common.errors import BadRequest, ConfigError, NotFound, TandemError
 from common.ids import InstanceId, Life, Role, ServingRole
 from common.instance.membership import ABANDON_AFTER_S
 from common.instance.ports import Send
@@ -54,11 +53,11 @@ from common.messages import (
 from router.adapters import FleetAdapters
 from router.cache_index import CacheIndex
 from router.join_rules import difference, likeness, malformed
-from router.members import Candidates, Member, RolePace
+from router.members import Candidates, Change, Member, RolePace
 from router.peering import Peering
 from router.roles import FleetRoles
 from router.tasks import FleetTasks
-from router.weights import FleetWeights, Orders
+from router.weights import FleetWeights
 
 VOTE_S = 15.0
 """How long a vote counts: who is refused asks again before that, however seldom it asks."""
@@ -95,12 +94,6 @@ K = TypeVar("K")
 V = TypeVar("V")
 
 
-class UnknownInstance(BadRequest):
-    """The request names an instance that is not a member."""
-
-    status = 404
-
-
 class Departure(NamedTuple):
     """A member that left, and why."""
 
@@ -120,26 +113,6 @@ class RefusedInstance(NamedTuple):
     reason: str
 
 
-@dataclass(slots=True)
-class Change:
-    """What followed from a message or a deadline."""
-
-    sends: list[Send] = field(default_factory=list)
-    lost: list[Member] = field(default_factory=list)
-    """Members that left or got stuck: they no longer serve their requests."""
-    more_can_serve: bool = False
-    """A member takes requests or has a link that it did not have before."""
-    aborts: bool = False
-    """Every request that was dispatched ends."""
-
-    def take(self, orders: Orders) -> "Change":
-        """What follows for the weights of the fleet follows too."""
-        self.sends += orders.sends
-        self.more_can_serve = self.more_can_serve or orders.goes_on
-        self.aborts = self.aborts or orders.aborts
-        return self
-
-
 class Members:
     """Membership as a state machine."""
 
@@ -157,7 +130,7 @@ class Members:
         self.peering = Peering(router, config.heartbeat_s, config.peers_per_instance)
         self.candidates = Candidates(Random(router))  # no two lives of a router draw alike, and a simulation is repeated exactly
         self.caches = CacheIndex(config.needs_caches, config.heartbeat_s)
-        self.weights = FleetWeights(router, self.members, self._judge)
+        self.weights = FleetWeights(router, config.max_request_timeout_s, self.members, self._judge)
         self.tasks = FleetTasks(self.find)
         self.adapters = FleetAdapters(self.members, self.tasks)
         self.roles = FleetRoles(self.members, self.find, self._judge)
@@ -289,28 +262,31 @@ class Members:
             change.more_can_serve = True
         return change
 
-    def weights_staged(self, message: WeightsStaged, now: float) -> Change:
-        """A member has made new weights ready, or cannot."""
+    def told(self, message: LinkReport | CacheChanges | WeightsStaged | TaskDone | RoleKept | AdaptersHeld, now: float) -> Change:
+        """A member tells of its links, its prefix cache, new weights, a task, a role that it does not take, or its adapters."""
         member = self._sender(message)
-        return Change() if member is None else Change().take(self.weights.staged(message, member, now))
-
-    def task_done(self, message: TaskDone, now: float) -> None:
-        """A member has done a task, or cannot."""
-        member = self._sender(message)
-        if member is not None:
-            self.tasks.done(message, member)
-            self.adapters.proceed(now)
-
-    def role_kept(self, message: RoleKept) -> None:
-        """A member does not take the role that it was told to take."""
-        member = self._sender(message)
-        if member is not None:
-            self.roles.kept(message, member)
-
-    def adapters_held(self, message: AdaptersHeld, now: float) -> Change:
-        """A member tells of its adapters."""
-        member = self._sender(message)
-        return Change(more_can_serve=member is not None and self.adapters.heard(member, message, now))
+        if member is None:
+            return Change()
+        match message:
+            case LinkReport():
+                for answer in self._curious.pop(message.id, ()) if message.since is None else ():
+                    answer(message)
+                return Change(more_can_serve=self.peering.receive_links(message))
+            case CacheChanges():
+                if message.weights in ("", member.weights):  # of others nobody is asked for their names any more
+                    self.caches.receive(member, message)
+            case WeightsStaged():
+                return self.weights.staged(message, member, now)
+            case TaskDone():
+                self.tasks.done(message, member)
+                self.adapters.proceed(now)
+            case RoleKept():
+                self.roles.kept(message, member)
+            case AdaptersHeld():
+                return Change(more_can_serve=self.adapters.heard(member, message, now))
+            case _:
+                assert_never(message)
+        return Change()
 
     def _judge(self, member: Member) -> None:
         """Something else than its report decides whether it takes requests."""
@@ -323,26 +299,11 @@ class Members:
 
     def ask_links(self, instance: InstanceId, answer: Callable[[LinkReport], object]) -> list[Send]:
         """Ask a prefill member for all its links with their traffic. answer: called with its next report of all of them.
-        Raises UnknownInstance, BadRequest."""
+        Raises NotFound, BadRequest."""
         if self._find(instance).info.role != "prefill":
             raise BadRequest(f"{instance} is a decode instance: prefill instances tell of the links to it")
         self._curious.setdefault(instance, []).append(answer)
         return [Send(instance, TellLinks())]
-
-    def links_reported(self, message: LinkReport) -> Change:
-        """A prefill member tells of its links."""
-        if self._sender(message) is None:
-            return Change()
-        if message.since is None:
-            for answer in self._curious.pop(message.id, ()):
-                answer(message)
-        return Change(more_can_serve=self.peering.receive_links(message))
-
-    def cache_changed(self, message: CacheChanges) -> None:
-        """A member tells of its prefix cache."""
-        member = self._sender(message)
-        if member is not None and message.weights in ("", member.weights):  # of others nobody is asked for their names any more
-            self.caches.receive(member, message)
 
     def goodbye(self, message: Goodbye, now: float) -> Change:
         member = self._sender(message)
@@ -368,7 +329,7 @@ class Members:
         return member
 
     def drain(self, instance: InstanceId, now: float) -> Change:
-        """Give the member no more requests, and tell it to leave until it reports that it drains. Raises UnknownInstance."""
+        """Give the member no more requests, and tell it to leave until it reports that it drains. Raises NotFound."""
         member = self._find(instance)
         member.drain()
         self.candidates.judge(member)
@@ -377,7 +338,7 @@ class Members:
 
     def why_keep(self, instance: InstanceId) -> list[str]:
         """Why the instance must not be deleted yet. Empty: every write from or to it is proven to have ended, and no request of
-        any router needs it. What is not known is a reason. Raises UnknownInstance."""
+        any router needs it. What is not known is a reason. Raises NotFound."""
         gone = self.departed.get(instance)
         if gone is None:
             return self._find(instance).why_keep()
@@ -386,7 +347,7 @@ class Members:
     def change_role(
         self, instance: InstanceId, role: ServingRole, answer: Callable[[Member | TandemError], object], now: float
     ) -> list[Send]:
-        """See `FleetRoles.begin`. Raises UnknownInstance, RoleConflict."""
+        """See `FleetRoles.begin`. Raises NotFound, Conflict."""
         return self.roles.begin(self._find(instance), role, answer, now)
 
     def flush_caches(self) -> list[Send]:
@@ -394,10 +355,10 @@ class Members:
         return [Send(member.info.id, FlushCache()) for member in self.members()]
 
     def _find(self, instance: InstanceId) -> Member:
-        """Raises UnknownInstance."""
+        """Raises NotFound."""
         member = self._members.get(instance)
         if member is None:
-            raise UnknownInstance(f"no instance {instance[:NAME_SHOWN]!r} is a member of the fleet: see /cluster")
+            raise NotFound(f"no instance {instance[:NAME_SHOWN]!r} is a member of the fleet: see /cluster")
         return member
 
     def connection_broken(self, instance: InstanceId, now: float) -> None:

@@ -15,8 +15,9 @@ from typing import Literal
 
 import msgspec
 
-from common.errors import BadRequest
+from common.errors import Conflict
 from common.ids import AttemptId, Digest, InstanceId, Life, Role, ServingRole
+from common.instance.ports import Send
 from common.messages import Counters, Heartbeat, InstanceInfo, LinkState, Load, Register
 from common.messages.versions import since
 
@@ -28,12 +29,6 @@ STUCK_S = 30.0
 
 HEARD_SHARE = 1 / 32
 """How much one report moves the mean pace of its role."""
-
-
-class NeedsNewer(BadRequest):
-    """An instance is of an older release, which does not know what it is to do."""
-
-    status = 409
 
 
 State = Literal["live", "draining", "changing", "stuck", "quarantined", "updating"]
@@ -298,11 +293,11 @@ class Member:
         self.judge()
 
     def check_knows(self, order: msgspec.Struct) -> None:
-        """Whether its release knows this message, or this part of one. Raises NeedsNewer."""
+        """Whether its release knows this message, or this part of one. Raises Conflict."""
         has, needs = self.info.wire_version, since(order)
         if has < needs:
             what = f"{self.info.id} has wire version {has}, and {type(order).__name__} came with {needs}"
-            raise NeedsNewer(f"{what}: give that instance a newer release first")
+            raise Conflict(f"{what}: give that instance a newer release first")
 
     def why_keep(self) -> list[str]:
         """Why it must not be deleted yet, by its last report, which tells of the requests of all routers. One that drains takes
@@ -355,6 +350,27 @@ class Lag:
             return False
         self.since_s = now
         return True
+
+
+@dataclass(slots=True)
+class Change:
+    """What followed from a message, an order or a deadline."""
+
+    sends: list[Send] = field(default_factory=list)
+    lost: list[Member] = field(default_factory=list)
+    """Members that left or got stuck: they no longer serve their requests."""
+    more_can_serve: bool = False
+    """A member takes requests or has a link that it did not have before, or requests may be placed again."""
+    aborts: bool = False
+    """Every request that was dispatched ends."""
+
+    def take(self, other: "Change") -> "Change":
+        """The other follows too."""
+        self.sends += other.sends
+        self.lost += other.lost
+        self.more_can_serve = self.more_can_serve or other.more_can_serve
+        self.aborts = self.aborts or other.aborts
+        return self
 
 
 _order = attrgetter("order")

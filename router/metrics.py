@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from enum import StrEnum
 from itertools import accumulate
 from operator import attrgetter
-from typing import Literal, get_args
+from typing import Literal, get_args, get_type_hints
 
 from prometheus_client import CollectorRegistry, Counter, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -119,20 +119,11 @@ ATTEMPT_BUCKETS = (1, 2, 3, 4, 6, 8, 12, 16)
 
 
 PHASES = {
-    "queue_s": (
-        "request_queue",
-        "Of an attempt, on the instance that computes its prompt: from its arrival until it has its pages.",
-    ),
-    "prefill_s": ("request_prefill", "From then until its first token is sampled."),
-    "transfer_s": ("kv_transfer", "From its grant, or from its first push if that is later, until its handoff is sent."),
-    "exposed_transfer_s": (
-        "kv_transfer_exposed",
-        "From its first token until its handoff is sent: what computing does not hide.",
-    ),
-    "decode_s": (
-        "request_decode",
-        "Of an attempt, on its decode instance: from its handoff, or from its first token there, to its end.",
-    ),
+    "queue_s": "request_queue",
+    "prefill_s": "request_prefill",
+    "transfer_s": "kv_transfer",
+    "exposed_transfer_s": "kv_transfer_exposed",
+    "decode_s": "request_decode",
 }
 """The metric of each of the `Durations`."""
 
@@ -172,8 +163,10 @@ class RouterMetrics:
         self._prediction_ratio = histogram("tandem_time_to_first_token_prediction_ratio", what, RATIO_BUCKETS)
         self._inter_token = histogram("tandem_inter_token_latency_seconds", "Time of one token after the first.", TOKEN_BUCKETS_S)
         self._request = histogram("tandem_e2e_request_latency_seconds", "From the arrival of a request to its ending.")
+        said = get_type_hints(Durations, include_extras=True)
         self._phases = {
-            duration: histogram(f"tandem_{name}_seconds", what, PHASE_BUCKETS_S) for duration, (name, what) in PHASES.items()
+            duration: histogram(f"tandem_{name}_seconds", said[duration].__metadata__[-1].description, PHASE_BUCKETS_S)
+            for duration, name in PHASES.items()
         }
         self._endings = counter("tandem_requests_ended", "Requests by how they ended.", "ending")
         self._resumes = counter("tandem_resumes", "Attempts that were followed by another one.", "reason", known=ResumeReason)

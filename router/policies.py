@@ -72,11 +72,7 @@ SAMPLE = 8
 
 def least_loaded(candidates: Candidates, role: Role, compared: int = SAMPLE) -> Sampled:
     """By how much a member has to do, for what its memory holds. Among equals, the one that was chosen longest ago."""
-    return Sampled(candidates, role, _by_load, max(compared, CANDIDATES), compared=compared)
-
-
-def _by_load(demand: Demand, source: Member | None, some: Sequence[Member]) -> Rank:
-    return partial(_load, demand)
+    return Sampled(candidates, role, lambda demand, *_: partial(_load, demand), max(compared, CANDIDATES), compared=compared)
 
 
 def _load(demand: Demand, member: Member) -> tuple[float, ...]:

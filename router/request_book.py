@@ -124,7 +124,14 @@ class RequestBook:
         records: list[Record] = []
         for spec in specs:
             timeout_s = self._config.request_timeout_s if spec.timeout_s is None else spec.timeout_s
-            times = RequestTimes(spec.request_id, spec.index, spec.owner, spec.prompt_tokens, client.received_s, now)
+            times = RequestTimes(
+                request_id=spec.request_id,
+                index=spec.index,
+                owner=spec.owner,
+                prompt_tokens=spec.prompt_tokens,
+                received_s=client.received_s,
+                tokenized_s=now,
+            )
             records.append(Record(spec, client, times, timeout_s))
         is_held, adapters = self._fleet.weights.is_held, self._fleet.adapters
         try:

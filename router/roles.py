@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from common.deadlines import earliest
-from common.errors import BadRequest, DeadlinePassed, TandemError
+from common.errors import Conflict, DeadlinePassed, TandemError
 from common.ids import InstanceId, Life, ServingRole
 from common.instance.ports import Send
 from common.instance.roles import CHANGE_S
@@ -20,12 +20,6 @@ from router.members import Member
 
 LATEST_S = CHANGE_S + 5.0
 """An instance gives up before that, and says so."""
-
-
-class RoleConflict(BadRequest):
-    """The instance cannot take this role now."""
-
-    status = 409
 
 
 @dataclass(slots=True, eq=False)
@@ -54,20 +48,20 @@ class FleetRoles:
         self, member: Member, role: ServingRole, answer: Callable[[Member | TandemError], object], now: float
     ) -> list[Send]:
         """Have the member serve in this role. answer: called once, with the life that does, or why it does not. Raises
-        RoleConflict, NeedsNewer."""
+        Conflict."""
         name = member.info.id
         if name in self._under_way:
-            raise RoleConflict(f"{name} is taking the role {self._under_way[name].order.role} at this moment", field="role")
+            raise Conflict(f"{name} is taking the role {self._under_way[name].order.role} at this moment", field="role")
         if member.role == role:
             answer(member)
             return []
         if member.draining:
-            raise RoleConflict(f"{name} is leaving the fleet", field="role")
+            raise Conflict(f"{name} is leaving the fleet", field="role")
         if role == "prefill" and not any(
             each.info.role == "decode" and each.trouble is None and each is not member for each in self._members()
         ):
             only = f"{name} is the only decode instance that takes requests, and without one none can be served"
-            raise RoleConflict(f"{only}: give that role to another one first", field="role")
+            raise Conflict(f"{only}: give that role to another one first", field="role")
         order = TakeRole(number=self._last + 1, role=role, incarnation=member.info.incarnation)
         member.check_knows(order)
         self._last += 1
@@ -90,14 +84,14 @@ class FleetRoles:
                 self._judge(member)
             return [Send(member.info.id, change.order)]
         else:
-            self._end(change, RoleConflict(f"{member.info.id} was started anew meanwhile, as {member.role}", field="role"))
+            self._end(change, Conflict(f"{member.info.id} was started anew meanwhile, as {member.role}", field="role"))
         return []
 
     def kept(self, message: RoleKept, member: Member) -> None:
         """It says that it stays in its role."""
         change = self._under_way.get(member.info.id)
         if change is not None and change.order.number == message.number:
-            self._end(change, RoleConflict(f"{member.info.id} stays in the role {member.role}: {message.reason}", field="role"))
+            self._end(change, Conflict(f"{member.info.id} stays in the role {member.role}: {message.reason}", field="role"))
 
     def tick(self, now: float) -> None:
         for name, change in list(self._under_way.items()):

@@ -11,7 +11,7 @@ from typing import Annotated, Literal, get_args
 import msgspec
 from msgspec import Meta
 
-from common.errors import BadRequest
+from common.errors import Conflict
 from common.ids import ROLES, Role
 from router.cost import ASSUMED, Demand, is_measured, predict_ttft
 from router.fleet import Members
@@ -104,12 +104,6 @@ class KeptInstances(msgspec.Struct, frozen=True, kw_only=True):
     """How many more it can start."""
 
 
-class NoSpare(BadRequest):
-    """Nobody can start an instance beside this router."""
-
-    status = 409
-
-
 class ScalingBoard:
     """What planners have told this router, and who starts instances for them."""
 
@@ -133,8 +127,8 @@ class ScalingBoard:
         self.decisions.append(decision)
 
     def start(self, role: Role) -> None:
-        """Raises NoSpare when nobody can start one more."""
+        """Raises Conflict when nobody can start one more."""
         if self.kept is None or not self.kept.spare:
             why = "the router was not started by `launch local` or `launch ray`" if self.kept is None else "no spare one is left"
-            raise NoSpare(f"no instance can be started: {why}; give the command that starts the fleet more with --spare")
+            raise Conflict(f"no instance can be started: {why}; give the command that starts the fleet more with --spare")
         self.starts(role)

@@ -45,7 +45,7 @@ class FleetTasks:
         deadline_s: float,
     ) -> list[Send]:
         """tasks: what each member is to do. answer: called with the result of each, or with the first error. Raises
-        Unavailable when there is no member, NeedsNewer."""
+        Unavailable when there is no member, Conflict."""
         if not tasks:
             raise Unavailable("no instance is a member of the fleet")
         for life, task in tasks.items():

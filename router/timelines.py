@@ -10,9 +10,10 @@ instance has let go of the request, and a lost heartbeat loses them.
 import math
 from collections import deque
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Protocol
+from typing import Annotated, Protocol, TypeAlias
+
+from msgspec import Meta, Struct
 
 from common.ids import InstanceId, RequestId, Role
 from common.messages import Ending, Failed, InstanceInfo, Timeline, Times
@@ -37,38 +38,32 @@ class ResumeReason(StrEnum):
     WEIGHTS = "weights"
 
 
-@dataclass(frozen=True, slots=True)
-class Durations:
+Seconds: TypeAlias = Annotated[float | None, Meta(description="Null: it did not happen, or the instance has not told yet.")]
+Moment: TypeAlias = Annotated[float, Meta(description="Seconds since 1970, by the clock of the router's host.")]
+
+
+class Durations(Struct, frozen=True):
     """How long an attempt took on one instance, in seconds; None: it did not get so far there."""
 
-    queue_s: float | None = None
-    """Until it had its pages, where its prompt is computed."""
-    prefill_s: float | None = None
-    """From then until its first token."""
-    transfer_s: float | None = None
-    """From the grant, or from the first push if that is later, to the handoff."""
-    exposed_transfer_s: float | None = None
-    """From the first token to the handoff."""
-    decode_s: float | None = None
-    """From the handoff, or from the first token if the prompt was computed there too, to its end."""
+    queue_s: Annotated[Seconds, Meta(description="From arrival to pages, where the prompt is computed.")] = None
+    prefill_s: Annotated[Seconds, Meta(description="From pages to the first token.")] = None
+    transfer_s: Annotated[Seconds, Meta(description="From the grant, or the first push if that is later, to the handoff.")] = None
+    exposed_transfer_s: Annotated[Seconds, Meta(description="From the first token to the handoff.")] = None
+    decode_s: Annotated[Seconds, Meta(description="From the handoff to the end; without one, from the first token.")] = None
 
     @staticmethod
     def of(role: Role, times: Times) -> "Durations":
         computes = role == "prefill" or times.granted_s is None  # a decode instance grants what others compute
         writes = role == "prefill" and times.handed_off_s is not None
-        transfer_begins = _later(times.granted_s, times.first_push_s)
+        begun = [each for each in (times.granted_s, times.first_push_s) if each is not None]
         decode_begins = times.last_chunk_s if times.handed_off_s is None else times.handed_off_s
         return Durations(
             _between(times.accepted_s, times.admitted_s) if computes else None,
             _between(times.admitted_s, times.last_chunk_s) if computes else None,
-            _between(transfer_begins, times.handed_off_s) if writes else None,
+            _between(max(begun, default=None), times.handed_off_s) if writes else None,
             _between(times.last_chunk_s, times.handed_off_s) if writes else None,
             _between(decode_begins, times.ended_s) if role == "decode" else None,
         )
-
-
-def _later(one: float | None, other: float | None) -> float | None:
-    return max((each for each in (one, other) if each is not None), default=None)
 
 
 def _between(begin: float | None, end: float | None) -> float | None:
@@ -77,61 +72,56 @@ def _between(begin: float | None, end: float | None) -> float | None:
     return seconds if 0.0 <= seconds < math.inf else None
 
 
-@dataclass(frozen=True, slots=True)
-class InstanceTimes:
+class InstanceTimeline(Struct, frozen=True):
     """The times that one instance has reported."""
 
     id: InstanceId
     role: Role
-    times: Times
+    times: Annotated[Times, Meta(description="By the clock of the instance's host: hosts agree as well as NTP aligns them.")]
 
 
-@dataclass(slots=True, eq=False)
-class AttemptTimes:
+class AttemptTimeline(Struct):
     """The times of one attempt."""
 
-    number: int
-    """The attempt's number in its id."""
-    first: InstanceId
-    """The instance that got the request."""
-    dispatched_s: float
-    placed_s: float | None = None
-    """When the router learned who decodes."""
-    decode: InstanceId | None = None
-    """The instance that granted a reservation."""
-    ended_s: float | None = None
-    """When another attempt followed; None where none did."""
-    reason: ResumeReason | None = None
-    """Why another attempt followed."""
-    failure: str = ""
-    """What failed, in words."""
-    instances: list[InstanceTimes] = field(default_factory=list)
-    """Reports of instances, in the order of their arrival."""
+    number: Annotated[int, Meta(description="From 0 on. Of many attempts the latest are remembered.")]
+    first: Annotated[InstanceId, Meta(description="The instance that was asked.")]
+    dispatched_s: Moment
+    decode: Annotated[InstanceId | None, Meta(description="The decode instance that granted a reservation.")] = None
+    placed_s: Annotated[float | None, Meta(description="The router heard of that.")] = None
+    ended_s: Annotated[float | None, Meta(description="It was given up, and another attempt followed if one was left.")] = None
+    resume_reason: Annotated[ResumeReason | None, Meta(description="Why it was given up.")] = None
+    failure: Annotated[str | None, Meta(description="The same, for people.")] = None
+    instances: Annotated[
+        list[InstanceTimeline],
+        Meta(description="What instances told of it, prefill first. Each tells within a heartbeat after it has let go of it."),
+    ] = []
 
 
-@dataclass(slots=True, eq=False)
-class RequestTimes:
-    """One choice of a client's request."""
+class ChoiceTimes(Struct, kw_only=True):
+    """What is told of one choice of a client's request."""
+
+    index: Annotated[int, Meta(description="Its number in the answer.")]
+    prompt_tokens: int
+    tokens: Annotated[int, Meta(description="Of the answer so far.")] = 0
+    ending: Annotated[str | None, Meta(description="How it ended, as in `tandem_requests_ended`. Null: it is open.")] = None
+    received_s: Moment
+    """When its HTTP request arrived."""
+    tokenized_s: Moment
+    """When it was dispatched."""
+    first_token_s: Moment | None = None
+    last_token_s: Moment | None = None
+    ended_s: Moment | None = None
+
+
+class RequestTimes(ChoiceTimes, kw_only=True, eq=False):
+    """One choice of a client's request, by the router's own clock."""
 
     request_id: RequestId
-    index: int
     owner: str
-    prompt_tokens: int
-    received_s: float
-    """When its HTTP request arrived."""
-    tokenized_s: float
-    """When it was dispatched."""
-    attempts: list[AttemptTimes] = field(default_factory=list)
+    attempts: list[AttemptTimeline] = []
     predicted_first_s: float | None = None
     """Seconds from its arrival to its first token, as predicted when it was last placed before that; None: no prediction."""
-    first_token_s: float | None = None
-    last_token_s: float | None = None
-    tokens: int = 0
-    """Tokens of its answer so far."""
-    ended_s: float | None = None
-    ending: str = ""
-    """How it ended, as in the metrics; "" while it is open."""
-    names: list[str] = field(default_factory=list)
+    names: list[str] = []
     """Ids by which its client knows it."""
 
     def dispatched(self, number: int, first: InstanceId, predicted_s: float | None, now: float) -> None:
@@ -139,14 +129,14 @@ class RequestTimes:
         token."""
         if self.first_token_s is None:
             self.predicted_first_s = None if predicted_s is None else now - self.received_s + predicted_s
-        self.attempts.append(AttemptTimes(number, first, now))
+        self.attempts.append(AttemptTimeline(number, first, now))
         if len(self.attempts) > MOST_ATTEMPTS:
             del self.attempts[0]
 
     def resumed(self, reason: ResumeReason, failed: Failed, now: float) -> None:
         """Its latest attempt is over."""
         attempt = self.attempts[-1]
-        attempt.ended_s, attempt.reason, attempt.failure = now, reason, failed.message[:FAILURE_CHARS]
+        attempt.ended_s, attempt.resume_reason, attempt.failure = now, reason, failed.message[:FAILURE_CHARS]
 
     def ended(self, ending: Ending, now: float) -> None:
         self.ended_s = now
@@ -224,5 +214,5 @@ class Timelines:
             if attempt is None or by.id in told or len(told) >= MOST_OF_AN_ATTEMPT:
                 self.stale += 1
                 continue
-            attempt.instances.append(InstanceTimes(by.id, by.role, timeline.times))
+            attempt.instances.append(InstanceTimeline(by.id, by.role, timeline.times))
             self._observer.phases(Durations.of(by.role, timeline.times))

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from common.errors import BadRequest
+from common.errors import BadRequest, Conflict, NotFound
 from common.ids import InstanceId, Life
 from common.instance.ports import Send
 from common.messages import Ending, Failed, Spans, Trace, pack_spans
@@ -24,18 +24,6 @@ MOST_BYTES = 256 * 2**20
 """Room for packed spans, with FRAME_BYTES for each message: idle instances send one span at a time."""
 FRAME_BYTES = 110
 GRACE_S = 2.0
-
-
-class TraceRuns(BadRequest):
-    """A trace runs already."""
-
-    status = 409
-
-
-class NoTrace(BadRequest):
-    """There is no trace to read."""
-
-    status = 404
 
 
 class Frame(msgspec.Struct, frozen=True):
@@ -92,11 +80,11 @@ class Traces:
     # --- what people ask for -----------------------------------------------------------------------------------------------
 
     def start(self, seconds: float, now: float) -> list[Send]:
-        """Forget the last trace, and begin one. Raises BadRequest, TraceRuns."""
+        """Forget the last trace, and begin one. Raises BadRequest, Conflict."""
         if not 0.0 < seconds <= LONGEST_S:
             raise BadRequest(f"seconds must be above 0 and at most {LONGEST_S:g}", field="seconds")
         if self._trace is not None and not self._trace.is_over(now):
-            raise TraceRuns("a trace runs already: wait for its end, or end it with DELETE /cluster/trace")
+            raise Conflict("a trace runs already: wait for its end, or end it with DELETE /cluster/trace")
         self._number += 1
         status = TraceStatus(
             number=self._number,
@@ -114,7 +102,7 @@ class Traces:
         return sends + [send for member in self._fleet.members() for send in self.joined(member.life, now)]
 
     def end(self, now: float) -> list[Send]:
-        """Forget the trace, and end it if it runs. Raises NoTrace."""
+        """Forget the trace, and end it if it runs. Raises NotFound."""
         trace, self._trace = self._known(), None
         self._recorder.end()
         self._recorder.take(len(self._recorder))
@@ -124,13 +112,13 @@ class Traces:
         return [Send(name, Trace(seconds=0.0, number=trace.status.number)) for name in told]
 
     def status(self, now: float) -> TraceStatus:
-        """Raises NoTrace."""
+        """Raises NotFound."""
         trace = self._known()
         trace.status.state = "over" if trace.is_over(now) else "running"
         return trace.status
 
     def frames(self) -> list[Frame]:
-        """What there is. Raises NoTrace."""
+        """What there is. Raises NotFound."""
         return list(self._known().frames)
 
     # --- what happens meanwhile --------------------------------------------------------------------------------------------
@@ -188,7 +176,7 @@ class Traces:
 
     def _known(self) -> _Trace:
         if self._trace is None:
-            raise NoTrace("there is no trace: begin one with POST /cluster/trace?seconds=60")
+            raise NotFound("there is no trace: begin one with POST /cluster/trace?seconds=60")
         return self._trace
 
     def _running(self, now: float) -> _Trace | None:

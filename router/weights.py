@@ -21,15 +21,14 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from enum import Enum, auto
 from typing import Literal
 
-from common.errors import BadRequest, TandemError, Unavailable
+from common.errors import BadRequest, Conflict, TandemError, Unavailable
 from common.ids import Digest, InstanceId, Life
 from common.instance.ports import Send
 from common.messages import Drain, DropWeights, HoldSteps, StageWeights, SwitchWeights, WeightsStaged
 from common.messages.weights import WeightsFromGroup, WeightsInMemory, WeightsOnDisk, WeightsSource
-from router.members import Member
+from router.members import Change, Member
 
 UpdateMode = Literal["recompute", "finish", "abort"]
 
@@ -40,10 +39,18 @@ SWITCH_S = 120.0
 _SAME_FILES = "give all instances the same files, or have all change by POST /update_weights_from_disk"
 
 
-class UpdateUnderWay(BadRequest):
-    """One update at a time."""
+@dataclass(frozen=True, slots=True)
+class UpdateOrder:
+    """What somebody wants of an update."""
 
-    status = 409
+    source: WeightsSource
+    mode: UpdateMode = "recompute"
+    version: str = ""
+    """What to call the new weights; "": their digest."""
+    finish_s: float | None = None
+    """With mode finish: how long requests may go on; None: as long as any."""
+    keeps_pause: bool = False
+    """Place no request afterwards."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,29 +65,21 @@ class Updated:
     """For how long no request was placed."""
 
 
-class UpdatePhase(Enum):
-    STAGING = auto()
-    SWITCHING = auto()
-
-
 @dataclass(slots=True, eq=False)
 class Update:
     """An update that is under way."""
 
     number: int
-    source: WeightsSource
+    order: UpdateOrder
     mode: UpdateMode
-    version: str
-    finish_s: float
-    """With mode finish: how long requests may go on."""
-    keeps_pause: bool
-    """Place no request afterwards."""
+    """What is left of that of the order."""
     answer: Callable[[Updated | TandemError], object]
     """Called once, when it is over."""
     deadline_s: float
     lives: set[Life]
     """The members that have the fleet's weights, and so must change. Others are brought to the new ones afterwards."""
-    phase: UpdatePhase = UpdatePhase.STAGING
+    is_switching: bool = False
+    """All members have staged the new weights, and change to them."""
     staged: dict[Life, Digest] = field(default_factory=dict)
     weights: Digest = Digest("")
     """The new ones, once all have them."""
@@ -92,25 +91,17 @@ class Update:
     @property
     def name(self) -> str:
         """What people call the new weights."""
-        return self.version or self.weights
-
-
-@dataclass(slots=True)
-class Orders:
-    """What follows from something that has happened."""
-
-    sends: list[Send] = field(default_factory=list)
-    goes_on: bool = False
-    """Requests may be placed again, or more members take them."""
-    aborts: bool = False
-    """Every request that was dispatched ends."""
+        return self.order.version or self.weights
 
 
 class FleetWeights:
-    """The weights of a router's fleet. members: all that there are. judge: called for a member whose fitness has changed."""
+    """The weights of a router's fleet. longest_s: the longest that a request may take. members: all that there are. judge: called
+    for a member whose fitness has changed."""
 
-    def __init__(self, router: InstanceId, members: Callable[[], Iterable[Member]], judge: Callable[[Member], object]) -> None:
-        self._members, self._judge = members, judge
+    def __init__(
+        self, router: InstanceId, longest_s: float, members: Callable[[], Iterable[Member]], judge: Callable[[Member], object]
+    ) -> None:
+        self._longest_s, self._members, self._judge = longest_s, members, judge
         self._number = zlib.crc32(router.encode()) << 24
         """The number of the latest update. Those of two lives do not meet."""
         self.target = Digest("")
@@ -143,21 +134,10 @@ class FleetWeights:
 
     # --- orders of people ----------------------------------------------------------------------------------------------------
 
-    def begin(
-        self,
-        source: WeightsSource,
-        mode: UpdateMode,
-        version: str,
-        finish_s: float,
-        answer: Callable[[Updated | TandemError], object],
-        now: float,
-        *,
-        keeps_pause: bool = False,
-    ) -> Orders:
-        """Have all members change. answer: called with what came of it. keeps_pause: place no request afterwards. Raises
-        UpdateUnderWay, Unavailable, BadRequest."""
+    def begin(self, order: UpdateOrder, answer: Callable[[Updated | TandemError], object], now: float) -> Change:
+        """Have all members change. answer: called with what came of it. Raises Conflict, Unavailable, BadRequest."""
         if self.update is not None:
-            raise UpdateUnderWay("another update of the weights is under way: wait until it has ended")
+            raise Conflict("another update of the weights is under way: wait until it has ended")
         members = list(self._members())
         if not members:
             raise Unavailable("no instance is a member of the fleet")
@@ -166,25 +146,25 @@ class FleetWeights:
                 raise BadRequest(f"{member.info.id} is of an older version, which cannot change its weights: start it anew")
         self._number += 1
         lives = {member.life for member in members if self._fits(member)} or {member.life for member in members}
-        self.update = Update(self._number, source, mode, version, finish_s, keeps_pause, answer, now + STAGE_S, lives)
-        return Orders([send for member in members for send in self._orders(member)])
+        self.update = Update(self._number, order, order.mode, answer, now + STAGE_S, lives)
+        return self._tell_all()
 
-    def rename(self, version: str) -> Orders:
-        """Call the present weights so. Raises UpdateUnderWay."""
+    def rename(self, version: str) -> Change:
+        """Call the present weights so. Raises Conflict."""
         if self.update is not None:
-            raise UpdateUnderWay("an update of the weights is under way, which names them: wait until it has ended")
+            raise Conflict("an update of the weights is under way, which names them: wait until it has ended")
         self.version = version
         self._to_rename = {member.life for member in self._members()}
-        return Orders([send for member in self._members() for send in self._orders(member)])
+        return self._tell_all()
 
-    def pause(self, *, holds_steps: bool) -> Orders:
+    def pause(self, *, holds_steps: bool) -> Change:
         """Place no request until `go_on`. holds_steps: members launch no step either."""
         self.is_paused, self.holds_steps = True, holds_steps
-        return Orders([send for member in self._members() for send in self._orders(member)])
+        return self._tell_all()
 
-    def go_on(self) -> Orders:
+    def go_on(self) -> Change:
         self.is_paused = self.holds_steps = False
-        return Orders([send for member in self._members() for send in self._orders(member)], goes_on=True)
+        return Change(more_can_serve=True).take(self._tell_all())
 
     # --- what members say ----------------------------------------------------------------------------------------------------
 
@@ -200,21 +180,21 @@ class FleetWeights:
             f"{f' (version {self.version})' if self.version else ''}: {fix}"
         )
 
-    def joined(self, member: Member, now: float) -> Orders:
+    def joined(self, member: Member, now: float) -> Change:
         if not self.target:
             self.target, self.version = member.weights, member.weight_version
         if not self._fits(member):
             self._bringing[member.life] = None
         else:
             self._to_rename.add(member.life)
-            if self.update is not None and self.update.phase is UpdatePhase.STAGING:
+            if self.update is not None and not self.update.is_switching:
                 self.update.lives.add(member.life)
         self._mark(member)
-        orders = Orders(self._orders(member))
-        self._proceed(orders, now)
-        return orders
+        change = Change(self._orders(member))
+        self._proceed(change, now)
+        return change
 
-    def left(self, member: Member, now: float) -> Orders:
+    def left(self, member: Member, now: float) -> Change:
         """It serves nothing any more, and keeps nobody waiting."""
         self._bringing.pop(member.life, None)
         self._unable.pop(member.life, None)
@@ -222,11 +202,11 @@ class FleetWeights:
         is_gone = self.update is None and not any(True for _ in self._members())
         if is_gone and not isinstance(self._source, WeightsOnDisk):  # else those that come are given the fleet's
             self.target, self._source = Digest(""), None
-        orders = Orders()
-        self._proceed(orders, now)
-        return orders
+        change = Change()
+        self._proceed(change, now)
+        return change
 
-    def heard(self, member: Member, now: float) -> Orders:
+    def heard(self, member: Member, now: float) -> Change:
         """A heartbeat says what the member computes with."""
         if self.update is None and not self._fits(member) and member.life not in self._bringing:
             self._follow_others()
@@ -235,17 +215,17 @@ class FleetWeights:
         elif self.update is None and member.weights == self.target and member.life not in self._to_rename:
             self.version = member.weight_version  # another router has renamed them
         self._mark(member)
-        orders = Orders(self._orders(member))
-        self._proceed(orders, now)
-        return orders
+        change = Change(self._orders(member))
+        self._proceed(change, now)
+        return change
 
-    def staged(self, message: WeightsStaged, member: Member, now: float) -> Orders:
+    def staged(self, message: WeightsStaged, member: Member, now: float) -> Change:
         """A member has made weights ready, or cannot."""
-        orders, update, life = Orders(), self.update, member.life
+        change, update, life = Change(), self.update, member.life
         if update is not None and message.update == update.number:
             if message.failed is None:
                 update.staged[life] = message.weights
-            elif update.phase is not UpdatePhase.STAGING:
+            elif update.is_switching:
                 update.staged.pop(life, None)  # it has lost them, and stages them again
             else:
                 who = f"{member.info.id} cannot use the new weights: {message.failed.message}"
@@ -257,36 +237,41 @@ class FleetWeights:
             self._mark(member)
             if message.failed is not None and message.failed.retryable:
                 self._bringing[life] = None  # again with its next heartbeat: it has forgotten the failure by then
-                return Orders([Send(member.info.id, DropWeights(update=message.update))])
+                return Change([Send(member.info.id, DropWeights(update=message.update))])
             self._bringing[life] = message.weights
-        orders.sends += self._orders(member)
-        self._proceed(orders, now)
-        return orders
+        change.sends += self._orders(member)
+        self._proceed(change, now)
+        return change
 
-    def tick(self, now: float) -> Orders:
-        orders, update = Orders(), self.update
+    def tick(self, now: float) -> Change:
+        change, update = Change(), self.update
         if update is None or now < update.deadline_s:
-            return orders
+            return change
         late = [member for member in self._members() if self._keeps_waiting(update, member)]
-        if update.phase is UpdatePhase.STAGING:
+        if not update.is_switching:
             names = ", ".join(member.info.id for member in late)
             return self._fail(Unavailable(f"the new weights were not ready within {STAGE_S:g} s on {names}"))
         if update.mode == "finish":
             update.mode = "recompute"  # what still runs has had its time
             self._hold(update, now)
-            for member in self._members():
-                self._mark(member)
-                orders.sends += self._orders(member)
+            change.take(self._tell_all())
         else:
             for member in late:
                 member.drain()
                 self._judge(member)
-                orders.sends.append(Send(member.info.id, Drain(incarnation=member.info.incarnation)))
+                change.sends.append(Send(member.info.id, Drain(incarnation=member.info.incarnation)))
         update.deadline_s = now + SWITCH_S
-        self._proceed(orders, now)
-        return orders
+        self._proceed(change, now)
+        return change
 
     # --- inside --------------------------------------------------------------------------------------------------------------
+
+    def _tell_all(self) -> Change:
+        sends: list[Send] = []
+        for member in self._members():
+            self._mark(member)
+            sends += self._orders(member)
+        return Change(sends)
 
     def _fits(self, member: Member) -> bool:
         return member.weights in ("", self.target)
@@ -318,7 +303,7 @@ class FleetWeights:
             sends.append(Send(life.id, DropWeights(update=member.staged_update)))
         if update is not None and life in update.lives and member.weights != update.weights:
             if life not in update.staged:
-                order = StageWeights(update=update.number, source=update.source, incarnation=life.incarnation)
+                order = StageWeights(update=update.number, source=update.order.source, incarnation=life.incarnation)
                 return [*sends, Send(life.id, order)]
             return [*sends, *([self._switch(member, update.number, update.weights, update.name)] if self._may(member) else [])]
         if update is None and not self._fits(member) and self._source is not None and life in self._bringing:
@@ -345,7 +330,7 @@ class FleetWeights:
     def _may(self, member: Member) -> bool:
         """Whether the member may change now."""
         update = self.update
-        if update is None or update.phase is UpdatePhase.STAGING:
+        if update is None or not update.is_switching:
             return False
         if update.mode != "finish":
             return True
@@ -357,17 +342,17 @@ class FleetWeights:
         """Whether the present phase cannot end without this member."""
         if member.life not in update.lives:
             return False
-        if update.phase is UpdatePhase.STAGING:
+        if not update.is_switching:
             return member.life not in update.staged
         return member.weights not in ("", update.weights) and not member.draining
 
-    def _proceed(self, orders: Orders, now: float) -> None:
+    def _proceed(self, change: Change, now: float) -> None:
         """Go on with the update if nothing keeps it waiting."""
         update = self.update
         if update is None:
             return
         members = [member for member in self._members() if member.life in update.lives]
-        if update.phase is UpdatePhase.STAGING:
+        if not update.is_switching:
             if not members:
                 self._fail(Unavailable("no instance is left in the fleet"))
                 return
@@ -375,25 +360,23 @@ class FleetWeights:
                 return
             digests = Counter(update.staged[member.life] for member in members)
             if len(digests) != 1:
-                self._differ(update, members, orders)
+                self._differ(update, members, change)
                 return
             (update.weights,) = digests
-            orders.aborts = update.mode == "abort"
+            change.aborts = update.mode == "abort"
             if update.weights == self.target:
-                self._settle(update, orders, now)
+                self._settle(update, change, now)
                 return
             self._begin_switching(update, members, now)
-            for member in members:
-                self._mark(member)
-                orders.sends += self._orders(member)
+            change.take(self._tell_all())
         elif self.target != update.weights and update.mode == "finish":
             first_half = (member for member in members if member.life in update.resting)
             if not any(self._keeps_waiting(update, member) for member in first_half):
-                self._turn_to(update, orders)
-        if update.phase is UpdatePhase.SWITCHING and self._is_without_servers(update):
+                self._turn_to(update, change)
+        if update.is_switching and self._is_without_servers(update):
             self._hold(update, now)
-        if update.phase is UpdatePhase.SWITCHING and not any(self._keeps_waiting(update, member) for member in members):
-            self._settle(update, orders, now)
+        if update.is_switching and not any(self._keeps_waiting(update, member) for member in members):
+            self._settle(update, change, now)
 
     def _is_without_servers(self, update: Update) -> bool:
         """Whether the update keeps all decode instances from what comes. One that is left can serve alone."""
@@ -403,7 +386,8 @@ class FleetWeights:
     def _begin_switching(self, update: Update, members: list[Member], now: float) -> None:
         """With mode finish, one half of each role rests first, so that the other half serves what comes. Where there is only one
         decode instance, nobody can."""
-        update.phase, update.deadline_s = UpdatePhase.SWITCHING, now + (update.finish_s if update.mode == "finish" else SWITCH_S)
+        longest_s = update.order.finish_s or self._longest_s
+        update.is_switching, update.deadline_s = True, now + (longest_s if update.mode == "finish" else SWITCH_S)
         if update.mode == "finish":
             staying = [member for member in members if not member.draining]
             decodes = [member for member in staying if member.info.role == "decode"]
@@ -422,26 +406,24 @@ class FleetWeights:
         self.target, self.version, self._source, self._source_number = weights, version, source, number
         self._unable.clear()  # they were about others, or about another source
 
-    def _turn_to(self, update: Update, orders: Orders) -> None:
+    def _turn_to(self, update: Update, change: Change) -> None:
         """New requests go to the members that have changed; the others rest and follow."""
-        self._aim_at(update.weights, update.name, update.source, update.number)
+        self._aim_at(update.weights, update.name, update.order.source, update.number)
         update.resting.clear()
-        orders.goes_on = True
-        for member in self._members():
-            self._mark(member)
-            orders.sends += self._orders(member)
+        change.more_can_serve = True
+        change.take(self._tell_all())
 
-    def _settle(self, update: Update, orders: Orders, now: float) -> None:
+    def _settle(self, update: Update, change: Change, now: float) -> None:
         """Everybody that is left has the new weights."""
         self.update = None
         self._bringing.clear()
-        same = update.phase is UpdatePhase.STAGING
-        version = (update.version or self.version) if same else update.name
-        keeps_source = same and isinstance(self._source, WeightsOnDisk) and not isinstance(update.source, WeightsOnDisk)
-        source, number = (self._source, self._source_number) if keeps_source else (update.source, update.number)
+        same = not update.is_switching
+        version = (update.order.version or self.version) if same else update.name
+        keeps_source = same and isinstance(self._source, WeightsOnDisk) and not isinstance(update.order.source, WeightsOnDisk)
+        source, number = (self._source, self._source_number) if keeps_source else (update.order.source, update.number)
         self._aim_at(update.weights, version, source, number)
-        self.is_paused = self.is_paused or update.keeps_pause
-        orders.goes_on = True
+        self.is_paused = self.is_paused or update.order.keeps_pause
+        change.more_can_serve = True
         members = list(self._members())
         self._to_rename = {member.life for member in members}
         for member in members:
@@ -449,21 +431,21 @@ class FleetWeights:
                 self._bringing[member.life] = None
             self._mark(member)
             if same:
-                orders.sends.append(Send(member.info.id, DropWeights(update=update.number)))
-            orders.sends += self._orders(member)
+                change.sends.append(Send(member.info.id, DropWeights(update=update.number)))
+            change.sends += self._orders(member)
         held_s, count = 0.0 if update.held_since_s is None else now - update.held_since_s, sum(map(self._fits, members))
         if count:
             update.answer(Updated(self.target, self.version, count, held_s))
         else:
             update.answer(Unavailable("no instance has changed its weights in time: those that come back get the new ones"))
 
-    def _differ(self, update: Update, members: list[Member], orders: Orders) -> None:
+    def _differ(self, update: Update, members: list[Member], change: Change) -> None:
         named = ", ".join(f"{update.staged[member.life]} on {member.info.id}" for member in members)
-        field = {WeightsOnDisk: "model_path", WeightsInMemory: "shared_memory"}.get(type(update.source), "names")
+        field = {WeightsOnDisk: "model_path", WeightsInMemory: "shared_memory"}.get(type(update.order.source), "names")
         failed = self._fail(BadRequest(f"the new weights are not the same everywhere: {named}", field=field))
-        orders.sends += failed.sends
+        change.sends += failed.sends
 
-    def _fail(self, error: TandemError) -> Orders:
+    def _fail(self, error: TandemError) -> Change:
         """The weights stay as they are."""
         update = self.update
         assert update is not None
@@ -471,7 +453,7 @@ class FleetWeights:
         update.answer(error)
         for member in self._members():
             self._mark(member)
-        return Orders([Send(member.info.id, DropWeights(update=update.number)) for member in self._members()])
+        return Change([Send(member.info.id, DropWeights(update=update.number)) for member in self._members()])
 
     def _follow_others(self) -> None:
         """Another router has changed the fleet's weights: follow when more than half of the members have that had them."""

@@ -13,7 +13,8 @@ from common.errors import ConfigError, TandemError
 from common.executor import Executor, Work, take_done
 from common.ids import Digest, InstanceId
 from common.instance.ports import Send
-from common.messages import AdaptersHeld, InstanceInfo, SetAdapters
+from common.instance.roles import InstanceRole
+from common.messages import AdaptersHeld, SetAdapters
 from common.messages.adapters import AT_START, AdapterEntry, AdapterTable
 from common.messages.base import fits
 from common.messages.tasks import ReadAdapter
@@ -25,8 +26,10 @@ class InstanceAdapters:
     """at_start: the folder of each adapter that it loads before it joins a fleet, by its name. is_reading: whether a task reads
     one."""
 
-    def __init__(self, me: InstanceInfo, executor: Executor, at_start: Mapping[str, str], is_reading: Callable[[], bool]) -> None:
-        self.me, self._executor, self._is_reading = me, executor, is_reading
+    def __init__(
+        self, role: InstanceRole, executor: Executor, at_start: Mapping[str, str], is_reading: Callable[[], bool]
+    ) -> None:
+        self._role, self._executor, self._is_reading = role, executor, is_reading
         self.table = AdapterTable()
         self.version = 0
         """Rises with every change that routers hear of."""
@@ -65,7 +68,7 @@ class InstanceAdapters:
 
     def order(self, router: InstanceId, order: SetAdapters) -> list[Send]:
         """A router that has welcomed this instance says what it wants."""
-        if not fits(order.incarnation, self.me.incarnation):
+        if not fits(order.incarnation, self._role.me.incarnation):
             return []
         before = self._wanted.get(router)
         if before is None or order.number > before.number:
@@ -139,7 +142,7 @@ class InstanceAdapters:
         return is_news
 
     def report(self, router: InstanceId) -> AdaptersHeld:
-        me, order = self.me, self._wanted.get(router)
+        me, order = self._role.me, self._wanted.get(router)
         return AdaptersHeld(
             id=me.id,
             incarnation=me.incarnation,

@@ -25,15 +25,20 @@ import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from msgspec.structs import replace
 
 from common.addresses import ROUTER_NAME
 from common.deadlines import earliest
 from common.errors import PeerRefused
 from common.ids import InstanceId
-from common.instance.ports import PeersChanged, Report, Send
-from common.messages import Goodbye, Heartbeat, InstanceInfo, Peers, Refused, Register, Timeline, Welcome
+from common.instance.ports import PeersChanged, Send
+from common.messages import AdaptersHeld, Goodbye, Heartbeat, InstanceInfo, Peers, Refused, Register, Timeline, Welcome
 from common.messages.base import fits
 
+Adapters: TypeAlias = Callable[[], AdaptersHeld | None]
+"""Tells the instance's LoRA adapters; None: it has none."""
 KEEP_S = 10.0
 """How long the set of a router's former life counts. By then every instance has met the new life or is dead."""
 
@@ -192,7 +197,7 @@ class Membership:
         self._is_other_life = False
         """This life of ours has followed another one, and the router has not welcomed it yet."""
         self._sent_s: float | None = None
-        self._timelines: deque[Timeline] = deque()
+        self._timelines: deque[Timeline] = deque(maxlen=TIMELINES_WAITING)
         self.timelines_dropped = 0
         """The oldest, when too many waited."""
         self._unanswered_s = 0.0
@@ -243,14 +248,13 @@ class Membership:
 
     def note(self, timeline: Timeline) -> None:
         """Tell the router with one of the next heartbeats."""
-        if len(self._timelines) == TIMELINES_WAITING:
-            self._timelines.popleft()
-            self.timelines_dropped += 1
+        self.timelines_dropped += len(self._timelines) == TIMELINES_WAITING
         self._timelines.append(timeline)
 
-    def due(self, now: float, report: Report, peers_version: int, *, reachable: bool) -> list[Send]:
-        """The messages to send at `next_deadline`, which then moves on. peers_version: of this router's set of peers. reachable:
-        the connection to it is up. While it is not, one Register waits for it, and no more, because they would all arrive."""
+    def due(self, now: float, beat: Heartbeat, adapters: Adapters, peers_version: int, *, reachable: bool) -> list[Send]:
+        """The messages to send at `next_deadline`, which then moves on. beat: a heartbeat but for what concerns this router
+        alone. peers_version: of this router's set of peers. reachable: the connection to it is up. While it is not, one Register
+        waits for it, and no more, because they would all arrive."""
         if self.welcome is not None:
             # At most `heartbeat_s` counts between two messages: a process that was stopped has sent none.
             waited_s = 0.0 if self._sent_s is None else min(now - self._sent_s, self.welcome.heartbeat_s)
@@ -259,39 +263,22 @@ class Membership:
             asks, self._has_asked = reachable or not self._has_asked, True
             self.next_deadline = now + self._pause_s
             self._pause_s = min(2 * self._pause_s, SELDOM_EVERY_S) if reachable else REGISTER_EVERY_S
-            return [self._register(report)] if asks else []
+            return [self._register(beat, adapters)] if asks else []
         self.next_deadline = now + (REGISTER_EVERY_S if self._is_other_life else self.welcome.heartbeat_s)
         if self._is_other_life or not self.joined:
-            return [self._register(report)] if reachable else []
-        beat = Heartbeat(
-            id=self._info.id,
-            incarnation=self._info.incarnation,
-            load=report.load,
-            counters=report.counters,
-            peers_version=peers_version,
-            links_version=report.links_version,
-            cache_version=report.cache_version,
-            draining=report.draining,
-            timelines=self._take_timelines(),
-            weights=report.weights,
-            weight_version=report.weight_version,
-            weight_changes=report.weight_changes,
-            staged_update=report.staged_update,
-            holding=report.holding,
-            adapters_version=report.adapters_version,
-            serves_whole=report.serves_whole,
-        )
-        return [Send(self.name, beat)]
+            return [self._register(beat, adapters)] if reachable else []
+        told = replace(beat, peers_version=peers_version, timelines=self._take_timelines())
+        return [Send(self.name, told)]
 
-    def _register(self, report: Report) -> Send:
+    def _register(self, beat: Heartbeat, adapters: Adapters) -> Send:
         register = Register(
             instance=self._info,
             address=self.address,
             was_welcome=self.was_welcome,
-            weights=report.weights,
-            weight_version=report.weight_version,
-            weight_changes=report.weight_changes,
-            adapters=None if report.adapters is None else report.adapters(),
+            weights=beat.weights,
+            weight_version=beat.weight_version,
+            weight_changes=beat.weight_changes,
+            adapters=adapters(),
         )
         return Send(self.name, register)
 
@@ -435,13 +422,13 @@ class Memberships:
         membership.hurry(now)
         return self.peers.receive(router, message, membership.address)
 
-    def due(self, now: float, report: Report, reaches: Callable[[InstanceId], bool]) -> list[Send]:
-        """The messages to send now. reaches: whether the connection to a router is up."""
+    def due(self, now: float, beat: Heartbeat, adapters: Adapters, reaches: Callable[[InstanceId], bool]) -> list[Send]:
+        """The messages to send now. beat: what all routers are told. reaches: whether the connection to a router is up."""
         sends: list[Send] = []
         for membership in self._all:
             if now >= membership.next_deadline:
                 version = 0 if membership.welcome is None else self.peers.version(membership.welcome.router)
-                sends += membership.due(now, report, version, reachable=reaches(membership.name))
+                sends += membership.due(now, beat, adapters, version, reachable=reaches(membership.name))
         return sends
 
     def become(self, info: InstanceInfo, now: float) -> list[Send]:

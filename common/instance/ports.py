@@ -7,14 +7,14 @@ Owns the vocabulary between scheduler, worker and the rim. Knows no sockets, lib
     Transfers ─Event─►    └──────Plan────► Executor ──StepResult──► Scheduler
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import UnionType
 from typing import Protocol, TypeAlias, TypeVar
 
 from common.executor import StepPlan, StepResult
 from common.ids import AttemptId, Digest, InstanceId
-from common.messages import AdaptersHeld, AnyMessage, Counters, Failed, InstanceInfo, Load, Timeline
+from common.messages import AnyMessage, Counters, Failed, InstanceInfo, Load, Timeline
 from common.messages.transfers import TransferCommand, TransferEvent
 from common.pages.pool import PagePool
 from common.sampling_params import Grammar
@@ -218,7 +218,7 @@ class Decision:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """How an instance is."""
+    """How a role is."""
 
     load: Load
     counters: Counters
@@ -230,21 +230,6 @@ class Report:
     """The version of its last LinkReport; 0 where there is none."""
     cache_version: int = 0
     """The version of its last CacheChanges."""
-    weights: Digest = Digest("")
-    """What it computes with."""
-    weight_version: str = ""
-    """What people call them."""
-    weight_changes: int = 0
-    """How often it has changed them."""
-    staged_update: int = 0
-    """See `Heartbeat`."""
-    holding: bool = False
-    """A router wants no step."""
-    serves_whole: bool = False
-    """See `Heartbeat`."""
-    adapters_version: int = 0
-    adapters: Callable[[], AdaptersHeld] | None = None
-    """Its LoRA adapters, if it has any or a router has told of some."""
 
 
 @dataclass(frozen=True, slots=True)

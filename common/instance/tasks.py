@@ -9,7 +9,8 @@ from common.errors import TandemError
 from common.executor import Executor, Work, take_done
 from common.ids import InstanceId
 from common.instance.ports import Send
-from common.messages import DoTask, Failed, InstanceInfo, TaskDone
+from common.instance.roles import InstanceRole
+from common.messages import DoTask, Failed, TaskDone
 from common.messages.base import fits
 from common.messages.tasks import JoinGroup, LeaveGroup, ReadAdapter, Task
 
@@ -20,13 +21,13 @@ ANSWERS_KEPT = 256
 class InstanceTasks:
     """Tasks by the router that ordered them and its number."""
 
-    def __init__(self, me: InstanceInfo, executor: Executor) -> None:
-        self.me, self._executor = me, executor
+    def __init__(self, role: InstanceRole, executor: Executor) -> None:
+        self._role, self._executor = role, executor
         self._tasks: dict[tuple[InstanceId, int], Task] = {}
         self._under_way: dict[tuple[InstanceId, int], Work] = {}
         self._answers: dict[tuple[InstanceId, int], TaskDone] = {}
         """The latest ones, the oldest first."""
-        self._groups: dict[str, InstanceId] = {}
+        self.groups: dict[str, InstanceId] = {}
         """The router that had this instance join each trainer's group."""
 
     @property
@@ -38,15 +39,10 @@ class InstanceTasks:
     def is_reading_adapter(self) -> bool:
         return any(isinstance(task, ReadAdapter) for task in self._tasks.values())
 
-    @property
-    def groups(self) -> Iterable[str]:
-        """The trainers' groups that it is in."""
-        return self._groups
-
     def order(self, router: InstanceId, order: DoTask) -> list[Send]:
         """A router that has welcomed this instance orders something."""
         key = router, order.number
-        if not fits(order.incarnation, self.me.incarnation) or key in self._under_way:
+        if not fits(order.incarnation, self._role.me.incarnation) or key in self._under_way:
             return []
         if key not in self._answers:
             try:
@@ -57,9 +53,9 @@ class InstanceTasks:
                 self._tasks[key] = order.task
                 match order.task:
                     case JoinGroup(group=group):
-                        self._groups[group] = router
+                        self.groups[group] = router
                     case LeaveGroup(group=group):
-                        self._groups.pop(group, None)
+                        self.groups.pop(group, None)
                 return []
         return [Send(router, self._answers[key])]
 
@@ -72,12 +68,12 @@ class InstanceTasks:
         """This life of a router is gone: nobody waits for its answers, and no trainer sends by it."""
         for key in [key for key in self._under_way if key[0] == router]:
             del self._under_way[key], self._tasks[key]
-        for group in [group for group, owner in self._groups.items() if owner == router]:
-            del self._groups[group]
+        for group in [group for group, owner in self.groups.items() if owner == router]:
+            del self.groups[group]
             self._executor.perform(LeaveGroup(group))
 
     def _answer(self, key: tuple[InstanceId, int], result: str, failed: Failed | None) -> TaskDone:
-        me = self.me
+        me = self._role.me
         answer = TaskDone(id=me.id, incarnation=me.incarnation, number=key[1], result=result, failed=failed)
         self._answers[key] = answer
         if len(self._answers) > ANSWERS_KEPT:

@@ -7,15 +7,15 @@ launches no step while `is_holding`, and carries out a switch when none is in fl
     SwitchWeights ─► is_holding ─► the steps in flight return ─► requests end, caches are flushed, executor.switch
 """
 
-from common.errors import TandemError, Unavailable
-from common.executor import Executor, Work
+from common.errors import Unavailable
+from common.executor import Executor, Work, take_done
 from common.ids import Digest, InstanceId
 from common.instance.ports import Send
+from common.instance.roles import InstanceRole
 from common.messages import (
     DropWeights,
     Failed,
     HoldSteps,
-    InstanceInfo,
     StageWeights,
     SwitchWeights,
     WeightsOrder,
@@ -28,15 +28,15 @@ from common.messages.weights import FIRST_VERSION
 class InstanceWeights:
     """What routers order, and how far it is carried out. `version` is what people call the weights in use."""
 
-    def __init__(self, me: InstanceInfo, executor: Executor, version: str = FIRST_VERSION) -> None:
-        self.me, self._executor = me, executor
-        self.version = version
+    def __init__(self, role: InstanceRole, executor: Executor) -> None:
+        self._role, self._executor = role, executor
+        self.version = FIRST_VERSION
         self.changes = 0
         """How often they have changed."""
         self._orderer: tuple[InstanceId, int] | None = None
         """The router that had the present weights staged, and the number of its update."""
-        self._staged: Work | None = None
-        """While they are being made ready."""
+        self._staged: dict[tuple[InstanceId, int], Work] = {}
+        """While they are being made ready, by their orderer."""
         self._answer: WeightsStaged | None = None
         """What became of it."""
         self._switch: SwitchWeights | None = None
@@ -76,21 +76,21 @@ class InstanceWeights:
     @property
     def ends_s(self) -> float | None:
         """When what is being made ready will be, if that is known in advance."""
-        return None if self._staged is None else self._staged.ends_s
+        return next((work.ends_s for work in self._staged.values()), None)
 
     def order(self, router: InstanceId, order: WeightsOrder) -> list[Send]:
         """A router that has welcomed this instance orders something. Repeating an order changes nothing."""
         match order:
-            case StageWeights() if fits(order.incarnation, self.me.incarnation):
+            case StageWeights() if fits(order.incarnation, self._role.me.incarnation):
                 return self._stage(router, order)
-            case SwitchWeights() if fits(order.incarnation, self.me.incarnation):
+            case SwitchWeights() if fits(order.incarnation, self._role.me.incarnation):
                 answer = self._answer
                 if answer is not None and answer.weights and (order.update, order.weights) == (answer.update, answer.weights):
                     self._switch = order
                 elif order.weights == self.digest:
                     self.version = order.version
                 else:  # another update has taken its place meanwhile
-                    lost = Failed.of(Unavailable(f"{self.me.id} has not staged {order.weights}, or not any more"))
+                    lost = Failed.of(Unavailable(f"{self._role.me.id} has not staged {order.weights}, or not any more"))
                     return [Send(router, self._staged_as(order.update, failed=lost))]
             case DropWeights():
                 if self._orderer == (router, order.update) and self._switch is None:
@@ -107,18 +107,10 @@ class InstanceWeights:
 
     def poll(self) -> list[Send]:
         """Tell the router when the weights are ready, or why they never will be."""
-        if self._staged is None or self._orderer is None:
-            return []
-        result, failed = None, None
-        try:
-            result = self._staged.poll()
-        except TandemError as error:
-            failed = Failed.of(error)
-        if result is None and failed is None:
-            return []
-        router, update = self._orderer
-        self._staged, self._answer = None, self._staged_as(update, Digest(result or ""), failed)
-        return [Send(router, self._answer)]
+        for (router, update), result, failed in take_done(self._staged):
+            self._answer = self._staged_as(update, Digest(result), failed)
+            return [Send(router, self._answer)]
+        return []
 
     def switch(self) -> None:
         """Compute with what was staged from now on. No step is in flight, and every request has ended."""
@@ -128,7 +120,7 @@ class InstanceWeights:
         self._switch = self._answer = self._orderer = None
 
     def _staged_as(self, update: int, weights: Digest = Digest(""), failed: Failed | None = None) -> WeightsStaged:  # noqa: B008
-        me = self.me
+        me = self._role.me
         return WeightsStaged(id=me.id, incarnation=me.incarnation, update=update, weights=weights, failed=failed)
 
     def _stage(self, router: InstanceId, order: StageWeights) -> list[Send]:
@@ -137,12 +129,16 @@ class InstanceWeights:
         if self._orderer == (router, order.update):
             return [] if self._answer is None else [Send(router, self._answer)]
         if self._orderer is not None and self._orderer[0] != router:
-            busy = Failed.of(Unavailable(f"{self._orderer[0]} has {self.me.id} change its weights at this moment: try again"))
+            busy = Failed.of(
+                Unavailable(f"{self._orderer[0]} has {self._role.me.id} change its weights at this moment: try again")
+            )
             return [Send(router, self._staged_as(order.update, failed=busy))]
         self._drop()
-        self._orderer, self._staged = (router, order.update), self._executor.stage(order.source)
+        self._orderer = router, order.update
+        self._staged[self._orderer] = self._executor.stage(order.source)
         return self.poll()
 
     def _drop(self) -> None:
         self._executor.drop_staged()
-        self._staged = self._answer = self._orderer = None
+        self._staged.clear()
+        self._answer = self._orderer = None

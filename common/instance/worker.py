@@ -7,7 +7,7 @@ socket and reads no clock except through its ports, so the same code runs as a p
 import sys
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain, combinations
 from typing import Any, TypeAlias
@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from common.deadlines import DeadlineWheel, earliest
-from common.executor import Executor, Preparation, StepHandle, StepPlan, take_prepared
+from common.executor import Executor, StepHandle, StepPlan, Work, take_done
 from common.ids import ROUTER, AttemptId, Digest, InstanceId, text_name
 from common.instance.adapters import InstanceAdapters
 from common.instance.membership import Memberships, RouterChange
@@ -52,6 +52,7 @@ from common.messages import (
     Drain,
     DropWeights,
     Generate,
+    Heartbeat,
     HoldSteps,
     InstanceInbox,
     InstanceInfo,
@@ -194,10 +195,7 @@ class _InFlight:
 
 
 class InstanceWorker:
-    """One instance.
-
-    unix_s: what to add to the times of the caller's clock to have UNIX time.
-    """
+    """One instance. unix_s: what to add to the times of the caller's clock to have UNIX time."""
 
     def __init__(
         self,
@@ -223,17 +221,15 @@ class InstanceWorker:
         self._mail = mail
         self._unix_s = unix_s
         self._in_flight: deque[_InFlight] = deque()
-        self._preparing: dict[AttemptId, Preparation] = {}
+        self._preparing: dict[AttemptId, Work] = {}
         self._former: DeadlineWheel[InstanceId] = DeadlineWheel()
         self._routed: dict[InstanceId, InstanceInfo] = {}
         """The peers whose address the mail knows."""
         self._draining = False
         self._stale = 0
-        self._weights = InstanceWeights(memberships.info, executor)
-        self._tasks = InstanceTasks(memberships.info, executor)
-        self._adapters = InstanceAdapters(
-            memberships.info, executor, adapters or {}, is_reading=lambda: self._tasks.is_reading_adapter
-        )
+        self._weights = InstanceWeights(self._role, executor)
+        self._tasks = InstanceTasks(self._role, executor)
+        self._adapters = InstanceAdapters(self._role, executor, adapters or {}, lambda: self._tasks.is_reading_adapter)
         self._cost = CostMeter()
         self._cost_told = StepCost()
         """What the scheduler knows of it."""
@@ -256,14 +252,21 @@ class InstanceWorker:
                         self.drain(now)
                     else:
                         self._stale += 1
-                case Peers():
-                    self._meet(self._memberships.receive_peers(sender, message, now), now)
-                case Trace() | StageWeights() | SwitchWeights() | DropWeights() | HoldSteps():
-                    self._order(sender, message, now)
-                case DoTask() | SetAdapters() | TakeRole():
-                    self._order(sender, message, now)
                 case Generate(incarnation=life) if not fits(life, self._memberships.info.incarnation):
                     self._stale += 1
+                case Peers():
+                    self._meet(self._memberships.receive_peers(sender, message, now), now)
+                case (
+                    StageWeights()
+                    | SwitchWeights()
+                    | DropWeights()
+                    | HoldSteps()
+                    | Trace()
+                    | DoTask()
+                    | SetAdapters()
+                    | TakeRole()
+                ):
+                    self._order(sender, message, now)
                 case _ if not self._is_for_role(message):
                     self._stale += 1
                 case _:
@@ -274,7 +277,7 @@ class InstanceWorker:
             if self._tracer.recorder.on:
                 self._tracer.transfer_ended(event)
             self._act(self.scheduler.handle(event, now))
-        for key, refused in take_prepared(self._preparing):
+        for key, _, refused in take_done(self._preparing):
             self._act(self.scheduler.handle(Prepared(key, refused), now))
         self._take_steps(now)
         self._follow_weights(now)
@@ -447,8 +450,6 @@ class InstanceWorker:
         self._stale = self._memberships.stale = 0
         info, former = self._role.become(), FormerRole(self.scheduler.pool, self.scheduler.last_step)
         self._act(self._memberships.become(info, now))
-        for part in (self._weights, self._tasks, self._adapters):
-            part.me = info
         self.scheduler = self._make_scheduler(info, former)
         self._tracer = InstanceTracer(info, self.scheduler.key_in, self._unix_s)
         joined = [RouterJoined(each.router, len(each.detokenizers)) for each in self._memberships.welcomes]
@@ -501,9 +502,7 @@ class InstanceWorker:
             report.load,
             oldest_step_s=now - self._in_flight[0].launched_s if self._in_flight else 0.0,
             oldest_transfer_s=max(0.0, now - self._transfers.progress_s),
-            step_s=cost.step_s,
-            chunk_token_s=cost.chunk_token_s,
-            decode_row_s=cost.decode_row_s,
+            **msgspec.structs.asdict(cost),
         )
         counters = msgspec.structs.replace(
             report.counters,
@@ -512,21 +511,26 @@ class InstanceWorker:
             messages_stale=report.counters.messages_stale + self._stale + self._memberships.stale,
             timelines_dropped=sum(membership.timelines_dropped for membership in self._memberships),
         )
-        weights = self._weights
-        report = replace(
-            report,
+        me, weights, adapters = self._memberships.info, self._weights, self._adapters
+        beat = Heartbeat(
+            id=me.id,
+            incarnation=me.incarnation,
             load=load,
             counters=counters,
+            peers_version=0,
+            links_version=report.links_version,
+            cache_version=report.cache_version,
+            draining=report.draining,
             weights=weights.digest,
             weight_version=weights.version,
             weight_changes=weights.changes,
             staged_update=weights.staged_update,
             holding=weights.is_held,
-            adapters_version=self._adapters.version,
-            adapters=partial(self._adapters.report, ROUTER) if self._adapters.version else None,
+            adapters_version=adapters.version,
             serves_whole=self._role.serves_whole,
         )
-        self._act(self._memberships.due(now, report, self._mail.reaches))
+        held = partial(adapters.report, ROUTER) if adapters.version else lambda: None
+        self._act(self._memberships.due(now, beat, held, self._mail.reaches))
 
     def _follow(self, changes: Sequence[RouterChange], now: float) -> None:
         """Routers came or are gone: learn or forget where they and their detokenizers are, and tell the scheduler."""
@@ -534,11 +538,8 @@ class InstanceWorker:
             router = change.router
             detokenizers = [text_name(router, shard) for shard in range(len(change.detokenizers))]
             if change.is_lost:
-                self._tracer.forget(router)
-                self._weights.forget(router)
-                self._tasks.forget(router)
-                self._adapters.forget(router)
-                self._role.forget(router)
+                for part in (self._tracer, self._weights, self._tasks, self._adapters, self._role):
+                    part.forget(router)
                 self._act(self.scheduler.handle(RouterLost(router), now))
                 for name in (router, *detokenizers):
                     self._mail.route(name, None)

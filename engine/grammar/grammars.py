@@ -344,19 +344,23 @@ def _end(unwanted: list[_Entry]) -> None:
         entry.future.set_exception(Unavailable("its request has ended"))
 
 
+READY = "ready"
+"""The result of making a grammar ready."""
+
+
 class CompiledSoon:
-    """Implements `Preparation`."""
+    """Implements `Work`."""
 
     ends_s: float | None = None
 
     def __init__(self, future: "Future[CompiledGrammar]") -> None:
         self._future = future
 
-    def poll(self) -> bool:
+    def poll(self) -> str | None:
         if not self._future.done():
-            return False
+            return None
         self.wait()
-        return True
+        return READY
 
     def wait(self) -> None:
         """Wait until it has ended. Raises what `poll` raises."""
@@ -386,11 +390,11 @@ class AnythingGoes:
     def __init__(self, grammar: Grammar, executor: str) -> None:
         self._grammar, self._executor = grammar, executor
 
-    def poll(self) -> bool:
+    def poll(self) -> str | None:
         if self._grammar != ANY_TEXT:
             message = f"{self._grammar.kind}: {self._executor} knows no grammars: serve a model to use them"
             raise BadRequest(message, field=self._grammar.kind)
-        return True
+        return READY
 
 
 ANY_TEXT = Grammar("regex", ".*")

@@ -15,7 +15,7 @@ from typing import Annotated, Any, ClassVar, Generic, Literal, TypeAlias, TypeVa
 import msgspec
 from msgspec import Meta
 
-from common.messages import Ending, Failed, Finished, TokenLogprob
+from common.messages import Ending, Failed, Finished
 from common.messages.weights import FIRST_VERSION
 from router.api.fields import ReadRequest
 from router.api.logprobs import LogprobWriter, PromptLogprobs, TokenTexts
@@ -55,6 +55,11 @@ def finish_of(ending: Ending | None) -> OpenAIFinish | None:
     return "abort" if ending.reason == "cancelled" else ending.reason
 
 
+def embedding_in(choice: ChoiceDelta) -> bytes:
+    """See `Finished`."""
+    return choice.ending.embedding if isinstance(choice.ending, Finished) else b""
+
+
 @dataclass(frozen=True, slots=True)
 class Accepted:
     """A client's request, ready to dispatch. specs: one for each choice, prompt by prompt, n each. echoes: the text of each
@@ -86,7 +91,7 @@ class VersionSpans:
         self._begins: list[tuple[int, str]] = []
         self._tokens = 0
 
-    def add(self, news: "ChoiceDelta | WholeChoice") -> None:
+    def add(self, news: ChoiceDelta) -> None:
         self._begins += news.versions
         self._tokens += len(news.token_ids)
 
@@ -109,37 +114,6 @@ class Usage(msgspec.Struct, frozen=True):
         list[VersionSpan] | msgspec.UnsetType,
         Meta(description="Which tokens came from which weights, in a fleet whose weights have been given a name."),
     ] = msgspec.UNSET
-
-
-@dataclass(slots=True)
-class WholeChoice:
-    """One choice of an answer that is not streamed, as far as it has come. texts: in pieces."""
-
-    texts: list[str] = field(default_factory=list)
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[TokenLogprob] = field(default_factory=list)
-    prompt_logprobs: tuple[TokenLogprob, ...] = ()
-    cached_tokens: int = 0
-    versions: list[tuple[int, str]] = field(default_factory=list)
-    ending: Finished = Finished(reason="stop")
-
-    def add(self, delta: ChoiceDelta) -> None:
-        self.texts.append(delta.text)
-        self.token_ids += delta.token_ids
-        self.logprobs += delta.logprobs
-        self.prompt_logprobs = self.prompt_logprobs or delta.prompt_logprobs
-        self.cached_tokens += delta.cached_tokens
-        self.versions += delta.versions
-        if isinstance(delta.ending, Finished):
-            self.ending = delta.ending
-
-    @property
-    def text(self) -> str:
-        return "".join(self.texts)
-
-    @property
-    def finish(self) -> OpenAIFinish:
-        return finish_of(self.ending) or "stop"
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -170,15 +144,15 @@ class AnswerShape(ABC, Generic[R]):
         """The events when all choices have ended as they should."""
 
     @abstractmethod
-    def whole(self, choices: Sequence[WholeChoice]) -> bytes:
-        """The body of an answer that is not streamed."""
+    def whole(self, choices: Sequence[ChoiceDelta]) -> bytes:
+        """The body of an answer that is not streamed. choices: all of each, in their order."""
 
-    def size(self, choices: Sequence[WholeChoice]) -> int:
+    def size(self, choices: Sequence[ChoiceDelta]) -> int:
         """How much there is to write: see LOOP_SIZE. Text counts as if a parser read it, though plain text costs less."""
         each, of_prompt = 1 + (self.request.logprobs or 0), 1 + (self.request.prompt_logprobs or 0)
         pairs = sum(len(choice.logprobs) * each + len(choice.prompt_logprobs) * of_prompt for choice in choices)
-        chars = sum(len(text) for choice in choices for text in choice.texts)
-        return chars + PAIR_SIZE * pairs + sum(len(choice.ending.embedding) // _NUMBER_BYTES for choice in choices)
+        chars = sum(len(choice.text) for choice in choices)
+        return chars + PAIR_SIZE * pairs + sum(len(embedding_in(choice)) // _NUMBER_BYTES for choice in choices)
 
     def failure(self, ending: Ending | None) -> Failed | None:
         """Why there is no whole answer when a choice ends like this; None when there is one, or when it goes on."""
@@ -191,7 +165,7 @@ class AnswerShape(ABC, Generic[R]):
         named = spans if any(span.version != FIRST_VERSION for span in spans) else msgspec.UNSET
         return Usage(prompt_tokens, self.tokens, prompt_tokens + self.tokens, PromptDetails(self.cached_tokens), named)
 
-    def count(self, index: int, news: ChoiceDelta | WholeChoice) -> None:
+    def count(self, index: int, news: ChoiceDelta) -> None:
         """Take the tokens of this news of a choice into the usage."""
         self.tokens += len(news.token_ids)
         self.versions[index].add(news)
@@ -251,7 +225,7 @@ class OpenAIShape(AnswerShape[R]):
         chunk = OpenAIBody[Any](self.id, self.chunk_object, self.created, self.model, (), self.usage())
         return BEGIN + _encode(chunk) + END + DONE
 
-    def whole(self, choices: Sequence[WholeChoice]) -> bytes:
+    def whole(self, choices: Sequence[ChoiceDelta]) -> bytes:
         for index, choice in enumerate(choices):
             self.count(index, choice)
         parts = [encoded(self._whole_choice(index, choice)) for index, choice in enumerate(choices)]
@@ -268,7 +242,7 @@ class OpenAIShape(AnswerShape[R]):
         chunk = OpenAIBody(self.id, self.chunk_object, self.created, self.model, (part,), usage)
         return BEGIN + _encode(chunk) + END
 
-    def _prompt_logprobs(self, choices: Sequence[WholeChoice]) -> PromptLogprobs | msgspec.UnsetType:
+    def _prompt_logprobs(self, choices: Sequence[ChoiceDelta]) -> PromptLogprobs | msgspec.UnsetType:
         """The log probabilities of the prompt, if the answer has them once for all choices."""
         return msgspec.UNSET
 
@@ -284,4 +258,4 @@ class OpenAIShape(AnswerShape[R]):
         """One choice for each chunk."""
 
     @abstractmethod
-    def _whole_choice(self, index: int, choice: WholeChoice) -> msgspec.Struct: ...
+    def _whole_choice(self, index: int, choice: ChoiceDelta) -> msgspec.Struct: ...

@@ -16,7 +16,7 @@ from msgspec import Meta
 
 from common.errors import BadRequest
 from common.messages import TokenLogprob
-from router.api.answers import OpenAIFinish, OpenAIShape, TokenIds, WholeChoice, finish_of
+from router.api.answers import OpenAIFinish, OpenAIShape, TokenIds, finish_of
 from router.api.bodies import json_in, object_in
 from router.api.fields import (
     CHOICE_OF_TOOLS,
@@ -333,9 +333,9 @@ class ChatShape(OpenAIShape[ChatRequest]):
                 assert_never(part.kind)
         return {"tool_calls": [{"index": self._calls[index] - 1, **call}]}
 
-    def _whole_choice(self, index: int, choice: WholeChoice) -> msgspec.Struct:
+    def _whole_choice(self, index: int, choice: ChoiceDelta) -> msgspec.Struct:
         logprobs = self._logprobs(choice.logprobs) if self.request.logprobs is not None else None
-        ids, finish, reading = self._ids(choice.token_ids), choice.finish, self.accepted.reading
+        ids, finish, reading = self._ids(choice.token_ids), finish_of(choice.ending) or "stop", self.accepted.reading
         if reading.new_parser is None:
             return ChatChoice(index, _ChatMessage(choice.text), finish, logprobs, ids)
         answer = reading.whole(choice.text)
@@ -348,7 +348,7 @@ class ChatShape(OpenAIShape[ChatRequest]):
         )
         return ChatChoice(index, message, "tool_calls" if calls and finish == "stop" else finish, logprobs, ids)
 
-    def _prompt_logprobs(self, choices: Sequence[WholeChoice]) -> PromptLogprobs | msgspec.UnsetType:
+    def _prompt_logprobs(self, choices: Sequence[ChoiceDelta]) -> PromptLogprobs | msgspec.UnsetType:
         if self.request.prompt_logprobs is None:
             return msgspec.UNSET
         return self.logprob_writer(self.request.prompt_logprobs).prompt(choices[0].prompt_logprobs)

@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from common.errors import BadRequest
 from common.ids import unpack_ids
 from common.messages import Failed, Finished, TokenLogprob
-from router.api.answers import OpenAIFinish, OpenAIShape, TokenIds, WholeChoice, finish_of
+from router.api.answers import OpenAIFinish, OpenAIShape, TokenIds, finish_of
 from router.api.bodies import MAX_PROMPTS, object_in
 from router.api.errors import ContextExceeded, no_room
 from router.api.fields import (
@@ -155,13 +155,10 @@ class CompletionShape(OpenAIShape[CompletionRequest]):
             delta = replace(delta, text="", token_ids=(), logprobs=(), ending=ending)
         return super(CompletionShape, self).events(delta, opens=opens)
 
-    def whole(self, choices: Sequence[WholeChoice]) -> bytes:
+    def whole(self, choices: Sequence[ChoiceDelta]) -> bytes:
         if self.request.hides_answer:
-            ending = Finished(reason="length")
-            choices = [
-                WholeChoice(prompt_logprobs=choice.prompt_logprobs, cached_tokens=choice.cached_tokens, ending=ending)
-                for choice in choices
-            ]
+            nothing = {"text": "", "token_ids": (), "logprobs": (), "versions": (), "ending": Finished(reason="length")}
+            choices = [replace(choice, **nothing) for choice in choices]
         return super(CompletionShape, self).whole(choices)
 
     def _chunk_choices(self, delta: ChoiceDelta, *, opens: bool) -> Iterable[msgspec.Struct]:
@@ -178,14 +175,14 @@ class CompletionShape(OpenAIShape[CompletionRequest]):
             parts.append(TextChoice(index, "", finish))
         return parts
 
-    def _whole_choice(self, index: int, choice: WholeChoice) -> msgspec.Struct:
+    def _whole_choice(self, index: int, choice: ChoiceDelta) -> msgspec.Struct:
         request = self.request
         prompt: PromptLogprobs | msgspec.UnsetType = msgspec.UNSET
         if request.fields.prompt_logprobs is not None:
             prompt = self.logprob_writer(request.fields.prompt_logprobs).prompt(choice.prompt_logprobs)
         echo = self.accepted.echoes[index] if request.echo else ""
         logprobs = self._logprobs(index, choice.logprobs, choice.prompt_logprobs if request.echo else None)
-        return TextChoice(index, echo + choice.text, choice.finish, logprobs, self._ids(choice.token_ids), prompt)
+        return TextChoice(index, echo + choice.text, finish_of(choice.ending), logprobs, self._ids(choice.token_ids), prompt)
 
     def _logprobs(
         self, index: int, tokens: Sequence[TokenLogprob], prompt: Sequence[TokenLogprob] | None = None

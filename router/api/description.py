@@ -1,17 +1,22 @@
-"""The description of the API at /openapi.json, and the page at /docs that shows it.
+"""The endpoints: which URLs lead to a handler, what it reads, and the description of all at /openapi.json and on the page /docs.
 
-Owns the words and schemas. The schemas of bodies and errors are those of the structs that the router reads and writes; bodies are
-still read by `router.api.fields`, whose errors name the field and the fix. The page is Swagger UI from files of the package
-fastapi-offline: all of it comes from this host, and it reaches no other.
+Owns how a handler becomes an endpoint, the words and the schemas. The schemas of bodies and errors are those of the structs that
+the router reads and writes; bodies are read by `router.api.fields`, whose errors name the field and the fix. The page is Swagger
+UI from files of the package fastapi-offline: all of it comes from this host, and it reaches no other.
+
+    @Described("POST /pause_generation", "SGLang", "Pause generation")
+    async def pause(self, request: Request, asked: PauseFields) -> PauseAnswer:
+        '''What the description adds. The body is read before, and the answer is written as JSON.'''
 """
 
 from base64 import b64encode
-from collections.abc import Iterable
-from dataclasses import dataclass
-from functools import cache
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass, replace
+from functools import cache, wraps
 from hashlib import sha256
 from importlib.resources import files
-from typing import Any
+from types import MethodType
+from typing import Any, ClassVar, TypeAlias, TypeVar, get_type_hints
 
 import msgspec
 from fastapi import FastAPI
@@ -20,9 +25,18 @@ from starlette.requests import Request
 from starlette.responses import FileResponse, HTMLResponse, Response
 from starlette.routing import Route
 
+from router.api.admission import visit_of
+from router.api.bodies import object_in
 from router.api.errors import ErrorBody
+from router.api.fields import NOTHING, Unsupported, read_fields
 from router.api.guard import DOCS_PREFIX, NeededKey, key_needed
+from router.api.refused import REFUSED, refused_routes
+from router.api.routes import StrictRoute
+from router.api.sending import json_response
+from router.core import Gateway
 
+Handler: TypeAlias = Callable[..., Awaitable[Any]]
+S = TypeVar("S", bound=msgspec.Struct)
 SCRIPT, STYLE = "swagger-ui-bundle.js", "swagger-ui.css"
 
 
@@ -83,7 +97,6 @@ _REFUSALS = {
     504: "The request took longer than its `timeout`, or than `--request-timeout-s`.",
 }
 COMPLETION_REFUSALS = (400, 403, 404, 408, 413, 415, 429, 503, 504)
-CALL_REFUSALS = (400, 403, 404, 408, 413, 415, 429, 503)
 _EVENTS = "text/event-stream"
 
 SECURITY_SCHEMES = {
@@ -94,31 +107,49 @@ SECURITY_SCHEMES = {
 
 @dataclass(frozen=True, slots=True)
 class Described:
-    """What the description says about a route. Its endpoint's docstring is added to this.
+    """What the description says about an endpoint. It marks a handler, whose docstring is added to this. A parameter `asked` of
+    the handler gets the body as it was read, and what it returns is sent as JSON, unless it is a response."""
 
-    body: the struct that is read from the request's body. status, answer: of a success, and its media types. answer_type: of
-    its JSON. troubles: further statuses of the route's own, whose bodies have the same shape as its success. refusals: statuses
-    of errors.
-    """
-
+    ways: str
+    """Method and path of each URL that leads there, such as `GET /is_paused`, with commas between them."""
     tag: str
     summary: str
-    answer: str
+    answer: str = "What was asked for."
+    """What a success is."""
     answer_type: Any = None
+    """Type of the answer's JSON; None: what the handler returns."""
     body: type[msgspec.Struct] | None = None
+    """The fields of a body that the handler reads itself."""
     status: int = 200
+    """The status of a success."""
     media_types: tuple[str, ...] = ("application/json",)
     troubles: tuple[tuple[int, str], ...] = ()
+    """Further statuses of the route's own, whose bodies have the same shape as its success."""
     refusals: tuple[int, ...] = ()
+    """Statuses of errors; none: those of the part of the API, where there is a body."""
+    unsupported: Unsupported = NOTHING
+    """Fields of the body: see `read_fields`."""
+    reader: Callable[[bytes, int], Any] | None = None
+    """What reads the body, where it has more to check."""
 
-    def route_arguments(self) -> dict[str, Any]:
-        """The arguments of `FastAPI.add_api_route`."""
+    def __call__(self, handler: Handler) -> "Endpoint":
+        types = get_type_hints(handler)
+        asked, given = types.get("asked"), types["return"]
+        answer_type = self.answer_type or (None if given is Response else given)
+        reader = None if asked is None else self.reader or reader_of(asked, self.unsupported)
+        return Endpoint(handler, replace(self, answer_type=answer_type, body=self.body or asked, reader=reader))
+
+    def route_arguments(self, refusals: tuple[int, ...]) -> dict[str, Any]:
+        """The arguments of `FastAPI.add_api_route`. refusals: those of the part of the API."""
         error = {"application/json": {"schema": _schema_of(ErrorBody)}}
         shown = {} if self.answer_type is None else {"schema": _schema_of(self.answer_type)}
         content: dict[str, Any] = {name: {} if name == _EVENTS else shown for name in self.media_types}
         responses: dict[int | str, dict[str, Any]] = {self.status: {"description": self.answer, "content": content}}
         responses |= {status: {"description": why, "content": content} for status, why in self.troubles}
-        responses |= {status: {"description": _REFUSALS[status], "content": error} for status in self.refusals}
+        responses |= {
+            status: {"description": _REFUSALS[status], "content": error}
+            for status in self.refusals or (refusals if self.body else ())
+        }
         responses["default"] = {"description": "Any other error has the same shape.", "content": error}
         extra: dict[str, Any] = {}
         if self.body is not None:
@@ -137,33 +168,66 @@ class Described:
         return {name: schema for one in types for name, schema in _described(one)[1].items()}
 
 
-def completion_route(summary: str, body: type[msgspec.Struct], answer_type: Any, tag: str = "OpenAI") -> Described:
+def reader_of(kind: type[S], unsupported: Unsupported = NOTHING) -> Callable[[bytes, int], S]:
+    """Reads the fields of a body, of which an empty one has none. unsupported: see `read_fields`."""
+    return lambda body, _: read_fields(object_in(body or b"{}"), kind, unsupported)
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """A method of a part of the API that URLs lead to."""
+
+    handler: Handler
+    described: Described
+
+    def of(self, part: "ApiPart") -> Handler:
+        """As this part answers."""
+        handle, reader, status = MethodType(self.handler, part), self.described.reader, self.described.status
+        if reader is None and get_type_hints(self.handler)["return"] is Response:
+            return handle
+
+        @wraps(handle)
+        async def respond(*parameters: Any, **named: Any) -> Response:
+            answer = await handle(*parameters, **named)
+            return answer if isinstance(answer, Response) else json_response(answer, status)
+
+        async def read_first(request: Request) -> Response:
+            assert reader is not None
+            return await respond(request, await visit_of(request).read(request, reader))
+
+        read_first.__doc__ = handle.__doc__
+        return respond if reader is None else read_first
+
+
+class ApiPart:
+    """A part of the HTTP API: its endpoints are the methods that are `Described`. model: the name that clients use."""
+
+    refusals: ClassVar[tuple[int, ...]] = (400, 403, 404, 408, 413, 415, 429, 503)
+    """Statuses of errors of endpoints with a body."""
+    is_control: ClassVar[bool] = False
+    """Whether its endpoints need the control key."""
+
+    def __init__(self, gateway: Gateway, model: str) -> None:
+        self._gateway, self._model = gateway, model
+
+    def endpoints(self) -> list[Endpoint]:
+        return [made for made in vars(type(self)).values() if isinstance(made, Endpoint)]
+
+
+def completion(way: str, tag: str, summary: str, body: type[msgspec.Struct], answer_type: Any) -> Described:
+    """The answer may be a stream."""
     answer = (
         "The answer. With `stream`, server-sent events, the last of which is `[DONE]` or a typed one; a failure after the "
         "stream has begun is an event too. Comment lines (`: keep-alive`) break long silences, also before the first event."
     )
     media_types = ("application/json", _EVENTS)
-    return Described(tag, summary, answer, answer_type, body, media_types=media_types, refusals=COMPLETION_REFUSALS)
-
-
-def call_route(
-    tag: str,
-    summary: str,
-    body: type[msgspec.Struct],
-    answer_type: type[msgspec.Struct],
-    refusals: tuple[int, ...] = CALL_REFUSALS,
-) -> Described:
-    return Described(tag, summary, "What was asked for.", answer_type, body, refusals=refusals)
-
-
-def check_route(summary: str, answer: str) -> Described:
-    return Described("Operations", summary, answer, troubles=((503, "Not so; `reasons` says why."),))
+    return Described(way, tag, summary, answer, answer_type, body, media_types=media_types, refusals=COMPLETION_REFUSALS)
 
 
 class DescribedApp(FastAPI):
-    """A FastAPI application whose description has the router's own schemas. routes: what is described."""
+    """A FastAPI application whose description has the router's own schemas. parts: in their order."""
 
-    def __init__(self, routes: Iterable[Described]) -> None:
+    def __init__(self, parts: Iterable[ApiPart]) -> None:
         super().__init__(
             title="Tandem",
             description=ABOUT,
@@ -171,17 +235,25 @@ class DescribedApp(FastAPI):
             docs_url=None,
             redoc_url=None,
         )
-        self.router.routes += docs_routes()
+        self.router.routes += [*docs_routes(), *refused_routes()]
+        self.router.route_class = StrictRoute
         self._components: dict[str, Any] = {}
-        for route in routes:
-            self._components |= route.components()
+        self.control_paths = set(REFUSED)
+        """See `key_needed`."""
+        for part in parts:
+            for made in part.endpoints():
+                self._components |= made.described.components()
+                for method, path in map(str.split, made.described.ways.split(", ")):
+                    self.control_paths |= {path} if part.is_control else set()
+                    arguments = made.described.route_arguments(part.refusals)
+                    self.add_api_route(path, made.of(part), methods=[method], response_model=None, **arguments)
 
     def openapi(self) -> dict[str, Any]:
         description = super().openapi()
         description.setdefault("components", {}).setdefault("schemas", {}).update(self._components)
         description["components"]["securitySchemes"] = SECURITY_SCHEMES
         for path, operations in description["paths"].items():
-            if (needed := key_needed(path)) is not NeededKey.NONE:
+            if (needed := key_needed(path, self.control_paths)) is not NeededKey.NONE:
                 schemes = SECURITY_SCHEMES if needed is NeededKey.EITHER else (needed.value,)
                 for operation in operations.values():
                     operation["security"] = [*({scheme: []} for scheme in schemes), {}]  # nothing, where the router has no keys

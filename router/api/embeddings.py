@@ -15,7 +15,7 @@ from msgspec import Meta
 from common.errors import BadRequest
 from common.messages import Ending, Failed, Finished
 from common.text.embedding import EmbeddingMode
-from router.api.answers import AnswerShape, WholeChoice, encoded
+from router.api.answers import AnswerShape, embedding_in, encoded
 from router.api.bodies import object_in
 from router.api.completions import CompletionRequest, prompts_in, require_few_ids
 from router.api.fields import (
@@ -132,13 +132,13 @@ class EmbeddingShape(AnswerShape[EmbeddingRequest]):
             return Failed(message="the request was aborted before it had its embedding", kind="aborted", status=409)
         return super(EmbeddingShape, self).failure(ending)
 
-    def whole(self, choices: Sequence[WholeChoice]) -> bytes:
+    def whole(self, choices: Sequence[ChoiceDelta]) -> bytes:
         data = [encoded(OneEmbedding(index=index, embedding=self._written(choice))) for index, choice in enumerate(choices)]
         tokens = self.accepted.prompt_tokens
         return msgspec.json.encode(EmbeddingBody(data=data, model=self.model, usage=EmbeddingUsage(tokens, tokens)))
 
-    def _written(self, choice: WholeChoice) -> list[float] | str:
-        numbers = np.frombuffer(choice.ending.embedding, dtype="<f4")
+    def _written(self, choice: ChoiceDelta) -> list[float] | str:
+        numbers = np.frombuffer(embedding_in(choice), dtype="<f4")
         length = float(np.linalg.norm(numbers.astype(np.float64)))
         if self.request.normalize and length > 0:
             numbers = (numbers / length).astype("<f4")

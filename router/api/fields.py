@@ -301,6 +301,7 @@ class Unsupported:
     """Supported fields in which null asks for nothing. Of a whole body these are all."""
 
 
+NOTHING = Unsupported()
 ONLY_OPENAI: Mapping[str, tuple[object, ...]] = {"best_of": (1,), "store": (False,), "service_tier": ("auto", "default")}
 """Fields of chats and completions."""
 STREAM_OPTIONS = Unsupported({"include_obfuscation": (False,)}, nullable=StreamOptions.__struct_encode_fields__)
@@ -351,7 +352,7 @@ _HINTS = (
 """By the path of a field with a few values, what it may be."""
 
 
-def read_fields(raw: Mapping[str, Any], kind: type[S], unsupported: Unsupported = Unsupported()) -> S:
+def read_fields(raw: Mapping[str, Any], kind: type[S], unsupported: Unsupported = NOTHING) -> S:
     """The typed fields of a body. Raises BadRequest for the first field that is unknown, unsupported, missing or wrong."""
     raw = _without_neutral(raw, unsupported, kind.__struct_encode_fields__)
     try:

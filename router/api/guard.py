@@ -1,8 +1,8 @@
 """The guard of the HTTP side: which URL needs which key, and whose key a request has.
 
-Owns that table and where a request carries its key. What is not in the table needs an API key, so that a new route is never open
-by mistake. The keys are in `common.access`. Never says or logs a key, nor what was sent in place of one. Owns also what a page in
-somebody's browser may do with a router that asks for no key.
+Owns that rule and where a request carries its key. A path of which nobody has said that it needs the control key needs an API
+key, so that a new route is never open by mistake. The keys are in `common.access`. Never says or logs a key, nor what was sent in
+place of one. Owns also what a page in somebody's browser may do with a router that asks for no key.
 
 Owns the form of ids of requests and sessions, too: a client's own, from headers. Every response carries its request's id in the
 X-Request-Id header.
@@ -15,7 +15,6 @@ With API keys none of this is checked. Nobody sends a key but who has it: browse
 they do with cookies.
 """
 
-import ipaddress
 import re
 from collections.abc import Collection
 from enum import Enum
@@ -24,10 +23,9 @@ from functools import lru_cache
 from starlette.types import Scope
 
 from common.access import Access
-from common.addresses import ANY
+from common.addresses import ANY, is_loopback
 from common.errors import BadRequest
 from router.api.errors import Unauthorized, UnsupportedBody, shown
-from router.api.refused import REFUSED
 
 EFFECTLESS_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
 _JSON = "application/json"
@@ -63,48 +61,12 @@ def _name_in(host: str) -> str:
 @lru_cache(maxsize=256)
 def _is_loopback_name(name: str) -> bool:
     """Whether browsers take it for this host, whatever a name server says (RFC 6761, 6.3)."""
-    if name == "localhost" or name.endswith(".localhost"):
-        return True
-    try:
-        return ipaddress.ip_address(name.strip("[]")).is_loopback
-    except ValueError:
-        return False
+    return name.endswith(".localhost") or is_loopback(f"tcp://{name.strip('[]')}:0")
 
 
 OPEN_PATHS = frozenset({"/health", "/health_generate", "/ready", "/metrics", "/docs", "/openapi.json"})
 """For load balancers, monitors and readers of the description."""
 DOCS_PREFIX, CONTROL_PREFIX, REQUESTS_PREFIX = "/docs", "/cluster", "/requests"
-CONTROL_PATHS = frozenset(
-    {
-        CONTROL_PREFIX,
-        "/flush_cache",
-        "/pd_role_switch",
-        "/update_weights_from_disk",
-        "/update_weights_from_tensor",
-        "/init_weights_update_group",
-        "/update_weights_from_distributed",
-        "/destroy_weights_update_group",
-        "/get_weights_by_name",
-        "/update_weight_version",
-        "/pause_generation",
-        "/continue_generation",
-        "/weight_info",
-        "/weight_version",
-        "/get_weight_version",
-        "/pause",
-        "/resume",
-        "/is_paused",
-        "/reset_prefix_cache",
-        "/sleep",
-        "/wake_up",
-        "/is_sleeping",
-        "/load_lora_adapter",
-        "/unload_lora_adapter",
-        "/v1/load_lora_adapter",
-        "/v1/unload_lora_adapter",
-        *REFUSED,
-    }
-)
 EVERYBODY = "*"
 """In place of the name of an API key: whoever has the control key may see the requests of all. No key has this name."""
 
@@ -121,11 +83,11 @@ class NeededKey(Enum):
 _SPOKEN = {NeededKey.API: "API key", NeededKey.CONTROL: "control key", NeededKey.EITHER: "API key"}
 
 
-def key_needed(path: str) -> NeededKey:
-    """path: of the URL, or of a route."""
+def key_needed(path: str, control_paths: Collection[str]) -> NeededKey:
+    """path: of the URL, or of a route. control_paths: those that need the control key, besides those with CONTROL_PREFIX."""
     if path in OPEN_PATHS or path.startswith(f"{DOCS_PREFIX}/"):
         return NeededKey.NONE
-    if path in CONTROL_PATHS or path.startswith(f"{CONTROL_PREFIX}/"):
+    if path in control_paths or path == CONTROL_PREFIX or path.startswith(f"{CONTROL_PREFIX}/"):
         return NeededKey.CONTROL
     return NeededKey.EITHER if path.startswith(f"{REQUESTS_PREFIX}/") else NeededKey.API
 
@@ -133,9 +95,10 @@ def key_needed(path: str) -> NeededKey:
 class Guard:
     """Lets requests in by their keys, or refuses those of web pages. hosts: names and addresses that the router was told to
     listen on. Pages from one of the access's origins may do everything, "*": all pages; a router that is reached by the name of
-    one has that name too."""
+    one has that name too. control_paths: see `key_needed`."""
 
-    def __init__(self, access: Access, hosts: Collection[str]) -> None:
+    def __init__(self, access: Access, hosts: Collection[str], control_paths: Collection[str]) -> None:
+        self._control_paths = control_paths
         self._suspects_pages = access.api_keys is None
         self._origins = frozenset(access.origins)
         self._names = frozenset(host.lower() for host in hosts) | {_name_in(_host_in(origin)) for origin in access.origins}
@@ -150,7 +113,7 @@ class Guard:
     def admit(self, scope: Scope) -> str:
         """Returns the name of the API key; "" where none is needed, and EVERYBODY for the control key where either will do.
         Raises Unauthorized, NotAsked, UnsupportedBody."""
-        needed = key_needed(scope["path"])
+        needed = key_needed(scope["path"], self._control_paths)
         ring = self._rings.get(needed)
         if ring is None:
             if self._suspects_pages:

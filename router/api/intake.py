@@ -14,7 +14,7 @@ from typing import TypeAlias, TypeVar
 from msgspec.structs import replace
 
 from common.config import RouterConfig
-from common.errors import BadRequest, UnknownModel
+from common.errors import BadRequest, NotFound
 from common.ids import ID_BYTES, Digest, Variant, pack_ids
 from common.pages.radix_cache import BlockNames
 from common.sampling_params import SamplingParams
@@ -48,6 +48,10 @@ CUT_TOKENS = 64
 own."""
 MAX_TOKEN_CHARS = 512
 """No tokenizer has longer tokens, so a text with more characters than this for each token of the context is too long."""
+
+_PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
+_AS_ASKED = ("temperature", "top_p", "min_p", "ignore_eos", "min_tokens", *_PENALTIES)
+"""Fields that are parameters of sampling as they are."""
 
 R = TypeVar("R")
 Encode: TypeAlias = Callable[[], Sequence[int]]
@@ -89,7 +93,7 @@ class Intake:
             return await self._long_threads.run(owner, partial(reader, body, self.context_tokens))
 
     async def accept_chat(self, request: ChatRequest, client: ClientRequest) -> Accepted:
-        """Raises BadRequest, UnknownModel, Overloaded."""
+        """Raises BadRequest, NotFound, Overloaded."""
         texts = list(request.texts())
         size = request.size_chars(texts)
         self._check(request, size)
@@ -104,7 +108,7 @@ class Intake:
         return accepted
 
     async def accept_completion(self, request: CompletionRequest, client: ClientRequest) -> Accepted:
-        """Raises BadRequest, UnknownModel, Overloaded."""
+        """Raises BadRequest, NotFound, Overloaded."""
         self._check(request, max(map(len, request.prompts)))
         parts: list[tuple[Sequence[str], Encode]] = []
         for prompt in request.prompts:
@@ -115,12 +119,12 @@ class Intake:
         return self._accept(request, client, await self._encode(request, client, parts, sum(map(len, request.prompts))))
 
     async def tokenize(self, asked: TokenizeRequest, owner: str = "") -> Tokenized:
-        """owner: see `RequestSpec`. Raises BadRequest, UnknownModel, Overloaded."""
-        self.adapter_in(asked.model)
-        tokenizer, prompt = self._tokenizer, asked.prompt
+        """owner: see `RequestSpec`. Raises BadRequest, NotFound, Overloaded."""
+        tokenizer, prompt, fields = self._tokenizer, asked.prompt, asked.fields
+        self.adapter_in(fields.model)
         if isinstance(prompt, str):
             size = len(prompt)
-            encode = partial(tokenizer.encode, prompt, add_special_tokens=asked.add_special_tokens)
+            encode = partial(tokenizer.encode, prompt, add_special_tokens=fields.add_special_tokens is not False)
         else:
             size = prompt.size_chars(prompt.texts())
             encode = partial(tokenizer.encode_chat, prompt.messages, options=self._chats.options(prompt))
@@ -129,14 +133,14 @@ class Intake:
 
         def work() -> Tokenized:
             ids = encode()
-            strings = tokenizer.token_strings(ids) if asked.return_token_strs else None
+            strings = tokenizer.token_strings(ids) if fields.return_token_strs else None
             return Tokenized(count=len(ids), max_model_len=self.context_tokens, tokens=ids, token_strs=strings)
 
         with self._core.requests.places.held(owner, 1):
             return await self._run(work, size, owner)
 
     async def detokenize(self, asked: DetokenizeFields, owner: str = "") -> Detokenized:
-        """owner: see `RequestSpec`. Raises BadRequest, UnknownModel, Overloaded."""
+        """owner: see `RequestSpec`. Raises BadRequest, NotFound, Overloaded."""
         self.adapter_in(asked.model)
         ids, skip = asked.tokens, asked.skip_special_tokens
 
@@ -159,21 +163,21 @@ class Intake:
 
     def adapter_in(self, model: str | None, field: str = "model") -> str:
         """The LoRA adapter that a client means by the name of a model, its own or base:name; "": the model alone. Raises
-        UnknownModel."""
+        NotFound."""
         if model is None or model == self._model:
             return ""
         for name in (model, model.removeprefix(f"{self._model}:")):
             if self._core.fleet.adapters.entry(name) is not None:
                 return name
-        raise UnknownModel(f"model {shown(model)!r} is not served here: use {self._model!r}", field=field, code="model_not_found")
+        raise NotFound(f"model {shown(model)!r} is not served here: use {self._model!r}", field=field, code="model_not_found")
 
     def evicted_adapters(self, request: ReadRequest) -> list[str]:
-        """Those of its adapters that are to be loaded again. Raises UnknownModel."""
+        """Those of its adapters that are to be loaded again. Raises NotFound."""
         entries = {name: self._core.fleet.adapters.entry(name) for name in self._adapters_of(request, 1) if name}
         return [name for name, entry in entries.items() if entry is not None and not entry.is_loaded]
 
     def _adapters_of(self, request: ReadRequest, prompts: int) -> list[str]:
-        """The adapter of each prompt. Raises UnknownModel."""
+        """The adapter of each prompt. Raises NotFound."""
         of_model = self.adapter_in(request.fields.model)
         named = [self.adapter_in(name, "lora_path") if name else of_model for name in request.adapters]
         return named if len(named) > 1 else (named or [of_model]) * prompts
@@ -296,17 +300,10 @@ class Intake:
         self._check_ids([token_id for token_id, _ in biases], "logit_bias")
         sampling = SamplingParams(
             max_new_tokens=1,
-            temperature=fields.temperature,
-            top_p=fields.top_p,
+            **{name: getattr(fields, name) for name in _AS_ASKED},
             top_k=0 if fields.top_k == ALL_TOKENS else fields.top_k,
-            min_p=fields.min_p,
-            ignore_eos=fields.ignore_eos,
             stop_token_ids=tuple(dict.fromkeys(fields.stop_token_ids)),
-            repetition_penalty=fields.repetition_penalty,
-            presence_penalty=fields.presence_penalty,
-            frequency_penalty=fields.frequency_penalty,
             logit_bias=biases,
-            min_tokens=fields.min_tokens,
             bad_words=self._bad_words(fields.bad_words),
             logprobs=request.logprobs,
             prompt_logprobs=request.prompt_logprobs,

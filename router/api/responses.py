@@ -19,7 +19,7 @@ from msgspec import Meta
 from common.errors import BadRequest
 from common.messages import Finished
 from engine.grammar.grammars import check_text
-from router.api.answers import AnswerShape, PromptDetails, VersionSpan, WholeChoice
+from router.api.answers import AnswerShape, PromptDetails, VersionSpan
 from router.api.bodies import object_in
 from router.api.chat import ChatFields, ChatRequest, Effort, call_for_template
 from router.api.fields import (
@@ -326,6 +326,9 @@ class ResponseBody(msgspec.Struct, frozen=True, kw_only=True):
     user: str | None
 
 
+_REPEATED = ("instructions", "max_output_tokens", "metadata", "parallel_tool_calls", "temperature", "tools", "top_p")
+
+
 @dataclass(slots=True)
 class OutputItem:
     """An item of the answer, as far as it has come."""
@@ -394,10 +397,10 @@ class ResponseShape(AnswerShape[ResponseRequest]):
     def last_events(self) -> bytes:
         return self._event(f"response.{self._status}", {"response": self._body(self._status)})
 
-    def whole(self, choices: Sequence[WholeChoice]) -> bytes:
+    def whole(self, choices: Sequence[ChoiceDelta]) -> bytes:
         (choice,) = choices
         self.count(0, choice)
-        for _ in self._delta_events(ChoiceDelta(0, choice.text, (), choice.ending), opens=False):
+        for _ in self._delta_events(choice, opens=False):
             pass  # the events of a stream; the items are what is wanted
         return _encode(self._body(self._status))
 
@@ -491,15 +494,9 @@ class ResponseShape(AnswerShape[ResponseRequest]):
             if ended
             else None,
             incomplete_details=IncompleteDetails("max_output_tokens") if was_cut else None,
-            instructions=fields.instructions,
-            max_output_tokens=fields.max_output_tokens,
-            metadata=fields.metadata,
-            parallel_tool_calls=fields.parallel_tool_calls,
+            **{name: getattr(fields, name) for name in _REPEATED},
             reasoning=fields.reasoning or ReasoningConfig(),
-            temperature=fields.temperature,
             text=TextConfig(TextFormat()) if fields.text is None or fields.text.format is None else fields.text,
             tool_choice=fields.tool_choice or "auto",
-            tools=fields.tools,
-            top_p=fields.top_p,
             user=fields.user or None,
         )

@@ -10,15 +10,11 @@ from typing import Annotated
 import msgspec
 from fastapi import Request
 from msgspec import Meta
-from starlette.responses import Response
 
 from common.ids import Incarnation, InstanceId, ServingRole
 from router.api.admission import visit_of
-from router.api.bodies import object_in
-from router.api.description import call_route
-from router.api.fields import Unsupported, read_fields
-from router.api.sending import json_response
-from router.core import Gateway
+from router.api.description import ApiPart, Described, reader_of
+from router.api.fields import Unsupported
 
 _SAID = "prefill, decode, or both: a decode instance that gets whole requests too, where that costs less than a pair."
 
@@ -47,39 +43,29 @@ class RoleAnswer(msgspec.Struct, frozen=True, kw_only=True):
     """Since it was told."""
 
 
-_REFUSALS = (400, 403, 404, 409, 413, 415, 504)
-CHANGE = call_route("Operations", "Change the role of an instance", RoleFields, RoleAnswer, _REFUSALS)
-SWITCH = call_route("SGLang", "Change the role of an instance", SwitchFields, RoleAnswer, _REFUSALS)
+_NEVER = Unsupported({"prepare_only": (False,), "decode_cuda_graph_memory_gb": ()})
 
 
-def _read_role(body: bytes, context_tokens: int | None = None) -> RoleFields:
-    return read_fields(object_in(body), RoleFields)
-
-
-def _read_switch(body: bytes, context_tokens: int | None = None) -> SwitchFields:
-    never = Unsupported({"prepare_only": (False,), "decode_cuda_graph_memory_gb": ()})
-    return read_fields(object_in(body), SwitchFields, never)
-
-
-class RolesApi:
+class RolesApi(ApiPart):
     """The handlers."""
 
-    def __init__(self, gateway: Gateway) -> None:
-        self._gateway = gateway
+    refusals = (400, 403, 404, 409, 413, 415, 504)
+    is_control = True
 
-    async def change(self, request: Request, instance: str) -> Response:
+    @Described("POST /cluster/{instance}/role", "Operations", "Change the role of an instance", body=RoleFields)
+    async def change(self, request: Request, instance: str) -> RoleAnswer:
         """It takes nothing new, hands off what it can in a moment, has the rest resumed elsewhere, and serves in the new role
         with its weights, graphs and prefix cache. Answers when it does. If it cannot, it stays what it was."""
-        asked = await visit_of(request).read(request, _read_role)
+        asked = await visit_of(request).read(request, reader_of(RoleFields))
         return await self._answer(InstanceId(instance), asked.role)
 
-    async def switch(self, request: Request) -> Response:
+    @Described("POST /pd_role_switch", "SGLang", "Change the role of an instance", unsupported=_NEVER)
+    async def switch(self, request: Request, asked: SwitchFields) -> RoleAnswer:
         """As POST /cluster/{instance}/role."""
-        asked = await visit_of(request).read(request, _read_switch)
         return await self._answer(asked.instance, asked.new_role)
 
-    async def _answer(self, instance: InstanceId, role: ServingRole) -> Response:
+    async def _answer(self, instance: InstanceId, role: ServingRole) -> RoleAnswer:
         began_s = time.monotonic()
         life = (await self._gateway.change_role(instance, role)).life
         seconds = round(time.monotonic() - began_s, 6)
-        return json_response(RoleAnswer(id=life.id, role=role, incarnation=life.incarnation, seconds=seconds))
+        return RoleAnswer(id=life.id, role=role, incarnation=life.incarnation, seconds=seconds)

@@ -82,10 +82,8 @@ class TokenizeFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 class TokenizeRequest:
     """What is to be tokenized: a text, or a chat."""
 
-    model: str | None
+    fields: TokenizeFields
     prompt: str | ChatRequest
-    add_special_tokens: bool
-    return_token_strs: bool
 
 
 class Tokenized(msgspec.Struct, frozen=True, kw_only=True):
@@ -119,12 +117,7 @@ def read_tokenize(body: bytes, context_tokens: int | None = None) -> TokenizeReq
     if fields.messages is not None and fields.add_special_tokens:
         fix = "the chat template writes special tokens itself: leave it out"
         raise BadRequest(f"add_special_tokens is for a prompt only; {fix}", field="add_special_tokens")
-    return TokenizeRequest(
-        model=fields.model,
-        prompt=_chat(fields, fields.messages) if fields.prompt is None else fields.prompt,
-        add_special_tokens=fields.add_special_tokens is not False,
-        return_token_strs=fields.return_token_strs,
-    )
+    return TokenizeRequest(fields=fields, prompt=_chat(fields, fields.messages) if fields.prompt is None else fields.prompt)
 
 
 def _chat(fields: TokenizeFields, messages: list[ChatMessage] | None) -> ChatRequest:

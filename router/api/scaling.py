@@ -10,15 +10,9 @@ import msgspec
 from fastapi import Request
 from msgspec import Meta
 from msgspec.structs import replace
-from starlette.responses import Response
 
 from common.ids import Role
-from router.api.admission import visit_of
-from router.api.bodies import object_in
-from router.api.description import Described, call_route
-from router.api.fields import read_fields
-from router.api.sending import json_response
-from router.core import Gateway
+from router.api.description import ApiPart, Described
 from router.scaling import ScalingDecision
 
 
@@ -34,38 +28,23 @@ class ScalingDecisions(msgspec.Struct, frozen=True, kw_only=True):
     decisions: list[ScalingDecision]
 
 
-_REFUSALS = (400, 403, 408, 409, 413, 415, 503)
-DECIDED = call_route("Operations", "Tell of a decision", ScalingDecision, ScalingDecision)
-DECISIONS = Described("Operations", "Decisions", "The latest decisions about the fleet, in order.", ScalingDecisions)
-START_ONE = call_route("Operations", "Start an instance", StartFields, StartFields, _REFUSALS)
-
-
-def _read_decision(body: bytes, context_tokens: int | None = None) -> ScalingDecision:
-    return read_fields(object_in(body), ScalingDecision)
-
-
-def _read_start(body: bytes, context_tokens: int | None = None) -> StartFields:
-    return read_fields(object_in(body), StartFields)
-
-
-class ScalingApi:
+class ScalingApi(ApiPart):
     """The handlers."""
 
-    def __init__(self, gateway: Gateway) -> None:
-        self._board = gateway.core.scaling
-
-    async def decided(self, request: Request) -> Response:
-        """Remember what a planner has decided, with the reason in words. The router does nothing else with it."""
-        decision = replace(await visit_of(request).read(request, _read_decision), at=time.time())
-        self._board.decided(decision)
-        return json_response(decision)
-
-    async def decisions(self) -> Response:
-        """What planners have decided, and why; of decisions to stay that follow each other, the latest."""
-        return json_response(ScalingDecisions(decisions=list(self._board.decisions)))
-
-    async def start(self, request: Request) -> Response:
+    @Described("POST /cluster/instances", "Operations", "Start an instance", refusals=(400, 403, 408, 409, 413, 415, 503))
+    async def start(self, request: Request, asked: StartFields) -> StartFields:
         """Have `launch local` or `launch ray`, by which this router was started, start one of its spare instances."""
-        asked = await visit_of(request).read(request, _read_start)
-        self._board.start(asked.role)
-        return json_response(asked)
+        self._gateway.core.scaling.start(asked.role)
+        return asked
+
+    @Described("POST /cluster/decisions", "Operations", "Tell of a decision")
+    async def decided(self, request: Request, asked: ScalingDecision) -> ScalingDecision:
+        """Remember what a planner has decided, with the reason in words. The router does nothing else with it."""
+        decision = replace(asked, at=time.time())
+        self._gateway.core.scaling.decided(decision)
+        return decision
+
+    @Described("GET /cluster/decisions", "Operations", "Decisions", "The latest decisions about the fleet, in order.")
+    async def decisions(self) -> ScalingDecisions:
+        """What planners have decided, and why; of decisions to stay that follow each other, the latest."""
+        return ScalingDecisions(decisions=list(self._gateway.core.scaling.decisions))

@@ -24,11 +24,11 @@ from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from common.messages import Failed
-from router.api.answers import BEGIN, END, LOOP_SIZE, AnswerShape, WholeChoice
+from router.api.answers import BEGIN, END, LOOP_SIZE, AnswerShape
 from router.api.errors import detail_of_failure, error_json, response_to_failure
 from router.api.threads import SharedThreads
 from router.core import Gateway
-from router.outbox import ClientRequest, joined
+from router.outbox import JOIN_DELTAS, ChoiceDelta, ClientRequest, joined
 
 KEEP_ALIVE = b": keep-alive\n\n"
 """A comment: clients skip it (https://html.spec.whatwg.org/multipage/server-sent-events.html#authoring-notes)."""
@@ -47,19 +47,22 @@ async def whole_answer(client: ClientRequest, shape: AnswerShape[Any], writers: 
     """The response with one JSON body of all choices, when they have ended, or with the failure of one. writers: threads for
     bodies that take long to write."""
     over: asyncio.Future[Failed | None] = asyncio.get_running_loop().create_future()
-    choices = [WholeChoice() for _ in shape.accepted.specs]
+    choices: list[ChoiceDelta] = []
 
     def collect() -> None:
-        failed: Failed | None = None
-        for delta in client.take():
-            failed = failed or shape.failure(delta.ending)
-            choices[delta.index].add(delta)
+        nonlocal choices
+        news = client.take()
+        choices += news
+        if len(choices) >= len(shape.accepted.specs) + JOIN_DELTAS:
+            choices = joined(choices)
+        failed = next(filter(None, (shape.failure(delta.ending) for delta in news)), None)
         if (failed is not None or not client.unended) and not over.done():
             over.set_result(failed)
 
     client.read_by(collect)
     if (failed := await over) is not None:
         return response_to_failure(failed)
+    choices = sorted(joined(choices), key=lambda choice: choice.index)
     write = partial(shape.whole, choices)
     body = write() if shape.size(choices) <= LOOP_SIZE else await writers.run(client.owner, write)
     return Response(body, media_type="application/json")

@@ -10,13 +10,10 @@ from typing import Annotated
 import msgspec
 from fastapi import Query
 from msgspec import Meta
-from starlette.responses import Response
 
 from common.errors import BadRequest
-from router.api.description import Described
+from router.api.description import ApiPart, Described
 from router.api.errors import shown
-from router.api.sending import json_response
-from router.core import Gateway
 
 
 class ServerInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -42,30 +39,25 @@ class ServerLoads(msgspec.Struct, frozen=True, kw_only=True):
     loads: list[ServerLoad]
 
 
-SERVER_INFO = Described("SGLang", "The server", "Its size.", ServerInfo)
-MODEL_INFO = Described("SGLang", "The model", "Its name and weights.", ModelInfo)
-LOADS = Described("SGLang", "Load", "The load of this router.", ServerLoads, refusals=(400,))
+class ServerInfoApi(ApiPart):
+    """The handlers."""
 
-
-class ServerInfoApi:
-    """The handlers. model: the name that clients use."""
-
-    def __init__(self, gateway: Gateway, model: str) -> None:
-        self._core, self._model = gateway.core, model
-
-    async def server(self) -> Response:
+    @Described("GET /server_info, GET /get_server_info", "SGLang", "The server", "Its size.")
+    async def server(self) -> ServerInfo:
         """How large the fleet is."""
-        ranks = sum(len(member.info.ranks) for member in self._core.fleet.members())
-        return json_response(ServerInfo(num_gpus=ranks, tp_size=ranks))
+        ranks = sum(len(member.info.ranks) for member in self._gateway.core.fleet.members())
+        return ServerInfo(num_gpus=ranks, tp_size=ranks)
 
-    async def model(self) -> Response:
+    @Described("GET /model_info, GET /get_model_info", "SGLang", "The model", "Its name and weights.")
+    async def model(self) -> ModelInfo:
         """What is served."""
-        return json_response(ModelInfo(served_model_name=self._model, weight_version=self._core.fleet.weights.version))
+        return ModelInfo(served_model_name=self._model, weight_version=self._gateway.core.fleet.weights.version)
 
-    async def loads(self, include: Annotated[str, Query(description="Must be core.")] = "core") -> Response:
+    @Described("GET /v1/loads", "SGLang", "Load", "The load of this router.", refusals=(400,))
+    async def loads(self, include: Annotated[str, Query(description="Must be core.")] = "core") -> ServerLoads:
         """How many answers this router has open."""
         if include != "core":
             raise BadRequest(f"include must be core, is {shown(include)!r}", "include", "invalid_value")
-        records = list(self._core.requests.records())
+        records = list(self._gateway.core.requests.records())
         running = sum(record.attempt is not None for record in records)
-        return json_response(ServerLoads(loads=[ServerLoad(num_running_reqs=running, num_waiting_reqs=len(records) - running)]))
+        return ServerLoads(loads=[ServerLoad(num_running_reqs=running, num_waiting_reqs=len(records) - running)])

@@ -15,7 +15,7 @@ from msgspec import Meta
 from common.errors import BadRequest
 from common.ids import ID_BYTES, unpack_ids
 from common.messages import Finished, TokenLogprob
-from router.api.answers import BEGIN, DONE, END, AnswerShape, VersionSpan, WholeChoice, encoded
+from router.api.answers import BEGIN, DONE, END, AnswerShape, VersionSpan, encoded
 from router.api.bodies import object_in
 from router.api.completions import CompletionRequest, Prompt, prompts_in, require_few_ids
 from router.api.fields import (
@@ -156,6 +156,11 @@ class AbortFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     rid: Annotated[str, Meta(description="Id of the request: its `rid`, its X-Request-Id, or the `id` of its answer.")] = ""
     abort_all: Annotated[bool, Meta(description="End every request that this router has open.")] = False
 
+    def __post_init__(self) -> None:
+        """Raises BadRequest."""
+        if not self.rid and not self.abort_all:
+            raise BadRequest("rid is missing: send the id of a request, or abort_all=true", field="rid")
+
 
 class Aborted(msgspec.Struct, frozen=True):
     """The answer of POST /abort_request."""
@@ -238,14 +243,6 @@ def _require_no_logprobs(fields: GenerateFields) -> None:
     }
     for name in (name for name, is_wanted in wanted.items() if is_wanted):
         raise BadRequest(f"{name} is for log probabilities only: leave it out or send return_logprob=true", field=name)
-
-
-def read_abort(body: bytes, context_tokens: int | None = None) -> AbortFields:
-    """The body of POST /abort_request. Raises BadRequest."""
-    fields = read_fields(object_in(body), AbortFields, ABORT)
-    if not fields.rid and not fields.abort_all:
-        raise BadRequest("rid is missing: send the id of a request, or abort_all=true", field="rid")
-    return fields
 
 
 def _prompts(fields: GenerateFields) -> tuple[tuple[Prompt, ...], str]:
@@ -359,11 +356,11 @@ class GenerateShape(AnswerShape[GenerateRequest]):
     def last_events(self) -> bytes:
         return DONE
 
-    def whole(self, choices: Sequence[WholeChoice]) -> bytes:
+    def whole(self, choices: Sequence[ChoiceDelta]) -> bytes:
         all_of_them = [encoded(self._generated(index, choice)) for index, choice in enumerate(choices)]
         return _encode(all_of_them if self.request.is_batch else all_of_them[0])
 
-    def _generated(self, index: int, delta: ChoiceDelta | WholeChoice, *, in_stream: bool = False) -> Generated:
+    def _generated(self, index: int, delta: ChoiceDelta, *, in_stream: bool = False) -> Generated:
         """The choice so far, with this delta of it."""
         prompt = self.accepted.specs[index].prompt
         written = self._so_far.get(index)
@@ -398,7 +395,7 @@ class GenerateShape(AnswerShape[GenerateRequest]):
                     written.logprobs[name].extend([entry])
         return written
 
-    def _add(self, index: int, written: _WrittenChoice, delta: ChoiceDelta | WholeChoice) -> None:
+    def _add(self, index: int, written: _WrittenChoice, delta: ChoiceDelta) -> None:
         written.cached_tokens += delta.cached_tokens
         if self.request.logprob_start >= 0:
             self._add_logprobs(written, "input", delta.prompt_logprobs[self.request.logprob_start :])

@@ -21,21 +21,21 @@ from urllib.parse import quote
 import msgspec
 from fastapi import Request
 from msgspec import Meta
+from msgspec.structs import replace
 from starlette.responses import Response, StreamingResponse
 
-from common.errors import BadRequest
-from common.ids import Role
-from common.messages import Times, unpack_spans
+from common.errors import BadRequest, NotFound
+from common.messages import unpack_spans
 from common.processes.router_client import RequestFailed, RouterClient
 from common.tracing import TraceLine, TraceStatus
 from router.api.admission import visit_of
-from router.api.description import Described
+from router.api.description import ApiPart, Described
 from router.api.errors import shown
 from router.api.guard import EVERYBODY, REQUESTS_PREFIX, key_in
 from router.api.threads import SharedThreads
 from router.core import Gateway
 from router.past_load import LoadLine, PastRequest, lines_of
-from router.timelines import REMEMBERED, AttemptTimes, Durations, RequestTimes
+from router.timelines import REMEMBERED, AttemptTimeline, ChoiceTimes, Durations, RequestTimes, Seconds
 from router.traces import Frame
 
 ASK_S = 2.0
@@ -84,45 +84,9 @@ class OtherRouters:
         return None
 
 
-Moment = Annotated[float, Meta(description="Seconds since 1970, by the clock of the router's host.")]
-Seconds = Annotated[float | None, Meta(description="Null: it did not happen, or the instance has not told yet.")]
-
-
-class UnknownRequest(BadRequest):
-    """The request is not known, or not to this key."""
-
-    status = 404
-
-
-class InstanceTimeline(msgspec.Struct, frozen=True, kw_only=True):
-    id: str
-    role: Role
-    times: Annotated[Times, Meta(description="By the clock of the instance's host: hosts agree as well as NTP aligns them.")]
-
-
-class AttemptTimeline(msgspec.Struct, frozen=True, kw_only=True):
-    number: Annotated[int, Meta(description="From 0 on. Of many attempts the latest are remembered.")]
-    first: Annotated[str, Meta(description="The instance that was asked.")]
-    dispatched_s: Moment
-    decode: Annotated[str | None, Meta(description="The decode instance that granted a reservation.")] = None
-    placed_s: Annotated[float | None, Meta(description="The router heard of that.")] = None
-    ended_s: Annotated[float | None, Meta(description="It was given up, and another attempt followed if one was left.")] = None
-    resume_reason: Annotated[str | None, Meta(description="Why it was given up.")] = None
-    failure: Annotated[str | None, Meta(description="The same, for people.")] = None
-    instances: Annotated[
-        tuple[InstanceTimeline, ...],
-        Meta(description="What instances told of it, prefill first. Each tells within a heartbeat after it has let go of it."),
-    ] = ()
-
-
-class RequestDurations(msgspec.Struct, frozen=True, kw_only=True):
+class RequestDurations(Durations, frozen=True, kw_only=True):
     """In seconds; those of instances are sums over attempts and exact, because each is of one instance's clock."""
 
-    queue_s: Annotated[Seconds, Meta(description="From arrival to pages, where the prompt is computed.")] = None
-    prefill_s: Annotated[Seconds, Meta(description="From pages to the first token.")] = None
-    transfer_s: Annotated[Seconds, Meta(description="From the grant, or the first push if that is later, to the handoff.")] = None
-    exposed_transfer_s: Annotated[Seconds, Meta(description="From the first token to the handoff.")] = None
-    decode_s: Annotated[Seconds, Meta(description="From the handoff to the end; without one, from the first token.")] = None
     time_to_first_token_s: Annotated[Seconds, Meta(description="From the arrival at the router to the first token there.")] = None
     predicted_ttft_s: Annotated[
         Seconds, Meta(description="The same, as predicted when the request was last placed before that token.")
@@ -130,16 +94,7 @@ class RequestDurations(msgspec.Struct, frozen=True, kw_only=True):
     e2e_s: Annotated[Seconds, Meta(description="From the arrival at the router to the ending.")] = None
 
 
-class ChoiceTimeline(msgspec.Struct, frozen=True, kw_only=True):
-    index: Annotated[int, Meta(description="Its number in the answer.")]
-    prompt_tokens: int
-    tokens: Annotated[int, Meta(description="Of the answer so far.")]
-    ending: Annotated[str | None, Meta(description="How it ended, as in `tandem_requests_ended`. Null: it is open.")]
-    received_s: Moment
-    tokenized_s: Moment
-    first_token_s: Moment | None
-    last_token_s: Moment | None
-    ended_s: Moment | None
+class ChoiceTimeline(ChoiceTimes, kw_only=True):
     durations: RequestDurations
     attempts: tuple[AttemptTimeline, ...]
 
@@ -149,80 +104,64 @@ class RequestTimeline(msgspec.Struct, frozen=True, kw_only=True):
     choices: Annotated[tuple[ChoiceTimeline, ...], Meta(description="Of the latest requests that were sent with this id.")]
 
 
-READ_TIMELINE = Described("Operations", "The timeline of a request", "What is known so far.", RequestTimeline, refusals=(404,))
-
-
-class TimelineApi:
+class TimelineApi(ApiPart):
     """The handler."""
 
-    def __init__(self, gateway: Gateway) -> None:
-        self._core = gateway.core
+    def __init__(self, gateway: Gateway, model: str) -> None:
+        super().__init__(gateway, model)
         self.others = OtherRouters()
 
-    async def read(self, request: Request, name: str, here: str = "") -> Response:
+    @Described(
+        f"GET {REQUESTS_PREFIX}/{{name:path}}",
+        "Operations",
+        "The timeline of a request",
+        "What is known so far.",
+        RequestTimeline,
+        refusals=(404,),
+    )
+    async def read(self, request: Request, name: str, here: str = "") -> Any:
         """When each thing happened to a request, and how long each part took: while it is open, and for a while after. name: its
         X-Request-Id, or the id of its answer. An API key finds its own requests only, the control key those of all. Of several
         routers behind one port, any finds it; here=true: only the one that is asked looks."""
         if here not in ("", "true"):
             raise BadRequest(f"here must be true, not {shown(here)!r}", field="here")
-        owner = visit_of(request).owner
-        known = self._core.requests.timelines.find(name, None if owner == EVERYBODY else owner)
+        owner, core = visit_of(request).owner, self._gateway.core
+        known = core.requests.timelines.find(name, None if owner == EVERYBODY else owner)
         if not known and not here and (found := await self.others.find(name, owner, key_in(request.scope))) is not None:
-            return Response(msgspec.json.encode(found), media_type="application/json")
-        timeline = request_timeline(name, known, self._core.unix_s)
-        return Response(msgspec.json.encode(timeline), media_type="application/json")
+            return found
+        return request_timeline(name, known, core.unix_s)
 
 
 def request_timeline(name: str, known: Sequence[RequestTimes], unix_s: float) -> RequestTimeline:
     """known: the requests of this id that the asking client may see. unix_s: what to add to the router's times. Raises
-    UnknownRequest when there is none."""
+    NotFound when there is none."""
     if not known:
         reason = f"the router remembers the open requests and the last {REMEMBERED} that ended, by X-Request-Id and by answer id"
-        raise UnknownRequest(f"no request {shown(name)!r} is known: {reason}")
+        raise NotFound(f"no request {shown(name)!r} is known: {reason}")
     return RequestTimeline(id=name, choices=tuple(_choice(each, unix_s) for each in known))
 
 
 def _choice(request: RequestTimes, unix_s: float) -> ChoiceTimeline:
-    return ChoiceTimeline(
-        index=request.index,
-        prompt_tokens=request.prompt_tokens,
-        tokens=request.tokens,
-        ending=request.ending or None,
-        received_s=request.received_s + unix_s,
-        tokenized_s=request.tokenized_s + unix_s,
-        first_token_s=_at(request.first_token_s, unix_s),
-        last_token_s=_at(request.last_token_s, unix_s),
-        ended_s=_at(request.ended_s, unix_s),
-        durations=_durations(request),
-        attempts=tuple(_attempt(each, unix_s) for each in request.attempts),
-    )
+    told = {name: getattr(request, name) for name in ChoiceTimes.__struct_fields__}
+    moved = {name: _at(value, unix_s) for name, value in told.items() if name.endswith("_s")}
+    attempts = tuple(_attempt(each, unix_s) for each in request.attempts)
+    return ChoiceTimeline(**told | moved, durations=_durations(request), attempts=attempts)
 
 
-def _attempt(attempt: AttemptTimes, unix_s: float) -> AttemptTimeline:
-    return AttemptTimeline(
-        number=attempt.number,
-        first=attempt.first,
+def _attempt(attempt: AttemptTimeline, unix_s: float) -> AttemptTimeline:
+    return replace(
+        attempt,
         dispatched_s=attempt.dispatched_s + unix_s,
-        decode=attempt.decode,
         placed_s=_at(attempt.placed_s, unix_s),
         ended_s=_at(attempt.ended_s, unix_s),
-        resume_reason=attempt.reason,
-        failure=attempt.failure or None,
-        instances=tuple(
-            InstanceTimeline(id=each.id, role=each.role, times=each.times)
-            for each in sorted(attempt.instances, key=lambda each: each.role, reverse=True)
-        ),
+        instances=sorted(attempt.instances, key=lambda each: each.role, reverse=True),
     )
 
 
 def _durations(request: RequestTimes) -> RequestDurations:
     parts = [Durations.of(each.role, each.times) for attempt in request.attempts for each in attempt.instances]
     return RequestDurations(
-        queue_s=_sum(each.queue_s for each in parts),
-        prefill_s=_sum(each.prefill_s for each in parts),
-        transfer_s=_sum(each.transfer_s for each in parts),
-        exposed_transfer_s=_sum(each.exposed_transfer_s for each in parts),
-        decode_s=_sum(each.decode_s for each in parts),
+        **{name: _sum(getattr(each, name) for each in parts) for name in Durations.__struct_fields__},
         time_to_first_token_s=_at(request.first_token_s, -request.received_s),
         predicted_ttft_s=request.predicted_first_s,
         e2e_s=_at(request.ended_s, -request.received_s),
@@ -244,68 +183,68 @@ PIECE_FRAMES = 8
 """Several thousand spans at most, which take milliseconds."""
 
 _log = logging.getLogger(__name__)
-START = Described(
-    "Operations",
-    "Begin a trace",
-    "Every process of the fleet records what takes time, for `seconds` (60; at most 600).",
-    TraceStatus,
-    status=202,
-    refusals=(400, 409),
-)
-READ = Described(
-    "Operations",
-    "Read the trace",
-    "JSON lines: the first says how the trace stands, and when it is over, each other one is a span.",
-    TraceStatus,
-    media_types=(LINES,),
-    refusals=(404,),
-)
-LOAD = Described(
-    "Operations",
-    "The requests of the last hour",
-    "JSON lines, a trace in Mooncake's format for `launch plan` and `launch simulate`.",
-    LoadLine,
-    media_types=(LINES,),
-)
-FORGET = Described("Operations", "Forget the trace", "It is ended and forgotten.", TraceStatus, refusals=(404,))
 
 
-class TraceApi:
+class TraceApi(ApiPart):
     """The handlers."""
 
-    def __init__(self, gateway: Gateway) -> None:
-        self._gateway = gateway
-        self._traces = gateway.core.traces
-
-    async def start(self, seconds: str = SECONDS) -> Response:
+    @Described(
+        "POST /cluster/trace",
+        "Operations",
+        "Begin a trace",
+        "Every process of the fleet records what takes time, for `seconds` (60; at most 600).",
+        status=202,
+        refusals=(400, 409),
+    )
+    async def start(self, seconds: str = SECONDS) -> TraceStatus:
         """The router also counts processes that join meanwhile. `GET /cluster/trace` has the spans when the time is over. The
         trace before this one is forgotten."""
         try:
             wanted_s = float(seconds)
         except ValueError:
             raise BadRequest(f"seconds must be a number, not {seconds[:32]!r}", field="seconds") from None
-        now = self._gateway.clock()
-        self._gateway.deliver(self._traces.start(wanted_s, now))
-        return Response(msgspec.json.encode(self._traces.status(now)), 202, media_type="application/json")
+        now, traces = self._gateway.clock(), self._gateway.core.traces
+        self._gateway.deliver(traces.start(wanted_s, now))
+        return traces.status(now)
 
+    @Described(
+        "GET /cluster/trace",
+        "Operations",
+        "Read the trace",
+        "JSON lines: the first says how the trace stands, and when it is over, each other one is a span.",
+        TraceStatus,
+        media_types=(LINES,),
+        refusals=(404,),
+    )
     async def read(self) -> Response:
         """Requests that are still open at its end have no span of their own; what was done for them has."""
-        status = self._traces.status(self._gateway.clock())
-        frames = self._traces.frames() if status.state == "over" else []
+        traces = self._gateway.core.traces
+        status = traces.status(self._gateway.clock())
+        frames = traces.frames() if status.state == "over" else []
         return StreamingResponse(_lines(msgspec.json.encode(status) + b"\n", frames), media_type=LINES)
 
+    @Described("DELETE /cluster/trace", "Operations", "Forget the trace", "It is ended and forgotten.", refusals=(404,))
+    async def forget(self) -> TraceStatus:
+        """It gives its memory back, which the next trace does too."""
+        now, traces = self._gateway.clock(), self._gateway.core.traces
+        status = traces.status(now)
+        self._gateway.deliver(traces.end(now))
+        return status
+
+    @Described(
+        "GET /cluster/load",
+        "Operations",
+        "The requests of the last hour",
+        "JSON lines, a trace in Mooncake's format for `launch plan` and `launch simulate`.",
+        LoadLine,
+        media_types=(LINES,),
+    )
     async def load(self) -> Response:
         """The requests of this router that have ended: when each came, in milliseconds from the first, how long prompt and answer
         were, and numbers for the blocks of 512 tokens that it may have in common with others. The latest 50,000 at most, without
         texts, tokens and keys."""
         requests = self._gateway.core.requests.past.requests(self._gateway.clock())
         return Response(await asyncio.to_thread(_load, requests), media_type=LINES)
-
-    async def forget(self) -> Response:
-        """It gives its memory back, which the next trace does too."""
-        status = self._traces.status(self._gateway.clock())
-        self._gateway.deliver(self._traces.end(self._gateway.clock()))
-        return Response(msgspec.json.encode(status), media_type="application/json")
 
 
 async def _lines(first: bytes, frames: Sequence[Frame]) -> AsyncIterator[bytes]:

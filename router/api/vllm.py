@@ -9,17 +9,14 @@ from typing import Annotated, Literal
 import msgspec
 from fastapi import Query, Request
 from msgspec import Meta
-from starlette.responses import Response
 
 from common.errors import BadRequest
-from router.api.admission import visit_of
-from router.api.bodies import object_in, unless_left
-from router.api.description import Described, call_route
+from router.api.bodies import unless_left
+from router.api.description import ApiPart, Described
 from router.api.errors import shown
-from router.api.fields import read_fields
 from router.api.refused import KEEPS_MEMORY
-from router.api.sending import json_response
-from router.core import Gateway, PauseMode
+from router.api.sglang import Flushed
+from router.core import PauseMode
 
 _MODES: dict[str, PauseMode] = {"abort": "abort", "wait": "finish", "keep": "in_place"}
 _PARTS = ("scheduling", "weights", "kv_cache")
@@ -75,20 +72,6 @@ class SleepState(msgspec.Struct, frozen=True):
     is_sleeping: Annotated[bool, Meta(description="No request is dispatched until POST /wake_up.")]
 
 
-PAUSE_STATUS = Described("vLLM", "Pause", "It is so.", PauseStatus, refusals=(400, 403, 503))
-RESUME_STATUS = Described("vLLM", "Resume", "It is so.", PauseStatus, refusals=(400, 403))
-IS_PAUSED = Described("vLLM", "Whether the fleet is paused", "Whether it is.", PauseState)
-SLEEP = Described("vLLM", "Sleep", "It is so.", SleepStatus, refusals=(400, 403, 503))
-WAKE_UP = Described("vLLM", "Wake up", "It is so.", WakeStatus, refusals=(400, 403))
-IS_SLEEPING = Described("vLLM", "Whether the fleet sleeps", "Whether it does.", SleepState)
-ABORT_MANY = call_route("vLLM", "Abort several", AbortManyFields, AbortedMany)
-RESET = Described("vLLM", "Reset the prefix caches", "Whether it was done.", ResetAnswer, refusals=(400, 403))
-
-
-def _read_abort_many(body: bytes, context_tokens: int | None = None) -> AbortManyFields:
-    return read_fields(object_in(body or b"{}"), AbortManyFields)
-
-
 def _flag(name: str, value: str) -> bool:
     """Raises BadRequest."""
     try:
@@ -106,12 +89,12 @@ def _pause_mode(mode: str) -> PauseMode:
     return _MODES[mode]
 
 
-class VllmApi:
+class VllmApi(ApiPart):
     """The handlers."""
 
-    def __init__(self, gateway: Gateway) -> None:
-        self._gateway = gateway
+    is_control = True
 
+    @Described("POST /pause", "vLLM", "Pause", "It is so.", refusals=(400, 403, 503))
     async def pause(
         self,
         request: Request,
@@ -120,23 +103,26 @@ class VllmApi:
         clear_cache: Annotated[
             str, Query(description="true or false; neither is needed, because KV of other weights is never used.")
         ] = "true",
-    ) -> Response:
+    ) -> PauseStatus:
         """Dispatch no request until POST /resume. Requests that come meanwhile wait, within their time limits."""
         _flag("clear_cache", clear_cache)
         pause_mode = _pause_mode(mode)
         waits = _flag("wait_for_inflight_requests", wait_for_inflight_requests)
         await unless_left(request, self._gateway.pause("finish" if waits else pause_mode))
-        return json_response(PauseStatus("paused"))
+        return PauseStatus("paused")
 
-    async def resume(self) -> Response:
+    @Described("POST /resume", "vLLM", "Resume", "It is so.", refusals=(400, 403))
+    async def resume(self) -> PauseStatus:
         """End a pause."""
         self._gateway.go_on()
-        return json_response(PauseStatus("resumed"))
+        return PauseStatus("resumed")
 
-    async def is_paused(self) -> Response:
+    @Described("GET /is_paused", "vLLM", "Whether the fleet is paused", "Whether it is.")
+    async def is_paused(self) -> PauseState:
         """Whether requests wait until somebody ends a pause."""
-        return json_response(PauseState(self._gateway.core.fleet.weights.is_paused))
+        return PauseState(self._gateway.core.fleet.weights.is_paused)
 
+    @Described("POST /sleep", "vLLM", "Sleep", "It is so.", refusals=(400, 403, 503))
     async def sleep(
         self,
         request: Request,
@@ -144,44 +130,46 @@ class VllmApi:
             str, Query(description="Must be 0: pause. At 1 and 2 vLLM gives memory back, which this fleet does not do.")
         ] = "1",
         mode: PauseParameter = "abort",
-    ) -> Response:
+    ) -> SleepStatus:
         """With level=0: dispatch no request until POST /wake_up, as POST /pause does."""
         if level != "0":
             raise BadRequest(f"level must be 0, is {shown(level)!r}: {KEEPS_MEMORY}", "level", "unsupported_parameter")
         await unless_left(request, self._gateway.pause(_pause_mode(mode)))
-        return json_response(SleepStatus("sleeping"))
+        return SleepStatus("sleeping")
 
+    @Described("POST /wake_up", "vLLM", "Wake up", "It is so.", refusals=(400, 403))
     async def wake_up(
         self,
         tags: Annotated[
             str | None, Query(description="scheduling, weights or kv_cache. The pause ends in any case: no memory sleeps.")
         ] = None,
-    ) -> Response:
+    ) -> WakeStatus:
         """End a pause, as POST /resume does."""
         if tags is not None and tags not in _PARTS:
             raise BadRequest(f"tags must be {' or '.join(_PARTS)}, is {shown(tags)!r}", "tags", "invalid_value")
         self._gateway.go_on()
-        return json_response(WakeStatus(None if tags is None else [tags]))
+        return WakeStatus(None if tags is None else [tags])
 
-    async def is_sleeping(self) -> Response:
+    @Described("GET /is_sleeping", "vLLM", "Whether the fleet sleeps", "Whether it does.")
+    async def is_sleeping(self) -> SleepState:
         """Whether requests wait until somebody ends a pause."""
-        return json_response(SleepState(self._gateway.core.fleet.weights.is_paused))
+        return SleepState(self._gateway.core.fleet.weights.is_paused)
 
-    async def abort_requests(self, request: Request) -> Response:
-        """End requests of this router, as POST /abort_request does."""
-        visit = visit_of(request)
-        asked = await visit.read(request, _read_abort_many)
-        return json_response(AbortedMany(sum(self._gateway.abort(visit.owner, name) for name in asked.request_ids or (None,))))
+    @Described("POST /flush_cache, GET /flush_cache", "SGLang", "Flush the prefix caches", "Who was told.")
+    async def flush_cache(self) -> Flushed:
+        """Have every instance forget its prefix cache: what requests shared so far is computed again. Running requests go on."""
+        return Flushed(self._gateway.flush_caches())
 
+    @Described("POST /reset_prefix_cache", "vLLM", "Reset the prefix caches", "Whether it was done.", refusals=(400, 403))
     async def reset_prefix_cache(
         self,
         reset_running_requests: Annotated[str, Query(description="Must be false: running requests keep their KV.")] = "false",
         reset_external: Annotated[str, Query(description="Must be false: there are no other caches.")] = "false",
-    ) -> Response:
+    ) -> ResetAnswer:
         """Have every instance forget its prefix cache, as POST /flush_cache does."""
         asked = {"reset_running_requests": reset_running_requests, "reset_external": reset_external}
         for name, value in asked.items():
             if _flag(name, value):
                 raise BadRequest(f"{name}=true is not supported: leave it out", name, "unsupported_parameter")
         self._gateway.flush_caches()
-        return json_response(ResetAnswer(True))
+        return ResetAnswer(True)

@@ -4,22 +4,19 @@ Owns the bodies and answers. Does not know how a fleet changes its weights: `rou
 python/sglang/srt/managers/io_struct.py (UpdateWeightFromDiskReqInput and those beside it) at https://github.com/sgl-project/sglang.
 """
 
-from typing import Annotated, TypeVar
+from typing import Annotated
 
 import msgspec
 from fastapi import Request
 from msgspec import Meta
-from starlette.responses import Response
 
 from common.errors import BadRequest
-from common.messages.weights import MOST_SEGMENTS, Path, WeightsInMemory, WeightsOnDisk, WeightVersion
-from router.api.admission import visit_of
+from common.messages.weights import MOST_SEGMENTS, Path, WeightsInMemory, WeightsOnDisk, WeightsSource, WeightVersion
 from router.api.bodies import object_in, unless_left
-from router.api.description import Described, call_route
+from router.api.description import ApiPart, Described
 from router.api.fields import Unsupported, read_fields
-from router.api.sending import json_response
-from router.core import Gateway, PauseMode
-from router.weights import Updated, UpdateMode
+from router.core import PauseMode
+from router.weights import Updated, UpdateMode, UpdateOrder
 
 Version = Annotated[WeightVersion | None, Meta(description="What to call the weights from now on; without it: their digest.")]
 UPDATE_FIELDS = {
@@ -51,9 +48,16 @@ class UpdateFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     ] = None
     keep_pause: Annotated[bool, Meta(description="Stay paused afterwards, until POST /continue_generation.")] = False
 
-    @property
-    def update_mode(self) -> UpdateMode:
-        return "abort" if self.abort_all_requests else self.mode or "recompute"
+    def __post_init__(self) -> None:
+        """Raises BadRequest when fields contradict each other."""
+        if self.abort_all_requests and self.mode not in (None, "abort"):
+            raise BadRequest(f"abort_all_requests and mode={self.mode}: send one of them", field="mode")
+        if self.finish_s is not None and self.mode != "finish":
+            raise BadRequest("finish_s is for mode=finish only: leave it out", field="finish_s")
+
+    def order(self, source: WeightsSource) -> UpdateOrder:
+        mode = "abort" if self.abort_all_requests else self.mode or "recompute"
+        return UpdateOrder(source, mode, self.weight_version or "", self.finish_s, self.keep_pause)
 
 
 class DiskFields(UpdateFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -134,20 +138,7 @@ class WeightInfo(msgspec.Struct, frozen=True, kw_only=True):
     paused: Annotated[bool, Meta(description="No request is dispatched until POST /continue_generation.")]
 
 
-F = TypeVar("F", bound=UpdateFields)
-_CHANGES = (400, 403, 409, 413, 415, 503)
-FROM_DISK = call_route("SGLang", "Update the weights from disk", DiskFields, UpdateAnswer, _CHANGES)
-FROM_TENSOR = call_route("SGLang", "Update the weights from shared memory", TensorFields, UpdateAnswer, _CHANGES)
-RENAME = call_route("SGLang", "Name the weights", VersionFields, VersionAnswer, _CHANGES)
-PAUSE = call_route("SGLang", "Pause generation", PauseFields, PauseAnswer, _CHANGES)
-CONTINUE = call_route("SGLang", "Continue generation", ContinueFields, PauseAnswer, _CHANGES)
-INFO = Described("vLLM", "The weights", "What the fleet computes with.", WeightInfo)
-INFO_SGLANG = Described("SGLang", "The weights", "What the fleet computes with.", WeightInfo)
-
-
-def read_disk(body: bytes, context_tokens: int | None = None) -> DiskFields:
-    """Raises BadRequest."""
-    return checked(read_fields(object_in(body), DiskFields, Unsupported(UPDATE_FIELDS)))
+_CONTINUE = Unsupported({"torch_empty_cache": (True, False)})
 
 
 def read_tensor(body: bytes, context_tokens: int | None = None) -> TensorFields:
@@ -158,96 +149,73 @@ def read_tensor(body: bytes, context_tokens: int | None = None) -> TensorFields:
         raise BadRequest(
             f"{pickles} holds pickles, which can do anything to who reads them: {fix}", pickles, "unsupported_parameter"
         )
-    return checked(read_fields(raw, TensorFields, Unsupported({**UPDATE_FIELDS, pickles: ([],)})))
+    return read_fields(raw, TensorFields, Unsupported({**UPDATE_FIELDS, pickles: ([],)}))
 
 
-def checked(fields: F) -> F:
-    """Raises BadRequest when fields contradict each other."""
-    if fields.abort_all_requests and fields.mode not in (None, "abort"):
-        raise BadRequest(f"abort_all_requests and mode={fields.mode}: send one of them", field="mode")
-    if fields.finish_s is not None and fields.mode != "finish":
-        raise BadRequest("finish_s is for mode=finish only: leave it out", field="finish_s")
-    return fields
-
-
-def _read_version(body: bytes, context_tokens: int | None = None) -> VersionFields:
-    return read_fields(object_in(body), VersionFields)
-
-
-def _read_pause(body: bytes, context_tokens: int | None = None) -> PauseFields:
-    return read_fields(object_in(body or b"{}"), PauseFields)
-
-
-def _read_continue(body: bytes, context_tokens: int | None = None) -> ContinueFields:
-    return read_fields(object_in(body or b"{}"), ContinueFields, Unsupported({"torch_empty_cache": (True, False)}))
-
-
-class WeightsApi:
+class WeightsApi(ApiPart):
     """The handlers."""
 
-    def __init__(self, gateway: Gateway) -> None:
-        self._gateway = gateway
+    refusals = (400, 403, 409, 413, 415, 503)
+    is_control = True
 
-    async def from_disk(self, request: Request) -> Response:
+    @Described("POST /update_weights_from_disk", "SGLang", "Update the weights from disk", unsupported=Unsupported(UPDATE_FIELDS))
+    async def from_disk(self, request: Request, asked: DiskFields) -> UpdateAnswer:
         """Every instance reads the checkpoint beside the weights in use. When all have it, with one digest, all change to it; if
         one cannot use it, nothing changes. No request sees KV of other weights than those that compute it."""
-        asked = await visit_of(request).read(request, read_disk)
-        return await self._update(WeightsOnDisk(folder=asked.model_path), asked)
+        return await self._update(asked.order(WeightsOnDisk(folder=asked.model_path)))
 
-    async def from_tensor(self, request: Request) -> Response:
+    @Described("POST /update_weights_from_tensor", "SGLang", "Update the weights from shared memory", reader=read_tensor)
+    async def from_tensor(self, request: Request, asked: TensorFields) -> UpdateAnswer:
         """The same with weights from shared memory, for a fleet on one host."""
-        asked = await visit_of(request).read(request, read_tensor)
-        return await self._update(WeightsInMemory(segments=tuple(asked.shared_memory)), asked)
+        return await self._update(asked.order(WeightsInMemory(segments=tuple(asked.shared_memory))))
 
-    async def _update(self, source: WeightsOnDisk | WeightsInMemory, asked: UpdateFields) -> Response:
+    async def _update(self, order: UpdateOrder) -> UpdateAnswer:
         open_requests = len(self._gateway.core.requests)
-        done = await self._gateway.update_weights(
-            source, asked.update_mode, asked.weight_version or "", asked.finish_s, keeps_pause=asked.keep_pause
-        )
-        return update_answer(done, open_requests)
+        return update_answer(await self._gateway.update_weights(order), open_requests)
 
-    async def rename(self, request: Request) -> Response:
+    @Described("POST /update_weight_version", "SGLang", "Name the weights")
+    async def rename(self, request: Request, asked: VersionFields) -> VersionAnswer:
         """Give the present weights another name. They stay as they are."""
-        asked = await visit_of(request).read(request, _read_version)
-        self._gateway.name_weights(asked.new_version)
+        self._gateway.apply(self._gateway.core.fleet.weights.rename(asked.new_version))
         if asked.abort_all_requests:
-            self._gateway.abort_all()
-        return json_response(VersionAnswer(message=f"the weights are called {asked.new_version}", new_version=asked.new_version))
+            self._gateway.deliver(self._gateway.core.requests.abort_all(self._gateway.clock()))
+        return VersionAnswer(message=f"the weights are called {asked.new_version}", new_version=asked.new_version)
 
-    async def pause(self, request: Request) -> Response:
+    @Described("POST /pause_generation", "SGLang", "Pause generation")
+    async def pause(self, request: Request, asked: PauseFields) -> PauseAnswer:
         """Dispatch no request until POST /continue_generation. Requests that come wait, within their time limits."""
-        asked = await visit_of(request).read(request, _read_pause)
         await unless_left(request, self._gateway.pause(asked.mode))
-        return json_response(PauseAnswer(message="Generation paused successfully."))
+        return PauseAnswer(message="Generation paused successfully.")
 
-    async def go_on(self, request: Request) -> Response:
+    @Described("POST /continue_generation", "SGLang", "Continue generation", unsupported=_CONTINUE)
+    async def go_on(self, request: Request, asked: ContinueFields) -> PauseAnswer:
         """End a pause."""
-        await visit_of(request).read(request, _read_continue)
         self._gateway.go_on()
-        return json_response(PauseAnswer(message="Generation continued successfully."))
+        return PauseAnswer(message="Generation continued successfully.")
 
-    async def info(self) -> Response:
+    @Described("GET /weight_info", "vLLM", "The weights", "What the fleet computes with.")
+    async def info(self) -> WeightInfo:
         """The digest and the name of the weights in use."""
+        return self._info()
+
+    @Described("GET /get_weight_version, GET /weight_version", "SGLang", "The weights", "What the fleet computes with.")
+    async def version(self) -> WeightInfo:
+        """The digest and the name of the weights in use."""
+        return self._info()
+
+    def _info(self) -> WeightInfo:
         weights = self._gateway.core.fleet.weights
-        return json_response(
-            WeightInfo(
-                weight_version=weights.version,
-                weights=weights.target,
-                updating=weights.update is not None,
-                paused=weights.is_paused,
-            )
-        )
+        updating, paused = weights.update is not None, weights.is_paused
+        return WeightInfo(weight_version=weights.version, weights=weights.target, updating=updating, paused=paused)
 
 
-def update_answer(done: Updated, open_requests: int) -> Response:
+def update_answer(done: Updated, open_requests: int) -> UpdateAnswer:
     """open_requests: those that were open when it began."""
-    return json_response(
-        UpdateAnswer(
-            message=f"{done.instances} instances compute with {done.version}",
-            weight_version=done.version,
-            weights=done.weights,
-            instances=done.instances,
-            paused_s=round(done.held_s, 6),
-            num_paused_requests=open_requests,
-        )
+    return UpdateAnswer(
+        message=f"{done.instances} instances compute with {done.version}",
+        weight_version=done.version,
+        weights=done.weights,
+        instances=done.instances,
+        paused_s=round(done.held_s, 6),
+        num_paused_requests=open_requests,
     )

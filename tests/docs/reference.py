@@ -120,7 +120,8 @@ def _flag_help(action: argparse.Action) -> str:
 
 
 def endpoints_page() -> str:
-    description = Site().app.openapi()
+    app = Site().app
+    description = app.openapi()
     lines = ["# Endpoints", "", MADE, "", paragraph(description["info"]["description"])]
     lines += ["", "A running router shows the same, with the fields of answers, at `/openapi.json` and `/docs`."]
     lines += ["", 'Errors have the body `{"error": {"message", "type", "param", "code"}}`, by status:', ""]
@@ -138,7 +139,7 @@ def endpoints_page() -> str:
         for path, operations in description["paths"].items():
             for method, operation in operations.items():
                 if operation["tags"] == [tag["name"]]:
-                    lines += _endpoint(f"{method.upper()} {path}", key_needed(path), operation, description)
+                    lines += _endpoint(f"{method.upper()} {path}", key_needed(path, app.control_paths), operation, description)
     return "\n".join(lines) + "\n"
 
 

@@ -77,8 +77,8 @@ class PreparedLater(AnythingGoes):
         super().__init__(grammar, executor)
         self.ends_s, self._clock = ends_s, clock
 
-    def poll(self) -> bool:
-        return (self.ends_s is None or self._clock() >= self.ends_s) and super().poll()
+    def poll(self) -> str | None:
+        return super().poll() if self.ends_s is None or self._clock() >= self.ends_s else None
 
 
 TOY_WEIGHTS, NO_DIGEST = Digest("toy"), Digest("")

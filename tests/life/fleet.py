@@ -18,7 +18,8 @@ from common.sampling_params import SamplingParams
 from common.text.detokenizer import Detokenizer
 from engine.timed import Pace
 from kv_transfer.transport import Transport
-from router.core import AdapterOrder, RouterCore
+from router.adapters import FleetAdapters, Operation
+from router.core import RouterCore
 from router.members import Member
 from router.requests import RequestSpec
 from simulation.clock import Clock, LocalClock
@@ -237,12 +238,11 @@ class ToyFleet(SimulatedFleet[ToyInstance, ToyRouter]):
         sampling = SamplingParams(max_new_tokens=max_tokens, temperature=0.0)
         return self.ask(RequestSpec(RequestId(name), 0, pack_ids(prompt), sampling, adapter=adapter))
 
-    def adapt(self, order: AdapterOrder, seat: int = 0) -> list[AdapterEntry | TandemError]:
+    def adapt(self, order: Callable[[FleetAdapters], Operation], seat: int = 0) -> list[AdapterEntry | TandemError]:
         """Order something about adapters. What came of it, once that is known."""
         came: list[AdapterEntry | TandemError] = []
         router = self.routers[seat]
-        order(router.core.fleet.adapters, came.append, self.clock.now)
-        router.deliver(router.core.follow_adapters(self.clock.now))
+        router.deliver(router.core.adapt(order(router.core.fleet.adapters), came.append, self.clock.now))
         return came
 
     def ask(self, *choices: RequestSpec, seat: int = 0) -> Client:

@@ -5,7 +5,7 @@ from typing import Literal
 import pytest
 
 from common.config import RouterConfig
-from common.errors import BadRequest, TandemError, Unavailable, UnknownModel
+from common.errors import BadRequest, NotFound, TandemError, Unavailable
 from common.executor import Work
 from common.ids import Digest
 from common.messages import Finished
@@ -43,7 +43,7 @@ def begin_load(
     seat: int = 0,
 ) -> list[AdapterEntry | TandemError]:
     return fleet.adapt(
-        lambda adapters, answer, now: adapters.load(name, folder, answer, now, is_pinned=is_pinned, replaces=replaces, mode=mode),
+        lambda adapters: adapters.load(name, folder, is_pinned=is_pinned, replaces=replaces, mode=mode),
         seat,
     )
 
@@ -58,7 +58,7 @@ def load(fleet: ToyFleet, name: str, folder: str, *, is_pinned: bool = False, re
 
 
 def unload(fleet: ToyFleet, name: str, seat: int = 0) -> list[AdapterEntry | TandemError]:
-    return fleet.adapt(lambda adapters, answer, now: adapters.unload(name, answer, now), seat)
+    return fleet.adapt(lambda adapters: adapters.unload(name), seat)
 
 
 def names(fleet: ToyFleet, seat: int = 0) -> list[str]:
@@ -91,7 +91,7 @@ def test_requests_get_their_own_adapter_and_no_kv_of_another_one(ranks: int) -> 
 
 def test_a_request_for_an_adapter_that_is_not_there_is_refused_by_name() -> None:
     fleet = make_fleet(1, 1)
-    with pytest.raises(UnknownModel, match="'red' was unloaded"):
+    with pytest.raises(NotFound, match="'red' was unloaded"):
         fleet.submit("r", PROMPT, 4, "red")
     load(fleet, "red", "a1")
     (gone,) = unload(fleet, "blue")
@@ -158,7 +158,7 @@ def test_the_adapter_that_was_used_longest_ago_makes_room_and_is_read_again_when
     fleet.run(fleet.submit("again", PROMPT, 2, "n1"))
     load(fleet, "new", "a9")
     assert held(fleet) == [{"a0", "a1", "a9"}] * 2, "n0 is pinned, and n1 was used later than n2"
-    came = fleet.adapt(lambda adapters, answer, now: adapters.require("n2", answer, now))
+    came = fleet.adapt(lambda adapters: adapters.reload("n2"))
     fleet.turn_until(lambda: bool(came))
     client = fleet.submit("back", PROMPT, 9, "n2")
     fleet.run(client)
@@ -183,10 +183,10 @@ def test_an_adapter_that_is_unloaded_while_it_is_read_again_does_not_come_back()
     fleet = make_fleet(1, 1)
     for n in range(TOY_ADAPTERS + 1):
         load(fleet, f"n{n}", f"a{n}")
-    again = fleet.adapt(lambda adapters, answer, now: adapters.require("n0", answer, now))
+    again = fleet.adapt(lambda adapters: adapters.reload("n0"))
     gone = unload(fleet, "n0")
     fleet.turn_until(lambda: bool(again and gone))
-    assert isinstance(again[0], UnknownModel) and isinstance(gone[0], AdapterEntry)
+    assert isinstance(again[0], NotFound) and isinstance(gone[0], AdapterEntry)
     assert "n0" not in names(fleet)
     fleet.turn_until(lambda: all(Digest("a0") not in each for each in held(fleet)))
 
@@ -198,11 +198,11 @@ def test_a_request_for_an_evicted_adapter_whose_files_are_being_written_may_try_
     odd = fleet.instances["decode-0"].rank.engine
     assert isinstance(odd, ToyExecutor)
     whole, odd.perform = odd.perform, lambda task: whole(ReadAdapter("bad a0"))  # type: ignore[method-assign]
-    first = fleet.adapt(lambda adapters, answer, now: adapters.require("n0", answer, now))
+    first = fleet.adapt(lambda adapters: adapters.reload("n0"))
     fleet.turn_until(lambda: bool(first))
     assert isinstance(first[0], Unavailable) and "'n0' was evicted" in str(first[0]) and "bad a0" in str(first[0])
     odd.perform = whole  # type: ignore[method-assign]
-    second = fleet.adapt(lambda adapters, answer, now: adapters.require("n0", answer, now))
+    second = fleet.adapt(lambda adapters: adapters.reload("n0"))
     fleet.turn_until(lambda: bool(second))
     assert isinstance(second[0], AdapterEntry) and "a0" in held(fleet)[0]
 
@@ -286,7 +286,7 @@ def test_an_adapter_is_unloaded_when_its_streams_are_over_and_no_new_one_begins(
     stream = fleet.submit("s", PROMPT, 60, "red")
     until_it_streams(fleet, stream)
     came = unload(fleet, "red")
-    with pytest.raises(UnknownModel):
+    with pytest.raises(NotFound):
         fleet.submit("late", PROMPT, 4, "red")
     fleet.run_for(0.3)
     assert not came and held(fleet) == [{"a1"}] * 4

@@ -5,13 +5,11 @@ from collections.abc import Callable
 import pytest
 
 from common.config import RouterConfig
-from common.errors import TandemError
+from common.errors import Conflict, NotFound, TandemError
 from common.ids import Incarnation, InstanceId, ServingRole
 from common.messages import LinkInfo
 from common.messages.transfers import LinkChanged
-from router.fleet import UnknownInstance
 from router.members import Member
-from router.roles import RoleConflict
 from tests.life.client import Client
 from tests.life.expected import undisturbed
 from tests.life.fleet import ToyFleet
@@ -112,16 +110,16 @@ def test_a_link_that_changes_while_its_instance_becomes_another_says_nothing() -
 
 def test_the_last_decode_instance_keeps_its_role() -> None:
     fleet = ToyFleet(2, 1)
-    with pytest.raises(RoleConflict, match="the only decode instance"):
+    with pytest.raises(Conflict, match="the only decode instance"):
         told(fleet, "decode-0", "prefill")
-    with pytest.raises(UnknownInstance):
+    with pytest.raises(NotFound):
         told(fleet, "decode-9", "prefill")
 
 
 def test_two_orders_at_once_are_one_too_many() -> None:
     fleet = ToyFleet(2, 2)
     told(fleet, "decode-0", "prefill")
-    with pytest.raises(RoleConflict, match="taking the role prefill at this moment"):
+    with pytest.raises(Conflict, match="taking the role prefill at this moment"):
         told(fleet, "decode-0", "both")
 
 
@@ -147,7 +145,7 @@ def test_an_instance_whose_push_does_not_end_stays_what_it_was_and_serves_on() -
     before = fleet.instances[name].info.incarnation
     answers = told(fleet, name, "decode")
     fleet.turn_until(lambda: bool(answers), BRING_S)
-    assert isinstance(answers[0], RoleConflict) and "stays in the role prefill" in str(answers[0])
+    assert isinstance(answers[0], Conflict) and "stays in the role prefill" in str(answers[0])
     go_on()
     check(fleet, [(client, undisturbed(PROMPT, 9))])
     assert fleet.instances[name].info.incarnation == before

@@ -11,7 +11,7 @@ import pytest
 from common.ids import InstanceId, RequestId, Role
 from common.messages import Times
 from common.step_cost import StepCost
-from router.timelines import AttemptTimes, RequestTimes, ResumeReason
+from router.timelines import AttemptTimeline, RequestTimes, ResumeReason
 from simulation.clock import TURN_S
 from simulation.network import DELAY_S
 from tests.life.checks import disordered
@@ -33,7 +33,7 @@ def timeline_of(fleet: ToyFleet, name: str) -> RequestTimes:
     return found
 
 
-def times_of(attempt: AttemptTimes, role: Role) -> Times:
+def times_of(attempt: AttemptTimeline, role: Role) -> Times:
     """What its instance of this role has told."""
     (times,) = (each.times for each in attempt.instances if each.role == role)
     return times
@@ -134,13 +134,13 @@ def test_a_resume_is_another_attempt_that_says_why() -> None:
     fleet.turn_until(lambda: len(client.token_ids) > 4)
     request = timeline_of(fleet, "r")
     lost = request.attempts[0].decode
-    assert lost is not None and request.ending == "" and request.ended_s is None
+    assert lost is not None and request.ending is None and request.ended_s is None
     fleet.kill(lost)
     fleet.connection_broken(lost)
     fleet.run(client)
     fleet.run_for(TOLD_S)
     first, second = request.attempts
-    assert (first.reason, lost in first.failure, second.reason) == (ResumeReason.LOST_INSTANCE, True, None)
+    assert (first.resume_reason, lost in (first.failure or ""), second.resume_reason) == (ResumeReason.LOST_INSTANCE, True, None)
     assert second.decode not in (None, lost)
     assert [each.id for each in first.instances] == ["prefill-0"], "who died tells nothing"
     assert {each.id for each in second.instances} == {"prefill-0", second.decode}

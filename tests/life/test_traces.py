@@ -6,8 +6,8 @@ from itertools import pairwise
 import pytest
 
 from common.config import RouterConfig
+from common.errors import Conflict, NotFound
 from common.messages import Span, unpack_spans
-from router.traces import NoTrace, TraceRuns
 from tests.life.expected import undisturbed
 from tests.life.fleet import ToyFleet
 
@@ -89,11 +89,11 @@ def test_the_spans_of_a_request_follow_each_other_as_its_life_does() -> None:
 def test_whoever_joins_or_starts_again_is_told_and_each_router_has_its_own_trace() -> None:
     fleet = ToyFleet(config=RouterConfig(max_attempts=2), routers=2)
     first, second = fleet.routers
-    with pytest.raises(NoTrace):
+    with pytest.raises(NotFound):
         first.core.traces.status(fleet.clock.now)
     first.trace(TRACE_S)
     second.trace(TRACE_S / 2)
-    with pytest.raises(TraceRuns):
+    with pytest.raises(Conflict):
         first.trace(1.0)
     fleet.start("decode-9", "decode")
     first.restart_detokenizer(0)

@@ -7,12 +7,12 @@ from unittest.mock import Mock
 import pytest
 
 from common.config import RouterConfig
-from common.errors import MemoryShort, TandemError
+from common.errors import Conflict, MemoryShort, TandemError
 from common.ids import Digest, InstanceId
 from common.messages import Finished
 from common.messages.weights import FIRST_VERSION, WeightsInMemory, WeightsOnDisk, WeightsSource
 from common.step_cost import StepCost
-from router.weights import Updated, UpdateMode, UpdatePhase, UpdateUnderWay
+from router.weights import Updated, UpdateMode, UpdateOrder
 from tests.engine import toy
 from tests.engine.toy import TOY_WEIGHTS, ToyExecutor, ToyStaging
 from tests.life.client import Client
@@ -35,9 +35,8 @@ def update(
     """What came of it, once that is known."""
     came: list[Updated | TandemError] = []
     router, now = fleet.routers[seat], fleet.clock.now
-    weights, source = router.core.fleet.weights, WeightsOnDisk(name)
-    orders = weights.begin(source, mode, version, 60.0, came.append, now, keeps_pause=keeps_pause)
-    router.deliver(router.core.order(orders, now))
+    order = UpdateOrder(WeightsOnDisk(name), mode, version, 60.0, keeps_pause)
+    router.deliver(router.core.apply(router.core.fleet.weights.begin(order, came.append, now), now))
     return came
 
 
@@ -138,7 +137,7 @@ def test_who_joins_while_the_others_change_keeps_nobody_waiting(monkeypatch: pyt
     fleet = make_fleet(1, 2)
     until_it_streams(fleet, fleet.submit("r", PROMPT, 200))
     came, weights = update(fleet, "w1"), fleet.router.fleet.weights
-    fleet.turn_until(lambda: weights.update is not None and weights.update.phase is UpdatePhase.SWITCHING)
+    fleet.turn_until(lambda: weights.update is not None and weights.update.is_switching)
     monkeypatch.setattr(toy, "STAGE_S", 90.0)
     fleet.start(InstanceId("decode-9"), "decode")
     fleet.turn_until(lambda: bool(came))
@@ -151,7 +150,7 @@ def test_requests_that_stay_where_they_are_in_a_pause_are_computed_anew_if_the_w
     client = fleet.submit("r", PROMPT, 20)
     until_it_streams(fleet, client)
     router = fleet.router_process
-    router.deliver(router.core.order(router.core.fleet.weights.pause(holds_steps=True), fleet.clock.now))
+    router.deliver(router.core.apply(router.core.fleet.weights.pause(holds_steps=True), fleet.clock.now))
     fleet.run_for(2.0)
     held = len(client.token_ids)
     fleet.run_for(2.0)
@@ -160,7 +159,7 @@ def test_requests_that_stay_where_they_are_in_a_pause_are_computed_anew_if_the_w
     fleet.turn_until(lambda: bool(came))
     fleet.run_for(2.0)
     assert len(client.token_ids) == held, "the pause goes on"
-    router.deliver(router.core.order(router.core.fleet.weights.go_on(), fleet.clock.now))
+    router.deliver(router.core.apply(router.core.fleet.weights.go_on(), fleet.clock.now))
     fleet.run(client)
     tokens = client.token_ids
     assert tokens == undisturbed(PROMPT, held) + undisturbed(PROMPT + tokens[:held], 20 - held, weights=Digest("w1"))
@@ -193,7 +192,7 @@ def test_a_host_with_other_files_is_named_and_nothing_changes() -> None:
 def test_weights_that_an_instance_cannot_use_and_a_second_update_are_refused_by_name() -> None:
     fleet = make_fleet()
     came = update(fleet, "bad weights")
-    with pytest.raises(UpdateUnderWay, match="under way"):
+    with pytest.raises(Conflict, match="under way"):
         update(fleet, "w1")
     fleet.run_for(2.0)
     (error,) = came
@@ -246,8 +245,8 @@ def test_an_update_that_changes_nothing_leaves_the_way_to_weights_that_newcomers
     update(fleet, "w1")
     fleet.run_for(2.0)
     came: list[Updated | TandemError] = []
-    orders = fleet.router.fleet.weights.begin(WeightsInMemory(("w1",)), "recompute", "", 60.0, came.append, fleet.clock.now)
-    fleet.routers[0].deliver(fleet.routers[0].core.order(orders, fleet.clock.now))
+    change = fleet.router.fleet.weights.begin(UpdateOrder(WeightsInMemory(("w1",))), came.append, fleet.clock.now)
+    fleet.routers[0].deliver(fleet.routers[0].core.apply(change, fleet.clock.now))
     fleet.turn_until(lambda: bool(came))
     assert isinstance(came[0], Updated)
     start_anew(fleet, "decode-0")
@@ -345,12 +344,12 @@ def test_two_routers_that_change_the_weights_at_once_do_not_harm_each_other() ->
 def test_a_name_that_one_router_gives_is_told_once_and_the_other_takes_it() -> None:
     fleet = make_fleet(routers=2)
     router = fleet.router_process
-    router.deliver(router.core.order(router.core.fleet.weights.rename("step-7"), fleet.clock.now))
+    router.deliver(router.core.apply(router.core.fleet.weights.rename("step-7"), fleet.clock.now))
     fleet.run_for(10.0)
     assert {router.core.fleet.weights.version for router in fleet.routers} == {"step-7"}
     assert sum(kind == "SwitchWeights" for _, kind, _ in fleet.network.log) <= 2 * len(fleet.instances)
     update(fleet, "w1", version="step-8")
-    with pytest.raises(UpdateUnderWay):
+    with pytest.raises(Conflict):
         router.core.fleet.weights.rename("mine")
 
 
@@ -364,7 +363,7 @@ def test_a_pause_is_kept_after_an_update_that_succeeds_and_not_after_one_that_is
     fleet.run_for(5.0)
     assert not client.ended
     router = fleet.router_process
-    router.deliver(router.core.order(router.core.fleet.weights.go_on(), fleet.clock.now))
+    router.deliver(router.core.apply(router.core.fleet.weights.go_on(), fleet.clock.now))
     fleet.run(client)
     assert client.token_ids == undisturbed(PROMPT, 3, weights=Digest("w1"))
 
@@ -382,7 +381,7 @@ def test_one_decode_instance_that_stays_beside_one_that_leaves_keeps_requests_wa
     fleet.run_for(0.0 if is_first else 0.5)
     if not is_first:
         leaving = next(member.info.id for member in fleet.router.fleet.members("decode") if not member.misfit)
-    fleet.router_process.deliver(fleet.router.drain(InstanceId(leaving), fleet.clock.now))
+    fleet.router_process.drain_instance(InstanceId(leaving))
     if is_first:
         fleet.run_for(0.1)
         came = update(fleet, "w1", "finish")

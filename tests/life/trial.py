@@ -12,7 +12,7 @@ from typing import assert_never
 import msgspec
 
 from common.config import RouterConfig
-from common.errors import Overloaded, TandemError, Unavailable
+from common.errors import Conflict, NotFound, Overloaded, TandemError, Unavailable
 from common.ids import DETOKENIZER, ROUTER, AttemptId, Incarnation, InstanceId, RequestId, Role
 from common.messages import (
     AnyMessage,
@@ -30,10 +30,7 @@ from common.messages.ranks import rank_name
 from decode.scheduler import DecodeScheduler
 from kv_transfer.transport import Transport
 from prefill.scheduler import PrefillScheduler
-from router.fleet import UnknownInstance
 from router.members import QUARANTINE_DIVISOR, Member
-from router.roles import RoleConflict
-from router.traces import TraceRuns
 from simulation.clock import Clock
 from simulation.instance import Instance
 from simulation.network import Letter
@@ -348,7 +345,7 @@ class Trial(ToyFleet):
             return
         try:
             self.routers[deed.router].tell_role(InstanceId(deed.name), deed.role, self.roles_answered.append)
-        except (UnknownInstance, RoleConflict) as error:
+        except (NotFound, Conflict) as error:
             self._note(str(error))
 
     def _befall(self, instance: ToyInstance, deed: RankDeed) -> None:
@@ -381,7 +378,7 @@ class Trial(ToyFleet):
         try:
             if router.alive:
                 router.trace(deed.seconds)
-        except TraceRuns as error:
+        except Conflict as error:
             self._note(str(error))
 
     def _strike(self, *names: str) -> None:
@@ -447,7 +444,7 @@ class Trial(ToyFleet):
         for router in self.routers:
             try:
                 router.drain_instance(instance.name.id)
-            except UnknownInstance as error:
+            except NotFound as error:
                 self._note(str(error))
 
     # --- who could serve ---------------------------------------------------------------------------------------------------

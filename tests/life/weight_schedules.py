@@ -17,15 +17,14 @@ from functools import partial
 from random import Random
 
 from common.config import RouterConfig
-from common.errors import TandemError, Unavailable
+from common.errors import Conflict, TandemError, Unavailable
 from common.ids import Digest, InstanceId
 from common.messages import Finished
 from common.messages.adapters import AdapterEntry
 from common.messages.weights import FIRST_VERSION, WeightsInMemory, WeightsOnDisk
 from common.step_cost import StepCost
-from router.adapters import ReplaceMode
-from router.core import AdapterOrder
-from router.weights import Updated, UpdateMode, UpdateUnderWay
+from router.adapters import Operation, ReplaceMode
+from router.weights import Updated, UpdateMode, UpdateOrder
 from simulation.network import DELAY_S
 from tests.engine.toy import TOY_WEIGHTS, ToyExecutor
 from tests.life.client import Client, ReceivedAnswer
@@ -148,7 +147,7 @@ class WeightsTrial:
         except Unavailable:
             self.counts["refused"] += 1
             if adapter:
-                self._adapt(adapter, lambda adapters, answer, now: adapters.require(adapter, answer, now))
+                self._adapt(adapter, self.fleet.router.fleet.adapters.reload(adapter))
             return
         self.asked.append(Asked(client, prompt, max_tokens, adapter))
 
@@ -158,18 +157,14 @@ class WeightsTrial:
         mode: ReplaceMode = random.choice(("finish", "recompute", "abort"))
         self.aborts = self.aborts or mode == "abort"
         pinned, replaces = random.random() < 0.2, random.random() < 0.8
-        self._adapt(
-            folder,
-            lambda adapters, answer, now: adapters.load(
-                name, folder, answer, now, is_pinned=pinned, replaces=replaces, mode=mode
-            ),
-        )
+        adapters = self.fleet.router.fleet.adapters
+        self._adapt(folder, adapters.load(name, folder, is_pinned=pinned, replaces=replaces, mode=mode))
 
     def _unload(self) -> None:
         name = self.random.choice(ADAPTERS)
-        self._adapt(name, lambda adapters, answer, now: adapters.unload(name, answer, now))
+        self._adapt(name, self.fleet.router.fleet.adapters.unload(name))
 
-    def _adapt(self, what: str, order: AdapterOrder) -> None:
+    def _adapt(self, what: str, operation: Operation) -> None:
         self.open_loads += 1
 
         def came(outcome: AdapterEntry | TandemError) -> None:
@@ -179,9 +174,8 @@ class WeightsTrial:
             kind = f"refused {outcome.status}" if isinstance(outcome, TandemError) else "done"
             self.counts[f"adapters: {kind}"] += 1
 
-        router, now = self.fleet.router_process, self.fleet.clock.now
-        order(router.core.fleet.adapters, came, now)
-        router.deliver(router.core.follow_adapters(now))
+        router = self.fleet.router_process
+        router.deliver(router.core.adapt(operation, came, self.fleet.clock.now))
 
     def _update(self) -> None:
         random, router = self.random, self.fleet.router_process
@@ -193,14 +187,14 @@ class WeightsTrial:
         weights = router.core.fleet.weights
         answer = partial(self._updated, mode, name, version)
         try:
-            orders = weights.begin(source, mode, version, finish_s, answer, self.fleet.clock.now)
-        except (UpdateUnderWay, Unavailable):
+            change = weights.begin(UpdateOrder(source, mode, version, finish_s), answer, self.fleet.clock.now)
+        except (Conflict, Unavailable):
             self.counts["refused updates"] += 1
             return
         self.open_updates += 1
         self.aborts = self.aborts or mode == "abort"
         self.known[version or name] = Digest(name)
-        router.deliver(router.core.order(orders, self.fleet.clock.now))
+        router.deliver(router.core.apply(change, self.fleet.clock.now))
 
     def _updated(self, mode: str, name: str, version: str, came: Updated | TandemError) -> None:
         self.open_updates -= 1
@@ -232,14 +226,14 @@ class WeightsTrial:
         if weights.is_paused:
             self._continue()
             return
-        router.deliver(router.core.order(weights.pause(holds_steps=in_place), now))
+        router.deliver(router.core.apply(weights.pause(holds_steps=in_place), now))
         if not in_place:
             router.deliver(router.core.requests.set_back_all(now))
         self.counts["pauses"] += 1
 
     def _continue(self) -> None:
         router = self.fleet.router_process
-        router.deliver(router.core.order(router.core.fleet.weights.go_on(), self.fleet.clock.now))
+        router.deliver(router.core.apply(router.core.fleet.weights.go_on(), self.fleet.clock.now))
 
     # --- what must hold --------------------------------------------------------------------------------------------------------
 

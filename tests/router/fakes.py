@@ -16,7 +16,6 @@ from typing import Self, cast
 
 import httpx
 import numpy as np
-from fastapi import FastAPI
 from msgspec.structs import replace
 
 from common.access import OPEN, Access
@@ -55,7 +54,8 @@ from router.api.app import Api, build_app
 from router.api.intake import Intake
 from router.api.server import MAX_BODY_BYTES, WaitingConnections, listen, serve_app
 from router.core import Gateway, RouterCore
-from router.fleet import Change, Members
+from router.fleet import Members
+from router.members import Change
 from router.metrics import RouterMetrics
 from router.timelines import Durations, RequestTimes, ResumeReason
 from tests.builders import LAYOUT, engine, instance
@@ -191,12 +191,9 @@ def hear(
     all_changes = Change()
     for message in says(fleet, of, *peers, load=load, draining=draining):
         if isinstance(message, LinkReport):
-            change = fleet.links_reported(message)
+            all_changes.take(fleet.told(message, now))
         else:
-            change = fleet.heartbeat(cast(Heartbeat, message), now)
-        all_changes.sends += change.sends
-        all_changes.lost += change.lost
-        all_changes.more_can_serve = all_changes.more_can_serve or change.more_can_serve
+            all_changes.take(fleet.heartbeat(cast(Heartbeat, message), now))
     return all_changes
 
 
@@ -366,7 +363,7 @@ class Site:
         self.intake = intake_of(self.core, CharTokenizer(chat_template, fleet.context_tokens), config)
         config = dataclasses.replace(config, max_body=str(max_body_bytes))
         self.api = api = Api(self.gateway, self.intake, self.metrics, MODEL, config, embedding)
-        self.app: FastAPI = build_app(api, self.metrics, access, (config.host,))
+        self.app = build_app(api, self.metrics, access, (config.host,))
         fleet.gateway = self.gateway
 
     def client(self) -> httpx.AsyncClient:

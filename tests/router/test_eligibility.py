@@ -15,7 +15,6 @@ from common.config import RouterConfig
 from common.errors import PeerRefused
 from common.ids import ROUTER, Incarnation, InstanceId
 from common.instance.membership import SELDOM_EVERY_S, Memberships
-from common.instance.ports import Report
 from common.messages import WIRE_VERSION, Counters, Heartbeat, InstanceInfo, Load, Refused, Register, Welcome
 from router import fleet as router_fleet
 from router.fleet import REFUSED_REMEMBERED, VOTE_S, Members
@@ -229,7 +228,6 @@ def test_an_instance_whose_ranks_do_not_fit_each_other_is_refused(asking: Instan
 
 
 AT = "tcp://127.0.0.1:7"
-IDLE = Report(Load(), Counters(), drained=False)
 HEALED_S = 2 * SELDOM_EVERY_S
 
 
@@ -279,7 +277,9 @@ class World:
 
     def _ask(self, name: InstanceId) -> None:
         asking = self.instances[name]
-        for sent in next(iter(asking)).due(self.now, IDLE, 0, reachable=True):
+        me = asking.info
+        beat = Heartbeat(id=me.id, incarnation=me.incarnation, load=Load(), counters=Counters(), peers_version=0)
+        for sent in next(iter(asking)).due(self.now, beat, lambda: None, 0, reachable=True):
             assert isinstance(sent.message, Register | Heartbeat)
             if isinstance(sent.message, Register):
                 change = self.fleet.register(sent.message, self.now)

@@ -16,7 +16,7 @@ from common.sampling_params import MAX_PROMPT_LOGPROBS
 from common.text.embedding import EmbeddingMode
 from router import outbox
 from router.api import sending
-from router.api.answers import AnswerShape, WholeChoice
+from router.api.answers import AnswerShape
 from router.api.chat import ChatShape
 from router.api.embeddings import EmbeddingShape
 from router.api.responses import ResponseShape
@@ -118,7 +118,7 @@ async def test_an_answer_with_much_to_write_is_written_on_a_thread(
     threads: list[threading.Thread] = []
     write = shape.whole
 
-    def watched(self: AnswerShape[Any], choices: Sequence[WholeChoice]) -> bytes:
+    def watched(self: AnswerShape[Any], choices: Sequence[ChoiceDelta]) -> bytes:
         threads.append(threading.current_thread())
         return write(self, choices)
 

@@ -257,7 +257,7 @@ def test_a_pair_whose_reader_is_still_to_be_told_of_its_writer_is_not_usable(mon
     assert send.to == P0.id, "the decode instance comes in the next turn"
     link = LinkInfo(peer=D0.id, incarnation=D0.incarnation, state="ready")
     report = LinkReport(id=P0.id, incarnation=P0.incarnation, version=1, since=0, links=(link,))
-    assert not fleet.links_reported(report).more_can_serve
+    assert not fleet.told(report, 0.0).more_can_serve
     (send,) = fleet.peering.flush(0.0)
     assert isinstance(send.message, Peers)
     assert not fleet.heartbeat(beat(D0), 0.1).more_can_serve

@@ -6,11 +6,11 @@ import pytest
 from msgspec.structs import replace
 
 from common.config import RouterConfig
-from common.errors import DeadlinePassed, TandemError
+from common.errors import Conflict, DeadlinePassed, TandemError
 from common.ids import Incarnation, ServingRole
 from common.messages import Goodbye, InstanceInfo, Register, RoleKept, TakeRole
 from router.members import Member
-from router.roles import LATEST_S, RoleConflict
+from router.roles import LATEST_S
 from tests.builders import instance
 from tests.router.bench import Bench
 from tests.router.calls import assert_error, get, post, until
@@ -75,7 +75,7 @@ def test_a_refusal_is_told_and_the_member_takes_requests_again() -> None:
     assert not roles.answers
     roles.bench.core.receive(replace(late, number=1, reason="a push does not end"), 3.0)
     (refusal,) = roles.answers
-    assert isinstance(refusal, RoleConflict) and "d0 stays in the role decode: a push does not end" in str(refusal)
+    assert isinstance(refusal, Conflict) and "d0 stays in the role decode: a push does not end" in str(refusal)
     roles.beat(D0, 3.5)
     assert roles.member("d0").trouble is None
 
@@ -98,7 +98,7 @@ def test_an_instance_that_is_started_anew_meanwhile_does_not_take_it() -> None:
     successor = replace(D0, incarnation=Incarnation("2"), started_ns=2)
     roles.bench.core.receive(Register(instance=successor), 2.5)
     roles.beat(successor, 2.6)
-    assert isinstance(roles.answers[0], RoleConflict) and "was started anew meanwhile, as decode" in str(roles.answers[0])
+    assert isinstance(roles.answers[0], Conflict) and "was started anew meanwhile, as decode" in str(roles.answers[0])
 
 
 def test_a_member_that_is_back_after_a_silence_is_told_again_and_leaves_no_ghost() -> None:
@@ -124,9 +124,9 @@ def test_the_same_role_is_there_already() -> None:
 def test_the_last_decode_instance_that_takes_requests_stays() -> None:
     roles = Roles()
     roles.order(D1, "prefill")
-    with pytest.raises(RoleConflict, match="d0 is the only decode instance"):
+    with pytest.raises(Conflict, match="d0 is the only decode instance"):
         roles.order(D0, "prefill")
-    with pytest.raises(RoleConflict, match="d1 is taking the role prefill"):
+    with pytest.raises(Conflict, match="d1 is taking the role prefill"):
         roles.order(D1, "both")
 
 

@@ -15,7 +15,7 @@ from router.timelines import (
     MOST_ATTEMPTS,
     MOST_FOUND,
     REMEMBERED,
-    AttemptTimes,
+    AttemptTimeline,
     Durations,
     RequestTimes,
     ResumeReason,
@@ -55,8 +55,10 @@ def tells(of: InstanceInfo, *timelines: Timeline) -> Heartbeat:
 
 
 def request(name: str) -> RequestTimes:
-    attempts = [AttemptTimes(0, InstanceId("p0"), 0.0)]
-    return RequestTimes(RequestId(name), 0, "", 4, 0.0, 0.0, attempts)
+    attempts = [AttemptTimeline(0, InstanceId("p0"), 0.0)]
+    return RequestTimes(
+        request_id=RequestId(name), index=0, owner="", prompt_tokens=4, received_s=0.0, tokenized_s=0.0, attempts=attempts
+    )
 
 
 # --- over HTTP ---------------------------------------------------------------------------------------------------------------
@@ -193,7 +195,7 @@ def test_of_many_attempts_the_latest_are_remembered_under_their_numbers() -> Non
         made.resumed(ResumeReason.PREEMPTED, Failed(message="x" * 10_000), 1.0)
         made.dispatched(number, InstanceId(f"p{number}"), None, 2.0)
     assert [each.number for each in made.attempts] == list(range(MOST_ATTEMPTS, 2 * MOST_ATTEMPTS))
-    assert len(made.attempts[0].failure) == FAILURE_CHARS
+    assert len(made.attempts[0].failure or "") == FAILURE_CHARS
 
 
 @pytest.mark.parametrize(

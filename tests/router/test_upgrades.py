@@ -5,13 +5,12 @@ import asyncio
 import pytest
 from msgspec.structs import replace
 
-from common.errors import TandemError
+from common.errors import Conflict, NotFound, TandemError
 from common.ids import Incarnation, InstanceId, Life
 from common.messages import WIRE_VERSION, DoTask, Finished, Goodbye, Load, Register, TextBatch, TextDelta
 from common.messages.tasks import LeaveGroup, ReadWeight, Task
 from common.messages.versions import SINCE
-from router.fleet import Members, UnknownInstance
-from router.members import NeedsNewer
+from router.fleet import Members
 from tests.router.bench import D0, P0
 from tests.router.calls import completion, get, post, until
 from tests.router.fakes import EchoFleet, Site, beat
@@ -88,7 +87,7 @@ def test_what_is_not_known_of_an_instance_that_died_is_no(fleet: Members) -> Non
     assert reasons(fleet) == []
     fleet.tick(DEAD_AFTER_S + 2.0)
     assert fleet.why_keep(D0.id) == ["it is gone (not heard of in time), and has not said that its transfers have ended"]
-    with pytest.raises(UnknownInstance, match="'d9'"):
+    with pytest.raises(NotFound, match="'d9'"):
         fleet.why_keep(InstanceId("d9"))
 
 
@@ -124,7 +123,7 @@ def test_a_task_that_an_older_release_does_not_know_is_refused_by_name_and_other
         return [send.to for send in fleet.tasks.begin(tasks, outcome.append, 9.0) if isinstance(send.message, DoTask)]
 
     with pytest.raises(
-        NeedsNewer, match=f"d0 has wire version {WIRE_VERSION - 1}, and ReadWeight came with {WIRE_VERSION}"
+        Conflict, match=f"d0 has wire version {WIRE_VERSION - 1}, and ReadWeight came with {WIRE_VERSION}"
     ) as refused:
         begin(ReadWeight(name="w", rows=1))
     assert refused.value.status == 409 and not outcome

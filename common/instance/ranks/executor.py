@@ -13,7 +13,6 @@ from common.executor import (
     EngineDescription,
     Executor,
     ExecutorFailed,
-    Preparation,
     StepHandle,
     StepPlan,
     StepResult,
@@ -21,7 +20,8 @@ from common.executor import (
 )
 from common.ids import Digest, Int32Array
 from common.instance.ranks.leader import FollowerLine, Followers
-from common.instance.ranks.line import RankLost, digest_tokens
+from common.instance.ranks.line import RankLost, digest_tokens, pack_plan
+from common.messages.ranks import DropOnRank, FreeAdapter, SwitchOnRank
 from common.messages.tasks import ReadAdapter, Task
 from common.messages.weights import WeightsSource
 from common.sampling_params import Grammar
@@ -67,13 +67,13 @@ class RankedStep:
 
 
 class RankedPreparation:
-    """A grammar that all ranks make ready. Implements `Preparation`. It ends with the request: the followers forget what the
+    """A grammar that all ranks make ready. Implements `Work`. It ends with the request: the followers forget what the
     leader drops, and say nothing more of it."""
 
-    def __init__(self, own: Preparation, grammar: Grammar, grammar_id: int, followers: Followers) -> None:
+    def __init__(self, own: Work, grammar: Grammar, grammar_id: int, followers: Followers) -> None:
         self._own = own
         self._grammar = weakref.ref(grammar)
-        self._own_ready = False
+        self._own_ready: str | None = None
         self._id = grammar_id
         self._waiting: list[FollowerLine] = list(followers)
 
@@ -81,12 +81,12 @@ class RankedPreparation:
     def ends_s(self) -> float | None:
         return None if self._own_ready else self._own.ends_s
 
-    def poll(self) -> bool:
+    def poll(self) -> str | None:
         if self._grammar() is None:
             raise Unavailable("its request has ended")
         self._own_ready = self._own_ready or self._own.poll()
         if not self._own_ready:
-            return False  # where all refuse, the leader's error names the field
+            return None  # where all refuse, the leader's error names the field
         still: list[FollowerLine] = []
         for follower in self._waiting:
             if self._id not in follower.prepared:
@@ -94,7 +94,7 @@ class RankedPreparation:
             elif (refused := follower.prepared.pop(self._id)) is not None:
                 raise refused.to_error(refused.message)
         self._waiting = still
-        return not still
+        return None if still else self._own_ready
 
 
 class RankedWork:
@@ -178,7 +178,7 @@ class RankedExecutor:
 
     def launch(self, plan: StepPlan) -> RankedStep:
         self._send_dropped()
-        self._followers.launch(plan, lambda grammar: self._numbers[id(grammar)])
+        self._followers.send(pack_plan(plan, lambda grammar: self._numbers[id(grammar)]))
         return RankedStep(self._own.launch(plan), plan.step, self._followers)
 
     def prepare(self, grammar: Grammar, owner: str = "") -> RankedPreparation:
@@ -205,16 +205,16 @@ class RankedExecutor:
         return RankedWork(self._own.perform(task), type(task).__name__, self._followers.perform(task), self._followers)
 
     def switch(self) -> None:
-        self._followers.switch()
+        self._followers.send(SwitchOnRank())
         self._own.switch()
 
     def drop_staged(self) -> None:
-        self._followers.drop_staged()
+        self._followers.send(DropOnRank())
         self._own.drop_staged()
 
     def free_adapter(self, digest: Digest) -> None:
         self._adapters.discard(digest)
-        self._followers.free_adapter(digest)
+        self._followers.send(FreeAdapter(adapter=digest))
         self._own.free_adapter(digest)
 
     def digest_pages(self, pages: Int32Array) -> bytes:

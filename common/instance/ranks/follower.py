@@ -16,7 +16,7 @@ from typing import assert_never
 
 from common.deadlines import earliest
 from common.errors import PeerRefused, TandemError
-from common.executor import Executor, Preparation, StepHandle, Work, take_done, take_prepared
+from common.executor import Executor, StepHandle, Work, take_done
 from common.ids import InstanceId
 from common.instance.ports import Mail, Transfers
 from common.instance.ranks.line import SILENCE_S, START_SILENCE_S, RankLine, RankLost, digest_tokens, unpack_plan
@@ -94,7 +94,7 @@ class FollowerLoop:
         self._steps: deque[_FollowerStep] = deque()
         self._grammars: dict[int, Grammar] = {}
         """Those of open requests, by the leader's number: rows begin with these objects, and keep what is compiled."""
-        self._preparing: dict[int, Preparation] = {}
+        self._preparing: dict[int, Work] = {}
         self._working: dict[int, Work] = {}
         """Weights that are being made ready, with the leader's number."""
         self.ending: End | None = None
@@ -159,7 +159,7 @@ class FollowerLoop:
         self._unsent.clear()
         if self._serves:
             self._report_steps()
-            for grammar_id, refused in take_prepared(self._preparing):
+            for grammar_id, _, refused in take_done(self._preparing):
                 self._line.send(GrammarPrepared(grammar_id=grammar_id, refused=refused))
             for work, result, refused in take_done(self._working):
                 self._line.send(RankDone(work=work, result=result, refused=refused))

@@ -23,10 +23,9 @@ from typing import assert_never
 from msgspec.structs import replace
 
 from common.errors import ConfigError
-from common.executor import StepPlan
-from common.ids import Digest, InstanceId
+from common.ids import InstanceId
 from common.instance.ports import Mail
-from common.instance.ranks.line import PING_S, SILENCE_S, START_SILENCE_S, RankLine, RankLost, describe, pack_plan
+from common.instance.ranks.line import PING_S, SILENCE_S, START_SILENCE_S, RankLine, RankLost, describe
 from common.messages import Failed, ModelIdentity, PoolDescriptor, RankInfo
 from common.messages.base import WIRE_VERSION
 from common.messages.ranks import (
@@ -34,10 +33,8 @@ from common.messages.ranks import (
     AskDrain,
     DoOnRank,
     DropGrammars,
-    DropOnRank,
     End,
     Events,
-    FreeAdapter,
     FromFollower,
     FromLeader,
     GrammarPrepared,
@@ -54,7 +51,6 @@ from common.messages.ranks import (
     RankRefused,
     RankWelcome,
     StepReturned,
-    SwitchOnRank,
     ToLeader,
     TransferOrder,
 )
@@ -217,7 +213,7 @@ class Followers:
             raise RankLost(self._failure[0])
         if now >= self._ping_s:
             self._ping_s = now + PING_S
-            self._send(Ping(sent_s=now, serving=self._serves))
+            self.send(Ping(sent_s=now, serving=self._serves))
         if not self._serves:
             self._agree()
 
@@ -237,37 +233,28 @@ class Followers:
         """A step has failed on some rank: the instance ends, for this reason unless another rank proves to be gone."""
         self._failure = self._failure or (reason, self._now + PROOF_S)
 
-    def launch(self, plan: StepPlan, grammar_id: Callable[[Grammar], int]) -> None:
-        """grammar_id: of a grammar that was prepared."""
-        self._send(pack_plan(plan, grammar_id))
+    def send(self, message: FromLeader) -> None:
+        """To all."""
+        for follower in self._all:
+            follower.line.send(message)
 
     def prepare(self, grammar_id: int, grammar: Grammar, owner: str = "") -> None:
         self._grammars.add(grammar_id)
         grammar = Grammar(grammar.kind, grammar.text)  # a message that waits keeps no request's alive
-        self._send(PrepareGrammar(grammar_id=grammar_id, grammar=grammar, owner=owner))
+        self.send(PrepareGrammar(grammar_id=grammar_id, grammar=grammar, owner=owner))
 
     def drop_grammars(self, grammar_ids: Sequence[int]) -> None:
         self._grammars -= set(grammar_ids)
         for follower in self._all:
             for grammar_id in grammar_ids:
                 follower.prepared.pop(grammar_id, None)
-        self._send(DropGrammars(grammar_ids=tuple(grammar_ids)))
+        self.send(DropGrammars(grammar_ids=tuple(grammar_ids)))
 
     def perform(self, task: WeightsSource | Task) -> int:
         """Have all do this beside the steps. Returns the number under which they report it."""
         self._last_work += 1
-        self._send(DoOnRank(work=self._last_work, task=task))
+        self.send(DoOnRank(work=self._last_work, task=task))
         return self._last_work
-
-    def free_adapter(self, digest: Digest) -> None:
-        self._send(FreeAdapter(adapter=digest))
-
-    def switch(self) -> None:
-        """To what is staged."""
-        self._send(SwitchOnRank())
-
-    def drop_staged(self) -> None:
-        self._send(DropOnRank())
 
     def command(self, follower: FollowerLine, command: TransferCommand) -> None:
         """For its transfers. Commands wait, in order, until the first ping is answered."""
@@ -288,13 +275,9 @@ class Followers:
         """Tell all that were welcomed to exit. orderly: the instance has drained. Idempotent."""
         if self.welcomed and not self._ended:
             self._ended = True
-            self._send(End(reason=reason, orderly=orderly))
+            self.send(End(reason=reason, orderly=orderly))
 
     # --- inside -----------------------------------------------------------------------------------------------------------------
-
-    def _send(self, message: FromLeader) -> None:
-        for follower in self._all:
-            follower.line.send(message)
 
     def _hello(self, sender: InstanceId, hello: RankHello, now: float) -> None:
         """Once all are there, one that is lost may have a successor, whom the next life of the leader judges and lets in."""
@@ -367,7 +350,7 @@ class Followers:
             self.agreed, self._offer = min(offers), None
             for each in self._all:
                 each.offer = None
-            self._send(Agreed(pages=self.agreed))
+            self.send(Agreed(pages=self.agreed))
         for each in self._all:
             if self._own is not None and each.ready is not None:
                 _compare(each.rank, each.ready, *self._own)

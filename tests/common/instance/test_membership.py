@@ -25,7 +25,7 @@ from common.instance.membership import (
     PeerSets,
     RouterChange,
 )
-from common.instance.ports import PeersChanged, Report, Send
+from common.instance.ports import PeersChanged, Send
 from common.messages import Counters, Goodbye, Heartbeat, Load, Peers, Refused, Register, Timeline, Times, Welcome
 from router.fleet import Members
 from tests.builders import instance, key
@@ -35,7 +35,17 @@ HERE, THERE = "tcp://127.0.0.1:7", "tcp://127.0.0.1:8"
 WELCOME = Welcome(
     router=InstanceId("router-1"), address=HERE, detokenizers=("tcp://127.0.0.1:9",), heartbeat_s=0.5, dead_after_s=3.0
 )
-REPORT = Report(Load(), Counters(), drained=False)
+
+
+def beat_of(load: Load, counters: Counters) -> Heartbeat:
+    return Heartbeat(id=INFO.id, incarnation=INFO.incarnation, load=load, counters=counters, peers_version=0)
+
+
+def no_adapters() -> None:
+    return None
+
+
+BEAT = beat_of(Load(), Counters())
 SUCCESSOR = msgspec.structs.replace(WELCOME, router=InstanceId("router-2"))
 
 
@@ -56,7 +66,7 @@ class Member:
 
     def beat(self) -> list[str]:
         """What is sent now."""
-        sends = self.membership.due(self.now, REPORT, 0, reachable=True)
+        sends = self.membership.due(self.now, BEAT, no_adapters, 0, reachable=True)
         assert all(send.to == self.membership.name for send in sends)
         return [type(send.message).__name__ for send in sends]
 
@@ -106,15 +116,10 @@ def test_a_refusal_is_told_with_its_reason() -> None:
         Member().receive(Refused(reason="page size differs"))
 
 
-def beat_of(load: Load, counters: Counters) -> Heartbeat:
-    return Heartbeat(id=INFO.id, incarnation=INFO.incarnation, load=load, counters=counters, peers_version=0)
-
-
 def test_a_heartbeat_says_how_the_instance_is(member: Member) -> None:
-    load, counters = Load(pages_free=3), Counters(steps=5)
-    report = Report(load, counters, drained=False, draining=True, links_version=8)
-    beat = msgspec.structs.replace(beat_of(load, counters), peers_version=7, links_version=8, draining=True)
-    assert member.membership.due(100.0, report, 7, reachable=True) == [Send(member.membership.name, beat)]
+    beat = beat_of(Load(pages_free=3), Counters(steps=5))
+    told = msgspec.structs.replace(beat, peers_version=7)
+    assert member.membership.due(100.0, beat, no_adapters, 7, reachable=True) == [Send(member.membership.name, told)]
 
 
 # --- a router that falls silent --------------------------------------------------------------------------------------------
@@ -224,7 +229,7 @@ def test_one_that_is_there_and_does_not_answer_is_asked_more_and_more_seldom() -
     pauses = []
     for _ in range(20):
         now = there.next_deadline
-        there.due(now, REPORT, 0, reachable=True)
+        there.due(now, BEAT, no_adapters, 0, reachable=True)
         pauses.append(there.next_deadline - now)
     assert pauses[0] == REGISTER_EVERY_S and pauses == sorted(pauses) and pauses[-1] == SELDOM_EVERY_S
 
@@ -235,11 +240,11 @@ def test_one_registration_waits_for_a_router_that_is_down_and_it_is_asked_soon_w
     sent = []
     for reachable in (True, True, True, True, False, False, False, True):
         now = here.next_deadline
-        sent.append(len(here.due(now, REPORT, 0, reachable=reachable)))
+        sent.append(len(here.due(now, BEAT, no_adapters, 0, reachable=reachable)))
     assert sent == [1, 1, 1, 1, 0, 0, 0, 1] and here.next_deadline == now + REGISTER_EVERY_S
     members.receive(WELCOME, now)
     members.gone([here.name], now)
-    down = [len(here.due(now, REPORT, 0, reachable=False)) for _ in range(100)]
+    down = [len(here.due(now, BEAT, no_adapters, 0, reachable=False)) for _ in range(100)]
     assert sum(down) == 1, "they would all arrive at once"
 
 
@@ -329,7 +334,7 @@ def test_timelines_go_with_heartbeats_a_few_with_each_and_the_oldest_are_dropped
         member.membership.note(timeline)
     told: list[Timeline] = []
     while True:
-        (send,) = member.membership.due(member.now, REPORT, 0, reachable=True)
+        (send,) = member.membership.due(member.now, BEAT, no_adapters, 0, reachable=True)
         assert isinstance(send.message, Heartbeat)
         if not send.message.timelines:
             break
@@ -342,7 +347,7 @@ def test_timelines_go_with_heartbeats_a_few_with_each_and_the_oldest_are_dropped
     assert goodbye == Goodbye(id=INFO.id, incarnation=INFO.incarnation, timelines=tuple(timelines[3:])), "nothing follows it"
     member.membership.end(member.now)
     member.receive(WELCOME)
-    forgotten = member.membership.due(member.now, REPORT, 0, reachable=True)
+    forgotten = member.membership.due(member.now, BEAT, no_adapters, 0, reachable=True)
     assert forgotten == [Send(member.membership.name, beat_of(Load(), Counters()))], (
         "those of a router that is gone are forgotten"
     )

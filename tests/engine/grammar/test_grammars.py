@@ -19,7 +19,7 @@ from xgrammar import CompiledGrammar
 from xgrammar.testing import _is_grammar_accept_string
 
 from common.errors import BadRequest, Overloaded, TandemError, Unavailable
-from common.executor import Preparation
+from common.executor import Work
 from common.sampling_params import Grammar
 from engine.grammar.compiler import Compiler, GrammarVocabulary
 from engine.grammar.compiler_process import _HEAD, _REFUSED, CompilerProcess, Limits, _Frames, _Served
@@ -50,12 +50,12 @@ class Rig:
         self.made += 1
         return TOKENS
 
-    def prepare(self, grammar: Grammar) -> Preparation:
+    def prepare(self, grammar: Grammar) -> Work:
         return self.grammars.prepare(grammar, self.woken.release)
 
-    def ended(self, preparation: Preparation) -> bool:
+    def ended(self, preparation: Work) -> bool:
         assert self.woken.acquire(timeout=20)
-        return preparation.poll()
+        return preparation.poll() is not None
 
 
 def test_a_grammar_is_ready_when_it_is_compiled_and_the_loop_is_woken_then() -> None:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from common.errors import BadRequest
-from common.executor import Chunk, ExecutorFailed, Preparation, RowStart, StepPlan, StepResult, take_prepared
+from common.executor import Chunk, ExecutorFailed, RowStart, StepPlan, StepResult, Work, take_done
 from common.ids import ROUTER, AttemptId, Incarnation, InstanceId, RequestId, Ticket
 from common.instance.ranks.leader import PROOF_S
 from common.instance.ranks.line import PING_S, SILENCE_S, RankLost, pack_plan, unpack_plan
@@ -252,10 +252,10 @@ def test_a_preparation_ends_when_the_client_leaves_before_rank_1_has_answered(pr
     rig.executors[0].prepared_s = prepared_s
     rig.own.prepare = lambda *_: FakePreparation()  # type: ignore[method-assign, assignment]
     grammar = Grammar(ANY_TEXT.kind, ANY_TEXT.text)
-    preparing: dict[str, Preparation] = {"r": rig.executor.prepare(grammar)}
-    assert list(take_prepared(preparing)) == [], "rank 0 alone has compiled it"
+    preparing: dict[str, Work] = {"r": rig.executor.prepare(grammar)}
+    assert list(take_done(preparing)) == [], "rank 0 alone has compiled it"
     del grammar
-    ((_, refused),) = take_prepared(preparing)
+    ((_, _, refused),) = take_done(preparing)
     assert refused is not None and not preparing
     rig.executor.launch(decode_step())
     rig.executors[0].now = prepared_s
@@ -278,8 +278,8 @@ def test_a_grammar_that_one_rank_refuses_is_refused() -> None:
 class FakePreparation:
     ends_s: float | None = None
 
-    def poll(self) -> bool:
-        return True
+    def poll(self) -> str:
+        return "ready"
 
 
 def test_a_rank_that_fails_or_is_told_to_stop_says_so_and_the_leader_has_the_last_word() -> None:
@@ -331,7 +331,7 @@ def test_what_belongs_to_the_start_alone_ends_an_instance_that_serves() -> None:
     rig.loops[0].offer(5)
     with pytest.raises(RankLost, match=r"rank 1 .* sent Offer while the instance serves"):
         rig.turn()
-    rig.followers._send(Agreed(pages=5))
+    rig.followers.send(Agreed(pages=5))
     with pytest.raises(RankLost, match="rank 0 at tcp://h:1 sent Agreed while the instance serves"):
         rig.to_followers()
 
