@@ -42,7 +42,7 @@ FLAGS = {
 MEAN_LIMIT, P99_LIMIT = 0.05, 0.10
 MAX_BATCH = 8
 STEADY = "Errors are those of real fleets that had the machine for themselves only where it was idle."
-QUICK: dict[str, Any] = {"seconds": 8.0, "traces": "chat", "ratios": "1:1", "engines": "timed"}
+QUICK: dict[str, Any] = {"seconds": 8.0, "traces": "chat", "ratios": "1:1"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,9 @@ class ScorecardOptions:
     traces: str = option("chat,tool,long", "kinds of traffic")
     ratios: str = option("1:1,1:2,2:1,0:2", "prefill and decode instances of the fleets")
     engines: str = option(
-        "timed,cpu", "what computes in the real fleets: timed: a flag says how long steps take; cpu: the demo model"
+        "timed",
+        "what computes in the real fleets: timed: a flag says how long steps take; cpu: the demo model, for hosts with a core "
+        "for each process, because the simulator gives each one",
     )
     seconds: float = option(30.0, "how long each load lasts")
     share: float = option(0.55, "how much of the time the busier role computes: the rate of the requests follows from it")
