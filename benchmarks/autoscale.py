@@ -56,7 +56,9 @@ class ShiftBench:
     phases: int = option(4, "how many phases")
     instances: int = option(6, "how many instances the fleet has")
     kv_pages: int = option(1_000, "assumed: KV pages of an instance, of 128 tokens")
-    step_cost: str = option(FleetPlan().step_cost, "assumed: as of `launch simulate`")
+    step_cost: str = option(
+        FleetPlan().step_cost, "assumed: seconds of a step, and what each prompt token and each decode row adds"
+    )
     seed: int = option(0, "of all that is random")
 
     def __post_init__(self) -> None:

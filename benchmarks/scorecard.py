@@ -28,10 +28,10 @@ from common.processes.local_fleet import FleetFailed, local_fleet
 from common.processes.router_client import RouterClient
 from launch.measured_fleet import measured_fleet
 from launch.simulate import with_measured_front
+from router.past_load import BLOCK_TOKENS
 from simulation.plan import FleetPlan, LoadPlan
 from simulation.run import Simulation
 
-BLOCK_TOKENS = 512
 RATIOS = ("1:1", "1:2", "2:1", "0:2")
 """Prefill and decode instances; 0: decode instances alone serve whole requests."""
 CHUNK_TOKENS, MAX_RUNNING = 512, 64
