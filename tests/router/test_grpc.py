@@ -27,7 +27,7 @@ from common.messages import Finished, TextBatch, TextDelta  # noqa: E402
 from common.sampling_params import Grammar  # noqa: E402
 from common.text.embedding import EmbeddingMode  # noqa: E402
 from router.api import grpc_server  # noqa: E402
-from router.api.grpc_messages import CLASSES, HEALTH, SCHEDULER  # noqa: E402
+from router.api.grpc_messages import CLASSES, HEALTH, SCHEDULER, read_generate_message  # noqa: E402
 from router.api.grpc_server import serving_grpc  # noqa: E402
 from router.process import serve  # noqa: E402
 from tests.router.calls import post, sent_to_fleet, until  # noqa: E402
@@ -421,6 +421,25 @@ async def test_without_grpcio_the_flag_is_refused_with_what_to_install(monkeypat
     for port in ("x", "65536", "-1"):
         with pytest.raises(ConfigError, match="--grpc-port"):
             RouterConfig(grpc_port=port)
+
+
+RECORDED = bytes.fromhex(
+    "0a046d696e6512080a0268691202686922530d3333333f156666663f18ffffffffffffffffff0125cdcccc3d2dcdcc4c3e359a99993e3dcdcc8c3f40"
+    "084a01785201095801600172027b7d880102900101980101a00101a80101b201080a013715000080bf280130ffffffffffffffffff01380268017a01"
+    "61880101"
+)
+"""A request with most of its fields, as the code wrote it that protoc made of SGLang's own proto (2026-11-26)."""
+
+
+def test_a_request_from_sglangs_own_code_is_read_field_by_field() -> None:
+    asked = read_generate_message("echo", 2.5, RECORDED, 128)
+    given = asked.fields
+    assert (asked.rids, asked.prompts, asked.max_tokens, asked.adapters) == (("mine",), ((104, 105),), 8, ("a",))
+    assert (asked.logprobs, asked.prompt_logprobs, asked.grammar, given.stream) == (2, None, Grammar("json_schema", "{}"), True)
+    assert (given.temperature, given.top_p, given.top_k, given.min_p, given.repetition_penalty) == (0.7, 0.9, -1, 0.1, 1.1)
+    assert (given.frequency_penalty, given.presence_penalty, given.logit_bias) == (0.2, 0.3, {"7": -1.0})
+    assert (given.stop, given.stop_token_ids, given.n, given.min_tokens, given.timeout) == (["x"], [9], 2, 1, 2.5)
+    assert given.skip_special_tokens and given.ignore_eos and given.include_stop_str_in_output
 
 
 PROTO = Path(grpc_server.__file__).parent / "sglang_scheduler.proto"
