@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from common.errors import MemoryShort
+from common.errors import MemoryShort, first_line
 from common.host import host_memory_now
 from common.ids import Int32Array
 from common.pages.host_memory import digest, host_memory
@@ -32,7 +32,7 @@ class KVMemory:
             else:
                 memory = torch.zeros(region_bytes, dtype=torch.uint8, device=device)
         except (MemoryError, RuntimeError) as error:  # torch raises RuntimeError when memory is short
-            reason = str(error).strip().splitlines()[0]
+            reason = first_line(error)
             raise MemoryShort(f"--kv-memory: cannot allocate {region_bytes} bytes for KV pages on {device}: {reason}") from error
         self.pool = memory.view(torch_dtype(layout.dtype)).view(pages, layout.page_bytes // ITEM_BYTES[layout.dtype])
         """[pages, elements of a page]"""

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.distributed import AllreduceOptions, PrefixStore, ProcessGroupGloo, Store, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import AllgatherOptions  # type: ignore[attr-defined]
 
-from common.errors import ConfigError, MeetingFailed
+from common.errors import ConfigError, MeetingFailed, first_line
 
 _log = logging.getLogger(__name__)
 
@@ -171,7 +171,7 @@ def share_memory(memory: PeerMemory | None, store: Store, rank: int, ranks: int,
         expected = ranks * (ranks + 1) / 2
         why = "" if (total == expected).all() else f"memory that ranks share adds wrongly: {total.tolist()}, and not {expected}"
     except ERRORS as error:
-        why = f"they cannot share memory ({_first_line(error)})"
+        why = f"they cannot share memory ({first_line(error)})"
     found = next(filter(None, heard("trial", why)), "")
     if made is not None and not found:
         return made
@@ -184,10 +184,6 @@ def _boot() -> str:
     """What Linux calls itself from its start to its end: two hosts may have one name."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     return boot.read_text().strip() if boot.exists() else ""
-
-
-def _first_line(error: Exception) -> str:
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
 class TorchGroup(Group):
@@ -220,7 +216,7 @@ class TorchGroup(Group):
             if device.type == "cuda":
                 self._meet_memory(PrefixStore("memory", store), device, memory)
         except ERRORS as error:
-            rest = f"the other {ranks - 1} ranks ({_first_line(error)})"
+            rest = f"the other {ranks - 1} ranks ({first_line(error)})"
             raise MeetingFailed(f"rank {rank} could not connect to {rest}") from error
         self._sum_options, self._gather_options = AllreduceOptions(), AllgatherOptions()
         self._sum_options.asyncOp = self._gather_options.asyncOp = False

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from common.errors import ConfigError
+from common.errors import ConfigError, first_line
 from engine.cpu.build import NativeFunction, load, processor_flags
 from engine.torch_kernels import Kernels
 
@@ -261,7 +261,7 @@ def int8_product(device: torch.device, kernels: Kernels) -> PackedProduct:
     try:
         right = [product for largest in _LARGEST_OF_ROWS if is_right(product := OneDnnInt8Product(largest, kernels))]
     except MISSING as error:
-        reason = str(error).strip().splitlines()[0]
+        reason = first_line(error)
         raise ConfigError(f"--quantization int8: torch has no int8 products here ({reason}): use --quantization none") from error
     if not right:
         raise ConfigError("--quantization int8: oneDNN's int8 products are wrong on this processor: use --quantization none")

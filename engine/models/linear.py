@@ -25,7 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from common.errors import ConfigError
+from common.errors import ConfigError, first_line
 from common.host import host_memory_now
 from engine.cpu.products import LARGEST_WEIGHT, MOST_INPUTS, SIGN, Packed, PackedProduct
 from engine.kv_budget import gib
@@ -265,7 +265,7 @@ def check_fp8(dtype: torch.dtype, device: torch.device) -> None:
     except torch.OutOfMemoryError:  # a RuntimeError too
         raise
     except (RuntimeError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0]
+        reason = first_line(error)
         raise ConfigError(f"--quantization fp8: {device} has no FP8 products here ({reason}): use --quantization none") from error
 
 

@@ -22,11 +22,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from common.errors import BadRequest, TandemError, Unavailable
+from common.errors import BadRequest, TandemError, Unavailable, first_line
 from common.messages.tasks import JoinGroup
 from common.messages.weights import AnnouncedWeight, WeightsFromGroup
 from engine.models.group_process import DTYPES, GlooProcess, TooFewBytes, broadcast, filled, store_of
-from engine.models.served_shape import first_line
 from engine.parallel import ERRORS, PATIENCE, quiet_nccl
 
 _Arrivals = queue.SimpleQueue["Tensor | TandemError"]
