@@ -54,13 +54,8 @@ class KVMemory:
 
 
 def torch_dtype(name: KVDtype) -> torch.dtype:
-    return {
-        "float32": torch.float32,
-        "bfloat16": torch.bfloat16,
-        "float16": torch.float16,
-        "float8_e4m3fn": torch.float8_e4m3fn,
-        "uint8": torch.uint8,
-    }[name]
+    found: torch.dtype = getattr(torch, name)
+    return found
 
 
 def _region_device(device: torch.device) -> str:
