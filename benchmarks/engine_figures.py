@@ -19,7 +19,7 @@ LEAST_MEMORY_SHARE, LEAST_MATMUL_SHARE, MOST_HOST_MS = 0.85, 0.7, 0.5
 STEP_RULE = "Llama-3-8B: a decode step of 32 rows and 2048 tokens at 85 % of the speed of a copy or more"
 PREFILL_RULE = "Llama-3-8B: prefill of 8192 tokens at 70 % of the speed of a product of matrices or more, with the best chunk"
 LEAST_THROUGHPUT = {"adapters: 1": 0.9, "adapters: 8": 0.8, "adapters: 64": 0.6}
-"""Of steps whose rows have so many adapters, as a part of that of the model alone."""
+"""The goals of steps whose rows have so many adapters, as a part of what the model alone does."""
 CONFIRMED = 0.1
 """A prediction is confirmed if what is measured differs from it by no more than this share."""
 WORKLOADS = {"nano-vllm": 10_000, "mini-sglang": 151_642}
@@ -233,7 +233,8 @@ def judge(figures: Sequence[Figure]) -> Iterator[Goal]:
     rule = f"the executor's host work for {GOAL_ROWS} decode rows below {MOST_HOST_MS} ms (the scheduler adds its own)"
     yield Goal.of(rule, host, ".3f", most=MOST_HOST_MS, unit=" ms")
     for step in _of(SampledStep, figures):
-        if (least := LEAST_THROUGHPUT.get(step.asked)) is not None:
+        if step.asked in LEAST_THROUGHPUT:
+            least = LEAST_THROUGHPUT[step.asked]
             rule = f"{step.model}: {step.asked} at {least} of the model's throughput or more"
             yield Goal.of(rule, 1 / step.ratio, ".2f", least=least)
 

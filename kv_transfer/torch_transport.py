@@ -49,7 +49,7 @@ import msgspec
 import numpy as np
 import torch
 from torch import Tensor
-from torch.distributed import PrefixStore, Store, TCPStore, is_nccl_available
+from torch.distributed import PrefixStore, Store, TCPStore, is_nccl_available  # type: ignore[attr-defined]
 
 from common.errors import TransferError
 from common.ids import Int64Array
