@@ -323,11 +323,7 @@ class MessageBody(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", t
     usage: MessageUsage
 
 
-_DELTAS = {
-    "content": ("text_delta", "text"),
-    "reasoning": ("thinking_delta", "thinking"),
-    "call": ("input_json_delta", "partial_json"),
-}
+_DELTAS = {"content": "text", "reasoning": "thinking", "call": "input_json"}
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -344,8 +340,9 @@ class MessageShape(BlockShape[ChatRequest]):
 
     def grown(self, block: Block, text: str) -> Events:
         if block.kind != "reasoning" or not self.request.omits_thoughts:
-            kind, name = _DELTAS[block.kind]
-            yield "content_block_delta", self._place() | {"delta": {"type": kind, name: text}}
+            name = _DELTAS[block.kind]
+            delta = {"type": f"{name}_delta", "partial_json" if block.kind == "call" else name: text}
+            yield "content_block_delta", self._place() | {"delta": delta}
 
     def ended(self, block: Block, *, is_last: bool) -> Events:
         if block.kind == "reasoning":
