@@ -73,10 +73,11 @@ class FleetWindow:
         made = decode.totals.answer_tokens - first.decode.totals.answer_tokens
         running = sum(look.decode.running_requests for look in self._looks)
         rows = running / len(self._looks)
-        row_s = decode.step_s + decode.decode_row_s * rows / max(1, decode.instances)
         answers_per_s = requests / seconds + (waiting + decode.waiting_requests) / CATCH_UP_S
         length = made / ended if ended > 0 else ANSWER_TOKENS
-        held = sum(look.decode.tokens_held for look in self._looks)
+        held, decoding = sum(look.decode.tokens_held for look in self._looks), max(1, decode.instances)
+        held_s = decode.held_token_s * held / len(self._looks)
+        row_s = decode.step_s + (decode.decode_row_s * rows + held_s) / decoding
         return FleetDemand(
             requests_per_s=requests / seconds + waiting / CATCH_UP_S,
             prompt_tokens=prompt_tokens,
@@ -86,8 +87,9 @@ class FleetWindow:
             chunk_token_s=prefill.chunk_token_s,
             step_s=decode.step_s,
             decode_row_s=decode.decode_row_s,
-            capacity_tokens=decode.capacity_tokens / max(1, decode.instances),
-            max_running=decode.max_running / max(1, decode.instances),
+            held_token_s=decode.held_token_s,
+            capacity_tokens=decode.capacity_tokens / decoding,
+            max_running=decode.max_running / decoding,
         )
 
 

@@ -8,8 +8,9 @@ a person can check the reason with a pencil. It leaves out what averages out ove
 
     prefill   first tokens   prompts wait in one line for n instances. P(wait > t) = rho^(sqrt(2(n+1))-1) * exp(-n(1-rho)t/S),
                              S: the seconds of a prompt, rho: the busy share (Sakasegawa 1977; exact for one instance)
-    decode    next tokens    rows = tokens/s * seconds of a step, and a step takes step_s + rows * decode_row_s; rows must fit the
-                             time limit, the batch and the memory, and vary as a Poisson number does
+    decode    next tokens    rows = tokens/s * seconds of a step, and a step takes step_s + rows * (decode_row_s + what one
+                             holds * held_token_s); rows must fit the time limit, the batch and the memory, and vary as a
+                             Poisson number does
     decode alone             computes prompts too: what they take of the time makes steps longer
 """
 
@@ -50,6 +51,8 @@ class FleetDemand:
     step_s: float
     """Seconds of a decode step, without its rows."""
     decode_row_s: float
+    held_token_s: float = 0.0
+    """Seconds that each token adds which a row holds."""
     capacity_tokens: float
     """Tokens of KV that one decode instance holds."""
     max_running: float
@@ -85,7 +88,7 @@ def decode_serves(demand: FleetDemand, times: float, instances: int, slo_itl_s: 
     prompts too."""
     prompts = times * demand.requests_per_s * demand.prompt_tokens * demand.chunk_token_s / instances if alone else 0.0
     each_per_s = times * demand.answer_tokens_per_s / instances
-    left = 1 - prompts - each_per_s * demand.decode_row_s
+    left = 1 - prompts - each_per_s * (demand.decode_row_s + demand.held_tokens * demand.held_token_s)
     if left <= 0:
         return False
     token_s = demand.step_s / left

@@ -47,11 +47,13 @@ class RoleFigures(msgspec.Struct, frozen=True, kw_only=True):
     max_running: int
     """Requests that all of them can compute at once."""
     step_s: float
-    """Seconds that any step takes, as measured or else assumed; so are the next two."""
+    """Seconds that any step takes, as measured or else assumed; so are the next three."""
     chunk_token_s: float
     """Seconds that each prompt token adds to a step."""
     decode_row_s: float
     """Seconds that each decode row adds to a step."""
+    held_token_s: float = 0.0
+    """Seconds that each token of KV adds which the decode rows hold. A router of an older release does not say."""
     totals: RoleTotals
     """What members of the role have done so far."""
 
@@ -80,6 +82,7 @@ def role_figures(fleet: Members, role: Role) -> RoleFigures:
         step_s=measured.step_s,
         chunk_token_s=chunk_token_s,
         decode_row_s=measured.decode_row_s,
+        held_token_s=measured.held_token_s,
         totals=totals,
     )
 

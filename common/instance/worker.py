@@ -6,10 +6,11 @@ socket and reads no clock except through its ports, so the same code runs as a p
 
 import sys
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, combinations
+from operator import add
 from typing import Any, TypeAlias
 
 import msgspec
@@ -73,7 +74,8 @@ from common.step_cost import StepCost
 
 MakeScheduler: TypeAlias = Callable[[InstanceInfo, FormerRole | None], Scheduler[Any]]
 Vector = NDArray[np.float64]
-"""[3]: of a step, a prompt token and a decode row. A matrix is [3, 3]."""
+"""[4]: of a step, a prompt token, a decode row and a token that such a row holds. A matrix is [4, 4]."""
+NUMBERS = len(StepCost.__struct_fields__)
 
 HALF_LIFE_STEPS = 256
 """After as many steps, a step counts half."""
@@ -88,39 +90,41 @@ FORMER_SHARE = 1e-4
 class CostMeter:
     """Fits the cost of this instance's steps to the seconds that they took.
 
-        seconds = step_s + chunk_token_s * chunk tokens + decode_row_s * decode rows
+        seconds = step_s + chunk_token_s * chunk tokens + decode_row_s * decode rows + held_token_s * tokens that these hold
 
     It is a least-squares fit over the latest steps: older ones count less and less. Each step's error counts as a share of its
     seconds, so a step that was held up for seconds, as when a kernel is compiled, weighs no more than another one. When steps
     get slower, those before count as if they had been as slow; otherwise many fast ones would outweigh the slow ones. None of the
-    three numbers is ever negative. What the latest steps do not show stays as it was: an instance that has computed no prompt for
-    an hour still knows how fast it was, and one whose steps are all alike divides their seconds in some way that is right for
-    such steps.
+    four numbers is ever negative. What the latest steps do not show stays as it was: an instance that has computed no prompt for
+    an hour still knows how fast it was, and one whose steps are all alike, or whose rows all hold as many tokens, divides their
+    seconds in some way that is right for such steps.
     """
 
     def __init__(self) -> None:
-        self._steps: deque[tuple[int, int, int, float]] = deque(maxlen=MOST_STEPS)
-        """Since the last fit: how many steps came back together, their chunk tokens, their decode rows, and their seconds."""
+        self._steps: deque[tuple[float, ...]] = deque(maxlen=MOST_STEPS)
+        """Since the last fit: how many steps came back together, their chunk tokens, their decode rows, what those hold, and
+        their seconds."""
         self._ended_s = float("-inf")
         self._count = 0
-        self._products: Vector = np.zeros((3, 3))
-        self._seconds: Vector = np.zeros(3)
+        self._products: Vector = np.zeros((NUMBERS, NUMBERS))
+        self._seconds: Vector = np.zeros(NUMBERS)
         self._weight = 0.0
         """How many steps that is, where each counts by its share: as much as the fit expects it to take of its seconds."""
-        self._most: Vector = np.zeros(3)
+        self._most: Vector = np.zeros(NUMBERS)
         """The largest that the diagonal of `_products` has been."""
-        self._fit: Vector = np.zeros(3)
+        self._fit: Vector = np.zeros(NUMBERS)
         self._cost = StepCost()
 
     def step(self, plan: StepPlan, launched_s: float, ended_s: float) -> None:
         """A step has come back. It began when it was launched, or when the one before it ended. Steps that come back in one
         turn count as one: nobody knows when the first of them ended."""
         self._count += 1
-        steps, tokens, rows, seconds = 1, plan.chunk_tokens, len(plan.decode_rows), ended_s - max(launched_s, self._ended_s)
+        work: Iterable[float] = (1, plan.chunk_tokens, len(plan.decode_rows), plan.held_tokens)
+        seconds = ended_s - max(launched_s, self._ended_s)
         if ended_s == self._ended_s and self._steps:
-            before = self._steps.pop()
-            steps, tokens, rows, seconds = before[0] + 1, before[1] + tokens, before[2] + rows, before[3]
-        self._steps.append((steps, tokens, rows, seconds))
+            *before, seconds = self._steps.pop()
+            work = map(add, before, work)
+        self._steps.append((*work, seconds))
         self._ended_s = ended_s
 
     def skip(self, seconds: float) -> None:
@@ -132,12 +136,12 @@ class CostMeter:
         if self._steps and self._count >= LEAST_STEPS:
             table = np.array(self._steps)
             self._steps.clear()
-            self._take(table[:, :3], table[:, 3])
+            self._take(table[:, :NUMBERS], table[:, NUMBERS])
             self._cost = StepCost(*self._fit.tolist())
         return self._cost
 
     def _take(self, what: Vector, seconds: Vector) -> None:
-        """what: [steps, 3]. seconds: [steps]."""
+        """what: [steps, 4]. seconds: [steps]."""
         expected = what @ self._fit
         if not expected.all():
             expected = np.full_like(seconds, seconds.mean())
@@ -164,14 +168,17 @@ def _solve(matrix: Vector, right: Vector, seen: list[int]) -> Vector:
     """The x >= 0 that minimizes x·matrix·x / 2 - right·x; 0 but for the numbers in `seen`. matrix: positive definite.
 
     What of the answer is above 0 solves its own equations. So of all sets that solve theirs with nothing below 0, it is the best.
+    Where the set of all does, there is no better one.
     """
-    best, most = np.zeros(3), 0.0
-    for chosen in map(list, chain.from_iterable(combinations(seen, size) for size in range(1, len(seen) + 1))):
+    best, most = np.zeros(NUMBERS), 0.0
+    for chosen in map(list, chain.from_iterable(combinations(seen, size) for size in range(len(seen), 0, -1))):
         x = np.linalg.solve(matrix[np.ix_(chosen, chosen)], right[chosen])
         gain = float(right[chosen] @ x)
         if x.min() >= 0 and gain > most:
-            best, most = np.zeros(3), gain
+            best, most = np.zeros(NUMBERS), gain
             best[chosen] = x
+            if len(chosen) == len(seen):
+                break
     return best
 
 

@@ -68,6 +68,7 @@ def test_prefill_serves_no_more_than_its_time() -> None:
     ("change", "most"),
     [
         ({}, 37.5 / 0.05),  # rows at which a step takes 50 ms: (0.05 - 0.02) / 0.0008
+        ({"decode_row_s": 0.0003, "held_token_s": 0.0005 / 2100}, 37.5 / 0.05),  # as much for each row, for what it holds
         ({"decode_row_s": 0.0}, None),
         ({"max_running": 20.0}, None),
         ({"held_tokens": 30_000.0}, None),
@@ -78,7 +79,8 @@ def test_decode_serves_the_rows_that_keep_the_time_limit_and_have_room(change: A
     answers = max(rate for rate in range(1, 8000) if decode_serves(demand, float(rate), 2, 0.05, alone=False))
     if most is not None:
         assert answers / 2 == pytest.approx(most, rel=0.01)
-    token_s = demand.step_s / (1 - answers / 2 * demand.decode_row_s)
+    row_s = demand.decode_row_s + demand.held_tokens * demand.held_token_s
+    token_s = demand.step_s / (1 - answers / 2 * row_s)
     rows = answers * token_s
     room = 2 * min(demand.max_running, demand.capacity_tokens / demand.held_tokens)
     assert token_s <= 0.05 and rows <= room
