@@ -12,7 +12,7 @@ import msgspec
 from msgspec import Meta
 
 from common.errors import Conflict
-from common.ids import ROLES, Role
+from common.ids import ROLES, Role, ServingRole
 from router.cost import ASSUMED, Demand, is_measured, predict_ttft
 from router.fleet import Members
 from router.members import RoleTotals
@@ -93,7 +93,7 @@ class ScalingDecision(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     action: Annotated[ScalingAction, Meta(description="What is done; stay: nothing.")]
     reason: Annotated[str, Meta(min_length=1, max_length=1000, description="Why, in words.")]
     instance: Annotated[str, Meta(max_length=128, description="Whom it is about; empty: nobody who is there yet.")] = ""
-    role: Annotated[Role | None, Meta(description="The role of the instance from now on.")] = None
+    role: Annotated[ServingRole | None, Meta(description="The role of the instance from now on.")] = None
     outcome: Annotated[str, Meta(max_length=1000, description="What became of it; empty: it was done.")] = ""
     at: Annotated[float, Meta(description="When it was made, as UNIX time.")] = 0.0
 
