@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 from common.errors import BadRequest, TransferError
 from common.executor import Chunk, StepPlan
 from common.ids import DETOKENIZER, ROUTER, Incarnation, InstanceId, Ticket, pack_ids, text_name
+from common.instance.cost_meter import FORMER_SHARE, HALF_LIFE_STEPS, LEAST_STEPS, CostMeter
 from common.instance.membership import ABANDON_AFTER_S
 from common.instance.ports import Prepare
-from common.instance.worker import FORMER_SHARE, HALF_LIFE_STEPS, LEAST_STEPS, ROUTE_MEMORY_S, CostMeter, run
+from common.instance.worker import ROUTE_MEMORY_S, run
 from common.messages import Cancel, Drain, Failed, Generate, Goodbye, LinkInfo, LinkReport, LinkState, Peers, Reserve, TokenBatch
 from common.messages.transfers import Connect, LinkChanged, PushDone, Settled
 from common.sampling_params import Grammar
@@ -414,9 +415,9 @@ def test_rows_and_what_they_hold_are_told_apart_where_steps_show_it_and_fit_toge
     cost, fit = meter.read(), reference(work, np.diff(np.concatenate([[0.0], np.cumsum(took)])))
     found = np.array(msgspec.structs.astuple(cost))
     assert found == pytest.approx(fit, rel=1e-6, abs=1e-12)
-    assert work @ found == pytest.approx(took, rel=0.01 + 5 * noise)
+    assert work @ found == pytest.approx(took, rel=0.02 + 5 * noise)
     if contexts == "many" and not noise:
-        assert found[2:] == pytest.approx((COST.decode_row_s, COST.held_token_s), rel=0.02)
+        assert found[2:] == pytest.approx((COST.decode_row_s, COST.held_token_s), rel=0.05)
 
 
 def test_steps_of_other_contexts_divide_what_those_of_one_context_could_not() -> None:
