@@ -75,7 +75,8 @@ class EngineConfig:
     )
     step_cost: str = option(
         "",
-        f"with --executor timed: seconds of a step, and what each prompt token and each decode row adds; default: {STEP_COST}",
+        "with --executor timed: seconds of a step, and what each prompt token, each decode row and, as a fourth number that may "
+        f"be left out, each token of KV that the rows hold adds; default: {STEP_COST}",
     )
     dtype: Dtype = option("auto", "data type of weights and KV; auto: float32 on CPU, bfloat16 on CUDA")
     load_format: LoadFormat = option(

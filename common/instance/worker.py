@@ -1,25 +1,24 @@
 """The worker of an instance: joins mail, scheduler, executor and transfers.
 
-Owns the steps in flight, their cost and the grammars that are being made ready. Decides nothing: the scheduler does. Opens no
-socket and reads no clock except through its ports, so the same code runs as a process and on a hand-turned clock.
+Owns the steps in flight and the grammars that are being made ready. Decides nothing: the scheduler does. Opens no socket and
+reads no clock except through its ports, so the same code runs as a process and on a hand-turned clock.
 """
 
+import math
 import sys
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain, combinations
 from typing import Any, TypeAlias
 
 import msgspec
-import numpy as np
-from numpy.typing import NDArray
 
 from common.deadlines import DeadlineWheel, earliest
 from common.executor import Executor, StepHandle, StepPlan, Work, take_done
 from common.ids import ROUTER, AttemptId, Digest, InstanceId, text_name
 from common.instance.adapters import InstanceAdapters
+from common.instance.cost_meter import CostMeter
 from common.instance.membership import Memberships, RouterChange
 from common.instance.ports import (
     Action,
@@ -34,6 +33,7 @@ from common.instance.ports import (
     PeersChanged,
     Prepare,
     Prepared,
+    Report,
     RouterJoined,
     RouterLost,
     Scheduler,
@@ -69,116 +69,17 @@ from common.messages import (
 )
 from common.messages.base import fits
 from common.messages.tasks import ReadAdapter
+from common.messages.transfers import TransferEvent
 from common.step_cost import StepCost
 
 MakeScheduler: TypeAlias = Callable[[InstanceInfo, FormerRole | None], Scheduler[Any]]
-Vector = NDArray[np.float64]
-"""[3]: of a step, a prompt token and a decode row. A matrix is [3, 3]."""
-
-HALF_LIFE_STEPS = 256
-"""After as many steps, a step counts half."""
-MOST_STEPS = 4096
-"""Steps between two fits that are looked at, the latest ones."""
-LEAST_STEPS = 8
-"""Before as many steps there is no cost: the first ones may be slow."""
-FORMER_SHARE = 1e-4
-"""How much the former fit counts, compared with the most that the steps have ever told."""
-
-
-class CostMeter:
-    """Fits the cost of this instance's steps to the seconds that they took.
-
-        seconds = step_s + chunk_token_s * chunk tokens + decode_row_s * decode rows
-
-    It is a least-squares fit over the latest steps: older ones count less and less. Each step's error counts as a share of its
-    seconds, so a step that was held up for seconds, as when a kernel is compiled, weighs no more than another one. When steps
-    get slower, those before count as if they had been as slow; otherwise many fast ones would outweigh the slow ones. None of the
-    three numbers is ever negative. What the latest steps do not show stays as it was: an instance that has computed no prompt for
-    an hour still knows how fast it was, and one whose steps are all alike divides their seconds in some way that is right for
-    such steps.
-    """
-
-    def __init__(self) -> None:
-        self._steps: deque[tuple[int, int, int, float]] = deque(maxlen=MOST_STEPS)
-        """Since the last fit: how many steps came back together, their chunk tokens, their decode rows, and their seconds."""
-        self._ended_s = float("-inf")
-        self._count = 0
-        self._products: Vector = np.zeros((3, 3))
-        self._seconds: Vector = np.zeros(3)
-        self._weight = 0.0
-        """How many steps that is, where each counts by its share: as much as the fit expects it to take of its seconds."""
-        self._most: Vector = np.zeros(3)
-        """The largest that the diagonal of `_products` has been."""
-        self._fit: Vector = np.zeros(3)
-        self._cost = StepCost()
-
-    def step(self, plan: StepPlan, launched_s: float, ended_s: float) -> None:
-        """A step has come back. It began when it was launched, or when the one before it ended. Steps that come back in one
-        turn count as one: nobody knows when the first of them ended."""
-        self._count += 1
-        steps, tokens, rows, seconds = 1, plan.chunk_tokens, len(plan.decode_rows), ended_s - max(launched_s, self._ended_s)
-        if ended_s == self._ended_s and self._steps:
-            before = self._steps.pop()
-            steps, tokens, rows, seconds = before[0] + 1, before[1] + tokens, before[2] + rows, before[3]
-        self._steps.append((steps, tokens, rows, seconds))
-        self._ended_s = ended_s
-
-    def skip(self, seconds: float) -> None:
-        """Steps of so many seconds together have come back, which tell no more than the one before them."""
-        self._ended_s += seconds
-
-    def read(self) -> StepCost:
-        """The cost of late. Fits what has come since the last call."""
-        if self._steps and self._count >= LEAST_STEPS:
-            table = np.array(self._steps)
-            self._steps.clear()
-            self._take(table[:, :3], table[:, 3])
-            self._cost = StepCost(*self._fit.tolist())
-        return self._cost
-
-    def _take(self, what: Vector, seconds: Vector) -> None:
-        """what: [steps, 3]. seconds: [steps]."""
-        expected = what @ self._fit
-        if not expected.all():
-            expected = np.full_like(seconds, seconds.mean())
-        weights = 1 / np.maximum(np.maximum(seconds, expected), 1e-6)
-        weighed = what * weights[:, None]
-        shares = weights * expected
-        kept = 0.5 ** (len(seconds) / HALF_LIFE_STEPS)
-        self._products = self._products * kept + weighed.T @ weighed
-        self._seconds = self._seconds * kept + weighed.T @ (seconds * weights)
-        self._weight = self._weight * kept + float(shares @ shares)
-        self._most = np.maximum(self._most, self._products.diagonal())
-        former = self._most * FORMER_SHARE
-        self._fit = _solve(
-            self._products + np.diag(former), self._seconds + former * self._fit, np.flatnonzero(self._most).tolist()
-        )
-        fitted = float(self._fit @ self._products @ self._fit)
-        if fitted > self._weight > 0:  # older steps were faster, and would count for more than they are
-            scale = self._weight / fitted
-            self._products, self._seconds, self._most = self._products * scale, self._seconds * scale, self._most * scale
-        self._weight = min(self._weight, fitted)
-
-
-def _solve(matrix: Vector, right: Vector, seen: list[int]) -> Vector:
-    """The x >= 0 that minimizes x·matrix·x / 2 - right·x; 0 but for the numbers in `seen`. matrix: positive definite.
-
-    What of the answer is above 0 solves its own equations. So of all sets that solve theirs with nothing below 0, it is the best.
-    """
-    best, most = np.zeros(3), 0.0
-    for chosen in map(list, chain.from_iterable(combinations(seen, size) for size in range(1, len(seen) + 1))):
-        x = np.linalg.solve(matrix[np.ix_(chosen, chosen)], right[chosen])
-        gain = float(right[chosen] @ x)
-        if x.min() >= 0 and gain > most:
-            best, most = np.zeros(3), gain
-            best[chosen] = x
-    return best
-
 
 STEPS_IN_FLIGHT = 2
 """Step k + 1 is launched before the tokens of step k are read."""
 START_S = 0.05
 """How often an instance looks whether it holds what it is to hold before it joins a fleet."""
+REST_S = 5.0
+"""An instance without requests looks at everything this often: what is forgotten after a while has no deadline of its own."""
 ROUTE_MEMORY_S = 60.0
 """How long the address of a peer that left is kept: longer than a push to it takes to end."""
 
@@ -226,6 +127,10 @@ class InstanceWorker:
         self._routed: dict[InstanceId, InstanceInfo] = {}
         """The peers whose address the mail knows."""
         self._draining = False
+        self._rests_until_s = -math.inf
+        """Before then only mail, events and heartbeats make work; minus infinite: more may."""
+        self._report_known: Report | None = None
+        """What the scheduler reports, if nothing has changed since it did."""
         self._stale = 0
         self._weights = InstanceWeights(self._role, executor)
         self._tasks = InstanceTasks(self._role, executor)
@@ -241,39 +146,53 @@ class InstanceWorker:
         """Take in everything that happened, act on it, and keep the executor busy."""
         self._tracer.now = now
         gone = self._mail.refused()
-        self._follow(self._memberships.gone(gone, now), now)
-        self._bury(gone, now)
+        if gone:
+            self._follow(self._memberships.gone(gone, now), now)
+            self._bury(gone, now)
+            self._rests_until_s = -math.inf
         for sender, message in self._mail.receive():
-            match message:
-                case Welcome() | Refused():
-                    self._follow(self._memberships.receive(message, now), now)
-                case Drain(incarnation=life):
-                    if fits(life, self._memberships.info.incarnation):
-                        self.drain(now)
-                    else:
-                        self._stale += 1
-                case Generate(incarnation=life) if not fits(life, self._memberships.info.incarnation):
+            if isinstance(message, Welcome | Refused):
+                self._follow(self._memberships.receive(message, now), now)
+            else:
+                self._rests_until_s = -math.inf
+                self._take_in(sender, message, now)
+        events = self._transfers.poll()
+        if events or now >= self._rests_until_s:
+            self._work(events, now)
+        if now >= self._memberships.next_deadline:
+            if self._adapters.is_ready:
+                self._report(now)
+            else:
+                self._memberships.wait_until(now + START_S)
+        if self._tracer.runs:
+            for router, spans in self._tracer.due(now):
+                self._mail.send(router, spans)
+
+    def _take_in(self, sender: InstanceId, message: InstanceInbox, now: float) -> None:
+        """A message that may give the scheduler something to do."""
+        match message:
+            case Drain(incarnation=life):
+                if fits(life, self._memberships.info.incarnation):
+                    self.drain(now)
+                else:
                     self._stale += 1
-                case Peers():
-                    self._meet(self._memberships.receive_peers(sender, message, now), now)
-                case (
-                    StageWeights()
-                    | SwitchWeights()
-                    | DropWeights()
-                    | HoldSteps()
-                    | Trace()
-                    | DoTask()
-                    | SetAdapters()
-                    | TakeRole()
-                ):
-                    self._order(sender, message, now)
-                case _ if not self._is_for_role(message):
-                    self._stale += 1
-                case _:
-                    if self._tracer.recorder.on:
-                        self._tracer.receive(message)
-                    self._act(self.scheduler.receive(sender, message, now))
-        for event in self._transfers.poll():
+            case Generate(incarnation=life) if not fits(life, self._memberships.info.incarnation):
+                self._stale += 1
+            case Peers():
+                self._meet(self._memberships.receive_peers(sender, message, now), now)
+            case StageWeights() | SwitchWeights() | DropWeights() | HoldSteps() | Trace() | DoTask() | SetAdapters() | TakeRole():
+                self._order(sender, message, now)
+            case _ if not self._is_for_role(message):
+                self._stale += 1
+            case _:
+                if self._tracer.recorder.on:
+                    self._tracer.receive(message)
+                self._act(self.scheduler.receive(sender, message, now))
+
+    def _work(self, events: Sequence[TransferEvent], now: float) -> None:
+        """Act on what has come and on what is due. Without either, there is nothing to do for an instance that has no request:
+        then it rests until something is due."""
+        for event in events:
             if self._tracer.recorder.on:
                 self._tracer.transfer_ended(event)
             self._act(self.scheduler.handle(event, now))
@@ -289,14 +208,15 @@ class InstanceWorker:
         self._act(self.scheduler.tick(now))
         self._launch(now)
         self._note_timelines()
-        if now >= self._memberships.next_deadline:
-            if self._adapters.is_ready:
-                self._report(now)
-            else:
-                self._memberships.wait_until(now + START_S)
-        if self._tracer.runs:
-            for router, spans in self._tracer.due(now):
-                self._mail.send(router, spans)
+        self._report_known, self._rests_until_s = None, -math.inf
+        if not (self._in_flight or self._preparing or self._is_busy_beside) and self.scheduler.is_idle:
+            self._rests_until_s = min(self._due_s(), now + REST_S)
+
+    @property
+    def _is_busy_beside(self) -> bool:
+        """Whether something is under way beside the requests, whose end no message tells."""
+        beside = self._weights.staged_update or self._tasks.ends_s or self._adapters.ends_s or self._role.ends_s is not None
+        return bool(beside) or self._tracer.runs
 
     def _order(self, router: InstanceId, order: Trace | WeightsOrder | DoTask | SetAdapters | TakeRole, now: float) -> None:
         """A router orders something."""
@@ -324,7 +244,7 @@ class InstanceWorker:
     def drain(self, now: float) -> None:
         """Leave in order: accept nothing new, finish or hand off what runs. Idempotent."""
         if not self._draining:
-            self._draining = True
+            self._draining, self._rests_until_s = True, -math.inf
             if self._role.wanted is not None:
                 self._act([*self.scheduler.handle(StayInRole(), now), *self._role.keep("it is leaving the fleet")])
             self._act(self.scheduler.receive(self._memberships.info.id, Drain(), now))
@@ -336,6 +256,11 @@ class InstanceWorker:
 
     def next_deadline(self) -> float:
         """When the next turn is due even if nothing happens before."""
+        work_s = self._rests_until_s if self._rests_until_s > -math.inf else self._due_s()
+        return min(work_s, self._memberships.next_deadline)
+
+    def _due_s(self) -> float:
+        """When there is something to do but a heartbeat; infinite: nothing is known."""
         step_ends = self._in_flight[0].handle.ends_s if self._in_flight else None
         peers = earliest(self._former.next_deadline(), self._memberships.peers.next_deadline())
         prepared = [each.ends_s for each in self._preparing.values()]
@@ -350,7 +275,7 @@ class InstanceWorker:
             *self._adapters.ends_s,
             *prepared,
         )
-        return self._memberships.next_deadline if known is None else min(known, self._memberships.next_deadline)
+        return math.inf if known is None else known
 
     def skip(self, seconds: float, actions: Sequence[Action]) -> None:
         """A simulation has taken steps of so many seconds at once, all before those in flight. actions: what came of them."""
@@ -459,7 +384,7 @@ class InstanceWorker:
             self._act(self.scheduler.handle(event, now))
 
     def _launch(self, now: float) -> None:
-        while len(self._in_flight) < STEPS_IN_FLIGHT and not self._weights.is_holding:
+        while len(self._in_flight) < STEPS_IN_FLIGHT and not self._weights.is_holding and not self.scheduler.is_idle:
             decision = self.scheduler.decide(now)
             self._act(decision.actions)
             if decision.plan is None:
@@ -494,7 +419,8 @@ class InstanceWorker:
     def _report(self, now: float) -> None:
         """Tell the routers how this instance is. One that has not answered for minutes has lost its requests."""
         self._follow(self._memberships.check(now), now)
-        report, cost = self.scheduler.report(), self._cost.read()
+        report = self._report_known = self._report_known or self.scheduler.report()
+        cost = self._cost.read()
         if cost != self._cost_told:
             self._cost_told = cost
             self._act(self.scheduler.handle(StepsMeasured(cost), now))
@@ -534,6 +460,8 @@ class InstanceWorker:
 
     def _follow(self, changes: Sequence[RouterChange], now: float) -> None:
         """Routers came or are gone: learn or forget where they and their detokenizers are, and tell the scheduler."""
+        if changes:
+            self._report_known, self._rests_until_s = None, -math.inf
         for change in changes:
             router = change.router
             detokenizers = [text_name(router, shard) for shard in range(len(change.detokenizers))]
