@@ -87,10 +87,6 @@ class DecodeScheduler:
     def last_step(self) -> int:
         return self._requests.last_step
 
-    @property
-    def is_idle(self) -> bool:
-        return not len(self._requests)
-
     # --- messages and events ---------------------------------------------------------------------------------------------
 
     def receive(self, sender: InstanceId, message: DecodeMessage, now: float) -> list[Action]:

@@ -71,10 +71,6 @@ class PrefillScheduler:
     def last_step(self) -> int:
         return self._requests.last_step
 
-    @property
-    def is_idle(self) -> bool:
-        return not len(self._requests)
-
     # --- messages and events ---------------------------------------------------------------------------------------------
 
     def receive(self, sender: InstanceId, message: PrefillMessage, now: float) -> list[Action]:

@@ -258,10 +258,6 @@ class Scheduler(Protocol[M_contra]):
     def last_step(self) -> int:
         """The number of the last plan; 0: there was none."""
 
-    @property
-    def is_idle(self) -> bool:
-        """It has no request: until a message, an event or a deadline there is nothing to decide."""
-
     def receive(self, sender: InstanceId, message: M_contra, now: float) -> list[Action]: ...
 
     def handle(self, event: Event, now: float) -> list[Action]: ...

@@ -4,7 +4,6 @@ Owns the steps in flight and the grammars that are being made ready. Decides not
 reads no clock except through its ports, so the same code runs as a process and on a hand-turned clock.
 """
 
-import math
 import sys
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -33,7 +32,6 @@ from common.instance.ports import (
     PeersChanged,
     Prepare,
     Prepared,
-    Report,
     RouterJoined,
     RouterLost,
     Scheduler,
@@ -69,7 +67,6 @@ from common.messages import (
 )
 from common.messages.base import fits
 from common.messages.tasks import ReadAdapter
-from common.messages.transfers import TransferEvent
 from common.step_cost import StepCost
 
 MakeScheduler: TypeAlias = Callable[[InstanceInfo, FormerRole | None], Scheduler[Any]]
@@ -78,8 +75,6 @@ STEPS_IN_FLIGHT = 2
 """Step k + 1 is launched before the tokens of step k are read."""
 START_S = 0.05
 """How often an instance looks whether it holds what it is to hold before it joins a fleet."""
-REST_S = 5.0
-"""An instance without requests looks at everything this often: what is forgotten after a while has no deadline of its own."""
 ROUTE_MEMORY_S = 60.0
 """How long the address of a peer that left is kept: longer than a push to it takes to end."""
 
@@ -127,10 +122,6 @@ class InstanceWorker:
         self._routed: dict[InstanceId, InstanceInfo] = {}
         """The peers whose address the mail knows."""
         self._draining = False
-        self._rests_until_s = -math.inf
-        """Before then only mail, events and heartbeats make work; minus infinite: more may."""
-        self._report_known: Report | None = None
-        """What the scheduler reports, if nothing has changed since it did."""
         self._stale = 0
         self._weights = InstanceWeights(self._role, executor)
         self._tasks = InstanceTasks(self._role, executor)
@@ -146,53 +137,39 @@ class InstanceWorker:
         """Take in everything that happened, act on it, and keep the executor busy."""
         self._tracer.now = now
         gone = self._mail.refused()
-        if gone:
-            self._follow(self._memberships.gone(gone, now), now)
-            self._bury(gone, now)
-            self._rests_until_s = -math.inf
+        self._follow(self._memberships.gone(gone, now), now)
+        self._bury(gone, now)
         for sender, message in self._mail.receive():
-            if isinstance(message, Welcome | Refused):
-                self._follow(self._memberships.receive(message, now), now)
-            else:
-                self._rests_until_s = -math.inf
-                self._take_in(sender, message, now)
-        events = self._transfers.poll()
-        if events or now >= self._rests_until_s:
-            self._work(events, now)
-        if now >= self._memberships.next_deadline:
-            if self._adapters.is_ready:
-                self._report(now)
-            else:
-                self._memberships.wait_until(now + START_S)
-        if self._tracer.runs:
-            for router, spans in self._tracer.due(now):
-                self._mail.send(router, spans)
-
-    def _take_in(self, sender: InstanceId, message: InstanceInbox, now: float) -> None:
-        """A message that may give the scheduler something to do."""
-        match message:
-            case Drain(incarnation=life):
-                if fits(life, self._memberships.info.incarnation):
-                    self.drain(now)
-                else:
+            match message:
+                case Welcome() | Refused():
+                    self._follow(self._memberships.receive(message, now), now)
+                case Drain(incarnation=life):
+                    if fits(life, self._memberships.info.incarnation):
+                        self.drain(now)
+                    else:
+                        self._stale += 1
+                case Generate(incarnation=life) if not fits(life, self._memberships.info.incarnation):
                     self._stale += 1
-            case Generate(incarnation=life) if not fits(life, self._memberships.info.incarnation):
-                self._stale += 1
-            case Peers():
-                self._meet(self._memberships.receive_peers(sender, message, now), now)
-            case StageWeights() | SwitchWeights() | DropWeights() | HoldSteps() | Trace() | DoTask() | SetAdapters() | TakeRole():
-                self._order(sender, message, now)
-            case _ if not self._is_for_role(message):
-                self._stale += 1
-            case _:
-                if self._tracer.recorder.on:
-                    self._tracer.receive(message)
-                self._act(self.scheduler.receive(sender, message, now))
-
-    def _work(self, events: Sequence[TransferEvent], now: float) -> None:
-        """Act on what has come and on what is due. Without either, there is nothing to do for an instance that has no request:
-        then it rests until something is due."""
-        for event in events:
+                case Peers():
+                    self._meet(self._memberships.receive_peers(sender, message, now), now)
+                case (
+                    StageWeights()
+                    | SwitchWeights()
+                    | DropWeights()
+                    | HoldSteps()
+                    | Trace()
+                    | DoTask()
+                    | SetAdapters()
+                    | TakeRole()
+                ):
+                    self._order(sender, message, now)
+                case _ if not self._is_for_role(message):
+                    self._stale += 1
+                case _:
+                    if self._tracer.recorder.on:
+                        self._tracer.receive(message)
+                    self._act(self.scheduler.receive(sender, message, now))
+        for event in self._transfers.poll():
             if self._tracer.recorder.on:
                 self._tracer.transfer_ended(event)
             self._act(self.scheduler.handle(event, now))
@@ -208,15 +185,14 @@ class InstanceWorker:
         self._act(self.scheduler.tick(now))
         self._launch(now)
         self._note_timelines()
-        self._report_known, self._rests_until_s = None, -math.inf
-        if not (self._in_flight or self._preparing or self._is_busy_beside) and self.scheduler.is_idle:
-            self._rests_until_s = min(self._due_s(), now + REST_S)
-
-    @property
-    def _is_busy_beside(self) -> bool:
-        """Whether something is under way beside the requests, whose end no message tells."""
-        beside = self._weights.staged_update or self._tasks.ends_s or self._adapters.ends_s or self._role.ends_s is not None
-        return bool(beside) or self._tracer.runs
+        if now >= self._memberships.next_deadline:
+            if self._adapters.is_ready:
+                self._report(now)
+            else:
+                self._memberships.wait_until(now + START_S)
+        if self._tracer.runs:
+            for router, spans in self._tracer.due(now):
+                self._mail.send(router, spans)
 
     def _order(self, router: InstanceId, order: Trace | WeightsOrder | DoTask | SetAdapters | TakeRole, now: float) -> None:
         """A router orders something."""
@@ -244,7 +220,7 @@ class InstanceWorker:
     def drain(self, now: float) -> None:
         """Leave in order: accept nothing new, finish or hand off what runs. Idempotent."""
         if not self._draining:
-            self._draining, self._rests_until_s = True, -math.inf
+            self._draining = True
             if self._role.wanted is not None:
                 self._act([*self.scheduler.handle(StayInRole(), now), *self._role.keep("it is leaving the fleet")])
             self._act(self.scheduler.receive(self._memberships.info.id, Drain(), now))
@@ -256,11 +232,6 @@ class InstanceWorker:
 
     def next_deadline(self) -> float:
         """When the next turn is due even if nothing happens before."""
-        work_s = self._rests_until_s if self._rests_until_s > -math.inf else self._due_s()
-        return min(work_s, self._memberships.next_deadline)
-
-    def _due_s(self) -> float:
-        """When there is something to do but a heartbeat; infinite: nothing is known."""
         step_ends = self._in_flight[0].handle.ends_s if self._in_flight else None
         peers = earliest(self._former.next_deadline(), self._memberships.peers.next_deadline())
         prepared = [each.ends_s for each in self._preparing.values()]
@@ -275,7 +246,7 @@ class InstanceWorker:
             *self._adapters.ends_s,
             *prepared,
         )
-        return math.inf if known is None else known
+        return self._memberships.next_deadline if known is None else min(known, self._memberships.next_deadline)
 
     def skip(self, seconds: float, actions: Sequence[Action]) -> None:
         """A simulation has taken steps of so many seconds at once, all before those in flight. actions: what came of them."""
@@ -384,7 +355,7 @@ class InstanceWorker:
             self._act(self.scheduler.handle(event, now))
 
     def _launch(self, now: float) -> None:
-        while len(self._in_flight) < STEPS_IN_FLIGHT and not self._weights.is_holding and not self.scheduler.is_idle:
+        while len(self._in_flight) < STEPS_IN_FLIGHT and not self._weights.is_holding:
             decision = self.scheduler.decide(now)
             self._act(decision.actions)
             if decision.plan is None:
@@ -419,8 +390,7 @@ class InstanceWorker:
     def _report(self, now: float) -> None:
         """Tell the routers how this instance is. One that has not answered for minutes has lost its requests."""
         self._follow(self._memberships.check(now), now)
-        report = self._report_known = self._report_known or self.scheduler.report()
-        cost = self._cost.read()
+        report, cost = self.scheduler.report(), self._cost.read()
         if cost != self._cost_told:
             self._cost_told = cost
             self._act(self.scheduler.handle(StepsMeasured(cost), now))
@@ -460,8 +430,6 @@ class InstanceWorker:
 
     def _follow(self, changes: Sequence[RouterChange], now: float) -> None:
         """Routers came or are gone: learn or forget where they and their detokenizers are, and tell the scheduler."""
-        if changes:
-            self._report_known, self._rests_until_s = None, -math.inf
         for change in changes:
             router = change.router
             detokenizers = [text_name(router, shard) for shard in range(len(change.detokenizers))]

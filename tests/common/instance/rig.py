@@ -127,7 +127,6 @@ class FakeScheduler:
     def __init__(self) -> None:
         self.told: list[str] = []
         self.takes, self.last_step, self.pool = PrefillMessage, 0, PagePool(6, caches=False)
-        self.is_idle = False
         self.answers: list[Action] = []
         self.prepared: dict[str, Failed | None] = {}
         self.drained = False
