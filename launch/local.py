@@ -90,8 +90,7 @@ class FleetConfig:
             own: tuple[ConfigClass, ...] = (self.router, self.access) if role == ROUTER else (self.instance, self.engine)
             free = {each.name for config in own for each in fields(config)} - (set() if role == ROUTER else ONE_FOR_ALL)
             for name in values.keys() - free:
-                where = "give it at the top of the file or in the table of the command"
-                raise ConfigError(f"[{role}] {name}: it is the same for all processes that this command starts: {where}")
+                raise ConfigError(f"[{role}] {name}: all roles that this command starts have the same: move it to the top")
             for config in own if role != ROUTER else ():
                 self.with_role(role, config)
 

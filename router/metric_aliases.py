@@ -86,15 +86,13 @@ class MetricAliases(Collector):
 
 def _aliases(family: Metric) -> Iterator[tuple[str, str, list[tuple[str, Mapping[str, str], float]]]]:
     """Each with its type and samples: names, labels and values."""
-    found = family.samples
     for name in COPIES.get(family.name, ()):
         if name.endswith("_total"):
-            total = sum(each.value for each in found if each.name.endswith("_sum"))
+            total = sum(each.value for each in family.samples if each.name.endswith("_sum"))
             yield name.removesuffix("_total"), "counter", [(name, {}, total)]
         else:
-            yield name, family.type, [(each.name.replace(family.name, name), each.labels, each.value) for each in found]
+            yield name, family.type, [(each.name.replace(family.name, name), each.labels, each.value) for each in family.samples]
     if family.name == "tandem_requests_ended":
-        ends = {each.labels["ending"]: each.value for each in found if each.name.endswith("_total")}
-        name = "vllm:request_success"
-        counts = [(f"{name}_total", {"finished_reason": reason}, ends.get(end, 0.0)) for end, reason in ENDINGS.items()]
-        yield name, "counter", [*counts]
+        ends = {each.labels["ending"]: each.value for each in family.samples if each.name.endswith("_total")}
+        counts = [({"finished_reason": reason}, ends.get(end, 0.0)) for end, reason in ENDINGS.items()]
+        yield "vllm:request_success", "counter", [("vllm:request_success_total", *each) for each in counts]

@@ -135,8 +135,8 @@ WRONG = [
     ("prefix-cache = 'no'", {}, "{file}: argument --prefix-cache: must be one of off, on; it is 'no'"),
     ("[simulate]\nmarkdown = 'yes'", {}, "{file} [simulate]: argument --markdown: must be on or off; it is 'yes'"),
     ("kv-memory = 'auto'\nkv_memory = 'auto'", {}, "{file}: kv_memory is there twice, with - and with _"),
-    ("[decode]\ntp = 2", {}, "[decode] tp: it is the same for all processes that this command starts: give it at the top"),
-    ("[router]\nmodel = 'm'", {}, "[router] model: it is the same for all processes"),
+    ("[decode]\ntp = 2", {}, "[decode] tp: all roles that this command starts have the same: move it to the top"),
+    ("[router]\nmodel = 'm'", {}, "[router] model: all roles that this command starts have the same"),
     ("[decode]\npage-size = 0", {}, "[decode] --page-size must be between 1 and 1024"),
 ]  # fmt: skip
 
