@@ -40,6 +40,7 @@ Graphs = Literal["auto", "on", "off"]
 ToolParserName = Literal["auto", "hermes", "llama3", "mistral", "none"]
 PoolingName = Literal["auto", "none", "last", "mean", "cls"]
 ReasoningParserName = Literal["auto", "think", "none"]
+MetricAliasNames = Literal["none", "vllm", "sglang", "both"]
 DEMO_MODEL = "demo"
 DAY_S = 86_400.0
 SHARED_STEP_S = 0.05
@@ -361,6 +362,9 @@ class RouterConfig:
         "on",
         "on: a request whose first token is predicted to come after its time limit gets status 429 at once, and Retry-After says "
         "when it would fit; off: it waits until its time is over",
+    )
+    metric_aliases: MetricAliasNames = option(
+        "none", "whose names figures of /metrics have beside their own, so that dashboards for vLLM or SGLang show this fleet"
     )
 
     def __post_init__(self) -> None:
