@@ -324,9 +324,10 @@ class ChatShape(OpenAIShape[ChatRequest]):
             case "reasoning":
                 return {"reasoning_content": part.text, "reasoning": part.text}
             case "call":
-                self._calls[index] += 1
                 function = {"arguments": "", "name": part.text}
-                call = {"function": function, "id": self.accepted.reading.new_id(), "type": "function"}
+                call_id = self.accepted.reading.new_id(part.text, self._calls[index])
+                call = {"function": function, "id": call_id, "type": "function"}
+                self._calls[index] += 1
             case "arguments":
                 call = {"function": {"arguments": part.text}}
             case _:
@@ -339,7 +340,10 @@ class ChatShape(OpenAIShape[ChatRequest]):
         if reading.new_parser is None:
             return ChatChoice(index, _ChatMessage(choice.text), finish, logprobs, ids)
         answer = reading.whole(choice.text)
-        calls = [_Call(reading.new_id(), _Function(call.name, call.arguments)) for call in answer.calls]
+        calls = [
+            _Call(reading.new_id(call.name, number), _Function(call.name, call.arguments))
+            for number, call in enumerate(answer.calls)
+        ]
         message = _ChatMessage(
             content=None if calls and not answer.content else answer.content,
             tool_calls=calls or msgspec.UNSET,

@@ -438,11 +438,14 @@ class ResponseShape(AnswerShape[ResponseRequest]):
 
     def _begin(self, kind: ItemKind, name: str = "") -> _Events:
         """Begin an item. name: of the function, for a call."""
-        item = OutputItem(kind, _ID_PREFIXES[kind] + secrets.token_hex(12))
+        item, number = (
+            OutputItem(kind, _ID_PREFIXES[kind] + secrets.token_hex(12)),
+            [each.kind for each in self._items].count(kind),
+        )
         self._items.append(item)
         self._is_open = True
         if kind == "function_call":
-            item.call_id, item.name = self.accepted.reading.new_id(), name
+            item.call_id, item.name = self.accepted.reading.new_id(name, number), name
         yield "response.output_item.added", {"output_index": len(self._items) - 1, "item": item.output("in_progress")}
         if kind != "function_call":
             yield "response.content_part.added", self._place() | {"part": item.part("")}
