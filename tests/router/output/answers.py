@@ -141,7 +141,7 @@ def call_text(format: ToolFormat, call: ParsedCall, style: int = 0, number: int 
         inner = "".join(f"<arg_key>{key}</arg_key>{space}<arg_value>{text}</arg_value>{space}" for key, text in texts.items())
         return f"<tool_call>{name}{space}{inner}</tool_call>"
     if format is PYTHONIC:
-        write = repr if style % 2 else lambda value: json.dumps(value) if isinstance(value, str) else repr(value)
+        write = repr if style % 2 else lambda value: json.dumps(value) if isinstance(value, str | list) else repr(value)
         return f"{name}({', '.join(f'{key}={write(value)}' for key, value in values.items())})"
     quote = "<escape>" if format is FUNCTIONGEMMA else '<|"|>'
     inner = ",".join(f"{key}:{gemma(value, quote)}" for key, value in values.items())

@@ -88,13 +88,13 @@ def test_strict_calls_match_their_schema_wherever_they_stand_in_free_text(format
     good, loose = calls(format, GOOD), calls(format, BAD, name="g")
     for text in (hello, good, loose):
         assert accepts(grammar, text), text
-    for text in (calls(format, BAD), calls(format, GOOD, name="h"), hello + calls(format, BAD)):
-        assert not accepts(grammar, text), text
+    for text in (calls(format, BAD), *(() if format.brackets == "()" else (calls(format, GOOD, name="h"),))):
+        assert not accepts(grammar, text), text  # what calls no function of the request is text in pythonic answers
     assert accepts(once, good) and not accepts(once, calls(format, GOOD, GOOD))
     if format.stands_alone:
         assert not accepts(grammar, hello + good)
         return
-    tag = format.opens[0] if format.bare[0] else ""
+    tag = format.bare[0]
     assert accepts(grammar, hello + tag + good) and not accepts(grammar, hello + tag + calls(format, BAD))
     if format.bare[0]:
         assert accepts(grammar, tag + good)
