@@ -90,13 +90,20 @@ class ToolCall(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     index: Annotated[int | None, Meta(description="As a streamed answer has it. It changes nothing.")] = None
 
 
+class TemplateArguments(dict[str, Any]):
+    """The arguments of a call for chat templates. Most templates write an object; DeepSeek's add it to a text."""
+
+    def __radd__(self, before: str) -> str:
+        return before + msgspec.json.encode(self).decode()
+
+
 def call_for_template(call_id: str, name: str, arguments: str, path: str) -> dict[str, Any]:
     """A call as chat templates read it: with its arguments as an object, which they write in the model's own way. arguments: as
     text. path: where that is in the body. Raises BadRequest when it is no JSON object."""
     parsed = json_in(arguments or "{}", path)
     if not isinstance(parsed, dict):
         raise BadRequest(f"{path} must be a JSON object, as text", field=path, code="invalid_value")
-    call = {"type": "function", "function": {"name": name, "arguments": parsed}}
+    call = {"type": "function", "function": {"name": name, "arguments": TemplateArguments(parsed)}}
     return {"id": call_id} | call if call_id else call
 
 

@@ -408,6 +408,8 @@ def _json_of(written: str, kinds: frozenset[str]) -> str:
     try:
         value = msgspec.json.decode(literal)
     except (msgspec.DecodeError, UnicodeError, RecursionError):
+        if literal.count(",") > _MOST_COMMAS:
+            return _text(written)
         try:
             value = ast.literal_eval(_ESCAPE.sub(_known_escape, literal))
             literal = json.dumps(value, ensure_ascii=False, allow_nan=False)
@@ -434,6 +436,8 @@ _QUOTES = ("'", '"')
 _MARK = re.compile(r"<[^<>\s]+>?|\[[A-Z_]+\]")
 _HOLE = re.compile(r"\{(?:calls|name|number|arguments|key|value)\}")
 _PIECE = re.compile(r"<[^<>\s]*>?|[^\s<]+")
+_MOST_COMMAS = 2048
+"""A Python literal with more takes the loop too long, and is sent as a text."""
 _ESCAPE, _ESCAPED = re.compile(r"\\(.)", re.DOTALL), frozenset("\\'\"abfnrtvxuUN01234567\n")
 
 
