@@ -50,7 +50,6 @@ HERMES = ToolFormat(
 QWEN3_CODER = ToolFormat(
     names=("qwen3_coder", "qwen3_xml"),
     found_by="<function=.*<parameter=",
-    read=readers.read_named,
     call="<tool_call>\n<function={name}>\n{arguments}</function>\n</tool_call>",
     argument="<parameter={key}>\n{value}\n</parameter>\n",
     separator="\n",
@@ -58,7 +57,6 @@ QWEN3_CODER = ToolFormat(
 GLM45 = ToolFormat(
     names=("glm45", "glm47", "glm"),
     found_by="<arg_key>",
-    read=readers.read_named,
     call="<tool_call>{name}\n{arguments}</tool_call>",
     argument="<arg_key>{key}</arg_key>\n<arg_value>{value}</arg_value>\n",
     separator="\n",
@@ -66,7 +64,6 @@ GLM45 = ToolFormat(
 DEEPSEEK_V31 = ToolFormat(
     names=("deepseek_v31", "deepseekv31"),
     found_by="<｜tool▁call▁begin｜>",
-    read=readers.read_named,
     call="<｜tool▁call▁begin｜>{name}<｜tool▁sep｜>{arguments}<｜tool▁call▁end｜>",
     all="<｜tool▁calls▁begin｜>{calls}<｜tool▁calls▁end｜>",
 )
@@ -80,14 +77,12 @@ DEEPSEEK_V3 = replace(
 KIMI_K2 = ToolFormat(
     names=("kimi_k2",),
     found_by=r"<\|tool_call_begin\|>",
-    read=readers.read_named,
     call="<|tool_call_begin|>functions.{name}:{number}<|tool_call_argument_begin|>{arguments}<|tool_call_end|>",
     all="<|tool_calls_section_begin|>{calls}<|tool_calls_section_end|>",
 )
 HARMONY = ToolFormat(
     names=("openai", "gpt-oss"),
     found_by=r"<\|channel\|>.*<\|message\|>",
-    read=None,
     call="<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>{arguments}",
     separator=None,
     stands_alone=True,
@@ -95,7 +90,6 @@ HARMONY = ToolFormat(
 PYTHONIC = ToolFormat(
     names=("pythonic", "llama4_pythonic"),
     found_by=r"\[func_name1\(",
-    read=readers.read_named,
     call="{name}{arguments}",
     all="[{calls}]",
     separator=", ",
@@ -108,7 +102,6 @@ PYTHONIC = ToolFormat(
 GEMMA4 = ToolFormat(
     names=("gemma4",),
     found_by=r"<\|tool_call>",
-    read=readers.read_named,
     call="<|tool_call>call:{name}{arguments}<tool_call|>",
     argument="{key}:{value}",
     brackets="{}",

@@ -15,6 +15,7 @@ from common.errors import BadRequest
 from common.sampling_params import Grammar
 from engine.grammar.grammars import check_text
 from engine.grammar.json_schemas import as_object, check_schema
+from engine.grammar.strings import MAX_GRAMMAR_CHARS
 from router.api.fields import Function, ToolUse
 from router.api.parsing.formats import AnswerFormat
 from router.api.parsing.readers import ToolFormat, around, followed, kinds_in
@@ -111,10 +112,14 @@ def _arguments(format: ToolFormat, function: str, schema: Format) -> Format:
     check_schema(schema, "tools")
     for key in sorted(schema.keys() & _OF_ALL):
         raise _refusal(format, function, f"{key} of all arguments")
-    others = schema.get("additionalProperties")
+    others, named = schema.get("additionalProperties"), as_object(schema.get("properties"))
+    if len(named) * len(msgspec.json.encode(_defs(schema))) > MAX_GRAMMAR_CHARS:
+        raise _refusal(format, function, "so many arguments with $defs of that size")
+    if format.comma and len(named) > _MOST_OPTIONAL and not schema.get("required"):
+        raise _refusal(format, function, f"more than {_MOST_OPTIONAL} arguments of which none is required")
     if "properties" in schema or others is False:
         parts = []
-        for key, each in as_object(schema.get("properties")).items():
+        for key, each in named.items():
             if not _KEY.fullmatch(key):
                 raise _refusal(format, function, f"the name {key[:64]!r}")
             value = _argument(format, f"{function}.{key}", f"{before_key}{key}{after_key}", each, schema)
@@ -132,14 +137,15 @@ def _joined(parts: Sequence[tuple[Format, bool]], separator: str) -> Format:
     if not separator or not parts:
         return _one_after_other(*rest or (_NOTHING,))
     must = next((at for at, (_, is_required) in enumerate(parts) if is_required), None)
-    first = range(len(parts) if must is None else must + 1)
-    some = _either(*(_one_after_other(parts[at][0], *rest[at + 1 :]) for at in first))
-    return _optional(some) if must is None else some
+    if must is None:
+        return _optional(_either(*(_one_after_other(part, *rest[at + 1 :]) for at, (part, _) in enumerate(parts))))
+    first = (_optional(_one_after_other(part, _const(separator))) for part, _ in parts[:must])
+    return _one_after_other(*first, parts[must][0], *rest[must + 1 :])
 
 
 def _argument(format: ToolFormat, where: str, begin: str, schema: Any, root: Format) -> Format:
     """A value with what stands around it. begin: what stands before it. where: the argument, for errors. Raises BadRequest."""
-    defs = {key: root[key] for key in ("$defs", "definitions") if key in root}
+    defs = _defs(root)
     value, kinds, end = _json(as_object(schema) | defs), kinds_in(schema, root), around(format.argument)[-1]
     schema = followed(schema, root)
     if format.brackets and not format.quote:
@@ -164,7 +170,6 @@ def _argument(format: ToolFormat, where: str, begin: str, schema: Any, root: For
 
 def _python(schema: Format, defs: Format) -> Format:
     """A value in Python; within lists and dictionaries, which the reader reads in JSON too, words are those of JSON."""
-    schema = followed(schema, defs)
     options = schema.get("anyOf") or schema.get("oneOf")
     if options:
         return _either(*(_python(option, defs) for option in options))
@@ -172,6 +177,11 @@ def _python(schema: Format, defs: Format) -> Format:
     return _either(*map(_const, words)) if words else _json({**schema, **defs})
 
 
+def _defs(schema: Format) -> dict[str, Any]:
+    return {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+
+
+_MOST_OPTIONAL = 16
 _WORDS = {"boolean": ("True", "False"), "null": ("None",)}
 _OF_ALL = {"$ref", "anyOf", "oneOf", "allOf", "enum", "const", "patternProperties", "minProperties", "maxProperties"}
 _SCALARS = {"boolean", "null", "number"}

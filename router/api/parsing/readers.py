@@ -40,8 +40,8 @@ class ToolFormat:
     """What flags call it."""
     found_by: str
     """A regular expression that is found in the chat templates of models that write so."""
-    read: "CallReader | None"
-    """Reads calls, behind one of the marks that open them; None: they are messages in channels."""
+    read: "CallReader | None" = None
+    """Reads calls, behind one of the marks that open them; None: `read_named`."""
     call: str
     """A call, with {name} and {arguments}, and with {number} where its number in the conversation is part of its id."""
     all: str = "{calls}"
@@ -106,7 +106,6 @@ CallReader: TypeAlias = Callable[[GrowingText, PartSink, ToolFormat, Schemas], R
 
 def read_tools(format: ToolFormat, schemas: Schemas, source: GrowingText, sink: PartSink) -> Reading[None]:
     """Read content and calls, to the end of the answer."""
-    assert format.read is not None
     opening, either = _marks(*format.opens), _marks(*format.opens, *format.closes)
     mark = "" if format.bare[0] else (yield from read_until(source, sink.content, opening))
     while mark is not None:
@@ -120,14 +119,15 @@ def read_tools(format: ToolFormat, schemas: Schemas, source: GrowingText, sink: 
                 sink.content(mark + source.read())
                 source.forget()
                 mark = ""
-            called = yield from format.read(source, sink, format, schemas)
+            called = yield from (format.read or read_named)(source, sink, format, schemas)
             marks = either if called else opening
             sink.content(source.read() if called else mark + source.read())
         mark = yield from read_until(source, sink.content, marks)
 
 
 _marks = lru_cache(maxsize=64)(Marks)
-_MAX_REFERENCES = 8
+_MAX_REFERENCES, _MOST_SCHEMAS = 8, 64
+"""So many references after each other, and schemas of one value, are looked at."""
 _TYPES = {"string", "integer", "number", "boolean", "null", "array", "object"}
 
 
@@ -379,19 +379,24 @@ def followed(schema: Any, root: Mapping[str, Any]) -> dict[str, Any]:
     return as_object(schema)
 
 
-def kinds_in(schema: Any, root: Mapping[str, Any], depth: int = _MAX_REFERENCES) -> frozenset[str]:
-    """The types of the values that a schema allows, as far as that is seen; empty: any. root: where references lead. depth: so
-    many choices within each other are looked at."""
-    schema = followed(schema, root)
-    listed = [schema["const"]] if "const" in schema else schema.get("enum")
-    if isinstance(listed, list):
-        return frozenset[str]().union(*map(kinds_of, listed))
-    options = next((schema[key] for key in ("anyOf", "oneOf", "allOf") if isinstance(schema.get(key), list)), None)
-    if options is None or "type" in schema or not depth:
-        types = types_of(schema)
-        return frozenset(types) if types <= _TYPES else frozenset()
-    kinds = [kinds_in(option, root, depth - 1) for option in options]
-    return frozenset[str]().union(*kinds) if all(kinds) else frozenset()
+def kinds_in(schema: Any, root: Mapping[str, Any]) -> frozenset[str]:
+    """The types of the values that a schema allows, as far as that is seen; empty: any. root: where references lead."""
+    kinds, left, seen = set[str](), [schema], list[dict[str, Any]]()
+    while left:
+        schema = followed(left.pop(), root)
+        if any(schema is each for each in seen):
+            continue
+        seen.append(schema)
+        listed = [schema["const"]] if "const" in schema else schema.get("enum")
+        options = next((schema[key] for key in ("anyOf", "oneOf", "allOf") if isinstance(schema.get(key), list)), None)
+        if options is not None and "type" not in schema:
+            left += options
+            continue
+        found = {kind for each in listed for kind in kinds_of(each)} if isinstance(listed, list) else types_of(schema)
+        if not found or not found <= _TYPES or len(seen) > _MOST_SCHEMAS:
+            return frozenset()
+        kinds |= found
+    return frozenset(kinds)
 
 
 def _unquoted(literal: str, quote: str, kinds: frozenset[str]) -> str:
