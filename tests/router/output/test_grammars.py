@@ -21,6 +21,7 @@ from router.api.parsing.formats import (
     LLAMA3,
     MISTRAL,
     MISTRAL_ARGS,
+    PYTHONIC,
     QWEN3_CODER,
     THINK,
     TOOL_FORMATS,
@@ -172,6 +173,16 @@ def test_what_a_format_of_values_as_they_are_cannot_be_held_to_is_refused_by_nam
         grammar_of(ToolUse(callable=(Function("f", parameters=parameters),), required=True), QWEN3_CODER)
     loose = Function("f", parameters=parameters, strict=False)
     assert accepts(grammar_of(ToolUse(callable=(loose,), required=True), QWEN3_CODER), calls(QWEN3_CODER, '{"a": "b"}'))
+
+
+def test_what_would_make_a_grammar_far_larger_than_its_schema_is_refused() -> None:
+    defs = {"T": {"enum": ["x" * 100] * 100}}
+    for schema in (
+        {"properties": {f"a{at}": {"type": "integer"} for at in range(17)}},
+        {"properties": {f"a{at}": {"$ref": "#/$defs/T"} for at in range(20)}, "$defs": defs, "required": ["a1"]},
+    ):
+        with pytest.raises(BadRequest, match="cannot be held to (more than 16 arguments|so many arguments)"):
+            grammar_of(ToolUse(callable=(Function("f", parameters={"type": "object", **schema}),), required=True), PYTHONIC)
 
 
 def test_gpt_oss_answers_in_its_final_channel_what_the_response_format_says() -> None:

@@ -35,7 +35,7 @@ from router.api.parsing.formats import (
     answer_format,
 )
 from router.api.parsing.parser import AnswerPart, ParsedAnswer, ParsedCall, Thoughts
-from router.api.parsing.readers import ToolFormat
+from router.api.parsing.readers import ToolFormat, kinds_in
 from tests.router.output.answers import (
     CALLS,
     FORMATS,
@@ -476,6 +476,15 @@ def test_each_name_of_a_flag_is_one_formats_but_for_those_that_the_template_tell
         for name in format.names:
             assert answer_format("", name, "none").tools is (MISTRAL if name == "mistral" else format)
     assert answer_format("", "none", "deepseek-r1").thoughts is DEEPSEEK_R1
+
+
+def test_types_are_seen_through_references_and_choices_in_few_steps() -> None:
+    refs = [{"$ref": f"#/$defs/T{at % 9}"} for at in range(900)]
+    root = {"$defs": {f"T{at}": {"anyOf": [*refs, {"type": "integer"}]} for at in range(9)} | {"E": {"enum": ["5", None]}}}
+    assert kinds_in(refs[0], root) == {"integer"}
+    assert kinds_in({"oneOf": [{"$ref": "#/$defs/E"}, {"type": ["array", "string"]}]}, root) == {"string", "null", "array"}
+    for anything in ({}, None, True, {"$ref": "#/nowhere"}, {"type": "float"}, {"anyOf": [{"type": "string"}, {}]}):
+        assert kinds_in(anything, root) == set(), anything
 
 
 def test_mistrals_calls_have_ids_that_its_templates_take() -> None:
