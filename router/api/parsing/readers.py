@@ -381,22 +381,21 @@ def followed(schema: Any, root: Mapping[str, Any]) -> dict[str, Any]:
 
 def kinds_in(schema: Any, root: Mapping[str, Any]) -> frozenset[str]:
     """The types of the values that a schema allows, as far as that is seen; empty: any. root: where references lead."""
-    kinds, left, seen = set[str](), [schema], list[dict[str, Any]]()
-    while left:
+    kinds, left = set[str](), [schema]
+    for _ in range(_MOST_SCHEMAS):
+        if not left:
+            return frozenset(kinds)
         schema = followed(left.pop(), root)
-        if any(schema is each for each in seen):
-            continue
-        seen.append(schema)
         listed = [schema["const"]] if "const" in schema else schema.get("enum")
         options = next((schema[key] for key in ("anyOf", "oneOf", "allOf") if isinstance(schema.get(key), list)), None)
         if options is not None and "type" not in schema:
             left += options
             continue
         found = {kind for each in listed for kind in kinds_of(each)} if isinstance(listed, list) else types_of(schema)
-        if not found or not found <= _TYPES or len(seen) > _MOST_SCHEMAS:
-            return frozenset()
+        if not found or not found <= _TYPES:
+            break
         kinds |= found
-    return frozenset(kinds)
+    return frozenset()
 
 
 def _unquoted(literal: str, quote: str, kinds: frozenset[str]) -> str:

@@ -181,7 +181,7 @@ def test_what_would_make_a_grammar_far_larger_than_its_schema_is_refused() -> No
         {"properties": {f"a{at}": {"type": "integer"} for at in range(17)}},
         {"properties": {f"a{at}": {"$ref": "#/$defs/T"} for at in range(20)}, "$defs": defs, "required": ["a1"]},
     ):
-        with pytest.raises(BadRequest, match="cannot be held to (more than 16 arguments|so many arguments)"):
+        with pytest.raises(BadRequest, match=r"cannot be held to (more than 16 arguments|so many arguments)"):
             grammar_of(ToolUse(callable=(Function("f", parameters={"type": "object", **schema}),), required=True), PYTHONIC)
 
 
