@@ -37,9 +37,14 @@ LogLevel = Literal["debug", "info", "warning", "error"]
 Dispatch = Literal["auto", "colocated", "conditional"]
 PolicyName = Literal["round_robin", "least_loaded", "power_of_two", "session", "cache_aware"]
 Graphs = Literal["auto", "on", "off"]
-ToolParserName = Literal["auto", "hermes", "llama3", "mistral", "none"]
+_JsonCalls = Literal["hermes", "qwen", "qwen25", "llama3", "llama3_json", "llama4_json", "mistral", "openai", "gpt-oss"]
+_MarkedCalls = Literal["kimi_k2", "deepseek_v3", "deepseekv3", "deepseek_v31", "deepseekv31", "qwen3_coder", "qwen3_xml"]
+_TypedCalls = Literal["glm45", "glm47", "glm", "pythonic", "llama4_pythonic", "functiongemma", "gemma4"]
+ToolParserName = Literal["auto", "none", _JsonCalls, _MarkedCalls, _TypedCalls]
 PoolingName = Literal["auto", "none", "last", "mean", "cls"]
-ReasoningParserName = Literal["auto", "think", "none"]
+_ThinkTags = Literal["think", "qwen3", "qwen3-thinking", "glm45", "glm47", "kimi_k2", "deepseek_v3", "deepseek-v3"]
+_OtherThoughts = Literal["deepseek_r1", "deepseek-r1", "openai_gptoss", "gpt-oss", "mistral", "gemma4"]
+ReasoningParserName = Literal["auto", "none", _ThinkTags, _OtherThoughts]
 MetricAliasNames = Literal["none", "vllm", "sglang", "both"]
 DEMO_MODEL = "demo"
 DAY_S = 86_400.0
@@ -331,13 +336,13 @@ class RouterConfig:
     chat_template: str = option("", "jinja file of the chat template, or the template itself; without it: the model's own")
     tool_parser: ToolParserName = option(
         "auto",
-        "how the model writes tool calls: hermes (Qwen too), llama3 or mistral; auto: what the chat template shows; none: "
-        "tools are refused",
+        "how the model writes tool calls, by the names of vLLM and SGLang; auto: what the chat template shows; none: tools are "
+        "refused",
     )
     reasoning_parser: ReasoningParserName = option(
         "auto",
-        "think: what the model writes between <think> and </think> is sent as reasoning; auto: if the chat template has "
-        "these marks",
+        "what the model writes between certain marks is sent as reasoning: think, or a name of vLLM's or SGLang's; auto: the "
+        "marks that the chat template has; none: it is content",
     )
     pooling: PoolingName = option(
         "auto",
