@@ -102,4 +102,5 @@ async def serve(
             waiting = WaitingConnections(most_waiting, metrics.connection_dropped, most_body_bytes)
             listeners = [listener, own_listener] if shared else [listener]
             with contextlib.closing(api.timelines.others):
-                await serve_app(app, listeners, lambda: ready(serving), drained, waiting, access.tls)
+                async with api.working():
+                    await serve_app(app, listeners, lambda: ready(serving), drained, waiting, access.tls)
