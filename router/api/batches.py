@@ -172,7 +172,7 @@ class RunningBatch:
     """Those that nobody has begun."""
     files: Sequence[int] = ()
     """The numbers of the files of answers and of errors."""
-    computing: "asyncio.Future[Any] | None" = None
+    computing: "asyncio.Task[None] | None" = None
     failure: TandemError | None = None
     """Why nothing more can be stored."""
 
@@ -340,14 +340,16 @@ class BatchesApi(StoreApi):
         """Compute the lines that have brought nothing yet. Returns how the batch ends; None: the router drains."""
         if running.stored.is_cancelled:
             return "cancelled"
-        workers = (self._worker(running) for _ in range(min(self._most_open, len(running.left))))
-        computing = running.computing = asyncio.gather(*workers)
+        computing = running.computing = asyncio.create_task(self._workers(running))
         await asyncio.wait({computing}, timeout=max(0, _body_of(running.stored).expires_at - time.time()))
         if computing.done():
             return "cancelled" if computing.cancelled() else None if running.left else "completed"
         computing.cancel()
         await asyncio.wait({computing})
         return "expired"
+
+    async def _workers(self, running: RunningBatch) -> None:
+        await asyncio.gather(*(self._worker(running) for _ in range(min(self._most_open, len(running.left)))))
 
     async def _worker(self, running: RunningBatch) -> None:
         """Compute one line after the other."""

@@ -141,6 +141,8 @@ class FilesApi(StoreApi):
             raise UnsupportedBody("the body must be multipart/form-data, with the parts purpose and file")
         try:
             form = await MultiPartParser(request.headers, pieces(), max_files=1, max_fields=2).parse()
+            content = [await each.read() for each in form.values() if isinstance(each, UploadFile)]
+            await form.close()
         except MultiPartException as error:
             raise BadRequest(f"the body is not as multipart/form-data should be: {error.message}") from error
         for name in form.keys() - {"purpose", "file"}:
@@ -151,8 +153,7 @@ class FilesApi(StoreApi):
         if not isinstance(file, UploadFile):
             raise BadRequest("file is missing: send the content of a file, with its name", "file", "missing_required_parameter")
         made = new_file(file.filename or "", "batch", file.size or 0, store.age_s)
-        content = await file.read()
-        parts = [(begin, content[begin : begin + PIECE_BYTES]) for begin in range(0, len(content), PIECE_BYTES)]
+        parts = [(begin, content[0][begin : begin + PIECE_BYTES]) for begin in range(0, made.bytes, PIECE_BYTES)]
         await self.call(request, partial(store.add, visit.owner, FILE, made.id, msgspec.json.encode(made), parts))
         return made
 

@@ -11,7 +11,6 @@ import openai
 import pytest
 
 from common.access import Access, KeyRing
-from common.messages import Failed
 from common.text.embedding import EmbeddingMode
 from router.api import batches
 from tests.router.calls import completion, sent_to_fleet, until
@@ -71,7 +70,7 @@ VARYING = {"id", "created", "created_at"}
 )
 async def test_a_line_gets_the_answer_that_its_body_gets_by_itself(tmp_path: Path, url: str, body: dict[str, Any]) -> None:
     async with (
-        Site(config=config(tmp_path), embedding=EmbeddingMode("last", True)) as site,
+        Site(config=config(tmp_path), embedding=EmbeddingMode("last", True, 2)) as site,
         listening(site) as port,
         openai.AsyncOpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0) as client,
     ):
@@ -175,13 +174,11 @@ async def test_a_batch_whose_time_is_over_ends_with_what_it_has(tmp_path: Path, 
 
 
 async def test_where_there_is_no_room_lines_wait_and_other_requests_are_served(tmp_path: Path) -> None:
-    failed = Failed(message="no room", status=429, kind="overloaded_error")
-    async with storing(tmp_path, EchoFleet(fail_at=0, failing=2, failed=failed), max_requests=2, batch_requests=8) as (
-        _,
-        client_of,
-    ):
-        batch = await ended(client_of(), await begun(client_of(), lines(prompts(12))))
+    async with storing(tmp_path, max_requests=2, batch_requests=8) as (site, client_of):
+        asked = [completion("hello", n=2) for _ in range(12)]
+        batch = await ended(client_of(), await begun(client_of(), lines(asked)))
         assert (batch.status, counts(batch)) == ("completed", (12, 12, 0))
+        assert b'path="/v1/completions",status="429"' in site.metrics.text()
 
 
 async def test_a_batch_goes_on_in_another_life_and_computes_no_line_twice_that_has_its_answer(tmp_path: Path) -> None:
@@ -242,7 +239,7 @@ async def test_a_key_that_is_taken_away_ends_what_its_batch_may_ask(tmp_path: Pa
         await until(lambda: len(site.core.requests) == 1)
     access = Access(KeyRing({KEYS["bob"]: "bob"}))
     async with storing(tmp_path, life="router-b", access=access) as (site, client_of):
-        await until(lambda: site.metrics.text().count('status="401"') > 0)
+        await until(lambda: b'status="401"' in site.metrics.text())
         assert access.api_keys is not None
         access.api_keys.replace({KEYS["alice"]: "alice"})
         batch = await ended(client_of(), batch)
