@@ -72,8 +72,8 @@ def run(plan: BatchFlags, api_key: str) -> int:
             return 1
     if batch is None:
         return INTERRUPTED
-    for error in (batch["errors"] or {"data": []})["data"]:
-        print(f"{plan.input_file}, line {error['line']}: {error['message']}", file=sys.stderr)
+    for each in (batch["errors"] or {"data": []})["data"]:
+        print(f"{plan.input_file}, line {each['line']}: {each['message']}", file=sys.stderr)
     return 0 if batch["status"] == "completed" and not batch["request_counts"]["failed"] else 1
 
 

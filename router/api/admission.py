@@ -92,7 +92,7 @@ class Visit:
         """Let a request for the model in: the router knows it from now on. prefix: of its answer's id. session: see `Ask`. Raises
         Unavailable when the router drains."""
         names = {self.id: (0,), prefix + self.id: (0,)}
-        client = ClientRequest(prefix + self.id, self.owner, secrets.token_hex(8), session, names, choices=1)
+        client = ClientRequest(prefix + self.id, self.owner, secrets.token_hex(8), session, names=names, choices=1)
         client.priority = BATCH_PRIORITY if self.is_from_batch else None
         gateway = self._admission.gateway
         gateway.core.requests.arrive(client, gateway.clock())

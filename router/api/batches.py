@@ -280,7 +280,7 @@ class BatchesApi(StoreApi):
                 await store.do(partial(store.change, stored, stored.body, WAITING))
             elif stored.is_cancelled and running.computing is not None:
                 running.computing.cancel()
-        while len(self._running) < MOST_RUNNING and not self._is_draining:
+        while len(self._running) < MOST_RUNNING and not self._drains():
             owners = {running.stored.owner for running in self._running.values()}
             claimed = await store.do(partial(store.claim, BATCH, owners))
             if claimed is None:
@@ -297,8 +297,7 @@ class BatchesApi(StoreApi):
         if self._tasks:
             await asyncio.wait(self._tasks)
 
-    @property
-    def _is_draining(self) -> bool:
+    def _drains(self) -> bool:
         return self._gateway.core.requests.is_draining
 
     async def _work(self, running: RunningBatch) -> None:
@@ -353,11 +352,11 @@ class BatchesApi(StoreApi):
 
     async def _worker(self, running: RunningBatch) -> None:
         """Compute one line after the other."""
-        while running.left and not self._is_draining:
+        while running.left and not self._drains():
             number = running.left.popleft()
             line = running.lines[number]
             while (response := await self._response(running.stored.owner, line)) is None:
-                if self._is_draining:
+                if self._drains():
                     running.left.append(number)
                     return
             output = _encode(LineOutput(f"batch_req_{secrets.token_hex(12)}", line.custom_id, response)) + b"\n"

@@ -206,7 +206,7 @@ class StoredResponses(StoreApi):
                     if last:
                         await self._keep(visit, shape, bytes(_decode(last.partition(BEGIN)[2], type=_LastEvent).response))
                 except TandemError as error:  # its client must not take it for stored
-                    message = message | {"body": BEGIN + error_json(ErrorDetail(str(error), error.kind)) + END}
+                    message = {**message, "body": BEGIN + error_json(ErrorDetail(str(error), error.kind)) + END}
                 await visit.send(message)
 
             return EventStream(self._gateway, visit.client, shape, send, self._keep_alive_s)

@@ -258,7 +258,7 @@ async def test_an_upload_is_checked_part_by_part(tmp_path: Path) -> None:
             ({"purpose": "batch", "expires_after": "1"}, file, authorization, 400, "expires_after is not a known field"),
             ({}, file, authorization, 400, "purpose"),
         ):
-            response = await client.post("/v1/files", data=data, files=files, headers=headers)  # type: ignore[arg-type]
+            response = await client.post("/v1/files", data=data, files=files, headers=headers)
             assert response.status_code == status and says in response.text, response.text
         broken = {"content-type": "multipart/form-data; boundary=x", **authorization}
         for content, headers in ((b"--x\r\nnonsense", broken), (b"{}", {"content-type": "application/json"})):

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ ASK: Any = {"model": MODEL, "max_output_tokens": 5}
 
 
 def config(folder: Path, **fields: Any) -> RouterConfig:
-    return RouterConfig(**{"store": str(folder / "store"), "dead_after_s": 60.0} | fields)
+    return replace(RouterConfig(store=str(folder / "store"), dead_after_s=60.0), **fields)
 
 
 def keyed() -> Access:
@@ -65,7 +66,7 @@ async def test_a_conversation_goes_on_from_stored_answers_as_if_it_were_sent_who
         own: Any = [{"role": "user", "content": [{"type": "input_text", "text": "and?"}]}]
         second = await client.responses.create(input=own, previous_response_id=first.id, **ASK)
         stream = await client.responses.create(input="so?", previous_response_id=second.id, stream=True, **ASK)
-        third = [event async for event in stream][-1].response  # type: ignore[union-attr]
+        third = [event async for event in stream][-1].response
         talk: Any = [
             {"role": "user", "content": "hello"},
             *first.output,
@@ -127,7 +128,7 @@ async def test_a_stream_in_the_background_goes_on_where_its_client_was_cut_off(t
         stream = await client.responses.create(input="hello", background=True, stream=True, **ASK)
         seen = [await anext(stream) for _ in range(4)]
         await stream.close()
-        name = seen[0].response.id  # type: ignore[union-attr]
+        name = seen[0].response.id
         await ended(client, name)
         whole = [event async for event in await client.responses.retrieve(name, stream=True)]
         rest = [event async for event in await client.responses.retrieve(name, stream=True, starting_after=3)]
@@ -167,7 +168,7 @@ async def test_another_router_of_the_host_streams_what_this_one_computes(tmp_pat
     async with storing(tmp_path) as (_, client_of), storing(tmp_path, life="router-b") as (_, other):
         stream = await client_of().responses.create(input="hello", background=True, stream=True, **ASK)
         first = await anext(stream)
-        elsewhere = [event async for event in await other().responses.retrieve(first.response.id, stream=True)]  # type: ignore
+        elsewhere = [event async for event in await other().responses.retrieve(first.response.id, stream=True)]
         assert elsewhere == [first, *[event async for event in stream]]
 
 
