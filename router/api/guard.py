@@ -163,13 +163,14 @@ class Guard:
         has_body = headers.get(b"content-length", "0").strip("0") != "" or b"transfer-encoding" in headers
         given = headers.get(b"content-type", "" if has_body else _JSON)
         kind = given.partition(";")[0].strip().lower()
-        if scope["path"] == UPLOAD_PATH and kind == _FORM and b"authorization" in headers:
+        is_upload = scope["path"] == UPLOAD_PATH and kind == _FORM
+        if is_upload and b"authorization" in headers:
             return  # no page sends this header elsewhere without asking first, and OpenAI's clients always send it
         if kind != _JSON:
             sent = f"is {shown(given)!r}" if given else "is missing"
             fix = f"send the header Content-Type: {_JSON} (curl -H 'Content-Type: {_JSON}')"
-            if kind == _FORM:
-                fix = "send a file to /v1/files with any key (curl -H 'Authorization: Bearer none')"
+            if is_upload:
+                fix = "send it with any key (curl -H 'Authorization: Bearer none')"
             raise UnsupportedBody(f"the body's type {sent}: {fix}")
 
 

@@ -150,8 +150,8 @@ async def test_a_cancelled_response_keeps_its_text_and_the_fleet_hears_of_it(tmp
         storing(tmp_path, life="router-b") as (_, other),
     ):
         client = client_of()
-        made = await client.responses.create(input="hello", background=True, stream=stream, **ASK)
-        name = (await anext(made)).response.id if stream else made.id  # type: ignore
+        made: Any = await client.responses.create(input="hello", background=True, stream=stream, **ASK)
+        name = (await anext(made)).response.id if stream else made.id
         await until(lambda: any(len(record.token_ids) == 3 for record in site.core.requests.records()))
         assert (await other().responses.retrieve(name)).status == "in_progress"
         with pytest.raises(openai.ConflictError, match="cancel it first"):
