@@ -105,16 +105,20 @@ class Visit:
         places.require(self.owner)
         body = await body_of(request, self._admission.max_body_bytes)
         places.take(self.owner)
-        self._has_place, self._is_large = True, len(body) > LARGE_BODY_BYTES
-        intake = self._admission.intake
+        self._has_place = True
+        return await self.parse(body, reader, request)
+
+    async def parse(self, body: bytes, reader: Callable[[bytes, int], T], request: Request | None = None) -> T:
+        """What a body that is here asks for. Raises BadRequest, Overloaded, ClientDisconnect."""
+        self._is_large, intake = len(body) > LARGE_BODY_BYTES, self._admission.intake
         if not self._is_large:
             return reader(body, intake.context_tokens)
         return await self.work(request, intake.read_large(reader, body, self.owner))
 
-    async def work(self, request: Request, work: Coroutine[Any, Any, R]) -> R:
-        """Do the intake's work for a request that was read. That for a large body ends when the client leaves. Raises
-        ClientDisconnect, and what the work raises."""
-        return await (unless_left(request, work) if self._is_large else work)
+    async def work(self, request: Request | None, work: Coroutine[Any, Any, R]) -> R:
+        """Do the intake's work for a request that was read. That for a large body ends when the client leaves. request: None for
+        a call that is cancelled then. Raises ClientDisconnect, and what the work raises."""
+        return await (unless_left(request, work) if self._is_large and request is not None else work)
 
 
 def visit_of(request: Request) -> Visit:

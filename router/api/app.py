@@ -19,6 +19,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
+from starlette.types import Scope
 
 from common.access import OPEN, Access
 from common.addresses import LOOPBACK
@@ -29,7 +30,7 @@ from common.messages.adapters import AdapterEntry
 from common.options import parse_bytes
 from common.text.embedding import EmbeddingMode
 from router.api.adapters import AdaptersApi
-from router.api.admission import CLIENT_CLOSED, Admission, Doorkeeper, visit_of
+from router.api.admission import CLIENT_CLOSED, Admission, Doorkeeper, Visit, visit_of
 from router.api.answers import Accepted, AnswerShape, OpenAIBody
 from router.api.batches import BatchesApi
 from router.api.bodies import unless_left
@@ -103,6 +104,7 @@ class Api(ApiPart):
         embedding: EmbeddingMode | None = None,
     ) -> None:
         super().__init__(gateway, model)
+        self.model_name = model
         self.admission = Admission(gateway, intake, config.max_requests, parse_bytes(config.max_body))
         self.timelines = TimelineApi(gateway, model)
         self._store = (
@@ -117,7 +119,7 @@ class Api(ApiPart):
         """All, in the order of the description."""
         self._intake = intake
         self._metrics = metrics
-        self._embedding = embedding
+        self.embedding = embedding
         self._session_header = config.sessions_by
         self._keep_alive_s = config.keep_alive_s
         self._started = int(time.time())
@@ -181,7 +183,7 @@ class Api(ApiPart):
     )
     async def embeddings(self, request: Request) -> Response:
         """The embedding of each of one or more prompts, given as texts or token ids."""
-        reader = partial(read_embeddings, self._model, self._embedding)
+        reader = partial(read_embeddings, self._model, self.embedding)
         return await self._answer(request, reader, "embd-", self._intake.accept_completion, EmbeddingShape)
 
     @completion("POST /generate", "SGLang", "Generate", GenerateFields, Generated | list[Generated])
@@ -205,13 +207,8 @@ class Api(ApiPart):
     async def _read(self, request: Request, reader: Callable[[bytes, int], R], prefix: str) -> R:
         """What the request asks for. prefix: of its answer's id."""
         visit = visit_of(request)
-        client = visit.enter(prefix, id_in(request.scope, self._session_header) if self._session_header else "")
-        asked = await visit.read(request, reader)
-        if asked.own_id:
-            visit.id = client.id = asked.own_id
-        choices = range(asked.choices)
-        client.expect(len(choices), {**asked.named(client.id), visit.id: choices, client.id: choices})
-        return asked
+        self.enter(visit, request.scope, prefix)
+        return await visit.read(request, reader)
 
     async def _dispatch(
         self,
@@ -223,8 +220,7 @@ class Api(ApiPart):
         """Have the fleet compute the answer. Returns how it is written."""
         visit = visit_of(request)
         client = visit.client
-        accepted = await visit.work(request, self._accept(asked, client, accept))
-        self._gateway.deliver(self._gateway.core.requests.submit(client, accepted.specs, self._gateway.clock()))
+        accepted = await self.dispatch(visit, client, asked, accept, request)
         return shape_of(
             id=client.id,
             created=int(time.time()),
@@ -239,6 +235,27 @@ class Api(ApiPart):
         if shape.request.fields.stream:
             return EventStream(self._gateway, visit.client, shape, visit.send, self._keep_alive_s)
         return await unless_left(request, whole_answer(visit.client, shape, self._intake.writers))
+
+    def enter(self, visit: Visit, scope: Scope, prefix: str = "") -> ClientRequest:
+        """See `Visit.enter`. scope: its headers may name a session."""
+        return visit.enter(prefix, id_in(scope, self._session_header) if self._session_header else "")
+
+    async def dispatch(
+        self,
+        visit: Visit,
+        client: ClientRequest,
+        asked: R,
+        accept: Callable[[R, ClientRequest], Coroutine[Any, Any, Accepted]],
+        request: Request | None = None,
+    ) -> Accepted:
+        """Send a request that was read to the fleet. request: see `Visit.work`."""
+        if asked.own_id:
+            visit.id = client.id = asked.own_id
+        choices = range(asked.choices)
+        client.expect(len(choices), {**asked.named(client.id), visit.id: choices, client.id: choices})
+        accepted = await visit.work(request, self._accept(asked, client, accept))
+        self._gateway.deliver(self._gateway.core.requests.submit(client, accepted.specs, self._gateway.clock()))
+        return accepted
 
     async def _accept(
         self, asked: R, client: ClientRequest, accept: Callable[[R, ClientRequest], Coroutine[Any, Any, Accepted]]
