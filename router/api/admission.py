@@ -15,7 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from common.errors import BadRequest
 from router.api.bodies import LARGE_BODY_BYTES, body_of, unless_left
-from router.api.errors import response_to
+from router.api.errors import MESSAGES_PATH, VISIT, response_to
 from router.api.fields import MAX_PRIORITY
 from router.api.guard import HEADER, Guard, id_in
 from router.api.intake import Intake
@@ -29,8 +29,6 @@ SPARE_CONNECTIONS = 256
 Pages such as /health have no limit: the server sees to it that none of them waits for its client."""
 CLIENT_CLOSED = 499
 """The status counted when no client is left to send one to, as in nginx."""
-VISIT = "tandem.visit"
-"""Where a request's scope holds its `Visit`."""
 BATCH_OWNER = "tandem.batch_owner"
 """Where the scope of a line of a batch holds the name of the key that sent the batch. No client can set it."""
 BATCH_PRIORITY = MAX_PRIORITY
@@ -147,8 +145,11 @@ class Doorkeeper:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
+                ids = [(HEADER, visit.id.encode())]
+                if scope["path"].startswith(MESSAGES_PATH):
+                    ids.append((b"request-id", visit.id.encode()))  # as Anthropic calls it
                 ends = ((b"connection", b"close"),) if self._admission.gateway.core.requests.is_draining else ()
-                message = {**message, "headers": [*message.get("headers", ()), (HEADER, visit.id.encode()), *ends]}
+                message = {**message, "headers": [*message.get("headers", ()), *ids, *ends]}
             await send(message)
 
         try:

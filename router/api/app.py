@@ -11,9 +11,9 @@ from collections.abc import AsyncIterator, Callable, Collection, Coroutine
 from contextlib import asynccontextmanager, suppress
 from functools import partial
 from http import HTTPStatus
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
-from fastapi import Request
+from fastapi import Query, Request
 from msgspec.structs import replace
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
@@ -36,13 +36,22 @@ from router.api.batches import BatchesApi
 from router.api.bodies import unless_left
 from router.api.chat import ChatChoice, ChatFields, ChatShape, read_chat
 from router.api.completions import CompletionFields, CompletionShape, TextChoice, read_completion
-from router.api.description import COMPLETION_REFUSALS, ApiPart, Described, DescribedApp, completion
+from router.api.description import ANTHROPIC, COMPLETION_REFUSALS, ApiPart, Described, DescribedApp, completion
 from router.api.embeddings import EmbeddingBody, EmbeddingFields, EmbeddingShape, read_embeddings
 from router.api.errors import ErrorDetail, error_response, response_to
 from router.api.fields import ReadRequest
 from router.api.files import FilesApi
 from router.api.guard import HEADER, Guard, id_in
 from router.api.intake import Intake
+from router.api.messages import (
+    CountFields,
+    MessageBody,
+    MessageFields,
+    MessageShape,
+    TokenCount,
+    read_count,
+    read_message,
+)
 from router.api.responses import ResponseBody, ResponseFields, ResponseShape, read_response
 from router.api.roles import RolesApi
 from router.api.routes import (
@@ -80,6 +89,7 @@ from router.outbox import ClientRequest
 
 R = TypeVar("R", bound=ReadRequest)
 S = TypeVar("S", bound=AnswerShape[Any])
+BetaParameter = Annotated[str, Query(description="Changes nothing: the fields say what is asked for.")]
 PARTS = (TraceApi, ScalingApi, RolesApi, WeightsApi, WeightGroupsApi, VllmApi, ServerInfoApi, AdaptersApi)
 BEAT_S = 1.0
 """How often the store is asked what there is to do."""
@@ -167,6 +177,20 @@ class Api(ApiPart):
         if asked.body.store:
             return await self.stored_responses.answer(request, shape, self._intake.writers)
         return await self._send(request, shape)
+
+    @completion("POST /v1/messages", ANTHROPIC, "Message", MessageFields, MessageBody)
+    async def messages(self, request: Request, beta: BetaParameter = "") -> Response:
+        """Answer a conversation of blocks: texts, thoughts, calls of tools and their results. Nothing is stored, so a request
+        brings its whole conversation."""
+        return await self._answer(request, read_message, "msg_", self._intake.accept_chat, MessageShape)
+
+    @Described("POST /v1/messages/count_tokens", ANTHROPIC, "Count tokens", body=CountFields)
+    async def count_tokens(self, request: Request, beta: BetaParameter = "") -> TokenCount:
+        """How many tokens the prompt of a message has."""
+        visit = visit_of(request)
+        visit.enter()
+        asked = await visit.read(request, read_count)
+        return TokenCount((await visit.work(request, self._intake.tokenize(asked, visit.owner))).count)
 
     @completion("POST /v1/completions", "OpenAI", "Text completion", CompletionFields, OpenAIBody[TextChoice])
     async def completions(self, request: Request) -> Response:

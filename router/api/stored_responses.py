@@ -26,13 +26,13 @@ from starlette.types import Message
 
 from common.errors import BadRequest, Conflict, DeadlinePassed, NotFound, TandemError
 from router.api.admission import Visit, visit_of
-from router.api.answers import BEGIN, END
+from router.api.answers import BEGIN, END, KEEP_ALIVE
 from router.api.bodies import unless_left
 from router.api.description import Described
 from router.api.errors import ErrorBody, ErrorDetail, error_json, shown
 from router.api.files import USUALLY_LISTED, DeletedBody, ListBody, StoreApi, is_ascending, list_body, number_in
 from router.api.responses import Item, MessageItem, ResponseBody, ResponseError, ResponseRequest, ResponseShape, response_request
-from router.api.sending import HEADERS, KEEP_ALIVE, EventStream, whole_answer
+from router.api.sending import HEADERS, EventStream, whole_answer
 from router.api.store import Store, StoredObject
 from router.api.threads import SharedThreads
 from router.core import Gateway
@@ -106,7 +106,7 @@ class BackgroundResponse:
             await self._take(message, stored)
 
         try:
-            await EventStream(gateway, visit.client, self._shape, send, 0)({"type": "http"}, lambda: never, send)
+            await EventStream(gateway, visit.client, self._shape, send, 0)({"type": "http", "path": ""}, lambda: never, send)
         finally:
             visit.close()
         if self._last:
@@ -115,7 +115,7 @@ class BackgroundResponse:
         else:
             detail = _decode(self._failure, type=ErrorBody).error
             error = ResponseError("server_error", detail.message)
-            await self._write(stored, [self._shape.failed_event(error)], _encode(self._shape.body("failed", error)), "")
+            await self._write(stored, [self._shape.failed_event(error)], _encode(self._shape.body_as("failed", error)), "")
 
     async def _take(self, message: Message, stored: StoredObject) -> None:
         """What an HTTP server would send. While this waits for the store, more text is joined."""
@@ -133,7 +133,7 @@ class BackgroundResponse:
                 self._failure = events.pop().removeprefix(BEGIN)
             begun, self._is_begun = self._is_begun, True
             if self.events or not begun:
-                await self._write(stored, events, None if begun else _encode(self._shape.body("in_progress")))
+                await self._write(stored, events, None if begun else _encode(self._shape.body_as("in_progress")))
 
     async def _write(self, stored: StoredObject, events: list[bytes], body: bytes | None, holder: str | None = None) -> None:
         numbered = list(enumerate(events, self._events_written)) if self.events else []
@@ -226,7 +226,7 @@ class StoredResponses(StoreApi):
 
     async def _begin(self, visit: Visit, shape: ResponseShape) -> Response:
         """Have an answer computed without its client."""
-        name, body = (visit.owner, shape.id), _encode(shape.body("queued"))
+        name, body = (visit.owner, shape.id), _encode(shape.body_as("queued"))
         if name in self._runs:
             raise Conflict(f"{shape.id} is being computed: send the request with another X-Request-Id")
         run = self._runs[name] = BackgroundResponse(self.store, shape)
