@@ -363,6 +363,16 @@ class RouterConfig:
     )
     decode_policy: PolicyName = option("least_loaded", "which decode instance gets a request: see --prefill-policy")
     session_header: str = option("X-Session-Id", "HTTP header by which the policy session knows the requests of a session")
+    store: str = option(
+        "",
+        "file in which responses (`store`, `background`), files and batches are kept, made if it is not there; routers of one "
+        "host may share it; without it: nothing is kept, and what needs it is refused",
+    )
+    store_bytes: str = option(
+        "1GiB", "most that the store holds; then the oldest that nobody works on goes, of the key that has most"
+    )
+    store_age_s: float = option(30 * DAY_S, "seconds after which what is in the store goes")
+    batch_requests: int = option(16, "most lines of batches that the router has open at once, which keys share")
     early_rejection: Switch = option(
         "on",
         "on: a request whose first token is predicted to come after its time limit gets status 429 at once, and Retry-After says "
@@ -389,6 +399,13 @@ class RouterConfig:
         require_choices(self)
         name = "the name of an HTTP header, such as X-Session-Id"
         require(_HEADER_NAME.fullmatch(self.session_header) is not None, "session-header", name, self.session_header)
+        require(
+            parse_bytes(self.store_bytes, "store-bytes") is not None, "store-bytes", "an amount such as 1GiB", self.store_bytes
+        )
+        require_at_least(self, batch_requests=1)
+        require_above_0(self, "store_age_s")
+        if not self.store:
+            refuse_without_effect(self, ("store_bytes", "store_age_s", "batch_requests"), "without --store")
         if not self.uses("session"):
             refuse_without_effect(self, ("session_header",), "without a policy `session`")
         if self.dispatch == "colocated":
