@@ -403,7 +403,11 @@ def _unquoted(literal: str, quote: str, kinds: frozenset[str]) -> str:
     parts = literal.split(quote) if quote else []
     if len(parts) == 3 and not (parts[0] + parts[2]).strip():
         return _text(parts[1]) if kinds == {"string"} else parts[1]
-    return "".join(_text(part) if at % 2 else _BARE_KEY.sub(r'"\1"', part) for at, part in enumerate(parts)) or literal
+    return "".join(_text(part) if at % 2 else _BARE.sub(_quoted_key, part) for at, part in enumerate(parts)) or literal
+
+
+def _quoted_key(word: re.Match[str]) -> str:
+    return f'"{word[1]}"{word[2]}' if word[2] else word[0]
 
 
 def _json_of(written: str, kinds: frozenset[str]) -> str:
@@ -435,7 +439,9 @@ def _text(text: str) -> str:
 _NAME = re.compile(r"[A-Za-z0-9_.:/-]*")
 _NUMBER = re.compile(r":\d+$")
 _KEY = re.compile(r"[^<>=:,(){}\[\]\n]*")
-_BARE_KEY = re.compile(r"([^\s,{}\[\]:]+)(?=\s*:)")
+_BARE = re.compile(r"([^\s,{}\[\]:]+)(\s*:)?")
+"""A word without quotation marks. It is a key with a colon behind it; a pattern that asked for the colon would read a long word
+once for each of its characters."""
 _QUOTES = ("'", '"')
 _MARK = re.compile(r"<[^<>\s]+>?|\[[A-Z_]+\]")
 _HOLE = re.compile(r"\{(?:calls|name|number|arguments|key|value)\}")

@@ -553,3 +553,11 @@ def test_each_character_costs_as_much_in_a_long_answer_as_in_a_short_one(
         return Counted.touched
 
     assert touched(400) < 2.2 * touched(200)
+
+
+@pytest.mark.parametrize("format", [FUNCTIONGEMMA, GEMMA4], ids=lambda format: format.names[0])
+def test_a_long_word_without_quotation_marks_is_read_once(format: ToolFormat) -> None:
+    """Patterns do not count in `Counted`. Read once for each character, this word would take hours."""
+    word = "a" * 1_000_000
+    read = pushed(parser_of(format), [call_text(format, ParsedCall("f", "{}")).replace("{}", f"{{city:{word},x:{{a:1,b : 2}}}}")])
+    assert meant(read) == ("", "", [("f", {"city": word, "x": {"a": 1, "b": 2}})])
