@@ -57,6 +57,8 @@ class BlockShape(AnswerShape[R]):
     _parser: AnswerParser | None = field(default=None, init=False)
     _is_open: bool = field(default=False, init=False)
     """Whether the last block goes on."""
+    _calls: int = field(default=0, init=False)
+    """How many of the blocks are calls."""
 
     def __post_init__(self) -> None:
         new_parser = self.accepted.reading.new_parser
@@ -114,8 +116,8 @@ class BlockShape(AnswerShape[R]):
     def _part_events(self, part: AnswerPart) -> Events:
         """The part goes on with the last block, or begins another."""
         if part.kind == "call":
-            number = sum(block.kind == "call" for block in self.blocks)
-            yield from self._begin(Block("call", part.text, self.accepted.reading.new_id(part.text, number)))
+            yield from self._begin(Block("call", part.text, self.accepted.reading.new_id(part.text, self._calls)))
+            self._calls += 1
             return
         kind: BlockKind = "call" if part.kind == "arguments" else part.kind
         if not self._is_open or self.blocks[-1].kind != kind:

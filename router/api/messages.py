@@ -216,6 +216,8 @@ def _request(read: CountFields, max_tokens: int | None, stops: list[str]) -> Cha
     if not messages or messages[-1]["role"] == "system":
         raise BadRequest("messages is empty: send at least one message of the user", field="messages")
     continues = messages[-1]["role"] == "assistant"
+    if continues and not isinstance(read.messages[-1], AssistantTurn):
+        raise BadRequest("messages ends with a message without content: send its text", field="messages")
     if continues and ("tool_calls" in messages[-1] or not messages[-1]["content"]):
         fix = "send the results of the calls, or another message"
         raise BadRequest(f"messages ends with an answer that has no text to go on with: {fix}", field="messages")

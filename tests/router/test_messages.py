@@ -168,6 +168,26 @@ def test_a_stream_makes_the_same_message_as_a_whole_answer_however_it_is_cut(tex
     assert whole["stop_reason"] == ("tool_use" if calls else "end_turn")
 
 
+def test_a_call_costs_as_much_behind_many_as_behind_none() -> None:
+    class Unread(list[Any]):
+        def __iter__(self) -> Any:
+            raise AssertionError("the blocks before the last one are looked at")
+
+    new_parser = AnswerFormat(HERMES, None).new_parser([Function("weather")], separates=True, opened=False)
+    reading = AnswerReading(new_parser, lambda name, number: f"{name}:{number}")
+    one = MessageShape(
+        id="msg_1",
+        created=0,
+        model=MODEL,
+        request=read_message(json.dumps(message()).encode()),
+        accepted=Accepted((), 5, reading=reading),
+        token_texts=CharTokenizer.token_text,
+    )
+    one.blocks = Unread()
+    sent = one.events(ChoiceDelta(0, "First: " + CALL * 3, (1,), Finished("stop")), opens=True)
+    assert [sent.count(f'"weather:{number}"'.encode()) for number in range(4)] == [1, 1, 1, 0]
+
+
 async def test_an_answer_can_be_sent_back_with_the_results_of_its_calls() -> None:
     async with anthropic_client(long_fleet(), chat_template=THINKS) as client:
         first = await client.messages.create(**asking(THOUGHT + CALL))
@@ -516,6 +536,7 @@ def test_turns_of_one_side_are_one_message(turns: list[tuple[str, str]], expecte
     assert read.fields.continue_final_message == (turns[-1][0] == "assistant") != read.fields.add_generation_prompt
 
 
+QUESTION_AND_ANSWER = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ok"}]
 IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": ""}}
 
 
@@ -524,6 +545,8 @@ IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png"
     [
         ({"messages": []}, "messages", "empty"),
         ({"messages": [{"role": "user", "content": []}]}, "messages", "empty"),
+        ({"messages": [*QUESTION_AND_ANSWER, {"role": "user", "content": []}]}, "messages", "without content"),
+        ({"messages": [*QUESTION_AND_ANSWER, {"role": "system", "content": []}]}, "messages", "without content"),
         ({"messages": [{"role": "tool", "content": ""}]}, "messages[0].role", "use user, assistant or system"),
         ({"messages": [{"role": "user", "content": [IMAGE]}]}, "messages[0].content[0].type", "image"),
         (
