@@ -109,9 +109,10 @@ def _variables(commands: Mapping[str, CommandParser], environment: Mapping[str, 
     """The names of those that are set, by their flags' fields. Raises ConfigError for a name that is no flag's."""
     known = {f"{PREFIX}{name.upper()}": name for command in commands.values() for name in command.settable}
     given = [name for name in environment if name.startswith(PREFIX) and name not in (ORDER_FD, REPORT_FD, KILLED_WITH)]
-    for name in given:
+    for name in given:  # beside these are others, in any order
         if name.endswith("SERVICE_HOST"):
             raise ConfigError(f"{name} is from Kubernetes, for a Service of that name: give the pod enableServiceLinks: false")
+    for name in given:
         if name not in known:
             raise ConfigError(f"{name} is set, which is the variable of no flag{nearest(name, known)}")
     return {known[name]: name for name in given}
@@ -125,11 +126,11 @@ def _read_file(file: str, commands: Mapping[str, CommandParser]) -> dict[str, di
     it is. Raises ConfigError."""
     try:
         with open(file, "rb") as stream:
-            written = tomllib.load(stream)
-    except (OSError, ValueError) as error:
+            tables = [*_tables(tomllib.load(stream), "")]
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"--config {file} cannot be read: {error}") from error
     read: dict[str, dict[str, object]] = {}
-    for table, keys in _tables(written, ""):
+    for table, keys in tables:
         where = f"{file} [{table}]" if table else file
         if table and table not in commands:
             raise ConfigError(f"{where} is no command of launch{nearest(table, commands)}")
@@ -165,7 +166,8 @@ def _spelled(action: argparse.Action, key: str, value: object, where: str) -> li
         kinds, named = (list,), "a list of texts in quotes"
     texts = value if isinstance(value, list) else [value]
     if type(value) not in kinds or (action.nargs == "+" and not all(isinstance(text, str) for text in texts)):
-        raise ConfigError(f"{where}: {key} must be {named}; it is {value!r}")
+        shown = "" if action.dest in _SECRET else f"; it is {value!r}"
+        raise ConfigError(f"{where}: {key} must be {named}{shown}")
     return [str(text).lower() if isinstance(text, bool) else str(text) for text in texts]
 
 
