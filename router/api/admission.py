@@ -41,11 +41,15 @@ T = TypeVar("T")
 class Admission:
     """Where the requests of one router get what they take of it."""
 
-    def __init__(self, gateway: Gateway, intake: Intake, max_requests: int, max_body_bytes: int | None) -> None:
+    def __init__(
+        self, gateway: Gateway, intake: Intake, max_requests: int, max_body_bytes: int | None, session_header: str
+    ) -> None:
         self.gateway = gateway
         self.intake = intake
         self.max_body_bytes = max_body_bytes
         """None: bodies may have any length."""
+        self.session_header = session_header
+        """Names the session of a request; empty: nothing does."""
         self.places = Places(max_requests + SPARE_CONNECTIONS, "HTTP requests")
         """A request has one from when its body is here."""
 
@@ -86,9 +90,11 @@ class Visit:
         self._client, self._has_place = None, False
         return other
 
-    def enter(self, prefix: str = "", session: str = "") -> ClientRequest:
-        """Let a request for the model in: the router knows it from now on. prefix: of its answer's id. session: see `Ask`. Raises
-        Unavailable when the router drains."""
+    def enter(self, prefix: str = "", scope: Scope | None = None) -> ClientRequest:
+        """Let a request for the model in: the router knows it from now on. prefix: of its answer's id. scope: its headers may
+        name a session. Raises Unavailable when the router drains."""
+        header = self._admission.session_header
+        session = id_in(scope, header) if scope is not None and header else ""
         names = {self.id: (0,), prefix + self.id: (0,)}
         client = ClientRequest(prefix + self.id, self.owner, secrets.token_hex(8), session, names=names, choices=1)
         client.priority = BATCH_PRIORITY if self.is_from_batch else None

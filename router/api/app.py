@@ -19,7 +19,6 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
-from starlette.types import Scope
 
 from common.access import OPEN, Access
 from common.addresses import LOOPBACK
@@ -41,7 +40,7 @@ from router.api.embeddings import EmbeddingBody, EmbeddingFields, EmbeddingShape
 from router.api.errors import ErrorDetail, error_response, response_to
 from router.api.fields import ReadRequest
 from router.api.files import FilesApi
-from router.api.guard import HEADER, Guard, id_in
+from router.api.guard import HEADER, Guard
 from router.api.intake import Intake
 from router.api.messages import (
     CountFields,
@@ -78,6 +77,7 @@ from router.api.sglang import (
 )
 from router.api.store import Store
 from router.api.stored_responses import StoredResponses
+from router.api.threads import SharedThreads
 from router.api.timelines import TimelineApi, TraceApi
 from router.api.vllm import AbortedMany, AbortManyFields, VllmApi
 from router.api.weight_groups import WeightGroupsApi
@@ -116,7 +116,7 @@ class Api(ApiPart):
     ) -> None:
         super().__init__(gateway, model)
         self.model_name = model
-        self.admission = Admission(gateway, intake, config.max_requests, parse_bytes(config.max_body))
+        self.admission = Admission(gateway, intake, config.max_requests, parse_bytes(config.max_body), config.sessions_by)
         self.timelines = TimelineApi(gateway, model)
         self._store = (
             Store(config.store, parse_bytes(config.store_bytes) or 0, config.store_age_s, gateway.core.router)
@@ -131,7 +131,6 @@ class Api(ApiPart):
         self._intake = intake
         self._metrics = metrics
         self.embedding = embedding
-        self._session_header = config.sessions_by
         self._keep_alive_s = config.keep_alive_s
         self._started = int(time.time())
         metrics.registry.register(RouterCollector(gateway.core, gateway.mail))
@@ -173,12 +172,10 @@ class Api(ApiPart):
     async def responses(self, request: Request) -> Response:
         """Answer a conversation of items: messages, thoughts, calls and their results. Where the router has `--store`, the answer
         is kept: a later request may go on from it, and it may be computed in the background."""
-        asked = await self._read(request, read_response, "resp_")
-        asked = await self.stored_responses.continued(asked, visit_of(request))
-        shape = await self._dispatch(request, asked, self._intake.accept_chat, ResponseShape)
-        if asked.body.store:
-            return await self.stored_responses.answer(request, shape, self._intake.writers)
-        return await self._send(request, shape)
+        stored = self.stored_responses
+        return await self._answer(
+            request, read_response, "resp_", self._intake.accept_chat, ResponseShape, stored.continued, stored.answer
+        )
 
     @completion("POST /v1/messages", ANTHROPIC, "Message", MessageFields, MessageBody)
     async def messages(self, request: Request, beta: BetaParameter = "") -> Response:
@@ -224,30 +221,19 @@ class Api(ApiPart):
         reader: Callable[[bytes, int], R],
         prefix: str,
         accept: Callable[[R, ClientRequest], Coroutine[Any, Any, Accepted]],
-        shape_of: type[AnswerShape[R]],
+        shape_of: Callable[..., S],
+        complete: Callable[[R, Visit], Coroutine[Any, Any, R]] | None = None,
+        send: Callable[[Request, S, SharedThreads], Coroutine[Any, Any, Response]] | None = None,
     ) -> Response:
-        """The way of a request through the router. Returns the response that sends the answer."""
-        asked = await self._read(request, reader, prefix)
-        return await self._send(request, await self._dispatch(request, asked, accept, shape_of))
-
-    async def _read(self, request: Request, reader: Callable[[bytes, int], R], prefix: str) -> R:
-        """What the request asks for. prefix: of its answer's id."""
+        """The way of a request through the router. prefix: of its answer's id. complete: adds what is stored to what is asked.
+        send: in place of the usual ways to send an answer. Returns the response that sends it."""
         visit = visit_of(request)
-        self.enter(visit, request.scope, prefix)
-        return await visit.read(request, reader)
-
-    async def _dispatch(
-        self,
-        request: Request,
-        asked: R,
-        accept: Callable[[R, ClientRequest], Coroutine[Any, Any, Accepted]],
-        shape_of: type[S],
-    ) -> S:
-        """Have the fleet compute the answer. Returns how it is written."""
-        visit = visit_of(request)
-        client = visit.client
+        client = visit.enter(prefix, request.scope)
+        asked = await visit.read(request, reader)
+        if complete is not None:
+            asked = await complete(asked, visit)
         accepted = await self.dispatch(visit, client, asked, accept, request)
-        return shape_of(
+        shape = shape_of(
             id=client.id,
             created=int(time.time()),
             model=accepted.specs[0].adapter or self._model,
@@ -255,16 +241,11 @@ class Api(ApiPart):
             accepted=accepted,
             token_texts=self._intake.token_text,
         )
-
-    async def _send(self, request: Request, shape: AnswerShape[Any]) -> Response:
-        visit = visit_of(request)
-        if shape.request.fields.stream:
-            return EventStream(self._gateway, visit.client, shape, visit.send, self._keep_alive_s)
-        return await unless_left(request, whole_answer(visit.client, shape, self._intake.writers))
-
-    def enter(self, visit: Visit, scope: Scope, prefix: str = "") -> ClientRequest:
-        """See `Visit.enter`. scope: its headers may name a session."""
-        return visit.enter(prefix, id_in(scope, self._session_header) if self._session_header else "")
+        if send is not None:
+            return await send(request, shape, self._intake.writers)
+        if asked.fields.stream:
+            return EventStream(self._gateway, client, shape, visit.send, self._keep_alive_s)
+        return await unless_left(request, whole_answer(client, shape, self._intake.writers))
 
     async def dispatch(
         self,

@@ -52,13 +52,11 @@ class ChatPlanner:
             tools=request.tools.shown,
             add_generation_prompt=request.fields.add_generation_prompt,
             continue_final_message=request.fields.continue_final_message,
-            arguments=self._thinking(request) | arguments,
+            arguments=arguments if request.thinking is None else self._thinking(request) | arguments,
         )
 
     def _thinking(self, request: ChatRequest) -> dict[str, Any]:
         """What tells the template whether the model is to think. Raises BadRequest when it must and cannot, or the other way."""
-        if request.thinking is None:
-            return {}
         wanted = request.thinking != "disabled"
         switches = {name: wanted for name in _SWITCHES if self._tokenizer.reads(name)}
         if not switches and (self._format.thoughts is not None) != wanted and request.thinking != "adaptive":
