@@ -37,9 +37,15 @@ LogLevel = Literal["debug", "info", "warning", "error"]
 Dispatch = Literal["auto", "colocated", "conditional"]
 PolicyName = Literal["round_robin", "least_loaded", "power_of_two", "session", "cache_aware"]
 Graphs = Literal["auto", "on", "off"]
-ToolParserName = Literal["auto", "hermes", "llama3", "mistral", "none"]
+_JsonCalls = Literal["hermes", "qwen", "qwen25", "llama3", "llama3_json", "llama4_json", "mistral", "openai", "gpt-oss"]
+_MarkedCalls = Literal["kimi_k2", "deepseek_v3", "deepseekv3", "deepseek_v31", "deepseekv31", "qwen3_coder", "qwen3_xml"]
+_TypedCalls = Literal["glm45", "glm47", "glm", "pythonic", "llama4_pythonic", "functiongemma", "gemma4"]
+ToolParserName = Literal["auto", "none", _JsonCalls, _MarkedCalls, _TypedCalls]
 PoolingName = Literal["auto", "none", "last", "mean", "cls"]
-ReasoningParserName = Literal["auto", "think", "none"]
+_ThinkTags = Literal["think", "qwen3", "qwen3-thinking", "glm45", "glm47", "kimi_k2", "deepseek_v3", "deepseek-v3"]
+_OtherThoughts = Literal["deepseek_r1", "deepseek-r1", "openai_gptoss", "gpt-oss", "mistral", "gemma4"]
+ReasoningParserName = Literal["auto", "none", _ThinkTags, _OtherThoughts]
+MetricAliasNames = Literal["none", "vllm", "sglang", "both"]
 DEMO_MODEL = "demo"
 DAY_S = 86_400.0
 SHARED_STEP_S = 0.05
@@ -75,7 +81,8 @@ class EngineConfig:
     )
     step_cost: str = option(
         "",
-        f"with --executor timed: seconds of a step, and what each prompt token and each decode row adds; default: {STEP_COST}",
+        "with --executor timed: seconds of a step, and what each prompt token, each decode row and, as a fourth number that may "
+        f"be left out, each token of KV that the rows hold adds; default: {STEP_COST}",
     )
     dtype: Dtype = option("auto", "data type of weights and KV; auto: float32 on CPU, bfloat16 on CUDA")
     load_format: LoadFormat = option(
@@ -299,6 +306,12 @@ class RouterConfig:
     own_port: int = option(
         0, "with --share-port: HTTP port of this router alone, to scrape its /metrics; 0: pick a free one and print it"
     )
+    grpc_port: str = option(
+        "",
+        "port for gRPC beside HTTP: SGLang's scheduler service (needs pip install 'tandem-serve[grpc]'); 0: pick a free one and "
+        "print it; without it: no gRPC",
+        metavar="PORT",
+    )
     max_requests: int = option(1024, "most requests in the system at once; more get status 429")
     default_max_tokens: int = option(0, "most answer tokens of a chat request that sets no limit; 0: what the context leaves")
     max_body: str = option("16MiB", "largest HTTP request body")
@@ -323,13 +336,13 @@ class RouterConfig:
     chat_template: str = option("", "jinja file of the chat template, or the template itself; without it: the model's own")
     tool_parser: ToolParserName = option(
         "auto",
-        "how the model writes tool calls: hermes (Qwen too), llama3 or mistral; auto: what the chat template shows; none: "
-        "tools are refused",
+        "how the model writes tool calls, by the names of vLLM and SGLang; auto: what the chat template shows; none: tools are "
+        "refused",
     )
     reasoning_parser: ReasoningParserName = option(
         "auto",
-        "think: what the model writes between <think> and </think> is sent as reasoning; auto: if the chat template has "
-        "these marks",
+        "what the model writes between certain marks is sent as reasoning: think, or a name of vLLM's or SGLang's; auto: the "
+        "marks that the chat template has; none: it is content",
     )
     pooling: PoolingName = option(
         "auto",
@@ -350,15 +363,30 @@ class RouterConfig:
     )
     decode_policy: PolicyName = option("least_loaded", "which decode instance gets a request: see --prefill-policy")
     session_header: str = option("X-Session-Id", "HTTP header by which the policy session knows the requests of a session")
+    store: str = option(
+        "",
+        "file in which responses (`store`, `background`), files and batches are kept, made if it is not there; routers of one "
+        "host may share it; without it: nothing is kept, and what needs it is refused",
+    )
+    store_bytes: str = option(
+        "1GiB", "most that the store holds; then the oldest that nobody works on goes, of the key that has most"
+    )
+    store_age_s: float = option(30 * DAY_S, "seconds after which what is in the store goes")
+    batch_requests: int = option(16, "most lines of batches that the router has open at once, which keys share")
     early_rejection: Switch = option(
         "on",
         "on: a request whose first token is predicted to come after its time limit gets status 429 at once, and Retry-After says "
         "when it would fit; off: it waits until its time is over",
     )
+    metric_aliases: MetricAliasNames = option(
+        "none", "whose names figures of /metrics have beside their own, so that dashboards for vLLM or SGLang show this fleet"
+    )
 
     def __post_init__(self) -> None:
         require_between(self, 0, MOST_PORT, "port", "control_port", "own_port")
         require(self.share_port == "on" or self.own_port == 0, "own-port", "0 without --share-port", self.own_port)
+        is_port = self.grpc_port.isdecimal() and int(self.grpc_port) <= MOST_PORT
+        require(not self.grpc_port or is_port, "grpc-port", f"between 0 and {MOST_PORT}", self.grpc_port)
         require_at_least(self, max_requests=1, default_max_tokens=0, max_attempts=1, peers_per_instance=0)
         require_at_least(self, drain_timeout_s=0, keep_alive_s=0, resume_wait_s=0)
         require_between(self, 1, 64, "detokenizers")
@@ -371,6 +399,13 @@ class RouterConfig:
         require_choices(self)
         name = "the name of an HTTP header, such as X-Session-Id"
         require(_HEADER_NAME.fullmatch(self.session_header) is not None, "session-header", name, self.session_header)
+        require(
+            parse_bytes(self.store_bytes, "store-bytes") is not None, "store-bytes", "an amount such as 1GiB", self.store_bytes
+        )
+        require_at_least(self, batch_requests=1)
+        require_above_0(self, "store_age_s")
+        if not self.store:
+            refuse_without_effect(self, ("store_bytes", "store_age_s", "batch_requests"), "without --store")
         if not self.uses("session"):
             refuse_without_effect(self, ("session_header",), "without a policy `session`")
         if self.dispatch == "colocated":

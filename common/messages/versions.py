@@ -34,9 +34,10 @@ class WireVersion:
 
 VERSIONS = {
     15: WireVersion(
-        "An instance that leaves says whether its transfers are proven to have ended, and may serve in another role.",
+        "An instance that leaves says whether its transfers are proven to have ended, may serve in another role, and measures "
+        "what the KV adds to a step that its rows hold.",
         types=("TakeRole", "RoleKept"),
-        fields=("Goodbye.is_quiet", "Heartbeat.serves_whole", "Generate.incarnation"),
+        fields=("Goodbye.is_quiet", "Heartbeat.serves_whole", "Generate.incarnation", "Load.held_token_s"),
     ),
 }
 SINCE = {name: number for number, version in VERSIONS.items() for name in version.types}

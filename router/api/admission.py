@@ -7,6 +7,7 @@ know the routes, nor what a body says.
 
 import secrets
 from collections.abc import Callable, Coroutine
+from copy import copy
 from typing import Any, TypeVar
 
 from fastapi import Request
@@ -14,7 +15,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from common.errors import BadRequest
 from router.api.bodies import LARGE_BODY_BYTES, body_of, unless_left
-from router.api.errors import response_to
+from router.api.errors import MESSAGES_PATH, VISIT, response_to
+from router.api.fields import MAX_PRIORITY
 from router.api.guard import HEADER, Guard, id_in
 from router.api.intake import Intake
 from router.core import Gateway
@@ -27,8 +29,10 @@ SPARE_CONNECTIONS = 256
 Pages such as /health have no limit: the server sees to it that none of them waits for its client."""
 CLIENT_CLOSED = 499
 """The status counted when no client is left to send one to, as in nginx."""
-VISIT = "tandem.visit"
-"""Where a request's scope holds its `Visit`."""
+BATCH_OWNER = "tandem.batch_owner"
+"""Where the scope of a line of a batch holds the name of the key that sent the batch. No client can set it."""
+BATCH_PRIORITY = MAX_PRIORITY
+"""Lines of batches come after everything else that waits."""
 
 R = TypeVar("R")
 T = TypeVar("T")
@@ -37,11 +41,15 @@ T = TypeVar("T")
 class Admission:
     """Where the requests of one router get what they take of it."""
 
-    def __init__(self, gateway: Gateway, intake: Intake, max_requests: int, max_body_bytes: int | None) -> None:
+    def __init__(
+        self, gateway: Gateway, intake: Intake, max_requests: int, max_body_bytes: int | None, session_header: str
+    ) -> None:
         self.gateway = gateway
         self.intake = intake
         self.max_body_bytes = max_body_bytes
         """None: bodies may have any length."""
+        self.session_header = session_header
+        """Names the session of a request; empty: nothing does."""
         self.places = Places(max_requests + SPARE_CONNECTIONS, "HTTP requests")
         """A request has one from when its body is here."""
 
@@ -49,7 +57,7 @@ class Admission:
 class Visit:
     """One HTTP request, and all that it has taken. `close` gives back what is left of that."""
 
-    __slots__ = ("_admission", "_has_place", "_is_large", "client", "id", "owner", "send")
+    __slots__ = ("_admission", "_client", "_has_place", "_is_large", "id", "is_from_batch", "owner", "send")
 
     def __init__(self, admission: Admission, send: Send) -> None:
         self._admission = admission
@@ -59,23 +67,40 @@ class Visit:
         """The name of the client's API key; empty without one."""
         self.send = send
         """The server's own: events of a stream take it, because each layer above costs as much as encoding them."""
-        self.client: ClientRequest | None = None
+        self.is_from_batch = False
+        """The router sends it to itself, for a line of a batch."""
+        self._client: ClientRequest | None = None
+
+    @property
+    def client(self) -> ClientRequest:
+        """The request that it has let in."""
+        assert self._client is not None
+        return self._client
 
     def close(self) -> None:
         """The end of its response: what is left of it is given back."""
-        if self.client is not None:
-            self._admission.gateway.leave(self.client)
+        if self._client is not None:
+            self._admission.gateway.leave(self._client)
         if self._has_place:
             self._admission.places.leave(self.owner)
 
-    def enter(self, prefix: str = "", session: str = "") -> ClientRequest:
-        """Let a request for the model in: the router knows it from now on. prefix: of its answer's id. session: see `Ask`. Raises
-        Unavailable when the router drains."""
+    def hand_over(self) -> "Visit":
+        """What it has taken goes to another one, which somebody closes after the end of this response."""
+        other = copy(self)
+        self._client, self._has_place = None, False
+        return other
+
+    def enter(self, prefix: str = "", scope: Scope | None = None) -> ClientRequest:
+        """Let a request for the model in: the router knows it from now on. prefix: of its answer's id. scope: its headers may
+        name a session. Raises Unavailable when the router drains."""
+        header = self._admission.session_header
+        session = id_in(scope, header) if scope is not None and header else ""
         names = {self.id: (0,), prefix + self.id: (0,)}
-        client = ClientRequest(prefix + self.id, self.owner, secrets.token_hex(8), session, names, choices=1)
+        client = ClientRequest(prefix + self.id, self.owner, secrets.token_hex(8), session, names=names, choices=1)
+        client.priority = BATCH_PRIORITY if self.is_from_batch else None
         gateway = self._admission.gateway
         gateway.core.requests.arrive(client, gateway.clock())
-        self.client = client
+        self._client = client
         return client
 
     async def read(self, request: Request, reader: Callable[[bytes, int], T]) -> T:
@@ -84,16 +109,20 @@ class Visit:
         places.require(self.owner)
         body = await body_of(request, self._admission.max_body_bytes)
         places.take(self.owner)
-        self._has_place, self._is_large = True, len(body) > LARGE_BODY_BYTES
-        intake = self._admission.intake
+        self._has_place = True
+        return await self.parse(body, reader, request)
+
+    async def parse(self, body: bytes, reader: Callable[[bytes, int], T], request: Request | None = None) -> T:
+        """What a body that is here asks for. Raises BadRequest, Overloaded, ClientDisconnect."""
+        self._is_large, intake = len(body) > LARGE_BODY_BYTES, self._admission.intake
         if not self._is_large:
             return reader(body, intake.context_tokens)
         return await self.work(request, intake.read_large(reader, body, self.owner))
 
-    async def work(self, request: Request, work: Coroutine[Any, Any, R]) -> R:
-        """Do the intake's work for a request that was read. That for a large body ends when the client leaves. Raises
-        ClientDisconnect, and what the work raises."""
-        return await (unless_left(request, work) if self._is_large else work)
+    async def work(self, request: Request | None, work: Coroutine[Any, Any, R]) -> R:
+        """Do the intake's work for a request that was read. That for a large body ends when the client leaves. request: None for
+        a call that is cancelled then. Raises ClientDisconnect, and what the work raises."""
+        return await (unless_left(request, work) if self._is_large and request is not None else work)
 
 
 def visit_of(request: Request) -> Visit:
@@ -122,14 +151,19 @@ class Doorkeeper:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
+                ids = [(HEADER, visit.id.encode())]
+                if scope["path"].startswith(MESSAGES_PATH):
+                    ids.append((b"request-id", visit.id.encode()))  # as Anthropic calls it
                 ends = ((b"connection", b"close"),) if self._admission.gateway.core.requests.is_draining else ()
-                message = {**message, "headers": [*message.get("headers", ()), (HEADER, visit.id.encode()), *ends]}
+                message = {**message, "headers": [*message.get("headers", ()), *ids, *ends]}
             await send(message)
 
         try:
             try:
                 visit.id = id_in(scope) or visit.id
-                visit.owner = self._guard.admit(scope)
+                batch_owner = scope.get(BATCH_OWNER)
+                visit.is_from_batch = batch_owner is not None
+                visit.owner = self._guard.admit(scope) if batch_owner is None else self._guard.admit_batch(batch_owner)
             except BadRequest as error:
                 app = response_to(error)
             await app(scope, receive, send_named)

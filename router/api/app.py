@@ -4,13 +4,16 @@ Owns the routes and the way of a request from its body to the response that send
 served, nor what it takes of the router: that is given back by `Visit`.
 """
 
+import asyncio
+import logging
 import time
-from collections.abc import Callable, Collection, Coroutine
+from collections.abc import AsyncIterator, Callable, Collection, Coroutine
+from contextlib import asynccontextmanager, suppress
 from functools import partial
 from http import HTTPStatus
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
-from fastapi import Request
+from fastapi import Query, Request
 from msgspec.structs import replace
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
@@ -26,17 +29,28 @@ from common.messages.adapters import AdapterEntry
 from common.options import parse_bytes
 from common.text.embedding import EmbeddingMode
 from router.api.adapters import AdaptersApi
-from router.api.admission import CLIENT_CLOSED, Admission, Doorkeeper, visit_of
+from router.api.admission import CLIENT_CLOSED, Admission, Doorkeeper, Visit, visit_of
 from router.api.answers import Accepted, AnswerShape, OpenAIBody
+from router.api.batches import BatchesApi
 from router.api.bodies import unless_left
 from router.api.chat import ChatChoice, ChatFields, ChatShape, read_chat
 from router.api.completions import CompletionFields, CompletionShape, TextChoice, read_completion
-from router.api.description import COMPLETION_REFUSALS, ApiPart, Described, DescribedApp, completion
+from router.api.description import ANTHROPIC, COMPLETION_REFUSALS, ApiPart, Described, DescribedApp, completion
 from router.api.embeddings import EmbeddingBody, EmbeddingFields, EmbeddingShape, read_embeddings
 from router.api.errors import ErrorDetail, error_response, response_to
 from router.api.fields import ReadRequest
-from router.api.guard import HEADER, Guard, id_in
+from router.api.files import FilesApi
+from router.api.guard import HEADER, Guard
 from router.api.intake import Intake
+from router.api.messages import (
+    CountFields,
+    MessageBody,
+    MessageFields,
+    MessageShape,
+    TokenCount,
+    read_count,
+    read_message,
+)
 from router.api.responses import ResponseBody, ResponseFields, ResponseShape, read_response
 from router.api.roles import RolesApi
 from router.api.routes import (
@@ -61,19 +75,30 @@ from router.api.sglang import (
     GenerateShape,
     read_generate,
 )
+from router.api.store import Store
+from router.api.stored_responses import StoredResponses
+from router.api.threads import SharedThreads
 from router.api.timelines import TimelineApi, TraceApi
 from router.api.vllm import AbortedMany, AbortManyFields, VllmApi
 from router.api.weight_groups import WeightGroupsApi
 from router.api.weights import WeightsApi
 from router.cluster import SafeToDelete, cluster_page
 from router.core import Gateway
+from router.metric_aliases import MetricAliases
 from router.metrics import RouterCollector, RouterMetrics, member_metrics, role_metrics
 from router.outbox import ClientRequest
 
 R = TypeVar("R", bound=ReadRequest)
+S = TypeVar("S", bound=AnswerShape[Any])
+BetaParameter = Annotated[str, Query(description="Changes nothing: the fields say what is asked for.")]
 PARTS = (TraceApi, ScalingApi, RolesApi, WeightsApi, WeightGroupsApi, VllmApi, ServerInfoApi, AdaptersApi)
+BEAT_S = 1.0
+"""How often the store is asked what there is to do."""
+END_S = 5.0
+"""How long responses in the background may take to be stored when the router ends."""
 MOST_RELOADS = 4
 """So often the adapters of a request are loaded again, if others need their places before it begins."""
+_log = logging.getLogger(__name__)
 _NOT_SO = ((503, "Not so; `reasons` says why."),)
 
 
@@ -90,17 +115,53 @@ class Api(ApiPart):
         embedding: EmbeddingMode | None = None,
     ) -> None:
         super().__init__(gateway, model)
-        self.admission = Admission(gateway, intake, config.max_requests, parse_bytes(config.max_body))
+        self.model_name = model
+        self.admission = Admission(gateway, intake, config.max_requests, parse_bytes(config.max_body), config.sessions_by)
         self.timelines = TimelineApi(gateway, model)
-        self.parts = (self, self.timelines, *(part(gateway, model) for part in PARTS))
+        self._store = (
+            Store(config.store, parse_bytes(config.store_bytes) or 0, config.store_age_s, gateway.core.router)
+            if config.store
+            else None
+        )
+        self.stored_responses = StoredResponses(gateway, model, self._store, config.keep_alive_s)
+        self.batches = BatchesApi(gateway, model, self._store, config.batch_requests)
+        stored = (self.stored_responses, FilesApi(gateway, model, self._store), self.batches)
+        self.parts = (self, *stored, self.timelines, *(part(gateway, model) for part in PARTS))
         """All, in the order of the description."""
         self._intake = intake
         self._metrics = metrics
-        self._embedding = embedding
-        self._session_header = config.sessions_by
+        self.embedding = embedding
         self._keep_alive_s = config.keep_alive_s
         self._started = int(time.time())
         metrics.registry.register(RouterCollector(gateway.core, gateway.mail))
+        self._aliases = MetricAliases(config.metric_aliases, model, metrics.registry) if config.metric_aliases != "none" else None
+
+    @asynccontextmanager
+    async def working(self) -> AsyncIterator[None]:
+        """Meanwhile responses in the background and batches are worked on. At the end what has not ended is broken off."""
+        if self._store is None:
+            yield
+            return
+        beating = asyncio.create_task(self._beat(self._store))
+        try:
+            yield
+        finally:
+            beating.cancel()
+            await self.stored_responses.close(END_S)
+            await self.batches.close()
+            await self._store.close()
+
+    async def _beat(self, store: Store) -> None:
+        while True:
+            self.batches.news.clear()
+            try:
+                await self.stored_responses.beat()
+                await self.batches.beat()
+                await store.do(store.sweep)
+            except TandemError as error:
+                _log.error("%s", error)
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self.batches.news.wait(), BEAT_S)
 
     @completion("POST /v1/chat/completions", "OpenAI", "Chat", ChatFields, OpenAIBody[ChatChoice])
     async def chat_completions(self, request: Request) -> Response:
@@ -109,9 +170,26 @@ class Api(ApiPart):
 
     @completion("POST /v1/responses", "OpenAI", "Response", ResponseFields, ResponseBody)
     async def responses(self, request: Request) -> Response:
-        """Answer a conversation of items: messages, thoughts, calls and their results. Nothing is stored, so a request brings its
-        whole conversation."""
-        return await self._answer(request, read_response, "resp_", self._intake.accept_chat, ResponseShape)
+        """Answer a conversation of items: messages, thoughts, calls and their results. Where the router has `--store`, the answer
+        is kept: a later request may go on from it, and it may be computed in the background."""
+        stored = self.stored_responses
+        return await self._answer(
+            request, read_response, "resp_", self._intake.accept_chat, ResponseShape, stored.continued, stored.answer
+        )
+
+    @completion("POST /v1/messages", ANTHROPIC, "Message", MessageFields, MessageBody)
+    async def messages(self, request: Request, beta: BetaParameter = "") -> Response:
+        """Answer a conversation of blocks: texts, thoughts, calls of tools and their results. Nothing is stored, so a request
+        brings its whole conversation."""
+        return await self._answer(request, read_message, "msg_", self._intake.accept_chat, MessageShape)
+
+    @Described("POST /v1/messages/count_tokens", ANTHROPIC, "Count tokens", body=CountFields)
+    async def count_tokens(self, request: Request, beta: BetaParameter = "") -> TokenCount:
+        """How many tokens the prompt of a message has."""
+        visit = visit_of(request)
+        visit.enter()
+        asked = await visit.read(request, read_count)
+        return TokenCount((await visit.work(request, self._intake.tokenize(asked, visit.owner))).count)
 
     @completion("POST /v1/completions", "OpenAI", "Text completion", CompletionFields, OpenAIBody[TextChoice])
     async def completions(self, request: Request) -> Response:
@@ -128,7 +206,7 @@ class Api(ApiPart):
     )
     async def embeddings(self, request: Request) -> Response:
         """The embedding of each of one or more prompts, given as texts or token ids."""
-        reader = partial(read_embeddings, self._model, self._embedding)
+        reader = partial(read_embeddings, self._model, self.embedding)
         return await self._answer(request, reader, "embd-", self._intake.accept_completion, EmbeddingShape)
 
     @completion("POST /generate", "SGLang", "Generate", GenerateFields, Generated | list[Generated])
@@ -143,18 +221,18 @@ class Api(ApiPart):
         reader: Callable[[bytes, int], R],
         prefix: str,
         accept: Callable[[R, ClientRequest], Coroutine[Any, Any, Accepted]],
-        shape_of: type[AnswerShape[R]],
+        shape_of: Callable[..., S],
+        complete: Callable[[R, Visit], Coroutine[Any, Any, R]] | None = None,
+        send: Callable[[Request, S, SharedThreads], Coroutine[Any, Any, Response]] | None = None,
     ) -> Response:
-        """The way of a request through the router. prefix: of its answer's id. Returns the response that sends the answer."""
+        """The way of a request through the router. prefix: of its answer's id. complete: adds what is stored to what is asked.
+        send: in place of the usual ways to send an answer. Returns the response that sends it."""
         visit = visit_of(request)
-        client = visit.enter(prefix, id_in(request.scope, self._session_header) if self._session_header else "")
+        client = visit.enter(prefix, request.scope)
         asked = await visit.read(request, reader)
-        if asked.own_id:
-            visit.id = client.id = asked.own_id
-        choices = range(asked.choices)
-        client.expect(len(choices), {**asked.named(client.id), visit.id: choices, client.id: choices})
-        accepted = await visit.work(request, self._accept(asked, client, accept))
-        self._gateway.deliver(self._gateway.core.requests.submit(client, accepted.specs, self._gateway.clock()))
+        if complete is not None:
+            asked = await complete(asked, visit)
+        accepted = await self.dispatch(visit, client, asked, accept, request)
         shape = shape_of(
             id=client.id,
             created=int(time.time()),
@@ -163,9 +241,28 @@ class Api(ApiPart):
             accepted=accepted,
             token_texts=self._intake.token_text,
         )
+        if send is not None:
+            return await send(request, shape, self._intake.writers)
         if asked.fields.stream:
             return EventStream(self._gateway, client, shape, visit.send, self._keep_alive_s)
         return await unless_left(request, whole_answer(client, shape, self._intake.writers))
+
+    async def dispatch(
+        self,
+        visit: Visit,
+        client: ClientRequest,
+        asked: R,
+        accept: Callable[[R, ClientRequest], Coroutine[Any, Any, Accepted]],
+        request: Request | None = None,
+    ) -> Accepted:
+        """Send a request that was read to the fleet. request: see `Visit.work`."""
+        if asked.own_id:
+            visit.id = client.id = asked.own_id
+        choices = range(asked.choices)
+        client.expect(len(choices), {**asked.named(client.id), visit.id: choices, client.id: choices})
+        accepted = await visit.work(request, self._accept(asked, client, accept))
+        self._gateway.deliver(self._gateway.core.requests.submit(client, accepted.specs, self._gateway.clock()))
+        return accepted
 
     async def _accept(
         self, asked: R, client: ClientRequest, accept: Callable[[R, ClientRequest], Coroutine[Any, Any, Accepted]]
@@ -234,6 +331,8 @@ class Api(ApiPart):
         """Metrics of the router and of every instance, in Prometheus' text format."""
         fleet = self._gateway.core.fleet
         text = self._metrics.text() + role_metrics(fleet) + await member_metrics(fleet.members())
+        if self._aliases is not None:
+            text += await self._aliases.text(fleet.members())
         return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
     @Described("GET /cluster", "Operations", "The fleet", "The fleet as it is now.")
@@ -270,6 +369,7 @@ class Api(ApiPart):
 def build_app(api: Api, metrics: RouterMetrics, access: Access = OPEN, hosts: Collection[str] = (LOOPBACK,)) -> DescribedApp:
     """The ASGI application. hosts: what the router was told to listen on."""
     app = DescribedApp(api.parts)
+    api.batches.app = app
     app.add_exception_handler(TandemError, _on_tandem_error)
     app.add_exception_handler(HTTPException, _on_http_error)
     app.add_exception_handler(ClientDisconnect, _on_disconnect)

@@ -11,6 +11,7 @@ from typing import Annotated, Literal
 import msgspec
 import numpy as np
 from msgspec import Meta
+from numpy.typing import NDArray
 
 from common.errors import BadRequest
 from common.messages import Ending, Failed, Finished
@@ -86,7 +87,13 @@ class EmbeddingBody(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_embeddings(model: str, served: EmbeddingMode | None, body: bytes, context_tokens: int | None = None) -> EmbeddingRequest:
-    """The body of POST /v1/embeddings. model: what is served. served: how it makes embeddings; None: it makes none. Raises
+    """The body of POST /v1/embeddings. Raises BadRequest."""
+    require_few_ids(body, context_tokens, "input")
+    return embedding_request(model, served, read_fields(object_in(body, context_tokens), EmbeddingFields, EMBEDDING))
+
+
+def embedding_request(model: str, served: EmbeddingMode | None, fields: EmbeddingFields) -> EmbeddingRequest:
+    """What these fields ask for. model: what is served. served: how it makes embeddings; None: it makes none. Raises
     BadRequest."""
     if served is None:
         raise BadRequest(
@@ -94,8 +101,6 @@ def read_embeddings(model: str, served: EmbeddingMode | None, body: bytes, conte
             field="model",
             code="unsupported_model",
         )
-    require_few_ids(body, context_tokens, "input")
-    fields = read_fields(object_in(body, context_tokens), EmbeddingFields, EMBEDDING)
     if fields.dimensions not in (None, served.size):
         own = "" if served.size is None else f" or send {served.size}"
         raise BadRequest(f"dimensions: embeddings are not shortened: leave it out{own}", field="dimensions")
@@ -117,6 +122,20 @@ def read_embeddings(model: str, served: EmbeddingMode | None, body: bytes, conte
     )
 
 
+def lacking(ending: Ending | None) -> Failed | None:
+    """Why there is no embedding when its choice ends as if there was one."""
+    if isinstance(ending, Finished) and not ending.embedding:
+        return Failed(message="the request was aborted before it had its embedding", kind="aborted", status=409)
+    return None
+
+
+def embedding_of(choice: ChoiceDelta, request: EmbeddingRequest) -> NDArray[np.float32]:
+    """The numbers, scaled as the request says."""
+    numbers = np.frombuffer(embedding_in(choice), dtype="<f4")
+    length = float(np.linalg.norm(numbers.astype(np.float64)))
+    return (numbers / length).astype("<f4") if request.normalize and length > 0 else numbers
+
+
 @dataclass(slots=True, kw_only=True, eq=False)
 class EmbeddingShape(AnswerShape[EmbeddingRequest]):
     """/v1/embeddings"""
@@ -128,9 +147,7 @@ class EmbeddingShape(AnswerShape[EmbeddingRequest]):
         raise AssertionError("embeddings are not streamed")
 
     def failure(self, ending: Ending | None) -> Failed | None:
-        if isinstance(ending, Finished) and not ending.embedding:
-            return Failed(message="the request was aborted before it had its embedding", kind="aborted", status=409)
-        return super(EmbeddingShape, self).failure(ending)
+        return lacking(ending) or super(EmbeddingShape, self).failure(ending)
 
     def whole(self, choices: Sequence[ChoiceDelta]) -> bytes:
         data = [encoded(OneEmbedding(index=index, embedding=self._written(choice))) for index, choice in enumerate(choices)]
@@ -138,10 +155,7 @@ class EmbeddingShape(AnswerShape[EmbeddingRequest]):
         return msgspec.json.encode(EmbeddingBody(data=data, model=self.model, usage=EmbeddingUsage(tokens, tokens)))
 
     def _written(self, choice: ChoiceDelta) -> list[float] | str:
-        numbers = np.frombuffer(embedding_in(choice), dtype="<f4")
-        length = float(np.linalg.norm(numbers.astype(np.float64)))
-        if self.request.normalize and length > 0:
-            numbers = (numbers / length).astype("<f4")
+        numbers = embedding_of(choice, self.request)
         if self.request.as_base64:
             return base64.b64encode(numbers.tobytes()).decode()
         written: list[float] = numbers.tolist()

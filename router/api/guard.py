@@ -28,7 +28,7 @@ from common.errors import BadRequest
 from router.api.errors import Unauthorized, UnsupportedBody, shown
 
 EFFECTLESS_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
-_JSON = "application/json"
+_JSON, _FORM = "application/json", "multipart/form-data"
 _HOST = re.compile(r"(?P<name>\[[0-9a-f:.]+\]|[^:\[\]]+)(?::\d*)?")
 
 
@@ -66,6 +66,7 @@ def _is_loopback_name(name: str) -> bool:
 
 OPEN_PATHS = frozenset({"/health", "/health_generate", "/ready", "/metrics", "/docs", "/openapi.json"})
 """For load balancers, monitors and readers of the description."""
+UPLOAD_PATH = "/v1/files"
 DOCS_PREFIX, CONTROL_PREFIX, REQUESTS_PREFIX = "/docs", "/cluster", "/requests"
 EVERYBODY = "*"
 """In place of the name of an API key: whoever has the control key may see the requests of all. No key has this name."""
@@ -114,10 +115,15 @@ class Guard:
         """Returns the name of the API key; "" where none is needed, and EVERYBODY for the control key where either will do.
         Raises Unauthorized, NotAsked, UnsupportedBody."""
         needed = key_needed(scope["path"], self._control_paths)
+        if self._rings.get(needed) is None and self._suspects_pages:
+            self._require_no_page(scope)
+        return self.name_of_caller(scope, needed)
+
+    def name_of_caller(self, scope: Scope, needed: NeededKey) -> str:
+        """The same for a call that no web page can make, such as gRPC's: it has a `te`, which no page may set. Raises
+        Unauthorized."""
         ring = self._rings.get(needed)
         if ring is None:
-            if self._suspects_pages:
-                self._require_no_page(scope)
             return ""
         key = key_in(scope)
         if key is None:
@@ -130,6 +136,13 @@ class Guard:
         if name is None:
             raise Unauthorized(f"the {_SPOKEN[needed]} is incorrect: {scope['path']} is not for the key that was sent")
         return "" if needed is NeededKey.CONTROL else name
+
+    def admit_batch(self, owner: str) -> str:
+        """owner: the name of the key that sent a batch. Returns it. Raises Unauthorized when it is not known any more."""
+        ring = self._rings[NeededKey.API]
+        if ring is not None and owner not in ring.names():
+            raise Unauthorized("the key that sent the batch is not known here any more")
+        return owner
 
     def _require_no_page(self, scope: Scope) -> None:
         """Refuse what a web page sends that nobody has let in. Raises NotAsked, UnsupportedBody."""
@@ -154,9 +167,15 @@ class Guard:
         # body of another type is refused too. A body without a length comes in chunks.
         has_body = headers.get(b"content-length", "0").strip("0") != "" or b"transfer-encoding" in headers
         given = headers.get(b"content-type", "" if has_body else _JSON)
-        if given.partition(";")[0].strip().lower() != _JSON:
+        kind = given.partition(";")[0].strip().lower()
+        is_upload = scope["path"] == UPLOAD_PATH and kind == _FORM
+        if is_upload and b"authorization" in headers:
+            return  # no page sends this header elsewhere without asking first, and OpenAI's clients always send it
+        if kind != _JSON:
             sent = f"is {shown(given)!r}" if given else "is missing"
             fix = f"send the header Content-Type: {_JSON} (curl -H 'Content-Type: {_JSON}')"
+            if is_upload:
+                fix = "send it with any key (curl -H 'Authorization: Bearer none')"
             raise UnsupportedBody(f"the body's type {sent}: {fix}")
 
 

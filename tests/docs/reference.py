@@ -62,6 +62,7 @@ def escape(text: str) -> str:
 def flags_page() -> str:
     commands = dict(_commands(build_parser(), ""))
     lines = ["# Flags", "", MADE, "", paragraph("Each entry: the flag, its default, and the commands that take it.")]
+    lines += ["", "A flag can be given [in a file and as a variable](../operate/configuration.md) too."]
     lines += ["", paragraph("`--insecure`, and any other flag whose values are on and off, means `on` when it is given alone.")]
     shared = {name for names in FAMILIES.values() for name in names}
     for title, names in FAMILIES.items():
@@ -153,8 +154,9 @@ def _endpoint(name: str, needed: NeededKey, operation: Mapping[str, Any], descri
         yield from (item(f"`{one['name']}`", str(one.get("description", ""))) for one in parameters)
     if "requestBody" in operation:
         schemas = description["components"]["schemas"]
-        body = operation["requestBody"]["content"]["application/json"]["schema"]
-        yield from ("", "Fields of the body:", "", *_fields(body, schemas, 0, ()))
+        ((kind, body),) = operation["requestBody"]["content"].items()
+        what = "Fields of the body" if kind == "application/json" else f"Parts of the body ({kind})"
+        yield from ("", f"{what}:", "", *_fields(body["schema"], schemas, 0, ()))
 
 
 def _fields(schema: Mapping[str, Any], schemas: Mapping[str, Any], depth: int, above: tuple[str, ...]) -> Iterator[str]:

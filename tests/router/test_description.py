@@ -8,10 +8,13 @@ import pytest
 from fastapi.routing import APIRoute
 
 from router.api.adapters import LoadFields, UnloadFields
+from router.api.batches import BatchFields
 from router.api.chat import ChatFields
 from router.api.completions import CompletionFields
 from router.api.embeddings import EmbeddingFields
 from router.api.errors import ErrorBody
+from router.api.files import UploadFields
+from router.api.messages import CountFields, MessageFields
 from router.api.responses import ResponseFields
 from router.api.roles import RoleFields, SwitchFields
 from router.api.routes import DetokenizeFields, TokenizeFields
@@ -44,7 +47,8 @@ async def test_every_route_is_described_with_its_answers_and_errors() -> None:
         assert operation["summary"] and operation["description"] and set(operation["tags"]) <= tags
         successes = [status for status in operation["responses"] if status.startswith("2")]
         assert len(successes) == 1 and operation["responses"][successes[0]]["description"]
-        error = {"schema": {"$ref": "#/components/schemas/ErrorBody"}}
+        shape = "MessagesErrorBody" if route.path.startswith("/v1/messages") else "ErrorBody"
+        error = {"schema": {"$ref": f"#/components/schemas/{shape}"}}
         assert operation["responses"]["default"]["content"]["application/json"] == error
 
 
@@ -56,7 +60,11 @@ BODIES = {
     "/v1/chat/completions": ChatFields,
     "/v1/completions": CompletionFields,
     "/v1/responses": ResponseFields,
+    "/v1/messages": MessageFields,
+    "/v1/messages/count_tokens": CountFields,
     "/v1/embeddings": EmbeddingFields,
+    "/v1/files": UploadFields,
+    "/v1/batches": BatchFields,
     "/generate": GenerateFields,
     "/abort_request": AbortFields,
     "/update_weights_from_disk": DiskFields,
@@ -86,7 +94,8 @@ BODIES = {
 async def test_the_body_of_a_request_is_described_field_by_field(path: str, body: type[msgspec.Struct]) -> None:
     _, page = await described()
     operation = page["paths"][path]["post"]
-    assert operation["requestBody"]["content"]["application/json"]["schema"] == {"$ref": f"#/components/schemas/{body.__name__}"}
+    (content,) = operation["requestBody"]["content"].values()
+    assert content["schema"] == {"$ref": f"#/components/schemas/{body.__name__}"}
     assert list(page["components"]["schemas"][body.__name__]["properties"]) == list(body.__struct_encode_fields__)
     assert {"400", "413"} <= operation["responses"].keys()
 
@@ -99,7 +108,8 @@ async def test_every_field_of_every_body_has_a_description() -> None:
         for operation in item.values():
             if "requestBody" in operation:
                 assert path in BODIES
-                unseen = [operation["requestBody"]["content"]["application/json"]["schema"]["$ref"].rpartition("/")[2]]
+                (content,) = operation["requestBody"]["content"].values()
+                unseen = [content["schema"]["$ref"].rpartition("/")[2]]
                 while unseen:
                     name = unseen.pop()
                     described_here = schemas[name].get("properties", {})
