@@ -34,9 +34,10 @@ class WireVersion:
 
 VERSIONS = {
     15: WireVersion(
-        "An instance that leaves says whether its transfers are proven to have ended, and may serve in another role.",
+        "An instance that leaves says whether its transfers are proven to have ended, and may serve in another role. Log "
+        "probabilities may be those of chosen tokens.",
         types=("TakeRole", "RoleKept"),
-        fields=("Goodbye.is_quiet", "Heartbeat.serves_whole", "Generate.incarnation"),
+        fields=("Goodbye.is_quiet", "Heartbeat.serves_whole", "Generate.incarnation", "SamplingParams.logprob_ids"),
     ),
 }
 SINCE = {name: number for number, version in VERSIONS.items() for name in version.types}

@@ -49,10 +49,11 @@ class Admission:
 class Visit:
     """One HTTP request, and all that it has taken. `close` gives back what is left of that."""
 
-    __slots__ = ("_admission", "_has_place", "_is_large", "client", "id", "owner", "send")
+    __slots__ = ("_admission", "_body", "_has_place", "_is_large", "client", "id", "owner", "send")
 
     def __init__(self, admission: Admission, send: Send) -> None:
         self._admission = admission
+        self._body: bytes | None = None
         self._has_place = self._is_large = False
         self.id = secrets.token_hex(12)
         self.owner = ""
@@ -78,12 +79,17 @@ class Visit:
         self.client = client
         return client
 
+    async def peek(self, request: Request) -> bytes:
+        """The body, which `read` reads. Raises BadRequest, Overloaded, ClientDisconnect."""
+        if self._body is None:
+            self._admission.places.require(self.owner)
+            self._body = await body_of(request, self._admission.max_body_bytes)
+        return self._body
+
     async def read(self, request: Request, reader: Callable[[bytes, int], T]) -> T:
         """What the body asks for. Raises BadRequest, Overloaded, ClientDisconnect."""
-        places = self._admission.places
-        places.require(self.owner)
-        body = await body_of(request, self._admission.max_body_bytes)
-        places.take(self.owner)
+        body, self._body = await self.peek(request), None
+        self._admission.places.take(self.owner)
         self._has_place, self._is_large = True, len(body) > LARGE_BODY_BYTES
         intake = self._admission.intake
         if not self._is_large:

@@ -22,6 +22,7 @@ from router.api.fields import (
     CHOICE_OF_TOOLS,
     ONLY_OPENAI,
     STREAM_OPTIONS,
+    AllowedTools,
     FunctionTool,
     NamedTool,
     ReadRequest,
@@ -145,7 +146,7 @@ MESSAGES = Unsupported(
 CHAT = Unsupported(
     {
         **ONLY_OPENAI,
-        **dict.fromkeys(("audio", "prediction", "verbosity", "web_search_options", "chat_template"), ()),
+        **dict.fromkeys(("audio", "prediction", "web_search_options", "chat_template"), ()),
         **dict.fromkeys(("functions", "documents"), ([],)),
         "function_call": ("none", "auto"),
         "modalities": (["text"],),
@@ -164,7 +165,7 @@ class ChatFields(SamplingFields, msgspec.Struct, frozen=True, kw_only=True):
         TopLogprobs | None, Meta(description="With `logprobs`, also send so many of the likeliest tokens in each place.")
     ] = None
     tools: Annotated[list[FunctionTool], Meta(description="Functions that the model may call.")] = []
-    tool_choice: Annotated[ToolPolicy | NamedTool | None, CHOICE_OF_TOOLS] = None
+    tool_choice: Annotated[ToolPolicy | NamedTool | AllowedTools | None, CHOICE_OF_TOOLS] = None
     parallel_tool_calls: Annotated[bool, Meta(description="False: at most one call in an answer.")] = True
     chat_template_kwargs: Annotated[
         dict[str, Any], Meta(description="Names that the chat template reads, such as enable_thinking, and their values.")
@@ -174,6 +175,9 @@ class ChatFields(SamplingFields, msgspec.Struct, frozen=True, kw_only=True):
         bool, Meta(description="The answer continues the last message. Send add_generation_prompt=false with it.")
     ] = False
     reasoning_effort: Effort = None
+    verbosity: Annotated[
+        Literal["low", "medium", "high"] | None, Meta(description="How much to say, for chat templates that use it.")
+    ] = None
     separate_reasoning: Annotated[
         bool, Meta(description="False: what the model thinks stays in `content`, between its marks.")
     ] = True
@@ -190,6 +194,8 @@ class ChatRequest(ReadRequest):
     prompt_field: str = "messages"
     effort_field: str = "reasoning_effort"
     """The field that held the effort."""
+    text_alone_field: str = ""
+    """A field that is only for answers without calls and thoughts of their own; "": there is none."""
 
     def texts(self) -> Iterator[str]:
         """Everything that the chat template may write into the prompt."""

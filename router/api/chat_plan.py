@@ -35,16 +35,19 @@ class ChatPlanner:
         if request.tools.shown and not self._tokenizer.reads_tools:
             fix = "leave tools out, or start the router with a --chat-template that does"
             raise BadRequest(f"the chat template of {self._model} does not show tools to the model: {fix}", field="tools")
-        arguments, effort = request.fields.chat_template_kwargs, request.fields.reasoning_effort
+        arguments = request.fields.chat_template_kwargs
         for name in arguments:
             if not self._tokenizer.reads(name):
                 message = f"the chat template of {self._model} does not read {shown(name)!r}: leave it out"
                 raise BadRequest(message, field=f"chat_template_kwargs.{shown(name)}")
-        if effort is not None and self._tokenizer.reads("reasoning_effort"):
-            arguments = {"reasoning_effort": effort, **arguments}
-        elif effort not in (None, "none"):
-            message = f"the chat template of {self._model} does not use reasoning_effort: leave it out"
-            raise BadRequest(message, field=request.effort_field, code="unsupported_parameter")
+        effort, verbosity = request.fields.reasoning_effort, request.fields.verbosity
+        hints = ("reasoning_effort", effort, "none", request.effort_field), ("verbosity", verbosity, "medium", "verbosity")
+        for name, hint, usual, field in hints:
+            if hint is not None and self._tokenizer.reads(name):
+                arguments = {name: hint, **arguments}
+            elif hint not in (None, usual):
+                message = f"the chat template of {self._model} does not use {name}: leave it out"
+                raise BadRequest(message, field=field, code="unsupported_parameter")
         return ChatOptions(
             tools=request.tools.shown,
             add_generation_prompt=request.fields.add_generation_prompt,
@@ -76,6 +79,9 @@ class ChatPlanner:
         separates = thinks and request.fields.separate_reasoning
         if tools is None and not separates:
             return dataclasses.replace(accepted, specs=specs)
+        if request.text_alone_field:
+            problem = "is for answers of text alone: leave it out, or use POST /v1/chat/completions"
+            raise BadRequest(f"{request.text_alone_field} {problem}", field=request.text_alone_field)
         read_tools, new_id = (None, str) if tools is None else (tools.read, tools.new_id)
         new_parser = partial(AnswerParser, thinks=separates, opened=opened, read_tools=read_tools)
         return dataclasses.replace(accepted, specs=specs, reading=AnswerReading(new_parser=new_parser, new_id=new_id))

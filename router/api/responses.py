@@ -35,10 +35,12 @@ from router.api.fields import (
     TokenChoice,
     Tokens,
     ToolPolicy,
+    TopLogprobs,
     Unsupported,
     read_fields,
     tool_use,
 )
+from router.api.logprobs import ChatLogprob
 from router.api.parsing.parser import AnswerParser, AnswerPart, PartKind
 from router.api.structured import JsonObjectFormat, NamedSchema, TextFormat, format_grammar
 from router.outbox import ChoiceDelta
@@ -118,9 +120,7 @@ RESPONSE = Unsupported(
         **dict.fromkeys(("previous_response_id", "conversation", "prompt", "prompt_cache_retention"), ()),
         **dict.fromkeys(("max_tool_calls", "context_management"), ()),
         **dict.fromkeys(("store", "background"), (False,)),
-        "include": ([],),
         "truncation": ("disabled",),
-        "top_logprobs": (0,),
         "service_tier": ("auto", "default"),
         "stream_options": ({}, {"include_obfuscation": False}),
     },
@@ -151,6 +151,13 @@ class ResponseFields(TokenChoice, msgspec.Struct, frozen=True, kw_only=True, for
     chat_template_kwargs: Annotated[
         dict[str, Any], Meta(description="Names that the chat template reads, such as enable_thinking, and their values.")
     ] = {}
+    include: Annotated[
+        list[Literal["message.output_text.logprobs"]],
+        Meta(description="What else the answer has: how likely each token of its text was, if it is text alone."),
+    ] = []
+    top_logprobs: Annotated[
+        TopLogprobs, Meta(description="With include: also send so many of the likeliest tokens in each place.")
+    ] = 0
     timeout: Timeout = None
     priority: Priority = 0
     cache_salt: CacheSalt = None
@@ -180,6 +187,9 @@ def read_response(body: bytes, context_tokens: int | None = None) -> ResponseReq
     messages = _messages(read)
     if not messages:
         raise BadRequest("input is empty: send a text or at least one item", field="input")
+    if read.top_logprobs and not read.include:
+        fix = 'leave it out or send include=["message.output_text.logprobs"]'
+        raise BadRequest(f"top_logprobs is for log probabilities only: {fix}", field="top_logprobs")
     grammar = None if read.text is None else format_grammar(read.text.format)
     if grammar is not None:
         check_text(grammar, "text.format.schema")
@@ -192,6 +202,8 @@ def read_response(body: bytes, context_tokens: int | None = None) -> ResponseReq
         ),
         max_tokens=read.max_output_tokens,
         max_tokens_field="max_output_tokens",
+        logprobs=read.top_logprobs if read.include else None,
+        text_alone_field="include" if read.include else "",
         grammar=grammar,
         grammar_field="text.format",
         messages=messages,
@@ -247,7 +259,7 @@ _encode = msgspec.json.Encoder().encode
 class OutputPart(msgspec.Struct, frozen=True, tag_field="type", tag="output_text"):
     text: str
     annotations: tuple[()] = ()
-    logprobs: tuple[()] = ()
+    logprobs: Sequence[ChatLogprob] = ()
 
 
 class ThoughtPart(msgspec.Struct, frozen=True, tag_field="type", tag="reasoning_text"):
@@ -337,6 +349,7 @@ class OutputItem:
     id: str
     texts: list[str] = field(default_factory=list)
     """The text or the arguments, in pieces."""
+    logprobs: list[ChatLogprob] = field(default_factory=list)
     call_id: str = ""
     name: str = ""
     """The name of the function that is called."""
@@ -347,14 +360,14 @@ class OutputItem:
 
     def part(self, text: str) -> OutputPart | ThoughtPart:
         """Its content part, with this text."""
-        return ThoughtPart(text) if self.kind == "reasoning" else OutputPart(text)
+        return ThoughtPart(text) if self.kind == "reasoning" else OutputPart(text, logprobs=self.logprobs if text else ())
 
     def output(self, status: Status) -> Output:
         """As clients get it: an item in progress is empty."""
         texts = () if status == "in_progress" else (self.text,)
         match self.kind:
             case "message":
-                return MessageOutput(self.id, status, [OutputPart(text) for text in texts])
+                return MessageOutput(self.id, status, [OutputPart(text, logprobs=self.logprobs) for text in texts])
             case "reasoning":
                 return ReasoningOutput(self.id, status, [ThoughtPart(text) for text in texts])
             case "function_call":
@@ -383,6 +396,8 @@ class ResponseShape(AnswerShape[ResponseRequest]):
     _is_open: bool = field(default=False, init=False)
     """Whether the last item goes on."""
     _ending: Finished = field(default=Finished(reason="stop"), init=False)
+    _untold: list[ChatLogprob] = field(default_factory=list, init=False)
+    """How likely tokens were whose text is still to come."""
     _sent: int = field(default=0, init=False)
     """Events so far: each says its number."""
 
@@ -413,6 +428,8 @@ class ResponseShape(AnswerShape[ResponseRequest]):
         if opens:
             yield "response.created", {"response": self._body("in_progress")}
             yield "response.in_progress", {"response": self._body("in_progress")}
+        if delta.logprobs:
+            self._untold += self.logprob_writer(self.request.logprobs).chat(delta.logprobs).content
         if self._parser is None:
             parts = [AnswerPart("content", delta.text)] if delta.text else []
         else:
@@ -433,7 +450,10 @@ class ResponseShape(AnswerShape[ResponseRequest]):
             yield from self._begin(kind, part.text)
         if part.kind != "call":
             self._items[-1].texts.append(part.text)
-            more: dict[str, Any] = {"logprobs": []} if kind == "message" else {}
+            more: dict[str, Any] = {}
+            if kind == "message":
+                more["logprobs"], self._untold = self._untold, []
+                self._items[-1].logprobs += more["logprobs"]
             yield f"response.{_TEXT_EVENTS[kind]}.delta", self._place() | {"delta": part.text} | more
 
     def _begin(self, kind: ItemKind, name: str = "") -> _Events:
@@ -457,7 +477,8 @@ class ResponseShape(AnswerShape[ResponseRequest]):
         if item.kind == "function_call":
             yield name, self._place() | {"arguments": text, "name": item.name}
         else:
-            yield name, self._place() | {"text": text} | ({"logprobs": []} if item.kind == "message" else {})
+            item.logprobs += self._untold
+            yield name, self._place() | {"text": text} | ({"logprobs": item.logprobs} if item.kind == "message" else {})
             yield "response.content_part.done", self._place() | {"part": item.part(text)}
         yield "response.output_item.done", {"output_index": len(self._items) - 1, "item": item.output(status)}
 

@@ -179,7 +179,7 @@ def test_items_become_the_messages_that_chat_templates_want() -> None:
         ({"background": True}, "background", "false"),
         ({"store": True}, "store", "leave it out or send false"),
         ({"reasoning": {"summary": "auto"}}, "reasoning.summary", "leave it out"),
-        ({"include": ["x"]}, "include", "leave it out or send []"),
+        ({"include": ["x"]}, "include[0]", "invalid enum value"),
         ({"truncation": "auto"}, "truncation", "disabled"),
         ({"tools": [{"type": "web_search"}]}, "tools[0].type", "use function:"),
         ({"text": {"format": {"type": "xml"}}}, "text.format.type", "json_schema"),
