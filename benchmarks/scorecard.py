@@ -146,7 +146,7 @@ def measure_point(bench: ScorecardOptions, engine: str, kind: str, ratio: str) -
         client = RouterClient(fleet.url)
         warm, trace = Path(folder, "warm.jsonl"), Path(folder, "trace.jsonl")
         write_trace(warm, TRACES[kind], 2.0, 4.0, seed=1)
-        _send(fleet.url, warm)
+        send(fleet.url, warm)
         time.sleep(1.0)  # the last heartbeats tell what steps cost
         plan = FleetPlan(**measured_fleet(client), chunk_tokens=CHUNK_TOKENS, front="measure")
         if engine == "timed":
@@ -154,7 +154,7 @@ def measure_point(bench: ScorecardOptions, engine: str, kind: str, ratio: str) -
         rate = rate_of(plan, TRACES[kind], bench.share)
         write_trace(trace, TRACES[kind], rate, bench.seconds, seed=2)
         client.post("/flush_cache", {})
-        answers = _send(fleet.url, trace)
+        answers = send(fleet.url, trace)
         ttft_s, itl_s = limits_of(plan, TRACES[kind])
         simulated = simulate(with_measured_front(plan), str(trace), (ttft_s, itl_s))
     good = sum(each.ttft_s <= ttft_s and (each.tpot_s or 0.0) <= itl_s for each in answers)
@@ -209,7 +209,7 @@ def simulate(plan: FleetPlan, trace: str, limits_s: tuple[float, float]) -> Poin
     return PointFigures.of(measured.first_s, measured.between_s, measured.answer_s, simulation.good / simulation.seconds)
 
 
-def _send(url: str, trace: Path) -> list[TimedAnswer]:
+def send(url: str, trace: Path) -> list[TimedAnswer]:
     load = ServeOptions(
         target=TargetOptions(base_url=url, model=DEMO_MODEL),
         workload=WorkloadOptions(dataset_name="trace", dataset_path=str(trace)),

@@ -65,7 +65,7 @@ def run(
             measured = measured_fleet(client)
             fleet = with_defaults(fleet, {name: measured[name] for name in measured.keys() - {"prefill", "decode"}})
             load = load if load.trace else replace(load, trace=past_load(client, Path(folder)))
-        fleet, run_all = with_measured_front(fleet), partial(_run_all, pool)
+        fleet, run_all = with_measured_front(fleet), partial(run_in, pool)
         search = FleetSearch(plan, fleet, load, config)
         found = search.best(run_all)
         if not found[0].goodput:
@@ -85,7 +85,7 @@ def run(
     return 0
 
 
-def _run_all(pool: Pool, what: str, search: FleetSearch, trials: Sequence[Trial]) -> Iterator[Borne]:
+def run_in(pool: Pool, what: str, search: FleetSearch, trials: Sequence[Trial]) -> Iterator[Borne]:
     """With a bar on stderr where that is a terminal."""
     with tqdm(total=len(trials), desc=what, unit="search", file=sys.stderr, disable=not sys.stderr.isatty()) as bar:
         if bar.disable:

@@ -132,21 +132,24 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize(
-    ("count", "streams", "kills", "flags"),
+    ("count", "at_once", "streams", "kills", "flags"),
     [
-        pytest.param(4, 0, 0, ("--prefill", "1", "--decode", "2"), id="a few"),
-        pytest.param(100, 3500, 0, ("--prefill", "2", "--decode", "2"), marks=pytest.mark.soak, id="two and two"),
-        pytest.param(50, 1500, 0, ("--prefill", "2", "--decode", "2", "--tp", "2"), marks=pytest.mark.soak, id="ranks"),
-        pytest.param(100, 5000, 20, ("--prefill", "4", "--decode", "4"), marks=pytest.mark.soak, id="four and four, with kills"),
+        pytest.param(4, 6, 0, 0, ("--prefill", "1", "--decode", "2"), id="a few"),
+        pytest.param(100, 6, 3500, 0, ("--prefill", "2", "--decode", "2"), marks=pytest.mark.soak, id="two and two"),
+        pytest.param(50, 32, 3000, 0, ("--prefill", "2", "--decode", "2"), marks=pytest.mark.soak, id="busy"),
+        pytest.param(50, 6, 1500, 0, ("--prefill", "2", "--decode", "2", "--tp", "2"), marks=pytest.mark.soak, id="ranks"),
+        pytest.param(
+            100, 6, 5000, 20, ("--prefill", "4", "--decode", "4"), marks=pytest.mark.soak, id="four and four, with kills"
+        ),
     ],
 )
 def test_no_token_is_lost_repeated_or_wrong_while_instances_change_their_roles(
-    model: Path, count: int, streams: int, kills: int, flags: tuple[str, ...]
+    model: Path, count: int, at_once: int, streams: int, kills: int, flags: tuple[str, ...]
 ) -> None:
     random, changes, reference = Random(count), Changes(), Reference.load(model)
     with running_fleet("--model", str(model), *FLAGS, *flags) as fleet, ExitStack() as stack:
         names = list(fleet.members())
-        clients = Streams(fleet.url, fleet.model(), at_once=6, seed=count)
+        clients = Streams(fleet.url, fleet.model(), at_once=at_once, seed=count)
         stack.callback(clients.stop)
         until(lambda: len(clients.answers) > 3, "the first answers")
         quiet_s = time.monotonic()
