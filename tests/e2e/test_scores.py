@@ -27,7 +27,7 @@ class Exact:
         self._model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float64).eval()
 
     def likelihoods(self, ids: Sequence[int], labels: Sequence[int]) -> torch.Tensor:
-        """Of these tokens behind those ids."""
+        """How likely each of these tokens is behind those ids."""
         with torch.inference_mode():
             found: torch.Tensor = self._model(torch.tensor([list(ids)])).logits[0, -1].softmax(-1)[list(labels)]
         return found
