@@ -35,7 +35,8 @@ class Exact:
     def last_state(self, text: str) -> torch.Tensor:
         with torch.inference_mode():
             state: torch.Tensor = self._model.base_model(torch.tensor([self.tokenizer(text).input_ids])).last_hidden_state[0, -1]
-        return state / state.norm()
+            unit: torch.Tensor = state / state.norm()
+        return unit
 
 
 @pytest.fixture(scope="module")
