@@ -5,7 +5,6 @@ Owns the load and the comparison. The fleet, its router and what decides are the
 """
 
 import asyncio
-import json
 import multiprocessing
 import sys
 import tempfile
@@ -14,12 +13,11 @@ from concurrent.futures import ProcessPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from itertools import count
+from itertools import takewhile
 from pathlib import Path
 from typing import Annotated, Literal
 
 import msgspec
-import numpy as np
 
 from bench.report import Goal
 from benchmarks.command import Column, Invocation, start, table_of
@@ -31,12 +29,12 @@ from launch.autoscale import Autoscaler, whom
 from launch.fleet_options import ScalingConfig
 from router.cluster import cluster_page
 from router.members import Member
-from router.past_load import BLOCK_TOKENS
+from router.past_load import BLOCK_TOKENS, LoadLine
 from simulation.plan import FleetPlan, LoadPlan
 from simulation.planned_fleet import PlannedFleet
 from simulation.report import figures
 from simulation.run import Simulation
-from simulation.workload import read_trace
+from simulation.workload import SimulatedConversation, random_load, read_trace
 
 LENGTHS = {"conversation": (12_035, 343), "synthetic": (15_325, 149), "toolagent": (8_596, 182)}
 """Mean tokens of prompts and answers in Mooncake's traces (https://github.com/kvcache-ai/Mooncake, FAST25-release)."""
@@ -77,32 +75,23 @@ class LayoutFigures(msgspec.Struct, frozen=True, kw_only=True):
     flips: Annotated[int, Column("changes of role")]
 
 
-def requests(bench: ShiftBench) -> Iterator[tuple[float, int, int, tuple[int, ...]]]:
-    """When each comes, the tokens of its prompt and of its answer, and its prompt's blocks, before any shift."""
-    if bench.trace:
-        for each in read_trace(bench.trace, 1.0):
-            (turn,) = each.turns
-            yield each.at_s, turn.input_tokens, turn.output_tokens, turn.blocks
-    random, at_s, block = np.random.default_rng(bench.seed), 0.0, 0
-    for _ in count() if not bench.trace else ():
-        at_s += float(random.exponential(1 / bench.rate))
-        prompt, answer = (max(2, round(random.exponential(mean))) for mean in LENGTHS[bench.lengths])
-        blocks = tuple(range(block, block + -(-prompt // BLOCK_TOKENS)))
-        block += len(blocks)
-        yield at_s, prompt, answer, blocks
+def requests(bench: ShiftBench) -> Iterator[SimulatedConversation]:
+    """Before any shift: each is one turn."""
+    mean_input, mean_output = LENGTHS[bench.lengths]
+    made_up = LoadPlan(rate=bench.rate, mean_input=mean_input, mean_output=mean_output, seed=bench.seed)
+    return read_trace(bench.trace) if bench.trace else random_load(made_up)
 
 
 def write_trace(bench: ShiftBench, path: Path) -> None:
-    with path.open("w") as file:
-        for at_s, prompt, answer, blocks in requests(bench):
-            phase = int(at_s // bench.phase_s)
-            if phase >= bench.phases:
-                return
-            if phase % 2:
-                prompt, answer = max(1, prompt // 2), 2 * answer
-                blocks = blocks[: -(-prompt // BLOCK_TOKENS)]
-            line = {"timestamp": 1000 * at_s, "input_length": prompt, "output_length": answer, "hash_ids": blocks}
-            file.write(json.dumps(line) + "\n")
+    least, until_s = 1 if bench.trace else 2, bench.phases * bench.phase_s
+    lines: list[LoadLine] = []
+    for each in takewhile(lambda each: each.at_s < until_s, requests(bench)):
+        (turn,) = each.turns
+        prompt, answer = max(least, turn.input_tokens), max(least, turn.output_tokens)
+        if int(each.at_s // bench.phase_s) % 2:
+            prompt, answer = max(1, prompt // 2), 2 * answer
+        lines.append(LoadLine(1000 * each.at_s, prompt, answer, turn.blocks[: -(-prompt // BLOCK_TOKENS)]))
+    path.write_bytes(msgspec.json.Encoder().encode_lines(lines))
 
 
 class SimulatedAutoscaler:

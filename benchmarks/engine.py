@@ -45,7 +45,9 @@ from common.errors import TandemError
 from common.options import option, parse_numbers, require, require_above_0, require_at_least
 from launch import child
 
-Section = Literal["environment", "ceilings", "checks", "steps", "eager", "offline", "pushes", "host", "sampling", "floor"]
+Section = Literal[
+    "environment", "ceilings", "checks", "steps", "eager", "offline", "pushes", "host", "sampling", "floor", "adapters"
+]
 SECTIONS: tuple[Section, ...] = get_args(Section)
 
 _QWEN3 = {
@@ -207,6 +209,9 @@ def tasks(bench: EngineBench, engine: EngineConfig, is_quick: bool, on_cuda: boo
                 for name, size in [("tiny", 512)] if is_quick else [(DEMO_MODEL, 0), ("tiny", 32_000), ("tiny", 151_936)]:
                     label = f"sampling {name}, vocabulary of {size or 'its own'}"
                     yield make(label=label, limit_s=90.0, model=name, vocab_size=size)
+            case "adapters":
+                for name in ["tiny"] if is_quick else [DEMO_MODEL, OFFLINE_MODEL]:
+                    yield make(label=f"{section} {name}", limit_s=240.0, model=name)
             case "steps" | "eager" | "floor":
                 served = replace(room, graphs="off") if section == "eager" else room
                 for name in bench.shapes if section != "floor" or not on_cuda else ():

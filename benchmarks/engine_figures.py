@@ -18,6 +18,8 @@ GOAL_STEP, GOAL_PREFILL, GOAL_ROWS = ("Llama-3-8B", 32, 2048), ("Llama-3-8B", 81
 LEAST_MEMORY_SHARE, LEAST_MATMUL_SHARE, MOST_HOST_MS = 0.85, 0.7, 0.5
 STEP_RULE = "Llama-3-8B: a decode step of 32 rows and 2048 tokens at 85 % of the speed of a copy or more"
 PREFILL_RULE = "Llama-3-8B: prefill of 8192 tokens at 70 % of the speed of a product of matrices or more, with the best chunk"
+LEAST_THROUGHPUT = {"adapters: 1": 0.9, "adapters: 8": 0.8, "adapters: 64": 0.6}
+"""The goals of steps whose rows have so many adapters, as a part of what the model alone does."""
 CONFIRMED = 0.1
 """A prediction is confirmed if what is measured differs from it by no more than this share."""
 WORKLOADS = {"nano-vllm": 10_000, "mini-sglang": 151_642}
@@ -160,9 +162,10 @@ class HostWork(EngineFigure, frozen=True, kw_only=True):
 
 
 class SampledStep(EngineFigure, frozen=True, kw_only=True):
-    """A decode step in which each row asks for the same, greedily where nothing else is said."""
+    """A decode step in which each row asks for the same, greedily where nothing else is said, or rows have so many different
+    adapters."""
 
-    title = "What sampling parameters cost"
+    title = "What sampling parameters and adapters cost"
     model: Annotated[str, Column("model")]
     vocab_size: Annotated[int, Column("vocabulary")]
     rows: Annotated[int, Column("rows")]
@@ -221,7 +224,7 @@ def ceilings_of(figures: Sequence[Figure]) -> Ceilings | None:
 
 
 def judge(figures: Sequence[Figure]) -> Iterator[Goal]:
-    """They are goals of one Hopper card."""
+    """They are goals of one Hopper card, but for those of adapters, which hold anywhere."""
     steps = [step.share for step in _of(DecodeStep, figures) if (step.model, step.batch, step.context) == GOAL_STEP]
     fills = [fill.share for fill in _of(Prefill, figures) if (fill.model, fill.tokens) == GOAL_PREFILL]
     for rule, least, shares in ((STEP_RULE, LEAST_MEMORY_SHARE, steps), (PREFILL_RULE, LEAST_MATMUL_SHARE, fills)):
@@ -229,6 +232,11 @@ def judge(figures: Sequence[Figure]) -> Iterator[Goal]:
     host = max((work.launch_ms.median for work in _of(HostWork, figures) if work.rows == GOAL_ROWS), default=None)
     rule = f"the executor's host work for {GOAL_ROWS} decode rows below {MOST_HOST_MS} ms (the scheduler adds its own)"
     yield Goal.of(rule, host, ".3f", most=MOST_HOST_MS, unit=" ms")
+    for step in _of(SampledStep, figures):
+        if step.asked in LEAST_THROUGHPUT:
+            least = LEAST_THROUGHPUT[step.asked]
+            rule = f"{step.model}: {step.asked} at {least} of the model's throughput or more"
+            yield Goal.of(rule, 1 / step.ratio, ".2f", least=least)
 
 
 def tables(figures: Sequence[Figure]) -> Iterator[TitledTable]:

@@ -18,9 +18,9 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 import torch
+from msgspec.structs import replace as replaced
 from torch import Tensor
 
 from bench.report import Spread
@@ -47,6 +47,7 @@ from common.sampling_params import Grammar, SamplingParams
 from engine.backends import device_of, make_attention, make_kernels
 from engine.gpu.flashinfer import AttentionNeeds
 from engine.kv_memory import KVMemory, torch_dtype
+from engine.lora.adapter_files import Adapter, Factors
 from engine.model_runner import ModelRunner
 from engine.models.decoder import Decoder
 from engine.models.served_shape import read_served_shape
@@ -499,6 +500,8 @@ def measure_host(task: EngineTask, say: Say) -> Iterator[Figure]:
 # --- sampling ----------------------------------------------------------------------------------------------------------------
 
 PROMPT_TOKENS, STEPS_AT_ONCE, SAMPLING_ROWS = 128, 8, 64
+ADAPTERS, ADAPTERS_KV_MEMORY = (1, 8, 64), "2GiB"
+"""How many different ones the rows of a step have, and room for those rows of Qwen3-0.6B, however much memory adapters take."""
 NOTHING = SamplingParams(max_new_tokens=99, temperature=0.0)
 KINDS: dict[str, dict[str, Any]] = {
     "nothing": {},
@@ -517,23 +520,36 @@ WITH_VOCABULARY: dict[str, dict[str, Any]] = {
 
 
 def measure_sampling(task: EngineTask, say: Say) -> Iterator[Figure]:
-    """Decode steps whose rows all ask for the same, beside steps whose rows ask for nothing. Each round times a few steps of
-    every kind, so that all kinds meet the same disturbances."""
+    """Decode steps whose rows all ask for the same, beside steps whose rows ask for nothing; or steps whose rows have so many
+    different adapters, beside steps of the model alone. Each round times a few steps of every kind, so that all kinds meet the
+    same disturbances. The first kind is the plain one."""
     rows = task.engine.max_running or SAMPLING_ROWS
-    with checkpoint(task.model, task.engine, vocab_size=task.vocab_size) as (model, engine):
-        runner = ModelRunner(model, replace(engine, max_running=rows, context_tokens=256, kv_memory="256MiB"), say)
-    kinds = KINDS | WITH_VOCABULARY if task.model == DEMO_MODEL else KINDS
+    engine = replace(task.engine, max_running=rows, context_tokens=256, kv_memory="256MiB")
+    kinds: dict[str, Callable[[], list[StepPlan]]]
+    if task.section == "adapters":
+        counts = sorted({min(count, rows) for count in ADAPTERS})
+        most = counts[-1]
+        engine = replace(engine, kv_memory=ADAPTERS_KV_MEMORY, max_loaded_loras=most, max_loras_per_batch=most)
+        with checkpoint(task.model, engine) as (model, chosen):
+            runner = ModelRunner(model, chosen, say)
+        held = [runner.adapters.hold(adapter) for adapter in random_adapters(runner, most, engine.max_lora_rank)]
+        kinds = {f"adapters: {count}": partial(sampling_plans, runner, NOTHING, held[:count]) for count in (0, *counts)}
+    else:
+        with checkpoint(task.model, engine, vocab_size=task.vocab_size) as (model, chosen):
+            runner = ModelRunner(model, chosen, say)
+        asked = KINDS | WITH_VOCABULARY if task.model == DEMO_MODEL else KINDS
+        kinds = {kind: partial(sampling_plans, runner, replaced(NOTHING, **fields)) for kind, fields in asked.items()}
     seconds: dict[str, list[float]] = {kind: [] for kind in kinds}
     with runner.on_device():
         for number in range(task.bench.rounds + 1):
             say(f"round {number}")
-            for kind, fields in kinds.items():
-                first, *others = sampling_plans(runner, msgspec.structs.replace(NOTHING, **fields))
+            for kind, plans in kinds.items():
+                first, *others = plans()
                 runner.steps.launch(first).wait()
                 taken, _ = in_flight(runner, others)
                 if number:  # the first round compiles and warms up
                     seconds[kind].append(sum(taken) / len(taken))  # a card ends several steps at once, as the host looks
-    plain = float(np.median(seconds["nothing"]))
+    plain = float(np.median(next(iter(seconds.values()))))
     for kind, taken in seconds.items():
         yield SampledStep(
             model=task.model,
@@ -545,9 +561,22 @@ def measure_sampling(task: EngineTask, say: Say) -> Iterator[Figure]:
         )
 
 
-def sampling_plans(runner: ModelRunner, sampling: SamplingParams, adapters: Sequence[Digest] = (Digest(""),)) -> list[StepPlan]:
+def random_adapters(runner: ModelRunner, count: int, rank: int) -> Iterator[Adapter]:
+    """Those of all linear layers. They have the same numbers and memory of their own in slots, where steps read them."""
+    factors = {
+        name: Factors(
+            torch.randn(rank, len(target.columns)).to(target.dtype), torch.randn(rank, len(target.rows)).to(target.dtype)
+        )
+        for name, target in runner.adapters.targets.items()
+    }
+    for number in range(count):
+        yield Adapter(Digest(f"{number:032x}"), rank, factors)
+
+
+def sampling_plans(runner: ModelRunner, sampling: SamplingParams, adapters: Sequence[Digest] = ()) -> list[StepPlan]:
     """A step in which all rows start, and those that are timed. Nobody has computed the rows' context. adapters: of the first
     rows, and again of those that follow."""
+    adapters = adapters or (Digest(""),)
     if sampling.grammar is not None and runner.grammars is not None:
         runner.grammars.prepare(sampling.grammar, lambda: None).wait()
     described = runner.description

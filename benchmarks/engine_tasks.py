@@ -164,5 +164,6 @@ ACTS: Mapping[Section, Callable[[EngineTask, Say], Iterator[Figure]]] = {
     "pushes": measure_pushes,
     "host": engine_steps.measure_host,
     "sampling": engine_steps.measure_sampling,
+    "adapters": engine_steps.measure_sampling,
     "floor": engine_steps.measure_floor,
 }

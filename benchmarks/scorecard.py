@@ -5,7 +5,6 @@ executor, whose steps take what a flag says, or with the demo model on the CPU; 
 `python -m benchmarks.scorecard` on an idle machine: other work makes the real fleets slower, and not the simulated ones.
 """
 
-import json
 import sys
 import tempfile
 import time
@@ -28,7 +27,7 @@ from common.processes.local_fleet import FleetFailed, local_fleet
 from common.processes.router_client import RouterClient
 from launch.measured_fleet import measured_fleet
 from launch.simulate import with_measured_front
-from router.past_load import BLOCK_TOKENS
+from router.past_load import BLOCK_TOKENS, LoadLine
 from simulation.plan import FleetPlan, LoadPlan
 from simulation.run import Simulation
 
@@ -168,24 +167,15 @@ def write_trace(path: Path, shape: TraceShape, rate: float, seconds: float, seed
     """In Mooncake's format. Requests of a group begin with the same blocks; the rest is nobody else's."""
     random, at_s = np.random.default_rng(seed), 0.0
     fresh = shape.groups * shape.shared_blocks + seed * 2**20
-    lines: list[str] = []
+    lines: list[LoadLine] = []
     while (at_s := at_s + float(random.exponential(1 / rate))) < seconds:
         tokens = int(np.clip(random.exponential(shape.input_tokens), 16, LONGEST_PROMPT))
         group = int(random.integers(shape.groups)) * shape.shared_blocks
         blocks = [*range(group, group + shape.shared_blocks), *range(fresh, fresh + tokens // BLOCK_TOKENS + 1)]
         fresh += tokens // BLOCK_TOKENS + 1
         output = max(2, round(random.exponential(shape.output_tokens)))
-        lines.append(
-            json.dumps(
-                {
-                    "timestamp": round(1000 * at_s),
-                    "input_length": shape.shared_blocks * BLOCK_TOKENS + tokens if shape.shared_blocks else tokens,
-                    "output_length": output,
-                    "hash_ids": blocks,
-                }
-            )
-        )
-    path.write_text("\n".join(lines) + "\n")
+        lines.append(LoadLine(round(1000 * at_s), shape.shared_blocks * BLOCK_TOKENS + tokens, output, tuple(blocks)))
+    path.write_bytes(msgspec.json.Encoder().encode_lines(lines))
 
 
 def rate_of(plan: FleetPlan, shape: TraceShape, share: float) -> float:

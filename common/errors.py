@@ -124,3 +124,8 @@ class WireError(TandemError):
 
 class TransferError(TandemError):
     """The transport's library reported a failure."""
+
+
+def first_line(error: BaseException) -> str:
+    """What another library's error says, for a message of one line."""
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)

@@ -5,9 +5,11 @@ log probabilities become messages. Owns no implementation: `engine.torch_executo
 nothing) do. Knows no tensors, requests or time.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any, Protocol, Self, TypeVar
+from typing import Any, Generic, Protocol, Self, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -181,6 +183,7 @@ class StepResult:
 
 
 K = TypeVar("K")
+T = TypeVar("T")
 
 
 class ExecutorFailed(TandemError):
@@ -216,6 +219,39 @@ class Work(Protocol):
 
     def poll(self) -> str | None:
         """Its result, once it is done; None before. Raises an error of the tree when it cannot be done."""
+
+
+class FutureWork(Generic[T]):
+    """Work that ends with a future. Implements `Work`. wake: called then, on any thread. result: what `poll` tells, and does, on
+    the thread that polls."""
+
+    ends_s: float | None = None
+
+    def __init__(self, future: "Future[T]", wake: Callable[[], None] | None = None, result: Callable[[T], str] = str) -> None:
+        self._future, self._result = future, result
+        if wake is not None:
+            future.add_done_callback(lambda _: wake())
+
+    def poll(self) -> str | None:
+        return self._result(self.wait()) if self._future.done() else None
+
+    def wait(self) -> T:
+        """Wait until it has ended. Raises what `poll` raises. An error is raised as a copy: each raise adds frames to an error,
+        and who keeps the future would keep what they hold."""
+        error = self._future.exception()
+        if error is not None:
+            raise copy.copy(error)
+        return self._future.result()
+
+
+def ended_work(outcome: str | TandemError) -> FutureWork[str]:
+    """What was done at once, or refused without a look."""
+    future: Future[str] = Future()
+    if isinstance(outcome, str):
+        future.set_result(outcome)
+    else:
+        future.set_exception(outcome)
+    return FutureWork(future)
 
 
 def take_done(under_way: dict[K, Work]) -> Iterator[tuple[K, str, Failed | None]]:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from common.config import DEMO_MODEL
-from common.errors import ConfigError
+from common.errors import ConfigError, first_line
 
 CONFIG = "config.json"
 _CHECKPOINT = "the model as Hugging Face has it: config.json, tokenizer.json and *.safetensors"
@@ -89,7 +89,6 @@ def _download(model: str, patterns: tuple[str, ...]) -> Path:
     try:
         return Path(snapshot_download(model, allow_patterns=list(patterns), ignore_patterns=list(_OTHER_FORMATS)))
     except (OSError, HFValidationError) as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ConfigError(
-            f"--model {model!r}: there is no such folder, and the download from Hugging Face failed: {reason}"
+            f"--model {model!r}: there is no such folder, and the download from Hugging Face failed: {first_line(error)}"
         ) from error

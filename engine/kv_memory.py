@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from common.errors import MemoryShort
+from common.errors import MemoryShort, first_line
 from common.host import host_memory_now
 from common.ids import Int32Array
 from common.pages.host_memory import digest, host_memory
@@ -32,7 +32,7 @@ class KVMemory:
             else:
                 memory = torch.zeros(region_bytes, dtype=torch.uint8, device=device)
         except (MemoryError, RuntimeError) as error:  # torch raises RuntimeError when memory is short
-            reason = str(error).strip().splitlines()[0]
+            reason = first_line(error)
             raise MemoryShort(f"--kv-memory: cannot allocate {region_bytes} bytes for KV pages on {device}: {reason}") from error
         self.pool = memory.view(torch_dtype(layout.dtype)).view(pages, layout.page_bytes // ITEM_BYTES[layout.dtype])
         """[pages, elements of a page]"""
@@ -54,13 +54,8 @@ class KVMemory:
 
 
 def torch_dtype(name: KVDtype) -> torch.dtype:
-    return {
-        "float32": torch.float32,
-        "bfloat16": torch.bfloat16,
-        "float16": torch.float16,
-        "float8_e4m3fn": torch.float8_e4m3fn,
-        "uint8": torch.uint8,
-    }[name]
+    found: torch.dtype = getattr(torch, name)
+    return found
 
 
 def _region_device(device: torch.device) -> str:

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from common.config import EngineConfig, ModelConfig
-from common.errors import ConfigError, MemoryShort, Unavailable
+from common.errors import ConfigError, MemoryShort, Unavailable, first_line
 from common.executor import Chunk, RowStart, StepPlan, StepResult
 from common.host import mps_is_there, sharers_of_host
 from common.messages import EngineChoices
@@ -287,7 +287,7 @@ class ModelRunner:
         try:
             yield
         except torch.OutOfMemoryError as error:
-            reason = str(error).strip().splitlines()[0]
+            reason = first_line(error)
             raise MemoryShort(f"the largest steps do not fit in the memory of {self._device} ({reason}): {fix}") from error
 
     # --- steps -------------------------------------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.distributed import AllreduceOptions, PrefixStore, ProcessGroupGloo, Store, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import AllgatherOptions  # type: ignore[attr-defined]
 
-from common.errors import ConfigError, MeetingFailed
+from common.errors import ConfigError, MeetingFailed, first_line
 
 _log = logging.getLogger(__name__)
 
@@ -171,7 +171,7 @@ def share_memory(memory: PeerMemory | None, store: Store, rank: int, ranks: int,
         expected = ranks * (ranks + 1) / 2
         why = "" if (total == expected).all() else f"memory that ranks share adds wrongly: {total.tolist()}, and not {expected}"
     except ERRORS as error:
-        why = f"they cannot share memory ({_first_line(error)})"
+        why = f"they cannot share memory ({first_line(error)})"
     found = next(filter(None, heard("trial", why)), "")
     if made is not None and not found:
         return made
@@ -184,10 +184,6 @@ def _boot() -> str:
     """What Linux calls itself from its start to its end: two hosts may have one name."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     return boot.read_text().strip() if boot.exists() else ""
-
-
-def _first_line(error: Exception) -> str:
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
 class TorchGroup(Group):
@@ -220,7 +216,7 @@ class TorchGroup(Group):
             if device.type == "cuda":
                 self._meet_memory(PrefixStore("memory", store), device, memory)
         except ERRORS as error:
-            rest = f"the other {ranks - 1} ranks ({_first_line(error)})"
+            rest = f"the other {ranks - 1} ranks ({first_line(error)})"
             raise MeetingFailed(f"rank {rank} could not connect to {rest}") from error
         self._sum_options, self._gather_options = AllreduceOptions(), AllgatherOptions()
         self._sum_options.asyncOp = self._gather_options.asyncOp = False
@@ -272,49 +268,63 @@ def _finish(work: Any) -> None:
 
 
 def open_store(host: str) -> TCPStore:
-    """Where the ranks of a group meet, on rank 0; its `port` is for the others. It listens on this address alone. Raises
-    ConfigError."""
+    """Where the ranks of a group meet, on rank 0; its `port` is for the others. Raises ConfigError."""
     try:
-        family = socket.getaddrinfo(host, 0)[0][0]
-        listener = socket.create_server((host, 0), family=family)  # by itself a store would listen on every address
-        port = listener.getsockname()[1]
-        return TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+        return listening_store(host)
     except ERRORS as error:
         raise ConfigError(f"the ranks cannot meet at {host}: {error}") from error
+
+
+def listening_store(host: str) -> TCPStore:
+    """It listens on this address alone, at a free `port`. Raises one of ERRORS."""
+    family = socket.getaddrinfo(host, 0)[0][0]
+    listener = socket.create_server((host, 0), family=family)  # by itself a store would listen on every address
+    port = listener.getsockname()[1]
+    return TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+
+
+def joined_store(host: str, port: int, connect_s: float) -> TCPStore:
+    """One that listens elsewhere. Raises one of ERRORS."""
+    return TCPStore(host, port, is_master=False, timeout=timedelta(seconds=connect_s), wait_for_workers=False)
 
 
 def reach_store(host: str, port: int, connect_s: float) -> TCPStore:
     """The store of rank 0, on any other rank. Raises MeetingFailed."""
     try:
-        return TCPStore(host, port, is_master=False, timeout=timedelta(seconds=connect_s), wait_for_workers=False)
+        return joined_store(host, port, connect_s)
     except ERRORS as error:
         raise MeetingFailed(f"rank 0 cannot be reached at {host}:{port}: {error}") from error
 
 
 def _gloo(store: Store, rank: int, ranks: int, device: torch.device, host: str, connect: timedelta) -> Any:
+    group = gloo_group(store, rank, ranks, host, connect)
+    group._set_default_timeout(PATIENCE)
+    return group
+
+
+def gloo_group(store: Store, rank: int, ranks: int, host: str, connect: timedelta) -> Any:
+    """It waits for its members, and for each message, for `connect`. Raises one of ERRORS."""
     gloo: Any = ProcessGroupGloo
     options = gloo._Options()
     options._timeout = connect
     options._threads = 1
     options._devices = [gloo.create_device(hostname=host)]
-    group = gloo(store, rank, ranks, options)
-    group._set_default_timeout(PATIENCE)
-    return group
+    return gloo(store, rank, ranks, options)
 
 
 def _nccl(store: Store, rank: int, ranks: int, device: torch.device, host: str, connect: timedelta) -> Any:
     """The communicator is made here, not by the first collective, which may be inside of a capture."""
-    quiet_nccl()
-    nccl: Any = torch.distributed.ProcessGroupNCCL
-    options = nccl.Options()
-    options._timeout = PATIENCE
     store.set_timeout(connect)
-    group = nccl(store, rank, ranks, options)
+    group = nccl_group(store, rank, ranks)
     group.eager_connect_single_device(device)
     return group
 
 
-def quiet_nccl() -> None:
-    """Before a group of NCCL is made: else torch's watchdog ends the process with an abort when something takes too long."""
-    for name in ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_ENABLE_MONITORING"):
+def nccl_group(store: Store, rank: int, ranks: int) -> Any:
+    """Its first message connects it, for as long as that takes. Raises one of ERRORS."""
+    for name in ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_ENABLE_MONITORING"):  # else its watchdog aborts the process
         os.environ.setdefault(name, "0")
+    nccl: Any = torch.distributed.ProcessGroupNCCL
+    options = nccl.Options()
+    options._timeout = PATIENCE
+    return nccl(store, rank, ranks, options)

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from common.config import EngineConfig, ModelConfig
 from common.errors import BadRequest, ConfigError, MemoryShort
-from common.executor import NO_LOGPROBS, EngineDescription, Logprobs, StepPlan, StepResult
+from common.executor import NO_LOGPROBS, EngineDescription, FutureWork, Logprobs, StepPlan, StepResult, ended_work
 from common.host import host_memory_now
 from common.ids import Digest, Int32Array
 from common.messages import TokenLogprob
@@ -34,7 +34,7 @@ from common.pages.layout import SPARE_PAGES, KVDtype, MemoryRegion
 from common.sampling_params import Grammar, SamplingParams
 from common.step_cost import StepCost
 from engine.checkpoint import fingerprint
-from engine.grammar.grammars import AnythingGoes
+from engine.grammar.grammars import anything_goes
 from engine.kv_budget import Agree, agreed_budget, as_offered, auto_host_kv_bytes, describe, given_kv_bytes, layout_of
 from engine.models.served_shape import read_served_shape
 from engine.models.shape import TOKENIZER, read_vocab
@@ -85,19 +85,11 @@ class TimedStep:
         return self.result if self.clock() >= self.ends_s else None
 
 
-class NamedFiles:
-    """Weights or an adapter of which nothing but the name counts: ready at once, whatever they are. Implements `Work`."""
-
-    ends_s: float | None = None
-
-    def __init__(self, source: WeightsSource | ReadAdapter) -> None:
-        self._is_here = not isinstance(source, WeightsFromGroup)
-        self._name = blake2b(msgspec.msgpack.encode(source), digest_size=16).hexdigest()
-
-    def poll(self) -> Digest:
-        if not self._is_here:
-            raise BadRequest(f"{COMPUTES_NOTHING}, and is in no group", field="group_name")
-        return Digest(self._name)
+def named_files(source: WeightsSource | ReadAdapter) -> FutureWork[str]:
+    """Weights or an adapter of which nothing but the name counts: ready at once, whatever they are."""
+    if isinstance(source, WeightsFromGroup):
+        return ended_work(BadRequest(f"{COMPUTES_NOTHING}, and is in no group", field="group_name"))
+    return ended_work(blake2b(msgspec.msgpack.encode(source), digest_size=16).hexdigest())
 
 
 class TimedExecutor:
@@ -162,20 +154,20 @@ class TimedExecutor:
         chosen = {row: sampling.logprob_ids for row, sampling in asked.items()}
         return _certain(sampled, chosen), _certain(prompts, {})
 
-    def prepare(self, grammar: Grammar, owner: str = "") -> AnythingGoes:
-        return AnythingGoes(grammar, "the timed executor")
+    def prepare(self, grammar: Grammar, owner: str = "") -> FutureWork[str]:
+        return anything_goes(grammar, "the timed executor")
 
-    def stage(self, source: WeightsSource) -> NamedFiles:
-        self._staged = NamedFiles(source)
+    def stage(self, source: WeightsSource) -> FutureWork[str]:
+        self._staged = named_files(source)
         return self._staged
 
-    def perform(self, task: Task) -> NamedFiles:
+    def perform(self, task: Task) -> FutureWork[str]:
         if isinstance(task, ReadAdapter):
-            return NamedFiles(task)
+            return named_files(task)
         raise BadRequest(f"{COMPUTES_NOTHING}, cannot do {type(task).__name__}")
 
     def switch(self) -> None:
-        self.weights = self._staged.poll()
+        self.weights = Digest(self._staged.wait())
 
     def drop_staged(self) -> None:
         """Nothing is held."""

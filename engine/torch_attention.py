@@ -14,8 +14,9 @@ A window hides what lies before it, so gathering begins at the first page that a
 """
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -34,41 +35,24 @@ which torch's kernels on CUDA read other rows of a mask (pytorch issue 187225)."
 
 
 @dataclass(frozen=True, slots=True)
-class _Chunk:
-    """A chunk, or a piece of one."""
-
-    segment: Segment
-    pages: Tensor
-    """[pages] int64, from which its keys are gathered."""
-    context: int
-    """How many of their slots it attends to, the first ones."""
-    owned: int
-    """How many of those slots hold the row's KV; the others are zeroed."""
-    begin: int = 0
-    """The position of the first slot."""
-    masked: bool = False
-    """What a token must not see is hidden by a mask [group * tokens, context], added to the scores."""
-    mask: Tensor | None = None
-    """That mask; None where it is made in each layer anew, because the masks of all pieces would take too much memory."""
-    causal: bool = False
-    """Nothing is hidden but the tokens of a whole prompt from those before them."""
-
-
-@dataclass(frozen=True, slots=True)
 class _Part:
-    """Decode rows [begin, end) that are gathered at once. Some may have slots that are not theirs, or that lie before their
-    window."""
+    """Queries [begin, end) that attend at once: those of some decode rows, or of a chunk or a piece of one, which has one row."""
 
     begin: int
     end: int
-    context: int
-    """How many slots are gathered of each row."""
     table: Tensor
-    """[rows, pages] int64."""
-    hidden: Tensor | None
-    """[rows, 1, context, 1] bool: the slots that a row must not see."""
-    mask: Tensor | None
-    """[rows, 1, 1, context], added to the scores."""
+    """[rows, pages] int64, from which keys are gathered."""
+    context: int
+    """How many of their slots are attended to, the first ones."""
+    owned: int
+    """How many of those slots hold KV of the row; the others are zeroed."""
+    hidden: Tensor | None = None
+    """[rows, 1, context, 1] bool: the slots that are zeroed instead, where rows have several lengths or windows."""
+    mask: Tensor | Callable[[], Tensor] | None = None
+    """What is added to the scores, [rows, 1, 1, context] or [group * tokens, context]. A callable makes it in each layer anew,
+    because the masks of all pieces would take too much memory."""
+    causal: bool = False
+    """Nothing is hidden but the tokens of a whole prompt from those before them."""
 
 
 class PagedAttention:
@@ -83,24 +67,20 @@ class PagedAttention:
         self._dtype = dtype
         self._group = query_heads // memory.layout.kv_heads
         self._heads = torch.arange(memory.layout.kv_heads, device=memory.pool.device)[:, None]
-        self._plans: dict[LayerAttention, tuple[list[_Chunk], list[_Part]]] = {}
+        self._plans: dict[LayerAttention, list[_Part]] = {}
         """What the layers share that attend alike."""
 
     def plan(self, step: StepTokens) -> None:
         width = self._memory.layout.pages_for(int(step.host_lengths.max(initial=1)))
         self._decode_table = step.table[step.decode_rows, :width]
         for how in dict.fromkeys(self._layers):
-            chunks = [piece for chunk in step.chunks for piece in self._pieces(step, chunk, how)]
-            self._plans[how] = chunks, self._parts(step, how)
+            pieces = [piece for chunk in step.chunks for piece in self._pieces(step, chunk, how)]
+            self._plans[how] = pieces + self._decode_parts(step, how, step.chunks[-1].end if step.chunks else 0)
 
     def run(self, layer: int, query: Tensor) -> Tensor:
         how = self._layers[layer]
-        chunks, parts = self._plans[how]
         keys, values = self._memory.layers[layer]
-        outs = [self._chunk(query[c.segment.begin : c.segment.end], keys, values, c, how) for c in chunks]
-        decode_begin = chunks[-1].segment.end if chunks else 0
-        if len(query) > decode_begin:
-            outs += self._decode(query[decode_begin:], keys, values, parts, how)
+        outs = [self._attend(query[part.begin : part.end], keys, values, part, how) for part in self._plans[how]]
         return outs[0] if len(outs) == 1 else torch.cat(outs)
 
     def for_graph(self, rows: int) -> None:
@@ -108,46 +88,49 @@ class PagedAttention:
 
     # --- planning ----------------------------------------------------------------------------------------------------------
 
-    def _pieces(self, step: StepTokens, segment: Segment, how: LayerAttention) -> list[_Chunk]:
+    def _pieces(self, step: StepTokens, segment: Segment, how: LayerAttention) -> list[_Part]:
         """The chunk as it is if its mask is small enough, else in pieces of tokens."""
-        whole = self._chunk_plan(step, segment, how)
+        whole = self._piece(step, segment, how)
         most = max(1, MASK_ELEMENTS // (self._group * whole.context))
-        if not whole.masked:
+        if not callable(whole.mask):
             return [whole]
         if segment.end - segment.begin <= most:
-            return [dataclasses.replace(whole, mask=self._mask(whole, how))]
+            return [dataclasses.replace(whole, mask=whole.mask())]
         pieces = []
         for begin in range(segment.begin, segment.end, most):
             end = min(begin + most, segment.end)
             start = segment.start + begin - segment.begin
-            pieces.append(self._chunk_plan(step, Segment(begin, end, start, start + end - begin, segment.row), how))
+            pieces.append(self._piece(step, Segment(begin, end, start, start + end - begin, segment.row), how))
         return pieces
 
-    def _chunk_plan(self, step: StepTokens, segment: Segment, how: LayerAttention) -> _Chunk:
+    def _piece(self, step: StepTokens, segment: Segment, how: LayerAttention) -> _Part:
         """A mask covers whole pages and not only the context, because kernels want aligned rows of a mask."""
         layout, context = self._memory.layout, segment.context
         first_seen = 0 if how.window is None else max(0, segment.start + 1 - how.window)
         first_page = first_seen // layout.page_size
         begin = first_page * layout.page_size
-        pages = step.table[segment.row, first_page : layout.pages_for(context)].long()
+        table = step.table[segment.row, first_page : layout.pages_for(context)].long()[None]
+        make = partial(_Part, segment.begin, segment.end, table)
         windowed = how.window is not None and context - begin > how.window
         if segment.end - segment.begin == 1 and not windowed:
-            return _Chunk(segment, pages, context - begin, context - begin)
+            return make(context - begin, context - begin)
         if segment.start == 0 and not windowed and how.softcap is None:
-            return _Chunk(segment, pages, context, context, causal=True)
-        return _Chunk(segment, pages, len(pages) * layout.page_size, context - begin, begin, masked=True)
+            return make(context, context, causal=True)
+        slots = table.shape[1] * layout.page_size
+        return make(slots, context - begin, mask=partial(self._mask, segment, range(begin, begin + slots), how))
 
-    def _mask(self, chunk: _Chunk, how: LayerAttention) -> Tensor:
-        device, segment = self._memory.pool.device, chunk.segment
+    def _mask(self, segment: Segment, covered: range, how: LayerAttention) -> Tensor:
+        """covered: the positions of the slots."""
+        device = self._memory.pool.device
         positions = torch.arange(segment.start, segment.context, device=device)[:, None]
-        slots = torch.arange(chunk.begin, chunk.begin + chunk.context, device=device)[None, :]
+        slots = torch.arange(covered.start, covered.stop, device=device)[None, :]
         hidden = slots > positions
         if how.window is not None:
             hidden |= slots <= positions - how.window
         return self._added(hidden).repeat(self._group, 1)
 
-    def _parts(self, step: StepTokens, how: LayerAttention) -> list[_Part]:
-        """The decode rows in parts that gather at most GATHER_BYTES per layer.
+    def _decode_parts(self, step: StepTokens, how: LayerAttention, first: int) -> list[_Part]:
+        """The decode rows in parts that gather at most GATHER_BYTES per layer. first: where their queries begin.
 
         Slots beyond a row's length hold what an earlier request left. Their scores are masked and their bytes are zeroed,
         because a NaN would pass through a mask.
@@ -170,14 +153,15 @@ class PagedAttention:
                 columns = first_pages[begin:end, None] + torch.arange(width, device=device)
                 table = self._decode_table[begin:end].gather(1, columns.clamp(max=self._decode_table.shape[1] - 1)).long()
             if longest == shortest and (how.window is None or longest <= how.window):
-                parts.append(_Part(begin, end, longest, table, None, None))
+                parts.append(_Part(first + begin, first + end, table, longest, longest))
                 continue
             slots = torch.arange(width * layout.page_size, device=device)[None, :]
             own = lengths[begin:end, None]
             hidden = slots >= own
             if how.window is not None:
                 hidden |= slots < own - how.window
-            parts.append(_Part(begin, end, slots.shape[1], table, hidden[:, None, :, None], self._added(hidden)[:, None, None]))
+            make = partial(_Part, first + begin, first + end, table, width * layout.page_size, width * layout.page_size)
+            parts.append(make(hidden[:, None, :, None], self._added(hidden)[:, None, None]))
         return parts
 
     def _added(self, hidden: Tensor) -> Tensor:
@@ -186,32 +170,24 @@ class PagedAttention:
 
     # --- attending ---------------------------------------------------------------------------------------------------------
 
-    def _chunk(self, query: Tensor, keys: Tensor, values: Tensor, chunk: _Chunk, how: LayerAttention) -> Tensor:
-        """Attention of query [tokens, heads, dim] over the slots of the chunk's pages."""
-        tokens, heads, dim = query.shape
-        key, value = (self._gathered(view, chunk.pages)[None, :, : chunk.context] for view in (keys, values))
-        if chunk.causal:
+    def _attend(self, query: Tensor, keys: Tensor, values: Tensor, part: _Part, how: LayerAttention) -> Tensor:
+        """Attention of query [rows * tokens, heads, dim] over the slots of the part's pages."""
+        rows, (queries, heads, dim) = len(part.table), query.shape
+        key, value = (self._gathered(view, part.table)[..., : part.context, :] for view in (keys, values))
+        if part.causal:
             whole = query.transpose(0, 1)[None]
             out = F.scaled_dot_product_attention(whole, key, value, is_causal=True, scale=how.scale, enable_gqa=True)
             return out[0].transpose(0, 1)
-        key[:, :, chunk.owned :] = 0.0  # masked, but a NaN would pass through a mask
-        value[:, :, chunk.owned :] = 0.0
-        grouped = query.view(tokens, self._memory.layout.kv_heads, -1, dim).permute(1, 2, 0, 3).flatten(1, 2)
-        mask = self._mask(chunk, how) if chunk.masked and chunk.mask is None else chunk.mask
-        out = _attention(grouped[None], key, value, mask, how)
-        return out.view(len(grouped), -1, tokens, dim).permute(2, 0, 1, 3).reshape(tokens, heads, dim)
-
-    def _decode(self, query: Tensor, keys: Tensor, values: Tensor, parts: list[_Part], how: LayerAttention) -> list[Tensor]:
-        """Attention of the decode rows. query: [rows, heads, dim]. Returns it in parts of rows."""
-        grouped = query.view(len(query), self._memory.layout.kv_heads, -1, query.shape[-1])
-        outs = []
-        for part in parts:
-            key, value = (self._gathered(view, part.table)[..., : part.context, :] for view in (keys, values))
+        for gathered in (key, value):  # it is masked, but a NaN would pass through a mask
             if part.hidden is not None:
-                key, value = key.masked_fill_(part.hidden, 0.0), value.masked_fill_(part.hidden, 0.0)
-            out = _attention(grouped[part.begin : part.end], key, value, part.mask, how)
-            outs.append(out.reshape(-1, *query.shape[1:]))
-        return outs
+                gathered.masked_fill_(part.hidden, 0.0)
+            elif part.owned < part.context:
+                gathered[..., part.owned :, :] = 0.0
+        kv_heads, tokens = self._memory.layout.kv_heads, queries // rows
+        grouped = query.view(rows, tokens, kv_heads, -1, dim).permute(0, 2, 3, 1, 4).flatten(2, 3)
+        mask = part.mask() if callable(part.mask) else part.mask
+        out = _attention(grouped, key, value, mask, how)
+        return out.view(rows, kv_heads, -1, tokens, dim).permute(0, 3, 1, 2, 4).reshape(queries, heads, dim)
 
     def _gathered(self, view: Tensor, pages: Tensor) -> Tensor:
         """One copy of view [all pages, kv_heads, page_size, dim] at pages [..., pages] → [..., kv_heads, context, dim]."""

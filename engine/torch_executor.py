@@ -9,7 +9,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import assert_never
@@ -19,7 +19,7 @@ import torch
 
 from common.config import EngineConfig, ModelConfig
 from common.errors import BadRequest, ConfigError, TandemError, Unavailable
-from common.executor import ExecutorFailed, StepPlan, StepResult, Work
+from common.executor import ExecutorFailed, FutureWork, StepPlan, StepResult, Work, ended_work
 from common.ids import Digest, Int32Array
 from common.messages.tasks import RESULT_CHARS, JoinGroup, LeaveGroup, ReadAdapter, ReadWeight, Task
 from common.messages.weights import WeightsSource
@@ -27,7 +27,6 @@ from common.options import refuse_without_effect
 from common.sampling_params import Grammar
 from engine.backends import device_of
 from engine.cpu.lent_cores import LentCores
-from engine.grammar.grammars import CompiledSoon, refused
 from engine.kv_budget import Agree, as_offered
 from engine.lora.adapter_files import Adapter
 from engine.lora.adapter_slots import AdapterSlots
@@ -121,67 +120,29 @@ class StagingThread:
             raise ConfigError("nobody wants these weights any more")
 
 
-class Reading:
-    """Reads a weight beside the steps. Implements `Work`. after: set when the latest weights are in use."""
-
-    ends_s: float | None = None
-
-    def __init__(self, weights: ModelWeights, task: ReadWeight, after: threading.Event | None, wake: Callable[[], None]) -> None:
-        self._weights, self._task, self._after, self._wake = weights, task, after, wake
-        self._result: str | TandemError | None = None
-        threading.Thread(target=self._run, name="reading a weight", daemon=True).start()
-
-    def poll(self) -> str | None:
-        if isinstance(self._result, TandemError):
-            raise self._result
-        return self._result
-
-    def _run(self) -> None:
-        task = self._task
-        try:
-            if self._after is not None and not self._after.wait(STOP_S):
-                raise Unavailable("the latest weights are not in use yet")
-            result = msgspec.json.encode(self._weights.read(task.name, task.rows)).decode()
-            if len(result) > RESULT_CHARS:
-                rule = f"{len(result)} characters, and {RESULT_CHARS} can be sent: ask for fewer"
-                raise BadRequest(f"truncate_size: {task.rows} rows of {task.name} take {rule}", field="truncate_size")
-            self._result = result
-        except TandemError as error:
-            self._result = error
-        self._wake()
+def _read_weight(weights: ModelWeights, task: ReadWeight, after: threading.Event | None, read: "Future[str]") -> None:
+    """after: set when the latest weights are in use."""
+    try:
+        if after is not None and not after.wait(STOP_S):
+            raise Unavailable("the latest weights are not in use yet")
+        result = msgspec.json.encode(weights.read(task.name, task.rows)).decode()
+        if len(result) > RESULT_CHARS:
+            rule = f"{len(result)} characters, and {RESULT_CHARS} can be sent: ask for fewer"
+            raise BadRequest(f"truncate_size: {task.rows} rows of {task.name} take {rule}", field="truncate_size")
+        read.set_result(result)
+    except TandemError as error:
+        read.set_exception(error)
 
 
-class Done:
-    """What was done at once. Implements `Work`."""
-
-    ends_s: float | None = None
-
-    def poll(self) -> str:
-        return ""
-
-
-class AdapterReading:
-    """An adapter that is read beside the steps, and held when that is polled. Implements `Work`. wake: called when it is read."""
-
-    ends_s: float | None = None
-
-    def __init__(self, adapters: AdapterSlots, folder: Path, reader: ThreadPoolExecutor, wake: Callable[[], None]) -> None:
-        self._adapters, self._folder = adapters, folder
-        self._read = reader.submit(self._be_read)
-        self._read.add_done_callback(lambda _: wake())
-
-    def poll(self) -> Digest | None:
-        return self._adapters.hold(self._read.result()) if self._read.done() else None
-
-    def _be_read(self) -> Adapter:
-        try:
-            return self._adapters.read(self._folder)
-        except ConfigError as error:
-            raise BadRequest(str(error)) from error
-        except (MemoryError, *FOREIGN) as error:
-            raise BadRequest(f"{self._folder} cannot be read: {error!r}") from error
-        finally:
-            end_own_pool()
+def _read_adapter(adapters: AdapterSlots, folder: str) -> Adapter:
+    try:
+        return adapters.read(Path(folder))
+    except ConfigError as error:
+        raise BadRequest(str(error)) from error
+    except (MemoryError, *FOREIGN) as error:
+        raise BadRequest(f"{folder} cannot be read: {error!r}") from error
+    finally:
+        end_own_pool()
 
 
 STEPS_QUEUED = 8
@@ -259,9 +220,9 @@ class TorchExecutor:
         self._steps.put_nowait(step)
         return step
 
-    def prepare(self, grammar: Grammar, owner: str = "") -> CompiledSoon:
+    def prepare(self, grammar: Grammar, owner: str = "") -> Work:
         if self._runner.grammars is None:
-            return refused(BadRequest(f"{grammar.kind}: this instance runs with --grammar off: leave it out", grammar.kind))
+            return ended_work(BadRequest(f"{grammar.kind}: this instance runs with --grammar off: leave it out", grammar.kind))
         return self._runner.grammars.prepare(grammar, self._wake, owner)
 
     def stage(self, source: WeightsSource) -> StagingThread:
@@ -284,17 +245,20 @@ class TorchExecutor:
             self._staging.drop()
 
     def perform(self, task: Task) -> Work:
-        weights = self._runner.weights
+        weights, adapters = self._runner.weights, self._runner.adapters
         match task:
             case JoinGroup():
                 return weights.groups.join(task, self._wake)
             case LeaveGroup(group=group):
                 weights.groups.leave(group)
-                return Done()
+                return ended_work("")
             case ReadWeight():
-                return Reading(weights, task, self._latest, self._wake)
+                read: Future[str] = Future()
+                job = (weights, task, self._latest, read)
+                threading.Thread(target=_read_weight, args=job, name="reading a weight", daemon=True).start()
+                return FutureWork(read, self._wake)
             case ReadAdapter():
-                return AdapterReading(self._runner.adapters, Path(task.folder), self._reader, self._wake)
+                return FutureWork(self._reader.submit(_read_adapter, adapters, task.folder), self._wake, adapters.hold)
             case _:
                 assert_never(task)
 

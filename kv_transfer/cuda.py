@@ -18,7 +18,7 @@ import ctypes
 import os
 from typing import Any
 
-from common.errors import TransferError
+from common.errors import TransferError, first_line
 from common.pages.layout import MemoryRegion
 
 _IS_LEGACY_CUDA_IPC_CAPABLE, _RANGE_START_ADDR, _RANGE_SIZE = 10, 11, 12
@@ -45,7 +45,7 @@ def use_device(device: str) -> None:
         torch.cuda.set_device(index_of(device))
         torch.cuda.mem_get_info(index_of(device))
     except _ERRORS as error:
-        raise TransferError(f"{device} cannot be used: {_first_line(error)}") from error
+        raise TransferError(f"{device} cannot be used: {first_line(error)}") from error
 
 
 def check_can_be_mapped(region: MemoryRegion, driver: Any = None) -> None:
@@ -78,7 +78,7 @@ def card_of(device: str) -> str:
     try:
         return str(torch.cuda.get_device_properties(index_of(device)).uuid)
     except _ERRORS as error:
-        raise TransferError(f"{device} cannot be used: {_first_line(error)}") from error
+        raise TransferError(f"{device} cannot be used: {first_line(error)}") from error
 
 
 def has_drained(device: str) -> bool:
@@ -101,7 +101,3 @@ def _attribute(driver: Any, number: int, region: MemoryRegion) -> int:
     if status != 0:
         raise TransferError(f"{region.address:#x} is not memory of {region.device}: the driver says {status}")
     return value.value
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).split("\n")[0]

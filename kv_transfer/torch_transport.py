@@ -32,7 +32,6 @@ On CUDA the bytes go over NCCL, and header and answer over Gloo. Read in torch 2
 """
 
 import ctypes
-import os
 import queue
 import re
 import socket
@@ -50,12 +49,13 @@ import msgspec
 import numpy as np
 import torch
 from torch import Tensor
-from torch.distributed import PrefixStore, ProcessGroupGloo, Store, TCPStore, is_nccl_available  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore, Store, TCPStore, is_nccl_available  # type: ignore[attr-defined]
 
 from common.errors import TransferError
 from common.ids import Int64Array
 from common.messages import PoolDescriptor
 from common.pages.layout import MemoryRegion
+from engine.parallel import ERRORS, gloo_group, joined_store, listening_store, nccl_group
 from kv_transfer.cuda import card_of, use_device
 from kv_transfer.pushes import SlicedTransport, SliceFailed
 from kv_transfer.transport import TransportEvent
@@ -130,12 +130,7 @@ class _Gloo(_Group):
     """For tensors on the CPU. Gloo moves no bytes of a message that is dropped, and keeps the connection while one is held."""
 
     def __init__(self, store: Store, rank: int, host: str, connect_s: float) -> None:
-        gloo: Any = ProcessGroupGloo
-        options = gloo._Options()
-        options._timeout = timedelta(seconds=connect_s)
-        options._threads = 1
-        options._devices = [gloo.create_device(hostname=host)]
-        super().__init__(gloo(store, rank, 2, options), rank)
+        super().__init__(gloo_group(store, rank, 2, host, timedelta(seconds=connect_s)), rank)
 
     def _wait_for(self, message: Any, until: float) -> None:
         message.wait(timedelta(seconds=max(1e-3, until - time.monotonic())))  # Gloo takes 0 for no limit
@@ -154,12 +149,7 @@ class _Nccl(_Group):
     """
 
     def __init__(self, store: Store, rank: int, device: str, connect_s: float) -> None:
-        for name in ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_ENABLE_MONITORING"):
-            os.environ.setdefault(name, "0")
-        nccl: Any = torch.distributed.ProcessGroupNCCL
-        options = nccl.Options()
-        options._timeout = timedelta(days=1)
-        super().__init__(nccl(store, rank, 2, options), rank)
+        super().__init__(nccl_group(store, rank, 2), rank)
         meet = self.receive if rank == 0 else self.send
         meet(torch.zeros(1, dtype=torch.uint8, device=device))
         self.finish(time.monotonic() + connect_s)
@@ -283,8 +273,6 @@ WINDOW = 2
 """Slices queued for a link's thread, so that the next one is ready when one ends."""
 AGENT, JOINERS = "agent", "joiners"
 """Keys of the store: the name of its agent, and the queue of the names of new pairs."""
-ERRORS = (RuntimeError, ValueError, OSError)
-"""What torch.distributed raises. Its own errors are RuntimeErrors."""
 NOTHING = np.empty((0, 3), dtype=np.int64)
 
 
@@ -352,7 +340,7 @@ class _Sender:
         host, port = self._wire.host, self._wire.port
         socket.create_connection((host, port), CONNECT_S).close()  # fails at once if the store is gone; TCPStore would retry
         device, connect_s = self._source.device, connect_s_of(self._source.device)
-        store = TCPStore(host, port, is_master=False, timeout=timedelta(seconds=connect_s), wait_for_workers=False)
+        store = joined_store(host, port, connect_s)
         agent = store.get(AGENT).decode()
         if agent != self._pool.agent:
             raise TransferError(f"the descriptor belongs to {agent}")
@@ -408,17 +396,9 @@ class TorchTransport(SlicedTransport):
             use_device(region.device)
             self._card = card_of(region.device)
         try:
-            family = socket.getaddrinfo(self._host, 0)[0][0]
-            listener = socket.create_server((self._host, 0), family=family)  # by itself a store would listen on every address
-            self._port = listener.getsockname()[1]
-            self._store = TCPStore(
-                self._host,
-                self._port,
-                is_master=True,
-                timeout=timedelta(seconds=CONNECT_S),
-                wait_for_workers=False,
-                master_listen_fd=listener.detach(),
-            )
+            self._store = listening_store(self._host)
+            self._store.set_timeout(timedelta(seconds=CONNECT_S))
+            self._port = self._store.port
             self._store.set(AGENT, self._name)
             self._landing = Landing(bytes_of(region))
         except ERRORS as error:
@@ -479,9 +459,7 @@ class TorchTransport(SlicedTransport):
         assert self._landing is not None, "register comes before poll"
         try:
             device, connect_s = self.region.device, connect_s_of(self.region.device)
-            store = TCPStore(
-                self._host, self._port, is_master=False, timeout=timedelta(seconds=connect_s), wait_for_workers=False
-            )
+            store = joined_store(self._host, self._port, connect_s)
             with (
                 stream_of(device),
                 closing(RankPair(store, name, 0, self._host, device, connect_s, self._silence_s)) as pair,

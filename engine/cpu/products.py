@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from common.errors import ConfigError
+from common.errors import ConfigError, first_line
 from engine.cpu.build import NativeFunction, load, processor_flags
 from engine.torch_kernels import Kernels
 
@@ -86,23 +86,19 @@ class OneDnnProduct:
         return packed.weight.to_dense()
 
 
-class OneDnnInt8Product:
+class OneDnnInt8Product(OneDnnProduct):
     """Implements `PackedProduct` with int8 weights and float32 rows, which it quantises. largest: the largest number of a
     quantised row."""
 
     def __init__(self, largest: int, kernels: Kernels) -> None:
+        super().__init__(kernels)
         self.largest = largest
-        self._kernels = kernels
         self._zeros: dict[int, Tensor] = {}
 
     def pack(self, weight: Tensor, bias: Tensor | None = None, scale: Tensor | None = None, *, gated: bool = False) -> Packed:
         assert scale is not None
         packed = torch.ops.onednn.qlinear_prepack(weight, None)
         return Packed(packed, None if bias is None else bias.float(), scale, len(weight) // (1 + gated), gated)
-
-    def __call__(self, x: Tensor, packed: Packed) -> Tensor:
-        out = self.ungated(x, packed)
-        return self._kernels.silu_and_mul(out) if packed.gated else out
 
     def ungated(self, x: Tensor, packed: Packed) -> Tensor:
         assert packed.scale is not None
@@ -261,7 +257,7 @@ def int8_product(device: torch.device, kernels: Kernels) -> PackedProduct:
     try:
         right = [product for largest in _LARGEST_OF_ROWS if is_right(product := OneDnnInt8Product(largest, kernels))]
     except MISSING as error:
-        reason = str(error).strip().splitlines()[0]
+        reason = first_line(error)
         raise ConfigError(f"--quantization int8: torch has no int8 products here ({reason}): use --quantization none") from error
     if not right:
         raise ConfigError("--quantization int8: oneDNN's int8 products are wrong on this processor: use --quantization none")

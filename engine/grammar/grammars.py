@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 import msgspec
 
 from common.errors import BadRequest, Overloaded, TandemError, Unavailable
+from common.executor import FutureWork, ended_work
 from common.sampling_params import Grammar
 from engine.grammar.json_schemas import check_regex, check_schema
 from engine.grammar.strings import check_size
@@ -204,11 +205,11 @@ class Grammars:
         """By use, the latest last. Those that are being compiled too, so that equal ones are compiled once, and those that are
         refused, so that they are refused at once the next time."""
 
-    def warm(self) -> "CompiledSoon":
+    def warm(self) -> FutureWork["CompiledGrammar"]:
         """Load the vocabulary and a compiler before a request needs them. Waits for nothing."""
         return self.prepare(ANY_TEXT, lambda: None)
 
-    def prepare(self, grammar: Grammar, wake: Callable[[], None], owner: str = "") -> "CompiledSoon":
+    def prepare(self, grammar: Grammar, wake: Callable[[], None], owner: str = "") -> FutureWork["CompiledGrammar"]:
         """Begin to compile, unless it is compiled. Waits for nothing. wake: called when it has ended, on any thread. What is
         compiled is kept while this object `grammar` exists, which is as long as its request is open. owner: at whose turn."""
         with self._lock:
@@ -224,8 +225,7 @@ class Grammars:
                 self._known[entry.grammar] = entry
                 self._known.move_to_end(entry.grammar)
         _end(unwanted)
-        entry.future.add_done_callback(lambda _: wake())
-        return CompiledSoon(entry.future)
+        return FutureWork(entry.future, wake, lambda _: READY)
 
     def compiled(self, grammar: Grammar) -> "CompiledGrammar":
         """The compiled grammar, which was prepared. Waits for nothing. Raises BadRequest when it is not there."""
@@ -233,7 +233,7 @@ class Grammars:
             entry = self._known.get(grammar)
         if entry is None or not entry.future.done():
             raise BadRequest(f"{grammar.kind}: it was not prepared", field=grammar.kind)
-        return _outcome(entry.future)
+        return FutureWork(entry.future).wait()
 
     def close(self) -> None:
         with self._lock:
@@ -348,53 +348,12 @@ READY = "ready"
 """The result of making a grammar ready."""
 
 
-class CompiledSoon:
-    """Implements `Work`."""
-
-    ends_s: float | None = None
-
-    def __init__(self, future: "Future[CompiledGrammar]") -> None:
-        self._future = future
-
-    def poll(self) -> str | None:
-        if not self._future.done():
-            return None
-        self.wait()
-        return READY
-
-    def wait(self) -> None:
-        """Wait until it has ended. Raises what `poll` raises."""
-        _outcome(self._future)
-
-
-def refused(error: TandemError) -> CompiledSoon:
-    """The preparation of a grammar that is refused without a look."""
-    future: Future[CompiledGrammar] = Future()
-    future.set_exception(error)
-    return CompiledSoon(future)
-
-
-def _outcome(future: "Future[CompiledGrammar]") -> "CompiledGrammar":
-    """Wait for it. An error is raised as a copy: each raise adds frames to an error, and the cache would keep what they hold."""
-    error = future.exception()
-    if error is not None:
-        raise copy.copy(error)
-    return future.result()
-
-
-class AnythingGoes:
-    """The preparations of an executor that has no grammars. Only one can be met: that of any text."""
-
-    ends_s: float | None = None
-
-    def __init__(self, grammar: Grammar, executor: str) -> None:
-        self._grammar, self._executor = grammar, executor
-
-    def poll(self) -> str | None:
-        if self._grammar != ANY_TEXT:
-            message = f"{self._grammar.kind}: {self._executor} knows no grammars: serve a model to use them"
-            raise BadRequest(message, field=self._grammar.kind)
-        return READY
+def anything_goes(grammar: Grammar, executor: str) -> FutureWork[str]:
+    """The preparation of an executor that has no grammars. Only one can be met: that of any text."""
+    if grammar == ANY_TEXT:
+        return ended_work(READY)
+    message = f"{grammar.kind}: {executor} knows no grammars: serve a model to use them"
+    return ended_work(BadRequest(message, field=grammar.kind))
 
 
 ANY_TEXT = Grammar("regex", ".*")

@@ -293,25 +293,24 @@ class AdapterRows:
     def fixed(self, graph_rows: int) -> StepAdapters:
         """What a graph of so many decode rows reads: always the same tensors. No token has an adapter before they are filled."""
         if graph_rows not in self._fixed:
-            tiles = self._most_tiles(graph_rows)
-            begins = np.cumsum([0, *(length + length % 2 for length in (graph_rows, graph_rows, tiles, tiles, tiles))])
+            lengths = self._lengths(graph_rows)
+            begins = np.cumsum([0, *(length + length % 2 for length in lengths)])
             whole = torch.zeros(int(begins[-1]), dtype=torch.int64, device=self._device)
-            lengths = (graph_rows, graph_rows, tiles, tiles, tiles)
             self._fixed[graph_rows] = AdaptedTokens(
                 *(whole[begin : begin + length] for begin, length in zip(begins.tolist(), lengths, strict=False))
             )
             self._fixed[graph_rows].slots.fill_(_NONE)
         return StepAdapters(self._fixed[graph_rows])
 
-    def _most_tiles(self, tokens: int) -> int:
-        """The most tiles that so many tokens can take: each adapter may have one that is not full."""
-        return min(tokens, tokens // ADAPTED_TILE + self._slots.count)
+    def _lengths(self, tokens: int) -> tuple[int, ...]:
+        """Those of all parts of `AdaptedTokens`, with the most tiles that so many tokens can take: each adapter may have one that
+        is not full."""
+        tiles = min(tokens, tokens // ADAPTED_TILE + self._slots.count)
+        return tokens, tokens, tiles, tiles, tiles
 
     def _fill(self, graph_rows: int, slots: Int64Array) -> None:
-        tiles = self._most_tiles(graph_rows)
-        lengths = (graph_rows, graph_rows, tiles, tiles, tiles)
-        arrays = [np.pad(each, (0, length - len(each))) for each, length in zip(tiles_of(slots), lengths, strict=True)]
-        fixed = self._fixed[graph_rows]
+        parts = zip(tiles_of(slots), self._lengths(graph_rows), strict=True)
+        arrays, fixed = [np.pad(each, (0, length - len(each))) for each, length in parts], self._fixed[graph_rows]
         places = (fixed.slots, fixed.order, fixed.begins, fixed.counts, fixed.tile_slots)
         for place, sent in zip(places, self._staging.send(arrays), strict=True):
             place.copy_(sent)

@@ -25,16 +25,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from common.errors import ConfigError
+from common.errors import ConfigError, first_line
 from common.host import host_memory_now
 from engine.cpu.products import LARGEST_WEIGHT, MOST_INPUTS, SIGN, Packed, PackedProduct
 from engine.kv_budget import gib
+from engine.models.shape import FP8_MULTIPLE
 from engine.ports import Fp8Rows
 from engine.torch_kernels import Kernels
 
 Gate = Callable[[Tensor], Tensor]
 """What a gated layer makes of its product, [tokens, 2 * outputs] → [tokens, outputs]: SwiGLU (Shazeer 2020), the gates first."""
-_FP8_MULTIPLE = 16
 
 
 @dataclass(slots=True)
@@ -130,9 +130,9 @@ class Fp8Linear:
         cls, outputs: int, inputs: int, bias: Tensor | None, device: torch.device, kernels: Kernels, *, gated: bool = False
     ) -> "Fp8Linear":
         """Raises ConfigError for a size that FP8 products do not have."""
-        if outputs % _FP8_MULTIPLE or inputs % _FP8_MULTIPLE:
+        if outputs % FP8_MULTIPLE or inputs % FP8_MULTIPLE:
             raise ConfigError(
-                f"--quantization fp8 needs layers whose sizes are multiples of {_FP8_MULTIPLE}, but one of this model has "
+                f"--quantization fp8 needs layers whose sizes are multiples of {FP8_MULTIPLE}, but one of this model has "
                 f"{inputs} inputs and {outputs} outputs: use --quantization none"
             )
         weight = torch.empty((outputs, inputs), dtype=torch.float8_e4m3fn, device=device)
@@ -258,14 +258,14 @@ def check_fp8(dtype: torch.dtype, device: torch.device) -> None:
     if dtype != torch.bfloat16:
         asked = str(dtype).removeprefix("torch.")
         raise ConfigError(f"--quantization fp8 computes in bfloat16, not in {asked}: give --dtype bfloat16")
-    rows = torch.zeros((_FP8_MULTIPLE, _FP8_MULTIPLE), dtype=torch.float8_e4m3fn, device=device)
-    scales = torch.ones((_FP8_MULTIPLE, 1), dtype=torch.float32, device=device)
+    rows = torch.zeros((FP8_MULTIPLE, FP8_MULTIPLE), dtype=torch.float8_e4m3fn, device=device)
+    scales = torch.ones((FP8_MULTIPLE, 1), dtype=torch.float32, device=device)
     try:
         _product(rows, scales, rows, scales.t(), None)
     except torch.OutOfMemoryError:  # a RuntimeError too
         raise
     except (RuntimeError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0]
+        reason = first_line(error)
         raise ConfigError(f"--quantization fp8: {device} has no FP8 products here ({reason}): use --quantization none") from error
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from common.errors import ConfigError, MemoryShort
+from common.errors import ConfigError, MemoryShort, first_line
 from common.ids import Digest
 from common.model_path import CONFIG
 from engine.checkpoint import config_digest, fingerprint, read_weights, weight_files
@@ -41,8 +41,7 @@ def load_model(path: Path, shape: ServedShape, loading: Loading, kernels: Kernel
     try:
         return _loaded(path, shape, loading, kernels, progress)
     except torch.OutOfMemoryError as error:
-        reason = str(error).strip().splitlines()[0]
-        raise MemoryShort(f"the weights in {path} do not fit in the memory of {loading.device}: {reason}") from error
+        raise MemoryShort(f"the weights in {path} do not fit in the memory of {loading.device}: {first_line(error)}") from error
 
 
 def _loaded(path: Path, shape: ServedShape, loading: Loading, kernels: Kernels, progress: Callable[[str], None]) -> Model:
@@ -61,9 +60,8 @@ def _loaded(path: Path, shape: ServedShape, loading: Loading, kernels: Kernels, 
     except torch.OutOfMemoryError:
         raise
     except RuntimeError as error:  # what torch raises for a size that no host memory has
-        reason = str(error).strip().splitlines()[0]
         raise ConfigError(
-            f"{path / CONFIG} asks for weights that do not fit in the memory of {loading.device}: {reason}"
+            f"{path / CONFIG} asks for weights that do not fit in the memory of {loading.device}: {first_line(error)}"
         ) from error
     if loading.load_format == "dummy":
         progress("making random weights")

@@ -10,7 +10,7 @@ from typing import Any
 
 from safetensors import SafetensorError
 
-from common.errors import ConfigError
+from common.errors import ConfigError, first_line
 from common.model_path import CONFIG
 from engine.models.shape import (
     DEFAULTS,
@@ -77,10 +77,6 @@ def read_transformers_shape(path: Path, architecture: str) -> ServedShape:
 def refusal(architecture: str, reason: str) -> ConfigError:
     """reason: why transformers' implementation cannot serve it."""
     return ConfigError(f"{unsupported(architecture, DEFAULTS)}. Through transformers it cannot run either: {reason}")
-
-
-def first_line(error: BaseException) -> str:
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
 def _context(values: ConfigValues) -> int:

@@ -380,8 +380,8 @@ def _read_windows(config: ConfigValues, listed: Mapping[str, Any], layers: int) 
     return tuple(known[kind] for kind in kinds)
 
 
-_FP8_MULTIPLE = 16
-"""Sizes of FP8 products (`linear.py`)."""
+FP8_MULTIPLE = 16
+"""Sizes of FP8 products are multiples of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -449,8 +449,8 @@ def _obstacle(shape: ModelShape, ranks: int, quantization: Quantization) -> str 
         return f"it has {shape.experts.experts} experts"
     if quantization == "fp8" and ranks > 1:
         widths = shape.heads // ranks * shape.head_dim, shape.kv_heads * shape.head_dim, shape.intermediate // ranks
-        if any(width % _FP8_MULTIPLE for width in widths):
-            return f"--quantization fp8 needs parts of layers whose sizes are multiples of {_FP8_MULTIPLE}"
+        if any(width % FP8_MULTIPLE for width in widths):
+            return f"--quantization fp8 needs parts of layers whose sizes are multiples of {FP8_MULTIPLE}"
     return None
 
 

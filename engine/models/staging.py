@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from common.errors import BadRequest, ConfigError, MemoryShort
+from common.errors import BadRequest, ConfigError, MemoryShort, first_line
 from common.host import host_memory_now
 from common.ids import Digest
 from common.messages.weights import WeightsFromGroup, WeightsInMemory, WeightsOnDisk, WeightsSource
@@ -32,7 +32,7 @@ from engine.kv_budget import gib
 from engine.models.decoder import EMBEDDING, HEAD, Decoder
 from engine.models.moe import require_all_experts, spelling_of, with_one_spelling
 from engine.models.registry import make_decoder
-from engine.models.served_shape import first_line, read_served_shape
+from engine.models.served_shape import read_served_shape
 from engine.models.shape import ModelShape, ServedShape
 from engine.models.weight_groups import TrainerGroups
 from engine.models.weights import Cut, Loading, Stored, WeightSlots

@@ -16,9 +16,9 @@ from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
 
-from common.errors import ConfigError
+from common.errors import ConfigError, first_line
 from engine.checkpoint import check_weights, weight_files
-from engine.models.served_shape import FOREIGN, first_line, refusal
+from engine.models.served_shape import FOREIGN, refusal
 from engine.models.shape import ServedShape
 from engine.models.transformers_check import (
     PROMPT_TOKENS,

@@ -22,12 +22,11 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from common.errors import BadRequest, TandemError, Unavailable
+from common.errors import BadRequest, TandemError, Unavailable, first_line
 from common.messages.tasks import JoinGroup
 from common.messages.weights import AnnouncedWeight, WeightsFromGroup
 from engine.models.group_process import DTYPES, GlooProcess, TooFewBytes, broadcast, filled, store_of
-from engine.models.served_shape import first_line
-from engine.parallel import ERRORS, PATIENCE, quiet_nccl
+from engine.parallel import ERRORS, nccl_group
 
 _Arrivals = queue.SimpleQueue["Tensor | TandemError"]
 
@@ -192,12 +191,9 @@ class NcclRank:
         self._group: Any = None
 
     def meet(self) -> None:
-        quiet_nccl()
-        task, nccl = self._task, torch.distributed.ProcessGroupNCCL
-        options = nccl.Options()
-        options._timeout = PATIENCE
+        task = self._task
         store = store_of(task.address, task.port, task.world_size, task.group, "cuda", task.timeout_s)
-        self._group = nccl(store, self._rank, task.world_size, options)
+        self._group = nccl_group(store, self._rank, task.world_size)
 
     def receive(self, weight: AnnouncedWeight) -> Tensor:
         received, group = torch.empty(weight.shape, dtype=DTYPES[weight.dtype], device=self._device), self._group

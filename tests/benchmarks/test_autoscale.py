@@ -15,8 +15,9 @@ def test_every_second_phase_has_half_of_the_prompts_and_twice_the_answers(tmp_pa
     write_trace(bench, path := tmp_path / "trace.jsonl")
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert len(lines) == pytest.approx(600, rel=0.2)
-    for line, (at_s, prompt, answer, _) in zip(lines, islice(requests(bench), len(lines)), strict=True):
-        is_shifted = int(at_s // 10) == 1
+    for line, each in zip(lines, islice(requests(bench), len(lines)), strict=True):
+        (turn,), is_shifted = each.turns, int(each.at_s // 10) == 1
+        prompt, answer = max(2, turn.input_tokens), max(2, turn.output_tokens)
         assert line["input_length"] == (prompt // 2 if is_shifted else prompt)
         assert line["output_length"] == (2 * answer if is_shifted else answer)
         assert line["input_length"] <= 512 * len(line["hash_ids"])

@@ -1,14 +1,10 @@
-"""How every instrument is started, and one that is quick enough to run whole: `control`, which has a router that runs.
+"""How every instrument is started.
 
 Flags are made from its options, a command repeats it, and each instrument refuses by its flag what it cannot measure.
 """
 
-import json
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -65,32 +61,6 @@ def test_a_flag_that_is_not_known_is_refused_with_the_nearest_one(capsys: pytest
     with pytest.raises(SystemExit) as ended:
         begin("--secnds=1")
     assert ended.value.code == 2 and "did you mean --seconds?" in capsys.readouterr().err
-
-
-FIGURES = {
-    "heartbeat_bytes_per_s",
-    "join_bytes",
-    "losses_bytes",
-    "restart_s",
-    "metrics_ms",
-    "cluster_ms",
-    "router_mb",
-    "longest_pause_ms",
-}
-"""Those that are above zero wherever they are measured."""
-
-
-def test_a_quick_run_measures_prints_and_writes_what_was_asked_for(tmp_path: Path) -> None:
-    figures = tmp_path / "figures.json"
-    command = [sys.executable, "-m", "benchmarks.control", "--quick", "--markdown", "--seconds", "0.3"]
-    done = subprocess.run([*command, "--json", str(figures)], capture_output=True, text=True, timeout=280, check=False)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("```sh\npython -m benchmarks.control --quick --markdown --seconds=0.3 --json=")
-    assert "\n| 6 | " in done.stdout
-    (fleet,) = json.loads(figures.read_text())["fleets"]
-    assert fleet["instances"] == 6 and fleet["trouble"] == ""
-    assert {name for name in FIGURES if fleet[name] > 0} == FIGURES
-    assert min(fleet["heartbeat_core_share"], fleet["losses_ms"]) >= 0
 
 
 REFUSED: list[tuple[Callable[..., object], str, list[Any]]] = [

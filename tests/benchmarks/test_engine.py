@@ -35,10 +35,21 @@ from benchmarks.engine_figures import (
     product_share,
     tables,
 )
-from benchmarks.engine_steps import KINDS, checkpoint, fill_randomly, prefill_flop, step_weight_bytes
+from benchmarks.engine_steps import (
+    KINDS,
+    NOTHING,
+    checkpoint,
+    fill_randomly,
+    prefill_flop,
+    random_adapters,
+    sampling_plans,
+    step_weight_bytes,
+)
 from common.config import EngineConfig
+from common.ids import Digest
 from common.pages.layout import KVLayout
 from engine.kv_memory import KVMemory
+from engine.model_runner import ModelRunner
 from engine.models.served_shape import read_served_shape
 
 CPU = EngineConfig(device="cpu", max_running=2, kv_memory="1MiB")
@@ -54,7 +65,7 @@ def test_the_first_hour_is_rehearsed_on_a_cpu_and_leaves_a_file_and_a_page_with_
     assert outcome["command"].startswith("launch bench engine --quick")
     assert outcome["hardware"]["libraries"]["torch"] == torch.__version__
     labels = ["environment", "ceilings", "checks", "steps tiny", "eager tiny", "offline", "pushes", "host"]
-    labels += ["sampling tiny, vocabulary of 512", "floor tiny"]
+    labels += ["sampling tiny, vocabulary of 512", "floor tiny", "adapters tiny"]
     assert [(run["label"], run["failure"]) for run in outcome["runs"]] == [(label, "") for label in labels]
     text = page.read_text()
     titles = [kind.title for kind in TABLES] + ["What ran", "Predicted for one H100 and measured, ms", "What to look at first"]
@@ -84,10 +95,22 @@ def test_the_first_hour_is_rehearsed_on_a_cpu_and_leaves_a_file_and_a_page_with_
     (host,) = by_type["HostWork"]
     assert host["rows"] == 256 and host["graphs"] is False and host["launch_ms"]["median"] > 0
     sampled = {step["asked"]: step for step in by_type["SampledStep"]}
-    assert sampled.keys() == KINDS.keys() and sampled["nothing"]["ratio"] == 1
+    assert sampled.keys() == KINDS.keys() | {"adapters: 0", "adapters: 1", "adapters: 4"}
+    assert sampled["nothing"]["ratio"] == sampled["adapters: 0"]["ratio"] == 1
     assert all(step["rows"] == 4 and step["vocab_size"] == 512 and step["ratio"] > 0 for step in sampled.values())
     assert "Decode steps:" in done.stdout and done.stdout.index("What ran:") < done.stdout.index("Decode steps:")
     assert "not measured: Llama-3-8B: a decode step of 32 rows and 2048 tokens" in done.stdout
+
+
+def test_the_rows_of_a_step_have_as_many_different_adapters_as_it_says() -> None:
+    with checkpoint("tiny", EngineConfig(device="cpu", kv_memory="4MiB", max_running=4, max_loaded_loras=3)) as (model, engine):
+        runner = ModelRunner(model, engine, lambda text: None)
+    digests = [runner.adapters.hold(adapter) for adapter in random_adapters(runner, 3, 8)]
+    first, *others = sampling_plans(runner, NOTHING, digests[:2])
+    assert [start.adapter for start in first.starts] == [*digests[:2], *digests[:2]] and not any(each.starts for each in others)
+    assert set(runner.adapters.take(digests)) == set(digests)
+    assert not runner.run(first).failed
+    assert [start.adapter for start in sampling_plans(runner, NOTHING)[0].starts] == [Digest("")] * 4
 
 
 TINY = EngineBench(models="tiny")

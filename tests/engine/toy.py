@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from common.errors import BadRequest, Unavailable
-from common.executor import EngineDescription, Logprobs, RowStart, StepPlan, StepResult
+from common.executor import EngineDescription, Logprobs, RowStart, StepPlan, StepResult, Work
 from common.ids import Digest, Int32Array, Int64Array
 from common.messages import ModelIdentity, TokenLogprob
 from common.messages.tasks import ReadAdapter, Task
@@ -26,7 +26,7 @@ from common.messages.weights import WeightsFromGroup, WeightsInMemory, WeightsOn
 from common.pages.host_memory import digest
 from common.pages.layout import KVLayout, MemoryRegion, heads_of
 from common.sampling_params import Grammar, SamplingParams
-from engine.grammar.grammars import AnythingGoes
+from engine.grammar.grammars import anything_goes
 from engine.timed import Pace
 
 TOY_VOCAB = 1000
@@ -70,15 +70,14 @@ class ToyStep:
         return self.result
 
 
-class PreparedLater(AnythingGoes):
+class PreparedLater:
     """Ends at a time of the clock; None: at once."""
 
-    def __init__(self, grammar: Grammar, executor: str, ends_s: float | None, clock: Callable[[], float]) -> None:
-        super().__init__(grammar, executor)
-        self.ends_s, self._clock = ends_s, clock
+    def __init__(self, prepared: Work, ends_s: float | None, clock: Callable[[], float]) -> None:
+        self._prepared, self.ends_s, self._clock = prepared, ends_s, clock
 
     def poll(self) -> str | None:
-        return super().poll() if self.ends_s is None or self._clock() >= self.ends_s else None
+        return self._prepared.poll() if self.ends_s is None or self._clock() >= self.ends_s else None
 
 
 TOY_WEIGHTS, NO_DIGEST = Digest("toy"), Digest("")
@@ -251,10 +250,9 @@ class ToyExecutor:
             embeddings = self._embeddings(step.plan, tokens)
             step.result = StepResult(step.plan, tokens, *self._logprobs(step.plan, tokens), embeddings, failed)
 
-    def prepare(self, grammar: Grammar, owner: str = "") -> AnythingGoes:
-        if self._pace is None:
-            return AnythingGoes(grammar, "the toy")
-        return PreparedLater(grammar, "the toy", self._pace.clock() + self._prepare_s, self._pace.clock)
+    def prepare(self, grammar: Grammar, owner: str = "") -> Work:
+        prepared = anything_goes(grammar, "the toy")
+        return prepared if self._pace is None else PreparedLater(prepared, self._pace.clock() + self._prepare_s, self._pace.clock)
 
     def stage(self, source: WeightsSource) -> ToyStaging:
         ends_s = None if self._pace is None else self._pace.clock() + STAGE_S

@@ -10,10 +10,9 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, TextIO
-
-from benchmarks.updates import init_custom_process_group
 
 GROUP, HOST = "weight_update_group", "127.0.0.1"
 
@@ -23,6 +22,23 @@ def free_port() -> int:
         held.bind((HOST, 0))
         port: int = held.getsockname()[1]
         return port
+
+
+def init_custom_process_group(init: dict[str, Any]) -> Any:
+    """Rank 0's side of a group with a fleet. init: the body of POST /init_weights_update_group. It is the recipe that SGLang,
+    slime and verl share: a rendezvous of torch, a prefix with the group's name, and torch's own helper. Blocks until all have
+    met."""
+    from torch.distributed import PrefixStore, rendezvous  # type: ignore[attr-defined]
+    from torch.distributed.distributed_c10d import _new_process_group_helper, _world
+
+    timeout, world_size, name = timedelta(seconds=init["timeout_s"]), init["world_size"], init["group_name"]
+    where = f"tcp://{init['master_address']}:{init['master_port']}"
+    store, rank, world_size = next(rendezvous(where, 0, world_size, timeout=timeout))
+    store.set_timeout(timeout)
+    store = PrefixStore(name, store)
+    group, _ = _new_process_group_helper(world_size, rank, [], init["backend"], store, group_name=name, timeout=timeout)
+    _world.pg_group_ranks[group] = {each: each for each in range(world_size)}
+    return group
 
 
 class Trainer:

@@ -27,7 +27,7 @@ from common.messages.transfers import TransferCommand, TransferEvent
 from common.messages.weights import WeightsSource
 from common.pages.pool import PagePool
 from common.sampling_params import Grammar
-from engine.grammar.grammars import AnythingGoes
+from engine.grammar.grammars import anything_goes
 from prefill.scheduler import PrefillMessage, PrefillScheduler
 from tests.builders import engine, instance, limits
 from tests.common.mailboxes import FakeMail
@@ -80,9 +80,9 @@ class FakeExecutor:
         plan, step = self.steps.popleft()
         step.result = StepResult(plan, np.full(len(plan.sampled_rows), 42, dtype=np.int32))
 
-    def prepare(self, grammar: Grammar, owner: str = "") -> AnythingGoes:
+    def prepare(self, grammar: Grammar, owner: str = "") -> Work:
         self.prepared_for.append(owner)
-        return PreparedLater(grammar, "the fake", self.prepared_s, lambda: self.now)
+        return PreparedLater(anything_goes(grammar, "the fake"), self.prepared_s, lambda: self.now)
 
     weights = Digest("")
 

@@ -19,7 +19,7 @@ from xgrammar import CompiledGrammar
 from xgrammar.testing import _is_grammar_accept_string
 
 from common.errors import BadRequest, Overloaded, TandemError, Unavailable
-from common.executor import Work
+from common.executor import FutureWork, Work
 from common.sampling_params import Grammar
 from engine.grammar.compiler import Compiler, GrammarVocabulary
 from engine.grammar.compiler_process import _HEAD, _REFUSED, CompilerProcess, Limits, _Frames, _Served
@@ -29,10 +29,9 @@ from engine.grammar.grammars import (
     MAX_OWNED,
     MAX_OWNED_S,
     MAX_QUEUED,
-    AnythingGoes,
-    CompiledSoon,
     CompileQueue,
     Grammars,
+    anything_goes,
 )
 from engine.grammar.structural_tags import MAX_WHITESPACE
 from tests.engine.grammar.judge import COMPILER, TOKENS, allowed, json_schema, structural_tag
@@ -109,9 +108,9 @@ def test_white_space_has_an_end_in_json_and_in_the_json_of_a_call() -> None:
 
 
 def test_an_executor_without_a_model_knows_the_grammar_of_any_text_alone() -> None:
-    assert AnythingGoes(ANY_TEXT, "the toy").poll()
+    assert anything_goes(ANY_TEXT, "the toy").poll()
     with pytest.raises(BadRequest, match="regex: the toy knows no grammars"):
-        AnythingGoes(Grammar("regex", "a"), "the toy").poll()
+        anything_goes(Grammar("regex", "a"), "the toy").poll()
 
 
 MULTIPLES = {f"a{at}": {"type": "integer", "multipleOf": 1000 + at % 24} for at in range(900)}
@@ -273,7 +272,7 @@ def test_a_refusal_that_is_asked_for_again_holds_nothing_of_those_who_asked_befo
 
 
 def test_a_request_that_comes_while_an_equal_grammar_is_dropped_gets_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    rig, again = Rig(), list[CompiledSoon]()
+    rig, again = Rig(), list[FutureWork[CompiledGrammar]]()
     gone, came = Grammar("regex", "same"), Grammar("regex", "same")
 
     class Dropped(Unavailable):
@@ -432,7 +431,7 @@ class HeldGrammars:
         self.begun, self.let = SimpleQueue[str](), threading.Semaphore(0)
         self.grammars = Grammars(lambda: TOKENS, lambda _: Held(self.begun, self.let))
 
-    def ask(self, grammar: Grammar, owner: str) -> CompiledSoon:
+    def ask(self, grammar: Grammar, owner: str) -> FutureWork[CompiledGrammar]:
         return self.grammars.prepare(grammar, lambda: None, owner)
 
     def next_begun(self) -> str:

@@ -14,7 +14,7 @@ from common.messages.tasks import Task
 from common.messages.weights import WeightsSource
 from common.sampling_params import Grammar, SamplingParams
 from engine.grammar import masks as grammar_rows
-from engine.grammar.grammars import CompiledSoon, Grammars
+from engine.grammar.grammars import Grammars
 from engine.grammar.masks import GrammarProcessor
 from engine.ports import SampledRows
 from tests.builders import engine
@@ -65,7 +65,7 @@ class GrammarExecutor:
             self.processor.sampled(concerned, tokens[concerned.at])
         return DoneStep(StepResult(plan, tokens.numpy().astype(np.int32), failed=concerned.failed))
 
-    def prepare(self, grammar: Grammar, owner: str = "") -> CompiledSoon:
+    def prepare(self, grammar: Grammar, owner: str = "") -> Work:
         soon = self.grammars.prepare(grammar, lambda: None, owner)
         soon.wait()
         return soon

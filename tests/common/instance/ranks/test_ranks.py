@@ -250,7 +250,7 @@ def test_a_grammar_is_ready_when_all_ranks_have_it_and_is_dropped_with_its_reque
 def test_a_preparation_ends_when_the_client_leaves_before_rank_1_has_answered(prepared_s: float) -> None:
     rig = Rig()
     rig.executors[0].prepared_s = prepared_s
-    rig.own.prepare = lambda *_: FakePreparation()  # type: ignore[method-assign, assignment]
+    rig.own.prepare = lambda *_: FakePreparation()  # type: ignore[method-assign]
     grammar = Grammar(ANY_TEXT.kind, ANY_TEXT.text)
     preparing: dict[str, Work] = {"r": rig.executor.prepare(grammar)}
     assert list(take_done(preparing)) == [], "rank 0 alone has compiled it"
@@ -268,7 +268,7 @@ def test_a_preparation_ends_when_the_client_leaves_before_rank_1_has_answered(pr
 def test_a_grammar_that_one_rank_refuses_is_refused() -> None:
     rig = Rig(0.0, 0.0)
     grammar = Grammar("regex", "a")
-    rig.own.prepare = lambda *_: FakePreparation()  # type: ignore[method-assign, assignment]
+    rig.own.prepare = lambda *_: FakePreparation()  # type: ignore[method-assign]
     preparation = rig.executor.prepare(grammar)
     rig.turn()
     with pytest.raises(BadRequest, match="the fake knows no grammars"):
