@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from hmac import compare_digest
+from pathlib import Path
 
 from common.addresses import OWNER_CHARS, is_loopback
 from common.config import AccessConfig
@@ -70,6 +71,8 @@ class Access:
     """None for plain HTTP."""
     origins: tuple[str, ...] = ()
     """Where web pages may be from; "*": from anywhere."""
+    pem: tuple[bytes, bytes] | None = field(default=None, repr=False)
+    """The private key and the certificate of `tls`, for servers that do TLS themselves."""
 
 
 OPEN = Access()
@@ -79,7 +82,8 @@ def read_access(config: AccessConfig) -> Access:
     """Reads all files. Raises ConfigError, which never shows what they hold."""
     api_keys, control_key = (KeyRing(names) if names else None for names in _read_keys(config))
     tls = _read_certificate(config.tls_cert, config.tls_key) if config.tls_cert else None
-    return Access(api_keys, control_key, tls, config.allow_origin)
+    pem = (Path(config.tls_key).read_bytes(), Path(config.tls_cert).read_bytes()) if config.tls_cert else None
+    return Access(api_keys, control_key, tls, config.allow_origin, pem)
 
 
 def read_again(access: Access, config: AccessConfig) -> None:

@@ -122,12 +122,12 @@ def host_for_peers() -> str:
         return address
 
 
-def require_free(host: str, port: int) -> None:
-    """Raises ConfigError when somebody listens there: processes that share a port may join any other's."""
+def require_free(host: str, port: int, flag: str = "--port") -> None:
+    """flag: says the port. Raises ConfigError when somebody listens there: processes that share a port may join any other's."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((bind_address(host, "--host"), port))
         except OSError as error:
             where = f"{host}:{port}: {error.strerror}"
-            raise ConfigError(f"cannot listen for HTTP on {where}. Choose another --port, or 0") from error
+            raise ConfigError(f"cannot listen on {where}. Choose another {flag}, or 0") from error

@@ -299,6 +299,12 @@ class RouterConfig:
     own_port: int = option(
         0, "with --share-port: HTTP port of this router alone, to scrape its /metrics; 0: pick a free one and print it"
     )
+    grpc_port: str = option(
+        "",
+        "port for gRPC beside HTTP: SGLang's scheduler service (needs pip install 'tandem-serve[grpc]'); 0: pick a free one and "
+        "print it; without it: no gRPC",
+        metavar="PORT",
+    )
     max_requests: int = option(1024, "most requests in the system at once; more get status 429")
     default_max_tokens: int = option(0, "most answer tokens of a chat request that sets no limit; 0: what the context leaves")
     max_body: str = option("16MiB", "largest HTTP request body")
@@ -359,6 +365,8 @@ class RouterConfig:
     def __post_init__(self) -> None:
         require_between(self, 0, MOST_PORT, "port", "control_port", "own_port")
         require(self.share_port == "on" or self.own_port == 0, "own-port", "0 without --share-port", self.own_port)
+        is_port = self.grpc_port.isdecimal() and int(self.grpc_port) <= MOST_PORT
+        require(not self.grpc_port or is_port, "grpc-port", f"between 0 and {MOST_PORT}", self.grpc_port)
         require_at_least(self, max_requests=1, default_max_tokens=0, max_attempts=1, peers_per_instance=0)
         require_at_least(self, drain_timeout_s=0, keep_alive_s=0, resume_wait_s=0)
         require_between(self, 1, 64, "detokenizers")

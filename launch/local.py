@@ -277,6 +277,7 @@ class ChildFleet:
         names, config = self._config.router_names, self._config.router
         if len(names) > 1:
             require_free(config.host, config.port)
+            require_free(config.host, int(config.grpc_port or 0), "--grpc-port")
             config = replace(config, share_port="on")
         found: list[Mapping[str, str]] = []
         for group in (names[:1], names[1:]):
@@ -288,7 +289,8 @@ class ChildFleet:
             ready = self._wait_until_ready(group, deadline)
             for name in group:
                 addresses = ready[name].addresses
-                config = replace(config, port=port_of(addresses["http"]))
+                grpc_port = str(port_of(addresses["grpc"])) if "grpc" in addresses else ""
+                config = replace(config, port=port_of(addresses["http"]), grpc_port=grpc_port)
                 own = port_of(addresses["own"]) if "own" in addresses else 0
                 same_ports = replace(config, control_port=port_of(addresses["control"]), own_port=own)
                 self._starts[name] = partial(self._start_router, name, same_ports)

@@ -88,9 +88,10 @@ async def serve(
         duties.serving = serving
         serving.scaling.starts = lambda role: process.report(SpareWanted(role=role))
         own = {"own": serving.own_url} if config.share_port == "on" else {}
+        grpc = {"grpc": serving.grpc_url} if serving.grpc_url else {}
         control = reachable(serving.control, host_for_peers())
         _settle_memory()
-        process.report(Ready(addresses={"http": serving.url, **own, "control": control}))
+        process.report(Ready(addresses={"http": serving.url, **grpc, **own, "control": control}))
 
     try:
         process.progress("loading the tokenizer")

@@ -11,10 +11,12 @@ import ssl
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from common.access import OPEN, Access
 from common.addresses import bind_address
 from common.config import ModelConfig, RouterConfig
+from common.errors import ConfigError
 from common.host import allow_many_files
 from common.ids import InstanceId
 from common.mail import Mailbox
@@ -42,6 +44,8 @@ class Serving:
     """Where it serves HTTP."""
     own_url: str
     """The same, but nobody else listens there."""
+    grpc_url: str
+    """Where it serves gRPC; "": nowhere."""
     control: str
     """Where instances register."""
     detokenizer_moved: Callable[[int, str], None]
@@ -95,11 +99,24 @@ async def serve(
             _log.info("%s serves %s at %s; instances register at %s", router, name, url, mailbox.address)
             mailbox.attach(asyncio.get_running_loop(), gateway.pump, gateway.connection_broken)
             meet = api.timelines.others.meet
-            serving = Serving(url, own_url, mailbox.address, gateway.detokenizer_moved, meet, core.scaling)
-            drained = gateway.drain(config.drain_timeout_s, stop, at_once)
             most_body_bytes = max(MAX_BODY_BYTES, 2 * (parse_bytes(config.max_body) or 0))
             most_waiting = config.max_requests + SPARE_CONNECTIONS
             waiting = WaitingConnections(most_waiting, metrics.connection_dropped, most_body_bytes)
             listeners = [listener, own_listener] if shared else [listener]
             with contextlib.closing(api.timelines.others):
-                await serve_app(app, listeners, lambda: ready(serving), drained, waiting, access.tls)
+                async with _grpc(config, api, metrics, access, host, stop) as grpc_url:
+                    serving = Serving(url, own_url, grpc_url, mailbox.address, gateway.detokenizer_moved, meet, core.scaling)
+                    drained = gateway.drain(config.drain_timeout_s, stop, at_once)
+                    await serve_app(app, listeners, lambda: ready(serving), drained, waiting, access.tls)
+
+
+def _grpc(config: RouterConfig, *others: Any) -> contextlib.AbstractAsyncContextManager[str]:
+    """See `serving_grpc`. Raises ConfigError also where grpcio is not installed."""
+    if not config.grpc_port:
+        return contextlib.nullcontext("")
+    try:
+        from router.api.grpc_server import serving_grpc
+    except ImportError as error:
+        missing = f"--grpc-port needs grpcio and protobuf, which are not installed here ({error})"
+        raise ConfigError(f"{missing}: pip install 'tandem-serve[grpc]'") from error
+    return serving_grpc(config, *others)

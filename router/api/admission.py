@@ -14,7 +14,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from common.errors import BadRequest
 from router.api.bodies import LARGE_BODY_BYTES, body_of, unless_left
-from router.api.errors import response_to
+from router.api.errors import MESSAGES_PATH, VISIT, response_to
 from router.api.guard import HEADER, Guard, id_in
 from router.api.intake import Intake
 from router.core import Gateway
@@ -27,8 +27,6 @@ SPARE_CONNECTIONS = 256
 Pages such as /health have no limit: the server sees to it that none of them waits for its client."""
 CLIENT_CLOSED = 499
 """The status counted when no client is left to send one to, as in nginx."""
-VISIT = "tandem.visit"
-"""Where a request's scope holds its `Visit`."""
 
 R = TypeVar("R")
 T = TypeVar("T")
@@ -90,16 +88,20 @@ class Visit:
         """What the body asks for. Raises BadRequest, Overloaded, ClientDisconnect."""
         body, self._body = await self.peek(request), None
         self._admission.places.take(self.owner)
-        self._has_place, self._is_large = True, len(body) > LARGE_BODY_BYTES
-        intake = self._admission.intake
+        self._has_place = True
+        return await self.parse(body, reader, request)
+
+    async def parse(self, body: bytes, reader: Callable[[bytes, int], T], request: Request | None = None) -> T:
+        """What a body that is here asks for. Raises BadRequest, Overloaded, ClientDisconnect."""
+        self._is_large, intake = len(body) > LARGE_BODY_BYTES, self._admission.intake
         if not self._is_large:
             return reader(body, intake.context_tokens)
         return await self.work(request, intake.read_large(reader, body, self.owner))
 
-    async def work(self, request: Request, work: Coroutine[Any, Any, R]) -> R:
-        """Do the intake's work for a request that was read. That for a large body ends when the client leaves. Raises
-        ClientDisconnect, and what the work raises."""
-        return await (unless_left(request, work) if self._is_large else work)
+    async def work(self, request: Request | None, work: Coroutine[Any, Any, R]) -> R:
+        """Do the intake's work for a request that was read. That for a large body ends when the client leaves. request: None for
+        a call that is cancelled then. Raises ClientDisconnect, and what the work raises."""
+        return await (unless_left(request, work) if self._is_large and request is not None else work)
 
 
 def visit_of(request: Request) -> Visit:
@@ -128,8 +130,11 @@ class Doorkeeper:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
+                ids = [(HEADER, visit.id.encode())]
+                if scope["path"].startswith(MESSAGES_PATH):
+                    ids.append((b"request-id", visit.id.encode()))  # as Anthropic calls it
                 ends = ((b"connection", b"close"),) if self._admission.gateway.core.requests.is_draining else ()
-                message = {**message, "headers": [*message.get("headers", ()), (HEADER, visit.id.encode()), *ends]}
+                message = {**message, "headers": [*message.get("headers", ()), *ids, *ends]}
             await send(message)
 
         try:

@@ -17,6 +17,7 @@ from msgspec import Meta
 
 from common.messages import Ending, Failed, Finished
 from common.messages.weights import FIRST_VERSION
+from router.api.errors import detail_of_failure, error_json
 from router.api.fields import ReadRequest
 from router.api.logprobs import LogprobWriter, PromptLogprobs, TokenTexts
 from router.api.parsing.parser import PLAIN_TEXT, AnswerReading
@@ -35,6 +36,8 @@ PAIR_SIZE = 10
 _NUMBER_BYTES = 4
 BEGIN, END = b"data: ", b"\n\n"
 """What stands around the data of a server-sent event."""
+KEEP_ALIVE = b": keep-alive\n\n"
+"""A comment: clients skip it (https://html.spec.whatwg.org/multipage/server-sent-events.html#authoring-notes)."""
 DONE = b"data: [DONE]\n\n"
 _MARK = "\ue000"
 _encode = msgspec.json.Encoder().encode
@@ -128,6 +131,9 @@ class AnswerShape(ABC, Generic[R]):
     token_texts: TokenTexts
     """The texts of tokens, for log probabilities."""
 
+    keep_alive: ClassVar[bytes] = KEEP_ALIVE
+    """What a stream sends after a long silence."""
+
     tokens: int = field(default=0, init=False)
     """Tokens of all choices so far."""
     cached_tokens: int = field(default=0, init=False)
@@ -157,6 +163,10 @@ class AnswerShape(ABC, Generic[R]):
     def failure(self, ending: Ending | None) -> Failed | None:
         """Why there is no whole answer when a choice ends like this; None when there is one, or when it goes on."""
         return ending if isinstance(ending, Failed) else None
+
+    def failure_event(self, failed: Failed) -> bytes:
+        """The event that ends a stream whose answer failed."""
+        return BEGIN + error_json(detail_of_failure(failed)) + END
 
     def usage(self) -> Usage:
         """As far as the answer has come."""

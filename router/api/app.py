@@ -11,13 +11,14 @@ from http import HTTPStatus
 from typing import Annotated, Any, TypeVar
 
 import msgspec
-from fastapi import Request
+from fastapi import Query, Request
 from msgspec import Meta
 from msgspec.structs import replace
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
+from starlette.types import Scope
 
 from common.access import OPEN, Access
 from common.addresses import LOOPBACK
@@ -28,12 +29,12 @@ from common.messages.adapters import AdapterEntry
 from common.options import parse_bytes
 from common.text.embedding import EmbeddingMode
 from router.api.adapters import AdaptersApi
-from router.api.admission import CLIENT_CLOSED, Admission, Doorkeeper, visit_of
+from router.api.admission import CLIENT_CLOSED, Admission, Doorkeeper, Visit, visit_of
 from router.api.answers import Accepted, AnswerShape, OpenAIBody
 from router.api.bodies import names_in, unless_left
 from router.api.chat import ChatChoice, ChatFields, ChatShape, read_chat
 from router.api.completions import CompletionFields, CompletionShape, TextChoice, read_completion
-from router.api.description import ApiPart, Described, DescribedApp, completion, numbers
+from router.api.description import ANTHROPIC, ApiPart, Described, DescribedApp, completion, numbers
 from router.api.embeddings import (
     POOLING,
     EmbeddingBody,
@@ -50,6 +51,15 @@ from router.api.errors import ErrorDetail, error_response, response_to
 from router.api.fields import ReadRequest
 from router.api.guard import HEADER, Guard, id_in
 from router.api.intake import Intake
+from router.api.messages import (
+    CountFields,
+    MessageBody,
+    MessageFields,
+    MessageShape,
+    TokenCount,
+    read_count,
+    read_message,
+)
 from router.api.refused import hint_at
 from router.api.responses import ResponseBody, ResponseFields, ResponseShape, read_response
 from router.api.roles import RolesApi
@@ -96,6 +106,7 @@ from router.metrics import RouterCollector, RouterMetrics, member_metrics, role_
 from router.outbox import ClientRequest
 
 R = TypeVar("R", bound=ReadRequest)
+BetaParameter = Annotated[str, Query(description="Changes nothing: the fields say what is asked for.")]
 PARTS = (TraceApi, ScalingApi, RolesApi, WeightsApi, WeightGroupsApi, VllmApi, ServerInfoApi, AdaptersApi)
 MOST_RELOADS = 4
 """So often the adapters of a request are loaded again, if others need their places before it begins."""
@@ -123,13 +134,14 @@ class Api(ApiPart):
         embedding: EmbeddingMode | None = None,
     ) -> None:
         super().__init__(gateway, model)
+        self.model_name = model
         self.admission = Admission(gateway, intake, config.max_requests, parse_bytes(config.max_body))
         self.timelines = TimelineApi(gateway, model)
         self.parts = (self, self.timelines, *(part(gateway, model) for part in PARTS))
         """All, in the order of the description."""
         self._intake = intake
         self._metrics = metrics
-        self._embedding = embedding
+        self.embedding = embedding
         self._judge = intake.judge(embedding)
         self._session_header = config.sessions_by
         self._keep_alive_s = config.keep_alive_s
@@ -156,6 +168,20 @@ class Api(ApiPart):
         counted = TokenizeRequest(fields=TokenizeFields(model=asked.fields.model), prompt=asked)
         return InputTokens((await visit.work(request, self._intake.tokenize(counted, visit.owner))).count)
 
+    @completion("POST /v1/messages", ANTHROPIC, "Message", MessageFields, MessageBody)
+    async def messages(self, request: Request, beta: BetaParameter = "") -> Response:
+        """Answer a conversation of blocks: texts, thoughts, calls of tools and their results. Nothing is stored, so a request
+        brings its whole conversation."""
+        return await self._answer(request, read_message, "msg_", self._intake.accept_chat, MessageShape)
+
+    @Described("POST /v1/messages/count_tokens", ANTHROPIC, "Count tokens", body=CountFields)
+    async def count_tokens(self, request: Request, beta: BetaParameter = "") -> TokenCount:
+        """How many tokens the prompt of a message has."""
+        visit = visit_of(request)
+        visit.enter()
+        asked = await visit.read(request, read_count)
+        return TokenCount((await visit.work(request, self._intake.tokenize(asked, visit.owner))).count)
+
     @completion("POST /v1/completions", "OpenAI", "Text completion", CompletionFields, OpenAIBody[TextChoice])
     async def completions(self, request: Request) -> Response:
         """Continue one or more prompts, given as texts or token ids."""
@@ -164,19 +190,19 @@ class Api(ApiPart):
     @numbers("POST /v1/embeddings", "OpenAI", "Embeddings", EmbeddingFields, EmbeddingBody)
     async def embeddings(self, request: Request) -> Response:
         """The embedding of each of one or more prompts, given as texts or token ids."""
-        reader = partial(read_embeddings, self._model, self._embedding)
+        reader = partial(read_embeddings, self._model, self.embedding)
         return await self._answer(request, reader, "embd-", self._intake.accept_completion, EmbeddingShape)
 
     @numbers("POST /pooling", "vLLM", "Pooling", EmbeddingFields, EmbeddingBody)
     async def pooling(self, request: Request) -> Response:
         """As POST /v1/embeddings, with another name of what comes."""
-        reader = partial(read_embeddings, self._model, self._embedding, unsupported=POOLING)
+        reader = partial(read_embeddings, self._model, self.embedding, unsupported=POOLING)
         return await self._answer(request, reader, "pool-", self._intake.accept_completion, PoolingShape)
 
     @numbers("POST /encode", "SGLang", "Encode", EncodeFields, Encoded | list[Encoded])
     async def encode(self, request: Request) -> Response:
         """The embedding of one prompt or of each of a batch, as SGLang's own endpoint has it."""
-        reader = partial(read_encode, self._model, self._embedding)
+        reader = partial(read_encode, self._model, self.embedding)
         return await self._answer(request, reader, "", self._intake.accept_completion, EncodeShape)
 
     @numbers("POST /v1/rerank, POST /rerank, POST /v2/rerank", "vLLM", "Rerank", RerankFields, RerankBody)
@@ -220,14 +246,9 @@ class Api(ApiPart):
     ) -> Response:
         """The way of a request through the router. prefix: of its answer's id. Returns the response that sends the answer."""
         visit = visit_of(request)
-        client = visit.enter(prefix, id_in(request.scope, self._session_header) if self._session_header else "")
+        client = self.enter(visit, request.scope, prefix)
         asked = await visit.read(request, reader)
-        if asked.own_id:
-            visit.id = client.id = asked.own_id
-        choices = range(asked.choices)
-        client.expect(len(choices), {**asked.named(client.id), visit.id: choices, client.id: choices})
-        accepted = await visit.work(request, self._accept(asked, client, accept))
-        self._gateway.deliver(self._gateway.core.requests.submit(client, accepted.specs, self._gateway.clock()))
+        accepted = await self.dispatch(visit, client, asked, accept, request)
         shape = shape_of(
             id=client.id,
             created=int(time.time()),
@@ -239,6 +260,27 @@ class Api(ApiPart):
         if asked.fields.stream:
             return EventStream(self._gateway, client, shape, visit.send, self._keep_alive_s)
         return await unless_left(request, whole_answer(client, shape, self._intake.writers))
+
+    def enter(self, visit: Visit, scope: Scope, prefix: str = "") -> ClientRequest:
+        """See `Visit.enter`. scope: its headers may name a session."""
+        return visit.enter(prefix, id_in(scope, self._session_header) if self._session_header else "")
+
+    async def dispatch(
+        self,
+        visit: Visit,
+        client: ClientRequest,
+        asked: R,
+        accept: Callable[[R, ClientRequest], Coroutine[Any, Any, Accepted]],
+        request: Request | None = None,
+    ) -> Accepted:
+        """Send a request that was read to the fleet. request: see `Visit.work`."""
+        if asked.own_id:
+            visit.id = client.id = asked.own_id
+        choices = range(asked.choices)
+        client.expect(len(choices), {**asked.named(client.id), visit.id: choices, client.id: choices})
+        accepted = await visit.work(request, self._accept(asked, client, accept))
+        self._gateway.deliver(self._gateway.core.requests.submit(client, accepted.specs, self._gateway.clock()))
+        return accepted
 
     async def _accept(
         self, asked: R, client: ClientRequest, accept: Callable[[R, ClientRequest], Coroutine[Any, Any, Accepted]]

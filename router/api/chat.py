@@ -41,6 +41,8 @@ from router.api.structured import grammar_of
 from router.outbox import ChoiceDelta
 
 EFFORT_CHARS = 64
+Thinking: TypeAlias = Literal["enabled", "adaptive", "disabled"]
+"""adaptive: the model thinks if it can."""
 MESSAGE_CHARS = 16
 """What a message counts besides its texts: the chat template's work, and what it writes around each message."""
 
@@ -91,14 +93,37 @@ class ToolCall(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     index: Annotated[int | None, Meta(description="As a streamed answer has it. It changes nothing.")] = None
 
 
-def call_for_template(call_id: str, name: str, arguments: str, path: str) -> dict[str, Any]:
-    """A call as chat templates read it: with its arguments as an object, which they write in the model's own way. arguments: as
-    text. path: where that is in the body. Raises BadRequest when it is no JSON object."""
-    parsed = json_in(arguments or "{}", path)
+def call_for_template(call_id: str, name: str, arguments: str | dict[str, Any], path: str = "") -> dict[str, Any]:
+    """A call as chat templates read it: with its arguments as an object, which they write in the model's own way. path: where
+    the text of the arguments is in the body. Raises BadRequest when it is no JSON object."""
+    parsed = json_in(arguments or "{}", path) if isinstance(arguments, str) else arguments
     if not isinstance(parsed, dict):
         raise BadRequest(f"{path} must be a JSON object, as text", field=path, code="invalid_value")
     call = {"type": "function", "function": {"name": name, "arguments": parsed}}
     return {"id": call_id} | call if call_id else call
+
+
+class Conversation(list[dict[str, Any]]):
+    """The messages as the chat template gets them, made of pieces. What the assistant thought, said and called, piece after
+    piece, is one message."""
+
+    def add(self, role: str, text: str) -> None:
+        before = self[-1] if self else {}
+        if role == before.get("role") == "assistant" and not before["content"] and "tool_calls" not in before:
+            before["content"] = text
+        else:
+            self.append({"role": role, "content": text})
+
+    def add_thought(self, text: str) -> None:
+        self.append({"role": "assistant", "content": "", "reasoning_content": text})
+
+    def add_call(self, call: Mapping[str, Any]) -> None:
+        if not self or self[-1]["role"] != "assistant":
+            self.add("assistant", "")
+        self[-1].setdefault("tool_calls", []).append(call)
+
+    def add_result(self, call_id: str, text: str) -> None:
+        self.append({"role": "tool", "content": text, "tool_call_id": call_id})
 
 
 class AssistantMessage(_Message, frozen=True, tag="assistant"):
@@ -143,6 +168,9 @@ MESSAGES = Unsupported(
     nullable=("tool_calls",),
 )
 """Fields that the messages of our own answers have when a client sends them back."""
+TemplateArguments: TypeAlias = Annotated[
+    dict[str, Any], Meta(description="Names that the chat template reads, such as enable_thinking, and their values.")
+]
 CHAT = Unsupported(
     {
         **ONLY_OPENAI,
@@ -167,9 +195,7 @@ class ChatFields(SamplingFields, msgspec.Struct, frozen=True, kw_only=True):
     tools: Annotated[list[FunctionTool], Meta(description="Functions that the model may call.")] = []
     tool_choice: Annotated[ToolPolicy | NamedTool | AllowedTools | None, CHOICE_OF_TOOLS] = None
     parallel_tool_calls: Annotated[bool, Meta(description="False: at most one call in an answer.")] = True
-    chat_template_kwargs: Annotated[
-        dict[str, Any], Meta(description="Names that the chat template reads, such as enable_thinking, and their values.")
-    ] = {}
+    chat_template_kwargs: TemplateArguments = {}
     add_generation_prompt: Annotated[bool, Meta(description="The prompt ends where the assistant's answer begins.")] = True
     continue_final_message: Annotated[
         bool, Meta(description="The answer continues the last message. Send add_generation_prompt=false with it.")
@@ -193,9 +219,13 @@ class ChatRequest(ReadRequest):
     tools: ToolUse
     prompt_field: str = "messages"
     effort_field: str = "reasoning_effort"
-    """The field that held the effort."""
+    """The field that held the effort; "": it is a hint, for templates that use it."""
     text_alone_field: str = ""
     """A field that is only for answers without calls and thoughts of their own; "": there is none."""
+    thinking: Thinking | None = None
+    """Whether the answer begins with thoughts; None: as the chat template does by itself."""
+    omits_thoughts: bool = False
+    """Whether the client gets the text of thoughts only to send it back."""
 
     def texts(self) -> Iterator[str]:
         """Everything that the chat template may write into the prompt."""

@@ -5,6 +5,7 @@ Owns the refusals of what the model's chat template or its format cannot do. Doe
 
 import dataclasses
 from functools import partial
+from typing import Any
 
 from msgspec import structs
 
@@ -20,6 +21,8 @@ from router.api.parsing.parser import THINK, THINK_END, AnswerParser, AnswerRead
 
 TAIL_TOKENS = 16
 """The end of a prompt: it holds the mark with which the prompt opens the answer's thoughts, if it does."""
+_SWITCHES = ("enable_thinking", "thinking")
+"""What chat templates call the switch for thoughts (Qwen 3 and GLM 4.5; DeepSeek V3.1)."""
 
 
 class ChatPlanner:
@@ -35,25 +38,36 @@ class ChatPlanner:
         if request.tools.shown and not self._tokenizer.reads_tools:
             fix = "leave tools out, or start the router with a --chat-template that does"
             raise BadRequest(f"the chat template of {self._model} does not show tools to the model: {fix}", field="tools")
-        arguments = request.fields.chat_template_kwargs
+        arguments, effort = request.fields.chat_template_kwargs, request.fields.reasoning_effort
         for name in arguments:
             if not self._tokenizer.reads(name):
                 message = f"the chat template of {self._model} does not read {shown(name)!r}: leave it out"
                 raise BadRequest(message, field=f"chat_template_kwargs.{shown(name)}")
-        effort, verbosity = request.fields.reasoning_effort, request.fields.verbosity
+        verbosity = request.fields.verbosity
         hints = ("reasoning_effort", effort, "none", request.effort_field), ("verbosity", verbosity, "medium", "verbosity")
         for name, hint, usual, field in hints:
             if hint is not None and self._tokenizer.reads(name):
                 arguments = {name: hint, **arguments}
-            elif hint not in (None, usual):
+            elif hint not in (None, usual) and field:
                 message = f"the chat template of {self._model} does not use {name}: leave it out"
                 raise BadRequest(message, field=field, code="unsupported_parameter")
         return ChatOptions(
             tools=request.tools.shown,
             add_generation_prompt=request.fields.add_generation_prompt,
             continue_final_message=request.fields.continue_final_message,
-            arguments=arguments,
+            arguments=self._thinking(request) | arguments,
         )
+
+    def _thinking(self, request: ChatRequest) -> dict[str, Any]:
+        """What tells the template whether the model is to think. Raises BadRequest when it must and cannot, or the other way."""
+        if request.thinking is None:
+            return {}
+        wanted = request.thinking != "disabled"
+        switches = {name: wanted for name in _SWITCHES if self._tokenizer.reads(name)}
+        if not switches and self._format.thinks != wanted and request.thinking != "adaptive":
+            problem = "does not let the model think" if wanted else "always lets the model think"
+            raise BadRequest(f"the chat template of {self._model} {problem}: leave thinking out", field="thinking")
+        return switches
 
     def require_known_calls(self, request: ChatRequest) -> None:
         """Raises BadRequest for calls in a format that is not known."""

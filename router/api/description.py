@@ -27,7 +27,7 @@ from starlette.routing import Route
 
 from router.api.admission import visit_of
 from router.api.bodies import object_in
-from router.api.errors import ErrorBody
+from router.api.errors import ErrorBody, MessagesErrorBody
 from router.api.fields import NOTHING, Unsupported, read_fields
 from router.api.guard import DOCS_PREFIX, NeededKey, key_needed
 from router.api.refused import REFUSED, refused_routes
@@ -74,12 +74,14 @@ def _policy(html: bytes) -> str:
 
 ABOUT = """Serves a large language model with prefill and decode on separate machines.
 
-The completions follow the OpenAI API. A field that is not supported is refused by name, never ignored, unless its value asks for
-nothing (`null`, `"functions": []`, `"best_of": 1`). So are parameters that a URL does not read, and a
-name that an object has twice. Bodies are JSON, not compressed.
+The completions follow the OpenAI API, and messages follow Anthropic's. A field that is not supported is refused by name, never
+ignored, unless its value asks for nothing (`null`, `"functions": []`, `"best_of": 1`). So are parameters that a URL does not
+read, and a name that an object has twice. Bodies are JSON, not compressed.
 """
+ANTHROPIC = "Anthropic"
 TAGS = (
     {"name": "OpenAI", "description": "What OpenAI clients use."},
+    {"name": ANTHROPIC, "description": "What Anthropic's clients and Claude Code use."},
     {"name": "SGLang", "description": "What SGLang's own clients use beside it."},
     {"name": "vLLM", "description": "What vLLM's clients use beside it."},
     {"name": "Operations", "description": "For monitors, load balancers and people who run the fleet."},
@@ -139,9 +141,13 @@ class Described:
         reader = None if asked is None else self.reader or reader_of(asked, self.unsupported)
         return Endpoint(handler, replace(self, answer_type=answer_type, body=self.body or asked, reader=reader))
 
+    @property
+    def _error_type(self) -> type[msgspec.Struct]:
+        return MessagesErrorBody if self.tag == ANTHROPIC else ErrorBody
+
     def route_arguments(self, refusals: tuple[int, ...]) -> dict[str, Any]:
         """The arguments of `FastAPI.add_api_route`. refusals: those of the part of the API."""
-        error = {"application/json": {"schema": _schema_of(ErrorBody)}}
+        error = {"application/json": {"schema": _schema_of(self._error_type)}}
         shown = {} if self.answer_type is None else {"schema": _schema_of(self.answer_type)}
         content: dict[str, Any] = {name: {} if name == _EVENTS else shown for name in self.media_types}
         responses: dict[int | str, dict[str, Any]] = {self.status: {"description": self.answer, "content": content}}
@@ -164,7 +170,7 @@ class Described:
 
     def components(self) -> dict[str, Any]:
         """The schemas to which the route's own refer."""
-        types = [ErrorBody, *(one for one in (self.body, self.answer_type) if one is not None)]
+        types = [self._error_type, *(one for one in (self.body, self.answer_type) if one is not None)]
         return {name: schema for one in types for name, schema in _described(one)[1].items()}
 
 
@@ -218,7 +224,7 @@ def completion(way: str, tag: str, summary: str, body: type[msgspec.Struct], ans
     """The answer may be a stream."""
     answer = (
         "The answer. With `stream`, server-sent events, the last of which is `[DONE]` or a typed one; a failure after the "
-        "stream has begun is an event too. Comment lines (`: keep-alive`) break long silences, also before the first event."
+        "stream has begun is an event too. Comment lines (in messages, `ping`) break long silences, also before the first event."
     )
     media_types = ("application/json", _EVENTS)
     return Described(way, tag, summary, answer, answer_type, body, media_types=media_types, refusals=COMPLETION_REFUSALS)

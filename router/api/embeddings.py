@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 import msgspec
 import numpy as np
 from msgspec import Meta
+from numpy.typing import NDArray
 
 from common.errors import BadRequest
 from common.ids import ID_BYTES
@@ -131,9 +132,13 @@ def read_embeddings(
     """The body of POST /v1/embeddings. model: what is served. served: how it makes embeddings; None: it makes none. Raises
     BadRequest."""
     require_few_ids(body, context_tokens, "input")
-    fields = read_fields(object_in(body, context_tokens), EmbeddingFields, unsupported)
-    as_base64 = fields.encoding_format == "base64"
-    return _request(model, served, fields, prompts_in(fields.input, "input", MAX_INPUTS), "input", as_base64=as_base64)
+    return embedding_request(model, served, read_fields(object_in(body, context_tokens), EmbeddingFields, unsupported))
+
+
+def embedding_request(model: str, served: EmbeddingMode | None, fields: EmbeddingFields) -> EmbeddingRequest:
+    """What these fields ask for. model, served: see `read_embeddings`. Raises BadRequest."""
+    prompts = prompts_in(fields.input, "input", MAX_INPUTS)
+    return _request(model, served, fields, prompts, "input", as_base64=fields.encoding_format == "base64")
 
 
 def read_encode(model: str, served: EmbeddingMode | None, body: bytes, context_tokens: int | None = None) -> EmbeddingRequest:
@@ -177,6 +182,20 @@ def _request(
     )
 
 
+def lacking(ending: Ending | None) -> Failed | None:
+    """Why there are no numbers when their choice ends as if there were some."""
+    if isinstance(ending, Finished) and not ending.embedding:
+        return Failed(message="the request was aborted before it was answered", kind="aborted", status=409)
+    return None
+
+
+def embedding_of(choice: ChoiceDelta, request: EmbeddingRequest) -> NDArray[np.float32]:
+    """The numbers, shortened and scaled as the request says."""
+    numbers = np.frombuffer(embedding_in(choice), dtype="<f4")[: request.dimensions]
+    length = float(np.linalg.norm(numbers.astype(np.float64)))
+    return (numbers / length).astype("<f4") if request.normalize and length > 0 else numbers
+
+
 class NumbersShape(AnswerShape[R]):
     """An answer of numbers, which is never a stream."""
 
@@ -187,9 +206,8 @@ class NumbersShape(AnswerShape[R]):
         raise AssertionError("numbers are not streamed")
 
     def failure(self, ending: Ending | None) -> Failed | None:
-        if isinstance(ending, Finished) and (ending.reason == "cancelled" or (self.request.pooling and not ending.embedding)):
-            return Failed(message="the request was aborted before it was answered", kind="aborted", status=409)
-        return super().failure(ending)
+        is_cut = isinstance(ending, Finished) and ending.reason == "cancelled"
+        return (lacking(ending) if is_cut or self.request.pooling else None) or super().failure(ending)
 
     @property
     def prompt_usage(self) -> PromptUsage:
@@ -208,10 +226,7 @@ class EmbeddingShape(NumbersShape[EmbeddingRequest]):
         return OneEmbedding(object="embedding", index=index, embedding=numbers)
 
     def _written(self, choice: ChoiceDelta) -> list[float] | str:
-        numbers = np.frombuffer(embedding_in(choice), dtype="<f4")[: self.request.dimensions]
-        length = float(np.linalg.norm(numbers.astype(np.float64)))
-        if self.request.normalize and length > 0:
-            numbers = (numbers / length).astype("<f4")
+        numbers = embedding_of(choice, self.request)
         if self.request.as_base64:
             return base64.b64encode(numbers.tobytes()).decode()
         written: list[float] = numbers.tolist()

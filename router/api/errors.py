@@ -1,10 +1,13 @@
 """Errors as the OpenAI API writes them: {"error": {"message", "type", "param", "code"}}, with a status and Retry-After.
 
-Owns the shape, and the errors that only HTTP has. The other errors are in `common.errors`.
+Owns the shape, and that of Anthropic's errors (https://platform.claude.com/docs/en/api/errors), and the errors that only HTTP
+has. The other errors are in `common.errors`.
 """
 
 import msgspec
+from msgspec.structs import replace
 from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 
 from common.errors import BadRequest, Overloaded, TandemError, Unavailable
 from common.messages import Failed
@@ -44,9 +47,11 @@ class ContextExceeded(BadRequest):
     """The prompt, or prompt and answer together, are longer than the context. The first words are those of OpenAI and vLLM: some
     clients know the error by them."""
 
+    CODE = "context_length_exceeded"
+
     def __init__(self, context_tokens: int, problem: str, field: str) -> None:
         message = f"This model's maximum context length is {context_tokens} tokens: {problem}"
-        super().__init__(message, field=field, code="context_length_exceeded")
+        super().__init__(message, field=field, code=self.CODE)
 
 
 class ErrorDetail(msgspec.Struct, frozen=True):
@@ -62,6 +67,50 @@ class ErrorBody(msgspec.Struct, frozen=True):
     """What every refused request gets."""
 
     error: ErrorDetail
+
+
+MESSAGES_PATH = "/v1/messages"
+"""What the paths of the Messages API begin with."""
+VISIT = "tandem.visit"
+"""Where a request's scope holds its `Visit`."""
+_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+"""What Anthropic calls the errors with these statuses."""
+
+
+class MessagesErrorBody(msgspec.Struct, frozen=True, tag_field="type", tag="error"):
+    """What a refused request for a message gets."""
+
+    error: ErrorDetail
+    request_id: str
+
+
+def messages_error(status: int, detail: ErrorDetail, request_id: str) -> MessagesErrorBody:
+    """The error as Anthropic writes it. Some clients know by its first words that a conversation must become shorter."""
+    kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
+    begin = "prompt is too long: " if detail.code == ContextExceeded.CODE else ""
+    return MessagesErrorBody(replace(detail, type=kind, message=begin + detail.message), request_id)
+
+
+class ErrorResponse(Response):
+    """An error, written as the API writes it to which the path belongs."""
+
+    def __init__(self, status: int, detail: ErrorDetail, headers: dict[str, str]) -> None:
+        super().__init__(error_json(detail), status, headers, media_type="application/json")
+        self._detail = detail
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["path"].startswith(MESSAGES_PATH):
+            self.body = msgspec.json.encode(messages_error(self.status_code, self._detail, scope[VISIT].id))
+            self.headers["content-length"] = str(len(self.body))
+        await super().__call__(scope, receive, send)
 
 
 def shown(text: str) -> str:
@@ -88,7 +137,7 @@ def error_response(status: int, detail: ErrorDetail, retry_after_s: int | None =
     headers = {} if wait_s is None else {"retry-after": str(wait_s)}
     if status == Unauthorized.status:
         headers["www-authenticate"] = "Bearer"
-    return Response(error_json(detail), status, headers, media_type="application/json")
+    return ErrorResponse(status, detail, headers)
 
 
 def response_to(error: TandemError) -> Response:

@@ -35,6 +35,10 @@ S = TypeVar("S", bound=msgspec.Struct)
 Tokens: TypeAlias = Annotated[int, Meta(ge=1, lt=2**31)]
 TokenId: TypeAlias = Annotated[int, Meta(ge=0, lt=2**31)]
 TopLogprobs: TypeAlias = Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)]
+Temperature: TypeAlias = Annotated[float, Meta(ge=0, le=2, description="0: always take the most likely token.")]
+TopP: TypeAlias = Annotated[
+    float, Meta(gt=0, le=1, description="Sample from the most likely tokens that together have this probability.")
+]
 TopK: TypeAlias = Annotated[
     int, Meta(ge=ALL_TOKENS, lt=2**31, description="Sample from this many of the most likely tokens; 0 or -1: from all.")
 ]
@@ -42,6 +46,7 @@ Seed: TypeAlias = Annotated[
     Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None, Meta(description="The same seed and request give the same answer.")
 ]
 StopString: TypeAlias = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_CHARS)]
+StopStrings: TypeAlias = Annotated[list[StopString], Meta(max_length=MAX_STOPS)]
 KeepsStop: TypeAlias = Annotated[
     bool, Meta(description="Leave the stop string that ends the answer in its text, and the text of a stop token.")
 ]
@@ -69,10 +74,8 @@ Label: TypeAlias = Annotated[str, Meta(description="A label; it changes nothing.
 class TokenChoice(msgspec.Struct, frozen=True, kw_only=True):
     """How each token is chosen."""
 
-    temperature: Annotated[float, Meta(ge=0, le=2, description="0: always take the most likely token.")] = 1.0
-    top_p: Annotated[
-        float, Meta(gt=0, le=1, description="Sample from the most likely tokens that together have this probability.")
-    ] = 1.0
+    temperature: Temperature = 1.0
+    top_p: TopP = 1.0
     top_k: TopK = 0
     min_p: Annotated[float, Meta(ge=0, le=1, description="Skip tokens less likely than this share of the most likely one.")] = 0.0
     seed: Seed = None
@@ -84,7 +87,7 @@ class Sampling(TokenChoice, frozen=True, kw_only=True):
     n: Annotated[int, Meta(ge=1, le=MAX_CHOICES_PER_PROMPT, description="Answers to each prompt.")] = 1
     min_tokens: MinTokens = 0
     stop: Annotated[
-        StopString | Annotated[list[StopString], Meta(max_length=MAX_STOPS)],
+        StopString | StopStrings,
         Meta(description="Strings before which the answer ends."),
     ] = []
     stop_token_ids: Annotated[
@@ -152,6 +155,11 @@ class SamplingFields(Sampling, frozen=True, kw_only=True, forbid_unknown_fields=
     prompt_cache_key: Label = ""
 
 
+def shared_fields(read: msgspec.Struct) -> dict[str, Any]:
+    """What a body of another form says in fields of the same names."""
+    return {name: getattr(read, name) for name in SamplingFields.__struct_fields__ if name in read.__struct_fields__}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadRequest:
     """A request as it was read, whatever its API."""
@@ -162,6 +170,8 @@ class ReadRequest:
     max_tokens_field: str = "max_tokens"
     default_max_tokens: int | None = None
     """Longest answer when the client leaves it to us; None: see --default-max-tokens."""
+    ends_with_context: bool = False
+    """Whether `max_tokens` may be more than the context has room for: the answer then ends where the context does."""
     prompt_field: str = "prompt"
     """The field that held what is to be answered."""
     echo: bool = False
@@ -319,6 +329,8 @@ class Unsupported:
     """The same for the objects in a field, or in a field's list."""
     nullable: Collection[str] = ()
     """Supported fields in which null asks for nothing. Of a whole body these are all."""
+    hints: Collection[tuple[re.Pattern[str], str]] = ()
+    """What a body's own fields may be: see `_HINTS`."""
 
 
 NOTHING = Unsupported()
@@ -380,11 +392,11 @@ def read_fields(raw: Mapping[str, Any], kind: type[S], unsupported: Unsupported 
         return msgspec.convert(raw, kind)
     except msgspec.ValidationError as error:
         if "got `float`" not in str(error):
-            raise _named(str(error)) from error
+            raise _named(str(error), unsupported.hints) from error
     try:
         return msgspec.convert(_with_whole_numbers(raw), kind)
     except msgspec.ValidationError as error:
-        raise _named(str(error)) from error
+        raise _named(str(error), unsupported.hints) from error
 
 
 def _with_whole_numbers(value: Any) -> Any:
@@ -399,8 +411,8 @@ def _with_whole_numbers(value: Any) -> Any:
     return value
 
 
-def _named(message: str) -> BadRequest:
-    """msgspec's message as an error that names the field.
+def _named(message: str, hints: Collection[tuple[re.Pattern[str], str]]) -> BadRequest:
+    """msgspec's message as an error that names the field. hints: come before `_HINTS`.
 
     "Expected `int`, got `str` - at `$.n`" becomes "n: expected `int`, got `str`" with field n.
     """
@@ -420,6 +432,6 @@ def _named(message: str) -> BadRequest:
         rule = f"{_LIMITS[limit['sign']]} {limit['limit'].removesuffix('.0')}"
         must = f"must have {rule} {_LENGTHS[limit['kind']]}" if limit["length"] else f"must be {rule}"
         return BadRequest(f"{path} {must}", field=path, code="invalid_value")
-    hint = next((hint for pattern, hint in _HINTS if pattern.search(path)), "")
+    hint = next((hint for pattern, hint in (*hints, *_HINTS) if pattern.search(path)), "")
     problem = what[:1].lower() + what[1:] + (f" ({hint})" if hint else "")
     return BadRequest(f"{path}: {problem}" if path else problem, field=path or None, code="invalid_value")

@@ -114,10 +114,15 @@ class Guard:
         """Returns the name of the API key; "" where none is needed, and EVERYBODY for the control key where either will do.
         Raises Unauthorized, NotAsked, UnsupportedBody."""
         needed = key_needed(scope["path"], self._control_paths)
+        if self._rings.get(needed) is None and self._suspects_pages:
+            self._require_no_page(scope)
+        return self.name_of_caller(scope, needed)
+
+    def name_of_caller(self, scope: Scope, needed: NeededKey) -> str:
+        """The same for a call that no web page can make, such as gRPC's: it has a `te`, which no page may set. Raises
+        Unauthorized."""
         ring = self._rings.get(needed)
         if ring is None:
-            if self._suspects_pages:
-                self._require_no_page(scope)
             return ""
         key = key_in(scope)
         if key is None:

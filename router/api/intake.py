@@ -368,8 +368,8 @@ class Intake:
         """What the client asked for; otherwise what the context and the largest decode instance leave, but no more than the
         default if there is one. most: see `most_tokens_with`. Raises BadRequest when the context has no room for it."""
         asked = request.max_tokens
-        if asked is None:
-            default = request.default_max_tokens or self._chat_max_tokens
+        if asked is None or request.ends_with_context:
+            default = request.default_max_tokens or self._chat_max_tokens if asked is None else asked
             line = self._core.fleet.candidates.lines["decode"]
             memory = line[-1].capacity_tokens if line else context
             room = max(1, min(context, memory) - prompt_tokens)

@@ -8,8 +8,7 @@ items of a whole answer:
 Fields and events: https://platform.openai.com/docs/api-reference/responses, …/responses-streaming.
 """
 
-import secrets
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, TypeAlias, assert_never
 
@@ -17,11 +16,10 @@ import msgspec
 from msgspec import Meta
 
 from common.errors import BadRequest
-from common.messages import Finished
-from engine.grammar.grammars import check_text
-from router.api.answers import AnswerShape, PromptDetails, VersionSpan
+from router.api.answers import PromptDetails, VersionSpan
+from router.api.blocks import Block, BlockShape, Events, named_event
 from router.api.bodies import object_in
-from router.api.chat import ChatFields, ChatRequest, Effort, call_for_template
+from router.api.chat import ChatFields, ChatRequest, Conversation, Effort, TemplateArguments, call_for_template
 from router.api.fields import (
     CHOICE_OF_TOOLS,
     CacheSalt,
@@ -29,7 +27,6 @@ from router.api.fields import (
     Label,
     NamedFunction,
     Priority,
-    SamplingFields,
     Stream,
     Timeout,
     TokenChoice,
@@ -38,11 +35,11 @@ from router.api.fields import (
     TopLogprobs,
     Unsupported,
     read_fields,
+    shared_fields,
     tool_use,
 )
 from router.api.logprobs import ChatLogprob
-from router.api.parsing.parser import AnswerParser, AnswerPart, PartKind
-from router.api.structured import JsonObjectFormat, NamedSchema, TextFormat, format_grammar
+from router.api.structured import FlatSchemaFormat, JsonObjectFormat, TextFormat, checked_format
 from router.outbox import ChoiceDelta
 
 
@@ -100,10 +97,6 @@ class ResponseTool(Function, frozen=True, tag_field="type", tag="function"):
     """A function, described beside its type."""
 
 
-class FlatSchemaFormat(NamedSchema, frozen=True, tag_field="type", tag="json_schema"):
-    """JSON that validates against a schema, which stands beside the type."""
-
-
 class TextConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     format: Annotated[
         TextFormat | JsonObjectFormat | FlatSchemaFormat | None, Meta(description="What the text must be; without it: any text.")
@@ -148,9 +141,7 @@ class ResponseFields(TokenChoice, msgspec.Struct, frozen=True, kw_only=True, for
     parallel_tool_calls: Annotated[bool, Meta(description="False: at most one call in an answer.")] = True
     text: Annotated[TextConfig | None, Meta(description="What the text of the answer must be.")] = None
     reasoning: Annotated[ReasoningConfig | None, Meta(description="How the model thinks first.")] = None
-    chat_template_kwargs: Annotated[
-        dict[str, Any], Meta(description="Names that the chat template reads, such as enable_thinking, and their values.")
-    ] = {}
+    chat_template_kwargs: TemplateArguments = {}
     include: Annotated[
         list[Literal["message.output_text.logprobs"]],
         Meta(description="What else the answer has: how likely each token of its text was, if it is text alone."),
@@ -165,9 +156,6 @@ class ResponseFields(TokenChoice, msgspec.Struct, frozen=True, kw_only=True, for
     metadata: Annotated[dict[str, str], Meta(description="Labels, which the answer repeats.")] = {}
     safety_identifier: Label = ""
     prompt_cache_key: Label = ""
-
-
-_SHARED = set(SamplingFields.__struct_fields__) & set(ResponseFields.__struct_fields__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -190,21 +178,18 @@ def read_response(body: bytes, context_tokens: int | None = None) -> ResponseReq
     if read.top_logprobs and not read.include:
         fix = 'leave it out or send include=["message.output_text.logprobs"]'
         raise BadRequest(f"top_logprobs is for log probabilities only: {fix}", field="top_logprobs")
-    grammar = None if read.text is None else format_grammar(read.text.format)
-    if grammar is not None:
-        check_text(grammar, "text.format.schema")
     return ResponseRequest(
         fields=ChatFields(
             messages=[],
             chat_template_kwargs=read.chat_template_kwargs,
             reasoning_effort=None if read.reasoning is None else read.reasoning.effort,
-            **{name: getattr(read, name) for name in _SHARED},
+            **shared_fields(read),
         ),
         max_tokens=read.max_output_tokens,
         max_tokens_field="max_output_tokens",
         logprobs=read.top_logprobs if read.include else None,
         text_alone_field="include" if read.include else "",
-        grammar=grammar,
+        grammar=checked_format(None if read.text is None else read.text.format, "text.format"),
         grammar_field="text.format",
         messages=messages,
         tools=tool_use(read.tools, read.tool_choice, read.parallel_tool_calls),
@@ -215,36 +200,23 @@ def read_response(body: bytes, context_tokens: int | None = None) -> ResponseReq
 
 
 def _messages(read: ResponseFields) -> tuple[Mapping[str, Any], ...]:
-    """As the chat template gets them. What the assistant thought, said and called, item after item, is one message."""
-    messages: list[dict[str, Any]] = [{"role": "system", "content": read.instructions}] if read.instructions else []
+    """As the chat template gets them."""
+    conversation = Conversation([{"role": "system", "content": read.instructions}] if read.instructions else [])
     if isinstance(read.input, str):
-        return (*messages, {"role": "user", "content": read.input})
+        conversation.add("user", read.input)
+        return tuple(conversation)
     for index, item in enumerate(read.input):
         match item:
             case MessageItem():
-                role = "system" if item.role == "developer" else item.role
-                content = _text(item.content)
-                before = messages[-1] if messages else {}
-                if role == before.get("role") == "assistant" and not before["content"] and "tool_calls" not in before:
-                    before["content"] = content
-                else:
-                    messages.append({"role": role, "content": content})
+                conversation.add("system" if item.role == "developer" else item.role, _text(item.content))
             case FunctionCallItem():
-                call = call_for_template(item.call_id, item.name, item.arguments, f"input[{index}].arguments")
-                _assistant(messages).setdefault("tool_calls", []).append(call)
+                path = f"input[{index}].arguments"
+                conversation.add_call(call_for_template(item.call_id, item.name, item.arguments, path))
             case FunctionOutputItem():
-                messages.append({"role": "tool", "content": _text(item.output), "tool_call_id": item.call_id})
+                conversation.add_result(item.call_id, _text(item.output))
             case ReasoningItem():
-                thought = "".join(part.text for part in item.content or ())
-                messages.append({"role": "assistant", "content": "", "reasoning_content": thought})
-    return tuple(messages)
-
-
-def _assistant(messages: list[dict[str, Any]]) -> dict[str, Any]:
-    """The assistant's message at the end, which is made if there is none."""
-    if not messages or messages[-1]["role"] != "assistant":
-        messages.append({"role": "assistant", "content": ""})
-    return messages[-1]
+                conversation.add_thought("".join(part.text for part in item.content or ()))
+    return tuple(conversation)
 
 
 def _text(content: str | list[InputText] | list[InputText | OutputText]) -> str:
@@ -252,8 +224,6 @@ def _text(content: str | list[InputText] | list[InputText | OutputText]) -> str:
 
 
 Status: TypeAlias = Literal["in_progress", "completed", "incomplete"]
-ItemKind: TypeAlias = Literal["message", "reasoning", "function_call"]
-_encode = msgspec.json.Encoder().encode
 
 
 class OutputPart(msgspec.Struct, frozen=True, tag_field="type", tag="output_text"):
@@ -341,164 +311,107 @@ class ResponseBody(msgspec.Struct, frozen=True, kw_only=True):
 _REPEATED = ("instructions", "max_output_tokens", "metadata", "parallel_tool_calls", "temperature", "tools", "top_p")
 
 
-@dataclass(slots=True)
-class OutputItem:
-    """An item of the answer, as far as it has come."""
-
-    kind: ItemKind
-    id: str
-    texts: list[str] = field(default_factory=list)
-    """The text or the arguments, in pieces."""
-    logprobs: list[ChatLogprob] = field(default_factory=list)
-    call_id: str = ""
-    name: str = ""
-    """The name of the function that is called."""
-
-    @property
-    def text(self) -> str:
-        return "".join(self.texts)
-
-    def part(self, text: str) -> OutputPart | ThoughtPart:
-        """Its content part, with this text."""
-        return ThoughtPart(text) if self.kind == "reasoning" else OutputPart(text, logprobs=self.logprobs if text else ())
-
-    def output(self, status: Status) -> Output:
-        """As clients get it: an item in progress is empty."""
-        texts = () if status == "in_progress" else (self.text,)
-        match self.kind:
-            case "message":
-                return MessageOutput(self.id, status, [OutputPart(text, logprobs=self.logprobs) for text in texts])
-            case "reasoning":
-                return ReasoningOutput(self.id, status, [ThoughtPart(text) for text in texts])
-            case "function_call":
-                return CallOutput(self.id, status, self.call_id, self.name, "".join(texts))
-            case _:
-                assert_never(self.kind)
+def _output(block: Block, status: Status, logprobs: Sequence[ChatLogprob]) -> Output:
+    """The item as clients get it: an item in progress is empty. logprobs: of its text."""
+    id, texts = _id_of(block), () if status == "in_progress" else (block.text,)
+    match block.kind:
+        case "content":
+            return MessageOutput(id, status, [OutputPart(text, logprobs=logprobs) for text in texts])
+        case "reasoning":
+            return ReasoningOutput(id, status, [ThoughtPart(text) for text in texts])
+        case "call":
+            return CallOutput(id, status, block.call_id, block.name, "".join(texts))
+        case _:
+            assert_never(block.kind)
 
 
-_ITEM_KINDS: Mapping[PartKind, ItemKind] = {
-    "content": "message",
-    "reasoning": "reasoning",
-    "call": "function_call",
-    "arguments": "function_call",
-}
-_TEXT_EVENTS = {"message": "output_text", "reasoning": "reasoning_text", "function_call": "function_call_arguments"}
-_ID_PREFIXES = {"message": "msg_", "reasoning": "rs_", "function_call": "fc_"}
-_Events: TypeAlias = Iterator[tuple[str, dict[str, Any]]]
+def _part(block: Block, text: str, logprobs: Sequence[ChatLogprob] = ()) -> OutputPart | ThoughtPart:
+    """The item's content part, with this text."""
+    return ThoughtPart(text) if block.kind == "reasoning" else OutputPart(text, logprobs=logprobs)
+
+
+def _id_of(block: Block) -> str:
+    return _ID_PREFIXES[block.kind] + block.unique
+
+
+_TEXT_EVENTS = {"content": "output_text", "reasoning": "reasoning_text", "call": "function_call_arguments"}
+_ID_PREFIXES = {"content": "msg_", "reasoning": "rs_", "call": "fc_"}
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class ResponseShape(AnswerShape[ResponseRequest]):
+class ResponseShape(BlockShape[ResponseRequest]):
     """The answer of POST /v1/responses."""
 
-    _parser: AnswerParser | None = field(default=None, init=False)
-    _items: list[OutputItem] = field(default_factory=list, init=False)
-    _is_open: bool = field(default=False, init=False)
-    """Whether the last item goes on."""
-    _ending: Finished = field(default=Finished(reason="stop"), init=False)
-    _untold: list[ChatLogprob] = field(default_factory=list, init=False)
-    """How likely tokens were whose text is still to come."""
     _sent: int = field(default=0, init=False)
     """Events so far: each says its number."""
+    _told: list[ChatLogprob] = field(default_factory=list, init=False)
+    """How likely the tokens of the text were: only answers that are text alone have these."""
+    _untold: list[ChatLogprob] = field(default_factory=list, init=False)
+    """Those of tokens whose text is still to come."""
 
-    def __post_init__(self) -> None:
-        new_parser = self.accepted.reading.new_parser
-        self._parser = None if new_parser is None else new_parser()
-
-    def events(self, delta: ChoiceDelta, *, opens: bool) -> bytes:
-        self.count(delta.index, delta)
-        return b"".join(self._event(kind, fields) for kind, fields in self._delta_events(delta, opens=opens))
-
-    def last_events(self) -> bytes:
-        return self._event(f"response.{self._status}", {"response": self._body(self._status)})
-
-    def whole(self, choices: Sequence[ChoiceDelta]) -> bytes:
-        (choice,) = choices
-        self.count(0, choice)
-        for _ in self._delta_events(choice, opens=False):
-            pass  # the events of a stream; the items are what is wanted
-        return _encode(self._body(self._status))
-
-    def _event(self, kind: str, fields: Mapping[str, Any]) -> bytes:
-        data = {"type": kind, "sequence_number": self._sent, **fields}
-        self._sent += 1
-        return b"event: " + kind.encode() + b"\ndata: " + _encode(data) + b"\n\n"
-
-    def _delta_events(self, delta: ChoiceDelta, *, opens: bool) -> _Events:
-        if opens:
-            yield "response.created", {"response": self._body("in_progress")}
-            yield "response.in_progress", {"response": self._body("in_progress")}
+    def _delta_events(self, delta: ChoiceDelta, *, opens: bool) -> Events:
         if delta.logprobs:
             self._untold += self.logprob_writer(self.request.logprobs).chat(delta.logprobs).content
-        if self._parser is None:
-            parts = [AnswerPart("content", delta.text)] if delta.text else []
+        yield from super(ResponseShape, self)._delta_events(delta, opens=opens)
+
+    def _tell(self) -> list[ChatLogprob]:
+        told, self._untold = self._untold, []
+        self._told += told
+        return told
+
+    def last_events(self) -> bytes:
+        return self.event(f"response.{self._status}", {"response": self.body()})
+
+    def event(self, kind: str, fields: Mapping[str, Any]) -> bytes:
+        self._sent += 1
+        return named_event(kind, {"sequence_number": self._sent - 1, **fields})
+
+    def opening(self) -> Events:
+        yield "response.created", {"response": self._body("in_progress")}
+        yield "response.in_progress", {"response": self._body("in_progress")}
+
+    def begun(self, block: Block) -> Events:
+        yield "response.output_item.added", {"output_index": len(self.blocks) - 1, "item": _output(block, "in_progress", ())}
+        if block.kind != "call":
+            yield "response.content_part.added", self._place() | {"part": _part(block, "")}
+
+    def grown(self, block: Block, text: str) -> Events:
+        more: dict[str, Any] = {"logprobs": self._tell()} if block.kind == "content" else {}
+        yield f"response.{_TEXT_EVENTS[block.kind]}.delta", self._place() | {"delta": text} | more
+
+    def ended(self, block: Block, *, is_last: bool) -> Events:
+        text, name = block.text, f"response.{_TEXT_EVENTS[block.kind]}.done"
+        if block.kind == "call":
+            yield name, self._place() | {"arguments": text, "name": block.name}
         else:
-            parts = self._parser.push(delta.text) + (self._parser.finish() if isinstance(delta.ending, Finished) else [])
-        for part in parts:
-            yield from self._part_events(part)
-        if isinstance(delta.ending, Finished):
-            self._ending = delta.ending
-            if not self._items:
-                yield from self._begin("message")
-            yield from self._end(self._status)
-
-    def _part_events(self, part: AnswerPart) -> _Events:
-        """The part goes on with the last item, or begins another."""
-        kind = _ITEM_KINDS[part.kind]
-        if part.kind == "call" or not self._is_open or self._items[-1].kind != kind:
-            yield from self._end("completed")
-            yield from self._begin(kind, part.text)
-        if part.kind != "call":
-            self._items[-1].texts.append(part.text)
-            more: dict[str, Any] = {}
-            if kind == "message":
-                more["logprobs"], self._untold = self._untold, []
-                self._items[-1].logprobs += more["logprobs"]
-            yield f"response.{_TEXT_EVENTS[kind]}.delta", self._place() | {"delta": part.text} | more
-
-    def _begin(self, kind: ItemKind, name: str = "") -> _Events:
-        """Begin an item. name: of the function, for a call."""
-        item = OutputItem(kind, _ID_PREFIXES[kind] + secrets.token_hex(12))
-        self._items.append(item)
-        self._is_open = True
-        if kind == "function_call":
-            item.call_id, item.name = self.accepted.reading.new_id(), name
-        yield "response.output_item.added", {"output_index": len(self._items) - 1, "item": item.output("in_progress")}
-        if kind != "function_call":
-            yield "response.content_part.added", self._place() | {"part": item.part("")}
-
-    def _end(self, status: Status) -> _Events:
-        """End the last item, if it goes on."""
-        if not self._is_open:
-            return
-        self._is_open = False
-        item = self._items[-1]
-        text, name = item.text, f"response.{_TEXT_EVENTS[item.kind]}.done"
-        if item.kind == "function_call":
-            yield name, self._place() | {"arguments": text, "name": item.name}
-        else:
-            item.logprobs += self._untold
-            yield name, self._place() | {"text": text} | ({"logprobs": item.logprobs} if item.kind == "message" else {})
-            yield "response.content_part.done", self._place() | {"part": item.part(text)}
-        yield "response.output_item.done", {"output_index": len(self._items) - 1, "item": item.output(status)}
+            self._tell()
+            yield name, self._place() | {"text": text} | ({"logprobs": self._told} if block.kind == "content" else {})
+            yield "response.content_part.done", self._place() | {"part": _part(block, text, self._told)}
+        item = _output(block, self._status if is_last else "completed", self._told)
+        yield "response.output_item.done", {"output_index": len(self.blocks) - 1, "item": item}
 
     def _place(self) -> dict[str, Any]:
         """Where the last item is. Only texts have content parts, one each."""
-        item = self._items[-1]
-        place = {"item_id": item.id, "output_index": len(self._items) - 1}
-        return place if item.kind == "function_call" else place | {"content_index": 0}
+        block = self.blocks[-1]
+        place = {"item_id": _id_of(block), "output_index": len(self.blocks) - 1}
+        return place if block.kind == "call" else place | {"content_index": 0}
+
+    def body(self) -> ResponseBody:
+        return self._body(self._status)
 
     @property
     def _status(self) -> Status:
         """How the answer ends; its last item ends so too."""
-        return "completed" if self._ending.reason == "stop" else "incomplete"
+        return "completed" if self.ending.reason == "stop" else "incomplete"
 
     def _body(self, status: Status) -> ResponseBody:
         """The response object. status: of the answer; its items are in it when it has ended."""
         fields, usage = self.request.body, self.usage()
-        ended, last = status != "in_progress", len(self._items) - 1
-        was_cut = status == "incomplete" and self._ending.reason == "length"
-        outputs = [item.output(status if number == last else "completed") for number, item in enumerate(self._items)]
+        ended, last = status != "in_progress", len(self.blocks) - 1
+        was_cut = status == "incomplete" and self.ending.reason == "length"
+        outputs = [
+            _output(block, status if number == last else "completed", self._told) for number, block in enumerate(self.blocks)
+        ]
         return ResponseBody(
             id=self.id,
             created_at=self.created,

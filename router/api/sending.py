@@ -24,14 +24,12 @@ from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from common.messages import Failed
-from router.api.answers import BEGIN, END, LOOP_SIZE, AnswerShape
-from router.api.errors import detail_of_failure, error_json, response_to_failure
+from router.api.answers import LOOP_SIZE, AnswerShape
+from router.api.errors import response_to_failure
 from router.api.threads import SharedThreads
 from router.core import Gateway
 from router.outbox import JOIN_DELTAS, ChoiceDelta, ClientRequest, joined
 
-KEEP_ALIVE = b": keep-alive\n\n"
-"""A comment: clients skip it (https://html.spec.whatwg.org/multipage/server-sent-events.html#authoring-notes)."""
 HEADERS = (
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -70,7 +68,7 @@ async def whole_answer(client: ClientRequest, shape: AnswerShape[Any], writers: 
 
 class EventStream(Response):
     """Server-sent events: a chunk for each piece of text; pieces that wait for a slow client are sent as one. send_event: sends
-    all but the start. keep_alive_s: a comment is sent after so long a silence; 0: never."""
+    all but the start. keep_alive_s: after so long a silence something is sent that says nothing; 0: never."""
 
     def __init__(
         self, gateway: Gateway, client: ClientRequest, shape: AnswerShape[Any], send_event: Send, keep_alive_s: float
@@ -120,14 +118,14 @@ class EventStream(Response):
             self._over.set_exception(ClientGone())
 
     def _keep_alive(self) -> None:
-        """Send a comment after so long a silence.
+        """Break so long a silence.
 
         The timer is not moved when something is sent: it looks when it rings, so that a piece of text costs no timer.
         """
         left_s = self._silent_since_s + self._keep_alive_s - self._loop.time()
         if left_s <= 0:
             if self._waiting is None and not self._is_woken:
-                self._take(KEEP_ALIVE)
+                self._take(self._shape.keep_alive)
             left_s = self._keep_alive_s
         self._timer = self._loop.call_later(left_s, self._keep_alive)
 
@@ -159,7 +157,7 @@ class EventStream(Response):
             if failed is not None and self._unsent_start is not None:
                 self._over.set_result(failed)
             elif failed is not None:
-                self._write(events + BEGIN + error_json(detail_of_failure(failed)) + END, b"")
+                self._write(events + self._shape.failure_event(failed), b"")
             else:
                 self._write(events, None if self._client.unended else self._shape.last_events())
         except Exception as error:  # noqa: BLE001  others' news is handled with this: whoever awaits the end raises it
@@ -175,7 +173,8 @@ class EventStream(Response):
             messages.append((self._send_event, {"type": "http.response.body", "body": events, "more_body": True}))
         if last is not None:
             messages.append((self._send_event, {"type": "http.response.body", "body": last}))
-        self._silent_since_s = self._loop.time()
+        if messages:  # news may bring nothing to send, such as thoughts that the client wants omitted
+            self._silent_since_s = self._loop.time()
         for number, (send, message) in enumerate(messages):
             rest = begin(send(message))
             if rest is not None:

@@ -34,8 +34,8 @@ from starlette.types import Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from common.errors import BadRequest, ConfigError
-from router.api.admission import VISIT, Visit
-from router.api.errors import ErrorDetail, error_json
+from router.api.admission import Visit
+from router.api.errors import VISIT, ErrorDetail, error_json
 from router.metrics import Dropped
 
 HEAD_S = 10.0

@@ -178,7 +178,14 @@ def read_generate(model: str, body: bytes, context_tokens: int | None = None) ->
     """The body of POST /generate. model: what is served; SGLang's clients do not name it. Raises BadRequest, for far more token
     ids than the context holds before they are read."""
     require_few_ids(body, context_tokens, "input_ids")
-    fields = _generate_fields(object_in(body, context_tokens))
+    return generate_request(model, object_in(body, context_tokens))
+
+
+def generate_request(
+    model: str, raw: dict[str, Any], unsupported: Unsupported = GENERATE, timeout_s: float | None = None
+) -> GenerateRequest:
+    """What these fields ask for. model, timeout_s: what SGLang's fields do not say. Raises BadRequest."""
+    fields = _generate_fields(raw, unsupported)
     prompts, prompt_field, is_list = one_of_prompts(fields.text, fields.input_ids)
     sampling = fields.sampling_params
     limit = GENERATE_MAX_TOKENS if sampling.max_new_tokens is None else sampling.max_new_tokens
@@ -196,6 +203,7 @@ def read_generate(model: str, body: bytes, context_tokens: int | None = None) ->
         fields=SamplingFields(
             model=model,
             stream=fields.stream,
+            timeout=timeout_s,
             priority=fields.priority,
             cache_salt=fields.cache_salt or fields.extra_key,
             **{name: getattr(sampling, name) for name in Sampling.__struct_fields__},
@@ -218,7 +226,7 @@ def read_generate(model: str, body: bytes, context_tokens: int | None = None) ->
     )
 
 
-def _generate_fields(raw: dict[str, Any]) -> GenerateFields:
+def _generate_fields(raw: dict[str, Any], unsupported: Unsupported) -> GenerateFields:
     """The typed fields of the body. A batch may have one object of parameters for all prompts, or the same for each. Raises
     BadRequest."""
     given = raw.get("sampling_params", {})
@@ -227,7 +235,7 @@ def _generate_fields(raw: dict[str, Any]) -> GenerateFields:
             same = "sampling_params must be one object, or the same for each prompt: send each other as a request of its own"
             raise BadRequest(same, field="sampling_params")
         raw = raw | {"sampling_params": given[0]}
-    fields = read_fields(raw, GenerateFields, GENERATE)
+    fields = read_fields(raw, GenerateFields, unsupported)
     if None not in (fields.cache_salt, fields.extra_key) and fields.cache_salt != fields.extra_key:
         raise BadRequest("cache_salt and extra_key differ: send one of them", field="extra_key")
     return fields

@@ -58,6 +58,10 @@ class JsonSchemaFormat(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
     json_schema: Annotated[NamedSchema, Meta(description="What the answer must be.")]
 
 
+class FlatSchemaFormat(NamedSchema, frozen=True, tag_field="type", tag="json_schema"):
+    """JSON that validates against a schema, which stands beside the type."""
+
+
 class Structure(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """JSON between two marks."""
 
@@ -131,6 +135,14 @@ def format_grammar(format: ResponseFormat | NamedSchema | None) -> Grammar | Non
             return _of_json("structural_tag", _structural_tag(format))
         case _:
             return None
+
+
+def checked_format(format: ResponseFormat | NamedSchema | None, field: str) -> Grammar | None:
+    """The same, for the field that says it. Raises BadRequest, also for a grammar that no answer can be held to."""
+    grammar = format_grammar(format)
+    if grammar is not None:
+        check_text(grammar, f"{field}.schema")
+    return grammar
 
 
 def one_of(choices: list[str]) -> Grammar:

@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
+import anthropic
 import httpx
 import openai
 
@@ -23,6 +24,20 @@ async def openai_client(fleet: EchoFleet | None = None, **site_options: Any) -> 
         openai.AsyncOpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0, timeout=20) as client,
     ):
         yield client
+
+
+@asynccontextmanager
+async def anthropic_client(fleet: EchoFleet | None = None, **site_options: Any) -> AsyncIterator[anthropic.AsyncAnthropic]:
+    async with (
+        Site(fleet, **site_options) as site,
+        listening(site) as port,
+        anthropic.AsyncAnthropic(base_url=f"http://127.0.0.1:{port}", api_key="none", max_retries=0, timeout=20) as client,
+    ):
+        yield client
+
+
+def message(text: str = "hello", **fields: Any) -> dict[str, Any]:
+    return {"model": MODEL, "messages": [{"role": "user", "content": text}], "max_tokens": 5} | fields
 
 
 def chat(text: str = "hello", **fields: Any) -> dict[str, Any]:

@@ -133,7 +133,7 @@ class CharTokenizer:
         self.special_tokens = {mark: id for id, mark in enumerate(re.findall(r"\[[A-Z_]+\]|</s>", chat_template))}
 
     def reads(self, name: str) -> bool:
-        return name in self.chat_template
+        return re.search(rf"\b{name}\b", self.chat_template) is not None
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         text = "".join(map(chr, ids))

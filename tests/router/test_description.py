@@ -13,6 +13,7 @@ from router.api.chat import ChatFields
 from router.api.completions import CompletionFields
 from router.api.embeddings import EmbeddingFields, EncodeFields
 from router.api.errors import ErrorBody
+from router.api.messages import CountFields, MessageFields
 from router.api.responses import ResponseFields
 from router.api.roles import RoleFields, SwitchFields
 from router.api.routes import DetokenizeFields, TokenizeFields
@@ -46,7 +47,8 @@ async def test_every_route_is_described_with_its_answers_and_errors() -> None:
         assert operation["summary"] and operation["description"] and set(operation["tags"]) <= tags
         successes = [status for status in operation["responses"] if status.startswith("2")]
         assert len(successes) == 1 and operation["responses"][successes[0]]["description"]
-        error = {"schema": {"$ref": "#/components/schemas/ErrorBody"}}
+        shape = "MessagesErrorBody" if route.path.startswith("/v1/messages") else "ErrorBody"
+        error = {"schema": {"$ref": f"#/components/schemas/{shape}"}}
         assert operation["responses"]["default"]["content"]["application/json"] == error
 
 
@@ -58,6 +60,8 @@ BODIES = {
     "/v1/chat/completions": ChatFields,
     "/v1/completions": CompletionFields,
     "/v1/responses": ResponseFields,
+    "/v1/messages": MessageFields,
+    "/v1/messages/count_tokens": CountFields,
     "/v1/embeddings": EmbeddingFields,
     "/generate": GenerateFields,
     "/abort_request": AbortFields,

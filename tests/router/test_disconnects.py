@@ -20,7 +20,9 @@ class RawClient:
     """One HTTP request at the ASGI border, with hands on both channels. request_id: its X-Request-Id. is_whole: its body is there
     from the start; otherwise the last byte comes with `send_rest`."""
 
-    def __init__(self, site: Site, request_id: str = "mine", *, is_whole: bool = True, **fields: Any) -> None:
+    def __init__(
+        self, site: Site, request_id: str = "mine", *, is_whole: bool = True, path: str = "/v1/chat/completions", **fields: Any
+    ) -> None:
         body = json.dumps(chat(**{"max_tokens": 50} | fields)).encode()
         self._to_app: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
         self._to_app.put_nowait({"type": "http.request", "body": body[:-1], "more_body": True})
@@ -37,8 +39,8 @@ class RawClient:
             "http_version": "1.1",
             "method": "POST",
             "scheme": "http",
-            "path": "/v1/chat/completions",
-            "raw_path": b"/v1/chat/completions",
+            "path": path,
+            "raw_path": path.encode(),
             "query_string": b"",
             "root_path": "",
             "headers": [(b"content-type", b"application/json"), (b"x-request-id", request_id.encode())],
@@ -73,10 +75,11 @@ class RawClient:
 
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("stall_at", [0, 3])
-async def test_a_client_that_leaves_cancels_everywhere(stream: bool, stall_at: int) -> None:
+@pytest.mark.parametrize(("path", "choices"), [("/v1/chat/completions", {"n": 2}), ("/v1/messages", {})])
+async def test_a_client_that_leaves_cancels_everywhere(stream: bool, stall_at: int, path: str, choices: dict[str, Any]) -> None:
     async with Site(EchoFleet(stall_at=stall_at)) as site:
-        client = RawClient(site, stream=stream, n=2)
-        await until(lambda: len(site.core.requests) == 2)
+        client = RawClient(site, path=path, stream=stream, **choices)
+        await until(lambda: len(site.core.requests) == choices.get("n", 1))
         keys = {record.attempt.key for record in site.core.requests.records() if record.attempt is not None}
         client.leave()
         await client.gone()

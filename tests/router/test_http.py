@@ -314,7 +314,8 @@ async def test_every_call_with_a_body_is_refused_when_too_many_are_open(monkeypa
         paths = [path for path, ways in site.app.openapi()["paths"].items() if "requestBody" in ways.get("post", {})]
         assert "/v1/completions" in paths
         for path in paths:
-            assert "HTTP requests open" in assert_error(await post(site, path, {}), 429, "overloaded_error", None)
+            kind = "rate_limit_error" if path.startswith("/v1/messages") else "overloaded_error"
+            assert "HTTP requests open" in assert_error(await post(site, path, {}), 429, kind, None)
 
 
 async def test_beyond_max_requests_the_answer_is_429_with_retry_after() -> None:

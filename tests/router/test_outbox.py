@@ -19,9 +19,10 @@ from router.api import sending
 from router.api.answers import AnswerShape
 from router.api.chat import ChatShape
 from router.api.embeddings import EmbeddingShape
+from router.api.messages import MessageShape
 from router.api.responses import ResponseShape
 from router.outbox import UNREAD_LIMIT_CHARS, ChoiceDelta, ClientRequest, joined
-from tests.router.calls import chat, post
+from tests.router.calls import chat, message, post
 from tests.router.fakes import MODEL, Site
 
 
@@ -109,6 +110,7 @@ def test_joining_builds_no_text_on_the_way_however_many_pieces_waited(monkeypatc
         ("chat/completions", ChatShape, chat(n=2), 10),
         ("chat/completions", ChatShape, chat(n=2, logprobs=True, top_logprobs=2), 10 + 300),
         ("responses", ResponseShape, {"model": MODEL, "input": "hello", "max_output_tokens": 5}, 5),
+        ("messages", MessageShape, message(), 5),
         ("embeddings", EmbeddingShape, {"input": ["hello", "you"]}, 4),
     ],
 )
