@@ -55,7 +55,7 @@ class ShiftBench:
     instances: int = option(6, "how many instances the fleet has")
     kv_pages: int = option(1_000, "assumed: KV pages of an instance, of 128 tokens")
     step_cost: str = option(
-        FleetPlan().step_cost, "assumed: seconds of a step, and what each prompt token and each decode row adds"
+        FleetPlan().step_cost, "assumed: seconds of a step, and what each prompt token, decode row and token that rows hold adds"
     )
     seed: int = option(0, "of all that is random")
 

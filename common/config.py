@@ -40,6 +40,7 @@ Graphs = Literal["auto", "on", "off"]
 ToolParserName = Literal["auto", "hermes", "llama3", "mistral", "none"]
 PoolingName = Literal["auto", "none", "last", "mean", "cls"]
 ReasoningParserName = Literal["auto", "think", "none"]
+MetricAliasNames = Literal["none", "vllm", "sglang", "both"]
 DEMO_MODEL = "demo"
 DAY_S = 86_400.0
 SHARED_STEP_S = 0.05
@@ -75,7 +76,8 @@ class EngineConfig:
     )
     step_cost: str = option(
         "",
-        f"with --executor timed: seconds of a step, and what each prompt token and each decode row adds; default: {STEP_COST}",
+        "with --executor timed: seconds of a step, and what each prompt token, each decode row and, as a fourth number that may "
+        f"be left out, each token of KV that the rows hold adds; default: {STEP_COST}",
     )
     dtype: Dtype = option("auto", "data type of weights and KV; auto: float32 on CPU, bfloat16 on CUDA")
     load_format: LoadFormat = option(
@@ -360,6 +362,9 @@ class RouterConfig:
         "on",
         "on: a request whose first token is predicted to come after its time limit gets status 429 at once, and Retry-After says "
         "when it would fit; off: it waits until its time is over",
+    )
+    metric_aliases: MetricAliasNames = option(
+        "none", "whose names figures of /metrics have beside their own, so that dashboards for vLLM or SGLang show this fleet"
     )
 
     def __post_init__(self) -> None:

@@ -137,6 +137,8 @@ class StepPlan:
     grown_rows: Int32Array = field(default_factory=_NO_NUMBERS.copy)
     """[grown] int32: row grown_rows[i] gets page grown_pages[i] after those that it holds. A row occurs at most once."""
     grown_pages: Int32Array = field(default_factory=_NO_NUMBERS.copy)
+    held_tokens: int = 0
+    """Tokens whose KV the decode rows read, those that they feed among them. For what the step costs; it changes no answer."""
 
     @property
     def sampled_rows(self) -> Int32Array:

@@ -90,6 +90,10 @@ class Batch:
         self._planned[rows] += 1
         return rows
 
+    def held_tokens(self, rows: Int32Array) -> int:
+        """Tokens whose KV these rows read in the last step that was planned for them."""
+        return int((self._prompt[rows] + self._planned[rows] - 1).sum())
+
     def spare_steps(self, rows: Int32Array, pages: int, page_size: int) -> int:
         """How many steps more may have just these rows and end none of them, if there are so many pages to grow by; 0 where these
         are not all that decode, with two steps in flight for each. rows: as a plan names them."""

@@ -253,7 +253,8 @@ class DecodeScheduler:
             actions += self._decline_for_now(request, now)
         actions += self._refuse_what_cannot_fit(now)
         actions += self._reservations.expect(now)
-        plan = requests.plan(now, self._batch.next_rows(), grown)
+        rows = self._batch.next_rows()
+        plan = requests.plan(now, rows, grown, self._batch.held_tokens(rows))
         assert plan is not None or not grown, "a row that grew is planned"
         for chunk in () if plan is None else plan.chunks:
             if chunk.last:

@@ -50,12 +50,13 @@ class Pace:
 
     def add(self, plan: StepPlan) -> float:
         """Returns when the plan's step ends, on the clock. It begins now, or when the step before it ends."""
-        self._busy_until_s = max(self.clock(), self._busy_until_s) + self.cost.seconds(plan.chunk_tokens, len(plan.decode_rows))
+        seconds = self.cost.seconds(plan.chunk_tokens, len(plan.decode_rows), plan.held_tokens)
+        self._busy_until_s = max(self.clock(), self._busy_until_s) + seconds
         return self._busy_until_s
 
-    def repeat(self, rows: Int32Array, steps: int) -> float:
-        """So many steps with these decode rows more, or less. Returns their seconds."""
-        seconds = steps * self.cost.seconds(0, len(rows))
+    def repeat(self, rows: Int32Array, steps: int, held_tokens: int) -> float:
+        """So many steps with these decode rows more, or less, behind one that holds so many tokens. Returns their seconds."""
+        seconds = self.cost.seconds_after(steps, len(rows), held_tokens)
         self._busy_until_s += seconds
         return seconds
 

@@ -21,13 +21,13 @@ import msgspec
 
 from common.access import read_control_key
 from common.errors import ConfigError
-from common.ids import ROLES, Role
+from common.ids import ROLES, Role, ServingRole
 from common.processes.router_client import RequestFailed, RouterClient
 from common.sampling_params import ANSWER_TOKENS
 from launch.child import watch
 from launch.fleet_options import ScalingConfig
 from launch.fleet_page import trusting
-from launch.scaling import FleetDemand, ScalingChoice, choose
+from launch.scaling import Division, FleetDemand, ScalingChoice, choose
 from router.scaling import RoleFigures, ScalingDecision
 
 ANSWER_S = 30.0
@@ -73,10 +73,11 @@ class FleetWindow:
         made = decode.totals.answer_tokens - first.decode.totals.answer_tokens
         running = sum(look.decode.running_requests for look in self._looks)
         rows = running / len(self._looks)
-        row_s = decode.step_s + decode.decode_row_s * rows / max(1, decode.instances)
         answers_per_s = requests / seconds + (waiting + decode.waiting_requests) / CATCH_UP_S
         length = made / ended if ended > 0 else ANSWER_TOKENS
-        held = sum(look.decode.tokens_held for look in self._looks)
+        held, decoding = sum(look.decode.tokens_held for look in self._looks), max(1, decode.instances)
+        held_s = decode.held_token_s * held / len(self._looks)
+        row_s = decode.step_s + (decode.decode_row_s * rows + held_s) / decoding
         return FleetDemand(
             requests_per_s=requests / seconds + waiting / CATCH_UP_S,
             prompt_tokens=prompt_tokens,
@@ -86,8 +87,9 @@ class FleetWindow:
             chunk_token_s=prefill.chunk_token_s,
             step_s=decode.step_s,
             decode_row_s=decode.decode_row_s,
-            capacity_tokens=decode.capacity_tokens / max(1, decode.instances),
-            max_running=decode.max_running / max(1, decode.instances),
+            held_token_s=decode.held_token_s,
+            capacity_tokens=decode.capacity_tokens / decoding,
+            max_running=decode.max_running / decoding,
         )
 
 
@@ -96,10 +98,10 @@ class Autoscaler:
 
     def __init__(self, config: ScalingConfig) -> None:
         self._config, self._window = config, FleetWindow(config.window_s)
-        self._wanted: tuple[str, Role | None] = "stay", None
+        self._wanted: tuple[str, ServingRole | None] = "stay", None
         self._wanted_since_s = 0.0
-        self._changed: tuple[Role | None, float] = None, 0.0
-        """The role that instances were given last, and when."""
+        self._changed: tuple[ServingRole | None, float] = None, 0.0
+        """The role to which instances were moved last, and when."""
 
     def decide(self, page: Mapping[str, Any], kept: int | None, now: float) -> ScalingChoice:
         """page: of /cluster. kept: how many instances somebody keeps alive; None: nobody says."""
@@ -112,7 +114,8 @@ class Autoscaler:
         if demand is None:
             return ScalingChoice("stay", "too few requests have come to tell anything")
         coming = 0 if kept is None else kept - len(page["instances"])
-        choice = choose(demand, self._config, prefill.instances, decode.instances, coming)
+        whole = all(each["role"] == "both" for each in page["instances"] if role_of(each) == "decode")
+        choice = choose(demand, self._config, Division(prefill.instances, decode.instances, whole), coming)
         return self._held(choice, now)
 
     def _held(self, choice: ScalingChoice, now: float) -> ScalingChoice:
@@ -123,12 +126,13 @@ class Autoscaler:
         role, changed_s = self._changed
         if choice.action == "stay":
             return choice
-        if choice.action == "flip" and role not in (None, choice.role) and now - changed_s < config.rest_s:
+        moves = choice.action == "flip" and choice.role != "both"
+        if moves and role not in (None, choice.role) and now - changed_s < config.rest_s:
             return ScalingChoice("stay", f"{choice.reason}; roles changed the other way {now - changed_s:.0f} s ago")
         hold_s = config.hold_s if choice.action != "remove" else config.rest_s
         if now - self._wanted_since_s < hold_s:
             return ScalingChoice("stay", f"{choice.reason}; that must hold for {hold_s:g} s")
-        if choice.action == "flip":
+        if moves:
             self._changed = choice.role, now
         self._wanted = "stay", None
         return choice
@@ -141,8 +145,10 @@ def role_of(instance: Mapping[str, Any]) -> Role:
 
 def whom(page: Mapping[str, Any], choice: ScalingChoice) -> Sequence[str]:
     """The instances whose role changes, or the one that goes: those with the least to do."""
-    role = choice.role if choice.action == "remove" else "decode" if choice.role == "prefill" else "prefill"
+    role = choice.role if choice.action == "remove" else "prefill" if choice.role == "decode" else "decode"
     live = [each for each in page["instances"] if each["state"] == "live" and role_of(each) == role]
+    if choice.role == "both":
+        live = [each for each in live if each["role"] != "both"]
     live.sort(key=lambda each: (each["load"]["running_tokens"] + each["load"]["waiting_tokens"], each["id"]))
     return [each["id"] for each in live[: choice.count]]
 
@@ -265,7 +271,7 @@ class ScalingLoop:
             raise RequestFailed("nothing was changed: --dry-run")
         if choice.action == "flip":
             self._client.post(f"/cluster/{quote(name, safe='')}/role", {"role": choice.role})
-        elif choice.action == "add" and self._keeper is not None and choice.role is not None:
+        elif choice.action == "add" and self._keeper is not None and choice.role is not None and choice.role != "both":
             self._keeper.add(choice.role)
         elif choice.action == "remove" and self._keeper is not None:
             return self._keeper.remove(page, choice)

@@ -27,6 +27,8 @@ SWITCHES = {
     "--markdown": "print the report as Markdown, with the command and the machine",
 }
 
+CONFIG_HELP = "file (TOML) with values for flags that neither the command line nor a TANDEM_ variable gives (see launch config)"
+
 
 @dataclass(frozen=True)
 class Command:
@@ -45,6 +47,8 @@ class Command:
     """Which of SWITCHES it has."""
     life: str = ""
     """What happens after the start, and how it ends."""
+    roles: tuple[str, ...] = ()
+    """The processes that it starts, whose tables in a file hold for them."""
 
     def add_to(self, commands: Any) -> argparse.ArgumentParser:
         """commands: the subparsers of the console script."""
@@ -53,6 +57,9 @@ class Command:
             self.name, help=self.explanation, description=description, allow_abbrev=False
         )
         self.set_up(parser)
+        if self.configs:
+            parser.add_argument("--config", default="", metavar="FILE", help=CONFIG_HELP)
+            parser.set_defaults(parser=parser, roles=self.roles)
         return parser
 
     def set_up(self, parser: argparse.ArgumentParser) -> None:
@@ -76,22 +83,45 @@ class CommandParser(argparse.ArgumentParser):
         """What is not known is refused here, by the parser of the command that was given, and not by the outermost one."""
         if self.passes_on:
             return argparse.Namespace(**self._defaults, rest=list(args or ())), []
-        read, unknown = super().parse_known_args(args, namespace)
+        settable = self.settable
+        blank = argparse.Namespace(**dict.fromkeys(settable))  # a flag that is not given stays None, and a list begins empty
+        read, unknown = super().parse_known_args(args, namespace or blank)
+        if settable:
+            read.given = [name for name in settable if vars(read)[name] is not None]
+            for name in settable.keys() - read.given:
+                setattr(read, name, settable[name].default)
         if unknown:
             flags = [word.partition("=")[0] for word in unknown if word.startswith("-")]
             named = flags[0] if flags else unknown[0]
             what = "is not a flag of this command" if flags else "follows no flag that takes it"
-            self.error(f"{named} {what}{_nearest(named, self._option_string_actions)}")
+            self.error(f"{named} {what}{nearest(named, self._option_string_actions)}")
         return read, unknown
+
+    @property
+    def settable(self) -> dict[str, argparse.Action]:
+        """The flags of this command that may be given elsewhere, by their fields."""
+        actions = self._actions if self.get_default("parser") is self else ()
+        return {each.dest: each for each in actions if each.dest != "help"}
+
+    def value_of(self, action: argparse.Action, word: str) -> object:
+        """What a flag makes of a word that was given elsewhere. Raises argparse.ArgumentError."""
+        if action.nargs == 0:  # a switch that takes no word on the command line
+            if word not in ("on", "off"):
+                raise argparse.ArgumentError(action, f"must be on or off; it is {word!r}")
+            return word == "on"
+        value: object = self._get_value(action, word)
+        self._check_value(action, value)
+        return value
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is not None and value not in action.choices:
             choices = [str(choice) for choice in action.choices]
-            near = _nearest(str(value), choices)
+            near = nearest(str(value), choices)
             raise argparse.ArgumentError(action, f"must be one of {', '.join(choices)}; it is {value!r}{near}")
 
 
-def _nearest(word: str, known: Iterable[str]) -> str:
+def nearest(word: str, known: Iterable[str]) -> str:
+    """The end of a message about a word that is none of these."""
     near = difflib.get_close_matches(word, list(known), n=1)
     return f"; did you mean {near[0]}?" if near else ""
 

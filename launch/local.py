@@ -9,6 +9,7 @@ the same.
     stop    the routers drain, then prefill, then decode, then the routers and their detokenizers
 """
 
+import argparse
 import logging
 import os
 import queue
@@ -16,7 +17,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from typing import Literal
 
@@ -26,7 +27,7 @@ from common.addresses import LOOPBACK, port_of, reachable, require_free
 from common.config import AccessConfig, EngineConfig, InstanceConfig, LogConfig, ModelConfig, RouterConfig, SecurityConfig
 from common.errors import ConfigError
 from common.host import core_count, divide_cores, place_on_gpus
-from common.options import parse_share, refuse_without_effect, to_flags
+from common.options import C, ConfigClass, parse_share, read_config, refuse_without_effect, to_flags
 from common.processes.child import Broken, Exited, IntakeClosed, Parent, Progress, Ready, Reported, Running, stop_children
 from engine.cpu.lent_cores import make_file
 from engine.kv_budget import memory_part
@@ -57,6 +58,9 @@ STOPPING = "stopping in order; a second Ctrl-C or SIGTERM stops everything at on
 Role = Literal["prefill", "decode", "both"]
 ROLES: tuple[Role, ...] = ("prefill", "decode", "both")
 """In the order in which they are stopped."""
+ONE_FOR_ALL = {"host", "tp", "device", "executor", "threads", "sharers", "kv_memory", "quantization"}
+ONE_FOR_ALL |= {"startup_timeout_s", "drain_timeout_s"}
+"""Flags of instances that this process uses itself: they are the same in every role."""
 Command = Callable[[str, Sequence[str]], list[str]]
 OnEvent = Callable[[ChildEvent], object]
 StartInstance = Callable[[str, Role, Sequence[str], OnEvent], Running]
@@ -77,6 +81,25 @@ class FleetConfig:
     log: LogConfig = LogConfig()
     security: SecurityConfig = SecurityConfig()
     access: AccessConfig = AccessConfig()
+    of_roles: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
+    """Values of flags that hold in one role only, by its name. Those of routers are in `router` and `access` already."""
+
+    def __post_init__(self) -> None:
+        """Raises ConfigError, before anything is started."""
+        for role, values in self.of_roles.items():
+            own: tuple[ConfigClass, ...] = (self.router, self.access) if role == ROUTER else (self.instance, self.engine)
+            free = {each.name for config in own for each in fields(config)} - (set() if role == ROUTER else ONE_FOR_ALL)
+            for name in values.keys() - free:
+                raise ConfigError(f"[{role}] {name}: all roles that this command starts have the same: move it to the top")
+            for config in own if role != ROUTER else ():
+                self.with_role(role, config)
+
+    def with_role(self, role: str, config: C) -> C:
+        """The config as instances of this role have it. Raises ConfigError."""
+        try:
+            return read_config(type(config), argparse.Namespace(**{**vars(config), **self.of_roles.get(role, {})}))
+        except ConfigError as error:
+            raise ConfigError(f"[{role}] {error}") from error
 
     @property
     def router_names(self) -> list[str]:
@@ -221,8 +244,8 @@ class ChildFleet:
         """Open files that children on this host have too."""
         self._roles: dict[str, Role] = {}
         """The role in which each instance was started last."""
-        self._instance_flags: Callable[[str], list[str]] | None = None
-        """The flags of the instance of that name; None until the routers run."""
+        self._instance_flags: Callable[[str, Role], list[str]] | None = None
+        """The flags of the instance of that name in that role; None until the routers run."""
         self._signals = 0
         self._serving = self._is_complete = False
 
@@ -252,9 +275,10 @@ class ChildFleet:
             lent_cores = f"/dev/fd/{self._inherited[0]}"
         engines = self._engines()
 
-        def flags(name: str) -> list[str]:
+        def flags(name: str, role: Role) -> list[str]:
             instance, engine = replace(config.instance, router=controls, name=name), replace(engines[name], lent_cores=lent_cores)
-            return to_flags(instance, config.model, engine, config.log, config.security)
+            of_role = config.with_role(role, instance), config.with_role(role, engine)
+            return to_flags(*of_role, config.model, config.log, config.security)
 
         self._instance_flags = flags
         for role in ROLES:
@@ -331,7 +355,7 @@ class ChildFleet:
     def _start_as(self, name: str, role: Role) -> None:
         assert self._instance_flags is not None
         self._roles[name] = role
-        self._starts[name] = partial(self._start_instance, name, role, self._instance_flags(name), self._events.put)
+        self._starts[name] = partial(self._start_instance, name, role, self._instance_flags(name, role), self._events.put)
         self._spawn(name)
 
     @property

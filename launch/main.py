@@ -22,7 +22,7 @@ from common.errors import ConfigError
 from common.host import count_gpus
 from common.options import read_config, with_defaults
 from common.trust import write_key
-from launch import chat, child, drain, instance_command
+from launch import chat, child, drain, instance_command, settings
 from launch.child import BAD_FLAG, ChildProcess, run_process
 from launch.commands import (
     Command,
@@ -66,6 +66,9 @@ def build_parser() -> argparse.ArgumentParser:
     for command in COMMANDS:
         command.add_to(commands)
     KEY.add_to(commands).add_argument("file", metavar="FILE", help="the file to make")
+    config = CONFIG.add_to(commands)
+    config.add_argument("--config", default="", metavar="FILE", help="the same as of the command")
+    config.add_argument("words", nargs=argparse.REMAINDER, metavar="COMMAND ...", help="a command, with its flags; without: all")
     bench = commands.add_parser("bench", help="measure this machine, or a server", allow_abbrev=False)
     benches = bench.add_subparsers(title="benchmarks", metavar="WHAT", required=True)
     for command in BENCHES:
@@ -89,14 +92,14 @@ def _build_detokenizer_parser() -> argparse.ArgumentParser:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command. Returns the exit status: 2 for a bad flag, which is named on stderr."""
     given = sys.argv[1:] if arguments is None else arguments
-    if given and given[0] == DETOKENIZER:
-        flags = _build_detokenizer_parser().parse_args(given[1:])
-    else:
-        flags = build_parser().parse_args(given)
+    is_hidden = bool(given) and given[0] == DETOKENIZER
+    parser = _build_detokenizer_parser() if is_hidden else build_parser()
+    flags = parser.parse_args(given[is_hidden:])
     try:
+        settings.settle(parser, flags, settings.environment_of_process())
         status: int = flags.command(flags)
     except ConfigError as error:
-        print(f"{flags.prog}: {error}{where_launch_is(str(error))}", file=sys.stderr)
+        print(f"{flags.prog}: {settings.with_origins(str(error), flags)}{where_launch_is(str(error))}", file=sys.stderr)
         return BAD_FLAG
     return status
 
@@ -131,16 +134,18 @@ def _read_fleet(flags: argparse.Namespace) -> "FleetConfig":
     """Raises ConfigError."""
     from launch.local import FleetConfig
 
-    security, _ = read_security(flags)
+    router = argparse.Namespace(**vars(flags) | flags.of_roles.get("router", {}))
+    security, _ = read_security(router)
     return FleetConfig(
         counts=read_config(FleetCounts, flags),
-        router=read_config(RouterConfig, flags),
+        router=read_config(RouterConfig, router),
         instance=read_config(InstanceConfig, flags, host=LOOPBACK),
         model=read_config(ModelConfig, flags),
         engine=read_config(EngineConfig, flags),
         log=read_config(LogConfig, flags),
         security=security,
-        access=read_guarded_access(flags, security),
+        access=read_guarded_access(router, security),
+        of_roles=flags.of_roles,
     )
 
 
@@ -207,6 +212,13 @@ def _drain(flags: argparse.Namespace) -> int:
 def _key(flags: argparse.Namespace) -> int:
     write_key(flags.file)
     print(f"wrote {flags.file}: {KEY_LIFE}")
+    return 0
+
+
+def _config(flags: argparse.Namespace) -> int:
+    environment = settings.environment_of_process()
+    given = {**environment, "TANDEM_CONFIG": flags.config} if flags.config else environment
+    print(*settings.describe(build_parser(), flags.words, given), sep="\n")
     return 0
 
 
@@ -307,6 +319,7 @@ INSTANCE_LIFE = (
 )
 DECIDED_FOR_A_FLEET = ("share_port", "own_port", "router", "inbox_port", "name", "rank", "leader", "lent_cores", "memory_part")
 """Fields that both commands set for their routers and instances. Other fields that both kinds have are one flag for both."""
+PARTS = ("router", "prefill", "decode", "both")
 SIMULATED = (
     "dispatch",
     "prefill_policy",
@@ -335,6 +348,7 @@ COMMANDS = (
         _local,
         (FleetCounts, *FLEET, CoresConfig),
         without=DECIDED_FOR_A_FLEET,
+        roles=PARTS,
         life="A process that dies is started again, a router on the same ports. An instance that was drained, by the router or "
         "by SIGTERM, is not. Ctrl-C stops all processes in order; a second Ctrl-C stops them at once.",
     ),
@@ -344,6 +358,7 @@ COMMANDS = (
         _ray,
         (RayConfig, FleetCounts, *FLEET),
         without=(*DECIDED_FOR_A_FLEET, "sharers"),
+        roles=PARTS,
         life="Ray reserves a place for each instance, and a process that dies is started again there, or on another node when "
         "its node is gone. Files that flags name (model, keys) must be there on every node. Ctrl-C stops all processes in order.",
     ),
@@ -404,6 +419,13 @@ KEY = Command(
     "make a key, of a fleet or of its control, in a new file that only its owner can read",
     _key,
     life=KEY_LIFE,
+)
+CONFIG = Command(
+    "config",
+    "show what holds for a command, and where each value comes from",
+    _config,
+    life="Write `config` before any command, such as `launch config local --decode 2`. Without a command it shows what a file "
+    "and the environment give to each, and refuses what is wrong in them.",
 )
 BENCHES = (
     Command(

@@ -8,9 +8,12 @@ a person can check the reason with a pencil. It leaves out what averages out ove
 
     prefill   first tokens   prompts wait in one line for n instances. P(wait > t) = rho^(sqrt(2(n+1))-1) * exp(-n(1-rho)t/S),
                              S: the seconds of a prompt, rho: the busy share (Sakasegawa 1977; exact for one instance)
-    decode    next tokens    rows = tokens/s * seconds of a step, and a step takes step_s + rows * decode_row_s; rows must fit the
-                             time limit, the batch and the memory, and vary as a Poisson number does
-    decode alone             computes prompts too: what they take of the time makes steps longer
+    decode    next tokens    rows = tokens/s * seconds of a step, and a step takes step_s + rows * (decode_row_s + what one
+                             holds * held_token_s); rows must fit the time limit, the batch and the memory, and vary as a
+                             Poisson number does
+    decode alone             computes prompts too: each instance has a line of its own, because a request stays where it was
+                             sent, and what prompts take of the time makes steps longer, VARIES times that for some answers
+    both                     the better of the two. A mix of them serves up to a fifth more (simulated), which is not counted
 """
 
 import math
@@ -18,7 +21,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from common.ids import Role
+from common.ids import Role, ServingRole
 from launch.fleet_options import ScalingConfig
 from router.scaling import ScalingAction
 
@@ -28,6 +31,8 @@ DEVIATIONS = 1.28
 """So many standard deviations above the mean lie all but the rest of them."""
 MOST = 16.0
 """A headroom above this says nothing more."""
+VARIES = 2.0
+"""Where prompts are computed beside rows, the slowest answers but GOOD_SHARE have steps so many times as long as the mean."""
 SCARCE, ENOUGH, AMPLE = 1.1, 1.5, 1.8
 """With less headroom than the first even the best division of the instances needs one more. With less than the second roles may
 change. With more than the third in a fleet of one less, one may go."""
@@ -50,6 +55,8 @@ class FleetDemand:
     step_s: float
     """Seconds of a decode step, without its rows."""
     decode_row_s: float
+    held_token_s: float = 0.0
+    """Seconds that each token adds which a row holds."""
     capacity_tokens: float
     """Tokens of KV that one decode instance holds."""
     max_running: float
@@ -62,7 +69,7 @@ class ScalingChoice:
 
     action: ScalingAction
     reason: str
-    role: Role | None = None
+    role: ServingRole | None = None
     """The instance's role from now on, or that of the one that goes."""
     count: int = 1
     """How many instances change their role."""
@@ -85,17 +92,17 @@ def decode_serves(demand: FleetDemand, times: float, instances: int, slo_itl_s: 
     prompts too."""
     prompts = times * demand.requests_per_s * demand.prompt_tokens * demand.chunk_token_s / instances if alone else 0.0
     each_per_s = times * demand.answer_tokens_per_s / instances
-    left = 1 - prompts - each_per_s * demand.decode_row_s
+    left = 1 - prompts - each_per_s * (demand.decode_row_s + demand.held_tokens * demand.held_token_s)
     if left <= 0:
         return False
     token_s = demand.step_s / left
     rows = instances * each_per_s * token_s
     room = instances * min(demand.max_running, demand.capacity_tokens / max(demand.held_tokens, 1.0))
-    return token_s <= slo_itl_s and rows + DEVIATIONS * math.sqrt(rows) <= room
+    return token_s * (VARIES if alone else 1.0) <= slo_itl_s and rows + DEVIATIONS * math.sqrt(rows) <= room
 
 
 class Headroom(NamedTuple):
-    """How many times the load each role serves. A fleet without prefill instances has the same of both."""
+    """How many times the load each role serves; the same of both where decode instances serve alone."""
 
     prefill: float
     decode: float
@@ -108,11 +115,32 @@ class Headroom(NamedTuple):
         return f"{self.prefill:.2f} times the load at prefill and {self.decode:.2f} at decode"
 
 
-def headroom(demand: FleetDemand, config: ScalingConfig, prefill: int, decode: int) -> Headroom:
+class Division(NamedTuple):
+    """How many instances of a fleet have which role."""
+
+    prefill: int
+    decode: int
+    whole: bool = False
+    """The decode instances have the role both. Without prefill instances it makes no difference."""
+
+    def __str__(self) -> str:
+        return f"{self.prefill} prefill + {self.decode} {'both' if self.whole else 'decode'}"
+
+
+def headroom(demand: FleetDemand, config: ScalingConfig, division: Division) -> Headroom:
     """What a fleet of so many instances has."""
-    of_decode = _most(lambda times: decode_serves(demand, times, decode, config.slo_itl_s, alone=not prefill))
-    of_prefill = _most(lambda times: prefill_serves(demand, times, prefill or decode, config.slo_ttft_s))
-    return Headroom(of_prefill, of_decode) if prefill else Headroom(*[min(of_prefill, of_decode)] * 2)
+    prefill, decode, whole = division
+    found: list[Headroom] = []
+    if prefill:
+        of_prefill = _most(lambda times: prefill_serves(demand, times, prefill, config.slo_ttft_s))
+        found.append(
+            Headroom(of_prefill, _most(lambda times: decode_serves(demand, times, decode, config.slo_itl_s, alone=False)))
+        )
+    if whole or not prefill:
+        of_prompts = _most(lambda times: prefill_serves(demand, times / decode, 1, config.slo_ttft_s))
+        of_tokens = _most(lambda times: decode_serves(demand, times, decode, config.slo_itl_s, alone=True))
+        found.append(Headroom(*[min(of_prompts, of_tokens)] * 2))
+    return max(found, key=lambda each: each.least)
 
 
 def _most(serves: Callable[[float], bool]) -> float:
@@ -124,30 +152,32 @@ def _most(serves: Callable[[float], bool]) -> float:
     return most if most == MOST else least
 
 
-def choose(demand: FleetDemand, config: ScalingConfig, prefill: int, decode: int, coming: int = 0) -> ScalingChoice:
+def choose(demand: FleetDemand, config: ScalingConfig, fleet: Division, coming: int = 0) -> ScalingChoice:
     """What is best for a fleet of so many instances that take requests. coming: how many more will be there, or fewer."""
-    now = headroom(demand, config, prefill, decode)
-    have = f"{prefill} prefill + {decode} decode serve {now}"
+    now, (prefill, decode, whole) = headroom(demand, config, fleet), fleet
+    have, size = f"{fleet} serve {now}", prefill + decode
 
-    def options(*counts: tuple[int, int]) -> list[tuple[Headroom, int, int]]:
+    def options(*divisions: Division) -> list[tuple[Headroom, Division]]:
         """Those that keep to the limits, the best first, and of equal ones the most similar."""
-        found = [(headroom(demand, config, *each), *each) for each in counts if config.allows(*each)]
-        return sorted(found, key=lambda each: (-each[0].least, abs(each[1] - prefill)))
+        found = [(headroom(demand, config, each), each) for each in divisions if config.allows(each.prefill, each.decode)]
+        return sorted(found, key=lambda each: (-each[0].least, each[1].whole != whole, abs(each[1].prefill - prefill)))
 
-    divisions = options(*((each, prefill + decode - each) for each in range(prefill + decode)))
-    if divisions and now.least < ENOUGH and divisions[0][0].least >= now.least * (1 + config.margin):
-        best, more, fewer = divisions[0]
-        role: Role = "prefill" if more > prefill else "decode"
-        count = max(1, abs(more - prefill) // 2)
-        return ScalingChoice("flip", f"{have}; {more} + {fewer} would serve {best}", role, count)
+    others = options(*(Division(each, size - each, way) for each in range(size) for way in {whole, each > 0}))
+    if others and now.least < ENOUGH and others[0][0].least >= now.least * (1 + config.margin):
+        best, there = others[0]
+        reason = f"{have}; {there} would serve {best}"
+        if there.whole and not whole:
+            return ScalingChoice("flip", reason, "both", decode)
+        role: Role = "prefill" if there.prefill > prefill else "decode"
+        return ScalingChoice("flip", reason, role, max(1, abs(there.prefill - prefill) // 2))
     if config.scale == "none" or coming:
         return ScalingChoice("stay", have + (f"; {coming} instances are on their way" if coming else ""))
-    larger = options((prefill + 1, decode), (prefill, decode + 1)) if now.least < SCARCE else []
+    larger = options(Division(prefill + 1, decode, whole), Division(prefill, decode + 1, whole)) if now.least < SCARCE else []
     if larger:
-        best, more, fewer = larger[0]
-        return ScalingChoice("add", f"{have}; {more} + {fewer} would serve {best}", "prefill" if more > prefill else "decode")
-    smaller = options((prefill - 1, decode), (prefill, decode - 1))
+        best, there = larger[0]
+        return ScalingChoice("add", f"{have}; {there} would serve {best}", "prefill" if there.prefill > prefill else "decode")
+    smaller = options(Division(prefill - 1, decode, whole), Division(prefill, decode - 1, whole))
     if smaller and smaller[0][0].least > AMPLE:
-        best, more, fewer = smaller[0]
-        return ScalingChoice("remove", f"{have}; {more} + {fewer} still serve {best}", "prefill" if more < prefill else "decode")
+        best, there = smaller[0]
+        return ScalingChoice("remove", f"{have}; {there} still serve {best}", "prefill" if there.prefill < prefill else "decode")
     return ScalingChoice("stay", have)

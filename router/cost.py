@@ -4,7 +4,7 @@ Owns what a request demands of the instances that serve it, and the arithmetic, 
 what the router knows of their queues. One unit, no weights to tune. Holds no state, draws nobody and decides nothing: policies
 compare by it. Does not know messages or time.
 
-    seconds of a step = step_s + chunk tokens * chunk_token_s + decode rows * decode_row_s
+    seconds of a step = step_s + chunk tokens * chunk_token_s + decode rows * decode_row_s + tokens that they hold * held_token_s
 
     prefill  │ queue in front │ own prompt, what is not cached │ first token
     link     │                  ├── KV that decode lacks ──┤···│···┤          what computing does not hide delays the second token
@@ -145,12 +145,14 @@ def _decode_rows(decode: Member, demand: Demand) -> _DecodeRows:
     request waits for a share of that time. Rows may be short by more than there are, where many wait."""
     pace, requests, most, growth = _pace(decode), decode.requests_to_do, decode.info.max_running, demand.growth_tokens
     rows = requests if requests < most else most - 1
-    token_s = pace.step_s + (rows + 1) * pace.decode_row_s
+    held = min(decode.tokens_to_do * rows / max(1, requests), decode.capacity_tokens)
+    own_s = pace.decode_row_s + demand.held_tokens * pace.held_token_s
+    token_s = pace.step_s + rows * pace.decode_row_s + held * pace.held_token_s + own_s
     share = (requests - rows) / most
     short = min(demand.held_tokens, decode.capacity_tokens) - decode.tokens_free
     if short > 0:
         share = max(share, min(1.0, short / max(decode.tokens_to_do, 1)))
-    return _DecodeRows(rows, token_s, share * growth * token_s, growth * (token_s + rows * pace.decode_row_s))
+    return _DecodeRows(rows, token_s, share * growth * token_s, growth * (token_s + rows * own_s))
 
 
 def _pace(member: Member) -> Load | RolePace:

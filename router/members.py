@@ -57,12 +57,13 @@ class RoleTotals(msgspec.Struct):
 
 @dataclass(slots=True, eq=False)
 class RolePace:
-    """Seconds of a step, and what each prompt token and each decode row adds: the mean of what members of one role have reported
-    lately, and what they have done in all. 0: nobody has measured it."""
+    """Seconds of a step, and what each prompt token, each decode row and each token that it holds adds: the mean of what members
+    of one role have reported lately, and what they have done in all. 0: nobody has measured it."""
 
     step_s: float = 0.0
     chunk_token_s: float = 0.0
     decode_row_s: float = 0.0
+    held_token_s: float = 0.0
     totals: RoleTotals = field(default_factory=RoleTotals)
 
     def count(self, before: Counters, now: Counters) -> None:
@@ -78,6 +79,7 @@ class RolePace:
             share = HEARD_SHARE if self.step_s or self.decode_row_s else 1.0
             self.step_s += (load.step_s - self.step_s) * share
             self.decode_row_s += (load.decode_row_s - self.decode_row_s) * share
+            self.held_token_s += (load.held_token_s - self.held_token_s) * share
         if load.chunk_token_s:
             share = HEARD_SHARE if self.chunk_token_s else 1.0
             self.chunk_token_s += (load.chunk_token_s - self.chunk_token_s) * share

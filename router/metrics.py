@@ -60,27 +60,27 @@ STATES: tuple[LinkState, ...] = get_args(LinkState)
 async def member_metrics(members: Iterable[Member]) -> bytes:
     """Every metric of these members, as they are now. The loop turns between two metrics."""
     there = list(members)
-    labels = [f'instance="{_escaped(member.info.id)}",role="{member.info.role}"' for member in there]
+    labels = [f'instance="{escaped(member.info.id)}",role="{member.info.role}"' for member in there]
     # A report is never changed, only replaced: all metrics tell of the same moment.
     loads, counters = [member.load for member in there], [member.counters for member in there]
     links = [Tally(member.links.values()) for member in there]
     up = [int(member.trouble is None) for member in there]
 
     what = "1 for a member that takes requests, 0 for one that drains, is stuck or has too many pages quarantined."
-    parts = [_member_family("gauge", "tandem_instance_up", what, labels, up)]
+    parts = [member_family("gauge", "tandem_instance_up", what, labels, up)]
     with_state = [f'{one},state="{state}"' for one in labels for state in STATES]
     counts = [of[state] for of in links for state in STATES]
     what = "Links by state, as reported by the instance that pushes."
-    parts.append(_member_family("gauge", "tandem_instance_links", what, with_state, counts))
+    parts.append(member_family("gauge", "tandem_instance_links", what, with_state, counts))
     for field in Load.__struct_fields__:
         await asyncio.sleep(0)
         values = list(map(attrgetter(field), loads))
-        parts.append(_member_family("gauge", f"tandem_instance_{field}", "As reported by the instance.", labels, values))
+        parts.append(member_family("gauge", f"tandem_instance_{field}", "As reported by the instance.", labels, values))
     for field in Counters.__struct_fields__:
         await asyncio.sleep(0)
         values = list(map(attrgetter(field), counters))
         what = "As reported by the instance since it started."
-        parts.append(_member_family("counter", f"tandem_instance_{field}_total", what, labels, values))
+        parts.append(member_family("counter", f"tandem_instance_{field}_total", what, labels, values))
     return "".join(parts).encode()
 
 
@@ -92,21 +92,19 @@ def role_metrics(fleet: Members) -> bytes:
         "As the members of the role report together.",
         [name for name in RoleFigures.__struct_fields__ if name != "totals"],
     )
-    parts = [
-        _member_family("gauge", f"tandem_role_{name}", what, labels, list(map(attrgetter(name), figures))) for name in gauges
-    ]
+    parts = [member_family("gauge", f"tandem_role_{name}", what, labels, list(map(attrgetter(name), figures))) for name in gauges]
     for name in RoleTotals.__struct_fields__:
-        parts.append(_member_family("counter", f"tandem_role_{name}_total", what, labels, list(map(attrgetter(name), totals))))
+        parts.append(member_family("counter", f"tandem_role_{name}_total", what, labels, list(map(attrgetter(name), totals))))
     return "".join(parts).encode()
 
 
-def _member_family(kind: Kind, name: str, what: str, labels: Sequence[str], values: Sequence[float]) -> str:
+def member_family(kind: Kind, name: str, what: str, labels: Sequence[str], values: Sequence[float]) -> str:
     """One metric: a value for each set of labels."""
     lines = [f"{name}{{{one}}} {value}\n" for one, value in zip(labels, values, strict=True)]
     return f"# HELP {name} {what}\n# TYPE {name} {kind}\n" + "".join(lines)
 
 
-def _escaped(value: str) -> str:
+def escaped(value: str) -> str:
     """As a label's value must be written."""
     return value.replace("\\", r"\\").replace("\n", r"\n").replace('"', r"\"")
 
@@ -116,6 +114,7 @@ TOKEN_BUCKETS_S = (0.001, 0.002, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.
 PHASE_BUCKETS_S = (0.0005, 0.001, 0.002, *LATENCY_BUCKETS_S)
 RATIO_BUCKETS = (0.1, 0.25, 0.5, 0.67, 0.8, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0, 4.0, 10.0)
 ATTEMPT_BUCKETS = (1, 2, 3, 4, 6, 8, 12, 16)
+LENGTH_BUCKETS = tuple(digit * 10**power for power in range(6) for digit in (1, 2, 5))
 
 
 PHASES = {
@@ -173,6 +172,10 @@ class RouterMetrics:
         what = "From the last token before a resume (from the resume, if there was none) to the next token."
         self._resume_gap = histogram("tandem_resume_gap_seconds", what)
         self._attempts = histogram("tandem_attempts", "Attempts of a request.", ATTEMPT_BUCKETS)
+        self._prompt_tokens = histogram(
+            "tandem_request_prompt_tokens", "Tokens of the prompt of a request that ended.", LENGTH_BUCKETS
+        )
+        self._answer_tokens = histogram("tandem_request_answer_tokens", "Tokens of its answer.", LENGTH_BUCKETS)
         self._of_keys = counter("tandem_key_requests", "Requests that ended, by the name of their API key.", "key")
         what = "Tokens of these requests: of their prompts and of their answers."
         self._tokens_of_keys = counter("tandem_key_tokens", what, "key", "of")
@@ -203,6 +206,8 @@ class RouterMetrics:
         if times.ended_s is not None:
             self._request.observe(times.ended_s - times.received_s)
         self._attempts.observe(attempts)
+        self._prompt_tokens.observe(times.prompt_tokens)
+        self._answer_tokens.observe(times.tokens)
         if times.owner:
             self._of_keys.labels(times.owner).inc()
             self._tokens_of_keys.labels(times.owner, "prompt").inc(times.prompt_tokens)

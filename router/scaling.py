@@ -12,7 +12,7 @@ import msgspec
 from msgspec import Meta
 
 from common.errors import Conflict
-from common.ids import ROLES, Role
+from common.ids import ROLES, Role, ServingRole
 from router.cost import ASSUMED, Demand, is_measured, predict_ttft
 from router.fleet import Members
 from router.members import RoleTotals
@@ -47,11 +47,13 @@ class RoleFigures(msgspec.Struct, frozen=True, kw_only=True):
     max_running: int
     """Requests that all of them can compute at once."""
     step_s: float
-    """Seconds that any step takes, as measured or else assumed; so are the next two."""
+    """Seconds that any step takes, as measured or else assumed; so are the next three."""
     chunk_token_s: float
     """Seconds that each prompt token adds to a step."""
     decode_row_s: float
     """Seconds that each decode row adds to a step."""
+    held_token_s: float = 0.0
+    """Seconds that each token of KV adds which the decode rows hold. A router of an older release does not say."""
     totals: RoleTotals
     """What members of the role have done so far."""
 
@@ -80,6 +82,7 @@ def role_figures(fleet: Members, role: Role) -> RoleFigures:
         step_s=measured.step_s,
         chunk_token_s=chunk_token_s,
         decode_row_s=measured.decode_row_s,
+        held_token_s=measured.held_token_s,
         totals=totals,
     )
 
@@ -90,7 +93,7 @@ class ScalingDecision(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     action: Annotated[ScalingAction, Meta(description="What is done; stay: nothing.")]
     reason: Annotated[str, Meta(min_length=1, max_length=1000, description="Why, in words.")]
     instance: Annotated[str, Meta(max_length=128, description="Whom it is about; empty: nobody who is there yet.")] = ""
-    role: Annotated[Role | None, Meta(description="The role of the instance from now on.")] = None
+    role: Annotated[ServingRole | None, Meta(description="The role of the instance from now on.")] = None
     outcome: Annotated[str, Meta(max_length=1000, description="What became of it; empty: it was done.")] = ""
     at: Annotated[float, Meta(description="When it was made, as UNIX time.")] = 0.0
 

@@ -43,7 +43,8 @@ class FleetPlan:
     decode: int = option(2, "number of decode instances")
     step_cost: str = option(
         "0.006,0.00004,0.0001",
-        "assumed: seconds of a step (the time to read the weights), and what each prompt token and each decode row adds",
+        "assumed: seconds of a step (the time to read the weights), and what each prompt token, each decode row and, as a fourth "
+        "number that may be left out, each token of KV that the rows hold adds",
     )
     decode_step_cost: str = option("", "assumed: that of decode instances, where theirs is another")
     kv_pages: int = option(28_000, "assumed: KV pages of an instance")
@@ -144,7 +145,7 @@ class SearchPlan:
     control_key: str = option("", "with --fleet-url: file with the control key of its router")
     devices: int = option(8, "how many devices there are; an instance of several ranks takes as many of them")
     rank_costs: tuple[str, ...] = option(
-        (), "N=S,T,R: --step-cost of instances with N ranks, which are tried then; without it instances have one"
+        (), "N=S,T,R[,H]: --step-cost of instances with N ranks, which are tried then; without it instances have one"
     )
     chunk_sizes: str = option("", "values of --chunk-tokens to try, such as 2048,8192; default: --chunk-tokens")
     policies: tuple[str, ...] = option((), "policies to try, of prefill and decode instances alike; default: least_loaded")
@@ -171,7 +172,7 @@ class SearchPlan:
         for given in self.rank_costs:
             ranks, _, cost = given.partition("=")
             is_valid = ranks.isdecimal() and 1 <= int(ranks) <= self.devices
-            require(is_valid, "rank-costs", "N=S,T,R with N from 1 to --devices", given)
+            require(is_valid, "rank-costs", "N=S,T,R[,H] with N from 1 to --devices", given)
             StepCost.parse(cost)
             costs[int(ranks)] = cost
         return costs or {1: ""}

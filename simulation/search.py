@@ -184,7 +184,8 @@ class FleetSearch:
         """A rate that the candidate may bear: where its engines would be busy all the time, by their cost."""
         fleet, (inputs, outputs) = self.fleet_of(each), self.lengths
         prompt_s, later = fleet.cost("prefill").seconds(round(inputs), 0), fleet.cost("decode")
-        answer_s = outputs * (later.decode_row_s + later.step_s / fleet.max_running)
+        row_s = later.decode_row_s + later.held_token_s * (inputs + outputs / 2)
+        answer_s = outputs * (row_s + later.step_s / fleet.max_running)
         if not each.decode:
             return (each.prefill + each.both) / (prompt_s + answer_s)
         return min(each.prefill / prompt_s, each.decode / answer_s)

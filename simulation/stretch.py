@@ -9,6 +9,7 @@ or a deadline. The scheduler says how long it may last. What comes meanwhile end
 Tokens of a stretch are told when it ends. The fleet keeps how long ago the last of them came, for the clients that measure.
 """
 
+from bisect import bisect_right
 from collections import deque
 from itertools import chain
 from typing import TypeAlias
@@ -19,6 +20,7 @@ from common.executor import EngineDescription, StepPlan
 from common.ids import Int32Array, RequestId
 from common.instance.worker import InstanceWorker
 from common.messages import TokenBatch
+from common.step_cost import StepCost
 from decode.scheduler import DecodeScheduler
 from engine.timed import Pace, TimedExecutor, TimedStep
 
@@ -34,24 +36,32 @@ class SparingExecutor(TimedExecutor):
         super().__init__(description, pace, words)
         self.word = int(words[1])
         self.last: deque[TimedStep] = deque(maxlen=2)
+        self.held_tokens = 0
+        """What the rows of the last step hold, where it has been moved."""
 
     def launch(self, plan: StepPlan) -> TimedStep:
         step = super().launch(plan)
         self.last.append(step)
+        self.held_tokens = plan.held_tokens
         return step
+
+    @property
+    def cost(self) -> StepCost:
+        return self._pace.cost
 
     def spare_steps(self, rows: Int32Array) -> int:
         """How many steps sample the same word for each of these rows, as do the two before."""
         place = self._next[rows] % len(self._words)
         return 0 if place.min() < 2 else int(len(self._words) - 1 - place.max())
 
-    def move(self, rows: Int32Array, steps: int) -> float:
-        """So many steps like the last one come before the last two; below 0: fewer than were told. Returns their seconds."""
-        seconds = self._pace.repeat(rows, steps)
+    def move(self, rows: Int32Array, steps: int) -> None:
+        """So many steps like the last one come before the last two; below 0: fewer than were told. The time that reading more and
+        more tokens takes is counted in the steps that come, and the last two take as long as before: the sum is the same."""
+        seconds = self._pace.repeat(rows, steps, self.held_tokens)
+        self.held_tokens += steps * len(rows)
         self._next[rows] += steps
         for step in self.last:
             step.ends_s += seconds
-        return seconds
 
 
 class Stretch:
@@ -64,8 +74,10 @@ class Stretch:
         self._rows: Int32Array = np.empty(0, dtype=np.int32)
         self._steps = 0
         """How many it spares; 0: there is none."""
-        self._first_ends_s = self._step_s = 0.0
-        """When the first of them ends, and what each takes."""
+        self._first_ends_s = 0.0
+        """When the first of them ends."""
+        self._held_tokens = 0
+        """What its rows hold before them."""
 
     def begin(self, now: float) -> None:
         """After a turn: spare as many steps as may be."""
@@ -79,19 +91,25 @@ class Stretch:
         steps = min(scheduler.spare_steps(rows), self._executor.spare_steps(rows))
         if steps >= LEAST_STEPS:
             self._scheduler, self._rows, self._steps, self._first_ends_s = scheduler, rows, steps, last[0].ends_s
-            self._step_s = self._executor.move(rows, steps) / steps
+            self._held_tokens = self._executor.held_tokens
+            self._executor.move(rows, steps)
 
     def end(self, now: float) -> None:
         """Before a turn: what is done of it counts, and steps go on one by one. Idempotent."""
         spared, self._steps = self._steps, 0
         if not spared:
             return
-        done = 0 if now < self._first_ends_s else min(spared, 1 + int((now - self._first_ends_s) / self._step_s))
+        cost = self._executor.cost
+
+        def passed_s(steps: int) -> float:
+            return cost.seconds_after(steps, len(self._rows), self._held_tokens)
+
+        done = bisect_right(range(spared), now - self._first_ends_s, key=passed_s)
         self._executor.move(self._rows, done - spared)
         if done:
-            late_s = now - self._first_ends_s - (done - 1) * self._step_s
+            late_s = now - self._first_ends_s - passed_s(done - 1)
             actions = self._scheduler.skip(self._rows, done, self._executor.word)
             batches = [action.message for action in actions if isinstance(action.message, TokenBatch)]
             for delta in chain.from_iterable(batch.deltas for batch in batches):
                 self._late_s[delta.key.request_id, delta.first + done] = late_s
-            self._worker.skip(done * self._step_s, actions)
+            self._worker.skip(passed_s(done), actions)

@@ -103,12 +103,12 @@ class ChunkLimit:
     _measured: int = LEAST_CHUNK_TOKENS // 2
     """The same of those that the cost knows."""
 
-    def tokens(self, decode_rows: int) -> int:
-        """For a step with so many decode rows; LEAST_CHUNK_TOKENS at least. At most twice what was measured, because short chunks
-        show little of what long ones cost."""
+    def tokens(self, decode_rows: int, held_tokens: int = 0) -> int:
+        """For a step with so many decode rows, which hold so many tokens; LEAST_CHUNK_TOKENS at least. At most twice what was
+        measured, because short chunks show little of what long ones cost."""
         if math.isinf(self.limit_s):
             return sys.maxsize
-        left_s, token_s = self.limit_s - self.cost.seconds(0, decode_rows), self.cost.chunk_token_s
+        left_s, token_s = self.limit_s - self.cost.seconds(0, decode_rows, held_tokens), self.cost.chunk_token_s
         most = 2 * self._measured
         return int(max(LEAST_CHUNK_TOKENS, most if left_s >= most * token_s else left_s / token_s))
 

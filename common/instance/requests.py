@@ -440,9 +440,12 @@ class RequestTable(Generic[R]):
             request.progress = self.computing[row] = PromptProgress(row, request.prompt, begin, begin, request.owner)
             self.starts.append(request.row_start(length=begin))
 
-    def plan(self, now: float, decode_rows: Int32Array = NO_ROWS, grown: Mapping[int, int] = NO_PAGES) -> StepPlan | None:
-        """The next forward, which goes to the executor now; None: there is nothing to compute. grown: row → its new page."""
-        budget_tokens = min(self._limits.chunk_tokens, self._chunk_limit.tokens(len(decode_rows)))
+    def plan(
+        self, now: float, decode_rows: Int32Array = NO_ROWS, grown: Mapping[int, int] = NO_PAGES, held_tokens: int = 0
+    ) -> StepPlan | None:
+        """The next forward, which goes to the executor now; None: there is nothing to compute. grown: row → its new page.
+        held_tokens: those of the decode rows."""
+        budget_tokens = min(self._limits.chunk_tokens, self._chunk_limit.tokens(len(decode_rows), held_tokens))
         chunks = next_chunks(self.computing.values(), budget_tokens)
         self._chunk_limit.launched(sum(len(chunk.token_ids) for chunk in chunks))
         for chunk in chunks:
@@ -453,7 +456,7 @@ class RequestTable(Generic[R]):
             return None
         self.counters.steps += 1
         rows, pages = np.array(list(grown), dtype=np.int32), np.array(list(grown.values()), dtype=np.int32)
-        plan = StepPlan(self.last_step, tuple(self.starts), chunks, decode_rows, rows, pages)
+        plan = StepPlan(self.last_step, tuple(self.starts), chunks, decode_rows, rows, pages, held_tokens)
         self.starts = []
         self.steps_of_row[plan.rows] += 1
         return plan

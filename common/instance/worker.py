@@ -1,7 +1,7 @@
 """The worker of an instance: joins mail, scheduler, executor and transfers.
 
-Owns the steps in flight, their cost and the grammars that are being made ready. Decides nothing: the scheduler does. Opens no
-socket and reads no clock except through its ports, so the same code runs as a process and on a hand-turned clock.
+Owns the steps in flight and the grammars that are being made ready. Decides nothing: the scheduler does. Opens no socket and
+reads no clock except through its ports, so the same code runs as a process and on a hand-turned clock.
 """
 
 import sys
@@ -9,17 +9,15 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain, combinations
 from typing import Any, TypeAlias
 
 import msgspec
-import numpy as np
-from numpy.typing import NDArray
 
 from common.deadlines import DeadlineWheel, earliest
 from common.executor import Executor, StepHandle, StepPlan, Work, take_done
 from common.ids import ROUTER, AttemptId, Digest, InstanceId, text_name
 from common.instance.adapters import InstanceAdapters
+from common.instance.cost_meter import CostMeter
 from common.instance.membership import Memberships, RouterChange
 from common.instance.ports import (
     Action,
@@ -72,108 +70,6 @@ from common.messages.tasks import ReadAdapter
 from common.step_cost import StepCost
 
 MakeScheduler: TypeAlias = Callable[[InstanceInfo, FormerRole | None], Scheduler[Any]]
-Vector = NDArray[np.float64]
-"""[3]: of a step, a prompt token and a decode row. A matrix is [3, 3]."""
-
-HALF_LIFE_STEPS = 256
-"""After as many steps, a step counts half."""
-MOST_STEPS = 4096
-"""Steps between two fits that are looked at, the latest ones."""
-LEAST_STEPS = 8
-"""Before as many steps there is no cost: the first ones may be slow."""
-FORMER_SHARE = 1e-4
-"""How much the former fit counts, compared with the most that the steps have ever told."""
-
-
-class CostMeter:
-    """Fits the cost of this instance's steps to the seconds that they took.
-
-        seconds = step_s + chunk_token_s * chunk tokens + decode_row_s * decode rows
-
-    It is a least-squares fit over the latest steps: older ones count less and less. Each step's error counts as a share of its
-    seconds, so a step that was held up for seconds, as when a kernel is compiled, weighs no more than another one. When steps
-    get slower, those before count as if they had been as slow; otherwise many fast ones would outweigh the slow ones. None of the
-    three numbers is ever negative. What the latest steps do not show stays as it was: an instance that has computed no prompt for
-    an hour still knows how fast it was, and one whose steps are all alike divides their seconds in some way that is right for
-    such steps.
-    """
-
-    def __init__(self) -> None:
-        self._steps: deque[tuple[int, int, int, float]] = deque(maxlen=MOST_STEPS)
-        """Since the last fit: how many steps came back together, their chunk tokens, their decode rows, and their seconds."""
-        self._ended_s = float("-inf")
-        self._count = 0
-        self._products: Vector = np.zeros((3, 3))
-        self._seconds: Vector = np.zeros(3)
-        self._weight = 0.0
-        """How many steps that is, where each counts by its share: as much as the fit expects it to take of its seconds."""
-        self._most: Vector = np.zeros(3)
-        """The largest that the diagonal of `_products` has been."""
-        self._fit: Vector = np.zeros(3)
-        self._cost = StepCost()
-
-    def step(self, plan: StepPlan, launched_s: float, ended_s: float) -> None:
-        """A step has come back. It began when it was launched, or when the one before it ended. Steps that come back in one
-        turn count as one: nobody knows when the first of them ended."""
-        self._count += 1
-        steps, tokens, rows, seconds = 1, plan.chunk_tokens, len(plan.decode_rows), ended_s - max(launched_s, self._ended_s)
-        if ended_s == self._ended_s and self._steps:
-            before = self._steps.pop()
-            steps, tokens, rows, seconds = before[0] + 1, before[1] + tokens, before[2] + rows, before[3]
-        self._steps.append((steps, tokens, rows, seconds))
-        self._ended_s = ended_s
-
-    def skip(self, seconds: float) -> None:
-        """Steps of so many seconds together have come back, which tell no more than the one before them."""
-        self._ended_s += seconds
-
-    def read(self) -> StepCost:
-        """The cost of late. Fits what has come since the last call."""
-        if self._steps and self._count >= LEAST_STEPS:
-            table = np.array(self._steps)
-            self._steps.clear()
-            self._take(table[:, :3], table[:, 3])
-            self._cost = StepCost(*self._fit.tolist())
-        return self._cost
-
-    def _take(self, what: Vector, seconds: Vector) -> None:
-        """what: [steps, 3]. seconds: [steps]."""
-        expected = what @ self._fit
-        if not expected.all():
-            expected = np.full_like(seconds, seconds.mean())
-        weights = 1 / np.maximum(np.maximum(seconds, expected), 1e-6)
-        weighed = what * weights[:, None]
-        shares = weights * expected
-        kept = 0.5 ** (len(seconds) / HALF_LIFE_STEPS)
-        self._products = self._products * kept + weighed.T @ weighed
-        self._seconds = self._seconds * kept + weighed.T @ (seconds * weights)
-        self._weight = self._weight * kept + float(shares @ shares)
-        self._most = np.maximum(self._most, self._products.diagonal())
-        former = self._most * FORMER_SHARE
-        self._fit = _solve(
-            self._products + np.diag(former), self._seconds + former * self._fit, np.flatnonzero(self._most).tolist()
-        )
-        fitted = float(self._fit @ self._products @ self._fit)
-        if fitted > self._weight > 0:  # older steps were faster, and would count for more than they are
-            scale = self._weight / fitted
-            self._products, self._seconds, self._most = self._products * scale, self._seconds * scale, self._most * scale
-        self._weight = min(self._weight, fitted)
-
-
-def _solve(matrix: Vector, right: Vector, seen: list[int]) -> Vector:
-    """The x >= 0 that minimizes x·matrix·x / 2 - right·x; 0 but for the numbers in `seen`. matrix: positive definite.
-
-    What of the answer is above 0 solves its own equations. So of all sets that solve theirs with nothing below 0, it is the best.
-    """
-    best, most = np.zeros(3), 0.0
-    for chosen in map(list, chain.from_iterable(combinations(seen, size) for size in range(1, len(seen) + 1))):
-        x = np.linalg.solve(matrix[np.ix_(chosen, chosen)], right[chosen])
-        gain = float(right[chosen] @ x)
-        if x.min() >= 0 and gain > most:
-            best, most = np.zeros(3), gain
-            best[chosen] = x
-    return best
-
 
 STEPS_IN_FLIGHT = 2
 """Step k + 1 is launched before the tokens of step k are read."""

@@ -131,11 +131,13 @@ class Load(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     oldest_transfer_s: Seconds = 0.0
     """Seconds without progress, of the transfer that has had none for longest or of the transfer thread itself."""
     step_s: Seconds = 0.0
-    """Measured of late: seconds that any step takes. 0: not measured yet, here and in the next two."""
+    """Measured of late: seconds that any step takes. 0: not measured yet, here and in the next three."""
     chunk_token_s: Seconds = 0.0
     """Seconds that each prompt token adds to a step."""
     decode_row_s: Seconds = 0.0
     """Seconds that each decode row adds to a step."""
+    held_token_s: Seconds = 0.0
+    """Seconds that each token of KV adds which the decode rows hold."""
 
     @property
     def pages_in_use(self) -> int:
@@ -144,8 +146,8 @@ class Load(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     @property
     def cost(self) -> StepCost:
-        """The last three. They are fields of their own because older versions send them so."""
-        return StepCost(self.step_s, self.chunk_token_s, self.decode_row_s)
+        """The last four. They are fields of their own because older versions send them so."""
+        return StepCost(self.step_s, self.chunk_token_s, self.decode_row_s, self.held_token_s)
 
 
 class Counters(msgspec.Struct, kw_only=True):

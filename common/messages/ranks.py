@@ -160,6 +160,7 @@ class Launch(Numbered, frozen=True, omit_defaults=True):
     decode_rows: bytes = b""
     grown_rows: bytes = b""
     grown_pages: bytes = b""
+    held_tokens: Count = 0
 
     def __post_init__(self) -> None:
         check_ids(self.decode_rows, self.grown_rows, self.grown_pages)

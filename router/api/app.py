@@ -102,6 +102,7 @@ from router.api.weight_groups import WeightGroupsApi
 from router.api.weights import WeightsApi
 from router.cluster import SafeToDelete, cluster_page
 from router.core import Gateway
+from router.metric_aliases import MetricAliases
 from router.metrics import RouterCollector, RouterMetrics, member_metrics, role_metrics
 from router.outbox import ClientRequest
 
@@ -147,6 +148,7 @@ class Api(ApiPart):
         self._keep_alive_s = config.keep_alive_s
         self._started = int(time.time())
         metrics.registry.register(RouterCollector(gateway.core, gateway.mail))
+        self._aliases = MetricAliases(config.metric_aliases, model, metrics.registry) if config.metric_aliases != "none" else None
 
     @completion("POST /v1/chat/completions", "OpenAI", "Chat", ChatFields, OpenAIBody[ChatChoice])
     async def chat_completions(self, request: Request) -> Response:
@@ -360,6 +362,8 @@ class Api(ApiPart):
         """Metrics of the router and of every instance, in Prometheus' text format."""
         fleet = self._gateway.core.fleet
         text = self._metrics.text() + role_metrics(fleet) + await member_metrics(fleet.members())
+        if self._aliases is not None:
+            text += await self._aliases.text(fleet.members())
         return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
     @Described("GET /cluster", "Operations", "The fleet", "The fleet as it is now.")

@@ -144,6 +144,7 @@ def test_memory_is_an_amount_or_a_share_of_the_whole(text: str, expected: int | 
     [
         ("--step-cost", {"executor": "timed", "step_cost": "0.005,0.1"}),
         ("--step-cost", {"executor": "timed", "step_cost": "0.005,-0.1,0"}),
+        ("--step-cost", {"executor": "timed", "step_cost": "0.005,0.1,0,0,0"}),
         ("--step-cost", {"executor": "timed", "step_cost": "inf,0,0"}),
         ("--step-cost", {"step_cost": "0.005,0,0"}),
         ("--device", {"executor": "timed", "device": "cuda:1"}),
@@ -162,8 +163,9 @@ def test_what_an_executor_or_device_would_ignore_is_refused(flag: str, given: di
         EngineConfig(**given)
 
 
-def test_a_step_cost_is_three_numbers_of_seconds() -> None:
-    assert StepCost.parse("0.5,0.25,0") == StepCost(0.5, 0.25, 0.0)
+def test_a_step_cost_is_three_or_four_numbers_of_seconds() -> None:
+    assert StepCost.parse("0.5,0.25,0") == StepCost(0.5, 0.25, 0.0, 0.0)
+    assert StepCost.parse("0.5,0.25,0,3e-8") == StepCost(0.5, 0.25, 0.0, 3e-8)
     assert StepCost.parse("") == StepCost.parse(STEP_COST)
 
 

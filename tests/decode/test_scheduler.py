@@ -26,6 +26,7 @@ def test_a_handed_off_request_decodes_to_its_limit() -> None:
     assert (start.length, start.last_token, len(start.pages)) == (6, 50, 3)
     assert first.chunks == () and first.decode_rows.tolist() == [start.row]
     second = planned(made.decide(0.1))  # launched before the first came back
+    assert (first.held_tokens, second.held_tokens) == (7, 8), "the prompt, and what was sampled before"
     assert deltas(made.step_done(result(first, [51]), 0.2)) == [TokenDelta(key("a"), 1, (51,), None)]
     third = planned(made.decide(0.2))
     made.step_done(result(second, [52]), 0.3)

@@ -23,6 +23,7 @@ from common.messages import Drain, Goodbye
 from common.options import read_config
 from launch.drain import DrainFlags
 from launch.main import build_parser
+from launch.settings import settle
 from tests.deploy.commands import Command, calls_of, read_command, write_program
 from tests.router.calls import get, until
 from tests.router.fakes import EchoFleet, Site, listening
@@ -74,6 +75,34 @@ def test_every_manifest_is_valid_by_the_schemas_of_kubernetes(version: str) -> N
     kubernetes_validate = pytest.importorskip("kubernetes_validate")
     for manifest in valid_kinds():
         kubernetes_validate.validate(manifest, version, strict=True)
+
+
+def test_no_pod_gets_variables_of_services_which_would_be_taken_for_flags() -> None:
+    (autoscale,) = [each["spec"]["template"] for each in read("autoscale.yaml") if each["kind"] == "Deployment"]
+    assert all(pod["spec"]["enableServiceLinks"] is False for pod in (autoscale, *dict(pods()).values()))
+
+
+def test_the_example_of_a_config_map_is_valid_and_gives_a_pod_its_flags(tmp_path: Path) -> None:
+    page = (FOLDER.parents[1] / "docs/operate/configuration.md").read_text()
+    maps_and_pod = list(yaml.safe_load_all(page.partition("```yaml\n")[2].partition("```")[0]))
+    files, variables, pod = maps_and_pod
+    kubernetes_validate = pytest.importorskip("kubernetes_validate")
+    for manifest in maps_and_pod:
+        kubernetes_validate.validate(manifest, VERSIONS[-1], strict=True)
+    (container,) = pod["spec"]["containers"]
+    (source,), (mount,), (volume,) = container["envFrom"], container["volumeMounts"], pod["spec"]["volumes"]
+    assert source["configMapRef"]["name"] == variables["metadata"]["name"] and mount["name"] == volume["name"]
+    assert volume["configMap"]["name"] == files["metadata"]["name"]
+    environment = {source["prefix"] + name: text for name, text in variables["data"].items()}
+    assert environment["TANDEM_CONFIG"] == f"{mount['mountPath']}/fleet.toml"
+    (tmp_path / "fleet.toml").write_text(files["data"]["fleet.toml"])
+    environment |= {"TANDEM_CONFIG": str(tmp_path / "fleet.toml"), "TANDEM_HOST": "10.0.0.3"}
+    parser = build_parser()
+    flags = parser.parse_args(container["args"])
+    settle(parser, flags, environment)
+    command = Command("decode", flags)
+    assert (command.instance.host, command.instance.drain_timeout_s, flags.max_running) == ("10.0.0.3", 30.0, 512)
+    assert (flags.model, flags.cluster_key) == ("/models/Qwen3-32B", "/keys/cluster.key")
 
 
 @pytest.mark.parametrize("kind", ["Deployment", "Service", "PodTemplate"])

@@ -62,6 +62,7 @@ def escape(text: str) -> str:
 def flags_page() -> str:
     commands = dict(_commands(build_parser(), ""))
     lines = ["# Flags", "", MADE, "", paragraph("Each entry: the flag, its default, and the commands that take it.")]
+    lines += ["", "A flag can be given [in a file and as a variable](../operate/configuration.md) too."]
     lines += ["", paragraph("`--insecure`, and any other flag whose values are on and off, means `on` when it is given alone.")]
     shared = {name for names in FAMILIES.values() for name in names}
     for title, names in FAMILIES.items():

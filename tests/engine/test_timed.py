@@ -44,6 +44,17 @@ def test_a_step_takes_what_its_tokens_and_rows_cost() -> None:
     assert COST.seconds(5, 3) == pytest.approx(1.53)
 
 
+@pytest.mark.parametrize("steps", [0, 1, 7])
+def test_decode_steps_grow_with_the_tokens_that_their_rows_hold(steps: int) -> None:
+    cost, rows, held = StepCost(1.0, 0.1, 0.01, 0.001), np.arange(3, dtype=np.int32), 600
+    one_by_one, at_once = (TimedExecutor(engine(), Pace(cost, HandClock())) for _ in range(2))
+    plans = [StepPlan(number, decode_rows=rows, held_tokens=held + 3 * number) for number in range(steps + 1)]
+    ends_s = [one_by_one.launch(plan).ends_s for plan in plans]
+    assert ends_s[0] == at_once.launch(plans[0]).ends_s == pytest.approx(1.63)
+    assert at_once._pace.repeat(rows, steps, held) == pytest.approx(ends_s[-1] - ends_s[0])
+    assert at_once._pace.repeat(rows, -steps, plans[-1].held_tokens) == pytest.approx(ends_s[0] - ends_s[-1])
+
+
 def test_a_step_begins_when_the_one_before_has_ended_or_when_it_is_launched() -> None:
     clock = HandClock(100.0)
     executor = TimedExecutor(engine(), Pace(COST, clock))

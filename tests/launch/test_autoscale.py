@@ -225,6 +225,19 @@ def test_a_flip_is_asked_of_the_router_for_the_instance_with_the_least_to_do_and
     assert [body["action"] for _, path, body in asked if path == "/cluster/decisions"].count("stay") == 5
 
 
+def test_all_decode_instances_get_the_role_both_where_no_other_may_compute_prompts(fleet: Fleet) -> None:
+    fleet.counts, config = {"prefill": 1, "decode": 3}, replace(CONFIG, max_prefill=1)
+    flips = [path for _, path, body in turns(fleet, config, 6) if body == {"role": "both"}]
+    assert flips == [f"/cluster/decode-{number}/role" for number in (2, 1, 0)]
+    autoscaler = Autoscaler(config)
+    for _ in range(8):
+        page = fleet.page()
+        for each in page["instances"][1:]:
+            each["role"] = "both"
+        choice = autoscaler.decide(page, None, fleet.now)
+    assert choice.action == "stay" and choice.reason.startswith("1 prefill + 3 both serve ")
+
+
 def test_a_dry_run_tells_and_changes_nothing(fleet: Fleet) -> None:
     asked = turns(fleet, replace(CONFIG, dry_run="on"), 6)
     assert {path for _, path, _ in asked} == {"/cluster/decisions"}

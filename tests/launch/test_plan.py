@@ -106,7 +106,7 @@ def test_a_plan_of_a_running_fleet_has_what_its_instances_and_links_have_measure
         "instances": [
             member("p0", "prefill", step_s=0.01, chunk_token_s=0.0001),
             member("p1", "prefill", step_s=0.03, chunk_token_s=0.0003),
-            member("d0", "decode", step_s=0.008, decode_row_s=0.0005),
+            member("d0", "decode", step_s=0.008, decode_row_s=0.0005, held_token_s=3e-8),
         ]
     }
     links = {f"/cluster?links={name}": {"links": [{"bytes_per_s": speed}]} for name, speed in (("p0", 1e9), ("p1", 3e9))}
@@ -116,7 +116,7 @@ def test_a_plan_of_a_running_fleet_has_what_its_instances_and_links_have_measure
     fleet = FleetPlan(**plan)
     first, later = fleet.cost("prefill"), fleet.cost("decode")
     assert [first.step_s, first.chunk_token_s] == pytest.approx([0.02, 0.0002])
-    assert (later.step_s, later.decode_row_s) == (0.008, 0.0005)
+    assert (later.step_s, later.decode_row_s, later.held_token_s) == (0.008, 0.0005, 3e-8)
 
 
 def test_an_instance_that_serves_whole_requests_too_counts_as_one_that_decodes() -> None:

@@ -80,6 +80,18 @@ def test_a_row_more_makes_every_step_longer_for_itself_and_for_all_others() -> N
     assert decode_cost_s(busy, prefill, ask(100)) == pytest.approx(20 * (STEP_S + 7 * ROW_S) + 20 * 6 * ROW_S)
 
 
+def test_a_step_is_as_long_as_what_its_rows_hold_takes_to_be_read() -> None:
+    prefill, token_s = member("p0", "prefill"), 0.0001
+    busy = member("d0", "decode", running_requests=5, running_tokens=500, held_token_s=token_s)
+    own_s = ROW_S + 120 * token_s  # with its answer it holds 120
+    step_s = STEP_S + 5 * ROW_S + 500 * token_s + own_s
+    assert decode_cost_s(busy, prefill, ask(100)) == pytest.approx(20 * step_s + 20 * 5 * own_s)
+    assert single_estimate(busy, ask(100)).ttft_s == pytest.approx((1 + STEPS_AHEAD) * step_s + 0.100)
+    fresh = member("d1", "decode", step_s=0.0, decode_row_s=0.0)
+    fresh.pace.hear(busy.load)
+    assert fresh.pace.held_token_s == token_s and single_estimate(fresh, ask(100)).ttft_s > STEP_S + own_s
+
+
 def test_without_room_it_waits_until_so_much_of_what_others_hold_has_come_free() -> None:
     prefill = member("p0", "prefill")
     full = member("d0", "decode", running_requests=5, running_tokens=600, pages_free=15)  # 60 of its tokens

@@ -100,6 +100,7 @@ def pack_plan(plan: StepPlan, grammar_id: Callable[[Grammar], int]) -> Launch:
         decode_rows=pack_ids(plan.decode_rows),
         grown_rows=pack_ids(plan.grown_rows),
         grown_pages=pack_ids(plan.grown_pages),
+        held_tokens=plan.held_tokens,
     )
 
 
@@ -112,6 +113,7 @@ def unpack_plan(message: Launch, grammars: Mapping[int, Grammar]) -> StepPlan:
         decode_rows=unpack_ids(message.decode_rows),
         grown_rows=unpack_ids(message.grown_rows),
         grown_pages=unpack_ids(message.grown_pages),
+        held_tokens=message.held_tokens,
     )
 
 

@@ -283,6 +283,7 @@ def test_an_instance_that_leaves_refuses_what_waits_and_what_comes_and_has_left_
         (0.05, StepCost(0.01, 0.0, 0.001), 4, 8000),
         (0.05, StepCost(0.01, 0.00001, 0.001), 0, 4000),
         (0.05, StepCost(0.01, 0.00001, 0.001), 20, 2000),
+        (0.05, StepCost(0.01, 0.00001, 0.0005, 0.00001), 20, 2000),
         (0.05, StepCost(0.01, 0.00001, 0.001), 200, LEAST_CHUNK_TOKENS),
         (0.05, StepCost(0.01, 0.001, 0.001), 0, LEAST_CHUNK_TOKENS),
         (0.05, StepCost(0.01, 5e-324, 0.0), 0, 8000),
@@ -296,7 +297,7 @@ def test_a_step_has_as_many_prompt_tokens_as_its_limit_leaves_time_for(
     limit.launched(4000)
     limit.measured()
     limit.cost = cost
-    assert abs(limit.tokens(decode_rows) - tokens) <= 1
+    assert abs(limit.tokens(decode_rows, 50 * decode_rows) - tokens) <= 1
 
 
 def test_chunks_grow_twofold_with_each_measurement_where_tokens_seem_to_cost_nothing() -> None:

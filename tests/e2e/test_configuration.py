@@ -1,0 +1,97 @@
+"""A real fleet whose flags come from a file, variables and the command line: its processes have what holds, each role its own."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.rig.pages import PATIENCE_S, FleetPages, Json, running_fleet, until
+
+FILE = """
+executor = "timed"
+step-cost = "0.002,0,0"
+kv-memory = "16MiB"
+max-running = 32
+max-waiting = 3
+
+[local]
+port = 1
+control-port = 0
+decode = 9
+
+[router]
+max-requests = 77
+drain-timeout-s = 3.5
+
+[decode]
+max-running = 8
+"""
+VARIABLES = {"TANDEM_PORT": "0", "TANDEM_MAX_WAITING": "55", "TANDEM_DECODE": "7", "TANDEM_MAX_ATTEMPTS": "5"}
+
+
+def test_a_fleet_is_what_file_variables_and_command_line_say_together(tmp_path: Path) -> None:
+    file, out = tmp_path / "fleet.toml", tmp_path / "out"
+    file.write_text(FILE)
+    environment = {**os.environ, **VARIABLES, "TANDEM_CONFIG": str(file)}
+    with out.open("w") as output:
+        command = [sys.executable, "-m", "launch.main", "local", "--decode=2"]
+        fleet = subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT)
+    try:
+        until(lambda: fleet.poll() is not None or "\ncurl " in out.read_text(), "the fleet is ready")
+        assert fleet.poll() is None, out.read_text()
+        pages = FleetPages(re.findall(r"^curl (http://[^/]+)", out.read_text(), re.MULTILINE)[0])
+        members = pages.members()
+        assert {name: member["max_running"] for name, member in members.items()} == {
+            "prefill-0": 32,
+            "decode-0": 8,
+            "decode-1": 8,
+        }
+        assert pages.complete("falcon", 5)["choices"][0]["finish_reason"] == "length"
+        flags = {name: flags_of(pid_of(member)) for name, member in members.items()}
+        assert all("--max-waiting=55" in each and "--drain-timeout-s=3.5" not in each for each in flags.values())
+        killed = pid_of(members["decode-1"])
+        os.kill(killed, signal.SIGKILL)
+        until(lambda: pid_of(pages.members().get("decode-1", members["decode-1"])) != killed, "it is back")
+        again = pages.members()["decode-1"]
+        assert again["max_running"] == 8 and flags_of(pid_of(again)) == flags["decode-1"]
+        (router,) = [flags_of(pid) for pid in children_of(fleet.pid) if "router" in flags_of(pid)]
+        assert {"--port=0", "--max-requests=77", "--drain-timeout-s=3.5", "--max-attempts=5"} <= set(router)
+        assert not any(flag.startswith("--config") for each in (router, *flags.values()) for flag in each)
+    finally:
+        fleet.send_signal(signal.SIGINT)
+        status = fleet.wait(PATIENCE_S)
+    assert status == 0, out.read_text()
+
+
+def test_a_fleet_that_a_measurement_starts_reads_the_file_that_its_flags_name_and_no_variable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With two routers, whose metrics have other names too."""
+    file = tmp_path / "fleet.toml"
+    file.write_text(FILE + "[prefill]\nmax-running = 4\n")
+    for name, value in {"TANDEM_MAX_RUNNING": "3", "TANDEM_EXECUTOR": "torch", "TANDEM_OF_NOBODY": "1"}.items():
+        monkeypatch.setenv(name, value)
+    with running_fleet(f"--config={file}", "--decode=1", "--routers=2", "--metric-aliases=vllm") as fleet:
+        assert {name: member["max_running"] for name, member in fleet.members().items()} == {"prefill-0": 4, "decode-0": 8}
+        fleet.complete("falcon", 5)
+        served = 'vllm:e2e_request_latency_seconds_count{model_name="demo"} 1.0'
+        until(lambda: served in fleet.get("/metrics").text, "the router that has served it is asked", 60)
+        running = 'vllm:num_requests_running{model_name="demo",engine="decode-0",engine_type="decode"} 0'
+        until(lambda: running in fleet.get("/metrics").text, "the instance has reported", 60)
+
+
+def pid_of(member: Json) -> int:
+    pid: int = member["ranks"][0]["pid"]
+    return pid
+
+
+def flags_of(pid: int) -> list[str]:
+    return Path(f"/proc/{pid}/cmdline").read_text().split("\0")
+
+
+def children_of(pid: int) -> list[int]:
+    return [int(child) for task in Path(f"/proc/{pid}/task").iterdir() for child in (task / "children").read_text().split()]
