@@ -55,6 +55,9 @@ class KeyRing:
         known, name = self._known.get(digest[:SLOT_BYTES], self._nobody)
         return name if compare_digest(known, digest) else None
 
+    def names(self) -> set[str]:
+        return {name for _, name in self._known.values()}
+
     def _digest(self, key: bytes) -> bytes:
         return blake2b(key, digest_size=DIGEST_BYTES, key=self._secret).digest()
 

@@ -37,9 +37,14 @@ LogLevel = Literal["debug", "info", "warning", "error"]
 Dispatch = Literal["auto", "colocated", "conditional"]
 PolicyName = Literal["round_robin", "least_loaded", "power_of_two", "session", "cache_aware"]
 Graphs = Literal["auto", "on", "off"]
-ToolParserName = Literal["auto", "hermes", "llama3", "mistral", "none"]
+_JsonCalls = Literal["hermes", "qwen", "qwen25", "llama3", "llama3_json", "llama4_json", "mistral", "openai", "gpt-oss"]
+_MarkedCalls = Literal["kimi_k2", "deepseek_v3", "deepseekv3", "deepseek_v31", "deepseekv31", "qwen3_coder", "qwen3_xml"]
+_TypedCalls = Literal["glm45", "glm47", "glm", "pythonic", "llama4_pythonic", "functiongemma", "gemma4"]
+ToolParserName = Literal["auto", "none", _JsonCalls, _MarkedCalls, _TypedCalls]
 PoolingName = Literal["auto", "none", "last", "mean", "cls"]
-ReasoningParserName = Literal["auto", "think", "none"]
+_ThinkTags = Literal["think", "qwen3", "qwen3-thinking", "glm45", "glm47", "kimi_k2", "deepseek_v3", "deepseek-v3"]
+_OtherThoughts = Literal["deepseek_r1", "deepseek-r1", "openai_gptoss", "gpt-oss", "mistral", "gemma4"]
+ReasoningParserName = Literal["auto", "none", _ThinkTags, _OtherThoughts]
 MetricAliasNames = Literal["none", "vllm", "sglang", "both"]
 DEMO_MODEL = "demo"
 DAY_S = 86_400.0
@@ -331,13 +336,13 @@ class RouterConfig:
     chat_template: str = option("", "jinja file of the chat template, or the template itself; without it: the model's own")
     tool_parser: ToolParserName = option(
         "auto",
-        "how the model writes tool calls: hermes (Qwen too), llama3 or mistral; auto: what the chat template shows; none: "
-        "tools are refused",
+        "how the model writes tool calls, by the names of vLLM and SGLang; auto: what the chat template shows; none: tools are "
+        "refused",
     )
     reasoning_parser: ReasoningParserName = option(
         "auto",
-        "think: what the model writes between <think> and </think> is sent as reasoning; auto: if the chat template has "
-        "these marks",
+        "what the model writes between certain marks is sent as reasoning: think, or a name of vLLM's or SGLang's; auto: the "
+        "marks that the chat template has; none: it is content",
     )
     pooling: PoolingName = option(
         "auto",
@@ -358,6 +363,16 @@ class RouterConfig:
     )
     decode_policy: PolicyName = option("least_loaded", "which decode instance gets a request: see --prefill-policy")
     session_header: str = option("X-Session-Id", "HTTP header by which the policy session knows the requests of a session")
+    store: str = option(
+        "",
+        "file in which responses (`store`, `background`), files and batches are kept, made if it is not there; routers of one "
+        "host may share it; without it: nothing is kept, and what needs it is refused",
+    )
+    store_bytes: str = option(
+        "1GiB", "most that the store holds; then the oldest that nobody works on goes, of the key that has most"
+    )
+    store_age_s: float = option(30 * DAY_S, "seconds after which what is in the store goes")
+    batch_requests: int = option(16, "most lines of batches that the router has open at once, which keys share")
     early_rejection: Switch = option(
         "on",
         "on: a request whose first token is predicted to come after its time limit gets status 429 at once, and Retry-After says "
@@ -384,6 +399,13 @@ class RouterConfig:
         require_choices(self)
         name = "the name of an HTTP header, such as X-Session-Id"
         require(_HEADER_NAME.fullmatch(self.session_header) is not None, "session-header", name, self.session_header)
+        require(
+            parse_bytes(self.store_bytes, "store-bytes") is not None, "store-bytes", "an amount such as 1GiB", self.store_bytes
+        )
+        require_at_least(self, batch_requests=1)
+        require_above_0(self, "store_age_s")
+        if not self.store:
+            refuse_without_effect(self, ("store_bytes", "store_age_s", "batch_requests"), "without --store")
         if not self.uses("session"):
             refuse_without_effect(self, ("session_header",), "without a policy `session`")
         if self.dispatch == "colocated":

@@ -58,9 +58,9 @@ Switch = Literal["off", "on"]
 N = TypeVar("N", int, float)
 
 
-def option(default: Any, help_text: str, metavar: str = "") -> Any:
-    """A field that is also a flag. metavar: what help calls its value; default: by its type."""
-    return field(default=default, metadata={"help": help_text, "metavar": metavar})
+def option(default: Any, help_text: str, metavar: str = "", letter: str = "") -> Any:
+    """A field that is also a flag. metavar: what help calls its value; default: by its type. letter: of a second, short flag."""
+    return field(default=default, metadata={"help": help_text, "metavar": metavar, "letter": letter})
 
 
 def require(holds: bool, flag: str, rule: str, value: object) -> None:
@@ -153,7 +153,8 @@ def _add_flag(group: argparse._ArgumentGroup, field: dataclasses.Field[Any], ann
         group.add_argument(flag_of(field.name), default=[*default], nargs="+", action="extend", metavar="TEXT", help=help_text)
     elif annotation in (str, int, float):
         metavar = field.metadata["metavar"] or {str: "TEXT", int: "N", float: "X"}[annotation]
-        group.add_argument(flag_of(field.name), default=field.default, type=annotation, metavar=metavar, help=help_text)
+        flags = [flag_of(field.name), *(f"-{letter}" for letter in field.metadata["letter"])]
+        group.add_argument(*flags, default=field.default, type=annotation, metavar=metavar, help=help_text)
     else:
         raise TypeError(f"{field.name}: no flag can be made of {annotation}")
 

@@ -22,7 +22,7 @@ from common.errors import ConfigError
 from common.host import count_gpus
 from common.options import read_config, with_defaults
 from common.trust import write_key
-from launch import chat, child, drain, instance_command, settings
+from launch import batch, chat, child, drain, instance_command, settings
 from launch.child import BAD_FLAG, ChildProcess, run_process
 from launch.commands import (
     Command,
@@ -202,6 +202,12 @@ def _instance(role: "ServingRole", flags: argparse.Namespace) -> int:
 def _chat(flags: argparse.Namespace) -> int:
     plan = read_config(chat.ChatFlags, flags)
     return chat.run(plan, chat.read_api_key(plan.api_key_file))
+
+
+def _batch(flags: argparse.Namespace) -> int:
+    plan = read_config(batch.BatchFlags, flags)
+    build_parser().parse_args(["local", *plan.fleet_flags])  # a wrong flag ends the command here
+    return batch.run(plan, chat.read_api_key(plan.api_key_file))
 
 
 def _drain(flags: argparse.Namespace) -> int:
@@ -385,6 +391,13 @@ COMMANDS = (
         partial(_instance, "both"),
         INSTANCE,
         life=INSTANCE_LIFE,
+    ),
+    Command(
+        "batch",
+        "compute a file of requests, by a fleet that runs or one that is started for it, and write a file of answers",
+        _batch,
+        (batch.BatchFlags,),
+        life="The files are those of OpenAI's batches. It ends with 0 when every line has its answer. Ctrl-C cancels the batch.",
     ),
     Command("chat", "talk with the served model in this terminal", _chat, (chat.ChatFlags,)),
     Command(

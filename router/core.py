@@ -111,6 +111,7 @@ class RouterCore:
         unix_s: float = 0.0,
     ) -> None:
         self._config = config
+        self.router = router
         self.unix_s = unix_s
         self.detokenizer_names = tuple(text_name(router, shard) for shard in range(len(detokenizers)))
         self.fleet = Members(router, detokenizers, config, vocab_size)

@@ -104,7 +104,7 @@ async def serve(
             waiting = WaitingConnections(most_waiting, metrics.connection_dropped, most_body_bytes)
             listeners = [listener, own_listener] if shared else [listener]
             with contextlib.closing(api.timelines.others):
-                async with _grpc(config, api, metrics, access, host, stop) as grpc_url:
+                async with api.working(), _grpc(config, api, metrics, access, host, stop) as grpc_url:
                     serving = Serving(url, own_url, grpc_url, mailbox.address, gateway.detokenizer_moved, meet, core.scaling)
                     drained = gateway.drain(config.drain_timeout_s, stop, at_once)
                     await serve_app(app, listeners, lambda: ready(serving), drained, waiting, access.tls)

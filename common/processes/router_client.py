@@ -7,6 +7,7 @@ router cancels the request.
 import contextlib
 import http.client
 import json
+import secrets
 import socket
 import ssl
 import threading
@@ -118,6 +119,16 @@ class RouterClient:
         with self._response(self._call(), method, path, body) as response:
             return _decoded(response.read())
 
+    def upload(self, path: str, fields: Mapping[str, str], filename: str, content: bytes) -> Any:
+        """The JSON answer to a form with these fields and a file. Raises RequestFailed."""
+        mark = secrets.token_hex(16)
+        parts = [f'--{mark}\r\nContent-Disposition: form-data; name="{name}"\r\n\r\n{fields[name]}\r\n' for name in fields]
+        parts.append(f'--{mark}\r\nContent-Disposition: form-data; name="file"; filename="{filename}"\r\n\r\n')
+        body = "".join(parts).encode() + content + f"\r\n--{mark}--\r\n".encode()
+        kind = {"Content-Type": f"multipart/form-data; boundary={mark}"}
+        with self._response(self._call(), "POST", path, body, kind) as response:
+            return _decoded(response.read())
+
     def stream(self, path: str, body: Mapping[str, Any]) -> EventStreamReader:
         """The data of each event, decoded, up to [DONE]. An error that comes as an event is raised as RequestFailed, too."""
         call = self._call()
@@ -146,7 +157,12 @@ class RouterClient:
 
     @contextlib.contextmanager
     def _response(
-        self, call: _HttpCall, method: str, path: str, body: Mapping[str, Any] | None
+        self,
+        call: _HttpCall,
+        method: str,
+        path: str,
+        body: Mapping[str, Any] | bytes | None,
+        headers: Mapping[str, str] = {},
     ) -> Iterator[http.client.HTTPResponse]:
         """Its connection may have forgotten the answer, and then the socket stays open as long as the answer is: so both are
         closed. Raises RequestFailed."""
@@ -156,7 +172,8 @@ class RouterClient:
             self._open.add(call)
         try:
             call.connect()
-            call.connection.request(method, self._path + path, None if body is None else json.dumps(body), self._headers)
+            sent = body if body is None or isinstance(body, bytes) else json.dumps(body)
+            call.connection.request(method, self._path + path, sent, {**self._headers, **headers})
             with call.connection.getresponse() as response:
                 if response.status >= 400:
                     raise RequestFailed(_message(_decoded(response.read())), response.status)

@@ -7,6 +7,7 @@ know the routes, nor what a body says.
 
 import secrets
 from collections.abc import Callable, Coroutine
+from copy import copy
 from typing import Any, TypeVar
 
 from fastapi import Request
@@ -15,6 +16,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from common.errors import BadRequest
 from router.api.bodies import LARGE_BODY_BYTES, body_of, unless_left
 from router.api.errors import MESSAGES_PATH, VISIT, response_to
+from router.api.fields import MAX_PRIORITY
 from router.api.guard import HEADER, Guard, id_in
 from router.api.intake import Intake
 from router.core import Gateway
@@ -27,6 +29,10 @@ SPARE_CONNECTIONS = 256
 Pages such as /health have no limit: the server sees to it that none of them waits for its client."""
 CLIENT_CLOSED = 499
 """The status counted when no client is left to send one to, as in nginx."""
+BATCH_OWNER = "tandem.batch_owner"
+"""Where the scope of a line of a batch holds the name of the key that sent the batch. No client can set it."""
+BATCH_PRIORITY = MAX_PRIORITY
+"""Lines of batches come after everything else that waits."""
 
 R = TypeVar("R")
 T = TypeVar("T")
@@ -47,7 +53,7 @@ class Admission:
 class Visit:
     """One HTTP request, and all that it has taken. `close` gives back what is left of that."""
 
-    __slots__ = ("_admission", "_body", "_has_place", "_is_large", "client", "id", "owner", "send")
+    __slots__ = ("_admission", "_body", "_client", "_has_place", "_is_large", "id", "is_from_batch", "owner", "send")
 
     def __init__(self, admission: Admission, send: Send) -> None:
         self._admission = admission
@@ -58,23 +64,38 @@ class Visit:
         """The name of the client's API key; empty without one."""
         self.send = send
         """The server's own: events of a stream take it, because each layer above costs as much as encoding them."""
-        self.client: ClientRequest | None = None
+        self.is_from_batch = False
+        """The router sends it to itself, for a line of a batch."""
+        self._client: ClientRequest | None = None
+
+    @property
+    def client(self) -> ClientRequest:
+        """The request that it has let in."""
+        assert self._client is not None
+        return self._client
 
     def close(self) -> None:
         """The end of its response: what is left of it is given back."""
-        if self.client is not None:
-            self._admission.gateway.leave(self.client)
+        if self._client is not None:
+            self._admission.gateway.leave(self._client)
         if self._has_place:
             self._admission.places.leave(self.owner)
+
+    def hand_over(self) -> "Visit":
+        """What it has taken goes to another one, which somebody closes after the end of this response."""
+        other = copy(self)
+        self._client, self._has_place = None, False
+        return other
 
     def enter(self, prefix: str = "", session: str = "") -> ClientRequest:
         """Let a request for the model in: the router knows it from now on. prefix: of its answer's id. session: see `Ask`. Raises
         Unavailable when the router drains."""
         names = {self.id: (0,), prefix + self.id: (0,)}
-        client = ClientRequest(prefix + self.id, self.owner, secrets.token_hex(8), session, names, choices=1)
+        client = ClientRequest(prefix + self.id, self.owner, secrets.token_hex(8), session, names=names, choices=1)
+        client.priority = BATCH_PRIORITY if self.is_from_batch else None
         gateway = self._admission.gateway
         gateway.core.requests.arrive(client, gateway.clock())
-        self.client = client
+        self._client = client
         return client
 
     async def peek(self, request: Request) -> bytes:
@@ -140,7 +161,9 @@ class Doorkeeper:
         try:
             try:
                 visit.id = id_in(scope) or visit.id
-                visit.owner = self._guard.admit(scope)
+                batch_owner = scope.get(BATCH_OWNER)
+                visit.is_from_batch = batch_owner is not None
+                visit.owner = self._guard.admit(scope) if batch_owner is None else self._guard.admit_batch(batch_owner)
             except BadRequest as error:
                 app = response_to(error)
             await app(scope, receive, send_named)

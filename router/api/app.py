@@ -4,8 +4,11 @@ Owns the routes and the way of a request from its body to the response that send
 served, nor what it takes of the router: that is given back by `Visit`.
 """
 
+import asyncio
+import logging
 import time
-from collections.abc import Callable, Collection, Coroutine
+from collections.abc import AsyncIterator, Callable, Collection, Coroutine
+from contextlib import asynccontextmanager, suppress
 from functools import partial
 from http import HTTPStatus
 from typing import Annotated, Any, TypeVar
@@ -31,6 +34,7 @@ from common.text.embedding import EmbeddingMode
 from router.api.adapters import AdaptersApi
 from router.api.admission import CLIENT_CLOSED, Admission, Doorkeeper, Visit, visit_of
 from router.api.answers import Accepted, AnswerShape, OpenAIBody
+from router.api.batches import BatchesApi
 from router.api.bodies import names_in, unless_left
 from router.api.chat import ChatChoice, ChatFields, ChatShape, read_chat
 from router.api.completions import CompletionFields, CompletionShape, TextChoice, read_completion
@@ -49,6 +53,7 @@ from router.api.embeddings import (
 )
 from router.api.errors import ErrorDetail, error_response, response_to
 from router.api.fields import ReadRequest
+from router.api.files import FilesApi
 from router.api.guard import HEADER, Guard, id_in
 from router.api.intake import Intake
 from router.api.messages import (
@@ -96,6 +101,8 @@ from router.api.sglang import (
     GenerateShape,
     read_generate,
 )
+from router.api.store import Store
+from router.api.stored_responses import StoredResponses
 from router.api.timelines import TimelineApi, TraceApi
 from router.api.vllm import AbortedMany, AbortManyFields, VllmApi
 from router.api.weight_groups import WeightGroupsApi
@@ -107,10 +114,16 @@ from router.metrics import RouterCollector, RouterMetrics, member_metrics, role_
 from router.outbox import ClientRequest
 
 R = TypeVar("R", bound=ReadRequest)
+S = TypeVar("S", bound=AnswerShape[Any])
 BetaParameter = Annotated[str, Query(description="Changes nothing: the fields say what is asked for.")]
 PARTS = (TraceApi, ScalingApi, RolesApi, WeightsApi, WeightGroupsApi, VllmApi, ServerInfoApi, AdaptersApi)
+BEAT_S = 1.0
+"""How often the store is asked what there is to do."""
+END_S = 5.0
+"""How long responses in the background may take to be stored when the router ends."""
 MOST_RELOADS = 4
 """So often the adapters of a request are loaded again, if others need their places before it begins."""
+_log = logging.getLogger(__name__)
 _NOT_SO = ((503, "Not so; `reasons` says why."),)
 
 
@@ -138,7 +151,15 @@ class Api(ApiPart):
         self.model_name = model
         self.admission = Admission(gateway, intake, config.max_requests, parse_bytes(config.max_body))
         self.timelines = TimelineApi(gateway, model)
-        self.parts = (self, self.timelines, *(part(gateway, model) for part in PARTS))
+        self._store = (
+            Store(config.store, parse_bytes(config.store_bytes) or 0, config.store_age_s, gateway.core.router)
+            if config.store
+            else None
+        )
+        self.stored_responses = StoredResponses(gateway, model, self._store, config.keep_alive_s)
+        self.batches = BatchesApi(gateway, model, self._store, config.batch_requests)
+        stored = (self.stored_responses, FilesApi(gateway, model, self._store), self.batches)
+        self.parts = (self, *stored, self.timelines, *(part(gateway, model) for part in PARTS))
         """All, in the order of the description."""
         self._intake = intake
         self._metrics = metrics
@@ -150,6 +171,33 @@ class Api(ApiPart):
         metrics.registry.register(RouterCollector(gateway.core, gateway.mail))
         self._aliases = MetricAliases(config.metric_aliases, model, metrics.registry) if config.metric_aliases != "none" else None
 
+    @asynccontextmanager
+    async def working(self) -> AsyncIterator[None]:
+        """Meanwhile responses in the background and batches are worked on. At the end what has not ended is broken off."""
+        if self._store is None:
+            yield
+            return
+        beating = asyncio.create_task(self._beat(self._store))
+        try:
+            yield
+        finally:
+            beating.cancel()
+            await self.stored_responses.close(END_S)
+            await self.batches.close()
+            await self._store.close()
+
+    async def _beat(self, store: Store) -> None:
+        while True:
+            self.batches.news.clear()
+            try:
+                await self.stored_responses.beat()
+                await self.batches.beat()
+                await store.do(store.sweep)
+            except TandemError as error:
+                _log.error("%s", error)
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self.batches.news.wait(), BEAT_S)
+
     @completion("POST /v1/chat/completions", "OpenAI", "Chat", ChatFields, OpenAIBody[ChatChoice])
     async def chat_completions(self, request: Request) -> Response:
         """Answer a chat: each message has a role and a text."""
@@ -157,16 +205,21 @@ class Api(ApiPart):
 
     @completion("POST /v1/responses", "OpenAI", "Response", ResponseFields, ResponseBody)
     async def responses(self, request: Request) -> Response:
-        """Answer a conversation of items: messages, thoughts, calls and their results. Nothing is stored, so a request brings its
-        whole conversation."""
-        return await self._answer(request, read_response, "resp_", self._intake.accept_chat, ResponseShape)
+        """Answer a conversation of items: messages, thoughts, calls and their results. Where the router has `--store`, the answer
+        is kept: a later request may go on from it, and it may be computed in the background."""
+        asked = await self._read(request, read_response, "resp_")
+        asked = await self.stored_responses.continued(asked, visit_of(request))
+        shape = await self._dispatch(request, asked, self._intake.accept_chat, ResponseShape)
+        if asked.body.store:
+            return await self.stored_responses.answer(request, shape, self._intake.writers)
+        return await self._send(request, shape)
 
     @Described("POST /v1/responses/input_tokens", "OpenAI", "Count the tokens of a response's input", body=ResponseFields)
     async def input_tokens(self, request: Request) -> InputTokens:
         """How many tokens the prompt of such a response has."""
         visit = visit_of(request)
         visit.enter()
-        asked = await visit.read(request, read_response)
+        asked = await self.stored_responses.continued(await visit.read(request, read_response), visit)
         counted = TokenizeRequest(fields=TokenizeFields(model=asked.fields.model), prompt=asked)
         return InputTokens((await visit.work(request, self._intake.tokenize(counted, visit.owner))).count)
 
@@ -244,14 +297,30 @@ class Api(ApiPart):
         reader: Callable[[bytes, int], R],
         prefix: str,
         accept: Callable[[R, ClientRequest], Coroutine[Any, Any, Accepted]],
-        shape_of: Callable[..., AnswerShape[Any]],
+        shape_of: type[AnswerShape[R]],
     ) -> Response:
-        """The way of a request through the router. prefix: of its answer's id. Returns the response that sends the answer."""
+        """The way of a request through the router. Returns the response that sends the answer."""
+        asked = await self._read(request, reader, prefix)
+        return await self._send(request, await self._dispatch(request, asked, accept, shape_of))
+
+    async def _read(self, request: Request, reader: Callable[[bytes, int], R], prefix: str) -> R:
+        """What the request asks for. prefix: of its answer's id."""
         visit = visit_of(request)
-        client = self.enter(visit, request.scope, prefix)
-        asked = await visit.read(request, reader)
+        self.enter(visit, request.scope, prefix)
+        return await visit.read(request, reader)
+
+    async def _dispatch(
+        self,
+        request: Request,
+        asked: R,
+        accept: Callable[[R, ClientRequest], Coroutine[Any, Any, Accepted]],
+        shape_of: type[S],
+    ) -> S:
+        """Have the fleet compute the answer. Returns how it is written."""
+        visit = visit_of(request)
+        client = visit.client
         accepted = await self.dispatch(visit, client, asked, accept, request)
-        shape = shape_of(
+        return shape_of(
             id=client.id,
             created=int(time.time()),
             model=accepted.specs[0].adapter or self._model,
@@ -259,9 +328,12 @@ class Api(ApiPart):
             accepted=accepted,
             token_texts=self._intake.token_text,
         )
-        if asked.fields.stream:
-            return EventStream(self._gateway, client, shape, visit.send, self._keep_alive_s)
-        return await unless_left(request, whole_answer(client, shape, self._intake.writers))
+
+    async def _send(self, request: Request, shape: AnswerShape[Any]) -> Response:
+        visit = visit_of(request)
+        if shape.request.fields.stream:
+            return EventStream(self._gateway, visit.client, shape, visit.send, self._keep_alive_s)
+        return await unless_left(request, whole_answer(visit.client, shape, self._intake.writers))
 
     def enter(self, visit: Visit, scope: Scope, prefix: str = "") -> ClientRequest:
         """See `Visit.enter`. scope: its headers may name a session."""
@@ -400,6 +472,7 @@ class Api(ApiPart):
 def build_app(api: Api, metrics: RouterMetrics, access: Access = OPEN, hosts: Collection[str] = (LOOPBACK,)) -> DescribedApp:
     """The ASGI application. hosts: what the router was told to listen on."""
     app = DescribedApp(api.parts)
+    api.batches.app = app
     app.add_exception_handler(TandemError, _on_tandem_error)
     app.add_exception_handler(HTTPException, _on_http_error)
     app.add_exception_handler(ClientDisconnect, _on_disconnect)

@@ -114,7 +114,8 @@ class BlockShape(AnswerShape[R]):
     def _part_events(self, part: AnswerPart) -> Events:
         """The part goes on with the last block, or begins another."""
         if part.kind == "call":
-            yield from self._begin(Block("call", part.text, self.accepted.reading.new_id()))
+            number = sum(block.kind == "call" for block in self.blocks)
+            yield from self._begin(Block("call", part.text, self.accepted.reading.new_id(part.text, number)))
             return
         kind: BlockKind = "call" if part.kind == "arguments" else part.kind
         if not self._is_open or self.blocks[-1].kind != kind:

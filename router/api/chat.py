@@ -93,13 +93,20 @@ class ToolCall(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     index: Annotated[int | None, Meta(description="As a streamed answer has it. It changes nothing.")] = None
 
 
+class CallArguments(dict[str, Any]):
+    """The arguments of a call for chat templates. Most templates write an object; DeepSeek's add it to a text."""
+
+    def __radd__(self, before: str) -> str:
+        return before + msgspec.json.encode(self).decode()
+
+
 def call_for_template(call_id: str, name: str, arguments: str | dict[str, Any], path: str = "") -> dict[str, Any]:
     """A call as chat templates read it: with its arguments as an object, which they write in the model's own way. path: where
     the text of the arguments is in the body. Raises BadRequest when it is no JSON object."""
     parsed = json_in(arguments or "{}", path) if isinstance(arguments, str) else arguments
     if not isinstance(parsed, dict):
         raise BadRequest(f"{path} must be a JSON object, as text", field=path, code="invalid_value")
-    call = {"type": "function", "function": {"name": name, "arguments": parsed}}
+    call = {"type": "function", "function": {"name": name, "arguments": CallArguments(parsed)}}
     return {"id": call_id} | call if call_id else call
 
 
@@ -360,9 +367,10 @@ class ChatShape(OpenAIShape[ChatRequest]):
             case "reasoning":
                 return {"reasoning_content": part.text, "reasoning": part.text}
             case "call":
-                self._calls[index] += 1
                 function = {"arguments": "", "name": part.text}
-                call = {"function": function, "id": self.accepted.reading.new_id(), "type": "function"}
+                call_id = self.accepted.reading.new_id(part.text, self._calls[index])
+                call = {"function": function, "id": call_id, "type": "function"}
+                self._calls[index] += 1
             case "arguments":
                 call = {"function": {"arguments": part.text}}
             case _:
@@ -375,7 +383,10 @@ class ChatShape(OpenAIShape[ChatRequest]):
         if reading.new_parser is None:
             return ChatChoice(index, _ChatMessage(choice.text), finish, logprobs, ids)
         answer = reading.whole(choice.text)
-        calls = [_Call(reading.new_id(), _Function(call.name, call.arguments)) for call in answer.calls]
+        calls = [
+            _Call(reading.new_id(call.name, number), _Function(call.name, call.arguments))
+            for number, call in enumerate(answer.calls)
+        ]
         message = _ChatMessage(
             content=None if calls and not answer.content else answer.content,
             tool_calls=calls or msgspec.UNSET,

@@ -4,7 +4,6 @@ Owns the refusals of what the model's chat template or its format cannot do. Doe
 """
 
 import dataclasses
-from functools import partial
 from typing import Any
 
 from msgspec import structs
@@ -16,8 +15,9 @@ from common.text.tokenizer_manager import ChatOptions, TokenizerManager
 from router.api.answers import Accepted
 from router.api.chat import ChatRequest
 from router.api.errors import shown
-from router.api.parsing.formats import THINK_MARKS, answer_format, answer_grammar
-from router.api.parsing.parser import THINK, THINK_END, AnswerParser, AnswerReading
+from router.api.parsing.formats import answer_format
+from router.api.parsing.grammars import answer_grammar
+from router.api.parsing.parser import AnswerReading
 
 TAIL_TOKENS = 16
 """The end of a prompt: it holds the mark with which the prompt opens the answer's thoughts, if it does."""
@@ -64,7 +64,7 @@ class ChatPlanner:
             return {}
         wanted = request.thinking != "disabled"
         switches = {name: wanted for name in _SWITCHES if self._tokenizer.reads(name)}
-        if not switches and self._format.thinks != wanted and request.thinking != "adaptive":
+        if not switches and (self._format.thoughts is not None) != wanted and request.thinking != "adaptive":
             problem = "does not let the model think" if wanted else "always lets the model think"
             raise BadRequest(f"the chat template of {self._model} {problem}: leave thinking out", field="thinking")
         return switches
@@ -78,32 +78,38 @@ class ChatPlanner:
     def completed(self, request: ChatRequest, accepted: Accepted) -> Accepted:
         """The accepted request with what follows from the format of its answers: their grammar, the marks that the detokenizer
         must show though it skips other special tokens, and how their texts are read. Raises BadRequest."""
-        tools, thinks = self._format.tools if request.tools.callable else None, self._format.thinks
-        if tools is None and not thinks:
+        tools = self._format.tools if request.tools.callable else None
+        marks = self._format.marks(calls=tools is not None)
+        if not marks:
             return accepted
         opened = self._opens_thoughts(request, accepted.specs[0].prompt)
-        grammar = answer_grammar(request.tools, tools, request.grammar, thinks=thinks, opened=opened)
-        marks = (THINK_MARKS if thinks else ()) + (() if tools is None else tools.marks)
-        special = self._tokenizer.special_tokens
-        shown_marks = tuple(special[mark] for mark in marks if mark in special)
+        grammar = answer_grammar(request.tools, self._format, request.grammar, opened=opened)
+        special = self._tokenizer.special_tokens.items()
+        shown_marks = tuple(token for text, token in special if any(text in mark for mark in marks))
         specs = tuple(
             dataclasses.replace(spec, sampling=structs.replace(spec.sampling, grammar=grammar), shown=shown_marks)
             for spec in accepted.specs
         )
-        separates = thinks and request.fields.separate_reasoning
-        if tools is None and not separates:
+        separates = request.fields.separate_reasoning
+        new_parser = self._format.new_parser(request.tools.callable, separates=separates, opened=opened)
+        if new_parser is None:
             return dataclasses.replace(accepted, specs=specs)
         if request.text_alone_field:
             problem = "is for answers of text alone: leave it out, or use POST /v1/chat/completions"
             raise BadRequest(f"{request.text_alone_field} {problem}", field=request.text_alone_field)
-        read_tools, new_id = (None, str) if tools is None else (tools.read, tools.new_id)
-        new_parser = partial(AnswerParser, thinks=separates, opened=opened, read_tools=read_tools)
-        return dataclasses.replace(accepted, specs=specs, reading=AnswerReading(new_parser=new_parser, new_id=new_id))
+        reading = AnswerReading(new_parser)
+        if tools is not None:
+            earlier = sum(len(message.get("tool_calls", ())) for message in request.messages)
+            reading = AnswerReading(new_parser, lambda name, number: tools.new_id(name, earlier + number))
+        return dataclasses.replace(accepted, specs=specs, reading=reading)
 
     def _opens_thoughts(self, request: ChatRequest, prompt: bytes) -> bool:
         """Whether the answer begins within thoughts. A user's message may hold the mark too, so it counts at the very end."""
+        thoughts = self._format.thoughts
+        if thoughts is None or thoughts.always:
+            return thoughts is not None
         if request.fields.continue_final_message:
             text = str(request.messages[-1].get("content"))
-            return text.rfind(THINK) > text.rfind(THINK_END)
+            return text.rfind(thoughts.begin) > text.rfind(thoughts.end)
         tail = self._tokenizer.decode(unpack_ids(prompt[-TAIL_TOKENS * ID_BYTES :]).tolist(), skip_special_tokens=False)
-        return tail.rstrip().endswith(THINK)
+        return tail.rstrip().endswith(thoughts.begin)

@@ -122,6 +122,7 @@ class Described:
     """Type of the answer's JSON; None: what the handler returns."""
     body: type[msgspec.Struct] | None = None
     """The fields of a body that the handler reads itself."""
+    body_type: str = "application/json"
     status: int = 200
     """The status of a success."""
     media_types: tuple[str, ...] = ("application/json",)
@@ -159,7 +160,7 @@ class Described:
         responses["default"] = {"description": "Any other error has the same shape.", "content": error}
         extra: dict[str, Any] = {}
         if self.body is not None:
-            extra["requestBody"] = {"required": True, "content": {"application/json": {"schema": _schema_of(self.body)}}}
+            extra["requestBody"] = {"required": True, "content": {self.body_type: {"schema": _schema_of(self.body)}}}
         return {
             "tags": [self.tag],
             "summary": self.summary,
@@ -251,11 +252,15 @@ class DescribedApp(FastAPI):
         self._components: dict[str, Any] = {}
         self.control_paths = set(REFUSED)
         """See `key_needed`."""
+        self.completion_paths: list[str] = []
+        """Where a model answers: what lines of batches may ask."""
         for part in parts:
             for made in part.endpoints():
                 self._components |= made.described.components()
                 for method, path in map(str.split, made.described.ways.split(", ")):
                     self.control_paths |= {path} if part.is_control else set()
+                    if made.described.refusals == COMPLETION_REFUSALS:
+                        self.completion_paths.append(path)
                     arguments = made.described.route_arguments(part.refusals)
                     self.add_api_route(path, made.of(part), methods=[method], response_model=None, **arguments)
 

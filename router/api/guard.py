@@ -28,7 +28,7 @@ from common.errors import BadRequest
 from router.api.errors import Unauthorized, UnsupportedBody, shown
 
 EFFECTLESS_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
-_JSON = "application/json"
+_JSON, _FORM = "application/json", "multipart/form-data"
 _HOST = re.compile(r"(?P<name>\[[0-9a-f:.]+\]|[^:\[\]]+)(?::\d*)?")
 
 
@@ -66,6 +66,7 @@ def _is_loopback_name(name: str) -> bool:
 
 OPEN_PATHS = frozenset({*_PROBED_PATHS, "/metrics", "/docs", "/openapi.json"})
 """For load balancers, monitors and readers of the description."""
+UPLOAD_PATH = "/v1/files"
 DOCS_PREFIX, CONTROL_PREFIX, REQUESTS_PREFIX = "/docs", "/cluster", "/requests"
 EVERYBODY = "*"
 """In place of the name of an API key: whoever has the control key may see the requests of all. No key has this name."""
@@ -136,6 +137,13 @@ class Guard:
             raise Unauthorized(f"the {_SPOKEN[needed]} is incorrect: {scope['path']} is not for the key that was sent")
         return "" if needed is NeededKey.CONTROL else name
 
+    def admit_batch(self, owner: str) -> str:
+        """owner: the name of the key that sent a batch. Returns it. Raises Unauthorized when it is not known any more."""
+        ring = self._rings[NeededKey.API]
+        if ring is not None and owner not in ring.names():
+            raise Unauthorized("the key that sent the batch is not known here any more")
+        return owner
+
     def _require_no_page(self, scope: Scope) -> None:
         """Refuse what a web page sends that nobody has let in. Raises NotAsked, UnsupportedBody."""
         headers = {name: value.decode("latin-1") for name, value in reversed(scope["headers"])}
@@ -159,9 +167,15 @@ class Guard:
         # body of another type is refused too. A body without a length comes in chunks.
         has_body = headers.get(b"content-length", "0").strip("0") != "" or b"transfer-encoding" in headers
         given = headers.get(b"content-type", "" if has_body else _JSON)
-        if given.partition(";")[0].strip().lower() != _JSON:
+        kind = given.partition(";")[0].strip().lower()
+        is_upload = scope["path"] == UPLOAD_PATH and kind == _FORM
+        if is_upload and b"authorization" in headers:
+            return  # no page sends this header elsewhere without asking first, and OpenAI's clients always send it
+        if kind != _JSON:
             sent = f"is {shown(given)!r}" if given else "is missing"
             fix = f"send the header Content-Type: {_JSON} (curl -H 'Content-Type: {_JSON}')"
+            if is_upload:
+                fix = "send it with any key (curl -H 'Authorization: Bearer none')"
             raise UnsupportedBody(f"the body's type {sent}: {fix}")
 
 

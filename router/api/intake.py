@@ -293,7 +293,7 @@ class Intake:
                         prompt=packed,
                         sampling=params,
                         stop=stop,
-                        priority=fields.priority,
+                        priority=fields.priority if client.priority is None else client.priority,
                         timeout_s=fields.timeout,
                         skip_special_tokens=fields.skip_special_tokens,
                         include_stop=fields.include_stop_str_in_output,

@@ -1,9 +1,9 @@
 """POST /v1/responses: its fields, which become a conversation, and its answer, a list of items.
 
-Owns the items. Nothing is stored: every request brings its whole conversation. The same parts make the events of a stream and the
-items of a whole answer:
+Owns the items. What is stored of an answer, and computed without its client, is in `stored_responses.py`. The same parts make the
+events of a stream and the items of a whole answer:
 
-    created, in_progress ─► for each item: added ─► deltas ─► done ─► completed, or incomplete when the limit cut it
+    created (queued), in_progress ─► for each item: added ─► deltas ─► done ─► completed, or incomplete when the limit cut it
 
 Fields and events: https://platform.openai.com/docs/api-reference/responses, …/responses-streaming.
 """
@@ -110,9 +110,8 @@ class ReasoningConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 RESPONSE = Unsupported(
     {
-        **dict.fromkeys(("previous_response_id", "conversation", "prompt", "prompt_cache_retention"), ()),
+        **dict.fromkeys(("conversation", "prompt", "prompt_cache_retention"), ()),
         **dict.fromkeys(("max_tool_calls", "context_management"), ()),
-        **dict.fromkeys(("store", "background"), (False,)),
         "truncation": ("disabled",),
         "service_tier": ("auto", "default"),
         "stream_options": ({}, {"include_obfuscation": False}),
@@ -156,6 +155,13 @@ class ResponseFields(TokenChoice, msgspec.Struct, frozen=True, kw_only=True, for
     metadata: Annotated[dict[str, str], Meta(description="Labels, which the answer repeats.")] = {}
     safety_identifier: Label = ""
     prompt_cache_key: Label = ""
+    store: Annotated[
+        bool | None, Meta(description="Keep the answer for later requests. Without it: where the router has `--store`.")
+    ] = None
+    background: Annotated[bool, Meta(description="Compute the answer without its client, who asks for it later.")] = False
+    previous_response_id: Annotated[
+        str | None, Meta(description="A stored answer: its conversation stands before the input.")
+    ] = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,7 +177,11 @@ def read_response(body: bytes, context_tokens: int | None = None) -> ResponseReq
     raw = object_in(body)
     if isinstance(items := raw.get("input"), list):
         raw["input"] = [{"type": "message"} | item if isinstance(item, dict) else item for item in items]
-    read = read_fields(raw, ResponseFields, RESPONSE)
+    return response_request(read_fields(raw, ResponseFields, RESPONSE))
+
+
+def response_request(read: ResponseFields) -> ResponseRequest:
+    """What these fields ask for. Raises BadRequest."""
     messages = _messages(read)
     if not messages:
         raise BadRequest("input is empty: send a text or at least one item", field="input")
@@ -223,7 +233,7 @@ def _text(content: str | list[InputText] | list[InputText | OutputText]) -> str:
     return content if isinstance(content, str) else "".join(part.text for part in content)
 
 
-Status: TypeAlias = Literal["in_progress", "completed", "incomplete"]
+Status: TypeAlias = Literal["queued", "in_progress", "completed", "incomplete", "failed"]
 
 
 class OutputPart(msgspec.Struct, frozen=True, tag_field="type", tag="output_text"):
@@ -265,6 +275,11 @@ class IncompleteDetails(msgspec.Struct, frozen=True):
     reason: str
 
 
+class ResponseError(msgspec.Struct, frozen=True):
+    code: str
+    message: str
+
+
 class OutputDetails(msgspec.Struct, frozen=True):
     """Thoughts are not counted apart."""
 
@@ -290,15 +305,16 @@ class ResponseBody(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     output: Sequence[Output]
     usage: ResponseUsage | None
-    error: None = None
+    error: ResponseError | None
     incomplete_details: IncompleteDetails | None
     instructions: str | None
     max_output_tokens: int | None
     metadata: dict[str, str]
     parallel_tool_calls: bool
-    previous_response_id: None = None
+    previous_response_id: str | None
     reasoning: ReasoningConfig
-    store: bool = False
+    store: bool
+    background: bool
     temperature: float
     text: TextConfig
     tool_choice: Literal["none", "auto", "required"] | NamedFunction
@@ -308,7 +324,10 @@ class ResponseBody(msgspec.Struct, frozen=True, kw_only=True):
     user: str | None
 
 
-_REPEATED = ("instructions", "max_output_tokens", "metadata", "parallel_tool_calls", "temperature", "tools", "top_p")
+_REPEATED = (
+    *("instructions", "max_output_tokens", "metadata", "parallel_tool_calls", "temperature", "tools", "top_p"),
+    *("background", "previous_response_id"),
+)
 
 
 def _output(block: Block, status: Status, logprobs: Sequence[ChatLogprob]) -> Output:
@@ -359,6 +378,14 @@ class ResponseShape(BlockShape[ResponseRequest]):
         self._told += told
         return told
 
+    def first_events(self) -> list[bytes]:
+        """Events that may come before the answer's first news."""
+        return [self.event(f"response.{kind}", {"response": self.body_as("queued")}) for kind in ("created", "queued")]
+
+    def failed_event(self, error: ResponseError) -> bytes:
+        """The last event of an answer that failed."""
+        return self.event("response.failed", {"response": self.body_as("failed", error)})
+
     def last_events(self) -> bytes:
         return self.event(f"response.{self._status}", {"response": self.body()})
 
@@ -367,8 +394,9 @@ class ResponseShape(BlockShape[ResponseRequest]):
         return named_event(kind, {"sequence_number": self._sent - 1, **fields})
 
     def opening(self) -> Events:
-        yield "response.created", {"response": self._body("in_progress")}
-        yield "response.in_progress", {"response": self._body("in_progress")}
+        if not self._sent:
+            yield "response.created", {"response": self.body_as("in_progress")}
+        yield "response.in_progress", {"response": self.body_as("in_progress")}
 
     def begun(self, block: Block) -> Events:
         yield "response.output_item.added", {"output_index": len(self.blocks) - 1, "item": _output(block, "in_progress", ())}
@@ -397,17 +425,22 @@ class ResponseShape(BlockShape[ResponseRequest]):
         return place if block.kind == "call" else place | {"content_index": 0}
 
     def body(self) -> ResponseBody:
-        return self._body(self._status)
+        return self.body_as(self._status)
+
+    @property
+    def was_aborted(self) -> bool:
+        """Somebody else than its client has ended the answer."""
+        return self.ending.reason == "cancelled"
 
     @property
     def _status(self) -> Status:
         """How the answer ends; its last item ends so too."""
         return "completed" if self.ending.reason == "stop" else "incomplete"
 
-    def _body(self, status: Status) -> ResponseBody:
+    def body_as(self, status: Status, error: ResponseError | None = None) -> ResponseBody:
         """The response object. status: of the answer; its items are in it when it has ended."""
         fields, usage = self.request.body, self.usage()
-        ended, last = status != "in_progress", len(self.blocks) - 1
+        ended, last = status not in ("queued", "in_progress"), len(self.blocks) - 1
         was_cut = status == "incomplete" and self.ending.reason == "length"
         outputs = [
             _output(block, status if number == last else "completed", self._told) for number, block in enumerate(self.blocks)
@@ -433,4 +466,6 @@ class ResponseShape(BlockShape[ResponseRequest]):
             text=TextConfig(TextFormat()) if fields.text is None or fields.text.format is None else fields.text,
             tool_choice=fields.tool_choice or "auto",
             user=fields.user or None,
+            store=bool(fields.store),
+            error=error,
         )

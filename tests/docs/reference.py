@@ -154,8 +154,9 @@ def _endpoint(name: str, needed: NeededKey, operation: Mapping[str, Any], descri
         yield from (item(f"`{one['name']}`", str(one.get("description", ""))) for one in parameters)
     if "requestBody" in operation:
         schemas = description["components"]["schemas"]
-        body = operation["requestBody"]["content"]["application/json"]["schema"]
-        yield from ("", "Fields of the body:", "", *_fields(body, schemas, 0, ()))
+        ((kind, body),) = operation["requestBody"]["content"].items()
+        what = "Fields of the body" if kind == "application/json" else f"Parts of the body ({kind})"
+        yield from ("", f"{what}:", "", *_fields(body["schema"], schemas, 0, ()))
 
 
 def _fields(schema: Mapping[str, Any], schemas: Mapping[str, Any], depth: int, above: tuple[str, ...]) -> Iterator[str]:

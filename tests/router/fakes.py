@@ -357,18 +357,20 @@ class Site:
         chat_template: str = "",
         access: Access = OPEN,
         embedding: EmbeddingMode | None = None,
+        life: InstanceId = ROUTER,
     ) -> None:
         self.access = access
         self.fleet = fleet = fleet or EchoFleet()
         config = config or RouterConfig(dead_after_s=60.0)  # its instances send no heartbeats: a slow test must not lose them
         self.metrics = RouterMetrics()
-        self.core = RouterCore(ROUTER, ["tcp://detokenizer:1"], config, self.metrics)
+        self.core = RouterCore(life, ["tcp://detokenizer:1"], config, self.metrics)
         self.gateway = Gateway(self.core, fleet, time.monotonic)
         self.intake = intake_of(self.core, CharTokenizer(chat_template, fleet.context_tokens), config)
         config = dataclasses.replace(config, max_body=str(max_body_bytes))
         self.api = api = Api(self.gateway, self.intake, self.metrics, MODEL, config, embedding)
         self.app = build_app(api, self.metrics, access, (config.host,))
         fleet.gateway = self.gateway
+        self._working = api.working()
 
     def client(self) -> httpx.AsyncClient:
         return httpx.AsyncClient(
@@ -382,9 +384,11 @@ class Site:
                 self.core.fleet.peering._gather_until_s = 0.0  # a router waits for more that join at the same time
                 self.gateway.deliver(())
                 await asyncio.sleep(0)
+        await self._working.__aenter__()
         return self
 
     async def __aexit__(self, *_: object) -> None:
+        await self._working.__aexit__(None, None, None)
         self.gateway.close()
         self.intake.close()
 

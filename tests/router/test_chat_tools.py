@@ -6,12 +6,14 @@ The fleet echoes, so a question holds the text that the model would write; a bar
 import json
 from typing import Any
 
+import jinja2
 import openai
 import pydantic
 import pytest
 from msgspec.structs import replace
 
 from common.messages import ExpectAnswer
+from router.api.chat import call_for_template
 from tests.router.calls import assert_error, chat, openai_client, post, sent_to_fleet
 from tests.router.fakes import MODEL, EchoFleet, Site
 
@@ -58,6 +60,79 @@ async def test_calls_and_thoughts_streamed_as_the_client_gathers_them() -> None:
         assert all(call.id.startswith("call_") and call.function.name == "weather" for call in calls)
     fragments = [event for event in events if event.type == "tool_calls.function.arguments.delta"]
     assert len(fragments) > 40, "arguments come as they are written"
+
+
+def echoing(text: str, **fields: Any) -> dict[str, Any]:
+    """As `asking`, where marks hold bars."""
+    return asking("", messages=[{"role": "user", "content": text + "§"}], stop="§", **fields)
+
+
+XML = "{{ tools }} <tool_call><function= <parameter= <think>"
+HARMONY = "{{ tools }} <|start|>assistant<|channel|>analysis<|message|>"
+KIMI = "{{ tools }} <|tool_call_begin|> <think>"
+
+
+@pytest.mark.parametrize(
+    ("template", "text"),
+    [
+        (XML, THOUGHT + "So.\n<tool_call>\n<function=weather>\n<parameter=city>\nOslo"),
+        (XML, THOUGHT + "So.\n<tool_call>\n<function=weather>\n<parameter=city>\nOslo\n</parameter>\n</function>\n</tool_call>"),
+        (
+            KIMI,
+            THOUGHT + 'So.<|tool_call_begin|>functions.weather:0<|tool_call_argument_begin|>{"city": "Oslo"}<|tool_call_end|>',
+        ),
+        (
+            HARMONY,
+            "<|channel|>analysis<|message|>which city?<|end|><|start|>assistant<|channel|>commentary<|message|>So.<|end|>"
+            '<|start|>assistant<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{"city": "Oslo"}<|call|>',
+        ),
+    ],
+)
+async def test_thoughts_content_and_calls_of_other_formats_streamed_up_to_a_stop_string(template: str, text: str) -> None:
+    async with openai_client(EchoFleet(context_tokens=2_000), chat_template=template) as client:
+        asked = echoing(text, tools=TOOLS)
+        async with client.chat.completions.stream(**asked) as stream:
+            events = [event async for event in stream]
+            streamed = (await stream.get_final_completion()).choices[0]
+        whole = (await client.chat.completions.create(**asked)).choices[0]
+    for choice in (streamed, whole):
+        assert (choice.finish_reason, choice.message.content) == ("tool_calls", "So.")
+        (call,) = choice.message.tool_calls or []
+        assert call.type == "function" and call.function.name == "weather"
+        assert (call.function.arguments + '"}').startswith('{"city": "Oslo"}')
+        assert call.id.startswith("functions.weather:0" if template is KIMI else "call_")
+    chunks = [event.chunk.choices[0].delta.model_extra or {} for event in events if event.type == "chunk"]
+    assert "".join(chunk.get("reasoning_content", "") for chunk in chunks) == "which city?"
+
+
+async def test_the_ids_of_kimis_calls_are_counted_through_the_conversation() -> None:
+    call = '<|tool_call_begin|>functions.weather:9<|tool_call_argument_begin|>{"city": "Oslo"}<|tool_call_end|>'
+    async with openai_client(EchoFleet(context_tokens=2_000), chat_template=KIMI) as client:
+        first = (await client.chat.completions.create(**echoing(call + call, tools=TOOLS))).choices[0].message
+        assert [each.id for each in first.tool_calls or []] == ["functions.weather:0", "functions.weather:1"]
+        talk: list[Any] = [
+            {"type": "function_call", "call_id": each.id, "name": "weather", "arguments": "{}"} for each in first.tool_calls or []
+        ]
+        tools: list[Any] = [{"type": "function", "name": "weather", "parameters": SCHEMA, "strict": False}]
+        talk.append({"role": "user", "content": call})
+        answer = await client.responses.create(model=MODEL, input=talk, tools=tools, max_output_tokens=len(call))
+        assert [item.call_id for item in answer.output if item.type == "function_call"] == ["functions.weather:2"]
+
+
+async def test_the_channels_of_gpt_oss_are_told_apart_without_tools_and_stay_on_request() -> None:
+    text = "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>final<|message|>Yes."
+    async with openai_client(EchoFleet(context_tokens=2_000), chat_template=HARMONY) as client:
+        message = (await client.chat.completions.create(**echoing(text))).choices[0].message
+        assert (message.content, (message.model_extra or {})["reasoning"]) == ("Yes.", "hm")
+        kept = await client.chat.completions.create(**echoing(text, extra_body={"separate_reasoning": False}))
+        assert kept.choices[0].message.content == "<|channel|>analysis<|message|>hm<|end|>Yes."
+
+
+def test_templates_read_arguments_as_an_object_and_those_of_deepseek_as_a_text() -> None:
+    call = call_for_template("", "weather", '{"city": "Åre"}', "messages[1]")
+    template = "{{ '<sep>' + call.function.arguments + '<end>' }} {{ call.function.arguments.city }} {{ call | tojson }}"
+    written = jinja2.Environment().from_string(template).render(call=call)
+    assert written.startswith('<sep>{"city":"Åre"}<end> Åre {') and '"arguments": {"city"' in written
 
 
 async def test_what_the_client_parsed_of_an_answer_may_be_sent_back_with_it() -> None:

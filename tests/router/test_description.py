@@ -9,10 +9,12 @@ from fastapi.routing import APIRoute
 
 from router.api.adapters import LoadFields, UnloadFields
 from router.api.app import InvocationFields
+from router.api.batches import BatchFields
 from router.api.chat import ChatFields
 from router.api.completions import CompletionFields
 from router.api.embeddings import EmbeddingFields, EncodeFields
 from router.api.errors import ErrorBody
+from router.api.files import UploadFields
 from router.api.messages import CountFields, MessageFields
 from router.api.responses import ResponseFields
 from router.api.roles import RoleFields, SwitchFields
@@ -63,6 +65,8 @@ BODIES = {
     "/v1/messages": MessageFields,
     "/v1/messages/count_tokens": CountFields,
     "/v1/embeddings": EmbeddingFields,
+    "/v1/files": UploadFields,
+    "/v1/batches": BatchFields,
     "/generate": GenerateFields,
     "/abort_request": AbortFields,
     "/update_weights_from_disk": DiskFields,
@@ -103,7 +107,8 @@ BODIES = {
 async def test_the_body_of_a_request_is_described_field_by_field(path: str, body: type[msgspec.Struct]) -> None:
     _, page = await described()
     operation = page["paths"][path]["post"]
-    assert operation["requestBody"]["content"]["application/json"]["schema"] == {"$ref": f"#/components/schemas/{body.__name__}"}
+    (content,) = operation["requestBody"]["content"].values()
+    assert content["schema"] == {"$ref": f"#/components/schemas/{body.__name__}"}
     assert list(page["components"]["schemas"][body.__name__]["properties"]) == list(body.__struct_encode_fields__)
     assert {"400", "413"} <= operation["responses"].keys()
 
@@ -116,7 +121,8 @@ async def test_every_field_of_every_body_has_a_description() -> None:
         for operation in item.values():
             if "requestBody" in operation:
                 assert path in BODIES
-                unseen = [operation["requestBody"]["content"]["application/json"]["schema"]["$ref"].rpartition("/")[2]]
+                (content,) = operation["requestBody"]["content"].values()
+                unseen = [content["schema"]["$ref"].rpartition("/")[2]]
                 while unseen:
                     name = unseen.pop()
                     described_here = schemas[name].get("properties", {})

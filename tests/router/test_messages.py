@@ -15,9 +15,10 @@ from common.config import RouterConfig
 from common.errors import BadRequest
 from common.messages import ExpectAnswer, Finished
 from router.api.answers import Accepted
+from router.api.fields import Function
 from router.api.messages import MessageShape, read_count, read_message
-from router.api.parsing.formats import HERMES
-from router.api.parsing.parser import AnswerParser, AnswerReading
+from router.api.parsing.formats import HERMES, THINK, AnswerFormat
+from router.api.parsing.parser import AnswerReading
 from router.outbox import ChoiceDelta
 from tests.router.calls import anthropic_client, message, post, sent_to_fleet, until
 from tests.router.fakes import MODEL, CharTokenizer, EchoFleet, Site
@@ -139,9 +140,8 @@ async def test_thoughts_texts_and_calls_are_blocks_whole_and_as_the_client_gathe
 @pytest.mark.parametrize("text", [ANSWER, THOUGHT + "Yes.", CALL + "\nand " + CALL, "", "plain", CALL + CALL[:-30]])
 def test_a_stream_makes_the_same_message_as_a_whole_answer_however_it_is_cut(text: str, omitted: bool) -> None:
     def shape() -> MessageShape:
-        reading = AnswerReading(
-            new_parser=lambda: AnswerParser(thinks=True, opened=False, read_tools=HERMES.read), new_id=lambda: "call_1"
-        )
+        new_parser = AnswerFormat(HERMES, THINK).new_parser([Function("weather")], separates=True, opened=False)
+        reading = AnswerReading(new_parser, lambda name, number: "call_1")
         asked = read_message(
             json.dumps(message(thinking={"type": "adaptive", "display": "omitted" if omitted else None})).encode()
         )

@@ -20,6 +20,8 @@ from collections.abc import Callable, Generator, Iterable
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias, TypeVar
 
+from common.config import ReasoningParserName
+
 R = TypeVar("R")
 _SPACE = re.compile(r"\s*")
 Reading: TypeAlias = Generator[None, None, R]
@@ -84,6 +86,12 @@ class GrowingText:
                 return None
             yield
 
+    def sees(self, *options: str) -> Reading[str | None]:
+        """Which of these is next, if one is. Nothing is read."""
+        found = yield from self.next_is(*options)
+        self.at -= len(found or "")
+        return found
+
     def skip_space(self) -> Reading[None]:
         yield from self.take(_SPACE)
 
@@ -126,14 +134,16 @@ class Marks:
         return len(text), None
 
 
-def read_until(source: GrowingText, tell: Callable[[str], None], marks: Marks) -> Reading[str | None]:
+def read_until(source: GrowingText, tell: Callable[[str], object], marks: Marks, *, forgets: bool = True) -> Reading[str | None]:
     """Read up to the first of these marks, and the mark. Returns the mark, or None at the end. tell: gets the text before it, as
-    it comes. What was read is forgotten, also what was read before."""
-    source.forget()
+    it comes. forgets: what was read is forgotten, also what was read before."""
+    if forgets:
+        source.forget()
     while (yield from source.more()):
         end, mark = marks.find(source.text, source.at, source.over)
         before, source.at = source.text[source.at : end], end + len(mark or "")
-        source.forget()
+        if forgets:
+            source.forget()
         tell(before)
         if mark is not None:
             return mark
@@ -269,19 +279,34 @@ class PartSink:
             self._parts.append((kind, [text]))
 
 
-THINK, THINK_END = "<think>", "</think>"
-_NOTHING, _THINK_END = Marks(), Marks(THINK_END)
+_NOTHING = Marks()
 ToolReader: TypeAlias = Callable[[GrowingText, PartSink], Reading[None]]
 """Reads content and calls, to the end of the answer."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Thoughts:
+    """How a model writes what it thinks before it answers."""
+
+    names: tuple[ReasoningParserName, ...]
+    """What flags call it."""
+    found_by: str
+    """A regular expression that is found in the chat templates of models that think so."""
+    begin: str
+    end: str
+    then: str = ""
+    """What follows before calls; empty: up to two new lines."""
+    always: bool = False
+    """Whether answers begin within thoughts, whatever the prompt ends with."""
+
+
 class AnswerParser:
-    """The parser of one answer. thinks: it may begin with thoughts. opened: the prompt opened them already. read_tools: None when
+    """The parser of one answer. thoughts: it may begin with them. opened: the prompt opened them already. read_tools: None when
     calls are content."""
 
-    def __init__(self, *, thinks: bool, opened: bool, read_tools: ToolReader | None) -> None:
+    def __init__(self, *, thoughts: Thoughts | None, opened: bool, read_tools: ToolReader | None) -> None:
         self._source, self._sink = GrowingText(), PartSink()
-        self._thinks, self._opened, self._read_tools = thinks, opened, read_tools
+        self._thoughts, self._opened, self._read_tools = thoughts, opened, read_tools
         self._reading = self._read()
         self._at_content = False
 
@@ -304,33 +329,33 @@ class AnswerParser:
         return self._sink.take()
 
     def _read(self) -> Reading[None]:
-        if self._thinks:
-            yield from _read_thoughts(self._source, self._sink, self._opened)
+        if self._thoughts is not None:
+            yield from _read_thoughts(self._source, self._sink, self._thoughts, self._opened)
         if self._read_tools is not None:
             yield from self._read_tools(self._source, self._sink)
         self._at_content = True
         yield from read_until(self._source, self._sink.content, _NOTHING)
 
 
-def _read_thoughts(source: GrowingText, sink: PartSink, opened: bool) -> Reading[None]:
+def _read_thoughts(source: GrowingText, sink: PartSink, thoughts: Thoughts, opened: bool) -> Reading[None]:
     yield from source.skip_space()
-    if not (yield from source.next_is(THINK)) and not opened:
+    if not (yield from source.next_is(thoughts.begin)) and not opened:
         source.unread()
         return
     source.forget()
     sink.mark()
-    if (yield from read_until(source, sink.reasoning, _THINK_END)):
+    if (yield from read_until(source, sink.reasoning, Marks(thoughts.end))):
         sink.mark()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class AnswerReading:
     """How the answers to a request are read."""
 
     new_parser: Callable[[], AnswerParser] | None = None
     """Makes the parser of a choice; None: all text is content."""
-    new_id: Callable[[], str] = str
-    """Makes the id of a call."""
+    new_id: Callable[[str, int], str] = "{}:{}".format
+    """Makes the id of a call, from its name and how many came before it in its choice."""
 
     def whole(self, text: str) -> ParsedAnswer:
         """The parts of a whole answer."""

@@ -1,0 +1,360 @@
+"""Responses that are stored: how a conversation goes on from one, and how one is computed without its client.
+
+Owns what is kept of a response (its body, the items of its conversation, and the events of a stream in the background), and the
+work on those in the background. Does not know how an answer is written, nor where it is stored.
+
+    POST, store        the answer is stored when it has ended, before its client has the last of it; a client that leaves ends it
+    POST, background   stored at once as `queued`; its work has taken over what its request had taken of the router
+    GET, stream        events come out of the store, so any router of the host has them, and again after a broken connection
+"""
+
+import asyncio
+import logging
+import secrets
+import time
+from collections.abc import AsyncIterator, Iterable
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from typing import Any, Literal
+
+import msgspec
+from msgspec.structs import replace as replace_fields
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+from starlette.types import Message
+
+from common.errors import BadRequest, Conflict, DeadlinePassed, NotFound, TandemError
+from router.api.admission import Visit, visit_of
+from router.api.answers import BEGIN, END, KEEP_ALIVE
+from router.api.bodies import unless_left
+from router.api.description import Described
+from router.api.errors import ErrorBody, ErrorDetail, error_json, shown
+from router.api.files import USUALLY_LISTED, DeletedBody, ListBody, StoreApi, is_ascending, list_body, number_in
+from router.api.responses import Item, MessageItem, ResponseBody, ResponseError, ResponseRequest, ResponseShape, response_request
+from router.api.sending import HEADERS, EventStream, whole_answer
+from router.api.store import Store, StoredObject
+from router.api.threads import SharedThreads
+from router.core import Gateway
+
+RESPONSE = "response"
+ITEMS_PART = -1
+"""The number of the part that holds the items of the conversation. Those of events begin at 0."""
+MOST_EVENTS = 1_000
+"""Read from the store at once."""
+ELSEWHERE_S = 0.5
+"""How often the store is asked about a response that another router computes."""
+CANCEL_S = 30.0
+"""How long a response that was cancelled may take to end."""
+_ID_PREFIXES = {"message": "msg_", "function_call": "fc_", "function_call_output": "fco_", "reasoning": "rs_"}
+_log = logging.getLogger(__name__)
+_encode, _decode = msgspec.json.encode, msgspec.json.decode
+
+
+class _LastEvent(msgspec.Struct):
+    response: msgspec.Raw
+
+
+class _Answered(msgspec.Struct):
+    """What is read of a stored body."""
+
+    background: bool
+    output: list[Item]
+
+
+def kept_items(asked: ResponseRequest) -> list[dict[str, Any]]:
+    """The items of the conversation that a request asks to answer, each with an id."""
+    told = asked.body.input
+    items = [MessageItem(role="user", content=told)] if isinstance(told, str) else told
+    kept: list[dict[str, Any]] = []
+    for item in items:
+        fields = {name: value for name, value in msgspec.to_builtins(item).items() if value is not None}
+        if isinstance(text := fields.get("content"), str):
+            kind = "output_text" if fields["role"] == "assistant" else "input_text"
+            fields["content"] = [{"type": kind, "text": text}]
+        kept.append({"id": _ID_PREFIXES[fields["type"]] + secrets.token_hex(12), "status": "completed"} | fields)
+    return kept
+
+
+def with_status(body: bytes, status: Literal["cancelled", "failed"], message: str = "") -> bytes:
+    """The body of a response that ended otherwise. message: why it failed."""
+    error = {"error": {"code": "server_error", "message": message}} if message else {}
+    return _encode(_decode(body) | {"status": status} | error)
+
+
+class BackgroundResponse:
+    """A response that is computed without its client."""
+
+    def __init__(self, store: Store, shape: ResponseShape) -> None:
+        self._store, self._shape = store, shape
+        self.events = shape.first_events() if shape.request.fields.stream else []
+        """Those that are stored with it."""
+        self._events_written = len(self.events)
+        self.news = asyncio.Event()
+        """Set, and replaced, when there is something new in the store."""
+        self._last = b""
+        """The last event of an answer that ended as it should."""
+        self._failure = b""
+        """The JSON of the error that it ended with."""
+        self._is_refused = self._is_begun = False
+
+    async def run(self, gateway: Gateway, visit: Visit, stored: StoredObject) -> None:
+        """Compute it, and store what comes of it. visit: what its request had taken, which this gives back."""
+        never: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
+
+        async def send(message: Message) -> None:
+            await self._take(message, stored)
+
+        try:
+            await EventStream(gateway, visit.client, self._shape, send, 0)({"type": "http", "path": ""}, lambda: never, send)
+        finally:
+            visit.close()
+        if self._last:
+            body = bytes(_decode(self._last.partition(BEGIN)[2], type=_LastEvent).response)
+            await self._write(stored, [self._last], with_status(body, "cancelled") if self._shape.was_aborted else body, "")
+        else:
+            detail = _decode(self._failure, type=ErrorBody).error
+            error = ResponseError("server_error", detail.message)
+            await self._write(stored, [self._shape.failed_event(error)], _encode(self._shape.body_as("failed", error)), "")
+
+    async def _take(self, message: Message, stored: StoredObject) -> None:
+        """What an HTTP server would send. While this waits for the store, more text is joined."""
+        if message["type"] == "http.response.start":
+            self._is_refused = message["status"] >= 400
+            return
+        body = message.get("body", b"")
+        if self._is_refused:
+            self._failure = body
+        elif not message.get("more_body"):
+            self._last = body
+        else:
+            events = [event + END for event in body.split(END) if event]
+            if events[-1].startswith(BEGIN):  # it has no name: it is an error
+                self._failure = events.pop().removeprefix(BEGIN)
+            begun, self._is_begun = self._is_begun, True
+            if self.events or not begun:
+                await self._write(stored, events, None if begun else _encode(self._shape.body_as("in_progress")))
+
+    async def _write(self, stored: StoredObject, events: list[bytes], body: bytes | None, holder: str | None = None) -> None:
+        numbered = list(enumerate(events, self._events_written)) if self.events else []
+        self._events_written += len(events)
+
+        def write() -> None:
+            self._store.append(stored.number, numbered)
+            if body is not None:
+                self._store.change(stored, body, holder)
+
+        await self._store.do(write)
+        self.news.set()
+        self.news = asyncio.Event()
+
+
+class StoredResponses(StoreApi):
+    """The handlers, and the work in the background. keep_alive_s: see `EventStream`."""
+
+    def __init__(self, gateway: Gateway, model: str, store: Store | None, keep_alive_s: float) -> None:
+        super().__init__(gateway, model, store)
+        self._keep_alive_s = keep_alive_s
+        self._runs: dict[tuple[str, str], BackgroundResponse] = {}
+        """By owner and id."""
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def continued(self, asked: ResponseRequest, visit: Visit) -> ResponseRequest:
+        """The request with the conversation that it goes on from, and with its answer to `store`. Raises BadRequest, NotFound,
+        Conflict."""
+        body = asked.body
+        wanted = next((name for name in ("previous_response_id", "background", "store") if getattr(body, name)), None)
+        if self._store is None and wanted is not None:
+            fix = "leave it out, or start the router with --store PATH"
+            raise BadRequest(f"{wanted}: this router stores no responses: {fix}", wanted, "unsupported_parameter")
+        body = replace_fields(
+            body, store=self._store is not None and not visit.is_from_batch if body.store is None else body.store
+        )
+        if body.background and not body.store:
+            raise BadRequest("background needs store: leave out store=false, or background", "background")
+        if body.previous_response_id:
+            earlier = await self._conversation(visit, body.previous_response_id)
+            own = [MessageItem(role="user", content=body.input)] if isinstance(body.input, str) else body.input
+            return response_request(replace_fields(body, input=[*earlier, *own]))
+        return replace(asked, body=body)
+
+    async def _conversation(self, visit: Visit, name: str) -> list[Item]:
+        """The items of a stored response, and of its answer. Raises NotFound, Conflict, StoreFailed."""
+
+        def read() -> tuple[StoredObject | None, bytes]:
+            found = self.store.find(visit.owner, RESPONSE, name)
+            return found, b"" if found is None else self.store.parts(found.number, ITEMS_PART - 1, 1)[0][1]
+
+        found, items = await self.store.do(read, visit.owner)
+        field = "previous_response_id"
+        if found is None:
+            raise NotFound(f"{field}: no response {shown(name)!r} is stored for your key", field, "previous_response_not_found")
+        if found.holder:
+            raise Conflict(f"{field}: {shown(name)!r} has not ended: wait for its end", field)
+        return [*_decode(items, type=list[Item]), *_decode(found.body, type=_Answered).output]
+
+    async def answer(self, request: Request, shape: ResponseShape, writers: SharedThreads) -> Response:
+        """Send an answer that is stored. writers: see `whole_answer`."""
+        visit, fields = visit_of(request), shape.request.body
+        if fields.background:
+            return await self._begin(visit, shape)
+        if fields.stream:
+
+            async def send(message: Message) -> None:
+                last = b"" if message.get("more_body") else message["body"]
+                try:
+                    if last:
+                        await self._keep(visit, shape, bytes(_decode(last.partition(BEGIN)[2], type=_LastEvent).response))
+                except TandemError as error:  # its client must not take it for stored
+                    message = {**message, "body": BEGIN + error_json(ErrorDetail(str(error), error.kind)) + END}
+                await visit.send(message)
+
+            return EventStream(self._gateway, visit.client, shape, send, self._keep_alive_s)
+        response = await unless_left(request, whole_answer(visit.client, shape, writers))
+        if response.status_code < 400:
+            await self._keep(visit, shape, bytes(response.body))
+        return response
+
+    async def _keep(
+        self, visit: Visit, shape: ResponseShape, body: bytes, events: Iterable[bytes] = (), holder: str = ""
+    ) -> StoredObject:
+        parts = [(ITEMS_PART, _encode(kept_items(shape.request))), *enumerate(events)]
+        add = partial(self.store.add, visit.owner, RESPONSE, shape.id, body, parts, holder=holder)
+        return await self.store.do(add, visit.owner)
+
+    # --- in the background -----------------------------------------------------------------------------------------------
+
+    async def _begin(self, visit: Visit, shape: ResponseShape) -> Response:
+        """Have an answer computed without its client."""
+        name, body = (visit.owner, shape.id), _encode(shape.body_as("queued"))
+        if name in self._runs:
+            raise Conflict(f"{shape.id} is being computed: send the request with another X-Request-Id")
+        run = self._runs[name] = BackgroundResponse(self.store, shape)
+        try:
+            stored = await self._keep(visit, shape, body, run.events, self.store.life)
+        except BaseException:
+            del self._runs[name]
+            raise
+        task = asyncio.create_task(self._work(run, visit.hand_over(), stored))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        if shape.request.fields.stream:
+            return self._stream(stored, -1)
+        return Response(body, media_type="application/json")
+
+    async def _work(self, run: BackgroundResponse, visit: Visit, stored: StoredObject) -> None:
+        try:
+            await run.run(self._gateway, visit, stored)
+        except TandemError as error:
+            _log.error("the answer of %s could not be stored: %s", stored.id, error)
+        finally:
+            del self._runs[stored.owner, stored.id]
+            run.news.set()
+
+    async def beat(self) -> None:
+        """Heed cancels from everywhere, and fail what nobody computes any more."""
+        for stored in await self.store.do(partial(self.store.work, RESPONSE)):
+            run = self._runs.get((stored.owner, stored.id))
+            if run is None:
+                body = with_status(stored.body, "failed", "the router stopped while it computed this response: send it again")
+                await self.store.do(partial(self.store.change, stored, body, ""))
+            elif stored.is_cancelled:
+                self._gateway.abort(stored.owner, stored.id)
+
+    async def close(self, within_s: float) -> None:
+        """Wait for the ends of what has been told to end."""
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=within_s)
+        for task in self._tasks:
+            task.cancel()
+
+    def _stream(self, stored: StoredObject, after: int) -> Response:
+        headers = {name.decode(): value.decode() for name, value in HEADERS}
+        return StreamingResponse(self._events(stored, after), headers=headers)
+
+    async def _events(self, stored: StoredObject, after: int) -> AsyncIterator[bytes]:
+        """The events behind the one of this number, up to the last one of the answer."""
+        told_s = time.monotonic()
+        while True:
+            news = self._news(stored)
+            parts, is_open = await self.store.do(partial(self._since, stored.number, after))
+            if parts:
+                after = parts[-1][0]
+                yield b"".join(event for _, event in parts)
+                told_s = time.monotonic()
+            elif not is_open:
+                return
+            else:
+                await _heard(news)
+            if self._keep_alive_s and time.monotonic() - told_s >= self._keep_alive_s:
+                yield KEEP_ALIVE
+                told_s = time.monotonic()
+
+    def _since(self, number: int, after: int) -> tuple[list[tuple[int, bytes]], bool]:
+        return self.store.parts(number, after, MOST_EVENTS), bool(self.store.now(number).holder)
+
+    def _news(self, stored: StoredObject) -> asyncio.Event:
+        """Set when there is something new; never if another router computes it."""
+        run = self._runs.get((stored.owner, stored.id))
+        return asyncio.Event() if run is None else run.news
+
+    # --- endpoints -------------------------------------------------------------------------------------------------------
+
+    @Described("GET /v1/responses/{id}", "OpenAI", "A stored response", answer_type=ResponseBody, refusals=(404,))
+    async def read(self, request: Request, id: str, stream: str = "", starting_after: str = "") -> Response:
+        """Send a response of your key as it is now. stream=true, if it was made with `background` and `stream`: its events, all
+        or those behind the number `starting_after`, and those that are still to come."""
+        if stream not in ("", "true", "false"):
+            raise BadRequest(f"stream must be true or false, is {shown(stream)!r}", field="stream")
+        if starting_after and stream != "true":
+            raise BadRequest("starting_after is for streams only: send stream=true with it", field="starting_after")
+        after = number_in(starting_after, "starting_after", ITEMS_PART, 0, 2**30)
+        stored = await self.find(request, RESPONSE, id)
+        if stream != "true":
+            return Response(stored.body, media_type="application/json")
+        if not await self.call(request, partial(self.store.parts, stored.number, ITEMS_PART, 1)):
+            raise BadRequest(f"{shown(id)} has no events: it was not made with background and stream", field="stream")
+        return self._stream(stored, after)
+
+    @Described("DELETE /v1/responses/{id}", "OpenAI", "Delete a stored response", refusals=(404, 409))
+    async def delete(self, request: Request, id: str) -> DeletedBody:
+        """Forget a response. What later responses have of its conversation stays with them."""
+        stored = await self.find(request, RESPONSE, id)
+        if not await self.call(request, partial(self.store.remove, stored.number)):
+            raise Conflict(f"{shown(id)} is being computed: cancel it first, or wait for its end")
+        return DeletedBody(id, RESPONSE)
+
+    @Described("POST /v1/responses/{id}/cancel", "OpenAI", "Cancel a response", answer_type=ResponseBody, refusals=(400, 404))
+    async def cancel(self, request: Request, id: str) -> Response:
+        """End a response in the background. It keeps the text that it has got. One that has ended stays as it is."""
+        stored = await self.find(request, RESPONSE, id)
+        if not _decode(stored.body, type=_Answered).background:
+            raise BadRequest(f"{shown(id)} was not made with background: end such a one by closing its connection")
+        try:
+            async with asyncio.timeout(CANCEL_S):
+                while stored.holder:
+                    news = self._news(stored)
+                    await self.call(request, partial(self.store.cancel, stored.number))
+                    await self.beat()
+                    await _heard(news)
+                    stored = await self.call(request, partial(self.store.now, stored.number))
+        except TimeoutError as error:
+            raise DeadlinePassed(f"{shown(id)} has not ended within {CANCEL_S:g} s: ask for it again") from error
+        return Response(stored.body, media_type="application/json")
+
+    @Described("GET /v1/responses/{id}/input_items", "OpenAI", "The conversation of a response", refusals=(404,))
+    async def input_items(self, request: Request, id: str, limit: str = "", order: str = "", after: str = "") -> ListBody:
+        """List the items that a response answers, those of earlier responses included, the latest first."""
+        most, step = number_in(limit, "limit", USUALLY_LISTED, 1, 100), 1 if is_ascending(order) else -1
+        stored = await self.find(request, RESPONSE, id)
+        ((_, packed),) = await self.call(request, partial(self.store.parts, stored.number, ITEMS_PART - 1, 1))
+        items = _decode(packed)[::step]
+        ids = [item["id"] for item in items]
+        if after and after not in ids:
+            raise BadRequest(f"after: {shown(after)!r} is not among the items", field="after")
+        return list_body(items[ids.index(after) + 1 if after else 0 :], most)
+
+
+async def _heard(news: asyncio.Event) -> None:
+    with suppress(TimeoutError):
+        await asyncio.wait_for(news.wait(), ELSEWHERE_S)

@@ -1,0 +1,91 @@
+"""`launch batch` against real fleets: one that runs and loses its router in the middle, and one that is started for the batch."""
+
+import json
+import os
+import signal
+import sqlite3
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from tests.rig.pages import RunningFleet, running_fleet, until
+
+LINES = 60
+FLEET = ("--dtype", "float32", "--grammar", "off", "--batch-requests", "4")
+
+
+def asked(folder: Path, max_tokens: int) -> Path:
+    """A file of requests."""
+    file = folder / "asked.jsonl"
+    body = {"model": "demo", "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
+    rows = [
+        {
+            "custom_id": f"line-{n}",
+            "method": "POST",
+            "url": "/v1/completions",
+            "body": body | {"prompt": f"Count from {n} to 90."},
+        }
+        for n in range(LINES)
+    ]
+    file.write_text("\n".join(map(json.dumps, rows)))
+    return file
+
+
+def launch_batch(file: Path, *flags: str) -> "subprocess.Popen[str]":
+    command = [sys.executable, "-P", "-m", "launch.main", "batch", "-i", str(file), "-o", str(file.with_suffix(".out")), *flags]
+    environment = {**os.environ, "PYTHONPATH": os.getcwd()}
+    return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
+
+
+def answers(file: Path) -> dict[str, str]:
+    rows: list[Any] = [json.loads(line) for line in file.with_suffix(".out").read_text().splitlines()]
+    assert len(rows) == len({row["custom_id"] for row in rows})
+    return {row["custom_id"]: row["response"]["body"]["choices"][0]["text"] for row in rows}
+
+
+def completed(store: Path) -> int:
+    """How many lines have brought something, as the file itself says."""
+    connection = sqlite3.connect(store)
+    (count,) = connection.execute("SELECT count(*) FROM parts WHERE object > 1").fetchone()
+    connection.close()
+    return int(count)
+
+
+@pytest.mark.parametrize("routers", ["1", "2"])
+def test_a_batch_outlives_a_kill_of_its_routers_and_background_responses_say_that_they_failed(
+    tmp_path: Path, routers: str
+) -> None:
+    store, file = tmp_path / "store", asked(tmp_path, 80)
+    with running_fleet(*FLEET, "--store", str(store), "--routers", routers) as fleet:
+        batch = launch_batch(file, "--base-url", fleet.url)
+        until(lambda: store.exists() and completed(store) >= 5, "some lines have their answers")
+        client = openai.OpenAI(base_url=f"{fleet.url}/v1", api_key="none", max_retries=3)
+        response = client.responses.create(model="demo", input="Count from 1 to 90.", max_output_tokens=400, background=True)
+        assert completed(store) < LINES
+        for pid in fleet.running("router"):
+            os.kill(pid, signal.SIGKILL)
+        _, told = batch.communicate(timeout=240)
+        assert batch.returncode == 0, told
+        assert client.responses.retrieve(response.id).status == "failed"
+        expected = {f"line-{n}": _text(fleet, n) for n in (0, LINES // 2, LINES - 1)}
+    got = answers(file)
+    assert len(got) == LINES and expected.items() <= got.items()
+
+
+def _text(fleet: RunningFleet, number: int) -> str:
+    return str(fleet.complete(f"Count from {number} to 90.", 80, ignore_eos=True)["choices"][0]["text"])
+
+
+def test_a_batch_without_a_fleet_starts_one(tmp_path: Path) -> None:
+    file = asked(tmp_path, 4)
+    with file.open("a") as more:
+        more.write('\n{"custom_id": "wrong", "method": "POST", "url": "/v1/completions", "body": {"max_tokens": "x"}}')
+    batch = launch_batch(file, "--fleet", "--prefill 0 --decode 1 --dtype float32")
+    _, told = batch.communicate(timeout=240)
+    assert batch.returncode == 1 and f"completed: {LINES} answered, 1 failed, of {LINES + 1}" in told
+    rows = [json.loads(line) for line in file.with_suffix(".out").read_text().splitlines()]
+    assert len(rows) == LINES + 1 and rows[-1]["response"]["status_code"] == 400

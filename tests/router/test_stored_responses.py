@@ -1,0 +1,274 @@
+"""Responses that are stored, through the `openai` client. The fleet echoes: an answer is its prompt again, from the beginning."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from common.access import OPEN, Access, KeyRing
+from common.config import RouterConfig
+from common.errors import ConfigError
+from common.ids import InstanceId
+from common.messages import Cancel
+from router.api.store import Store
+from tests.router.calls import sent_to_fleet, until
+from tests.router.fakes import MODEL, EchoFleet, Site, listening
+
+pytestmark = pytest.mark.anyio
+KEYS = {"alice": "alice-0123456789abcdef", "bob": "bob-0123456789abcdef"}
+ASK: Any = {"model": MODEL, "max_output_tokens": 5}
+
+
+def config(folder: Path, **fields: Any) -> RouterConfig:
+    return replace(RouterConfig(store=str(folder / "store"), dead_after_s=60.0), **fields)
+
+
+def keyed() -> Access:
+    return Access(KeyRing({key: name for name, key in KEYS.items()}))
+
+
+@asynccontextmanager
+async def storing(
+    folder: Path, fleet: EchoFleet | None = None, life: str = "router-a", access: Access = OPEN, **fields: Any
+) -> AsyncIterator[tuple[Site, Callable[..., openai.AsyncOpenAI]]]:
+    """A router with a store, and what makes a client of it with the key of this name."""
+    async with AsyncExitStack() as stack:
+        site = await stack.enter_async_context(Site(fleet, config(folder, **fields), access=access, life=InstanceId(life)))
+        port = await stack.enter_async_context(listening(site))
+
+        def client(name: str = "alice") -> openai.AsyncOpenAI:
+            url = f"http://127.0.0.1:{port}/v1"
+            made = openai.AsyncOpenAI(base_url=url, api_key=KEYS[name], max_retries=0, timeout=20)
+            stack.push_async_callback(made.close)
+            return made
+
+        yield site, client
+
+
+async def ended(client: openai.AsyncOpenAI, name: str) -> Any:
+    async with asyncio.timeout(20):
+        while (response := await client.responses.retrieve(name)).status in ("queued", "in_progress"):
+            await asyncio.sleep(0.01)
+    return response
+
+
+async def test_a_conversation_goes_on_from_stored_answers_as_if_it_were_sent_whole(tmp_path: Path) -> None:
+    async with storing(tmp_path) as (site, client_of):
+        client = client_of()
+        first = await client.responses.create(input="hello", instructions="be brief. ", **ASK)
+        own: Any = [{"role": "user", "content": [{"type": "input_text", "text": "and?"}]}]
+        second = await client.responses.create(input=own, previous_response_id=first.id, **ASK)
+        stream = await client.responses.create(input="so?", previous_response_id=second.id, stream=True, **ASK)
+        third = [event async for event in stream][-1].response
+        talk: Any = [
+            {"role": "user", "content": "hello"},
+            *first.output,
+            *own,
+            *second.output,
+            {"role": "user", "content": "so?"},
+        ]
+        await client.responses.create(input=talk, store=False, **ASK)
+        prompts = [message.prompt for message in sent_to_fleet(site) if message.decodes]
+        assert prompts[2] == prompts[3], "instructions are those of one request"
+        for response in (first, second, third):
+            assert (await client.responses.retrieve(response.id)).model_dump() == response.model_dump()
+        items = [item async for item in client.responses.input_items.list(third.id, order="asc", limit=2)]
+        told = ["".join(part.text for part in item.content) for item in items]  # type: ignore[union-attr]
+        assert told == ["hello", first.output_text, "and?", second.output_text, "so?"]
+        latest = await client.responses.input_items.list(third.id, limit=1)
+        assert [item.id for item in latest.data] == [items[-1].id] and latest.has_more
+        await client.responses.delete(second.id)
+        with pytest.raises(openai.NotFoundError):
+            await client.responses.retrieve(second.id)
+        with pytest.raises(openai.NotFoundError, match="previous_response_id"):
+            await client.responses.create(input="and?", previous_response_id=second.id, **ASK)
+        fourth = await client.responses.create(input="go on", previous_response_id=third.id, **ASK)
+        assert len((await client.responses.input_items.list(fourth.id)).data) == 7, "a deleted one stays in what came after it"
+
+
+async def test_without_a_store_what_needs_one_is_refused_with_the_flag(site: Site) -> None:
+    async with site.client() as client:
+        for fields in ({"store": True}, {"background": True}, {"previous_response_id": "resp_1"}):
+            (name,) = fields
+            response = await client.post("/v1/responses", json={"input": "hello", **ASK, **fields})
+            assert response.status_code == 400 and response.json()["error"]["param"] == name
+            assert "--store" in response.json()["error"]["message"]
+        plain = await client.post("/v1/responses", json={"input": "hello", **ASK})
+        assert plain.json()["store"] is False
+        for path in ("/v1/responses/resp_1", "/v1/files", "/v1/batches"):
+            assert "--store" in (await client.get(path)).text
+
+
+async def test_an_answer_in_the_background_is_the_one_that_its_client_would_have_waited_for(tmp_path: Path) -> None:
+    async with storing(tmp_path) as (site, client_of):
+        client = client_of()
+        waited = await client.responses.create(input="hello", **ASK)
+        made = await client.responses.create(input="hello", background=True, **ASK)
+        assert (made.status, made.output, made.background) == ("queued", [], True)
+        polled = await ended(client, made.id)
+        assert (polled.output_text, polled.usage, polled.status) == (waited.output_text, waited.usage, waited.status)
+        assert (await client.responses.cancel(made.id)).status == "incomplete", "one that has ended stays as it is"
+        with pytest.raises(openai.BadRequestError, match="closing its connection"):
+            await client.responses.cancel(waited.id)
+        with pytest.raises(openai.BadRequestError, match="needs store"):
+            await client.responses.create(input="hello", background=True, store=False, **ASK)
+        await until(lambda: not len(site.core.requests.places) and not len(site.api.admission.places))
+
+
+async def test_a_stream_in_the_background_goes_on_where_its_client_was_cut_off(tmp_path: Path) -> None:
+    async with storing(tmp_path) as (_, client_of):
+        client = client_of()
+        stream = await client.responses.create(input="hello", background=True, stream=True, **ASK)
+        seen = [await anext(stream) for _ in range(4)]
+        await stream.close()
+        name = seen[0].response.id
+        await ended(client, name)
+        whole = [event async for event in await client.responses.retrieve(name, stream=True)]
+        rest = [event async for event in await client.responses.retrieve(name, stream=True, starting_after=3)]
+        assert [event.sequence_number for event in whole] == list(range(len(whole)))
+        assert [event.type for event in whole[:3]] == ["response.created", "response.queued", "response.in_progress"]
+        assert whole == [*seen, *rest]
+        stored = await client.responses.retrieve(name)
+        assert whole[-1].response.model_dump() == stored.model_dump()  # type: ignore[union-attr]
+        plain = await client.responses.create(input="hello", background=True, **ASK)
+        with pytest.raises(openai.BadRequestError, match="no events"):
+            await client.responses.retrieve(plain.id, stream=True)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("by", ["itself", "another router"])
+async def test_a_cancelled_response_keeps_its_text_and_the_fleet_hears_of_it(tmp_path: Path, by: str, stream: bool) -> None:
+    async with (
+        storing(tmp_path, EchoFleet(stall_at=3)) as (site, client_of),
+        storing(tmp_path, life="router-b") as (_, other),
+    ):
+        client = client_of()
+        made: Any = await client.responses.create(input="hello", background=True, stream=stream, **ASK)
+        name = (await anext(made)).response.id if stream else made.id
+        await until(lambda: any(len(record.token_ids) == 3 for record in site.core.requests.records()))
+        assert (await other().responses.retrieve(name)).status == "in_progress"
+        with pytest.raises(openai.ConflictError, match="cancel it first"):
+            await client.responses.delete(name)
+        cancelled = await (client if by == "itself" else other()).responses.cancel(name)
+        assert (cancelled.status, cancelled.output_text) == ("cancelled", "hel")
+        assert any(isinstance(message, Cancel) for _, message in site.fleet.sent)
+        events = [event async for event in await other().responses.retrieve(name, stream=True)] if stream else []
+        assert "".join(event.delta for event in events if event.type == "response.output_text.delta") == "hel" * stream
+        await until(lambda: not site.core.requests.clients)
+
+
+async def test_another_router_of_the_host_streams_what_this_one_computes(tmp_path: Path) -> None:
+    async with storing(tmp_path) as (_, client_of), storing(tmp_path, life="router-b") as (_, other):
+        stream = await client_of().responses.create(input="hello", background=True, stream=True, **ASK)
+        first = await anext(stream)
+        elsewhere = [event async for event in await other().responses.retrieve(first.response.id, stream=True)]
+        assert elsewhere == [first, *[event async for event in stream]]
+
+
+async def test_a_failure_in_the_background_is_told_by_the_response_and_by_its_last_event(tmp_path: Path) -> None:
+    async with storing(tmp_path, EchoFleet(fail_at=2)) as (_, client_of):
+        client = client_of()
+        stream = await client.responses.create(input="hello", background=True, stream=True, **ASK)
+        last = [event async for event in stream][-1]
+        assert last.type == "response.failed" and "he".startswith(last.response.output_text)
+        stored = await client.responses.retrieve(last.response.id)
+        assert stored.status == "failed" and stored.error is not None and stored.error.message == "the step failed"
+        again = await client.responses.create(input="hello", background=True, **ASK)
+        assert (await ended(client, again.id)).model_dump(include={"status", "error"}) == stored.model_dump(
+            include={"status", "error"}
+        )
+
+
+async def test_what_was_computed_when_the_router_died_has_failed_when_another_life_begins(tmp_path: Path) -> None:
+    async with storing(tmp_path, EchoFleet(stall_at=3)) as (site, client_of):
+        made = await client_of().responses.create(input="hello", background=True, **ASK)
+        await until(lambda: any(len(record.token_ids) == 3 for record in site.core.requests.records()))
+        await asyncio.sleep(0.1)
+    async with storing(tmp_path, life="router-b") as (_, client_of):
+        found = await ended(client_of(), made.id)
+        assert found.status == "failed" and "stopped" in found.error.message
+
+
+async def test_a_client_that_leaves_ends_its_answer_but_not_one_in_the_background(tmp_path: Path) -> None:
+    body = {"model": MODEL, "input": "hello", "max_output_tokens": 5, "store": True}
+    async with Site(EchoFleet(stall_at=3), config(tmp_path)) as site, listening(site) as port:
+        for fields, left in (({}, 0), ({"stream": True}, 0), ({"background": True, "stream": True}, 1)):
+            async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as client:
+                asking = asyncio.create_task(
+                    client.post("/v1/responses", json=body | fields, headers={"x-request-id": f"r{left}"})
+                )
+                await until(lambda: any(len(record.token_ids) == 3 for record in site.core.requests.records()))
+                asking.cancel()
+            await until(partial(_has_open, site, left))
+            await asyncio.sleep(0.05)
+            assert len(site.core.requests) == left
+        async with site.client() as client:
+            assert (await client.get("/v1/responses/resp_r0")).status_code == 404
+            assert (await client.get("/v1/responses/resp_r1")).json()["status"] == "in_progress"
+
+
+def _has_open(site: Site, count: int) -> bool:
+    return len(site.core.requests) == count
+
+
+async def test_a_response_is_for_the_key_that_made_it(tmp_path: Path) -> None:
+    async with storing(tmp_path, access=keyed()) as (_, client_of):
+        alice, bob = client_of("alice"), client_of("bob")
+        made = await alice.responses.create(input="hello", background=True, **ASK)
+        await ended(alice, made.id)
+        asks = (
+            bob.responses.retrieve(made.id),
+            bob.responses.cancel(made.id),
+            bob.responses.delete(made.id),
+            bob.responses.input_items.list(made.id),
+            bob.responses.create(input="and?", previous_response_id=made.id, **ASK),
+        )
+        for ask in asks:
+            with pytest.raises(openai.NotFoundError):
+                await ask
+        named = {"x-request-id": made.id.removeprefix("resp_")}
+        assert (await bob.responses.create(input="other", extra_headers=named, **ASK)).id == made.id, "each key has its own names"
+        assert (await alice.responses.retrieve(made.id)).output_text == "hello"
+        with pytest.raises(openai.ConflictError, match="X-Request-Id"):
+            await alice.responses.create(input="hello", extra_headers=named, **ASK)
+
+
+async def test_a_full_store_forgets_the_oldest_of_the_key_that_has_most_and_never_what_is_computed(tmp_path: Path) -> None:
+    async with storing(tmp_path, access=keyed(), store_bytes="20KB") as (_, client_of):
+        alice, bob = client_of("alice"), client_of("bob")
+        of_bob = await bob.responses.create(input="hello", **ASK)
+        of_alice = [await alice.responses.create(input="hello", **ASK) for _ in range(30)]
+        assert await bob.responses.retrieve(of_bob.id) and await alice.responses.retrieve(of_alice[-1].id)
+        with pytest.raises(openai.NotFoundError):
+            await alice.responses.retrieve(of_alice[0].id)
+    async with storing(tmp_path, EchoFleet(stall_at=3), store_bytes="4KB") as (_, client_of):
+        made = await client_of().responses.create(input="hello", background=True, **ASK)
+        with pytest.raises(openai.InternalServerError, match="--store-bytes"):
+            for _ in range(5):
+                await client_of().responses.create(input="hello", background=True, **ASK)
+        assert (await client_of().responses.retrieve(made.id)).status == "in_progress"
+
+
+async def test_what_is_too_old_goes(tmp_path: Path) -> None:
+    async with storing(tmp_path, store_age_s=0.5) as (_, client_of):
+        made = await client_of().responses.create(input="hello", **ASK)
+        with pytest.raises(openai.NotFoundError):
+            async with asyncio.timeout(20):
+                while await client_of().responses.retrieve(made.id):
+                    await asyncio.sleep(0.1)
+
+
+def test_a_file_that_is_no_store_is_refused_by_the_flag(tmp_path: Path) -> None:
+    (tmp_path / "text").write_text("no database" * 100)
+    for path in (tmp_path / "text", tmp_path / "nowhere" / "store", tmp_path):
+        with pytest.raises(ConfigError, match="--store"):
+            Store(str(path), 1000, 10, "router-a")
+    with pytest.raises(ConfigError, match="without --store"):
+        RouterConfig(batch_requests=4)
