@@ -310,7 +310,7 @@ class InstanceWorker:
             else:
                 role.begin(router, order, now)
                 self._act(self.scheduler.handle(LeaveRole(HAND_OFF_S[role.me.role]), now))
-        self._memberships.hurry(now)
+            self._memberships.hurry(now)  # not for an order that comes again: it comes with each heartbeat
 
     def _why_not_another_role(self) -> str | None:
         """None: nothing keeps it in its role now."""

@@ -57,10 +57,11 @@ class Admission:
 class Visit:
     """One HTTP request, and all that it has taken. `close` gives back what is left of that."""
 
-    __slots__ = ("_admission", "_client", "_has_place", "_is_large", "id", "is_from_batch", "owner", "send")
+    __slots__ = ("_admission", "_body", "_client", "_has_place", "_is_large", "id", "is_from_batch", "owner", "send")
 
     def __init__(self, admission: Admission, send: Send) -> None:
         self._admission = admission
+        self._body: bytes | None = None
         self._has_place = self._is_large = False
         self.id = secrets.token_hex(12)
         self.owner = ""
@@ -103,12 +104,17 @@ class Visit:
         self._client = client
         return client
 
+    async def peek(self, request: Request) -> bytes:
+        """The body, which `read` reads. Raises BadRequest, Overloaded, ClientDisconnect."""
+        if self._body is None:
+            self._admission.places.require(self.owner)
+            self._body = await body_of(request, self._admission.max_body_bytes)
+        return self._body
+
     async def read(self, request: Request, reader: Callable[[bytes, int], T]) -> T:
         """What the body asks for. Raises BadRequest, Overloaded, ClientDisconnect."""
-        places = self._admission.places
-        places.require(self.owner)
-        body = await body_of(request, self._admission.max_body_bytes)
-        places.take(self.owner)
+        body, self._body = await self.peek(request), None
+        self._admission.places.take(self.owner)
         self._has_place = True
         return await self.parse(body, reader, request)
 

@@ -174,8 +174,12 @@ def test_an_instance_whose_push_does_not_end_stays_what_it_was_and_serves_on() -
     fleet.turn_until(lambda: any(i.scheduler.report().load.pushes_in_flight for i in fleet.instances.values()), BRING_S)
     name = next(name for name, i in fleet.instances.items() if i.scheduler.report().load.pushes_in_flight)
     before = fleet.instances[name].info.incarnation
-    answers = told(fleet, name, "decode")
+    answers, began_s = told(fleet, name, "decode"), fleet.clock.now
     fleet.turn_until(lambda: bool(answers), BRING_S)
+    orders = sum(kind == "TakeRole" for _, kind, _ in fleet.network.log)
+    assert orders <= 3 + (fleet.clock.now - began_s) / RouterConfig().heartbeat_s, (
+        "it comes with heartbeats, not with answers to it"
+    )
     assert isinstance(answers[0], Conflict) and "stays in the role prefill" in str(answers[0])
     go_on()
     check(fleet, [(client, undisturbed(PROMPT, 9))])
