@@ -167,7 +167,8 @@ def hold(fleet: ToyFleet) -> Callable[[], None]:
     return go_on
 
 
-def test_an_instance_whose_push_does_not_end_stays_what_it_was_and_serves_on() -> None:
+def test_an_instance_whose_push_does_not_end_stays_what_it_was_and_serves_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("common.instance.roles.CHANGE_S", 5.0)  # before the push is given up as stalled
     fleet = ToyFleet(2, 2, config=RouterConfig())
     go_on = hold(fleet)
     client = fleet.submit("r", PROMPT, max_tokens=9)
