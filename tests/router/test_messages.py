@@ -536,7 +536,7 @@ def test_turns_of_one_side_are_one_message(turns: list[tuple[str, str]], expecte
     assert read.fields.continue_final_message == (turns[-1][0] == "assistant") != read.fields.add_generation_prompt
 
 
-QUESTION_AND_ANSWER = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ok"}]
+QUESTION_AND_ANSWER: list[dict[str, Any]] = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ok"}]
 IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": ""}}
 
 
