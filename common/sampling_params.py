@@ -16,6 +16,7 @@ MAX_STOP_TOKENS = MAX_BIASED_TOKENS = 1024
 MAX_BAD_WORDS, MAX_BAD_WORD = 64, 16
 """Sequences, and tokens of each."""
 MAX_LOGPROBS = 20
+MAX_LOGPROB_IDS = 64
 MAX_PROMPT_LOGPROBS = 250_000
 """Most pairs of a token and its log probability that one request gets for its prompt: each token counts 1, and 1 for each
 alternative. They travel in one message, and take at most 6 MiB there, and about 30 MB as objects."""
@@ -50,8 +51,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     sequences that the answer must not contain.
 
     logprobs: report the log probability of each token of the answer, and of so many of the likeliest tokens beside it; None:
-    report nothing. prompt_logprobs: the same for the prompt's tokens from the second one on. Both are of the model's own
-    distribution, before any parameter changes it. grammar: what the answer must match; None: anything.
+    report nothing. logprob_ids: report these tokens in place of the likeliest ones. prompt_logprobs: the same as logprobs for the
+    prompt's tokens from the second one on. All are of the model's own distribution, before any parameter changes it. grammar:
+    what the answer must match; None: anything.
 
     pooling: the answer is not tokens but the prompt's embedding, which comes with its ending (`Finished.embedding`).
     """
@@ -74,6 +76,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     prompt_logprobs: Count | None = None
     grammar: Grammar | None = None
     pooling: Pooling | None = None
+    logprob_ids: tuple[TokenId, ...] = ()
 
     @property
     def changes_logits(self) -> bool:
@@ -131,6 +134,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             ("bad_words", self.grammar is None or not self.bad_words, NOT_WITH_GRAMMAR),
             ("ignore_eos", self.grammar is None or not self.ignore_eos, NOT_WITH_GRAMMAR),
             ("logprobs", 0 <= (self.logprobs or 0) <= MAX_LOGPROBS, f"between 0 and {MAX_LOGPROBS}"),
+            ("logprob_ids", len(set(self.logprob_ids)) == len(self.logprob_ids), "given once for each token"),
+            ("logprob_ids", len(self.logprob_ids) <= MAX_LOGPROB_IDS, f"of at most {MAX_LOGPROB_IDS} tokens"),
             ("prompt_logprobs", 0 <= (self.prompt_logprobs or 0) <= MAX_LOGPROBS, f"between 0 and {MAX_LOGPROBS}"),
         )
         for name, holds, rule in limits:
@@ -142,6 +147,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         named = (
             ("stop_token_ids", self.stop_token_ids),
             ("logit_bias", [token for token, _ in self.logit_bias]),
+            ("logprob_ids", self.logprob_ids),
             ("bad_words", [token for word in self.bad_words for token in word]),
         )
         for name, token_ids in named:

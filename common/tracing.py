@@ -172,6 +172,16 @@ class Tracer:
         self._sends_s = now if len(self.recorder) else min(now + SEND_S, max(now, ends_s))
         return sends
 
+    def finish(self, now: float) -> list[tuple[InstanceId, Spans]]:
+        """All that was not sent yet, and that nothing follows: this life is over."""
+        sends: list[tuple[InstanceId, Spans]] = []
+        for trace in self._traces.values():
+            trace.until_s = now
+        while self._traces:
+            self._sends_s = now
+            sends += self.due(now)
+        return sends
+
     def next_deadline(self) -> float | None:
         """When `due` has something; None while nothing runs."""
         return self._sends_s if self._traces else None

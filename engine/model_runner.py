@@ -25,7 +25,7 @@ from common.executor import Chunk, RowStart, StepPlan, StepResult
 from common.host import mps_is_there, sharers_of_host
 from common.messages import EngineChoices
 from common.model_path import resolve_model_path
-from common.sampling_params import MAX_BAD_WORD, MAX_BAD_WORDS, MAX_BIASED_TOKENS, MAX_LOGPROBS, SamplingParams
+from common.sampling_params import MAX_BAD_WORD, MAX_BAD_WORDS, MAX_BIASED_TOKENS, MAX_LOGPROB_IDS, MAX_LOGPROBS, SamplingParams
 from engine.backends import (
     check_attention,
     check_device,
@@ -104,6 +104,7 @@ _ANY = SamplingParams(
     bad_words=((0,) * MAX_BAD_WORD,) * MAX_BAD_WORDS,
     logprobs=MAX_LOGPROBS,
     prompt_logprobs=MAX_LOGPROBS,
+    logprob_ids=(0,) * MAX_LOGPROB_IDS,
 )
 """With all that a request may ask for, because that takes the most memory."""
 

@@ -49,23 +49,32 @@ class TokenLogprobsOnDevice:
         )
 
 
-def measure_logprobs(logits: Tensor, token_ids: Tensor, most: int) -> Tensor:
+NOT_CHOSEN = -1
+
+
+def measure_logprobs(logits: Tensor, token_ids: Tensor, most: int, chosen: Tensor | None = None) -> Tensor:
     """One token's log probability and rank for each row, and the likeliest tokens: in one tensor, so that they come in one copy.
 
-    logits: [tokens, vocab]. token_ids: [tokens] int64. Returns [tokens, 3 + 2 * most] int32: the token, the bits of its
-    log probability, its rank, the likeliest tokens, and the bits of their log probabilities. A vocabulary of fewer tokens than
-    `most` gives fewer columns.
+    logits: [tokens, vocab]. token_ids: [tokens] int64. chosen: [tokens, most] int64, tokens in place of the likeliest, or
+    NOT_CHOSEN. Returns [tokens, 3 + 2 * most] int32: the token, the bits of its log probability, its rank, the likeliest tokens,
+    and the bits of their log probabilities. A vocabulary of fewer tokens than `most` gives fewer columns.
     """
     most = min(most, logits.shape[1])
-    return torch.cat([_pack(logits[part].float(), token_ids[part, None], most) for part in row_parts(len(logits))])
+    packed: list[Tensor] = []
+    for part in row_parts(len(logits)):
+        in_place = None if chosen is None else chosen[part, :most]
+        packed.append(_pack(logits[part].float(), token_ids[part, None], most, in_place))
+    return torch.cat(packed)
 
 
-def _pack(logits: Tensor, token_ids: Tensor, most: int) -> Tensor:
+def _pack(logits: Tensor, token_ids: Tensor, most: int, chosen: Tensor | None) -> Tensor:
     rank = (logits >= logits.gather(1, token_ids)).sum(dim=-1, keepdim=True, dtype=torch.int32)
     logprobs = logits.log_softmax(dim=-1)
-    best = logprobs.topk(most, dim=-1)
-    own_bits, best_bits = (each.view(torch.int32) for each in (logprobs.gather(1, token_ids), best.values))
-    return torch.cat([token_ids.int(), own_bits, rank, best.indices.int(), best_bits], dim=1)
+    beside = logprobs.topk(most, dim=-1).indices
+    if chosen is not None:
+        beside = torch.where(chosen == NOT_CHOSEN, beside, chosen)
+    own_bits, bits = (logprobs.gather(1, each).view(torch.int32) for each in (token_ids, beside))
+    return torch.cat([token_ids.int(), own_bits, rank, beside.int(), bits], dim=1)
 
 
 class _ReportedTokens(NamedTuple):
@@ -77,7 +86,7 @@ class _ReportedTokens(NamedTuple):
     at: Int64Array
     """Which of the sampled rows they are; for those of prompts, behind which of the step's tokens they come."""
     token_ids: Int64Array
-    """Empty for sampled ones."""
+    """For sampled ones: what `measure_logprobs` calls chosen, row by row; empty where no row has chosen any."""
 
 
 _NOTHING = -1
@@ -96,6 +105,8 @@ class SpecialRows:
     sampled: _ReportedTokens
     sampled_at: Tensor
     """`sampled.at` on the device."""
+    chosen: Tensor
+    """`sampled.token_ids` there."""
     prompt: _ReportedTokens
     prompt_at: Tensor
     prompt_tokens: Tensor
@@ -122,6 +133,8 @@ class Sampler:
         self._has_special = False
         self._top_counts = np.full(rows, _NOTHING, dtype=np.int64)
         """How many of the likeliest tokens a row reports beside its own."""
+        self._chosen: dict[int, tuple[int, ...]] = {}
+        """The tokens that rows report in place of the likeliest."""
         self._prompts: dict[int, tuple[Int32Array, int]] = {}
         """The prompts that rows report on, and how many of the likeliest tokens beside each of theirs."""
         self._staging = Staging(device or torch.device("cpu"))
@@ -134,7 +147,10 @@ class Sampler:
             return
         for start in starts:
             row, sampling = start.row, start.sampling
-            self._top_counts[row] = _NOTHING if sampling.logprobs is None else sampling.logprobs
+            self._top_counts[row] = _NOTHING if sampling.logprobs is None else len(sampling.logprob_ids) or sampling.logprobs
+            self._chosen.pop(row, None)
+            if sampling.logprob_ids:
+                self._chosen[row] = sampling.logprob_ids
             self._prompts.pop(row, None)
             if sampling.prompt_logprobs is not None and start.last_token is None and start.answer_tokens == 0:
                 assert start.token_ids is not None
@@ -156,7 +172,7 @@ class Sampler:
             return None
         prompt = self._reported_of_prompts(plan) if has_prompts else _NO_TOKENS
         reporting = np.flatnonzero(self._top_counts[rows] != _NOTHING)
-        sampled = _ReportedTokens(rows[reporting], self._top_counts[rows[reporting]], reporting, _NONE)
+        sampled = self._reported_of_answers(rows[reporting], reporting)
         concerned = [(each, each.concerns[rows]) for each in self._processors] if self._is_processed[rows].any() else []
         again, drawn = _NONE, rows
         if behind_graph and concerned:
@@ -164,13 +180,25 @@ class Sampler:
             drawn, concerned = rows[again], [(each, which[again]) for each, which in concerned]
         processors = [(each, np.flatnonzero(which)) for each, which in concerned if which.any()]
         places = [(drawn[at], at) for _, at in processors]
-        sent = self._staging.send([again, sampled.at, prompt.at, prompt.token_ids, *(array for pair in places for array in pair)])
-        on_device = zip(sent[4::2], sent[5::2], strict=True)
+        first = [again, sampled.at, sampled.token_ids, prompt.at, prompt.token_ids]
+        sent = self._staging.send([*first, *(array for pair in places for array in pair)])
+        on_device = zip(sent[5::2], sent[6::2], strict=True)
         processed = [
             (each, SampledRows(host_rows, device_rows, host_at, at))
             for (each, _), (host_rows, host_at), (device_rows, at) in zip(processors, places, on_device, strict=True)
         ]
-        return SpecialRows(processed, sent[0], sampled, sent[1], prompt, sent[2], sent[3])
+        return SpecialRows(processed, sent[0], sampled, sent[1], sent[2], prompt, sent[3], sent[4])
+
+    def _reported_of_answers(self, rows: Int64Array, at: Int64Array) -> _ReportedTokens:
+        """at: which of the sampled rows these are."""
+        top_counts, chosen = self._top_counts[rows], _NONE
+        if not self._chosen.keys().isdisjoint(rows.tolist()):
+            table = np.full((len(rows), top_counts.max()), NOT_CHOSEN)
+            for place, row in enumerate(rows.tolist()):
+                of_row = self._chosen.get(row, ())
+                table[place, : len(of_row)] = of_row
+            chosen = table.ravel()
+        return _ReportedTokens(rows, top_counts, at, chosen)
 
     def _reported_of_prompts(self, plan: StepPlan) -> _ReportedTokens:
         """The token behind each token of the chunks, as far as it is one of the prompt."""
@@ -224,7 +252,8 @@ class Sampler:
         reported, at = special.sampled, special.sampled_at
         if len(at) < len(tokens):
             logits, tokens = logits[at], tokens[at]
-        packed = measure_logprobs(logits, tokens, int(reported.top_counts.max()))
+        chosen = special.chosen.view(len(at), -1) if len(special.chosen) else None
+        packed = measure_logprobs(logits, tokens, int(reported.top_counts.max()), chosen)
         return TokenLogprobsOnDevice(reported.rows, reported.top_counts, packed)
 
     def prompt_logprobs(

@@ -10,7 +10,7 @@ import queue
 import re
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
@@ -26,6 +26,7 @@ from common.host import host_memory_now
 from common.ids import Digest, Int32Array
 from common.messages import TokenLogprob
 from common.messages.tasks import ReadAdapter, Task
+from common.messages.text import LEAST_LOGPROB
 from common.messages.weights import WeightsFromGroup, WeightsSource
 from common.model_path import resolve_model_path
 from common.pages.host_memory import digest, host_memory
@@ -63,9 +64,13 @@ class Pace:
 _ZERO = np.zeros(1, dtype="<f4").tobytes()
 
 
-def _certain(tokens: Sequence[tuple[int, int]]) -> Logprobs:
-    """tokens: each with its row before it."""
-    return Logprobs.of([row for row, _ in tokens], [TokenLogprob(token, 0.0, 1) for _, token in tokens])
+def _certain(tokens: Sequence[tuple[int, int]], chosen: Mapping[int, Sequence[int]]) -> Logprobs:
+    """tokens: each with its row before it. chosen: see `SamplingParams.logprob_ids`, by row."""
+    made = [
+        TokenLogprob(token, 0.0, 1, tuple((one, 0.0 if one == token else LEAST_LOGPROB) for one in chosen.get(row, ())))
+        for row, token in tokens
+    ]
+    return Logprobs.of([row for row, _ in tokens], made)
 
 
 @dataclass(slots=True, eq=False)
@@ -147,7 +152,8 @@ class TimedExecutor:
             if chunk.row in asked and asked[chunk.row].prompt_logprobs is not None
             for token in chunk.token_ids[0 if chunk.start else 1 :].tolist()
         ]
-        return _certain(sampled), _certain(prompts)
+        chosen = {row: sampling.logprob_ids for row, sampling in asked.items()}
+        return _certain(sampled, chosen), _certain(prompts, {})
 
     def prepare(self, grammar: Grammar, owner: str = "") -> FutureWork[str]:
         return anything_goes(grammar, "the timed executor")

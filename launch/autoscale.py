@@ -28,7 +28,7 @@ from launch.child import watch
 from launch.fleet_options import ScalingConfig
 from launch.fleet_page import trusting
 from launch.scaling import Division, FleetDemand, ScalingChoice, choose
-from router.scaling import RoleFigures, ScalingDecision
+from router.scaling import REASON_CHARS, RoleFigures, ScalingDecision
 
 ANSWER_S = 30.0
 """How long the router may take for an answer: a change of roles takes about a second."""
@@ -62,7 +62,7 @@ class FleetWindow:
         prefill, decode, seconds = last.prefill, last.decode, last.at_s - first.at_s
         roles = ((first.prefill, prefill), (first.decode, decode))
         asked = [now.totals.requests - then.totals.requests for then, now in roles]
-        requests = asked[0] or asked[1]
+        requests = max(asked)  # decode instances may have got whole ones, of which no prefill instance knows
         if seconds < self._window_s / 2 or requests <= 0:
             return None
         computed = sum(now.totals.prompt_tokens - then.totals.prompt_tokens for then, now in roles)
@@ -113,7 +113,8 @@ class Autoscaler:
             return ScalingChoice("stay", "no decode instance takes requests")
         if demand is None:
             return ScalingChoice("stay", "too few requests have come to tell anything")
-        coming = 0 if kept is None else kept - len(page["instances"])
+        leaving = sum(each["state"] == "draining" for each in page["instances"])  # it may count as kept until it has left
+        coming = 0 if kept is None else kept - len(page["instances"]) or -leaving
         whole = all(each["role"] == "both" for each in page["instances"] if role_of(each) == "decode")
         choice = choose(demand, self._config, Division(prefill.instances, decode.instances, whole), coming)
         return self._held(choice, now)
@@ -262,7 +263,7 @@ class ScalingLoop:
             try:
                 name = self._act(page, choice, name)
             except RequestFailed as error:
-                outcome = str(error)
+                outcome = str(error)[:REASON_CHARS]
             yield ScalingDecision(action=choice.action, reason=choice.reason, instance=name, role=choice.role, outcome=outcome)
 
     def _act(self, page: Mapping[str, Any], choice: ScalingChoice, name: str) -> str:

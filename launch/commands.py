@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
+from common import own_version
 from common.access import read_access, require_guarded
 from common.addresses import bind_address, check_address
 from common.config import AccessConfig, SecurityConfig
@@ -129,13 +130,7 @@ class ShowVersion(argparse.Action):
     """Looks the version up when it is asked for: that takes longer than all other flags."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
-        from importlib.metadata import PackageNotFoundError, version
-
-        try:
-            shown = version("tandem-serve")
-        except PackageNotFoundError:  # a checkout that is not installed
-            shown = "of a checkout that is not installed"
-        print(f"{parser.prog} (tandem-serve) {shown}")
+        print(f"{parser.prog} (tandem-serve) {own_version()}")
         parser.exit()
 
 

@@ -31,6 +31,7 @@ from common.errors import BadRequest, ConfigError, NotFound, TandemError
 from common.ids import InstanceId, Life, Role, ServingRole
 from common.instance.membership import ABANDON_AFTER_S
 from common.instance.ports import Send
+from common.instance.roles import is_of_one_process
 from common.messages import (
     AdaptersHeld,
     CacheChanges,
@@ -401,11 +402,11 @@ class Members:
         member.pace, member.other_pace = self.paces[info.role], self.paces["decode" if info.role == "prefill" else "prefill"]
         former = self.departed.pop(info.id, None)
         self._farewells.clear(info.id)
-        if former is not None and former.member.info.incarnation == info.incarnation:
-            if former.member.told_to_drain:
-                member.drain()
-        elif former is not None and not info.began_before(former.member.info):
-            _remember(self._replaced, former.member.life, None, REPLACED_REMEMBERED)
+        before = None if former is None else former.member
+        if before is not None and before.told_to_drain and is_of_one_process(before.life.incarnation, info.incarnation):
+            member.drain()  # the process may have taken another role before it heard that
+        if before is not None and before.life != member.life and not info.began_before(before.info):
+            _remember(self._replaced, before.life, None, REPLACED_REMEMBERED)
         self._members[info.id] = member
         self._set_pace()
         self.model, self.holds_grammars = info.model, info.holds_grammars

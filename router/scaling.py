@@ -19,6 +19,7 @@ from router.members import RoleTotals
 
 REMEMBERED = 256
 """How many decisions are remembered, the latest."""
+REASON_CHARS = 1000
 ScalingAction = Literal["stay", "flip", "add", "remove"]
 ACTIONS: tuple[ScalingAction, ...] = get_args(ScalingAction)
 
@@ -91,10 +92,10 @@ class ScalingDecision(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """What a planner has decided: the body of POST /cluster/decisions."""
 
     action: Annotated[ScalingAction, Meta(description="What is done; stay: nothing.")]
-    reason: Annotated[str, Meta(min_length=1, max_length=1000, description="Why, in words.")]
+    reason: Annotated[str, Meta(min_length=1, max_length=REASON_CHARS, description="Why, in words.")]
     instance: Annotated[str, Meta(max_length=128, description="Whom it is about; empty: nobody who is there yet.")] = ""
     role: Annotated[ServingRole | None, Meta(description="The role of the instance from now on.")] = None
-    outcome: Annotated[str, Meta(max_length=1000, description="What became of it; empty: it was done.")] = ""
+    outcome: Annotated[str, Meta(max_length=REASON_CHARS, description="What became of it; empty: it was done.")] = ""
     at: Annotated[float, Meta(description="When it was made, as UNIX time.")] = 0.0
 
 

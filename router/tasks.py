@@ -81,7 +81,7 @@ class FleetTasks:
 
     def left(self, member: Member) -> None:
         for number, task in list(self._under_way.items()):
-            if member.life in task.tasks:
+            if member.life in task.tasks.keys() - task.results.keys():
                 self._end(number, Unavailable(f"{member.info.id} has left the fleet meanwhile: try again"))
 
     def tick(self, now: float) -> None:

@@ -18,6 +18,12 @@ from common.ids import Incarnation, InstanceId, Role, ServingRole
 from common.instance.ports import Send
 from common.messages import InstanceInfo, RoleKept, TakeRole
 
+
+def is_of_one_process(one: Incarnation, other: Incarnation) -> bool:
+    """Whether these lives follow each other in one process, by `InstanceRole.become`."""
+    return one.partition(".")[0] == other.partition(".")[0]
+
+
 CHANGE_S = 10.0
 """How long an instance may take to get rid of what it has. Otherwise it stays: a writer is silent, or a push does not end."""
 HAND_OFF_S = {"prefill": 0.3, "decode": 0.0}

@@ -259,6 +259,7 @@ class InstanceWorker:
 
     def leave(self, reason: str = "") -> None:
         """Tell the routers that this incarnation is gone. reason: for people; "" when it was told to leave."""
+        self._act([Send(*each) for each in self._tracer.finish(self._tracer.now)])
         is_quiet = not reason and self.drained and not self.scheduler.report().load.pages_in_use
         self._act([membership.goodbye(reason, is_quiet=is_quiet) for membership in self._memberships])
 
@@ -309,7 +310,7 @@ class InstanceWorker:
             else:
                 role.begin(router, order, now)
                 self._act(self.scheduler.handle(LeaveRole(HAND_OFF_S[role.me.role]), now))
-        self._memberships.hurry(now)
+            self._memberships.hurry(now)  # not for an order that comes again: it comes with each heartbeat
 
     def _why_not_another_role(self) -> str | None:
         """None: nothing keeps it in its role now."""
@@ -317,6 +318,8 @@ class InstanceWorker:
             return "it is leaving the fleet"
         if self._weights.staged_update or self._weights.is_holding:
             return "its weights are being changed, or its steps are held, at this moment"
+        if self._tasks.is_reading_adapter:
+            return "it reads an adapter at this moment"
         if groups := ", ".join(self._tasks.groups):
             return f"it is in the group {groups} of a trainer, which counts on its role: end that first"
         return None
@@ -342,6 +345,7 @@ class InstanceWorker:
     def _begin_role(self, now: float) -> None:
         """The next life begins, in the other role: with the weights, pool, engine and transfers of this one."""
         self._note_timelines()
+        self._act([Send(*each) for each in self._tracer.finish(now)])
         self._meet(PeersChanged(left=tuple(self._memberships.peers)), now)
         self._stale = self._memberships.stale = 0
         info, former = self._role.become(), FormerRole(self.scheduler.pool, self.scheduler.last_step)

@@ -28,7 +28,7 @@ class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
     rank: Count
     """How many tokens were at least as likely, itself included: 1 is the likeliest."""
     top: tuple[tuple[TokenId, Number], ...] = ()
-    """The likeliest tokens and their log probabilities, the likeliest first; as many as were asked for."""
+    """The likeliest tokens and their log probabilities, the likeliest first, or those of `SamplingParams.logprob_ids`."""
 
 
 TokenLogprobs: TypeAlias = tuple[TokenLogprob, ...]

@@ -34,10 +34,13 @@ class WireVersion:
 
 VERSIONS = {
     15: WireVersion(
-        "An instance that leaves says whether its transfers are proven to have ended, may serve in another role, and measures "
-        "what the KV adds to a step that its rows hold.",
+        "An instance that leaves says whether its transfers are proven to have ended, may serve in another role, measures what "
+        "the KV adds to a step that its rows hold, and tells log probabilities of chosen tokens.",
         types=("TakeRole", "RoleKept"),
-        fields=("Goodbye.is_quiet", "Heartbeat.serves_whole", "Generate.incarnation", "Load.held_token_s"),
+        fields=(
+            *("Goodbye.is_quiet", "Heartbeat.serves_whole", "Generate.incarnation"),
+            *("Load.held_token_s", "SamplingParams.logprob_ids"),
+        ),
     ),
 }
 SINCE = {name: number for number, version in VERSIONS.items() for name in version.types}

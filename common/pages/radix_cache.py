@@ -26,7 +26,6 @@ from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from hashlib import blake2b
 from typing import NamedTuple
 
@@ -116,10 +115,14 @@ class PageKeys:
     @property
     def pages(self) -> Sequence[PageKey]:
         """The keys of the whole pages."""
-        if len(self._rest) >= self._page_bytes:
-            keys = _keys(self._last, self._rest, self._page_bytes)
-            self._pages += keys
-            self._last, self._rest = keys[-1].digest, self._rest[len(keys) * self._page_bytes :]
+        rest, size = self._rest, self._page_bytes
+        if len(rest) >= size:
+            last, end = self._last, len(rest) - len(rest) % size
+            for begin in range(0, end, size):
+                tokens = rest[begin : begin + size]
+                last = _digest(last, tokens)
+                self._pages.append(PageKey(last, tokens))
+            self._last, self._rest = last, rest[end:]
         return self._pages
 
     def extend(self, packed: bytes) -> None:
@@ -164,18 +167,6 @@ class BlockNames:
 def _root(variant: Variant, salt: str) -> bytes:
     """What stands for all that is before the first page."""
     return blake2b("\0".join((*variant, salt)).encode(), digest_size=DIGEST_BYTES, person=b"root").digest()
-
-
-@lru_cache(maxsize=32)
-def _keys(last: bytes, packed: bytes, page_bytes: int) -> tuple[PageKey, ...]:
-    """The keys of the whole pages of these tokens. last: the digest of the page before them. They are remembered for a moment:
-    the choices of a request have one prompt, and in a simulation so have its prefill and its decode instance."""
-    keys: list[PageKey] = []
-    for begin in range(0, len(packed) - len(packed) % page_bytes, page_bytes):
-        tokens = packed[begin : begin + page_bytes]
-        last = _digest(last, tokens)
-        keys.append(PageKey(last, tokens))
-    return tuple(keys)
 
 
 def _digest(before: bytes, tokens: bytes) -> bytes:

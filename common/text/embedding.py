@@ -37,6 +37,16 @@ class EmbeddingMode:
     """They are scaled to length 1."""
     size: int | None
     """How many numbers they have; None: the checkpoint's config does not say."""
+    is_matryoshka: bool = False
+    """The model was trained so that their first numbers are embeddings too."""
+    shorter_sizes: tuple[int, ...] = ()
+    """How many of them are, then; empty: any number."""
+
+    def can_have(self, size: int) -> bool:
+        """Whether embeddings of this size are some that the model makes."""
+        if size == self.size:
+            return True
+        return self.is_matryoshka and (size in self.shorter_sizes if self.shorter_sizes else size < (self.size or 0))
 
 
 def read_embedding(model: str, pooling: PoolingName) -> EmbeddingMode | None:
@@ -50,8 +60,10 @@ def read_embedding(model: str, pooling: PoolingName) -> EmbeddingMode | None:
     size = next((text_config[name] for name in _SIZES if isinstance(text_config.get(name), int)), None)
     modules = _modules(path)
     normalize = not modules or "Normalize" in modules
+    shorter = tuple(text_config.get("matryoshka_dimensions") or ())
+    is_matryoshka = bool(shorter or text_config.get("is_matryoshka"))
     if pooling != "auto":
-        return EmbeddingMode(pooling, normalize, size)
+        return EmbeddingMode(pooling, normalize, size, is_matryoshka, shorter)
     if "Pooling" not in modules:
         return None
     further = sorted(modules.keys() - {"Transformer", "Pooling", "Normalize"})
@@ -63,7 +75,7 @@ def read_embedding(model: str, pooling: PoolingName) -> EmbeddingMode | None:
     if found is None:
         _log.warning("%s: --pooling auto serves no embeddings: the pooling is none of last, mean and cls", file)
         return None
-    return EmbeddingMode(found, normalize, size)
+    return EmbeddingMode(found, normalize, size, is_matryoshka, shorter)
 
 
 def _modules(path: Path) -> dict[str, str]:

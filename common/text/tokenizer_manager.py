@@ -76,8 +76,10 @@ class TokenizerManager:
         added = self.backend.get_added_tokens_decoder().items()
         self.special_tokens: Mapping[str, int] = {token.content: id for id, token in added if token.special}
         """The tokens that `skip_special_tokens` skips: their ids by their texts."""
+        self.marks: Mapping[str, str] = self._transformers.special_tokens_map
+        """The tokens that have a part to play, by its name, such as eos_token."""
         apply_arguments = inspect.signature(self._transformers.apply_chat_template).parameters
-        self._reserved = frozenset(apply_arguments) | frozenset(self._transformers.special_tokens_map) | {"messages"}
+        self._reserved = frozenset(apply_arguments) | frozenset(self.marks) | {"messages"}
 
     def encode(self, text: str, *, add_special_tokens: bool = True, field: str = "prompt") -> list[int]:
         """Token ids of a plain prompt. add_special_tokens: with those that the model begins with. field: which held the text.

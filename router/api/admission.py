@@ -41,11 +41,15 @@ T = TypeVar("T")
 class Admission:
     """Where the requests of one router get what they take of it."""
 
-    def __init__(self, gateway: Gateway, intake: Intake, max_requests: int, max_body_bytes: int | None) -> None:
+    def __init__(
+        self, gateway: Gateway, intake: Intake, max_requests: int, max_body_bytes: int | None, session_header: str
+    ) -> None:
         self.gateway = gateway
         self.intake = intake
         self.max_body_bytes = max_body_bytes
         """None: bodies may have any length."""
+        self.session_header = session_header
+        """Names the session of a request; empty: nothing does."""
         self.places = Places(max_requests + SPARE_CONNECTIONS, "HTTP requests")
         """A request has one from when its body is here."""
 
@@ -53,10 +57,11 @@ class Admission:
 class Visit:
     """One HTTP request, and all that it has taken. `close` gives back what is left of that."""
 
-    __slots__ = ("_admission", "_client", "_has_place", "_is_large", "id", "is_from_batch", "owner", "send")
+    __slots__ = ("_admission", "_body", "_client", "_has_place", "_is_large", "id", "is_from_batch", "owner", "send")
 
     def __init__(self, admission: Admission, send: Send) -> None:
         self._admission = admission
+        self._body: bytes | None = None
         self._has_place = self._is_large = False
         self.id = secrets.token_hex(12)
         self.owner = ""
@@ -86,9 +91,11 @@ class Visit:
         self._client, self._has_place = None, False
         return other
 
-    def enter(self, prefix: str = "", session: str = "") -> ClientRequest:
-        """Let a request for the model in: the router knows it from now on. prefix: of its answer's id. session: see `Ask`. Raises
-        Unavailable when the router drains."""
+    def enter(self, prefix: str = "", scope: Scope | None = None) -> ClientRequest:
+        """Let a request for the model in: the router knows it from now on. prefix: of its answer's id. scope: its headers may
+        name a session. Raises Unavailable when the router drains."""
+        header = self._admission.session_header
+        session = id_in(scope, header) if scope is not None and header else ""
         names = {self.id: (0,), prefix + self.id: (0,)}
         client = ClientRequest(prefix + self.id, self.owner, secrets.token_hex(8), session, names=names, choices=1)
         client.priority = BATCH_PRIORITY if self.is_from_batch else None
@@ -97,12 +104,17 @@ class Visit:
         self._client = client
         return client
 
+    async def peek(self, request: Request) -> bytes:
+        """The body, which `read` reads. Raises BadRequest, Overloaded, ClientDisconnect."""
+        if self._body is None:
+            self._admission.places.require(self.owner)
+            self._body = await body_of(request, self._admission.max_body_bytes)
+        return self._body
+
     async def read(self, request: Request, reader: Callable[[bytes, int], T]) -> T:
         """What the body asks for. Raises BadRequest, Overloaded, ClientDisconnect."""
-        places = self._admission.places
-        places.require(self.owner)
-        body = await body_of(request, self._admission.max_body_bytes)
-        places.take(self.owner)
+        body, self._body = await self.peek(request), None
+        self._admission.places.take(self.owner)
         self._has_place = True
         return await self.parse(body, reader, request)
 

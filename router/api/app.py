@@ -13,18 +13,19 @@ from functools import partial
 from http import HTTPStatus
 from typing import Annotated, Any, TypeVar
 
+import msgspec
 from fastapi import Query, Request
+from msgspec import Meta
 from msgspec.structs import replace
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
-from starlette.types import Scope
 
 from common.access import OPEN, Access
 from common.addresses import LOOPBACK
 from common.config import RouterConfig
-from common.errors import TandemError
+from common.errors import BadRequest, TandemError
 from common.ids import InstanceId
 from common.messages.adapters import AdapterEntry
 from common.options import parse_bytes
@@ -33,15 +34,26 @@ from router.api.adapters import AdaptersApi
 from router.api.admission import CLIENT_CLOSED, Admission, Doorkeeper, Visit, visit_of
 from router.api.answers import Accepted, AnswerShape, OpenAIBody
 from router.api.batches import BatchesApi
-from router.api.bodies import unless_left
+from router.api.bodies import names_in, unless_left
 from router.api.chat import ChatChoice, ChatFields, ChatShape, read_chat
 from router.api.completions import CompletionFields, CompletionShape, TextChoice, read_completion
-from router.api.description import ANTHROPIC, COMPLETION_REFUSALS, ApiPart, Described, DescribedApp, completion
-from router.api.embeddings import EmbeddingBody, EmbeddingFields, EmbeddingShape, read_embeddings
+from router.api.description import ANTHROPIC, ApiPart, Described, DescribedApp, completion, numbers
+from router.api.embeddings import (
+    POOLING,
+    EmbeddingBody,
+    EmbeddingFields,
+    EmbeddingShape,
+    Encoded,
+    EncodeFields,
+    EncodeShape,
+    PoolingShape,
+    read_embeddings,
+    read_encode,
+)
 from router.api.errors import ErrorDetail, error_response, response_to
 from router.api.fields import ReadRequest
 from router.api.files import FilesApi
-from router.api.guard import HEADER, Guard, id_in
+from router.api.guard import HEADER, Guard
 from router.api.intake import Intake
 from router.api.messages import (
     CountFields,
@@ -52,19 +64,31 @@ from router.api.messages import (
     read_count,
     read_message,
 )
+from router.api.refused import hint_at
 from router.api.responses import ResponseBody, ResponseFields, ResponseShape, read_response
 from router.api.roles import RolesApi
 from router.api.routes import (
     Detokenized,
     DetokenizeFields,
+    InputTokens,
     ModelCard,
     ModelList,
     Tokenized,
     TokenizeFields,
+    TokenizeRequest,
     read_detokenize,
     read_tokenize,
 )
 from router.api.scaling import ScalingApi
+from router.api.scoring import (
+    RerankBody,
+    RerankFields,
+    ScoreFields,
+    ScoresBody,
+    ScoreShape,
+    read_rerank,
+    read_score,
+)
 from router.api.sending import EventStream, json_response, whole_answer
 from router.api.server_info import ServerInfoApi
 from router.api.sglang import (
@@ -78,6 +102,7 @@ from router.api.sglang import (
 )
 from router.api.store import Store
 from router.api.stored_responses import StoredResponses
+from router.api.threads import SharedThreads
 from router.api.timelines import TimelineApi, TraceApi
 from router.api.vllm import AbortedMany, AbortManyFields, VllmApi
 from router.api.weight_groups import WeightGroupsApi
@@ -102,6 +127,14 @@ _log = logging.getLogger(__name__)
 _NOT_SO = ((503, "Not so; `reasons` says why."),)
 
 
+class InvocationFields(msgspec.Struct, frozen=True, kw_only=True):
+    """The body of POST /invocations: that of another endpoint, which a field of it tells."""
+
+    messages: Annotated[list[Any] | None, Meta(description="The body is that of POST /v1/chat/completions.")] = None
+    prompt: Annotated[Any, Meta(description="It is that of POST /v1/completions.")] = None
+    input: Annotated[Any, Meta(description="It is that of POST /v1/embeddings.")] = None
+
+
 class Api(ApiPart):
     """The handlers. model: the name that clients use. embedding: how the model makes embeddings; None: it makes none."""
 
@@ -116,7 +149,7 @@ class Api(ApiPart):
     ) -> None:
         super().__init__(gateway, model)
         self.model_name = model
-        self.admission = Admission(gateway, intake, config.max_requests, parse_bytes(config.max_body))
+        self.admission = Admission(gateway, intake, config.max_requests, parse_bytes(config.max_body), config.sessions_by)
         self.timelines = TimelineApi(gateway, model)
         self._store = (
             Store(config.store, parse_bytes(config.store_bytes) or 0, config.store_age_s, gateway.core.router)
@@ -131,7 +164,7 @@ class Api(ApiPart):
         self._intake = intake
         self._metrics = metrics
         self.embedding = embedding
-        self._session_header = config.sessions_by
+        self._judge = intake.judge(embedding)
         self._keep_alive_s = config.keep_alive_s
         self._started = int(time.time())
         metrics.registry.register(RouterCollector(gateway.core, gateway.mail))
@@ -175,12 +208,19 @@ class Api(ApiPart):
     async def responses(self, request: Request) -> Response:
         """Answer a conversation of items: messages, thoughts, calls and their results. Where the router has `--store`, the answer
         is kept: a later request may go on from it, and it may be computed in the background."""
-        asked = await self._read(request, read_response, "resp_")
-        asked = await self.stored_responses.continued(asked, visit_of(request))
-        shape = await self._dispatch(request, asked, self._intake.accept_chat, ResponseShape)
-        if asked.body.store:
-            return await self.stored_responses.answer(request, shape, self._intake.writers)
-        return await self._send(request, shape)
+        stored = self.stored_responses
+        return await self._answer(
+            request, read_response, "resp_", self._intake.accept_chat, ResponseShape, stored.continued, stored.answer
+        )
+
+    @Described("POST /v1/responses/input_tokens", "OpenAI", "Count the tokens of a response's input", body=ResponseFields)
+    async def input_tokens(self, request: Request) -> InputTokens:
+        """How many tokens the prompt of such a response has."""
+        visit = visit_of(request)
+        visit.enter()
+        asked = await self.stored_responses.continued(await visit.read(request, read_response), visit)
+        counted = TokenizeRequest(fields=TokenizeFields(model=asked.fields.model), prompt=asked)
+        return InputTokens((await visit.work(request, self._intake.tokenize(counted, visit.owner))).count)
 
     @completion("POST /v1/messages", ANTHROPIC, "Message", MessageFields, MessageBody)
     async def messages(self, request: Request, beta: BetaParameter = "") -> Response:
@@ -201,18 +241,48 @@ class Api(ApiPart):
         """Continue one or more prompts, given as texts or token ids."""
         return await self._answer(request, read_completion, "cmpl-", self._intake.accept_completion, CompletionShape)
 
-    @Described(
-        "POST /v1/embeddings",
-        "OpenAI",
-        "Embeddings",
-        answer_type=EmbeddingBody,
-        body=EmbeddingFields,
-        refusals=COMPLETION_REFUSALS,
-    )
+    @numbers("POST /v1/embeddings", "OpenAI", "Embeddings", EmbeddingFields, EmbeddingBody)
     async def embeddings(self, request: Request) -> Response:
         """The embedding of each of one or more prompts, given as texts or token ids."""
         reader = partial(read_embeddings, self._model, self.embedding)
         return await self._answer(request, reader, "embd-", self._intake.accept_completion, EmbeddingShape)
+
+    @numbers("POST /pooling", "vLLM", "Pooling", EmbeddingFields, EmbeddingBody)
+    async def pooling(self, request: Request) -> Response:
+        """As POST /v1/embeddings, with another name of what comes."""
+        reader = partial(read_embeddings, self._model, self.embedding, unsupported=POOLING)
+        return await self._answer(request, reader, "pool-", self._intake.accept_completion, PoolingShape)
+
+    @numbers("POST /encode", "SGLang", "Encode", EncodeFields, Encoded | list[Encoded])
+    async def encode(self, request: Request) -> Response:
+        """The embedding of one prompt or of each of a batch, as SGLang's own endpoint has it."""
+        reader = partial(read_encode, self._model, self.embedding)
+        return await self._answer(request, reader, "", self._intake.accept_completion, EncodeShape)
+
+    @numbers("POST /v1/rerank, POST /rerank, POST /v2/rerank", "vLLM", "Rerank", RerankFields, RerankBody)
+    async def rerank(self, request: Request) -> Response:
+        """Order documents by how well they fit a query, as Jina's and Cohere's API do: by the cosine of embeddings, or with the
+        chat template of a reranker by how likely the model says yes."""
+        return await self._answer(
+            request, partial(read_rerank, self._judge), "rerank-", self._intake.accept_completion, ScoreShape
+        )
+
+    @numbers("POST /v1/score, POST /score", "vLLM", "Score", ScoreFields, ScoresBody)
+    async def score(self, request: Request) -> Response:
+        """How well two texts fit each other, judged as for POST /v1/rerank. Or, with `query`, `items` and `label_token_ids`: how
+        likely each of these tokens follows the query with each item, by any model."""
+        return await self._answer(request, partial(read_score, self._judge), "score-", self._intake.accept_completion, ScoreShape)
+
+    @completion("POST /invocations", "OpenAI", "Invocation", InvocationFields, None)
+    async def invocations(self, request: Request) -> Response:
+        """What Amazon SageMaker calls every endpoint: a chat, a text completion or embeddings, by what the body holds."""
+        names = names_in(await visit_of(request).peek(request))
+        ways = {"messages": Api.chat_completions, "prompt": Api.completions, "input": Api.embeddings}
+        found = [way for name, way in ways.items() if name in names]
+        if len(found) != 1:
+            raise BadRequest("send messages for a chat, prompt for a text completion or input for embeddings", field="messages")
+        answer: Response = await found[0].handler(self, request)
+        return answer
 
     @completion("POST /generate", "SGLang", "Generate", GenerateFields, Generated | list[Generated])
     async def generate(self, request: Request) -> Response:
@@ -226,30 +296,19 @@ class Api(ApiPart):
         reader: Callable[[bytes, int], R],
         prefix: str,
         accept: Callable[[R, ClientRequest], Coroutine[Any, Any, Accepted]],
-        shape_of: type[AnswerShape[R]],
+        shape_of: Callable[..., S],
+        complete: Callable[[R, Visit], Coroutine[Any, Any, R]] | None = None,
+        send: Callable[[Request, S, SharedThreads], Coroutine[Any, Any, Response]] | None = None,
     ) -> Response:
-        """The way of a request through the router. Returns the response that sends the answer."""
-        asked = await self._read(request, reader, prefix)
-        return await self._send(request, await self._dispatch(request, asked, accept, shape_of))
-
-    async def _read(self, request: Request, reader: Callable[[bytes, int], R], prefix: str) -> R:
-        """What the request asks for. prefix: of its answer's id."""
+        """The way of a request through the router. prefix: of its answer's id. complete: adds what is stored to what is asked.
+        send: in place of the usual ways to send an answer. Returns the response that sends it."""
         visit = visit_of(request)
-        self.enter(visit, request.scope, prefix)
-        return await visit.read(request, reader)
-
-    async def _dispatch(
-        self,
-        request: Request,
-        asked: R,
-        accept: Callable[[R, ClientRequest], Coroutine[Any, Any, Accepted]],
-        shape_of: type[S],
-    ) -> S:
-        """Have the fleet compute the answer. Returns how it is written."""
-        visit = visit_of(request)
-        client = visit.client
+        client = visit.enter(prefix, request.scope)
+        asked = await visit.read(request, reader)
+        if complete is not None:
+            asked = await complete(asked, visit)
         accepted = await self.dispatch(visit, client, asked, accept, request)
-        return shape_of(
+        shape = shape_of(
             id=client.id,
             created=int(time.time()),
             model=accepted.specs[0].adapter or self._model,
@@ -257,16 +316,11 @@ class Api(ApiPart):
             accepted=accepted,
             token_texts=self._intake.token_text,
         )
-
-    async def _send(self, request: Request, shape: AnswerShape[Any]) -> Response:
-        visit = visit_of(request)
-        if shape.request.fields.stream:
-            return EventStream(self._gateway, visit.client, shape, visit.send, self._keep_alive_s)
-        return await unless_left(request, whole_answer(visit.client, shape, self._intake.writers))
-
-    def enter(self, visit: Visit, scope: Scope, prefix: str = "") -> ClientRequest:
-        """See `Visit.enter`. scope: its headers may name a session."""
-        return visit.enter(prefix, id_in(scope, self._session_header) if self._session_header else "")
+        if send is not None:
+            return await send(request, shape, self._intake.writers)
+        if asked.fields.stream:
+            return EventStream(self._gateway, client, shape, visit.send, self._keep_alive_s)
+        return await unless_left(request, whole_answer(client, shape, self._intake.writers))
 
     async def dispatch(
         self,
@@ -309,7 +363,7 @@ class Api(ApiPart):
         owner = visit_of(request).owner
         return AbortedMany(sum(self._gateway.abort(owner, name) for name in asked.request_ids or (None,)))
 
-    @Described("POST /tokenize", "vLLM", "Tokenize", body=TokenizeFields)
+    @Described("POST /tokenize, POST /v1/tokenize", "vLLM", "Tokenize", body=TokenizeFields)
     async def tokenize(self, request: Request) -> Tokenized:
         """The token ids of a text."""
         visit = visit_of(request)
@@ -317,13 +371,18 @@ class Api(ApiPart):
         asked = await visit.read(request, read_tokenize)
         return await visit.work(request, self._intake.tokenize(asked, visit.owner))
 
-    @Described("POST /detokenize", "vLLM", "Detokenize", body=DetokenizeFields)
+    @Described("POST /detokenize, POST /v1/detokenize", "vLLM", "Detokenize", body=DetokenizeFields)
     async def detokenize(self, request: Request) -> Detokenized:
         """The text of token ids."""
         visit = visit_of(request)
         visit.enter()
         asked = await visit.read(request, read_detokenize)
         return await visit.work(request, self._intake.detokenize(asked, visit.owner))
+
+    @Described("GET /tokenizer_info", "vLLM", "The tokenizer")
+    async def tokenizer_info(self) -> dict[str, Any]:
+        """Its special tokens and the chat template, with the names of a tokenizer_config.json, for clients such as lm-eval."""
+        return self._intake.tokenizer_info()
 
     @Described("GET /v1/models", "OpenAI", "Models", "The list.")
     async def models(self) -> ModelList:
@@ -335,7 +394,13 @@ class Api(ApiPart):
         """Describe the model or the adapter of this name, if it is served."""
         return self._card(self._gateway.core.fleet.adapters.entry(self._intake.adapter_in(name)))
 
-    @Described("GET /health", "Operations", "Health", "The router and its detokenizer are alive.", troubles=_NOT_SO)
+    @Described(
+        "GET /health, GET /ping, POST /ping",
+        "Operations",
+        "Health",
+        "The router and its detokenizer are alive.",
+        troubles=_NOT_SO,
+    )
     async def health(self) -> Response:
         """200 while the router and its detokenizer are alive, otherwise 503 and why."""
         reasons = self._gateway.core.unhealthy()
@@ -415,7 +480,7 @@ async def _on_tandem_error(request: Request, error: Exception) -> Response:
 async def _on_http_error(request: Request, error: Exception) -> Response:
     """The framework refuses unknown URLs and methods."""
     assert isinstance(error, HTTPException)
-    hint = ": /docs lists what there is" if error.status_code == HTTPStatus.NOT_FOUND else ""
+    hint = f": {hint_at(request.url.path)}" if error.status_code == HTTPStatus.NOT_FOUND else ""
     message = f"{request.method} {request.url.path}: {error.detail}{hint}"
     response = error_response(error.status_code, ErrorDetail(message, "invalid_request_error"))
     response.headers.update(error.headers or {})

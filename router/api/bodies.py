@@ -7,7 +7,7 @@ call makes these. Does not know fields.
 import asyncio
 import json
 from collections import Counter
-from collections.abc import Coroutine
+from collections.abc import Collection, Coroutine
 from itertools import accumulate
 from typing import Any, TypeVar
 
@@ -50,6 +50,14 @@ def object_in(body: bytes, context_tokens: int | None = None) -> dict[str, Any]:
     if not isinstance(fields, dict):
         raise BadRequest(_NO_OBJECT)
     return fields
+
+
+def names_in(body: bytes) -> Collection[str]:
+    """The names of the body's fields, after little work. Raises BadRequest."""
+    try:
+        return _raw_fields(body).keys()
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise BadRequest(f"the body is not JSON: {error}") from error
 
 
 def _raw_fields(body: bytes) -> dict[str, Raw]:

@@ -22,6 +22,7 @@ from router.api.fields import (
     CHOICE_OF_TOOLS,
     ONLY_OPENAI,
     STREAM_OPTIONS,
+    AllowedTools,
     FunctionTool,
     NamedTool,
     ReadRequest,
@@ -180,7 +181,7 @@ TemplateArguments: TypeAlias = Annotated[
 CHAT = Unsupported(
     {
         **ONLY_OPENAI,
-        **dict.fromkeys(("audio", "prediction", "verbosity", "web_search_options", "chat_template"), ()),
+        **dict.fromkeys(("audio", "prediction", "web_search_options", "chat_template"), ()),
         **dict.fromkeys(("functions", "documents"), ([],)),
         "function_call": ("none", "auto"),
         "modalities": (["text"],),
@@ -199,7 +200,7 @@ class ChatFields(SamplingFields, msgspec.Struct, frozen=True, kw_only=True):
         TopLogprobs | None, Meta(description="With `logprobs`, also send so many of the likeliest tokens in each place.")
     ] = None
     tools: Annotated[list[FunctionTool], Meta(description="Functions that the model may call.")] = []
-    tool_choice: Annotated[ToolPolicy | NamedTool | None, CHOICE_OF_TOOLS] = None
+    tool_choice: Annotated[ToolPolicy | NamedTool | AllowedTools | None, CHOICE_OF_TOOLS] = None
     parallel_tool_calls: Annotated[bool, Meta(description="False: at most one call in an answer.")] = True
     chat_template_kwargs: TemplateArguments = {}
     add_generation_prompt: Annotated[bool, Meta(description="The prompt ends where the assistant's answer begins.")] = True
@@ -207,6 +208,9 @@ class ChatFields(SamplingFields, msgspec.Struct, frozen=True, kw_only=True):
         bool, Meta(description="The answer continues the last message. Send add_generation_prompt=false with it.")
     ] = False
     reasoning_effort: Effort = None
+    verbosity: Annotated[
+        Literal["low", "medium", "high"] | None, Meta(description="How much to say, for chat templates that use it.")
+    ] = None
     separate_reasoning: Annotated[
         bool, Meta(description="False: what the model thinks stays in `content`, between its marks.")
     ] = True
@@ -223,6 +227,8 @@ class ChatRequest(ReadRequest):
     prompt_field: str = "messages"
     effort_field: str = "reasoning_effort"
     """The field that held the effort; "": it is a hint, for templates that use it."""
+    text_alone_field: str = ""
+    """A field that is only for answers without calls and thoughts of their own; "": there is none."""
     thinking: Thinking | None = None
     """Whether the answer begins with thoughts; None: as the chat template does by itself."""
     omits_thoughts: bool = False

@@ -43,22 +43,23 @@ class ChatPlanner:
             if not self._tokenizer.reads(name):
                 message = f"the chat template of {self._model} does not read {shown(name)!r}: leave it out"
                 raise BadRequest(message, field=f"chat_template_kwargs.{shown(name)}")
-        if effort is not None and self._tokenizer.reads("reasoning_effort"):
-            arguments = {"reasoning_effort": effort, **arguments}
-        elif effort not in (None, "none") and request.effort_field:
-            message = f"the chat template of {self._model} does not use reasoning_effort: leave it out"
-            raise BadRequest(message, field=request.effort_field, code="unsupported_parameter")
+        verbosity = request.fields.verbosity
+        hints = ("reasoning_effort", effort, "none", request.effort_field), ("verbosity", verbosity, "medium", "verbosity")
+        for name, hint, usual, field in hints:
+            if hint is not None and self._tokenizer.reads(name):
+                arguments = {name: hint, **arguments}
+            elif hint not in (None, usual) and field:
+                message = f"the chat template of {self._model} does not use {name}: leave it out"
+                raise BadRequest(message, field=field, code="unsupported_parameter")
         return ChatOptions(
             tools=request.tools.shown,
             add_generation_prompt=request.fields.add_generation_prompt,
             continue_final_message=request.fields.continue_final_message,
-            arguments=self._thinking(request) | arguments,
+            arguments=arguments if request.thinking is None else self._thinking(request) | arguments,
         )
 
     def _thinking(self, request: ChatRequest) -> dict[str, Any]:
         """What tells the template whether the model is to think. Raises BadRequest when it must and cannot, or the other way."""
-        if request.thinking is None:
-            return {}
         wanted = request.thinking != "disabled"
         switches = {name: wanted for name in _SWITCHES if self._tokenizer.reads(name)}
         if not switches and (self._format.thoughts is not None) != wanted and request.thinking != "adaptive":
@@ -91,6 +92,9 @@ class ChatPlanner:
         new_parser = self._format.new_parser(request.tools.callable, separates=separates, opened=opened)
         if new_parser is None:
             return dataclasses.replace(accepted, specs=specs)
+        if request.text_alone_field:
+            problem = "is for answers of text alone: leave it out, or use POST /v1/chat/completions"
+            raise BadRequest(f"{request.text_alone_field} {problem}", field=request.text_alone_field)
         reading = AnswerReading(new_parser)
         if tools is not None:
             earlier = sum(len(message.get("tool_calls", ())) for message in request.messages)

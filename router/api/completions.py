@@ -4,7 +4,7 @@ Owns the prompts, given as texts or token ids, and the prompt that `echo` puts i
 https://platform.openai.com/docs/api-reference/completions.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, ClassVar, TypeAlias
 
@@ -39,7 +39,25 @@ COMPLETION = Unsupported(
     {**ONLY_OPENAI, "suffix": ("",)},
     inside={"stream_options": STREAM_OPTIONS},
 )
-Prompt: TypeAlias = str | tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PairPrompt:
+    """A query and a document, of which a reranker's chat template makes a prompt. arguments: what else the template gets."""
+
+    query: str
+    document: str
+    arguments: Mapping[str, str]
+
+    def __len__(self) -> int:
+        return len(self.query) + len(self.document) + sum(map(len, self.arguments.values()))
+
+    @property
+    def messages(self) -> tuple[Mapping[str, str], ...]:
+        return {"role": "query", "content": self.query}, {"role": "document", "content": self.document}
+
+
+Prompt: TypeAlias = str | tuple[int, ...] | PairPrompt
 
 
 class CompletionFields(SamplingFields, frozen=True, kw_only=True):
@@ -109,6 +127,18 @@ def prompts_in(prompt: str | list[str | int | list[int]], field: str, most: int 
     if len(prompts) > most:
         raise BadRequest(f"{field} holds {len(prompts)} prompts: send at most {most}", field=field)
     return tuple(prompts)
+
+
+def one_of_prompts(
+    text: str | list[str] | None, input_ids: list[int | list[int]] | None, most: int = MAX_PROMPTS
+) -> tuple[tuple[Prompt, ...], str, bool]:
+    """The prompts of SGLang's clients, the field that held them, and whether it was a list of prompts. Raises BadRequest."""
+    if (text is None) == (input_ids is None):
+        raise BadRequest("text and input_ids: send one of them, and only one", field="text")
+    if input_ids is not None:
+        return prompts_in([*input_ids], "input_ids", most), "input_ids", not isinstance(input_ids[0], int)
+    assert text is not None
+    return prompts_in(text if isinstance(text, str) else [*text], "text", most), "text", not isinstance(text, str)
 
 
 _Fields: TypeAlias = dict[str, msgspec.Raw]

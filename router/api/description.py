@@ -231,6 +231,11 @@ def completion(way: str, tag: str, summary: str, body: type[msgspec.Struct], ans
     return Described(way, tag, summary, answer, answer_type, body, media_types=media_types, refusals=COMPLETION_REFUSALS)
 
 
+def numbers(ways: str, tag: str, summary: str, body: type[msgspec.Struct], answer_type: Any) -> Described:
+    """The answer is never a stream."""
+    return Described(ways, tag, summary, answer_type=answer_type, body=body, refusals=COMPLETION_REFUSALS)
+
+
 class DescribedApp(FastAPI):
     """A FastAPI application whose description has the router's own schemas. parts: in their order."""
 

@@ -185,6 +185,8 @@ class ReadRequest:
     grammar_field: str = ""
     pooling: Pooling | None = None
     """See `SamplingParams`."""
+    logprob_ids: tuple[int, ...] = ()
+    """See `SamplingParams`; `label_token_ids` held them."""
     adapters: tuple[str, ...] = ()
     """The LoRA adapter of each prompt, or of all; "": that which the model's name means, if any."""
 
@@ -258,6 +260,15 @@ class NamedFunction(_Named, frozen=True, tag_field="type", tag="function"):  # a
     pass
 
 
+class _Allowed(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    mode: Annotated[Literal["auto", "required"], Meta(description="Whether the answer must be a call.")]
+    tools: Annotated[list[NamedTool], Meta(min_length=1, description="The functions that may be called.")]
+
+
+class AllowedTools(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="allowed_tools"):
+    allowed_tools: Annotated[_Allowed, Meta(description="Which of the tools the model is shown and may call.")]
+
+
 ToolPolicy: TypeAlias = Literal["none", "auto", "required"]
 CHOICE_OF_TOOLS = Meta(
     description="none: no calls; auto: the model decides; required: at least one call; or the function that is called."
@@ -278,7 +289,9 @@ class ToolUse:
     """Whether it may be more than one call."""
 
 
-def tool_use(functions: Sequence[Function], choice: ToolPolicy | NamedTool | NamedFunction | None, parallel: bool) -> ToolUse:
+def tool_use(
+    functions: Sequence[Function], choice: ToolPolicy | NamedTool | NamedFunction | AllowedTools | None, parallel: bool
+) -> ToolUse:
     """What these fields let an answer call. Raises BadRequest."""
     if len(functions) > MAX_TOOLS:
         raise BadRequest(f"tools holds {len(functions)} tools: send at most {MAX_TOOLS}", field="tools")
@@ -286,6 +299,13 @@ def tool_use(functions: Sequence[Function], choice: ToolPolicy | NamedTool | Nam
         if not _NAME.fullmatch(function.name):
             rule = "1 to 128 letters, digits or any of _.:/-"
             raise BadRequest(f"tools[{index}]: the function's name must be {rule}, is {shown(function.name)!r}", field="tools")
+    if isinstance(choice, AllowedTools):  # the model sees no others: a call that need not come is not held to names
+        names = {tool.function.name for tool in choice.allowed_tools.tools}
+        if unknown := names - {function.name for function in functions}:
+            problem = f"tool_choice allows {shown(unknown.pop())!r}, which is not among the tools"
+            raise BadRequest(problem, field="tool_choice.allowed_tools.tools")
+        functions = [function for function in functions if function.name in names]
+        choice = choice.allowed_tools.mode
     shown_tools = tuple(function.for_template() for function in functions)
     if isinstance(choice, NamedTool | NamedFunction):
         name = choice.function.name if isinstance(choice, NamedTool) else choice.name
@@ -358,7 +378,8 @@ _HINTS = (
     (re.compile(r"input\[[^\]]*\]\.type$"), "use message, function_call, function_call_output or reasoning"),
     (re.compile(r"input\[.*\btype$"), "use input_text or output_text: texts are all that is read"),
     (re.compile(r"content\[.*\btype$"), "use text: texts are all that is read"),
-    (re.compile(r"(tools|tool_calls)\[.*\btype$|^tool_choice\.type$"), "use function: other tools are not supported"),
+    (re.compile(r"(tools|tool_calls)\[.*\btype$"), "use function: other tools are not supported"),
+    (re.compile(r"^tool_choice\.type$"), "use function, or for chats allowed_tools"),
     (re.compile(r"(response_format|^text\.format)\.type$"), "use text, json_object, json_schema or structural_tag"),
 )
 """By the path of a field with a few values, what it may be."""

@@ -176,7 +176,7 @@ class GrpcCalls:
         return message
 
     async def _generate(self, call: Call) -> None:
-        client = self._api.enter(call.visit, call.scope)
+        client = call.visit.enter(scope=call.scope)
         asked = await call.visit.parse(call.body, partial(read_generate_message, self._api.model_name, self._left_s(call)))
         accepted = await self._api.dispatch(call.visit, client, asked, self._intake.accept_completion)
         messages, whole = GenerateMessages(client.id, asked, accepted), list[tuple[int, bytes]]()
@@ -190,7 +190,7 @@ class GrpcCalls:
             await call.write(message)
 
     async def _embed(self, call: Call) -> None:
-        client = self._api.enter(call.visit, call.scope)
+        client = call.visit.enter(scope=call.scope)
         reader = partial(read_embed_message, self._api.model_name, self._api.embedding, self._left_s(call))
         asked, own_id = await call.visit.parse(call.body, reader)
         call.visit.id = client.id = own_id or client.id

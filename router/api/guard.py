@@ -38,7 +38,7 @@ class NotAsked(BadRequest):
     status = 403
 
 
-_PROBED_PATHS = ("/health", "/health_generate", "/ready")
+_PROBED_PATHS = ("/health", "/health_generate", "/ready", "/ping")
 """Load balancers ask here by whatever name they know, and learn nothing else."""
 _EFFECTFUL_GETS = frozenset({"/flush_cache"})
 """SGLang's clients flush by GET. No page from elsewhere may."""
@@ -64,7 +64,7 @@ def _is_loopback_name(name: str) -> bool:
     return name.endswith(".localhost") or is_loopback(f"tcp://{name.strip('[]')}:0")
 
 
-OPEN_PATHS = frozenset({"/health", "/health_generate", "/ready", "/metrics", "/docs", "/openapi.json"})
+OPEN_PATHS = frozenset({*_PROBED_PATHS, "/metrics", "/docs", "/openapi.json"})
 """For load balancers, monitors and readers of the description."""
 UPLOAD_PATH = "/v1/files"
 DOCS_PREFIX, CONTROL_PREFIX, REQUESTS_PREFIX = "/docs", "/cluster", "/requests"

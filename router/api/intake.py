@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from msgspec.structs import replace
 
@@ -18,15 +18,17 @@ from common.errors import BadRequest, NotFound
 from common.ids import ID_BYTES, Digest, Variant, pack_ids
 from common.pages.radix_cache import BlockNames
 from common.sampling_params import SamplingParams
-from common.text.tokenizer_manager import TokenizerManager
+from common.text.embedding import EmbeddingMode
+from common.text.tokenizer_manager import ChatOptions, TokenizerManager
 from router.api.answers import Accepted
 from router.api.chat import ChatRequest
 from router.api.chat_plan import ChatPlanner
-from router.api.completions import CompletionRequest
+from router.api.completions import CompletionRequest, PairPrompt
 from router.api.errors import ContextExceeded, no_room, shown
 from router.api.fields import ALL_TOKENS, ReadRequest, biases_of
 from router.api.logprobs import MAX_PAIRS, TokenTexts, check_prompt_pairs, most_tokens_with
 from router.api.routes import MAX_CHARS, Detokenized, DetokenizeFields, Tokenized, TokenizeRequest
+from router.api.scoring import Judge
 from router.api.threads import SharedThreads
 from router.core import RouterCore
 from router.outbox import ClientRequest
@@ -112,10 +114,15 @@ class Intake:
         self._check(request, max(map(len, request.prompts)))
         parts: list[tuple[Sequence[str], Encode]] = []
         for prompt in request.prompts:
-            if isinstance(prompt, str):
-                parts.append(([prompt], partial(self._tokenizer.encode, prompt, field=request.prompt_field)))
-            else:
-                parts.append(((), partial(tuple, prompt)))
+            match prompt:
+                case str():
+                    parts.append(([prompt], partial(self._tokenizer.encode, prompt, field=request.prompt_field)))
+                case PairPrompt():
+                    options = ChatOptions(arguments=prompt.arguments)
+                    encode = partial(self._tokenizer.encode_chat, prompt.messages, options, request.prompt_field)
+                    parts.append(([prompt.query, prompt.document], encode))
+                case _:
+                    parts.append(((), partial(tuple, prompt)))
         return self._accept(request, client, await self._encode(request, client, parts, sum(map(len, request.prompts))))
 
     async def tokenize(self, asked: TokenizeRequest, owner: str = "") -> Tokenized:
@@ -146,10 +153,19 @@ class Intake:
 
         def work() -> Detokenized:
             self._check_ids(ids, "tokens")
-            return Detokenized(prompt=self._tokenizer.decode(ids, skip_special_tokens=skip))
+            text = self._tokenizer.decode(ids, skip_special_tokens=skip)
+            return Detokenized(prompt=text, text=text)
 
         with self._core.requests.places.held(owner, 1):
             return await self._run(work, len(ids), owner)
+
+    def judge(self, embedding: EmbeddingMode | None) -> Judge:
+        return Judge(self._model, embedding, self._tokenizer)
+
+    def tokenizer_info(self) -> dict[str, Any]:
+        """With the names of a tokenizer_config.json."""
+        named = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": None, **self._tokenizer.marks}
+        return named | {"chat_template": self._tokenizer.chat_template, "model_max_length": self.context_tokens}
 
     @property
     def context_tokens(self) -> int:
@@ -298,6 +314,7 @@ class Intake:
         biases = biases_of(fields)
         self._check_ids(fields.stop_token_ids, "stop_token_ids")
         self._check_ids([token_id for token_id, _ in biases], "logit_bias")
+        self._check_ids(request.logprob_ids, "label_token_ids")
         sampling = SamplingParams(
             max_new_tokens=1,
             **{name: getattr(fields, name) for name in _AS_ASKED},
@@ -306,6 +323,7 @@ class Intake:
             logit_bias=biases,
             bad_words=self._bad_words(fields.bad_words),
             logprobs=request.logprobs,
+            logprob_ids=request.logprob_ids,
             prompt_logprobs=request.prompt_logprobs,
             grammar=request.grammar,
             pooling=request.pooling,

@@ -1,6 +1,6 @@
-"""Endpoints of vLLM and SGLang that a trainer may ask for and this fleet does not have, each with the reason and what to do.
+"""Endpoints of other servers that clients may ask for and this fleet does not have, each with the reason or with what to do.
 
-Owns that table. Without it the answer would be 404 as for any unknown URL, which says neither.
+Owns these tables. Without them the answer would be 404 as for any unknown URL, which says neither.
 """
 
 from collections.abc import Awaitable, Callable
@@ -38,8 +38,48 @@ REFUSED = {
 """By path: the field that asks for what there is not, None where there is no such field; and why it is refused."""
 
 
+_NO_HEAD = (
+    "checkpoints with a classification head are not served: use POST /v1/score with query, items and label_token_ids, which "
+    "gives the probabilities of tokens that name the classes"
+)
+UNSERVED = {"/classify": ("input", _NO_HEAD), "/v1/classify": ("input", _NO_HEAD)}
+"""The same, for those who use a model: they need an API key."""
+_TEXT_ONLY = "texts are all that is read and written here"
+_STARTED_SO = "it is a flag of `launch`, and does not change while the fleet runs"
+HINTS = {
+    **dict.fromkeys(("/v1/audio", "/v1/images", "/v1/videos", "/v1/realtime"), _TEXT_ONLY),
+    **dict.fromkeys(("/v1/assistants", "/v1/threads"), "use POST /v1/responses"),
+    "/v1/moderations": "use POST /v1/score with the tokens that name your classes as label_token_ids",
+    "/generative_scoring": "use POST /v1/score",
+    "/inference/v1/generate": "use POST /generate with input_ids",
+    "/vertex_generate": "use POST /generate",
+    **dict.fromkeys(("/v1/chat/completions/render", "/v1/completions/render"), "use POST /tokenize, with messages or prompt"),
+    "/api/chat": "use POST /v1/chat/completions",
+    "/api/generate": "use POST /v1/completions",
+    **dict.fromkeys(("/api/embed", "/api/embeddings"), "use POST /v1/embeddings"),
+    **dict.fromkeys(("/api/tags", "/api/show", "/api/ps"), "use GET /v1/models"),
+    "/api/version": "use GET /version",
+    **dict.fromkeys(("/start_profile", "/stop_profile"), "use POST /cluster/trace?seconds=10, then GET /cluster/trace"),
+    **dict.fromkeys(("/parse_function_call", "/separate_reasoning"), "use POST /v1/chat/completions, which does it"),
+    **dict.fromkeys(("/open_session", "/close_session"), "requests that begin with the same tokens share their KV without it"),
+    **dict.fromkeys(("/set_internal_state", "/configure_logging", "/slow_down", "/collective_rpc"), _STARTED_SO),
+    "/get_internal_state": "use GET /cluster",
+    "/scale_elastic_ep": "use POST /cluster/instances",
+    "/health_scheduler": "use GET /ready",
+    "/reset_mm_cache": "use POST /reset_prefix_cache",
+    "/redoc": "use GET /docs",
+}
+"""By path, what a 404 says of it and of all that is below it."""
+
+
+def hint_at(path: str) -> str:
+    """What a client may use in place of an unknown URL."""
+    return next((hint for known, hint in HINTS.items() if f"{path}/".startswith(f"{known}/")), "/docs lists what there is")
+
+
 def refused_routes() -> list[Route]:
-    return [Route(path, _refusing(path, field, why), methods=["POST"]) for path, (field, why) in REFUSED.items()]
+    refused = {**REFUSED, **UNSERVED}.items()
+    return [Route(path, _refusing(path, field, why), methods=["POST"]) for path, (field, why) in refused]
 
 
 def _refusing(path: str, field: str | None, why: str) -> Callable[[Request], Awaitable[Response]]:

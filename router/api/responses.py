@@ -32,12 +32,15 @@ from router.api.fields import (
     TokenChoice,
     Tokens,
     ToolPolicy,
+    TopLogprobs,
     Unsupported,
     read_fields,
     shared_fields,
     tool_use,
 )
+from router.api.logprobs import ChatLogprob
 from router.api.structured import FlatSchemaFormat, JsonObjectFormat, TextFormat, checked_format
+from router.outbox import ChoiceDelta
 
 
 class InputText(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="input_text"):
@@ -109,9 +112,7 @@ RESPONSE = Unsupported(
     {
         **dict.fromkeys(("conversation", "prompt", "prompt_cache_retention"), ()),
         **dict.fromkeys(("max_tool_calls", "context_management"), ()),
-        "include": ([],),
         "truncation": ("disabled",),
-        "top_logprobs": (0,),
         "service_tier": ("auto", "default"),
         "stream_options": ({}, {"include_obfuscation": False}),
     },
@@ -140,6 +141,13 @@ class ResponseFields(TokenChoice, msgspec.Struct, frozen=True, kw_only=True, for
     text: Annotated[TextConfig | None, Meta(description="What the text of the answer must be.")] = None
     reasoning: Annotated[ReasoningConfig | None, Meta(description="How the model thinks first.")] = None
     chat_template_kwargs: TemplateArguments = {}
+    include: Annotated[
+        list[Literal["message.output_text.logprobs"]],
+        Meta(description="What else the answer has: how likely each token of its text was, if it is text alone."),
+    ] = []
+    top_logprobs: Annotated[
+        TopLogprobs, Meta(description="With include: also send so many of the likeliest tokens in each place.")
+    ] = 0
     timeout: Timeout = None
     priority: Priority = 0
     cache_salt: CacheSalt = None
@@ -177,6 +185,9 @@ def response_request(read: ResponseFields) -> ResponseRequest:
     messages = _messages(read)
     if not messages:
         raise BadRequest("input is empty: send a text or at least one item", field="input")
+    if read.top_logprobs and not read.include:
+        fix = 'leave it out or send include=["message.output_text.logprobs"]'
+        raise BadRequest(f"top_logprobs is for log probabilities only: {fix}", field="top_logprobs")
     return ResponseRequest(
         fields=ChatFields(
             messages=[],
@@ -186,6 +197,8 @@ def response_request(read: ResponseFields) -> ResponseRequest:
         ),
         max_tokens=read.max_output_tokens,
         max_tokens_field="max_output_tokens",
+        logprobs=read.top_logprobs if read.include else None,
+        text_alone_field="include" if read.include else "",
         grammar=checked_format(None if read.text is None else read.text.format, "text.format"),
         grammar_field="text.format",
         messages=messages,
@@ -226,7 +239,7 @@ Status: TypeAlias = Literal["queued", "in_progress", "completed", "incomplete", 
 class OutputPart(msgspec.Struct, frozen=True, tag_field="type", tag="output_text"):
     text: str
     annotations: tuple[()] = ()
-    logprobs: tuple[()] = ()
+    logprobs: Sequence[ChatLogprob] = ()
 
 
 class ThoughtPart(msgspec.Struct, frozen=True, tag_field="type", tag="reasoning_text"):
@@ -317,12 +330,12 @@ _REPEATED = (
 )
 
 
-def _output(block: Block, status: Status) -> Output:
-    """The item as clients get it: an item in progress is empty."""
+def _output(block: Block, status: Status, logprobs: Sequence[ChatLogprob]) -> Output:
+    """The item as clients get it: an item in progress is empty. logprobs: of its text."""
     id, texts = _id_of(block), () if status == "in_progress" else (block.text,)
     match block.kind:
         case "content":
-            return MessageOutput(id, status, [OutputPart(text) for text in texts])
+            return MessageOutput(id, status, [OutputPart(text, logprobs=logprobs) for text in texts])
         case "reasoning":
             return ReasoningOutput(id, status, [ThoughtPart(text) for text in texts])
         case "call":
@@ -331,9 +344,9 @@ def _output(block: Block, status: Status) -> Output:
             assert_never(block.kind)
 
 
-def _part(block: Block, text: str) -> OutputPart | ThoughtPart:
+def _part(block: Block, text: str, logprobs: Sequence[ChatLogprob] = ()) -> OutputPart | ThoughtPart:
     """The item's content part, with this text."""
-    return ThoughtPart(text) if block.kind == "reasoning" else OutputPart(text)
+    return ThoughtPart(text) if block.kind == "reasoning" else OutputPart(text, logprobs=logprobs)
 
 
 def _id_of(block: Block) -> str:
@@ -350,6 +363,20 @@ class ResponseShape(BlockShape[ResponseRequest]):
 
     _sent: int = field(default=0, init=False)
     """Events so far: each says its number."""
+    _told: list[ChatLogprob] = field(default_factory=list, init=False)
+    """How likely the tokens of the text were: only answers that are text alone have these."""
+    _untold: list[ChatLogprob] = field(default_factory=list, init=False)
+    """Those of tokens whose text is still to come."""
+
+    def _delta_events(self, delta: ChoiceDelta, *, opens: bool) -> Events:
+        if delta.logprobs:
+            self._untold += self.logprob_writer(self.request.logprobs).chat(delta.logprobs).content
+        yield from super(ResponseShape, self)._delta_events(delta, opens=opens)
+
+    def _tell(self) -> list[ChatLogprob]:
+        told, self._untold = self._untold, []
+        self._told += told
+        return told
 
     def first_events(self) -> list[bytes]:
         """Events that may come before the answer's first news."""
@@ -372,12 +399,12 @@ class ResponseShape(BlockShape[ResponseRequest]):
         yield "response.in_progress", {"response": self.body_as("in_progress")}
 
     def begun(self, block: Block) -> Events:
-        yield "response.output_item.added", {"output_index": len(self.blocks) - 1, "item": _output(block, "in_progress")}
+        yield "response.output_item.added", {"output_index": len(self.blocks) - 1, "item": _output(block, "in_progress", ())}
         if block.kind != "call":
             yield "response.content_part.added", self._place() | {"part": _part(block, "")}
 
     def grown(self, block: Block, text: str) -> Events:
-        more: dict[str, Any] = {"logprobs": []} if block.kind == "content" else {}
+        more: dict[str, Any] = {"logprobs": self._tell()} if block.kind == "content" else {}
         yield f"response.{_TEXT_EVENTS[block.kind]}.delta", self._place() | {"delta": text} | more
 
     def ended(self, block: Block, *, is_last: bool) -> Events:
@@ -385,9 +412,10 @@ class ResponseShape(BlockShape[ResponseRequest]):
         if block.kind == "call":
             yield name, self._place() | {"arguments": text, "name": block.name}
         else:
-            yield name, self._place() | {"text": text} | ({"logprobs": []} if block.kind == "content" else {})
-            yield "response.content_part.done", self._place() | {"part": _part(block, text)}
-        item = _output(block, self._status if is_last else "completed")
+            self._tell()
+            yield name, self._place() | {"text": text} | ({"logprobs": self._told} if block.kind == "content" else {})
+            yield "response.content_part.done", self._place() | {"part": _part(block, text, self._told)}
+        item = _output(block, self._status if is_last else "completed", self._told)
         yield "response.output_item.done", {"output_index": len(self.blocks) - 1, "item": item}
 
     def _place(self) -> dict[str, Any]:
@@ -414,7 +442,9 @@ class ResponseShape(BlockShape[ResponseRequest]):
         fields, usage = self.request.body, self.usage()
         ended, last = status not in ("queued", "in_progress"), len(self.blocks) - 1
         was_cut = status == "incomplete" and self.ending.reason == "length"
-        outputs = [_output(block, status if number == last else "completed") for number, block in enumerate(self.blocks)]
+        outputs = [
+            _output(block, status if number == last else "completed", self._told) for number, block in enumerate(self.blocks)
+        ]
         return ResponseBody(
             id=self.id,
             created_at=self.created,

@@ -95,6 +95,13 @@ class Tokenized(msgspec.Struct, frozen=True, kw_only=True):
     token_strs: list[str] | None = None
 
 
+class InputTokens(msgspec.Struct, frozen=True):
+    """The answer of POST /v1/responses/input_tokens."""
+
+    input_tokens: int
+    object: str = "response.input_tokens"
+
+
 class DetokenizeFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The body of POST /detokenize."""
 
@@ -107,6 +114,7 @@ class Detokenized(msgspec.Struct, frozen=True, kw_only=True):
     """The answer of POST /detokenize."""
 
     prompt: str
+    text: Annotated[str, Meta(description="The same, for SGLang's clients.")]
 
 
 def read_tokenize(body: bytes, context_tokens: int | None = None) -> TokenizeRequest:

@@ -5,12 +5,14 @@ slime/backends/sglang_utils/external.py and server_control.py at https://github.
 python/sglang/srt/entrypoints/http_server.py and v1_loads.py at https://github.com/sgl-project/sglang.
 """
 
+import asyncio
 from typing import Annotated
 
 import msgspec
 from fastapi import Query
 from msgspec import Meta
 
+from common import own_version
 from common.errors import BadRequest
 from router.api.description import ApiPart, Described
 from router.api.errors import shown
@@ -53,11 +55,32 @@ class ServerInfoApi(ApiPart):
         """What is served."""
         return ModelInfo(served_model_name=self._model, weight_version=self._gateway.core.fleet.weights.version)
 
+    @Described("GET /version", "vLLM", "The version", "Tandem's.")
+    async def version(self) -> dict[str, str]:
+        """Which release this router is of."""
+        return {"version": await asyncio.to_thread(own_version)}
+
+    @Described("GET /load", "vLLM", "Load", "The load of this router.")
+    async def open_answers(self) -> dict[str, int]:
+        """How many answers this router has open."""
+        return {"server_load": sum(self._answers())}
+
+    @Described("GET /get_load", "SGLang", "Load", "The load of this router.")
+    async def rank_loads(self) -> list[dict[str, int]]:
+        """How many answers this router has open, as older clients ask for it."""
+        running, waiting = self._answers()
+        return [{"dp_rank": 0, "num_reqs": running + waiting, "num_waiting_reqs": waiting}]
+
     @Described("GET /v1/loads", "SGLang", "Load", "The load of this router.", refusals=(400,))
     async def loads(self, include: Annotated[str, Query(description="Must be core.")] = "core") -> ServerLoads:
         """How many answers this router has open."""
         if include != "core":
             raise BadRequest(f"include must be core, is {shown(include)!r}", "include", "invalid_value")
+        running, waiting = self._answers()
+        return ServerLoads(loads=[ServerLoad(num_running_reqs=running, num_waiting_reqs=waiting)])
+
+    def _answers(self) -> tuple[int, int]:
+        """How many run, and how many wait for an instance."""
         records = list(self._gateway.core.requests.records())
         running = sum(record.attempt is not None for record in records)
-        return ServerLoads(loads=[ServerLoad(num_running_reqs=running, num_waiting_reqs=len(records) - running)])
+        return running, len(records) - running

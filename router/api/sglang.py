@@ -17,7 +17,7 @@ from common.ids import ID_BYTES, unpack_ids
 from common.messages import Finished, TokenLogprob
 from router.api.answers import BEGIN, DONE, END, AnswerShape, VersionSpan, encoded
 from router.api.bodies import object_in
-from router.api.completions import CompletionRequest, Prompt, prompts_in, require_few_ids
+from router.api.completions import CompletionRequest, one_of_prompts, require_few_ids
 from router.api.fields import (
     ALL_TOKENS,
     CacheSalt,
@@ -186,7 +186,7 @@ def generate_request(
 ) -> GenerateRequest:
     """What these fields ask for. model, timeout_s: what SGLang's fields do not say. Raises BadRequest."""
     fields = _generate_fields(raw, unsupported)
-    prompts, prompt_field = _prompts(fields)
+    prompts, prompt_field, is_list = one_of_prompts(fields.text, fields.input_ids)
     sampling = fields.sampling_params
     limit = GENERATE_MAX_TOKENS if sampling.max_new_tokens is None else sampling.max_new_tokens
     if sampling.min_tokens > limit:
@@ -198,7 +198,6 @@ def generate_request(
     if fields.stream and fields.return_logprob and limit * (1 + top) > MAX_STREAMED_LOGPROBS:
         most = f"at most {MAX_STREAMED_LOGPROBS} log probabilities (max_new_tokens times top_logprobs_num + 1)"
         raise BadRequest(f"return_logprob in a stream is for {most}: lower them, or send stream=false", field="return_logprob")
-    is_single = isinstance(fields.text, str) or (fields.input_ids is not None and isinstance(fields.input_ids[0], int))
     grammar, grammar_field = grammar_of(sampling, "sampling_params.")
     return GenerateRequest(
         fields=SamplingFields(
@@ -219,8 +218,8 @@ def generate_request(
         prompts=prompts,
         prompt_field=prompt_field,
         hides_answer=limit == 0,
-        is_batch=not is_single or sampling.n > 1,
-        rids=_rids(fields.rid, len(prompts), is_single),
+        is_batch=is_list or sampling.n > 1,
+        rids=_rids(fields.rid, len(prompts), not is_list),
         logprob_start=fields.logprob_start_len,
         with_texts=fields.return_text_in_logprobs,
         adapters=_adapters(fields.lora_path, len(prompts)),
@@ -251,16 +250,6 @@ def _require_no_logprobs(fields: GenerateFields) -> None:
     }
     for name in (name for name, is_wanted in wanted.items() if is_wanted):
         raise BadRequest(f"{name} is for log probabilities only: leave it out or send return_logprob=true", field=name)
-
-
-def _prompts(fields: GenerateFields) -> tuple[tuple[Prompt, ...], str]:
-    """The prompts, and the field that held them."""
-    if (fields.text is None) == (fields.input_ids is None):
-        raise BadRequest("text and input_ids: send one of them, and only one", field="text")
-    if fields.input_ids is not None:
-        return prompts_in([*fields.input_ids], "input_ids"), "input_ids"
-    assert fields.text is not None
-    return prompts_in(fields.text if isinstance(fields.text, str) else [*fields.text], "text"), "text"
 
 
 def _adapters(named: str | list[str | None] | None, prompts: int) -> tuple[str, ...]:

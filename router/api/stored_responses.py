@@ -194,7 +194,7 @@ class StoredResponses(StoreApi):
         return [*_decode(items, type=list[Item]), *_decode(found.body, type=_Answered).output]
 
     async def answer(self, request: Request, shape: ResponseShape, writers: SharedThreads) -> Response:
-        """Send an answer that is stored. writers: see `whole_answer`."""
+        """Send an answer, and store it if that is asked for. writers: see `whole_answer`."""
         visit, fields = visit_of(request), shape.request.body
         if fields.background:
             return await self._begin(visit, shape)
@@ -209,9 +209,9 @@ class StoredResponses(StoreApi):
                     message = {**message, "body": BEGIN + error_json(ErrorDetail(str(error), error.kind)) + END}
                 await visit.send(message)
 
-            return EventStream(self._gateway, visit.client, shape, send, self._keep_alive_s)
+            return EventStream(self._gateway, visit.client, shape, send if fields.store else visit.send, self._keep_alive_s)
         response = await unless_left(request, whole_answer(visit.client, shape, writers))
-        if response.status_code < 400:
+        if fields.store and response.status_code < 400:
             await self._keep(visit, shape, bytes(response.body))
         return response
 

@@ -188,6 +188,7 @@ async def test_an_instance_is_ready_when_the_router_says_that_it_is_up(site: Sit
     up = 'tandem_instance_up{instance="prefill-0",role="prefill"} '
     assert is_ready(text, "0") and not is_ready(text, "1") and not is_ready("", "0")
     assert not is_ready(text.replace(f"{up}1", f"{up}0"), "0"), "it drains or is stuck"
+    assert is_ready(text.replace('role="prefill"', 'role="decode"'), "0"), "it has taken another role"
 
 
 def pre_stop(role: str) -> list[str]:

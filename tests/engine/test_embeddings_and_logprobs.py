@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from msgspec.structs import replace
 from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
@@ -43,6 +44,41 @@ def test_embeddings_are_pooled_from_the_last_hidden_states(tmp_path: Path, made:
                 hidden = model.base_model(torch.from_numpy(prompts[row].astype(np.int64))[None]).last_hidden_state[0]
             expected = {"mean": hidden.mean(0), "last": hidden[-1], "cls": hidden[0]}[ASKED[row] or "last"].numpy()
             assert np.abs(np.frombuffer(embedding, dtype="<f4") - expected).max() < 1e-4 * np.abs(expected).max()
+
+
+def test_chosen_tokens_are_reported_in_place_of_the_likeliest_whatever_other_rows_ask(tmp_path: Path) -> None:
+    """Beside transformers in float64."""
+    model = llama()
+    running = runner(saved(model, tmp_path))
+    random = np.random.default_rng(5)
+    prompts = [random.integers(3, VOCAB, length).astype(np.int32) for length in (50, 20, 33, 7, 1)]
+    asked: list[tuple[int | None, tuple[int, ...]]] = [
+        (0, (9, 5, VOCAB - 1)),
+        (4, ()),
+        (None, ()),
+        (0, (7,)),
+        (0, (3, 4, 5, 6, 8)),
+    ]
+    got: dict[int, TokenLogprob] = {}
+
+    def run(plan: StepPlan) -> StepResult:
+        result = running.run(plan)
+        for row, told in result.logprobs.by_row().items():
+            got.setdefault(row, told[0])
+        return result
+
+    params = [replace(GREEDY, logprobs=logprobs, logprob_ids=chosen) for logprobs, chosen in asked]
+    Driver(run, running.description).answers(prompts, 3, params, 16)
+    assert got.keys() == {0, 1, 3, 4}
+    exact = model.double()
+    for row, told in got.items():
+        with torch.inference_mode():
+            logits = exact(torch.from_numpy(prompts[row].astype(np.int64))[None]).logits[0, -1]
+        expected = logits.log_softmax(-1)
+        count, chosen = asked[row]
+        wanted = chosen or tuple(expected.topk(count or 0).indices.tolist())
+        assert [token for token, _ in told.top] == list(wanted)
+        assert [logprob for _, logprob in told.top] == pytest.approx(expected[list(wanted)].tolist(), abs=1e-4)
 
 
 def ids(*values: int | tuple[int, ...]) -> Int32Array:

@@ -36,6 +36,8 @@ class Fleet:
         self.requests_per_s, self.prompt_tokens, self.answer_tokens = 4, 2000, 200
         self.now = 100.0
         self.kept: dict[str, Any] | None = None
+        self.draining = 0
+        """So many more instances leave."""
         self._totals = {"prefill": RoleTotals(), "decode": RoleTotals()}
 
     def page(self, seconds: float = 2.0) -> dict[str, Any]:
@@ -70,7 +72,8 @@ class Fleet:
             for role, count in self.counts.items()
             for number in range(count)
         ]
-        return {"roles": roles, "instances": instances, "kept": self.kept}
+        leaving = [{"id": f"old-{number}", "role": "decode", "state": "draining"} for number in range(self.draining)]
+        return {"roles": roles, "instances": instances + leaving, "kept": self.kept}
 
 
 def follow(autoscaler: Autoscaler, fleet: Fleet, looks: int) -> list[ScalingChoice]:
@@ -261,6 +264,31 @@ def test_instances_come_and_go_through_the_launch_that_started_the_router(fleet:
     fleet.requests_per_s, fleet.answer_tokens = 1, 10
     asked = turns(fleet, replace(config, rest_s=4.0), 9)
     assert ("POST", "/cluster/prefill-3/drain", {}) in asked
+
+
+def test_no_instance_goes_while_another_one_drains(fleet: Fleet) -> None:
+    fleet.counts, fleet.requests_per_s, fleet.answer_tokens = {"prefill": 4, "decode": 2}, 1, 10
+    fleet.kept, fleet.draining = {"names": [str(number) for number in range(7)], "spare": 0}, 1
+    config = replace(CONFIG, scale="launch", rest_s=4.0, max_decode=2)
+    assert {path for _, path, _ in turns(fleet, config, 9)} == {"/cluster/decisions"}
+
+
+def test_a_refusal_of_any_length_is_told(fleet: Fleet) -> None:
+    asked = turns(fleet, CONFIG, 6, refuses="no " * 1000)
+    (told,) = (body["outcome"] for _, path, body in asked if path == "/cluster/decisions" and body["action"] == "flip")
+    assert 0 < len(told) <= 1000
+
+
+def test_requests_that_decode_instances_get_whole_count() -> None:
+    window = FleetWindow(10.0)
+    for share in (0, 1):
+        figures = [
+            RoleFigures(**{**as_dict(FIGURES), "totals": RoleTotals(share * requests, share * requests, share * tokens, 0)})
+            for requests, tokens in ((10, 3_000), (100, 27_000))  # ten of these hundred came from prefill instances
+        ]
+        window.add(FleetLook(10.0 * share, *figures))
+    demand = window.demand()
+    assert demand is not None and (demand.requests_per_s, demand.prompt_tokens) == (10.0, 300.0)
 
 
 class ApiServer:

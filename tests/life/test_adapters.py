@@ -7,7 +7,7 @@ import pytest
 from common.config import RouterConfig
 from common.errors import BadRequest, NotFound, TandemError, Unavailable
 from common.executor import Work
-from common.ids import Digest
+from common.ids import Digest, InstanceId, ServingRole
 from common.messages import Finished
 from common.messages.adapters import AdapterEntry
 from common.messages.tasks import ReadAdapter, Task
@@ -177,6 +177,21 @@ def test_when_requests_have_all_places_another_adapter_is_refused_by_name() -> N
     fleet.run(*running)
     for n, client in enumerate(running):
         assert client.token_ids == undisturbed(PROMPT, 60, adapter=Digest(f"a{n}"))
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(("name", "role"), [("prefill-1", "decode"), ("decode-1", "prefill")])
+def test_an_adapter_is_loaded_while_an_instance_is_told_to_take_another_role(name: str, role: ServingRole, ranks: int) -> None:
+    for turns in (0, 1, 3, 6, 12, 25):
+        fleet = make_fleet(2, 3, ranks=ranks)
+        came, roles = begin_load(fleet, "red", "a1"), list[object]()
+        for _ in range(turns):
+            fleet.clock.turn()
+        fleet.router_process.tell_role(InstanceId(name), role, roles.append)
+        fleet.turn_until(lambda came=came, roles=roles: bool(came and roles), 30.0)  # type: ignore[misc]
+        assert isinstance(came[0], AdapterEntry), came
+        fleet.run_for(2.0)
+        assert held(fleet) == [{"a1"}] * len(held(fleet))
 
 
 def test_an_adapter_that_is_unloaded_while_it_is_read_again_does_not_come_back() -> None:

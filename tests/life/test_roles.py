@@ -7,7 +7,7 @@ import pytest
 from common.config import RouterConfig
 from common.errors import Conflict, NotFound, TandemError
 from common.ids import Incarnation, InstanceId, ServingRole
-from common.messages import LinkInfo
+from common.messages import LinkInfo, unpack_spans
 from common.messages.transfers import LinkChanged
 from router.members import Member
 from tests.life.client import Client
@@ -123,6 +123,37 @@ def test_two_orders_at_once_are_one_too_many() -> None:
         told(fleet, "decode-0", "both")
 
 
+@pytest.mark.parametrize(("name", "role"), [("prefill-1", "decode"), ("decode-1", "prefill")])
+def test_an_instance_that_is_told_to_drain_while_it_changes_its_role_leaves(name: str, role: ServingRole) -> None:
+    for turns in range(0, 40, 2):
+        fleet = ToyFleet(2, 3)
+        asked = ask(fleet, 6, 40)
+        fleet.turn_until(lambda asked=asked: all(len(client.token_ids) > 3 for client, _ in asked[:3]), BRING_S)  # type: ignore[misc]
+        told(fleet, name, role)
+        for _ in range(turns):
+            fleet.clock.turn()
+        fleet.router_process.apply(fleet.router.fleet.drain(InstanceId(name), fleet.clock.now))
+        check(fleet, asked)
+        fleet.turn_until(lambda fleet=fleet: name not in fleet.instances, BRING_S)  # type: ignore[misc]
+
+
+def test_what_a_life_has_done_is_in_the_trace_of_a_fleet_whose_roles_change() -> None:
+    fleet = ToyFleet(2, 2)
+    fleet.router_process.trace(5.0)
+    asked = ask(fleet, 6, 30)
+    fleet.turn_until(lambda: all(len(client.token_ids) > 3 for client, _ in asked[:3]), BRING_S)
+    former = fleet.instances["decode-1"].scheduler
+    changed(fleet, "decode-1", "prefill")
+    check(fleet, asked)
+    traces = fleet.router.traces
+    fleet.turn_until(lambda: traces.status(fleet.clock.now).state == "over", BRING_S)
+    processes = traces.status(fleet.clock.now).processes
+    place = next(number for number, each in enumerate(processes) if each.id == "decode-1")
+    spans = [span for frame in traces.frames() if frame.process == place for span in unpack_spans(frame.packed)]
+    assert sum(span.track == "steps" for span in spans) == former.report().counters.steps > 0
+    assert processes[place].over
+
+
 def hold(fleet: ToyFleet) -> Callable[[], None]:
     fleet.memory.hold = True
 
@@ -136,15 +167,20 @@ def hold(fleet: ToyFleet) -> Callable[[], None]:
     return go_on
 
 
-def test_an_instance_whose_push_does_not_end_stays_what_it_was_and_serves_on() -> None:
+def test_an_instance_whose_push_does_not_end_stays_what_it_was_and_serves_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("common.instance.roles.CHANGE_S", 5.0)  # before the push is given up as stalled
     fleet = ToyFleet(2, 2, config=RouterConfig())
     go_on = hold(fleet)
     client = fleet.submit("r", PROMPT, max_tokens=9)
     fleet.turn_until(lambda: any(i.scheduler.report().load.pushes_in_flight for i in fleet.instances.values()), BRING_S)
     name = next(name for name, i in fleet.instances.items() if i.scheduler.report().load.pushes_in_flight)
     before = fleet.instances[name].info.incarnation
-    answers = told(fleet, name, "decode")
+    answers, began_s = told(fleet, name, "decode"), fleet.clock.now
     fleet.turn_until(lambda: bool(answers), BRING_S)
+    orders = sum(kind == "TakeRole" for _, kind, _ in fleet.network.log)
+    assert orders <= 3 + (fleet.clock.now - began_s) / RouterConfig().heartbeat_s, (
+        "it comes with heartbeats, not with answers to it"
+    )
     assert isinstance(answers[0], Conflict) and "stays in the role prefill" in str(answers[0])
     go_on()
     check(fleet, [(client, undisturbed(PROMPT, 9))])

@@ -238,6 +238,8 @@ class Trial(ToyFleet):
                 asked.given_up = True
             else:
                 self.clock.at(self.clock.now + ASK_AGAIN_S, lambda: self._ask(asked))
+        else:
+            asked.client.request.read_by(lambda: self._hear(asked))
 
     def _leave(self, asked: Asked) -> None:
         asked.left = True
@@ -457,11 +459,17 @@ class Trial(ToyFleet):
         if not all(asked.over for asked in self.asked):
             self.clock.at(self.clock.now + LOOK_S, self._look)
 
+    def _hear(self, asked: Asked) -> None:
+        """Between two looks an answer may fail because nobody could serve it for a moment."""
+        if asked.over and not asked.unserved:
+            router = self.routers[asked.seat]
+            asked.unserved = asked.pages > max((self._room(each, router) for each in self.instances.values()), default=0)
+
     def _room(self, instance: ToyInstance, router: ToyRouter) -> int:
         """Pages that it could give to one request of this router: a decode instance serves alone, if need be, unless too much of
         its memory waits for the end of writes."""
         is_up = router.alive and self._is_up(instance.name.id, router.name)
-        if instance.name.role != "decode" or not is_up or instance in self._leaving:
+        if instance.info.role != "decode" or not is_up or instance in self._leaving or instance.worker._role.wanted == "prefill":
             return 0
         load = instance.scheduler.report().load
         is_whole = load.pages_quarantined * QUARANTINE_DIVISOR <= load.pages_total

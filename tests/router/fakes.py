@@ -129,6 +129,7 @@ class CharTokenizer:
         self.context_tokens = context_tokens
         self.chat_template = chat_template
         self.reads_tools = "tools" in chat_template
+        self.marks = {"eos_token": "</s>"}
         self.special_tokens = {mark: id for id, mark in enumerate(re.findall(r"\[[A-Z_]+\]|</s>", chat_template))}
 
     def reads(self, name: str) -> bool:
@@ -209,8 +210,11 @@ def _holding(member: InstanceInfo, context_tokens: int) -> InstanceInfo:
     return replace(member, model=replace(member.model, context_tokens=context_tokens), pools=(pool,))
 
 
-def likely(token_id: int, top: int) -> TokenLogprob:
-    """What the fleet tells of a token: it is the likeliest one, and those that follow it in the vocabulary come next."""
+def likely(token_id: int, top: int, chosen: Sequence[int] = ()) -> TokenLogprob:
+    """What the fleet tells of a token: it is the likeliest one, and those that follow it in the vocabulary come next. chosen:
+    tokens in their place."""
+    if chosen:
+        return TokenLogprob(token_id, -0.25, 1, tuple((one, -abs(one - token_id) / 10) for one in chosen))
     return TokenLogprob(token_id, -0.25, 1, tuple((token_id + rank, -0.25 - rank) for rank in range(top)))
 
 
@@ -329,7 +333,7 @@ class EchoFleet(FakeMail[RouterInbox]):
             last = number == end - 1
             ending = Finished(reason="stop", matched=stop) if stop else Finished(reason="length") if last else None
             top, prompt_top = message.sampling.logprobs, message.sampling.prompt_logprobs
-            logprobs = () if top is None else (likely(token, top),)
+            logprobs = () if top is None else (likely(token, top, message.sampling.logprob_ids),)
             of_prompt = () if prompt_top is None or number > 0 else tuple(likely(one, prompt_top) for one in prompt[1:])
             cached = 0 if number else self.cached_tokens
             deltas.append(TextDelta(key, number, (token,), "" if stop else chr(token), ending, logprobs, of_prompt, cached))

@@ -288,7 +288,7 @@ def test_a_prompt_is_one_or_several_each_a_text_or_token_ids(prompt: Any, read: 
         (chat(tools=[function("a b")]), "tools", "must be 1 to 128 letters"),
         (chat(tools=[function("f")] * 513), "tools", "at most 512"),
         (chat(tool_choice="required"), "tool_choice", "there are no tools"),
-        (chat(tool_choice={"type": "custom"}), "tool_choice.type", "use function:"),
+        (chat(tool_choice={"type": "custom"}), "tool_choice.type", "use function, or for chats allowed_tools"),
         (chat(return_tokens_as_token_ids=True), "return_tokens_as_token_ids", "send logprobs"),
         (chat(tools=[function("f")], tool_choice="often"), "tool_choice", "invalid enum value 'often'"),
         (chat(tools=[function("f")], tool_choice=function("g")), "tool_choice", "not among the tools"),

@@ -295,6 +295,7 @@ async def test_the_detokenizer_shows_marks_that_are_special_tokens_and_text_that
         ("{{ tools }}", {"tools": TOOLS}, "tools"),
         (TEMPLATE, {"chat_template_kwargs": {"colour": 1}}, "chat_template_kwargs.colour"),
         (TEMPLATE, {"reasoning_effort": "low"}, "reasoning_effort"),
+        (TEMPLATE, {"verbosity": "low"}, "verbosity"),
     ],
 )
 async def test_what_the_models_template_does_not_do_is_refused(template: str, fields: dict[str, Any], param: str) -> None:
@@ -304,6 +305,27 @@ async def test_what_the_models_template_does_not_do_is_refused(template: str, fi
 
 
 async def test_what_the_models_template_does_is_accepted() -> None:
-    async with Site(chat_template=TEMPLATE + " reasoning_effort") as site:
+    async with Site(chat_template=TEMPLATE + " reasoning_effort verbosity") as site:
         fields: dict[str, Any] = {"chat_template_kwargs": {"enable_thinking": False}, "reasoning_effort": "low"}
-        assert (await post(site, "/v1/chat/completions", chat(**fields))).status_code == 200
+        assert (await post(site, "/v1/chat/completions", chat(**fields, verbosity="high"))).status_code == 200
+    async with Site(chat_template=TEMPLATE) as site:
+        assert (await post(site, "/v1/chat/completions", chat(verbosity="medium"))).status_code == 200
+
+
+async def test_of_allowed_tools_alone_the_model_is_told_and_a_call_of_another_is_held_off() -> None:
+    """tool_choice as https://platform.openai.com/docs/guides/function-calling has it."""
+    other = {"type": "function", "function": {"name": "other", "parameters": {"type": "object"}}}
+    allowed = {"mode": "required", "tools": [{"type": "function", "function": {"name": "weather"}}]}
+    asked = asking(CALLS, tools=[*TOOLS, other], tool_choice={"type": "allowed_tools", "allowed_tools": allowed})
+    async with openai_client(EchoFleet(context_tokens=2_000), chat_template=TEMPLATE) as client:
+        answer = await client.chat.completions.create(**asked)
+        assert len(answer.choices[0].message.tool_calls or []) == 2
+    async with Site(EchoFleet(context_tokens=2_000), chat_template=TEMPLATE) as site:
+        for mode in ("required", "auto"):
+            allowed["mode"] = mode
+            assert (await post(site, "/v1/chat/completions", asked)).status_code == 200
+        forced, free = (message.sampling.grammar for message in sent_to_fleet(site))
+        assert forced is not None and "weather" in forced.text and "other" not in forced.text and free is None
+        allowed["tools"][0]["function"]["name"] = "stranger"  # type: ignore[index]
+        refused = await post(site, "/v1/chat/completions", asked)
+        assert "stranger" in assert_error(refused, 400, "invalid_request_error", "tool_choice.allowed_tools.tools")

@@ -8,10 +8,11 @@ import pytest
 from fastapi.routing import APIRoute
 
 from router.api.adapters import LoadFields, UnloadFields
+from router.api.app import InvocationFields
 from router.api.batches import BatchFields
 from router.api.chat import ChatFields
 from router.api.completions import CompletionFields
-from router.api.embeddings import EmbeddingFields
+from router.api.embeddings import EmbeddingFields, EncodeFields
 from router.api.errors import ErrorBody
 from router.api.files import UploadFields
 from router.api.messages import CountFields, MessageFields
@@ -19,6 +20,7 @@ from router.api.responses import ResponseFields
 from router.api.roles import RoleFields, SwitchFields
 from router.api.routes import DetokenizeFields, TokenizeFields
 from router.api.scaling import StartFields
+from router.api.scoring import RerankFields, ScoreFields
 from router.api.sglang import AbortFields, GenerateFields
 from router.api.vllm import AbortManyFields
 from router.api.weight_groups import DestroyGroupFields, GroupBucketFields, InitGroupFields, ReadWeightFields
@@ -86,7 +88,18 @@ BODIES = {
     "/cluster/{instance}/role": RoleFields,
     "/pd_role_switch": SwitchFields,
     "/tokenize": TokenizeFields,
+    "/v1/tokenize": TokenizeFields,
     "/detokenize": DetokenizeFields,
+    "/v1/detokenize": DetokenizeFields,
+    "/invocations": InvocationFields,
+    "/pooling": EmbeddingFields,
+    "/encode": EncodeFields,
+    "/v1/rerank": RerankFields,
+    "/rerank": RerankFields,
+    "/v2/rerank": RerankFields,
+    "/v1/score": ScoreFields,
+    "/score": ScoreFields,
+    "/v1/responses/input_tokens": ResponseFields,
 }
 
 

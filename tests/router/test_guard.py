@@ -19,7 +19,7 @@ from fastapi.routing import APIRoute
 
 from common.access import Access, KeyRing, read_access
 from common.config import AccessConfig, RouterConfig
-from router.api.refused import REFUSED
+from router.api.refused import REFUSED, UNSERVED
 from tests.router.calls import JSON, assert_error, chat, completion, until
 from tests.router.fakes import MODEL, EchoFleet, Site, listening
 
@@ -35,7 +35,7 @@ def bearer(key: str) -> dict[str, str]:
     return {"Authorization": f"Bearer {key}"}
 
 
-NO_KEY_NEEDED = {"/health", "/health_generate", "/ready", "/metrics"}
+NO_KEY_NEEDED = {"/health", "/health_generate", "/ready", "/ping", "/metrics"}
 CONTROLLED = (
     *("/cluster", "/flush_cache", "/reset_prefix_cache", "/pause", "/continue_", "/resume", "/is_"),
     *("/sleep", "/wake_up", "/pd_role_switch"),
@@ -65,6 +65,9 @@ async def test_every_route_refuses_a_request_without_its_key_and_lets_no_other_k
         for path in REFUSED:
             answers = [await client.post(path, headers=bearer(key)) for key in (ALICE, CONTROL)]
             assert [answer.status_code for answer in answers] == [401, 400], path
+        for path in UNSERVED:
+            answers = [await client.post(path, headers=bearer(key)) for key in (ALICE, CONTROL)]
+            assert [answer.status_code for answer in answers] == [400, 401], path
         assert (await client.get("/no/such/url")).status_code == 401
 
 

@@ -53,7 +53,7 @@ async def test_a_text_may_hold_any_number_of_brackets_quotes_and_commas(text: st
 async def test_many_long_prompts_of_token_ids_are_read_one_by_one_as_they_are() -> None:
     prompts = [list(range(100_000 + number)) for number in range(3)]
     sent = body(completion(prompts, user="me"))
-    assert [list(prompt) for prompt in read_completion(sent, 2**17).prompts] == prompts
+    assert list(read_completion(sent, 2**17).prompts) == [tuple(prompt) for prompt in prompts]
     with pytest.raises(BadRequest) as raised:
         read_completion(body(completion([*prompts, [1, "x"]])), 2**17)
     assert raised.value.field == "prompt[3][1]"

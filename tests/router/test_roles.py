@@ -8,7 +8,7 @@ from msgspec.structs import replace
 from common.config import RouterConfig
 from common.errors import Conflict, DeadlinePassed, TandemError
 from common.ids import Incarnation, ServingRole
-from common.messages import Goodbye, InstanceInfo, Register, RoleKept, TakeRole
+from common.messages import Drain, Goodbye, InstanceInfo, Register, RoleKept, TakeRole
 from router.members import Member
 from router.roles import LATEST_S
 from tests.builders import instance
@@ -99,6 +99,20 @@ def test_an_instance_that_is_started_anew_meanwhile_does_not_take_it() -> None:
     roles.bench.core.receive(Register(instance=successor), 2.5)
     roles.beat(successor, 2.6)
     assert isinstance(roles.answers[0], Conflict) and "was started anew meanwhile, as decode" in str(roles.answers[0])
+
+
+@pytest.mark.parametrize("is_one_process", [True, False])
+def test_an_order_to_drain_that_comes_too_late_for_the_former_role_is_for_the_next_one(is_one_process: bool) -> None:
+    roles = Roles()
+    roles.order(D0, "prefill")
+    roles.fleet.drain(D0.id, 2.0)
+    roles.bench.core.receive(Goodbye(id=D0.id, incarnation=D0.incarnation), 2.5)
+    successor = other_life(D0, "prefill")
+    if not is_one_process:
+        successor = replace(successor, incarnation=Incarnation("another"))
+    roles.bench.core.receive(Register(instance=successor), 2.5)
+    told = Drain(incarnation=successor.incarnation) in roles.beat(successor, 2.6)
+    assert told == roles.member("d0").draining == is_one_process
 
 
 def test_a_member_that_is_back_after_a_silence_is_told_again_and_leaves_no_ghost() -> None:

@@ -19,7 +19,7 @@ async def test_a_text_becomes_ids_and_ids_become_the_text(site: Site) -> None:
     assert tokenized == {"count": 2, "max_model_len": CONTEXT, "tokens": [97, 98], "token_strs": ["a", "b"]}
     long = "x" * 5_000
     ids = (await post(site, "/tokenize", {"prompt": long, "model": MODEL})).json()["tokens"]
-    assert (await post(site, "/detokenize", {"tokens": ids})).json() == {"prompt": long}
+    assert (await post(site, "/detokenize", {"tokens": ids})).json() == {"prompt": long, "text": long}
 
 
 async def test_a_conversation_is_tokenized_as_a_chat_would_be(site: Site) -> None:

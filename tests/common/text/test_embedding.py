@@ -61,3 +61,15 @@ def test_an_ordinary_checkpoint_is_scaled_with_a_flag_and_a_broken_one_is_told(t
     (tmp_path / "modules.json").write_text("[1]")
     with pytest.raises(ConfigError, match=r"modules\.json"):
         read_embedding(path, "auto")
+
+
+@pytest.mark.parametrize(
+    ("said", "sizes"),
+    [({}, {8}), ({"is_matryoshka": True}, set(range(1, 9))), ({"matryoshka_dimensions": [2, 4]}, {2, 4, 8})],
+)
+def test_the_config_says_to_which_sizes_embeddings_may_be_cut(tmp_path: Path, said: dict[str, Any], sizes: set[int]) -> None:
+    """By the names that vLLM reads."""
+    path = checkpoint(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"hidden_size": 8} | said))
+    mode = read_embedding(path, "last")
+    assert mode is not None and {size for size in range(1, 20) if mode.can_have(size)} == sizes
