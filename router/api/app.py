@@ -192,10 +192,8 @@ class Api(ApiPart):
                 await self.stored_responses.beat()
                 await self.batches.beat()
                 await store.do(store.sweep)
-            except TandemError as error:
+            except (TandemError, OSError) as error:  # OSError: such as too many open files; the next beat may do better
                 _log.error("%s", error)
-            except Exception:  # noqa: BLE001  the next beat may do better; without any, no batch begins and nothing is swept
-                _log.exception("work on what is stored met a bug")
             with suppress(TimeoutError):
                 await asyncio.wait_for(self.batches.news.wait(), BEAT_S)
 
