@@ -58,6 +58,8 @@ def run(plan: BatchFlags, api_key: str) -> int:
     try:
         content = Path(plan.input_file).read_bytes()
         first = msgspec.json.decode(content.lstrip().partition(b"\n")[0], type=dict[str, Any])
+        if Path(plan.output_file).exists() and Path(plan.output_file).samefile(plan.input_file):
+            raise ConfigError("--output-file: this is the input file, which the answers would overwrite")
         Path(plan.output_file).write_bytes(b"")
     except (OSError, msgspec.DecodeError) as error:
         raise ConfigError(f"--input-file or --output-file: {error}") from error

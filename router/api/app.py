@@ -192,7 +192,7 @@ class Api(ApiPart):
                 await self.stored_responses.beat()
                 await self.batches.beat()
                 await store.do(store.sweep)
-            except TandemError as error:
+            except (TandemError, OSError) as error:  # OSError: such as too many open files; the next beat may do better
                 _log.error("%s", error)
             with suppress(TimeoutError):
                 await asyncio.wait_for(self.batches.news.wait(), BEAT_S)

@@ -146,7 +146,7 @@ def read_lines(content: bytes, endpoint: str) -> tuple[dict[int, BatchLine], lis
         try:
             line = lines[number] = _decode(text, type=BatchLine)
             asked = _decode(line.body, type=_LineBody)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             errors.append(LineError("invalid_json_line", f"the line is no request: {error}"[:300], number))
             continue
         if line.url != endpoint:
@@ -310,6 +310,10 @@ class BatchesApi(StoreApi):
             self.news.set()
         except TandemError as error:  # the next beat lets go of it, so that it is tried again
             _log.error("batch %s: %s", running.stored.id, error)
+        except Exception:  # noqa: BLE001  it would meet the bug again with each beat, and could not even be cancelled
+            _log.exception("batch %s met a bug", running.stored.id)
+            bug = LineError("internal_error", "internal error: see the router's log")
+            await self.store.do(partial(self._end, running, "failed", [bug]))
         finally:
             del self._running[running.stored.number]
 

@@ -145,6 +145,8 @@ class FilesApi(StoreApi):
             await form.close()
         except MultiPartException as error:
             raise BadRequest(f"the body is not as multipart/form-data should be: {error.message}") from error
+        except ValueError as error:  # of the charset that the client names, which may be any codec of Python
+            raise BadRequest("the body is not in the charset that it names: send UTF-8") from error
         for name in form.keys() - {"purpose", "file"}:
             raise BadRequest(f"{shown(name)} is not a known field: leave it out", shown(name), "unknown_parameter")
         file = form.get("file")
@@ -152,7 +154,7 @@ class FilesApi(StoreApi):
             raise BadRequest("purpose must be batch: files are for nothing else here", "purpose")
         if not isinstance(file, UploadFile):
             raise BadRequest("file is missing: send the content of a file, with its name", "file", "missing_required_parameter")
-        made = new_file(file.filename or "", "batch", file.size or 0, store.age_s)
+        made = new_file((file.filename or "").encode(errors="replace").decode(), "batch", file.size or 0, store.age_s)
         parts = [(begin, content[0][begin : begin + PIECE_BYTES]) for begin in range(0, made.bytes, PIECE_BYTES)]
         await self.call(request, partial(store.add, visit.owner, FILE, made.id, msgspec.json.encode(made), parts))
         return made

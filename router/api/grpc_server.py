@@ -44,6 +44,8 @@ from router.outbox import ChoiceDelta, ClientRequest, joined
 
 MESSAGE_S = 10.0
 """How long a message may take to arrive: it is one of few that do at a time, because any of them may be long."""
+CHECK_S, MOST_CHECKS = 1.0, 16
+"""The same for health checks, which need no key: what strangers begin to send takes no turn of those with one."""
 PING_S, PONG_S = 60, 20
 """After so long a silence a connection is asked whether its client is there, and closed without an answer."""
 LEAST_PING_S = 10
@@ -108,6 +110,7 @@ class GrpcCalls:
         most_bytes = api.admission.max_body_bytes or MAX_BODY_BYTES
         self._arriving = Turns(max(2, MAX_BODY_BYTES // most_bytes))
         """A message has a turn while it arrives."""
+        self._checking = Turns(MOST_CHECKS)
         scheduler = f"/{SCHEDULER}.SglangScheduler/"
         served: Mapping[str, Serve] = {
             f"{scheduler}Generate": self._generate,
@@ -135,11 +138,12 @@ class GrpcCalls:
             headers = [(name.encode(), one if isinstance(one, bytes) else one.encode()) for name, one in metadata]
             scope = {"path": path, "headers": headers}
             visit.id = id_in(scope) or visit.id
-            if serve not in (self._health_check, self._check):  # as at HTTP: load balancers have no key
+            needs_key = serve not in (self._health_check, self._check)  # as at HTTP: load balancers have none
+            if needs_key:
                 visit.owner = self._guard.name_of_caller(scope, NeededKey.API)
                 self._api.admission.places.take(visit.owner)
                 context.add_done_callback(lambda _: self._api.admission.places.leave(visit.owner))
-            await serve(Call(context, visit, scope, await self._message(visit.owner, context)))
+            await serve(Call(context, visit, scope, await self._message(visit.owner, context, needs_key)))
             status = 200
         except TandemError as error:
             status, problem = error.failed.status if isinstance(error, AnswerFailed) else error.status, str(error)
@@ -159,13 +163,14 @@ class GrpcCalls:
         if status != 200:
             await context.abort(_CODES.get(status, grpc.StatusCode.INTERNAL), problem)
 
-    async def _message(self, owner: str, context: Any) -> bytes:
+    async def _message(self, owner: str, context: Any, needs_key: bool) -> bytes:
         """The message of a call. Raises BadRequest, BodyTooSlow."""
+        turns, within_s = (self._arriving, MESSAGE_S) if needs_key else (self._checking, CHECK_S)
         try:
-            async with asyncio.timeout(MESSAGE_S), self._arriving.held(owner):
+            async with asyncio.timeout(within_s), turns.held(owner):
                 message = await context.read()
         except TimeoutError as error:
-            raise BodyTooSlow(f"the message did not arrive within {MESSAGE_S:g} s") from error
+            raise BodyTooSlow(f"the message did not arrive within {within_s:g} s") from error
         if not isinstance(message, bytes):
             raise BadRequest("the call has no message")
         return message

@@ -34,7 +34,7 @@ MOST_CALLS = 256
 """Calls of clients that may wait for the store at once: more get 429."""
 BUSY_S = 30.0
 """How long another router may write."""
-FORMAT = 1
+FORMAT = 2
 SCHEMA = f"""
 PRAGMA journal_mode = WAL; PRAGMA synchronous = NORMAL; PRAGMA foreign_keys = ON; BEGIN IMMEDIATE;
 CREATE TABLE IF NOT EXISTS objects (
@@ -42,13 +42,24 @@ CREATE TABLE IF NOT EXISTS objects (
     is_cancelled INTEGER, body BLOB, bytes INTEGER, UNIQUE (owner, id)
 );
 CREATE INDEX IF NOT EXISTS held ON objects (holder, kind, owner);
-CREATE INDEX IF NOT EXISTS sizes ON objects (owner, bytes);
+CREATE INDEX IF NOT EXISTS oldest ON objects (owner, holder);
+CREATE INDEX IF NOT EXISTS kinds ON objects (owner, kind);
+CREATE INDEX IF NOT EXISTS needed ON objects (owner, needs);
+CREATE INDEX IF NOT EXISTS ages ON objects (created_s);
+CREATE TABLE IF NOT EXISTS owners (owner TEXT PRIMARY KEY, bytes INTEGER);
+CREATE TRIGGER IF NOT EXISTS made AFTER INSERT ON objects BEGIN
+    INSERT INTO owners VALUES (new.owner, new.bytes) ON CONFLICT (owner) DO UPDATE SET bytes = bytes + new.bytes; END;
+CREATE TRIGGER IF NOT EXISTS sized AFTER UPDATE OF bytes ON objects BEGIN
+    UPDATE owners SET bytes = bytes + new.bytes - old.bytes WHERE owner = new.owner; END;
+CREATE TRIGGER IF NOT EXISTS gone AFTER DELETE ON objects BEGIN
+    UPDATE owners SET bytes = bytes - old.bytes WHERE owner = old.owner; END;
 CREATE TABLE IF NOT EXISTS parts (
     object INTEGER REFERENCES objects ON DELETE CASCADE, number INTEGER, data BLOB, PRIMARY KEY (object, number)
 );
 PRAGMA user_version = {FORMAT}; COMMIT;
 """
-FREE = "holder = '' AND id NOT IN (SELECT needs FROM objects AS users WHERE holder != '' AND users.owner = objects.owner)"
+_USERS = "SELECT 1 FROM objects AS users WHERE users.owner = objects.owner AND users.needs = objects.id AND users.holder > ''"
+FREE = f"holder = '' AND NOT EXISTS ({_USERS})"
 """What may go: nobody works on it, nor on what needs it."""
 
 R = TypeVar("R")
@@ -91,9 +102,14 @@ class Store:
             self._alive = self._hold_lock()
             Path(path).touch(mode=0o600)
             self._db = sqlite3.connect(path, timeout=BUSY_S, isolation_level=None, check_same_thread=False)
-            if self._db.execute("PRAGMA user_version").fetchone() not in ((0,), (FORMAT,)):
-                raise ConfigError(f"--store: {path} was written by another release: give another file")
-            self._db.executescript(SCHEMA)
+            folder = os.open(Path(path).parent, os.O_RDONLY)
+            try:
+                fcntl.flock(folder, fcntl.LOCK_EX)  # SQLite does not wait where two begin to write ahead at once
+                if self._db.execute("PRAGMA user_version").fetchone() not in ((0,), (FORMAT,)):
+                    raise ConfigError(f"--store: {path} was written by another release: give another file")
+                self._db.executescript(SCHEMA)
+            finally:
+                os.close(folder)
         except (OSError, sqlite3.Error) as error:
             raise ConfigError(f"--store: cannot use {path}: {error}") from error
         for alive in Path(path).parent.glob(f"{Path(path).name}.*.alive"):
@@ -138,7 +154,7 @@ class Store:
         """Give an object more parts. Raises StoreFailed when there is no room."""
         self._db.executemany("INSERT INTO parts VALUES (?, ?, ?)", [(number, *part) for part in parts])
         self._db.execute("UPDATE objects SET bytes = bytes + ? WHERE number = ?", (sum(len(data) for _, data in parts), number))
-        totals = self._db.execute("SELECT owner, sum(bytes) FROM objects GROUP BY owner ORDER BY sum(bytes) DESC").fetchall()
+        totals = self._db.execute("SELECT owner, bytes FROM owners ORDER BY bytes DESC").fetchall()
         excess = sum(total for _, total in totals) - self._most_bytes
         for owner, _ in totals:
             while excess > 0 and (
@@ -202,14 +218,14 @@ class Store:
     def work(self, kind: str) -> list[StoredObject]:
         """What this life holds, and what dead lives do."""
         lives = self._db.execute(
-            "SELECT DISTINCT holder FROM objects WHERE holder NOT IN ('', ?, ?)", (WAITING, IN_USE)
+            "SELECT DISTINCT holder FROM objects WHERE holder > '' AND holder NOT IN (?, ?)", (WAITING, IN_USE)
         ).fetchall()
         ours = [life for (life,) in lives if life == self.life or self._is_dead(life)]
         return [one for life in ours for one in self._objects("holder = ? AND kind = ?", life, kind)]
 
     def sweep(self) -> None:
         """What is too old goes."""
-        self._db.execute(f"DELETE FROM objects WHERE created_s < ? AND {FREE}", (time.time() - self.age_s,))
+        self._db.execute(f"DELETE FROM objects INDEXED BY ages WHERE created_s < ? AND {FREE}", (time.time() - self.age_s,))
 
     # --- inside ----------------------------------------------------------------------------------------------------------
 

@@ -12,6 +12,8 @@ from typing import Any
 import openai
 import pytest
 
+from common.errors import ConfigError
+from launch.batch import BatchFlags, run
 from tests.rig.pages import RunningFleet, running_fleet, until
 
 LINES = 60
@@ -89,3 +91,11 @@ def test_a_batch_without_a_fleet_starts_one(tmp_path: Path) -> None:
     assert batch.returncode == 1 and f"completed: {LINES} answered, 1 failed, of {LINES + 1}" in told
     rows = [json.loads(line) for line in file.with_suffix(".out").read_text().splitlines()]
     assert len(rows) == LINES + 1 and rows[-1]["response"]["status_code"] == 400
+
+
+def test_answers_never_overwrite_the_file_of_requests(tmp_path: Path) -> None:
+    file = asked(tmp_path, 1)
+    before = file.read_bytes()
+    with pytest.raises(ConfigError, match="input file"):
+        run(BatchFlags(input_file=str(file), output_file=str(file), base_url="http://127.0.0.1:1"), "")
+    assert file.read_bytes() == before

@@ -3,6 +3,7 @@
 import asyncio
 import json
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -133,6 +134,7 @@ async def test_lines_that_fail_are_in_the_error_file_and_the_others_have_their_a
         (lines(prompts(1), "/v1/embeddings"), "mismatched_url", 1),
         (lines(prompts(1)) + b"\n" + lines(prompts(1)), "duplicate_custom_id", 2),
         (lines([completion("a", stream=True)]), "invalid_request", 1),
+        (lines(prompts(1)).replace(b"{}", b"").replace(b'"prompt 0"', b"[" * 20_000 + b"]" * 20_000), "invalid_json_line", 1),
     ],
 )
 async def test_a_file_that_is_no_batch_fails_as_a_whole(tmp_path: Path, content: bytes, code: str, line: int | None) -> None:
@@ -140,6 +142,30 @@ async def test_a_file_that_is_no_batch_fails_as_a_whole(tmp_path: Path, content:
         batch = await ended(client_of(), await begun(client_of(), content))
         assert batch.status == "failed" and [(error.code, error.line) for error in batch.errors.data] == [(code, line)]
         assert not sent_to_fleet(site) and batch.output_file_id is None
+
+
+async def test_a_batch_that_meets_a_bug_fails_and_is_not_tried_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def bug(*_: object) -> Any:
+        raise LookupError("a bug")
+
+    monkeypatch.setattr(batches, "read_lines", bug)
+    async with storing(tmp_path) as (_, client_of):
+        batch = await ended(client_of(), await begun(client_of(), lines(prompts(1))))
+        assert batch.status == "failed" and [error.code for error in batch.errors.data] == ["internal_error"]
+        await client_of().files.delete(batch.input_file_id)
+
+
+async def test_work_goes_on_when_the_system_refuses_something_for_a_while(tmp_path: Path) -> None:
+    async with storing(tmp_path) as (site, client_of):
+        store = site.api.batches.store
+        unreadable = tmp_path / "store.gone.alive"
+        unreadable.mkdir()
+        body = b'{"background":true,"output":[]}'
+        await store.do(partial(store.add, "alice", "response", "resp_1", body, holder="gone"))
+        batch = await begun(client_of(), lines(prompts(1)))
+        await asyncio.sleep(0.2)
+        unreadable.rmdir()
+        assert (await ended(client_of(), batch)).status == "completed"
 
 
 async def test_a_cancelled_batch_keeps_what_it_had_and_its_open_lines_are_cancelled_everywhere(tmp_path: Path) -> None:
@@ -266,6 +292,14 @@ async def test_an_upload_is_checked_part_by_part(tmp_path: Path) -> None:
             assert response.status_code in (400, 415), response.text
         large = await client.post("/v1/files", data={"purpose": "batch"}, files={"file": b"x" * 200_000}, headers=authorization)
         assert large.status_code == 413 and "--max-body" in large.text
+        form = b'--x\r\ncontent-disposition: form-data; name="%s"%s\r\n\r\nbatch\r\n'
+        upload = form % (b"purpose", b"") + form % (b"file", b'; filename="+2AA-"') + b"--x--\r\n"
+        for charset, status in (("undefined", 400), ("utf-7", 200)):
+            kind = {"content-type": f"multipart/form-data; boundary=x; charset={charset}"}
+            content = upload.replace(b"batch", b"b") if status == 400 else upload
+            response = await client.post("/v1/files", content=content, headers=kind | authorization)
+            assert response.status_code == status, response.text
+            await client.delete(f"/v1/files/{response.json().get('id')}")
         made = (await client.post("/v1/files", data={"purpose": "batch"}, files=file, headers=authorization)).json()
         unknown = {"input_file_id": made["id"], "endpoint": "/v1/models", "completion_window": "24h"}
         for fields, says in (({}, COMPLETIONS), ({"endpoint": COMPLETIONS, "completion_window": "1h"}, "completion_window")):

@@ -346,6 +346,23 @@ async def test_keys_share_the_router_and_a_flood_of_streams_leaves_room_for_anot
         await until(lambda: not len(site.api.admission.places))
 
 
+async def test_strangers_who_begin_health_checks_delay_no_key() -> None:
+    async with (
+        Site(access=access(), max_body_bytes=2**24) as site,
+        served(site) as (_, where),
+        grpc.aio.insecure_channel(where) as channel,
+        grpc.aio.insecure_channel(where, (("a", 1),)) as other,
+    ):
+        silent = [other.stream_stream(f"/{SERVICE}/HealthCheck")(timeout=30) for _ in range(60)]
+        reads = [asyncio.create_task(call.read()) for call in silent]
+        await asyncio.sleep(0.3)
+        async with asyncio.timeout(5):
+            assert len(await Client(channel, ALICE).all_of(ask())) == 1
+        for call in silent:
+            call.cancel()
+        await asyncio.gather(*reads, return_exceptions=True)
+
+
 async def test_tls_is_that_of_http(tmp_path: Path) -> None:
     cert, key = tmp_path / "cert", tmp_path / "key"
     new = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-subj", "/CN=x"]

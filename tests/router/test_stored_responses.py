@@ -1,7 +1,10 @@
 """Responses that are stored, through the `openai` client. The fleet echoes: an answer is its prompt again, from the beginning."""
 
 import asyncio
+import fcntl
+import os
 from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from functools import partial
@@ -272,3 +275,44 @@ def test_a_file_that_is_no_store_is_refused_by_the_flag(tmp_path: Path) -> None:
             Store(str(path), 1000, 10, "router-a")
     with pytest.raises(ConfigError, match="without --store"):
         RouterConfig(batch_requests=4)
+
+
+def test_what_the_store_does_costs_no_more_when_it_holds_more(tmp_path: Path) -> None:
+    store = Store(str(tmp_path / "store"), 2**30, 3600, "router-a")
+
+    def fill() -> None:
+        for number in range(2_000):
+            store.add("alice", "response", f"resp_{number}", b"x")
+
+    store._transact(fill)
+    store._most_bytes = 2_000 * 513
+    steps = 0
+
+    def step() -> None:
+        nonlocal steps
+        steps += 1
+
+    store._db.set_progress_handler(step, 1)
+    for work in (
+        partial(store.add, "alice", "response", "resp_new", b"x"),  # the oldest goes
+        store.sweep,
+        partial(store.work, "response"),
+        partial(store.claim, "batch", ["bob"]),
+        partial(store.remove, 1_000),
+        partial(store.page, "alice", "response", "", 3, False),
+    ):
+        steps = 0
+        store._transact(work)
+        assert steps < 1_000, work
+    assert store._transact(partial(store.find, "alice", "response", "resp_0")) is None
+
+
+def test_of_routers_that_start_together_one_makes_the_store_and_the_others_wait(tmp_path: Path) -> None:
+    folder = os.open(tmp_path, os.O_RDONLY)
+    fcntl.flock(folder, fcntl.LOCK_EX)
+    with ThreadPoolExecutor() as pool:
+        opening = pool.submit(Store, str(tmp_path / "store"), 1000, 10, "router-a")
+        with pytest.raises(TimeoutError):
+            opening.result(0.2)
+        os.close(folder)
+        assert opening.result(10).life == "router-a"

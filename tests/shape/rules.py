@@ -28,6 +28,7 @@ BLIND_EXCEPT_ALLOWED = {
         "router/api/sending.py",
         "_take",
     ): "one of many streams whose news are handled together: the awaited end raises what it caught",
+    ("router/api/batches.py", "_work"): "the outermost door of a batch: its owner is told that it failed",
     ("router/api/batches.py", "_response"): "the outermost door of a call: who sent the line gets what the application answered",
     ("router/api/grpc_server.py", "_serve"): "the outermost door of a call: grpcio would tell the client what it caught",
     ("router/api/sending.py", "_wait"): "the outermost door of a task: the awaited end raises what it caught",
