@@ -78,6 +78,10 @@ class Visit:
         assert self._client is not None
         return self._client
 
+    @property
+    def max_body_bytes(self) -> int | None:
+        return self._admission.max_body_bytes
+
     def close(self) -> None:
         """The end of its response: what is left of it is given back."""
         if self._client is not None:
@@ -120,7 +124,8 @@ class Visit:
 
     async def parse(self, body: bytes, reader: Callable[[bytes, int], T], request: Request | None = None) -> T:
         """What a body that is here asks for. Raises BadRequest, Overloaded, ClientDisconnect."""
-        self._is_large, intake = len(body) > LARGE_BODY_BYTES, self._admission.intake
+        intake = self._admission.intake
+        self._is_large = self._is_large or len(body) > LARGE_BODY_BYTES
         if not self._is_large:
             return reader(body, intake.context_tokens)
         return await self.work(request, intake.read_large(reader, body, self.owner))

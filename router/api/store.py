@@ -30,6 +30,8 @@ from router.requests import Places
 WAITING, IN_USE = "waiting", "in use"
 OBJECT_BYTES = 512
 """What each object counts beside its body and its parts."""
+KEY_SHARE = 0.8
+"""How much of the store one key may have: what its work needs cannot go, and others need room."""
 MOST_CALLS = 256
 """Calls of clients that may wait for the store at once: more get 429."""
 BUSY_S = 30.0
@@ -154,16 +156,26 @@ class Store:
         """Give an object more parts. Raises StoreFailed when there is no room."""
         self._db.executemany("INSERT INTO parts VALUES (?, ?, ?)", [(number, *part) for part in parts])
         self._db.execute("UPDATE objects SET bytes = bytes + ? WHERE number = ?", (sum(len(data) for _, data in parts), number))
-        totals = self._db.execute("SELECT owner, bytes FROM owners ORDER BY bytes DESC").fetchall()
-        excess = sum(total for _, total in totals) - self._most_bytes
-        for owner, _ in totals:
-            while excess > 0 and (
-                oldest := self._objects(f"owner = ? AND number != ? AND {FREE} ORDER BY number LIMIT 1", owner, number)
+        totals = dict(self._db.execute("SELECT owner, bytes FROM owners ORDER BY bytes DESC").fetchall())
+        owner = self.now(number).owner
+        most = int(KEY_SHARE * self._most_bytes) if owner else self._most_bytes
+        freed = self._make_room([owner], totals[owner] - most, number)
+        if totals[owner] - freed > most:
+            raise StoreFailed(f"your key may have {most} bytes of the store (--store-bytes), and all of them are in use")
+        excess = sum(totals.values()) - freed - self._most_bytes
+        if self._make_room(totals, excess, number) < excess:
+            raise StoreFailed(f"the store is full: its {self._most_bytes} bytes (--store-bytes) are in use")
+
+    def _make_room(self, owners: Iterable[str], excess: int, but: int) -> int:
+        """Remove the oldest free objects of these owners, all but one, until so many bytes are free. Returns how many are."""
+        freed = 0
+        for owner in owners:
+            while freed < excess and (
+                oldest := self._objects(f"owner = ? AND number != ? AND {FREE} ORDER BY number LIMIT 1", owner, but)
             ):
                 self._db.execute("DELETE FROM objects WHERE number = ?", (oldest[0].number,))
-                excess -= oldest[0].bytes
-        if excess > 0:
-            raise StoreFailed(f"the store is full: its {self._most_bytes} bytes (--store-bytes) are in use")
+                freed += oldest[0].bytes
+        return freed
 
     def find(self, owner: str, kind: str, id: str) -> StoredObject | None:
         return next(iter(self._objects("owner = ? AND kind = ? AND id = ?", owner, kind, id)), None)

@@ -179,7 +179,8 @@ class StoredResponses(StoreApi):
         return replace(asked, body=body)
 
     async def _conversation(self, visit: Visit, name: str) -> list[Item]:
-        """The items of a stored response, and of its answer. Raises NotFound, Conflict, StoreFailed."""
+        """The items of a stored response, and of its answer. They grow from one to the next, so they are bounded as a body is.
+        Raises BadRequest, NotFound, Conflict, StoreFailed."""
 
         def read() -> tuple[StoredObject | None, bytes]:
             found = self.store.find(visit.owner, RESPONSE, name)
@@ -191,7 +192,13 @@ class StoredResponses(StoreApi):
             raise NotFound(f"{field}: no response {shown(name)!r} is stored for your key", field, "previous_response_not_found")
         if found.holder:
             raise Conflict(f"{field}: {shown(name)!r} has not ended: wait for its end", field)
-        return [*_decode(items, type=list[Item]), *_decode(found.body, type=_Answered).output]
+        most, length = visit.max_body_bytes, len(items) + len(found.body)
+        if most is not None and length > most:
+            raise BadRequest(
+                f"{field}: the conversation has {length} bytes, more than --max-body {most}: begin another one", field
+            )
+        earlier = await visit.parse(items, lambda body, _: _decode(body, type=list[Item]))
+        return [*earlier, *await visit.parse(found.body, lambda body, _: _decode(body, type=_Answered).output)]
 
     async def answer(self, request: Request, shape: ResponseShape, writers: SharedThreads) -> Response:
         """Send an answer, and store it if that is asked for. writers: see `whole_answer`."""

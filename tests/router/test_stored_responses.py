@@ -2,6 +2,7 @@
 
 import asyncio
 import fcntl
+import math
 import os
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -20,7 +21,7 @@ from common.config import RouterConfig
 from common.errors import ConfigError
 from common.ids import InstanceId
 from common.messages import Cancel
-from router.api.store import Store
+from router.api.store import KEY_SHARE, WAITING, Store, StoreFailed
 from tests.router.calls import sent_to_fleet, until
 from tests.router.fakes import MODEL, EchoFleet, Site, listening
 
@@ -259,6 +260,23 @@ async def test_a_full_store_forgets_the_oldest_of_the_key_that_has_most_and_neve
         assert (await client_of().responses.retrieve(made.id)).status == "in_progress"
 
 
+def test_work_of_one_key_never_fills_the_store_for_others(tmp_path: Path) -> None:
+    store = Store(str(tmp_path / "store"), 20_000, 3600, "router-a")
+    for number in range(7):
+        store._transact(partial(store.add, "alice", "file", f"file_{number}", b"x" * 1_500, holder=WAITING))
+    with pytest.raises(StoreFailed, match="your key may have 16000 bytes"):
+        store._transact(partial(store.add, "alice", "file", "file_7", b"x" * 1_500, holder=WAITING))
+    store._transact(partial(store.add, "bob", "file", "file_0", b"x" * 1_500, holder=WAITING))
+    store._transact(partial(store.add, "", "file", "file_0", b"x" * 1_500, holder=WAITING))
+
+
+async def test_a_conversation_that_grows_beyond_the_longest_body_is_refused(tmp_path: Path) -> None:
+    async with storing(tmp_path, max_body="600") as (_, client_of):
+        made = await client_of().responses.create(input="hello", **ASK)
+        with pytest.raises(openai.BadRequestError, match="previous_response_id: the conversation has"):
+            await client_of().responses.create(input="hello", previous_response_id=made.id, **ASK)
+
+
 async def test_what_is_too_old_goes(tmp_path: Path) -> None:
     async with storing(tmp_path, store_age_s=0.5) as (_, client_of):
         made = await client_of().responses.create(input="hello", **ASK)
@@ -285,7 +303,7 @@ def test_what_the_store_does_costs_no_more_when_it_holds_more(tmp_path: Path) ->
             store.add("alice", "response", f"resp_{number}", b"x")
 
     store._transact(fill)
-    store._most_bytes = 2_000 * 513
+    store._most_bytes = math.ceil(2_000 * 513 / KEY_SHARE)
     steps = 0
 
     def step() -> None:
