@@ -271,10 +271,13 @@ def test_work_of_one_key_never_fills_the_store_for_others(tmp_path: Path) -> Non
 
 
 async def test_a_conversation_that_grows_beyond_the_longest_body_is_refused(tmp_path: Path) -> None:
-    async with storing(tmp_path, max_body="600") as (_, client_of):
-        made = await client_of().responses.create(input="hello", **ASK)
+    thought = {"type": "reasoning", "summary": [{"type": "summary_text", "text": "x" * 60_000}]}
+    async with storing(tmp_path) as (_, client_of):
+        said: Any = [thought, {"role": "user", "content": "hello"}]
+        made = await client_of().responses.create(input=said, **ASK)
+        more = await client_of().responses.create(input=said, previous_response_id=made.id, **ASK)
         with pytest.raises(openai.BadRequestError, match="previous_response_id: the conversation has"):
-            await client_of().responses.create(input="hello", previous_response_id=made.id, **ASK)
+            await client_of().responses.create(input="hello", previous_response_id=more.id, **ASK)
 
 
 async def test_what_is_too_old_goes(tmp_path: Path) -> None:
