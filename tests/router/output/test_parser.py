@@ -141,6 +141,7 @@ def test_hostile_texts_raise_nothing_and_lose_nothing(
 
 
 @pytest.mark.soak
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("format", TYPED_FORMATS, ids=lambda format: format.names[0])
 @settings(max_examples=10_000, deadline=None, phases=[Phase.generate])
 @given(st.data(), TEXTS, TYPED_CALLS, st.integers(0, 7), st.booleans(), st.booleans(), CUTS)
