@@ -261,7 +261,7 @@ class BatchTensors:
         """Behind a step with drafts: let its rows go on behind the last token that counts, as `count_right` has it. Waits for
         nothing on the device. decoded: how many of its decode rows are neither drafts nor null. tokens: [sampled] int64."""
         _, _, offsets, drafted, places, begin = step.drafts.view(6, -1).unbind()
-        first, behind = tokens[-decoded - len(drafted) :].split([decoded, len(drafted)])
+        first, behind = tokens[-decoded - len(drafted) : -len(drafted)], tokens[-len(drafted) :]
         is_wrong = drafted != torch.where(offsets == 1, first[places], behind.roll(1))
         wrong = is_wrong.cumsum(0)
         right = torch.zeros_like(first).index_add_(0, places, (wrong == (wrong - is_wrong.long())[begin]).long())
