@@ -393,6 +393,8 @@ class DecodeScheduler:
         request.landed = first_token if request.prepares else None
         if not request.prepares:
             self._join(request, sampled=1)
+            if self._speculation is not None and request.row is not None:
+                self._speculation.begin(request.row, np.append(request.prompt, np.int32(first_token)))
             self._requests.starts.append(request.row_start(len(request.prompt), first_token))
 
     def _end(self, request: DecodeRequest, ending: Ending | None, now: float) -> list[Action]:

@@ -13,8 +13,8 @@ from enum import Enum, auto
 import numpy as np
 from msgspec.structs import replace
 
-from common.executor import Chunk, RowStart
 from common.drafting import Drafting
+from common.executor import Chunk, RowStart
 from common.ids import AttemptId, Digest, InstanceId, Int32Array, Life
 from common.instance.token_memory import Emitted
 from common.instance.waiting_line import PATIENCE_S, Rank
