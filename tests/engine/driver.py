@@ -32,7 +32,7 @@ class Driver:
     ) -> None:
         """adapters: of each prompt; None: the model alone computes all. draft: what may follow the answer of a row so far; None:
         nothing is drafted."""
-        self._draft, self._drafted = draft, dict[int, list[int]]()
+        self._draft, self._drafted = draft, dict[int, Sequence[int]]()
         self._verified: dict[int, int] = {}
         self.right = 0
         """How many drafts were right."""

@@ -97,12 +97,13 @@ _IDS = ("decode_rows", "grown_rows", "grown_pages", "draft_rows", "draft_tokens"
 
 def pack_plan(plan: StepPlan, grammar_id: Callable[[Grammar], int]) -> Launch:
     """grammar_id: the number of a grammar that the followers hold."""
+    packed: dict[str, Any] = {name: pack_ids(getattr(plan, name)) for name in _IDS}
     return Launch(
         step=plan.step,
         starts=tuple(_pack_start(start, grammar_id) for start in plan.starts),
         chunks=tuple(PromptChunk(chunk.row, chunk.start, pack_ids(chunk.token_ids), chunk.last) for chunk in plan.chunks),
         held_tokens=plan.held_tokens,
-        **{name: pack_ids(getattr(plan, name)) for name in _IDS},
+        **packed,
     )
 
 
