@@ -24,9 +24,9 @@ class Drafting:
     most: int = DRAFTS
     """Drafted tokens of a row in one step."""
     longest: int = LONGEST
-    """Of how many tokens the sequence is that is looked for first."""
+    """How many tokens the sequence has that is looked for first."""
     shortest: int = SHORTEST
-    """And of how many it is if the first was not there before."""
+    """And how many it has if that was not there before."""
 
 
 def parse_drafting(config: str, algorithm: str, num_draft_tokens: int) -> Drafting | None:

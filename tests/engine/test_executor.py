@@ -11,6 +11,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -153,7 +154,7 @@ def test_an_answer_that_is_resumed_goes_on_as_it_would_have(engine: Engine, samp
     assert resumed[::-1] == [answer[so_far:] for answer in undisturbed]
 
 
-EXTRAS = [
+EXTRAS: list[dict[str, Any]] = [
     {},
     {"logprobs": 2},
     {"repetition_penalty": 1.4, "frequency_penalty": 0.3},

@@ -327,7 +327,7 @@ class ToyExecutor:
             step.ends_s = None  # the last rank to write wakes the others
             self._ranks.wrote(plan.step)
 
-    def _verify(self, plan: StepPlan, tokens: Int32Array, reported: Reported) -> Int32Array:
+    def _verify(self, plan: StepPlan, tokens: Int32Array, reported: tuple[Reported, Reported]) -> Int32Array:
         """What is sampled behind drafts, one further each time; then the rows go on behind what was right."""
         drafted, offsets = np.zeros_like(plan.draft_tokens), plan.draft_offsets
         before, last = self._length[plan.decode_rows].copy(), self._last.copy()
