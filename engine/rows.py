@@ -126,6 +126,12 @@ _NONE = np.empty(0, dtype=np.int64)
 _NOTHING = StepArrays(*[_NONE] * len(StepArrays._fields))
 
 
+def _padded(numbers: Int64Array, size: int, filler: int) -> Int64Array:
+    padded = np.full(size, filler)
+    padded[: len(numbers)] = numbers
+    return padded
+
+
 class BatchTensors:
     """The rows of the batch. rows: how many requests are computed at once. pages: most pages of a row. spare_page: a page that
     holds no KV.
@@ -159,7 +165,8 @@ class BatchTensors:
         self._leased[grown] += 1
         chunks = self._chunk(plan) if plan.chunks else _NOTHING
         decoded = owners = plan.decode_rows.astype(np.int64)
-        self._host_length[plan.verified_rows] = plan.verified_lengths
+        if len(plan.verified_rows):
+            self._host_length[plan.verified_rows] = plan.verified_lengths
         self._host_length[decoded] += 1
         lengths, drafts = self._host_length[decoded], _NONE
         if len(plan.draft_rows):
@@ -172,14 +179,12 @@ class BatchTensors:
         assert (ends <= self._leased[planned] * self.page_size).all(), "a row would write beyond its pages"
         decode, of_decode = decoded, owners
         if decode_size > len(decoded):
-            decode = np.full(decode_size, self.null)
-            decode[: len(decoded)] = decoded
-            lengths, held = np.ones(decode_size, dtype=np.int64), lengths
-            lengths[: len(held)] = held
-            of_decode = np.full(decode_size, self.null)
-            of_decode[: len(owners)] = owners
+            decode, lengths = _padded(decoded, decode_size, self.null), _padded(lengths, decode_size, 1)
+            of_decode = _padded(owners, decode_size, self.null) if len(drafts) else decode
         sampled = np.concatenate([chunks.sampled_rows, decoded]) if plan.chunks else decoded
-        of_sampled = np.concatenate([chunks.sampled_rows, owners]) if plan.chunks else owners
+        of_sampled = sampled
+        if len(drafts):
+            of_sampled = np.concatenate([chunks.sampled_rows, owners])
         tokens = len(chunks.token_ids)
         arrays = chunks._replace(
             started=begun.started,

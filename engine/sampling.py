@@ -292,7 +292,8 @@ class Sampler:
 
     def _draw_behind_drafts(self, tokens: Tensor, logits: Tensor, rows: RowSampling | None, drafts: ProcessedDrafts) -> None:
         """Replace in `tokens` those of rows that processors concern: the first of each row, then what is behind those drafts that
-        are right, one draft further each time. So processors get no token that is not in the answer. Waits for the device."""
+        are right, one draft further each time. So processors get no token that is not in the answer. Waits for the device if
+        any of these rows has drafts."""
         at = drafts.begins
         while len(at):
             owners = drafts.owners[at]
@@ -313,6 +314,8 @@ class Sampler:
                 drafts.failed.update(of_rows.failed)
             tokens[sent[0]] = drawn
             behind = drafts.behind[at]
+            if (behind < 0).all():
+                return
             at = behind[(behind >= 0) & (drafts.foreseen[behind] == drawn.cpu().numpy())]
 
     def logprobs(self, logits: Tensor, tokens: Tensor, special: SpecialRows | None) -> TokenLogprobsOnDevice | None:
