@@ -343,10 +343,16 @@ class DecodeScheduler:
         """How many drafts would pay in the next step, for each row of the batch. [rows] int64; empty: none would."""
         if self._speculation is None or not len(rows := self._batch.advancing):
             return np.empty(0, dtype=np.int64)
-        most = self._batch.most_drafts(rows, spare=self._page_size)
+        most = self._batch.most_drafts(rows, spare=self._page_size if self._has_spare_pages else 0)
+        most[self._batch.sampled[rows] == 0] = 0  # what it would follow is not known
         depths = np.zeros(len(self._requests.steps_of_row), dtype=np.int64)
         depths[rows] = self._speculation.depths(rows, most, self._cost, self._batch.next_tokens(rows))
         return depths
+
+    @property
+    def _has_spare_pages(self) -> bool:
+        """Rows may take pages for drafts: all of them find another one after that."""
+        return self.pool.available_pages > 2 * self._batch.running
 
     def _draft(self, depths: Int64Array, grown: dict[int, int]) -> Drafts:
         """The drafts of the next step. A row gets a page for them if nobody else needs it. depths: of each row of the batch."""
@@ -355,7 +361,7 @@ class DecodeScheduler:
         rows = rows[self._batch.live[rows]]
         short = rows[self._batch.most_drafts(rows) < depths[rows]]
         wanting = [self._requests.in_row[row] for row in short.tolist() if row not in grown]
-        if self.pool.available_pages > 2 * self._batch.running:
+        if self._has_spare_pages:
             self._extend(wanting, grown)
         most = self._batch.most_drafts(rows)
         return self._speculation.draft(rows[most >= 0], np.minimum(depths[rows], most)[most >= 0], self._batch.next_tokens(rows))
