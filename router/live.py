@@ -16,7 +16,6 @@ from typing import Literal, TypeAlias
 
 import msgspec
 
-from common.config import RouterConfig
 from common.ids import InstanceId, RequestId
 from router.core import RouterCore
 from router.members import Member
@@ -99,9 +98,8 @@ class RequestLane(msgspec.Struct, frozen=True, array_like=True):
 
 
 class FleetMark(msgspec.Struct, frozen=True, array_like=True):
-    """Something that happened. number: counts marks. at: UNIX time of the state that showed it first."""
+    """Something that happened. at: UNIX time of the state that showed it first."""
 
-    number: int
     at: float
     kind: MarkKind
     who: str
@@ -113,7 +111,6 @@ class LiveState(msgspec.Struct, frozen=True, tag="state"):
 
     roster: int
     at: float
-    draining: bool
     unready: list[str]
     open: int
     first_tokens: tuple[int, ...]
@@ -123,7 +120,7 @@ class LiveState(msgspec.Struct, frozen=True, tag="state"):
     """Requests that ended since the state before."""
     latest: list[tuple[float, float, bool]]
     """The last MOST_ENDED of them: seconds to the first token, mean seconds of a later one, and whether it has all its tokens."""
-    instances: list[msgspec.Raw]
+    instances: list[tuple[str | int, ...]]
     """Of each what FIGURES names."""
     links: list[tuple[int, int, str, int]]
     """The places of source and target in the roster, the state, and bytes a second; 0: not measured."""
@@ -132,46 +129,35 @@ class LiveState(msgspec.Struct, frozen=True, tag="state"):
 
 
 class LiveView:
-    """Looks at one router. Use it on its loop."""
+    """What those see who look at a router from now on. Use it on the router's loop. named: the model and the policies."""
 
-    def __init__(self, core: RouterCore, metrics: RouterMetrics, model: str, config: RouterConfig) -> None:
-        self._core, self._metrics = core, metrics
-        self._named = model, str(config.dispatch), str(config.prefill_policy), str(config.decode_policy)
+    def __init__(self, core: RouterCore, metrics: RouterMetrics, named: tuple[str, str, str, str], now: float) -> None:
+        self._core, self._metrics, self._named = core, metrics, named
+        self.roster = LiveRoster(0, core.router, *named, [])
         self._marks: deque[FleetMark] = deque(maxlen=MOST_MARKS)
-        self._mark_count = 0
-        self.roster = LiveRoster(0, core.router, *self._named, [])
-        self._members: dict[InstanceId, tuple[str, str, str]] | None = None
-        """Incarnation, role and state of each in the state before; None: there was none."""
+        self._looked_s = now
+        self._members: dict[InstanceId, tuple[str, str, str]] = {}
+        """Incarnation, role and state of each, by the state before."""
         self._resumes: dict[str, float] = {}
-        self._decided_s = 0.0
-        self._looked_s = 0.0
         self._lanes: dict[RequestId, RequestTimes] = {}
         self._in_front_s: dict[tuple[RequestId, int], float] = {}
         """Since when the prompt of an attempt is computed, of those that were seen to be the first in a queue."""
 
-    def begin(self, now: float) -> None:
-        """Nobody has looked since long ago: what changed meanwhile is not told."""
-        self._members = None
-        self._looked_s = now
-        self._lanes.clear()
-        self._in_front_s.clear()
-
     async def look(self, now: float) -> LiveState:
         """The state as it is now. The loop turns between two pieces of a large fleet."""
-        core, at = self._core, now + self._core.unix_s
+        core, at = self._core, round(now + self._core.unix_s, 3)
         members = list(core.fleet.members())
-        self._note_changes(members, at)
+        self._note_members(members, at)
         self._note_resumes(at)
         ended = list(core.requests.timelines.ended_since(self._looked_s))
         lanes, self._looked_s = self._choose_lanes(now), now
-        figures: list[msgspec.Raw] = []
+        figures: list[tuple[str | int, ...]] = []
         for first in range(0, len(members), PIECE):
             await asyncio.sleep(0)
             figures += map(_figures, members[first : first + PIECE])
         return LiveState(
             roster=self.roster.version,
-            at=round(at, 3),
-            draining=core.requests.is_draining,
+            at=at,
             unready=[reason[:TEXT_CHARS] for reason in core.unready()],
             open=len(core.requests),
             first_tokens=self._metrics.first_tokens.counts,
@@ -186,49 +172,43 @@ class LiveView:
 
     # --- what has happened -------------------------------------------------------------------------------------------------
 
-    def _note_changes(self, members: list[Member], at: float) -> None:
-        """Compare the members with those of the state before."""
-        before = self._members
-        now = {each.info.id: (each.info.incarnation, each.role, _state(each)) for each in members}
-        self._members = now
-        entries = [_entry(member) for member in members]
-        if entries != self.roster.instances or not self.roster.version:
+    def _note_members(self, members: list[Member], at: float) -> None:
+        """Compare them with those of the state before."""
+        entries, before = [_entry(member) for member in members], self._members
+        self._members = {each.info.id: (each.info.incarnation, each.role, _state(each)) for each in members}
+        is_first, found = not self.roster.version, list[tuple[MarkKind, str, str]]()
+        if is_first or entries != self.roster.instances:
             self.roster = LiveRoster(self.roster.version + 1, self._core.router, *self._named, entries)
-        if before is None or before == now:
-            return
-        found: list[tuple[MarkKind, str, str]] = []
-        for name in before.keys() - now.keys():
+        for name in before.keys() - self._members.keys():
             gone = self._core.fleet.departed.get(name)
             found.append(("left", name, "left" if gone is None else gone.reason))
-        for name, (life, role, state) in now.items():
+        for name, (life, role, state) in self._members.items():
             former_life, former_role, former_state = before.get(name, ("", "", ""))
-            if former_role and former_role != role:
+            if former_role not in ("", role):
                 found.append(("role", name, f"{former_role} → {role}"))
             elif former_life != life:
-                found.append(("joined", name, f"joined as {role}" if not former_life else "was started again"))
+                found.append(("joined", name, "was started again" if former_life else f"joined as {role}"))
             elif former_state != state:
                 found.append(("state", name, f"{former_state} → {state}"))
-        for each in found[:MARKS_AT_ONCE]:
+        for each in found[: 0 if is_first else MARKS_AT_ONCE]:
             self._mark(at, *each)
-        if len(found) > MARKS_AT_ONCE:
+        if len(found) > MARKS_AT_ONCE and not is_first:
             self._mark(at, "state", "", f"and {len(found) - MARKS_AT_ONCE} more changes")
 
     def _note_resumes(self, at: float) -> None:
         """Compare the counts of resumes with those before, and look for decisions that were told since."""
         samples = [sample for family in self._metrics.resumes.collect() for sample in family.samples]
         counts = {sample.labels["reason"]: sample.value for sample in samples if sample.name.endswith("_total")}
-        decisions = [each for each in self._core.scaling.decisions if each.action != "stay" and each.at > self._decided_s]
-        if self._resumes:
-            for reason, count in counts.items():
-                if more := int(count - self._resumes[reason]):
-                    self._mark(at, "resumed", "", f"{more} resumed: {reason.replace('_', ' ')}")
-            for decision in decisions[-MARKS_AT_ONCE:]:
+        for reason, count in self._resumes.items():
+            if more := int(counts[reason] - count):
+                self._mark(at, "resumed", "", f"{more} resumed: {reason.replace('_', ' ')}")
+        self._resumes = counts
+        for decision in list(self._core.scaling.decisions)[-MARKS_AT_ONCE:]:
+            if decision.action != "stay" and decision.at > self._looked_s + self._core.unix_s:
                 self._mark(at, "decision", decision.instance, f"{decision.action}: {decision.reason}")
-        self._resumes, self._decided_s = counts, at
 
     def _mark(self, at: float, kind: MarkKind, who: str, text: str) -> None:
-        self._mark_count += 1
-        self._marks.append(FleetMark(self._mark_count, round(at, 3), kind, who[:ID_CHARS], text[:TEXT_CHARS]))
+        self._marks.append(FleetMark(at, kind, who[:ID_CHARS], text[:TEXT_CHARS]))
 
     # --- requests ----------------------------------------------------------------------------------------------------------
 
@@ -336,12 +316,12 @@ def _entry(member: Member) -> tuple[str | int, ...]:
     return info.id, member.role, info.ranks[0].host, info.pools[0].backend, info.total_pages, info.max_running
 
 
-def _figures(member: Member) -> msgspec.Raw:
+def _figures(member: Member) -> tuple[str | int, ...]:
     load = member.load
     step_s = load.step_s + load.running_requests * load.decode_row_s + load.running_tokens * load.held_token_s
     pace_us = round(1e6 * (load.chunk_token_s if member.info.role == "prefill" else step_s))
     links = len(member.usable), len(member.partners)
-    return msgspec.Raw(msgspec.json.encode((_state(member), pace_us, *links, *_loads(load), *_done(member.counters))))
+    return (_state(member), pace_us, *links, *_loads(load), *_done(member.counters))
 
 
 def _links(members: list[Member]) -> list[tuple[int, int, str, int]]:

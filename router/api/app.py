@@ -110,7 +110,6 @@ from router.api.weight_groups import WeightGroupsApi
 from router.api.weights import WeightsApi
 from router.cluster import SafeToDelete, cluster_page
 from router.core import Gateway
-from router.live import LiveView
 from router.metric_aliases import MetricAliases
 from router.metrics import RouterCollector, RouterMetrics, member_metrics, role_metrics
 from router.outbox import ClientRequest
@@ -153,7 +152,7 @@ class Api(ApiPart):
         self.model_name = model
         self.admission = Admission(gateway, intake, config.max_requests, parse_bytes(config.max_body), config.sessions_by)
         self.timelines = TimelineApi(gateway, model)
-        self.live = LiveApi(gateway, model, LiveView(gateway.core, metrics, model, config))
+        self.live = LiveApi(gateway, model, metrics, config)
         self._store = (
             Store(config.store, parse_bytes(config.store_bytes) or 0, config.store_age_s, gateway.core.router)
             if config.store

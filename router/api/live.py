@@ -1,13 +1,15 @@
 """The live page at `/`, and the states that it reads: GET /cluster/events.
 
 Owns the files of the page, and the beat: a state a second while somebody looks, computed once for all, and nothing while nobody
-does. A viewer takes the newest state when it has read the one before, so a slow one misses states and nothing waits for it.
+does. A viewer takes the latest state when it has read the one before: a slow one misses states, and nothing waits for it.
 `router.live` owns what is in a state.
 """
 
 import asyncio
+import math
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
+from functools import partial
 from importlib.resources import files
 
 import msgspec
@@ -16,12 +18,14 @@ from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
+from common.config import RouterConfig
 from common.errors import Overloaded, Unavailable
 from router.api.description import ApiPart, Described
 from router.api.guard import PAGE_PREFIX
 from router.api.sending import HEADERS
 from router.core import Gateway
 from router.live import LiveRoster, LiveState, LiveView
+from router.metrics import RouterMetrics
 
 BEAT_S = 1.0
 MOST_VIEWERS = 32
@@ -38,6 +42,7 @@ PAGE_HEADERS = {
     "x-content-type-options": "nosniff",
     "referrer-policy": "no-referrer",
     "cache-control": "no-cache",
+    "vary": "accept",
 }
 HINT = "This is a Tandem router. A browser shows its fleet here, live. The API is described at /docs.\n"
 
@@ -50,64 +55,23 @@ def page_routes() -> list[Route]:
     async def read(request: Request) -> Response:
         name = request.url.path.rpartition("/")[2] or INDEX
         if name == INDEX and "text/html" not in request.headers.get("accept", ""):
-            return PlainTextResponse(HINT, headers={"vary": "accept"})
-        return Response(contents[name], headers=PAGE_HEADERS | {"vary": "accept"}, media_type=KINDS[name.rpartition(".")[2]])
+            return PlainTextResponse(HINT, headers=PAGE_HEADERS)
+        return Response(contents[name], headers=PAGE_HEADERS, media_type=KINDS[name.rpartition(".")[2]])
 
     return [Route("/", read), *(Route(f"{PAGE_PREFIX}/{name}", read) for name in contents if name != INDEX)]
-
-
-class LiveBeat:
-    """The states for those who look since one was the first. It ends when the last of them has left, or the router drains."""
-
-    def __init__(self, view: LiveView, gateway: Gateway) -> None:
-        self._view, self._gateway = view, gateway
-        self._state: LiveState | None = None
-        self._encoded = self._roster = b""
-        self._news = asyncio.Event()
-        """Set when there is another state, or no more; then there is another event."""
-        self._task = asyncio.create_task(self._run())
-
-    async def _run(self) -> None:
-        self._view.begin(self._gateway.clock())
-        try:
-            while not self._gateway.core.requests.is_draining:
-                state = await self._view.look(self._gateway.clock())
-                if self._state is None or state.roster != self._state.roster:
-                    self._roster = _event(self._view.roster)
-                self._state, self._encoded = state, _event(state)
-                self._tell()
-                await asyncio.sleep(BEAT_S)
-        finally:
-            self._tell()
-
-    def _tell(self) -> None:
-        news, self._news = self._news, asyncio.Event()
-        news.set()
-
-    async def events(self) -> AsyncIterator[bytes]:
-        """The newest state, each time when the one before it was taken; before it the roster, when it is another one."""
-        state, roster = None, 0
-        while not self._task.done():
-            if state is self._state:
-                await self._news.wait()
-                continue
-            state = self._state
-            assert state is not None
-            changed, roster = roster != state.roster, state.roster
-            yield self._roster + self._encoded if changed else self._encoded
-        yield b"data: [DONE]\n\n"
-
-    def end(self) -> None:
-        self._task.cancel()
 
 
 class LiveApi(ApiPart):
     """The handler, and who looks."""
 
-    def __init__(self, gateway: Gateway, model: str, view: LiveView) -> None:
+    def __init__(self, gateway: Gateway, model: str, metrics: RouterMetrics, config: RouterConfig) -> None:
         super().__init__(gateway, model)
-        self._view = view
-        self._beat: LiveBeat | None = None
+        named = model, str(config.dispatch), str(config.prefill_policy), str(config.decode_policy)
+        self._new_view = partial(LiveView, gateway.core, metrics, named)
+        self._view: LiveView | None = None
+        self._latest = 0.0, 0, b"", b""
+        """When the last state was computed, the version of its roster, and both as events. It is of `_view`."""
+        self._looking = asyncio.Lock()
         self.viewers = 0
 
     @Described(
@@ -124,34 +88,52 @@ class LiveApi(ApiPart):
         return _Viewing(self)
 
     @contextmanager
-    def look(self) -> Iterator[LiveBeat]:
-        """Raises Overloaded, Unavailable."""
+    def look(self) -> Iterator[AsyncIterator[bytes]]:
+        """Take a place, and read the events. Raises Overloaded, Unavailable."""
         if self._gateway.core.requests.is_draining:
             raise Unavailable("the router drains: look at another one, or try again later")
         if self.viewers >= MOST_VIEWERS:
             raise Overloaded(f"{MOST_VIEWERS} look at this router already: try again when one has left", RETRY_S)
         self.viewers += 1
-        beat = self._beat = self._beat or LiveBeat(self._view, self._gateway)
         try:
-            yield beat
+            yield self._events()
         finally:
             self.viewers -= 1
             if not self.viewers:
-                beat.end()
-                self._beat = None
+                self._view = None
+
+    async def _events(self) -> AsyncIterator[bytes]:
+        shown_s, seen = -math.inf, 0
+        while not self._gateway.core.requests.is_draining:
+            computed_s, version, roster, state = await self._state()
+            if computed_s > shown_s:
+                yield roster + state if version != seen else state
+                shown_s, seen = computed_s, version
+            await asyncio.sleep(max(0.0, computed_s + BEAT_S - self._gateway.clock()))
+        yield b"data: [DONE]\n\n"
+
+    async def _state(self) -> tuple[float, int, bytes, bytes]:
+        """The latest one. Whoever comes first when it is too old computes the next one, for all."""
+        async with self._looking:
+            now = self._gateway.clock()
+            view = self._view = self._view or self._new_view(now)
+            if not view.roster.version or now >= self._latest[0] + BEAT_S:
+                state = await view.look(now)
+                self._latest = now, state.roster, _event(view.roster), _event(state)
+            return self._latest
 
 
-class _Viewing(Response):
+class _Viewing(StreamingResponse):
     """The response to one viewer, who takes a place while it is sent."""
 
     def __init__(self, api: LiveApi) -> None:
-        super().__init__()
+        super().__init__((), headers={name.decode(): value.decode() for name, value in HEADERS})
         self._api = api
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        with self._api.look() as beat:
-            headers = {name.decode(): value.decode() for name, value in HEADERS}
-            await StreamingResponse(beat.events(), headers=headers)(scope, receive, send)
+        with self._api.look() as events:
+            self.body_iterator = events
+            await super().__call__(scope, receive, send)
 
 
 def _event(said: LiveRoster | LiveState) -> bytes:

@@ -3,7 +3,7 @@
 // The router counts times in the buckets of its histograms. A quantile here is of the last WINDOW_S seconds, within its bucket as if
 // all times in it were spread evenly, which is what Prometheus does.
 
-import { byId, make, seconds } from "./dom.js";
+import { byId, clock, make, seconds } from "./dom.js";
 
 const KEPT_S = 300, WINDOW_S = 10, HEIGHT_PX = 170;
 const LIMITS = { first: "limit-first", token: "limit-token" }, DEFAULTS = { first: 1, token: 50 };
@@ -112,8 +112,8 @@ function build() {
     const options = {
       width: box.clientWidth, height: HEIGHT_PX, cursor: { y: false, points: { size: 5 } }, legend: { live: true },
       scales: { y: { range: (_, least, most) => [0, Math.max(most ?? 0, 1e-3) * 1.1] } },
-      axes: [{ ...axis, size: 24 }, { ...axis, values, size: 56 }],
-      series: [{ value: (_, at) => (at ? new Date(at * 1e3).toLocaleTimeString() : "–") }, ...labels.map(line)],
+      axes: [{ ...axis, size: 24, values: (_, moments) => moments.map(clock) }, { ...axis, values, size: 56 }],
+      series: [{ value: (_, at) => (at ? clock(at) : "–") }, ...labels.map(line)],
       hooks: { draw: [(chart) => drawMarks(chart, colour)] },
     };
     const chart = new uPlot(options, [[], [], []], box);
@@ -126,7 +126,7 @@ function drawMarks(chart, colour) {
   const { ctx, bbox } = chart, { min, max } = chart.scales.x;
   ctx.save();
   ctx.setLineDash([4, 3]);
-  for (const [, at, kind] of chart.marks) {
+  for (const [at, kind] of chart.marks) {
     if (at < min || at > max) continue;
     const x = Math.round(chart.valToPos(at, "x", true)) + 0.5;
     ctx.strokeStyle = colour(COLOURS[kind]);

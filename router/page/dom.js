@@ -40,6 +40,8 @@ export function rate(bytes) {
   return `${(bytes / size).toFixed(bytes / size < 10 ? 1 : 0)} ${unit}`;
 }
 
+export const clock = (at) => new Date(at * 1e3).toLocaleTimeString("en", { hour12: false });
+
 export const percent = (part, whole) => (whole ? Math.round((100 * part) / whole) : 0);
 
 // A list of terms and what they are.

@@ -7,7 +7,7 @@ const ROLES = ["prefill", "decode"];
 let built = null;
 
 export function drawFleet(roster, state, before, show) {
-  if (built?.version !== roster.version || built.router !== roster.router) build(roster, show);
+  if (built?.roster !== roster) build(roster, show);
   const rows = state.instances.map((row) => Object.fromEntries(roster.figures.map((name, place) => [name, row[place]])));
   drawRouter(roster, state);
   for (const role of ROLES) drawHead(role, rows);
@@ -32,7 +32,9 @@ function build(roster, show) {
     return box;
   });
   for (const role of ROLES) {
-    const there = boxes.filter((_, place) => isPrefill[place] === (role === "prefill"));
+    const places = boxes.map((_, place) => place).filter((place) => isPrefill[place] === (role === "prefill"));
+    const name = (place) => roster.instances[place][roster.of.id];
+    const there = places.sort((a, b) => name(a).localeCompare(name(b), "en", { numeric: true })).map((place) => boxes[place]);
     const empty = make("p", "quiet", role === "prefill" ? "none: decode instances serve whole requests" : "none");
     byId(role).replaceChildren(
       make("h3", "", role),
@@ -41,7 +43,7 @@ function build(roster, show) {
     );
   }
   byId("ring").classList.toggle("large", asCells);
-  built = { version: roster.version, router: roster.router, asCells, isPrefill, boxes };
+  built = { roster, asCells, isPrefill, boxes };
 }
 
 function card(row, of) {
@@ -67,7 +69,7 @@ function fillCard(box, row, of_, of) {
   style(box.bar.children[0], "width", `${percent(held, total)}%`);
   style(box.bar.children[1], "width", `${percent(of_.pages_cached, total)}%`);
   const moving = of_.pushes_in_flight || of_.reservations;
-  const flight = moving ? ` · ${of_.pushes_in_flight} pushes, ${of_.reservations} reserved` : "";
+  const flight = moving ? ` · in flight: ${of_.pushes_in_flight} pushed, ${of_.reservations} reserved` : "";
   const lost = of_.pages_quarantined ? ` · ${count(of_.pages_quarantined)} quarantined` : "";
   write(box.pages, `${count(held)} held · ${count(of_.pages_cached)} cached of ${count(total)}${flight}${lost}`);
   write(box.work, `queue ${count(of_.waiting_requests)} · batch ${count(of_.running_requests)}/${count(row[of.max_running])}`);
@@ -136,9 +138,11 @@ function drawWires(roster, state, rows) {
     boxes.forEach((box, place) => {
       if (built.isPrefill[place]) wire(router, box, rows[place].running_requests ? "ask busy" : "ask");
     });
+    const isCrowded = state.links.length > (down ? 1 : MOST_LABELS);
+    if (isCrowded) parts.push(...label(prefill, decode, summary(roster, state.links), down));
     state.links.forEach(([source, target, how, speed]) => {
       const carries = roster.instances[source][roster.of.transport];
-      const text = state.links.length <= MOST_LABELS ? `${carries} ${how === "ready" ? rate(speed) : how}` : "";
+      const text = isCrowded ? "" : `${carries} ${how === "ready" ? rate(speed) : how}`;
       const busy = rows[target].reservations || rows[source].pushes_in_flight ? " busy" : "";
       if (boxes[source] && boxes[target]) wire(boxes[source], boxes[target], `link ${how}${busy}`, text);
     });
@@ -151,6 +155,20 @@ function drawWires(roster, state, rows) {
 function links(rows) {
   const total = (name) => rows.reduce((sum, row, place) => sum + (built.isPrefill[place] ? row[name] : 0), 0);
   return `${count(total("links_usable"))} of ${count(total("links"))} links`;
+}
+
+// What carries many links, and how fast they are.
+function summary(roster, all) {
+  const carriers = new Set(all.map(([source]) => roster.instances[source][roster.of.transport]));
+  const speeds = all.map(([, , , speed]) => speed).filter(Boolean);
+  const ready = all.filter(([, , how]) => how === "ready").length;
+  const range = speeds.length ? `, ${rate(Math.min(...speeds))} to ${rate(Math.max(...speeds))}` : "";
+  return `${ready} of ${all.length} links ready (${[...carriers].join(", ")}${range})`;
+}
+
+function label(from, to, text, down) {
+  const x = down ? (from.left + from.right) / 2 : (from.right + to.left) / 2;
+  return [svg("text", { x, y: down ? (from.bottom + to.top) / 2 : from.top + 12, class: "link" }, text)];
 }
 
 // From the side of one box to the facing side of another one; where the ring stands upright, from its bottom to the other's top.

@@ -2,7 +2,7 @@
 
 import { byId, count, make, style, write } from "./dom.js";
 
-const ROW_PX = 18, RULER_PX = 18, WINDOWS_S = [5, 10, 20, 40, 80, 160, 320, 640];
+const ROW_PX = 18, RULER_PX = 34, WINDOWS_S = [5, 10, 20, 40, 80, 160, 320, 640];
 const AHEAD_S = 3;  // A bar that grows is drawn longer; the edge hides what has not come.
 const rows = new Map();  // By the place of a request: its row and its parts.
 let scale = null;
@@ -26,6 +26,7 @@ export function drawLanes(state, show) {
   const high = `${RULER_PX + ROW_PX * (Math.max(0, ...[...rows.values()].map((row) => row.slot)) + 1)}px`;
   for (const column of [strip, byId("lane-names"), byId("lane-tokens")]) style(column, "height", high);
   drawMarks(state, x);
+  drawRuler(wanted);
   const more = state.open > open ? ` of ${count(state.open)} open` : " open";
   write(byId("lane-count"), `${open}${more} · ${wanted} s across`);
   // From where the strip is to where it must be when the next state comes.
@@ -102,15 +103,25 @@ function place(bar, left, right) {
   style(bar, "width", `${Math.max(1, right - left).toFixed(1)}px`);
 }
 
+function drawRuler(wanted) {
+  const ruler = byId("lane-ruler");
+  if (ruler.dataset.window === String(wanted)) return;
+  ruler.dataset.window = wanted;
+  ruler.replaceChildren(...[0.75, 0.5, 0.25].map((part) => make("span", "", `${-part * wanted} s`)));
+}
+
 // Deaths, resumes and the like cross all lanes.
 function drawMarks(state, x) {
   const strip = byId("lane-strip");
   for (const old of strip.querySelectorAll(".mark")) old.remove();
-  for (const [, at, kind, who, text] of state.marks) {
+  const lines = new Map();  // What happened at one moment is one line.
+  for (const [at, kind, who, text] of state.marks) {
     if (at < state.at - scale.window) continue;
-    const line = make("div", `mark ${kind}`, "", [make("span", "", who ? `${who} ${kind === "left" ? "lost" : kind}` : kind)]);
-    line.title = text;
+    if (!lines.has(at)) lines.set(at, make("div", `mark ${kind}`, "", [make("span")]));
+    const line = lines.get(at);
+    line.lastChild.textContent ||= who ? `${who} ${kind === "left" ? "lost" : kind}` : kind;
+    line.title += `${who} ${text}\n`;
     style(line, "left", `${x(at).toFixed(1)}px`);
-    strip.append(line);
   }
+  strip.append(...lines.values());
 }

@@ -1,6 +1,6 @@
 // The states of the router, as they come, and the parts of the page that show them.
 
-import { byId, count, make, seconds, write } from "./dom.js";
+import { byId, clock, count, make, seconds, write } from "./dom.js";
 import { drawCharts, noteState, setBounds } from "./charts.js";
 import { showInstance, showRequest } from "./details.js";
 import { drawFleet } from "./fleet.js";
@@ -90,7 +90,7 @@ function take(state) {
 function draw() {
   const { roster, state, before } = page;
   if (!state) return;
-  connection(state.draining ? "draining" : state.unready[0] ?? "live", state.unready.length ? "unready" : "live");
+  connection(state.unready[0] ?? "live", state.unready.length ? "unready" : "live");
   write(byId("model"), `${roster.model} · ${roster.router}`);
   drawFleet(roster, state, before, (place) => showInstance(page, place));
   drawLanes(state, (lane) => showRequest(page, lane));
@@ -115,10 +115,11 @@ function sum(state, name) {
 function drawMarks(state) {
   const shown = state.marks.slice(-MOST_SHOWN).reverse();
   const list = byId("marks");
-  if (list.dataset.last === String(shown[0]?.[0])) return;
-  list.dataset.last = shown[0]?.[0];
-  list.replaceChildren(...shown.map(([, at, kind, who, text]) => make("li", kind, "", [
-    make("time", "", new Date(at * 1e3).toLocaleTimeString()),
+  const last = String(shown[0]);
+  if (list.dataset.last === last) return;
+  list.dataset.last = last;
+  list.replaceChildren(...shown.map(([at, kind, who, text]) => make("li", kind, "", [
+    make("time", "", clock(at)),
     make("b", "", who || kind),
     make("span", "", text),
   ])));
