@@ -2,9 +2,9 @@
 
     python -m tests.router.live_cost
 
-Owns the measurement and the instances that it plays: they send heartbeats at the pace that the router asks for, compute nothing, and
-64 streams get a token each every 50 ms. Viewers and clients are processes of their own. Judges nothing. The played instances work in
-the router's process, so only what viewers add to none of them is the page's.
+Owns the measurement and the instances that it plays: they send heartbeats at the pace that the router asks for and compute
+nothing, and 64 streams get a token each every 50 ms. Viewers and clients are processes of their own. Judges nothing. The played
+instances work in the router's process: what is measured without viewers is theirs too, and what viewers add is the page's.
 """
 
 import argparse
@@ -26,6 +26,7 @@ from common.messages import (
     AnyMessage,
     Counters,
     Generate,
+    Heartbeat,
     InstanceInfo,
     Load,
     Placed,
@@ -98,8 +99,7 @@ class PlayedFleet(EchoFleet):
         )
         done = int(2_000 * self.gateway.clock())
         for message in says(fleet, of, *peers, load=load):
-            is_beat = not hasattr_links(message)
-            self.tell(replace(message, counters=Counters(tokens_generated=done)) if is_beat else message)
+            self.tell(replace(message, counters=Counters(tokens_generated=done)) if isinstance(message, Heartbeat) else message)
 
     def _begin(self, to: InstanceId, message: Generate) -> None:
         first = next(member for member in self.members if member.id == to)
@@ -123,10 +123,6 @@ class PlayedFleet(EchoFleet):
             if deltas:
                 self.tell(TextBatch(deltas=deltas))
             await asyncio.sleep(TOKEN_EVERY_S)
-
-
-def hasattr_links(message: RouterInbox) -> bool:
-    return type(message).__name__ == "LinkReport"
 
 
 def _played(name: str, role: Any) -> InstanceInfo:
