@@ -35,7 +35,7 @@ PIECE = 100
 ID_CHARS, TEXT_CHARS = 128, 200
 
 SegmentKind: TypeAlias = Literal["queue", "prefill", "push", "decode", "waits"]
-MarkKind: TypeAlias = Literal["joined", "left", "state", "role", "resumed", "decision"]
+MarkKind: TypeAlias = Literal["joined", "left", "state", "role", "resumed"]
 Milliseconds: TypeAlias = int
 """Before (less than 0) or after the moment of the state."""
 
@@ -88,7 +88,6 @@ class RequestLane(msgspec.Struct, frozen=True, array_like=True):
     is_over: bool
     first: str
     decode: str
-    attempts: int
     cached_tokens: int
     chunks: int
     """0: not told yet."""
@@ -196,16 +195,13 @@ class LiveView:
             self._mark(at, "state", "", f"and {len(found) - MARKS_AT_ONCE} more changes")
 
     def _note_resumes(self, at: float) -> None:
-        """Compare the counts of resumes with those before, and look for decisions that were told since."""
+        """Compare their counts with those before."""
         samples = [sample for family in self._metrics.resumes.collect() for sample in family.samples]
         counts = {sample.labels["reason"]: sample.value for sample in samples if sample.name.endswith("_total")}
         for reason, count in self._resumes.items():
             if more := int(counts[reason] - count):
                 self._mark(at, "resumed", "", f"{more} resumed: {reason.replace('_', ' ')}")
         self._resumes = counts
-        for decision in list(self._core.scaling.decisions)[-MARKS_AT_ONCE:]:
-            if decision.action != "stay" and decision.at > self._looked_s + self._core.unix_s:
-                self._mark(at, "decision", decision.instance, f"{decision.action}: {decision.reason}")
 
     def _mark(self, at: float, kind: MarkKind, who: str, text: str) -> None:
         self._marks.append(FleetMark(at, kind, who[:ID_CHARS], text[:TEXT_CHARS]))
@@ -249,7 +245,6 @@ class LiveView:
             is_over=request.ending is not None,
             first="" if attempt is None else attempt.first,
             decode="" if attempt is None or attempt.decode is None else attempt.decode,
-            attempts=0 if attempt is None else attempt.number + 1,
             cached_tokens=max((times.cached_tokens for times in told), default=0),
             chunks=sum(times.chunks for times in told),
             predicted=None if expected_s is None else round(1e3 * (request.received_s + expected_s - now)),

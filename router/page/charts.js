@@ -9,7 +9,7 @@ const KEPT_S = 300, WINDOW_S = 10, HEIGHT_PX = 170;
 const LIMITS = { first: "limit-first", token: "limit-token" }, DEFAULTS = { first: 1, token: 50 };
 const samples = [];  // Of each state: its moment, the counts of both histograms, and the requests that ended.
 const COLOURS = {
-  joined: "--decode", left: "--lost", state: "--push", role: "--prefill", resumed: "--lost", decision: "--prefill",
+  joined: "--decode", left: "--lost", state: "--push", role: "--prefill", resumed: "--lost",
 };
 let charts = null, bounds = null;
 

@@ -35,7 +35,7 @@ export function drawLanes(state, show) {
 
 // Twice what most of them take, so that whole requests are seen.
 function windowFor(state) {
-  const ages = state.lanes.map((lane) => -lane[12][0][1] / 1e3).sort((a, b) => a - b);
+  const ages = state.lanes.map((lane) => -lane[11][0][1] / 1e3).sort((a, b) => a - b);
   const most = ages[Math.floor(ages.length * 0.9)] ?? 0;
   return WINDOWS_S.find((window) => window >= 1.2 * most && window >= 10) ?? WINDOWS_S.at(-1);
 }
@@ -71,7 +71,7 @@ function newRow(lane, slot, show) {
 }
 
 function drawSegments(row, lane, at, x) {
-  const [, , prompt, , phase, isOver, , , , cached, chunks, predicted, segments] = lane;
+  const [, , prompt, , phase, isOver, , , cached, chunks, predicted, segments] = lane;
   const wanted = segments.length + (predicted === null ? 0 : 1);
   while (row.bars.children.length > wanted) row.bars.lastChild.remove();
   while (row.bars.children.length < wanted) row.bars.append(make("i"));
