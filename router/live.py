@@ -212,7 +212,7 @@ class LiveView:
         """Open requests that were shown before, then the newest; and those that ended just now, as far as there are places."""
         requests = self._core.requests
         chosen = {name: times for name, times in self._lanes.items() if times.ended_s is None}
-        for record in reversed(requests.records()):
+        for record in requests.newest():
             if len(chosen) >= MOST_OPEN_LANES:
                 break
             chosen.setdefault(record.spec.request_id, record.times)
@@ -324,7 +324,7 @@ def _links(members: list[Member]) -> list[tuple[int, int, str, int]]:
     if len(members) > LINKED_INSTANCES:
         return []
     places = {member.info.id: place for place, member in enumerate(members)}
-    found = [
+    found: list[tuple[int, int, str, int]] = [
         (places[member.info.id], places[peer], state, round(member.speeds.get(peer, 0.0)))
         for member in members
         for peer, state in member.links.items()

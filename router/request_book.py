@@ -15,7 +15,7 @@ under the next attempt number. Token numbers go on, so the client gets every tok
 is started again, tokens are told again first (`retelling.py`); the book resumes what that did not help.
 """
 
-from collections.abc import Iterable, Mapping, Sequence, ValuesView
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from enum import Enum
 from typing import assert_never
 
@@ -97,9 +97,12 @@ class RequestBook:
     def __len__(self) -> int:
         return len(self._records)
 
-    def records(self) -> ValuesView[Record]:
-        """In the order of their dispatch."""
+    def records(self) -> Iterable[Record]:
         return self._records.values()
+
+    def newest(self) -> Iterator[Record]:
+        """The same, that which came last first."""
+        return reversed(self._records.values())
 
     # --- in --------------------------------------------------------------------------------------------------------------
 

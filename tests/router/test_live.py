@@ -78,8 +78,8 @@ async def test_a_request_behind_another_one_queues_and_one_that_is_resumed_waits
     lanes = {lane.place: [each.kind for each in lane.segments] for lane in (await view.look(1.0)).lanes}
     assert lanes == {"first": ["prefill"], "second": ["queue"]}
     bench.text(0, "a", now=1.5, name="first")
-    lanes = {lane.place: [(each.kind, each.begin) for each in lane.segments] for lane in (await view.look(2.0)).lanes}
-    assert lanes["second"] == [("queue", -2000), ("prefill", -500)], "its turn came with the other's first token"
+    later = {lane.place: [(each.kind, each.begin) for each in lane.segments] for lane in (await view.look(2.0)).lanes}
+    assert later["second"] == [("queue", -2000), ("prefill", -500)], "its turn came with the other's first token"
     bench.leave(D0, 3.0)
     bench.leave(P0, 3.0)
     (lane, _) = (await view.look(4.0)).lanes
@@ -126,7 +126,7 @@ async def test_figures_are_those_that_an_instance_reported() -> None:
 
 
 async def test_a_state_of_a_thousand_instances_and_as_many_requests_is_bounded() -> None:
-    members = [instance(f"{role}-{number:03}", role) for role in ("prefill", "decode") for number in range(500)]  # type: ignore[arg-type]
+    members = [instance(f"{role}-{number:03}", role) for role in ("prefill", "decode") for number in range(500)]
     bench = Bench()
     for member in members:
         bench.core.receive(Register(instance=member), 0.0)
