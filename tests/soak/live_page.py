@@ -98,6 +98,7 @@ def watched(fleet: RunningFleet, window: Browser) -> Iterator[Check]:
         window.run(CLICK, WATCHED)
         seen = window.run(SEEN)
         yield Check(holds="least_loaded" in seen["details"], text=f"it says why it was placed: {seen['details'][:200]!r}")
+        window.run("document.getElementById('close').click(); arguments[0]();")
         until(lambda: not any(WATCHED in lane for lane in window.run(LANES)), "its lane has gone", PATIENCE_S)
         yield Check(holds=True, text="a lane came, ended and went")
     except NotInTime as error:
@@ -154,7 +155,8 @@ def checks(folder: Path | None) -> Iterator[Check]:
                 pictures(window, folder, "kill")
         with key_flags(page="p" * 24) as keys, local_fleet("--prefill=0", "--decode=1", *keys) as local:
             yield from locked(RunningFleet(local), window)
-        complaints = [line for line in window.complaints() if " 401 " not in line]
+        expected = " 401 ", "ERR_CONNECTION"  # a key was refused, and the first fleet has gone
+        complaints = [line for line in window.complaints() if not any(word in line for word in expected)]
         yield Check(holds=not complaints, text=f"the console says nothing: {complaints}")
 
 
