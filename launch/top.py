@@ -117,7 +117,7 @@ def _lanes(lanes: Sequence[RequestLane], width: int) -> Table:
 
 
 def median(before: Sequence[int], now: Sequence[int], bounds: Sequence[float]) -> float | None:
-    """Of what a histogram has counted meanwhile, as if the values in a bucket were spread evenly; None: of nothing."""
+    """The median of what a histogram has counted meanwhile, as if the values in a bucket were spread evenly; None: it has not."""
     counts, least = [late - early for early, late in zip(before, now, strict=True)], 0.0
     wanted = sum(counts) / 2
     for count, bound in zip(counts, bounds, strict=False):

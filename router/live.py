@@ -61,7 +61,7 @@ class LiveRoster(msgspec.Struct, frozen=True, tag="roster"):
     prefill_policy: str
     decode_policy: str
     instances: list[tuple[str | int, ...]]
-    """Of each what OF_INSTANCE names."""
+    """For each of them what OF_INSTANCE names."""
     of_instance: tuple[str, ...] = OF_INSTANCE
     figures: tuple[str, ...] = FIGURES
     first_token_bounds_s: tuple[float, ...] = LATENCY_BUCKETS_S
@@ -120,7 +120,7 @@ class LiveState(msgspec.Struct, frozen=True, tag="state"):
     latest: list[tuple[float, float, bool]]
     """The last MOST_ENDED of them: seconds to the first token, mean seconds of a later one, and whether it has all its tokens."""
     instances: list[tuple[str | int, ...]]
-    """Of each what FIGURES names."""
+    """For each of them what FIGURES names."""
     links: list[tuple[int, int, str, int]]
     """The places of source and target in the roster, the state, and bytes a second; 0: not measured."""
     lanes: list[RequestLane]
