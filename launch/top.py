@@ -23,7 +23,7 @@ from router.live import LiveRoster, LiveState, RequestLane
 SILENCE_S, AGAIN_S, WINDOW_S = 15.0, 2.0, 10.0
 MOST_INSTANCES, MOST_MARKS, LEAST_LANES, LEAST_BAR = 24, 5, 8, 12
 FINAL = (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN)
-BESIDE_BAR = 76
+BESIDE_BAR = 92
 """Columns of a terminal that the rest of a lane takes."""
 STYLES = {"": "", "queue": "grey50", "prefill": "blue", "push": "yellow", "decode": "green", "waits": "red"}
 COUNTS = ("waiting_requests", "running_requests", "pages_cached", "pushes_in_flight", "reservations")
