@@ -68,8 +68,8 @@ function fillCard(box, row, of_, of) {
   write(box.state, of_.state === "live" ? "" : of_.state);
   style(box.bar.children[0], "width", `${percent(held, total)}%`);
   style(box.bar.children[1], "width", `${percent(of_.pages_cached, total)}%`);
-  const moving = of_.pushes_in_flight || of_.reservations;
-  const flight = moving ? ` · in flight: ${of_.pushes_in_flight} pushed, ${of_.reservations} reserved` : "";
+  const pushing = of_.pushes_in_flight ? ` · ${of_.pushes_in_flight} pushing` : "";
+  const flight = pushing + (of_.reservations ? ` · ${of_.reservations} coming` : "");
   const lost = of_.pages_quarantined ? ` · ${count(of_.pages_quarantined)} quarantined` : "";
   write(box.pages, `${count(held)} held · ${count(of_.pages_cached)} cached of ${count(total)}${flight}${lost}`);
   write(box.work, `queue ${count(of_.waiting_requests)} · batch ${count(of_.running_requests)}/${count(row[of.max_running])}`);
@@ -179,7 +179,7 @@ function curve(from, to, kind, text, down) {
   const bend = down ? `C${x1},${my} ${x2},${my}` : `C${mx},${y1} ${mx},${y2}`;
   const parts = [svg("path", { d: `M${x1},${y1} ${bend} ${x2},${y2}`, class: kind })];
   if (!text) return parts;
-  const at = 0.5 + ((Math.round(y1) * 7 + Math.round(y2) * 3) % 5 - 2) * 0.07;
+  const at = Math.abs(y1 - y2) < 40 ? 0.6 : 0.3;  // Crossing lines have their texts apart.
   const weigh = (a, b, c, d) => a * (1 - at) ** 3 + 3 * b * at * (1 - at) ** 2 + 3 * c * at ** 2 * (1 - at) + d * at ** 3;
   const [x, y] = down ? [weigh(x1, x1, x2, x2), weigh(y1, my, my, y2)] : [weigh(x1, mx, mx, x2), weigh(y1, y1, y2, y2)];
   return [...parts, svg("text", { x, y: y - 3, class: kind }, text)];

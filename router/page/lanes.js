@@ -124,4 +124,10 @@ function drawMarks(state, x) {
     style(line, "left", `${x(at).toFixed(1)}px`);
   }
   strip.append(...lines.values());
+  let free = -Infinity;  // A name that would cover the one before it is left out.
+  for (const line of lines.values()) {
+    const left = parseFloat(line.style.left);
+    if (left < free) line.lastChild.remove();
+    else free = left + line.lastChild.offsetWidth + 6;
+  }
 }
