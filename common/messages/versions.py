@@ -39,7 +39,8 @@ VERSIONS = {
         types=("TakeRole", "RoleKept"),
         fields=(
             *("Goodbye.is_quiet", "Heartbeat.serves_whole", "Generate.incarnation"),
-            *("Load.held_token_s", "SamplingParams.logprob_ids", "Times.chunks"),
+            *("Load.held_token_s", "SamplingParams.logprob_ids", "Counters.tokens_drafted", "Counters.tokens_accepted"),
+            "Times.chunks",
         ),
     ),
 }
