@@ -205,3 +205,12 @@ class ScalingConfig:
     def allows(self, prefill: int, decode: int) -> bool:
         """Whether a fleet may have so many instances."""
         return self.min_prefill <= prefill <= self.max_prefill and self.min_decode <= decode <= self.max_decode
+
+
+@dataclass(frozen=True, kw_only=True)
+class TopFlags:
+    """What `launch top` asks for."""
+
+    url: str = option("http://127.0.0.1:8000", "of the router")
+    control_key: str = option("", "file with the router's control key; without it: none is sent")
+    once: Switch = option("off", "print one state, and end")

@@ -33,7 +33,7 @@ from launch.commands import (
     read_security,
     where_launch_is,
 )
-from launch.fleet_options import CoresConfig, FleetCounts, RayConfig, ScalingConfig
+from launch.fleet_options import CoresConfig, FleetCounts, RayConfig, ScalingConfig, TopFlags
 from simulation.plan import FleetPlan, LoadPlan, SearchPlan
 
 if TYPE_CHECKING:
@@ -213,6 +213,17 @@ def _batch(flags: argparse.Namespace) -> int:
 def _drain(flags: argparse.Namespace) -> int:
     plan = read_config(drain.DrainFlags, flags)
     return drain.run(plan, read_control_key(plan.control_key))
+
+
+def _top(flags: argparse.Namespace) -> int:
+    plan = read_config(TopFlags, flags)
+    try:
+        from launch.top import run
+    except ImportError as error:
+        raise ConfigError(
+            f"launch top needs rich, which is not installed here: pip install 'tandem-serve[top]' ({error})"
+        ) from error
+    return run(plan, read_control_key(plan.control_key))
 
 
 def _key(flags: argparse.Namespace) -> int:
@@ -407,6 +418,13 @@ COMMANDS = (
         (drain.DrainFlags,),
         life="It ends with 0 when every write from or to the instance is proven to have ended and no request of any router needs "
         "it, and with 1 when that is not known in time.",
+    ),
+    Command(
+        "top",
+        "show a fleet in this terminal, once a second: its instances, its requests and what happens to it",
+        _top,
+        (TopFlags,),
+        life="What the router's page at / shows. It ends with Ctrl-C.",
     ),
     Command(
         "simulate",

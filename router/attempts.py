@@ -21,7 +21,7 @@ from router.cost import Demand, predict_ttft, uncached_tokens
 from router.members import Member
 from router.outbox import ClientRequest
 from router.requests import RequestSpec
-from router.timelines import RequestTimes, ResumeReason
+from router.timelines import PlacementGrounds, RequestTimes, ResumeReason
 
 ROUNDS = 8
 """As many rounds of probes may be under way. A member that is slower by more is not judged."""
@@ -185,8 +185,8 @@ class Attempt:
             self.first.computes_since_s = now
         self.predicted_s = predict_ttft(self.first, demand, self.first.computed_s(now))
         """Seconds from its start until its first token; None: there is nothing to predict it from."""
-        self.is_next = self.first.tokens_to_compute == 0
-        """No other prompt was in front of it when it was placed."""
+        self.tokens_in_front = self.first.tokens_to_compute
+        """Prompt tokens that were in front of its own when it was placed."""
         self._computing = uncached_tokens(self.first, demand)
         """Tokens of its prompt that are to be computed, until its first token has come."""
         self._assigned = {self.first: self._computing}
@@ -207,6 +207,12 @@ class Attempt:
         self._was_opened_again = False
         self._repeat_round = 0
         """The latest round that began before that."""
+
+    @property
+    def grounds(self) -> PlacementGrounds:
+        """Why it is where it is. Ask before its first token."""
+        cached, names = self.demand.prompt_tokens - self._computing, tuple(member.info.id for member in self.candidates)
+        return PlacementGrounds(self.tokens_in_front, cached, self.predicted_s, names)
 
     @property
     def members(self) -> tuple[Member, ...]:
@@ -262,6 +268,7 @@ class Attempt:
         if self._computing:
             self.first.computed(self.key, self.demand.owner, self._computing, now)
             self.first.computes_since_s, self._computing = now, 0
+            record.times.attempts[-1].first_token_s = now
             if self.candidates:
                 self.first.assign(self.demand.owner, -self._assigned.pop(self.first), -1)
         self._bearer.assigned_tokens += tokens

@@ -47,6 +47,11 @@ class Histogram(Collector):
         self._counts[bisect_left(self._bounds, value)] += 1
         self._sum += value
 
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """Values up to each bound, without those up to the bound before it, and at last those beyond all."""
+        return tuple(self._counts)
+
     def collect(self) -> Iterator[HistogramMetricFamily]:
         bounds = [*map(floatToGoString, self._bounds), "+Inf"]
         buckets = [(bound, float(count)) for bound, count in zip(bounds, accumulate(self._counts), strict=True)]
@@ -155,12 +160,12 @@ class RouterMetrics:
                 made.labels(value)
             return made
 
-        self._first_token = histogram("tandem_time_to_first_token_seconds", "From the arrival of a request to its first token.")
+        self.first_tokens = histogram("tandem_time_to_first_token_seconds", "From the arrival of a request to its first token.")
         what = "The same, as predicted when the request was placed."
         self._predicted = histogram("tandem_predicted_time_to_first_token_seconds", what)
         what = "The predicted time, divided by the real one."
         self._prediction_ratio = histogram("tandem_time_to_first_token_prediction_ratio", what, RATIO_BUCKETS)
-        self._inter_token = histogram("tandem_inter_token_latency_seconds", "Time of one token after the first.", TOKEN_BUCKETS_S)
+        self.token_times = histogram("tandem_inter_token_latency_seconds", "Time of one token after the first.", TOKEN_BUCKETS_S)
         self._request = histogram("tandem_e2e_request_latency_seconds", "From the arrival of a request to its ending.")
         said = get_type_hints(Durations, include_extras=True)
         self._phases = {
@@ -168,7 +173,7 @@ class RouterMetrics:
             for duration, name in PHASES.items()
         }
         self._endings = counter("tandem_requests_ended", "Requests by how they ended.", "ending")
-        self._resumes = counter("tandem_resumes", "Attempts that were followed by another one.", "reason", known=ResumeReason)
+        self.resumes = counter("tandem_resumes", "Attempts that were followed by another one.", "reason", known=ResumeReason)
         what = "From the last token before a resume (from the resume, if there was none) to the next token."
         self._resume_gap = histogram("tandem_resume_gap_seconds", what)
         self._attempts = histogram("tandem_attempts", "Attempts of a request.", ATTEMPT_BUCKETS)
@@ -187,16 +192,16 @@ class RouterMetrics:
         self._dropped = counter("tandem_http_connections_dropped", what, "reason", known=Dropped)
 
     def first_token(self, seconds: float, predicted_s: float | None) -> None:
-        self._first_token.observe(seconds)
+        self.first_tokens.observe(seconds)
         if predicted_s is not None:
             self._predicted.observe(predicted_s)
             self._prediction_ratio.observe(predicted_s / max(seconds, 1e-9))
 
     def next_tokens(self, seconds: float, tokens: int) -> None:
-        self._inter_token.observe(seconds / tokens)
+        self.token_times.observe(seconds / tokens)
 
     def resumed(self, reason: ResumeReason) -> None:
-        self._resumes.labels(reason.value).inc()
+        self.resumes.labels(reason.value).inc()
 
     def resume_gap(self, seconds: float) -> None:
         self._resume_gap.observe(seconds)

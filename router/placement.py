@@ -120,7 +120,7 @@ class Placer:
     def _refusal(self, records: Sequence[Record], attempts: Sequence[Attempt], now: float) -> Overloaded | None:
         """Why a client's request is refused here: the first token of a choice is predicted to come after its time limit. A wrong
         prediction must not keep everybody out: where nothing else is to be computed, a request is always taken."""
-        if not self._rejects_early or attempts[0].is_next:
+        if not self._rejects_early or not attempts[0].tokens_in_front:
             return None
         predicted = [
             (now - record.times.received_s + attempt.predicted_s, record.timeout_s)

@@ -15,7 +15,7 @@ under the next attempt number. Token numbers go on, so the client gets every tok
 is started again, tokens are told again first (`retelling.py`); the book resumes what that did not help.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from enum import Enum
 from typing import assert_never
 
@@ -100,6 +100,10 @@ class RequestBook:
     def records(self) -> Iterable[Record]:
         return self._records.values()
 
+    def newest(self) -> Iterator[Record]:
+        """The same, that which came last first."""
+        return reversed(self._records.values())
+
     # --- in --------------------------------------------------------------------------------------------------------------
 
     def arrive(self, client: ClientRequest, now: float) -> None:
@@ -163,7 +167,7 @@ class RequestBook:
         """The request's next attempt begins: tell the detokenizer to expect its tokens, and its first member to serve it."""
         record = attempt.record
         record.attempt = attempt
-        record.times.dispatched(record.attempts, attempt.first.info.id, attempt.predicted_s, now)
+        record.times.dispatched(record.attempts, attempt.first.info.id, attempt.grounds, now)
         record.attempts += 1
         if attempt.demand.blocks:
             self._fleet.caches.expect((attempt.first, *attempt.candidates[:1]), attempt.demand.blocks, now)

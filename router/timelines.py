@@ -9,7 +9,7 @@ instance has let go of the request, and a lost heartbeat loses them.
 
 import math
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from enum import StrEnum
 from typing import Annotated, Protocol, TypeAlias
 
@@ -80,12 +80,30 @@ class InstanceTimeline(Struct, frozen=True):
     times: Annotated[Times, Meta(description="By the clock of the instance's host: hosts agree as well as NTP aligns them.")]
 
 
+class PlacementGrounds(Struct, frozen=True):
+    """What the router went by when it placed an attempt."""
+
+    tokens_in_front: Annotated[int, Meta(description="Prompt tokens that its first instance had to compute before its own.")]
+    cached_tokens: Annotated[
+        int, Meta(description="Of its prompt, cached there as far as the router knew. 0: it does not follow.")
+    ]
+    predicted_s: Annotated[Seconds, Meta(description="From then to its first token. Null: nothing was measured yet.")]
+    candidates: Annotated[
+        tuple[InstanceId, ...],
+        Meta(description="Decode instances that could take over, best first. None: the first serves alone."),
+    ]
+
+
 class AttemptTimeline(Struct):
     """The times of one attempt."""
 
     number: Annotated[int, Meta(description="From 0 on. Of many attempts the latest are remembered.")]
     first: Annotated[InstanceId, Meta(description="The instance that was asked.")]
     dispatched_s: Moment
+    grounds: Annotated[PlacementGrounds | None, Meta(description="Why it was placed there.")] = None
+    first_token_s: Annotated[float | None, Meta(description="Its first token came, which may be a later one of the answer.")] = (
+        None
+    )
     decode: Annotated[InstanceId | None, Meta(description="The decode instance that granted a reservation.")] = None
     placed_s: Annotated[float | None, Meta(description="The router heard of that.")] = None
     ended_s: Annotated[float | None, Meta(description="It was given up, and another attempt followed if one was left.")] = None
@@ -124,12 +142,12 @@ class RequestTimes(ChoiceTimes, kw_only=True, eq=False):
     names: list[str] = []
     """Ids by which its client knows it."""
 
-    def dispatched(self, number: int, first: InstanceId, predicted_s: float | None, now: float) -> None:
-        """The attempt of this number begins. Of many attempts the latest are remembered. predicted_s: from now to its first
-        token."""
+    def dispatched(self, number: int, first: InstanceId, grounds: PlacementGrounds, now: float) -> None:
+        """The attempt of this number begins. Of many attempts the latest are remembered."""
         if self.first_token_s is None:
+            predicted_s = grounds.predicted_s
             self.predicted_first_s = None if predicted_s is None else now - self.received_s + predicted_s
-        self.attempts.append(AttemptTimeline(number, first, now))
+        self.attempts.append(AttemptTimeline(number, first, now, grounds))
         if len(self.attempts) > MOST_ATTEMPTS:
             del self.attempts[0]
 
@@ -195,6 +213,14 @@ class Timelines:
                 self._named[name].remove(forgotten)
                 if not self._named[name]:
                     del self._named[name]
+
+    def ended_since(self, since_s: float) -> Iterator[RequestTimes]:
+        """Those that have ended after then, the latest first."""
+        for request_id in reversed(self._ended):
+            request = self._requests[request_id]
+            if request.ended_s is None or request.ended_s <= since_s:
+                return
+            yield request
 
     def of(self, request_id: RequestId) -> RequestTimes | None:
         """What is remembered of this request."""

@@ -449,7 +449,7 @@ class RequestTable(Generic[R]):
         chunks = next_chunks(self.computing.values(), budget_tokens)
         self._chunk_limit.launched(sum(len(chunk.token_ids) for chunk in chunks))
         for chunk in chunks:
-            self.in_row[chunk.row].times.first_chunk(now)
+            self.in_row[chunk.row].times.chunk_launched(now)
             if chunk.last:
                 del self.computing[chunk.row]
         if not chunks and not len(decode_rows):

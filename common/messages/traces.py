@@ -35,11 +35,13 @@ class Times(msgspec.Struct, omit_defaults=True):
     first_decode_s: Annotated[Moment | None, Meta(description="The first decode step returned, with the second token.")] = None
     ended_s: Annotated[Moment | None, Meta(description="The request was served no longer.")] = None
     cached_tokens: Annotated[Count, Meta(description="Of its prompt, found in the prefix cache of who computes the rest.")] = 0
+    chunks: Annotated[Count, Meta(description="In which the rest was computed here. An older version says 0.")] = 0
     pages_had: Annotated[Count | None, Meta(description="Pages that the decode instance had already.")] = None
     pages_pushed: Annotated[Count | None, Meta(description="Pages that were pushed.")] = None
 
-    def first_chunk(self, now: float) -> None:
-        """A chunk was launched; the first one counts."""
+    def chunk_launched(self, now: float) -> None:
+        """A chunk goes to the executor."""
+        self.chunks += 1
         if self.first_chunk_s is None:
             self.first_chunk_s = now
 

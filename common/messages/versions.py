@@ -35,11 +35,12 @@ class WireVersion:
 VERSIONS = {
     15: WireVersion(
         "An instance that leaves says whether its transfers are proven to have ended, may serve in another role, measures what "
-        "the KV adds to a step that its rows hold, and tells log probabilities of chosen tokens.",
+        "the KV adds to a step that its rows hold, and tells log probabilities of chosen tokens and the chunks of a prompt.",
         types=("TakeRole", "RoleKept"),
         fields=(
             *("Goodbye.is_quiet", "Heartbeat.serves_whole", "Generate.incarnation"),
             *("Load.held_token_s", "SamplingParams.logprob_ids", "Counters.tokens_drafted", "Counters.tokens_accepted"),
+            "Times.chunks",
         ),
     ),
 }

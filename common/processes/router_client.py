@@ -129,13 +129,14 @@ class RouterClient:
         with self._response(self._call(), "POST", path, body, kind) as response:
             return _decoded(response.read())
 
-    def stream(self, path: str, body: Mapping[str, Any]) -> EventStreamReader:
-        """The data of each event, decoded, up to [DONE]. An error that comes as an event is raised as RequestFailed, too."""
+    def stream(self, path: str, body: Mapping[str, Any] | None) -> EventStreamReader:
+        """The data of each event, decoded, up to [DONE]. An error that comes as an event is raised as RequestFailed, too. body:
+        None: it is asked for by GET."""
         call = self._call()
         return EventStreamReader(call, self._events(call, path, body))
 
-    def _events(self, call: _HttpCall, path: str, body: Mapping[str, Any]) -> Generator[Any, None, None]:
-        with self._response(call, "POST", path, body) as response:
+    def _events(self, call: _HttpCall, path: str, body: Mapping[str, Any] | None) -> Generator[Any, None, None]:
+        with self._response(call, "GET" if body is None else "POST", path, body) as response:
             while True:
                 line = response.readline()
                 if not line:

@@ -55,6 +55,7 @@ from router.api.fields import ReadRequest
 from router.api.files import FilesApi
 from router.api.guard import HEADER, Guard
 from router.api.intake import Intake
+from router.api.live import LiveApi, page_routes
 from router.api.messages import (
     CountFields,
     MessageBody,
@@ -151,6 +152,7 @@ class Api(ApiPart):
         self.model_name = model
         self.admission = Admission(gateway, intake, config.max_requests, parse_bytes(config.max_body), config.sessions_by)
         self.timelines = TimelineApi(gateway, model)
+        self.live = LiveApi(gateway, model, metrics, config)
         self._store = (
             Store(config.store, parse_bytes(config.store_bytes) or 0, config.store_age_s, gateway.core.router)
             if config.store
@@ -159,7 +161,7 @@ class Api(ApiPart):
         self.stored_responses = StoredResponses(gateway, model, self._store, config.keep_alive_s)
         self.batches = BatchesApi(gateway, model, self._store, config.batch_requests)
         stored = (self.stored_responses, FilesApi(gateway, model, self._store), self.batches)
-        self.parts = (self, *stored, self.timelines, *(part(gateway, model) for part in PARTS))
+        self.parts = (self, *stored, self.timelines, self.live, *(part(gateway, model) for part in PARTS))
         """All, in the order of the description."""
         self._intake = intake
         self._metrics = metrics
@@ -453,6 +455,7 @@ class Api(ApiPart):
 def build_app(api: Api, metrics: RouterMetrics, access: Access = OPEN, hosts: Collection[str] = (LOOPBACK,)) -> DescribedApp:
     """The ASGI application. hosts: what the router was told to listen on."""
     app = DescribedApp(api.parts)
+    app.router.routes += page_routes()
     api.batches.app = app
     app.add_exception_handler(TandemError, _on_tandem_error)
     app.add_exception_handler(HTTPException, _on_http_error)

@@ -64,10 +64,10 @@ def _is_loopback_name(name: str) -> bool:
     return name.endswith(".localhost") or is_loopback(f"tcp://{name.strip('[]')}:0")
 
 
-OPEN_PATHS = frozenset({*_PROBED_PATHS, "/metrics", "/docs", "/openapi.json"})
-"""For load balancers, monitors and readers of the description."""
+OPEN_PATHS = frozenset({*_PROBED_PATHS, "/metrics", "/docs", "/openapi.json", "/"})
+"""For load balancers, monitors, readers of the description, and pages that have no figures without a key."""
 UPLOAD_PATH = "/v1/files"
-DOCS_PREFIX, CONTROL_PREFIX, REQUESTS_PREFIX = "/docs", "/cluster", "/requests"
+DOCS_PREFIX, PAGE_PREFIX, CONTROL_PREFIX, REQUESTS_PREFIX = "/docs", "/page", "/cluster", "/requests"
 EVERYBODY = "*"
 """In place of the name of an API key: whoever has the control key may see the requests of all. No key has this name."""
 
@@ -86,7 +86,7 @@ _SPOKEN = {NeededKey.API: "API key", NeededKey.CONTROL: "control key", NeededKey
 
 def key_needed(path: str, control_paths: Collection[str]) -> NeededKey:
     """path: of the URL, or of a route. control_paths: those that need the control key, besides those with CONTROL_PREFIX."""
-    if path in OPEN_PATHS or path.startswith(f"{DOCS_PREFIX}/"):
+    if path in OPEN_PATHS or path.startswith((f"{DOCS_PREFIX}/", f"{PAGE_PREFIX}/")):
         return NeededKey.NONE
     if path in control_paths or path == CONTROL_PREFIX or path.startswith(f"{CONTROL_PREFIX}/"):
         return NeededKey.CONTROL

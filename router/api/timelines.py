@@ -152,6 +152,7 @@ def _attempt(attempt: AttemptTimeline, unix_s: float) -> AttemptTimeline:
     return replace(
         attempt,
         dispatched_s=attempt.dispatched_s + unix_s,
+        first_token_s=_at(attempt.first_token_s, unix_s),
         placed_s=_at(attempt.placed_s, unix_s),
         ended_s=_at(attempt.ended_s, unix_s),
         instances=sorted(attempt.instances, key=lambda each: each.role, reverse=True),

@@ -61,7 +61,8 @@ async def test_every_route_refuses_a_request_without_its_key_and_lets_no_other_k
             for method in route.methods or ():
                 answers = [await client.request(method, route.path, headers=headers) for headers in ({}, bearer(wrong))]
                 assert all((answer.status_code == 401) is (route.path not in NO_KEY_NEEDED) for answer in answers), route.path
-                assert (await client.request(method, route.path, headers=bearer(right))).status_code != 401
+                if route.path != "/cluster/events":  # it has no end: see test_live.py
+                    assert (await client.request(method, route.path, headers=bearer(right))).status_code != 401
         for path in REFUSED:
             answers = [await client.post(path, headers=bearer(key)) for key in (ALICE, CONTROL)]
             assert [answer.status_code for answer in answers] == [401, 400], path

@@ -17,6 +17,7 @@ from router.timelines import (
     REMEMBERED,
     AttemptTimeline,
     Durations,
+    PlacementGrounds,
     RequestTimes,
     ResumeReason,
     Timelines,
@@ -193,7 +194,7 @@ def test_of_many_attempts_the_latest_are_remembered_under_their_numbers() -> Non
     made = request("r")
     for number in range(1, 2 * MOST_ATTEMPTS):
         made.resumed(ResumeReason.PREEMPTED, Failed(message="x" * 10_000), 1.0)
-        made.dispatched(number, InstanceId(f"p{number}"), None, 2.0)
+        made.dispatched(number, InstanceId(f"p{number}"), PlacementGrounds(0, 0, None, ()), 2.0)
     assert [each.number for each in made.attempts] == list(range(MOST_ATTEMPTS, 2 * MOST_ATTEMPTS))
     assert len(made.attempts[0].failure or "") == FAILURE_CHARS
 

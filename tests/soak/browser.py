@@ -79,6 +79,10 @@ class Browser:
         """PNG."""
         return base64.b64decode(self._command("GET", "/screenshot", None))
 
+    def devtools(self, command: str, **parameters: object) -> None:
+        """A command of the DevTools protocol, such as Emulation.setEmulatedMedia."""
+        self._command("POST", "/goog/cdp/execute", {"cmd": command, "params": parameters})
+
     def complaints(self) -> list[str]:
         """What the console has said since the last call."""
         return [entry["message"] for entry in self._command("POST", "/se/log", {"type": "browser"})]
