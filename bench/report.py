@@ -166,14 +166,6 @@ def text_table(lines: Sequence[Sequence[str]]) -> str:
     return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in lines)
 
 
-def bytes_text(number: int) -> str:
-    """65536 as 64 KiB; the number itself where it is no whole number of KiB."""
-    for unit, size in (("MiB", 2**20), ("KiB", 2**10)):
-        if number % size == 0:
-            return f"{number // size} {unit}"
-    return str(number)
-
-
 def machine_line(hardware: Hardware, settings: str) -> str:
     """The date, the machine and its software. settings: what else to know of the run."""
     libraries = ", ".join(f"{name} {version}" for name, version in hardware.libraries.items())

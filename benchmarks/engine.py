@@ -3,7 +3,7 @@ of its own, beside what was predicted for it without a card.
 
 Owns the shapes, the flags, the tasks in their order and the report. A task that fails or takes too long is
 reported in its place, with what it had found by then, and the next goes on. Uses no device: tasks are done by
-`benchmarks/engine_tasks.py` and `benchmarks/engine_steps.py`.
+`benchmarks/engine_tasks.py`, `benchmarks/engine_steps.py` and `benchmarks/pushes.py`.
 """
 
 import multiprocessing
