@@ -148,5 +148,4 @@ ACTS: Mapping[Section, Callable[[EngineTask, Say], Iterator[Figure]]] = {
     "host": engine_steps.measure_host,
     "sampling": engine_steps.measure_sampling,
     "adapters": engine_steps.measure_sampling,
-    "floor": engine_steps.measure_floor,
 }
