@@ -3,7 +3,6 @@
 Owns how a report looks, for a terminal or in Markdown, and the questions to the system. Does not know what was measured.
 """
 
-import importlib.metadata
 import math
 import os
 import platform
@@ -18,6 +17,7 @@ from pathlib import Path
 
 import msgspec
 
+from common import version_of
 from common.host import core_count
 
 LIBRARIES = (
@@ -121,7 +121,7 @@ def this_hardware() -> Hardware:
         memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         kernel=platform.release(),
         python=platform.python_version(),
-        libraries={name: version for name in LIBRARIES if (version := _version_of(name))},
+        libraries={name: version for name in LIBRARIES if (version := version_of(name))},
         load=os.getloadavg()[0],
         date=time.strftime("%Y-%m-%d"),
         gpus=_gpus(),
@@ -144,14 +144,6 @@ def _gpus() -> tuple[str, ...]:
     except (OSError, subprocess.SubprocessError):
         return ()
     return tuple(listed.splitlines())
-
-
-def _version_of(library: str) -> str:
-    """Empty when it is not installed."""
-    try:
-        return importlib.metadata.version(library)
-    except importlib.metadata.PackageNotFoundError:
-        return ""
 
 
 def markdown_table(lines: Sequence[Sequence[str]]) -> str:

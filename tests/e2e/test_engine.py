@@ -3,7 +3,6 @@
 import asyncio
 from collections.abc import Iterator
 from itertools import pairwise
-from typing import Any
 
 import pytest
 import torch
@@ -111,14 +110,6 @@ def test_what_the_router_refuses_is_raised_with_its_reason(engine: Engine) -> No
         engine.generate(["a", "b"], [GREEDY])
 
 
-@pytest.mark.parametrize(
-    ("flags", "named"),
-    [
-        ({"no_such_flag": 1}, "--no-such-flag"),
-        ({"tp": 2, "rank": "0"}, "--rank"),
-        ({"tp": 2, "verify_pages": "on"}, "--verify-pages must be off with --tp above 1"),
-    ],
-)
-def test_a_flag_that_is_not_known_or_does_not_fit_is_told(flags: dict[str, Any], named: str) -> None:
-    with pytest.raises(FleetFailed, match=named):
-        Engine(**flags)
+def test_a_flag_that_is_not_known_is_told() -> None:
+    with pytest.raises(FleetFailed, match="--no-such-flag"):
+        Engine(no_such_flag=1)

@@ -1,4 +1,5 @@
-"""`launch local --executor timed`, traced meanwhile, and with two routers of which one dies: everything but the model.
+"""`launch local --executor timed`, traced meanwhile, as trainers call it, and with two routers of which one dies: everything but
+the model.
 
 `tests/life` proves what instances do about the requests of a dead router; here the kernel says that it is gone.
 """
@@ -7,13 +8,14 @@ import json
 import os
 import re
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 
 import httpx
 import pytest
 
 from bench.trace import TraceRecording, paths_of_requests, slices_of
+from tests.e2e.trainers_calls import ROUNDS, SAMPLING, Call, slime
 from tests.rig.client import Request, Streams
 from tests.rig.pages import FleetPages, RunningFleet, running_fleet, until
 from tests.rig.shared_memory import left_behind, shared_files
@@ -67,6 +69,42 @@ def test_two_tenants_share_no_page_and_a_flush_leaves_none(fleet: RunningFleet) 
     assert fleet.post("/flush_cache", {}).status == 200
     assert [cached("one") > 0 for _ in range(2)] == [False, True]
 
+
+# --- what trainers send ---------------------------------------------------------------------------------------------------------
+
+
+def ask(fleet: RunningFleet, call: Call) -> httpx.Response:
+    """As `requests.post(url, json=body)` does."""
+    with httpx.Client(base_url=fleet.url, timeout=60) as client:
+        return client.request(call.method, call.path, json=call.body)
+
+
+@pytest.mark.parametrize("calls", ROUNDS.values(), ids=list(ROUNDS))
+def test_clients_are_answered_as_they_expect(fleet: RunningFleet, calls: Sequence[Call]) -> None:
+    for call in calls:
+        answer = ask(fleet, call)
+        assert answer.status_code == call.status, f"{call}: {answer.text}"
+        body = answer.json()  # slime's and SGLang's clients read JSON of every answer, also where they look at nothing in it
+        for name, value in call.reads.items():
+            assert body[name] == value, f"{call}: {name}"
+        if call.status == 400:
+            error = body["error"]
+            assert error["param"] == (call.refused or None) and call.refused in error["message"], f"{call}: {error}"
+            assert not call.refused or len(error["message"]) > len(call.refused) + 20  # it says what to do instead
+
+
+def test_a_trainer_reads_tokens_their_log_probabilities_and_weights_of_an_answer(fleet: RunningFleet) -> None:
+    body = {"sampling_params": SAMPLING, "return_logprob": True, "input_ids": [5, 6, 7]}
+    answer = ask(fleet, slime("POST", "/generate", body)).json()
+    meta = answer["meta_info"]
+    assert len(meta["output_token_logprobs"]) == 4
+    assert [token for _, token, *_ in meta["output_token_logprobs"]] == answer["output_ids"]
+    assert meta["finish_reason"]["type"] == "length" and isinstance(answer["text"], str)
+    assert meta["weight_version"] == fleet.get("/weight_info").json()["weight_version"]
+    assert meta["prompt_tokens"] == 3 and "cached_tokens" in meta
+
+
+# --- two routers ----------------------------------------------------------------------------------------------------------------
 
 FLAGS = ("--routers", "2", "--executor", "timed", "--transport", "cma", "--step-cost", "0.01,0,0", "--kv-memory", "16MiB")
 NAMES = ("prefill-0", "decode-0")
