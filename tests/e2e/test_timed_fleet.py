@@ -106,34 +106,69 @@ def test_a_trainer_reads_tokens_their_log_probabilities_and_weights_of_an_answer
 
 # --- two routers ----------------------------------------------------------------------------------------------------------------
 
-FLAGS = ("--routers", "2", "--executor", "timed", "--transport", "cma", "--step-cost", "0.01,0,0", "--kv-memory", "16MiB")
+FILE = """
+executor = "timed"
+step-cost = "0.01,0,0"
+transport = "cma"
+kv-memory = "16MiB"
+max-running = 32
+
+[local]
+decode = 9
+
+[prefill]
+max-running = 4
+
+[decode]
+max-running = 16
+"""
 NAMES = ("prefill-0", "decode-0")
 STREAM_TOKENS = 200
 EACH = 4
 _OWN = re.compile(r"^router-\d .*\bown (http://\S+?),", re.MULTILINE)
 
 
-def test_one_of_two_routers_is_killed_and_the_streams_of_the_other_finish_unharmed() -> None:
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningFleet]:
+    """A fleet with two routers, whose flags are in a file, and whose metrics have other names too."""
+    file = tmp_path_factory.mktemp("pair") / "fleet.toml"
+    file.write_text(FILE)
     before = shared_files()
-    with running_fleet(*FLAGS) as fleet:
-        urls = _OWN.findall(fleet.output)
-        assert len(set(urls)) == 2
-        for one, other in (urls, urls[::-1]):
-            name = FleetPages(one).complete("falcon", 3)["id"]
-            found = FleetPages(other).get(f"/requests/{name}")
-            assert found.status == 200 and found.json()["id"] == name, "a request is found at any router behind the port"
-            assert FleetPages(other).get(f"/requests/{name}?here=true").status == 404
-        streams = {url: Streams(url, "demo", [Request.completion("falcon " * 40, STREAM_TOKENS)] * EACH) for url in urls}
-        for several in streams.values():
-            several.wait_until_begun()
-        os.kill(fleet.running("router")[0], signal.SIGKILL)
-        (dead,) = [url for url in urls if streams[url].wait_until_over()[0].errors]
-        (survivor,) = [url for url in urls if url != dead]
-        assert all("the stream broke off" in answer.errors[0] for answer in streams[dead].answers)
-        assert [len(tokens) for tokens in streams[survivor].end()] == [STREAM_TOKENS] * EACH
-        pages = FleetPages(survivor)
-        pages.wait_until_home(NAMES)
-        assert not any(value for _, value in pages.samples("tandem_resumes_total")), "nothing was computed anew"
-        until(FleetPages(dead).is_ready, "it is back at its port, and the instances have found it")
-        assert FleetPages(dead).complete("falcon", 3)["usage"]["completion_tokens"] == 3
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in {"TANDEM_MAX_RUNNING": "3", "TANDEM_EXECUTOR": "torch", "TANDEM_OF_NOBODY": "1"}.items():
+            patch.setenv(name, value)
+        with running_fleet(f"--config={file}", "--decode=1", "--routers=2", "--metric-aliases=vllm") as running:
+            yield running
     assert not left_behind(before)
+
+
+def test_a_fleet_that_a_measurement_starts_reads_the_file_that_its_flags_name_and_no_variable(pair: RunningFleet) -> None:
+    assert {name: member["max_running"] for name, member in pair.members().items()} == {"prefill-0": 4, "decode-0": 16}
+    pair.complete("falcon", 5)
+    served = 'vllm:e2e_request_latency_seconds_count{model_name="demo"} 1.0'
+    until(lambda: served in pair.get("/metrics").text, "the router that has served it is asked", 60)
+    running = 'vllm:num_requests_running{model_name="demo",engine="decode-0",engine_type="decode"} 0'
+    until(lambda: running in pair.get("/metrics").text, "the instance has reported", 60)
+
+
+def test_one_of_two_routers_is_killed_and_the_streams_of_the_other_finish_unharmed(pair: RunningFleet) -> None:
+    urls = _OWN.findall(pair.output)
+    assert len(set(urls)) == 2
+    for one, other in (urls, urls[::-1]):
+        name = FleetPages(one).complete("falcon", 3)["id"]
+        found = FleetPages(other).get(f"/requests/{name}")
+        assert found.status == 200 and found.json()["id"] == name, "a request is found at any router behind the port"
+        assert FleetPages(other).get(f"/requests/{name}?here=true").status == 404
+    streams = {url: Streams(url, "demo", [Request.completion("falcon " * 40, STREAM_TOKENS)] * EACH) for url in urls}
+    for several in streams.values():
+        several.wait_until_begun()
+    os.kill(pair.running("router")[0], signal.SIGKILL)
+    (dead,) = [url for url in urls if streams[url].wait_until_over()[0].errors]
+    (survivor,) = [url for url in urls if url != dead]
+    assert all("the stream broke off" in answer.errors[0] for answer in streams[dead].answers)
+    assert [len(tokens) for tokens in streams[survivor].end()] == [STREAM_TOKENS] * EACH
+    pages = FleetPages(survivor)
+    pages.wait_until_home(NAMES)
+    assert not any(value for _, value in pages.samples("tandem_resumes_total")), "nothing was computed anew"
+    until(FleetPages(dead).is_ready, "it is back at its port, and the instances have found it")
+    assert FleetPages(dead).complete("falcon", 3)["usage"]["completion_tokens"] == 3
