@@ -3,7 +3,6 @@
 Owns how a report looks, for a terminal or in Markdown, and the questions to the system. Does not know what was measured.
 """
 
-import importlib.metadata
 import math
 import os
 import platform
@@ -18,6 +17,7 @@ from pathlib import Path
 
 import msgspec
 
+from common import version_of
 from common.host import core_count
 
 LIBRARIES = (
@@ -121,7 +121,7 @@ def this_hardware() -> Hardware:
         memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         kernel=platform.release(),
         python=platform.python_version(),
-        libraries={name: version for name in LIBRARIES if (version := _version_of(name))},
+        libraries={name: version for name in LIBRARIES if (version := version_of(name))},
         load=os.getloadavg()[0],
         date=time.strftime("%Y-%m-%d"),
         gpus=_gpus(),
@@ -146,14 +146,6 @@ def _gpus() -> tuple[str, ...]:
     return tuple(listed.splitlines())
 
 
-def _version_of(library: str) -> str:
-    """Empty when it is not installed."""
-    try:
-        return importlib.metadata.version(library)
-    except importlib.metadata.PackageNotFoundError:
-        return ""
-
-
 def markdown_table(lines: Sequence[Sequence[str]]) -> str:
     """The first line is the head."""
     head, *rest = lines
@@ -164,14 +156,6 @@ def text_table(lines: Sequence[Sequence[str]]) -> str:
     """Columns of equal width."""
     widths = [max(len(cell) for cell in column) for column in zip(*lines, strict=True)]
     return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in lines)
-
-
-def bytes_text(number: int) -> str:
-    """65536 as 64 KiB; the number itself where it is no whole number of KiB."""
-    for unit, size in (("MiB", 2**20), ("KiB", 2**10)):
-        if number % size == 0:
-            return f"{number // size} {unit}"
-    return str(number)
 
 
 def machine_line(hardware: Hardware, settings: str) -> str:

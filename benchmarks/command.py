@@ -20,8 +20,8 @@ from common.options import C, ConfigClass, option, read_config, require, with_de
 from launch.child import BAD_FLAG
 from launch.commands import SWITCHES, Command, CommandParser, command_line
 
-PROGRAMS = {"engine": "launch bench engine"}
-"""How instruments are started that users start too."""
+PROGRAMS = {"engine": "launch bench engine", "scorecard": "python -m tests.soak.scorecard"}
+"""How those are started that are elsewhere than the others."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,7 +3,7 @@ of its own, beside what was predicted for it without a card.
 
 Owns the shapes, the flags, the tasks in their order and the report. A task that fails or takes too long is
 reported in its place, with what it had found by then, and the next goes on. Uses no device: tasks are done by
-`benchmarks/engine_tasks.py` and `benchmarks/engine_steps.py`.
+`benchmarks/engine_tasks.py`, `benchmarks/engine_steps.py` and `benchmarks/pushes.py`.
 """
 
 import multiprocessing
@@ -45,9 +45,7 @@ from common.errors import TandemError
 from common.options import option, parse_numbers, require, require_above_0, require_at_least
 from launch import child
 
-Section = Literal[
-    "environment", "ceilings", "checks", "steps", "eager", "offline", "pushes", "host", "sampling", "floor", "adapters"
-]
+Section = Literal["environment", "ceilings", "checks", "steps", "eager", "offline", "pushes", "host", "sampling", "adapters"]
 SECTIONS: tuple[Section, ...] = get_args(Section)
 
 _QWEN3 = {
@@ -186,9 +184,8 @@ class EngineTask:
     """Those of this run, once they are known."""
 
 
-def tasks(bench: EngineBench, engine: EngineConfig, is_quick: bool, on_cuda: bool) -> Iterator[EngineTask]:
-    """In their order: what matters most comes first, because the time may not be enough for all. The floor is that of a CPU,
-    which has no graphs to be without."""
+def tasks(bench: EngineBench, engine: EngineConfig, is_quick: bool) -> Iterator[EngineTask]:
+    """In their order: what matters most comes first, because the time may not be enough for all."""
     room = replace(
         engine,
         chunk_tokens=max(*bench.chunk_lengths, engine.chunk_tokens),
@@ -212,9 +209,9 @@ def tasks(bench: EngineBench, engine: EngineConfig, is_quick: bool, on_cuda: boo
             case "adapters":
                 for name in ["tiny"] if is_quick else [DEMO_MODEL, OFFLINE_MODEL]:
                     yield make(label=f"{section} {name}", limit_s=240.0, model=name)
-            case "steps" | "eager" | "floor":
+            case "steps" | "eager":
                 served = replace(room, graphs="off") if section == "eager" else room
-                for name in bench.shapes if section != "floor" or not on_cuda else ():
+                for name in bench.shapes:
                     yield make(label=f"{section} {name}", limit_s=240.0, engine=served, model=name)
 
 
@@ -225,12 +222,11 @@ def run(invocation: Invocation) -> int:
     """Returns the exit status: 1 if a task failed, else 0, goals met or not."""
     bench, engine = invocation.config(EngineBench, QUICK), invocation.config(EngineConfig, QUICK_ENGINE)
     child.prepare(engine.threads)
-    on_cuda = engine.device.startswith("cuda") or (engine.device == "auto" and bool(invocation.hardware.gpus))
     began = time.monotonic()
     figures: list[Figure] = []
     ran = [
         run_task(replace(task, ceilings=ceilings_of(figures)), began + bench.budget_s, figures)
-        for task in tasks(bench, engine, invocation.is_quick, on_cuda)
+        for task in tasks(bench, engine, invocation.is_quick)
     ]
     seconds, ceilings = time.monotonic() - began, ceilings_of(figures)
     settings = f"device {engine.device}, {seconds:.0f} s in all"

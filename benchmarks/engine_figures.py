@@ -131,25 +131,6 @@ class Prefill(EngineFigure, frozen=True, kw_only=True):
     """The part of its time that so many operations take at the speed of a product of matrices."""
 
 
-class Floor(EngineFigure, frozen=True, kw_only=True):
-    """A step and its floor."""
-
-    title = "Steps on CPU and their floor, ms: medians of the rounds (goal: at most 1.15)"
-    model: Annotated[str, Column("model")]
-    step: Annotated[str, Column("step")]
-    """"decode", or "prefill" of one row whose prompt is `context` tokens."""
-    rows: Annotated[int, Column("rows")]
-    context: Annotated[int, Column("context")]
-    step_ms: Annotated[Spread, Column("step", ".2f")]
-    products_ms: Annotated[Spread, Column("products alone", ".2f")]
-    """Its products of matrices alone, SwiGLU included, which is a part of one."""
-    attention_ms: Annotated[Spread, Column("attention at the memory's speed", ".2f")]
-    """Its KV read once at the speed of the memory; in prefill at least its operations at the speed of the products."""
-    ratio: Annotated[Spread, Column("ratio", ".2f")]
-    """The step to its floor in each round, in which they took turns: the memory of a host that others use too may be twice as
-    fast in one second as in the next."""
-
-
 class HostWork(EngineFigure, frozen=True, kw_only=True):
     """The executor's part of the host's work for a decode step: `StepRunner.launch` with a model that computes nothing."""
 
@@ -197,11 +178,9 @@ class HostPush(EngineFigure, frozen=True, kw_only=True):
     gb_per_s: Annotated[Spread, Column("GB/s", ".3g")]
 
 
-TABLES: tuple[type[EngineFigure], ...] = (
-    *(Fact, Check, Started, HostWork, SampledStep, Floor, HostPush, Offline, Prefill, DecodeStep),
-)
+TABLES: tuple[type[EngineFigure], ...] = (*(Fact, Check, Started, HostWork, SampledStep, HostPush, Offline, Prefill, DecodeStep),)
 """What matters most comes last, because the end of an output is what one sees."""
-Figure: TypeAlias = Ceilings | Fact | Check | Started | HostWork | SampledStep | Floor | HostPush | Offline | Prefill | DecodeStep
+Figure: TypeAlias = Ceilings | Fact | Check | Started | HostWork | SampledStep | HostPush | Offline | Prefill | DecodeStep
 TitledTable: TypeAlias = tuple[str, list[tuple[str, ...]]]
 F = TypeVar("F")
 

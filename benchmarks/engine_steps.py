@@ -1,4 +1,4 @@
-"""What `launch bench engine` measures of steps, each task in a process: prefill, decode steps, their floor, host work, sampling.
+"""What `launch bench engine` measures of steps, each task in a process: prefill, decode steps, host work, sampling.
 
 Owns what is timed: the wall clock while two steps are in flight, as an instance has them, the device's own time, and the host's.
 Weights and contexts are random numbers, because speed does not depend on what they say.
@@ -28,7 +28,6 @@ from benchmarks.engine import SHAPES, EngineTask
 from benchmarks.engine_figures import (
     DecodeStep,
     Figure,
-    Floor,
     HostWork,
     Prefill,
     SampledStep,
@@ -46,21 +45,18 @@ from common.pages.layout import ITEM_BYTES, KVDtype, KVLayout
 from common.sampling_params import Grammar, SamplingParams
 from engine.backends import device_of, make_attention, make_kernels
 from engine.gpu.flashinfer import AttentionNeeds
-from engine.kv_memory import KVMemory, torch_dtype
+from engine.kv_memory import KVMemory
 from engine.lora.adapter_files import Adapter, Factors
 from engine.model_runner import ModelRunner
-from engine.models.decoder import Decoder
 from engine.models.served_shape import read_served_shape
 from engine.models.shape import ModelShape, ServedShape
 from engine.ports import LayerAttention, StepAttention
-from engine.replay import CannotRecord, CudaGraphs, load_recorder
+from engine.replay import CudaGraphs
 from engine.step_runner import PendingStep, StepRunner
 
 GREEDY = SamplingParams(max_new_tokens=1, temperature=0.0, ignore_eos=True)
 WARM_STEPS, ALONE_STEPS, PROFILED_STEPS = 4, 7, 2
 PREFILL_ROUNDS = 3
-READ_BYTES = 2**29
-"""Far more than the caches of a core hold."""
 _FILL_ELEMENTS = 2**27
 _CYCLES_PER_S = 2e9
 """More than a card's clock makes, so that a pause is never shorter than asked for."""
@@ -143,13 +139,6 @@ def layer_weights(shape: ServedShape) -> int:
     return attention + 3 * shape.hidden * shape.intermediate
 
 
-def products_flop(shape: ServedShape, tokens: int, sampled: int) -> float:
-    """Operations of the products of all layers in one forward: two for each weight and token. Behind the last layer's attention,
-    only sampled tokens count."""
-    late = shape.hidden * shape.heads * shape.head_dim + 3 * shape.hidden * shape.intermediate
-    return 2.0 * shape.layers * layer_weights(shape) * tokens - 2.0 * late * (tokens - sampled)
-
-
 def step_weight_bytes(shape: ServedShape, item_bytes: int, engine: EngineConfig, rows: int = 1) -> int:
     """Bytes of weights that a decode step reads: every matrix of every layer, but only the experts that rows with random choices
     need, and the output head."""
@@ -165,9 +154,10 @@ def step_weight_bytes(shape: ServedShape, item_bytes: int, engine: EngineConfig,
 
 
 def prefill_flop(shape: ServedShape, tokens: int) -> float:
-    """Operations of a prompt: those of all products, and of attention four for each head, its size, and pair of tokens of which
-    one sees the other."""
-    products = products_flop(shape, tokens, 1) + 2.0 * shape.vocab_size * shape.hidden
+    """Operations of a prompt: two for each weight of a product and token, but only for the last token behind the last layer's
+    attention, and of attention four for each head, its size, and pair of tokens of which one sees the other."""
+    late = shape.hidden * shape.heads * shape.head_dim + 3 * shape.hidden * shape.intermediate
+    products = 2.0 * (shape.layers * layer_weights(shape) * tokens - late * (tokens - 1) + shape.vocab_size * shape.hidden)
     pairs = tokens * (tokens + 1) / 2
     return products + 4.0 * shape.heads * shape.head_dim * pairs * shape.layers
 
@@ -352,84 +342,6 @@ def in_flight(runner: ModelRunner, plans: Sequence[StepPlan]) -> tuple[list[floa
     ends.append(time.perf_counter())
     on_host = before.is_complete  # a step is over when it was launched: its time is that of its launch
     return (launches if on_host else np.diff(ends).tolist()), launches
-
-
-# --- steps on CPU beside their floor -----------------------------------------------------------------------------------------
-
-
-def measure_floor(task: EngineTask, say: Say) -> Iterator[Figure]:
-    """A prompt is one chunk."""
-    started = start_model(task, say)
-    engine, bench = started.runner.description, task.bench
-    for tokens in bench.chunk_lengths:
-        say(f"floor of prefill, {tokens} tokens")
-        plans = prefill_plans(engine.layout, engine.total_pages, engine.model.vocab_size, tokens, tokens) * (1 + PREFILL_ROUNDS)
-        products = products_of(started, tokens, 1)
-        yield beside_floor(task, started, plans, products, ("prefill", 1, tokens))
-    for context in bench.context_lengths:
-        for batch in bench.batch_sizes:
-            say(f"floor of decode, batch {batch}, context {context}")
-            plans = decode_plans(engine.layout, engine.total_pages, batch, context, WARM_STEPS + bench.rounds, say)
-            if plans:
-                products = products_of(started, batch, batch, replays=True)
-                yield beside_floor(task, started, plans, products, ("decode", batch, context))
-
-
-def products_of(started: StartedModel, tokens: int, sampled: int, replays: bool = False) -> Callable[[], object]:
-    """Computes every product of a forward once, on random numbers: SwiGLU is a part of one of them, and what follows the last
-    layer's attention is for the sampled tokens alone. replays: by one call of C, where that is possible: as decode steps are."""
-    model, dtype = started.runner.model, torch_dtype(started.figure.dtype)  # type: ignore[arg-type]
-    assert isinstance(model, Decoder), "the shapes of this instrument are decoders"
-    sizes = [(product, (sampled if wanted else tokens, inputs)) for product, inputs, wanted in model.products()]
-    given = {size: torch.randn(size, dtype=dtype) for _, size in sizes}
-
-    @torch.inference_mode()
-    def run(_: object = None) -> tuple[Tensor]:
-        return ([product(given[size]) for product, size in sizes][-1],)
-
-    recorder = load_recorder() if replays else None
-    with contextlib.suppress(CannotRecord):
-        if recorder is not None:
-            return recorder.record(run).run
-    return run
-
-
-def beside_floor(
-    task: EngineTask,
-    started: StartedModel,
-    plans: Sequence[StepPlan],
-    products: Callable[[], object],
-    which: tuple[str, int, int],
-) -> Floor:
-    """The first plans only warm up. Step and floor take turns, so that other work on the host slows both. Attention reads the KV
-    of each row once, as fast as torch sums a part of the pages, and in prefill computes no faster than the products do."""
-    (step, rows, context), runner, shape = which, started.runner, started.shape
-    layout, pool = runner.description.layout, runner.memory.pool.view(torch.uint8).view(-1)
-    part = pool[: min(READ_BYTES, len(pool)) // 8 * 8].view(torch.int64)
-    read_share = rows * context * layout.page_bytes / layout.page_size / part.nbytes
-    compute_share = 0.0
-    if step == "prefill":
-        pairs = context * (context + 1) // 2
-        compute_share = 4.0 * shape.heads * shape.head_dim * pairs * shape.layers / products_flop(shape, context, rows)
-    warm = min(WARM_STEPS, len(plans) - PREFILL_ROUNDS)
-    for plan in plans[:warm]:
-        runner.run(plan)
-    products()
-    rounds: list[tuple[float, float, float]] = []
-    for plan in plans[warm:]:
-        step_s, products_s, read_s = seconds_of(partial(runner.run, plan)), seconds_of(products), seconds_of(part.sum)
-        rounds.append((step_s, products_s, max(read_share * read_s, compute_share * products_s)))
-    step_ms, products_ms, attention_ms = (Spread.of(1e3 * seconds for seconds in each) for each in zip(*rounds, strict=True))
-    return Floor(
-        model=task.model,
-        step=step,
-        rows=rows,
-        context=context,
-        step_ms=step_ms,
-        products_ms=products_ms,
-        attention_ms=attention_ms,
-        ratio=Spread.of(step_s / (products_s + attention_s) for step_s, products_s, attention_s in rounds),
-    )
 
 
 # --- the host's work ---------------------------------------------------------------------------------------------------------

@@ -1,5 +1,5 @@
-"""What `launch bench engine` measures besides steps, each task in a process: the machine and its ceilings, correctness, sequences
-without HTTP, and pushes.
+"""What `launch bench engine` measures besides steps, each task in a process: the machine and its ceilings, correctness, and
+sequences without HTTP.
 
 Owns the list of all that tasks do.
 """
@@ -20,12 +20,12 @@ import torch
 from bench.offline import WARM_UP, sequences_of, serve
 from bench.options import QUICK_OFFLINE, OfflineOptions
 from bench.report import Spread
-from benchmarks import engine_steps, transfer
+from benchmarks import engine_steps, pushes
 from benchmarks.engine import EngineTask, Section
-from benchmarks.engine_figures import WORKLOADS, Ceilings, Check, Fact, Figure, HostPush, Offline
+from benchmarks.engine_figures import WORKLOADS, Ceilings, Check, Fact, Figure, Offline
 from benchmarks.engine_steps import Say, checkpoint, current, timed_s
 from common.host import mps_is_there
-from common.options import require, with_defaults
+from common.options import with_defaults
 from engine.backends import device_of, with_device_defaults
 from engine.torch_executor import TorchExecutor
 
@@ -137,23 +137,6 @@ def measure_offline(task: EngineTask, say: Say) -> Iterator[Figure]:
                     )
 
 
-def measure_pushes(task: EngineTask, say: Say) -> Iterator[Figure]:
-    """By CUDA IPC on a card: that is what NIXL takes within a host."""
-    on_card = device_of(task.engine.device).type == "cuda"
-    bench = transfer.TransferBench(
-        transport="nixl" if on_card else "cma", device=task.engine.device if on_card else "cpu",
-        page_bytes="256KiB,2MiB", pages="32,1024", memory="2GiB", repeat=3, idle_s=0.2,
-    )  # fmt: skip
-    place = transfer.measure_host(replace(bench, **transfer.QUICK) if task.is_quick else bench)
-    for row in place.rows:
-        speed = row.spread(lambda sample: sample.gb_per_s)
-        point = row.point
-        yield HostPush(
-            way=row.way.label, page_bytes=point.page_bytes, pages=point.pages, arrangement=point.arrangement, gb_per_s=speed
-        )
-    require(not place.skipped, "pushes", "measured", place.skipped)
-
-
 ACTS: Mapping[Section, Callable[[EngineTask, Say], Iterator[Figure]]] = {
     "environment": measure_environment,
     "ceilings": measure_ceilings,
@@ -161,9 +144,8 @@ ACTS: Mapping[Section, Callable[[EngineTask, Say], Iterator[Figure]]] = {
     "steps": engine_steps.measure_steps,
     "eager": engine_steps.measure_steps,
     "offline": measure_offline,
-    "pushes": measure_pushes,
+    "pushes": pushes.measure_pushes,
     "host": engine_steps.measure_host,
     "sampling": engine_steps.measure_sampling,
     "adapters": engine_steps.measure_sampling,
-    "floor": engine_steps.measure_floor,
 }

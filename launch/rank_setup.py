@@ -14,9 +14,9 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any, TypeVar
 
+from common import version_of
 from common.config import EngineConfig, InstanceConfig, shares_gpu
 from common.errors import ConfigError
 from common.host import core_count, count_gpus, devices_of_ranks, divide_cores
@@ -92,7 +92,7 @@ def rank_setup(command: InstanceCommand) -> dict[str, str]:
         "the kind of device (--device)": _device_kind(engine),
         "whether it shares its GPU (--sharers)": "yes" if shares_gpu(engine, _device_kind(engine)) else "no",
         "the checkpoint (its fingerprint)": fingerprint(resolve_model_path(model, weights=weights), weights=weights),
-        **{f"the version of {library}": _version(library) for library in LIBRARIES},
+        **{f"the version of {library}": version_of(library) or "none" for library in LIBRARIES},
     }
 
 
@@ -138,13 +138,6 @@ def _device_kind(engine: EngineConfig) -> str:
     if engine.executor == "timed":
         return "none"
     return "cpu" if engine.device == "cpu" or (engine.device == "auto" and not count_gpus()) else "cuda"
-
-
-def _version(library: str) -> str:
-    try:
-        return version(library)
-    except PackageNotFoundError:
-        return "none"
 
 
 END_S = 2.0

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from common.errors import ConfigError
-from engine.models.linear import AnyLinear, Fp8Linear
+from engine.models.linear import Fp8Linear
 from engine.models.shape import ModelShape, Rope, Share, share_of
 from engine.models.weights import WeightPart, WeightSlots
 from engine.parallel import ALONE, Group
@@ -186,20 +186,6 @@ class Decoder:
     def _normed(self, product: object) -> Callable[..., tuple[Any, Tensor]]:
         """The norm in front of a product, which makes what it multiplies."""
         return self._kernels.rms_norm_fp8 if isinstance(product, Fp8Linear) else self._kernels.rms_norm
-
-    def products(self) -> list[tuple[AnyLinear, int, bool]]:
-        """The linear layers of one forward in their order: each with its inputs, and whether it computes the wanted tokens alone.
-        Those of a mixture of experts are not among them."""
-        shape, found = self.shape, list[tuple[AnyLinear, int, bool]]()
-        for number, layer in enumerate(self.layers):
-            wanted = number == len(self.layers) - 1
-            assert isinstance(layer.qkv, AnyLinear) and isinstance(layer.output, AnyLinear), "a model with adapters has others"
-            found.append((layer.qkv, shape.hidden, False))
-            found.append((layer.output, shape.heads * shape.head_dim // self._group.ranks, wanted))
-            widths = (shape.hidden, shape.intermediate // self._group.ranks)
-            linear = [part for part in layer.mlp if isinstance(part, AnyLinear)]
-            found += [(part, width, wanted) for part, width in zip(linear, widths, strict=False)]
-        return [*found, (self._head, shape.hidden, True)]
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[rows, hidden] → [rows, vocab]. The padding of the vocabulary is at the end of the last ranks' parts."""

@@ -14,7 +14,7 @@ import socket
 import sys
 import threading
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
 WORD, END = (b'{"index":0,"text":" word","finish_reason":%b}' % ending for ending in (b"null", b'"length"'))
@@ -26,22 +26,12 @@ LOOK_S = 0.05
 @dataclass(frozen=True, slots=True)
 class Delays:
     """ttft_s: from a request to its first token. itl_s: between events. event_tokens: in each event. usage: whether events say
-    how many tokens there were so far. stall_s: how long it does nothing at all, once, from stall_at_s after the first request."""
+    how many tokens there were so far."""
 
     ttft_s: float = 0.0
     itl_s: float = 0.0
     event_tokens: int = 1
     usage: bool = True
-    stall_at_s: float = 0.0
-    stall_s: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class Late:
-    """How much later than they should the double sent first events, and the others, in seconds."""
-
-    first_s: list[float] = field(default_factory=list)
-    later_s: list[float] = field(default_factory=list)
 
 
 @dataclass(slots=True, eq=False)
@@ -58,7 +48,7 @@ class Double:
     """port: where it listens."""
 
     def __init__(self, delays: Delays) -> None:
-        self._delays, self._late = delays, Late()
+        self._delays = delays
         self._listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
         self.port: int = self._listener.getsockname()[1]
         self._poll = select.epoll()
@@ -66,7 +56,6 @@ class Double:
         self._answers: dict[int, _Answer] = {}
         self._due: list[tuple[float, int, _Answer]] = []
         self._order = itertools.count()
-        self._stall_s = float("inf")
 
     def serve(self, over: threading.Event) -> None:
         """Until it is over."""
@@ -76,9 +65,6 @@ class Double:
                 select.select((self._poll,), (), (), min(wait_s, LOOK_S))  # the timeouts of epoll are milliseconds
             for descriptor, _ in self._poll.poll(0):
                 self._read(descriptor)
-            if time.perf_counter() >= self._stall_s:
-                self._stall_s = float("inf")
-                time.sleep(self._delays.stall_s)
             while self._due and self._due[0][0] <= time.perf_counter():
                 due_s, _, answer = heapq.heappop(self._due)
                 self._step(answer, due_s)
@@ -111,13 +97,10 @@ class Double:
 
     def _asked(self, answer: _Answer, head: bytes, body: bytes) -> None:
         if head.startswith(b"GET"):
-            page = asdict(self._late) if head.startswith(b"GET /late ") else {"data": [{"id": "demo"}]}
-            data = json.dumps(page).encode()
+            data = json.dumps({"data": [{"id": "demo"}]}).encode()
             self._write(answer, b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%b" % (len(data), data))
             return
         now_s = time.perf_counter()
-        if self._delays.stall_s and not self._late.first_s:
-            self._stall_s = now_s + self._delays.stall_at_s
         answer.asked, answer.sent = json.loads(body)["max_tokens"], 0
         heapq.heappush(self._due, (now_s + self._delays.ttft_s, next(self._order), answer))
         self._write(answer, HEAD)
@@ -127,7 +110,6 @@ class Double:
         if answer.connection.fileno() < 0:
             return
         late_s = time.perf_counter() - due_s
-        (self._late.later_s if answer.sent else self._late.first_s).append(late_s)
         answer.sent = min(answer.asked, answer.sent + self._delays.event_tokens)
         ends = answer.sent == answer.asked
         event = chunk(END if ends else WORD, answer.sent, usage=self._delays.usage)

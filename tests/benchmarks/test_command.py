@@ -11,7 +11,6 @@ import pytest
 
 from benchmarks.command import Invocation, start
 from benchmarks.engine import EngineBench
-from benchmarks.transfer import TransferBench
 from common.errors import ConfigError
 from common.options import option, require_above_0
 
@@ -64,14 +63,6 @@ def test_a_flag_that_is_not_known_is_refused_with_the_nearest_one(capsys: pytest
 
 
 REFUSED: list[tuple[Callable[..., object], str, list[Any]]] = [
-    (TransferBench, "transport", ["pigeon"]),
-    (TransferBench, "page_bytes", ["64KiB,100KiB", "64", "auto", "512MiB"]),
-    (TransferBench, "pages", ["1,two", "0"]),
-    (TransferBench, "memory", ["much"]),
-    (TransferBench, "device", ["cpu,cuda", "cuda:"]),
-    (TransferBench, "seconds", [0.0]),
-    (TransferBench, "repeat", [0]),
-    (TransferBench, "idle_s", [-1.0]),
     (EngineBench, "models", ["GPT-5", ""]),
     (EngineBench, "only", ["steps,lunch"]),
     (EngineBench, "batches", ["1,x"]),

@@ -65,7 +65,7 @@ def test_the_first_hour_is_rehearsed_on_a_cpu_and_leaves_a_file_and_a_page_with_
     assert outcome["command"].startswith("launch bench engine --quick")
     assert outcome["hardware"]["libraries"]["torch"] == torch.__version__
     labels = ["environment", "ceilings", "checks", "steps tiny", "eager tiny", "offline", "pushes", "host"]
-    labels += ["sampling tiny, vocabulary of 512", "floor tiny", "adapters tiny"]
+    labels += ["sampling tiny, vocabulary of 512", "adapters tiny"]
     assert [(run["label"], run["failure"]) for run in outcome["runs"]] == [(label, "") for label in labels]
     text = page.read_text()
     titles = [kind.title for kind in TABLES] + ["What ran", "Predicted for one H100 and measured, ms", "What to look at first"]
@@ -85,10 +85,6 @@ def test_the_first_hour_is_rehearsed_on_a_cpu_and_leaves_a_file_and_a_page_with_
     assert steps.keys() == {(rows, context, graphs) for rows in (1, 4) for context in (32, 96) for graphs in ("on", "off")}
     for step in steps.values():
         assert step["step_ms"]["median"] > 0 and step["launch_ms"]["least"] > 0
-    floors = {(floor["step"], floor["rows"], floor["context"]) for floor in by_type["Floor"]}
-    assert floors == {("decode", *which[:2]) for which in steps} | {("prefill", 1, 32), ("prefill", 1, 96)}
-    for floor in by_type["Floor"]:
-        assert all(floor[part]["least"] > 0 for part in ("step_ms", "products_ms", "attention_ms", "ratio"))
     assert [fill["chunk_tokens"] for fill in by_type["Prefill"]] == [32, 96]
     started, _ = by_type["Started"]
     assert started["dtype"] == "float32" and started["pool_bytes"] > 0 and started["seconds"] > 0
@@ -117,7 +113,7 @@ TINY = EngineBench(models="tiny")
 
 
 def task(section: Section, bench: EngineBench = TINY) -> EngineTask:
-    return next(task for task in tasks(bench, CPU, is_quick=True, on_cuda=False) if task.section == section)
+    return next(task for task in tasks(bench, CPU, is_quick=True) if task.section == section)
 
 
 def test_what_a_task_found_before_it_failed_is_kept_and_the_next_task_is_done() -> None:
@@ -276,10 +272,6 @@ def test_a_prediction_is_confirmed_within_a_tenth_and_what_loses_most_is_looked_
     assert "idle for 25%" in looks[4] and len(looks) == 5
 
 
-def test_tasks_come_in_the_order_of_their_sections_and_what_a_device_lacks_is_left_out() -> None:
-    """A GPU has no floor."""
-    bench = EngineBench(only="floor,steps", models="tiny")
-    labels = [task.label for task in tasks(bench, EngineConfig(), is_quick=False, on_cuda=True)]
-    assert labels == ["ceilings", "steps tiny"]
-    on_cpu = [task.label for task in tasks(bench, EngineConfig(), is_quick=False, on_cuda=False)]
-    assert on_cpu == ["ceilings", "steps tiny", "floor tiny"]
+def test_tasks_come_in_the_order_of_their_sections() -> None:
+    bench = EngineBench(only="host,steps", models="tiny")
+    assert [task.label for task in tasks(bench, EngineConfig(), is_quick=False)] == ["ceilings", "steps tiny", "host"]

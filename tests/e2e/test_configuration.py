@@ -7,9 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
-from tests.rig.pages import PATIENCE_S, FleetPages, Json, running_fleet, until
+from tests.rig.pages import PATIENCE_S, FleetPages, Json, until
 
 FILE = """
 executor = "timed"
@@ -65,23 +63,6 @@ def test_a_fleet_is_what_file_variables_and_command_line_say_together(tmp_path: 
         fleet.send_signal(signal.SIGINT)
         status = fleet.wait(PATIENCE_S)
     assert status == 0, out.read_text()
-
-
-def test_a_fleet_that_a_measurement_starts_reads_the_file_that_its_flags_name_and_no_variable(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With two routers, whose metrics have other names too."""
-    file = tmp_path / "fleet.toml"
-    file.write_text(FILE + "[prefill]\nmax-running = 4\n")
-    for name, value in {"TANDEM_MAX_RUNNING": "3", "TANDEM_EXECUTOR": "torch", "TANDEM_OF_NOBODY": "1"}.items():
-        monkeypatch.setenv(name, value)
-    with running_fleet(f"--config={file}", "--decode=1", "--routers=2", "--metric-aliases=vllm") as fleet:
-        assert {name: member["max_running"] for name, member in fleet.members().items()} == {"prefill-0": 4, "decode-0": 8}
-        fleet.complete("falcon", 5)
-        served = 'vllm:e2e_request_latency_seconds_count{model_name="demo"} 1.0'
-        until(lambda: served in fleet.get("/metrics").text, "the router that has served it is asked", 60)
-        running = 'vllm:num_requests_running{model_name="demo",engine="decode-0",engine_type="decode"} 0'
-        until(lambda: running in fleet.get("/metrics").text, "the instance has reported", 60)
 
 
 def pid_of(member: Json) -> int:

@@ -14,7 +14,6 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.namespaces import Spot, two_namespaces
 from common.errors import TransferError
 from common.processes.child import Exited, Ready, Reported
 from common.trust import write_key
@@ -27,6 +26,7 @@ from tests.kv_transfer.agents import nixl_kind
 from tests.kv_transfer.hosts import Cable, inside, processes_in
 from tests.kv_transfer.test_transports import needs
 from tests.rig.client import Request, Streams
+from tests.rig.namespaces import Spot, two_namespaces
 from tests.rig.pages import FleetPages, until
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(600)]

@@ -1,4 +1,4 @@
-"""Scores of a running fleet beside what transformers computes in float64: labels, a reranker's verdicts, and cosines."""
+"""Scores of a running fleet beside what transformers computes in float64: labels and a reranker's verdicts."""
 
 import itertools
 from collections.abc import Iterator, Sequence
@@ -31,12 +31,6 @@ class Exact:
         with torch.inference_mode():
             found: torch.Tensor = self._model(torch.tensor([list(ids)])).logits[0, -1].softmax(-1)[list(labels)]
         return found
-
-    def last_state(self, text: str) -> torch.Tensor:
-        with torch.inference_mode():
-            state: torch.Tensor = self._model.base_model(torch.tensor([self.tokenizer(text).input_ids])).last_hidden_state[0, -1]
-            unit: torch.Tensor = state / state.norm()
-        return unit
 
 
 @pytest.fixture(scope="module")
@@ -89,17 +83,3 @@ def test_a_reranker_orders_documents_by_yes_against_no(reranker: FleetPages, exa
         expected.append(yes / (yes + no))
     assert [one["index"] for one in results] == sorted(range(4), key=lambda index: -expected[index])
     assert [one["relevance_score"] for one in results] == pytest.approx(sorted(expected, reverse=True), rel=1e-3)
-
-
-def test_an_embedding_model_scores_pairs_by_the_cosine_of_its_embeddings(exact: Exact) -> None:
-    query = "What is 3 + 4?"
-    expected = [float(exact.last_state(query) @ exact.last_state(document)) for document in DOCUMENTS]
-    with running_fleet(*FLAGS, "--pooling", "last") as fleet:
-        scored = post(fleet, "/score", {"text_1": query, "text_2": DOCUMENTS})["data"]
-        results = post(fleet, "/rerank", {"query": query, "documents": DOCUMENTS})["results"]
-        assert [one["score"] for one in scored] == pytest.approx(expected, abs=1e-5)
-        assert [one["index"] for one in results] == sorted(range(4), key=lambda index: -expected[index])
-        assert [one["relevance_score"] for one in results] == pytest.approx(sorted(expected, reverse=True), abs=1e-5)
-        labels = post(fleet, "/score", {"query": query, "items": DOCUMENTS, "label_token_ids": [60]})["scores"]
-        assert len(labels) == 4, "a model that makes embeddings scores labels too"
-        fleet.wait_until_home()

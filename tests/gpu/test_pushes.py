@@ -159,8 +159,8 @@ def test_memory_of_expandable_segments_is_refused_by_the_setting(tmp_path: Path)
 
 def test_the_benchmark_measures_pushes_beside_a_copy_on_the_card(tmp_path: Path) -> None:
     figures = tmp_path / "figures.json"
-    command = [sys.executable, "-m", "benchmarks.transfer", "--quick", "--transport=nixl", "--device=cuda"]
+    command = [sys.executable, "-m", "launch.main", "bench", "engine", "--quick", "--only=pushes", "--device=cuda"]
     run = subprocess.run([*command, "--json", str(figures)], capture_output=True, text=True, timeout=300, check=False)
     assert run.returncode == 0, run.stderr
-    host = json.loads(figures.read_text())["host"]
-    assert host["skipped"] == {} and {row["way"]["kind"] for row in host["rows"]} == {"copy", "thread"}
+    pushes = [figure for figure in json.loads(figures.read_text())["figures"] if figure["type"] == "HostPush"]
+    assert {push["way"] for push in pushes} == {"device copy", "nixl thread"}

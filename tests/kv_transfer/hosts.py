@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
 
-from benchmarks.namespaces import Spot, await_links
 from tests.kv_transfer.agent_process import Plan
 from tests.kv_transfer.agents import Kind, open_files, running_threads
 from tests.kv_transfer.local_agent import WAIT_S
 from tests.kv_transfer.members import Member
+from tests.rig.namespaces import Spot, await_links
 
 COMMAND_S = 60.0
 LOOK_S = 0.02

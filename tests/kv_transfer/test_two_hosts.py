@@ -11,7 +11,6 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from benchmarks.namespaces import two_namespaces
 from common.errors import TransferError
 from common.messages.transfers import PushDone, PushFailed
 from kv_transfer.links import RETRY_S
@@ -21,6 +20,7 @@ from tests.kv_transfer.local_agent import random_bytes
 from tests.kv_transfer.members import Ended
 from tests.kv_transfer.pools import Bytes
 from tests.kv_transfer.test_transports import needs
+from tests.rig.namespaces import two_namespaces
 
 PAGE_BYTES = 64 * 1024
 PAGES = 1280

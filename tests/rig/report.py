@@ -1,6 +1,6 @@
 """What runs on real processes print, and how: sentences that hold or fail, and figures of many measurements.
 
-Owns the verdict's form and percentiles, and a fleet whose clients have keys. Does not know what is judged or measured.
+Owns the verdict's form and percentiles, and the keys of a fleet's clients. Does not know what is judged or measured.
 """
 
 import contextlib
@@ -11,9 +11,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import msgspec
-
-from common.processes.local_fleet import local_fleet
-from common.processes.router_client import RouterClient
 
 CONTROL = "c" * 24
 
@@ -44,11 +41,6 @@ def percentile(values: Sequence[float], share: float) -> float:
     return sorted(values)[max(0, math.ceil(share * len(values)) - 1)] if values else math.nan
 
 
-def figures(seconds: Sequence[float]) -> str:
-    p50, p99 = percentile(seconds, 0.5), percentile(seconds, 0.99)
-    return f"{len(seconds):5} answers, p50 {p50:7.3f} s, p99 {p99:7.3f} s, longest {max(seconds):7.3f} s"
-
-
 @contextlib.contextmanager
 def key_flags(**keys: str) -> Iterator[list[str]]:
     """The flags of a router that knows these keys, by the names of their clients, and the key for control."""
@@ -59,10 +51,3 @@ def key_flags(**keys: str) -> Iterator[list[str]]:
             path.touch(0o600)
             path.write_text(text)
         yield [f"--{name}={folder}/{name}" for name in files]
-
-
-@contextlib.contextmanager
-def keyed_fleet(*flags: str, timeout_s: float, **keys: str) -> Iterator[dict[str, RouterClient]]:
-    """A fleet on ports of its own, as each of these clients and `control` reach it. Raises FleetFailed."""
-    with key_flags(**keys) as known, local_fleet(*known, "--log-level=warning", *flags) as fleet:
-        yield {name: RouterClient(fleet.url, key, timeout_s) for name, key in {**keys, "control": CONTROL}.items()}

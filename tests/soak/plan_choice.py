@@ -16,7 +16,6 @@ from pathlib import Path
 
 from bench.client import TimedAnswer
 from bench.report import say
-from benchmarks.scorecard import CHUNK_TOKENS, FLAGS, MAX_RUNNING, TRACES, send, write_trace
 from common.config import RouterConfig
 from common.processes.local_fleet import local_fleet
 from common.processes.router_client import RouterClient
@@ -25,6 +24,7 @@ from launch.plan import SPAWN, run_in
 from launch.simulate import with_measured_front
 from simulation.plan import FleetPlan, LoadPlan, SearchPlan
 from simulation.search import Candidate, FleetSearch
+from tests.soak.scorecard import CHUNK_TOKENS, FLAGS, MAX_RUNNING, TRACES, send, write_trace
 
 STEP_COST = "0.016,0.0002,0.0004"
 """Long steps: four instances, a router and the clients share the cores."""

@@ -1,4 +1,4 @@
-"""What trainers send, word for word, against a fleet of processes: statuses, and the fields that each client reads.
+"""What trainers send, word for word: the statuses and the fields that each client reads.
 
 Owns the table. The bodies are those that these clients make with their own defaults: slime 624b824a
 (slime/backends/sglang_utils/sglang_engine.py, server_control.py, external.py), verl 0.9.1
@@ -7,14 +7,9 @@ Owns the table. The bodies are those that these clients make with their own defa
 """
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
-
-import httpx
-import pytest
-
-from tests.rig.pages import RunningFleet, running_fleet
 
 PICKLE = "gASVBAAAAAAAAABdlGEu"
 SAMPLING = {
@@ -242,40 +237,3 @@ ROUNDS = {
         vllm("POST", "/shutdown_weight_transfer_engine", status=400),
     ),
 }
-
-
-@pytest.fixture(scope="module")
-def fleet() -> Iterator[RunningFleet]:
-    with running_fleet("--executor", "timed", "--step-cost", "0.002,0,0", "--kv-memory", "16MiB") as running:
-        yield running
-
-
-def ask(fleet: RunningFleet, call: Call) -> httpx.Response:
-    """As `requests.post(url, json=body)` does."""
-    with httpx.Client(base_url=fleet.url, timeout=60) as client:
-        return client.request(call.method, call.path, json=call.body)
-
-
-@pytest.mark.parametrize("calls", ROUNDS.values(), ids=list(ROUNDS))
-def test_clients_are_answered_as_they_expect(fleet: RunningFleet, calls: Sequence[Call]) -> None:
-    for call in calls:
-        answer = ask(fleet, call)
-        assert answer.status_code == call.status, f"{call}: {answer.text}"
-        body = answer.json()  # slime's and SGLang's clients read JSON of every answer, also where they look at nothing in it
-        for name, value in call.reads.items():
-            assert body[name] == value, f"{call}: {name}"
-        if call.status == 400:
-            error = body["error"]
-            assert error["param"] == (call.refused or None) and call.refused in error["message"], f"{call}: {error}"
-            assert not call.refused or len(error["message"]) > len(call.refused) + 20  # it says what to do instead
-
-
-def test_a_trainer_reads_tokens_their_log_probabilities_and_weights_of_an_answer(fleet: RunningFleet) -> None:
-    body = {"sampling_params": SAMPLING, "return_logprob": True, "input_ids": [5, 6, 7]}
-    answer = ask(fleet, slime("POST", "/generate", body)).json()
-    meta = answer["meta_info"]
-    assert len(meta["output_token_logprobs"]) == 4
-    assert [token for _, token, *_ in meta["output_token_logprobs"]] == answer["output_ids"]
-    assert meta["finish_reason"]["type"] == "length" and isinstance(answer["text"], str)
-    assert meta["weight_version"] == fleet.get("/weight_info").json()["weight_version"]
-    assert meta["prompt_tokens"] == 3 and "cached_tokens" in meta

@@ -6,8 +6,8 @@ import pytest
 
 from bench.options import WorkloadOptions
 from bench.workloads import read_trace as read_for_real
-from benchmarks.scorecard import TRACES, PointFigures, ScorecardPoint, error_lines, goals_of, mean_error, write_trace
 from simulation.workload import read_trace as read_simulated
+from tests.soak.scorecard import TRACES, PointFigures, ScorecardPoint, error_lines, goals_of, mean_error, write_trace
 
 
 @pytest.mark.parametrize("kind", TRACES)

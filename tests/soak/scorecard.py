@@ -2,7 +2,7 @@
 
 Owns the traces, the ratios, what is compared, and the limits. The real fleets are processes on this machine, with the timed
 executor, whose steps take what a flag says, or with the demo model on the CPU; `launch bench serve` sends their load. Run it as
-`python -m benchmarks.scorecard` on an idle machine: other work makes the real fleets slower, and not the simulated ones.
+`python -m tests.soak.scorecard` on an idle machine: other work makes the real fleets slower, and not the simulated ones.
 """
 
 import sys
