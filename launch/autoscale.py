@@ -73,15 +73,19 @@ class FleetWindow:
         made = decode.totals.answer_tokens - first.decode.totals.answer_tokens
         running = sum(look.decode.running_requests for look in self._looks)
         rows = running / len(self._looks)
-        answers_per_s = requests / seconds + (waiting + decode.waiting_requests) / CATCH_UP_S
+        backlog_per_s, answers_wait_per_s = waiting / CATCH_UP_S, (waiting + decode.waiting_requests) / CATCH_UP_S
         length = made / ended if ended > 0 else ANSWER_TOKENS
         held, decoding = sum(look.decode.tokens_held for look in self._looks), max(1, decode.instances)
         held_s = decode.held_token_s * held / len(self._looks)
         row_s = decode.step_s + (decode.decode_row_s * rows + held_s) / decoding
+        lasting_tokens_per_s = max(requests / seconds * length, rows / row_s)
+        tokens_per_s = max((requests / seconds + answers_wait_per_s) * length, (rows + decode.waiting_requests) / row_s)
         return FleetDemand(
-            requests_per_s=requests / seconds + waiting / CATCH_UP_S,
+            requests_per_s=requests / seconds + backlog_per_s,
+            backlog_per_s=backlog_per_s,
             prompt_tokens=prompt_tokens,
-            answer_tokens_per_s=max(answers_per_s * length, (rows + decode.waiting_requests) / row_s),
+            answer_tokens_per_s=tokens_per_s,
+            backlog_tokens_per_s=tokens_per_s - lasting_tokens_per_s,
             held_tokens=held / running if running else prompt_tokens + length,
             prompt_step_s=prefill.step_s,
             chunk_token_s=prefill.chunk_token_s,

@@ -18,8 +18,8 @@ a person can check the reason with a pencil. It leaves out what averages out ove
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, replace
+from typing import NamedTuple, Self
 
 from common.ids import Role, ServingRole
 from launch.fleet_options import ScalingConfig
@@ -61,6 +61,17 @@ class FleetDemand:
     """Tokens of KV that one decode instance holds."""
     max_running: float
     """Requests that it computes at once."""
+    backlog_per_s: float = 0.0
+    """The part of `requests_per_s` that waits already, and will be over."""
+    backlog_tokens_per_s: float = 0.0
+    """The same part of `answer_tokens_per_s`."""
+
+    @property
+    def lasting(self) -> Self:
+        """What comes, without what waits."""
+        requests_per_s = self.requests_per_s - self.backlog_per_s
+        answer_tokens_per_s = self.answer_tokens_per_s - self.backlog_tokens_per_s
+        return replace(self, requests_per_s=requests_per_s, answer_tokens_per_s=answer_tokens_per_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,14 +173,21 @@ def choose(demand: FleetDemand, config: ScalingConfig, fleet: Division, coming: 
         found = [(headroom(demand, config, each), each) for each in divisions if config.allows(each.prefill, each.decode)]
         return sorted(found, key=lambda each: (-each[0].least, each[1].whole != whole, abs(each[1].prefill - prefill)))
 
-    others = options(*(Division(each, size - each, way) for each in range(size) for way in {whole, each > 0}))
+    lasts = min(1.0, headroom(demand.lasting, config, fleet).least)
+    others = [
+        each
+        for each in options(*(Division(each, size - each, way) for each in range(size) for way in {whole, each > 0}))
+        if headroom(demand.lasting, config, each[1]).least >= lasts  # a line that waits is no reason to fail what comes
+    ]
+    # What cannot be served piles up, so then all the roles change at once; otherwise half of them, and a second look.
     if others and now.least < ENOUGH and others[0][0].least >= now.least * (1 + config.margin):
         best, there = others[0]
         reason = f"{have}; {there} would serve {best}"
         if there.whole and not whole:
             return ScalingChoice("flip", reason, "both", decode)
         role: Role = "prefill" if there.prefill > prefill else "decode"
-        return ScalingChoice("flip", reason, role, max(1, abs(there.prefill - prefill) // 2))
+        distance = abs(there.prefill - prefill)
+        return ScalingChoice("flip", reason, role, distance if now.least < 1 else max(1, distance // 2))
     if config.scale == "none" or coming:
         return ScalingChoice("stay", have + (f"; {coming} instances are on their way" if coming else ""))
     larger = options(Division(prefill + 1, decode, whole), Division(prefill, decode + 1, whole)) if now.least < SCARCE else []

@@ -146,7 +146,8 @@ class WaitingConnections:
 GRACE_S = 5
 """How long it may take to send what is left when the server stops."""
 KEEP_ALIVE_S = 75
-BACKLOG = 2048
+BACKLOG = 65536
+"""Connections that may wait to be accepted. The kernel allows as many as net.core.somaxconn, and resets those beyond."""
 HEAD_BYTES = 64 * 1024
 """Longest head of a request: its URL and headers."""
 MAX_PIPELINED = 16

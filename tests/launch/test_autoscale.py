@@ -219,10 +219,11 @@ def turns(fleet: Fleet, config: ScalingConfig, looks: int, refuses: str = "") ->
         return [(method, path, body) for method, path, body, _ in server.asked if path != "/cluster"]
 
 
-def test_a_flip_is_asked_of_the_router_for_the_instance_with_the_least_to_do_and_its_reason_told(fleet: Fleet) -> None:
+def test_flips_are_asked_of_the_router_for_the_instances_with_the_least_to_do_and_their_reason_told(fleet: Fleet) -> None:
     asked = turns(fleet, CONFIG, 6)
+    assert [path for _, path, _ in asked if path.endswith("/role")] == ["/cluster/decode-3/role", "/cluster/decode-2/role"]
     at = asked.index(("POST", "/cluster/decode-3/role", {"role": "prefill"}))
-    _, path, decision = asked[at + 1]
+    _, path, decision = asked[at + 2]
     assert (path, decision["action"], decision["instance"]) == ("/cluster/decisions", "flip", "decode-3")
     assert decision["reason"].startswith("2 prefill + 4 decode serve") and decision["outcome"] == ""
     assert [body["action"] for _, path, body in asked if path == "/cluster/decisions"].count("stay") == 5
@@ -244,13 +245,13 @@ def test_all_decode_instances_get_the_role_both_where_no_other_may_compute_promp
 def test_a_dry_run_tells_and_changes_nothing(fleet: Fleet) -> None:
     asked = turns(fleet, replace(CONFIG, dry_run="on"), 6)
     assert {path for _, path, _ in asked} == {"/cluster/decisions"}
-    assert [body["outcome"] for *_, body in asked if body["action"] == "flip"] == ["nothing was changed: --dry-run"]
+    assert [body["outcome"] for *_, body in asked if body["action"] == "flip"] == ["nothing was changed: --dry-run"] * 2
 
 
 def test_a_flip_that_is_refused_is_told_with_the_refusal_and_chosen_again(fleet: Fleet) -> None:
     asked = turns(fleet, CONFIG, 9, refuses="it is the last one")
     outcomes = [body["outcome"] for _, path, body in asked if path == "/cluster/decisions" and body["action"] == "flip"]
-    assert outcomes == ["it is the last one"] * 2
+    assert outcomes == ["it is the last one"] * 4, "two instances, twice"
 
 
 def test_instances_come_and_go_through_the_launch_that_started_the_router(fleet: Fleet) -> None:
@@ -275,8 +276,8 @@ def test_no_instance_goes_while_another_one_drains(fleet: Fleet) -> None:
 
 def test_a_refusal_of_any_length_is_told(fleet: Fleet) -> None:
     asked = turns(fleet, CONFIG, 6, refuses="no " * 1000)
-    (told,) = (body["outcome"] for _, path, body in asked if path == "/cluster/decisions" and body["action"] == "flip")
-    assert 0 < len(told) <= 1000
+    told = [body["outcome"] for _, path, body in asked if path == "/cluster/decisions" and body["action"] == "flip"]
+    assert len(told) == 2 and all(0 < len(each) <= 1000 for each in told)
 
 
 def test_requests_that_decode_instances_get_whole_count() -> None:

@@ -181,9 +181,20 @@ def test_no_instance_is_added_while_one_is_on_its_way() -> None:
     assert choose(demand, LIMITS, Division(1, 1), coming=1).action == "stay"
 
 
-def test_a_large_fleet_changes_half_of_what_it_lacks_at_once() -> None:
-    choice = choose(replace(PROMPTY, requests_per_s=40.0, answer_tokens_per_s=4000.0), LIMITS, Division(10, 50))
-    assert choice.action == "flip" and choice.count > 5
+def test_a_large_fleet_changes_all_that_it_lacks_at_once_and_half_where_the_load_is_still_served() -> None:
+    demand, fleet = replace(PROMPTY, requests_per_s=40.0, answer_tokens_per_s=4000.0), Division(10, 50)
+    choice = choose(demand, LIMITS, fleet)
+    assert choice.action == "flip" and choose(demand, LIMITS, after(fleet, choice)).action != "flip"
+    early = choose(replace(demand, requests_per_s=13.0), LIMITS, fleet)
+    assert early.action == "flip" and 1 < early.count < choice.count
+
+
+def test_a_line_of_prompts_that_waits_takes_no_instance_from_answers_that_need_it() -> None:
+    fleet, limits = Division(4, 2), replace(LIMITS, scale="none")
+    waits = replace(PROMPTY, requests_per_s=12.0, answer_tokens_per_s=1400.0)
+    assert choose(waits, limits, fleet).role == "prefill", "were it to go on, prefill would be what lacks most"
+    line = replace(waits, backlog_per_s=8.0)
+    assert line.lasting.requests_per_s == 4.0 and choose(line, limits, fleet).action == "stay"
 
 
 def after(fleet: Division, choice: ScalingChoice) -> Division:
