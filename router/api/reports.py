@@ -17,6 +17,8 @@ from router.core import Gateway
 from router.outbox import Asked, ClientRequest
 from router.timelines import RequestTimes
 
+MOST_CHARS = 1_024
+"""Of a path, and of a header: reports and lines wait for a while, and a client may send 64 KiB."""
 _access = logging.getLogger("router.access")
 
 
@@ -87,7 +89,7 @@ class Reports:
         route = scope.get("route")
         report = Report(
             method=scope["method"],
-            path=scope["path"],
+            path=scope["path"][:MOST_CHARS],
             route="" if route is None else route.path,
             parent=_parent_in(scope),
             request_id=request_id,
@@ -110,7 +112,7 @@ def _parent_in(scope: Scope) -> Mapping[str, Sequence[str]]:
     """The headers of W3C's trace context. A client that sends two parents has sent none that counts."""
     found: dict[str, list[str]] = {"traceparent": [], "tracestate": []}
     for name, value in scope["headers"]:
-        if name in (b"traceparent", b"tracestate"):
+        if name in (b"traceparent", b"tracestate") and len(value) <= MOST_CHARS:
             found[name.decode()].append(value.decode("latin-1"))
     return found if len(found["traceparent"]) == 1 else {}
 
