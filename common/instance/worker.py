@@ -177,11 +177,7 @@ class InstanceWorker:
                 case _ if not self._is_for_role(message):
                     self._stale += 1
                 case _:
-                    if isinstance(message, TOLD_AT_DEBUG) and _log.isEnabledFor(logging.DEBUG):
-                        known = with_fields(message.key.request_id, attempt=message.key.attempt, sender=sender)
-                        _log.debug("%s", type(message).__name__, extra=known)
-                    if self._tracer.recorder.on:
-                        self._tracer.receive(message)
+                    self._note_message(sender, message)
                     self._act(self.scheduler.receive(sender, message, now))
         for event in self._transfers.poll():
             if self._tracer.recorder.on:
@@ -397,6 +393,14 @@ class InstanceWorker:
                 self._adapters.unused_by_all(action.adapter)
             else:
                 self._transfers.submit(action)
+
+    def _note_message(self, sender: InstanceId, message: InstanceInbox) -> None:
+        """For people: the scheduler gets this message."""
+        if isinstance(message, TOLD_AT_DEBUG) and _log.isEnabledFor(logging.DEBUG):
+            known = with_fields(message.key.request_id, attempt=message.key.attempt, sender=sender)
+            _log.debug("%s", type(message).__name__, extra=known)
+        if self._tracer.recorder.on:
+            self._tracer.receive(message)
 
     def _note_timelines(self) -> None:
         """What has become of requests goes to the routers that asked, with their heartbeats."""
