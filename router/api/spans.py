@@ -140,6 +140,8 @@ class SpanMaker:
         name = f"{report.method} {report.route}".strip() if asked is None else f"{asked.operation} {asked.model}"
         attributes = {**_of_http(report), **(_of_answer(report, asked) if asked is not None else {})}
         root = self._begin(name, parent, report.begun_s + self._unix_s, attributes, kind=SpanKind.SERVER)
+        if not root.is_recording():  # nobody samples it
+            return
         within = set_span_in_context(root, Context())
         dispatched_s = min((each.tokenized_s for each in report.choices), default=report.ended_s)
         self._begin("intake", within, report.begun_s + self._unix_s).end(_ns(dispatched_s + self._unix_s))
