@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -36,7 +37,14 @@ def test_no_text_within_a_line_can_look_like_another_line() -> None:
 
 
 def test_fields_are_quoted_where_they_could_be_read_as_others() -> None:
-    fields = {"plain": "/v1/a?b:c", "spaces": "a b=c", "quotes": 'a"b', "empty": "", "number": 0.123456789, "other": "é"}
+    fields: dict[str, Any] = {
+        "plain": "/v1/a?b:c",
+        "spaces": "a b=c",
+        "quotes": 'a"b',
+        "empty": "",
+        "number": 0.123456789,
+        "other": "é",
+    }
     text = TextLines("router").format(record("said", **with_fields(**fields)))
     assert text.partition("said ")[2] == 'plain=/v1/a?b:c spaces="a b=c" quotes="a\\"b" empty="" number=0.123457 other="\\u00e9"'
 

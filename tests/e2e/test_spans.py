@@ -58,10 +58,9 @@ def test_a_whole_request_and_one_that_is_resumed_after_a_kill_are_traces_below_t
 ) -> None:
     for name in TRACES:
         sent(fleet, name, killed=name == "killed")
-    of = {name: lambda name=name: [span for span in collector.spans if span.trace_id.hex() == TRACES[name]] for name in TRACES}
-    for spans in of.values():
-        until(lambda spans=spans: any(span.parent_span_id.hex() == PARENT for span in spans()), "its spans are here")
-    whole, killed = (tree(spans()) for spans in of.values())
+    until(lambda: sum(span.parent_span_id.hex() == PARENT for span in collector.spans) == len(TRACES), "their spans are here")
+    of = {name: [span for span in collector.spans if span.trace_id.hex() == trace] for name, trace in TRACES.items()}
+    whole, killed = (tree(spans) for spans in of.values())
     stages = ["queue", "prefill", "transfer", "exposed transfer", "decode"]
     root = "text_completion demo"
     assert whole[""] == killed[""] == [root] and whole[root] == ["intake", "attempt 0"]
@@ -69,13 +68,13 @@ def test_a_whole_request_and_one_that_is_resumed_after_a_kill_are_traces_below_t
     assert killed[root] == ["intake", "attempt 0", "attempt 1"]
     assert "prefill" in killed["attempt 0"] and "decode" not in killed["attempt 0"], "who was killed tells nothing"
     assert "decode" in killed["attempt 1"]
-    by_name = {span.name: span for span in of["killed"]()}
+    by_name = {span.name: span for span in of["killed"]}
     first, second = (by_name[f"attempt {number}"] for number in range(2))
     assert values(first.attributes)["tandem.resume_reason"] == "lost_instance"
     assert [link.span_id for link in second.links] == [first.span_id]
     assert sum(values(each.attributes)["tandem.tokens"] for each in (first, second)) == 200
     for spans in of.values():
-        within = {span.name: (span.start_time_unix_nano, span.end_time_unix_nano) for span in spans()}
+        within = {span.name: (span.start_time_unix_nano, span.end_time_unix_nano) for span in spans}
         assert all(within[root][0] <= begin <= end <= within[root][1] + 10**9 for begin, end in within.values())
 
 

@@ -245,8 +245,17 @@ async def test_a_call_of_grpc_is_traced_by_its_metadata(collector: Collector) ->
 
 
 def report(number: int) -> Report:
-    of = {"method": "POST", "path": "/x", "route": "/x", "parent": {}, "key": "", "answer_id": "", "session": "", "asked": None}
-    return Report(**of, request_id=str(number), status=200, begun_s=0.0, ended_s=1.0, choices=())  # type: ignore[arg-type]
+    of: dict[str, Any] = {
+        "method": "POST",
+        "path": "/x",
+        "route": "/x",
+        "parent": {},
+        "key": "",
+        "answer_id": "",
+        "session": "",
+        "asked": None,
+    }
+    return Report(**of, request_id=str(number), status=200, begun_s=0.0, ended_s=1.0, choices=())
 
 
 def dead(collector: Collector) -> None:
@@ -305,10 +314,10 @@ async def test_a_variable_that_cannot_be_honoured_is_refused(
 
 async def test_without_the_sdk_the_flag_is_refused_with_the_command_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "router.api.spans", None)
-    stop, ready = asyncio.Event(), [].append
+    stop = asyncio.Event()
     asked = config(port=0, control_port=0)
     with pytest.raises(ConfigError, match=r"--otlp-endpoint needs .* pip install 'tandem-serve\[otlp\]'"):
-        await serve(asked, ModelConfig(), InstanceId(ROUTER), ["tcp://127.0.0.1:1"], ready, stop, stop)
+        await serve(asked, ModelConfig(), InstanceId(ROUTER), ["tcp://127.0.0.1:1"], lambda serving: None, stop, stop)
     for url in ("localhost:4318", "ftp://a", "http://", "http://a?b"):
         with pytest.raises(ConfigError, match="--otlp-endpoint must be"):
             RouterConfig(otlp_endpoint=url)
