@@ -31,7 +31,7 @@ class Asked:
     """As OpenTelemetry names it."""
     model: str
     prompt_tokens: int
-    """Of all its prompts."""
+    """The tokens of all its prompts."""
     samples: int
     """Choices of each prompt."""
     streams: bool

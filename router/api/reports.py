@@ -18,12 +18,12 @@ from router.outbox import Asked, ClientRequest
 from router.timelines import RequestTimes
 
 MOST_CHARS = 1_024
-"""Of a path, and of a header: reports and lines wait for a while, and a client may send 64 KiB."""
+"""The longest path and header that are kept: reports and lines wait for a while, and a client may send 64 KiB."""
 _access = logging.getLogger("router.access")
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class ServedRequest:
     """A request whose response has ended. Times are of the router's clock. It holds no text, and nothing that does."""
 
     method: str
@@ -55,7 +55,7 @@ class Report:
 
     @property
     def cached_tokens(self) -> int:
-        """Of each prompt once, with its first choice."""
+        """Cached tokens of each prompt once, with its first choice."""
         samples = 1 if self.asked is None else self.asked.samples
         return sum(each.cached_tokens for each in self.choices if each.index % samples == 0)
 
@@ -66,7 +66,7 @@ class Report:
         return None if first_s is None else first_s - self.begun_s
 
 
-ToSpans: TypeAlias = Callable[[Report], object]
+ToSpans: TypeAlias = Callable[[ServedRequest], object]
 
 
 class Reports:
@@ -80,14 +80,14 @@ class Reports:
             _access.setLevel(logging.INFO)
 
     def ended(self, scope: Scope, request_id: str, key: str, status: int, begun_s: float, client: ClientRequest | None) -> None:
-        """The response has ended. See `Report`."""
+        """The response has ended. See `ServedRequest`."""
         to_spans = None if client is None else self.to_spans
         if to_spans is None and not self._logs:
             return
         of_client = client or ClientRequest()
         known = map(self._gateway.core.requests.timelines.of, of_client.request_ids)
         route = scope.get("route")
-        report = Report(
+        report = ServedRequest(
             method=scope["method"],
             path=scope["path"][:MOST_CHARS],
             route="" if route is None else route.path,
@@ -117,7 +117,7 @@ def _parent_in(scope: Scope) -> Mapping[str, Sequence[str]]:
     return found if len(found["traceparent"]) == 1 else {}
 
 
-def _log_access(report: Report) -> None:
+def _log_access(report: ServedRequest) -> None:
     asked, ttft_s = report.asked, report.ttft_s
     of_answer = {}
     if asked is not None:

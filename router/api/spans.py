@@ -34,7 +34,7 @@ from opentelemetry.util.types import AttributeValue
 
 from common.config import RouterConfig
 from common.errors import ConfigError
-from router.api.reports import Report
+from router.api.reports import ServedRequest
 from router.core import RouterCore
 from router.metrics import RouterMetrics, SpanFate
 from router.outbox import Asked
@@ -102,13 +102,13 @@ class SpanMaker:
         self._tracer = provider.get_tracer("tandem")
         # From here on it would say something for each bad header that a client sends, and for each batch that fails.
         logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)
-        self._reports: queue.Queue[tuple[float, Report] | None] = queue.Queue(MOST_REPORTS)
+        self._reports: queue.Queue[tuple[float, ServedRequest] | None] = queue.Queue(MOST_REPORTS)
         self._made = 0
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._work, name="spans", daemon=True)
         self._thread.start()
 
-    def __call__(self, report: Report) -> None:
+    def __call__(self, report: ServedRequest) -> None:
         try:
             self._reports.put_nowait((time.monotonic() + self._wait_s, report))
         except queue.Full:
@@ -135,7 +135,7 @@ class SpanMaker:
                 self._make(report)
         self._processor.shutdown()  # type: ignore[no-untyped-call]
 
-    def _make(self, report: Report) -> None:
+    def _make(self, report: ServedRequest) -> None:
         parent, asked = TraceContextTextMapPropagator().extract(report.parent), report.asked
         name = f"{report.method} {report.route}".strip() if asked is None else f"{asked.operation} {asked.model}"
         attributes = {**_of_http(report), **(_of_answer(report, asked) if asked is not None else {})}
@@ -153,7 +153,7 @@ class SpanMaker:
             root.set_status(Status(StatusCode.ERROR))
         root.end(_ns(report.ended_s + self._unix_s))
 
-    def _make_attempts(self, choice: RequestTimes, within: Context, report: Report) -> None:
+    def _make_attempts(self, choice: RequestTimes, within: Context, report: ServedRequest) -> None:
         before: Span | None = None
         for attempt in choice.attempts:
             links = [] if before is None else [Link(before.get_span_context(), {"tandem.link": "resumes"})]
@@ -194,20 +194,20 @@ def _ns(unix_s: float) -> int:
     return round(unix_s * 1e9)
 
 
-def _size_of(report: Report) -> int:
+def _size_of(report: ServedRequest) -> int:
     """How many spans it makes, as far as instances have told."""
     attempts = [attempt for choice in report.choices for attempt in choice.attempts]
     stages = sum(len(stages_of(told.role, told.times)) for attempt in attempts for told in tuple(attempt.instances))
     return 2 + len(attempts) + stages
 
 
-def _of_http(report: Report) -> dict[str, AttributeValue]:
+def _of_http(report: ServedRequest) -> dict[str, AttributeValue]:
     told: dict[str, AttributeValue] = {"http.request.method": report.method, "url.path": report.path}
     told |= {"http.response.status_code": report.status, "tandem.request_id": report.request_id}
     return told | ({"http.route": report.route} if report.route else {}) | ({"tandem.key": report.key} if report.key else {})
 
 
-def _of_answer(report: Report, asked: Asked) -> dict[str, AttributeValue]:
+def _of_answer(report: ServedRequest, asked: Asked) -> dict[str, AttributeValue]:
     told: dict[str, AttributeValue] = {
         "gen_ai.operation.name": asked.operation,
         "gen_ai.provider.name": "tandem",

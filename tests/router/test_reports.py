@@ -19,7 +19,7 @@ from common.errors import ConfigError, Unavailable
 from common.ids import ROUTER, InstanceId
 from common.logs import JsonLines, TextLines
 from common.messages import Failed, Timeline, Times
-from router.api.reports import Report
+from router.api.reports import ServedRequest
 from router.api.spans import CLOSE_S, SpanMaker
 from router.process import serve
 from tests.rig.collector import Collector, collecting, tree, values
@@ -36,7 +36,7 @@ SET_BACK = Failed.of(Unavailable("the push failed"))
 
 
 def config(collector: str = "http://127.0.0.1:1", **more: Any) -> RouterConfig:
-    return RouterConfig(**{"dead_after_s": 1.2, "heartbeat_s": 0.1, "otlp_endpoint": collector, **more})
+    return RouterConfig(**{"dead_after_s": 60.0, "otlp_endpoint": collector, **more})
 
 
 @pytest.fixture
@@ -244,7 +244,7 @@ async def test_a_call_of_grpc_is_traced_by_its_metadata(collector: Collector) ->
 # --- collectors that are not there, hang or refuse ---------------------------------------------------------------------------
 
 
-def report(number: int) -> Report:
+def report(number: int) -> ServedRequest:
     of: dict[str, Any] = {
         "method": "POST",
         "path": "/x",
@@ -255,7 +255,7 @@ def report(number: int) -> Report:
         "session": "",
         "asked": None,
     }
-    return Report(**of, request_id=str(number), status=200, begun_s=0.0, ended_s=1.0, choices=())
+    return ServedRequest(**of, request_id=str(number), status=200, begun_s=0.0, ended_s=1.0, choices=())
 
 
 def dead(collector: Collector) -> None:
