@@ -9,6 +9,7 @@ benchmarks.router`.
 import contextlib
 import math
 import multiprocessing
+import shlex
 import sys
 import time
 from collections import Counter
@@ -71,10 +72,12 @@ class RouterBench:
     open_s: float = option(45.0, "about how long they are open; each gets a token a second")
     routers: int = option(1, "routers that share the port")
     tp: int = option(1, "ranks of each instance, each a process")
+    more: str = option("", "further flags of the fleets, such as '--access-log on'")
+    rest_s: float = option(0.0, "seconds after a load whose CPU time counts for its requests too: spans are made after them")
 
     def __post_init__(self) -> None:
         require(min(self.numbers) >= 1, "streams", "at least 1 each", self.streams)
-        require_at_least(self, rate=1, seconds=0.1, requests=8, open=0, open_s=2, routers=1, tp=1)
+        require_at_least(self, rate=1, seconds=0.1, requests=8, open=0, open_s=2, routers=1, tp=1, rest_s=0)
 
     @property
     def numbers(self) -> tuple[int, ...]:
@@ -127,6 +130,7 @@ class LoadedFleet:
     pids: Mapping[str, Sequence[int]]
     """The processes of each of KINDS."""
     generators: Pool
+    rest_s: float = 0.0
 
     def begin(self, requests: int, parallel: int, tokens: int) -> "AsyncResult[MeasuredLoad]":
         """So many requests, each for a stream of `tokens` tokens. The server says at the end how many tokens an answer has: to
@@ -150,7 +154,9 @@ class LoadedFleet:
         while not load.ready():
             load.wait(LOOK_S)
             looks.append(self._look())
-        return WatchedLoad(ended(load), looks, parallel)
+        time.sleep(self.rest_s)
+        looks.append(self._look())
+        return WatchedLoad(ended(load), looks, parallel, self.rest_s)
 
     def _look(self) -> tuple[float, ...]:
         """The time, the resident memory of the routers in MiB, and the CPU time of each of KINDS: of all its processes, and for
@@ -177,8 +183,8 @@ class WatchedLoad:
     looks: [looks, 2 + KINDS], as `LoadedFleet` makes them.
     """
 
-    def __init__(self, load: MeasuredLoad, looks: Sequence[tuple[float, ...]], parallel: int) -> None:
-        self.load, self.parallel = load, parallel
+    def __init__(self, load: MeasuredLoad, looks: Sequence[tuple[float, ...]], parallel: int, rest_s: float = 0.0) -> None:
+        self.load, self.parallel, self._rest_s = load, parallel, rest_s
         self.whole = [answer for answer in load.answers if not answer.error and answer.output_tokens >= answer.requested_tokens]
         self._at_s, self._mb, *spent_s = np.array(looks).T
         self._spent_s = dict(zip(KINDS, spent_s, strict=True))
@@ -219,7 +225,7 @@ class WatchedLoad:
             ttft_p50_ms=p50_ms,
             ttft_p99_ms=p99_ms,
             requests_per_s=len(whole) / counted["duration"],
-            router_ms=1e3 * self.spent_s("router", all_s) / len(whole),
+            router_ms=1e3 * self.spent_s("router", (all_s[0], all_s[1] + self._rest_s)) / len(whole),
             tokens_per_s=tokens_then / (end_s - begin_s),
             router_us=1e6 * self.spent_s("router", counted_s) / max(1.0, tokens_then),
             tokens_per_event=per_event,
@@ -251,7 +257,7 @@ def loaded_fleet(bench: RouterBench, cost: str, streams: int = 256, *flags: str)
         f"--routers={bench.routers}",
         f"--tp={bench.tp}",
     )
-    with local_fleet(*FLAGS, *own, *flags) as fleet, SPAWN.Pool(2, allow_many_files) as generators:
+    with local_fleet(*FLAGS, *own, *flags, *shlex.split(bench.more)) as fleet, SPAWN.Pool(2, allow_many_files) as generators:
         pids: dict[str, list[int]] = {kind: [] for kind in KINDS}
         for pid in below(fleet.pid):
             words = command_of(pid)
@@ -260,7 +266,7 @@ def loaded_fleet(bench: RouterBench, cost: str, streams: int = 256, *flags: str)
                 pids[("follower" if "--rank=" in " ".join(words) else "leader") if role == "decode" else role].append(pid)
         if len(pids["router"]) != bench.routers:
             raise FleetFailed(f"{len(pids['router'])} processes of this fleet are routers, not {bench.routers}")
-        yield LoadedFleet(fleet.url, pids, generators)
+        yield LoadedFleet(fleet.url, pids, generators, bench.rest_s)
 
 
 def run(invocation: Invocation) -> int:

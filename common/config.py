@@ -35,6 +35,7 @@ ExecutorName = Literal["torch", "timed"]
 AllReduceName = Literal["auto", "nccl"]
 TransportName = Literal["nixl", "mooncake", "torch", "cma"]
 LogLevel = Literal["debug", "info", "warning", "error"]
+LogFormat = Literal["text", "json"]
 Dispatch = Literal["auto", "colocated", "conditional"]
 PolicyName = Literal["round_robin", "least_loaded", "power_of_two", "session", "cache_aware"]
 Graphs = Literal["auto", "on", "off"]
@@ -57,6 +58,7 @@ MOST_RANKS = 64
 MOST_LORAS, MOST_LORA_RANK, LORAS_PER_BATCH = 1024, 256, 8
 _HEADER_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
 _DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
+_OTLP_URL = re.compile(r"https?://[^\s/?#]+(/[^\s?#]*)?")
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://([a-z0-9._-]+|\[[0-9a-f:.]+\])(:\d{1,5})?")
 
 
@@ -397,6 +399,12 @@ class RouterConfig:
     metric_aliases: MetricAliasNames = option(
         "none", "whose names figures of /metrics have beside their own, so that dashboards for vLLM or SGLang show this fleet"
     )
+    access_log: Switch = option("off", "on: a line of the log for each HTTP request and gRPC call, whatever --log-level is")
+    otlp_endpoint: str = option(
+        "",
+        "URL of an OpenTelemetry collector, such as http://127.0.0.1:4318, which gets spans of each request by OTLP over HTTP "
+        "(needs pip install 'tandem-serve[otlp]'); variables OTEL_* of its SDK say more; without it: no spans",
+    )
 
     def __post_init__(self) -> None:
         require_between(self, 0, MOST_PORT, "port", "control_port", "own_port")
@@ -424,6 +432,8 @@ class RouterConfig:
             refuse_without_effect(self, ("store_bytes", "store_age_s", "batch_requests"), "without --store")
         if not self.uses("session"):
             refuse_without_effect(self, ("session_header",), "without a policy `session`")
+        is_url = _OTLP_URL.fullmatch(self.otlp_endpoint) is not None
+        require(not self.otlp_endpoint or is_url, "otlp-endpoint", "http://host:port or https://host:port", self.otlp_endpoint)
         if self.dispatch == "colocated":
             refuse_without_effect(self, ("prefill_policy",), "with --dispatch colocated: no prefill instance is asked")
 
@@ -495,6 +505,7 @@ class LogConfig:
     """What a process logs."""
 
     log_level: LogLevel = option("info", "lowest level that is logged, to stderr")
+    log_format: LogFormat = option("text", "how lines of the log are written; json: each is one JSON object")
 
     def __post_init__(self) -> None:
         require_choices(self)

@@ -29,22 +29,13 @@ import msgspec
 from common.config import LogConfig
 from common.errors import ConfigError, TandemError
 from common.host import core_count
+from common.logs import JsonLines, LogThread, TextLines
 from common.processes import child as events
 from common.processes.child import Broken, Child, IntakeClosed, JsonLine, Parent, Progress, Ready
 
 _log = logging.getLogger(__name__)
 _QUIET = ("asyncio", "httpx", "filelock", "huggingface_hub", "urllib3")
 """Libraries whose debug and info lines are about themselves."""
-
-
-def configure(config: LogConfig, name: str) -> None:
-    """Log from `config.log_level` on to stderr, each line with the process's name."""
-    form = f"%(asctime)s.%(msecs)03d %(levelname)-7s {name.replace('%', '%%')} %(name)s: %(message)s"
-    logging.basicConfig(stream=sys.stderr, level=config.log_level.upper(), format=form, datefmt="%H:%M:%S", force=True)
-    for library in _QUIET:
-        logging.getLogger(library).setLevel(logging.WARNING)
-
-
 STOP_SIGNALS = frozenset({signal.SIGINT, signal.SIGTERM})
 
 
@@ -57,6 +48,15 @@ def kept() -> Iterator[None]:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@kept()
+def configure(config: LogConfig, name: str) -> None:
+    """Log from `config.log_level` on to stderr, each line with the process's name."""
+    form = JsonLines(name) if config.log_format == "json" else TextLines(name)
+    logging.basicConfig(handlers=[LogThread(form)], level=config.log_level.upper(), force=True)
+    for library in _QUIET:
+        logging.getLogger(library).setLevel(logging.WARNING)
 
 
 def watch(on_signal: Callable[[int], object]) -> None:
@@ -224,7 +224,7 @@ class ChildProcess:
             threading.Thread(target=self._read_orders, name="orders", daemon=True).start()
 
     def report(self, report: Report) -> None:
-        """Tell the parent, or print when there was none from the start. Any thread may call it."""
+        """Tell the parent, or say it here when there was none from the start. Any thread may call it."""
         if self.parent.exists:
             self.parent.report(report)
         else:
@@ -276,6 +276,7 @@ class ChildProcess:
         self.report(Broken(reason=reason))
         for act in self._on_sudden_end:
             act()
+        logging.shutdown()
         os._exit(1)
 
     def ended(self) -> None:
@@ -374,7 +375,7 @@ def _run(process: ChildProcess, body: Callable[[ChildProcess], None]) -> int:
 def _print(name: str, report: Report) -> None:
     match report:
         case Progress():
-            print(f"{name}: {report.text}", file=sys.stderr, flush=True)
+            _log.info("%s", report.text)
         case Ready():
             print(f"{name}: ready, " + ", ".join(f"{use} {address}" for use, address in report.addresses.items()), flush=True)
         case IntakeClosed() | Broken() | SpareWanted():

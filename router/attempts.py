@@ -140,7 +140,7 @@ class Record:
         """The attempt is over, but the request is not. Who gives up memory, or leaves in order, has not failed."""
         attempt.release(now)
         self.attempt = None
-        self.times.resumed(setback.reason, setback.failed, now)
+        self.times.resumed(setback.reason, setback.failed, now, attempt.tokens)
         places = {member.life for member in setback.at}
         is_excused = setback.reason in (ResumeReason.PREEMPTED, ResumeReason.WEIGHTS)
         is_excused = is_excused or (bool(setback.at) and all(member.draining or member.told_role for member in setback.at))

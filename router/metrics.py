@@ -24,6 +24,7 @@ from prometheus_client.utils import floatToGoString
 
 from common.ids import ROLES
 from common.instance.ports import Mail
+from common.logs import lines_dropped
 from common.messages import Counters, Ending, Failed, LinkState, Load, RouterInbox
 from router.attempts import Phase
 from router.core import RouterCore
@@ -144,6 +145,18 @@ class Dropped(StrEnum):
     LARGE_BODIES = "large_bodies"
 
 
+class SpanFate(StrEnum):
+    """What became of a span for a collector."""
+
+    SENT = "sent"
+    LATE = "late"
+    """Dropped: too many requests that had ended waited for what instances say of them."""
+    FULL = "full"
+    """Dropped: too many spans waited to be sent."""
+    REFUSED = "refused"
+    """Dropped: the collector was not there, did not answer in time, or did not take it."""
+
+
 class RouterMetrics:
     """What the router itself counts and measures."""
 
@@ -190,6 +203,8 @@ class RouterMetrics:
             "requests came behind an open one, or too many bodies or bytes of bodies had not arrived whole."
         )
         self._dropped = counter("tandem_http_connections_dropped", what, "reason", known=Dropped)
+        what = "Spans for --otlp-endpoint: sent, or dropped because there was no room (late, full) or no collector (refused)."
+        self._spans = counter("tandem_router_spans", what, "fate", known=SpanFate)
 
     def first_token(self, seconds: float, predicted_s: float | None) -> None:
         self.first_tokens.observe(seconds)
@@ -230,6 +245,10 @@ class RouterMetrics:
     def connection_dropped(self, why: Dropped) -> None:
         self._dropped.labels(why.value).inc()
 
+    def spans_ended(self, fate: SpanFate, spans: int) -> None:
+        """Any thread may call it."""
+        self._spans.labels(fate.value).inc(spans)
+
     def text(self) -> bytes:
         return generate_latest(self.registry)
 
@@ -255,6 +274,8 @@ class RouterCollector(Collector):
         yield _family("counter", "tandem_router_frames_refused", what, "reason", self._mail.frames_refused)
         what = "Messages that could not be sent."
         yield _family("counter", "tandem_router_messages_lost", what, "reason", self._mail.messages_lost)
+        what = "Lines of the router's log that were dropped: whoever reads them was too slow, or is gone."
+        yield CounterMetricFamily("tandem_router_log_lines_dropped", what, lines_dropped())
 
     def _requests(self) -> Iterator[Metric]:
         """The open requests, and what the router refused or dropped."""

@@ -23,6 +23,21 @@ LOGPROB_CHARS = 16
 alternatives may be unread, which a client gets at once when its router was stopped for a while."""
 
 
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What a request that was dispatched asks for, as logs and traces tell it: nothing of its prompt."""
+
+    operation: str
+    """As OpenTelemetry names it."""
+    model: str
+    prompt_tokens: int
+    """The tokens of all its prompts."""
+    samples: int
+    """Choices of each prompt."""
+    streams: bool
+    parameters: Mapping[str, int | float]
+
+
 class ChoiceDelta(msgspec.Struct, frozen=True):
     """News of one choice: text (maybe empty), the tokens behind it, and the ending if this is the last. logprobs,
     prompt_logprobs, cached_tokens: see `TextDelta`."""
@@ -65,6 +80,8 @@ class ClientRequest:
     """A request with more unread characters is ended, because its client reads too slowly. Endings are still taken in, and log
     probabilities of the prompt do not count: they come once, all together, and `SamplingParams.check_prompt` bounds them."""
     received_s: float = 0.0
+    asked: Asked | None = None
+    """None until it is dispatched."""
     wake: Callable[[], object] = nobody_reads
     """Called when there is one more delta."""
     places: int = 0

@@ -9,7 +9,7 @@ import contextlib
 import logging
 import ssl
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -104,7 +104,8 @@ async def serve(
             waiting = WaitingConnections(most_waiting, metrics.connection_dropped, most_body_bytes)
             listeners = [listener, own_listener] if shared else [listener]
             with contextlib.closing(api.timelines.others):
-                async with api.working(), _grpc(config, api, metrics, access, host, stop) as grpc_url:
+                grpc = _grpc(config, api, metrics, access, host, stop)
+                async with _making_spans(config, api, core, metrics), api.working(), grpc as grpc_url:
                     serving = Serving(url, own_url, grpc_url, mailbox.address, gateway.detokenizer_moved, meet, core.scaling)
                     drained = gateway.drain(config.drain_timeout_s, stop, at_once)
                     await serve_app(app, listeners, lambda: ready(serving), drained, waiting, access.tls)
@@ -120,3 +121,21 @@ def _grpc(config: RouterConfig, *others: Any) -> contextlib.AbstractAsyncContext
         missing = f"--grpc-port needs grpcio and protobuf, which are not installed here ({error})"
         raise ConfigError(f"{missing}: pip install 'tandem-serve[grpc]'") from error
     return serving_grpc(config, *others)
+
+
+@contextlib.asynccontextmanager
+async def _making_spans(config: RouterConfig, api: Api, core: RouterCore, metrics: RouterMetrics) -> AsyncIterator[None]:
+    """Meanwhile a collector gets spans, if there is to be one. Raises ConfigError also where the SDK is not installed."""
+    if not config.otlp_endpoint:
+        yield
+        return
+    try:
+        from router.api.spans import SpanMaker
+    except ImportError as error:
+        missing = f"--otlp-endpoint needs the SDK of OpenTelemetry, which is not installed here ({error})"
+        raise ConfigError(f"{missing}: pip install 'tandem-serve[otlp]'") from error
+    spans = api.reports.to_spans = SpanMaker(config, core, metrics)
+    try:
+        yield
+    finally:
+        await asyncio.to_thread(spans.close)

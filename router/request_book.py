@@ -15,6 +15,7 @@ under the next attempt number. Token numbers go on, so the client gets every tok
 is started again, tokens are told again first (`retelling.py`); the book resumes what that did not help.
 """
 
+import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from enum import Enum
 from typing import assert_never
@@ -26,6 +27,7 @@ from common.deadlines import DeadlineWheel, earliest
 from common.errors import DeadlinePassed, InstanceFailed, Preempted, TandemError, Unavailable, WeightsChanged
 from common.ids import AttemptId, InstanceId, Life, RequestId
 from common.instance.ports import Send
+from common.logs import with_fields
 from common.messages import Ending, Failed, Finished, Generate, Probed, Terms, TextDelta
 from common.tracing import SpanRecorder
 from router.adapters import Replacement
@@ -40,6 +42,7 @@ from router.retelling import Retelling
 from router.timelines import Observer, RequestTimes, ResumeReason, Timelines
 from router.traces import record_attempt, record_request
 
+_log = logging.getLogger(__name__)
 FRUITLESS_ATTEMPTS = 4
 """A request ends after this many attempts in a row that brought no token."""
 PAUSE_HEARTBEATS = 2
@@ -169,6 +172,9 @@ class RequestBook:
         record.attempt = attempt
         record.times.dispatched(record.attempts, attempt.first.info.id, attempt.grounds, now)
         record.attempts += 1
+        if _log.isEnabledFor(logging.DEBUG):
+            known = with_fields(record.spec.request_id, **record.times.attempts[-1].facts())
+            _log.debug("dispatched", extra=known)
         if attempt.demand.blocks:
             self._fleet.caches.expect((attempt.first, *attempt.candidates[:1]), attempt.demand.blocks, now)
         spec, first = record.spec, attempt.next_token
@@ -206,6 +212,8 @@ class RequestBook:
         if delta.token_ids:
             self._observe(record, len(delta.token_ids), now)
             attempt.advance(delta.token_ids, now)
+            if delta.cached_tokens:
+                record.times.cached_tokens += delta.cached_tokens
         setback = None
         if delta.ending is not None:
             setback = _setback(attempt, delta.ending)
@@ -291,11 +299,13 @@ class RequestBook:
     def _resume(self, attempt: Attempt, setback: Setback, now: float) -> list[Send]:
         """Withdraw what is left of the attempt, and start the next one if the request may have another."""
         record = attempt.record
-        if self._recorder.on:
-            record_attempt(self._recorder, attempt, setback.reason, now)
         sends = attempt.withdraw()
         self.retelling.drop(attempt)
         record.set_back(attempt, setback, now)
+        if self._recorder.on:
+            record_attempt(self._recorder, record.times, now)
+        if _log.isEnabledFor(logging.DEBUG):
+            _log.debug("set back: %s", setback.failed.message, extra=with_fields(record.spec.request_id, reason=setback.reason))
         # Preemptions need no limit: they end with the request's deadline, and become rarer as it grows older than the others. Nor
         # do changes of weights, which people order.
         if record.remaining_tokens == 0:
@@ -453,19 +463,24 @@ class RequestBook:
     def _end(self, record: Record, ending: Ending, now: float, last: TextDelta | None = None) -> None:
         """The one way out of the book. last: what comes with the ending."""
         request_id = record.spec.request_id
-        if self._recorder.on:
-            record_request(self._recorder, record, ending, now)
         del self._records[request_id]
         self._fleet.adapters.end(record.adapter)
         self.places.leave(record.spec.owner)
         self._parked.pop(request_id, None)
         for alarm in Alarm:
             self._alarms.clear((alarm, request_id))
+        record.times.ended(ending, now)
         if record.attempt is not None:
             self.retelling.drop(record.attempt)
             record.attempt.release(now)
+            record.times.attempts[-1].tokens = record.attempt.tokens
+            if self._recorder.on:
+                record_attempt(self._recorder, record.times, now)
+        if self._recorder.on:
+            record_request(self._recorder, record.times, now)
+        if _log.isEnabledFor(logging.DEBUG):
+            _log.debug("ended", extra=with_fields(request_id, **record.times.facts()))
         record.client.put(ChoiceDelta(record.spec.index, "", (), ending) if last is None else _news(record, last, ending))
-        record.times.ended(ending, now)
         self.timelines.end(record.times)
         self.past.add(record.times.received_s, record.spec.prompt_tokens, record.times.tokens, record.spec.blocks, now)
         self._observer.ended(ending, record.times, record.attempts)

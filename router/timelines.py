@@ -53,23 +53,27 @@ class Durations(Struct, frozen=True):
 
     @staticmethod
     def of(role: Role, times: Times) -> "Durations":
-        computes = role == "prefill" or times.granted_s is None  # a decode instance grants what others compute
-        writes = role == "prefill" and times.handed_off_s is not None
+        return Durations(**{name: end - begin for name, (begin, end) in stages_of(role, times).items()})
+
+
+def stages_of(role: Role, times: Times) -> dict[str, tuple[float, float]]:
+    """When each part of an attempt began and ended on one instance, by the names of `Durations`. A part whose times have no order
+    is left out: they come from another process."""
+    stages: dict[str, tuple[float | None, float | None]] = {}
+    if role == "prefill" or times.granted_s is None:  # a decode instance grants what others compute
+        stages |= {"queue_s": (times.accepted_s, times.admitted_s), "prefill_s": (times.admitted_s, times.last_chunk_s)}
+    if role == "prefill":
         begun = [each for each in (times.granted_s, times.first_push_s) if each is not None]
+        stages["transfer_s"] = (max(begun, default=None), times.handed_off_s)
+        stages["exposed_transfer_s"] = (times.last_chunk_s, times.handed_off_s)
+    else:
         decode_begins = times.last_chunk_s if times.handed_off_s is None else times.handed_off_s
-        return Durations(
-            _between(times.accepted_s, times.admitted_s) if computes else None,
-            _between(times.admitted_s, times.last_chunk_s) if computes else None,
-            _between(max(begun, default=None), times.handed_off_s) if writes else None,
-            _between(times.last_chunk_s, times.handed_off_s) if writes else None,
-            _between(decode_begins, times.ended_s) if role == "decode" else None,
-        )
-
-
-def _between(begin: float | None, end: float | None) -> float | None:
-    """None too where the times have no order: they come from another process."""
-    seconds = math.nan if begin is None or end is None else end - begin
-    return seconds if 0.0 <= seconds < math.inf else None
+        stages["decode_s"] = (decode_begins, times.ended_s)
+    return {
+        name: (begin, end)
+        for name, (begin, end) in stages.items()
+        if begin is not None and end is not None and 0.0 <= end - begin < math.inf
+    }
 
 
 class InstanceTimeline(Struct, frozen=True):
@@ -109,10 +113,15 @@ class AttemptTimeline(Struct):
     ended_s: Annotated[float | None, Meta(description="It was given up, and another attempt followed if one was left.")] = None
     resume_reason: Annotated[ResumeReason | None, Meta(description="Why it was given up.")] = None
     failure: Annotated[str | None, Meta(description="The same, for people.")] = None
+    tokens: Annotated[int, Meta(description="Tokens of the answer that it brought, once it is over.")] = 0
     instances: Annotated[
         list[InstanceTimeline],
         Meta(description="What instances told of it, prefill first. Each tells within a heartbeat after it has let go of it."),
     ] = []
+
+    def facts(self) -> dict[str, int | str]:
+        """What traces say of it."""
+        return {"attempt": self.number, "first": self.first, "decode": self.decode or "", "tokens": self.tokens}
 
 
 class ChoiceTimes(Struct, kw_only=True):
@@ -120,6 +129,7 @@ class ChoiceTimes(Struct, kw_only=True):
 
     index: Annotated[int, Meta(description="Its number in the answer.")]
     prompt_tokens: int
+    cached_tokens: Annotated[int, Meta(description="Tokens of the prompt whose KV was there already.")] = 0
     tokens: Annotated[int, Meta(description="Of the answer so far.")] = 0
     ending: Annotated[str | None, Meta(description="How it ended, as in `tandem_requests_ended`. Null: it is open.")] = None
     received_s: Moment
@@ -142,6 +152,11 @@ class RequestTimes(ChoiceTimes, kw_only=True, eq=False):
     names: list[str] = []
     """Ids by which its client knows it."""
 
+    def facts(self) -> dict[str, int | str]:
+        """What traces say of it once it has ended."""
+        sizes = {"prompt_tokens": self.prompt_tokens, "tokens": self.tokens}
+        return {"attempts": self.attempts[-1].number + 1 if self.attempts else 0, "ended": self.ending or "", **sizes}
+
     def dispatched(self, number: int, first: InstanceId, grounds: PlacementGrounds, now: float) -> None:
         """The attempt of this number begins. Of many attempts the latest are remembered."""
         if self.first_token_s is None:
@@ -151,9 +166,10 @@ class RequestTimes(ChoiceTimes, kw_only=True, eq=False):
         if len(self.attempts) > MOST_ATTEMPTS:
             del self.attempts[0]
 
-    def resumed(self, reason: ResumeReason, failed: Failed, now: float) -> None:
-        """Its latest attempt is over."""
+    def resumed(self, reason: ResumeReason, failed: Failed, now: float, tokens: int = 0) -> None:
+        """Its latest attempt is over, and has brought so many tokens."""
         attempt = self.attempts[-1]
+        attempt.tokens = tokens
         attempt.ended_s, attempt.resume_reason, attempt.failure = now, reason, failed.message[:FAILURE_CHARS]
 
     def ended(self, ending: Ending, now: float) -> None:

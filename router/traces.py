@@ -14,11 +14,11 @@ import msgspec
 from common.errors import BadRequest, Conflict, NotFound
 from common.ids import InstanceId, Life
 from common.instance.ports import Send
-from common.messages import Ending, Failed, Spans, Trace, pack_spans
+from common.messages import Spans, Trace, pack_spans
 from common.messages.base import UNNAMED
 from common.tracing import LONGEST_S, MESSAGE_SPANS, SpanRecorder, TracedProcess, TraceStatus
-from router.attempts import Attempt, Record
 from router.fleet import Members
+from router.timelines import RequestTimes
 
 MOST_BYTES = 256 * 2**20
 """Room for packed spans, with FRAME_BYTES for each message: idle instances send one span at a time."""
@@ -186,27 +186,13 @@ class Traces:
         return Send(name, Trace(seconds=trace.ends_s - now, number=trace.status.number))
 
 
-def record_attempt(recorder: SpanRecorder, attempt: Attempt, why: str, now: float) -> None:
-    """An attempt is over. why: its ending, or the reason of the resume that follows."""
-    recorder.add(
-        "attempts",
-        "attempt",
-        attempt.started_s,
-        now,
-        attempt.key.request_id,
-        attempt=attempt.key.attempt,
-        first=attempt.first.info.id,
-        decode="" if attempt.decode is None else attempt.decode.info.id,
-        tokens=attempt.tokens,
-        ended=why,
-    )
+def record_attempt(recorder: SpanRecorder, request: RequestTimes, now: float) -> None:
+    """The latest attempt of a request is over."""
+    attempt = request.attempts[-1]
+    why = attempt.resume_reason or request.ending or ""
+    recorder.add("attempts", "attempt", attempt.dispatched_s, now, request.request_id, **attempt.facts(), ended=why)
 
 
-def record_request(recorder: SpanRecorder, record: Record, ending: Ending, now: float) -> None:
-    """A request has ended, and with it its present attempt."""
-    why = ending.kind if isinstance(ending, Failed) else ending.reason
-    if record.attempt is not None:
-        record_attempt(recorder, record.attempt, why, now)
-    sizes = {"prompt_tokens": record.times.prompt_tokens, "tokens": len(record.token_ids)}
-    request_id = record.spec.request_id
-    recorder.add("requests", "request", record.times.received_s, now, request_id, attempts=record.attempts, ended=why, **sizes)
+def record_request(recorder: SpanRecorder, request: RequestTimes, now: float) -> None:
+    """A request has ended."""
+    recorder.add("requests", "request", request.received_s, now, request.request_id, **request.facts())

@@ -4,6 +4,7 @@ Owns the steps in flight and the grammars that are being made ready. Decides not
 reads no clock except through its ports, so the same code runs as a process and on a hand-turned clock.
 """
 
+import logging
 import sys
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -45,17 +46,23 @@ from common.instance.roles import CHANGE_S, HAND_OFF_S, InstanceRole
 from common.instance.tasks import InstanceTasks
 from common.instance.tracer import InstanceTracer
 from common.instance.weights import InstanceWeights
+from common.logs import with_fields
 from common.messages import (
+    Cancel,
+    Decline,
     DoTask,
     Drain,
     DropWeights,
     Generate,
+    Grant,
+    Handoff,
     Heartbeat,
     HoldSteps,
     InstanceInbox,
     InstanceInfo,
     Peers,
     Refused,
+    Reserve,
     SetAdapters,
     StageWeights,
     SwitchWeights,
@@ -64,6 +71,7 @@ from common.messages import (
     Trace,
     WeightsOrder,
     Welcome,
+    Withdraw,
 )
 from common.messages.base import fits
 from common.messages.tasks import ReadAdapter
@@ -77,6 +85,9 @@ START_S = 0.05
 """How often an instance looks whether it holds what it is to hold before it joins a fleet."""
 ROUTE_MEMORY_S = 60.0
 """How long the address of a peer that left is kept: longer than a push to it takes to end."""
+TOLD_AT_DEBUG = (Cancel, Decline, Generate, Grant, Handoff, Reserve, Withdraw)
+"""Messages about one request, which the log names at its lowest level."""
+_log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True, eq=False)
@@ -166,8 +177,7 @@ class InstanceWorker:
                 case _ if not self._is_for_role(message):
                     self._stale += 1
                 case _:
-                    if self._tracer.recorder.on:
-                        self._tracer.receive(message)
+                    self._note_message(sender, message)
                     self._act(self.scheduler.receive(sender, message, now))
         for event in self._transfers.poll():
             if self._tracer.recorder.on:
@@ -384,9 +394,20 @@ class InstanceWorker:
             else:
                 self._transfers.submit(action)
 
+    def _note_message(self, sender: InstanceId, message: InstanceInbox) -> None:
+        """For people: the scheduler gets this message."""
+        if isinstance(message, TOLD_AT_DEBUG) and _log.isEnabledFor(logging.DEBUG):
+            known = with_fields(message.key.request_id, attempt=message.key.attempt, sender=sender)
+            _log.debug("%s", type(message).__name__, extra=known)
+        if self._tracer.recorder.on:
+            self._tracer.receive(message)
+
     def _note_timelines(self) -> None:
         """What has become of requests goes to the routers that asked, with their heartbeats."""
         for timeline in self.scheduler.take_timelines():
+            if _log.isEnabledFor(logging.DEBUG):
+                known = with_fields(timeline.key.request_id, attempt=timeline.key.attempt)
+                _log.debug("served: %s", timeline.times, extra=known)
             membership = self._memberships.of(timeline.key.router)
             if membership is not None:
                 membership.note(Timeline(timeline.key, timeline.times.later(self._unix_s)))

@@ -13,12 +13,16 @@ from typing import Any, TypeVar
 from fastapi import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from common.config import RouterConfig
 from common.errors import BadRequest
+from common.logs import REQUEST
+from common.options import parse_bytes
 from router.api.bodies import LARGE_BODY_BYTES, body_of, unless_left
 from router.api.errors import MESSAGES_PATH, VISIT, response_to
 from router.api.fields import MAX_PRIORITY
 from router.api.guard import HEADER, Guard, id_in
 from router.api.intake import Intake
+from router.api.reports import Reports
 from router.core import Gateway
 from router.metrics import RouterMetrics
 from router.outbox import ClientRequest
@@ -41,26 +45,40 @@ T = TypeVar("T")
 class Admission:
     """Where the requests of one router get what they take of it."""
 
-    def __init__(
-        self, gateway: Gateway, intake: Intake, max_requests: int, max_body_bytes: int | None, session_header: str
-    ) -> None:
+    def __init__(self, gateway: Gateway, intake: Intake, reports: Reports, config: RouterConfig) -> None:
         self.gateway = gateway
         self.intake = intake
-        self.max_body_bytes = max_body_bytes
+        self.reports = reports
+        self.max_body_bytes = parse_bytes(config.max_body)
         """None: bodies may have any length."""
-        self.session_header = session_header
+        self.session_header = config.sessions_by
         """Names the session of a request; empty: nothing does."""
-        self.places = Places(max_requests + SPARE_CONNECTIONS, "HTTP requests")
+        self.places = Places(config.max_requests + SPARE_CONNECTIONS, "HTTP requests")
         """A request has one from when its body is here."""
 
 
 class Visit:
-    """One HTTP request, and all that it has taken. `close` gives back what is left of that."""
+    """One HTTP request, and all that it has taken. `close` gives back what is left of that. scope: of ASGI; a gRPC call has one
+    like it."""
 
-    __slots__ = ("_admission", "_body", "_client", "_has_place", "_is_large", "id", "is_from_batch", "owner", "send")
+    __slots__ = (
+        "_admission",
+        "_begun_s",
+        "_body",
+        "_client",
+        "_has_place",
+        "_is_large",
+        "_scope",
+        "id",
+        "is_from_batch",
+        "owner",
+        "send",
+    )
 
-    def __init__(self, admission: Admission, send: Send) -> None:
+    def __init__(self, admission: Admission, scope: Scope, send: Send) -> None:
         self._admission = admission
+        self._scope: Scope | None = scope
+        self._begun_s = admission.gateway.clock()
         self._body: bytes | None = None
         self._has_place = self._is_large = False
         self.id = secrets.token_hex(12)
@@ -82,17 +100,19 @@ class Visit:
     def max_body_bytes(self) -> int | None:
         return self._admission.max_body_bytes
 
-    def close(self) -> None:
-        """The end of its response: what is left of it is given back."""
+    def close(self, status: int) -> None:
+        """The end of its response: what is left of it is given back, and logs and traces are told."""
         if self._client is not None:
             self._admission.gateway.leave(self._client)
         if self._has_place:
             self._admission.places.leave(self.owner)
+        if self._scope is not None:
+            self._admission.reports.ended(self._scope, self.id, self.owner, status, self._begun_s, self._client)
 
     def hand_over(self) -> "Visit":
         """What it has taken goes to another one, which somebody closes after the end of this response."""
         other = copy(self)
-        self._client, self._has_place = None, False
+        self._scope, self._client, self._has_place = None, None, False
         return other
 
     def enter(self, prefix: str = "", scope: Scope | None = None) -> ClientRequest:
@@ -154,7 +174,7 @@ class Doorkeeper:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        visit, app, status = Visit(self._admission, send), self._app, CLIENT_CLOSED
+        visit, app, status = Visit(self._admission, scope, send), self._app, CLIENT_CLOSED
         scope[VISIT] = visit
 
         async def send_named(message: Message) -> None:
@@ -172,6 +192,7 @@ class Doorkeeper:
         try:
             try:
                 visit.id = id_in(scope) or visit.id
+                REQUEST.set(visit.id)
                 batch_owner = scope.get(BATCH_OWNER)
                 visit.is_from_batch = batch_owner is not None
                 visit.owner = self._guard.admit(scope) if batch_owner is None else self._guard.admit_batch(batch_owner)
@@ -182,6 +203,6 @@ class Doorkeeper:
             status = 500  # a bug: the server answers for it
             raise
         finally:
-            visit.close()
+            visit.close(status)
             route = scope.get("route")
             self._metrics.responded("other" if route is None else route.path, status)

@@ -66,6 +66,7 @@ from router.api.messages import (
     read_message,
 )
 from router.api.refused import hint_at
+from router.api.reports import Reports
 from router.api.responses import ResponseBody, ResponseFields, ResponseShape, read_response
 from router.api.roles import RolesApi
 from router.api.routes import (
@@ -112,7 +113,7 @@ from router.cluster import SafeToDelete, cluster_page
 from router.core import Gateway
 from router.metric_aliases import MetricAliases
 from router.metrics import RouterCollector, RouterMetrics, member_metrics, role_metrics
-from router.outbox import ClientRequest
+from router.outbox import Asked, ClientRequest
 
 R = TypeVar("R", bound=ReadRequest)
 S = TypeVar("S", bound=AnswerShape[Any])
@@ -150,7 +151,8 @@ class Api(ApiPart):
     ) -> None:
         super().__init__(gateway, model)
         self.model_name = model
-        self.admission = Admission(gateway, intake, config.max_requests, parse_bytes(config.max_body), config.sessions_by)
+        self.reports = Reports(gateway, config)
+        self.admission = Admission(gateway, intake, self.reports, config)
         self.timelines = TimelineApi(gateway, model)
         self.live = LiveApi(gateway, model, metrics, config)
         self._store = (
@@ -336,6 +338,7 @@ class Api(ApiPart):
         choices = range(asked.choices)
         client.expect(len(choices), {**asked.named(client.id), visit.id: choices, client.id: choices})
         accepted = await visit.work(request, self._accept(asked, client, accept))
+        client.asked = _asked(asked, accepted, self._model)
         self._gateway.deliver(self._gateway.core.requests.submit(client, accepted.specs, self._gateway.clock()))
         return accepted
 
@@ -450,6 +453,15 @@ class Api(ApiPart):
         if adapter is None:
             return card
         return replace(card, id=adapter.name, root=adapter.folder, parent=self._model, digest=adapter.digest)
+
+
+def _asked(request: ReadRequest, accepted: Accepted, model: str) -> Asked:
+    """model: the name of what is served."""
+    sampling, is_chat = accepted.specs[0].sampling, request.prompt_field in ("messages", "input")
+    operation = "embeddings" if sampling.pooling is not None else "chat" if is_chat else "text_completion"
+    parameters = {"max_tokens": sampling.max_new_tokens, "temperature": sampling.temperature, "top_p": sampling.top_p}
+    named, fields = accepted.specs[0].adapter or model, request.fields
+    return Asked(operation, named, accepted.prompt_tokens, fields.n, fields.stream, parameters)
 
 
 def build_app(api: Api, metrics: RouterMetrics, access: Access = OPEN, hosts: Collection[str] = (LOOPBACK,)) -> DescribedApp:

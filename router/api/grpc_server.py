@@ -22,6 +22,7 @@ from starlette.types import Message, Scope
 from common.access import Access
 from common.config import RouterConfig
 from common.errors import BadRequest, ConfigError, DeadlinePassed, NotFound, Overloaded, TandemError
+from common.logs import REQUEST
 from common.messages import Failed
 from router.api.admission import CLIENT_CLOSED, SPARE_CONNECTIONS, Visit
 from router.api.app import Api
@@ -131,13 +132,14 @@ class GrpcCalls:
 
     async def _serve(self, path: str, serve: Serve, _: object, context: Any) -> None:
         """The way of a call through the router: what `Doorkeeper` is for HTTP."""
-        visit, status, problem = Visit(self._api.admission, _no_response), CLIENT_CLOSED, ""
+        metadata = context.invocation_metadata()
+        headers = [(name.encode(), one if isinstance(one, bytes) else one.encode()) for name, one in metadata]
+        scope = {"method": "POST", "path": path, "headers": headers}
+        visit, status, problem = Visit(self._api.admission, scope, _no_response), CLIENT_CLOSED, ""
         wait_s: int | None = None
         try:
-            metadata = context.invocation_metadata()
-            headers = [(name.encode(), one if isinstance(one, bytes) else one.encode()) for name, one in metadata]
-            scope = {"path": path, "headers": headers}
             visit.id = id_in(scope) or visit.id
+            REQUEST.set(visit.id)
             needs_key = serve not in (self._health_check, self._check)  # as at HTTP: load balancers have none
             if needs_key:
                 visit.owner = self._guard.name_of_caller(scope, NeededKey.API)
@@ -154,7 +156,7 @@ class GrpcCalls:
             _log.exception("a call of %s failed", path)
             status, problem = 500, "internal error: see the router's log"
         finally:
-            visit.close()
+            visit.close(status)
             self._metrics.responded(path, status)
         trailers = [(HEADER.decode(), visit.id)]
         if wait_s is not None:

@@ -16,6 +16,7 @@ from collections.abc import AsyncIterator, Iterable
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from http import HTTPStatus
 from typing import Any, Literal
 
 import msgspec
@@ -108,7 +109,7 @@ class BackgroundResponse:
         try:
             await EventStream(gateway, visit.client, self._shape, send, 0)({"type": "http", "path": ""}, lambda: never, send)
         finally:
-            visit.close()
+            visit.close(HTTPStatus.OK)
         if self._last:
             body = bytes(_decode(self._last.partition(BEGIN)[2], type=_LastEvent).response)
             await self._write(stored, [self._last], with_status(body, "cancelled") if self._shape.was_aborted else body, "")

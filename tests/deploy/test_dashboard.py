@@ -1,4 +1,4 @@
-"""The Grafana dashboard asks for metrics that the router has, by labels that they have, as their types demand."""
+"""The Grafana dashboards ask for metrics that the router has, by labels that they have, as their types demand."""
 
 import json
 import re
@@ -12,8 +12,9 @@ from common.messages import DetokenizerHeartbeat
 from tests.router.calls import chat, get, post, until
 from tests.router.fakes import Site
 
-DASHBOARD = json.loads((Path(__file__).parents[2] / "deploy/kubernetes/dashboard.json").read_text())
-PANELS = [panel for panel in DASHBOARD["panels"] if panel["type"] != "row"]
+FILES = sorted((Path(__file__).parents[2] / "deploy/grafana").glob("*.json"))
+DASHBOARDS = {path.stem: json.loads(path.read_text()) for path in FILES}
+PANELS = [panel for dashboard in DASHBOARDS.values() for panel in dashboard["panels"] if panel["type"] != "row"]
 QUERIES = [(target["expr"], target["legendFormat"]) for panel in PANELS for target in panel["targets"]]
 SUFFIXES = {"histogram": ("_bucket", "_sum", "_count"), "counter": ("_total",), "gauge": ("",)}
 
@@ -92,8 +93,10 @@ def faults_of(query: str, legend: str, known: dict[str, Known]) -> list[str]:
     return faults + [f"the legend shows {label}, which the query does not keep" for label in set(shown) - left]
 
 
-def test_panels_have_numbers_of_their_own_and_do_not_overlap() -> None:
-    panels = DASHBOARD["panels"]
+@pytest.mark.parametrize("name", DASHBOARDS)
+def test_panels_have_numbers_of_their_own_and_do_not_overlap(name: str) -> None:
+    panels = DASHBOARDS[name]["panels"]
+    assert DASHBOARDS[name]["uid"] == f"tandem-{name}"
     assert len({panel["id"] for panel in panels}) == len(panels)
     taken: set[tuple[int, int]] = set()
     for panel in panels:

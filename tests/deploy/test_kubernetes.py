@@ -44,7 +44,7 @@ def read(name: str) -> list[Manifest]:
 
 
 KUSTOMIZATION = read("kustomization.yaml")[0]
-MANIFESTS = [manifest for name in KUSTOMIZATION["resources"] for manifest in read(name)]
+MANIFESTS = [manifest for name in KUSTOMIZATION["resources"] if name.endswith(".yaml") for manifest in read(name)]
 SETTINGS = dict(line.split("=", 1) for line in KUSTOMIZATION["configMapGenerator"][0]["literals"])
 
 

@@ -1,0 +1,181 @@
+"""Dashboards, alert rules, the compose file and the Helm chart: they parse, name metrics that exist, and say what `launch` takes.
+
+Helm and promtool are asked where they are installed; without them their tests are skipped.
+"""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.deploy.commands import calls_of, read_command
+from tests.deploy.test_kubernetes import PREFILL_0, VERSIONS
+
+DEPLOY = Path(__file__).parents[2] / "deploy"
+CHART = DEPLOY / "helm/tandem"
+FILES = [path for path in sorted(DEPLOY.rglob("*")) if path.is_file() and path.suffix in (".json", ".yaml", ".tpl")]
+TEMPLATES = [path for path in FILES if path.parent == CHART / "templates"]
+EVERYTHING = (
+    "keys.existingSecret=keys,routers.count=2,routers.accessLog=true,routers.otlpEndpoint=http://tempo:4318,autoscale.enabled=true,"
+    "monitoring.serviceMonitor=true,monitoring.prometheusRule=true,monitoring.dashboards=true,prefill.pods=2,prefill.tp=16"
+)
+MADE = "keys.cluster=c,keys.control=d,keys.api=alice 0123456789abcdef"
+
+
+def name_of(path: Path) -> str:
+    return path.relative_to(DEPLOY).as_posix()
+
+
+@pytest.mark.parametrize("path", [path for path in FILES if path not in TEMPLATES], ids=name_of)
+def test_every_file_parses(path: Path) -> None:
+    text = path.read_text()
+    assert json.loads(text) if path.suffix == ".json" else list(yaml.safe_load_all(text))
+
+
+def test_every_metric_that_a_file_names_exists() -> None:
+    page = (DEPLOY.parent / "docs/reference/metrics.md").read_text()
+    known = set[str]()
+    for name, kind in re.findall(r"\*\*`(tandem_\w+)`\*\* \((\w+)", page):
+        known |= {f"{name}{suffix}" for suffix in ("_bucket", "_sum", "_count")} if kind == "histogram" else {name}
+    named = {name: path for path in FILES for name in re.findall(r"\btandem_[a-z]\w+", path.read_text())}
+    assert len(named) > 40
+    assert not {name: name_of(path) for name, path in named.items() if name not in known}
+
+
+def test_every_dashboard_is_in_the_chart_and_in_the_kustomization() -> None:
+    boards = {path.name for path in (DEPLOY / "grafana").glob("*.json")}
+    (generated,) = yaml.safe_load((DEPLOY / "grafana/kustomization.yaml").read_text())["configMapGenerator"]
+    linked = {path.name: path.resolve() for path in (CHART / "files").iterdir()}
+    assert boards == set(generated["files"]) == linked.keys() - {"rules.yaml"}
+    assert linked == {name: DEPLOY / ("prometheus" if name == "rules.yaml" else "grafana") / name for name in linked}
+
+
+def test_what_compose_starts_is_a_command_and_the_files_that_it_names_are_there() -> None:
+    compose = yaml.safe_load((DEPLOY / "compose/compose.yaml").read_text())
+    words = [word.replace("${MODEL:-demo}", "demo") for word in compose["services"]["tandem"]["command"]]
+    from launch.main import build_parser
+
+    flags = build_parser().parse_args(words)
+    tempo = yaml.safe_load((DEPLOY / "compose/tempo.yaml").read_text())
+    assert flags.otlp_endpoint == f"http://{tempo['distributor']['receivers']['otlp']['protocols']['http']['endpoint']}"
+    texts = [path.read_text() for path in FILES if path.parent.is_relative_to(DEPLOY / "compose")]
+    named = {name for text in texts for name in re.findall(r"/etc/tandem/([\w./-]+)", text)}
+    assert named and all((DEPLOY / name).exists() for name in named)
+    assert all(service["network_mode"] == "host" for service in compose["services"].values())
+
+
+def test_the_chart_reads_the_values_that_it_has() -> None:
+    values = yaml.safe_load((CHART / "values.yaml").read_text())
+    text = "".join(path.read_text() for path in TEMPLATES)
+    read = set(re.findall(r"\.Values((?:\.\w+)+)", text)) | {
+        f".{role}.{name}" for role in ("prefill", "decode") for name in re.findall(r"\$values\.(\w+)", text)
+    }
+    there = {f".{name}.{inner}" for name, of in values.items() if isinstance(of, dict) for inner in of}
+    there |= {f".{name}" for name, of in values.items() if not isinstance(of, dict)}
+    assert read == there
+
+
+# --- with the tools ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not installed")
+def test_prometheus_takes_its_configuration_and_its_rules_which_fire_as_they_say() -> None:
+    for words in (
+        ["check", "config", str(DEPLOY / "compose/prometheus.yaml")],
+        ["test", "rules", str(DEPLOY / "prometheus/rules_test.yaml")],
+    ):
+        done = subprocess.run(["promtool", *words], capture_output=True, text=True, timeout=60)
+        assert done.returncode == 0, done.stdout + done.stderr
+
+
+def rendered(*settings: str) -> list[dict[str, Any]]:
+    words = ["helm", "template", "tandem", str(CHART), *(word for each in settings for word in ("--set", each))]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    return [manifest for manifest in yaml.safe_load_all(done.stdout) if manifest is not None]
+
+
+def pods(manifests: list[dict[str, Any]]) -> Iterator[tuple[str, dict[str, Any]]]:
+    for each in manifests:
+        if each["kind"] == "Deployment":
+            yield each["metadata"]["name"], each["spec"]["template"]
+        elif each["kind"] == "LeaderWorkerSet":
+            yield each["metadata"]["name"], each["spec"]["leaderWorkerTemplate"]["workerTemplate"]
+
+
+needs_helm = pytest.mark.skipif(shutil.which("helm") is None, reason="helm is not installed")
+
+
+@needs_helm
+@pytest.mark.parametrize("settings", [EVERYTHING, MADE])
+@pytest.mark.parametrize("version", VERSIONS)
+def test_what_the_chart_renders_is_valid_by_the_schemas_of_kubernetes(settings: str, version: str) -> None:
+    kubernetes_validate = pytest.importorskip("kubernetes_validate")
+    manifests = rendered(settings)
+    theirs = ("leaderworkerset.x-k8s.io", "monitoring.coreos.com")
+    for manifest in manifests:
+        if not manifest["apiVersion"].startswith(theirs):
+            kubernetes_validate.validate(manifest, version, strict=True)
+    for name, template in pods(manifests):
+        pod = {"apiVersion": "v1", "kind": "PodTemplate", "metadata": {"name": name}, "template": template}
+        kubernetes_validate.validate(pod, version, strict=True)
+        assert template["spec"]["enableServiceLinks"] is False
+
+
+@needs_helm
+def test_the_charts_pods_start_commands_of_launch_and_meet_at_every_router(programs: Path) -> None:
+    manifests = rendered(EVERYTHING)
+    found = dict(pods(manifests))
+    services = {each["metadata"]["name"]: each["spec"] for each in manifests if each["kind"] == "Service"}
+    for number in range(2):
+        (container,) = found[f"tandem-router-{number}"]["spec"]["containers"]
+        router = read_command(container["args"])
+        assert (router.router.access_log, router.router.otlp_endpoint) == ("on", "http://tempo:4318")
+        chosen = services[f"tandem-router-{number}"]["selector"].items()
+        assert [name for name, pod in found.items() if chosen <= pod["metadata"]["labels"].items()] == [f"tandem-router-{number}"]
+    for role, tp in (("prefill", 16), ("decode", 8)):
+        (container,) = found[f"tandem-{role}"]["spec"]["containers"]
+        environment = {each["name"]: each["value"] for each in container["env"] if "value" in each} | PREFILL_0
+        path = {"PATH": f"{programs}:{os.environ['PATH']}", "LWS_WORKER_INDEX": "0"}
+        subprocess.run([*container["command"], *container["args"]], env=environment | path, check=True, timeout=60)
+        instance = read_command(calls_of(programs)[-1]).instance
+        assert (instance.tp, len(instance.ranks), instance.name) == (tp, 8, f"{role}-0")
+        assert instance.routers == ("tcp://tandem-router-0:8001", "tcp://tandem-router-1:8001")
+        grace_s = found[f"tandem-{role}"]["spec"]["terminationGracePeriodSeconds"]
+        assert grace_s > 60 and "--within-s=60" in container["lifecycle"]["preStop"]["exec"]["command"][-1]
+    (autoscale,) = found["tandem-autoscale"]["spec"]["containers"]
+    from launch.main import build_parser
+
+    assert build_parser().parse_args(autoscale["args"]).scale == "kubernetes"
+
+
+@needs_helm
+def test_the_charts_keys_are_a_secret_that_only_root_reads_and_must_be_given() -> None:
+    manifests = rendered(MADE)
+    (secret,) = [each for each in manifests if each["kind"] == "Secret"]
+    assert secret["stringData"].keys() == {"cluster.key", "control.key", "api.keys"}
+    for _, template in pods(manifests):
+        (volume,) = [volume["secret"] for volume in template["spec"]["volumes"] if "secret" in volume]
+        assert volume == {"secretName": secret["metadata"]["name"], "defaultMode": 0o400}
+    with pytest.raises(AssertionError, match=r"give keys\.existingSecret"):
+        rendered("routers.count=1")
+
+
+@needs_helm
+def test_the_charts_figures_of_instances_come_from_one_router_and_its_rules_are_those_of_prometheus() -> None:
+    manifests = rendered(EVERYTHING)
+    monitors = [each["spec"]["endpoints"][0] for each in manifests if each["kind"] == "ServiceMonitor"]
+    assert [len(each.get("metricRelabelings", ())) for each in monitors] == [0, 1]
+    (rule,) = [each for each in manifests if each["kind"] == "PrometheusRule"]
+    assert rule["spec"] == yaml.safe_load((DEPLOY / "prometheus/rules.yaml").read_text())
+    (boards,) = [each["data"] for each in manifests if each["kind"] == "ConfigMap"]
+    assert {name: json.loads(text) for name, text in boards.items()} == {
+        path.name: json.loads(path.read_text()) for path in (DEPLOY / "grafana").glob("*.json")
+    }
