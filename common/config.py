@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from common.addresses import check_address, check_leader
+from common.drafting import Drafting, parse_drafting
 from common.options import (
     Switch,
     option,
@@ -253,6 +254,15 @@ class InstanceConfig:
     prefix_cache: Switch = option(
         "on", "on: keep the KV of prompts and answers while memory is left, for later requests that begin alike; off: never"
     )
+    speculative_config: str = option(
+        "",
+        "speculative decoding by the decode role, as in vLLM: a JSON object such as "
+        '{"method": "ngram", "num_speculative_tokens": 8, "prompt_lookup_max": 4, "prompt_lookup_min": 2}; default: none',
+    )
+    speculative_algorithm: Literal["none", "NGRAM"] = option("none", "the same by SGLang's name, without further settings")
+    speculative_num_draft_tokens: int = option(
+        0, "with --speculative-algorithm: most drafted tokens of a request in a step; 0: 8"
+    )
     verify_pages: Switch = option(
         "off", "on: compare a checksum of each KV page at both ends of a transfer; the same in the whole fleet, off with --tp"
     )
@@ -263,12 +273,18 @@ class InstanceConfig:
         return tuple(address.strip() for address in self.router.split(","))
 
     @property
+    def drafting(self) -> Drafting | None:
+        """How tokens are drafted; None: they are not. Raises ConfigError."""
+        return parse_drafting(self.speculative_config, self.speculative_algorithm, self.speculative_num_draft_tokens)
+
+    @property
     def ranks(self) -> range:
         """Those that this command starts."""
         return parse_ranks(self.rank, self.tp)
 
     def __post_init__(self) -> None:
         self._check_ranks()
+        _ = self.drafting
         for address in self.routers:
             check_address(address)
         require(len(set(self.routers)) == len(self.routers), "router", "addresses that differ", self.router)

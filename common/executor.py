@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from common.errors import TandemError
-from common.ids import Digest, Int32Array
+from common.ids import Digest, Int32Array, Int64Array
 from common.messages import EngineChoices, Failed, ModelIdentity, TokenLogprob
 from common.messages.tasks import Task
 from common.messages.text import LEAST_LOGPROB
@@ -139,6 +139,15 @@ class StepPlan:
     grown_pages: Int32Array = field(default_factory=_NO_NUMBERS.copy)
     held_tokens: int = 0
     """Tokens whose KV the decode rows read, those that they feed among them. For what the step costs; it changes no answer."""
+    draft_rows: Int32Array = field(default_factory=_NO_NUMBERS.copy)
+    """[drafts] int32: the decode row that each drafted token may continue (speculative decoding, Leviathan et al. 2023). Those of
+    a row are side by side, in the order of the sequence. A row with drafts is in no other step that is in flight."""
+    draft_tokens: Int32Array = field(default_factory=_NO_NUMBERS.copy)
+    """[drafts] int32."""
+    verified_rows: Int32Array = field(default_factory=_NO_NUMBERS.copy)
+    """[rows] int32: rows whose last step had drafts. Their lengths after it, which depend on what was sampled."""
+    verified_lengths: Int32Array = field(default_factory=_NO_NUMBERS.copy)
+    """[rows] int32: tokens whose KV is in the pages and counts."""
 
     @property
     def sampled_rows(self) -> Int32Array:
@@ -157,6 +166,13 @@ class StepPlan:
         return np.concatenate([chunks, self.decode_rows])
 
     @property
+    def draft_offsets(self) -> Int64Array:
+        """[drafts] int64: how many tokens each draft is behind the one that its row feeds: 1, 2, … of each row."""
+        numbers = np.arange(len(self.draft_rows))
+        begins = np.flatnonzero(np.diff(self.draft_rows, prepend=-1))
+        return 1 + numbers - np.repeat(begins, np.diff(begins, append=len(numbers)))
+
+    @property
     def chunk_tokens(self) -> int:
         return sum(len(chunk.token_ids) for chunk in self.chunks)
 
@@ -173,7 +189,8 @@ class StepResult:
     tokens: Int32Array
     """[rows] int32, aligned with the plan's `sampled_rows`."""
     logprobs: Logprobs = NO_LOGPROBS
-    """The sampled tokens whose rows ask for them (`SamplingParams.logprobs`), one for each such row."""
+    """The sampled tokens whose rows ask for them (`SamplingParams.logprobs`): one for each such row, and those behind its drafts,
+    of which the first ones count, as many as tokens do."""
     prompt_logprobs: Logprobs = NO_LOGPROBS
     """For rows that ask for them and have no answer yet. A chunk [start, end) reports the tokens behind its own, which are
     [start + 1, end + 1), and the last chunk [start + 1, end): a prompt's are complete with its first token."""
@@ -182,6 +199,30 @@ class StepResult:
     (`SamplingParams.pooling`). What such a row samples counts for nothing."""
     failed: Mapping[int, TandemError] = field(default_factory=dict)
     """Row -> why its answer cannot go on: its grammar cannot be followed. What it samples counts for nothing."""
+    drafted: Int32Array = field(default_factory=_NO_NUMBERS.copy)
+    """[drafts] int32: what was sampled behind each of the plan's drafts. It counts if that draft and those before it are right;
+    see `count_right`."""
+
+
+def count_right(plan: StepPlan, tokens: Int32Array, drafted: Int32Array) -> Int32Array:
+    """How many drafts of each decode row are right: those that are what was sampled before them, up to the first that is not.
+
+    tokens, drafted: those of a `StepResult`. Returns [decode rows] int32; a row's answer grows by one token more.
+    """
+    rows = plan.decode_rows
+    right = np.zeros(len(rows), dtype=np.int32)
+    if len(plan.draft_rows):
+        place = np.empty(int(rows.max()) + 1, dtype=np.int64)
+        place[rows] = np.arange(len(rows))
+        at = place[plan.draft_rows]
+        offsets = plan.draft_offsets
+        is_first = offsets == 1
+        before = np.roll(drafted, 1)
+        before[is_first] = tokens[len(tokens) - len(rows) :][at[is_first]]
+        wrong = np.concatenate([[0], np.cumsum(plan.draft_tokens != before)])
+        of_rows_before = wrong[np.arange(len(at)) - offsets + 1]
+        right += np.bincount(at, wrong[1:] == of_rows_before, len(rows)).astype(np.int32)
+    return right
 
 
 K = TypeVar("K")

@@ -34,6 +34,8 @@ class Batch:
         self._room = np.zeros(rows, dtype=np.int32)
         self._shared = np.zeros(rows, dtype=np.int32)
         self._stop_ids: dict[int, frozenset[int]] = {}
+        self._is_verified = np.zeros(rows, dtype=bool)
+        """Rows whose last step had drafts: the executor does not know how many were right."""
 
     @property
     def running(self) -> int:
@@ -62,6 +64,7 @@ class Batch:
         self.sampled[row] = self._planned[row] = sampled
         self._limit[row] = sampling.max_new_tokens
         self._prompt[row], self._room[row], self._shared[row] = prompt, room, shared
+        self._is_verified[row] = False
         self._stop_ids.pop(row, None)
         if sampling.stop_token_ids:
             self._stop_ids[row] = frozenset(sampling.stop_token_ids)
@@ -78,6 +81,11 @@ class Batch:
         """The row's request has ended: no plan names the row from now on."""
         self._decoding[row] = self.live[row] = False
 
+    @property
+    def advancing(self) -> Int32Array:
+        """The rows that have another token to compute, some of them when they have another page. [rows] int32."""
+        return np.flatnonzero(self._advanceable()[0]).astype(np.int32)
+
     def short_rows(self) -> Int32Array:
         """The rows that cannot go on without another page. [rows] int32."""
         wants, has_room = self._advanceable()
@@ -89,6 +97,32 @@ class Batch:
         rows = np.flatnonzero(wants & has_room).astype(np.int32)
         self._planned[rows] += 1
         return rows
+
+    @property
+    def awaits_tokens(self) -> bool:
+        """A step is in flight that samples for a row which decodes."""
+        return bool((self._decoding & (self._planned > self.sampled)).any())
+
+    def most_drafts(self, rows: Int32Array, spare: int = 0) -> Int32Array:
+        """How many drafts each row may have in the next step that is planned for it. spare: count so many tokens as room that
+        its pages do not have. [rows] int32."""
+        planned = self._planned[rows]
+        fits: Int32Array = np.minimum(self._room[rows] + spare - self._prompt[rows] - planned, self._limit[rows] - planned - 1)
+        return fits
+
+    def next_tokens(self, rows: Int32Array) -> Int32Array:
+        """Tokens whose KV each row reads in the next step that is planned for it. [rows] int32."""
+        return self._prompt[rows] + self._planned[rows]
+
+    def verify(self, rows: Int32Array) -> None:
+        """The last step of these rows, which has returned, had drafts."""
+        self._is_verified[rows] = True
+
+    def verified(self, rows: Int32Array) -> tuple[Int32Array, Int32Array]:
+        """Those of the rows of a plan whose former step had drafts, and how many tokens' KV they have. Each is told once."""
+        rows = rows[self._is_verified[rows]]
+        self._is_verified[rows] = False
+        return rows, self._prompt[rows] + self.sampled[rows] - 1
 
     def held_tokens(self, rows: Int32Array) -> int:
         """Tokens whose KV these rows read in the last step that was planned for them."""
@@ -114,9 +148,11 @@ class Batch:
         self._room[rows] += (grown * page_size).astype(np.int32)
         return grown
 
-    def record(self, rows: Int32Array, tokens: Int32Array) -> tuple[np.ndarray, np.ndarray]:
-        """One sampled token for each of `rows` came back. Returns two masks over them: stopped by a token, and at the limit."""
+    def record(self, rows: Int32Array, tokens: Int32Array, *, drafted: bool = False) -> tuple[np.ndarray, np.ndarray]:
+        """One sampled token for each of `rows` came back. Returns two masks over them: stopped by a token, and at the limit.
+        drafted: it was sampled behind a draft that is right."""
         self.sampled[rows] += 1
+        self._planned[rows] += drafted
         assert (self.sampled[rows] <= self._planned[rows]).all()
         stopped = self._heeds_eos[rows] & (tokens[:, None] == self._eos).any(axis=1)
         if self._stop_ids:

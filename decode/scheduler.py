@@ -22,12 +22,24 @@ from msgspec.structs import replace
 
 from common.deadlines import earliest
 from common.errors import NoRoom, Preempted, Unavailable
-from common.executor import EngineDescription, StepResult
-from common.ids import InstanceId, Int32Array, Life, pack_ids
+from common.executor import EngineDescription, StepResult, count_right
+from common.ids import InstanceId, Int32Array, Int64Array, Life, pack_ids
 from common.instance.admission import admit
-from common.instance.ports import Action, Decision, Event, FormerRole, LayersDone, PeerDied, PeersChanged, Prepared, Report, Send
+from common.instance.ports import (
+    Action,
+    Decision,
+    Event,
+    FormerRole,
+    LayersDone,
+    PeerDied,
+    PeersChanged,
+    Prepared,
+    Report,
+    Send,
+    StepsMeasured,
+)
 from common.instance.request import InstanceLimits, RequestPhase
-from common.instance.requests import RequestTable, SharedEvent, SharedMessage, decline
+from common.instance.requests import NO_ROWS, RequestTable, SharedEvent, SharedMessage, decline
 from common.instance.token_memory import emit_tokens
 from common.messages import (
     Cancel,
@@ -44,10 +56,12 @@ from common.messages import (
 )
 from common.messages.transfers import LinkChanged, PushDone, PushFailed, Settled
 from common.pages.pool import count_pages
+from common.step_cost import StepCost
 from decode.batch import Batch
 from decode.memory import DecodeRoom, Rounds, choose_victims, comes_home
 from decode.requests import DecodeRequest, Growth
 from decode.reservations import Reservations
+from decode.speculation import NO_DRAFTS, Drafts, Speculation
 from kv_transfer.handoff_reader import MARGIN_S, WRITE_LEASE_S, Digest, HandoffReader
 
 DecodeMessage = Generate | Cancel | Reserve | Renew | Handoff | Withdraw | SharedMessage
@@ -78,6 +92,12 @@ class DecodeScheduler:
         self._reservations = Reservations(me, engine, self._requests, self._target, self._decode, digest)
         self._rounds = Rounds()
         self._room = DecodeRoom(self._requests, self._growth, self._target, self._rounds)
+        self._speculation = None
+        if limits.drafting is not None:
+            self._speculation = Speculation(limits.drafting, engine.max_rows, engine.model.context_tokens)
+        self._cost = StepCost()
+        self._verifying = False
+        """A step with drafts is in flight: how far its rows are is not known before it is back."""
         self._now = 0.0
         self.pool = self._requests.pool
         self.key_in = self._requests.key_in
@@ -127,6 +147,8 @@ class DecodeScheduler:
 
     def handle(self, event: Event, now: float) -> list[Action]:
         if isinstance(event, SharedEvent):
+            if isinstance(event, StepsMeasured):
+                self._cost = event.cost
             actions = self._requests.handle(event, now)
             request = self._requests.get(event.key) if isinstance(event, Prepared) else None
             if request is not None and request.phase is RequestPhase.DECODING and request.landed is not None:
@@ -176,7 +198,8 @@ class DecodeScheduler:
         live = batch.live[sampled]
         sampled, tokens = sampled[live], result.tokens[live]
         answered = [requests.in_row[row] for row in sampled.tolist()]
-        deltas += self._answer(answered, sampled, tokens, result, now)
+        behind = self._right_drafts(result)[live]
+        deltas += self._answer(answered, sampled, tokens, behind, result, now)
         return [*emit_tokens(deltas, [*pipelines, *(request.pipeline for request in answered)]), *actions]
 
     # --- for simulations: many steps at once --------------------------------------------------------------------------------
@@ -185,7 +208,7 @@ class DecodeScheduler:
         """How many more steps with just these rows, of which two are in flight, change nothing but a token of each row, while
         nobody sends anything; 0: the next may change more."""
         requests = self._requests
-        if requests.waiting or requests.computing or requests.starts:
+        if requests.waiting or requests.computing or requests.starts or self._speculation is not None:
             return 0
         return self._batch.spare_steps(rows, self.pool.available_pages, self._page_size)
 
@@ -208,39 +231,85 @@ class DecodeScheduler:
             request.token_ids.extend(tokens)
         return emit_tokens(deltas, pipelines)
 
+    def _right_drafts(self, result: StepResult) -> Int32Array:
+        """What was sampled behind the drafts that are right. [sampled rows, most of one] int32; -1: no more."""
+        plan = result.plan
+        chunked = len(plan.sampled_rows) - len(plan.decode_rows)
+        if not len(plan.draft_rows):
+            return np.empty((len(plan.sampled_rows), 0), dtype=np.int32)
+        right = count_right(plan, result.tokens, result.drafted)
+        self._verifying = False
+        self._batch.verify(plan.draft_rows)
+        counters = self._requests.counters
+        counters.tokens_drafted += len(plan.draft_rows)
+        counters.tokens_accepted += int(right.sum())
+        behind = np.full((len(plan.sampled_rows), int(right.max())), -1, dtype=np.int32)
+        right_of_row = np.zeros(len(self._requests.steps_of_row), dtype=np.int32)
+        right_of_row[plan.decode_rows] = right
+        is_right = plan.draft_offsets <= right_of_row[plan.draft_rows]
+        at = chunked + np.repeat(np.arange(len(right)), right)  # drafts are in the order of their rows
+        behind[at, plan.draft_offsets[is_right] - 1] = result.drafted[is_right]
+        return behind
+
     def _answer(
-        self, answered: list[DecodeRequest], rows: Int32Array, tokens: Int32Array, result: StepResult, now: float
+        self,
+        answered: list[DecodeRequest],
+        rows: Int32Array,
+        tokens: Int32Array,
+        behind: Int32Array,
+        result: StepResult,
+        now: float,
     ) -> list[TokenDelta]:
-        """The tokens that these requests have sampled, one each. Those whose answer is complete end."""
-        batch, chunks = self._batch, result.plan.chunks
-        stopped, at_limit = batch.record(rows, tokens)
-        for row in rows[batch.sampled[rows] == 2].tolist():
+        """The tokens that these requests have sampled, one each, and those behind drafts. Those whose answer is complete end."""
+        chunks = result.plan.chunks
+        stopped, at_limit = self._record(answered, rows, tokens)
+        for row in rows[self._batch.sampled[rows] == 2].tolist():
             self._requests.in_row[row].times.first_decode_s = now
-        self._requests.counters.tokens_generated += len(rows)
+        sampled = [[token] for token in tokens.tolist()]
+        for column in behind.T:
+            more = np.flatnonzero((column >= 0) & ~stopped & ~at_limit)
+            stopped[more], at_limit[more] = self._record(answered, rows[more], column[more], drafted=True)
+            for at, token in zip(more.tolist(), column[more].tolist(), strict=True):
+                sampled[at].append(token)
         deltas: list[TokenDelta] = []
-        for request, token in zip(answered, tokens.tolist(), strict=True):
-            number = request.next_token
-            deltas.append(TokenDelta(request.key, number, (token,)))
-            request.next_token = number + 1
-            request.token_ids.append(token)
+        for request, new in zip(answered, sampled, strict=True):
+            deltas.append(TokenDelta(request.key, request.next_token, tuple(new)))
+            request.next_token += len(new)
+            request.token_ids += new
+            self._requests.counters.tokens_generated += len(new)
         logprobs = result.logprobs.by_row()
         reporting = {*logprobs, *(chunk.row for chunk in chunks if chunk.last)} if logprobs or chunks else ()
         for at, row in enumerate(rows.tolist() if reporting else ()):
             if row in reporting:
-                deltas[at] = answered[at].with_logprobs(deltas[at], logprobs.get(row, ()))
+                told = logprobs.get(row, ())[: len(sampled[at])]
+                deltas[at] = answered[at].with_logprobs(deltas[at], told)
         for at in np.flatnonzero(stopped | at_limit).tolist():
-            ending = Finished(reason="stop", matched=int(tokens[at])) if stopped[at] else Finished(reason="length")
+            ending = Finished(reason="stop", matched=sampled[at][-1]) if stopped[at] else Finished(reason="length")
             deltas[at] = replace(deltas[at], ending=ending)
             answered[at].ending = ending
             self._growth.ended(int(rows[at]), stopped=bool(stopped[at]))
             self._end(answered[at], None, now)
         return deltas
 
+    def _record(
+        self, answered: list[DecodeRequest], rows: Int32Array, tokens: Int32Array, *, drafted: bool = False
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """See `Batch.record`."""
+        masks = self._batch.record(rows, tokens, drafted=drafted)
+        if self._speculation is not None:
+            is_first = self._batch.sampled[rows] == 1
+            for at in np.flatnonzero(is_first).tolist():
+                self._speculation.begin(int(rows[at]), np.append(answered[at].prompt, tokens[at]))
+            self._speculation.add(rows[~is_first], tokens[~is_first])
+        return masks
+
     # --- planning --------------------------------------------------------------------------------------------------------
 
     def decide(self, now: float) -> Decision:
         requests = self._requests
-        actions, grown = self._grow(now)
+        depths = self._depths()
+        waits = self._verifying or (bool(depths.any()) and self._batch.awaits_tokens)  # drafts follow a token that is known
+        actions, grown = ([], {}) if waits else self._grow(now)
         for request, failed in admit(requests, self._me.id, self._room.begin, now):
             if failed is not None:
                 actions += self._preempt(request, failed, grown, now)
@@ -253,14 +322,43 @@ class DecodeScheduler:
             actions += self._decline_for_now(request, now)
         actions += self._refuse_what_cannot_fit(now)
         actions += self._reservations.expect(now)
-        rows = self._batch.next_rows()
-        plan = requests.plan(now, rows, grown, self._batch.held_tokens(rows))
+        drafts = self._draft(depths, grown) if len(depths) and not waits else NO_DRAFTS
+        rows = NO_ROWS if waits else self._batch.next_rows()
+        held_tokens = self._batch.held_tokens(rows) + drafts.held_tokens
+        plan = requests.plan(now, rows, grown, held_tokens)
+        if plan is not None and self._speculation is not None:
+            verified, lengths = self._batch.verified(rows)
+            self._verifying |= len(drafts.rows) > 0
+            plan = dataclasses.replace(
+                plan, draft_rows=drafts.rows, draft_tokens=drafts.tokens, verified_rows=verified, verified_lengths=lengths
+            )
         assert plan is not None or not grown, "a row that grew is planned"
         for chunk in () if plan is None else plan.chunks:
             if chunk.last:
                 requests.in_row[chunk.row].phase = RequestPhase.DECODING
                 self._batch.prompt_planned(chunk.row)
         return Decision(plan, actions)
+
+    def _depths(self) -> Int64Array:
+        """How many drafts would pay in the next step, for each row of the batch. [rows] int64; empty: none would."""
+        if self._speculation is None or not len(rows := self._batch.advancing):
+            return np.empty(0, dtype=np.int64)
+        most = self._batch.most_drafts(rows, spare=self._page_size)
+        depths = np.zeros(len(self._requests.steps_of_row), dtype=np.int64)
+        depths[rows] = self._speculation.depths(rows, most, self._cost, self._batch.next_tokens(rows))
+        return depths
+
+    def _draft(self, depths: Int64Array, grown: dict[int, int]) -> Drafts:
+        """The drafts of the next step. A row gets a page for them if nobody else needs it. depths: of each row of the batch."""
+        assert self._speculation is not None
+        rows = np.flatnonzero(depths).astype(np.int32)
+        rows = rows[self._batch.live[rows]]
+        short = rows[self._batch.most_drafts(rows) < depths[rows]]
+        wanting = [self._requests.in_row[row] for row in short.tolist() if row not in grown]
+        if self.pool.available_pages > 2 * self._batch.running:
+            self._extend(wanting, grown)
+        most = self._batch.most_drafts(rows)
+        return self._speculation.draft(rows[most >= 0], np.minimum(depths[rows], most)[most >= 0], self._batch.next_tokens(rows))
 
     def next_deadline(self) -> float | None:
         return earliest(self._requests.next_deadline(), self._target.next_deadline(), self._rounds.next_deadline())
@@ -295,6 +393,8 @@ class DecodeScheduler:
         request.landed = first_token if request.prepares else None
         if not request.prepares:
             self._join(request, sampled=1)
+            if self._speculation is not None and request.row is not None:
+                self._speculation.begin(request.row, np.append(request.prompt, np.int32(first_token)))
             self._requests.starts.append(request.row_start(len(request.prompt), first_token))
 
     def _end(self, request: DecodeRequest, ending: Ending | None, now: float) -> list[Action]:

@@ -100,6 +100,10 @@ class StepArrays(NamedTuple, Generic[A]):
     sampled_rows: A
     sampled_at: A
     """Where among the step's tokens the sampled rows have theirs."""
+    drafts: A
+    """Six parts, one after the other, each with a number for each draft: its row of the batch, the row that it continues, how
+    many tokens behind that row's own, the drafted token, which of the decode rows it continues, and which is the first draft of
+    that row."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,10 +116,20 @@ class HostStep:
     """[decode rows], with this step's token; 1 for null rows."""
     is_greedy: bool
     """All of the sampled rows are."""
+    decode_owners: Int64Array
+    """[decode rows]: the row of the plan that each belongs to: those of drafts to the rows that they continue."""
+    sampled_owners: Int64Array
+    """The same for `sampled_rows`."""
 
 
 _NONE = np.empty(0, dtype=np.int64)
 _NOTHING = StepArrays(*[_NONE] * len(StepArrays._fields))
+
+
+def _padded(numbers: Int64Array, size: int, filler: int) -> Int64Array:
+    padded = np.full(size, filler)
+    padded[: len(numbers)] = numbers
+    return padded
 
 
 class BatchTensors:
@@ -124,15 +138,18 @@ class BatchTensors:
 
     After the rows lies the null row, which fills a batch to the size of its CUDA graph. Its one page is the spare page and its
     length stays 0, so what it computes is written where it does not count.
+
+    Behind it lie as many rows for drafts. A drafted token is a row of its own for one step, which shares the pages of the row
+    that it continues. So it is computed as a decode step would compute it, in the same graph.
     """
 
     def __init__(self, rows: int, pages: int, page_size: int, spare_page: int, device: torch.device) -> None:
         self.null = rows
         self.page_size = page_size
-        self.table = torch.zeros(rows + 1, pages, dtype=torch.int32, device=device)
+        self.table = torch.zeros(2 * rows + 1, pages, dtype=torch.int32, device=device)
         self.table[rows] = spare_page
-        self._whole = torch.zeros(4, rows + 1, dtype=torch.int64, device=device)
-        self._shares = torch.zeros(3, rows + 1, dtype=torch.float32, device=device)
+        self._whole = torch.zeros(4, 2 * rows + 1, dtype=torch.int64, device=device)
+        self._shares = torch.zeros(3, 2 * rows + 1, dtype=torch.float32, device=device)
         self.length, self.last_token, *_ = self._whole.unbind()
         self._leased, self._host_length = np.zeros((2, rows + 1), dtype=np.int64)
         self._is_greedy = np.ones(rows + 1, dtype=bool)
@@ -147,15 +164,27 @@ class BatchTensors:
         assert (columns < self.table.shape[1]).all(), "a row would hold more pages than its context has"
         self._leased[grown] += 1
         chunks = self._chunk(plan) if plan.chunks else _NOTHING
-        decoded = plan.decode_rows.astype(np.int64)
+        decoded = owners = plan.decode_rows.astype(np.int64)
+        if len(plan.verified_rows):
+            self._host_length[plan.verified_rows] = plan.verified_lengths
         self._host_length[decoded] += 1
-        rows = np.concatenate([chunks.chunk_rows, decoded]) if plan.chunks else decoded
-        assert (self._host_length[rows] <= self._leased[rows] * self.page_size).all(), "a row would write beyond its pages"
-        decode = decoded
+        lengths, drafts = self._host_length[decoded], _NONE
+        if len(plan.draft_rows):
+            drafts = self._draft(plan)
+            rows, of_drafts, offsets, *_ = drafts.reshape(6, -1)
+            decoded, owners = np.concatenate([decoded, rows]), np.concatenate([owners, of_drafts])
+            lengths = np.concatenate([lengths, self._host_length[of_drafts] + offsets])
+        planned = np.concatenate([chunks.chunk_rows, owners]) if plan.chunks else owners
+        ends = np.concatenate([chunks.chunk_ends, lengths]) if plan.chunks else lengths
+        assert (ends <= self._leased[planned] * self.page_size).all(), "a row would write beyond its pages"
+        decode, of_decode = decoded, owners
         if decode_size > len(decoded):
-            decode = np.full(decode_size, self.null)
-            decode[: len(decoded)] = decoded
+            decode, lengths = _padded(decoded, decode_size, self.null), _padded(lengths, decode_size, 1)
+            of_decode = _padded(owners, decode_size, self.null) if len(drafts) else decode
         sampled = np.concatenate([chunks.sampled_rows, decoded]) if plan.chunks else decoded
+        of_sampled = sampled
+        if len(drafts):
+            of_sampled = np.concatenate([chunks.sampled_rows, owners])
         tokens = len(chunks.token_ids)
         arrays = chunks._replace(
             started=begun.started,
@@ -166,8 +195,19 @@ class BatchTensors:
             decode_rows=decode,
             sampled_rows=sampled,
             sampled_at=np.concatenate([chunks.sampled_at, np.arange(tokens, tokens + len(decoded))]),
+            drafts=drafts,
         )
-        return HostStep(plan, arrays, np.maximum(self._host_length[decode], 1), bool(self._is_greedy[sampled].all()))
+        is_greedy = bool(self._is_greedy[of_sampled].all())
+        return HostStep(plan, arrays, lengths, is_greedy, of_decode, of_sampled)
+
+    def _draft(self, plan: StepPlan) -> Int64Array:
+        """`StepArrays.drafts`."""
+        numbers, offsets = np.arange(len(plan.draft_rows)), plan.draft_offsets
+        places = np.zeros(self.null, dtype=np.int64)
+        places[plan.decode_rows] = np.arange(len(plan.decode_rows))
+        of_decode, begins = places[plan.draft_rows], numbers - offsets + 1
+        parts = self.null + 1 + numbers, plan.draft_rows, offsets, plan.draft_tokens, of_decode, begins
+        return np.concatenate(parts, dtype=np.int64)
 
     def _start(self, starts: tuple[RowStart, ...]) -> StepArrays[Int64Array]:
         """What the step has of the rows that start."""
@@ -215,6 +255,25 @@ class BatchTensors:
             self._whole[:, rows], self._shares[:, rows] = state[:4], state[4:].view(torch.float64).float()
         if len(step.table_rows):
             self.table.index_put_((step.table_rows, step.table_columns), step.table_pages.int())
+        if len(step.drafts):
+            rows, owners, offsets, tokens, *_ = step.drafts.view(6, -1).unbind()
+            self.table[rows], self._shares[:, rows] = self.table[owners], self._shares[:, owners]
+            self._whole[:, rows] = self._whole[:, owners]
+            self.length[rows] += offsets
+            self.last_token[rows] = tokens
+
+    def verify(self, step: StepArrays[Tensor], decoded: int, tokens: Tensor) -> None:
+        """Behind a step with drafts: let its rows go on behind the last token that counts, as `count_right` has it. Waits for
+        nothing on the device. decoded: how many of its decode rows are neither drafts nor null. tokens: [sampled] int64."""
+        _, _, offsets, drafted, places, begin = step.drafts.view(6, -1).unbind()
+        first, behind = tokens[-decoded - len(drafted) : -len(drafted)], tokens[-len(drafted) :]
+        is_wrong = drafted != torch.where(offsets == 1, first[places], behind.roll(1))
+        wrong = is_wrong.cumsum(0)
+        right = torch.zeros_like(first).index_add_(0, places, (wrong == (wrong - is_wrong.long())[begin]).long())
+        last = torch.zeros_like(first).scatter_(0, places, begin) + right - 1
+        rows = step.decode_rows[:decoded]
+        self.length[rows] += right
+        self.last_token[rows] = torch.where(right > 0, behind[last.clamp(min=0)], first)
 
     def sampling(self, rows: Tensor) -> RowSampling:
         """How these rows sample their next token. Its noise depends on its position in the sequence, not on where the row began.

@@ -9,11 +9,12 @@ processors and kernels by their ports; does not know how logits are computed, or
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from common.errors import TandemError
@@ -95,6 +96,22 @@ _NO_TOKENS = _ReportedTokens(_NONE, _NONE, _NONE, _NONE)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class ProcessedDrafts:
+    """The rows of a step with drafts that processors concern, as places among the sampled ones. All int64, on the host."""
+
+    owners: Int64Array
+    """[sampled]: the row of each."""
+    begins: Int64Array
+    """[rows]: what is drawn whatever the drafts are."""
+    behind: Int64Array
+    """[sampled]: the place of the draft behind each; -1: there is none."""
+    foreseen: Int64Array
+    """[sampled]: the drafted token."""
+    failed: dict[int, TandemError] = field(default_factory=dict)
+    """See `SampledRows`."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class SpecialRows:
     """What a step does for its rows besides a draw from the model's own distribution. Tensors are on the device, [n] int64."""
 
@@ -110,11 +127,31 @@ class SpecialRows:
     prompt: _ReportedTokens
     prompt_at: Tensor
     prompt_tokens: Tensor
+    drafts: ProcessedDrafts | None
+    """In place of `processed` and `again`, if the step has drafts."""
+
+    @property
+    def changes_logits(self) -> bool:
+        return len(self.processed) > 0 or self.drafts is not None
 
     @property
     def failed(self) -> dict[int, TandemError]:
         """Rows whose answers cannot go on, and why. Complete once the step's tokens are drawn."""
+        if self.drafts is not None:
+            return self.drafts.failed
         return {row: error for _, rows in self.processed for row, error in rows.failed.items()}
+
+
+def _processed_drafts(host: HostStep, is_processed: NDArray[np.bool_]) -> ProcessedDrafts:
+    """is_processed: [sampled]."""
+    _, _, offsets, tokens, of_rows, _ = host.arrays.drafts.reshape(6, -1)
+    sampled, drafted, decoded = len(host.sampled_owners), len(tokens), len(host.plan.decode_rows)
+    places = np.arange(sampled - drafted, sampled)
+    behind, foreseen = np.full((2, sampled), -1, dtype=np.int64)
+    behind[np.where(offsets == 1, sampled - drafted - decoded + of_rows, places - 1)] = places
+    foreseen[places] = tokens
+    begins = np.flatnonzero(is_processed[: sampled - drafted])
+    return ProcessedDrafts(host.sampled_owners, begins, behind, foreseen)
 
 
 class Sampler:
@@ -166,14 +203,16 @@ class Sampler:
 
     def prepare(self, plan: StepPlan, host: HostStep, behind_graph: bool) -> SpecialRows | None:
         """What is special about this step; None: nothing. behind_graph: a graph draws the tokens first."""
-        rows = host.arrays.sampled_rows
+        rows = host.sampled_owners
         has_prompts = bool(self._prompts) and bool(plan.chunks)
         if not has_prompts and not (self._has_special and self._is_special[rows].any()):
             return None
         prompt = self._reported_of_prompts(plan) if has_prompts else _NO_TOKENS
         reporting = np.flatnonzero(self._top_counts[rows] != _NOTHING)
         sampled = self._reported_of_answers(rows[reporting], reporting)
-        concerned = [(each, each.concerns[rows]) for each in self._processors] if self._is_processed[rows].any() else []
+        is_processed = self._is_processed[rows]
+        drafts = _processed_drafts(host, is_processed) if len(plan.draft_rows) and is_processed.any() else None
+        concerned = [(each, each.concerns[rows]) for each in self._processors] if drafts is None and is_processed.any() else []
         again, drawn = _NONE, rows
         if behind_graph and concerned:
             again = np.flatnonzero(np.any([which for _, which in concerned], axis=0))
@@ -187,7 +226,7 @@ class Sampler:
             (each, SampledRows(host_rows, device_rows, host_at, at))
             for (each, _), (host_rows, host_at), (device_rows, at) in zip(processors, places, on_device, strict=True)
         ]
-        return SpecialRows(processed, sent[0], sampled, sent[1], sent[2], prompt, sent[3], sent[4])
+        return SpecialRows(processed, sent[0], sampled, sent[1], sent[2], prompt, sent[3], sent[4], drafts)
 
     def _reported_of_answers(self, rows: Int64Array, at: Int64Array) -> _ReportedTokens:
         """at: which of the sampled rows these are."""
@@ -226,13 +265,19 @@ class Sampler:
         greedy. likeliest: [rows] int64, the likeliest token of each row, if it is known.
         """
         if special is None or not special.processed:
-            return likeliest if rows is None and likeliest is not None else self._kernels.sample(logits, rows)
+            tokens = likeliest if rows is None and likeliest is not None else self._kernels.sample(logits, rows)
+            if special is not None and special.drafts is not None:
+                self._draw_behind_drafts(tokens, logits, rows, special.drafts)
+            return tokens
         is_theirs = logits.dtype == torch.float32 and len(special.sampled_at) > 0
         return self._draw_processed(logits.clone() if is_theirs else logits.float().contiguous(), rows, special)
 
     def redraw(self, tokens: Tensor, logits: Tensor, rows: RowSampling, special: SpecialRows) -> None:
         """Replace in `tokens` those that processors make others: a graph, which knows none, has drawn them. logits:
         [rows, vocab]. rows: all of the step."""
+        if special.drafts is not None:
+            self._draw_behind_drafts(tokens, logits, rows, special.drafts)
+            return
         at = special.again
         tokens[at] = self._draw_processed(logits[at].float(), rows.of(at), special)
 
@@ -244,6 +289,34 @@ class Sampler:
         for processor, of_rows in special.processed:
             processor.sampled(of_rows, tokens[of_rows.at])
         return tokens
+
+    def _draw_behind_drafts(self, tokens: Tensor, logits: Tensor, rows: RowSampling | None, drafts: ProcessedDrafts) -> None:
+        """Replace in `tokens` those of rows that processors concern: the first of each row, then what is behind those drafts that
+        are right, one draft further each time. So processors get no token that is not in the answer. Waits for the device if
+        any of these rows has drafts."""
+        at = drafts.begins
+        while len(at):
+            owners = drafts.owners[at]
+            which = [(each, np.flatnonzero(each.concerns[owners])) for each in self._processors]
+            sent = self._staging.send([at, *(part for _, places in which for part in (places, owners[places]))])
+            on_device = zip(sent[1::2], sent[2::2], strict=True)
+            processed = [
+                (each, SampledRows(owners[places], device_rows, places, device_at))
+                for (each, places), (device_at, device_rows) in zip(which, on_device, strict=True)
+                if len(places)
+            ]
+            some = logits[sent[0]].float()
+            for processor, of_rows in processed:
+                processor.apply(some, of_rows)
+            drawn = self._kernels.sample(some, None if rows is None else rows.of(sent[0]))
+            for processor, of_rows in processed:
+                processor.sampled(of_rows, drawn[of_rows.at])
+                drafts.failed.update(of_rows.failed)
+            tokens[sent[0]] = drawn
+            behind = drafts.behind[at]
+            if (behind < 0).all():
+                return
+            at = behind[(behind >= 0) & (drafts.foreseen[behind] == drawn.cpu().numpy())]
 
     def logprobs(self, logits: Tensor, tokens: Tensor, special: SpecialRows | None) -> TokenLogprobsOnDevice | None:
         """Those of the sampled tokens. logits: [rows, vocab], the model's own. tokens: [rows] int64."""

@@ -174,9 +174,9 @@ class Poolings:
 class PendingStep:
     """A step whose work has been given to the device: what is still to come of it, and how to wait for that.
 
-    tokens: [sampled] int64 on the device, in the order of `StepPlan.sampled_rows`. The other arguments are those of a
-    `StepResult`; None: there are none. Make it when all of the step's work has been started: its event comes behind that. A
-    thread that waits for the event sleeps, and keeps no core busy.
+    tokens: [sampled] int64 on the device, in the order of `StepPlan.sampled_rows`, and those behind drafts. The other arguments
+    are those of a `StepResult`; None: there are none. Make it when all of the step's work has been started: its event comes
+    behind that. A thread that waits for the event sleeps, and keeps no core busy.
     """
 
     def __init__(
@@ -217,7 +217,8 @@ class PendingStep:
         tokens: Int32Array = next(numbers)
         logprobs, prompt_logprobs = (NO_LOGPROBS if each is None else each.read(next(numbers)) for each in self._reported)
         embeddings = {} if self._embeddings is None else self._embeddings.read(next(numbers))
-        return StepResult(self._plan, tokens, logprobs, prompt_logprobs, embeddings, self._failed)
+        tokens, drafted = np.split(tokens, [len(tokens) - len(self._plan.draft_rows)])
+        return StepResult(self._plan, tokens, logprobs, prompt_logprobs, embeddings, self._failed, drafted)
 
 
 _Parts = tuple[Tensor | None, TokenLogprobsOnDevice | None, PooledPrompts | None]
@@ -280,9 +281,10 @@ class StepRunner:
         """
         wanted = report if any(chunk.last for chunk in plan.chunks) else None
         progress = LayerProgress(self._device, self._memory.layout.layers, self._layer_groups, wanted, between)
-        size = fitting(self._graph_sizes, len(plan.decode_rows)) if not plan.chunks else None
+        decoding = len(plan.decode_rows) + len(plan.draft_rows)
+        size = fitting(self._graph_sizes, decoding) if not plan.chunks else None
         host = self.batch.prepare(plan, size or 0)
-        recordable = len(plan.decode_rows) if not plan.chunks else 0
+        recordable = decoding if not plan.chunks else 0
         adapters = self._adapters.of_step(host, recordable if (recordable, True) in self._recordings else size)
         arrays = StepArrays(*self._staging.send(host.arrays))
         self.batch.apply(arrays)
@@ -305,6 +307,7 @@ class StepRunner:
         rows = arrays.sampled_rows
         tokens = self._sampler.draw(logits, None if host.is_greedy else self.batch.sampling(rows), special, likeliest)
         self.batch.last_token[rows] = tokens
+        self._verify(plan, arrays, tokens)
         logprobs = self._sampler.logprobs(logits, tokens, special)
         return PendingStep(plan, tokens, progress, logprobs, prompt_logprobs, embeddings, _failed(special, adapters))
 
@@ -440,14 +443,19 @@ class StepRunner:
         self._graph_rows[:size].copy_(arrays.decode_rows)
         attention.plan(self._graph_step(size, host.decode_lengths))
         replay()
-        count = len(host.plan.decode_rows)
+        count = len(arrays.sampled_rows)
         tokens, logits = self._graph_tokens[:count], self._graph_logits[:count]
-        if special is not None and special.processed:
+        if special is not None and special.changes_logits:
             rows = arrays.sampled_rows
             self._sampler.redraw(tokens, logits, self.batch.sampling(rows), special)
             self.batch.last_token[rows] = tokens
+        self._verify(host.plan, arrays, tokens)
         logprobs = self._sampler.logprobs(logits, tokens, special)
         return PendingStep(host.plan, tokens, progress, logprobs, failed=_failed(special, adapters))
+
+    def _verify(self, plan: StepPlan, arrays: StepArrays[Tensor], tokens: Tensor) -> None:
+        if len(plan.draft_rows):
+            self.batch.verify(arrays, len(plan.decode_rows), tokens)
 
 
 def _failed(special: SpecialRows | None, adapters: StepAdapters) -> Mapping[int, TandemError]:

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from common.config import EngineConfig, ModelConfig
 from common.errors import BadRequest, ConfigError, MemoryShort
-from common.executor import NO_LOGPROBS, EngineDescription, FutureWork, Logprobs, StepPlan, StepResult, ended_work
+from common.executor import NO_LOGPROBS, EngineDescription, FutureWork, Logprobs, StepPlan, StepResult, count_right, ended_work
 from common.host import host_memory_now
 from common.ids import Digest, Int32Array
 from common.messages import TokenLogprob
@@ -50,7 +50,8 @@ class Pace:
 
     def add(self, plan: StepPlan) -> float:
         """Returns when the plan's step ends, on the clock. It begins now, or when the step before it ends."""
-        seconds = self.cost.seconds(plan.chunk_tokens, len(plan.decode_rows), plan.held_tokens)
+        rows = len(plan.decode_rows) + len(plan.draft_rows)
+        seconds = self.cost.seconds(plan.chunk_tokens, rows, plan.held_tokens)
         self._busy_until_s = max(self.clock(), self._busy_until_s) + seconds
         return self._busy_until_s
 
@@ -133,17 +134,21 @@ class TimedExecutor:
         for chunk in plan.chunks:
             self._next[chunk.row] += len(chunk.token_ids)
         self._next[plan.decode_rows] += 1
-        tokens = self._words[self._next[plan.sampled_rows] % len(self._words)]
-        reported = self._logprobs(plan, tokens) if self._reports else (NO_LOGPROBS, NO_LOGPROBS)
+        tokens, drafted = self._words[self._next[plan.sampled_rows] % len(self._words)], plan.draft_tokens
+        if len(plan.draft_rows):
+            drafted = self._words[(self._next[plan.draft_rows] + plan.draft_offsets) % len(self._words)]
+            self._next[plan.decode_rows] += count_right(plan, tokens, drafted)
+        reported = self._logprobs(plan, tokens, drafted) if self._reports else (NO_LOGPROBS, NO_LOGPROBS)
         embeddings = {chunk.row: _ZERO for chunk in plan.chunks if chunk.last and chunk.row in self._pooled}
-        result = StepResult(plan, tokens, *reported, embeddings)
+        result = StepResult(plan, tokens, *reported, embeddings, drafted=drafted)
         return TimedStep(result, self._pace.add(plan), self._pace.clock)
 
-    def _logprobs(self, plan: StepPlan, tokens: Int32Array) -> tuple[Logprobs, Logprobs]:
+    def _logprobs(self, plan: StepPlan, tokens: Int32Array, drafted: Int32Array) -> tuple[Logprobs, Logprobs]:
         asked = self._reports
+        rows = [*plan.sampled_rows.tolist(), *plan.draft_rows.tolist()]
         sampled = [
             (row, token)
-            for row, token in zip(plan.sampled_rows.tolist(), tokens.tolist(), strict=True)
+            for row, token in zip(rows, [*tokens.tolist(), *drafted.tolist()], strict=True)
             if row in asked and asked[row].logprobs is not None
         ]
         prompts = [

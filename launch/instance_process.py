@@ -133,6 +133,7 @@ def _schedulers(instance: InstanceConfig, engine: EngineConfig, executor: Execut
         request_timeout_s=instance.max_request_timeout_s,
         drain_timeout_s=instance.drain_timeout_s,
         prefix_cache=instance.prefix_cache == "on",
+        drafting=instance.drafting,
         step_limit_s=step_limit_of(instance, engine, executor.description.device.partition(":")[0]),
     )
     digest = executor.digest_pages if instance.verify_pages == "on" else None

@@ -48,6 +48,8 @@ OF_INSTANCES: tuple[tuple[Kind, tuple[str, ...], Callable[[Member], float]], ...
     ("counter", ("vllm:prefix_cache_queries_total",), lambda member: member.counters.prompt_tokens_asked),
     ("counter", ("vllm:prefix_cache_hits_total",), lambda member: member.counters.prompt_tokens_hit),
     ("counter", ("vllm:num_preemptions_total",), lambda member: member.counters.preemptions),
+    ("counter", ("vllm:spec_decode_num_draft_tokens_total",), lambda member: member.counters.tokens_drafted),
+    ("counter", ("vllm:spec_decode_num_accepted_tokens_total",), lambda member: member.counters.tokens_accepted),
 )
 
 

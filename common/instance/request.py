@@ -13,6 +13,7 @@ from enum import Enum, auto
 import numpy as np
 from msgspec.structs import replace
 
+from common.drafting import Drafting
 from common.executor import Chunk, RowStart
 from common.ids import AttemptId, Digest, InstanceId, Int32Array, Life
 from common.instance.token_memory import Emitted
@@ -53,6 +54,8 @@ class InstanceLimits:
     """Whether KV is kept for later requests that begin alike."""
     step_limit_s: float = math.inf
     """What a step may take that computes prompts."""
+    drafting: Drafting | None = None
+    """How the role that decodes drafts tokens; None: it does not."""
 
 
 @dataclass(slots=True, eq=False)
@@ -275,10 +278,9 @@ class Request:
             self.prompt_logprobs.append(pack_logprobs(prompt_logprobs))
 
     def with_logprobs(self, delta: TokenDelta, logprobs: TokenLogprobs) -> TokenDelta:
-        """The delta of a token that was sampled here, with what is told beside it, which is remembered. logprobs: that of the
-        token; empty if it is not asked for."""
-        if logprobs:
-            self.logprobs.append(pack_logprobs(logprobs))
+        """The delta of tokens that were sampled here, with what is told beside them, which is remembered. logprobs: those of the
+        tokens; empty if they are not asked for."""
+        self.logprobs += [pack_logprobs([each]) for each in logprobs]
         prompt_logprobs = unpack_logprobs(self.prompt_logprobs) if self.prompt_logprobs and delta.first == 0 else ()
         cached_tokens = self.cached_tokens if delta.first == 0 else 0
         if not logprobs and not prompt_logprobs and not cached_tokens:

@@ -169,6 +169,10 @@ class Counters(msgspec.Struct, kw_only=True):
     """Pages that were not pushed, because the peer had them in its prefix cache."""
     tokens_generated: Count = 0
     """Tokens sent to the detokenizer."""
+    tokens_drafted: Count = 0
+    """Tokens that were drafted and verified."""
+    tokens_accepted: Count = 0
+    """Those of them that were right."""
     steps: Count = 0
     """Forwards."""
     pages_pushed: Count = 0

@@ -161,9 +161,14 @@ class Launch(Numbered, frozen=True, omit_defaults=True):
     grown_rows: bytes = b""
     grown_pages: bytes = b""
     held_tokens: Count = 0
+    draft_rows: bytes = b""
+    draft_tokens: bytes = b""
+    verified_rows: bytes = b""
+    verified_lengths: bytes = b""
 
     def __post_init__(self) -> None:
         check_ids(self.decode_rows, self.grown_rows, self.grown_pages)
+        check_ids(self.draft_rows, self.draft_tokens, self.verified_rows, self.verified_lengths)
 
 
 class LayersReached(Numbered, frozen=True):

@@ -39,7 +39,7 @@ VERSIONS = {
         types=("TakeRole", "RoleKept"),
         fields=(
             *("Goodbye.is_quiet", "Heartbeat.serves_whole", "Generate.incarnation"),
-            *("Load.held_token_s", "SamplingParams.logprob_ids"),
+            *("Load.held_token_s", "SamplingParams.logprob_ids", "Counters.tokens_drafted", "Counters.tokens_accepted"),
         ),
     ),
 }

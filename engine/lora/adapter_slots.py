@@ -263,7 +263,7 @@ class AdapterRows:
             return NO_ADAPTERS
         self._find_slots(adapted)
         failed = {row: self._lost[row] for row in adapted if row in self._lost}
-        slots = self._row_slots[np.concatenate([host.arrays.token_rows, host.arrays.decode_rows])]
+        slots = self._row_slots[np.concatenate([host.arrays.token_rows, host.decode_owners])]
         if len(failed) == len(adapted):
             return StepAdapters(failed=failed)
         if graph_rows is not None:

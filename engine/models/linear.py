@@ -309,6 +309,11 @@ _CLEARLY = 1.05
 """How much faster both weights must be than one of them, in the mean of `ROWS`, to be worth a second copy."""
 
 
+_SPLIT = 1.1
+"""How much faster it must be to use two products for few rows: a row's logits are the same bits beside any others, those of its
+drafts among them, only as long as one product computes them all."""
+
+
 _SECOND_OF_ALL, _SECOND_OF_FREE = 1 / 8, 1 / 4
 """The shares of the host's memory that second copies may take: of the whole, so that equal hosts decide alike, and of what is
 free."""
@@ -340,7 +345,12 @@ class MeasuredProduct(NamedTuple):
         between = (math.isqrt(one * next_one) + 1 for one, next_one in itertools.pairwise(_FEW_ROWS))
         ends = (1, *between, _MOST_FEW_ROWS + 1, sys.maxsize)
         ranges = [range(begin, end) for begin, end in itertools.combinations(ends, 2)]
-        return min(ranges, key=lambda rows: math.prod(self.packed[n] if n in rows else 1.0 for n in ROWS))
+
+        def seconds(rows: range) -> float:
+            splits_few = (1 in rows) != (_MOST_FEW_ROWS in rows)
+            return math.prod(self.packed[n] if n in rows else 1.0 for n in ROWS) * (_SPLIT if splits_few else 1.0)
+
+        return min(ranges, key=seconds)
 
 
 def mean(ratios: Ratios) -> float:

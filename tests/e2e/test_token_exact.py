@@ -101,7 +101,7 @@ def answers(fleet: FleetPages, prompts: Sequence[list[int]]) -> list[list[int]]:
 
 
 def check(model: Reference, prompts: Sequence[list[int]], *flags: str, colocated: bool) -> None:
-    """Every prompt through the ring, and through colocated serving.
+    """Every prompt through the ring, and through colocated serving that drafts tokens.
 
     No instance is given up for its silence: on a busy machine that would compute a prompt twice, and the counters would tell.
     """
@@ -121,10 +121,11 @@ def check(model: Reference, prompts: Sequence[list[int]], *flags: str, colocated
         assert len(answer) == model.length(answer, ANSWER_TOKENS)
         assert answer == model.greedy(prompt, answer), prompt
     if colocated:
-        with running_fleet("--prefill", "0", *common) as fleet:
+        with running_fleet("--prefill", "0", "--speculative-algorithm", "NGRAM", *common) as fleet:
             assert answers(fleet, prompts) == found
             assert answers(fleet, next_turns) == said, "the KV of an answer is that of a prompt"
             fleet.wait_until_home()
+            assert sum(value for _, value in fleet.samples("tandem_instance_tokens_accepted_total")) > 0
 
 
 def pages_spared(fleet: RunningFleet) -> float:

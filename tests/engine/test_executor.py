@@ -9,8 +9,9 @@ import ctypes
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,8 +19,9 @@ import torch
 from msgspec.structs import replace
 
 from common.config import EngineConfig, ModelConfig
-from common.executor import Chunk, Executor, ExecutorFailed, RowStart, StepHandle, StepPlan, StepResult
+from common.executor import Chunk, Executor, ExecutorFailed, RowStart, StepHandle, StepPlan, StepResult, count_right
 from common.ids import Int32Array
+from common.messages import TokenLogprob
 from common.sampling_params import SamplingParams
 from common.step_cost import StepCost
 from engine.step_runner import LayerProgress, PendingStep
@@ -67,7 +69,7 @@ class Engine:
 
 
 def toy() -> Engine:
-    return Engine(ToyExecutor(128, 8), lambda: pytest.fail("its steps complete at launch"))
+    return Engine(ToyExecutor(128, 24), lambda: pytest.fail("its steps complete at launch"))
 
 
 def toy_with_time() -> Engine:
@@ -78,7 +80,7 @@ def toy_with_time() -> Engine:
         clock.now_s += STEP_S
 
     cost = StepCost(step_s=STEP_S, chunk_token_s=0.0, decode_row_s=0.0)
-    return Engine(ToyExecutor(128, 8, Pace(cost, clock)), wait)
+    return Engine(ToyExecutor(128, 24, Pace(cost, clock)), wait)
 
 
 def torch_on_cpu(model: Path) -> Engine:
@@ -88,7 +90,7 @@ def torch_on_cpu(model: Path) -> Engine:
         assert ready.wait(WAIT_S), "nobody woke the loop"
         ready.clear()
 
-    config = EngineConfig(device="cpu", page_size=8, kv_memory="2MiB", max_running=8)
+    config = EngineConfig(device="cpu", page_size=8, kv_memory="2MiB", max_running=24)
     return Engine(TorchExecutor(ModelConfig(model=str(model)), config, ready.set, lambda text: None), wait)
 
 
@@ -150,6 +152,47 @@ def test_an_answer_that_is_resumed_goes_on_as_it_would_have(engine: Engine, samp
     begun = [np.append(prompt, answer[:so_far]).astype(np.int32) for prompt, answer in zip(asked, undisturbed, strict=True)]
     resumed = engine.answers(begun[::-1], sampling, TOKENS - so_far, chunk_tokens=7, growing=True)
     assert resumed[::-1] == [answer[so_far:] for answer in undisturbed]
+
+
+EXTRAS: list[dict[str, Any]] = [
+    {},
+    {"logprobs": 2},
+    {"repetition_penalty": 1.4, "frequency_penalty": 0.3},
+    {"min_tokens": 20, "ignore_eos": True},
+    {"logit_bias": ((17, 4.0), (30, -3.0)), "bad_words": ((21,), (17, 17))},
+]
+
+
+@pytest.mark.parametrize("wrong", [0.0, 0.3, 1.0], ids=["all right", "some wrong", "all wrong"])
+@EITHER
+def test_drafts_change_no_token_and_no_log_probability(engine: Engine, sampling: SamplingParams, wrong: float) -> None:
+    """Rows of different kinds beside each other, some with drafts, across borders of pages. Whoever drafts knows the answers."""
+    asked, random = prompts(1, 8, 9, 23, 14, 30), np.random.default_rng(7)
+    params = [replace(sampling, **EXTRAS[number % len(EXTRAS)]) for number in range(len(asked))]
+    told: list[dict[tuple[int, int], TokenLogprob]] = []
+
+    def run(plan: StepPlan) -> StepResult:
+        result = engine.run(plan)
+        right = dict(zip(plan.decode_rows.tolist(), count_right(plan, result.tokens, result.drafted).tolist(), strict=True))
+        for row, tokens in result.logprobs.by_row().items():
+            counts = tokens[: right.get(row, 0) + 1]
+            told[-1] |= {(row, sum(1 for each, _ in told[-1] if each == row) + at): each for at, each in enumerate(counts)}
+        return result
+
+    def draft(row: int, answer: Sequence[int]) -> list[int]:
+        known = answers[row][len(answer) :][: int(random.integers(0, 4)) if row else 0]
+        return [token if random.random() >= wrong else token + 1 for token in known]
+
+    told.append({})
+    answers = Driver(run, engine.description).answers(asked, TOKENS, params)
+    told.append({})
+    driver = Driver(run, engine.description, growing=True, draft=draft)
+    assert driver.answers(asked, TOKENS, params, chunk_tokens=9) == answers
+    assert (driver.right == 0) == (wrong == 1.0)
+    plain, drafted = told
+    assert plain.keys() == drafted.keys() and len(plain) == TOKENS
+    for key, each in plain.items():
+        assert drafted[key].token_id == each.token_id and drafted[key].logprob == pytest.approx(each.logprob, abs=1e-4)
 
 
 @pytest.mark.parametrize("penalty", [1.0, 1.4], ids=["plain", "penalised"])

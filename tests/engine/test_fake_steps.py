@@ -172,6 +172,10 @@ def two_steps(card: FakeCard, made: ModelRunner) -> None:
     run(StepPlan(3, decode_rows=rows[:3]))
     assert card.replays == replays + 1
     run(StepPlan(4, decode_rows=rows))
+    drafts = np.zeros(2, dtype=np.int32)
+    for step, some in ((5, rows[:2]), (6, rows)):  # with two drafts of row 0: four rows by a graph, and seven without one
+        run(StepPlan(step, decode_rows=some, draft_rows=drafts, draft_tokens=drafts + 7))
+        assert card.replays == replays + 2
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from common.errors import BadRequest, Unavailable
-from common.executor import EngineDescription, Logprobs, RowStart, StepPlan, StepResult, Work
+from common.executor import EngineDescription, Logprobs, RowStart, StepPlan, StepResult, Work, count_right
 from common.ids import Digest, Int32Array, Int64Array
 from common.messages import ModelIdentity, TokenLogprob
 from common.messages.tasks import ReadAdapter, Task
@@ -29,6 +29,8 @@ from common.sampling_params import Grammar, SamplingParams
 from engine.grammar.grammars import anything_goes
 from engine.timed import Pace
 
+Reported = tuple[list[int], list[TokenLogprob]]
+"""Rows, and the token of each whose log probability is reported."""
 TOY_VOCAB = 1000
 FIRST_TOKEN = 10
 """Sampled tokens are FIRST_TOKEN or more: smaller ones are free for ends of sequence."""
@@ -244,11 +246,13 @@ class ToyExecutor:
             if self._ranks is not None and not self._ranks.have_written(step.plan.step):
                 return
             self._in_flight.popleft()
-            tokens = self._sample(step.plan.sampled_rows)
+            reported = self._logprobs(step.plan, tokens := self._sample(step.plan.sampled_rows))
+            drafted = self._verify(step.plan, tokens, reported) if len(step.plan.draft_rows) else step.plan.draft_tokens
             lost = [row for row in step.plan.rows.tolist() if self._adapters[row] and self._adapters[row] not in self.held]
             failed = {row: Unavailable(f"the adapter {self._adapters[row]} is not held") for row in lost}
             embeddings = self._embeddings(step.plan, tokens)
-            step.result = StepResult(step.plan, tokens, *self._logprobs(step.plan, tokens), embeddings, failed)
+            sampled, prompts = (Logprobs.of(*each) for each in reported)
+            step.result = StepResult(step.plan, tokens, sampled, prompts, embeddings, failed, drafted)
 
     def prepare(self, grammar: Grammar, owner: str = "") -> Work:
         prepared = anything_goes(grammar, "the toy")
@@ -307,6 +311,7 @@ class ToyExecutor:
         plan = step.plan
         for start in plan.starts:
             self._start(start)
+        assert (self._length[plan.verified_rows] == plan.verified_lengths).all()
         grown, decode = plan.grown_rows, plan.decode_rows
         self._page_table[grown, self._held[grown]] = plan.grown_pages
         self._held[grown] += 1
@@ -316,12 +321,34 @@ class ToyExecutor:
             self._write(chunk.row, chunk.token_ids, np.arange(chunk.start, self._length[chunk.row]))
         self._write(decode, self._last[decode], self._length[decode])
         self._length[decode] += 1
+        self._write(plan.draft_rows, plan.draft_tokens, self._length[plan.draft_rows] + plan.draft_offsets - 1)
         step.is_written = True
         if self._ranks is not None:
             step.ends_s = None  # the last rank to write wakes the others
             self._ranks.wrote(plan.step)
 
-    def _logprobs(self, plan: StepPlan, tokens: Int32Array) -> tuple[Logprobs, Logprobs]:
+    def _verify(self, plan: StepPlan, tokens: Int32Array, reported: tuple[Reported, Reported]) -> Int32Array:
+        """What is sampled behind drafts, one further each time; then the rows go on behind what was right."""
+        drafted, offsets = np.zeros_like(plan.draft_tokens), plan.draft_offsets
+        before, last = self._length[plan.decode_rows].copy(), self._last.copy()
+        for offset in range(1, int(offsets.max()) + 1):
+            rows = plan.draft_rows[offsets == offset]
+            self._length[rows] += 1
+            drafted[offsets == offset] = self._sample(rows)
+        for row, offset, token in zip(plan.draft_rows.tolist(), offsets.tolist(), drafted.tolist(), strict=True):
+            alternatives = self._sampling[row].logprobs
+            if alternatives is not None:
+                reported[0][0].append(row)
+                at = int(before[plan.decode_rows == row][0]) + offset
+                reported[0][1].append(toy_logprob(token, at, alternatives))
+        right = count_right(plan, tokens, drafted)
+        self._length[plan.decode_rows], self._last = before + right, last
+        for row, count in zip(plan.decode_rows.tolist(), right.tolist(), strict=True):
+            if count:
+                self._last[row] = drafted[plan.draft_rows == row][count - 1]
+        return drafted
+
+    def _logprobs(self, plan: StepPlan, tokens: Int32Array) -> tuple[Reported, Reported]:
         """Log probabilities of the sampled tokens, and of the prompts' tokens in this step's chunks, for the rows that ask."""
         rows, told = list[int](), list[TokenLogprob]()
         for row, token in zip(plan.sampled_rows.tolist(), tokens.tolist(), strict=True):
@@ -336,7 +363,7 @@ class ToyExecutor:
                 if alternatives is not None and position > 0:
                     prompt_rows.append(chunk.row)
                     prompt_told.append(toy_logprob(token, position, alternatives))
-        return Logprobs.of(rows, told), Logprobs.of(prompt_rows, prompt_told)
+        return (rows, told), (prompt_rows, prompt_told)
 
     def _embeddings(self, plan: StepPlan, tokens: Int32Array) -> dict[int, bytes]:
         """The embeddings of complete prompts whose rows ask: the token that would follow, as the only dimension. It depends

@@ -8,6 +8,7 @@ from random import Random
 from typing import get_args
 
 from common.config import Dispatch, PolicyName
+from common.drafting import Drafting
 from common.ids import DETOKENIZER, ROUTER, Role, ServingRole
 from common.sampling_params import ANSWER_TOKENS
 from common.step_cost import StepCost
@@ -113,7 +114,12 @@ def draw_schedule(seed: int) -> Schedule:
     strangers = Random(f"strangers {seed}").choice((0, 0, 1, 3))
     schedule = replace(schedule, faults=faults, strangers=strangers)
     schedule = _with_caches(_with_grammars(schedule, Random(f"grammars {seed}")), Random(f"caches {seed}"))
-    return _with_ranks(schedule, Random(f"ranks {seed}"))
+    return _with_drafts(_with_ranks(schedule, Random(f"ranks {seed}")), Random(f"drafts {seed}"))
+
+
+def _with_drafts(schedule: Schedule, random: Random) -> Schedule:
+    """Half of them: decode instances draft tokens."""
+    return replace(schedule, size=replace(schedule.size, drafting=random.choice((None, Drafting()))))
 
 
 def _draw(seed: int) -> Schedule:

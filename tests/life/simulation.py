@@ -18,6 +18,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from unittest.mock import patch
 
+import decode.scheduler
 from common.errors import TandemError
 from common.messages import AnyMessage, Failed
 from common.messages.ranks import TransferOrder
@@ -25,6 +26,7 @@ from common.messages.transfers import Connect
 from common.pages import radix_cache
 from simulation.network import Letter
 from tests.life.checks import disturbed, misanswered, misinformed, misplaced, mistimed, needless, unsettled
+from tests.life.drafts import SeeingSpeculation
 from tests.life.letters import MEMBERSHIP
 from tests.life.schedule import Schedule, draw_schedule
 from tests.life.trial import Trial
@@ -49,7 +51,8 @@ class Report:
 
 def run_schedule(seed: int, trace: bool = False) -> Report:
     """Run the schedule of this seed, let everything settle, and check what must hold."""
-    with patch.object(radix_cache, "BLOCK_PAGES", 1):  # prompts are short
+    drafts = patch.object(decode.scheduler, "Speculation", SeeingSpeculation)
+    with patch.object(radix_cache, "BLOCK_PAGES", 1), drafts:  # prompts are short
         return _run(draw_schedule(seed), trace)
 
 
@@ -87,6 +90,8 @@ def _counts(trial: Trial) -> Counter[str]:
     for life in trial.lives:
         total = life.scheduler.report().counters
         counts["preemptions"] += total.preemptions
+        counts["tokens drafted"] += total.tokens_drafted
+        counts["tokens accepted"] += total.tokens_accepted
         counts["handoffs lost"] += total.handoffs_lost
         counts["reservations moved"] += total.reservations_moved
         counts["pushes failed"] += total.pushes_failed

@@ -58,7 +58,7 @@ class RankedStep:
                 self._followers.failed(f"rank 0 failed: {error}")
         if self._result is None or any(self._step not in follower.returned for follower in self._followers):
             return None
-        digest = digest_tokens(self._result.tokens)
+        digest = digest_tokens(self._result)
         for follower in self._followers:
             follower.layers.pop(self._step, None)
             if follower.returned.pop(self._step) != digest:

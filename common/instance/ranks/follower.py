@@ -261,5 +261,5 @@ class FollowerLoop:
                     self._line.send(LayersReached(step=step.number, layers=layers))
                 return
             self._steps.popleft()
-            digest = digest_tokens(result.tokens)
+            digest = digest_tokens(result)
             self._line.send(StepReturned(step=step.number, digest=digest))

@@ -12,8 +12,8 @@ from typing import Any
 from msgspec.structs import replace
 
 from common.errors import TandemError
-from common.executor import Chunk, RowStart, StepPlan
-from common.ids import InstanceId, Int32Array, pack_ids, unpack_ids
+from common.executor import Chunk, RowStart, StepPlan, StepResult
+from common.ids import InstanceId, pack_ids, unpack_ids
 from common.instance.ports import Mail
 from common.messages.ranks import (
     FromFollower,
@@ -91,16 +91,19 @@ class RankLine:
         return max(self._offsets_s, default=None)
 
 
+_IDS = ("decode_rows", "grown_rows", "grown_pages", "draft_rows", "draft_tokens", "verified_rows", "verified_lengths")
+"""What a plan and its message have by the same names, as arrays and packed."""
+
+
 def pack_plan(plan: StepPlan, grammar_id: Callable[[Grammar], int]) -> Launch:
     """grammar_id: the number of a grammar that the followers hold."""
+    packed: dict[str, Any] = {name: pack_ids(getattr(plan, name)) for name in _IDS}
     return Launch(
         step=plan.step,
         starts=tuple(_pack_start(start, grammar_id) for start in plan.starts),
         chunks=tuple(PromptChunk(chunk.row, chunk.start, pack_ids(chunk.token_ids), chunk.last) for chunk in plan.chunks),
-        decode_rows=pack_ids(plan.decode_rows),
-        grown_rows=pack_ids(plan.grown_rows),
-        grown_pages=pack_ids(plan.grown_pages),
         held_tokens=plan.held_tokens,
+        **packed,
     )
 
 
@@ -110,16 +113,14 @@ def unpack_plan(message: Launch, grammars: Mapping[int, Grammar]) -> StepPlan:
         step=message.step,
         starts=tuple(_unpack_start(start, grammars) for start in message.starts),
         chunks=tuple(Chunk(chunk.row, chunk.start, unpack_ids(chunk.token_ids), chunk.last) for chunk in message.chunks),
-        decode_rows=unpack_ids(message.decode_rows),
-        grown_rows=unpack_ids(message.grown_rows),
-        grown_pages=unpack_ids(message.grown_pages),
         held_tokens=message.held_tokens,
+        **{name: unpack_ids(getattr(message, name)) for name in _IDS},
     )
 
 
-def digest_tokens(tokens: Int32Array) -> int:
-    """CRC-32 of the tokens that a step sampled. tokens: [rows] int32."""
-    return zlib.crc32(pack_ids(tokens))
+def digest_tokens(result: StepResult) -> int:
+    """CRC-32 of the tokens that a step sampled."""
+    return zlib.crc32(pack_ids(result.drafted), zlib.crc32(pack_ids(result.tokens)))
 
 
 def _pack_start(start: RowStart, grammar_id: Callable[[Grammar], int]) -> RowBegins:

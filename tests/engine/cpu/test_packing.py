@@ -76,6 +76,12 @@ def test_the_range_of_packed_rows_is_the_best_one_where_no_range_is_right_for_al
     assert [count in measured.packed_rows(keeps_weight=True) for count in ROWS] == [True, True, True, False, False]
 
 
+@pytest.mark.parametrize(("of_one_row", "first"), [(1.07, 1), (1.2, 3)])
+def test_few_rows_have_one_product_unless_two_are_clearly_faster(of_one_row: float, first: int) -> None:
+    """So a row's logits are the same bits whatever is beside it."""
+    assert MeasuredProduct(Unused(), FASTER_FOR_FEW | {1: of_one_row}).packed_rows(keeps_weight=True)[0] == first
+
+
 @pytest.mark.parametrize("order", [1, -1])
 def test_the_fastest_product_is_measured_and_the_threads_stay(order: int) -> None:
     class Slow(Unused):

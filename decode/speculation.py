@@ -1,0 +1,180 @@
+"""Speculative decoding (Leviathan et al. 2023): what may follow the answers of rows, and how much of it pays to be verified.
+
+Owns the n-gram drafter, which proposes what followed the last tokens of a row when they were last there, in its prompt or its
+answer (prompt lookup decoding, Saxena 2023), and the depth. Knows rows and tokens as arrays; does not know requests, pages or
+plans. What noise a token has depends only on its seed and position, so a drafted token that is right is the token that would have
+been sampled: no answer depends on what is here.
+
+    tokens of the step ─► were the drafts of these rows right? ─► how often of late ─┐
+                     └──► what followed these last tokens before? ───────────────────┴─► drafts, as long as they pay
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from common.drafting import Drafting
+from common.ids import Int32Array, Int64Array
+from common.step_cost import StepCost
+
+BUCKETS = 32_768
+"""Most places of a row's table: an n-gram whose place another one has taken is not found."""
+INDEXED = 16_384
+"""Most tokens of a prompt that are looked at, the last ones: more would take the scheduler more than a millisecond."""
+LATELY = 8
+"""About so many predictions of a row count."""
+FIRST_SHARE = 0.5
+"""How often the predictions of a new row are taken to be right."""
+TURN_S = 0.0005
+"""What a step costs more that is planned when the one before it has returned, about."""
+EXPLORED_STEPS, EXPLORED_DRAFTS = 64, 4
+"""Every so many steps one row has so many drafts, whether they pay or not: only steps of different sizes tell what rows cost."""
+_PRIME = np.int64(0x9E3779B1)
+
+
+class Drafts(NamedTuple):
+    """Those of a step."""
+
+    rows: Int32Array
+    """[drafts] int32, as are the tokens: see `StepPlan`."""
+    tokens: Int32Array
+    held_tokens: int
+    """Tokens whose KV they read."""
+
+
+NO_DRAFTS = Drafts(np.empty(0, dtype=np.int32), np.empty(0, dtype=np.int32), 0)
+
+
+class NgramDrafter:
+    """The tokens of each row, and where each n-gram was last. All methods are array operations over rows.
+
+    rows: of the batch. context_tokens: most that a row holds. sizes: how long an n-gram is, the longest first; the first that
+    was there before counts. Takes 4 bytes for each token of each row, and as many for each place of a table.
+    """
+
+    def __init__(self, rows: int, context_tokens: int, sizes: tuple[int, ...]) -> None:
+        self._sizes = sizes
+        self._tokens = np.zeros((rows, context_tokens), dtype=np.int32)  # the system gives memory when it is written
+        self._length, self._followed = np.zeros((2, rows), dtype=np.int64)
+        """_followed: the place of what followed a row's last tokens before; 0: they were not there."""
+        buckets = min(BUCKETS, 1 << (context_tokens - 1).bit_length())
+        self._places = [np.zeros((rows, buckets), dtype=np.int32) for _ in sizes]
+        """Behind which token each n-gram was last. What is left of former requests is told by comparing the tokens."""
+
+    def begin(self, row: int, tokens: Int32Array) -> None:
+        """A request with these tokens takes the row."""
+        self._tokens[row, : len(tokens)] = tokens
+        self._length[row] = len(tokens) - 1
+        for size, places in zip(self._sizes, self._places, strict=True):
+            first = max(size, len(tokens) - INDEXED)
+            ends = np.arange(first, len(tokens))
+            of_ends = tokens[first - size : -1]
+            windows = np.lib.stride_tricks.sliding_window_view(of_ends, size) if len(ends) else np.empty((0, size))
+            places[row, self._hash(windows.astype(np.int64))] = ends  # of equal ones the last counts
+        self.add(np.array([row]), tokens[-1:])
+
+    def add(self, rows: Int64Array, tokens: Int32Array) -> None:
+        """One more token for each of these rows, each named once."""
+        at = self._length[rows]
+        self._tokens[rows, at] = tokens
+        self._length[rows] = length = at + 1
+        found = np.zeros(len(rows), dtype=np.int64)
+        for size, places in zip(self._sizes, self._places, strict=True):
+            back = np.arange(-size, 0)
+            last = self._tokens[rows[:, None], np.maximum(0, length[:, None] + back)].astype(np.int64)
+            buckets = self._hash(last)
+            place = places[rows, buckets].astype(np.int64)
+            is_there = (size <= place) & (place < length) & (found == 0)
+            before = self._tokens[rows[:, None], np.maximum(0, place[:, None] + back)]
+            found = np.where(is_there & (before == last).all(axis=1), place, found)
+            is_whole = length >= size
+            places[rows[is_whole], buckets[is_whole]] = length[is_whole]
+        self._followed[rows] = found
+
+    def knows(self, rows: Int64Array) -> NDArray[np.bool_]:
+        """Which of these rows it has something to propose for."""
+        return self._followed[rows] > 0
+
+    def propose(self, rows: Int64Array, most: int) -> Int32Array:
+        """[rows, most] int32: what may follow. Where it reaches the end of the row, the row is taken to repeat itself."""
+        followed, length = self._followed[rows, None], self._length[rows, None]
+        proposed: Int32Array = self._tokens[rows[:, None], followed + np.arange(most) % np.maximum(1, length - followed)]
+        return proposed
+
+    def _hash(self, windows: Int64Array) -> Int64Array:
+        """windows: [n, size]. Returns the place of each in a table, [n]."""
+        mixed = np.zeros(len(windows), dtype=np.int64)
+        for column in windows.T:
+            mixed = (mixed ^ column) * _PRIME
+            mixed ^= mixed >> 29
+        return mixed & (self._places[0].shape[1] - 1)
+
+
+def worth(shares: NDArray[np.float64], most: Int64Array, cost: StepCost, held: NDArray[np.float64], room: int) -> Int64Array:
+    """How many drafts of each row pay: those with which the whole step gives most tokens a second. [rows] int64.
+
+    shares: [rows] how likely a draft is right behind one that is right. most: [rows] int64, no more than so many each. held:
+    [rows] tokens that each row's step reads. room: most drafts in all.
+    """
+    depth = int(most.max(initial=0))
+    offsets = np.arange(1, depth + 1)
+    likely = np.where(offsets <= most[:, None], shares[:, None] ** offsets, 0.0)
+    seconds = np.broadcast_to((cost.decode_row_s + cost.held_token_s * held)[:, None], likely.shape) + 1e-9
+    order = np.argsort(-(likely / seconds), axis=None, kind="stable")[: max(0, room)]
+    step_s, rows = cost.seconds(0, len(shares), float(held.sum())), len(shares)
+    speed = (rows + np.cumsum(likely.ravel()[order])) / (step_s + TURN_S + np.cumsum(seconds.ravel()[order]))
+    best = int(np.argmax(speed)) if len(order) else -1
+    if best < 0 or speed[best] <= rows / step_s:
+        return np.zeros(rows, dtype=np.int64)
+    taken = order[: best + 1]
+    return np.bincount(taken[likely.ravel()[taken] > 0] // depth, minlength=rows)
+
+
+class Speculation:
+    """What to draft in the next step. rows, context_tokens: of the batch."""
+
+    def __init__(self, drafting: Drafting, rows: int, context_tokens: int) -> None:
+        self._drafting, self._rows = drafting, rows
+        self.drafter = NgramDrafter(rows, context_tokens, tuple({drafting.longest: 0, drafting.shortest: 0}))
+        self._right = np.zeros(rows)
+        """How often of late what was proposed first for a row came, whether it was drafted or not."""
+        self._steps = 0
+
+    def begin(self, row: int, tokens: Int32Array) -> None:
+        """A request with these tokens takes the row: its prompt, and what is known of its answer."""
+        self._right[row] = FIRST_SHARE
+        self.drafter.begin(row, tokens)
+
+    def add(self, rows: Int32Array, tokens: Int32Array) -> None:
+        """One more token for each of these rows, each named once."""
+        of_rows = rows.astype(np.int64)
+        foreseen = self.drafter.propose(of_rows, 1)[:, 0] == tokens
+        known = of_rows[self.drafter.knows(of_rows)]
+        self._right[known] += (foreseen[self.drafter.knows(of_rows)] - self._right[known]) / LATELY
+        self.drafter.add(of_rows, tokens)
+
+    def depths(self, rows: Int32Array, most: Int32Array, cost: StepCost, held: Int32Array) -> Int64Array:
+        """How many drafts each of these rows should have in the next step, [rows] int64. most, held: see `worth`."""
+        of_rows = rows.astype(np.int64)
+        bound: Int64Array = np.where(self.drafter.knows(of_rows), np.clip(most.astype(np.int64), 0, self._drafting.most), 0)
+        if not bound.any():
+            return bound
+        self._steps += 1
+        room = self._rows - len(rows)
+        if self._steps % EXPLORED_STEPS == 0:
+            likeliest = np.argmax(np.where(bound > 0, self._right[rows], -1.0))
+            return np.where(np.arange(len(rows)) == likeliest, np.minimum(bound, min(room, EXPLORED_DRAFTS)), 0)
+        if cost.step_s + cost.decode_row_s <= 0:
+            return np.zeros_like(bound)
+        return worth(self._right[rows], bound, cost, held.astype(np.float64), room)
+
+    def draft(self, rows: Int32Array, depths: Int64Array, held: Int32Array) -> Drafts:
+        """depths: [rows] int64, how many of each. held: [rows], tokens that each row's own token reads."""
+        which = np.flatnonzero(depths)
+        if not len(which):
+            return NO_DRAFTS
+        proposed = self.drafter.propose(rows[which].astype(np.int64), int(depths.max()))
+        taken = np.arange(proposed.shape[1]) < depths[which, None]
+        held_tokens = int((held * depths + depths * (depths + 1) // 2).sum())
+        return Drafts(np.repeat(rows[which], depths[which]), proposed[taken], held_tokens)

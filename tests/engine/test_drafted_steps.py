@@ -1,0 +1,246 @@
+"""Steps with drafts in every kind of engine: the tokens and log probabilities of random schedules are those without a draft, and
+greedy ones are transformers' own."""
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from common.config import EngineConfig, ModelConfig
+from common.executor import Chunk, EngineDescription, RowStart, StepPlan, StepResult
+from common.ids import Digest
+from common.messages import TokenLogprob
+from common.sampling_params import Grammar, SamplingParams
+from common.step_cost import StepCost
+from engine.cpu import attention
+from engine.model_runner import ModelRunner
+from engine.parallel import Group
+from engine.timed import Pace, TimedExecutor
+from tests.builders import HandClock, engine
+from tests.engine import exact
+from tests.engine.checkpoints import VOCAB, llama, mistral, mixtral, qwen3, saved
+from tests.engine.drafted_churn import Asked, DraftedChurn
+from tests.engine.driver import Driver, Run
+from tests.engine.exact import Answer, reference_logits
+from tests.engine.lora_folders import Lora
+from tests.engine.packed import CAN_RECORD, pack_everything
+from tests.engine.ranks import least_of, on_ranks, runner_of
+from tests.engine.test_graphs import Attend, Engine, flashinfer_attention, torch_attention
+from tests.engine.test_lora import adapted
+
+ROWS, PAGES, CONTEXT = 5, 90, 96
+KINDS = [
+    SamplingParams(max_new_tokens=99, temperature=0.0, logprobs=3),
+    SamplingParams(max_new_tokens=99, temperature=0.9, seed=5),
+    SamplingParams(max_new_tokens=99, temperature=1.1, top_k=7, seed=6, logprobs=0),
+    SamplingParams(max_new_tokens=99, temperature=0.8, top_p=0.9, min_p=0.02, seed=7),
+    SamplingParams(max_new_tokens=99, temperature=0.9, seed=8, repetition_penalty=1.4, frequency_penalty=0.5, logprobs=2),
+    SamplingParams(max_new_tokens=99, temperature=0.0, min_tokens=9, stop_token_ids=tuple(range(0, VOCAB, 2)), bad_words=((7,),)),
+    SamplingParams(
+        max_new_tokens=99, temperature=0.0, logit_bias=((17, 9.0), (30, -5.0)), presence_penalty=1.0, logprob_ids=(5, 9),
+        logprobs=2,
+    ),
+    SamplingParams(max_new_tokens=99, temperature=0.7, seed=9, min_tokens=6, logit_bias=((8, 6.0),), bad_words=((8, 8), (9,))),
+]  # fmt: skip
+
+
+def asked_by(count: int, seed: int, adapters: Sequence[Digest] = ()) -> list[Asked]:
+    """Some of them fill the context to its last token."""
+    random, all_asked = np.random.default_rng(seed), list[Asked]()
+    for at in range(count):
+        prompt = random.integers(3, VOCAB, int(random.integers(1, 60))).astype(np.int32)
+        tokens = CONTEXT - len(prompt) if at % 8 == 0 else int(random.integers(1, 34))
+        adapter = adapters[at % len(adapters)] if adapters else Digest("")
+        all_asked.append(Asked(prompt, KINDS[at % len(KINDS)], adapter, expected=[0] * tokens))
+    return all_asked
+
+
+def answer_without_drafts(run: Run, engine: EngineDescription, requests: Sequence[Asked]) -> list[list[TokenLogprob]]:
+    """What each answers alone and without drafts becomes what is expected. Returns the log probabilities of each."""
+    told = list[list[TokenLogprob]]()
+
+    def heard(plan: StepPlan) -> StepResult:
+        result = run(plan)
+        told[-1].extend(result.logprobs.by_row().get(0, ()))
+        return result
+
+    for asked in requests:
+        told.append([])
+        driver = Driver(heard, engine, adapters=[asked.adapter])
+        asked.expected = driver.answers([asked.prompt], len(asked.expected), asked.sampling)[0]
+    return told
+
+
+def check(run: Run, engine: EngineDescription, requests: Sequence[Asked], wrong: float, error: float = 1e-4) -> None:
+    """error: the tolerated one of log probabilities."""
+    told = answer_without_drafts(run, engine, requests)
+    churn = DraftedChurn(run, engine, ROWS, PAGES, seed=1, wrong=wrong)
+    churn.serve(requests)
+    for asked, expected_told in zip(requests, told, strict=True):
+        assert asked.answer == asked.expected
+        for ours, theirs in zip(asked.told, expected_told, strict=True):
+            assert ours.token_id == theirs.token_id and ours.logprob == pytest.approx(theirs.logprob, abs=error)
+            assert [token for token, _ in ours.top] == [token for token, _ in theirs.top]
+    assert churn.mixed > 1 and churn.drafted > 50
+    assert 0 < churn.right <= churn.drafted and (churn.right == churn.drafted) == (wrong == 0)
+
+
+def check_greedy(model: PreTrainedModel, requests: Sequence[Asked]) -> None:
+    for asked in requests:
+        if asked.sampling == KINDS[0]:
+            expected = reference_logits(model, Answer(asked.prompt, asked.answer))
+            assert asked.answer == expected.argmax(-1).tolist()
+
+
+def runner(path: Path, **changes: object) -> ModelRunner:
+    fields: dict[str, object] = {
+        "max_running": 12,
+        "page_size": 7,
+        "dtype": "float32",
+        "context_tokens": CONTEXT,
+        "kv_memory": "8MiB",
+    }
+    return exact.runner(path, **(fields | changes))
+
+
+MODELS: dict[str, tuple[Callable[[], PreTrainedModel], dict[str, object]]] = {
+    "qwen3, recorded": (qwen3, {}),
+    "llama, layer by layer": (lambda: llama(attention_bias=True), {"graphs": "off"}),
+    "a window": (lambda: mistral(sliding_window=20), {}),
+    "experts, torch's attention": (mixtral, {"attention": "torch"}),
+    "pages in bfloat16": (qwen3, {"kv_dtype": "bfloat16"}),
+    "int8": (qwen3, {"quantization": "int8"}),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_random_schedules_on_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    if CAN_RECORD:
+        pack_everything(monkeypatch)
+    make, changes = MODELS[name]
+    model = make()
+    made = runner(saved(model, tmp_path), **changes)
+    for wrong in (0.0, 0.6) if not changes else (0.6,):
+        requests = asked_by(12, seed=int(10 * wrong))
+        check(made.run, made.description, requests, wrong, error=1e-2 if changes.keys() & {"kv_dtype", "quantization"} else 1e-4)
+        if not changes.keys() & {"kv_dtype", "quantization"}:
+            check_greedy(model, requests)
+
+
+@pytest.mark.skipif(not CAN_RECORD, reason="there is no C compiler")
+@pytest.mark.parametrize(
+    "changes", [{}, {"graphs": "off"}, {"kv_dtype": "bfloat16"}, {"quantization": "int8"}], ids=["", "layers", "bf16", "int8"]
+)
+def test_logits_behind_drafts_are_those_without_them_bit_by_bit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, object]
+) -> None:
+    """From 1 to 12 rows, over a context that is split."""
+    pack_everything(monkeypatch)
+    monkeypatch.setattr(attention, "SPLIT_SLOTS", 16)
+    made, rows = runner(saved(qwen3(), tmp_path), **changes), np.zeros(1, dtype=np.int32)
+    prompt, pages = np.arange(3, 73, dtype=np.int32), np.arange(13, dtype=np.int32)
+    last = made.run(StepPlan(0, (RowStart(0, pages, KINDS[0]),), (Chunk(0, 0, prompt, last=True),))).tokens[0]
+    start = RowStart(0, pages, KINDS[0], length=len(prompt), last_token=int(last))
+    with exact.recorded_logits() as steps:
+        alone, tokens = list[torch.Tensor](), list[int]()
+        for step in range(12):
+            tokens += made.run(StepPlan(step, (start,) if step == 0 else (), decode_rows=rows)).tokens.tolist()
+            alone.append(steps[-1][0].clone())
+        for drafts in range(1, 12):
+            drafted = np.array(tokens[:drafts], dtype=np.int32)
+            result = made.run(StepPlan(99, (start,), decode_rows=rows, draft_rows=rows.repeat(drafts), draft_tokens=drafted))
+            assert torch.equal(steps[-1], torch.stack(alone[: drafts + 1]))
+            assert result.drafted.tolist() == tokens[1 : drafts + 1]
+
+
+@pytest.mark.parametrize(
+    ("attend", "sizes"),
+    [(torch_attention, ()), (torch_attention, (1, 2, 4, 8)), (flashinfer_attention, (8,))],
+    ids=["eager", "graphs", "flashinfer"],
+)
+def test_random_schedules_in_graphs(tmp_path: Path, attend: Attend, sizes: tuple[int, ...]) -> None:
+    model = qwen3(head_dim=64, num_hidden_layers=2)
+    path = saved(model, tmp_path)
+    made = Engine(path, sizes, attend)
+    requests = asked_by(10, 3)
+    check(made.run, made.description, requests, 0.4)
+    check_greedy(model, requests)
+    assert not sizes or sum(made.replays.values()) > 20
+
+
+def test_rows_with_adapters_beside_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pack_everything(monkeypatch)
+    made, digests = adapted(
+        qwen3(), tmp_path, [Lora(1), Lora(2, rank=16)], max_running=12, page_size=8, context_tokens=CONTEXT, kv_memory="8MiB"
+    )
+    requests = asked_by(12, 5, [Digest(""), digests[0], digests[1]])
+    check(made.run, made.description, requests, 0.4)
+
+
+def test_two_ranks(tmp_path: Path) -> None:
+    path, agree = saved(qwen3(), tmp_path), least_of(2)
+
+    def run(group: Group) -> list[list[int]]:
+        made = runner_of(path, group, agree, max_running=12, page_size=8, context_tokens=CONTEXT)
+        requests = asked_by(12, 7)
+        check(made.run, made.description, requests, 0.4)
+        return [asked.answer for asked in requests]
+
+    ours, theirs = on_ranks(2, run)
+    assert ours == theirs
+    alone = runner(path, page_size=8)
+    requests = asked_by(12, 7)
+    answer_without_drafts(alone.run, alone.description, requests)
+    assert ours == [asked.expected for asked in requests]
+
+
+def test_random_schedules_of_the_timed_executor_which_takes_drafts_for_rows() -> None:
+    cost = StepCost(step_s=1.0, chunk_token_s=0.1, decode_row_s=0.01)
+    timed = TimedExecutor(engine(PAGES, 12), Pace(cost, HandClock(1e9)), words=range(10, 17))
+    check(lambda plan: timed.launch(plan).result, timed.description, asked_by(12, 8), 0.6)
+    rows = np.arange(2, dtype=np.int32)
+    first = timed.launch(StepPlan(1, decode_rows=rows))
+    second = timed.launch(StepPlan(2, decode_rows=rows, draft_rows=rows.repeat(3), draft_tokens=rows.repeat(3)))
+    assert second.ends_s - first.ends_s == pytest.approx(cost.seconds(0, 8))
+
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 9}, "sizes": {"type": "array", "items": {"type": "integer"}}},
+    "required": ["name", "sizes"],
+}
+
+
+def test_grammars_of_the_demo_model() -> None:
+    made = ModelRunner(ModelConfig(), EngineConfig(kv_memory="16MiB", context_tokens=512, max_running=12), lambda text: None)
+    assert made.grammars is not None
+    kinds = [
+        SamplingParams(max_new_tokens=40, temperature=0.0, grammar=Grammar("json_schema", json.dumps(SCHEMA)), logprobs=1),
+        SamplingParams(max_new_tokens=40, temperature=0.0),
+        SamplingParams(
+            max_new_tokens=40, temperature=1.0, seed=4, grammar=Grammar("json_schema", json.dumps(SCHEMA)), repetition_penalty=1.1
+        ),
+        SamplingParams(
+            max_new_tokens=40, temperature=1.0, seed=5, top_k=50, grammar=Grammar("regex", r"(\d{3}-){4}\d{3}"), min_tokens=4
+        ),
+    ]
+    for kind in kinds:
+        if kind.grammar:
+            made.grammars.prepare(kind.grammar, lambda: None).wait()
+    eos, random = set(made.description.eos_token_ids), np.random.default_rng(3)
+    prompts = [random.integers(300, 2000, int(random.integers(3, 90))).astype(np.int32) for _ in range(12)]
+    requests = [Asked(prompt, kinds[at % 4], expected=[0] * 24) for at, prompt in enumerate(prompts)]
+    try:
+        answer_without_drafts(made.run, made.description, requests)
+        for asked in requests:
+            asked.expected = asked.expected[: next((at + 1 for at, token in enumerate(asked.expected) if token in eos), None)]
+        churn = DraftedChurn(made.run, made.description, ROWS, PAGES, seed=2, wrong=0.4)
+        churn.serve(requests)
+    finally:
+        made.grammars.close()
+    assert [asked.answer for asked in requests] == [asked.expected for asked in requests]
+    assert churn.right > 20
