@@ -16,7 +16,13 @@ def test_a_batch_is_waited_for_while_the_router_has_no_room_or_is_away_for_a_whi
 ) -> None:
     monkeypatch.setattr(batch, "POLL_S", 0.01)
     troubles = [429, 502, 503, 504, 507]
-    done = {"id": "batch_1", "status": "completed", "output_file_id": "file-2", "error_file_id": None, "errors": None}
+    done: dict[str, Any] = {
+        "id": "batch_1",
+        "status": "completed",
+        "output_file_id": "file-2",
+        "error_file_id": None,
+        "errors": None,
+    }
     done["request_counts"] = {"total": 1, "completed": 1, "failed": 0}
 
     def answer(method: str, path: str, body: Any) -> tuple[int, Any]:
