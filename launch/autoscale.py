@@ -254,9 +254,11 @@ class ScalingLoop:
     def turn(self, now: float) -> list[ScalingDecision]:
         """One look, and what follows from it. Raises RequestFailed when nothing can be seen."""
         page = self._client.get("/cluster")
-        kept = None if self._keeper is None else self._keeper.kept(page)
-        choice = self._autoscaler.decide(page, kept, now)
-        decisions = list(self._carry_out(page, choice))
+        try:
+            kept = None if self._keeper is None else self._keeper.kept(page)
+            decisions = list(self._carry_out(page, self._autoscaler.decide(page, kept, now)))
+        except (KeyError, msgspec.ValidationError) as error:
+            raise RequestFailed(f"/cluster lacks what is needed here: is the router of an older release? ({error})") from error
         for decision in decisions:
             self._client.post("/cluster/decisions", msgspec.to_builtins(decision))
         return decisions

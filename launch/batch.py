@@ -9,9 +9,11 @@ import shlex
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -22,8 +24,11 @@ from common.processes.router_client import RequestFailed, RouterClient
 
 POLL_S = 1.0
 AWAY_S = 60.0
-"""How long the router may be away: one that starts again goes on with the batch."""
+"""How long the router may be away, or have no room: one that starts again goes on with the batch."""
+PASSING = (None, 429, 502, 503, 504, 507)
+"""Statuses after which another try may do better; None: no answer came."""
 INTERRUPTED = 130
+R = TypeVar("R")
 BODY_BYTES = 2**20
 """What the body of an upload has beside the file, at most."""
 
@@ -86,14 +91,9 @@ def _compute(client: RouterClient, content: bytes, endpoint: str, output: Path) 
     batch, said = client.post("/v1/batches", asked), ""
     path = f"/v1/batches/{batch['id']}"
     try:
-        heard_s = time.monotonic()
         while batch["status"] in ("validating", "in_progress", "cancelling"):
             time.sleep(POLL_S)
-            try:
-                batch, heard_s = client.get(path), time.monotonic()
-            except RequestFailed as error:
-                if error.http_status is not None or time.monotonic() - heard_s > AWAY_S:
-                    raise
+            batch = _patiently(partial(client.get, path))
             counts = batch["request_counts"]
             line = f"{batch['status']}: {counts['completed']} answered, {counts['failed']} failed, of {counts['total']}"
             if line != said:
@@ -102,5 +102,17 @@ def _compute(client: RouterClient, content: bytes, endpoint: str, output: Path) 
         client.post(f"{path}/cancel", {})
         return None
     names = filter(None, (batch["output_file_id"], batch["error_file_id"]))
-    output.write_bytes(b"".join(client.read(f"/v1/files/{name}/content") for name in names))
+    output.write_bytes(b"".join(_patiently(partial(client.read, f"/v1/files/{name}/content")) for name in names))
     return batch
+
+
+def _patiently(call: Callable[[], R]) -> R:
+    """What the router answers, if need be after some tries. Raises RequestFailed."""
+    until_s = time.monotonic() + AWAY_S
+    while True:
+        try:
+            return call()
+        except RequestFailed as error:
+            if error.http_status not in PASSING or time.monotonic() > until_s:
+                raise
+        time.sleep(POLL_S)

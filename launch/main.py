@@ -235,7 +235,9 @@ def _key(flags: argparse.Namespace) -> int:
 def _config(flags: argparse.Namespace) -> int:
     environment = settings.environment_of_process()
     given = {**environment, "TANDEM_CONFIG": flags.config} if flags.config else environment
-    print(*settings.describe(build_parser(), flags.words, given), sep="\n")
+    lines = "\n".join(settings.describe(build_parser(), flags.words, given))
+    encoding = sys.stdout.encoding
+    print(lines.encode(encoding, "backslashreplace").decode(encoding))  # a terminal may know ASCII alone
     return 0
 
 

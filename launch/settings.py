@@ -23,7 +23,7 @@ COMMAND_LINE, DEFAULT = "the command line", "default"
 _SWITCHED = {"true": "on", "false": "off"}
 _KINDS: dict[Any, tuple[tuple[type, ...], str]] = {int: ((int,), "a whole number"), float: ((int, float), "a number")}
 """Types that a value in a file may have, by the type of its flag, and their name. Others are texts."""
-_SECRET = ("header",)
+_SECRET = ("header", "extra_body")
 """Flags whose values are not shown. Keys are in files, whose paths are."""
 
 
@@ -89,7 +89,7 @@ def describe(parser: argparse.ArgumentParser, words: Sequence[str], environment:
 
 def _shown(name: str, value: object) -> str:
     texts = [str(each) for each in value] if isinstance(value, list) else [str(value)]
-    return "(not shown)" if name in _SECRET and texts else shlex.join(texts)
+    return "(not shown)" if name in _SECRET and any(texts) else shlex.join(texts)
 
 
 def _commands(parser: argparse.ArgumentParser) -> Iterator[tuple[str, CommandParser]]:

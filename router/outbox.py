@@ -70,8 +70,8 @@ class ClientRequest:
     """A part of the ids of its choices that no other request has, whatever ids clients choose."""
     session: str = ""
     """See `Demand`."""
-    priority: int | None = None
-    """In place of the one that its body asks for; None: that one."""
+    is_from_batch: bool = False
+    """It is a line of a batch, and comes after everything else that waits."""
     names: Mapping[str, Collection[int]] = field(default_factory=dict)
     """Each id by which the client may know it, with the numbers of the choices for which it stands."""
     choices: int = 0

@@ -83,6 +83,8 @@ class RequestBook:
         self.retelling = Retelling(self._find)
         self.timelines = Timelines(observer)
         self.past = PastLoad()
+        self._room = config.max_requests // 4
+        """Places that lines of batches leave to other requests."""
         self.places = Places(config.max_requests, "requests")
         """A request has places for its choices from when its prompts are tokenized."""
         self.is_draining = False
@@ -118,6 +120,8 @@ class RequestBook:
 
     def reserve(self, client: ClientRequest, choices: int) -> None:
         """Take places for so many choices. Raises Overloaded."""
+        # What comes later is lower in priority only where it waits at an instance: here it would find all places taken.
+        self.places.require(client.owner, choices + (self._room if client.is_from_batch else 0))
         self.places.take(client.owner, choices)
         client.places += choices
 
@@ -130,7 +134,9 @@ class RequestBook:
             self.reserve(client, len(specs) - client.places)
         records: list[Record] = []
         for spec in specs:
-            timeout_s = self._config.request_timeout_s if spec.timeout_s is None else spec.timeout_s
+            timeout_s = spec.timeout_s
+            if timeout_s is None:  # lines of batches may wait for hours, and end with their batch
+                timeout_s = self._config.max_request_timeout_s if client.is_from_batch else self._config.request_timeout_s
             times = RequestTimes(
                 request_id=spec.request_id,
                 index=spec.index,

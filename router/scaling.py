@@ -10,6 +10,7 @@ from typing import Annotated, Literal, get_args
 
 import msgspec
 from msgspec import Meta
+from msgspec.structs import replace
 
 from common.errors import Conflict
 from common.ids import ROLES, Role, ServingRole
@@ -135,4 +136,5 @@ class ScalingBoard:
         if self.kept is None or not self.kept.spare:
             why = "the router was not started by `launch local` or `launch ray`" if self.kept is None else "no spare one is left"
             raise Conflict(f"no instance can be started: {why}; give the command that starts the fleet more with --spare")
+        self.kept = replace(self.kept, spare=self.kept.spare - 1)  # until whoever keeps them tells the next time
         self.starts(role)

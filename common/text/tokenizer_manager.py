@@ -8,7 +8,7 @@ the libraries when a tokenizer is loaded.
 import inspect
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,6 +25,8 @@ _RUST_PANICS = "pyo3_runtime"
 too long. It is no Exception, and its class cannot be imported."""
 CONTEXT_NAMES = ("max_position_embeddings", "n_positions")
 """What configs call the longest sequence; the second is GPT-2's name for it."""
+_GENERATION = re.compile(r"\{%[-+]?\s*(end)?generation\s*[-+]?%\}")
+"""Marks in chat templates around what the model has written: they are transformers' own, and only for training."""
 _TEMPLATE_BUGS = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
 """What a chat template raises, besides jinja2's own errors, for messages that it does not expect."""
 
@@ -72,7 +74,7 @@ class TokenizerManager:
         templates = self._transformers.chat_template or ""
         self.chat_template: str = templates if isinstance(templates, str) else "\n".join(templates.values())
         """The source of the chat template; of all, one after the other, if there are several; "" if there is none."""
-        self._words = frozenset(re.findall(r"\w+", self.chat_template))
+        self._names = names_read(self.chat_template)
         added = self.backend.get_added_tokens_decoder().items()
         self.special_tokens: Mapping[str, int] = {token.content: id for id, token in added if token.special}
         """The tokens that `skip_special_tokens` skips: their ids by their texts."""
@@ -115,13 +117,13 @@ class TokenizerManager:
         return self.encode(self.render_chat(messages, options), field=field, add_special_tokens=False)
 
     def reads(self, name: str) -> bool:
-        """Whether the chat template reads an argument of this name: whether the name stands in it as a word."""
-        return name not in self._reserved and name in self._words
+        """Whether the chat template reads an argument of this name."""
+        return name not in self._reserved and name in self._names
 
     @property
     def reads_tools(self) -> bool:
         """Whether the chat template shows the model its tools."""
-        return "tools" in self._words
+        return "tools" in self._names
 
     def render_chat(self, messages: Sequence[Mapping[str, Any]], options: ChatOptions = PLAIN_CHAT) -> str:
         """The chat template applied to the messages. Raises BadRequest, also for what the template itself refuses."""
@@ -154,6 +156,18 @@ class TokenizerManager:
             raise ConfigError(f"--chat-template: line {error.lineno}: {error.message}") from error
         except (jinja2.TemplateError, *_TEMPLATE_BUGS):
             pass  # a template may refuse this chat, and take others
+
+
+def names_read(chat_template: str) -> Collection[str]:
+    """The names whose values the template gets from outside; none for one that jinja cannot read."""
+    import jinja2
+    import jinja2.meta
+
+    environment = jinja2.Environment(extensions=["jinja2.ext.loopcontrols"])
+    try:
+        return jinja2.meta.find_undeclared_variables(environment.parse(_GENERATION.sub("", chat_template)))
+    except (jinja2.TemplateError, RecursionError):
+        return ()
 
 
 def template_text(given: str) -> str:

@@ -19,7 +19,6 @@ from common.logs import REQUEST
 from common.options import parse_bytes
 from router.api.bodies import LARGE_BODY_BYTES, body_of, unless_left
 from router.api.errors import MESSAGES_PATH, VISIT, response_to
-from router.api.fields import MAX_PRIORITY
 from router.api.guard import HEADER, Guard, id_in
 from router.api.intake import Intake
 from router.api.reports import Reports
@@ -35,8 +34,6 @@ CLIENT_CLOSED = 499
 """The status counted when no client is left to send one to, as in nginx."""
 BATCH_OWNER = "tandem.batch_owner"
 """Where the scope of a line of a batch holds the name of the key that sent the batch. No client can set it."""
-BATCH_PRIORITY = MAX_PRIORITY
-"""Lines of batches come after everything else that waits."""
 
 R = TypeVar("R")
 T = TypeVar("T")
@@ -122,7 +119,7 @@ class Visit:
         session = id_in(scope, header) if scope is not None and header else ""
         names = {self.id: (0,), prefix + self.id: (0,)}
         client = ClientRequest(prefix + self.id, self.owner, secrets.token_hex(8), session, names=names, choices=1)
-        client.priority = BATCH_PRIORITY if self.is_from_batch else None
+        client.is_from_batch = self.is_from_batch
         gateway = self._admission.gateway
         gateway.core.requests.arrive(client, gateway.clock())
         self._client = client
@@ -138,9 +135,13 @@ class Visit:
     async def read(self, request: Request, reader: Callable[[bytes, int], T]) -> T:
         """What the body asks for. Raises BadRequest, Overloaded, ClientDisconnect."""
         body, self._body = await self.peek(request), None
+        self.take_place()
+        return await self.parse(body, reader, request)
+
+    def take_place(self) -> None:
+        """Count as an open request until `close`. Raises Overloaded."""
         self._admission.places.take(self.owner)
         self._has_place = True
-        return await self.parse(body, reader, request)
 
     async def parse(self, body: bytes, reader: Callable[[bytes, int], T], request: Request | None = None) -> T:
         """What a body that is here asks for. Raises BadRequest, Overloaded, ClientDisconnect."""

@@ -21,6 +21,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
+from starlette.types import Send
 
 from common.access import OPEN, Access
 from common.addresses import LOOPBACK
@@ -104,7 +105,6 @@ from router.api.sglang import (
 )
 from router.api.store import Store
 from router.api.stored_responses import StoredResponses
-from router.api.threads import SharedThreads
 from router.api.timelines import TimelineApi, TraceApi
 from router.api.vllm import AbortedMany, AbortManyFields, VllmApi
 from router.api.weight_groups import WeightGroupsApi
@@ -300,7 +300,7 @@ class Api(ApiPart):
         accept: Callable[[R, ClientRequest], Coroutine[Any, Any, Accepted]],
         shape_of: Callable[..., S],
         complete: Callable[[R, Visit], Coroutine[Any, Any, R]] | None = None,
-        send: Callable[[Request, S, SharedThreads], Coroutine[Any, Any, Response]] | None = None,
+        send: Callable[[Visit, S, Callable[[Send], Coroutine[Any, Any, Response]]], Coroutine[Any, Any, Response]] | None = None,
     ) -> Response:
         """The way of a request through the router. prefix: of its answer's id. complete: adds what is stored to what is asked.
         send: in place of the usual ways to send an answer. Returns the response that sends it."""
@@ -318,11 +318,13 @@ class Api(ApiPart):
             accepted=accepted,
             token_texts=self._intake.token_text,
         )
-        if send is not None:
-            return await send(request, shape, self._intake.writers)
-        if asked.fields.stream:
-            return EventStream(self._gateway, client, shape, visit.send, self._keep_alive_s)
-        return await unless_left(request, whole_answer(client, shape, self._intake.writers))
+
+        async def usual(write: Send) -> Response:
+            if asked.fields.stream:
+                return EventStream(self._gateway, client, shape, write, self._keep_alive_s)
+            return await unless_left(request, whole_answer(client, shape, self._intake.writers))
+
+        return await (usual(visit.send) if send is None else send(visit, shape, usual))
 
     async def dispatch(
         self,

@@ -3,7 +3,8 @@
 Owns the form of a batch and of its lines, and the work on it. Each line goes through the router's own application, in process, as
 a request of the key that sent the batch: so every endpoint that answers with a completion takes part, with its own refusals, and
 a line counts against the key's places and --max-requests, takes its key's turns, and is cancelled as a request is whose client
-leaves. What differs is that no key is presented, and that it comes after everything else that waits (`BATCH_PRIORITY`).
+leaves. What differs: no key is presented, it comes after everything else that waits, it leaves a quarter of
+--max-requests to others, and it has as long as its batch.
 
     validating ─► in_progress ─► completed, expired (with what had been computed)
          └─► failed    └─► cancelling ─► cancelled

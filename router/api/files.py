@@ -176,6 +176,7 @@ class FilesApi(StoreApi):
     )
     async def content(self, request: Request, id: str) -> Response:
         """Send a file as it is."""
+        visit_of(request).take_place()  # the client may read slowly
         return StreamingResponse(self._pieces(await self.find(request, FILE, id)), media_type="application/octet-stream")
 
     async def _pieces(self, stored: StoredObject) -> AsyncIterator[bytes]:

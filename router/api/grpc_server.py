@@ -143,8 +143,9 @@ class GrpcCalls:
             needs_key = serve not in (self._health_check, self._check)  # as at HTTP: load balancers have none
             if needs_key:
                 visit.owner = self._guard.name_of_caller(scope, NeededKey.API)
-                self._api.admission.places.take(visit.owner)
-                context.add_done_callback(lambda _: self._api.admission.places.leave(visit.owner))
+                visit.take_place()
+                place = visit.hand_over()  # until the client has read all
+                context.add_done_callback(lambda _: place.close())
             await serve(Call(context, visit, scope, await self._message(visit.owner, context, needs_key)))
             status = 200
         except TandemError as error:

@@ -25,7 +25,7 @@ from router.api.chat import ChatRequest
 from router.api.chat_plan import ChatPlanner
 from router.api.completions import CompletionRequest, PairPrompt
 from router.api.errors import ContextExceeded, no_room, shown
-from router.api.fields import ALL_TOKENS, ReadRequest, biases_of
+from router.api.fields import ALL_TOKENS, MAX_PRIORITY, ReadRequest, biases_of
 from router.api.logprobs import MAX_PAIRS, TokenTexts, check_prompt_pairs, most_tokens_with
 from router.api.routes import MAX_CHARS, Detokenized, DetokenizeFields, Tokenized, TokenizeRequest
 from router.api.scoring import Judge
@@ -293,7 +293,7 @@ class Intake:
                         prompt=packed,
                         sampling=params,
                         stop=stop,
-                        priority=fields.priority if client.priority is None else client.priority,
+                        priority=MAX_PRIORITY if client.is_from_batch else fields.priority,
                         timeout_s=fields.timeout,
                         skip_special_tokens=fields.skip_special_tokens,
                         include_stop=fields.include_stop_str_in_output,

@@ -12,7 +12,7 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -23,19 +23,17 @@ import msgspec
 from msgspec.structs import replace as replace_fields
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
-from starlette.types import Message
+from starlette.types import Message, Send
 
 from common.errors import BadRequest, Conflict, DeadlinePassed, NotFound, TandemError
 from router.api.admission import Visit, visit_of
 from router.api.answers import BEGIN, END, KEEP_ALIVE
-from router.api.bodies import unless_left
 from router.api.description import Described
 from router.api.errors import ErrorBody, ErrorDetail, error_json, shown
 from router.api.files import USUALLY_LISTED, DeletedBody, ListBody, StoreApi, is_ascending, list_body, number_in
 from router.api.responses import Item, MessageItem, ResponseBody, ResponseError, ResponseRequest, ResponseShape, response_request
-from router.api.sending import HEADERS, EventStream, whole_answer
+from router.api.sending import HEADERS, EventStream
 from router.api.store import Store, StoredObject
-from router.api.threads import SharedThreads
 from router.core import Gateway
 
 RESPONSE = "response"
@@ -201,25 +199,27 @@ class StoredResponses(StoreApi):
         earlier = await visit.parse(items, lambda body, _: _decode(body, type=list[Item]))
         return [*earlier, *await visit.parse(found.body, lambda body, _: _decode(body, type=_Answered).output)]
 
-    async def answer(self, request: Request, shape: ResponseShape, writers: SharedThreads) -> Response:
-        """Send an answer, and store it if that is asked for. writers: see `whole_answer`."""
-        visit, fields = visit_of(request), shape.request.body
+    async def answer(
+        self, visit: Visit, shape: ResponseShape, usual: Callable[[Send], Coroutine[Any, Any, Response]]
+    ) -> Response:
+        """Send an answer, and store it if that is asked for. usual: sends it, the events of a stream with what it is given."""
+        fields = shape.request.body
         if fields.background:
             return await self._begin(visit, shape)
-        if fields.stream:
+        if not fields.store:
+            return await usual(visit.send)
 
-            async def send(message: Message) -> None:
-                last = b"" if message.get("more_body") else message["body"]
-                try:
-                    if last:
-                        await self._keep(visit, shape, bytes(_decode(last.partition(BEGIN)[2], type=_LastEvent).response))
-                except TandemError as error:  # its client must not take it for stored
-                    message = {**message, "body": BEGIN + error_json(ErrorDetail(str(error), error.kind)) + END}
-                await visit.send(message)
+        async def send(message: Message) -> None:
+            last = b"" if message.get("more_body") else message["body"]
+            try:
+                if last:
+                    await self._keep(visit, shape, bytes(_decode(last.partition(BEGIN)[2], type=_LastEvent).response))
+            except TandemError as error:  # its client must not take it for stored
+                message = {**message, "body": BEGIN + error_json(ErrorDetail(str(error), error.kind)) + END}
+            await visit.send(message)
 
-            return EventStream(self._gateway, visit.client, shape, send if fields.store else visit.send, self._keep_alive_s)
-        response = await unless_left(request, whole_answer(visit.client, shape, writers))
-        if fields.store and response.status_code < 400:
+        response = await usual(send)
+        if not fields.stream and response.status_code < 400:
             await self._keep(visit, shape, bytes(response.body))
         return response
 
@@ -238,12 +238,16 @@ class StoredResponses(StoreApi):
         if name in self._runs:
             raise Conflict(f"{shape.id} is being computed: send the request with another X-Request-Id")
         run = self._runs[name] = BackgroundResponse(self.store, shape)
+        computing = visit.hand_over()
         try:
+            if shape.request.fields.stream:
+                visit.take_place()  # whoever reads the events is open beside the work
             stored = await self._keep(visit, shape, body, run.events, self.store.life)
         except BaseException:
             del self._runs[name]
+            computing.close()
             raise
-        task = asyncio.create_task(self._work(run, visit.hand_over(), stored))
+        task = asyncio.create_task(self._work(run, computing, stored))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         if shape.request.fields.stream:
@@ -308,7 +312,20 @@ class StoredResponses(StoreApi):
 
     # --- endpoints -------------------------------------------------------------------------------------------------------
 
-    @Described("GET /v1/responses/{id}", "OpenAI", "A stored response", answer_type=ResponseBody, refusals=(404,))
+    # An id may hold slashes, as its client chose it: the longer URL is looked for first.
+    @Described("GET /v1/responses/{id:path}/input_items", "OpenAI", "The conversation of a response", refusals=(404,))
+    async def input_items(self, request: Request, id: str, limit: str = "", order: str = "", after: str = "") -> ListBody:
+        """List the items that a response answers, those of earlier responses included, the latest first."""
+        most, step = number_in(limit, "limit", USUALLY_LISTED, 1, 100), 1 if is_ascending(order) else -1
+        stored = await self.find(request, RESPONSE, id)
+        ((_, packed),) = await self.call(request, partial(self.store.parts, stored.number, ITEMS_PART - 1, 1))
+        items = _decode(packed)[::step]
+        ids = [item["id"] for item in items]
+        if after and after not in ids:
+            raise BadRequest(f"after: {shown(after)!r} is not among the items", field="after")
+        return list_body(items[ids.index(after) + 1 if after else 0 :], most)
+
+    @Described("GET /v1/responses/{id:path}", "OpenAI", "A stored response", answer_type=ResponseBody, refusals=(404,))
     async def read(self, request: Request, id: str, stream: str = "", starting_after: str = "") -> Response:
         """Send a response of your key as it is now. stream=true, if it was made with `background` and `stream`: its events, all
         or those behind the number `starting_after`, and those that are still to come."""
@@ -322,9 +339,10 @@ class StoredResponses(StoreApi):
             return Response(stored.body, media_type="application/json")
         if not await self.call(request, partial(self.store.parts, stored.number, ITEMS_PART, 1)):
             raise BadRequest(f"{shown(id)} has no events: it was not made with background and stream", field="stream")
+        visit_of(request).take_place()
         return self._stream(stored, after)
 
-    @Described("DELETE /v1/responses/{id}", "OpenAI", "Delete a stored response", refusals=(404, 409))
+    @Described("DELETE /v1/responses/{id:path}", "OpenAI", "Delete a stored response", refusals=(404, 409))
     async def delete(self, request: Request, id: str) -> DeletedBody:
         """Forget a response. What later responses have of its conversation stays with them."""
         stored = await self.find(request, RESPONSE, id)
@@ -332,12 +350,15 @@ class StoredResponses(StoreApi):
             raise Conflict(f"{shown(id)} is being computed: cancel it first, or wait for its end")
         return DeletedBody(id, RESPONSE)
 
-    @Described("POST /v1/responses/{id}/cancel", "OpenAI", "Cancel a response", answer_type=ResponseBody, refusals=(400, 404))
+    @Described(
+        "POST /v1/responses/{id:path}/cancel", "OpenAI", "Cancel a response", answer_type=ResponseBody, refusals=(400, 404)
+    )
     async def cancel(self, request: Request, id: str) -> Response:
         """End a response in the background. It keeps the text that it has got. One that has ended stays as it is."""
         stored = await self.find(request, RESPONSE, id)
         if not _decode(stored.body, type=_Answered).background:
             raise BadRequest(f"{shown(id)} was not made with background: end such a one by closing its connection")
+        visit_of(request).take_place()
         try:
             async with asyncio.timeout(CANCEL_S):
                 while stored.holder:
@@ -349,18 +370,6 @@ class StoredResponses(StoreApi):
         except TimeoutError as error:
             raise DeadlinePassed(f"{shown(id)} has not ended within {CANCEL_S:g} s: ask for it again") from error
         return Response(stored.body, media_type="application/json")
-
-    @Described("GET /v1/responses/{id}/input_items", "OpenAI", "The conversation of a response", refusals=(404,))
-    async def input_items(self, request: Request, id: str, limit: str = "", order: str = "", after: str = "") -> ListBody:
-        """List the items that a response answers, those of earlier responses included, the latest first."""
-        most, step = number_in(limit, "limit", USUALLY_LISTED, 1, 100), 1 if is_ascending(order) else -1
-        stored = await self.find(request, RESPONSE, id)
-        ((_, packed),) = await self.call(request, partial(self.store.parts, stored.number, ITEMS_PART - 1, 1))
-        items = _decode(packed)[::step]
-        ids = [item["id"] for item in items]
-        if after and after not in ids:
-            raise BadRequest(f"after: {shown(after)!r} is not among the items", field="after")
-        return list_body(items[ids.index(after) + 1 if after else 0 :], most)
 
 
 async def _heard(news: asyncio.Event) -> None:

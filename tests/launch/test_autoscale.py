@@ -166,7 +166,8 @@ class Server:
         class Handler(BaseHTTPRequestHandler):
             def _any(self) -> None:
                 length = int(self.headers.get("Content-Length", 0))
-                body = json.loads(self.rfile.read(length)) if length else None
+                sent = self.rfile.read(length)
+                body = json.loads(sent) if self.headers.get("Content-Type") == "application/json" and sent else None
                 asked.append((self.command, self.path, body, self.headers.get("Authorization", "")))
                 status, said = answer(self.command, self.path, body)
                 data = json.dumps(said).encode()
@@ -400,3 +401,13 @@ def test_a_wrong_flag_is_refused_by_its_name(flags: Any, named: str) -> None:
 def test_without_an_account_kubernetes_cannot_be_asked() -> None:
     with pytest.raises(ConfigError, match="--kube-account"):
         KubernetesKeeper(ScalingConfig(scale="kubernetes", kube_account="/nowhere"))
+
+
+def test_a_router_of_an_older_release_is_named_as_what_is_wrong(fleet: Fleet) -> None:
+    page = fleet.page()
+    for gone in ("roles", "kept"):
+        older = {name: value for name, value in page.items() if name != gone}
+        with closing(Server(lambda method, path, body, older=older: (200, older))) as server:  # type: ignore[misc]
+            client = RouterClient(server.url)
+            with pytest.raises(RequestFailed, match="older release"):
+                ScalingLoop(CONFIG, client, LaunchKeeper(client)).turn(1.0)

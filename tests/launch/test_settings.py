@@ -8,7 +8,9 @@ import json
 import random
 import re
 import shlex
+import sys
 from collections.abc import Iterator
+from io import BytesIO, TextIOWrapper
 from pathlib import Path
 from typing import Any
 
@@ -184,6 +186,7 @@ def test_what_holds_for_a_command_is_shown_with_where_it_comes_from_and_no_secre
     key.write_text("c" * 24)
     file.write_text(
         f"control-key = '{key}'\n[local]\nprefill = 2\n[decode]\nmax-running = 8\n[bench.serve]\nheader = ['Authorization=hush']"
+        "\nextra-body = '{\"token\": \"whisper\"}'\nmodel = 'é'"
     )
     monkeypatch.setenv("TANDEM_CONFIG", str(file))
     monkeypatch.setenv("TANDEM_MAX_WAITING", "7")
@@ -202,7 +205,12 @@ def test_what_holds_for_a_command_is_shown_with_where_it_comes_from_and_no_secre
     assert main(["config"]) == 0
     shown = capsys.readouterr().out
     assert "launch bench serve\n" in shown and "(not shown)" in shown and "default" not in shown
-    assert "hush" not in shown and "c" * 24 not in shown
+    assert "hush" not in shown and "whisper" not in shown and "c" * 24 not in shown
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", TextIOWrapper(out := BytesIO(), encoding="ascii"))
+        assert main(["config"]) == 0
+        sys.stdout.flush()
+        assert b"\\xe9" in out.getvalue(), "a terminal that knows ASCII alone gets it in ASCII"
 
 
 def test_the_example_of_the_guide_holds_for_the_commands_that_it_names(tmp_path: Path) -> None:

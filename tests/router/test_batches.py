@@ -320,3 +320,18 @@ async def test_a_large_file_comes_back_as_it_went(tmp_path: Path) -> None:
         made = (await client.post("/v1/files", data={"purpose": "batch"}, files=sent, headers={"authorization": "x"})).json()
         assert made["bytes"] == len(content) and (await client.get(f"/v1/files/{made['id']}/content")).content == content
         assert isinstance(client, httpx.AsyncClient)
+
+
+async def test_a_batch_leaves_room_for_other_requests_counted_in_choices_and_waits_as_long_as_it_may(tmp_path: Path) -> None:
+    fleet = EchoFleet(stall_at=1)
+    async with storing(tmp_path, fleet, max_requests=16, batch_requests=16, request_timeout_s=0.3) as (site, client_of):
+        batch = await begun(client_of(), lines([completion("hello", n=4) for _ in range(8)]))
+        await until(lambda: len(site.core.requests) == 12)
+        await asyncio.sleep(0.5)
+        assert len(site.core.requests) == 12, "a quarter is left to others, and no line meets the limit of interactive requests"
+        async with site.client() as direct:
+            answer = await direct.post(COMPLETIONS, json=completion("hello", n=4))
+        assert answer.status_code == 504
+        await client_of().batches.cancel(batch.id)
+        batch = await ended(client_of(), batch)
+        assert counts(batch) == (8, 0, 0)

@@ -5,6 +5,7 @@ import gc
 import json
 import threading
 import tracemalloc
+from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, closing
 from functools import partial
@@ -22,7 +23,7 @@ from router.api import intake
 from router.api.chat import ChatRequest, read_chat
 from router.api.completions import CompletionRequest, read_completion
 from router.api.intake import ENCODING_THREADS, LONG_ENCODING_THREADS, Intake
-from router.api.threads import SharedThreads
+from router.api.threads import SharedThreads, Turns
 from router.outbox import ClientRequest
 from tests.router.calls import assert_error, chat, completion, post
 from tests.router.fakes import CONTEXT, MODEL, CharTokenizer, Site, intake_of
@@ -281,3 +282,27 @@ async def test_an_error_of_work_whose_caller_has_left_is_not_logged_as_lost() ->
         await threads.run("", int)
         gc.collect()
     assert not logged
+
+
+async def test_of_many_turns_one_key_leaves_some_for_the_next_one_however_slow_its_work_is() -> None:
+    turns, has_turn = Turns(16), Counter[str]()
+
+    async def slow(owner: str) -> None:
+        async with turns.held(owner):
+            has_turn[owner] += 1
+            await asyncio.sleep(60)
+
+    works = [asyncio.create_task(slow(owner)) for owner in ("alice",) * 40 + ("bob",) * 2]
+    await asyncio.sleep(0.01)
+    assert has_turn == {"alice": 13, "bob": 2}
+    works[0].cancel()
+    await asyncio.sleep(0.01)
+    assert has_turn == {"alice": 13, "bob": 2}, "alice has 12, and 2 are free"
+    works[-1].cancel()
+    works[-2].cancel()
+    await asyncio.sleep(0.01)
+    assert has_turn["alice"] == 14
+    for work in works:
+        work.cancel()
+    await asyncio.gather(*works, return_exceptions=True)
+    assert turns._free == 16

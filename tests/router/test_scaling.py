@@ -117,7 +117,8 @@ async def test_an_instance_is_started_by_whoever_started_the_router_if_one_is_sp
     assert none_left.status_code == 409 and "--spare" in none_left.json()["error"]["message"] and not asked
     site.core.scaling.keeps(["p0", "d0"], 1)
     assert (await post(site, "/cluster/instances", {"role": "decode"})).status_code == 200 and asked == ["decode"]
-    assert (await get(site, "/cluster")).json()["kept"] == {"names": ["p0", "d0"], "spare": 1}
+    assert (await get(site, "/cluster")).json()["kept"] == {"names": ["p0", "d0"], "spare": 0}
+    assert (await post(site, "/cluster/instances", {"role": "prefill"})).status_code == 409 and asked == ["decode"]
     assert (await post(site, "/cluster/instances", {"role": "both"})).json()["error"]["param"] == "role"
 
 

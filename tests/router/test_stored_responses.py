@@ -11,6 +11,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import httpx
 import openai
@@ -22,6 +23,7 @@ from common.errors import ConfigError
 from common.ids import InstanceId
 from common.messages import Cancel
 from router.api.store import KEY_SHARE, WAITING, Store, StoreFailed
+from router.requests import Places
 from tests.router.calls import sent_to_fleet, until
 from tests.router.fakes import MODEL, EchoFleet, Site, listening
 
@@ -337,3 +339,34 @@ def test_of_routers_that_start_together_one_makes_the_store_and_the_others_wait(
             opening.result(0.2)
         os.close(folder)
         assert opening.result(10).life == "router-a"
+
+
+async def test_whoever_waits_for_what_is_stored_has_a_place_meanwhile(tmp_path: Path) -> None:
+    async with storing(tmp_path, EchoFleet(stall_at=1), max_requests=8) as (site, client_of):
+        places = site.api.admission.places
+        client = client_of()
+        async with client.with_streaming_response.responses.create(input="hi", background=True, stream=True, **ASK):
+            await until(lambda: len(places) == 2)  # the work, and who reads its events
+            (name,) = [each.id for each in site.core.requests.clients]
+            async with client.responses.with_streaming_response.retrieve(name, stream=True):
+                await until(lambda: len(places) == 3)
+                site.api.admission.places = Places(3, "HTTP requests")
+                site.api.admission.places.take("", 3)
+                for ask in (client.responses.retrieve(name, stream=True), client.responses.cancel(name)):
+                    with pytest.raises(openai.RateLimitError):
+                        await ask
+                site.api.admission.places = places
+        await until(lambda: len(places) == 1)
+        assert (await client.responses.cancel(name)).status == "cancelled"
+        await until(lambda: not len(places))
+
+
+async def test_an_id_that_its_client_chose_may_hold_slashes(tmp_path: Path) -> None:
+    async with storing(tmp_path) as (site, client_of):
+        named: Any = {"extra_headers": {"X-Request-Id": "team/7"}}
+        made = await client_of().responses.create(input="hello", **ASK, **named)
+        async with site.client() as client:
+            for id in (made.id, quote(made.id, safe="")):
+                assert (await client.get(f"/v1/responses/{id}")).json()["id"] == made.id
+                assert len((await client.get(f"/v1/responses/{id}/input_items")).json()["data"]) == 1
+            assert (await client.delete(f"/v1/responses/{made.id}")).json()["deleted"]

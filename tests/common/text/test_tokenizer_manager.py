@@ -175,6 +175,22 @@ def test_a_template_gets_tools_arguments_and_calls_as_transformers_gives_them(tm
         assert manager.chat_template == TOOL_TEMPLATE and manager.special_tokens == {"<|im_start|>": 0, "<|im_end|>": 1}
 
 
+@pytest.mark.parametrize(
+    ("template", "read"),
+    [
+        ("{# enable_thinking #}{{ messages }}", False),
+        ("no enable_thinking here{{ messages }}", False),
+        ("{{ messages[0].enable_thinking }}{{ 'enable_thinking' }}", False),
+        ("{% if enable_thinking is defined and not enable_thinking %}x{% endif %}", True),
+        ("{% if not enable_thinking is defined %}{% set enable_thinking = true %}{% endif %}{{ enable_thinking }}", True),
+        ("{% macro f(a) %}{{ enable_thinking }}{% endmacro %}{%- generation -%}{{ f(1) }}{% endgeneration %}", True),
+        ("{% for m in messages %}{% if enable_thinking %}{% break %}{% endif %}{% endfor %}", True),
+    ],
+)
+def test_an_argument_is_read_where_its_value_counts(folder: Path, template: str, read: bool) -> None:
+    assert TokenizerManager(str(folder), template).reads("enable_thinking") is read
+
+
 def test_templates_run_in_a_sandbox(folder: Path) -> None:
     manager = TokenizerManager(str(folder), "{{ messages.__class__.__mro__ }}")
     with pytest.raises(BadRequest, match="unsafe"):
