@@ -243,9 +243,9 @@ class StoredResponses(StoreApi):
             if shape.request.fields.stream:
                 visit.take_place()  # whoever reads the events is open beside the work
             stored = await self._keep(visit, shape, body, run.events, self.store.life)
-        except BaseException:
+        except BaseException as error:
             del self._runs[name]
-            computing.close()
+            computing.close(error.status if isinstance(error, TandemError) else HTTPStatus.INTERNAL_SERVER_ERROR)
             raise
         task = asyncio.create_task(self._work(run, computing, stored))
         self._tasks.add(task)

@@ -4,6 +4,7 @@ greedy ones are transformers' own."""
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -96,8 +97,8 @@ def check_greedy(model: PreTrainedModel, requests: Sequence[Asked]) -> None:
             assert asked.answer == expected.argmax(-1).tolist()
 
 
-def runner(path: Path, **changes: object) -> ModelRunner:
-    fields: dict[str, object] = {
+def runner(path: Path, **changes: Any) -> ModelRunner:
+    fields: dict[str, Any] = {
         "max_running": 12,
         "page_size": 7,
         "dtype": "float32",
