@@ -144,7 +144,7 @@ class GrpcCalls:
             if needs_key:
                 visit.owner = self._guard.name_of_caller(scope, NeededKey.API)
                 visit.take_place()
-                place = visit.hand_over()  # until the client has read all
+                place = visit.hand_over_place()  # until the client has read all
                 context.add_done_callback(lambda _: place.close(status))
             await serve(Call(context, visit, scope, await self._message(visit.owner, context, needs_key)))
             status = 200
