@@ -63,13 +63,17 @@ def test_a_batch_outlives_a_kill_of_its_routers_and_background_responses_say_tha
         batch = launch_batch(file, "--base-url", fleet.url)
         until(lambda: store.exists() and completed(store) >= 5, "some lines have their answers")
         client = openai.OpenAI(base_url=f"{fleet.url}/v1", api_key="none", max_retries=3)
-        response = client.responses.create(model="demo", input="Count from 1 to 90.", max_output_tokens=400, background=True)
+        create = client.responses.create
+        computing = [
+            create(model="demo", input=f"Count from {n} to 90.", max_output_tokens=400, background=True) for n in range(16)
+        ]
         assert completed(store) < LINES
         for pid in fleet.running("router"):
             os.kill(pid, signal.SIGKILL)
         _, told = batch.communicate(timeout=240)
         assert batch.returncode == 0, told
-        assert client.responses.retrieve(response.id).status == "failed"
+        ended = {client.responses.retrieve(response.id).status for response in computing}
+        assert "failed" in ended and ended <= {"failed", "completed"}
         expected = {f"line-{n}": _text(fleet, n) for n in (0, LINES // 2, LINES - 1)}
     got = answers(file)
     assert len(got) == LINES and expected.items() <= got.items()

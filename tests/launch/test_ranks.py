@@ -199,7 +199,7 @@ def test_a_rank_on_another_kind_of_device_is_unlike_the_leader() -> None:
 
 def test_a_rank_of_another_release_is_unlike_the_leader(monkeypatch: pytest.MonkeyPatch) -> None:
     before = rank_setup(instance_command())
-    monkeypatch.setattr("launch.rank_setup.version", lambda library: "9.9" if library == "tandem-serve" else before_of(library))
+    monkeypatch.setattr("launch.rank_setup.version_of", lambda library: "9.9" if library == "tandem-serve" else before_of(library))
 
     def before_of(library: str) -> str:
         return before[f"the version of {library}"]
