@@ -199,11 +199,11 @@ def test_a_rank_on_another_kind_of_device_is_unlike_the_leader() -> None:
 
 def test_a_rank_of_another_release_is_unlike_the_leader(monkeypatch: pytest.MonkeyPatch) -> None:
     before = rank_setup(instance_command())
-    monkeypatch.setattr("launch.rank_setup.version_of", lambda library: "9.9" if library == "tandem-serve" else before_of(library))
 
-    def before_of(library: str) -> str:
-        return before[f"the version of {library}"]
+    def other(library: str) -> str:
+        return "9.9" if library == "tandem-serve" else before[f"the version of {library}"]
 
+    monkeypatch.setattr("launch.rank_setup.version_of", other)
     after = rank_setup(instance_command())
     assert {name for name in after if after[name] != before.get(name)} == {"the version of tandem-serve"}
 
