@@ -173,6 +173,18 @@ class StepPlan:
         return 1 + numbers - np.repeat(begins, np.diff(begins, append=len(numbers)))
 
     @property
+    def draft_places(self) -> Int64Array:
+        """[drafts] int64: which of the decode rows each draft continues."""
+        places = np.zeros(int(self.decode_rows.max(initial=0)) + 1, dtype=np.int64)
+        places[self.decode_rows] = np.arange(len(self.decode_rows))
+        return places[self.draft_rows]
+
+    @property
+    def decoding(self) -> int:
+        """How many rows the forward decodes: a draft is computed as another row."""
+        return len(self.decode_rows) + len(self.draft_rows)
+
+    @property
     def chunk_tokens(self) -> int:
         return sum(len(chunk.token_ids) for chunk in self.chunks)
 
@@ -209,19 +221,15 @@ def count_right(plan: StepPlan, tokens: Int32Array, drafted: Int32Array) -> Int3
 
     tokens, drafted: those of a `StepResult`. Returns [decode rows] int32; a row's answer grows by one token more.
     """
-    rows = plan.decode_rows
-    right = np.zeros(len(rows), dtype=np.int32)
+    rows, right = len(plan.decode_rows), np.zeros(len(plan.decode_rows), dtype=np.int32)
     if len(plan.draft_rows):
-        place = np.empty(int(rows.max()) + 1, dtype=np.int64)
-        place[rows] = np.arange(len(rows))
-        at = place[plan.draft_rows]
-        offsets = plan.draft_offsets
+        at, offsets = plan.draft_places, plan.draft_offsets
         is_first = offsets == 1
         before = np.roll(drafted, 1)
-        before[is_first] = tokens[len(tokens) - len(rows) :][at[is_first]]
+        before[is_first] = tokens[len(tokens) - rows :][at[is_first]]
         wrong = np.concatenate([[0], np.cumsum(plan.draft_tokens != before)])
         of_rows_before = wrong[np.arange(len(at)) - offsets + 1]
-        right += np.bincount(at, wrong[1:] == of_rows_before, len(rows)).astype(np.int32)
+        right += np.bincount(at, wrong[1:] == of_rows_before, rows).astype(np.int32)
     return right
 
 

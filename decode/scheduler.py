@@ -36,7 +36,6 @@ from common.instance.ports import (
     Prepared,
     Report,
     Send,
-    StepsMeasured,
 )
 from common.instance.request import InstanceLimits, RequestPhase
 from common.instance.requests import NO_ROWS, RequestTable, SharedEvent, SharedMessage, decline
@@ -56,7 +55,6 @@ from common.messages import (
 )
 from common.messages.transfers import LinkChanged, PushDone, PushFailed, Settled
 from common.pages.pool import count_pages
-from common.step_cost import StepCost
 from decode.batch import Batch
 from decode.memory import DecodeRoom, Rounds, choose_victims, comes_home
 from decode.requests import DecodeRequest, Growth
@@ -95,7 +93,6 @@ class DecodeScheduler:
         self._speculation = None
         if limits.drafting is not None:
             self._speculation = Speculation(limits.drafting, engine.max_rows, engine.model.context_tokens)
-        self._cost = StepCost()
         self._verifying = False
         """A step with drafts is in flight: how far its rows are is not known before it is back."""
         self._now = 0.0
@@ -147,8 +144,6 @@ class DecodeScheduler:
 
     def handle(self, event: Event, now: float) -> list[Action]:
         if isinstance(event, SharedEvent):
-            if isinstance(event, StepsMeasured):
-                self._cost = event.cost
             actions = self._requests.handle(event, now)
             request = self._requests.get(event.key) if isinstance(event, Prepared) else None
             if request is not None and request.phase is RequestPhase.DECODING and request.landed is not None:
@@ -244,11 +239,9 @@ class DecodeScheduler:
         counters.tokens_drafted += len(plan.draft_rows)
         counters.tokens_accepted += int(right.sum())
         behind = np.full((len(plan.sampled_rows), int(right.max())), -1, dtype=np.int32)
-        right_of_row = np.zeros(len(self._requests.steps_of_row), dtype=np.int32)
-        right_of_row[plan.decode_rows] = right
-        is_right = plan.draft_offsets <= right_of_row[plan.draft_rows]
-        at = chunked + np.repeat(np.arange(len(right)), right)  # drafts are in the order of their rows
-        behind[at, plan.draft_offsets[is_right] - 1] = result.drafted[is_right]
+        places, offsets = plan.draft_places, plan.draft_offsets
+        is_right = offsets <= right[places]
+        behind[chunked + places[is_right], offsets[is_right] - 1] = result.drafted[is_right]
         return behind
 
     def _answer(
@@ -346,7 +339,7 @@ class DecodeScheduler:
         most = self._batch.most_drafts(rows, spare=self._page_size if self._has_spare_pages else 0)
         most[self._batch.sampled[rows] == 0] = 0  # what it would follow is not known
         depths = np.zeros(len(self._requests.steps_of_row), dtype=np.int64)
-        depths[rows] = self._speculation.depths(rows, most, self._cost, self._batch.next_tokens(rows))
+        depths[rows] = self._speculation.depths(rows, most, self._requests.chunk_limit.cost, self._batch.next_tokens(rows))
         return depths
 
     @property
@@ -363,8 +356,8 @@ class DecodeScheduler:
         wanting = [self._requests.in_row[row] for row in short.tolist() if row not in grown]
         if self._has_spare_pages:
             self._extend(wanting, grown)
-        most = self._batch.most_drafts(rows)
-        return self._speculation.draft(rows[most >= 0], np.minimum(depths[rows], most)[most >= 0], self._batch.next_tokens(rows))
+        fitting = np.minimum(depths[rows], np.maximum(0, self._batch.most_drafts(rows)))
+        return self._speculation.draft(rows, fitting, self._batch.next_tokens(rows))
 
     def next_deadline(self) -> float | None:
         return earliest(self._requests.next_deadline(), self._target.next_deadline(), self._rounds.next_deadline())

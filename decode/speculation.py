@@ -149,9 +149,9 @@ class Speculation:
     def add(self, rows: Int32Array, tokens: Int32Array) -> None:
         """One more token for each of these rows, each named once."""
         of_rows = rows.astype(np.int64)
-        foreseen = self.drafter.propose(of_rows, 1)[:, 0] == tokens
-        known = of_rows[self.drafter.knows(of_rows)]
-        self._right[known] += (foreseen[self.drafter.knows(of_rows)] - self._right[known]) / LATELY
+        knows, foreseen = self.drafter.knows(of_rows), self.drafter.propose(of_rows, 1)[:, 0] == tokens
+        known = of_rows[knows]
+        self._right[known] += (foreseen[knows] - self._right[known]) / LATELY
         self.drafter.add(of_rows, tokens)
 
     def depths(self, rows: Int32Array, most: Int32Array, cost: StepCost, held: Int32Array) -> Int64Array:

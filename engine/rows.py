@@ -203,10 +203,8 @@ class BatchTensors:
     def _draft(self, plan: StepPlan) -> Int64Array:
         """`StepArrays.drafts`."""
         numbers, offsets = np.arange(len(plan.draft_rows)), plan.draft_offsets
-        places = np.zeros(self.null, dtype=np.int64)
-        places[plan.decode_rows] = np.arange(len(plan.decode_rows))
-        of_decode, begins = places[plan.draft_rows], numbers - offsets + 1
-        parts = self.null + 1 + numbers, plan.draft_rows, offsets, plan.draft_tokens, of_decode, begins
+        rows, begins = self.null + 1 + numbers, numbers - offsets + 1
+        parts = rows, plan.draft_rows, offsets, plan.draft_tokens, plan.draft_places, begins
         return np.concatenate(parts, dtype=np.int64)
 
     def _start(self, starts: tuple[RowStart, ...]) -> StepArrays[Int64Array]:

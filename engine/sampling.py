@@ -270,7 +270,7 @@ class Sampler:
                 self._draw_behind_drafts(tokens, logits, rows, special.drafts)
             return tokens
         is_theirs = logits.dtype == torch.float32 and len(special.sampled_at) > 0
-        return self._draw_processed(logits.clone() if is_theirs else logits.float().contiguous(), rows, special)
+        return self._draw_processed(logits.clone() if is_theirs else logits.float().contiguous(), rows, special.processed)
 
     def redraw(self, tokens: Tensor, logits: Tensor, rows: RowSampling, special: SpecialRows) -> None:
         """Replace in `tokens` those that processors make others: a graph, which knows none, has drawn them. logits:
@@ -279,14 +279,16 @@ class Sampler:
             self._draw_behind_drafts(tokens, logits, rows, special.drafts)
             return
         at = special.again
-        tokens[at] = self._draw_processed(logits[at].float(), rows.of(at), special)
+        tokens[at] = self._draw_processed(logits[at].float(), rows.of(at), special.processed)
 
-    def _draw_processed(self, logits: Tensor, rows: RowSampling | None, special: SpecialRows) -> Tensor:
+    def _draw_processed(
+        self, logits: Tensor, rows: RowSampling | None, processed: Sequence[tuple[LogitsProcessor, SampledRows]]
+    ) -> Tensor:
         """logits: float32, contiguous; the processors change them in place."""
-        for processor, of_rows in special.processed:
+        for processor, of_rows in processed:
             processor.apply(logits, of_rows)
         tokens = self._kernels.sample(logits, rows)
-        for processor, of_rows in special.processed:
+        for processor, of_rows in processed:
             processor.sampled(of_rows, tokens[of_rows.at])
         return tokens
 
@@ -305,12 +307,8 @@ class Sampler:
                 for (each, places), (device_at, device_rows) in zip(which, on_device, strict=True)
                 if len(places)
             ]
-            some = logits[sent[0]].float()
-            for processor, of_rows in processed:
-                processor.apply(some, of_rows)
-            drawn = self._kernels.sample(some, None if rows is None else rows.of(sent[0]))
-            for processor, of_rows in processed:
-                processor.sampled(of_rows, drawn[of_rows.at])
+            drawn = self._draw_processed(logits[sent[0]].float(), None if rows is None else rows.of(sent[0]), processed)
+            for _, of_rows in processed:
                 drafts.failed.update(of_rows.failed)
             tokens[sent[0]] = drawn
             behind = drafts.behind[at]

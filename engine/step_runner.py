@@ -281,10 +281,9 @@ class StepRunner:
         """
         wanted = report if any(chunk.last for chunk in plan.chunks) else None
         progress = LayerProgress(self._device, self._memory.layout.layers, self._layer_groups, wanted, between)
-        decoding = len(plan.decode_rows) + len(plan.draft_rows)
-        size = fitting(self._graph_sizes, decoding) if not plan.chunks else None
+        size = fitting(self._graph_sizes, plan.decoding) if not plan.chunks else None
         host = self.batch.prepare(plan, size or 0)
-        recordable = decoding if not plan.chunks else 0
+        recordable = plan.decoding if not plan.chunks else 0
         adapters = self._adapters.of_step(host, recordable if (recordable, True) in self._recordings else size)
         arrays = StepArrays(*self._staging.send(host.arrays))
         self.batch.apply(arrays)

@@ -50,8 +50,7 @@ class Pace:
 
     def add(self, plan: StepPlan) -> float:
         """Returns when the plan's step ends, on the clock. It begins now, or when the step before it ends."""
-        rows = len(plan.decode_rows) + len(plan.draft_rows)
-        seconds = self.cost.seconds(plan.chunk_tokens, rows, plan.held_tokens)
+        seconds = self.cost.seconds(plan.chunk_tokens, plan.decoding, plan.held_tokens)
         self._busy_until_s = max(self.clock(), self._busy_until_s) + seconds
         return self._busy_until_s
 

@@ -73,15 +73,16 @@ class FleetWindow:
         made = decode.totals.answer_tokens - first.decode.totals.answer_tokens
         running = sum(look.decode.running_requests for look in self._looks)
         rows = running / len(self._looks)
+        comes_per_s = requests / seconds
         backlog_per_s, answers_wait_per_s = waiting / CATCH_UP_S, (waiting + decode.waiting_requests) / CATCH_UP_S
         length = made / ended if ended > 0 else ANSWER_TOKENS
         held, decoding = sum(look.decode.tokens_held for look in self._looks), max(1, decode.instances)
         held_s = decode.held_token_s * held / len(self._looks)
         row_s = decode.step_s + (decode.decode_row_s * rows + held_s) / decoding
-        lasting_tokens_per_s = max(requests / seconds * length, rows / row_s)
-        tokens_per_s = max((requests / seconds + answers_wait_per_s) * length, (rows + decode.waiting_requests) / row_s)
+        lasting_tokens_per_s = max(comes_per_s * length, rows / row_s)
+        tokens_per_s = max((comes_per_s + answers_wait_per_s) * length, (rows + decode.waiting_requests) / row_s)
         return FleetDemand(
-            requests_per_s=requests / seconds + backlog_per_s,
+            requests_per_s=comes_per_s + backlog_per_s,
             backlog_per_s=backlog_per_s,
             prompt_tokens=prompt_tokens,
             answer_tokens_per_s=tokens_per_s,

@@ -155,7 +155,7 @@ class RequestTable(Generic[R]):
         """What computes here."""
         self._adapters = AdaptersChanged(frozenset(), frozenset())
         """Which of them requests can have."""
-        self._chunk_limit = ChunkLimit(limits.step_limit_s)
+        self.chunk_limit = ChunkLimit(limits.step_limit_s)
         self._adapted: Counter[Digest] = Counter()
         """How many open requests have each."""
         self._adapted_rows: Counter[Digest] = Counter()
@@ -222,7 +222,7 @@ class RequestTable(Generic[R]):
                 lost = [each for each in self if each.adapter and each.adapter not in event.served]
                 return self._end_all(lost, now, self._lacks_adapter)
             case StepsMeasured():
-                self._chunk_limit.cost = event.cost
+                self.chunk_limit.cost = event.cost
                 return []
             case LeaveRole():
                 return self._drain(now, event.timeout_s)
@@ -307,7 +307,7 @@ class RequestTable(Generic[R]):
     def report(self) -> Report:
         """What both roles report alike. A reservation that waits does not count yet: `forget` may take it off again, and a
         counter never falls."""
-        self._chunk_limit.measured()
+        self.chunk_limit.measured()
         in_rows = (each.progress for each in self.in_row.values())
         computing = sum(progress.tokens_to_compute for progress in in_rows if progress is not None)
         load = Load(
@@ -445,9 +445,9 @@ class RequestTable(Generic[R]):
     ) -> StepPlan | None:
         """The next forward, which goes to the executor now; None: there is nothing to compute. grown: row → its new page.
         held_tokens: those of the decode rows."""
-        budget_tokens = min(self._limits.chunk_tokens, self._chunk_limit.tokens(len(decode_rows), held_tokens))
+        budget_tokens = min(self._limits.chunk_tokens, self.chunk_limit.tokens(len(decode_rows), held_tokens))
         chunks = next_chunks(self.computing.values(), budget_tokens)
-        self._chunk_limit.launched(sum(len(chunk.token_ids) for chunk in chunks))
+        self.chunk_limit.launched(sum(len(chunk.token_ids) for chunk in chunks))
         for chunk in chunks:
             self.in_row[chunk.row].times.chunk_launched(now)
             if chunk.last:

@@ -22,7 +22,7 @@ from common.config import RouterConfig
 from common.errors import Overloaded, Unavailable
 from router.api.description import ApiPart, Described
 from router.api.guard import PAGE_PREFIX
-from router.api.sending import HEADERS
+from router.api.sending import HEADERS_AS_TEXT
 from router.core import Gateway
 from router.live import LiveRoster, LiveState, LiveView
 from router.metrics import RouterMetrics
@@ -127,7 +127,7 @@ class _Viewing(StreamingResponse):
     """The response to one viewer, who takes a place while it is sent."""
 
     def __init__(self, api: LiveApi) -> None:
-        super().__init__((), headers={name.decode(): value.decode() for name, value in HEADERS})
+        super().__init__((), headers=HEADERS_AS_TEXT)
         self._api = api
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

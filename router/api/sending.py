@@ -35,6 +35,7 @@ HEADERS = (
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),
 )
+HEADERS_AS_TEXT = {name.decode(): value.decode() for name, value in HEADERS}
 
 
 class ClientGone(Exception):

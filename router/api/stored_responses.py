@@ -32,7 +32,7 @@ from router.api.description import Described
 from router.api.errors import ErrorBody, ErrorDetail, error_json, shown
 from router.api.files import USUALLY_LISTED, DeletedBody, ListBody, StoreApi, is_ascending, list_body, number_in
 from router.api.responses import Item, MessageItem, ResponseBody, ResponseError, ResponseRequest, ResponseShape, response_request
-from router.api.sending import HEADERS, EventStream
+from router.api.sending import HEADERS_AS_TEXT, EventStream
 from router.api.store import Store, StoredObject
 from router.core import Gateway
 
@@ -281,8 +281,7 @@ class StoredResponses(StoreApi):
             task.cancel()
 
     def _stream(self, stored: StoredObject, after: int) -> Response:
-        headers = {name.decode(): value.decode() for name, value in HEADERS}
-        return StreamingResponse(self._events(stored, after), headers=headers)
+        return StreamingResponse(self._events(stored, after), headers=HEADERS_AS_TEXT)
 
     async def _events(self, stored: StoredObject, after: int) -> AsyncIterator[bytes]:
         """The events behind the one of this number, up to the last one of the answer."""

@@ -260,14 +260,19 @@ def checks(screenshot: Path | None) -> Iterator[Check]:
             yield from invited(local.url, window, f"http://localhost:{port}", KEY)
 
 
+def verdict(found: Iterator[Check]) -> int:
+    """The exit status of checks that need a browser; without one, nothing is checked."""
+    if not is_installed():
+        say("skipped: there is no browser here; on Debian: apt install chromium chromium-driver")
+        return 0
+    return print_checks(found)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.soak.browser", description="Web pages in a real browser, and /docs.")
     parser.add_argument("--screenshot", type=Path, metavar="FILE", help="where to write a picture of /docs, as PNG")
     flags = parser.parse_args()
-    if not is_installed():
-        say("skipped: there is no browser here; on Debian: apt install chromium chromium-driver")
-        return 0
-    return print_checks(checks(flags.screenshot))
+    return verdict(checks(flags.screenshot))
 
 
 if __name__ == "__main__":

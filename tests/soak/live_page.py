@@ -20,8 +20,8 @@ from pathlib import Path
 from common.processes.local_fleet import local_fleet
 from common.processes.router_client import RequestFailed, RouterClient
 from tests.rig.pages import NotInTime, RunningFleet, until
-from tests.rig.report import CONTROL, Check, key_flags, print_checks, say
-from tests.soak.browser import Browser, browser, is_installed
+from tests.rig.report import CONTROL, Check, key_flags
+from tests.soak.browser import Browser, browser, verdict
 
 FLAGS = ("--prefill=2", "--decode=2", "--executor=timed", "--transport=cma", "--dtype=bfloat16", "--kv-memory=64MiB")
 SLOW = ("--step-cost=0.02,0.0006,0.0008", "--chunk-tokens=256", "--log-level=warning")
@@ -164,10 +164,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.soak.live_page", description="The live page in a real browser.")
     parser.add_argument("--screenshots", type=Path, metavar="FOLDER", help="where to write pictures, as PNG")
     flags = parser.parse_args()
-    if not is_installed():
-        say("skipped: there is no browser here; on Debian: apt install chromium chromium-driver")
-        return 0
-    return print_checks(checks(flags.screenshots))
+    return verdict(checks(flags.screenshots))
 
 
 if __name__ == "__main__":
