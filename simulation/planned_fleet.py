@@ -192,7 +192,7 @@ class CountedPace(Pace):
 
     def add(self, plan: StepPlan) -> float:
         self._fleet.steps[self._role] += 1
-        self._fleet.busy_s[self._role] += self.cost.seconds(plan.chunk_tokens, len(plan.decode_rows), plan.held_tokens)
+        self._fleet.busy_s[self._role] += self.cost.seconds(plan.chunk_tokens, plan.decoding, plan.held_tokens)
         return super().add(plan)
 
     def repeat(self, rows: Int32Array, steps: int, held_tokens: int) -> float:

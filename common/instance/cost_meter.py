@@ -60,7 +60,7 @@ class CostMeter:
         """A step has come back. It began when it was launched, or when the one before it ended. Steps that come back in one
         turn count as one: nobody knows when the first of them ended."""
         self._count += 1
-        work: Iterable[float] = (1, plan.chunk_tokens, len(plan.decode_rows), plan.held_tokens)
+        work: Iterable[float] = (1, plan.chunk_tokens, plan.decoding, plan.held_tokens)
         seconds = ended_s - max(launched_s, self._ended_s)
         if ended_s == self._ended_s and self._steps:
             *before, seconds = self._steps.pop()

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterable
+from dataclasses import replace
 from itertools import chain, combinations, cycle, islice
 from random import Random
 
@@ -353,6 +354,17 @@ def assert_is_cost(cost: StepCost, share: float = 0.01) -> None:
 
 def test_the_pace_is_the_cost_of_the_steps() -> None:
     assert_is_cost(Engine().compute(WORK * 20))
+
+
+def test_a_draft_costs_what_a_row_costs() -> None:
+    """One row, which holds as much in all, with and without drafts: nothing else tells a row from a step."""
+    meter, now = CostMeter(), 0.0
+    for number in range(200):
+        drafts = np.zeros(number % 5, dtype=np.int32)
+        what = replace(plan(0, 1, 100 * (number % 3)), draft_rows=drafts, draft_tokens=drafts)
+        began_s, now = now, now + COST.seconds(0, 1 + len(drafts), what.held_tokens)
+        meter.step(what, began_s, now)
+    assert meter.read().decode_row_s == pytest.approx(COST.decode_row_s, rel=0.01)
 
 
 def test_a_few_steps_tell_nothing_yet() -> None:
