@@ -92,7 +92,8 @@ class DecodeScheduler:
         self._room = DecodeRoom(self._requests, self._growth, self._target, self._rounds)
         self._speculation = None
         if limits.drafting is not None:
-            self._speculation = Speculation(limits.drafting, engine.max_rows, engine.model.context_tokens)
+            sizes = engine.max_rows, engine.model.context_tokens, limits.chunk_tokens
+            self._speculation = Speculation(limits.drafting, *sizes)
         self._verifying = False
         """A step with drafts is in flight: how far its rows are is not known before it is back."""
         self._now = 0.0
@@ -235,6 +236,8 @@ class DecodeScheduler:
         right = count_right(plan, result.tokens, result.drafted)
         self._verifying = False
         self._batch.verify(plan.draft_rows)
+        if self._speculation is not None:
+            self._speculation.verified(plan, right, result.drafting_s)
         counters = self._requests.counters
         counters.tokens_drafted += len(plan.draft_rows)
         counters.tokens_accepted += int(right.sum())
@@ -293,7 +296,7 @@ class DecodeScheduler:
             is_first = self._batch.sampled[rows] == 1
             for at in np.flatnonzero(is_first).tolist():
                 self._speculation.begin(int(rows[at]), np.append(answered[at].prompt, tokens[at]))
-            self._speculation.add(rows[~is_first], tokens[~is_first])
+            self._speculation.add(rows[~is_first], tokens[~is_first], drafted)
         return masks
 
     # --- planning --------------------------------------------------------------------------------------------------------
@@ -320,10 +323,16 @@ class DecodeScheduler:
         held_tokens = self._batch.held_tokens(rows) + drafts.held_tokens
         plan = requests.plan(now, rows, grown, held_tokens)
         if plan is not None and self._speculation is not None:
-            verified, lengths = self._batch.verified(rows)
+            verified, lengths, last = self._batch.verified(rows)
             self._verifying |= len(drafts.rows) > 0
             plan = dataclasses.replace(
-                plan, draft_rows=drafts.rows, draft_tokens=drafts.tokens, verified_rows=verified, verified_lengths=lengths
+                plan,
+                draft_rows=drafts.rows,
+                draft_tokens=drafts.tokens,
+                draft_chunks=drafts.chunks,
+                verified_rows=verified,
+                verified_lengths=lengths,
+                verified_tokens=last,
             )
         assert plan is not None or not grown, "a row that grew is planned"
         for chunk in () if plan is None else plan.chunks:

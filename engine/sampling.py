@@ -144,11 +144,11 @@ class SpecialRows:
 
 def _processed_drafts(host: HostStep, is_processed: NDArray[np.bool_]) -> ProcessedDrafts:
     """is_processed: [sampled]."""
-    _, _, offsets, tokens, of_rows, _ = host.arrays.drafts.reshape(6, -1)
+    _, _, offsets, tokens = host.arrays.drafts.reshape(4, -1)
     sampled, drafted, decoded = len(host.sampled_owners), len(tokens), len(host.plan.decode_rows)
     places = np.arange(sampled - drafted, sampled)
     behind, foreseen = np.full((2, sampled), -1, dtype=np.int64)
-    behind[np.where(offsets == 1, sampled - drafted - decoded + of_rows, places - 1)] = places
+    behind[np.where(offsets == 1, sampled - drafted - decoded + host.plan.draft_places, places - 1)] = places
     foreseen[places] = tokens
     begins = np.flatnonzero(is_processed[: sampled - drafted])
     return ProcessedDrafts(host.sampled_owners, begins, behind, foreseen)
