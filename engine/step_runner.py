@@ -188,8 +188,9 @@ class PendingStep:
         prompt_logprobs: TokenLogprobsOnDevice | None = None,
         embeddings: PooledPrompts | None = None,
         failed: Mapping[int, TandemError] | None = None,
+        failed_behind: Mapping[int, int] | None = None,
     ) -> None:
-        self._plan, self._progress, self._failed = plan, progress, failed or {}
+        self._plan, self._progress, self._failed, self._behind = plan, progress, failed or {}, failed_behind or {}
         self._reported, self._embeddings = (logprobs, prompt_logprobs), embeddings
         parts = (logprobs, prompt_logprobs, embeddings)
         self._tensors = [tokens.int(), *(part.packed for part in parts if part is not None)]
@@ -218,7 +219,7 @@ class PendingStep:
         logprobs, prompt_logprobs = (NO_LOGPROBS if each is None else each.read(next(numbers)) for each in self._reported)
         embeddings = {} if self._embeddings is None else self._embeddings.read(next(numbers))
         tokens, drafted = np.split(tokens, [len(tokens) - len(self._plan.draft_rows)])
-        return StepResult(self._plan, tokens, logprobs, prompt_logprobs, embeddings, self._failed, drafted)
+        return StepResult(self._plan, tokens, logprobs, prompt_logprobs, embeddings, self._failed, self._behind, drafted)
 
 
 _Parts = tuple[Tensor | None, TokenLogprobsOnDevice | None, PooledPrompts | None]
@@ -308,7 +309,8 @@ class StepRunner:
         self.batch.last_token[rows] = tokens
         self._verify(plan, arrays, tokens)
         logprobs = self._sampler.logprobs(logits, tokens, special)
-        return PendingStep(plan, tokens, progress, logprobs, prompt_logprobs, embeddings, _failed(special, adapters))
+        failed = _failed(special, adapters), _failed_behind(special)
+        return PendingStep(plan, tokens, progress, logprobs, prompt_logprobs, embeddings, *failed)
 
     def _forward(
         self,
@@ -450,7 +452,8 @@ class StepRunner:
             self.batch.last_token[rows] = tokens
         self._verify(host.plan, arrays, tokens)
         logprobs = self._sampler.logprobs(logits, tokens, special)
-        return PendingStep(host.plan, tokens, progress, logprobs, failed=_failed(special, adapters))
+        failed, behind = _failed(special, adapters), _failed_behind(special)
+        return PendingStep(host.plan, tokens, progress, logprobs, failed=failed, failed_behind=behind)
 
     def _verify(self, plan: StepPlan, arrays: StepArrays[Tensor], tokens: Tensor) -> None:
         if len(plan.draft_rows):
@@ -459,6 +462,10 @@ class StepRunner:
 
 def _failed(special: SpecialRows | None, adapters: StepAdapters) -> Mapping[int, TandemError]:
     return adapters.failed if special is None else {**special.failed, **adapters.failed}
+
+
+def _failed_behind(special: SpecialRows | None) -> Mapping[int, int]:
+    return {} if special is None or special.drafts is None else special.drafts.failed_behind
 
 
 def _segments(plan: StepPlan) -> tuple[Segment, ...]:
