@@ -251,8 +251,9 @@ def test_grammars_of_the_demo_model() -> None:
 def test_a_grammar_that_fails_behind_drafts_tells_how_many_tokens_come_before(monkeypatch: pytest.MonkeyPatch) -> None:
     made = ModelRunner(ModelConfig(), EngineConfig(kv_memory="16MiB", context_tokens=512, max_running=12), lambda text: None)
     assert made.grammars is not None
-    asked = SamplingParams(max_new_tokens=40, temperature=0.0, grammar=Grammar("regex", r"(\d{3}-){4}\d{3}"))
-    made.grammars.prepare(asked.grammar, lambda: None).wait()
+    grammar = Grammar("regex", r"(\d{3}-){4}\d{3}")
+    asked = SamplingParams(max_new_tokens=40, temperature=0.0, grammar=grammar)
+    made.grammars.prepare(grammar, lambda: None).wait()
     prompt, pages, rows = np.arange(300, 309, dtype=np.int32), np.arange(2, dtype=np.int32), np.zeros(1, dtype=np.int32)
     try:
         start = RowStart(0, pages, asked, token_ids=prompt)
