@@ -181,10 +181,7 @@ class DecodeScheduler:
         requests.chunks_done(result, now)
         for row in plan.rows[~batch.live[plan.rows]].tolist():
             self._release(requests.in_row[row], now)
-        actions: list[Action] = []
-        for row in [row for row in result.failed if batch.live[row]]:
-            self._growth.cancelled()
-            actions += self._end(requests.in_row[row], Failed.of(result.failed[row]), now)
+        actions = self._fail(result, [row for row in result.failed if row not in result.failed_behind], now)
         embedded = [(requests.in_row[row], embedding) for row, embedding in result.embeddings.items() if batch.live[row]]
         deltas = [request.embedded(embedding) for request, embedding in embedded]
         pipelines = [request.pipeline for request, _ in embedded]
@@ -196,7 +193,16 @@ class DecodeScheduler:
         answered = [requests.in_row[row] for row in sampled.tolist()]
         behind = self._right_drafts(result)[live]
         deltas += self._answer(answered, sampled, tokens, behind, result, now)
+        actions += self._fail(result, result.failed_behind, now)
         return [*emit_tokens(deltas, [*pipelines, *(request.pipeline for request in answered)]), *actions]
+
+    def _fail(self, result: StepResult, rows: Iterable[int], now: float) -> list[Action]:
+        """End the requests in these rows whose answers cannot go on, if nothing has ended them."""
+        actions: list[Action] = []
+        for row in [row for row in rows if self._batch.live[row]]:
+            self._growth.cancelled()
+            actions += self._end(self._requests.in_row[row], Failed.of(result.failed[row]), now)
+        return actions
 
     # --- for simulations: many steps at once --------------------------------------------------------------------------------
 
@@ -245,6 +251,8 @@ class DecodeScheduler:
         places, offsets = plan.draft_places, plan.draft_offsets
         is_right = offsets <= right[places]
         behind[chunked + places[is_right], offsets[is_right] - 1] = result.drafted[is_right]
+        for row, count in result.failed_behind.items():
+            behind[plan.sampled_rows == row, count - 1 :] = -1
         return behind
 
     def _answer(
@@ -360,7 +368,7 @@ class DecodeScheduler:
         """The drafts of the next step. A row gets a page for them if nobody else needs it. depths: of each row of the batch."""
         assert self._speculation is not None
         rows = np.flatnonzero(depths).astype(np.int32)
-        rows = rows[self._batch.live[rows]]
+        rows = rows[self._batch.live[rows] & (self._batch.sampled[rows] > 0)]  # others were preempted, or came into such a row
         short = rows[self._batch.most_drafts(rows) < depths[rows]]
         wanting = [self._requests.in_row[row] for row in short.tolist() if row not in grown]
         if self._has_spare_pages:

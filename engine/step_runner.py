@@ -188,8 +188,9 @@ class PendingStep:
         prompt_logprobs: TokenLogprobsOnDevice | None = None,
         embeddings: PooledPrompts | None = None,
         failed: Mapping[int, TandemError] | None = None,
+        failed_behind: Mapping[int, int] | None = None,
     ) -> None:
-        self._plan, self._progress, self._failed = plan, progress, failed or {}
+        self._plan, self._progress, self._failed, self._behind = plan, progress, failed or {}, failed_behind or {}
         self.drafting_s = 0.0
         self._reported, self._embeddings = (logprobs, prompt_logprobs), embeddings
         parts = (logprobs, prompt_logprobs, embeddings)
@@ -219,7 +220,8 @@ class PendingStep:
         logprobs, prompt_logprobs = (NO_LOGPROBS if each is None else each.read(next(numbers)) for each in self._reported)
         embeddings = {} if self._embeddings is None else self._embeddings.read(next(numbers))
         tokens, drafted = np.split(tokens, [len(tokens) - len(self._plan.draft_rows)])
-        return StepResult(self._plan, tokens, logprobs, prompt_logprobs, embeddings, self._failed, drafted, self.drafting_s)
+        failed = self._failed, self._behind
+        return StepResult(self._plan, tokens, logprobs, prompt_logprobs, embeddings, *failed, drafted, self.drafting_s)
 
 
 _Parts = tuple[Tensor | None, TokenLogprobsOnDevice | None, PooledPrompts | None]
@@ -308,7 +310,8 @@ class StepRunner:
         tokens = self._sampler.draw(logits, None if host.is_greedy else self.batch.sampling(rows), special, likeliest)
         self.batch.last_token[rows] = tokens
         logprobs = self._sampler.logprobs(logits, tokens, special)
-        return PendingStep(plan, tokens, progress, logprobs, prompt_logprobs, embeddings, _failed(special, adapters))
+        failed = _failed(special, adapters), _failed_behind(special)
+        return PendingStep(plan, tokens, progress, logprobs, prompt_logprobs, embeddings, *failed)
 
     @torch.inference_mode()
     def take_in(self, plan: StepPlan) -> None:
@@ -456,11 +459,16 @@ class StepRunner:
             self._sampler.redraw(tokens, logits, self.batch.sampling(rows), special)
             self.batch.last_token[rows] = tokens
         logprobs = self._sampler.logprobs(logits, tokens, special)
-        return PendingStep(host.plan, tokens, progress, logprobs, failed=_failed(special, adapters))
+        failed, behind = _failed(special, adapters), _failed_behind(special)
+        return PendingStep(host.plan, tokens, progress, logprobs, failed=failed, failed_behind=behind)
 
 
 def _failed(special: SpecialRows | None, adapters: StepAdapters) -> Mapping[int, TandemError]:
     return adapters.failed if special is None else {**special.failed, **adapters.failed}
+
+
+def _failed_behind(special: SpecialRows | None) -> Mapping[int, int]:
+    return {} if special is None or special.drafts is None else special.drafts.failed_behind
 
 
 def _segments(plan: StepPlan) -> tuple[Segment, ...]:

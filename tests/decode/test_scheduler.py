@@ -4,12 +4,15 @@ from dataclasses import replace
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 
+from common.drafting import Drafting
 from common.errors import BadRequest, Unavailable
 from common.ids import ROUTER, Generation, Incarnation, InstanceId, unpack_ids
 from common.instance.ports import Prepare, Prepared, Send
 from common.messages import Cancel, Decline, Failed, Finished, Generate, Handoff, Reserve, TokenDelta, Withdraw
+from decode.speculation import Drafts, Speculation
 from engine.grammar.grammars import ANY_TEXT
 from tests.builders import EOS, key, result, sampling
 from tests.decode.rig import WRITER, WRITERS_LIFE, decoding, handoff, renew, reserve, reserved, scheduler, with_reservation
@@ -83,6 +86,26 @@ def test_a_row_that_cannot_go_on_ends_with_its_error_beside_rows_that_decode() -
     assert ended == TokenDelta(key("a"), 1, (), Failed.of(error)) and Failed.of(error).field == "regex"
     (last,) = deltas(made.step_done(replace(result(next_plan, [EOS, 53]), failed={row: error}), 0.3))
     assert last.key == key("b") and made.report().load.running_requests == 1
+
+
+@pytest.mark.parametrize("stop", [0, 52])
+def test_tokens_before_a_failure_count_also_where_drafts_brought_them(monkeypatch: pytest.MonkeyPatch, stop: int) -> None:
+    """Three drafts are right, and there is no token behind the second. A stop token before that ends the answer in order."""
+    made = scheduler(max_rows=8, drafting=Drafting())
+    made.receive(ROUTER, generate("a", 4, stop_token_ids=(stop,)), 0.0)
+    made.step_done(result(planned(made.decide(0.0)), [50]), 0.0)
+    monkeypatch.setattr(Speculation, "depths", lambda speculation, rows, *others: np.full(len(rows), 3))
+    drafts = Drafts(np.zeros(3, dtype=np.int32), np.array([51, 52, 53], dtype=np.int32), 0)
+    monkeypatch.setattr(Speculation, "draft", lambda speculation, rows, *others: drafts._replace(rows=rows.repeat(3)))
+    plan, error = planned(made.decide(0.1)), BadRequest("regex: it takes too long to follow", field="regex")
+    row, drafted = int(plan.rows[0]), np.array([52, 53, 54], dtype=np.int32)
+    done = replace(result(plan, [51]), drafted=drafted, failed={row: error}, failed_behind={row: 2})
+    told = deltas(made.step_done(done, 0.1))
+    if stop:
+        assert told == [TokenDelta(key("a"), 1, (51, 52), Finished("stop", 52))]
+    else:
+        assert told == [TokenDelta(key("a"), 1, (51, 52), None), TokenDelta(key("a"), 3, (), Failed.of(error))]
+    assert is_home(made)
 
 
 @pytest.mark.parametrize("is_failed", [True, False])
