@@ -301,7 +301,7 @@ class DecodeScheduler:
     def decide(self, now: float) -> Decision:
         requests = self._requests
         depths = self._depths()
-        waits = self._verifying or (bool(depths.any()) and self._batch.awaits_tokens)  # drafts follow a token that is known
+        waits = self._verifying or self._batch.await_tokens(np.flatnonzero(depths))  # drafts follow a token that is known
         actions, grown = ([], {}) if waits else self._grow(now)
         for request, failed in admit(requests, self._me.id, self._room.begin, now):
             if failed is not None:

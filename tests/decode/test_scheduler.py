@@ -4,12 +4,16 @@ from dataclasses import replace
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 
+from common.drafting import Drafting
 from common.errors import BadRequest, Unavailable
+from common.executor import StepPlan, StepResult
 from common.ids import ROUTER, Generation, Incarnation, InstanceId, unpack_ids
-from common.instance.ports import Prepare, Prepared, Send
+from common.instance.ports import Prepare, Prepared, Send, StepsMeasured
 from common.messages import Cancel, Decline, Failed, Finished, Generate, Handoff, Reserve, TokenDelta, Withdraw
+from common.step_cost import StepCost
 from engine.grammar.grammars import ANY_TEXT
 from tests.builders import EOS, key, result, sampling
 from tests.decode.rig import WRITER, WRITERS_LIFE, decoding, handoff, renew, reserve, reserved, scheduler, with_reservation
@@ -83,6 +87,26 @@ def test_a_row_that_cannot_go_on_ends_with_its_error_beside_rows_that_decode() -
     assert ended == TokenDelta(key("a"), 1, (), Failed.of(error)) and Failed.of(error).field == "regex"
     (last,) = deltas(made.step_done(replace(result(next_plan, [EOS, 53]), failed={row: error}), 0.3))
     assert last.key == key("b") and made.report().load.running_requests == 1
+
+
+def test_a_row_with_drafts_advances_however_many_prompts_are_computed_beside_it() -> None:
+    """Always a step is in flight that samples the only token of another request."""
+    made = scheduler(drafting=Drafting())
+    made.handle(StepsMeasured(StepCost(step_s=0.02, decode_row_s=0.0001)), 0.0)
+    made.receive(ROUTER, generate("a", 4, max_new_tokens=100), 0.0)
+    in_flight, drafted, advanced = list[StepPlan](), 0, [0]
+    for number in range(24):
+        for is_later in (False, True):
+            if is_later and number >= 10:  # "a" has repeated itself by then
+                made.receive(ROUTER, generate(f"b{number}", 4, max_new_tokens=1), 0.0)
+            while len(in_flight) < 2 and (plan := made.decide(0.0).plan) is not None:
+                in_flight.append(plan)
+                drafted += len(plan.draft_rows)
+                advanced += [number] * len(plan.decode_rows)
+        plan = in_flight.pop(0)
+        tokens, behind = (np.full(len(rows), 60, dtype=np.int32) for rows in (plan.sampled_rows, plan.draft_rows))
+        made.step_done(StepResult(plan, tokens, drafted=behind), 0.0)
+    assert drafted and max(np.diff([*advanced, 24])) <= 2
 
 
 @pytest.mark.parametrize("is_failed", [True, False])
