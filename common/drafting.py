@@ -41,7 +41,7 @@ def parse_drafting(config: str, algorithm: str, num_draft_tokens: int) -> Drafti
         return None
     try:
         given: dict[str, Any] = msgspec.json.decode(config, type=dict[str, Any])
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, RecursionError, UnicodeError) as error:
         raise ConfigError(f'--speculative-config must be a JSON object such as {{"method": "ngram"}}: {error}') from error
     unknown = ", ".join(sorted(given.keys() - set(_FIELDS)))
     require(not unknown, "speculative-config", f"an object of {', '.join(_FIELDS)}", unknown)

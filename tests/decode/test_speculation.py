@@ -138,6 +138,8 @@ def test_flags_of_vllm_and_of_sglang_ask_for_drafts(config: str, algorithm: str,
     [
         ("ngram", "none", 0, "must be a JSON object"),
         ("[]", "none", 0, "must be a JSON object"),
+        ('{"a":' * 20_000, "none", 0, "must be a JSON object"),
+        ('{"method": "\udcff"}', "none", 0, "must be a JSON object"),
         ("{}", "none", 0, "of method ngram"),
         ('{"method": "eagle3", "model": "x"}', "none", 0, "an object of method, num_speculative_tokens"),
         ('{"method": "eagle3"}', "none", 0, "of method ngram, the only one that there is; it is 'eagle3'"),
