@@ -351,7 +351,7 @@ class DecodeScheduler:
         """The drafts of the next step. A row gets a page for them if nobody else needs it. depths: of each row of the batch."""
         assert self._speculation is not None
         rows = np.flatnonzero(depths).astype(np.int32)
-        rows = rows[self._batch.live[rows]]
+        rows = rows[np.isin(rows, self._batch.advancing)]  # a row may have ended since, or be another request's by now
         short = rows[self._batch.most_drafts(rows) < depths[rows]]
         wanting = [self._requests.in_row[row] for row in short.tolist() if row not in grown]
         if self._has_spare_pages:
