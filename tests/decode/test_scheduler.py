@@ -12,7 +12,7 @@ from common.errors import BadRequest, Unavailable
 from common.executor import StepPlan, StepResult
 from common.ids import ROUTER, Generation, Incarnation, InstanceId, unpack_ids
 from common.instance.ports import Prepare, Prepared, Send, StepsMeasured
-from common.messages import Cancel, Decline, Failed, Finished, Generate, Handoff, Reserve, TokenDelta, Withdraw
+from common.messages import Cancel, Decline, Failed, Finished, Generate, Handoff, Reserve, Terms, TokenDelta, Withdraw
 from common.step_cost import StepCost
 from engine.grammar.grammars import ANY_TEXT
 from tests.builders import EOS, key, result, sampling
@@ -107,6 +107,23 @@ def test_a_row_with_drafts_advances_however_many_prompts_are_computed_beside_it(
         tokens, behind = (np.full(len(rows), 60, dtype=np.int32) for rows in (plan.sampled_rows, plan.draft_rows))
         made.step_done(StepResult(plan, tokens, drafted=behind), 0.0)
     assert drafted and max(np.diff([*advanced, 24])) <= 2
+
+
+def test_a_row_that_another_request_has_got_has_no_drafts_of_the_former_one() -> None:
+    """Room is made for another key's request while no step is in flight, so that it gets the row at once."""
+    made = scheduler(total_pages=20, max_rows=4, chunk_tokens=64, drafting=Drafting())
+    made.handle(StepsMeasured(StepCost(step_s=0.02, decode_row_s=0.0001)), 0.0)
+    for name in ("a", "b"):
+        made.receive(ROUTER, generate(name, 20, max_new_tokens=50, terms=Terms(owner="alice")), 0.0)
+    for _ in range(6):
+        plan = planned(made.decide(0.0))
+        tokens, behind = (np.full(len(rows), 60, dtype=np.int32) for rows in (plan.sampled_rows, plan.draft_rows))
+        made.step_done(StepResult(plan, tokens, drafted=behind), 0.0)
+    assert len(plan.draft_rows)
+    made.receive(WRITER, reserve("c", 20, 4, terms=Terms(owner="bob")), 0.0)
+    decision = made.decide(0.0)
+    assert granted(decision.actions) == ["c"] and len(failures(decision.actions)) == 1
+    assert set(planned(decision).draft_rows.tolist()) <= set(planned(decision).decode_rows.tolist())
 
 
 @pytest.mark.parametrize("is_failed", [True, False])
