@@ -52,7 +52,7 @@ def parse_drafting(config: str, algorithm: str, num_draft_tokens: int, draft_mod
         return None
     try:
         given: dict[str, Any] = msgspec.json.decode(config, type=dict[str, Any])
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, RecursionError, UnicodeError) as error:
         raise ConfigError(f'--speculative-config must be a JSON object such as {{"method": "ngram"}}: {error}') from error
     method = given.get("method", "draft_model" if "model" in given else None)
     is_known = isinstance(method, str) and method in _FIELDS

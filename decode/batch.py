@@ -100,10 +100,9 @@ class Batch:
         self._planned[rows] += 1
         return rows
 
-    @property
-    def awaits_tokens(self) -> bool:
-        """A step is in flight that samples for a row which decodes."""
-        return bool((self._decoding & (self._planned > self.sampled)).any())
+    def await_tokens(self, rows: Int64Array) -> bool:
+        """A step is in flight that samples for one of these rows, which decode."""
+        return bool((self._planned[rows] > self.sampled[rows]).any())
 
     def most_drafts(self, rows: Int32Array, spare: int = 0) -> Int32Array:
         """How many drafts each row may have in the next step that is planned for it. spare: count so many tokens as room that

@@ -312,7 +312,7 @@ class DecodeScheduler:
     def decide(self, now: float) -> Decision:
         requests = self._requests
         depths = self._depths()
-        waits = self._verifying or (bool(depths.any()) and self._batch.awaits_tokens)  # drafts follow a token that is known
+        waits = self._verifying or self._batch.await_tokens(np.flatnonzero(depths))  # drafts follow a token that is known
         actions, grown = ([], {}) if waits else self._grow(now)
         for request, failed in admit(requests, self._me.id, self._room.begin, now):
             if failed is not None:
@@ -351,7 +351,9 @@ class DecodeScheduler:
 
     def _depths(self) -> Int64Array:
         """How many drafts would pay in the next step, for each row of the batch. [rows] int64; empty: none would."""
-        if self._speculation is None or not len(rows := self._batch.advancing):
+        if self._speculation is None or self._verifying or not len(rows := self._batch.advancing):
+            return np.empty(0, dtype=np.int64)
+        if self._requests.computing:  # a step with its prompts would come between any two with drafts
             return np.empty(0, dtype=np.int64)
         most = self._batch.most_drafts(rows, spare=self._page_size if self._has_spare_pages else 0)
         most[self._batch.sampled[rows] == 0] = 0  # what it would follow is not known
@@ -368,7 +370,7 @@ class DecodeScheduler:
         """The drafts of the next step. A row gets a page for them if nobody else needs it. depths: of each row of the batch."""
         assert self._speculation is not None
         rows = np.flatnonzero(depths).astype(np.int32)
-        rows = rows[self._batch.live[rows] & (self._batch.sampled[rows] > 0)]  # others were preempted, or came into such a row
+        rows = rows[np.isin(rows, self._batch.advancing)]  # a row may have ended since, or be another request's by now
         short = rows[self._batch.most_drafts(rows) < depths[rows]]
         wanting = [self._requests.in_row[row] for row in short.tolist() if row not in grown]
         if self._has_spare_pages:

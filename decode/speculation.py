@@ -31,7 +31,8 @@ FIRST_SHARE = 0.5
 TURN_S = 0.0005
 """What a step costs more that is planned when the one before it has returned, about."""
 EXPLORED_STEPS, EXPLORED_DRAFTS = 64, 4
-"""Every so many steps one row has so many drafts, whether they pay or not: only steps of different sizes tell what rows cost."""
+"""After so many steps without any, one row has so many drafts, whether they pay or not: only steps of different sizes tell what
+rows cost."""
 _PRIME = np.int64(0x9E3779B1)
 
 
@@ -235,7 +236,8 @@ class Speculation:
             self.drafter = NgramDrafter(rows, context_tokens, tuple({drafting.longest: 0, drafting.shortest: 0}))
         self._drafting_s = 0.0
         """What a step of the draft model took of late."""
-        self._steps = 0
+        self._unexplored = 0
+        """How often depths were asked for since the last drafts."""
 
     def begin(self, row: int, tokens: Int32Array) -> None:
         """As in `Drafter`, and `add` as well."""
@@ -256,12 +258,15 @@ class Speculation:
     def depths(self, rows: Int32Array, most: Int32Array, cost: StepCost, held: Int32Array) -> Int64Array:
         """How many drafts each of these rows should have in the next step, [rows] int64. most, held: see `worth`."""
         of_rows = rows.astype(np.int64)
+        room = self._rows - len(rows)
+        if room <= 0:
+            return np.zeros(len(rows), dtype=np.int64)
         bound: Int64Array = np.where(self.drafter.knows(of_rows), np.clip(most.astype(np.int64), 0, self._drafting.most), 0)
         if not bound.any():
             return bound
-        self._steps += 1
-        room, shares = self._rows - len(rows), self.drafter.shares[rows]
-        if self._steps % EXPLORED_STEPS == 0:
+        self._unexplored += 1
+        shares = self.drafter.shares[rows]
+        if self._unexplored >= EXPLORED_STEPS:
             likeliest = np.argmax(np.where(bound > 0, shares, -1.0))
             return np.where(np.arange(len(rows)) == likeliest, np.minimum(bound, min(room, EXPLORED_DRAFTS)), 0)
         if cost.step_s + cost.decode_row_s <= 0:
@@ -273,6 +278,7 @@ class Speculation:
         which = np.flatnonzero(depths)
         if not len(which):
             return NO_DRAFTS
+        self._unexplored = 0
         rows, held = rows[which], held[which]
         depths, tokens, chunks = self.drafter.draft(rows.astype(np.int64), depths[which])
         held_tokens = int((held * depths + depths * (depths + 1) // 2).sum())

@@ -3,7 +3,6 @@
 import numpy as np
 import pytest
 
-from common.drafting import Drafting
 from common.executor import StepPlan
 from common.ids import DETOKENIZER, ROUTER, Generation
 from common.instance.waiting_line import Rank
@@ -13,7 +12,6 @@ from common.pages.radix_cache import PageKeys
 from decode.memory import choose_victims
 from decode.requests import DecodeRequest
 from decode.scheduler import DecodeScheduler
-from decode.speculation import Speculation
 from kv_transfer.handoff_reader import WRITE_LEASE_S
 from tests.builders import EOS, LAYOUT, key, result
 from tests.decode.rig import WRITER, WRITERS_LIFE, handoff, renew, reserve, reserved, scheduler, step, with_reservation
@@ -379,24 +377,3 @@ def test_a_running_request_that_needs_a_stuck_page_is_preempted_instead_of_waiti
         assert failures(step(made, 105.1)) == {}
     assert list(failures(made.decide(105.1).actions)) == ["a"]
     assert made.decide(105.1).plan is None
-
-
-def test_who_comes_into_the_row_of_a_preempted_request_gets_none_of_its_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The oldest needs a page, the second has room for drafts and gives it up, and the third comes in the same plan."""
-    depths: list[int] = [0]
-    monkeypatch.setattr(
-        Speculation, "depths", lambda speculation, rows, most, *others: np.clip(most, 0, depths[0]).astype(np.int64)
-    )
-    made = scheduler(total_pages=7, max_rows=8, chunk_tokens=64, drafting=Drafting())
-    ask(made, "a", tokens=4, age_s=9.0)
-    for number in range(9):
-        if number == 3:
-            ask(made, "b", tokens=9, max_new_tokens=8, age_s=5.0)
-        plan = planned(made.decide(100.0))
-        made.step_done(result(plan, [60] * len(plan.sampled_rows)), 100.0)
-    ask(made, "c", tokens=4, max_new_tokens=4)
-    depths[0] = 1
-    decision = made.decide(100.0)
-    plan = planned(decision)
-    assert list(failures(decision.actions)) == ["b"] and [chunk.row for chunk in plan.chunks] == [1]
-    assert plan.decode_rows.tolist() == [0] and set(plan.draft_rows.tolist()) <= {0}
