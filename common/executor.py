@@ -217,13 +217,13 @@ class StepResult:
     (`SamplingParams.pooling`). What such a row samples counts for nothing."""
     failed: Mapping[int, TandemError] = field(default_factory=dict)
     """Row -> why its answer cannot go on: its grammar cannot be followed. What it samples counts for nothing."""
-    failed_behind: Mapping[int, int] = field(default_factory=dict)
-    """Rows of `failed` that failed behind drafts which are right -> how many tokens of the step come before that: they count."""
     drafted: Int32Array = field(default_factory=_NO_NUMBERS.copy)
     """[drafts] int32: what was sampled behind each of the plan's drafts. It counts if that draft and those before it are right;
     see `count_right`."""
     drafting_s: float = 0.0
     """What the draft model took before the forward."""
+    failed_behind: Mapping[int, int] = field(default_factory=dict)
+    """Rows of `failed` that failed behind drafts which are right -> how many tokens of the step come before that: they count."""
 
 
 def count_right(plan: StepPlan, tokens: Int32Array, drafted: Int32Array) -> Int32Array:

@@ -220,8 +220,8 @@ class PendingStep:
         logprobs, prompt_logprobs = (NO_LOGPROBS if each is None else each.read(next(numbers)) for each in self._reported)
         embeddings = {} if self._embeddings is None else self._embeddings.read(next(numbers))
         tokens, drafted = np.split(tokens, [len(tokens) - len(self._plan.draft_rows)])
-        failed = self._failed, self._behind
-        return StepResult(self._plan, tokens, logprobs, prompt_logprobs, embeddings, *failed, drafted, self.drafting_s)
+        came = self._plan, tokens, logprobs, prompt_logprobs, embeddings
+        return StepResult(*came, self._failed, drafted, self.drafting_s, self._behind)
 
 
 _Parts = tuple[Tensor | None, TokenLogprobsOnDevice | None, PooledPrompts | None]

@@ -108,7 +108,7 @@ def test_the_drafts_of_the_same_model_are_all_right(tmp_path: Path, changes: dic
     """Also sampled ones, because they have the same noise; a penalty is nothing that it knows."""
     path = saved(qwen3(), tmp_path)
     asked = requests(11, KINDS[:3], 1)
-    without, with_it = serve(made(path, None, **changes), asked), serve(made(path, path, **changes), asked)
+    without, with_it = (serve(made(path, drafts, **changes), asked, chunk_tokens=400) for drafts in (None, path))
     assert with_it.answers == without.answers
     counters = with_it.counters
     assert counters.tokens_drafted > 100 and counters.tokens_accepted == counters.tokens_drafted
