@@ -17,7 +17,7 @@ _FIELDS = {
     "ngram": ("method", "num_speculative_tokens", "prompt_lookup_max", "prompt_lookup_min"),
     "draft_model": ("method", "num_speculative_tokens", "model"),
 }
-"""Of an object, by its method."""
+"""What an object may have, by its method."""
 ALGORITHMS = {"NGRAM": "ngram", "STANDALONE": "draft_model"}
 """SGLang's names of the methods."""
 

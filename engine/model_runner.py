@@ -170,8 +170,7 @@ class ModelRunner:
         self._engine = engine = with_device_defaults(engine)
         self._group, self._agree, self._progress = group, agree, progress
         self._device = device_of(engine.device)
-        is_cuda = self._device.type == "cuda"
-        self._stream = torch.cuda.Stream(self._device) if is_cuda else None  # type: ignore[no-untyped-call]
+        self._stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None  # type: ignore[no-untyped-call]
         dtype_name = dtype_of(engine.dtype, self._device)
         self._dtype = torch_dtype(dtype_name)
         self._shape = shape = read_served_shape(path)
@@ -201,13 +200,7 @@ class ModelRunner:
                 self._given_budget = budget_of(layout, shape.context_tokens)
             budget = self._given_budget or self._budget(given)
             self.memory = KVMemory(layout, budget.total_pages, self._device)
-            with self._memory_errors("lower --kv-memory, --chunk-tokens, --max-running or --context-tokens"):
-                self.steps = self._make_steps(self.memory, budget.context_tokens)
-                if self._maker is not None and self._graphs == "on":
-                    self._capture(self.steps, self._maker, self._graph_sizes)
-                elif not is_cuda and engine.graphs != "off":
-                    self._record(self.steps)
-                self._warm_up(self.steps, budget.context_tokens)  # last: a capture gives back what torch keeps for steps
+            self.steps = self._make_ready_steps(budget.context_tokens)
         self.description = describe(
             model,
             engine,
@@ -372,6 +365,17 @@ class ModelRunner:
             processors=make_processors(engine.max_running, shape.vocab_size, shape.eos_token_ids, self._device, compiled),
             adapters=self.adapters,
         )
+
+    def _make_ready_steps(self, context_tokens: int) -> StepRunner:
+        """The runner of steps over the pages, with its graphs or recordings."""
+        with self._memory_errors("lower --kv-memory, --chunk-tokens, --max-running or --context-tokens"):
+            steps = self._make_steps(self.memory, context_tokens)
+            if self._maker is not None and self._graphs == "on":
+                self._capture(steps, self._maker, self._graph_sizes)
+            elif self._device.type == "cpu" and self._engine.graphs != "off":
+                self._record(steps)
+            self._warm_up(steps, context_tokens)  # last: a capture gives back what torch keeps for steps
+            return steps
 
     def _warm_up(self, steps: StepRunner, context_tokens: int) -> None:
         if self._device.type == "cuda":

@@ -116,7 +116,7 @@ def test_the_drafts_of_the_same_model_are_all_right(tmp_path: Path, changes: dic
 
 
 def test_a_model_that_agrees_now_and_then_changes_no_answer_and_proposes_what_transformers_says(tmp_path: Path) -> None:
-    """Of prompts longer than what it may compute before a step, and behind drafts of which some were right."""
+    """Prompts are longer than what it may compute before a step, and some drafts of a row are right."""
     served, small = qwen3(), nearly(qwen3(), 0.15)
     path, draft = saved(served, tmp_path / "served"), saved(small, tmp_path / "small")
     asked = requests(12, KINDS, 2)
