@@ -244,9 +244,7 @@ class DecodeScheduler:
         self._batch.verify(plan.draft_rows)
         if self._speculation is not None:
             self._speculation.verified(plan, right, result.drafting_s)
-        counters = self._requests.counters
-        counters.tokens_drafted += len(plan.draft_rows)
-        counters.tokens_accepted += int(right.sum())
+        self._requests.counters.tokens_drafted += len(plan.draft_rows)
         behind = np.full((len(plan.sampled_rows), int(right.max())), -1, dtype=np.int32)
         places, offsets = plan.draft_places, plan.draft_offsets
         is_right = offsets <= right[places]
@@ -275,12 +273,15 @@ class DecodeScheduler:
             stopped[more], at_limit[more] = self._record(answered, rows[more], column[more], drafted=True)
             for at, token in zip(more.tolist(), column[more].tolist(), strict=True):
                 sampled[at].append(token)
-        deltas: list[TokenDelta] = []
-        for request, new in zip(answered, sampled, strict=True):
-            deltas.append(TokenDelta(request.key, request.next_token, tuple(new)))
+        deltas, counters = list[TokenDelta](), self._requests.counters
+        drafted = np.bincount(result.plan.draft_rows, minlength=len(self._requests.steps_of_row))[rows].tolist()
+        for request, new, drafts in zip(answered, sampled, drafted, strict=True):
+            told = {"drafts": (drafts, len(new) - 1)} if drafts else {}
+            deltas.append(TokenDelta(request.key, request.next_token, tuple(new), **told))
             request.next_token += len(new)
             request.token_ids += new
-            self._requests.counters.tokens_generated += len(new)
+            counters.tokens_generated += len(new)
+            counters.tokens_accepted += len(new) - 1
         logprobs = result.logprobs.by_row()
         reporting = {*logprobs, *(chunk.row for chunk in chunks if chunk.last)} if logprobs or chunks else ()
         for at, row in enumerate(rows.tolist() if reporting else ()):

@@ -172,7 +172,7 @@ class Counters(msgspec.Struct, kw_only=True):
     tokens_drafted: Count = 0
     """Tokens that were drafted and verified."""
     tokens_accepted: Count = 0
-    """Those of them that were right."""
+    """Those of them that were right, and are in an answer."""
     steps: Count = 0
     """Forwards."""
     pages_pushed: Count = 0

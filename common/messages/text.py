@@ -64,6 +64,8 @@ class TokenDelta(msgspec.Struct, frozen=True, array_like=True):
     the answer's first token."""
     cached_tokens: Count = 0
     """Tokens of the prompt that were not computed, because their KV was there already; said with the answer's first token."""
+    drafts: tuple[Count, Count] = (0, 0)
+    """Tokens that were drafted for the answer, and how many of them were right."""
 
 
 class TokenBatch(Message, frozen=True):
@@ -127,6 +129,8 @@ class TextDelta(msgspec.Struct, frozen=True, array_like=True):
     prompt_logprobs: TokenLogprobs = ()
     """As in TokenDelta."""
     cached_tokens: Count = 0
+    """As in TokenDelta."""
+    drafts: tuple[Count, Count] = (0, 0)
     """As in TokenDelta."""
 
 

@@ -40,7 +40,7 @@ VERSIONS = {
         fields=(
             *("Goodbye.is_quiet", "Heartbeat.serves_whole", "Generate.incarnation"),
             *("Load.held_token_s", "SamplingParams.logprob_ids", "Counters.tokens_drafted", "Counters.tokens_accepted"),
-            "Times.chunks",
+            *("Times.chunks", "TokenDelta.drafts", "TextDelta.drafts"),
         ),
     ),
 }

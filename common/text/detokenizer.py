@@ -85,6 +85,8 @@ class TokenOrder:
         """The prompt's log probabilities, packed. They come with token 0 and go with it."""
         self.cached_tokens = 0
         """How many tokens of the prompt were cached. The number comes with token 0 and goes with it."""
+        self.drafts = 0, 0
+        """As in TokenDelta: what has come and was not taken."""
 
     def put(self, first: int, token_ids: Sequence[int], ending: Ending | None, logprobs: Sequence[TokenLogprob] = ()) -> int:
         """Take in tokens; `first` is the number of the first of them. The first ending that comes counts. logprobs: one for each
@@ -134,7 +136,7 @@ class TokenOrder:
         if self.announced_ending is not None:
             other.put(self._ends_at, (), self.announced_ending)
         other.prompt_logprobs = self.prompt_logprobs
-        other.cached_tokens = self.cached_tokens
+        other.cached_tokens, other.drafts = self.cached_tokens, self.drafts
 
     @property
     def ending(self) -> Ending | None:
@@ -298,7 +300,8 @@ class _OpenText:
         elif is_last_word:
             text += self._stops.flush()
         text, self._ahead = self._ahead + text, ""
-        delta = TextDelta(key, first, tuple(token_ids), text, ending, tuple(logprobs[: len(token_ids)]))
+        delta = TextDelta(key, first, tuple(token_ids), text, ending, tuple(logprobs[: len(token_ids)]), drafts=order.drafts)
+        order.drafts = 0, 0
         if first or not token_ids:
             return delta
         prompt_logprobs = unpack_logprobs([order.prompt_logprobs]) if order.prompt_logprobs else ()
@@ -444,6 +447,7 @@ class Detokenizer:
                 order.prompt_logprobs = pack_logprobs(delta.prompt_logprobs)
             if delta.cached_tokens and delta.first == 0:
                 order.cached_tokens = delta.cached_tokens
+            order.drafts = order.drafts[0] + delta.drafts[0], order.drafts[1] + delta.drafts[1]
             again = order.put(delta.first, delta.token_ids, delta.ending, delta.logprobs)
             if again:
                 self.dropped["tokens that came again"] += again

@@ -104,9 +104,9 @@ def test_tokens_before_a_failure_count_also_where_drafts_brought_them(monkeypatc
     done = replace(result(plan, [51]), drafted=drafted, failed={row: error}, failed_behind={row: 2})
     told = deltas(made.step_done(done, 0.1))
     if stop:
-        assert told == [TokenDelta(key("a"), 1, (51, 52), Finished("stop", 52))]
+        assert told == [TokenDelta(key("a"), 1, (51, 52), Finished("stop", 52), drafts=(3, 1))]
     else:
-        assert told == [TokenDelta(key("a"), 1, (51, 52), None), TokenDelta(key("a"), 3, (), Failed.of(error))]
+        assert told == [TokenDelta(key("a"), 1, (51, 52), drafts=(3, 1)), TokenDelta(key("a"), 3, (), Failed.of(error))]
     assert is_home(made)
 
 

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from common.config import EngineConfig, ModelConfig
 from common.drafting import Drafting
 from common.errors import ConfigError
-from common.executor import StepResult
+from common.executor import StepResult, count_right
 from common.ids import ROUTER, AttemptId, Int32Array, RequestId, pack_ids
 from common.instance.ports import RouterJoined, Send, StepsMeasured
 from common.messages import Counters, Generate, TokenBatch
@@ -41,9 +41,10 @@ KINDS = [
 
 @dataclass(slots=True)
 class Served:
-    """answers: of each request. steps: what each step had."""
+    """answers: of each request. steps: what each step had. drafts: what clients are told of them."""
 
     answers: list[list[int]]
+    drafts: tuple[int, int] = (0, 0)
     counters: Counters = field(default_factory=Counters)
     steps: list[StepResult] = field(default_factory=list)
 
@@ -80,6 +81,7 @@ def serve(runner: ModelRunner, asked: Sequence[tuple[Int32Array, SamplingParams]
             if isinstance(action, Send) and isinstance(action.message, TokenBatch):
                 for delta in action.message.deltas:
                     served.answers[int(delta.key.request_id)] += delta.token_ids
+                    served.drafts = served.drafts[0] + delta.drafts[0], served.drafts[1] + delta.drafts[1]
                     over += delta.ending is not None
     assert scheduler.report().load.pages_free == runner.description.total_pages
     served.counters = scheduler.report().counters
@@ -111,7 +113,10 @@ def test_the_drafts_of_the_same_model_are_all_right(tmp_path: Path, changes: dic
     without, with_it = (serve(made(path, drafts, **changes), asked, chunk_tokens=400) for drafts in (None, path))
     assert with_it.answers == without.answers
     counters = with_it.counters
-    assert counters.tokens_drafted > 100 and counters.tokens_accepted == counters.tokens_drafted
+    right = sum(int(count_right(each.plan, each.tokens, each.drafted).sum()) for each in with_it.steps)
+    assert right == counters.tokens_drafted > 100
+    assert with_it.drafts == (counters.tokens_drafted, counters.tokens_accepted)
+    assert right - 24 < counters.tokens_accepted <= right, "some are behind an ending"
     assert counters.steps < without.counters.steps / 2
 
 
