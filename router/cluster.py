@@ -6,9 +6,9 @@ Owns the shape of these pages. Does not know HTTP.
 
 import asyncio
 from collections import Counter
-from typing import Annotated, Any
+from typing import Any
 
-from msgspec import Meta, Raw, Struct
+from msgspec import Raw, Struct
 from msgspec.json import encode
 from msgspec.structs import asdict
 
@@ -25,7 +25,8 @@ class SafeToDelete(Struct, frozen=True):
 
     id: str
     safe_to_delete: bool
-    reasons: Annotated[list[str], Meta(description="Why not; empty when it is.")]
+    reasons: list[str]
+    """Why not; empty when it is."""
 
 
 DEPARTED_SHOWN = 32

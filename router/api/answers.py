@@ -10,10 +10,9 @@ from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any, ClassVar, Generic, Literal, TypeAlias, TypeVar
+from typing import Any, ClassVar, Generic, Literal, TypeAlias, TypeVar
 
 import msgspec
-from msgspec import Meta
 
 from common.messages import Ending, Failed, Finished
 from common.messages.weights import FIRST_VERSION
@@ -75,16 +74,19 @@ class Accepted:
 
 
 class PromptDetails(msgspec.Struct, frozen=True):
-    cached_tokens: Annotated[int, Meta(description="Tokens of the prompts whose KV was there already.")]
+    cached_tokens: int
+    """Tokens of the prompts whose KV was there already."""
 
 
 class VersionSpan(msgspec.Struct, frozen=True, omit_defaults=True):
     """Tokens [start, end) of a choice came from these weights."""
 
-    version: Annotated[str, Meta(description="As POST /update_weights_from_disk and its like named them.")]
+    version: str
+    """As POST /update_weights_from_disk and its like named them."""
     start: int
     end: int
-    index: Annotated[int | msgspec.UnsetType, Meta(description="The number of the choice.")] = msgspec.UNSET
+    index: int | msgspec.UnsetType = msgspec.UNSET
+    """The number of the choice."""
 
 
 class VersionSpans:
@@ -113,10 +115,8 @@ class Usage(msgspec.Struct, frozen=True):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptDetails
-    weight_versions: Annotated[
-        list[VersionSpan] | msgspec.UnsetType,
-        Meta(description="Which tokens came from which weights, in a fleet whose weights have been given a name."),
-    ] = msgspec.UNSET
+    weight_versions: list[VersionSpan] | msgspec.UnsetType = msgspec.UNSET
+    """Which tokens came from which weights, in a fleet whose weights have been given a name."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

@@ -15,7 +15,6 @@ from typing import Annotated, Any, TypeVar
 
 import msgspec
 from fastapi import Query, Request
-from msgspec import Meta
 from msgspec.structs import replace
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
@@ -132,9 +131,12 @@ _NOT_SO = ((503, "Not so; `reasons` says why."),)
 class InvocationFields(msgspec.Struct, frozen=True, kw_only=True):
     """The body of POST /invocations: that of another endpoint, which a field of it tells."""
 
-    messages: Annotated[list[Any] | None, Meta(description="The body is that of POST /v1/chat/completions.")] = None
-    prompt: Annotated[Any, Meta(description="It is that of POST /v1/completions.")] = None
-    input: Annotated[Any, Meta(description="It is that of POST /v1/embeddings.")] = None
+    messages: list[Any] | None = None
+    """The body is that of POST /v1/chat/completions."""
+    prompt: Any = None
+    """It is that of POST /v1/completions."""
+    input: Any = None
+    """It is that of POST /v1/embeddings."""
 
 
 class Api(ApiPart):

@@ -63,16 +63,14 @@ Prompt: TypeAlias = str | tuple[int, ...] | PairPrompt
 class CompletionFields(SamplingFields, frozen=True, kw_only=True):
     """The body of POST /v1/completions."""
 
-    prompt: Annotated[str | list[str | int | list[int]], Meta(description="One prompt or several, each a text or its token ids.")]
-    max_tokens: Annotated[
-        Annotated[int, Meta(ge=0, lt=2**31)] | None,
-        Meta(description="Longest answer, in tokens; without it: 16. With `echo`, 0: only the prompt."),
-    ] = None
-    echo: Annotated[bool, Meta(description="Send the prompt in front of the answer; its logprobs too, with `logprobs`.")] = False
-    logprobs: Annotated[
-        TopLogprobs | None,
-        Meta(description="Send how likely each token was, and so many of the likeliest tokens in its place."),
-    ] = None
+    prompt: str | list[str | int | list[int]]
+    """One prompt or several, each a text or its token ids."""
+    max_tokens: Annotated[int, Meta(ge=0, lt=2**31)] | None = None
+    """Longest answer, in tokens; without it: 16. With `echo`, 0: only the prompt."""
+    echo: bool = False
+    """Send the prompt in front of the answer; its logprobs too, with `logprobs`."""
+    logprobs: TopLogprobs | None = None
+    """Send how likely each token was, and so many of the likeliest tokens in its place."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

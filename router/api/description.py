@@ -9,14 +9,18 @@ UI from files of the package fastapi-offline: all of it comes from this host, an
         '''What the description adds. The body is read before, and the answer is written as JSON.'''
 """
 
+import ast
 from base64 import b64encode
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache, wraps
 from hashlib import sha256
+from importlib import import_module
 from importlib.resources import files
+from inspect import getsource
+from itertools import pairwise
 from types import MethodType
-from typing import Any, ClassVar, TypeAlias, TypeVar, get_type_hints
+from typing import Any, ClassVar, TypeAlias, TypeVar, get_args, get_origin, get_type_hints
 
 import msgspec
 from fastapi import FastAPI
@@ -278,9 +282,49 @@ class DescribedApp(FastAPI):
 
 @cache  # each takes milliseconds, and most routes refer to the same ones
 def _described(one: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The schema of a type, and those to which it refers by name."""
+    """The schema of a type, and those to which it refers by name. What stands under a field describes it."""
     (schema,), components = msgspec.json.schema_components([one], ref_template="#/components/schemas/{name}")
+    for struct in _structs_in(one, set()):
+        properties = components.get(struct.__name__, {}).get("properties", {})
+        for name, encoded in zip(struct.__struct_fields__, struct.__struct_encode_fields__, strict=True):
+            said = next((texts[name] for each in struct.__mro__ if name in (texts := _texts_in(each))), "")
+            if said and encoded in properties:
+                of_type = properties[encoded].get("description", "")
+                properties[encoded]["description"] = f"{said} {of_type}".strip()
     return schema, components
+
+
+def _structs_in(one: Any, seen: set[Any]) -> Iterator[type[msgspec.Struct]]:
+    """The structs that a type refers to. seen: types that were looked at."""
+    if one in seen:
+        return
+    seen.add(one)
+    made, parts = get_origin(one) or one, [*get_args(one)]
+    if isinstance(made, type) and issubclass(made, msgspec.Struct):
+        yield made
+        parts += get_type_hints(made).values()
+    for part in parts:
+        yield from _structs_in(part, seen)
+
+
+def _texts_in(struct: type) -> Mapping[str, str]:
+    """What stands under each field that a class has itself; "": nothing."""
+    own = struct.__module__.partition(".")[0] in ("common", "router")
+    return _texts_of(struct.__module__).get(struct.__name__, {}) if own else {}
+
+
+@cache
+def _texts_of(module: str) -> Mapping[str, Mapping[str, str]]:
+    """The same for all classes of a module."""
+    texts: dict[str, dict[str, str]] = {}
+    for made in ast.parse(getsource(import_module(module))).body:
+        for line, below in pairwise([*made.body, None] if isinstance(made, ast.ClassDef) else ()):
+            match line, below:
+                case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
+                    texts.setdefault(made.name, {})[name] = " ".join(text.split())
+                case ast.AnnAssign(target=ast.Name(id=name)), _:
+                    texts.setdefault(made.name, {})[name] = ""
+    return texts
 
 
 def _schema_of(described: Any) -> dict[str, Any]:

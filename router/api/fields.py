@@ -56,6 +56,7 @@ MinTokens: TypeAlias = Annotated[
         ge=0, lt=2**31, description="Shortest answer, in tokens: no end-of-text token, stop token or stop string ends it sooner."
     ),
 ]
+BadWord: TypeAlias = Annotated[str, Meta(min_length=1, max_length=MAX_BAD_WORD_CHARS)]
 Penalty: TypeAlias = Annotated[float, Meta(ge=-2, le=2)]
 Model: TypeAlias = Annotated[str | None, Meta(description="The model's name; without it: the model that is served.")]
 Stream: TypeAlias = Annotated[bool, Meta(description="Send the answer as server-sent events.")]
@@ -77,80 +78,85 @@ class TokenChoice(msgspec.Struct, frozen=True, kw_only=True):
     temperature: Temperature = 1.0
     top_p: TopP = 1.0
     top_k: TopK = 0
-    min_p: Annotated[float, Meta(ge=0, le=1, description="Skip tokens less likely than this share of the most likely one.")] = 0.0
+    min_p: Annotated[float, Meta(ge=0, le=1)] = 0.0
+    """Skip tokens less likely than this share of the most likely one."""
     seed: Seed = None
 
 
 class Sampling(TokenChoice, frozen=True, kw_only=True):
     """What OpenAI's, vLLM's and SGLang's APIs say about the choices of an answer. Some have a name of their own in SGLang's."""
 
-    n: Annotated[int, Meta(ge=1, le=MAX_CHOICES_PER_PROMPT, description="Answers to each prompt.")] = 1
+    n: Annotated[int, Meta(ge=1, le=MAX_CHOICES_PER_PROMPT)] = 1
+    """Answers to each prompt."""
     min_tokens: MinTokens = 0
-    stop: Annotated[
-        StopString | StopStrings,
-        Meta(description="Strings before which the answer ends."),
-    ] = []
-    stop_token_ids: Annotated[
-        list[TokenId], Meta(max_length=MAX_STOP_TOKENS, description="Token ids that end the answer. They have no text.")
-    ] = []
+    stop: StopString | StopStrings = []
+    """Strings before which the answer ends."""
+    stop_token_ids: Annotated[list[TokenId], Meta(max_length=MAX_STOP_TOKENS)] = []
+    """Token ids that end the answer. They have no text."""
     include_stop_str_in_output: KeepsStop = False
-    skip_special_tokens: Annotated[bool, Meta(description="Special tokens of the answer give no text.")] = True
-    ignore_eos: Annotated[bool, Meta(description="Go on after the model's end-of-text token.")] = False
-    repetition_penalty: Annotated[
-        float,
-        Meta(gt=0, le=2, description="Makes tokens of the prompt and the answer less likely (above 1) or likelier (below 1)."),
-    ] = 1.0
-    presence_penalty: Annotated[Penalty, Meta(description="Taken off the logit of each token that the answer holds.")] = 0.0
-    frequency_penalty: Annotated[
-        Penalty, Meta(description="Taken off the logit of a token, as often as the answer holds it.")
-    ] = 0.0
-    logit_bias: Annotated[
-        dict[str, Annotated[float, Meta(ge=-100, le=100)]],
-        Meta(max_length=MAX_BIASES, description="Token ids, as strings, and what is added to their logits."),
-    ] = {}
+    skip_special_tokens: bool = True
+    """Special tokens of the answer give no text."""
+    ignore_eos: bool = False
+    """Go on after the model's end-of-text token."""
+    repetition_penalty: Annotated[float, Meta(gt=0, le=2)] = 1.0
+    """Makes tokens of the prompt and the answer less likely (above 1) or likelier (below 1)."""
+    presence_penalty: Penalty = 0.0
+    """Taken off the logit of each token that the answer holds."""
+    frequency_penalty: Penalty = 0.0
+    """Taken off the logit of a token, as often as the answer holds it."""
+    logit_bias: Annotated[dict[str, Annotated[float, Meta(ge=-100, le=100)]], Meta(max_length=MAX_BIASES)] = {}
+    """Token ids, as strings, and what is added to their logits."""
     json_schema: Schema | None = None
     regex: Regex | None = None
     ebnf: Ebnf | None = None
 
 
 class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    include_usage: Annotated[bool, Meta(description="Send a last chunk with the usage.")] = False
-    continuous_usage_stats: Annotated[bool, Meta(description="Send the usage so far with each chunk, as vLLM does.")] = False
+    include_usage: bool = False
+    """Send a last chunk with the usage."""
+    continuous_usage_stats: bool = False
+    """Send the usage so far with each chunk, as vLLM does."""
 
 
 class SamplingFields(Sampling, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The fields of chats and completions. user, metadata, safety_identifier and prompt_cache_key label a request and change
     nothing."""
 
-    model: Annotated[str, Meta(description="The model's name, as GET /v1/models lists it.")]
+    model: str
+    """The model's name, as GET /v1/models lists it."""
     stream: Stream = False
-    stream_options: Annotated[StreamOptions | None, Meta(description="What else a stream holds.")] = None
-    max_tokens: Annotated[
-        Tokens | None, Meta(description="Longest answer, in tokens; without it: 16, or what the context leaves a chat.")
-    ] = None
-    response_format: Annotated[ResponseFormat | None, Meta(description="What the answer must be; without it: any text.")] = None
-    structured_outputs: Annotated[StructuredOutputs | None, Meta(description="What the answer must match, as in vLLM.")] = None
-    guided_json: Annotated[Schema | None, Meta(description="Older name of structured_outputs.json.")] = None
-    guided_regex: Annotated[Regex | None, Meta(description="Older name of structured_outputs.regex.")] = None
-    guided_choice: Annotated[ChoiceOfTexts | None, Meta(description="Older name of structured_outputs.choice.")] = None
-    guided_grammar: Annotated[Ebnf | None, Meta(description="Older name of structured_outputs.grammar.")] = None
+    stream_options: StreamOptions | None = None
+    """What else a stream holds."""
+    max_tokens: Tokens | None = None
+    """Longest answer, in tokens; without it: 16, or what the context leaves a chat."""
+    response_format: ResponseFormat | None = None
+    """What the answer must be; without it: any text."""
+    structured_outputs: StructuredOutputs | None = None
+    """What the answer must match, as in vLLM."""
+    guided_json: Schema | None = None
+    """Older name of structured_outputs.json."""
+    guided_regex: Regex | None = None
+    """Older name of structured_outputs.regex."""
+    guided_choice: ChoiceOfTexts | None = None
+    """Older name of structured_outputs.choice."""
+    guided_grammar: Ebnf | None = None
+    """Older name of structured_outputs.grammar."""
     bad_words: Annotated[
-        list[Annotated[str, Meta(min_length=1, max_length=MAX_BAD_WORD_CHARS)]],
-        Meta(max_length=MAX_BAD_WORDS, description="Texts that the answer must not contain, as the tokenizer spells them."),
+        list[Annotated[str, Meta(min_length=1, max_length=MAX_BAD_WORD_CHARS)]], Meta(max_length=MAX_BAD_WORDS)
     ] = []
-    prompt_logprobs: Annotated[
-        TopLogprobs | None,
-        Meta(description="Send how likely each token of the prompt was, and so many of the likeliest tokens, as vLLM does."),
-    ] = None
-    return_token_ids: Annotated[bool, Meta(description="Send the token ids with the text.")] = False
-    return_tokens_as_token_ids: Annotated[
-        bool, Meta(description='In log probabilities, write "token_id:7" for the text of token 7, as vLLM does.')
-    ] = False
+    """Texts that the answer must not contain, as the tokenizer spells them."""
+    prompt_logprobs: TopLogprobs | None = None
+    """Send how likely each token of the prompt was, and so many of the likeliest tokens, as vLLM does."""
+    return_token_ids: bool = False
+    """Send the token ids with the text."""
+    return_tokens_as_token_ids: bool = False
+    """In log probabilities, write "token_id:7" for the text of token 7, as vLLM does."""
     timeout: Timeout = None
     priority: Priority = 0
     cache_salt: CacheSalt = None
     user: Label = ""
-    metadata: Annotated[dict[str, str], Meta(description="Labels; they change nothing.")] = {}
+    metadata: dict[str, str] = {}
+    """Labels; they change nothing."""
     safety_identifier: Label = ""
     prompt_cache_key: Label = ""
 
@@ -230,13 +236,14 @@ _NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
 
 
 class Function(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    name: Annotated[str, Meta(description="What the model calls it.")]
-    description: Annotated[str | None, Meta(description="For the model: what it does.")] = None
-    parameters: Annotated[dict[str, Any] | None, Meta(description="JSON schema of the arguments; without it: any object.")] = None
-    strict: Annotated[
-        bool | None,
-        Meta(description="True: calls are sure to match `parameters`. False: not even calls that `tool_choice` demands."),
-    ] = None
+    name: str
+    """What the model calls it."""
+    description: str | None = None
+    """For the model: what it does."""
+    parameters: dict[str, Any] | None = None
+    """JSON schema of the arguments; without it: any object."""
+    strict: bool | None = None
+    """True: calls are sure to match `parameters`. False: not even calls that `tool_choice` demands."""
 
     def for_template(self) -> dict[str, Any]:
         """What the chat template gets, in the order in which models were trained to read it."""
@@ -245,15 +252,18 @@ class Function(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class FunctionTool(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="function"):
-    function: Annotated[Function, Meta(description="What the model may call.")]
+    function: Function
+    """What the model may call."""
 
 
 class _Named(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    name: Annotated[str, Meta(description="The name of the function that is called.")]
+    name: str
+    """The name of the function that is called."""
 
 
 class NamedTool(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="function"):
-    function: Annotated[_Named, Meta(description="The function that is called.")]
+    function: _Named
+    """The function that is called."""
 
 
 class NamedFunction(_Named, frozen=True, tag_field="type", tag="function"):  # as POST /v1/responses has it
@@ -261,12 +271,15 @@ class NamedFunction(_Named, frozen=True, tag_field="type", tag="function"):  # a
 
 
 class _Allowed(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    mode: Annotated[Literal["auto", "required"], Meta(description="Whether the answer must be a call.")]
-    tools: Annotated[list[NamedTool], Meta(min_length=1, description="The functions that may be called.")]
+    mode: Literal["auto", "required"]
+    """Whether the answer must be a call."""
+    tools: Annotated[list[NamedTool], Meta(min_length=1)]
+    """The functions that may be called."""
 
 
 class AllowedTools(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="allowed_tools"):
-    allowed_tools: Annotated[_Allowed, Meta(description="Which of the tools the model is shown and may call.")]
+    allowed_tools: _Allowed
+    """Which of the tools the model is shown and may call."""
 
 
 ToolPolicy: TypeAlias = Literal["none", "auto", "required"]

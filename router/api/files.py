@@ -7,11 +7,10 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from functools import partial
-from typing import Annotated, Any, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 from fastapi import Request
-from msgspec import Meta
 from starlette.datastructures import UploadFile
 from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.responses import Response, StreamingResponse
@@ -111,8 +110,10 @@ class DeletedBody(msgspec.Struct, frozen=True):
 class UploadFields(msgspec.Struct, frozen=True):
     """The parts of POST /v1/files."""
 
-    purpose: Annotated[str, Meta(description="batch: files are for nothing else here.")]
-    file: Annotated[str, Meta(description="The file, with a name. With all else it has at most `--max-body`.")]
+    purpose: str
+    """batch: files are for nothing else here."""
+    file: str
+    """The file, with a name. With all else it has at most `--max-body`."""
 
 
 def new_file(filename: str, purpose: str, content_bytes: int, age_s: float) -> FileBody:

@@ -29,7 +29,8 @@ class SwitchFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """The body of POST /pd_role_switch."""
 
     new_role: Annotated[ServingRole, Meta(description=_SAID)]
-    instance: Annotated[InstanceId, Meta(description="The instance that is to take it, as /cluster names it.")]
+    instance: InstanceId
+    """The instance that is to take it, as /cluster names it."""
 
 
 class RoleAnswer(msgspec.Struct, frozen=True, kw_only=True):

@@ -30,14 +30,20 @@ from router.api.guard import EFFECTLESS_METHODS, OPEN_PATHS
 
 
 class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
-    id: Annotated[str, Meta(description="The name that requests use.")]
+    id: str
+    """The name that requests use."""
     object: Literal["model"] = "model"
-    created: Annotated[int, Meta(description="When the router started, in seconds since 1970.")]
+    created: int
+    """When the router started, in seconds since 1970."""
     owned_by: str = "tandem"
-    max_model_len: Annotated[int, Meta(description="Longest prompt and answer together, in tokens.")]
-    root: Annotated[str | msgspec.UnsetType, Meta(description="Of a LoRA adapter: its folder.")] = msgspec.UNSET
-    parent: Annotated[str | msgspec.UnsetType, Meta(description="Of a LoRA adapter: its base model.")] = msgspec.UNSET
-    digest: Annotated[str | msgspec.UnsetType, Meta(description="Of a LoRA adapter: digest of its bytes.")] = msgspec.UNSET
+    max_model_len: int
+    """Longest prompt and answer together, in tokens."""
+    root: str | msgspec.UnsetType = msgspec.UNSET
+    """Of a LoRA adapter: its folder."""
+    parent: str | msgspec.UnsetType = msgspec.UNSET
+    """Of a LoRA adapter: its base model."""
+    digest: str | msgspec.UnsetType = msgspec.UNSET
+    """Of a LoRA adapter: digest of its bytes."""
 
 
 class ModelList(msgspec.Struct, frozen=True, kw_only=True):
@@ -53,29 +59,22 @@ class TokenizeFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """The body of POST /tokenize. Exactly one of prompt and messages must be there."""
 
     model: Model = None
-    prompt: Annotated[Annotated[str, Meta(max_length=MAX_CHARS)] | None, Meta(description="The text.")] = None
-    messages: Annotated[list[ChatMessage] | None, Meta(description="A conversation, which the chat template makes a text.")] = (
-        None
-    )
-    add_special_tokens: Annotated[
-        bool | None,
-        Meta(
-            description="Begin a prompt with the special tokens that the model begins with. Chat templates write them themselves."
-        ),
-    ] = None
-    return_token_strs: Annotated[bool, Meta(description="Send each token too, as the vocabulary spells it.")] = False
-    tools: Annotated[list[FunctionTool], Meta(description="With `messages`: functions that the model may call.")] = msgspec.field(
-        default_factory=list
-    )
-    chat_template_kwargs: Annotated[
-        dict[str, Any], Meta(description="With `messages`: names that the chat template reads, and their values.")
-    ] = msgspec.field(default_factory=dict)
-    add_generation_prompt: Annotated[
-        bool, Meta(description="With `messages`: the prompt ends where the assistant's answer begins.")
-    ] = True
-    continue_final_message: Annotated[
-        bool, Meta(description="With `messages`: the last message stays open. Send add_generation_prompt=false with it.")
-    ] = False
+    prompt: Annotated[str, Meta(max_length=MAX_CHARS)] | None = None
+    """The text."""
+    messages: list[ChatMessage] | None = None
+    """A conversation, which the chat template makes a text."""
+    add_special_tokens: bool | None = None
+    """Begin a prompt with the special tokens that the model begins with. Chat templates write them themselves."""
+    return_token_strs: bool = False
+    """Send each token too, as the vocabulary spells it."""
+    tools: list[FunctionTool] = msgspec.field(default_factory=list)
+    """With `messages`: functions that the model may call."""
+    chat_template_kwargs: dict[str, Any] = msgspec.field(default_factory=dict)
+    """With `messages`: names that the chat template reads, and their values."""
+    add_generation_prompt: bool = True
+    """With `messages`: the prompt ends where the assistant's answer begins."""
+    continue_final_message: bool = False
+    """With `messages`: the last message stays open. Send add_generation_prompt=false with it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,7 +89,8 @@ class Tokenized(msgspec.Struct, frozen=True, kw_only=True):
     """The answer of POST /tokenize."""
 
     count: int
-    max_model_len: Annotated[int, Meta(description="Longest prompt and answer together, in tokens.")]
+    max_model_len: int
+    """Longest prompt and answer together, in tokens."""
     tokens: list[int]
     token_strs: list[str] | None = None
 
@@ -106,15 +106,18 @@ class DetokenizeFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     """The body of POST /detokenize."""
 
     model: Model = None
-    tokens: Annotated[list[TokenId], Meta(max_length=MAX_TOKENS, description="Token ids.")]
-    skip_special_tokens: Annotated[bool, Meta(description="Special tokens give no text.")] = False
+    tokens: Annotated[list[TokenId], Meta(max_length=MAX_TOKENS)]
+    """Token ids."""
+    skip_special_tokens: bool = False
+    """Special tokens give no text."""
 
 
 class Detokenized(msgspec.Struct, frozen=True, kw_only=True):
     """The answer of POST /detokenize."""
 
     prompt: str
-    text: Annotated[str, Meta(description="The same, for SGLang's clients.")]
+    text: str
+    """The same, for SGLang's clients."""
 
 
 def read_tokenize(body: bytes, context_tokens: int | None = None) -> TokenizeRequest:

@@ -4,11 +4,9 @@ Owns the bodies and answers of these endpoints. `router.scaling` owns what is re
 """
 
 import time
-from typing import Annotated
 
 import msgspec
 from fastapi import Request
-from msgspec import Meta
 from msgspec.structs import replace
 
 from common.ids import Role
@@ -19,7 +17,8 @@ from router.scaling import ScalingDecision
 class StartFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The body of POST /cluster/instances."""
 
-    role: Annotated[Role, Meta(description="The role in which it is to start.")]
+    role: Role
+    """The role in which it is to start."""
 
 
 class ScalingDecisions(msgspec.Struct, frozen=True, kw_only=True):

@@ -10,7 +10,6 @@ from typing import Annotated
 
 import msgspec
 from fastapi import Query
-from msgspec import Meta
 
 from common import own_version
 from common.errors import BadRequest
@@ -19,22 +18,30 @@ from router.api.errors import shown
 
 
 class ServerInfo(msgspec.Struct, frozen=True, kw_only=True):
-    num_gpus: Annotated[int, Meta(description="Ranks of all instances together: as many join a trainer's group.")]
-    tp_size: Annotated[int, Meta(description="The same.")]
+    num_gpus: int
+    """Ranks of all instances together: as many join a trainer's group."""
+    tp_size: int
+    """The same."""
     pp_size: int = 1
     dp_size: int = 1
-    enable_memory_saver: Annotated[bool, Meta(description="It gives memory back when it is told to.")] = False
+    enable_memory_saver: bool = False
+    """It gives memory back when it is told to."""
 
 
 class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
-    served_model_name: Annotated[str, Meta(description="The name that requests use.")]
-    is_generation: Annotated[bool, Meta(description="It answers with text.")] = True
-    weight_version: Annotated[str, Meta(description="What people call the weights in use.")]
+    served_model_name: str
+    """The name that requests use."""
+    is_generation: bool = True
+    """It answers with text."""
+    weight_version: str
+    """What people call the weights in use."""
 
 
 class ServerLoad(msgspec.Struct, frozen=True, kw_only=True):
-    num_running_reqs: Annotated[int, Meta(description="Answers that instances make.")]
-    num_waiting_reqs: Annotated[int, Meta(description="Answers that wait for an instance.")]
+    num_running_reqs: int
+    """Answers that instances make."""
+    num_waiting_reqs: int
+    """Answers that wait for an instance."""
 
 
 class ServerLoads(msgspec.Struct, frozen=True, kw_only=True):

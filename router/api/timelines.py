@@ -15,12 +15,11 @@ import ssl
 import time
 from collections.abc import AsyncIterator, Iterable, Sequence
 from functools import partial
-from typing import Annotated, Any
+from typing import Any
 from urllib.parse import quote
 
 import msgspec
 from fastapi import Request
-from msgspec import Meta
 from msgspec.structs import replace
 from starlette.responses import Response, StreamingResponse
 
@@ -87,11 +86,12 @@ class OtherRouters:
 class RequestDurations(Durations, frozen=True, kw_only=True):
     """In seconds; those of instances are sums over attempts and exact, because each is of one instance's clock."""
 
-    time_to_first_token_s: Annotated[Seconds, Meta(description="From the arrival at the router to the first token there.")] = None
-    predicted_ttft_s: Annotated[
-        Seconds, Meta(description="The same, as predicted when the request was last placed before that token.")
-    ] = None
-    e2e_s: Annotated[Seconds, Meta(description="From the arrival at the router to the ending.")] = None
+    time_to_first_token_s: Seconds = None
+    """From the arrival at the router to the first token there."""
+    predicted_ttft_s: Seconds = None
+    """The same, as predicted when the request was last placed before that token."""
+    e2e_s: Seconds = None
+    """From the arrival at the router to the ending."""
 
 
 class ChoiceTimeline(ChoiceTimes, kw_only=True):
@@ -101,7 +101,8 @@ class ChoiceTimeline(ChoiceTimes, kw_only=True):
 
 class RequestTimeline(msgspec.Struct, frozen=True, kw_only=True):
     id: str
-    choices: Annotated[tuple[ChoiceTimeline, ...], Meta(description="Of the latest requests that were sent with this id.")]
+    choices: tuple[ChoiceTimeline, ...]
+    """Of the latest requests that were sent with this id."""
 
 
 class TimelineApi(ApiPart):

@@ -33,25 +33,26 @@ PauseParameter = Annotated[
 class AbortManyFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The body of POST /abort_requests."""
 
-    request_ids: Annotated[
-        list[str],
-        Meta(max_length=MAX_IDS, description="Ids of requests, as POST /abort_request takes them; none: all of this router."),
-    ] = []
+    request_ids: Annotated[list[str], Meta(max_length=MAX_IDS)] = []
+    """Ids of requests, as POST /abort_request takes them; none: all of this router."""
 
 
 class AbortedMany(msgspec.Struct, frozen=True):
     """The answer of POST /abort_requests."""
 
-    aborted: Annotated[int, Meta(description="How many answers were ended.")]
+    aborted: int
+    """How many answers were ended."""
     status: Literal["aborted"] = "aborted"
 
 
 class PauseState(msgspec.Struct, frozen=True):
-    is_paused: Annotated[bool, Meta(description="No request is dispatched until POST /resume.")]
+    is_paused: bool
+    """No request is dispatched until POST /resume."""
 
 
 class ResetAnswer(msgspec.Struct, frozen=True):
-    success: Annotated[bool, Meta(description="Every instance was told.")]
+    success: bool
+    """Every instance was told."""
 
 
 class PauseStatus(msgspec.Struct, frozen=True):
@@ -69,7 +70,8 @@ class WakeStatus(msgspec.Struct, frozen=True):
 
 
 class SleepState(msgspec.Struct, frozen=True):
-    is_sleeping: Annotated[bool, Meta(description="No request is dispatched until POST /wake_up.")]
+    is_sleeping: bool
+    """No request is dispatched until POST /wake_up."""
 
 
 def _flag(name: str, value: str) -> bool:

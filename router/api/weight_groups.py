@@ -41,40 +41,31 @@ JOIN_S = 300.0
 class InitGroupFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The body of POST /init_weights_update_group."""
 
-    master_address: Annotated[Name, Meta(description="The trainer's host, where its rank 0 listens.")]
-    master_port: Annotated[int, Meta(ge=1, le=65_535, description="The port there.")]
-    rank_offset: Annotated[
-        int, Meta(ge=1, lt=2**31, description="The rank of the fleet's first; the trainer's sender is rank 0.")
-    ]
-    world_size: Annotated[
-        int,
-        Meta(ge=2, lt=2**31, description="How many processes meet: those of the trainer, and each rank of each instance here."),
-    ]
+    master_address: Name
+    """The trainer's host, where its rank 0 listens."""
+    master_port: Annotated[int, Meta(ge=1, le=65_535)]
+    """The port there."""
+    rank_offset: Annotated[int, Meta(ge=1, lt=2**31)]
+    """The rank of the fleet's first; the trainer's sender is rank 0."""
+    world_size: Annotated[int, Meta(ge=2, lt=2**31)]
+    """How many processes meet: those of the trainer, and each rank of each instance here."""
     group_name: Group = DEFAULT_GROUP
-    backend: Annotated[Literal["nccl", "gloo"], Meta(description="What carries the weights: nccl needs GPUs.")] = "nccl"
-    timeout_s: Annotated[
-        float,
-        Meta(gt=0, le=1e6, description="How long all may take to meet, and how long the fleet waits for any weight afterwards."),
-    ] = JOIN_S
+    backend: Literal["nccl", "gloo"] = "nccl"
+    """What carries the weights: nccl needs GPUs."""
+    timeout_s: Annotated[float, Meta(gt=0, le=1e6)] = JOIN_S
+    """How long all may take to meet, and how long the fleet waits for any weight afterwards."""
 
 
 class GroupBucketFields(UpdateFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The body of POST /update_weights_from_distributed."""
 
-    names: Annotated[
-        list[Annotated[str, Meta(min_length=1, max_length=512)]],
-        Meta(
-            min_length=1,
-            max_length=MOST_WEIGHTS,
-            description="The weights that the trainer broadcasts now, by their names in the checkpoint, in the order in which "
-            "they come. All others stay as they are.",
-        ),
-    ]
-    dtypes: Annotated[list[FloatName], Meta(description="The dtype in which each comes.")]
-    shapes: Annotated[
-        list[Annotated[list[Annotated[int, Meta(ge=0, lt=2**40)]], Meta(max_length=8)]],
-        Meta(description="The shape of each, as in the checkpoint."),
-    ]
+    names: Annotated[list[Annotated[str, Meta(min_length=1, max_length=512)]], Meta(min_length=1, max_length=MOST_WEIGHTS)]
+    """The weights that the trainer broadcasts now, by their names in the checkpoint, in the order in which they come. All others
+    stay as they are."""
+    dtypes: list[FloatName]
+    """The dtype in which each comes."""
+    shapes: list[Annotated[list[Annotated[int, Meta(ge=0, lt=2**40)]], Meta(max_length=8)]]
+    """The shape of each, as in the checkpoint."""
     group_name: Group = DEFAULT_GROUP
 
     def __post_init__(self) -> None:
@@ -94,8 +85,10 @@ class DestroyGroupFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
 class ReadWeightFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The body of POST /get_weights_by_name."""
 
-    name: Annotated[Name, Meta(description="The weight's name in the checkpoint.")]
-    truncate_size: Annotated[Size, Meta(description="How many rows of it.")] = 100
+    name: Name
+    """The weight's name in the checkpoint."""
+    truncate_size: Size = 100
+    """How many rows of it."""
 
 
 class GroupAnswer(msgspec.Struct, frozen=True, kw_only=True):
@@ -108,7 +101,8 @@ class GroupAnswer(msgspec.Struct, frozen=True, kw_only=True):
 class JoinedAnswer(GroupAnswer, frozen=True, kw_only=True):
     """All have met."""
 
-    ranks: Annotated[dict[str, list[int]], Meta(description="The ranks of each instance in the group.")]
+    ranks: dict[str, list[int]]
+    """The ranks of each instance in the group."""
 
 
 _BUCKET = Unsupported({**UPDATE_FIELDS, "selector": ("all",)})

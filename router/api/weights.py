@@ -34,19 +34,15 @@ UPDATE_FIELDS = {
 
 class UpdateFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     weight_version: Version = None
-    abort_all_requests: Annotated[bool, Meta(description="End all requests first, as mode=abort does.")] = False
-    mode: Annotated[
-        UpdateMode | None,
-        Meta(
-            description="What becomes of requests. recompute (without it): they pause, and go on with KV that is computed anew. "
-            "finish: each ends with the weights with which it began. abort: they end."
-        ),
-    ] = None
-    finish_s: Annotated[
-        Annotated[float, Meta(gt=0, le=1e9)] | None,
-        Meta(description="With mode=finish: how long requests may take; without it: as long as any."),
-    ] = None
-    keep_pause: Annotated[bool, Meta(description="Stay paused afterwards, until POST /continue_generation.")] = False
+    abort_all_requests: bool = False
+    """End all requests first, as mode=abort does."""
+    mode: UpdateMode | None = None
+    """What becomes of requests. recompute (without it): they pause, and go on with KV that is computed anew. finish: each ends
+    with the weights with which it began. abort: they end."""
+    finish_s: Annotated[float, Meta(gt=0, le=1e9)] | None = None
+    """With mode=finish: how long requests may take; without it: as long as any."""
+    keep_pause: bool = False
+    """Stay paused afterwards, until POST /continue_generation."""
 
     def __post_init__(self) -> None:
         """Raises BadRequest when fields contradict each other."""
@@ -63,41 +59,34 @@ class UpdateFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 class DiskFields(UpdateFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The body of POST /update_weights_from_disk."""
 
-    model_path: Annotated[Path, Meta(description="The checkpoint's folder, the same on every host of the fleet.")]
+    model_path: Path
+    """The checkpoint's folder, the same on every host of the fleet."""
 
 
 class TensorFields(UpdateFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The body of POST /update_weights_from_tensor. Tensors come in shared memory, as safetensors writes them."""
 
-    shared_memory: Annotated[
-        list[Path],
-        Meta(
-            min_length=1,
-            max_length=MOST_SEGMENTS,
-            description="Names of shared memory on the instances' host, each an image of a safetensors file. What none of them "
-            "holds stays as it is.",
-        ),
-    ]
+    shared_memory: Annotated[list[Path], Meta(min_length=1, max_length=MOST_SEGMENTS)]
+    """Names of shared memory on the instances' host, each an image of a safetensors file. What none of them holds stays as it
+    is."""
 
 
 class VersionFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The body of POST /update_weight_version."""
 
-    new_version: Annotated[str, Meta(min_length=1, max_length=128, description="What to call the present weights.")]
-    abort_all_requests: Annotated[bool, Meta(description="End all requests first.")] = False
+    new_version: Annotated[str, Meta(min_length=1, max_length=128)]
+    """What to call the present weights."""
+    abort_all_requests: bool = False
+    """End all requests first."""
 
 
 class PauseFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The body of POST /pause_generation."""
 
-    mode: Annotated[
-        PauseMode,
-        Meta(
-            description="abort: requests end. retract: they give up their memory, and their KV is computed anew when they go on. "
-            "in_place: they stay where they are; if the weights change meanwhile, their KV is computed anew too. finish: they go "
-            "on, and the answer comes when the last of them has ended."
-        ),
-    ] = "abort"
+    mode: PauseMode = "abort"
+    """abort: requests end. retract: they give up their memory, and their KV is computed anew when they go on. in_place: they stay
+    where they are; if the weights change meanwhile, their KV is computed anew too. finish: they go on, and the answer comes
+    when the last of them has ended."""
 
 
 class ContinueFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -110,10 +99,14 @@ class UpdateAnswer(msgspec.Struct, frozen=True, kw_only=True):
     success: bool = True
     message: str
     weight_version: str
-    weights: Annotated[str, Meta(description="Digest of the bytes of all weights.")]
-    instances: Annotated[int, Meta(description="How many instances compute with them.")]
-    paused_s: Annotated[float, Meta(description="For how long no request was dispatched.")]
-    num_paused_requests: Annotated[int, Meta(description="Requests that were open when it began.")]
+    weights: str
+    """Digest of the bytes of all weights."""
+    instances: int
+    """How many instances compute with them."""
+    paused_s: float
+    """For how long no request was dispatched."""
+    num_paused_requests: int
+    """Requests that were open when it began."""
 
 
 class PauseAnswer(msgspec.Struct, frozen=True, kw_only=True):
@@ -133,9 +126,12 @@ class WeightInfo(msgspec.Struct, frozen=True, kw_only=True):
     """What the fleet computes with."""
 
     weight_version: str
-    weights: Annotated[str, Meta(description="Digest of the bytes of all weights.")]
-    updating: Annotated[bool, Meta(description="An update is under way.")]
-    paused: Annotated[bool, Meta(description="No request is dispatched until POST /continue_generation.")]
+    weights: str
+    """Digest of the bytes of all weights."""
+    updating: bool
+    """An update is under way."""
+    paused: bool
+    """No request is dispatched until POST /continue_generation."""
 
 
 _CONTINUE = Unsupported({"torch_empty_cache": (True, False)})
