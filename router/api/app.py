@@ -31,13 +31,13 @@ from common.messages.adapters import AdapterEntry
 from common.options import parse_bytes
 from common.text.embedding import EmbeddingMode
 from router.api.adapters import AdaptersApi
-from router.api.admission import CLIENT_CLOSED, Admission, Doorkeeper, Visit, visit_of
+from router.api.admission import CLIENT_CLOSED, Admission, Doorkeeper, Reports, Visit, visit_of
 from router.api.answers import Accepted, AnswerShape, OpenAIBody
 from router.api.batches import BatchesApi
 from router.api.bodies import names_in, unless_left
 from router.api.chat import ChatChoice, ChatFields, ChatShape, read_chat
 from router.api.completions import CompletionFields, CompletionShape, TextChoice, read_completion
-from router.api.description import ANTHROPIC, ApiPart, Described, DescribedApp, completion, numbers
+from router.api.description import ANTHROPIC, ApiPart, Described, DescribedApp, completion, hint_at, numbers
 from router.api.embeddings import (
     POOLING,
     EmbeddingBody,
@@ -65,8 +65,6 @@ from router.api.messages import (
     read_count,
     read_message,
 )
-from router.api.refused import hint_at
-from router.api.reports import Reports
 from router.api.responses import ResponseBody, ResponseFields, ResponseShape, read_response
 from router.api.roles import RolesApi
 from router.api.routes import (
@@ -108,11 +106,10 @@ from router.api.timelines import TimelineApi, TraceApi
 from router.api.vllm import AbortedMany, AbortManyFields, VllmApi
 from router.api.weight_groups import WeightGroupsApi
 from router.api.weights import WeightsApi
-from router.cluster import SafeToDelete, cluster_page
 from router.core import Gateway
-from router.metric_aliases import MetricAliases
-from router.metrics import RouterCollector, RouterMetrics, member_metrics, role_metrics
-from router.outbox import Asked, ClientRequest
+from router.live import SafeToDelete, cluster_page
+from router.metrics import MetricAliases, RouterCollector, RouterMetrics, member_metrics, role_metrics
+from router.requests import Asked, ClientRequest
 
 R = TypeVar("R", bound=ReadRequest)
 S = TypeVar("S", bound=AnswerShape[Any])

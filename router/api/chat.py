@@ -38,7 +38,7 @@ from router.api.fields import (
 from router.api.logprobs import ChatLogprobs, PromptLogprobs
 from router.api.parsing.parser import AnswerParser, AnswerPart
 from router.api.structured import grammar_of
-from router.outbox import ChoiceDelta
+from router.requests import ChoiceDelta
 
 EFFORT_CHARS = 64
 Thinking: TypeAlias = Literal["enabled", "adaptive", "disabled"]

@@ -29,7 +29,7 @@ from router.api.fields import (
 )
 from router.api.logprobs import CompletionLogprobs, PromptLogprobs, TextPlace
 from router.api.structured import grammar_of
-from router.outbox import ChoiceDelta
+from router.requests import ChoiceDelta
 
 COMPLETION_MAX_TOKENS = 16
 """Length of an answer to /v1/completions when the request gives none, as at OpenAI."""

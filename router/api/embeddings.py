@@ -31,7 +31,7 @@ from router.api.fields import (
     Unsupported,
     read_fields,
 )
-from router.outbox import ChoiceDelta
+from router.requests import ChoiceDelta
 
 MAX_INPUTS = 256
 """Each is a request of its own for the fleet, and counts against --max-requests."""

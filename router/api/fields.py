@@ -42,20 +42,10 @@ TopP: TypeAlias = Annotated[
 TopK: TypeAlias = Annotated[
     int, Meta(ge=ALL_TOKENS, lt=2**31, description="Sample from this many of the most likely tokens; 0 or -1: from all.")
 ]
-Seed: TypeAlias = Annotated[
-    Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None, Meta(description="The same seed and request give the same answer.")
-]
+Seed: TypeAlias = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None
 StopString: TypeAlias = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_CHARS)]
 StopStrings: TypeAlias = Annotated[list[StopString], Meta(max_length=MAX_STOPS)]
-KeepsStop: TypeAlias = Annotated[
-    bool, Meta(description="Leave the stop string that ends the answer in its text, and the text of a stop token.")
-]
-MinTokens: TypeAlias = Annotated[
-    int,
-    Meta(
-        ge=0, lt=2**31, description="Shortest answer, in tokens: no end-of-text token, stop token or stop string ends it sooner."
-    ),
-]
+MinTokens: TypeAlias = Annotated[int, Meta(ge=0, lt=2**31)]
 BadWord: TypeAlias = Annotated[str, Meta(min_length=1, max_length=MAX_BAD_WORD_CHARS)]
 Penalty: TypeAlias = Annotated[float, Meta(ge=-2, le=2)]
 Model: TypeAlias = Annotated[str | None, Meta(description="The model's name; without it: the model that is served.")]
@@ -81,6 +71,7 @@ class TokenChoice(msgspec.Struct, frozen=True, kw_only=True):
     min_p: Annotated[float, Meta(ge=0, le=1)] = 0.0
     """Skip tokens less likely than this share of the most likely one."""
     seed: Seed = None
+    """The same seed and request give the same answer."""
 
 
 class Sampling(TokenChoice, frozen=True, kw_only=True):
@@ -89,11 +80,13 @@ class Sampling(TokenChoice, frozen=True, kw_only=True):
     n: Annotated[int, Meta(ge=1, le=MAX_CHOICES_PER_PROMPT)] = 1
     """Answers to each prompt."""
     min_tokens: MinTokens = 0
+    """Shortest answer, in tokens: no end-of-text token, stop token or stop string ends it sooner."""
     stop: StopString | StopStrings = []
     """Strings before which the answer ends."""
     stop_token_ids: Annotated[list[TokenId], Meta(max_length=MAX_STOP_TOKENS)] = []
     """Token ids that end the answer. They have no text."""
-    include_stop_str_in_output: KeepsStop = False
+    include_stop_str_in_output: bool = False
+    """Leave the stop string that ends the answer in its text, and the text of a stop token."""
     skip_special_tokens: bool = True
     """Special tokens of the answer give no text."""
     ignore_eos: bool = False

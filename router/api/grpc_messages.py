@@ -30,7 +30,7 @@ from router.api.fields import Unsupported, read_fields
 from router.api.guard import checked_id
 from router.api.logprobs import finite
 from router.api.sglang import GENERATE, PARAMETERS, GenerateRequest, generate_request
-from router.outbox import ChoiceDelta
+from router.requests import ChoiceDelta
 
 SCHEDULER, HEALTH = "sglang.grpc.scheduler", "grpc.health.v1"
 

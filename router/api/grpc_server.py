@@ -41,7 +41,7 @@ from router.api.guard import HEADER, Guard, NeededKey, id_in
 from router.api.server import GRACE_S, HEAD_BYTES, HEAD_S, KEEP_ALIVE_S, MAX_BODY_BYTES, SEND_TIMEOUT_S
 from router.api.threads import Turns
 from router.metrics import RouterMetrics
-from router.outbox import ChoiceDelta, ClientRequest, joined
+from router.requests import ChoiceDelta, ClientRequest, joined
 
 MESSAGE_S = 10.0
 """How long a message may take to arrive: it is one of few that do at a time, because any of them may be long."""

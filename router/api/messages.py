@@ -17,7 +17,7 @@ from msgspec import Meta, structs
 
 from common.errors import BadRequest
 from common.messages import Failed
-from router.api.blocks import Block, BlockShape, Events, named_event
+from router.api.answers import Block, BlockShape, Events, named_event
 from router.api.bodies import object_in
 from router.api.chat import ChatFields, ChatRequest, Conversation, Effort, TemplateArguments, Thinking, call_for_template
 from router.api.errors import detail_of_failure, messages_error

@@ -15,8 +15,7 @@ from typing import Annotated, Any, Literal, TypeAlias, assert_never
 import msgspec
 
 from common.errors import BadRequest
-from router.api.answers import PromptDetails, VersionSpan
-from router.api.blocks import Block, BlockShape, Events, named_event
+from router.api.answers import Block, BlockShape, Events, PromptDetails, VersionSpan, named_event
 from router.api.bodies import object_in
 from router.api.chat import ChatFields, ChatRequest, Conversation, Effort, TemplateArguments, call_for_template
 from router.api.fields import (
@@ -39,7 +38,7 @@ from router.api.fields import (
 )
 from router.api.logprobs import ChatLogprob
 from router.api.structured import FlatSchemaFormat, JsonObjectFormat, TextFormat, checked_format
-from router.outbox import ChoiceDelta
+from router.requests import ChoiceDelta
 
 
 class InputText(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="input_text"):

@@ -25,7 +25,7 @@ from router.api.bodies import object_in
 from router.api.completions import CompletionRequest, PairPrompt, Prompt, require_few_ids
 from router.api.embeddings import MAX_INPUTS, NumbersShape, PromptFields, PromptUsage
 from router.api.fields import TokenId, Unsupported, read_fields
-from router.outbox import ChoiceDelta
+from router.requests import ChoiceDelta
 
 _RERANKS = 'the answer can only be "yes" or "no"'
 """What the chat templates say that make a reranker of a model, such as Qwen3-Reranker's, in lower case."""

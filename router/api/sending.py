@@ -28,7 +28,7 @@ from router.api.answers import LOOP_SIZE, AnswerShape
 from router.api.errors import response_to_failure
 from router.api.threads import SharedThreads
 from router.core import Gateway
-from router.outbox import JOIN_DELTAS, ChoiceDelta, ClientRequest, joined
+from router.requests import JOIN_DELTAS, ChoiceDelta, ClientRequest, joined
 
 HEADERS = (
     (b"content-type", b"text/event-stream; charset=utf-8"),

@@ -21,7 +21,6 @@ from router.api.completions import CompletionRequest, one_of_prompts, require_fe
 from router.api.fields import (
     ALL_TOKENS,
     CacheSalt,
-    KeepsStop,
     MinTokens,
     Priority,
     Sampling,
@@ -36,7 +35,7 @@ from router.api.fields import (
 from router.api.guard import checked_id
 from router.api.logprobs import finite
 from router.api.structured import StructuralTag, grammar_of
-from router.outbox import ChoiceDelta
+from router.requests import ChoiceDelta
 
 GENERATE_MAX_TOKENS = 128
 """Length of an answer to /generate when the request gives none, as in SGLang."""
@@ -54,7 +53,7 @@ class GenerateParameters(Sampling, frozen=True, kw_only=True, forbid_unknown_fie
     min_tokens: MinTokens = msgspec.field(default=0, name="min_new_tokens")
     top_k: TopK = ALL_TOKENS
     seed: Seed = msgspec.field(default=None, name="sampling_seed")
-    include_stop_str_in_output: KeepsStop = msgspec.field(default=False, name="no_stop_trim")
+    include_stop_str_in_output: bool = msgspec.field(default=False, name="no_stop_trim")
     structural_tag: StructuralTag | None = None
 
 

@@ -33,8 +33,17 @@ from router.api.errors import shown
 from router.api.guard import EVERYBODY, REQUESTS_PREFIX, key_in
 from router.api.threads import SharedThreads
 from router.core import Gateway
-from router.past_load import LoadLine, PastRequest, lines_of
-from router.timelines import REMEMBERED, AttemptTimeline, ChoiceTimes, Durations, RequestTimes, Seconds
+from router.timelines import (
+    REMEMBERED,
+    AttemptTimeline,
+    ChoiceTimes,
+    Durations,
+    LoadLine,
+    PastRequest,
+    RequestTimes,
+    Seconds,
+    lines_of,
+)
 from router.traces import Frame
 
 ASK_S = 2.0

@@ -12,9 +12,8 @@ from msgspec import Meta
 
 from common.errors import BadRequest
 from router.api.bodies import unless_left
-from router.api.description import ApiPart, Described
+from router.api.description import KEEPS_MEMORY, ApiPart, Described
 from router.api.errors import shown
-from router.api.refused import KEEPS_MEMORY
 from router.api.sglang import Flushed
 from router.core import PauseMode
 

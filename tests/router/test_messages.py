@@ -19,7 +19,7 @@ from router.api.fields import Function
 from router.api.messages import MessageShape, read_count, read_message
 from router.api.parsing.formats import HERMES, THINK, AnswerFormat
 from router.api.parsing.parser import AnswerReading
-from router.outbox import ChoiceDelta
+from router.requests import ChoiceDelta
 from tests.router.calls import anthropic_client, message, post, sent_to_fleet, until
 from tests.router.fakes import MODEL, CharTokenizer, EchoFleet, Site
 from tests.router.test_disconnects import RawClient

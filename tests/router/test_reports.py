@@ -19,7 +19,7 @@ from common.errors import ConfigError, Unavailable
 from common.ids import ROUTER, InstanceId
 from common.logs import JsonLines, TextLines
 from common.messages import Failed, Timeline, Times
-from router.api.reports import ServedRequest
+from router.api.admission import ServedRequest
 from router.api.spans import CLOSE_S, SpanMaker
 from router.process import serve
 from tests.rig.collector import Collector, collecting, tree, values
