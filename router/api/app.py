@@ -54,6 +54,7 @@ from router.api.errors import ErrorDetail, error_response, response_to
 from router.api.fields import ReadRequest
 from router.api.files import FilesApi
 from router.api.guard import HEADER, Guard
+from router.api.instances import InstancesApi
 from router.api.intake import Intake
 from router.api.live import LiveApi, page_routes
 from router.api.messages import (
@@ -66,7 +67,6 @@ from router.api.messages import (
     read_message,
 )
 from router.api.responses import ResponseBody, ResponseFields, ResponseShape, read_response
-from router.api.roles import RolesApi
 from router.api.routes import (
     Detokenized,
     DetokenizeFields,
@@ -79,7 +79,6 @@ from router.api.routes import (
     read_detokenize,
     read_tokenize,
 )
-from router.api.scaling import ScalingApi
 from router.api.scoring import (
     RerankBody,
     RerankFields,
@@ -104,7 +103,6 @@ from router.api.store import Store
 from router.api.stored_responses import StoredResponses
 from router.api.timelines import TimelineApi, TraceApi
 from router.api.vllm import AbortedMany, AbortManyFields, VllmApi
-from router.api.weight_groups import WeightGroupsApi
 from router.api.weights import WeightsApi
 from router.core import Gateway
 from router.live import SafeToDelete, cluster_page
@@ -114,7 +112,7 @@ from router.requests import Asked, ClientRequest
 R = TypeVar("R", bound=ReadRequest)
 S = TypeVar("S", bound=AnswerShape[Any])
 BetaParameter = Annotated[str, Query(description="Changes nothing: the fields say what is asked for.")]
-PARTS = (TraceApi, ScalingApi, RolesApi, WeightsApi, WeightGroupsApi, VllmApi, ServerInfoApi, AdaptersApi)
+PARTS = (TraceApi, InstancesApi, WeightsApi, VllmApi, ServerInfoApi, AdaptersApi)
 BEAT_S = 1.0
 """How often the store is asked what there is to do."""
 END_S = 5.0
@@ -203,16 +201,14 @@ class Api(ApiPart):
     @completion("POST /v1/chat/completions", "OpenAI", "Chat", ChatFields, OpenAIBody[ChatChoice])
     async def chat_completions(self, request: Request) -> Response:
         """Answer a chat: each message has a role and a text."""
-        return await self._answer(request, read_chat, "chatcmpl-", self._intake.accept_chat, ChatShape)
+        return await self._answer(request, read_chat, "chatcmpl-", ChatShape)
 
     @completion("POST /v1/responses", "OpenAI", "Response", ResponseFields, ResponseBody)
     async def responses(self, request: Request) -> Response:
         """Answer a conversation of items: messages, thoughts, calls and their results. Where the router has `--store`, the answer
         is kept: a later request may go on from it, and it may be computed in the background."""
         stored = self.stored_responses
-        return await self._answer(
-            request, read_response, "resp_", self._intake.accept_chat, ResponseShape, stored.continued, stored.answer
-        )
+        return await self._answer(request, read_response, "resp_", ResponseShape, stored.continued, stored.answer)
 
     @Described("POST /v1/responses/input_tokens", "OpenAI", "Count the tokens of a response's input", body=ResponseFields)
     async def input_tokens(self, request: Request) -> InputTokens:
@@ -227,7 +223,7 @@ class Api(ApiPart):
     async def messages(self, request: Request, beta: BetaParameter = "") -> Response:
         """Answer a conversation of blocks: texts, thoughts, calls of tools and their results. Nothing is stored, so a request
         brings its whole conversation."""
-        return await self._answer(request, read_message, "msg_", self._intake.accept_chat, MessageShape)
+        return await self._answer(request, read_message, "msg_", MessageShape)
 
     @Described("POST /v1/messages/count_tokens", ANTHROPIC, "Count tokens", body=CountFields)
     async def count_tokens(self, request: Request, beta: BetaParameter = "") -> TokenCount:
@@ -240,39 +236,37 @@ class Api(ApiPart):
     @completion("POST /v1/completions", "OpenAI", "Text completion", CompletionFields, OpenAIBody[TextChoice])
     async def completions(self, request: Request) -> Response:
         """Continue one or more prompts, given as texts or token ids."""
-        return await self._answer(request, read_completion, "cmpl-", self._intake.accept_completion, CompletionShape)
+        return await self._answer(request, read_completion, "cmpl-", CompletionShape)
 
     @numbers("POST /v1/embeddings", "OpenAI", "Embeddings", EmbeddingFields, EmbeddingBody)
     async def embeddings(self, request: Request) -> Response:
         """The embedding of each of one or more prompts, given as texts or token ids."""
         reader = partial(read_embeddings, self._model, self.embedding)
-        return await self._answer(request, reader, "embd-", self._intake.accept_completion, EmbeddingShape)
+        return await self._answer(request, reader, "embd-", EmbeddingShape)
 
     @numbers("POST /pooling", "vLLM", "Pooling", EmbeddingFields, EmbeddingBody)
     async def pooling(self, request: Request) -> Response:
         """As POST /v1/embeddings, with another name of what comes."""
         reader = partial(read_embeddings, self._model, self.embedding, unsupported=POOLING)
-        return await self._answer(request, reader, "pool-", self._intake.accept_completion, PoolingShape)
+        return await self._answer(request, reader, "pool-", PoolingShape)
 
     @numbers("POST /encode", "SGLang", "Encode", EncodeFields, Encoded | list[Encoded])
     async def encode(self, request: Request) -> Response:
         """The embedding of one prompt or of each of a batch, as SGLang's own endpoint has it."""
         reader = partial(read_encode, self._model, self.embedding)
-        return await self._answer(request, reader, "", self._intake.accept_completion, EncodeShape)
+        return await self._answer(request, reader, "", EncodeShape)
 
     @numbers("POST /v1/rerank, POST /rerank, POST /v2/rerank", "vLLM", "Rerank", RerankFields, RerankBody)
     async def rerank(self, request: Request) -> Response:
         """Order documents by how well they fit a query, as Jina's and Cohere's API do: by the cosine of embeddings, or with the
         chat template of a reranker by how likely the model says yes."""
-        return await self._answer(
-            request, partial(read_rerank, self._judge), "rerank-", self._intake.accept_completion, ScoreShape
-        )
+        return await self._answer(request, partial(read_rerank, self._judge), "rerank-", ScoreShape)
 
     @numbers("POST /v1/score, POST /score", "vLLM", "Score", ScoreFields, ScoresBody)
     async def score(self, request: Request) -> Response:
         """How well two texts fit each other, judged as for POST /v1/rerank. Or, with `query`, `items` and `label_token_ids`: how
         likely each of these tokens follows the query with each item, by any model."""
-        return await self._answer(request, partial(read_score, self._judge), "score-", self._intake.accept_completion, ScoreShape)
+        return await self._answer(request, partial(read_score, self._judge), "score-", ScoreShape)
 
     @completion("POST /invocations", "OpenAI", "Invocation", InvocationFields, None)
     async def invocations(self, request: Request) -> Response:
@@ -289,14 +283,13 @@ class Api(ApiPart):
     async def generate(self, request: Request) -> Response:
         """SGLang's own endpoint: continue one prompt or a batch of prompts. Each event of a stream repeats the answer so far."""
         reader = partial(read_generate, self._model)
-        return await self._answer(request, reader, "", self._intake.accept_completion, GenerateShape)
+        return await self._answer(request, reader, "", GenerateShape)
 
     async def _answer(
         self,
         request: Request,
         reader: Callable[[bytes, int], R],
         prefix: str,
-        accept: Callable[[R, ClientRequest], Coroutine[Any, Any, Accepted]],
         shape_of: Callable[..., S],
         complete: Callable[[R, Visit], Coroutine[Any, Any, R]] | None = None,
         send: Callable[[Visit, S, Callable[[Send], Coroutine[Any, Any, Response]]], Coroutine[Any, Any, Response]] | None = None,
@@ -308,7 +301,7 @@ class Api(ApiPart):
         asked = await visit.read(request, reader)
         if complete is not None:
             asked = await complete(asked, visit)
-        accepted = await self.dispatch(visit, client, asked, accept, request)
+        accepted = await self.dispatch(visit, client, asked, request)
         shape = shape_of(
             id=client.id,
             created=int(time.time()),
@@ -325,27 +318,18 @@ class Api(ApiPart):
 
         return await (usual(visit.send) if send is None else send(visit, shape, usual))
 
-    async def dispatch(
-        self,
-        visit: Visit,
-        client: ClientRequest,
-        asked: R,
-        accept: Callable[[R, ClientRequest], Coroutine[Any, Any, Accepted]],
-        request: Request | None = None,
-    ) -> Accepted:
+    async def dispatch(self, visit: Visit, client: ClientRequest, asked: ReadRequest, request: Request | None = None) -> Accepted:
         """Send a request that was read to the fleet. request: see `Visit.work`."""
         if asked.own_id:
             visit.id = client.id = asked.own_id
         choices = range(asked.choices)
         client.expect(len(choices), {**asked.named(client.id), visit.id: choices, client.id: choices})
-        accepted = await visit.work(request, self._accept(asked, client, accept))
+        accepted = await visit.work(request, self._accept(asked, client))
         client.asked = _asked(asked, accepted, self._model)
         self._gateway.deliver(self._gateway.core.requests.submit(client, accepted.specs, self._gateway.clock()))
         return accepted
 
-    async def _accept(
-        self, asked: R, client: ClientRequest, accept: Callable[[R, ClientRequest], Coroutine[Any, Any, Accepted]]
-    ) -> Accepted:
+    async def _accept(self, asked: ReadRequest, client: ClientRequest) -> Accepted:
         """Adapters that were evicted are loaded again first, also those that had to go again meanwhile."""
         for _ in range(MOST_RELOADS):
             evicted = self._intake.evicted_adapters(asked)
@@ -353,7 +337,7 @@ class Api(ApiPart):
                 break
             for name in evicted:
                 await self._gateway.adapt(self._gateway.core.fleet.adapters.reload(name))
-        return await accept(asked, client)
+        return await self._intake.accept(asked, client)
 
     @Described("POST /abort_request", "SGLang", "Abort", unsupported=ABORT)
     async def abort_request(self, request: Request, asked: AbortFields) -> Aborted:

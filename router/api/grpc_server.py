@@ -181,7 +181,7 @@ class GrpcCalls:
     async def _generate(self, call: Call) -> None:
         client = call.visit.enter(scope=call.scope)
         asked = await call.visit.parse(call.body, partial(read_generate_message, self._api.model_name, self._left_s(call)))
-        accepted = await self._api.dispatch(call.visit, client, asked, self._intake.accept_completion)
+        accepted = await self._api.dispatch(call.visit, client, asked)
         messages, whole = GenerateMessages(client.id, asked, accepted), list[tuple[int, bytes]]()
         async for delta in _news(client):
             for message in messages.of(delta):
@@ -197,7 +197,7 @@ class GrpcCalls:
         reader = partial(read_embed_message, self._api.model_name, self._api.embedding, self._left_s(call))
         asked, own_id = await call.visit.parse(call.body, reader)
         call.visit.id = client.id = own_id or client.id
-        accepted = await self._api.dispatch(call.visit, client, asked, self._intake.accept_completion)
+        accepted = await self._api.dispatch(call.visit, client, asked)
         async for delta in _news(client):
             if (failed := lacking(delta.ending)) is not None:
                 raise AnswerFailed(failed)

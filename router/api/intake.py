@@ -192,6 +192,13 @@ class Intake:
         with self._waiting_body_bytes.held(owner, places):
             return await self._long_threads.run(owner, partial(reader, body, self.context_tokens))
 
+    async def accept(self, request: ReadRequest, client: ClientRequest) -> Accepted:
+        """Raises BadRequest, NotFound, Overloaded."""
+        if isinstance(request, ChatRequest):
+            return await self.accept_chat(request, client)
+        assert isinstance(request, CompletionRequest)
+        return await self.accept_completion(request, client)
+
     async def accept_chat(self, request: ChatRequest, client: ClientRequest) -> Accepted:
         """Raises BadRequest, NotFound, Overloaded."""
         texts = list(request.texts())
