@@ -57,15 +57,7 @@ from router.api.guard import HEADER, Guard
 from router.api.instances import InstancesApi
 from router.api.intake import Intake
 from router.api.live import LiveApi, page_routes
-from router.api.messages import (
-    CountFields,
-    MessageBody,
-    MessageFields,
-    MessageShape,
-    TokenCount,
-    read_count,
-    read_message,
-)
+from router.api.messages import CountFields, MessageBody, MessageFields, MessageShape, TokenCount, read_count, read_message
 from router.api.responses import ResponseBody, ResponseFields, ResponseShape, read_response
 from router.api.routes import (
     Detokenized,
@@ -79,26 +71,10 @@ from router.api.routes import (
     read_detokenize,
     read_tokenize,
 )
-from router.api.scoring import (
-    RerankBody,
-    RerankFields,
-    ScoreFields,
-    ScoresBody,
-    ScoreShape,
-    read_rerank,
-    read_score,
-)
+from router.api.scoring import RerankBody, RerankFields, ScoreFields, ScoresBody, ScoreShape, read_rerank, read_score
 from router.api.sending import EventStream, json_response, whole_answer
 from router.api.server_info import ServerInfoApi
-from router.api.sglang import (
-    ABORT,
-    Aborted,
-    AbortFields,
-    Generated,
-    GenerateFields,
-    GenerateShape,
-    read_generate,
-)
+from router.api.sglang import ABORT, Aborted, AbortFields, Generated, GenerateFields, GenerateShape, read_generate
 from router.api.store import Store
 from router.api.stored_responses import StoredResponses
 from router.api.timelines import TimelineApi, TraceApi

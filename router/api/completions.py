@@ -18,15 +18,7 @@ from common.messages import Failed, Finished, TokenLogprob
 from router.api.answers import OpenAIFinish, OpenAIShape, TokenIds, finish_of
 from router.api.bodies import MAX_PROMPTS, object_in
 from router.api.errors import ContextExceeded, no_room
-from router.api.fields import (
-    ONLY_OPENAI,
-    STREAM_OPTIONS,
-    ReadRequest,
-    SamplingFields,
-    TopLogprobs,
-    Unsupported,
-    read_fields,
-)
+from router.api.fields import ONLY_OPENAI, STREAM_OPTIONS, ReadRequest, SamplingFields, TopLogprobs, Unsupported, read_fields
 from router.api.logprobs import CompletionLogprobs, PromptLogprobs, TextPlace
 from router.api.structured import grammar_of
 from router.requests import ChoiceDelta

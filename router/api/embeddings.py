@@ -21,16 +21,7 @@ from common.text.embedding import EmbeddingMode
 from router.api.answers import AnswerShape, R, embedding_in, encoded
 from router.api.bodies import object_in
 from router.api.completions import CompletionRequest, Prompt, one_of_prompts, prompts_in, require_few_ids
-from router.api.fields import (
-    CacheSalt,
-    Label,
-    Model,
-    Priority,
-    SamplingFields,
-    Timeout,
-    Unsupported,
-    read_fields,
-)
+from router.api.fields import CacheSalt, Label, Model, Priority, SamplingFields, Timeout, Unsupported, read_fields
 from router.requests import ChoiceDelta
 
 MAX_INPUTS = 256
