@@ -80,21 +80,15 @@ async def cluster_page(core: RouterCore) -> dict[str, Any]:
     }
 
 
+_SAID_OF_ITSELF = ("id", "incarnation", "wire_version", "inbox", "ranks", "model", "max_running", "page_size", "page_bytes")
+
+
 def _instance(member: Member) -> dict[str, Any]:
     info, trouble = member.info, member.trouble
-    return {
-        "id": info.id,
-        "incarnation": info.incarnation,
-        "wire_version": info.wire_version,
+    return {name: getattr(info, name) for name in _SAID_OF_ITSELF} | {
         "role": member.role,
-        "state": "live" if trouble is None else trouble.state,
+        "state": _state(member),
         "reason": None if trouble is None else trouble.reason,
-        "inbox": info.inbox,
-        "ranks": info.ranks,
-        "model": info.model,
-        "max_running": info.max_running,
-        "page_size": info.page_size,
-        "page_bytes": info.page_bytes,
         "transport": info.pools[0].backend,
         "pages_free": member.load.pages_free,
         "pages_total": info.total_pages,

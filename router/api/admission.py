@@ -84,45 +84,6 @@ class ServedRequest:
 ToSpans: TypeAlias = Callable[[ServedRequest], object]
 
 
-class Reports:
-    """Those of one router. to_spans: makes spans of a report, without waiting; None: nobody does."""
-
-    def __init__(self, gateway: Gateway, config: RouterConfig) -> None:
-        self._gateway = gateway
-        self._logs = config.access_log == "on"
-        self.to_spans: ToSpans | None = None
-        if self._logs:
-            _access.setLevel(logging.INFO)
-
-    def ended(self, scope: Scope, request_id: str, key: str, status: int, begun_s: float, client: ClientRequest | None) -> None:
-        """The response has ended. See `ServedRequest`."""
-        to_spans = None if client is None else self.to_spans
-        if to_spans is None and not self._logs:
-            return
-        of_client = client or ClientRequest()
-        known = map(self._gateway.core.requests.timelines.of, of_client.request_ids)
-        route = scope.get("route")
-        report = ServedRequest(
-            method=scope["method"],
-            path=scope["path"][:MOST_CHARS],
-            route="" if route is None else route.path,
-            parent=_parent_in(scope),
-            request_id=request_id,
-            key=key,
-            status=status,
-            begun_s=begun_s,
-            ended_s=self._gateway.clock(),
-            answer_id=of_client.id,
-            session=of_client.session,
-            asked=of_client.asked,
-            choices=tuple(each for each in known if each is not None),
-        )
-        if self._logs:
-            _log_access(report)
-        if to_spans is not None:
-            to_spans(report)
-
-
 def _parent_in(scope: Scope) -> Mapping[str, Sequence[str]]:
     """The headers of W3C's trace context. A client that sends two parents has sent none that counts."""
     found: dict[str, list[str]] = {"traceparent": [], "tracestate": []}
@@ -165,10 +126,14 @@ T = TypeVar("T")
 class Admission:
     """Where the requests of one router get what they take of it."""
 
-    def __init__(self, gateway: Gateway, intake: Intake, reports: Reports, config: RouterConfig) -> None:
+    def __init__(self, gateway: Gateway, intake: Intake, config: RouterConfig) -> None:
         self.gateway = gateway
         self.intake = intake
-        self.reports = reports
+        self.has_access_log = config.access_log == "on"
+        if self.has_access_log:
+            _access.setLevel(logging.INFO)
+        self.to_spans: ToSpans | None = None
+        """Makes spans of a report, without waiting; None: nobody does."""
         self.max_body_bytes = parse_bytes(config.max_body)
         """None: bodies may have any length."""
         self.session_header = config.sessions_by
@@ -227,7 +192,33 @@ class Visit:
         if self._has_place:
             self._admission.places.leave(self.owner)
         if self._scope is not None:
-            self._admission.reports.ended(self._scope, self.id, self.owner, status, self._begun_s, self._client)
+            self._report(self._scope, status)
+
+    def _report(self, scope: Scope, status: int) -> None:
+        to_spans = None if self._client is None else self._admission.to_spans
+        if to_spans is None and not self._admission.has_access_log:
+            return
+        client, gateway, route = self._client or ClientRequest(), self._admission.gateway, scope.get("route")
+        known = map(gateway.core.requests.timelines.of, client.request_ids)
+        report = ServedRequest(
+            method=scope["method"],
+            path=scope["path"][:MOST_CHARS],
+            route="" if route is None else route.path,
+            parent=_parent_in(scope),
+            request_id=self.id,
+            key=self.owner,
+            status=status,
+            begun_s=self._begun_s,
+            ended_s=gateway.clock(),
+            answer_id=client.id,
+            session=client.session,
+            asked=client.asked,
+            choices=tuple(each for each in known if each is not None),
+        )
+        if self._admission.has_access_log:
+            _log_access(report)
+        if to_spans is not None:
+            to_spans(report)
 
     def hand_over(self) -> "Visit":
         """What it has taken goes to another one, which somebody closes after the end of this response."""

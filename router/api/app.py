@@ -31,7 +31,7 @@ from common.messages.adapters import AdapterEntry
 from common.options import parse_bytes
 from common.text.embedding import EmbeddingMode
 from router.api.adapters import AdaptersApi
-from router.api.admission import CLIENT_CLOSED, Admission, Doorkeeper, Reports, Visit, visit_of
+from router.api.admission import CLIENT_CLOSED, Admission, Doorkeeper, Visit, visit_of
 from router.api.answers import Accepted, AnswerShape, OpenAIBody
 from router.api.batches import BatchesApi
 from router.api.bodies import names_in, unless_left
@@ -124,8 +124,7 @@ class Api(ApiPart):
     ) -> None:
         super().__init__(gateway, model)
         self.model_name = model
-        self.reports = Reports(gateway, config)
-        self.admission = Admission(gateway, intake, self.reports, config)
+        self.admission = Admission(gateway, intake, config)
         self.timelines = TimelineApi(gateway, model)
         self.live = LiveApi(gateway, model, metrics, config)
         self._store = (

@@ -20,7 +20,6 @@ from urllib.parse import quote
 
 import msgspec
 from fastapi import Request
-from msgspec.structs import replace
 from starlette.responses import Response, StreamingResponse
 
 from common.errors import BadRequest, NotFound
@@ -152,21 +151,17 @@ def request_timeline(name: str, known: Sequence[RequestTimes], unix_s: float) ->
 
 
 def _choice(request: RequestTimes, unix_s: float) -> ChoiceTimeline:
-    told = {name: getattr(request, name) for name in ChoiceTimes.__struct_fields__}
-    moved = {name: _at(value, unix_s) for name, value in told.items() if name.endswith("_s")}
-    attempts = tuple(_attempt(each, unix_s) for each in request.attempts)
-    return ChoiceTimeline(**told | moved, durations=_durations(request), attempts=attempts)
+    attempts: list[AttemptTimeline] = []
+    for each in request.attempts:
+        instances = sorted(each.instances, key=lambda told: told.role, reverse=True)
+        attempts.append(AttemptTimeline(**_moved(each, AttemptTimeline, unix_s) | {"instances": instances}))
+    return ChoiceTimeline(**_moved(request, ChoiceTimes, unix_s), durations=_durations(request), attempts=tuple(attempts))
 
 
-def _attempt(attempt: AttemptTimeline, unix_s: float) -> AttemptTimeline:
-    return replace(
-        attempt,
-        dispatched_s=attempt.dispatched_s + unix_s,
-        first_token_s=_at(attempt.first_token_s, unix_s),
-        placed_s=_at(attempt.placed_s, unix_s),
-        ended_s=_at(attempt.ended_s, unix_s),
-        instances=sorted(attempt.instances, key=lambda each: each.role, reverse=True),
-    )
+def _moved(times: msgspec.Struct, kind: type[msgspec.Struct], unix_s: float) -> dict[str, Any]:
+    """The fields of this kind, with UNIX times."""
+    told = {name: getattr(times, name) for name in kind.__struct_fields__}
+    return {name: _at(value, unix_s) if name.endswith("_s") else value for name, value in told.items()}
 
 
 def _durations(request: RequestTimes) -> RequestDurations:

@@ -14,7 +14,7 @@ from common.errors import BadRequest
 from router.api.bodies import unless_left
 from router.api.description import KEEPS_MEMORY, ApiPart, Described
 from router.api.errors import shown
-from router.api.sglang import Flushed
+from router.api.sglang import Aborted, Flushed
 from router.core import PauseMode
 
 _MODES: dict[str, PauseMode] = {"abort": "abort", "wait": "finish", "keep": "in_place"}
@@ -36,11 +36,9 @@ class AbortManyFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """Ids of requests, as POST /abort_request takes them; none: all of this router."""
 
 
-class AbortedMany(msgspec.Struct, frozen=True):
+class AbortedMany(Aborted, frozen=True):
     """The answer of POST /abort_requests."""
 
-    aborted: int
-    """How many answers were ended."""
     status: Literal["aborted"] = "aborted"
 
 
