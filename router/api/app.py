@@ -87,6 +87,7 @@ from router.requests import Asked, ClientRequest
 
 R = TypeVar("R", bound=ReadRequest)
 S = TypeVar("S", bound=AnswerShape[Any])
+T = TypeVar("T")
 BetaParameter = Annotated[str, Query(description="Changes nothing: the fields say what is asked for.")]
 PARTS = (TraceApi, InstancesApi, WeightsApi, VllmApi, ServerInfoApi, AdaptersApi)
 BEAT_S = 1.0
@@ -188,10 +189,9 @@ class Api(ApiPart):
     @Described("POST /v1/responses/input_tokens", "OpenAI", "Count the tokens of a response's input", body=ResponseFields)
     async def input_tokens(self, request: Request) -> InputTokens:
         """How many tokens the prompt of such a response has."""
-        visit = visit_of(request)
-        visit.enter()
-        asked = await self.stored_responses.continued(await visit.read(request, read_response), visit)
-        counted = TokenizeRequest(fields=TokenizeFields(model=asked.fields.model), prompt=asked)
+        visit, asked = await self._read_to_tokenize(request, read_response)
+        whole = await self.stored_responses.continued(asked, visit)
+        counted = TokenizeRequest(fields=TokenizeFields(model=whole.fields.model), prompt=whole)
         return InputTokens((await visit.work(request, self._intake.tokenize(counted, visit.owner))).count)
 
     @completion("POST /v1/messages", ANTHROPIC, "Message", MessageFields, MessageBody)
@@ -203,9 +203,7 @@ class Api(ApiPart):
     @Described("POST /v1/messages/count_tokens", ANTHROPIC, "Count tokens", body=CountFields)
     async def count_tokens(self, request: Request, beta: BetaParameter = "") -> TokenCount:
         """How many tokens the prompt of a message has."""
-        visit = visit_of(request)
-        visit.enter()
-        asked = await visit.read(request, read_count)
+        visit, asked = await self._read_to_tokenize(request, read_count)
         return TokenCount((await visit.work(request, self._intake.tokenize(asked, visit.owner))).count)
 
     @completion("POST /v1/completions", "OpenAI", "Text completion", CompletionFields, OpenAIBody[TextChoice])
@@ -329,18 +327,20 @@ class Api(ApiPart):
     @Described("POST /tokenize, POST /v1/tokenize", "vLLM", "Tokenize", body=TokenizeFields)
     async def tokenize(self, request: Request) -> Tokenized:
         """The token ids of a text."""
-        visit = visit_of(request)
-        visit.enter()
-        asked = await visit.read(request, read_tokenize)
+        visit, asked = await self._read_to_tokenize(request, read_tokenize)
         return await visit.work(request, self._intake.tokenize(asked, visit.owner))
 
     @Described("POST /detokenize, POST /v1/detokenize", "vLLM", "Detokenize", body=DetokenizeFields)
     async def detokenize(self, request: Request) -> Detokenized:
         """The text of token ids."""
+        visit, asked = await self._read_to_tokenize(request, read_detokenize)
+        return await visit.work(request, self._intake.detokenize(asked, visit.owner))
+
+    async def _read_to_tokenize(self, request: Request, reader: Callable[[bytes, int], T]) -> tuple[Visit, T]:
+        """What a request asks of the tokenizer."""
         visit = visit_of(request)
         visit.enter()
-        asked = await visit.read(request, read_detokenize)
-        return await visit.work(request, self._intake.detokenize(asked, visit.owner))
+        return visit, await visit.read(request, reader)
 
     @Described("GET /tokenizer_info", "vLLM", "The tokenizer")
     async def tokenizer_info(self) -> dict[str, Any]:

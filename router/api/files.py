@@ -18,7 +18,7 @@ from starlette.responses import Response, StreamingResponse
 from common.errors import BadRequest, Conflict, NotFound
 from router.api.admission import visit_of
 from router.api.description import ApiPart, Described
-from router.api.errors import UnsupportedBody, shown
+from router.api.errors import UnsupportedBody, require_one_of, shown
 from router.api.guard import UPLOAD_PATH
 from router.api.store import Store, StoredObject
 from router.core import Gateway
@@ -57,8 +57,7 @@ def number_in(text: str, field: str, usual: int, least: int, most: int) -> int:
 
 def is_ascending(order: str) -> bool:
     """Raises BadRequest."""
-    if order not in ("", "asc", "desc"):
-        raise BadRequest(f"order must be asc or desc, is {shown(order)!r}", field="order")
+    require_one_of("order", order, ("", "asc", "desc"), None)
     return order == "asc"
 
 

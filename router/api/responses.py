@@ -261,10 +261,6 @@ class OutputPart(msgspec.Struct, frozen=True, tag_field="type", tag="output_text
     logprobs: Sequence[ChatLogprob] = ()
 
 
-class ThoughtPart(msgspec.Struct, frozen=True, tag_field="type", tag="reasoning_text"):
-    text: str
-
-
 class MessageOutput(msgspec.Struct, frozen=True, tag_field="type", tag="message"):
     id: str
     status: Status
@@ -275,7 +271,7 @@ class MessageOutput(msgspec.Struct, frozen=True, tag_field="type", tag="message"
 class ReasoningOutput(msgspec.Struct, frozen=True, tag_field="type", tag="reasoning"):
     id: str
     status: Status
-    content: Sequence[ThoughtPart]
+    content: Sequence[ThoughtText]
     summary: tuple[()] = ()
 
 
@@ -356,16 +352,16 @@ def _output(block: Block, status: Status, logprobs: Sequence[ChatLogprob]) -> Ou
         case "content":
             return MessageOutput(id, status, [OutputPart(text, logprobs=logprobs) for text in texts])
         case "reasoning":
-            return ReasoningOutput(id, status, [ThoughtPart(text) for text in texts])
+            return ReasoningOutput(id, status, [ThoughtText(text) for text in texts])
         case "call":
             return CallOutput(id, status, block.call_id, block.name, "".join(texts))
         case _:
             assert_never(block.kind)
 
 
-def _part(block: Block, text: str, logprobs: Sequence[ChatLogprob] = ()) -> OutputPart | ThoughtPart:
+def _part(block: Block, text: str, logprobs: Sequence[ChatLogprob] = ()) -> OutputPart | ThoughtText:
     """The item's content part, with this text."""
-    return ThoughtPart(text) if block.kind == "reasoning" else OutputPart(text, logprobs=logprobs)
+    return ThoughtText(text) if block.kind == "reasoning" else OutputPart(text, logprobs=logprobs)
 
 
 def _id_of(block: Block) -> str:

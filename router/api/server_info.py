@@ -12,9 +12,8 @@ import msgspec
 from fastapi import Query
 
 from common import own_version
-from common.errors import BadRequest
 from router.api.description import ApiPart, Described
-from router.api.errors import shown
+from router.api.errors import require_one_of
 
 
 class ServerInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -81,8 +80,7 @@ class ServerInfoApi(ApiPart):
     @Described("GET /v1/loads", "SGLang", "Load", "The load of this router.", refusals=(400,))
     async def loads(self, include: Annotated[str, Query(description="Must be core.")] = "core") -> ServerLoads:
         """How many answers this router has open."""
-        if include != "core":
-            raise BadRequest(f"include must be core, is {shown(include)!r}", "include", "invalid_value")
+        require_one_of("include", include, ("core",))
         running, waiting = self._answers()
         return ServerLoads(loads=[ServerLoad(num_running_reqs=running, num_waiting_reqs=waiting)])
 

@@ -29,7 +29,7 @@ from common.errors import BadRequest, Conflict, DeadlinePassed, NotFound, Tandem
 from router.api.admission import Visit, visit_of
 from router.api.answers import BEGIN, END, KEEP_ALIVE
 from router.api.description import Described
-from router.api.errors import ErrorBody, ErrorDetail, error_json, shown
+from router.api.errors import ErrorBody, ErrorDetail, error_json, require_one_of, shown
 from router.api.files import USUALLY_LISTED, DeletedBody, ListBody, StoreApi, is_ascending, list_body, number_in
 from router.api.responses import Item, MessageItem, ResponseBody, ResponseError, ResponseRequest, ResponseShape, response_request
 from router.api.sending import HEADERS_AS_TEXT, EventStream
@@ -328,8 +328,7 @@ class StoredResponses(StoreApi):
     async def read(self, request: Request, id: str, stream: str = "", starting_after: str = "") -> Response:
         """Send a response of your key as it is now. stream=true, if it was made with `background` and `stream`: its events, all
         or those behind the number `starting_after`, and those that are still to come."""
-        if stream not in ("", "true", "false"):
-            raise BadRequest(f"stream must be true or false, is {shown(stream)!r}", field="stream")
+        require_one_of("stream", stream, ("", "true", "false"), None)
         if starting_after and stream != "true":
             raise BadRequest("starting_after is for streams only: send stream=true with it", field="starting_after")
         after = number_in(starting_after, "starting_after", ITEMS_PART, 0, 2**30)

@@ -13,7 +13,7 @@ from msgspec import Meta
 from common.errors import BadRequest
 from router.api.bodies import unless_left
 from router.api.description import KEEPS_MEMORY, ApiPart, Described
-from router.api.errors import shown
+from router.api.errors import require_one_of, shown
 from router.api.sglang import Aborted, Flushed
 from router.core import PauseMode
 
@@ -83,8 +83,7 @@ def _flag(name: str, value: str) -> bool:
 
 def _pause_mode(mode: str) -> PauseMode:
     """Raises BadRequest."""
-    if mode not in _MODES:
-        raise BadRequest(f"mode must be {' or '.join(_MODES)}, is {shown(mode)!r}", "mode", "invalid_value")
+    require_one_of("mode", mode, _MODES)
     return _MODES[mode]
 
 
@@ -144,8 +143,8 @@ class VllmApi(ApiPart):
         ] = None,
     ) -> WakeStatus:
         """End a pause, as POST /resume does."""
-        if tags is not None and tags not in _PARTS:
-            raise BadRequest(f"tags must be {' or '.join(_PARTS)}, is {shown(tags)!r}", "tags", "invalid_value")
+        if tags is not None:
+            require_one_of("tags", tags, _PARTS)
         self._gateway.go_on()
         return WakeStatus(None if tags is None else [tags])
 
