@@ -19,25 +19,19 @@ from common.messages import TokenLogprob
 from router.api.answers import OpenAIFinish, OpenAIShape, TokenIds, finish_of
 from router.api.bodies import json_in, object_in
 from router.api.fields import (
-    CHOICE_OF_TOOLS,
     ONLY_OPENAI,
     STREAM_OPTIONS,
-    AllowedTools,
-    FunctionTool,
-    NamedTool,
     ReadRequest,
     SamplingFields,
     Tokens,
-    ToolPolicy,
-    ToolUse,
     TopLogprobs,
     Unsupported,
     read_fields,
-    tool_use,
 )
 from router.api.logprobs import ChatLogprobs, PromptLogprobs
 from router.api.parsing.parser import AnswerParser, AnswerPart
 from router.api.structured import grammar_of
+from router.api.tools import CHOICE_OF_TOOLS, AllowedTools, FunctionTool, NamedTool, ToolPolicy, ToolUse, tool_use
 from router.requests import ChoiceDelta
 
 EFFORT_CHARS = 64

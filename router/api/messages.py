@@ -23,24 +23,21 @@ from router.api.chat import ChatFields, ChatRequest, Conversation, Effort, Templ
 from router.api.errors import detail_of_failure, messages_error
 from router.api.fields import (
     CacheSalt,
-    Function,
-    NamedFunction,
     Priority,
     StopStrings,
     Stream,
     Temperature,
     Timeout,
     Tokens,
-    ToolUse,
     TopK,
     TopP,
     Unsupported,
     read_fields,
     shared_fields,
-    tool_use,
 )
 from router.api.routes import TokenizeFields, TokenizeRequest
 from router.api.structured import FlatSchemaFormat, checked_format
+from router.api.tools import Function, NamedFunction, ToolUse, tool_use
 
 _BILLING = re.compile(r"\Ax-anthropic-billing-header:[^\n]*\n*")
 """A line for Anthropic's accounts with which Claude Code begins its system prompt. It differs from request to request, so no two

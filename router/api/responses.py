@@ -19,25 +19,21 @@ from router.api.answers import Block, BlockShape, Events, PromptDetails, Version
 from router.api.bodies import object_in
 from router.api.chat import ChatFields, ChatRequest, Conversation, Effort, TemplateArguments, call_for_template
 from router.api.fields import (
-    CHOICE_OF_TOOLS,
     CacheSalt,
-    Function,
     Label,
-    NamedFunction,
     Priority,
     Stream,
     Timeout,
     TokenChoice,
     Tokens,
-    ToolPolicy,
     TopLogprobs,
     Unsupported,
     read_fields,
     shared_fields,
-    tool_use,
 )
 from router.api.logprobs import ChatLogprob
 from router.api.structured import FlatSchemaFormat, JsonObjectFormat, TextFormat, checked_format
+from router.api.tools import CHOICE_OF_TOOLS, Function, NamedFunction, ToolPolicy, tool_use
 from router.requests import ChoiceDelta
 
 

@@ -13,7 +13,8 @@ from msgspec import Meta
 from common.errors import BadRequest
 from router.api.bodies import object_in
 from router.api.chat import MESSAGES, ChatFields, ChatMessage, ChatRequest, chat_request
-from router.api.fields import FunctionTool, Model, TokenId, Unsupported, read_fields
+from router.api.fields import Model, TokenId, Unsupported, read_fields
+from router.api.tools import FunctionTool
 
 
 class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
