@@ -441,10 +441,12 @@ def _texts_of(module: str) -> Mapping[str, Mapping[str, str]]:
     """The same for all classes of a module."""
     texts: dict[str, dict[str, str]] = {}
     for made in ast.parse(getsource(import_module(module))).body:
-        for pair in pairwise(made.body if isinstance(made, ast.ClassDef) else ()):
-            match pair:
-                case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
-                    texts.setdefault(made.name, {})[name] = " ".join(text.split())
+        if isinstance(made, ast.ClassDef):
+            of_fields = texts[made.name] = {}
+            for pair in pairwise(made.body):
+                match pair:
+                    case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
+                        of_fields[name] = " ".join(text.split())
     return texts
 
 

@@ -23,7 +23,6 @@ from common.access import Access
 from common.config import RouterConfig
 from common.errors import BadRequest, ConfigError, DeadlinePassed, NotFound, Overloaded, TandemError
 from common.logs import REQUEST
-from common.messages import Failed
 from router.api.admission import CLIENT_CLOSED, SPARE_CONNECTIONS, Visit
 from router.api.app import Api
 from router.api.embeddings import embedding_of, lacking
@@ -38,10 +37,10 @@ from router.api.grpc_messages import (
     read_generate_message,
 )
 from router.api.guard import HEADER, Guard, NeededKey, id_in
+from router.api.sending import AnswerFailed, news_of
 from router.api.server import GRACE_S, HEAD_BYTES, HEAD_S, KEEP_ALIVE_S, MAX_BODY_BYTES, SEND_TIMEOUT_S
 from router.api.threads import Turns
 from router.metrics import RouterMetrics
-from router.requests import ChoiceDelta, ClientRequest, joined
 
 MESSAGE_S = 10.0
 """How long a message may take to arrive: it is one of few that do at a time, because any of them may be long."""
@@ -65,14 +64,6 @@ _CODES = {
     504: grpc.StatusCode.DEADLINE_EXCEEDED,
 }
 """What our statuses are in gRPC; others are INTERNAL."""
-
-
-class AnswerFailed(TandemError):
-    """The answer ended with this failure."""
-
-    def __init__(self, failed: Failed) -> None:
-        super().__init__(failed.message)
-        self.failed = failed
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,7 +174,7 @@ class GrpcCalls:
         asked = await call.visit.parse(call.body, partial(read_generate_message, self._api.model_name, self._left_s(call)))
         accepted = await self._api.dispatch(call.visit, client, asked)
         messages, whole = GenerateMessages(client.id, asked, accepted), list[tuple[int, bytes]]()
-        async for delta in _news(client):
+        async for delta in news_of(client):
             for message in messages.of(delta):
                 if asked.fields.stream:
                     await call.write(message)
@@ -198,7 +189,7 @@ class GrpcCalls:
         asked, own_id = await call.visit.parse(call.body, reader)
         call.visit.id = client.id = own_id or client.id
         accepted = await self._api.dispatch(call.visit, client, asked)
-        async for delta in _news(client):
+        async for delta in news_of(client):
             if (failed := lacking(delta.ending)) is not None:
                 raise AnswerFailed(failed)
             numbers, counts = embedding_of(delta, asked).tolist(), {"prompt_tokens": accepted.prompt_tokens}
@@ -240,20 +231,6 @@ class GrpcCalls:
         """What is left of the call's deadline; None: it has none."""
         left_s = call.context.time_remaining()
         return None if left_s is None else min(max(left_s, 0.001), self._longest_s)
-
-
-async def _news(client: ClientRequest) -> AsyncIterator[ChoiceDelta]:
-    """The news of an answer until all of its choices have ended. Raises AnswerFailed."""
-    arrived = asyncio.Event()
-    client.read_by(arrived.set)
-    while client.unended:
-        await arrived.wait()
-        arrived.clear()
-        deltas = client.take()
-        for delta in deltas if len(deltas) == 1 else joined(deltas):
-            if isinstance(delta.ending, Failed):
-                raise AnswerFailed(delta.ending)
-            yield delta
 
 
 async def _no_response(message: Message) -> None:
