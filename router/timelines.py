@@ -90,43 +90,49 @@ class InstanceTimeline(Struct, frozen=True):
 
     id: InstanceId
     role: Role
-    times: Annotated[Times, Meta(description="By the clock of the instance's host: hosts agree as well as NTP aligns them.")]
+    times: Times
+    """By the clock of the instance's host: hosts agree as well as NTP aligns them."""
 
 
 class PlacementGrounds(Struct, frozen=True):
     """What the router went by when it placed an attempt."""
 
-    tokens_in_front: Annotated[int, Meta(description="Prompt tokens that its first instance had to compute before its own.")]
-    cached_tokens: Annotated[
-        int, Meta(description="Of its prompt, cached there as far as the router knew. 0: it does not follow.")
-    ]
-    predicted_s: Annotated[Seconds, Meta(description="From then to its first token. Null: nothing was measured yet.")]
-    candidates: Annotated[
-        tuple[InstanceId, ...],
-        Meta(description="Decode instances that could take over, best first. None: the first serves alone."),
-    ]
+    tokens_in_front: int
+    """Prompt tokens that its first instance had to compute before its own."""
+    cached_tokens: int
+    """Of its prompt, cached there as far as the router knew. 0: it does not follow."""
+    predicted_s: float | None
+    """From then to its first token. Null: nothing was measured yet."""
+    candidates: tuple[InstanceId, ...]
+    """Decode instances that could take over, best first. None: the first serves alone."""
 
 
 class AttemptTimeline(Struct):
     """The times of one attempt."""
 
-    number: Annotated[int, Meta(description="From 0 on. Of many attempts the latest are remembered.")]
-    first: Annotated[InstanceId, Meta(description="The instance that was asked.")]
+    number: int
+    """From 0 on. Of many attempts the latest are remembered."""
+    first: InstanceId
+    """The instance that was asked."""
     dispatched_s: Moment
-    grounds: Annotated[PlacementGrounds | None, Meta(description="Why it was placed there.")] = None
-    first_token_s: Annotated[float | None, Meta(description="Its first token came, which may be a later one of the answer.")] = (
-        None
-    )
-    decode: Annotated[InstanceId | None, Meta(description="The decode instance that granted a reservation.")] = None
-    placed_s: Annotated[float | None, Meta(description="The router heard of that.")] = None
-    ended_s: Annotated[float | None, Meta(description="It was given up, and another attempt followed if one was left.")] = None
-    resume_reason: Annotated[ResumeReason | None, Meta(description="Why it was given up.")] = None
-    failure: Annotated[str | None, Meta(description="The same, for people.")] = None
-    tokens: Annotated[int, Meta(description="Tokens of the answer that it brought, once it is over.")] = 0
-    instances: Annotated[
-        list[InstanceTimeline],
-        Meta(description="What instances told of it, prefill first. Each tells within a heartbeat after it has let go of it."),
-    ] = []
+    grounds: PlacementGrounds | None = None
+    """Why it was placed there."""
+    first_token_s: float | None = None
+    """Its first token came, which may be a later one of the answer."""
+    decode: InstanceId | None = None
+    """The decode instance that granted a reservation."""
+    placed_s: float | None = None
+    """The router heard of that."""
+    ended_s: float | None = None
+    """It was given up, and another attempt followed if one was left."""
+    resume_reason: ResumeReason | None = None
+    """Why it was given up."""
+    failure: str | None = None
+    """The same, for people."""
+    tokens: int = 0
+    """Tokens of the answer that it brought, once it is over."""
+    instances: list[InstanceTimeline] = []
+    """What instances told of it, prefill first. Each tells within a heartbeat after it has let go of it."""
 
     def facts(self) -> dict[str, int | str]:
         """What traces say of it."""
@@ -136,11 +142,15 @@ class AttemptTimeline(Struct):
 class ChoiceTimes(Struct, kw_only=True):
     """What is told of one choice of a client's request."""
 
-    index: Annotated[int, Meta(description="Its number in the answer.")]
+    index: int
+    """Its number in the answer."""
     prompt_tokens: int
-    cached_tokens: Annotated[int, Meta(description="Tokens of the prompt whose KV was there already.")] = 0
-    tokens: Annotated[int, Meta(description="Of the answer so far.")] = 0
-    ending: Annotated[str | None, Meta(description="How it ended, as in `tandem_requests_ended`. Null: it is open.")] = None
+    cached_tokens: int = 0
+    """Tokens of the prompt whose KV was there already."""
+    tokens: int = 0
+    """Of the answer so far."""
+    ending: str | None = None
+    """How it ended, as in `tandem_requests_ended`. Null: it is open."""
     received_s: Moment
     """When its HTTP request arrived."""
     tokenized_s: Moment
