@@ -100,7 +100,7 @@ class PlacementGrounds(Struct, frozen=True):
     tokens_in_front: int
     """Prompt tokens that its first instance had to compute before its own."""
     cached_tokens: int
-    """Of its prompt, cached there as far as the router knew. 0: it does not follow."""
+    """Tokens of its prompt that were cached there as far as the router knew. 0: it does not follow."""
     predicted_s: float | None
     """From then to its first token. Null: nothing was measured yet."""
     candidates: tuple[InstanceId, ...]
@@ -148,7 +148,7 @@ class ChoiceTimes(Struct, kw_only=True):
     cached_tokens: int = 0
     """Tokens of the prompt whose KV was there already."""
     tokens: int = 0
-    """Of the answer so far."""
+    """Tokens of the answer so far."""
     ending: str | None = None
     """How it ended, as in `tandem_requests_ended`. Null: it is open."""
     received_s: Moment

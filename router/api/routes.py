@@ -27,11 +27,11 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     max_model_len: int
     """Longest prompt and answer together, in tokens."""
     root: str | msgspec.UnsetType = msgspec.UNSET
-    """Of a LoRA adapter: its folder."""
+    """The folder of a LoRA adapter."""
     parent: str | msgspec.UnsetType = msgspec.UNSET
-    """Of a LoRA adapter: its base model."""
+    """The base model of a LoRA adapter."""
     digest: str | msgspec.UnsetType = msgspec.UNSET
-    """Of a LoRA adapter: digest of its bytes."""
+    """The digest of the bytes of a LoRA adapter."""
 
 
 class ModelList(msgspec.Struct, frozen=True, kw_only=True):

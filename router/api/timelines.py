@@ -110,7 +110,7 @@ class ChoiceTimeline(ChoiceTimes, kw_only=True):
 class RequestTimeline(msgspec.Struct, frozen=True, kw_only=True):
     id: str
     choices: tuple[ChoiceTimeline, ...]
-    """Of the latest requests that were sent with this id."""
+    """The choices of the latest requests that were sent with this id."""
 
 
 class TimelineApi(ApiPart):
