@@ -56,7 +56,6 @@ from router.api.files import FilesApi
 from router.api.guard import HEADER, Guard
 from router.api.instances import InstancesApi
 from router.api.intake import Intake
-from router.api.live import LiveApi, page_routes
 from router.api.messages import CountFields, MessageBody, MessageFields, MessageShape, TokenCount, read_count, read_message
 from router.api.responses import ResponseBody, ResponseFields, ResponseShape, read_response
 from router.api.routes import (
@@ -73,12 +72,11 @@ from router.api.routes import (
 )
 from router.api.scoring import RerankBody, RerankFields, ScoreFields, ScoresBody, ScoreShape, read_rerank, read_score
 from router.api.sending import EventStream, json_response, whole_answer
-from router.api.server_info import ServerInfoApi
 from router.api.sglang import ABORT, Aborted, AbortFields, Generated, GenerateFields, GenerateShape, read_generate
 from router.api.store import Store
 from router.api.stored_responses import StoredResponses
-from router.api.timelines import TimelineApi, TraceApi
-from router.api.vllm import AbortedMany, AbortManyFields, VllmApi
+from router.api.trainers import AbortedMany, AbortManyFields, ServerInfoApi, VllmApi
+from router.api.views import LiveApi, TimelineApi, TraceApi, page_routes
 from router.api.weights import WeightsApi
 from router.core import Gateway
 from router.live import SafeToDelete, cluster_page

@@ -21,7 +21,7 @@ from router.api.responses import ResponseFields
 from router.api.routes import DetokenizeFields, TokenizeFields
 from router.api.scoring import RerankFields, ScoreFields
 from router.api.sglang import AbortFields, GenerateFields
-from router.api.vllm import AbortManyFields
+from router.api.trainers import AbortManyFields
 from router.api.weights import (
     ContinueFields,
     DestroyGroupFields,

@@ -1,15 +1,21 @@
-"""The endpoints with vLLM's names by which a trainer pauses the fleet, ends requests and drops caches.
+"""What trainers ask of the fleet beside its weights: to pause it, to end requests and to drop caches, with vLLM's names; its size,
+its load and what it serves, as SGLang's clients ask a server before and while they train.
 
-Owns their parameters and answers. Routes: vllm/entrypoints/rl/online/api_router.py, and api_router.py of cache and of sleep in
-vllm/entrypoints/serve/dev, at https://github.com/vllm-project/vllm.
+Owns the parameters and answers. The fleet looks like one server, as many ranks large as its instances together. Routes of vLLM:
+vllm/entrypoints/rl/online/api_router.py, and api_router.py of cache and of sleep in vllm/entrypoints/serve/dev, at
+https://github.com/vllm-project/vllm. Readers of SGLang's: slime/backends/sglang_utils/external.py and server_control.py at
+https://github.com/THUDM/slime; fields: python/sglang/srt/entrypoints/http_server.py and v1_loads.py at
+https://github.com/sgl-project/sglang.
 """
 
+import asyncio
 from typing import Annotated, Literal
 
 import msgspec
 from fastapi import Query, Request
 from msgspec import Meta
 
+from common import own_version
 from common.errors import BadRequest
 from router.api.bodies import unless_left
 from router.api.description import KEEPS_MEMORY, ApiPart, Described
@@ -171,3 +177,78 @@ class VllmApi(ApiPart):
                 raise BadRequest(f"{name}=true is not supported: leave it out", name, "unsupported_parameter")
         self._gateway.flush_caches()
         return ResetAnswer(True)
+
+
+class ServerInfo(msgspec.Struct, frozen=True, kw_only=True):
+    num_gpus: int
+    """Ranks of all instances together: as many join a trainer's group."""
+    tp_size: int
+    """The same."""
+    pp_size: int = 1
+    dp_size: int = 1
+    enable_memory_saver: bool = False
+    """It gives memory back when it is told to."""
+
+
+class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
+    served_model_name: str
+    """The name that requests use."""
+    is_generation: bool = True
+    """It answers with text."""
+    weight_version: str
+    """What people call the weights in use."""
+
+
+class ServerLoad(msgspec.Struct, frozen=True, kw_only=True):
+    num_running_reqs: int
+    """Answers that instances make."""
+    num_waiting_reqs: int
+    """Answers that wait for an instance."""
+
+
+class ServerLoads(msgspec.Struct, frozen=True, kw_only=True):
+    loads: list[ServerLoad]
+
+
+class ServerInfoApi(ApiPart):
+    """The handlers."""
+
+    @Described("GET /server_info, GET /get_server_info", "SGLang", "The server", "Its size.")
+    async def server(self) -> ServerInfo:
+        """How large the fleet is."""
+        ranks = sum(len(member.info.ranks) for member in self._gateway.core.fleet.members())
+        return ServerInfo(num_gpus=ranks, tp_size=ranks)
+
+    @Described("GET /model_info, GET /get_model_info", "SGLang", "The model", "Its name and weights.")
+    async def model(self) -> ModelInfo:
+        """What is served."""
+        return ModelInfo(served_model_name=self._model, weight_version=self._gateway.core.fleet.weights.version)
+
+    @Described("GET /version", "vLLM", "The version", "Tandem's.")
+    async def version(self) -> dict[str, str]:
+        """Which release this router is of."""
+        return {"version": await asyncio.to_thread(own_version)}
+
+    @Described("GET /load", "vLLM", "Load", "The load of this router.")
+    async def open_answers(self) -> dict[str, int]:
+        """How many answers this router has open."""
+        return {"server_load": sum(self._answers())}
+
+    @Described("GET /get_load", "SGLang", "Load", "The load of this router.")
+    async def rank_loads(self) -> list[dict[str, int]]:
+        """How many answers this router has open, as older clients ask for it."""
+        running, waiting = self._answers()
+        return [{"dp_rank": 0, "num_reqs": running + waiting, "num_waiting_reqs": waiting}]
+
+    @Described("GET /v1/loads", "SGLang", "Load", "The load of this router.", refusals=(400,))
+    async def loads(self, include: Annotated[str, Query(description="Must be core.")] = "core") -> ServerLoads:
+        """How many answers this router has open."""
+        require_one_of("include", include, ("core",))
+        running, waiting = self._answers()
+        return ServerLoads(loads=[ServerLoad(num_running_reqs=running, num_waiting_reqs=waiting)])
+
+    def _answers(self) -> tuple[int, int]:
+        """How many run, and how many wait for an instance."""
+        records = list(self._gateway.core.requests.records())
+        running = sum(record.attempt is not None for record in records)
+        return running, len(records) - running
