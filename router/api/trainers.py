@@ -1,4 +1,4 @@
-"""What trainers ask of the fleet beside its weights: to pause it, to end requests and to drop caches, with vLLM's names; its size,
+"""What trainers ask of the fleet beside its weights: to pause it, end requests and drop caches, with vLLM's names; and its size,
 its load and what it serves, as SGLang's clients ask a server before and while they train.
 
 Owns the parameters and answers. The fleet looks like one server, as many ranks large as its instances together. Routes of vLLM:

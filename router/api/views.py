@@ -1,4 +1,4 @@
-"""What people look at: what became of requests and what took time (GET /requests/{id}, the traces of /cluster/trace), and the live
+"""What people look at: what became of requests and what took time (GET /requests/{id}, traces of /cluster/trace), and the live
 page at `/` with the states that it reads (GET /cluster/events).
 
 Owns the shape of a timeline, the change from the router's clock to UNIX time, and the lines that a trace is read as: the first

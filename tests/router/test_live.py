@@ -13,6 +13,7 @@ import pytest
 
 from common.access import Access, KeyRing
 from common.messages import Finished, Goodbye, Load, Register, Timeline, Times
+from router.api import views
 from router.live import MOST_LANES, LiveRoster, LiveState, LiveView
 from router.metrics import RouterMetrics
 from router.timelines import ResumeReason
