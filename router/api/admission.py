@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias, TypeVar
 
 from fastapi import Request
+from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from common.config import RouterConfig
@@ -86,10 +87,8 @@ ToSpans: TypeAlias = Callable[[ServedRequest], object]
 
 def _parent_in(scope: Scope) -> Mapping[str, Sequence[str]]:
     """The headers of W3C's trace context. A client that sends two parents has sent none that counts."""
-    found: dict[str, list[str]] = {"traceparent": [], "tracestate": []}
-    for name, value in scope["headers"]:
-        if name in (b"traceparent", b"tracestate") and len(value) <= MOST_CHARS:
-            found[name.decode()].append(value.decode("latin-1"))
+    headers = Headers(scope=scope)
+    found = {name: [one for one in headers.getlist(name) if len(one) <= MOST_CHARS] for name in ("traceparent", "tracestate")}
     return found if len(found["traceparent"]) == 1 else {}
 
 
