@@ -17,11 +17,12 @@ from dataclasses import dataclass, field
 from itertools import chain
 
 import msgspec
+from msgspec.structs import replace
 
 from common.errors import Overloaded
 from common.ids import ID_BYTES, RequestId
 from common.instance.waiting_line import has_place
-from common.messages import Ending, TokenLogprobs
+from common.messages import Ending, Failed, Finished, TokenLogprobs
 from common.pages.radix_cache import BlockNames
 from common.sampling_params import SamplingParams
 
@@ -180,6 +181,8 @@ class ClientRequest:
     received_s: float = 0.0
     asked: Asked | None = None
     """None until it is dispatched."""
+    hides_answer: bool = False
+    """Its client wants the prompt only: it gets nothing of an answer but its ending, as that of an answer without a token."""
     wake: Callable[[], object] = nobody_reads
     """Called when there is one more delta."""
     places: int = 0
@@ -214,6 +217,9 @@ class ClientRequest:
             wake()
 
     def put(self, delta: ChoiceDelta) -> None:
+        if self.hides_answer:
+            ending = delta.ending if isinstance(delta.ending, Failed | None) else Finished(reason="length")
+            delta = replace(delta, text="", token_ids=(), logprobs=(), versions=(), ending=ending)
         self.unread.append(delta)
         self.unread_chars += len(delta.text) + DELTA_CHARS
         if delta.logprobs:

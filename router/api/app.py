@@ -293,7 +293,7 @@ class Api(ApiPart):
         """Send a request that was read to the fleet. request: see `Visit.work`."""
         if asked.own_id:
             visit.id = client.id = asked.own_id
-        choices = range(asked.choices)
+        choices, client.hides_answer = range(asked.choices), asked.hides_answer
         client.expect(len(choices), {**asked.named(client.id), visit.id: choices, client.id: choices})
         accepted = await visit.work(request, self._accept(asked, client))
         client.asked = _asked(asked, accepted, self._model)

@@ -10,11 +10,10 @@ from typing import Annotated, ClassVar, TypeAlias
 
 import msgspec
 from msgspec import Meta
-from msgspec.structs import replace
 
 from common.errors import BadRequest
 from common.ids import unpack_ids
-from common.messages import Failed, Finished, TokenLogprob
+from common.messages import TokenLogprob
 from router.api.answers import OpenAIFinish, OpenAIShape, TokenIds, finish_of
 from router.api.bodies import MAX_PROMPTS, object_in
 from router.api.errors import ContextExceeded, no_room
@@ -72,8 +71,6 @@ class CompletionRequest(ReadRequest):
     prompts: tuple[Prompt, ...]
     """Texts or token ids. Each gets `n` choices."""
     default_max_tokens: int = COMPLETION_MAX_TOKENS
-    hides_answer: bool = False
-    """The client wants the prompt only: the one token that the model generates is left out."""
 
     @property
     def choices(self) -> int:
@@ -168,18 +165,6 @@ class CompletionShape(OpenAIShape[CompletionRequest]):
 
     _places: dict[int, TextPlace] = field(default_factory=dict, init=False)
     """For each choice: behind the text of the tokens that were written with their logprobs."""
-
-    def events(self, delta: ChoiceDelta, *, opens: bool) -> bytes:
-        if self.request.hides_answer:
-            ending = delta.ending if isinstance(delta.ending, Failed | None) else Finished(reason="length")
-            delta = replace(delta, text="", token_ids=(), logprobs=(), ending=ending)
-        return super(CompletionShape, self).events(delta, opens=opens)
-
-    def whole(self, choices: Sequence[ChoiceDelta]) -> bytes:
-        if self.request.hides_answer:
-            nothing = {"text": "", "token_ids": (), "logprobs": (), "versions": (), "ending": Finished(reason="length")}
-            choices = [replace(choice, **nothing) for choice in choices]
-        return super(CompletionShape, self).whole(choices)
 
     def _chunk_choices(self, delta: ChoiceDelta, *, opens: bool) -> Iterable[msgspec.Struct]:
         index, parts = delta.index, list[msgspec.Struct]()

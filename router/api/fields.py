@@ -175,6 +175,8 @@ class ReadRequest:
     """The field that held what is to be answered."""
     echo: bool = False
     """Whether the answer begins with the prompt."""
+    hides_answer: bool = False
+    """The client wants the prompt only: the one token that the model generates is left out."""
     logprobs: int | None = None
     """Report the log probability of each token of the answer, and of so many of the likeliest tokens; None: report nothing."""
     prompt_logprobs: int | None = None

@@ -158,7 +158,7 @@ class GenerateMessages:
         """What a client gets of this news: in a stream a chunk with what is new, and when a choice has ended all of it, but the
         log probabilities of the prompt only once."""
         request, complete = self._request, self._so_far[delta.index]
-        new_ids, new = ((), ()) if request.hides_answer else (delta.token_ids, delta.logprobs)
+        new_ids, new = delta.token_ids, delta.logprobs
         complete.output_ids.extend(new_ids)
         complete.completion_tokens += len(new_ids)
         complete.cached_tokens += delta.cached_tokens
@@ -177,8 +177,8 @@ class GenerateMessages:
                 complete.ClearField("input_logprobs")
             messages.append(_Response(request_id=self._id, chunk=chunk).SerializeToString())
         if isinstance(delta.ending, Finished):
-            complete.finish_reason = "length" if request.hides_answer else finish_of(delta.ending)
-            if not request.hides_answer and delta.ending.matched is not None:
+            complete.finish_reason = finish_of(delta.ending)
+            if delta.ending.matched is not None:
                 setattr(complete, _MATCHED[type(delta.ending.matched)], delta.ending.matched)
             messages.append(_Response(request_id=self._id, complete=complete).SerializeToString())
         return messages

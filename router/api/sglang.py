@@ -400,12 +400,11 @@ class GenerateShape(AnswerShape[GenerateRequest]):
         written.cached_tokens += delta.cached_tokens
         if self.request.logprob_start >= 0:
             self._add_logprobs(written, "input", delta.prompt_logprobs[self.request.logprob_start :])
-        if not self.request.hides_answer:
-            written.tokens += len(delta.token_ids)
-            self.versions[index].add(delta)
-            written.text += _encode(delta.text)[1:-1]
-            written.ids.extend(delta.token_ids)
-            self._add_logprobs(written, "output", delta.logprobs)
+        written.tokens += len(delta.token_ids)
+        self.versions[index].add(delta)
+        written.text += _encode(delta.text)[1:-1]
+        written.ids.extend(delta.token_ids)
+        self._add_logprobs(written, "output", delta.logprobs)
 
     def _add_logprobs(self, written: _WrittenChoice, of: str, tokens: Sequence[TokenLogprob]) -> None:
         if self.request.logprobs is not None:
@@ -415,8 +414,6 @@ class GenerateShape(AnswerShape[GenerateRequest]):
             written.logprobs[f"{of}_top_logprobs"].extend(tops)
 
     def _finish(self, ending: Finished, tokens: int) -> FinishReason:
-        if self.request.hides_answer:
-            return FinishReason(type="length", length=0)
         match ending.reason:
             case "cancelled":
                 return FinishReason(type="abort", message="aborted by POST /abort_request")
