@@ -13,7 +13,7 @@ import logging
 import secrets
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias, TypeVar
 
 from fastapi import Request
@@ -141,38 +141,28 @@ class Admission:
         """A request has one from when its body is here."""
 
 
+@dataclass(slots=True, eq=False)
 class Visit:
-    """One HTTP request, and all that it has taken. `close` gives back what is left of that. scope: of ASGI; a gRPC call has one
-    like it."""
+    """One HTTP request, and all that it has taken. `close` gives back what is left of that."""
 
-    __slots__ = (
-        "_admission",
-        "_begun_s",
-        "_body",
-        "_client",
-        "_has_place",
-        "_is_large",
-        "_scope",
-        "id",
-        "is_from_batch",
-        "owner",
-        "send",
-    )
+    _admission: Admission
+    _scope: Scope | None
+    """ASGI's; a gRPC call has one like it."""
+    send: Send
+    """The server's own: events of a stream take it, because each layer above costs as much as encoding them."""
+    id: str = field(default_factory=lambda: secrets.token_hex(12))
+    owner: str = ""
+    """The name of the client's API key; empty without one."""
+    is_from_batch: bool = False
+    """The router sends it to itself, for a line of a batch."""
+    _begun_s: float = field(init=False)
+    _body: bytes | None = None
+    _has_place: bool = False
+    _is_large: bool = False
+    _client: ClientRequest | None = None
 
-    def __init__(self, admission: Admission, scope: Scope, send: Send) -> None:
-        self._admission = admission
-        self._scope: Scope | None = scope
-        self._begun_s = admission.gateway.clock()
-        self._body: bytes | None = None
-        self._has_place = self._is_large = False
-        self.id = secrets.token_hex(12)
-        self.owner = ""
-        """The name of the client's API key; empty without one."""
-        self.send = send
-        """The server's own: events of a stream take it, because each layer above costs as much as encoding them."""
-        self.is_from_batch = False
-        """The router sends it to itself, for a line of a batch."""
-        self._client: ClientRequest | None = None
+    def __post_init__(self) -> None:
+        self._begun_s = self._admission.gateway.clock()
 
     @property
     def client(self) -> ClientRequest:

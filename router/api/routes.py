@@ -120,16 +120,9 @@ def read_tokenize(body: bytes, context_tokens: int | None = None) -> TokenizeReq
 
 
 def _chat(fields: TokenizeFields, messages: list[ChatMessage] | None) -> ChatRequest:
-    return chat_request(
-        ChatFields(
-            model=fields.model or "",
-            messages=messages or [],
-            tools=fields.tools,
-            chat_template_kwargs=fields.chat_template_kwargs,
-            add_generation_prompt=fields.add_generation_prompt,
-            continue_final_message=fields.continue_final_message,
-        )
-    )
+    named = ("tools", "chat_template_kwargs", "add_generation_prompt", "continue_final_message")
+    same = {name: getattr(fields, name) for name in named}
+    return chat_request(ChatFields(model=fields.model or "", messages=messages or [], **same))
 
 
 def read_detokenize(body: bytes, context_tokens: int | None = None) -> DetokenizeFields:
