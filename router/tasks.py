@@ -34,13 +34,14 @@ class FleetTask:
     results: dict[Life, str] = field(default_factory=dict)
 
 
+@dataclass(slots=True, eq=False)
 class FleetTasks:
-    """find: the member that is this life."""
+    """Tasks that are under way, by number."""
 
-    def __init__(self, find: Callable[[Life], Member | None]) -> None:
-        self._find = find
-        self._last = 0
-        self._under_way: dict[int, FleetTask] = {}
+    _find: Callable[[Life], Member | None]
+    """The member that is this life."""
+    _last: int = 0
+    _under_way: dict[int, FleetTask] = field(default_factory=dict)
 
     def begin(
         self,
@@ -117,18 +118,18 @@ class _Change:
     ends_s: float
 
 
+@dataclass(slots=True, eq=False)
 class FleetRoles:
-    """members: yields all of the fleet. find: the member that is a life. judge: called when `Member.told_role` has changed."""
+    """Changes of roles that are under way, by instance."""
 
-    def __init__(
-        self,
-        members: Callable[[], Iterator[Member]],
-        find: Callable[[Life], Member | None],
-        judge: Callable[[Member], None],
-    ) -> None:
-        self._members, self._find, self._judge = members, find, judge
-        self._under_way: dict[InstanceId, _Change] = {}
-        self._last = 0
+    _members: Callable[[], Iterator[Member]]
+    """Yields all of the fleet."""
+    _find: Callable[[Life], Member | None]
+    """The member that is a life."""
+    _judge: Callable[[Member], None]
+    """Called when `Member.told_role` has changed."""
+    _under_way: dict[InstanceId, _Change] = field(default_factory=dict)
+    _last: int = 0
 
     def begin(
         self, member: Member, role: ServingRole, answer: Callable[[Member | TandemError], object], now: float
