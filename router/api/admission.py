@@ -215,13 +215,6 @@ class Visit:
         self._scope, self._client, self._has_place = None, None, False
         return other
 
-    def hand_over_place(self) -> "Visit":
-        """Its place alone goes to another one."""
-        other = copy(self)
-        other._scope = other._client = None
-        self._has_place = False
-        return other
-
     def enter(self, prefix: str = "", scope: Scope | None = None) -> ClientRequest:
         """Let a request for the model in: the router knows it from now on. prefix: of its answer's id. scope: its headers may
         name a session. Raises Unavailable when the router drains."""

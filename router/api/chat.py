@@ -390,8 +390,6 @@ class ChatShape(OpenAIShape[ChatRequest]):
     def _whole_choice(self, index: int, choice: ChoiceDelta) -> msgspec.Struct:
         logprobs = self._logprobs(choice.logprobs) if self.request.logprobs is not None else None
         ids, finish, reading = self._ids(choice.token_ids), finish_of(choice.ending) or "stop", self.accepted.reading
-        if reading.new_parser is None:
-            return ChatChoice(index, _ChatMessage(choice.text), finish, logprobs, ids)
         answer = reading.whole(choice.text)
         calls = [
             _Call(reading.new_id(call.name, number), _Function(call.name, call.arguments))

@@ -304,9 +304,9 @@ class GrpcCalls:
             needs_key = serve not in (self._health_check, self._check)  # as at HTTP: load balancers have none
             if needs_key:
                 visit.owner = self._guard.name_of_caller(scope, NeededKey.API)
-                visit.take_place()
-                place = visit.hand_over_place()  # until the client has read all
-                context.add_done_callback(lambda _: place.close(status))
+                places = self._api.admission.places
+                places.take(visit.owner)
+                context.add_done_callback(lambda _: places.leave(visit.owner))  # the client has read all
             await serve(Call(context, visit, scope, await self._message(visit.owner, context, needs_key)))
             status = 200
         except TandemError as error:

@@ -38,6 +38,7 @@ from common.messages import unpack_spans
 from common.processes.router_client import RequestFailed, RouterClient
 from common.tracing import TraceLine, TraceStatus
 from router.api.admission import visit_of
+from router.api.answers import BEGIN, DONE, END
 from router.api.description import ApiPart, Described
 from router.api.errors import shown
 from router.api.guard import EVERYBODY, PAGE_PREFIX, REQUESTS_PREFIX, key_in
@@ -374,7 +375,7 @@ class LiveApi(ApiPart):
                 yield roster + state if version != seen else state
                 shown_s, seen = computed_s, version
             await asyncio.sleep(max(0.0, computed_s + BEAT_S - self._gateway.clock()))
-        yield b"data: [DONE]\n\n"
+        yield DONE
 
     async def _state(self) -> tuple[float, int, bytes, bytes]:
         """The latest one. Whoever comes first when it is too old computes the next one, for all."""
@@ -401,4 +402,4 @@ class _Viewing(StreamingResponse):
 
 
 def _event(said: LiveRoster | LiveState) -> bytes:
-    return b"data: " + msgspec.json.encode(said) + b"\n\n"
+    return BEGIN + msgspec.json.encode(said) + END
