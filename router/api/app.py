@@ -11,10 +11,10 @@ from collections.abc import AsyncIterator, Callable, Collection, Coroutine
 from contextlib import asynccontextmanager, suppress
 from functools import partial
 from http import HTTPStatus
-from typing import Annotated, Any, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
-from fastapi import Query, Request
+from fastapi import Request
 from msgspec.structs import replace
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
@@ -86,7 +86,6 @@ from router.requests import Asked, ClientRequest
 R = TypeVar("R", bound=ReadRequest)
 S = TypeVar("S", bound=AnswerShape[Any])
 T = TypeVar("T")
-BetaParameter = Annotated[str, Query(description="Changes nothing: the fields say what is asked for.")]
 PARTS = (TraceApi, InstancesApi, WeightsApi, VllmApi, ServerInfoApi, AdaptersApi)
 BEAT_S = 1.0
 """How often the store is asked what there is to do."""
@@ -193,14 +192,14 @@ class Api(ApiPart):
         return InputTokens((await visit.work(request, self._intake.tokenize(counted, visit.owner))).count)
 
     @completion("POST /v1/messages", ANTHROPIC, "Message", MessageFields, MessageBody)
-    async def messages(self, request: Request, beta: BetaParameter = "") -> Response:
+    async def messages(self, request: Request, beta: str = "") -> Response:
         """Answer a conversation of blocks: texts, thoughts, calls of tools and their results. Nothing is stored, so a request
-        brings its whole conversation."""
+        brings its whole conversation. beta: changes nothing, because the fields say what is asked for."""
         return await self._answer(request, read_message, "msg_", MessageShape)
 
     @Described("POST /v1/messages/count_tokens", ANTHROPIC, "Count tokens", body=CountFields)
-    async def count_tokens(self, request: Request, beta: BetaParameter = "") -> TokenCount:
-        """How many tokens the prompt of a message has."""
+    async def count_tokens(self, request: Request, beta: str = "") -> TokenCount:
+        """How many tokens the prompt of a message has. beta: changes nothing."""
         visit, asked = await self._read_to_tokenize(request, read_count)
         return TokenCount((await visit.work(request, self._intake.tokenize(asked, visit.owner))).count)
 

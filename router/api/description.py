@@ -11,6 +11,7 @@ from files of the package fastapi-offline: all of it comes from this host, and i
 """
 
 import ast
+import re
 from base64 import b64encode
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -396,11 +397,23 @@ class DescribedApp(FastAPI):
         description.setdefault("components", {}).setdefault("schemas", {}).update(self._components)
         description["components"]["securitySchemes"] = SECURITY_SCHEMES
         for path, operations in description["paths"].items():
+            for operation in operations.values():
+                _tell_parameters(operation)
             if (needed := key_needed(path, self.control_paths)) is not NeededKey.NONE:
                 schemes = SECURITY_SCHEMES if needed is NeededKey.EITHER else (needed.value,)
                 for operation in operations.values():
                     operation["security"] = [*({scheme: []} for scheme in schemes), {}]  # nothing, where the router has no keys
         return description
+
+
+def _tell_parameters(operation: dict[str, Any]) -> None:
+    """What a handler's docstring says of a parameter, at its end and as `name: text`, stands with the parameter. Idempotent."""
+    parameters = {parameter["name"]: parameter for parameter in operation.get("parameters", ())}
+    if parameters:
+        said = re.split(rf"(?<=\s)({'|'.join(parameters)}):\s", operation["description"])
+        operation["description"] = said[0].strip()
+        for name, text in zip(said[1::2], said[2::2], strict=True):
+            parameters[name]["description"] = text.strip()
 
 
 @cache  # each takes milliseconds, and most routes refer to the same ones

@@ -12,7 +12,7 @@ import asyncio
 from typing import Annotated, Literal
 
 import msgspec
-from fastapi import Query, Request
+from fastapi import Request
 from msgspec import Meta
 
 from common import own_version
@@ -26,13 +26,6 @@ from router.core import PauseMode
 _MODES: dict[str, PauseMode] = {"abort": "abort", "wait": "finish", "keep": "in_place"}
 _PARTS = ("scheduling", "weights", "kv_cache")
 MAX_IDS = 4096
-PauseParameter = Annotated[
-    str,
-    Query(
-        description="What becomes of requests that run. abort: they end. wait: they go on, and the answer comes when the last of "
-        "them has ended. keep: they stay where they are, and go on afterwards."
-    ),
-]
 
 
 class AbortManyFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -100,15 +93,12 @@ class VllmApi(ApiPart):
 
     @Described("POST /pause", "vLLM", "Pause", "It is so.", refusals=(400, 403, 503))
     async def pause(
-        self,
-        request: Request,
-        mode: PauseParameter = "abort",
-        wait_for_inflight_requests: Annotated[str, Query(description="true: as mode=wait.")] = "false",
-        clear_cache: Annotated[
-            str, Query(description="true or false; neither is needed, because KV of other weights is never used.")
-        ] = "true",
+        self, request: Request, mode: str = "abort", wait_for_inflight_requests: str = "false", clear_cache: str = "true"
     ) -> PauseStatus:
-        """Dispatch no request until POST /resume. Requests that come meanwhile wait, within their time limits."""
+        """Dispatch no request until POST /resume. Requests that come meanwhile wait, within their time limits. mode: what becomes
+        of requests that run. abort: they end. wait: they go on, and the answer comes when the last of them has ended. keep: they
+        stay where they are, and go on afterwards. wait_for_inflight_requests: true: as mode=wait. clear_cache: true or false;
+        neither is needed, because KV of other weights is never used."""
         _flag("clear_cache", clear_cache)
         pause_mode = _pause_mode(mode)
         waits = _flag("wait_for_inflight_requests", wait_for_inflight_requests)
@@ -127,28 +117,18 @@ class VllmApi(ApiPart):
         return PauseState(self._gateway.core.fleet.weights.is_paused)
 
     @Described("POST /sleep", "vLLM", "Sleep", "It is so.", refusals=(400, 403, 503))
-    async def sleep(
-        self,
-        request: Request,
-        level: Annotated[
-            str, Query(description="Must be 0: pause. At 1 and 2 vLLM gives memory back, which this fleet does not do.")
-        ] = "1",
-        mode: PauseParameter = "abort",
-    ) -> SleepStatus:
-        """With level=0: dispatch no request until POST /wake_up, as POST /pause does."""
+    async def sleep(self, request: Request, level: str = "1", mode: str = "abort") -> SleepStatus:
+        """With level=0: dispatch no request until POST /wake_up, as POST /pause does. level: must be 0. At 1 and 2 vLLM gives
+        memory back, which this fleet does not do. mode: as for POST /pause."""
         if level != "0":
             raise BadRequest(f"level must be 0, is {shown(level)!r}: {KEEPS_MEMORY}", "level", "unsupported_parameter")
         await unless_left(request, self._gateway.pause(_pause_mode(mode)))
         return SleepStatus("sleeping")
 
     @Described("POST /wake_up", "vLLM", "Wake up", "It is so.", refusals=(400, 403))
-    async def wake_up(
-        self,
-        tags: Annotated[
-            str | None, Query(description="scheduling, weights or kv_cache. The pause ends in any case: no memory sleeps.")
-        ] = None,
-    ) -> WakeStatus:
-        """End a pause, as POST /resume does."""
+    async def wake_up(self, tags: str | None = None) -> WakeStatus:
+        """End a pause, as POST /resume does. tags: scheduling, weights or kv_cache. The pause ends in any case: no memory
+        sleeps."""
         if tags is not None:
             require_one_of("tags", tags, _PARTS)
         self._gateway.go_on()
@@ -165,12 +145,9 @@ class VllmApi(ApiPart):
         return Flushed(self._gateway.flush_caches())
 
     @Described("POST /reset_prefix_cache", "vLLM", "Reset the prefix caches", "Whether it was done.", refusals=(400, 403))
-    async def reset_prefix_cache(
-        self,
-        reset_running_requests: Annotated[str, Query(description="Must be false: running requests keep their KV.")] = "false",
-        reset_external: Annotated[str, Query(description="Must be false: there are no other caches.")] = "false",
-    ) -> ResetAnswer:
-        """Have every instance forget its prefix cache, as POST /flush_cache does."""
+    async def reset_prefix_cache(self, reset_running_requests: str = "false", reset_external: str = "false") -> ResetAnswer:
+        """Have every instance forget its prefix cache, as POST /flush_cache does. reset_running_requests: must be false, because
+        running requests keep their KV. reset_external: must be false, because there are no other caches."""
         asked = {"reset_running_requests": reset_running_requests, "reset_external": reset_external}
         for name, value in asked.items():
             if _flag(name, value):
@@ -241,8 +218,8 @@ class ServerInfoApi(ApiPart):
         return [{"dp_rank": 0, "num_reqs": running + waiting, "num_waiting_reqs": waiting}]
 
     @Described("GET /v1/loads", "SGLang", "Load", "The load of this router.", refusals=(400,))
-    async def loads(self, include: Annotated[str, Query(description="Must be core.")] = "core") -> ServerLoads:
-        """How many answers this router has open."""
+    async def loads(self, include: str = "core") -> ServerLoads:
+        """How many answers this router has open. include: must be core."""
         require_one_of("include", include, ("core",))
         running, waiting = self._answers()
         return ServerLoads(loads=[ServerLoad(num_running_reqs=running, num_waiting_reqs=waiting)])

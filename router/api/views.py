@@ -144,9 +144,9 @@ class TimelineApi(ApiPart):
         refusals=(404,),
     )
     async def read(self, request: Request, name: str, here: str = "") -> Any:
-        """When each thing happened to a request, and how long each part took: while it is open, and for a while after. name: its
-        X-Request-Id, or the id of its answer. An API key finds its own requests only, the control key those of all. Of several
-        routers behind one port, any finds it; here=true: only the one that is asked looks."""
+        """When each thing happened to a request, and how long each part took: while it is open, and for a while after. An API key
+        finds its own requests only, the control key those of all. Of several routers behind one port, any finds it. name: its
+        X-Request-Id, or the id of its answer. here: true: only the router that is asked looks."""
         if here not in ("", "true"):
             raise BadRequest(f"here must be true, not {shown(here)!r}", field="here")
         owner, core = visit_of(request).owner, self._gateway.core
