@@ -27,9 +27,9 @@ from common.ids import InstanceId
 from common.options import option, require_above_0, require_at_least
 from launch.autoscale import Autoscaler, whom
 from launch.fleet_options import ScalingConfig
-from router.cluster import cluster_page
+from router.live import cluster_page
 from router.members import Member
-from router.past_load import BLOCK_TOKENS, LoadLine
+from router.timelines import BLOCK_TOKENS, LoadLine
 from simulation.plan import FleetPlan, LoadPlan
 from simulation.planned_fleet import PlannedFleet
 from simulation.report import figures

@@ -19,8 +19,7 @@ from common.messages import Cancel, Failed, ForgetAnswer
 from common.pages.radix_cache import BlockNames
 from router.cost import Demand, predict_ttft, uncached_tokens
 from router.members import Member
-from router.outbox import ClientRequest
-from router.requests import RequestSpec
+from router.requests import ClientRequest, RequestSpec
 from router.timelines import PlacementGrounds, RequestTimes, ResumeReason
 
 ROUNDS = 8

@@ -43,8 +43,8 @@ from common.tracing import SpanRecorder
 from router.adapters import Operation
 from router.fleet import Members
 from router.members import Change, Member
-from router.outbox import ClientRequest
 from router.request_book import RequestBook
+from router.requests import ClientRequest
 from router.scaling import ScalingBoard
 from router.timelines import Observer
 from router.traces import Traces

@@ -56,8 +56,7 @@ from router.cache_index import CacheIndex
 from router.join_rules import difference, likeness, malformed
 from router.members import Candidates, Change, Member, RolePace
 from router.peering import Peering
-from router.roles import FleetRoles
-from router.tasks import FleetTasks
+from router.tasks import FleetRoles, FleetTasks
 from router.weights import FleetWeights
 
 VOTE_S = 15.0

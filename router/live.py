@@ -1,26 +1,105 @@
-"""What the live page and `launch top` show: the fleet, its requests and what has happened to it, one state after the other.
+"""What people look at: the fleet, its requests and what has happened to it, as the page /cluster and as the states that the live
+page and `launch top` show, one after the other.
 
-Owns the shape and the bounds of a state, and what it takes to tell a change: the state before. A state is computed when somebody
-looks, from what the router keeps anyway, so no request and no heartbeat pays for it. Holds no prompt, text or token. Does not
-know HTTP, nor who looks.
+Owns the shape and the bounds of these, and what it takes to tell a change: the state before. All is computed when somebody looks,
+from what the router keeps anyway, so no request and no heartbeat pays for it. Holds no prompt, text or token. Does not know HTTP,
+nor who looks.
 
     roster   the instances by their places, and what does not change while they stay. Its version counts their changes
     state    figures of the instances in that order, lanes of requests, and the latest marks
 """
 
 import asyncio
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator
 from operator import attrgetter
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import msgspec
+from msgspec import Raw, Struct
+from msgspec.json import encode
+from msgspec.structs import asdict
 
-from common.ids import InstanceId, RequestId
+from common.ids import ROLES, InstanceId, RequestId
+from common.messages import WIRE_VERSION
+from router.attempts import Phase
 from router.core import RouterCore
 from router.members import Member
 from router.metrics import LATENCY_BUCKETS_S, TOKEN_BUCKETS_S, RouterMetrics
+from router.scaling import role_figures
 from router.timelines import AttemptTimeline, RequestTimes
+
+
+class SafeToDelete(Struct, frozen=True):
+    """Whether nothing is lost with an instance."""
+
+    id: str
+    safe_to_delete: bool
+    reasons: list[str]
+    """Why not; empty when it is."""
+
+
+DEPARTED_SHOWN = 32
+"""How many of the latest departures are shown."""
+PIECE = 50
+"""How many instances are described in one turn of the loop."""
+
+
+async def cluster_page(core: RouterCore) -> dict[str, Any]:
+    """The page as builtins, messages and pieces of JSON, ready for JSON. The loop turns between two pieces."""
+    pieces: list[bytes] = []
+    members = list(core.fleet.members())
+    for first in range(0, len(members), PIECE):
+        pieces.append(b",".join([encode(_instance(member)) for member in members[first : first + PIECE]]))
+        await asyncio.sleep(0)
+    departed = [(each.member.info, each.reason) for each in list(core.fleet.departed.values())[-DEPARTED_SHOWN:]]
+    phases = Counter(record.phase for record in core.requests.records())
+    return {
+        "router": {
+            "wire_version": WIRE_VERSION,
+            "requests_open": len(core.requests),
+            "phases": {phase.value: phases[phase] for phase in Phase},
+            "queue_depth": phases[Phase.AWAITING],
+            "unread_chars": sum(client.unread_chars for client in core.requests.clients),
+            "messages_stale": core.requests.stale + core.requests.retelling.stale_standings + core.fleet.stale,
+            "prediction_errors": core.requests.placer.prediction_errors(),
+            "unready": core.unready(),
+            "settled": core.fleet.peering.settled,
+        },
+        "roles": {role: role_figures(core.fleet, role) for role in ROLES},
+        "kept": core.scaling.kept,
+        "detokenizers": [
+            {"shard": shard, "silent": watch.silent} | ({} if watch.last is None else asdict(watch.last))
+            for shard, watch in enumerate(core.detokenizers)
+        ],
+        "instances": Raw(b"[" + b",".join(pieces) + b"]"),
+        "departed": [
+            {"id": info.id, "incarnation": info.incarnation, "role": info.role, "reason": reason} for info, reason in departed
+        ],
+        "refused": [{"id": name, "reason": refusal.reason} for name, refusal in core.fleet.refused.items()],
+    }
+
+
+_SAID_OF_ITSELF = ("id", "incarnation", "wire_version", "inbox", "ranks", "model", "max_running", "page_size", "page_bytes")
+
+
+def _instance(member: Member) -> dict[str, Any]:
+    info, trouble = member.info, member.trouble
+    return {name: getattr(info, name) for name in _SAID_OF_ITSELF} | {
+        "role": member.role,
+        "state": _state(member),
+        "reason": None if trouble is None else trouble.reason,
+        "transport": info.pools[0].backend,
+        "pages_free": member.load.pages_free,
+        "pages_total": info.total_pages,
+        "load": asdict(member.load),
+        "counters": member.counters,
+        "assigned_tokens": member.assigned_tokens,
+        "peers": len(member.partners),
+        "links": Counter(member.links.values()),
+        "usable": len(member.usable),
+    }
+
 
 MOST_LANES, MOST_OPEN_LANES = 100, 80
 """Requests that are shown, and those of them that may be open: some places are left for those that were short."""
@@ -30,8 +109,6 @@ MOST_ATTEMPTS_SHOWN = 4
 MOST_ENDED, MOST_LINKS, MOST_MARKS, MARKS_AT_ONCE = 256, 256, 64, 8
 LINKED_INSTANCES = 64
 """In a larger fleet no single links are told."""
-PIECE = 100
-"""How many instances are looked at in one turn of the loop."""
 ID_CHARS, TEXT_CHARS = 128, 200
 
 SegmentKind: TypeAlias = Literal["queue", "prefill", "push", "decode", "waits"]

@@ -105,7 +105,7 @@ class Member:
     reports_draining: bool = False
     """The member says that it leaves, for good or for another role."""
     told_role: ServingRole | None = None
-    """This router has told it to serve in another role, for which it must leave its own; `router.roles` keeps this."""
+    """This router has told it to serve in another role, for which it must leave its own; `router.tasks` keeps this."""
     serves_whole: bool = False
     """A decode instance that gets whole requests too."""
     weights: Digest = Digest("")

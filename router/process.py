@@ -9,7 +9,7 @@ import contextlib
 import logging
 import ssl
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -111,15 +111,21 @@ async def serve(
                     await serve_app(app, listeners, lambda: ready(serving), drained, waiting, access.tls)
 
 
+@contextlib.contextmanager
+def _extra(need: str, extra: str) -> Iterator[None]:
+    """Import what only this extra of the package installs. Raises ConfigError."""
+    try:
+        yield
+    except ImportError as error:
+        raise ConfigError(f"{need}, which is not installed here ({error}): pip install 'tandem-serve[{extra}]'") from error
+
+
 def _grpc(config: RouterConfig, *others: Any) -> contextlib.AbstractAsyncContextManager[str]:
     """See `serving_grpc`. Raises ConfigError also where grpcio is not installed."""
     if not config.grpc_port:
         return contextlib.nullcontext("")
-    try:
+    with _extra("--grpc-port needs grpcio and protobuf", "grpc"):
         from router.api.grpc_server import serving_grpc
-    except ImportError as error:
-        missing = f"--grpc-port needs grpcio and protobuf, which are not installed here ({error})"
-        raise ConfigError(f"{missing}: pip install 'tandem-serve[grpc]'") from error
     return serving_grpc(config, *others)
 
 
@@ -129,12 +135,9 @@ async def _making_spans(config: RouterConfig, api: Api, core: RouterCore, metric
     if not config.otlp_endpoint:
         yield
         return
-    try:
+    with _extra("--otlp-endpoint needs the SDK of OpenTelemetry", "otlp"):
         from router.api.spans import SpanMaker
-    except ImportError as error:
-        missing = f"--otlp-endpoint needs the SDK of OpenTelemetry, which is not installed here ({error})"
-        raise ConfigError(f"{missing}: pip install 'tandem-serve[otlp]'") from error
-    spans = api.reports.to_spans = SpanMaker(config, core, metrics)
+    spans = api.admission.to_spans = SpanMaker(config, core, metrics)
     try:
         yield
     finally:

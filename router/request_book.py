@@ -34,12 +34,10 @@ from router.adapters import Replacement
 from router.attempts import Attempt, Record, Setback
 from router.fleet import Members
 from router.members import Member
-from router.outbox import ChoiceDelta, ClientRequest, nobody_reads
-from router.past_load import PastLoad
 from router.placement import Placer
-from router.requests import Places, RequestSpec
+from router.requests import ChoiceDelta, ClientRequest, Places, RequestSpec, nobody_reads
 from router.retelling import Retelling
-from router.timelines import Observer, RequestTimes, ResumeReason, Timelines
+from router.timelines import Observer, PastLoad, RequestTimes, ResumeReason, Timelines
 from router.traces import record_attempt, record_request
 
 _log = logging.getLogger(__name__)

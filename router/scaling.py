@@ -92,12 +92,18 @@ def role_figures(fleet: Members, role: Role) -> RoleFigures:
 class ScalingDecision(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What a planner has decided: the body of POST /cluster/decisions."""
 
-    action: Annotated[ScalingAction, Meta(description="What is done; stay: nothing.")]
-    reason: Annotated[str, Meta(min_length=1, max_length=REASON_CHARS, description="Why, in words.")]
-    instance: Annotated[str, Meta(max_length=128, description="Whom it is about; empty: nobody who is there yet.")] = ""
-    role: Annotated[ServingRole | None, Meta(description="The role of the instance from now on.")] = None
-    outcome: Annotated[str, Meta(max_length=REASON_CHARS, description="What became of it; empty: it was done.")] = ""
-    at: Annotated[float, Meta(description="When it was made, as UNIX time.")] = 0.0
+    action: ScalingAction
+    """What is done; stay: nothing."""
+    reason: Annotated[str, Meta(min_length=1, max_length=REASON_CHARS)]
+    """Why, in words."""
+    instance: Annotated[str, Meta(max_length=128)] = ""
+    """Whom it is about; empty: nobody who is there yet."""
+    role: ServingRole | None = None
+    """The role of the instance from now on."""
+    outcome: Annotated[str, Meta(max_length=REASON_CHARS)] = ""
+    """What became of it; empty: it was done."""
+    at: float = 0.0
+    """When it was made, as UNIX time."""
 
 
 class KeptInstances(msgspec.Struct, frozen=True, kw_only=True):

@@ -5,18 +5,27 @@ prompt, text or token. Decides nothing. Does not know HTTP.
 
 The router's own times are of its own clock. Those of instances are UNIX times; they come with heartbeats, some time after the
 instance has let go of the request, and a lost heartbeat loses them.
+
+Less is kept of the requests of the last hour, for a trace in Mooncake's format: when each came, how long its prompt and its
+answer were, and which blocks of its prompt it had in common with others. Nobody is given the names of blocks: those are hashes,
+by which a guessed prompt could be known.
 """
 
 import math
+from array import array
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from enum import StrEnum
+from itertools import count
 from typing import Annotated, Protocol, TypeAlias
 
+import msgspec
 from msgspec import Meta, Struct
 
 from common.ids import InstanceId, RequestId, Role
 from common.messages import Ending, Failed, InstanceInfo, Timeline, Times
+from common.pages.radix_cache import BlockNames, pages_of_block
 
 REMEMBERED = 4_096
 """Requests that have ended: 1.4 kB each, and 1 kB more for each further attempt."""
@@ -81,43 +90,49 @@ class InstanceTimeline(Struct, frozen=True):
 
     id: InstanceId
     role: Role
-    times: Annotated[Times, Meta(description="By the clock of the instance's host: hosts agree as well as NTP aligns them.")]
+    times: Times
+    """By the clock of the instance's host: hosts agree as well as NTP aligns them."""
 
 
 class PlacementGrounds(Struct, frozen=True):
     """What the router went by when it placed an attempt."""
 
-    tokens_in_front: Annotated[int, Meta(description="Prompt tokens that its first instance had to compute before its own.")]
-    cached_tokens: Annotated[
-        int, Meta(description="Of its prompt, cached there as far as the router knew. 0: it does not follow.")
-    ]
-    predicted_s: Annotated[Seconds, Meta(description="From then to its first token. Null: nothing was measured yet.")]
-    candidates: Annotated[
-        tuple[InstanceId, ...],
-        Meta(description="Decode instances that could take over, best first. None: the first serves alone."),
-    ]
+    tokens_in_front: int
+    """Prompt tokens that its first instance had to compute before its own."""
+    cached_tokens: int
+    """Tokens of its prompt that were cached there as far as the router knew. 0: it does not follow."""
+    predicted_s: float | None
+    """From then to its first token. Null: nothing was measured yet."""
+    candidates: tuple[InstanceId, ...]
+    """Decode instances that could take over, best first. None: the first serves alone."""
 
 
 class AttemptTimeline(Struct):
     """The times of one attempt."""
 
-    number: Annotated[int, Meta(description="From 0 on. Of many attempts the latest are remembered.")]
-    first: Annotated[InstanceId, Meta(description="The instance that was asked.")]
+    number: int
+    """From 0 on. Of many attempts the latest are remembered."""
+    first: InstanceId
+    """The instance that was asked."""
     dispatched_s: Moment
-    grounds: Annotated[PlacementGrounds | None, Meta(description="Why it was placed there.")] = None
-    first_token_s: Annotated[float | None, Meta(description="Its first token came, which may be a later one of the answer.")] = (
-        None
-    )
-    decode: Annotated[InstanceId | None, Meta(description="The decode instance that granted a reservation.")] = None
-    placed_s: Annotated[float | None, Meta(description="The router heard of that.")] = None
-    ended_s: Annotated[float | None, Meta(description="It was given up, and another attempt followed if one was left.")] = None
-    resume_reason: Annotated[ResumeReason | None, Meta(description="Why it was given up.")] = None
-    failure: Annotated[str | None, Meta(description="The same, for people.")] = None
-    tokens: Annotated[int, Meta(description="Tokens of the answer that it brought, once it is over.")] = 0
-    instances: Annotated[
-        list[InstanceTimeline],
-        Meta(description="What instances told of it, prefill first. Each tells within a heartbeat after it has let go of it."),
-    ] = []
+    grounds: PlacementGrounds | None = None
+    """Why it was placed there."""
+    first_token_s: float | None = None
+    """Its first token came, which may be a later one of the answer."""
+    decode: InstanceId | None = None
+    """The decode instance that granted a reservation."""
+    placed_s: float | None = None
+    """The router heard of that."""
+    ended_s: float | None = None
+    """It was given up, and another attempt followed if one was left."""
+    resume_reason: ResumeReason | None = None
+    """Why it was given up."""
+    failure: str | None = None
+    """The same, for people."""
+    tokens: int = 0
+    """Tokens of the answer that it brought, once it is over."""
+    instances: list[InstanceTimeline] = []
+    """What instances told of it, prefill first. Each tells within a heartbeat after it has let go of it."""
 
     def facts(self) -> dict[str, int | str]:
         """What traces say of it."""
@@ -127,11 +142,15 @@ class AttemptTimeline(Struct):
 class ChoiceTimes(Struct, kw_only=True):
     """What is told of one choice of a client's request."""
 
-    index: Annotated[int, Meta(description="Its number in the answer.")]
+    index: int
+    """Its number in the answer."""
     prompt_tokens: int
-    cached_tokens: Annotated[int, Meta(description="Tokens of the prompt whose KV was there already.")] = 0
-    tokens: Annotated[int, Meta(description="Of the answer so far.")] = 0
-    ending: Annotated[str | None, Meta(description="How it ended, as in `tandem_requests_ended`. Null: it is open.")] = None
+    cached_tokens: int = 0
+    """Tokens of the prompt whose KV was there already."""
+    tokens: int = 0
+    """Tokens of the answer so far."""
+    ending: str | None = None
+    """How it ended, as in `tandem_requests_ended`. Null: it is open."""
     received_s: Moment
     """When its HTTP request arrived."""
     tokenized_s: Moment
@@ -258,3 +277,81 @@ class Timelines:
                 continue
             attempt.instances.append(InstanceTimeline(by.id, by.role, timeline.times))
             self._observer.phases(Durations.of(by.role, timeline.times))
+
+
+HOUR_S = 3600.0
+MOST_REQUESTS, MOST_NAMES = 50_000, 500_000
+"""What is kept takes 15 MB at most: the oldest requests go first."""
+BLOCK_TOKENS = 512
+"""Tokens that one of a trace's hash_ids stands for."""
+
+
+@dataclass(frozen=True, slots=True)
+class PastRequest:
+    """A request that has ended."""
+
+    received_s: float
+    prompt_tokens: int
+    answer_tokens: int
+    names: "array[int]"
+    """Names of the whole blocks of its prompt, each with all that is before it."""
+
+
+class LoadLine(msgspec.Struct, frozen=True):
+    """A line of a trace. timestamp: milliseconds. hash_ids: the blocks of the prompt; the last may be cut short."""
+
+    timestamp: float
+    input_length: int
+    output_length: int
+    hash_ids: tuple[int, ...]
+
+
+class PastLoad:
+    """Those of one router."""
+
+    def __init__(self) -> None:
+        self._requests: deque[PastRequest] = deque()
+        self._names = 0
+
+    def add(self, received_s: float, prompt_tokens: int, answer_tokens: int, blocks: BlockNames | None, now: float) -> None:
+        """A request has ended. blocks: None: they were not named."""
+        names = array("Q", () if blocks is None else _names_of(blocks))
+        self._requests.append(PastRequest(received_s, prompt_tokens, max(1, answer_tokens), names))
+        self._names += len(names)
+        self._forget(now)
+
+    def requests(self, now: float) -> list[PastRequest]:
+        """In the order of their ends."""
+        self._forget(now)
+        return list(self._requests)
+
+    def _forget(self, now: float) -> None:
+        requests = self._requests
+        while requests and (len(requests) > MOST_REQUESTS or self._names > MOST_NAMES or requests[0].received_s < now - HOUR_S):
+            self._names -= len(requests.popleft().names)
+
+
+def lines_of(requests: Sequence[PastRequest]) -> Iterator[LoadLine]:
+    """In the order of their arrival, the first at 0."""
+    numbers: dict[int, int] = {}
+    fresh = count()
+    coming = sorted(requests, key=lambda request: request.received_s)
+    for each in coming:
+        at_ms = round(1000 * (each.received_s - coming[0].received_s))
+        yield LoadLine(at_ms, each.prompt_tokens, each.answer_tokens, tuple(_ids(each, numbers, fresh)))
+
+
+def _names_of(blocks: BlockNames) -> Sequence[int]:
+    """The name of each whole block of a trace: that of the last of the blocks that it consists of."""
+    each = BLOCK_TOKENS // (blocks.page_size * pages_of_block(blocks.page_size))
+    return blocks.names[each - 1 :: each] if each else ()
+
+
+def _ids(request: PastRequest, numbers: dict[int, int], fresh: Iterator[int]) -> Iterator[int]:
+    """What is in no whole block is nobody else's."""
+    for name in request.names:
+        if name not in numbers:
+            numbers[name] = next(fresh)
+        yield numbers[name]
+    for _ in range(-(-request.prompt_tokens // BLOCK_TOKENS) - len(request.names)):
+        yield next(fresh)

@@ -59,23 +59,19 @@ class _Trace:
         return now >= self.ends_s + GRACE_S or (now >= self.ends_s and all(process.over for process in self.status.processes))
 
 
+@dataclass(slots=True, eq=False)
 class Traces:
-    """The trace that runs, or the last one. recorder: the router's own. unix_s: see `SpanRecorder`."""
+    """The trace that runs, or the last one."""
 
-    def __init__(
-        self,
-        router: InstanceId,
-        detokenizers: tuple[InstanceId, ...],
-        fleet: Members,
-        recorder: SpanRecorder,
-        unix_s: float = 0.0,
-    ) -> None:
-        self._router, self._detokenizers = router, detokenizers
-        self._fleet = fleet
-        self._recorder = recorder
-        self._unix_s = unix_s
-        self._number = 0
-        self._trace: _Trace | None = None
+    _router: InstanceId
+    _detokenizers: tuple[InstanceId, ...]
+    _fleet: Members
+    _recorder: SpanRecorder
+    """The router's own."""
+    _unix_s: float = 0.0
+    """See `SpanRecorder`."""
+    _number: int = 0
+    _trace: _Trace | None = None
 
     # --- what people ask for -----------------------------------------------------------------------------------------------
 

@@ -189,10 +189,7 @@ class FleetWeights:
             self._to_rename.add(member.life)
             if self.update is not None and not self.update.is_switching:
                 self.update.lives.add(member.life)
-        self._mark(member)
-        change = Change(self._orders(member))
-        self._proceed(change, now)
-        return change
+        return self._follow(member, now)
 
     def left(self, member: Member, now: float) -> Change:
         """It serves nothing any more, and keeps nobody waiting."""
@@ -214,14 +211,11 @@ class FleetWeights:
             self._to_rename.discard(member.life)
         elif self.update is None and member.weights == self.target and member.life not in self._to_rename:
             self.version = member.weight_version  # another router has renamed them
-        self._mark(member)
-        change = Change(self._orders(member))
-        self._proceed(change, now)
-        return change
+        return self._follow(member, now)
 
     def staged(self, message: WeightsStaged, member: Member, now: float) -> Change:
         """A member has made weights ready, or cannot."""
-        change, update, life = Change(), self.update, member.life
+        update, life = self.update, member.life
         if update is not None and message.update == update.number:
             if message.failed is None:
                 update.staged[life] = message.weights
@@ -239,9 +233,7 @@ class FleetWeights:
                 self._bringing[life] = None  # again with its next heartbeat: it has forgotten the failure by then
                 return Change([Send(member.info.id, DropWeights(update=message.update))])
             self._bringing[life] = message.weights
-        change.sends += self._orders(member)
-        self._proceed(change, now)
-        return change
+        return self._follow(member, now)
 
     def tick(self, now: float) -> Change:
         change, update = Change(), self.update
@@ -265,6 +257,13 @@ class FleetWeights:
         return change
 
     # --- inside --------------------------------------------------------------------------------------------------------------
+
+    def _follow(self, member: Member, now: float) -> Change:
+        """What follows from news of this member."""
+        self._mark(member)
+        change = Change(self._orders(member))
+        self._proceed(change, now)
+        return change
 
     def _tell_all(self) -> Change:
         sends: list[Send] = []

@@ -15,8 +15,7 @@ from common.messages import AnswerMessage, DetokenizerInbox, RouterInbox, TextDe
 from common.text.detokenizer import Detokenizer
 from common.text.detokenizer_manager import DetokenizerLoop
 from router.core import Gateway, RouterCore
-from router.outbox import ClientRequest
-from router.requests import RequestSpec
+from router.requests import ClientRequest, RequestSpec
 from router.timelines import Observer
 from simulation.clock import NEVER, Clock, Loop
 from simulation.front import FrontCosts

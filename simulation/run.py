@@ -18,8 +18,7 @@ from common.errors import BadRequest, Overloaded, Unavailable
 from common.ids import ID_BYTES, RequestId, Role, pack_ids
 from common.messages import AnyMessage, Counters, Ending, Failed, Handoff
 from common.sampling_params import SamplingParams
-from router.outbox import ClientRequest
-from router.requests import RequestSpec
+from router.requests import ClientRequest, RequestSpec
 from simulation.network import Letter
 from simulation.plan import FleetPlan, LoadPlan
 from simulation.planned_fleet import VOCAB_SIZE, PlannedFleet

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from common.errors import ConfigError
 from common.ids import pack_ids
-from router.past_load import BLOCK_TOKENS, LoadLine
+from router.timelines import BLOCK_TOKENS, LoadLine
 from simulation.plan import LoadPlan
 
 _MIX = (np.uint64(0x9E3779B97F4A7C15), np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))

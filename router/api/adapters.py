@@ -26,16 +26,15 @@ class LoadFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """The body of POST /load_lora_adapter and POST /v1/load_lora_adapter."""
 
     lora_name: Name
-    lora_path: Annotated[Path, Meta(description="A folder that PEFT's save_pretrained has written, the same on every host.")]
-    pinned: Annotated[bool, Meta(description="It does not give up its place when another adapter needs one.")] = False
-    load_inplace: Annotated[bool, Meta(description="If the name is taken, it stands for this adapter from now on.")] = False
-    mode: Annotated[
-        ReplaceMode | None,
-        Meta(
-            description="With load_inplace, what becomes of requests that have the former adapter. finish (without it): they end "
-            "with it. recompute: they go on with the new one, and their KV is computed anew. abort: they end."
-        ),
-    ] = None
+    lora_path: Path
+    """A folder that PEFT's save_pretrained has written, the same on every host."""
+    pinned: bool = False
+    """It does not give up its place when another adapter needs one."""
+    load_inplace: bool = False
+    """If the name is taken, it stands for this adapter from now on."""
+    mode: ReplaceMode | None = None
+    """With load_inplace, what becomes of requests that have the former adapter. finish (without it): they end with it. recompute:
+    they go on with the new one, and their KV is computed anew. abort: they end."""
 
     def __post_init__(self) -> None:
         """Raises BadRequest."""
@@ -54,7 +53,8 @@ class AdaptersAnswer(msgspec.Struct, frozen=True, kw_only=True):
 
     success: bool = True
     error_message: str = ""
-    loaded_adapters: Annotated[dict[str, str], Meta(description="The folder of each adapter of the fleet, by its name.")]
+    loaded_adapters: dict[str, str]
+    """The folder of each adapter of the fleet, by its name."""
 
 
 _LOAD = Unsupported({"added_tokens_config": (), "lora_id": (), "is_3d_lora_weight": (False,), "base_model_name": ()})

@@ -1,31 +1,114 @@
-"""Admission: what an HTTP request takes of the router, from its arrival to the end of its response.
+"""Admission: what an HTTP request takes of the router, from its arrival to the end of its response, and what is told of it then.
 
 Owns the middleware around every request: it lets requests in by their keys, gives each an id, counts the responses, and gives
 back what a request has taken, however it ends. Owns the limit of requests whose body is here, which the keys share. Does not
 know the routes, nor what a body says.
+
+A line of the access log and spans for a collector tell of a response that has ended. What both are made of is gathered once, and
+nothing waits: lines go to the log's thread, and reports to the thread of whoever makes spans (`router/api/spans.py`). The name of
+a key is told, never the key; no text of a prompt or an answer is.
 """
 
+import logging
 import secrets
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from copy import copy
-from typing import Any, TypeVar
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias, TypeVar
 
 from fastapi import Request
+from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from common.config import RouterConfig
 from common.errors import BadRequest
-from common.logs import REQUEST
+from common.logs import REQUEST, with_fields
 from common.options import parse_bytes
 from router.api.bodies import LARGE_BODY_BYTES, body_of, unless_left
 from router.api.errors import MESSAGES_PATH, VISIT, response_to
 from router.api.guard import HEADER, Guard, id_in
 from router.api.intake import Intake
-from router.api.reports import Reports
 from router.core import Gateway
 from router.metrics import RouterMetrics
-from router.outbox import ClientRequest
-from router.requests import Places
+from router.requests import Asked, ClientRequest, Places
+from router.timelines import RequestTimes
+
+MOST_CHARS = 1_024
+"""The longest path and header that are kept: reports and lines wait for a while, and a client may send 64 KiB."""
+_access = logging.getLogger("router.access")
+
+
+@dataclass(frozen=True, slots=True)
+class ServedRequest:
+    """A request whose response has ended. Times are of the router's clock. It holds no text, and nothing that does."""
+
+    method: str
+    path: str
+    route: str
+    """Its path as the router describes it; "": there is none."""
+    parent: Mapping[str, Sequence[str]]
+    """Its headers `traceparent` and `tracestate`."""
+    request_id: str
+    key: str
+    """The name of its API key; "": it has none."""
+    status: int
+    begun_s: float
+    ended_s: float
+    answer_id: str
+    session: str
+    asked: Asked | None
+    """None: it was not dispatched."""
+    choices: tuple[RequestTimes, ...]
+
+    @property
+    def endings(self) -> list[str]:
+        """How each choice ended."""
+        return [each.ending or "" for each in self.choices]
+
+    @property
+    def tokens(self) -> int:
+        return sum(each.tokens for each in self.choices)
+
+    @property
+    def cached_tokens(self) -> int:
+        """Cached tokens of each prompt once, with its first choice."""
+        samples = 1 if self.asked is None else self.asked.samples
+        return sum(each.cached_tokens for each in self.choices if each.index % samples == 0)
+
+    @property
+    def ttft_s(self) -> float | None:
+        """From its arrival to the first token of any choice."""
+        first_s = min((each.first_token_s for each in self.choices if each.first_token_s is not None), default=None)
+        return None if first_s is None else first_s - self.begun_s
+
+
+ToSpans: TypeAlias = Callable[[ServedRequest], object]
+
+
+def _parent_in(scope: Scope) -> Mapping[str, Sequence[str]]:
+    """The headers of W3C's trace context. A client that sends two parents has sent none that counts."""
+    headers = Headers(scope=scope)
+    found = {name: [one for one in headers.getlist(name) if len(one) <= MOST_CHARS] for name in ("traceparent", "tracestate")}
+    return found if len(found["traceparent"]) == 1 else {}
+
+
+def _log_access(report: ServedRequest) -> None:
+    asked, ttft_s = report.asked, report.ttft_s
+    of_answer = {}
+    if asked is not None:
+        of_answer = {
+            "model": asked.model,
+            "prompt_tokens": asked.prompt_tokens,
+            "cached_tokens": report.cached_tokens,
+            "answer_tokens": report.tokens,
+            "ttft_s": None if ttft_s is None else round(ttft_s, 6),
+            "finish": ",".join(dict.fromkeys(report.endings)),
+        }
+    of_http = {"method": report.method, "path": report.path, "status": report.status}
+    duration_s = round(report.ended_s - report.begun_s, 6)
+    fields = with_fields(report.request_id, **of_http, key=report.key or None, **of_answer, duration_s=duration_s)
+    _access.info("served", extra=fields)
+
 
 SPARE_CONNECTIONS = 256
 """How many requests with a body may be open beyond --max-requests: answers that are still being sent, and calls to a tokenizer.
@@ -42,10 +125,14 @@ T = TypeVar("T")
 class Admission:
     """Where the requests of one router get what they take of it."""
 
-    def __init__(self, gateway: Gateway, intake: Intake, reports: Reports, config: RouterConfig) -> None:
+    def __init__(self, gateway: Gateway, intake: Intake, config: RouterConfig) -> None:
         self.gateway = gateway
         self.intake = intake
-        self.reports = reports
+        self.has_access_log = config.access_log == "on"
+        if self.has_access_log:
+            _access.setLevel(logging.INFO)
+        self.to_spans: ToSpans | None = None
+        """Makes spans of a report, without waiting; None: nobody does."""
         self.max_body_bytes = parse_bytes(config.max_body)
         """None: bodies may have any length."""
         self.session_header = config.sessions_by
@@ -54,38 +141,28 @@ class Admission:
         """A request has one from when its body is here."""
 
 
+@dataclass(slots=True, eq=False)
 class Visit:
-    """One HTTP request, and all that it has taken. `close` gives back what is left of that. scope: of ASGI; a gRPC call has one
-    like it."""
+    """One HTTP request, and all that it has taken. `close` gives back what is left of that."""
 
-    __slots__ = (
-        "_admission",
-        "_begun_s",
-        "_body",
-        "_client",
-        "_has_place",
-        "_is_large",
-        "_scope",
-        "id",
-        "is_from_batch",
-        "owner",
-        "send",
-    )
+    _admission: Admission
+    _scope: Scope | None
+    """ASGI's; a gRPC call has one like it."""
+    send: Send
+    """The server's own: events of a stream take it, because each layer above costs as much as encoding them."""
+    id: str = field(default_factory=lambda: secrets.token_hex(12))
+    owner: str = ""
+    """The name of the client's API key; empty without one."""
+    is_from_batch: bool = False
+    """The router sends it to itself, for a line of a batch."""
+    _begun_s: float = field(init=False)
+    _body: bytes | None = None
+    _has_place: bool = False
+    _is_large: bool = False
+    _client: ClientRequest | None = None
 
-    def __init__(self, admission: Admission, scope: Scope, send: Send) -> None:
-        self._admission = admission
-        self._scope: Scope | None = scope
-        self._begun_s = admission.gateway.clock()
-        self._body: bytes | None = None
-        self._has_place = self._is_large = False
-        self.id = secrets.token_hex(12)
-        self.owner = ""
-        """The name of the client's API key; empty without one."""
-        self.send = send
-        """The server's own: events of a stream take it, because each layer above costs as much as encoding them."""
-        self.is_from_batch = False
-        """The router sends it to itself, for a line of a batch."""
-        self._client: ClientRequest | None = None
+    def __post_init__(self) -> None:
+        self._begun_s = self._admission.gateway.clock()
 
     @property
     def client(self) -> ClientRequest:
@@ -104,19 +181,38 @@ class Visit:
         if self._has_place:
             self._admission.places.leave(self.owner)
         if self._scope is not None:
-            self._admission.reports.ended(self._scope, self.id, self.owner, status, self._begun_s, self._client)
+            self._report(self._scope, status)
+
+    def _report(self, scope: Scope, status: int) -> None:
+        to_spans = None if self._client is None else self._admission.to_spans
+        if to_spans is None and not self._admission.has_access_log:
+            return
+        client, gateway, route = self._client or ClientRequest(), self._admission.gateway, scope.get("route")
+        known = map(gateway.core.requests.timelines.of, client.request_ids)
+        report = ServedRequest(
+            method=scope["method"],
+            path=scope["path"][:MOST_CHARS],
+            route="" if route is None else route.path,
+            parent=_parent_in(scope),
+            request_id=self.id,
+            key=self.owner,
+            status=status,
+            begun_s=self._begun_s,
+            ended_s=gateway.clock(),
+            answer_id=client.id,
+            session=client.session,
+            asked=client.asked,
+            choices=tuple(each for each in known if each is not None),
+        )
+        if self._admission.has_access_log:
+            _log_access(report)
+        if to_spans is not None:
+            to_spans(report)
 
     def hand_over(self) -> "Visit":
         """What it has taken goes to another one, which somebody closes after the end of this response."""
         other = copy(self)
         self._scope, self._client, self._has_place = None, None, False
-        return other
-
-    def hand_over_place(self) -> "Visit":
-        """Its place alone goes to another one."""
-        other = copy(self)
-        other._scope = other._client = None
-        self._has_place = False
         return other
 
     def enter(self, prefix: str = "", scope: Scope | None = None) -> ClientRequest:

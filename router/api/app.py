@@ -11,11 +11,10 @@ from collections.abc import AsyncIterator, Callable, Collection, Coroutine
 from contextlib import asynccontextmanager, suppress
 from functools import partial
 from http import HTTPStatus
-from typing import Annotated, Any, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
-from fastapi import Query, Request
-from msgspec import Meta
+from fastapi import Request
 from msgspec.structs import replace
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
@@ -38,7 +37,7 @@ from router.api.batches import BatchesApi
 from router.api.bodies import names_in, unless_left
 from router.api.chat import ChatChoice, ChatFields, ChatShape, read_chat
 from router.api.completions import CompletionFields, CompletionShape, TextChoice, read_completion
-from router.api.description import ANTHROPIC, ApiPart, Described, DescribedApp, completion, numbers
+from router.api.description import ANTHROPIC, ApiPart, Described, DescribedApp, completion, hint_at, numbers
 from router.api.embeddings import (
     POOLING,
     EmbeddingBody,
@@ -55,21 +54,10 @@ from router.api.errors import ErrorDetail, error_response, response_to
 from router.api.fields import ReadRequest
 from router.api.files import FilesApi
 from router.api.guard import HEADER, Guard
+from router.api.instances import InstancesApi
 from router.api.intake import Intake
-from router.api.live import LiveApi, page_routes
-from router.api.messages import (
-    CountFields,
-    MessageBody,
-    MessageFields,
-    MessageShape,
-    TokenCount,
-    read_count,
-    read_message,
-)
-from router.api.refused import hint_at
-from router.api.reports import Reports
+from router.api.messages import CountFields, MessageBody, MessageFields, MessageShape, TokenCount, read_count, read_message
 from router.api.responses import ResponseBody, ResponseFields, ResponseShape, read_response
-from router.api.roles import RolesApi
 from router.api.routes import (
     Detokenized,
     DetokenizeFields,
@@ -82,43 +70,23 @@ from router.api.routes import (
     read_detokenize,
     read_tokenize,
 )
-from router.api.scaling import ScalingApi
-from router.api.scoring import (
-    RerankBody,
-    RerankFields,
-    ScoreFields,
-    ScoresBody,
-    ScoreShape,
-    read_rerank,
-    read_score,
-)
+from router.api.scoring import RerankBody, RerankFields, ScoreFields, ScoresBody, ScoreShape, read_rerank, read_score
 from router.api.sending import EventStream, json_response, whole_answer
-from router.api.server_info import ServerInfoApi
-from router.api.sglang import (
-    ABORT,
-    Aborted,
-    AbortFields,
-    Generated,
-    GenerateFields,
-    GenerateShape,
-    read_generate,
-)
+from router.api.sglang import ABORT, Aborted, AbortFields, Generated, GenerateFields, GenerateShape, read_generate
 from router.api.store import Store
 from router.api.stored_responses import StoredResponses
-from router.api.timelines import TimelineApi, TraceApi
-from router.api.vllm import AbortedMany, AbortManyFields, VllmApi
-from router.api.weight_groups import WeightGroupsApi
+from router.api.trainers import AbortedMany, AbortManyFields, ServerInfoApi, VllmApi
+from router.api.views import LiveApi, TimelineApi, TraceApi, page_routes
 from router.api.weights import WeightsApi
-from router.cluster import SafeToDelete, cluster_page
 from router.core import Gateway
-from router.metric_aliases import MetricAliases
-from router.metrics import RouterCollector, RouterMetrics, member_metrics, role_metrics
-from router.outbox import Asked, ClientRequest
+from router.live import SafeToDelete, cluster_page
+from router.metrics import MetricAliases, RouterCollector, RouterMetrics, member_metrics, role_metrics
+from router.requests import Asked, ClientRequest
 
 R = TypeVar("R", bound=ReadRequest)
 S = TypeVar("S", bound=AnswerShape[Any])
-BetaParameter = Annotated[str, Query(description="Changes nothing: the fields say what is asked for.")]
-PARTS = (TraceApi, ScalingApi, RolesApi, WeightsApi, WeightGroupsApi, VllmApi, ServerInfoApi, AdaptersApi)
+T = TypeVar("T")
+PARTS = (TraceApi, InstancesApi, WeightsApi, VllmApi, ServerInfoApi, AdaptersApi)
 BEAT_S = 1.0
 """How often the store is asked what there is to do."""
 END_S = 5.0
@@ -132,9 +100,12 @@ _NOT_SO = ((503, "Not so; `reasons` says why."),)
 class InvocationFields(msgspec.Struct, frozen=True, kw_only=True):
     """The body of POST /invocations: that of another endpoint, which a field of it tells."""
 
-    messages: Annotated[list[Any] | None, Meta(description="The body is that of POST /v1/chat/completions.")] = None
-    prompt: Annotated[Any, Meta(description="It is that of POST /v1/completions.")] = None
-    input: Annotated[Any, Meta(description="It is that of POST /v1/embeddings.")] = None
+    messages: list[Any] | None = None
+    """The body is that of POST /v1/chat/completions."""
+    prompt: Any = None
+    """It is that of POST /v1/completions."""
+    input: Any = None
+    """It is that of POST /v1/embeddings."""
 
 
 class Api(ApiPart):
@@ -151,8 +122,7 @@ class Api(ApiPart):
     ) -> None:
         super().__init__(gateway, model)
         self.model_name = model
-        self.reports = Reports(gateway, config)
-        self.admission = Admission(gateway, intake, self.reports, config)
+        self.admission = Admission(gateway, intake, config)
         self.timelines = TimelineApi(gateway, model)
         self.live = LiveApi(gateway, model, metrics, config)
         self._store = (
@@ -204,76 +174,69 @@ class Api(ApiPart):
     @completion("POST /v1/chat/completions", "OpenAI", "Chat", ChatFields, OpenAIBody[ChatChoice])
     async def chat_completions(self, request: Request) -> Response:
         """Answer a chat: each message has a role and a text."""
-        return await self._answer(request, read_chat, "chatcmpl-", self._intake.accept_chat, ChatShape)
+        return await self._answer(request, read_chat, "chatcmpl-", ChatShape)
 
     @completion("POST /v1/responses", "OpenAI", "Response", ResponseFields, ResponseBody)
     async def responses(self, request: Request) -> Response:
         """Answer a conversation of items: messages, thoughts, calls and their results. Where the router has `--store`, the answer
         is kept: a later request may go on from it, and it may be computed in the background."""
         stored = self.stored_responses
-        return await self._answer(
-            request, read_response, "resp_", self._intake.accept_chat, ResponseShape, stored.continued, stored.answer
-        )
+        return await self._answer(request, read_response, "resp_", ResponseShape, stored.continued, stored.answer)
 
     @Described("POST /v1/responses/input_tokens", "OpenAI", "Count the tokens of a response's input", body=ResponseFields)
     async def input_tokens(self, request: Request) -> InputTokens:
         """How many tokens the prompt of such a response has."""
-        visit = visit_of(request)
-        visit.enter()
-        asked = await self.stored_responses.continued(await visit.read(request, read_response), visit)
-        counted = TokenizeRequest(fields=TokenizeFields(model=asked.fields.model), prompt=asked)
+        visit, asked = await self._read_to_tokenize(request, read_response)
+        whole = await self.stored_responses.continued(asked, visit)
+        counted = TokenizeRequest(fields=TokenizeFields(model=whole.fields.model), prompt=whole)
         return InputTokens((await visit.work(request, self._intake.tokenize(counted, visit.owner))).count)
 
     @completion("POST /v1/messages", ANTHROPIC, "Message", MessageFields, MessageBody)
-    async def messages(self, request: Request, beta: BetaParameter = "") -> Response:
+    async def messages(self, request: Request, beta: str = "") -> Response:
         """Answer a conversation of blocks: texts, thoughts, calls of tools and their results. Nothing is stored, so a request
-        brings its whole conversation."""
-        return await self._answer(request, read_message, "msg_", self._intake.accept_chat, MessageShape)
+        brings its whole conversation. beta: changes nothing, because the fields say what is asked for."""
+        return await self._answer(request, read_message, "msg_", MessageShape)
 
     @Described("POST /v1/messages/count_tokens", ANTHROPIC, "Count tokens", body=CountFields)
-    async def count_tokens(self, request: Request, beta: BetaParameter = "") -> TokenCount:
-        """How many tokens the prompt of a message has."""
-        visit = visit_of(request)
-        visit.enter()
-        asked = await visit.read(request, read_count)
+    async def count_tokens(self, request: Request, beta: str = "") -> TokenCount:
+        """How many tokens the prompt of a message has. beta: changes nothing."""
+        visit, asked = await self._read_to_tokenize(request, read_count)
         return TokenCount((await visit.work(request, self._intake.tokenize(asked, visit.owner))).count)
 
     @completion("POST /v1/completions", "OpenAI", "Text completion", CompletionFields, OpenAIBody[TextChoice])
     async def completions(self, request: Request) -> Response:
         """Continue one or more prompts, given as texts or token ids."""
-        return await self._answer(request, read_completion, "cmpl-", self._intake.accept_completion, CompletionShape)
+        return await self._answer(request, read_completion, "cmpl-", CompletionShape)
 
     @numbers("POST /v1/embeddings", "OpenAI", "Embeddings", EmbeddingFields, EmbeddingBody)
     async def embeddings(self, request: Request) -> Response:
         """The embedding of each of one or more prompts, given as texts or token ids."""
         reader = partial(read_embeddings, self._model, self.embedding)
-        return await self._answer(request, reader, "embd-", self._intake.accept_completion, EmbeddingShape)
+        return await self._answer(request, reader, "embd-", EmbeddingShape)
 
     @numbers("POST /pooling", "vLLM", "Pooling", EmbeddingFields, EmbeddingBody)
     async def pooling(self, request: Request) -> Response:
         """As POST /v1/embeddings, with another name of what comes."""
         reader = partial(read_embeddings, self._model, self.embedding, unsupported=POOLING)
-        return await self._answer(request, reader, "pool-", self._intake.accept_completion, PoolingShape)
+        return await self._answer(request, reader, "pool-", PoolingShape)
 
     @numbers("POST /encode", "SGLang", "Encode", EncodeFields, Encoded | list[Encoded])
     async def encode(self, request: Request) -> Response:
         """The embedding of one prompt or of each of a batch, as SGLang's own endpoint has it."""
         reader = partial(read_encode, self._model, self.embedding)
-        return await self._answer(request, reader, "", self._intake.accept_completion, EncodeShape)
+        return await self._answer(request, reader, "", EncodeShape)
 
     @numbers("POST /v1/rerank, POST /rerank, POST /v2/rerank", "vLLM", "Rerank", RerankFields, RerankBody)
     async def rerank(self, request: Request) -> Response:
         """Order documents by how well they fit a query, as Jina's and Cohere's API do: by the cosine of embeddings, or with the
         chat template of a reranker by how likely the model says yes."""
-        return await self._answer(
-            request, partial(read_rerank, self._judge), "rerank-", self._intake.accept_completion, ScoreShape
-        )
+        return await self._answer(request, partial(read_rerank, self._judge), "rerank-", ScoreShape)
 
     @numbers("POST /v1/score, POST /score", "vLLM", "Score", ScoreFields, ScoresBody)
     async def score(self, request: Request) -> Response:
         """How well two texts fit each other, judged as for POST /v1/rerank. Or, with `query`, `items` and `label_token_ids`: how
         likely each of these tokens follows the query with each item, by any model."""
-        return await self._answer(request, partial(read_score, self._judge), "score-", self._intake.accept_completion, ScoreShape)
+        return await self._answer(request, partial(read_score, self._judge), "score-", ScoreShape)
 
     @completion("POST /invocations", "OpenAI", "Invocation", InvocationFields, None)
     async def invocations(self, request: Request) -> Response:
@@ -290,14 +253,13 @@ class Api(ApiPart):
     async def generate(self, request: Request) -> Response:
         """SGLang's own endpoint: continue one prompt or a batch of prompts. Each event of a stream repeats the answer so far."""
         reader = partial(read_generate, self._model)
-        return await self._answer(request, reader, "", self._intake.accept_completion, GenerateShape)
+        return await self._answer(request, reader, "", GenerateShape)
 
     async def _answer(
         self,
         request: Request,
         reader: Callable[[bytes, int], R],
         prefix: str,
-        accept: Callable[[R, ClientRequest], Coroutine[Any, Any, Accepted]],
         shape_of: Callable[..., S],
         complete: Callable[[R, Visit], Coroutine[Any, Any, R]] | None = None,
         send: Callable[[Visit, S, Callable[[Send], Coroutine[Any, Any, Response]]], Coroutine[Any, Any, Response]] | None = None,
@@ -309,7 +271,7 @@ class Api(ApiPart):
         asked = await visit.read(request, reader)
         if complete is not None:
             asked = await complete(asked, visit)
-        accepted = await self.dispatch(visit, client, asked, accept, request)
+        accepted = await self.dispatch(visit, client, asked, request)
         shape = shape_of(
             id=client.id,
             created=int(time.time()),
@@ -326,27 +288,18 @@ class Api(ApiPart):
 
         return await (usual(visit.send) if send is None else send(visit, shape, usual))
 
-    async def dispatch(
-        self,
-        visit: Visit,
-        client: ClientRequest,
-        asked: R,
-        accept: Callable[[R, ClientRequest], Coroutine[Any, Any, Accepted]],
-        request: Request | None = None,
-    ) -> Accepted:
+    async def dispatch(self, visit: Visit, client: ClientRequest, asked: ReadRequest, request: Request | None = None) -> Accepted:
         """Send a request that was read to the fleet. request: see `Visit.work`."""
         if asked.own_id:
             visit.id = client.id = asked.own_id
-        choices = range(asked.choices)
+        choices, client.hides_answer = range(asked.choices), asked.hides_answer
         client.expect(len(choices), {**asked.named(client.id), visit.id: choices, client.id: choices})
-        accepted = await visit.work(request, self._accept(asked, client, accept))
+        accepted = await visit.work(request, self._accept(asked, client))
         client.asked = _asked(asked, accepted, self._model)
         self._gateway.deliver(self._gateway.core.requests.submit(client, accepted.specs, self._gateway.clock()))
         return accepted
 
-    async def _accept(
-        self, asked: R, client: ClientRequest, accept: Callable[[R, ClientRequest], Coroutine[Any, Any, Accepted]]
-    ) -> Accepted:
+    async def _accept(self, asked: ReadRequest, client: ClientRequest) -> Accepted:
         """Adapters that were evicted are loaded again first, also those that had to go again meanwhile."""
         for _ in range(MOST_RELOADS):
             evicted = self._intake.evicted_adapters(asked)
@@ -354,7 +307,7 @@ class Api(ApiPart):
                 break
             for name in evicted:
                 await self._gateway.adapt(self._gateway.core.fleet.adapters.reload(name))
-        return await accept(asked, client)
+        return await self._intake.accept(asked, client)
 
     @Described("POST /abort_request", "SGLang", "Abort", unsupported=ABORT)
     async def abort_request(self, request: Request, asked: AbortFields) -> Aborted:
@@ -371,18 +324,20 @@ class Api(ApiPart):
     @Described("POST /tokenize, POST /v1/tokenize", "vLLM", "Tokenize", body=TokenizeFields)
     async def tokenize(self, request: Request) -> Tokenized:
         """The token ids of a text."""
-        visit = visit_of(request)
-        visit.enter()
-        asked = await visit.read(request, read_tokenize)
+        visit, asked = await self._read_to_tokenize(request, read_tokenize)
         return await visit.work(request, self._intake.tokenize(asked, visit.owner))
 
     @Described("POST /detokenize, POST /v1/detokenize", "vLLM", "Detokenize", body=DetokenizeFields)
     async def detokenize(self, request: Request) -> Detokenized:
         """The text of token ids."""
+        visit, asked = await self._read_to_tokenize(request, read_detokenize)
+        return await visit.work(request, self._intake.detokenize(asked, visit.owner))
+
+    async def _read_to_tokenize(self, request: Request, reader: Callable[[bytes, int], T]) -> tuple[Visit, T]:
+        """What a request asks of the tokenizer."""
         visit = visit_of(request)
         visit.enter()
-        asked = await visit.read(request, read_detokenize)
-        return await visit.work(request, self._intake.detokenize(asked, visit.owner))
+        return visit, await visit.read(request, reader)
 
     @Described("GET /tokenizer_info", "vLLM", "The tokenizer")
     async def tokenizer_info(self) -> dict[str, Any]:

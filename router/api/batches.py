@@ -59,10 +59,14 @@ Ended: TypeAlias = Literal["failed", "completed", "expired", "cancelled"]
 class BatchFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The body of POST /v1/batches."""
 
-    input_file_id: Annotated[str, Meta(description="A file of POST /v1/files.")]
-    endpoint: Annotated[str, Meta(description="The URL of every line, such as /v1/chat/completions.")]
-    completion_window: Annotated[Literal["24h"], Meta(description="After this time the batch ends with what it has.")]
-    metadata: Annotated[dict[str, str], Meta(description="Labels, which the batch repeats.")] = {}
+    input_file_id: str
+    """A file of POST /v1/files."""
+    endpoint: str
+    """The URL of every line, such as /v1/chat/completions."""
+    completion_window: Literal["24h"]
+    """After this time the batch ends with what it has."""
+    metadata: dict[str, str] = {}
+    """Labels, which the batch repeats."""
 
 
 class LineError(msgspec.Struct, frozen=True):

@@ -19,26 +19,20 @@ from common.messages import TokenLogprob
 from router.api.answers import OpenAIFinish, OpenAIShape, TokenIds, finish_of
 from router.api.bodies import json_in, object_in
 from router.api.fields import (
-    CHOICE_OF_TOOLS,
     ONLY_OPENAI,
     STREAM_OPTIONS,
-    AllowedTools,
-    FunctionTool,
-    NamedTool,
     ReadRequest,
     SamplingFields,
     Tokens,
-    ToolPolicy,
-    ToolUse,
     TopLogprobs,
     Unsupported,
     read_fields,
-    tool_use,
 )
 from router.api.logprobs import ChatLogprobs, PromptLogprobs
 from router.api.parsing.parser import AnswerParser, AnswerPart
 from router.api.structured import grammar_of
-from router.outbox import ChoiceDelta
+from router.api.tools import CHOICE_OF_TOOLS, AllowedTools, FunctionTool, NamedTool, ToolPolicy, ToolUse, tool_use
+from router.requests import ChoiceDelta
 
 EFFORT_CHARS = 64
 Thinking: TypeAlias = Literal["enabled", "adaptive", "disabled"]
@@ -48,14 +42,16 @@ MESSAGE_CHARS = 16
 
 
 class TextPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="text"):
-    text: Annotated[str, Meta(description="A piece of the message.")]
+    text: str
+    """A piece of the message."""
 
 
 MessageText: TypeAlias = Annotated[str | list[TextPart] | None, Meta(description="The text. Null is an empty text.")]
 
 
 class _Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="role", kw_only=True):
-    name: Annotated[str | None, Meta(description="Who speaks, for chat templates that use it.")] = None
+    name: str | None = None
+    """Who speaks, for chat templates that use it."""
     content: MessageText
 
     def for_template(self, path: str) -> dict[str, Any]:
@@ -79,18 +75,25 @@ class UserMessage(_Message, frozen=True, tag="user"):
 
 
 class FunctionCall(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    name: Annotated[str, Meta(description="Which function was called.")]
-    arguments: Annotated[str, Meta(description="A JSON object, as text.")] = "{}"
-    parsed_arguments: Annotated[Any, Meta(description="As OpenAI's client reads the arguments. It changes nothing.")] = None
+    name: str
+    """Which function was called."""
+    arguments: str = "{}"
+    """A JSON object, as text."""
+    parsed_arguments: Any = None
+    """As OpenAI's client reads the arguments. It changes nothing."""
 
 
 class ToolCall(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A call that an answer made."""
 
-    function: Annotated[FunctionCall, Meta(description="What was called.")]
-    id: Annotated[str, Meta(description="The id of the call, to which a tool message answers.")] = ""
-    type: Annotated[Literal["function"], Meta(description="The only kind of call.")] = "function"
-    index: Annotated[int | None, Meta(description="As a streamed answer has it. It changes nothing.")] = None
+    function: FunctionCall
+    """What was called."""
+    id: str = ""
+    """The id of the call, to which a tool message answers."""
+    type: Literal["function"] = "function"
+    """The only kind of call."""
+    index: int | None = None
+    """As a streamed answer has it. It changes nothing."""
 
 
 class CallArguments(dict[str, Any]):
@@ -135,10 +138,14 @@ class Conversation(list[dict[str, Any]]):
 
 class AssistantMessage(_Message, frozen=True, tag="assistant"):
     content: MessageText = None
-    parsed: Annotated[Any, Meta(description="As OpenAI's client reads the content. It changes nothing.")] = None
-    tool_calls: Annotated[list[ToolCall], Meta(description="What the assistant called.")] = []
-    reasoning_content: Annotated[str | None, Meta(description="What the model thought, for templates that use it.")] = None
-    reasoning: Annotated[str | None, Meta(description="Another name of reasoning_content.")] = None
+    parsed: Any = None
+    """As OpenAI's client reads the content. It changes nothing."""
+    tool_calls: list[ToolCall] = []
+    """What the assistant called."""
+    reasoning_content: str | None = None
+    """What the model thought, for templates that use it."""
+    reasoning: str | None = None
+    """Another name of reasoning_content."""
 
     def for_template(self, path: str) -> dict[str, Any]:
         message = super().for_template(path)
@@ -158,7 +165,8 @@ class AssistantMessage(_Message, frozen=True, tag="assistant"):
 class ToolMessage(_Message, frozen=True, tag="tool"):
     """What a call of the model returned."""
 
-    tool_call_id: Annotated[str, Meta(description="The id of the call.")] = ""
+    tool_call_id: str = ""
+    """The id of the call."""
 
     def for_template(self, path: str) -> dict[str, Any]:
         message = super().for_template(path)
@@ -193,27 +201,29 @@ CHAT = Unsupported(
 class ChatFields(SamplingFields, msgspec.Struct, frozen=True, kw_only=True):
     """The body of POST /v1/chat/completions."""
 
-    messages: Annotated[list[ChatMessage], Meta(description="The conversation so far.")]
-    max_completion_tokens: Annotated[Tokens | None, Meta(description="Another name of max_tokens.")] = None
-    logprobs: Annotated[bool, Meta(description="Send how likely each token of the answer was.")] = False
-    top_logprobs: Annotated[
-        TopLogprobs | None, Meta(description="With `logprobs`, also send so many of the likeliest tokens in each place.")
-    ] = None
-    tools: Annotated[list[FunctionTool], Meta(description="Functions that the model may call.")] = []
+    messages: list[ChatMessage]
+    """The conversation so far."""
+    max_completion_tokens: Tokens | None = None
+    """Another name of max_tokens."""
+    logprobs: bool = False
+    """Send how likely each token of the answer was."""
+    top_logprobs: TopLogprobs | None = None
+    """With `logprobs`, also send so many of the likeliest tokens in each place."""
+    tools: list[FunctionTool] = []
+    """Functions that the model may call."""
     tool_choice: Annotated[ToolPolicy | NamedTool | AllowedTools | None, CHOICE_OF_TOOLS] = None
-    parallel_tool_calls: Annotated[bool, Meta(description="False: at most one call in an answer.")] = True
+    parallel_tool_calls: bool = True
+    """False: at most one call in an answer."""
     chat_template_kwargs: TemplateArguments = {}
-    add_generation_prompt: Annotated[bool, Meta(description="The prompt ends where the assistant's answer begins.")] = True
-    continue_final_message: Annotated[
-        bool, Meta(description="The answer continues the last message. Send add_generation_prompt=false with it.")
-    ] = False
+    add_generation_prompt: bool = True
+    """The prompt ends where the assistant's answer begins."""
+    continue_final_message: bool = False
+    """The answer continues the last message. Send add_generation_prompt=false with it."""
     reasoning_effort: Effort = None
-    verbosity: Annotated[
-        Literal["low", "medium", "high"] | None, Meta(description="How much to say, for chat templates that use it.")
-    ] = None
-    separate_reasoning: Annotated[
-        bool, Meta(description="False: what the model thinks stays in `content`, between its marks.")
-    ] = True
+    verbosity: Literal["low", "medium", "high"] | None = None
+    """How much to say, for chat templates that use it."""
+    separate_reasoning: bool = True
+    """False: what the model thinks stays in `content`, between its marks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -380,8 +390,6 @@ class ChatShape(OpenAIShape[ChatRequest]):
     def _whole_choice(self, index: int, choice: ChoiceDelta) -> msgspec.Struct:
         logprobs = self._logprobs(choice.logprobs) if self.request.logprobs is not None else None
         ids, finish, reading = self._ids(choice.token_ids), finish_of(choice.ending) or "stop", self.accepted.reading
-        if reading.new_parser is None:
-            return ChatChoice(index, _ChatMessage(choice.text), finish, logprobs, ids)
         answer = reading.whole(choice.text)
         calls = [
             _Call(reading.new_id(call.name, number), _Function(call.name, call.arguments))

@@ -10,26 +10,17 @@ from typing import Annotated, ClassVar, TypeAlias
 
 import msgspec
 from msgspec import Meta
-from msgspec.structs import replace
 
 from common.errors import BadRequest
 from common.ids import unpack_ids
-from common.messages import Failed, Finished, TokenLogprob
+from common.messages import TokenLogprob
 from router.api.answers import OpenAIFinish, OpenAIShape, TokenIds, finish_of
 from router.api.bodies import MAX_PROMPTS, object_in
 from router.api.errors import ContextExceeded, no_room
-from router.api.fields import (
-    ONLY_OPENAI,
-    STREAM_OPTIONS,
-    ReadRequest,
-    SamplingFields,
-    TopLogprobs,
-    Unsupported,
-    read_fields,
-)
+from router.api.fields import ONLY_OPENAI, STREAM_OPTIONS, ReadRequest, SamplingFields, TopLogprobs, Unsupported, read_fields
 from router.api.logprobs import CompletionLogprobs, PromptLogprobs, TextPlace
 from router.api.structured import grammar_of
-from router.outbox import ChoiceDelta
+from router.requests import ChoiceDelta
 
 COMPLETION_MAX_TOKENS = 16
 """Length of an answer to /v1/completions when the request gives none, as at OpenAI."""
@@ -63,16 +54,14 @@ Prompt: TypeAlias = str | tuple[int, ...] | PairPrompt
 class CompletionFields(SamplingFields, frozen=True, kw_only=True):
     """The body of POST /v1/completions."""
 
-    prompt: Annotated[str | list[str | int | list[int]], Meta(description="One prompt or several, each a text or its token ids.")]
-    max_tokens: Annotated[
-        Annotated[int, Meta(ge=0, lt=2**31)] | None,
-        Meta(description="Longest answer, in tokens; without it: 16. With `echo`, 0: only the prompt."),
-    ] = None
-    echo: Annotated[bool, Meta(description="Send the prompt in front of the answer; its logprobs too, with `logprobs`.")] = False
-    logprobs: Annotated[
-        TopLogprobs | None,
-        Meta(description="Send how likely each token was, and so many of the likeliest tokens in its place."),
-    ] = None
+    prompt: str | list[str | int | list[int]]
+    """One prompt or several, each a text or its token ids."""
+    max_tokens: Annotated[int, Meta(ge=0, lt=2**31)] | None = None
+    """Longest answer, in tokens; without it: 16. With `echo`, 0: only the prompt."""
+    echo: bool = False
+    """Send the prompt in front of the answer; its logprobs too, with `logprobs`."""
+    logprobs: TopLogprobs | None = None
+    """Send how likely each token was, and so many of the likeliest tokens in its place."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,8 +71,6 @@ class CompletionRequest(ReadRequest):
     prompts: tuple[Prompt, ...]
     """Texts or token ids. Each gets `n` choices."""
     default_max_tokens: int = COMPLETION_MAX_TOKENS
-    hides_answer: bool = False
-    """The client wants the prompt only: the one token that the model generates is left out."""
 
     @property
     def choices(self) -> int:
@@ -178,18 +165,6 @@ class CompletionShape(OpenAIShape[CompletionRequest]):
 
     _places: dict[int, TextPlace] = field(default_factory=dict, init=False)
     """For each choice: behind the text of the tokens that were written with their logprobs."""
-
-    def events(self, delta: ChoiceDelta, *, opens: bool) -> bytes:
-        if self.request.hides_answer:
-            ending = delta.ending if isinstance(delta.ending, Failed | None) else Finished(reason="length")
-            delta = replace(delta, text="", token_ids=(), logprobs=(), ending=ending)
-        return super(CompletionShape, self).events(delta, opens=opens)
-
-    def whole(self, choices: Sequence[ChoiceDelta]) -> bytes:
-        if self.request.hides_answer:
-            nothing = {"text": "", "token_ids": (), "logprobs": (), "versions": (), "ending": Finished(reason="length")}
-            choices = [replace(choice, **nothing) for choice in choices]
-        return super(CompletionShape, self).whole(choices)
 
     def _chunk_choices(self, delta: ChoiceDelta, *, opens: bool) -> Iterable[msgspec.Struct]:
         index, parts = delta.index, list[msgspec.Struct]()

@@ -1,39 +1,167 @@
 """The endpoints: which URLs lead to a handler, what it reads, and the description of all at /openapi.json and on the page /docs.
 
-Owns how a handler becomes an endpoint, the words and the schemas. The schemas of bodies and errors are those of the structs that
-the router reads and writes; bodies are read by `router.api.fields`, whose errors name the field and the fix. The page is Swagger
-UI from files of the package fastapi-offline: all of it comes from this host, and it reaches no other.
+Owns how a handler becomes an endpoint, the words and the schemas; that a URL refuses what it does not read; and what is said of
+endpoints of other servers that this fleet does not have. The schemas of bodies and errors are those of the structs that the
+router reads and writes; bodies are read by `router.api.fields`, whose errors name the field and the fix. The page is Swagger UI
+from files of the package fastapi-offline: all of it comes from this host, and it reaches no other.
 
     @Described("POST /pause_generation", "SGLang", "Pause generation")
     async def pause(self, request: Request, asked: PauseFields) -> PauseAnswer:
         '''What the description adds. The body is read before, and the answer is written as JSON.'''
 """
 
+import ast
+import re
 from base64 import b64encode
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache, wraps
 from hashlib import sha256
+from importlib import import_module
 from importlib.resources import files
+from inspect import getsource
+from itertools import pairwise
 from types import MethodType
-from typing import Any, ClassVar, TypeAlias, TypeVar, get_type_hints
+from typing import Any, ClassVar, TypeAlias, TypeVar, get_args, get_origin, get_type_hints
 
 import msgspec
 from fastapi import FastAPI
 from fastapi.openapi.docs import get_swagger_ui_html
+from fastapi.routing import APIRoute
 from starlette.requests import Request
 from starlette.responses import FileResponse, HTMLResponse, Response
 from starlette.routing import Route
 
+from common.errors import BadRequest
 from router.api.admission import visit_of
-from router.api.bodies import object_in
-from router.api.errors import ErrorBody, MessagesErrorBody
+from router.api.bodies import body_of, object_in
+from router.api.errors import ErrorBody, MessagesErrorBody, shown
 from router.api.fields import NOTHING, Unsupported, read_fields
-from router.api.guard import DOCS_PREFIX, NeededKey, key_needed
-from router.api.refused import REFUSED, refused_routes
-from router.api.routes import StrictRoute
+from router.api.guard import DOCS_PREFIX, EFFECTLESS_METHODS, OPEN_PATHS, NeededKey, key_needed
 from router.api.sending import json_response
 from router.core import Gateway
+
+KEEPS_MEMORY = (
+    "peers write into an instance's KV by its address, and its graphs read the weights by theirs, so no memory is given back "
+    "while the fleet runs: give the trainer devices of its own, and use POST /pause_generation or POST /sleep?level=0 to pause"
+)
+_TRANSFER = (
+    "vLLM's own groups (StatelessProcessGroup with PyNccl, or CUDA's handles) are not joined: use POST "
+    "/init_weights_update_group, which joins groups of torch.distributed, or POST /update_weights_from_disk"
+)
+_HANDLES = "pickles and handles of devices are not read, because they can make the reader do anything: "
+REFUSED = {
+    "/release_memory_occupation": ("tags", KEEPS_MEMORY),
+    "/resume_memory_occupation": ("tags", KEEPS_MEMORY),
+    "/release_kv_cache_memory": (None, KEEPS_MEMORY),
+    "/init_weight_transfer_engine": ("init_info", _TRANSFER),
+    "/start_weight_update": (None, _TRANSFER),
+    "/update_weights": ("update_info", _TRANSFER),
+    "/finish_weight_update": (None, _TRANSFER),
+    "/shutdown_weight_transfer_engine": (None, _TRANSFER),
+    "/update_weights_from_ipc": ("zmq_handles", f"{_HANDLES}use POST /update_weights_from_tensor with shared_memory"),
+    "/load_lora_adapter_from_tensors": (
+        "serialized_named_tensors",
+        f"{_HANDLES}write the adapter with PEFT's save_pretrained, and use POST /load_lora_adapter with load_inplace",
+    ),
+}
+"""By path: the field that asks for what there is not, None where there is no such field; and why it is refused."""
+
+
+_NO_HEAD = (
+    "checkpoints with a classification head are not served: use POST /v1/score with query, items and label_token_ids, which "
+    "gives the probabilities of tokens that name the classes"
+)
+UNSERVED = {"/classify": ("input", _NO_HEAD), "/v1/classify": ("input", _NO_HEAD)}
+"""The same, for those who use a model: they need an API key."""
+_TEXT_ONLY = "texts are all that is read and written here"
+_STARTED_SO = "it is a flag of `launch`, and does not change while the fleet runs"
+HINTS = {
+    **dict.fromkeys(("/v1/audio", "/v1/images", "/v1/videos", "/v1/realtime"), _TEXT_ONLY),
+    **dict.fromkeys(("/v1/assistants", "/v1/threads"), "use POST /v1/responses"),
+    "/v1/moderations": "use POST /v1/score with the tokens that name your classes as label_token_ids",
+    "/generative_scoring": "use POST /v1/score",
+    "/inference/v1/generate": "use POST /generate with input_ids",
+    "/vertex_generate": "use POST /generate",
+    **dict.fromkeys(("/v1/chat/completions/render", "/v1/completions/render"), "use POST /tokenize, with messages or prompt"),
+    "/api/chat": "use POST /v1/chat/completions",
+    "/api/generate": "use POST /v1/completions",
+    **dict.fromkeys(("/api/embed", "/api/embeddings"), "use POST /v1/embeddings"),
+    **dict.fromkeys(("/api/tags", "/api/show", "/api/ps"), "use GET /v1/models"),
+    "/api/version": "use GET /version",
+    **dict.fromkeys(("/start_profile", "/stop_profile"), "use POST /cluster/trace?seconds=10, then GET /cluster/trace"),
+    **dict.fromkeys(("/parse_function_call", "/separate_reasoning"), "use POST /v1/chat/completions, which does it"),
+    **dict.fromkeys(("/open_session", "/close_session"), "requests that begin with the same tokens share their KV without it"),
+    **dict.fromkeys(("/set_internal_state", "/configure_logging", "/slow_down", "/collective_rpc"), _STARTED_SO),
+    "/get_internal_state": "use GET /cluster",
+    "/scale_elastic_ep": "use POST /cluster/instances",
+    "/health_scheduler": "use GET /ready",
+    "/reset_mm_cache": "use POST /reset_prefix_cache",
+    "/redoc": "use GET /docs",
+}
+"""By path, what a 404 says of it and of all that is below it."""
+
+
+def hint_at(path: str) -> str:
+    """What a client may use in place of an unknown URL."""
+    return next((hint for known, hint in HINTS.items() if f"{path}/".startswith(f"{known}/")), "/docs lists what there is")
+
+
+def refused_routes() -> list[Route]:
+    refused = {**REFUSED, **UNSERVED}.items()
+    return [Route(path, _refusing(path, field, why), methods=["POST"]) for path, (field, why) in refused]
+
+
+def _refusing(path: str, field: str | None, why: str) -> Callable[[Request], Awaitable[Response]]:
+    async def refuse(request: Request) -> Response:
+        raise BadRequest(f"POST {path}{f', {field}' if field else ''}: {why}", field, "unsupported_endpoint")
+
+    return refuse
+
+
+MOST_BYTES = 1024
+"""Longest body that is looked at where none is read."""
+
+
+class StrictRoute(APIRoute):
+    """A route that refuses what it would ignore. Open pages stay as they are: load balancers and monitors add parameters."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handle = super().get_route_handler()
+        known = {parameter.alias for parameter in self.dependant.query_params}
+        is_open = self.path in OPEN_PATHS
+        reads_body = "requestBody" in (self.openapi_extra or {})
+
+        async def handle_strictly(request: Request) -> Response:
+            if request.scope["query_string"] and not is_open:
+                _require_known(request, known)
+            if not reads_body and request.method not in EFFECTLESS_METHODS:
+                await _require_no_fields(request)
+            return await handle(request)
+
+        return handle_strictly
+
+
+def _require_known(request: Request, known: Collection[str]) -> None:
+    """Raises BadRequest for a query parameter that is unknown, or there twice."""
+    seen: set[str] = set()
+    for name, _ in request.query_params.multi_items():
+        where = f"{shown(name)} in the URL's query"
+        if name not in known:
+            fix = f"use {' or '.join(sorted(known))}" if known else "leave it out"
+            raise BadRequest(f"{where} is not a parameter of {request.url.path}: {fix}", field=name, code="unknown_parameter")
+        if name in seen:
+            raise BadRequest(f"{where} is there twice: send it once", field=name, code="invalid_value")
+        seen.add(name)
+
+
+async def _require_no_fields(request: Request) -> None:
+    """Raises BadRequest for a body that holds more than {}."""
+    body = await body_of(request, MOST_BYTES)
+    for name in object_in(body) if body.strip() else ():
+        message = f"{shown(name)} is not a field of {request.url.path}, which reads no body: leave it out"
+        raise BadRequest(message, field=name, code="unknown_parameter")
+
 
 Handler: TypeAlias = Callable[..., Awaitable[Any]]
 S = TypeVar("S", bound=msgspec.Struct)
@@ -269,6 +397,8 @@ class DescribedApp(FastAPI):
         description.setdefault("components", {}).setdefault("schemas", {}).update(self._components)
         description["components"]["securitySchemes"] = SECURITY_SCHEMES
         for path, operations in description["paths"].items():
+            for operation in operations.values():
+                _tell_parameters(operation)
             if (needed := key_needed(path, self.control_paths)) is not NeededKey.NONE:
                 schemes = SECURITY_SCHEMES if needed is NeededKey.EITHER else (needed.value,)
                 for operation in operations.values():
@@ -276,11 +406,61 @@ class DescribedApp(FastAPI):
         return description
 
 
+def _tell_parameters(operation: dict[str, Any]) -> None:
+    """What a handler's docstring says of a parameter, at its end and as `name: text`, stands with the parameter. Idempotent."""
+    parameters = {parameter["name"]: parameter for parameter in operation.get("parameters", ())}
+    if parameters:
+        said = re.split(rf"(?<=\s)({'|'.join(parameters)}):\s", operation["description"])
+        operation["description"] = said[0].strip()
+        for name, text in zip(said[1::2], said[2::2], strict=True):
+            parameters[name]["description"] = text.strip()
+
+
 @cache  # each takes milliseconds, and most routes refer to the same ones
 def _described(one: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The schema of a type, and those to which it refers by name."""
+    """The schema of a type, and those to which it refers by name. What stands under a field describes it."""
     (schema,), components = msgspec.json.schema_components([one], ref_template="#/components/schemas/{name}")
+    for struct in _structs_in(one, set()):
+        properties = components.get(struct.__name__, {}).get("properties", {})
+        for name, encoded in zip(struct.__struct_fields__, struct.__struct_encode_fields__, strict=True):
+            said = next((texts[name] for each in struct.__mro__ if name in (texts := _texts_in(each))), "")
+            if said and encoded in properties:
+                of_type = properties[encoded].get("description", "")
+                properties[encoded]["description"] = f"{said} {of_type}".strip()
     return schema, components
+
+
+def _structs_in(one: Any, seen: set[Any]) -> Iterator[type[msgspec.Struct]]:
+    """The structs that a type refers to. seen: types that were looked at."""
+    if one in seen:
+        return
+    seen.add(one)
+    made, parts = get_origin(one) or one, [*get_args(one)]
+    if isinstance(made, type) and issubclass(made, msgspec.Struct):
+        yield made
+        parts += get_type_hints(made).values()
+    for part in parts:
+        yield from _structs_in(part, seen)
+
+
+def _texts_in(struct: type) -> Mapping[str, str]:
+    """What stands under the fields of a class, but those of its bases."""
+    own = struct.__module__.partition(".")[0] in ("common", "router")
+    return _texts_of(struct.__module__).get(struct.__name__, {}) if own else {}
+
+
+@cache
+def _texts_of(module: str) -> Mapping[str, Mapping[str, str]]:
+    """The same for all classes of a module."""
+    texts: dict[str, dict[str, str]] = {}
+    for made in ast.parse(getsource(import_module(module))).body:
+        if isinstance(made, ast.ClassDef):
+            of_fields = texts[made.name] = {}
+            for pair in pairwise(made.body):
+                match pair:
+                    case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
+                        of_fields[name] = " ".join(text.split())
+    return texts
 
 
 def _schema_of(described: Any) -> dict[str, Any]:

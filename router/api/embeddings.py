@@ -21,17 +21,8 @@ from common.text.embedding import EmbeddingMode
 from router.api.answers import AnswerShape, R, embedding_in, encoded
 from router.api.bodies import object_in
 from router.api.completions import CompletionRequest, Prompt, one_of_prompts, prompts_in, require_few_ids
-from router.api.fields import (
-    CacheSalt,
-    Label,
-    Model,
-    Priority,
-    SamplingFields,
-    Timeout,
-    Unsupported,
-    read_fields,
-)
-from router.outbox import ChoiceDelta
+from router.api.fields import CacheSalt, Label, Model, Priority, SamplingFields, Timeout, Unsupported, read_fields
+from router.requests import ChoiceDelta
 
 MAX_INPUTS = 256
 """Each is a request of its own for the fleet, and counts against --max-requests."""
@@ -62,20 +53,20 @@ class PromptFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 class EmbeddingFields(PromptFields, frozen=True, kw_only=True):
     """The body of POST /v1/embeddings and of POST /pooling."""
 
-    input: Annotated[
-        str | list[str | int | list[int]], Meta(description="One prompt or several, up to 256, each a text or its token ids.")
-    ]
-    encoding_format: Annotated[
-        Literal["float", "base64"], Meta(description="base64: the bytes of float32 numbers, little-endian.")
-    ] = "float"
+    input: str | list[str | int | list[int]]
+    """One prompt or several, up to 256, each a text or its token ids."""
+    encoding_format: Literal["float", "base64"] = "float"
+    """base64: the bytes of float32 numbers, little-endian."""
     dimensions: Dimensions = None
 
 
 class EncodeFields(PromptFields, frozen=True, kw_only=True):
     """The body of POST /encode. Exactly one of text and input_ids must be there."""
 
-    text: Annotated[str | list[str] | None, Meta(description="One prompt, or a batch of prompts.")] = None
-    input_ids: Annotated[list[int | list[int]] | None, Meta(description="Token ids of one prompt, or of each of a batch.")] = None
+    text: str | list[str] | None = None
+    """One prompt, or a batch of prompts."""
+    input_ids: list[int | list[int]] | None = None
+    """Token ids of one prompt, or of each of a batch."""
     dimensions: Dimensions = None
 
 
@@ -95,9 +86,11 @@ class EmbeddingRequest(CompletionRequest):
 
 class OneEmbedding(msgspec.Struct, frozen=True, kw_only=True):
     object: Literal["embedding", "pooling"]
-    index: Annotated[int, Meta(description="The number of the prompt.")]
+    index: int
+    """The number of the prompt."""
     embedding: list[float] | str | msgspec.UnsetType = msgspec.UNSET
-    data: Annotated[list[float] | str | msgspec.UnsetType, Meta(description="What POST /pooling calls it.")] = msgspec.UNSET
+    data: list[float] | str | msgspec.UnsetType = msgspec.UNSET
+    """What POST /pooling calls it."""
 
 
 class PromptUsage(msgspec.Struct, frozen=True):

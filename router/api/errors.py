@@ -4,6 +4,8 @@ Owns the shape, and that of Anthropic's errors (https://platform.claude.com/docs
 has. The other errors are in `common.errors`.
 """
 
+from collections.abc import Iterable
+
 import msgspec
 from msgspec.structs import replace
 from starlette.responses import Response
@@ -116,6 +118,12 @@ class ErrorResponse(Response):
 def shown(text: str) -> str:
     """What an error repeats of a client's text."""
     return text if len(text) <= MAX_SHOWN_CHARS else text[:MAX_SHOWN_CHARS] + "…"
+
+
+def require_one_of(name: str, value: str, options: Iterable[str], code: str | None = "invalid_value") -> None:
+    """Raises BadRequest for another value of a URL's parameter."""
+    if value not in options:
+        raise BadRequest(f"{name} must be {' or '.join(filter(None, options))}, is {shown(value)!r}", name, code)
 
 
 def no_room(prompt_field: str, prompt_tokens: int, context_tokens: int) -> str:

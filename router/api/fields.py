@@ -6,9 +6,9 @@ know tokens, models, how a model writes its calls, or the fleet. Fields: https:/
 """
 
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal, TypeAlias, TypeVar
+from typing import Annotated, Any, TypeAlias, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -42,20 +42,11 @@ TopP: TypeAlias = Annotated[
 TopK: TypeAlias = Annotated[
     int, Meta(ge=ALL_TOKENS, lt=2**31, description="Sample from this many of the most likely tokens; 0 or -1: from all.")
 ]
-Seed: TypeAlias = Annotated[
-    Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None, Meta(description="The same seed and request give the same answer.")
-]
+Seed: TypeAlias = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None
 StopString: TypeAlias = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_CHARS)]
 StopStrings: TypeAlias = Annotated[list[StopString], Meta(max_length=MAX_STOPS)]
-KeepsStop: TypeAlias = Annotated[
-    bool, Meta(description="Leave the stop string that ends the answer in its text, and the text of a stop token.")
-]
-MinTokens: TypeAlias = Annotated[
-    int,
-    Meta(
-        ge=0, lt=2**31, description="Shortest answer, in tokens: no end-of-text token, stop token or stop string ends it sooner."
-    ),
-]
+MinTokens: TypeAlias = Annotated[int, Meta(ge=0, lt=2**31)]
+BadWord: TypeAlias = Annotated[str, Meta(min_length=1, max_length=MAX_BAD_WORD_CHARS)]
 Penalty: TypeAlias = Annotated[float, Meta(ge=-2, le=2)]
 Model: TypeAlias = Annotated[str | None, Meta(description="The model's name; without it: the model that is served.")]
 Stream: TypeAlias = Annotated[bool, Meta(description="Send the answer as server-sent events.")]
@@ -77,80 +68,88 @@ class TokenChoice(msgspec.Struct, frozen=True, kw_only=True):
     temperature: Temperature = 1.0
     top_p: TopP = 1.0
     top_k: TopK = 0
-    min_p: Annotated[float, Meta(ge=0, le=1, description="Skip tokens less likely than this share of the most likely one.")] = 0.0
+    min_p: Annotated[float, Meta(ge=0, le=1)] = 0.0
+    """Skip tokens less likely than this share of the most likely one."""
     seed: Seed = None
+    """The same seed and request give the same answer."""
 
 
 class Sampling(TokenChoice, frozen=True, kw_only=True):
     """What OpenAI's, vLLM's and SGLang's APIs say about the choices of an answer. Some have a name of their own in SGLang's."""
 
-    n: Annotated[int, Meta(ge=1, le=MAX_CHOICES_PER_PROMPT, description="Answers to each prompt.")] = 1
+    n: Annotated[int, Meta(ge=1, le=MAX_CHOICES_PER_PROMPT)] = 1
+    """Answers to each prompt."""
     min_tokens: MinTokens = 0
-    stop: Annotated[
-        StopString | StopStrings,
-        Meta(description="Strings before which the answer ends."),
-    ] = []
-    stop_token_ids: Annotated[
-        list[TokenId], Meta(max_length=MAX_STOP_TOKENS, description="Token ids that end the answer. They have no text.")
-    ] = []
-    include_stop_str_in_output: KeepsStop = False
-    skip_special_tokens: Annotated[bool, Meta(description="Special tokens of the answer give no text.")] = True
-    ignore_eos: Annotated[bool, Meta(description="Go on after the model's end-of-text token.")] = False
-    repetition_penalty: Annotated[
-        float,
-        Meta(gt=0, le=2, description="Makes tokens of the prompt and the answer less likely (above 1) or likelier (below 1)."),
-    ] = 1.0
-    presence_penalty: Annotated[Penalty, Meta(description="Taken off the logit of each token that the answer holds.")] = 0.0
-    frequency_penalty: Annotated[
-        Penalty, Meta(description="Taken off the logit of a token, as often as the answer holds it.")
-    ] = 0.0
-    logit_bias: Annotated[
-        dict[str, Annotated[float, Meta(ge=-100, le=100)]],
-        Meta(max_length=MAX_BIASES, description="Token ids, as strings, and what is added to their logits."),
-    ] = {}
+    """Shortest answer, in tokens: no end-of-text token, stop token or stop string ends it sooner."""
+    stop: StopString | StopStrings = []
+    """Strings before which the answer ends."""
+    stop_token_ids: Annotated[list[TokenId], Meta(max_length=MAX_STOP_TOKENS)] = []
+    """Token ids that end the answer. They have no text."""
+    include_stop_str_in_output: bool = False
+    """Leave the stop string that ends the answer in its text, and the text of a stop token."""
+    skip_special_tokens: bool = True
+    """Special tokens of the answer give no text."""
+    ignore_eos: bool = False
+    """Go on after the model's end-of-text token."""
+    repetition_penalty: Annotated[float, Meta(gt=0, le=2)] = 1.0
+    """Makes tokens of the prompt and the answer less likely (above 1) or likelier (below 1)."""
+    presence_penalty: Penalty = 0.0
+    """Taken off the logit of each token that the answer holds."""
+    frequency_penalty: Penalty = 0.0
+    """Taken off the logit of a token, as often as the answer holds it."""
+    logit_bias: Annotated[dict[str, Annotated[float, Meta(ge=-100, le=100)]], Meta(max_length=MAX_BIASES)] = {}
+    """Token ids, as strings, and what is added to their logits."""
     json_schema: Schema | None = None
     regex: Regex | None = None
     ebnf: Ebnf | None = None
 
 
 class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    include_usage: Annotated[bool, Meta(description="Send a last chunk with the usage.")] = False
-    continuous_usage_stats: Annotated[bool, Meta(description="Send the usage so far with each chunk, as vLLM does.")] = False
+    include_usage: bool = False
+    """Send a last chunk with the usage."""
+    continuous_usage_stats: bool = False
+    """Send the usage so far with each chunk, as vLLM does."""
 
 
 class SamplingFields(Sampling, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The fields of chats and completions. user, metadata, safety_identifier and prompt_cache_key label a request and change
     nothing."""
 
-    model: Annotated[str, Meta(description="The model's name, as GET /v1/models lists it.")]
+    model: str
+    """The model's name, as GET /v1/models lists it."""
     stream: Stream = False
-    stream_options: Annotated[StreamOptions | None, Meta(description="What else a stream holds.")] = None
-    max_tokens: Annotated[
-        Tokens | None, Meta(description="Longest answer, in tokens; without it: 16, or what the context leaves a chat.")
-    ] = None
-    response_format: Annotated[ResponseFormat | None, Meta(description="What the answer must be; without it: any text.")] = None
-    structured_outputs: Annotated[StructuredOutputs | None, Meta(description="What the answer must match, as in vLLM.")] = None
-    guided_json: Annotated[Schema | None, Meta(description="Older name of structured_outputs.json.")] = None
-    guided_regex: Annotated[Regex | None, Meta(description="Older name of structured_outputs.regex.")] = None
-    guided_choice: Annotated[ChoiceOfTexts | None, Meta(description="Older name of structured_outputs.choice.")] = None
-    guided_grammar: Annotated[Ebnf | None, Meta(description="Older name of structured_outputs.grammar.")] = None
+    stream_options: StreamOptions | None = None
+    """What else a stream holds."""
+    max_tokens: Tokens | None = None
+    """Longest answer, in tokens; without it: 16, or what the context leaves a chat."""
+    response_format: ResponseFormat | None = None
+    """What the answer must be; without it: any text."""
+    structured_outputs: StructuredOutputs | None = None
+    """What the answer must match, as in vLLM."""
+    guided_json: Schema | None = None
+    """Older name of structured_outputs.json."""
+    guided_regex: Regex | None = None
+    """Older name of structured_outputs.regex."""
+    guided_choice: ChoiceOfTexts | None = None
+    """Older name of structured_outputs.choice."""
+    guided_grammar: Ebnf | None = None
+    """Older name of structured_outputs.grammar."""
     bad_words: Annotated[
-        list[Annotated[str, Meta(min_length=1, max_length=MAX_BAD_WORD_CHARS)]],
-        Meta(max_length=MAX_BAD_WORDS, description="Texts that the answer must not contain, as the tokenizer spells them."),
+        list[Annotated[str, Meta(min_length=1, max_length=MAX_BAD_WORD_CHARS)]], Meta(max_length=MAX_BAD_WORDS)
     ] = []
-    prompt_logprobs: Annotated[
-        TopLogprobs | None,
-        Meta(description="Send how likely each token of the prompt was, and so many of the likeliest tokens, as vLLM does."),
-    ] = None
-    return_token_ids: Annotated[bool, Meta(description="Send the token ids with the text.")] = False
-    return_tokens_as_token_ids: Annotated[
-        bool, Meta(description='In log probabilities, write "token_id:7" for the text of token 7, as vLLM does.')
-    ] = False
+    """Texts that the answer must not contain, as the tokenizer spells them."""
+    prompt_logprobs: TopLogprobs | None = None
+    """Send how likely each token of the prompt was, and so many of the likeliest tokens, as vLLM does."""
+    return_token_ids: bool = False
+    """Send the token ids with the text."""
+    return_tokens_as_token_ids: bool = False
+    """In log probabilities, write "token_id:7" for the text of token 7, as vLLM does."""
     timeout: Timeout = None
     priority: Priority = 0
     cache_salt: CacheSalt = None
     user: Label = ""
-    metadata: Annotated[dict[str, str], Meta(description="Labels; they change nothing.")] = {}
+    metadata: dict[str, str] = {}
+    """Labels; they change nothing."""
     safety_identifier: Label = ""
     prompt_cache_key: Label = ""
 
@@ -176,6 +175,8 @@ class ReadRequest:
     """The field that held what is to be answered."""
     echo: bool = False
     """Whether the answer begins with the prompt."""
+    hides_answer: bool = False
+    """The client wants the prompt only: the one token that the model generates is left out."""
     logprobs: int | None = None
     """Report the log probability of each token of the answer, and of so many of the likeliest tokens; None: report nothing."""
     prompt_logprobs: int | None = None
@@ -223,100 +224,6 @@ def biases_of(fields: SamplingFields) -> tuple[tuple[int, float], ...]:
         if not _TOKEN_ID.match(key):
             raise BadRequest(f'logit_bias has the key {key[:32]!r}: keys must be token ids, like "7"', field="logit_bias")
     return tuple((int(key), bias) for key, bias in fields.logit_bias.items())
-
-
-MAX_TOOLS = 512
-_NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
-
-
-class Function(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    name: Annotated[str, Meta(description="What the model calls it.")]
-    description: Annotated[str | None, Meta(description="For the model: what it does.")] = None
-    parameters: Annotated[dict[str, Any] | None, Meta(description="JSON schema of the arguments; without it: any object.")] = None
-    strict: Annotated[
-        bool | None,
-        Meta(description="True: calls are sure to match `parameters`. False: not even calls that `tool_choice` demands."),
-    ] = None
-
-    def for_template(self) -> dict[str, Any]:
-        """What the chat template gets, in the order in which models were trained to read it."""
-        fields = {"name": self.name, "description": self.description, "parameters": self.parameters}
-        return {"type": "function", "function": {name: value for name, value in fields.items() if value is not None}}
-
-
-class FunctionTool(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="function"):
-    function: Annotated[Function, Meta(description="What the model may call.")]
-
-
-class _Named(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    name: Annotated[str, Meta(description="The name of the function that is called.")]
-
-
-class NamedTool(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="function"):
-    function: Annotated[_Named, Meta(description="The function that is called.")]
-
-
-class NamedFunction(_Named, frozen=True, tag_field="type", tag="function"):  # as POST /v1/responses has it
-    pass
-
-
-class _Allowed(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    mode: Annotated[Literal["auto", "required"], Meta(description="Whether the answer must be a call.")]
-    tools: Annotated[list[NamedTool], Meta(min_length=1, description="The functions that may be called.")]
-
-
-class AllowedTools(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="allowed_tools"):
-    allowed_tools: Annotated[_Allowed, Meta(description="Which of the tools the model is shown and may call.")]
-
-
-ToolPolicy: TypeAlias = Literal["none", "auto", "required"]
-CHOICE_OF_TOOLS = Meta(
-    description="none: no calls; auto: the model decides; required: at least one call; or the function that is called."
-)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ToolUse:
-    """What an answer may call."""
-
-    shown: tuple[Mapping[str, Any], ...] = ()
-    """What the chat template shows the model."""
-    callable: tuple[Function, ...] = ()
-    """The functions that it may call; without any its answer is only text."""
-    required: bool = False
-    """Whether the answer must be a call of these."""
-    parallel: bool = True
-    """Whether it may be more than one call."""
-
-
-def tool_use(
-    functions: Sequence[Function], choice: ToolPolicy | NamedTool | NamedFunction | AllowedTools | None, parallel: bool
-) -> ToolUse:
-    """What these fields let an answer call. Raises BadRequest."""
-    if len(functions) > MAX_TOOLS:
-        raise BadRequest(f"tools holds {len(functions)} tools: send at most {MAX_TOOLS}", field="tools")
-    for index, function in enumerate(functions):
-        if not _NAME.fullmatch(function.name):
-            rule = "1 to 128 letters, digits or any of _.:/-"
-            raise BadRequest(f"tools[{index}]: the function's name must be {rule}, is {shown(function.name)!r}", field="tools")
-    if isinstance(choice, AllowedTools):  # the model sees no others: a call that need not come is not held to names
-        names = {tool.function.name for tool in choice.allowed_tools.tools}
-        if unknown := names - {function.name for function in functions}:
-            problem = f"tool_choice allows {shown(unknown.pop())!r}, which is not among the tools"
-            raise BadRequest(problem, field="tool_choice.allowed_tools.tools")
-        functions = [function for function in functions if function.name in names]
-        choice = choice.allowed_tools.mode
-    shown_tools = tuple(function.for_template() for function in functions)
-    if isinstance(choice, NamedTool | NamedFunction):
-        name = choice.function.name if isinstance(choice, NamedTool) else choice.name
-        chosen = tuple(function for function in functions if function.name == name)[:1]
-        if not chosen:
-            raise BadRequest(f"tool_choice names {shown(name)!r}, which is not among the tools", field="tool_choice")
-        return ToolUse(shown=shown_tools, callable=chosen, required=True, parallel=False)
-    if choice == "required" and not functions:
-        raise BadRequest("tool_choice is required, but there are no tools: send tools", field="tool_choice")
-    callable = () if choice == "none" else tuple(functions)
-    return ToolUse(shown=shown_tools, callable=callable, required=choice == "required", parallel=parallel)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,11 +7,10 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from functools import partial
-from typing import Annotated, Any, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 from fastapi import Request
-from msgspec import Meta
 from starlette.datastructures import UploadFile
 from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.responses import Response, StreamingResponse
@@ -19,7 +18,7 @@ from starlette.responses import Response, StreamingResponse
 from common.errors import BadRequest, Conflict, NotFound
 from router.api.admission import visit_of
 from router.api.description import ApiPart, Described
-from router.api.errors import UnsupportedBody, shown
+from router.api.errors import UnsupportedBody, require_one_of, shown
 from router.api.guard import UPLOAD_PATH
 from router.api.store import Store, StoredObject
 from router.core import Gateway
@@ -58,8 +57,7 @@ def number_in(text: str, field: str, usual: int, least: int, most: int) -> int:
 
 def is_ascending(order: str) -> bool:
     """Raises BadRequest."""
-    if order not in ("", "asc", "desc"):
-        raise BadRequest(f"order must be asc or desc, is {shown(order)!r}", field="order")
+    require_one_of("order", order, ("", "asc", "desc"), None)
     return order == "asc"
 
 
@@ -111,8 +109,10 @@ class DeletedBody(msgspec.Struct, frozen=True):
 class UploadFields(msgspec.Struct, frozen=True):
     """The parts of POST /v1/files."""
 
-    purpose: Annotated[str, Meta(description="batch: files are for nothing else here.")]
-    file: Annotated[str, Meta(description="The file, with a name. With all else it has at most `--max-body`.")]
+    purpose: str
+    """batch: files are for nothing else here."""
+    file: str
+    """The file, with a name. With all else it has at most `--max-body`."""
 
 
 def new_file(filename: str, purpose: str, content_bytes: int, age_s: float) -> FileBody:

@@ -20,6 +20,7 @@ from collections.abc import Collection
 from enum import Enum
 from functools import lru_cache
 
+from starlette.datastructures import Headers
 from starlette.types import Scope
 
 from common.access import Access
@@ -146,8 +147,8 @@ class Guard:
 
     def _require_no_page(self, scope: Scope) -> None:
         """Refuse what a web page sends that nobody has let in. Raises NotAsked, UnsupportedBody."""
-        headers = {name: value.decode("latin-1") for name, value in reversed(scope["headers"])}
-        host = headers.get(b"host", "").lower()  # "": a client of HTTP/1.0 that tells none, which is no browser
+        headers = Headers(scope=scope)
+        host = headers.get("host", "").lower()  # "": a client of HTTP/1.0 that tells none, which is no browser
         name = _name_in(host)
         is_known = self._serves_every_name or name in self._names or scope["path"] in _PROBED_PATHS
         if host and not is_known and not _is_loopback_name(name):
@@ -157,7 +158,7 @@ class Guard:
             )
         if scope["method"] in EFFECTLESS_METHODS and scope["path"] not in _EFFECTFUL_GETS:
             return
-        origin, site = headers.get(b"origin"), headers.get(b"sec-fetch-site", "none")
+        origin, site = headers.get("origin"), headers.get("sec-fetch-site", "none")
         if origin is None:
             if site not in ("same-origin", "none"):
                 raise NotAsked(f"a web page from elsewhere (Sec-Fetch-Site: {shown(site)}) may not do this: {_FIX}")
@@ -165,11 +166,11 @@ class Guard:
             raise NotAsked(f"a web page from {shown(origin)} may not do this: {_FIX}")
         # A page may send any other type without asking first, or none, and an old browser says nothing else of it: so an empty
         # body of another type is refused too. A body without a length comes in chunks.
-        has_body = headers.get(b"content-length", "0").strip("0") != "" or b"transfer-encoding" in headers
-        given = headers.get(b"content-type", "" if has_body else _JSON)
+        has_body = headers.get("content-length", "0").strip("0") != "" or "transfer-encoding" in headers
+        given = headers.get("content-type", "" if has_body else _JSON)
         kind = given.partition(";")[0].strip().lower()
         is_upload = scope["path"] == UPLOAD_PATH and kind == _FORM
-        if is_upload and b"authorization" in headers:
+        if is_upload and "authorization" in headers:
             return  # no page sends this header elsewhere without asking first, and OpenAI's clients always send it
         if kind != _JSON:
             sent = f"is {shown(given)!r}" if given else "is missing"
@@ -181,10 +182,10 @@ class Guard:
 
 def key_in(scope: Scope) -> bytes | None:
     """The key that the request carries; of a bearer token and an x-api-key, the former."""
-    headers = dict(reversed(scope["headers"]))
-    scheme, _, token = headers.get(b"authorization", b"").partition(b" ")
-    key: bytes = token.strip() if scheme.lower() == b"bearer" else headers.get(b"x-api-key", b"")
-    return key or None
+    headers = Headers(scope=scope)
+    scheme, _, token = headers.get("authorization", "").partition(" ")
+    key = token.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")
+    return key.encode("latin-1") or None
 
 
 HEADER = b"x-request-id"
@@ -201,8 +202,5 @@ def checked_id(request_id: str, field: str) -> str:
 
 def id_in(scope: Scope, header: str = "X-Request-Id") -> str:
     """The id in this header; empty if it is not there. Raises BadRequest."""
-    wanted = header.lower().encode()
-    for name, value in scope["headers"]:
-        if name == wanted:
-            return checked_id(value.decode("latin-1"), header)
-    return ""
+    found = Headers(scope=scope).get(header)
+    return "" if found is None else checked_id(found, header)

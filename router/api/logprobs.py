@@ -5,10 +5,9 @@ Owns these shapes. Does not know where the numbers come from.
 
 import codecs
 from collections.abc import Iterable, Sequence
-from typing import Annotated, Protocol, TypeAlias
+from typing import Protocol, TypeAlias
 
 import msgspec
-from msgspec import Meta
 
 from common.errors import BadRequest
 from common.messages import TokenLogprob
@@ -68,7 +67,8 @@ class ChatLogprob(msgspec.Struct, frozen=True):
 
     token: str
     logprob: float
-    bytes: Annotated[list[int], Meta(description="The token's text in UTF-8: a token may end within a character.")]
+    bytes: list[int]
+    """The token's text in UTF-8: a token may end within a character."""
     top_logprobs: list[ChatTop]
 
 
@@ -83,7 +83,8 @@ class CompletionLogprobs(msgspec.Struct, frozen=True):
     tokens: list[str]
     token_logprobs: list[float | None]
     top_logprobs: list[dict[str, float] | None]
-    text_offset: Annotated[list[int], Meta(description="Where each token begins in the text.")]
+    text_offset: list[int]
+    """Where each token begins in the text."""
 
 
 class PromptLogprob(msgspec.Struct, frozen=True):

@@ -17,30 +17,27 @@ from msgspec import Meta, structs
 
 from common.errors import BadRequest
 from common.messages import Failed
-from router.api.blocks import Block, BlockShape, Events, named_event
+from router.api.answers import Block, BlockShape, Events, named_event
 from router.api.bodies import object_in
 from router.api.chat import ChatFields, ChatRequest, Conversation, Effort, TemplateArguments, Thinking, call_for_template
 from router.api.errors import detail_of_failure, messages_error
 from router.api.fields import (
     CacheSalt,
-    Function,
-    NamedFunction,
     Priority,
     StopStrings,
     Stream,
     Temperature,
     Timeout,
     Tokens,
-    ToolUse,
     TopK,
     TopP,
     Unsupported,
     read_fields,
     shared_fields,
-    tool_use,
 )
 from router.api.routes import TokenizeFields, TokenizeRequest
 from router.api.structured import FlatSchemaFormat, checked_format
+from router.api.tools import Function, NamedFunction, ToolUse, tool_use
 
 _BILLING = re.compile(r"\Ax-anthropic-billing-header:[^\n]*\n*")
 """A line for Anthropic's accounts with which Claude Code begins its system prompt. It differs from request to request, so no two
@@ -59,56 +56,71 @@ class _Block(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 class TextBlock(_Block, frozen=True, tag="text"):
-    text: Annotated[str, Meta(description="A piece of the message.")]
+    text: str
+    """A piece of the message."""
 
 
 class ThinkingBlock(_Block, frozen=True, tag="thinking"):
-    thinking: Annotated[str, Meta(description="What the model thought.")]
-    signature: Annotated[str, Meta(description="As the answer had it. It holds thoughts that were omitted.")] = ""
+    thinking: str
+    """What the model thought."""
+    signature: str = ""
+    """As the answer had it. It holds thoughts that were omitted."""
 
 
 class RedactedBlock(_Block, frozen=True, tag="redacted_thinking"):
     """A thought that only Anthropic can read: the model does not get it."""
 
-    data: Annotated[str, Meta(description="Changes nothing.")]
+    data: str
+    """Changes nothing."""
 
 
 class ToolUseBlock(_Block, frozen=True, tag="tool_use"):
-    id: Annotated[str, Meta(description="The id of the call.")]
-    name: Annotated[str, Meta(description="Which tool was called.")]
-    input: Annotated[dict[str, Any], Meta(description="The arguments of the call.")]
+    id: str
+    """The id of the call."""
+    name: str
+    """Which tool was called."""
+    input: dict[str, Any]
+    """The arguments of the call."""
 
 
 class ToolResultBlock(_Block, frozen=True, tag="tool_result"):
     """What a call of the model returned."""
 
-    tool_use_id: Annotated[str, Meta(description="The id of the call.")]
-    content: Annotated[str | list[TextBlock], Meta(description="What it returned, as text.")] = ""
-    is_error: Annotated[bool, Meta(description='The call failed: the model reads "Error: " before the text.')] = False
+    tool_use_id: str
+    """The id of the call."""
+    content: str | list[TextBlock] = ""
+    """What it returned, as text."""
+    is_error: bool = False
+    """The call failed: the model reads "Error: " before the text."""
 
 
 class UserTurn(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="role", tag="user"):
-    content: Annotated[str | list[TextBlock | ToolResultBlock], Meta(description="Texts, and results of calls.")]
+    content: str | list[TextBlock | ToolResultBlock]
+    """Texts, and results of calls."""
 
 
 class AssistantTurn(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="role", tag="assistant"):
     """What the model wrote. As the last message it is the beginning of the answer."""
 
-    content: Annotated[str | list[TextBlock | ThinkingBlock | RedactedBlock | ToolUseBlock], Meta(description="Its blocks.")]
+    content: str | list[TextBlock | ThinkingBlock | RedactedBlock | ToolUseBlock]
+    """Its blocks."""
 
 
 class SystemTurn(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="role", tag="system"):
     """A note to the model in the middle of the conversation. It is written at the end of the user's turn where it stands."""
 
-    content: Annotated[str | list[TextBlock], Meta(description="The text.")]
+    content: str | list[TextBlock]
+    """The text."""
 
 
 Turn: TypeAlias = UserTurn | AssistantTurn | SystemTurn
 
 
 class MessageTool(Function, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    parameters: Annotated[dict[str, Any], Meta(description="JSON schema of the arguments.")] = msgspec.field(name="input_schema")
-    type: Annotated[Literal["custom"] | None, Meta(description="The only kind of tool.")] = None
+    parameters: dict[str, Any] = msgspec.field(name="input_schema")
+    """JSON schema of the arguments."""
+    type: Literal["custom"] | None = None
+    """The only kind of tool."""
     cache_control: CacheHint = None
 
 
@@ -116,21 +128,25 @@ class ToolChoice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """auto: the model decides; any: at least one call; tool: a call of that one; none: no calls."""
 
     type: Literal["auto", "any", "tool", "none"]
-    name: Annotated[str, Meta(description="With `tool`: which tool is called.")] = ""
-    disable_parallel_tool_use: Annotated[bool, Meta(description="True: at most one call in an answer.")] = False
+    name: str = ""
+    """With `tool`: which tool is called."""
+    disable_parallel_tool_use: bool = False
+    """True: at most one call in an answer."""
 
 
 class ThinkingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    type: Annotated[Thinking, Meta(description="adaptive: the model thinks if it can.")]
-    budget_tokens: Annotated[int | None, Meta(description="A hint that changes nothing: only `max_tokens` ends thoughts.")] = None
-    display: Annotated[
-        Literal["summarized", "omitted", "updates"] | None, Meta(description="omitted, updates: thoughts have no text.")
-    ] = None
+    type: Thinking
+    """adaptive: the model thinks if it can."""
+    budget_tokens: int | None = None
+    """A hint that changes nothing: only `max_tokens` ends thoughts."""
+    display: Literal["summarized", "omitted", "updates"] | None = None
+    """omitted, updates: thoughts have no text."""
 
 
 class OutputConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     effort: Effort = None
-    format: Annotated[FlatSchemaFormat | None, Meta(description="What the text must be; without it: any text.")] = None
+    format: FlatSchemaFormat | None = None
+    """What the text must be; without it: any text."""
 
 
 _ANSWERED = Unsupported(
@@ -166,13 +182,20 @@ MESSAGE = Unsupported(
 class CountFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The body of POST /v1/messages/count_tokens."""
 
-    model: Annotated[str, Meta(description="The model's name, as GET /v1/models lists it.")]
-    messages: Annotated[list[Turn], Meta(description="The conversation so far.")]
-    system: Annotated[str | list[TextBlock], Meta(description="What the model is told before the conversation.")] = ""
-    tools: Annotated[list[MessageTool], Meta(description="Tools that the model may call.")] = []
-    tool_choice: Annotated[ToolChoice | None, Meta(description="What the model may or must call.")] = None
-    thinking: Annotated[ThinkingConfig | None, Meta(description="Whether the model thinks first.")] = None
-    output_config: Annotated[OutputConfig | None, Meta(description="What the answer is to be.")] = None
+    model: str
+    """The model's name, as GET /v1/models lists it."""
+    messages: list[Turn]
+    """The conversation so far."""
+    system: str | list[TextBlock] = ""
+    """What the model is told before the conversation."""
+    tools: list[MessageTool] = []
+    """Tools that the model may call."""
+    tool_choice: ToolChoice | None = None
+    """What the model may or must call."""
+    thinking: ThinkingConfig | None = None
+    """Whether the model thinks first."""
+    output_config: OutputConfig | None = None
+    """What the answer is to be."""
     cache_control: CacheHint = None
     chat_template_kwargs: TemplateArguments = {}
 
@@ -180,14 +203,18 @@ class CountFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 class MessageFields(CountFields, frozen=True, kw_only=True):
     """The body of POST /v1/messages. metadata and diagnostics label it and change nothing."""
 
-    max_tokens: Annotated[Tokens, Meta(description="Longest answer, thoughts included; or what the context leaves, if less.")]
+    max_tokens: Tokens
+    """Longest answer, thoughts included; or what the context leaves, if less."""
     stream: Stream = False
-    stop_sequences: Annotated[StopStrings, Meta(description="Strings before which the answer ends.")] = []
+    stop_sequences: StopStrings = []
+    """Strings before which the answer ends."""
     temperature: Temperature = 1.0
     top_p: TopP = 1.0
     top_k: TopK = 0
-    metadata: Annotated[dict[str, Any], Meta(description="Labels, such as user_id.")] = {}
-    diagnostics: Annotated[dict[str, Any] | None, Meta(description="For Anthropic's cache; it changes nothing.")] = None
+    metadata: dict[str, Any] = {}
+    """Labels, such as user_id."""
+    diagnostics: dict[str, Any] | None = None
+    """For Anthropic's cache; it changes nothing."""
     timeout: Timeout = None
     priority: Priority = 0
     cache_salt: CacheSalt = None

@@ -13,81 +13,91 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, TypeAlias, assert_never
 
 import msgspec
-from msgspec import Meta
 
 from common.errors import BadRequest
-from router.api.answers import PromptDetails, VersionSpan
-from router.api.blocks import Block, BlockShape, Events, named_event
+from router.api.answers import Block, BlockShape, Events, PromptDetails, VersionSpan, named_event
 from router.api.bodies import object_in
 from router.api.chat import ChatFields, ChatRequest, Conversation, Effort, TemplateArguments, call_for_template
 from router.api.fields import (
-    CHOICE_OF_TOOLS,
     CacheSalt,
-    Function,
     Label,
-    NamedFunction,
     Priority,
     Stream,
     Timeout,
     TokenChoice,
     Tokens,
-    ToolPolicy,
     TopLogprobs,
     Unsupported,
     read_fields,
     shared_fields,
-    tool_use,
 )
 from router.api.logprobs import ChatLogprob
 from router.api.structured import FlatSchemaFormat, JsonObjectFormat, TextFormat, checked_format
-from router.outbox import ChoiceDelta
+from router.api.tools import CHOICE_OF_TOOLS, Function, NamedFunction, ToolPolicy, tool_use
+from router.requests import ChoiceDelta
 
 
 class InputText(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="input_text"):
-    text: Annotated[str, Meta(description="A piece of the message.")]
+    text: str
+    """A piece of the message."""
 
 
 class OutputText(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="output_text"):
     """A part of an answer that is sent back."""
 
-    text: Annotated[str, Meta(description="A piece of the message.")]
-    annotations: Annotated[list[Any], Meta(description="As the answer had them. They change nothing.")] = []
-    logprobs: Annotated[list[Any] | None, Meta(description="As the answer had them. They change nothing.")] = None
+    text: str
+    """A piece of the message."""
+    annotations: list[Any] = []
+    """As the answer had them. They change nothing."""
+    logprobs: list[Any] | None = None
+    """As the answer had them. They change nothing."""
 
 
 class ThoughtText(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="reasoning_text"):
-    text: Annotated[str, Meta(description="A piece of the thoughts.")]
+    text: str
+    """A piece of the thoughts."""
 
 
 class _InputItem(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", kw_only=True):
-    id: Annotated[str | None, Meta(description="As the answer had it. It changes nothing.")] = None
-    status: Annotated[str | None, Meta(description="As the answer had it. It changes nothing.")] = None
+    id: str | None = None
+    """As the answer had it. It changes nothing."""
+    status: str | None = None
+    """As the answer had it. It changes nothing."""
 
 
 class MessageItem(_InputItem, frozen=True, tag="message"):
     role: Literal["user", "assistant", "system", "developer"]
-    content: Annotated[str | list[InputText | OutputText], Meta(description="The text.")]
-    phase: Annotated[str | None, Meta(description="As the answer had it. It changes nothing.")] = None
+    content: str | list[InputText | OutputText]
+    """The text."""
+    phase: str | None = None
+    """As the answer had it. It changes nothing."""
 
 
 class FunctionCallItem(_InputItem, frozen=True, tag="function_call"):
-    call_id: Annotated[str, Meta(description="The id of the call.")]
-    name: Annotated[str, Meta(description="Which function was called.")]
-    arguments: Annotated[str, Meta(description="A JSON object, as text.")]
+    call_id: str
+    """The id of the call."""
+    name: str
+    """Which function was called."""
+    arguments: str
+    """A JSON object, as text."""
 
 
 class FunctionOutputItem(_InputItem, frozen=True, tag="function_call_output"):
     """What a call of the model returned."""
 
-    call_id: Annotated[str, Meta(description="The id of the call.")]
-    output: Annotated[str | list[InputText], Meta(description="What it returned, as text.")]
+    call_id: str
+    """The id of the call."""
+    output: str | list[InputText]
+    """What it returned, as text."""
 
 
 class ReasoningItem(_InputItem, frozen=True, tag="reasoning"):
     """Thoughts of an answer that are sent back."""
 
-    summary: Annotated[list[Any], Meta(description="Changes nothing.")] = msgspec.field(default_factory=list)
-    content: Annotated[list[ThoughtText] | None, Meta(description="The thoughts.")] = None
+    summary: list[Any] = msgspec.field(default_factory=list)
+    """Changes nothing."""
+    content: list[ThoughtText] | None = None
+    """The thoughts."""
 
 
 Item: TypeAlias = MessageItem | FunctionCallItem | FunctionOutputItem | ReasoningItem
@@ -98,10 +108,10 @@ class ResponseTool(Function, frozen=True, tag_field="type", tag="function"):
 
 
 class TextConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    format: Annotated[
-        TextFormat | JsonObjectFormat | FlatSchemaFormat | None, Meta(description="What the text must be; without it: any text.")
-    ] = None
-    verbosity: Annotated[Literal["medium"] | None, Meta(description="What it is without this field.")] = None
+    format: TextFormat | JsonObjectFormat | FlatSchemaFormat | None = None
+    """What the text must be; without it: any text."""
+    verbosity: Literal["medium"] | None = None
+    """What it is without this field."""
 
 
 class ReasoningConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -130,38 +140,43 @@ RESPONSE = Unsupported(
 class ResponseFields(TokenChoice, msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The body of POST /v1/responses. user, metadata, safety_identifier and prompt_cache_key label it and change nothing."""
 
-    model: Annotated[str, Meta(description="The model's name, as GET /v1/models lists it.")]
-    input: Annotated[str | list[Item], Meta(description="The question, or the whole conversation.")]
-    instructions: Annotated[str | None, Meta(description="A system message before the input.")] = None
+    model: str
+    """The model's name, as GET /v1/models lists it."""
+    input: str | list[Item]
+    """The question, or the whole conversation."""
+    instructions: str | None = None
+    """A system message before the input."""
     stream: Stream = False
-    max_output_tokens: Annotated[Tokens | None, Meta(description="Longest answer, thoughts included.")] = None
-    tools: Annotated[list[ResponseTool], Meta(description="Functions that the model may call.")] = []
+    max_output_tokens: Tokens | None = None
+    """Longest answer, thoughts included."""
+    tools: list[ResponseTool] = []
+    """Functions that the model may call."""
     tool_choice: Annotated[ToolPolicy | NamedFunction | None, CHOICE_OF_TOOLS] = None
-    parallel_tool_calls: Annotated[bool, Meta(description="False: at most one call in an answer.")] = True
-    text: Annotated[TextConfig | None, Meta(description="What the text of the answer must be.")] = None
-    reasoning: Annotated[ReasoningConfig | None, Meta(description="How the model thinks first.")] = None
+    parallel_tool_calls: bool = True
+    """False: at most one call in an answer."""
+    text: TextConfig | None = None
+    """What the text of the answer must be."""
+    reasoning: ReasoningConfig | None = None
+    """How the model thinks first."""
     chat_template_kwargs: TemplateArguments = {}
-    include: Annotated[
-        list[Literal["message.output_text.logprobs"]],
-        Meta(description="What else the answer has: how likely each token of its text was, if it is text alone."),
-    ] = []
-    top_logprobs: Annotated[
-        TopLogprobs, Meta(description="With include: also send so many of the likeliest tokens in each place.")
-    ] = 0
+    include: list[Literal["message.output_text.logprobs"]] = []
+    """What else the answer has: how likely each token of its text was, if it is text alone."""
+    top_logprobs: TopLogprobs = 0
+    """With include: also send so many of the likeliest tokens in each place."""
     timeout: Timeout = None
     priority: Priority = 0
     cache_salt: CacheSalt = None
     user: Label = ""
-    metadata: Annotated[dict[str, str], Meta(description="Labels, which the answer repeats.")] = {}
+    metadata: dict[str, str] = {}
+    """Labels, which the answer repeats."""
     safety_identifier: Label = ""
     prompt_cache_key: Label = ""
-    store: Annotated[
-        bool | None, Meta(description="Keep the answer for later requests. Without it: where the router has `--store`.")
-    ] = None
-    background: Annotated[bool, Meta(description="Compute the answer without its client, who asks for it later.")] = False
-    previous_response_id: Annotated[
-        str | None, Meta(description="A stored answer: its conversation stands before the input.")
-    ] = None
+    store: bool | None = None
+    """Keep the answer for later requests. Without it: where the router has `--store`."""
+    background: bool = False
+    """Compute the answer without its client, who asks for it later."""
+    previous_response_id: str | None = None
+    """A stored answer: its conversation stands before the input."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -242,10 +257,6 @@ class OutputPart(msgspec.Struct, frozen=True, tag_field="type", tag="output_text
     logprobs: Sequence[ChatLogprob] = ()
 
 
-class ThoughtPart(msgspec.Struct, frozen=True, tag_field="type", tag="reasoning_text"):
-    text: str
-
-
 class MessageOutput(msgspec.Struct, frozen=True, tag_field="type", tag="message"):
     id: str
     status: Status
@@ -256,7 +267,7 @@ class MessageOutput(msgspec.Struct, frozen=True, tag_field="type", tag="message"
 class ReasoningOutput(msgspec.Struct, frozen=True, tag_field="type", tag="reasoning"):
     id: str
     status: Status
-    content: Sequence[ThoughtPart]
+    content: Sequence[ThoughtText]
     summary: tuple[()] = ()
 
 
@@ -337,16 +348,16 @@ def _output(block: Block, status: Status, logprobs: Sequence[ChatLogprob]) -> Ou
         case "content":
             return MessageOutput(id, status, [OutputPart(text, logprobs=logprobs) for text in texts])
         case "reasoning":
-            return ReasoningOutput(id, status, [ThoughtPart(text) for text in texts])
+            return ReasoningOutput(id, status, [ThoughtText(text) for text in texts])
         case "call":
             return CallOutput(id, status, block.call_id, block.name, "".join(texts))
         case _:
             assert_never(block.kind)
 
 
-def _part(block: Block, text: str, logprobs: Sequence[ChatLogprob] = ()) -> OutputPart | ThoughtPart:
+def _part(block: Block, text: str, logprobs: Sequence[ChatLogprob] = ()) -> OutputPart | ThoughtText:
     """The item's content part, with this text."""
-    return ThoughtPart(text) if block.kind == "reasoning" else OutputPart(text, logprobs=logprobs)
+    return ThoughtText(text) if block.kind == "reasoning" else OutputPart(text, logprobs=logprobs)
 
 
 def _id_of(block: Block) -> str:

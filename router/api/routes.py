@@ -1,43 +1,37 @@
-"""The routes: what a URL does not read, it refuses.
+"""The bodies and answers of POST /tokenize and POST /detokenize, as in vLLM, and the answers of GET /v1/models.
 
-Owns the check of query parameters, and of bodies where none is read. Bodies that are read have readers of their own.
-
-The answers of GET /v1/models.
-
-Owns their shape, which is OpenAI's with vLLM's `max_model_len`.
-
-The bodies and answers of POST /tokenize and POST /detokenize, as in vLLM.
-
-Owns their fields. Does not know tokenizers. Fields: TokenizeRequest and DetokenizeRequest at
-https://docs.vllm.ai/en/stable/serving/openai_compatible_server.html.
+Owns their fields and shapes; a model's is OpenAI's with vLLM's `max_model_len`. Does not know tokenizers. Fields: TokenizeRequest
+and DetokenizeRequest at https://docs.vllm.ai/en/stable/serving/openai_compatible_server.html.
 """
 
-from collections.abc import Callable, Collection, Coroutine
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 import msgspec
-from fastapi import Request, Response
-from fastapi.routing import APIRoute
 from msgspec import Meta
 
 from common.errors import BadRequest
-from router.api.bodies import body_of, object_in
+from router.api.bodies import object_in
 from router.api.chat import MESSAGES, ChatFields, ChatMessage, ChatRequest, chat_request
-from router.api.errors import shown
-from router.api.fields import FunctionTool, Model, TokenId, Unsupported, read_fields
-from router.api.guard import EFFECTLESS_METHODS, OPEN_PATHS
+from router.api.fields import Model, TokenId, Unsupported, read_fields
+from router.api.tools import FunctionTool
 
 
 class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
-    id: Annotated[str, Meta(description="The name that requests use.")]
+    id: str
+    """The name that requests use."""
     object: Literal["model"] = "model"
-    created: Annotated[int, Meta(description="When the router started, in seconds since 1970.")]
+    created: int
+    """When the router started, in seconds since 1970."""
     owned_by: str = "tandem"
-    max_model_len: Annotated[int, Meta(description="Longest prompt and answer together, in tokens.")]
-    root: Annotated[str | msgspec.UnsetType, Meta(description="Of a LoRA adapter: its folder.")] = msgspec.UNSET
-    parent: Annotated[str | msgspec.UnsetType, Meta(description="Of a LoRA adapter: its base model.")] = msgspec.UNSET
-    digest: Annotated[str | msgspec.UnsetType, Meta(description="Of a LoRA adapter: digest of its bytes.")] = msgspec.UNSET
+    max_model_len: int
+    """Longest prompt and answer together, in tokens."""
+    root: str | msgspec.UnsetType = msgspec.UNSET
+    """The folder of a LoRA adapter."""
+    parent: str | msgspec.UnsetType = msgspec.UNSET
+    """The base model of a LoRA adapter."""
+    digest: str | msgspec.UnsetType = msgspec.UNSET
+    """The digest of the bytes of a LoRA adapter."""
 
 
 class ModelList(msgspec.Struct, frozen=True, kw_only=True):
@@ -53,29 +47,22 @@ class TokenizeFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """The body of POST /tokenize. Exactly one of prompt and messages must be there."""
 
     model: Model = None
-    prompt: Annotated[Annotated[str, Meta(max_length=MAX_CHARS)] | None, Meta(description="The text.")] = None
-    messages: Annotated[list[ChatMessage] | None, Meta(description="A conversation, which the chat template makes a text.")] = (
-        None
-    )
-    add_special_tokens: Annotated[
-        bool | None,
-        Meta(
-            description="Begin a prompt with the special tokens that the model begins with. Chat templates write them themselves."
-        ),
-    ] = None
-    return_token_strs: Annotated[bool, Meta(description="Send each token too, as the vocabulary spells it.")] = False
-    tools: Annotated[list[FunctionTool], Meta(description="With `messages`: functions that the model may call.")] = msgspec.field(
-        default_factory=list
-    )
-    chat_template_kwargs: Annotated[
-        dict[str, Any], Meta(description="With `messages`: names that the chat template reads, and their values.")
-    ] = msgspec.field(default_factory=dict)
-    add_generation_prompt: Annotated[
-        bool, Meta(description="With `messages`: the prompt ends where the assistant's answer begins.")
-    ] = True
-    continue_final_message: Annotated[
-        bool, Meta(description="With `messages`: the last message stays open. Send add_generation_prompt=false with it.")
-    ] = False
+    prompt: Annotated[str, Meta(max_length=MAX_CHARS)] | None = None
+    """The text."""
+    messages: list[ChatMessage] | None = None
+    """A conversation, which the chat template makes a text."""
+    add_special_tokens: bool | None = None
+    """Begin a prompt with the special tokens that the model begins with. Chat templates write them themselves."""
+    return_token_strs: bool = False
+    """Send each token too, as the vocabulary spells it."""
+    tools: list[FunctionTool] = msgspec.field(default_factory=list)
+    """With `messages`: functions that the model may call."""
+    chat_template_kwargs: dict[str, Any] = msgspec.field(default_factory=dict)
+    """With `messages`: names that the chat template reads, and their values."""
+    add_generation_prompt: bool = True
+    """With `messages`: the prompt ends where the assistant's answer begins."""
+    continue_final_message: bool = False
+    """With `messages`: the last message stays open. Send add_generation_prompt=false with it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,7 +77,8 @@ class Tokenized(msgspec.Struct, frozen=True, kw_only=True):
     """The answer of POST /tokenize."""
 
     count: int
-    max_model_len: Annotated[int, Meta(description="Longest prompt and answer together, in tokens.")]
+    max_model_len: int
+    """Longest prompt and answer together, in tokens."""
     tokens: list[int]
     token_strs: list[str] | None = None
 
@@ -106,15 +94,18 @@ class DetokenizeFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     """The body of POST /detokenize."""
 
     model: Model = None
-    tokens: Annotated[list[TokenId], Meta(max_length=MAX_TOKENS, description="Token ids.")]
-    skip_special_tokens: Annotated[bool, Meta(description="Special tokens give no text.")] = False
+    tokens: Annotated[list[TokenId], Meta(max_length=MAX_TOKENS)]
+    """Token ids."""
+    skip_special_tokens: bool = False
+    """Special tokens give no text."""
 
 
 class Detokenized(msgspec.Struct, frozen=True, kw_only=True):
     """The answer of POST /detokenize."""
 
     prompt: str
-    text: Annotated[str, Meta(description="The same, for SGLang's clients.")]
+    text: str
+    """The same, for SGLang's clients."""
 
 
 def read_tokenize(body: bytes, context_tokens: int | None = None) -> TokenizeRequest:
@@ -129,62 +120,11 @@ def read_tokenize(body: bytes, context_tokens: int | None = None) -> TokenizeReq
 
 
 def _chat(fields: TokenizeFields, messages: list[ChatMessage] | None) -> ChatRequest:
-    return chat_request(
-        ChatFields(
-            model=fields.model or "",
-            messages=messages or [],
-            tools=fields.tools,
-            chat_template_kwargs=fields.chat_template_kwargs,
-            add_generation_prompt=fields.add_generation_prompt,
-            continue_final_message=fields.continue_final_message,
-        )
-    )
+    named = ("tools", "chat_template_kwargs", "add_generation_prompt", "continue_final_message")
+    same = {name: getattr(fields, name) for name in named}
+    return chat_request(ChatFields(model=fields.model or "", messages=messages or [], **same))
 
 
 def read_detokenize(body: bytes, context_tokens: int | None = None) -> DetokenizeFields:
     """The body of POST /detokenize. Raises BadRequest."""
     return read_fields(object_in(body, context_tokens), DetokenizeFields)
-
-
-MOST_BYTES = 1024
-"""Longest body that is looked at where none is read."""
-
-
-class StrictRoute(APIRoute):
-    """A route that refuses what it would ignore. Open pages stay as they are: load balancers and monitors add parameters."""
-
-    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        handle = super().get_route_handler()
-        known = {parameter.alias for parameter in self.dependant.query_params}
-        is_open = self.path in OPEN_PATHS
-        reads_body = "requestBody" in (self.openapi_extra or {})
-
-        async def handle_strictly(request: Request) -> Response:
-            if request.scope["query_string"] and not is_open:
-                _require_known(request, known)
-            if not reads_body and request.method not in EFFECTLESS_METHODS:
-                await _require_no_fields(request)
-            return await handle(request)
-
-        return handle_strictly
-
-
-def _require_known(request: Request, known: Collection[str]) -> None:
-    """Raises BadRequest for a query parameter that is unknown, or there twice."""
-    seen: set[str] = set()
-    for name, _ in request.query_params.multi_items():
-        where = f"{shown(name)} in the URL's query"
-        if name not in known:
-            fix = f"use {' or '.join(sorted(known))}" if known else "leave it out"
-            raise BadRequest(f"{where} is not a parameter of {request.url.path}: {fix}", field=name, code="unknown_parameter")
-        if name in seen:
-            raise BadRequest(f"{where} is there twice: send it once", field=name, code="invalid_value")
-        seen.add(name)
-
-
-async def _require_no_fields(request: Request) -> None:
-    """Raises BadRequest for a body that holds more than {}."""
-    body = await body_of(request, MOST_BYTES)
-    for name in object_in(body) if body.strip() else ():
-        message = f"{shown(name)} is not a field of {request.url.path}, which reads no body: leave it out"
-        raise BadRequest(message, field=name, code="unknown_parameter")

@@ -25,7 +25,7 @@ from router.api.bodies import object_in
 from router.api.completions import CompletionRequest, PairPrompt, Prompt, require_few_ids
 from router.api.embeddings import MAX_INPUTS, NumbersShape, PromptFields, PromptUsage
 from router.api.fields import TokenId, Unsupported, read_fields
-from router.outbox import ChoiceDelta
+from router.requests import ChoiceDelta
 
 _RERANKS = 'the answer can only be "yes" or "no"'
 """What the chat templates say that make a reranker of a model, such as Qwen3-Reranker's, in lower case."""
@@ -39,43 +39,49 @@ Texts: TypeAlias = str | list[str]
 
 
 class TextDocument(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    text: Annotated[str, Meta(description="The document.")]
+    text: str
+    """The document."""
 
 
 class RerankFields(PromptFields, frozen=True, kw_only=True):
     """The body of POST /rerank."""
 
-    query: Annotated[str, Meta(description="What is searched for.")]
-    documents: Annotated[
-        list[str | TextDocument], Meta(min_length=1, max_length=MAX_INPUTS, description="What may fit it: up to 256 texts.")
-    ]
-    top_n: Annotated[
-        Annotated[int, Meta(ge=0)] | None, Meta(description="Send so many of the best; without it or with 0: all.")
-    ] = None
-    return_documents: Annotated[bool, Meta(description="Send the documents too.")] = True
-    instruction: Annotated[str | None, Meta(description="What a fit is, for a reranker's chat template.")] = None
-    instruct: Annotated[str | None, Meta(description="SGLang's name of instruction.")] = None
+    query: str
+    """What is searched for."""
+    documents: Annotated[list[str | TextDocument], Meta(min_length=1, max_length=MAX_INPUTS)]
+    """What may fit it: up to 256 texts."""
+    top_n: Annotated[int, Meta(ge=0)] | None = None
+    """Send so many of the best; without it or with 0: all."""
+    return_documents: bool = True
+    """Send the documents too."""
+    instruction: str | None = None
+    """What a fit is, for a reranker's chat template."""
+    instruct: str | None = None
+    """SGLang's name of instruction."""
 
 
 class ScoreFields(PromptFields, frozen=True, kw_only=True):
     """The body of POST /score: text_1 and text_2, or queries with documents or items, as vLLM's; or query, items and
     label_token_ids, as SGLang's."""
 
-    text_1: Annotated[Texts | None, Meta(description="One text, for all of the other; or as many.")] = None
-    text_2: Annotated[Texts | None, Meta(description="What is compared with text_1: up to 256 texts.")] = None
-    queries: Annotated[Texts | None, Meta(description="Another name of text_1.")] = None
-    documents: Annotated[Texts | None, Meta(description="With queries: another name of text_2.")] = None
-    items: Annotated[
-        str | list[str | list[int]] | None,
-        Meta(description="With queries: another name of text_2. With query: what follows it, up to 256 texts or token ids."),
-    ] = None
-    query: Annotated[str | list[int] | None, Meta(description="What each prompt begins with, as text or token ids.")] = None
-    label_token_ids: Annotated[
-        Annotated[list[TokenId], Meta(min_length=1, max_length=MAX_LOGPROB_IDS)] | None,
-        Meta(description="With query and items: tokens that may come next, whose probabilities are the scores."),
-    ] = None
-    apply_softmax: Annotated[bool, Meta(description="The probabilities of an item add up to 1.")] = False
-    item_first: Annotated[bool, Meta(description="The prompt begins with the item.")] = False
+    text_1: Texts | None = None
+    """One text, for all of the other; or as many."""
+    text_2: Texts | None = None
+    """What is compared with text_1: up to 256 texts."""
+    queries: Texts | None = None
+    """Another name of text_1."""
+    documents: Texts | None = None
+    """With queries: another name of text_2."""
+    items: str | list[str | list[int]] | None = None
+    """With queries: another name of text_2. With query: what follows it, up to 256 texts or token ids."""
+    query: str | list[int] | None = None
+    """What each prompt begins with, as text or token ids."""
+    label_token_ids: Annotated[list[TokenId], Meta(min_length=1, max_length=MAX_LOGPROB_IDS)] | None = None
+    """With query and items: tokens that may come next, whose probabilities are the scores."""
+    apply_softmax: bool = False
+    """The probabilities of an item add up to 1."""
+    item_first: bool = False
+    """The prompt begins with the item."""
 
 
 Scores: TypeAlias = list[list[float]]
@@ -95,7 +101,8 @@ class ScoreRequest(CompletionRequest):
 
 
 class RerankedDocument(msgspec.Struct, frozen=True, kw_only=True):
-    index: Annotated[int, Meta(description="The number of the document.")]
+    index: int
+    """The number of the document."""
     document: TextDocument | msgspec.UnsetType = msgspec.UNSET
     relevance_score: float
 
@@ -122,10 +129,10 @@ class ScoresBody(msgspec.Struct, frozen=True, kw_only=True):
     object: Literal["list", "scoring"]
     created: int
     model: str
-    data: Annotated[list[PairScore] | msgspec.UnsetType, Meta(description="For pairs of texts, in their order.")] = msgspec.UNSET
-    scores: Annotated[
-        list[list[float]] | msgspec.UnsetType, Meta(description="For each item the probability of each of label_token_ids.")
-    ] = msgspec.UNSET
+    data: list[PairScore] | msgspec.UnsetType = msgspec.UNSET
+    """For pairs of texts, in their order."""
+    scores: list[list[float]] | msgspec.UnsetType = msgspec.UNSET
+    """For each item the probability of each of label_token_ids."""
     usage: PromptUsage
 
 

@@ -14,21 +14,23 @@ sent while it is handled. More of it in the same turn is sent together, when the
 """
 
 import asyncio
-from collections.abc import Awaitable, Coroutine, Generator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Coroutine, Generator, Sequence
 from functools import partial
 from types import coroutine
 from typing import Any
 
 import msgspec
+from msgspec.structs import replace
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
+from common.errors import TandemError
 from common.messages import Failed
 from router.api.answers import LOOP_SIZE, AnswerShape
 from router.api.errors import response_to_failure
 from router.api.threads import SharedThreads
 from router.core import Gateway
-from router.outbox import JOIN_DELTAS, ChoiceDelta, ClientRequest, joined
+from router.requests import JOIN_DELTAS, ChoiceDelta, ClientRequest, joined
 
 HEADERS = (
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -40,6 +42,31 @@ HEADERS_AS_TEXT = {name.decode(): value.decode() for name, value in HEADERS}
 
 class ClientGone(Exception):
     """The connection is closed: nobody reads the answer."""
+
+
+class AnswerFailed(TandemError):
+    """The answer ended with this failure."""
+
+    def __init__(self, failed: Failed) -> None:
+        super().__init__(failed.message)
+        self.failed = failed
+
+
+async def news_of(client: ClientRequest) -> AsyncIterator[ChoiceDelta]:
+    """The news of an answer until all of its choices have ended; what comes while nobody asks is joined. Raises AnswerFailed."""
+    arrived = asyncio.Event()
+    client.read_by(arrived.set)
+    while client.unended:
+        await arrived.wait()
+        arrived.clear()
+        deltas = client.take()
+        for delta in deltas if len(deltas) == 1 else joined(deltas):
+            if not isinstance(delta.ending, Failed):
+                yield delta
+                continue
+            if delta.token_ids or delta.text:
+                yield replace(delta, ending=None)
+            raise AnswerFailed(delta.ending)
 
 
 async def whole_answer(client: ClientRequest, shape: AnswerShape[Any], writers: SharedThreads) -> Response:

@@ -21,7 +21,6 @@ from router.api.completions import CompletionRequest, one_of_prompts, require_fe
 from router.api.fields import (
     ALL_TOKENS,
     CacheSalt,
-    KeepsStop,
     MinTokens,
     Priority,
     Sampling,
@@ -36,7 +35,7 @@ from router.api.fields import (
 from router.api.guard import checked_id
 from router.api.logprobs import finite
 from router.api.structured import StructuralTag, grammar_of
-from router.outbox import ChoiceDelta
+from router.requests import ChoiceDelta
 
 GENERATE_MAX_TOKENS = 128
 """Length of an answer to /generate when the request gives none, as in SGLang."""
@@ -49,14 +48,12 @@ ABORT = Unsupported({"finished_reason": (), "abort_message": ()})
 class GenerateParameters(Sampling, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """`sampling_params` of POST /generate."""
 
-    max_new_tokens: Annotated[
-        Annotated[int, Meta(ge=0, lt=2**31)] | None,
-        Meta(description="Longest answer, in tokens; without it: 128. 0: only the prompt's log probabilities."),
-    ] = None
+    max_new_tokens: Annotated[int, Meta(ge=0, lt=2**31)] | None = None
+    """Longest answer, in tokens; without it: 128. 0: only the prompt's log probabilities."""
     min_tokens: MinTokens = msgspec.field(default=0, name="min_new_tokens")
     top_k: TopK = ALL_TOKENS
     seed: Seed = msgspec.field(default=None, name="sampling_seed")
-    include_stop_str_in_output: KeepsStop = msgspec.field(default=False, name="no_stop_trim")
+    include_stop_str_in_output: bool = msgspec.field(default=False, name="no_stop_trim")
     structural_tag: StructuralTag | None = None
 
 
@@ -85,32 +82,29 @@ GENERATE = Unsupported(
 class GenerateFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The body of POST /generate. Exactly one of text and input_ids must be there."""
 
-    text: Annotated[str | list[str] | None, Meta(description="One prompt, or a batch of prompts.")] = None
-    input_ids: Annotated[list[int | list[int]] | None, Meta(description="Token ids of one prompt, or of each of a batch.")] = None
-    sampling_params: Annotated[GenerateParameters, Meta(description="How the next token is chosen and when the answer ends.")] = (
-        GenerateParameters()
-    )
-    rid: Annotated[
-        str | list[str] | None,
-        Meta(description="Id of the request, for POST /abort_request; a list for a batch. Without it: the X-Request-Id."),
-    ] = None
-    return_logprob: Annotated[bool, Meta(description="Send how likely each token was.")] = False
-    logprob_start_len: Annotated[
-        Annotated[int, Meta(ge=-1, lt=2**31)],
-        Meta(description="With `return_logprob`: send the prompt's log probabilities too, from this token on. -1: none of them."),
-    ] = -1
-    top_logprobs_num: Annotated[
-        TopLogprobs, Meta(description="With `return_logprob`: also send so many of the likeliest tokens in each place.")
-    ] = 0
-    return_text_in_logprobs: Annotated[bool, Meta(description="With `return_logprob`: send the texts of tokens too.")] = False
+    text: str | list[str] | None = None
+    """One prompt, or a batch of prompts."""
+    input_ids: list[int | list[int]] | None = None
+    """Token ids of one prompt, or of each of a batch."""
+    sampling_params: GenerateParameters = GenerateParameters()
+    """How the next token is chosen and when the answer ends."""
+    rid: str | list[str] | None = None
+    """Id of the request, for POST /abort_request; a list for a batch. Without it: the X-Request-Id."""
+    return_logprob: bool = False
+    """Send how likely each token was."""
+    logprob_start_len: Annotated[int, Meta(ge=-1, lt=2**31)] = -1
+    """With `return_logprob`: send the prompt's log probabilities too, from this token on. -1: none of them."""
+    top_logprobs_num: TopLogprobs = 0
+    """With `return_logprob`: also send so many of the likeliest tokens in each place."""
+    return_text_in_logprobs: bool = False
+    """With `return_logprob`: send the texts of tokens too."""
     stream: Stream = False
     priority: Priority = 0
     cache_salt: CacheSalt = None
-    extra_key: Annotated[CacheSalt, Meta(description="SGLang's name of cache_salt.")] = None
-    lora_path: Annotated[
-        str | list[str | None] | None,
-        Meta(description="Name of the LoRA adapter, as GET /v1/models lists it; a list for a batch. null: the model alone."),
-    ] = None
+    extra_key: CacheSalt = None
+    """SGLang's name of cache_salt."""
+    lora_path: str | list[str | None] | None = None
+    """Name of the LoRA adapter, as GET /v1/models lists it; a list for a batch. null: the model alone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,8 +147,10 @@ class GenerateRequest(CompletionRequest):
 class AbortFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The body of POST /abort_request."""
 
-    rid: Annotated[str, Meta(description="Id of the request: its `rid`, its X-Request-Id, or the `id` of its answer.")] = ""
-    abort_all: Annotated[bool, Meta(description="End every request that this router has open.")] = False
+    rid: str = ""
+    """Id of the request: its `rid`, its X-Request-Id, or the `id` of its answer."""
+    abort_all: bool = False
+    """End every request that this router has open."""
 
     def __post_init__(self) -> None:
         """Raises BadRequest."""
@@ -165,13 +161,15 @@ class AbortFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 class Aborted(msgspec.Struct, frozen=True):
     """The answer of POST /abort_request."""
 
-    aborted: Annotated[int, Meta(description="How many answers were ended.")]
+    aborted: int
+    """How many answers were ended."""
 
 
 class Flushed(msgspec.Struct, frozen=True):
     """The answer of POST /flush_cache."""
 
-    instances: Annotated[int, Meta(description="How many instances were told to flush their prefix cache.")]
+    instances: int
+    """How many instances were told to flush their prefix cache."""
 
 
 def read_generate(model: str, body: bytes, context_tokens: int | None = None) -> GenerateRequest:
@@ -278,9 +276,12 @@ _encode = msgspec.json.Encoder().encode
 
 class FinishReason(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
     type: Literal["stop", "length", "abort"]
-    matched: Annotated[str | int | None, Meta(description="The stop string or token id that ended the answer.")] = None
-    length: Annotated[int | None, Meta(description="Tokens of an answer that became too long.")] = None
-    message: Annotated[str | None, Meta(description="Why the answer was aborted.")] = None
+    matched: str | int | None = None
+    """The stop string or token id that ended the answer."""
+    length: int | None = None
+    """Tokens of an answer that became too long."""
+    message: str | None = None
+    """Why the answer was aborted."""
 
 
 class MetaInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -288,9 +289,12 @@ class MetaInfo(msgspec.Struct, frozen=True, kw_only=True):
     finish_reason: FinishReason | None
     prompt_tokens: int
     completion_tokens: int
-    cached_tokens: Annotated[int, Meta(description="Tokens of the prompt whose KV was there already.")]
-    weight_version: Annotated[str, Meta(description="The weights that its last token came from.")]
-    weight_versions: Annotated[list[VersionSpan], Meta(description="Which of its tokens came from which weights.")]
+    cached_tokens: int
+    """Tokens of the prompt whose KV was there already."""
+    weight_version: str
+    """The weights that its last token came from."""
+    weight_versions: list[VersionSpan]
+    """Which of its tokens came from which weights."""
     input_token_logprobs: list[Logprob] | msgspec.UnsetType = msgspec.UNSET
     output_token_logprobs: list[Logprob] | msgspec.UnsetType = msgspec.UNSET
     input_top_logprobs: list[list[Logprob] | None] | msgspec.UnsetType = msgspec.UNSET
@@ -396,12 +400,11 @@ class GenerateShape(AnswerShape[GenerateRequest]):
         written.cached_tokens += delta.cached_tokens
         if self.request.logprob_start >= 0:
             self._add_logprobs(written, "input", delta.prompt_logprobs[self.request.logprob_start :])
-        if not self.request.hides_answer:
-            written.tokens += len(delta.token_ids)
-            self.versions[index].add(delta)
-            written.text += _encode(delta.text)[1:-1]
-            written.ids.extend(delta.token_ids)
-            self._add_logprobs(written, "output", delta.logprobs)
+        written.tokens += len(delta.token_ids)
+        self.versions[index].add(delta)
+        written.text += _encode(delta.text)[1:-1]
+        written.ids.extend(delta.token_ids)
+        self._add_logprobs(written, "output", delta.logprobs)
 
     def _add_logprobs(self, written: _WrittenChoice, of: str, tokens: Sequence[TokenLogprob]) -> None:
         if self.request.logprobs is not None:
@@ -411,8 +414,6 @@ class GenerateShape(AnswerShape[GenerateRequest]):
             written.logprobs[f"{of}_top_logprobs"].extend(tops)
 
     def _finish(self, ending: Finished, tokens: int) -> FinishReason:
-        if self.request.hides_answer:
-            return FinishReason(type="length", length=0)
         match ending.reason:
             case "cancelled":
                 return FinishReason(type="abort", message="aborted by POST /abort_request")

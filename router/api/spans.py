@@ -34,10 +34,10 @@ from opentelemetry.util.types import AttributeValue
 
 from common.config import RouterConfig
 from common.errors import ConfigError
-from router.api.reports import ServedRequest
+from router.api.admission import ServedRequest
 from router.core import RouterCore
 from router.metrics import RouterMetrics, SpanFate
-from router.outbox import Asked
+from router.requests import Asked
 from router.timelines import AttemptTimeline, RequestTimes, stages_of
 
 MOST_REPORTS = 4_096

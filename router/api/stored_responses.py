@@ -29,10 +29,10 @@ from common.errors import BadRequest, Conflict, DeadlinePassed, NotFound, Tandem
 from router.api.admission import Visit, visit_of
 from router.api.answers import BEGIN, END, KEEP_ALIVE
 from router.api.description import Described
-from router.api.errors import ErrorBody, ErrorDetail, error_json, shown
+from router.api.errors import ErrorDetail, error_json, require_one_of, shown
 from router.api.files import USUALLY_LISTED, DeletedBody, ListBody, StoreApi, is_ascending, list_body, number_in
 from router.api.responses import Item, MessageItem, ResponseBody, ResponseError, ResponseRequest, ResponseShape, response_request
-from router.api.sending import HEADERS_AS_TEXT, EventStream
+from router.api.sending import HEADERS_AS_TEXT, AnswerFailed, news_of
 from router.api.store import Store, StoredObject
 from router.core import Gateway
 
@@ -48,10 +48,6 @@ CANCEL_S = 30.0
 _ID_PREFIXES = {"message": "msg_", "function_call": "fc_", "function_call_output": "fco_", "reasoning": "rs_"}
 _log = logging.getLogger(__name__)
 _encode, _decode = msgspec.json.encode, msgspec.json.decode
-
-
-class _LastEvent(msgspec.Struct):
-    response: msgspec.Raw
 
 
 class _Answered(msgspec.Struct):
@@ -91,52 +87,30 @@ class BackgroundResponse:
         self._events_written = len(self.events)
         self.news = asyncio.Event()
         """Set, and replaced, when there is something new in the store."""
-        self._last = b""
-        """The last event of an answer that ended as it should."""
-        self._failure = b""
-        """The JSON of the error that it ended with."""
-        self._is_refused = self._is_begun = False
 
-    async def run(self, gateway: Gateway, visit: Visit, stored: StoredObject) -> None:
+    async def run(self, visit: Visit, stored: StoredObject) -> None:
         """Compute it, and store what comes of it. visit: what its request had taken, which this gives back."""
-        never: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
-
-        async def send(message: Message) -> None:
-            await self._take(message, stored)
-
+        shape, opens, failed = self._shape, True, None
         try:
-            await EventStream(gateway, visit.client, self._shape, send, 0)({"type": "http", "path": ""}, lambda: never, send)
+            async for delta in news_of(visit.client):
+                events = shape.events(delta, opens=opens)
+                if self.events or opens:
+                    await self._write(stored, events, _encode(shape.body_as("in_progress")) if opens else None)
+                opens = False
+        except AnswerFailed as error:
+            failed = ResponseError("server_error", str(error))
         finally:
             visit.close(HTTPStatus.OK)
-        if self._last:
-            body = bytes(_decode(self._last.partition(BEGIN)[2], type=_LastEvent).response)
-            await self._write(stored, [self._last], with_status(body, "cancelled") if self._shape.was_aborted else body, "")
+        if failed is not None:
+            await self._write(stored, shape.failed_event(failed), _encode(shape.body_as("failed", failed)), "")
         else:
-            detail = _decode(self._failure, type=ErrorBody).error
-            error = ResponseError("server_error", detail.message)
-            await self._write(stored, [self._shape.failed_event(error)], _encode(self._shape.body_as("failed", error)), "")
+            body = _encode(shape.body())
+            await self._write(stored, shape.last_events(), with_status(body, "cancelled") if shape.was_aborted else body, "")
 
-    async def _take(self, message: Message, stored: StoredObject) -> None:
-        """What an HTTP server would send. While this waits for the store, more text is joined."""
-        if message["type"] == "http.response.start":
-            self._is_refused = message["status"] >= 400
-            return
-        body = message.get("body", b"")
-        if self._is_refused:
-            self._failure = body
-        elif not message.get("more_body"):
-            self._last = body
-        else:
-            events = [event + END for event in body.split(END) if event]
-            if events[-1].startswith(BEGIN):  # it has no name: it is an error
-                self._failure = events.pop().removeprefix(BEGIN)
-            begun, self._is_begun = self._is_begun, True
-            if self.events or not begun:
-                await self._write(stored, events, None if begun else _encode(self._shape.body_as("in_progress")))
-
-    async def _write(self, stored: StoredObject, events: list[bytes], body: bytes | None, holder: str | None = None) -> None:
-        numbered = list(enumerate(events, self._events_written)) if self.events else []
-        self._events_written += len(events)
+    async def _write(self, stored: StoredObject, events: bytes, body: bytes | None, holder: str | None = None) -> None:
+        each = [event + END for event in events.split(END) if event] if self.events else []
+        numbered = list(enumerate(each, self._events_written))
+        self._events_written += len(each)
 
         def write() -> None:
             self._store.append(stored.number, numbered)
@@ -210,10 +184,9 @@ class StoredResponses(StoreApi):
             return await usual(visit.send)
 
         async def send(message: Message) -> None:
-            last = b"" if message.get("more_body") else message["body"]
             try:
-                if last:
-                    await self._keep(visit, shape, bytes(_decode(last.partition(BEGIN)[2], type=_LastEvent).response))
+                if message["body"] and not message.get("more_body"):  # the last event of an answer that ended as it should
+                    await self._keep(visit, shape, _encode(shape.body()))
             except TandemError as error:  # its client must not take it for stored
                 message = {**message, "body": BEGIN + error_json(ErrorDetail(str(error), error.kind)) + END}
             await visit.send(message)
@@ -256,7 +229,7 @@ class StoredResponses(StoreApi):
 
     async def _work(self, run: BackgroundResponse, visit: Visit, stored: StoredObject) -> None:
         try:
-            await run.run(self._gateway, visit, stored)
+            await run.run(visit, stored)
         except TandemError as error:
             _log.error("the answer of %s could not be stored: %s", stored.id, error)
         finally:
@@ -328,8 +301,7 @@ class StoredResponses(StoreApi):
     async def read(self, request: Request, id: str, stream: str = "", starting_after: str = "") -> Response:
         """Send a response of your key as it is now. stream=true, if it was made with `background` and `stream`: its events, all
         or those behind the number `starting_after`, and those that are still to come."""
-        if stream not in ("", "true", "false"):
-            raise BadRequest(f"stream must be true or false, is {shown(stream)!r}", field="stream")
+        require_one_of("stream", stream, ("", "true", "false"), None)
         if starting_after and stream != "true":
             raise BadRequest("starting_after is for streams only: send stream=true with it", field="starting_after")
         after = number_in(starting_after, "starting_after", ITEMS_PART, 0, 2**30)

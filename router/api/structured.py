@@ -47,15 +47,19 @@ class JsonObjectFormat(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
 
 class NamedSchema(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     schema: Schema
-    name: Annotated[str, Meta(description="A label; it changes nothing.")] = ""
-    description: Annotated[str | None, Meta(description="A label; it changes nothing.")] = None
-    strict: Annotated[bool | None, Meta(description="The answer validates against the schema, whatever this says.")] = None
+    name: str = ""
+    """A label; it changes nothing."""
+    description: str | None = None
+    """A label; it changes nothing."""
+    strict: bool | None = None
+    """The answer validates against the schema, whatever this says."""
 
 
 class JsonSchemaFormat(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="json_schema"):
     """JSON that validates against a schema."""
 
-    json_schema: Annotated[NamedSchema, Meta(description="What the answer must be.")]
+    json_schema: NamedSchema
+    """What the answer must be."""
 
 
 class FlatSchemaFormat(NamedSchema, frozen=True, tag_field="type", tag="json_schema"):
@@ -65,9 +69,11 @@ class FlatSchemaFormat(NamedSchema, frozen=True, tag_field="type", tag="json_sch
 class Structure(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """JSON between two marks."""
 
-    begin: Annotated[str, Meta(description="The mark before the JSON.")]
+    begin: str
+    """The mark before the JSON."""
     schema: Schema
-    end: Annotated[str, Meta(description="The mark behind it.")]
+    end: str
+    """The mark behind it."""
 
 
 class StructuralTagFormat(
@@ -75,9 +81,12 @@ class StructuralTagFormat(
 ):
     """Text in which marks begin something that has a format. Either a format of xgrammar's, or triggers with structures."""
 
-    format: Annotated[dict[str, Any] | None, Meta(description="The format of a structural tag, as xgrammar reads it.")] = None
-    triggers: Annotated[list[str], Meta(description="A structure must follow where one of these texts begins it.")] = []
-    structures: Annotated[list[Structure], Meta(description="What may follow.")] = []
+    format: dict[str, Any] | None = None
+    """The format of a structural tag, as xgrammar reads it."""
+    triggers: list[str] = []
+    """A structure must follow where one of these texts begins it."""
+    structures: list[Structure] = []
+    """What may follow."""
 
 
 ResponseFormat: TypeAlias = TextFormat | JsonObjectFormat | JsonSchemaFormat | StructuralTagFormat
@@ -90,7 +99,8 @@ class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     regex: Regex | None = None
     choice: ChoiceOfTexts | None = None
     grammar: Ebnf | None = None
-    json_object: Annotated[bool | None, Meta(description="The answer is a JSON object.")] = None
+    json_object: bool | None = None
+    """The answer is a JSON object."""
     structural_tag: StructuralTag | None = None
 
 

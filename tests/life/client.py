@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from common.ids import RequestId
 from common.messages import Ending, TokenLogprob
-from router.outbox import ClientRequest
+from router.requests import ClientRequest
 from router.timelines import Durations, RequestTimes
 from simulation.planned_fleet import PlannedObserver
 

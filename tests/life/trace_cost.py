@@ -14,8 +14,7 @@ from random import Random
 from common.config import RouterConfig
 from common.ids import RequestId, pack_ids
 from common.sampling_params import SamplingParams
-from router.outbox import ClientRequest
-from router.requests import RequestSpec
+from router.requests import ClientRequest, RequestSpec
 from simulation.plan import FleetPlan
 from simulation.planned_fleet import VOCAB_SIZE, PlannedFleet
 

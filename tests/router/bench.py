@@ -28,9 +28,8 @@ from common.messages import (
 from common.sampling_params import SamplingParams
 from router.core import RouterCore
 from router.fleet import Members
-from router.outbox import ClientRequest
 from router.placement import Placer
-from router.requests import RequestSpec
+from router.requests import ClientRequest, RequestSpec
 from tests.builders import instance, key
 from tests.router.fakes import Unobserved, flush, hear, says
 

@@ -15,16 +15,24 @@ from router.api.completions import CompletionFields
 from router.api.embeddings import EmbeddingFields, EncodeFields
 from router.api.errors import ErrorBody
 from router.api.files import UploadFields
+from router.api.instances import RoleFields, StartFields, SwitchFields
 from router.api.messages import CountFields, MessageFields
 from router.api.responses import ResponseFields
-from router.api.roles import RoleFields, SwitchFields
 from router.api.routes import DetokenizeFields, TokenizeFields
-from router.api.scaling import StartFields
 from router.api.scoring import RerankFields, ScoreFields
 from router.api.sglang import AbortFields, GenerateFields
-from router.api.vllm import AbortManyFields
-from router.api.weight_groups import DestroyGroupFields, GroupBucketFields, InitGroupFields, ReadWeightFields
-from router.api.weights import ContinueFields, DiskFields, PauseFields, TensorFields, VersionFields
+from router.api.trainers import AbortManyFields
+from router.api.weights import (
+    ContinueFields,
+    DestroyGroupFields,
+    DiskFields,
+    GroupBucketFields,
+    InitGroupFields,
+    PauseFields,
+    ReadWeightFields,
+    TensorFields,
+    VersionFields,
+)
 from router.scaling import ScalingDecision
 from tests.router.calls import get
 from tests.router.fakes import Site

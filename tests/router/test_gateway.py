@@ -15,7 +15,7 @@ from common.ids import DETOKENIZER, ROUTER
 from common.instance.ports import Send
 from common.messages import DetokenizerHeartbeat, Goodbye, Register, RouterInbox
 from router.core import BACKLOG_S, TURN_MESSAGES, TURN_S, Gateway, RouterCore
-from router.outbox import ClientRequest
+from router.requests import ClientRequest
 from tests.builders import HandClock, instance
 from tests.common.mailboxes import FakeMail
 from tests.router.bench import D0, P0, spec

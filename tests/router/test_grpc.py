@@ -27,8 +27,13 @@ from common.messages import Finished, TextBatch, TextDelta  # noqa: E402
 from common.sampling_params import Grammar  # noqa: E402
 from common.text.embedding import EmbeddingMode  # noqa: E402
 from router.api import grpc_server  # noqa: E402
-from router.api.grpc_messages import CLASSES, HEALTH, SCHEDULER, read_generate_message  # noqa: E402
-from router.api.grpc_server import serving_grpc  # noqa: E402
+from router.api.grpc_server import (  # noqa: E402
+    CLASSES,
+    HEALTH,
+    SCHEDULER,
+    read_generate_message,
+    serving_grpc,
+)
 from router.process import serve  # noqa: E402
 from tests.router.calls import post, sent_to_fleet, until  # noqa: E402
 from tests.router.fakes import EchoFleet, Site  # noqa: E402

@@ -19,7 +19,7 @@ from fastapi.routing import APIRoute
 
 from common.access import Access, KeyRing, read_access
 from common.config import AccessConfig, RouterConfig
-from router.api.refused import REFUSED, UNSERVED
+from router.api.description import REFUSED, UNSERVED
 from tests.router.calls import JSON, assert_error, chat, completion, until
 from tests.router.fakes import MODEL, EchoFleet, Site, listening
 

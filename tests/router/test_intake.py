@@ -24,7 +24,7 @@ from router.api.chat import ChatRequest, read_chat
 from router.api.completions import CompletionRequest, read_completion
 from router.api.intake import ENCODING_THREADS, LONG_ENCODING_THREADS, Intake
 from router.api.threads import SharedThreads, Turns
-from router.outbox import ClientRequest
+from router.requests import ClientRequest
 from tests.router.calls import assert_error, chat, completion, post
 from tests.router.fakes import CONTEXT, MODEL, CharTokenizer, Site, intake_of
 

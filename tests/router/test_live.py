@@ -13,7 +13,7 @@ import pytest
 
 from common.access import Access, KeyRing
 from common.messages import Finished, Goodbye, Load, Register, Timeline, Times
-from router.api import live
+from router.api import views
 from router.live import MOST_LANES, LiveRoster, LiveState, LiveView
 from router.metrics import RouterMetrics
 from router.timelines import ResumeReason
@@ -68,7 +68,7 @@ async def test_a_lane_fills_with_what_the_router_knows_and_then_with_what_instan
     (lane,) = state.lanes
     assert (lane.phase, lane.is_over, lane.tokens, lane.chunks, lane.first, lane.decode) == ("length", True, 3, 3, "p0", "d0")
     assert (state.ended, state.latest) == (1, [(1.0, 1.0, True)]), "its first token after 1 s, and 2 s for the other two"
-    assert (await view.look(4.1 + live.BEAT_S)).ended == 0
+    assert (await view.look(4.1 + views.BEAT_S)).ended == 0
     assert (await view.look(20.0)).lanes == [], "it is forgotten"
 
 
@@ -168,7 +168,7 @@ def looks(monkeypatch: pytest.MonkeyPatch) -> list[float]:
         return await look(self, now)
 
     monkeypatch.setattr(LiveView, "look", counted)
-    monkeypatch.setattr(live, "BEAT_S", 0.01)
+    monkeypatch.setattr(views, "BEAT_S", 0.01)
     return times
 
 
@@ -198,11 +198,11 @@ async def test_who_reads_slowly_misses_states_and_keeps_nobody_waiting(site: Sit
 
 async def test_there_are_as_many_viewers_as_may_look_and_a_place_is_free_when_one_leaves(site: Site) -> None:
     async with contextlib.AsyncExitStack() as stack:
-        for _ in range(live.MOST_VIEWERS):
+        for _ in range(views.MOST_VIEWERS):
             await stack.enter_async_context(looking(site))
         refused = await get(site, "/cluster/events")
         assert_error(refused, 429, "overloaded_error", None)
-        assert refused.headers["retry-after"] == str(live.RETRY_S)
+        assert refused.headers["retry-after"] == str(views.RETRY_S)
     assert site.api.live.viewers == 0
 
 

@@ -15,11 +15,11 @@ from common.config import RouterConfig
 from common.errors import BadRequest
 from common.messages import ExpectAnswer, Finished
 from router.api.answers import Accepted
-from router.api.fields import Function
 from router.api.messages import MessageShape, read_count, read_message
 from router.api.parsing.formats import HERMES, THINK, AnswerFormat
 from router.api.parsing.parser import AnswerReading
-from router.outbox import ChoiceDelta
+from router.api.tools import Function
+from router.requests import ChoiceDelta
 from tests.router.calls import anthropic_client, message, post, sent_to_fleet, until
 from tests.router.fakes import MODEL, CharTokenizer, EchoFleet, Site
 from tests.router.test_disconnects import RawClient

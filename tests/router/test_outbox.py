@@ -14,14 +14,14 @@ import pytest
 from common.messages import Ending, Finished, TokenLogprob, TokenLogprobs
 from common.sampling_params import MAX_PROMPT_LOGPROBS
 from common.text.embedding import EmbeddingMode
-from router import outbox
+from router import requests
 from router.api import sending
 from router.api.answers import AnswerShape
 from router.api.chat import ChatShape
 from router.api.embeddings import EmbeddingShape
 from router.api.messages import MessageShape
 from router.api.responses import ResponseShape
-from router.outbox import UNREAD_LIMIT_CHARS, ChoiceDelta, ClientRequest, joined
+from router.requests import UNREAD_LIMIT_CHARS, ChoiceDelta, ClientRequest, joined
 from tests.router.calls import chat, message, post
 from tests.router.fakes import MODEL, Site
 
@@ -98,7 +98,7 @@ def test_joining_builds_no_text_on_the_way_however_many_pieces_waited(monkeypatc
         return built[-1]
 
     pieces = [ChoiceDelta(number % 2, " word", (number,)) for number in range(1_000)]
-    monkeypatch.setattr(outbox, "ChoiceDelta", build)
+    monkeypatch.setattr(requests, "ChoiceDelta", build)
     assert joined(pieces) == built and len(built) == 2
     assert built[1].token_ids == tuple(range(1, 1_000, 2)) and built[1].text == " word" * 500
 

@@ -8,7 +8,7 @@ import pytest
 
 from common.ids import pack_ids
 from common.pages.radix_cache import BlockNames
-from router.past_load import HOUR_S, MOST_REQUESTS, LoadLine, PastLoad, lines_of
+from router.timelines import HOUR_S, MOST_REQUESTS, LoadLine, PastLoad, lines_of
 from simulation.workload import read_trace
 from tests.router.calls import chat
 from tests.router.fakes import Site

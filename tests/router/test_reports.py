@@ -19,7 +19,7 @@ from common.errors import ConfigError, Unavailable
 from common.ids import ROUTER, InstanceId
 from common.logs import JsonLines, TextLines
 from common.messages import Failed, Timeline, Times
-from router.api.reports import ServedRequest
+from router.api.admission import ServedRequest
 from router.api.spans import CLOSE_S, SpanMaker
 from router.process import serve
 from tests.rig.collector import Collector, collecting, tree, values
@@ -54,7 +54,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 async def tracing(collector: str, fleet: EchoFleet | None = None, **options: Any) -> AsyncIterator[Site]:
     """A router that makes spans for it. When this is left, they are sent."""
     async with Site(fleet, config(collector), **options) as site:
-        made = site.api.reports.to_spans = SpanMaker(config(collector), site.core, site.metrics)
+        made = site.api.admission.to_spans = SpanMaker(config(collector), site.core, site.metrics)
         made._wait_s = 0.1
         try:
             yield site
@@ -278,7 +278,7 @@ async def test_a_collector_in_trouble_costs_spans_which_are_counted_and_holds_up
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "1")
     trouble(collector)
     async with Site(config=config(collector.url)) as site:
-        made = site.api.reports.to_spans = SpanMaker(config(collector.url), site.core, site.metrics)
+        made = site.api.admission.to_spans = SpanMaker(config(collector.url), site.core, site.metrics)
         made._wait_s = 0.0
         begun = time.monotonic()
         for number in range(10_000):

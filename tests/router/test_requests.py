@@ -10,8 +10,7 @@ from common.ids import DETOKENIZER, RequestId, pack_ids
 from common.instance.ports import Send
 from common.messages import Ending, ExpectAnswer, Failed, Finished, Generate, Load, Terms
 from common.sampling_params import SamplingParams
-from router.outbox import ChoiceDelta
-from router.requests import RequestSpec
+from router.requests import ChoiceDelta, RequestSpec
 from tests.builders import key
 from tests.router.bench import D0, D1, P0, P1, PROMPT, Bench, cancels, close, generates, spec
 

@@ -10,7 +10,7 @@ from common.errors import Conflict, DeadlinePassed, TandemError
 from common.ids import Incarnation, ServingRole
 from common.messages import Drain, Goodbye, InstanceInfo, Register, RoleKept, TakeRole
 from router.members import Member
-from router.roles import LATEST_S
+from router.tasks import LATEST_S
 from tests.builders import instance
 from tests.router.bench import Bench
 from tests.router.calls import assert_error, get, post, until

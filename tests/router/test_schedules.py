@@ -41,8 +41,7 @@ from common.sampling_params import SamplingParams
 from router import request_book
 from router.core import RouterCore
 from router.members import Member
-from router.outbox import ChoiceDelta, ClientRequest
-from router.requests import RequestSpec
+from router.requests import ChoiceDelta, ClientRequest, RequestSpec
 from router.timelines import ResumeReason
 from tests.builders import instance
 from tests.router.bench import PROMPT

@@ -18,7 +18,7 @@ from starlette.routing import Route
 from common.access import Access, KeyRing
 from common.messages import Generate
 from common.text.embedding import EmbeddingMode
-from router.api.refused import HINTS, UNSERVED
+from router.api.description import HINTS, UNSERVED
 from tests.router.calls import assert_error, chat, completion, get, openai_client, post, sent_to_fleet, until
 from tests.router.fakes import CONTEXT, MODEL, EchoFleet, Site
 

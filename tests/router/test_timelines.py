@@ -9,7 +9,7 @@ import pytest
 from common.access import Access, KeyRing
 from common.ids import ROUTER, AttemptId, InstanceId, RequestId, Role
 from common.messages import Failed, Finished, Heartbeat, InstanceInfo, Timeline, Times
-from router.api.timelines import RequestTimeline
+from router.api.views import RequestTimeline
 from router.timelines import (
     FAILURE_CHARS,
     MOST_ATTEMPTS,

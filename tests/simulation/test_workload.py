@@ -7,7 +7,7 @@ import pytest
 
 from common.errors import ConfigError
 from common.ids import unpack_ids
-from router.past_load import BLOCK_TOKENS
+from router.timelines import BLOCK_TOKENS
 from simulation.plan import LoadPlan
 from simulation.workload import system_prompt, workload
 

@@ -27,7 +27,7 @@ from common.processes.local_fleet import FleetFailed, local_fleet
 from common.processes.router_client import RouterClient
 from launch.measured_fleet import measured_fleet
 from launch.simulate import with_measured_front
-from router.past_load import BLOCK_TOKENS, LoadLine
+from router.timelines import BLOCK_TOKENS, LoadLine
 from simulation.plan import FleetPlan, LoadPlan
 from simulation.run import Simulation
 

@@ -35,10 +35,10 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from common.config import ReasoningParserName, ToolParserName
-from router.api.fields import Function
 from router.api.parsing import readers
 from router.api.parsing.parser import AnswerParser, Thoughts
 from router.api.parsing.readers import CHANNEL, END, MESSAGE, START, ToolFormat
+from router.api.tools import Function
 
 HERMES = ToolFormat(
     names=("hermes", "qwen", "qwen25"),

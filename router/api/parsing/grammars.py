@@ -16,9 +16,9 @@ from common.sampling_params import Grammar
 from engine.grammar.grammars import check_text
 from engine.grammar.json_schemas import as_object, check_schema
 from engine.grammar.strings import MAX_GRAMMAR_CHARS
-from router.api.fields import Function, ToolUse
 from router.api.parsing.formats import AnswerFormat
 from router.api.parsing.readers import ToolFormat, around, followed, kinds_in
+from router.api.tools import Function, ToolUse
 
 Format: TypeAlias = Mapping[str, Any]
 Functions: TypeAlias = Sequence[tuple[str, Format]]

@@ -10,7 +10,6 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from router.api.fields import Function
 from router.api.parsing.formats import (
     DEEPSEEK_V3,
     DEEPSEEK_V31,
@@ -29,6 +28,7 @@ from router.api.parsing.formats import (
 )
 from router.api.parsing.parser import AnswerParser, ParsedAnswer, ParsedCall, parsed_answer
 from router.api.parsing.readers import ToolFormat
+from router.api.tools import Function
 
 NAMES = st.sampled_from(["f", "get_weather", "a.b-c"])
 WORDS = ["", "x y", 'q"\\', "</tool_call>", "{[", "é🙂", "a, b]", "it's", "\n two\nlines\n", "5", "null", "<tool_call>", "\\d"]

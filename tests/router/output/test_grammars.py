@@ -10,7 +10,6 @@ from xgrammar.testing import _is_grammar_accept_string
 
 from common.errors import BadRequest
 from common.sampling_params import Grammar
-from router.api.fields import Function, ToolUse
 from router.api.parsing.formats import (
     ANALYSIS,
     DEEPSEEK_V3,
@@ -30,6 +29,7 @@ from router.api.parsing.formats import (
 from router.api.parsing.grammars import answer_grammar
 from router.api.parsing.parser import ParsedCall, Thoughts
 from router.api.parsing.readers import ToolFormat
+from router.api.tools import Function, ToolUse
 from tests.router.output.answers import call_text, parser_of, pushed
 
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"], "additionalProperties": False}

@@ -1,4 +1,5 @@
-"""What became of requests and what took time: GET /requests/{id}, and the traces of /cluster/trace.
+"""What people look at: what became of requests and what took time (GET /requests/{id}, traces of /cluster/trace), and the live
+page at `/` with the states that it reads (GET /cluster/events).
 
 Owns the shape of a timeline, the change from the router's clock to UNIX time, and the lines that a trace is read as: the first
 says how it stands, each other one is a span, in no order. Packed spans become lines in a thread, a few at a time: a trace may be
@@ -7,35 +8,56 @@ hundreds of megabytes. Does not know who records what.
 Routers share no state, and the kernel deals out connections, so a client that asks for a request may meet a router that never had
 it. That router asks the others behind its HTTP port, with the client's own key; they obey their own rules, and ask nobody else.
 This is bounded: so many threads, which keys take in turns, and so long.
+
+Owns also the files of the live page, and the beat: a state a second while somebody looks, computed once for all, and nothing
+while nobody does. A viewer takes the latest state when it has read the one before: a slow one misses states, and nothing waits
+for it. `router.live` owns what is in a state.
 """
 
 import asyncio
 import logging
+import math
 import ssl
 import time
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
-from typing import Annotated, Any
+from importlib.resources import files
+from typing import Any
 from urllib.parse import quote
 
 import msgspec
-from fastapi import Request
-from msgspec import Meta
-from msgspec.structs import replace
-from starlette.responses import Response, StreamingResponse
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response, StreamingResponse
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
-from common.errors import BadRequest, NotFound
+from common.config import RouterConfig
+from common.errors import BadRequest, NotFound, Overloaded, Unavailable
 from common.messages import unpack_spans
 from common.processes.router_client import RequestFailed, RouterClient
 from common.tracing import TraceLine, TraceStatus
 from router.api.admission import visit_of
+from router.api.answers import BEGIN, DONE, END
 from router.api.description import ApiPart, Described
 from router.api.errors import shown
-from router.api.guard import EVERYBODY, REQUESTS_PREFIX, key_in
+from router.api.guard import EVERYBODY, PAGE_PREFIX, REQUESTS_PREFIX, key_in
+from router.api.sending import HEADERS_AS_TEXT
 from router.api.threads import SharedThreads
 from router.core import Gateway
-from router.past_load import LoadLine, PastRequest, lines_of
-from router.timelines import REMEMBERED, AttemptTimeline, ChoiceTimes, Durations, RequestTimes, Seconds
+from router.live import LiveRoster, LiveState, LiveView
+from router.metrics import RouterMetrics
+from router.timelines import (
+    REMEMBERED,
+    AttemptTimeline,
+    ChoiceTimes,
+    Durations,
+    LoadLine,
+    PastRequest,
+    RequestTimes,
+    Seconds,
+    lines_of,
+)
 from router.traces import Frame
 
 ASK_S = 2.0
@@ -87,11 +109,12 @@ class OtherRouters:
 class RequestDurations(Durations, frozen=True, kw_only=True):
     """In seconds; those of instances are sums over attempts and exact, because each is of one instance's clock."""
 
-    time_to_first_token_s: Annotated[Seconds, Meta(description="From the arrival at the router to the first token there.")] = None
-    predicted_ttft_s: Annotated[
-        Seconds, Meta(description="The same, as predicted when the request was last placed before that token.")
-    ] = None
-    e2e_s: Annotated[Seconds, Meta(description="From the arrival at the router to the ending.")] = None
+    time_to_first_token_s: Seconds = None
+    """From the arrival at the router to the first token there."""
+    predicted_ttft_s: Seconds = None
+    """The same, as predicted when the request was last placed before that token."""
+    e2e_s: Seconds = None
+    """From the arrival at the router to the ending."""
 
 
 class ChoiceTimeline(ChoiceTimes, kw_only=True):
@@ -101,7 +124,8 @@ class ChoiceTimeline(ChoiceTimes, kw_only=True):
 
 class RequestTimeline(msgspec.Struct, frozen=True, kw_only=True):
     id: str
-    choices: Annotated[tuple[ChoiceTimeline, ...], Meta(description="Of the latest requests that were sent with this id.")]
+    choices: tuple[ChoiceTimeline, ...]
+    """The choices of the latest requests that were sent with this id."""
 
 
 class TimelineApi(ApiPart):
@@ -120,9 +144,9 @@ class TimelineApi(ApiPart):
         refusals=(404,),
     )
     async def read(self, request: Request, name: str, here: str = "") -> Any:
-        """When each thing happened to a request, and how long each part took: while it is open, and for a while after. name: its
-        X-Request-Id, or the id of its answer. An API key finds its own requests only, the control key those of all. Of several
-        routers behind one port, any finds it; here=true: only the one that is asked looks."""
+        """When each thing happened to a request, and how long each part took: while it is open, and for a while after. An API key
+        finds its own requests only, the control key those of all. Of several routers behind one port, any finds it. name: its
+        X-Request-Id, or the id of its answer. here: true: only the router that is asked looks."""
         if here not in ("", "true"):
             raise BadRequest(f"here must be true, not {shown(here)!r}", field="here")
         owner, core = visit_of(request).owner, self._gateway.core
@@ -142,21 +166,17 @@ def request_timeline(name: str, known: Sequence[RequestTimes], unix_s: float) ->
 
 
 def _choice(request: RequestTimes, unix_s: float) -> ChoiceTimeline:
-    told = {name: getattr(request, name) for name in ChoiceTimes.__struct_fields__}
-    moved = {name: _at(value, unix_s) for name, value in told.items() if name.endswith("_s")}
-    attempts = tuple(_attempt(each, unix_s) for each in request.attempts)
-    return ChoiceTimeline(**told | moved, durations=_durations(request), attempts=attempts)
+    attempts: list[AttemptTimeline] = []
+    for each in request.attempts:
+        instances = sorted(each.instances, key=lambda told: told.role, reverse=True)
+        attempts.append(AttemptTimeline(**_moved(each, AttemptTimeline, unix_s) | {"instances": instances}))
+    return ChoiceTimeline(**_moved(request, ChoiceTimes, unix_s), durations=_durations(request), attempts=tuple(attempts))
 
 
-def _attempt(attempt: AttemptTimeline, unix_s: float) -> AttemptTimeline:
-    return replace(
-        attempt,
-        dispatched_s=attempt.dispatched_s + unix_s,
-        first_token_s=_at(attempt.first_token_s, unix_s),
-        placed_s=_at(attempt.placed_s, unix_s),
-        ended_s=_at(attempt.ended_s, unix_s),
-        instances=sorted(attempt.instances, key=lambda each: each.role, reverse=True),
-    )
+def _moved(times: msgspec.Struct, kind: type[msgspec.Struct], unix_s: float) -> dict[str, Any]:
+    """The fields of this kind, with UNIX times."""
+    told = {name: getattr(times, name) for name in kind.__struct_fields__}
+    return {name: _at(value, unix_s) if name.endswith("_s") else value for name, value in told.items()}
 
 
 def _durations(request: RequestTimes) -> RequestDurations:
@@ -270,3 +290,116 @@ def _piece(frames: Sequence[Frame]) -> bytes:
             TraceLine(frame.process, span.track, span.name, span.begin_s, span.end_s, span.request, span.args) for span in spans
         ]
     return msgspec.json.Encoder().encode_lines(lines)
+
+
+BEAT_S = 1.0
+MOST_VIEWERS = 32
+RETRY_S = 10
+INDEX = "index.html"
+KINDS = {"html": "text/html; charset=utf-8", "js": "text/javascript; charset=utf-8", "css": "text/css; charset=utf-8"}
+POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; base-uri 'none'; "
+    "form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'; trusted-types 'none'"
+)
+"""Only what is from here, and no page around it. No text becomes HTML, whatever a script does with it."""
+PAGE_HEADERS = {
+    "content-security-policy": POLICY,
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cache-control": "no-cache",
+    "vary": "accept",
+}
+HINT = "This is a Tandem router. A browser shows its fleet here, live. The API is described at /docs.\n"
+
+
+def page_routes() -> list[Route]:
+    """The page, and the files that it loads. They hold no figures, so they need no key."""
+    folder = files("router") / "page"
+    contents = {each.name: each.read_bytes() for each in folder.iterdir() if each.name.rpartition(".")[2] in KINDS}
+
+    async def read(request: Request) -> Response:
+        name = request.url.path.rpartition("/")[2] or INDEX
+        if name == INDEX and "text/html" not in request.headers.get("accept", ""):
+            return PlainTextResponse(HINT, headers=PAGE_HEADERS)
+        return Response(contents[name], headers=PAGE_HEADERS, media_type=KINDS[name.rpartition(".")[2]])
+
+    return [Route("/", read), *(Route(f"{PAGE_PREFIX}/{name}", read) for name in contents if name != INDEX)]
+
+
+class LiveApi(ApiPart):
+    """The handler, and who looks."""
+
+    def __init__(self, gateway: Gateway, model: str, metrics: RouterMetrics, config: RouterConfig) -> None:
+        super().__init__(gateway, model)
+        named = model, str(config.dispatch), str(config.prefill_policy), str(config.decode_policy)
+        self._new_view = partial(LiveView, gateway.core, metrics, named)
+        self._view: LiveView | None = None
+        self._latest = 0.0, 0, b"", b""
+        """When the last state was computed, the version of its roster, and both as events. It is of `_view`."""
+        self._looking = asyncio.Lock()
+        self.viewers = 0
+
+    @Described(
+        "GET /cluster/events",
+        "Operations",
+        "The fleet, live",
+        "Server-sent events, without an end until the router drains: a roster when it changes, and a state each second.",
+        media_types=("text/event-stream",),
+        refusals=(429, 503),
+    )
+    async def events(self) -> Response:
+        """What the page at `/` and `launch top` show: figures of the instances, times of requests, and what has happened. No text
+        or token is in it. At most 32 may look at once; one that reads slowly misses states."""
+        return _Viewing(self)
+
+    @contextmanager
+    def look(self) -> Iterator[AsyncIterator[bytes]]:
+        """Take a place, and read the events. Raises Overloaded, Unavailable."""
+        if self._gateway.core.requests.is_draining:
+            raise Unavailable("the router drains: look at another one, or try again later")
+        if self.viewers >= MOST_VIEWERS:
+            raise Overloaded(f"{MOST_VIEWERS} look at this router already: try again when one has left", RETRY_S)
+        self.viewers += 1
+        try:
+            yield self._events()
+        finally:
+            self.viewers -= 1
+            if not self.viewers:
+                self._view = None
+
+    async def _events(self) -> AsyncIterator[bytes]:
+        shown_s, seen = -math.inf, 0
+        while not self._gateway.core.requests.is_draining:
+            computed_s, version, roster, state = await self._state()
+            if computed_s > shown_s:
+                yield roster + state if version != seen else state
+                shown_s, seen = computed_s, version
+            await asyncio.sleep(max(0.0, computed_s + BEAT_S - self._gateway.clock()))
+        yield DONE
+
+    async def _state(self) -> tuple[float, int, bytes, bytes]:
+        """The latest one. Whoever comes first when it is too old computes the next one, for all."""
+        async with self._looking:
+            now = self._gateway.clock()
+            view = self._view = self._view or self._new_view(now)
+            if not view.roster.version or now >= self._latest[0] + BEAT_S:
+                state = await view.look(now)
+                self._latest = now, state.roster, _event(view.roster), _event(state)
+            return self._latest
+
+
+class _Viewing(StreamingResponse):
+    """The response to one viewer, who takes a place while it is sent."""
+
+    def __init__(self, api: LiveApi) -> None:
+        super().__init__((), headers=HEADERS_AS_TEXT)
+        self._api = api
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with self._api.look() as events:
+            self.body_iterator = events
+            await super().__call__(scope, receive, send)
+
+
+def _event(said: LiveRoster | LiveState) -> bytes:
+    return BEGIN + msgspec.json.encode(said) + END
