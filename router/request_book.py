@@ -497,7 +497,7 @@ def _news(record: Record, delta: TextDelta, ending: Ending | None) -> ChoiceDelt
     if delta.token_ids and attempt is not None and attempt.weight_version != record.weight_version:
         record.weight_version = attempt.weight_version
         versions = ((delta.first, attempt.weight_version),)
-    of_tokens = delta.logprobs, delta.prompt_logprobs, delta.cached_tokens, versions
+    of_tokens = delta.logprobs, delta.prompt_logprobs, delta.cached_tokens, versions, delta.drafts
     return ChoiceDelta(record.spec.index, delta.text, delta.token_ids, ending, *of_tokens)
 
 

@@ -139,7 +139,7 @@ class Asked:
 
 class ChoiceDelta(msgspec.Struct, frozen=True):
     """News of one choice: text (maybe empty), the tokens behind it, and the ending if this is the last. logprobs,
-    prompt_logprobs, cached_tokens: see `TextDelta`."""
+    prompt_logprobs, cached_tokens, drafts: see `TextDelta`."""
 
     index: int
     text: str
@@ -150,6 +150,7 @@ class ChoiceDelta(msgspec.Struct, frozen=True):
     cached_tokens: int = 0
     versions: tuple[tuple[int, str], ...] = ()
     """The numbers of tokens of the answer from which on other weights computed, with what people call these."""
+    drafts: tuple[int, int] = (0, 0)
 
 
 def nobody_reads() -> None:
@@ -253,6 +254,7 @@ def joined(deltas: Sequence[ChoiceDelta]) -> list[ChoiceDelta]:
             tuple(chain.from_iterable(piece.prompt_logprobs for piece in of)),
             sum(piece.cached_tokens for piece in of),
             tuple(chain.from_iterable(piece.versions for piece in of)),
+            (sum(piece.drafts[0] for piece in of), sum(piece.drafts[1] for piece in of)),
         )
         for index, of in pieces.items()
     ]

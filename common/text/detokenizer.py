@@ -447,8 +447,9 @@ class Detokenizer:
                 order.prompt_logprobs = pack_logprobs(delta.prompt_logprobs)
             if delta.cached_tokens and delta.first == 0:
                 order.cached_tokens = delta.cached_tokens
-            order.drafts = order.drafts[0] + delta.drafts[0], order.drafts[1] + delta.drafts[1]
             again = order.put(delta.first, delta.token_ids, delta.ending, delta.logprobs)
+            if again < len(delta.token_ids):
+                order.drafts = order.drafts[0] + delta.drafts[0], order.drafts[1] + delta.drafts[1]
             if again:
                 self.dropped["tokens that came again"] += again
         if order.waiting_tokens > self._limits.waiting_tokens:

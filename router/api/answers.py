@@ -81,6 +81,15 @@ class PromptDetails(msgspec.Struct, frozen=True):
     """Tokens of the prompts whose KV was there already."""
 
 
+class CompletionDetails(msgspec.Struct, frozen=True):
+    """What came of tokens that instances proposed (speculative decoding)."""
+
+    accepted_prediction_tokens: int
+    """Tokens of the answer that had been proposed."""
+    rejected_prediction_tokens: int
+    """Proposed tokens that were wrong, or behind the end. They are not part of completion_tokens."""
+
+
 class VersionSpan(msgspec.Struct, frozen=True, omit_defaults=True):
     """Tokens [start, end) of a choice came from these weights."""
 
@@ -120,6 +129,8 @@ class Usage(msgspec.Struct, frozen=True):
     prompt_tokens_details: PromptDetails
     weight_versions: list[VersionSpan] | msgspec.UnsetType = msgspec.UNSET
     """Which tokens came from which weights, in a fleet whose weights have been given a name."""
+    completion_tokens_details: CompletionDetails | msgspec.UnsetType = msgspec.UNSET
+    """Left out where nothing was proposed."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -141,6 +152,10 @@ class AnswerShape(ABC, Generic[R]):
     """Tokens of all choices so far."""
     cached_tokens: int = field(default=0, init=False)
     """The cached tokens of the prompts so far: each prompt is counted once, with its first choice."""
+    drafted_tokens: int = field(default=0, init=False)
+    """Tokens that were proposed for the choices so far."""
+    accepted_tokens: int = field(default=0, init=False)
+    """Those of them that are in an answer."""
     versions: defaultdict[int, VersionSpans] = field(default_factory=lambda: defaultdict(VersionSpans), init=False)
     """Which weights the tokens of each choice came from."""
 
@@ -176,12 +191,17 @@ class AnswerShape(ABC, Generic[R]):
         prompt_tokens = self.accepted.prompt_tokens
         spans = [span for index, versions in sorted(self.versions.items()) for span in versions.spans(index)]
         named = spans if any(span.version != FIRST_VERSION for span in spans) else msgspec.UNSET
-        return Usage(prompt_tokens, self.tokens, prompt_tokens + self.tokens, PromptDetails(self.cached_tokens), named)
+        total = prompt_tokens + self.tokens
+        accepted, drafted = self.accepted_tokens, self.drafted_tokens
+        proposed = CompletionDetails(accepted, drafted - accepted) if drafted else msgspec.UNSET
+        return Usage(prompt_tokens, self.tokens, total, PromptDetails(self.cached_tokens), named, proposed)
 
     def count(self, index: int, news: ChoiceDelta) -> None:
         """Take the tokens of this news of a choice into the usage."""
         self.tokens += len(news.token_ids)
         self.versions[index].add(news)
+        self.drafted_tokens += news.drafts[0]
+        self.accepted_tokens += news.drafts[1]
         if index % self.request.fields.n == 0:
             self.cached_tokens += news.cached_tokens
 

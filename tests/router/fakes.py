@@ -254,6 +254,8 @@ class EchoFleet(FakeMail[RouterInbox]):
         """What the prefill instance answers when it is asked for its links; nothing: it does not answer."""
         self.cached_tokens = 0
         """How many tokens of each prompt the fleet had cached."""
+        self.drafts = 0, 0
+        """What it says of each token: see `TokenDelta`."""
 
     def join(self) -> None:
         for one in (self.prefill, self.decode):
@@ -336,7 +338,8 @@ class EchoFleet(FakeMail[RouterInbox]):
             logprobs = () if top is None else (likely(token, top, message.sampling.logprob_ids),)
             of_prompt = () if prompt_top is None or number > 0 else tuple(likely(one, prompt_top) for one in prompt[1:])
             cached = 0 if number else self.cached_tokens
-            deltas.append(TextDelta(key, number, (token,), "" if stop else chr(token), ending, logprobs, of_prompt, cached))
+            beside = logprobs, of_prompt, cached, self.drafts
+            deltas.append(TextDelta(key, number, (token,), "" if stop else chr(token), ending, *beside))
             if ending is not None:
                 break
         return deltas

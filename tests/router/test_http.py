@@ -73,6 +73,17 @@ async def test_the_usage_says_how_much_of_each_prompt_was_cached_however_many_ch
         assert response["usage"]["input_tokens_details"] == {"cached_tokens": 2}
 
 
+async def test_the_usage_says_what_came_of_proposed_tokens() -> None:
+    fleet = EchoFleet()
+    fleet.drafts = 3, 1
+    streamed = {"stream": True, "stream_options": {"include_usage": True}}
+    expected = usage(5, 12) | {"completion_tokens_details": {"accepted_prediction_tokens": 12, "rejected_prediction_tokens": 24}}
+    async with Site(fleet) as site:
+        body = chat("hello", n=3, max_tokens=4)
+        assert (await post(site, "/v1/chat/completions", body)).json()["usage"] == expected
+        assert events(await post(site, "/v1/chat/completions", body | streamed))[-1]["usage"] == expected
+
+
 async def test_a_text_completion_whole_and_streamed(site: Site) -> None:
     whole = (await post(site, "/v1/completions", completion())).json()
     chunks = events(await post(site, "/v1/completions", completion(stream=True)))

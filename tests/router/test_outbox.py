@@ -93,8 +93,9 @@ def test_joining_builds_no_text_on_the_way_however_many_pieces_waited(monkeypatc
         prompt_logprobs: TokenLogprobs,
         cached_tokens: int,
         versions: tuple[tuple[int, str], ...],
+        drafts: tuple[int, int],
     ) -> ChoiceDelta:
-        built.append(ChoiceDelta(index, text, token_ids, ending, logprobs, prompt_logprobs, cached_tokens, versions))
+        built.append(ChoiceDelta(index, text, token_ids, ending, logprobs, prompt_logprobs, cached_tokens, versions, drafts))
         return built[-1]
 
     pieces = [ChoiceDelta(number % 2, " word", (number,)) for number in range(1_000)]
