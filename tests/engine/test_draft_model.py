@@ -166,6 +166,8 @@ def test_pages_are_shared_out_between_both_models(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=f"--speculative-config: with the draft model .*--kv-memory at least {needed} bytes"):
         made(path, path, kv_memory=f"{needed - 1}")
     assert made(path, path, kv_memory=f"{needed}").description.model.context_tokens == CONTEXT
+    useful = [made(path, each, kv_memory="auto", max_running=2).description.total_pages for each in (None, path)]
+    assert useful[0] == useful[1], "a host with memory for both has pages for all that rows can use"
 
 
 def test_what_a_draft_model_lacks_is_said_of_it(tmp_path: Path) -> None:
