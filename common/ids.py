@@ -102,8 +102,8 @@ def unpack_ids(data: bytes) -> Int32Array:
     return np.frombuffer(data, dtype="<i4").astype(np.int32, copy=False)
 
 
-def check_ids(*packed: bytes | None) -> None:
-    """Raise ValueError unless each is a whole number of ids, and none is negative."""
+def check_ids(*packed: bytes | None, least: int = 0) -> None:
+    """Raise ValueError unless each is a whole number of ids, and none is below the least."""
     for data in packed:
-        if data and np.frombuffer(data, dtype="<i4").min() < 0:
-            raise ValueError("a packed id is negative")
+        if data and np.frombuffer(data, dtype="<i4").min() < least:
+            raise ValueError(f"a packed id is below {least}")

@@ -38,38 +38,49 @@ def as_offered(pages: int) -> int:
     return pages
 
 
-def kv_budget(layout: KVLayout, kv_bytes: int, own_context: int, asked_context: int, measured: bool = False) -> KVBudget:
+def kv_budget(
+    layout: KVLayout, kv_bytes: int, own_context: int, asked_context: int, measured: bool = False, beside_bytes: int = 0
+) -> KVBudget:
     """Pages that fit in `kv_bytes`, and the context: the one asked for, or the model's own, or as much of it as the pages hold.
 
     own_context: tokens, of the model. asked_context: tokens; 0: the model's own, capped. A capped context is a power of two,
     because the instances of a fleet must agree on it even if their memory differs a little. measured: kv_bytes is what is
-    free now. Raises ConfigError; MemoryShort if too few bytes were measured.
+    free now. beside_bytes: what another model's KV takes beside each page. Raises ConfigError; MemoryShort if too few bytes were
+    measured.
     """
     check_context(own_context, asked_context)
-    pages = kv_bytes // layout.page_bytes
+    page_bytes = layout.page_bytes + beside_bytes
+    pages = kv_bytes // page_bytes
     shortage = MemoryShort if measured else ConfigError
     if pages < 1:
-        raise shortage(f"--kv-memory gives {kv_bytes} bytes, which is less than one page of {layout.page_bytes}")
+        raise shortage(f"--kv-memory gives {kv_bytes} bytes, which is less than one page of {page_bytes}")
     context = asked_context or own_context
     needed = layout.pages_for(context)
     if needed <= pages:
         return KVBudget(pages, context)
     if asked_context:
         raise shortage(
-            f"--kv-memory gives {pages} pages of {layout.page_bytes} bytes, but --context-tokens {context} needs {needed}: give "
-            f"--kv-memory at least {needed * layout.page_bytes} bytes, or --context-tokens at most {pages * layout.page_size}"
+            f"--kv-memory gives {pages} pages of {page_bytes} bytes, but --context-tokens {context} needs {needed}: give "
+            f"--kv-memory at least {needed * page_bytes} bytes, or --context-tokens at most {pages * layout.page_size}"
         )
     held = pages * layout.page_size
     return KVBudget(pages, 2 ** (held.bit_length() - 1))
 
 
 def agreed_budget(
-    layout: KVLayout, kv_bytes: int, own_context: int, asked_context: int, measured: bool, agree: Agree
+    layout: KVLayout,
+    kv_bytes: int,
+    own_context: int,
+    asked_context: int,
+    measured: bool,
+    agree: Agree,
+    beside_bytes: int = 0,
 ) -> KVBudget:
     """As `kv_budget`, for the rank that has the least memory, because page ids and the longest context are the same on all
     ranks."""
-    pages = agree(kv_budget(layout, kv_bytes, own_context, asked_context, measured).total_pages)
-    return kv_budget(layout, pages * layout.page_bytes, own_context, asked_context, measured)
+    pages = agree(kv_budget(layout, kv_bytes, own_context, asked_context, measured, beside_bytes).total_pages)
+    agreed_bytes = pages * (layout.page_bytes + beside_bytes)
+    return kv_budget(layout, agreed_bytes, own_context, asked_context, measured, beside_bytes)
 
 
 def layout_of(shape: ServedShape, engine: EngineConfig, rank: int, ranks: int, dtype: KVDtype) -> KVLayout:
@@ -190,10 +201,12 @@ def auto_host_kv_bytes(
     context_tokens: int,
     progress: Callable[[str], None],
     spared_bytes: int = 0,
+    beside_bytes: int = 0,
 ) -> int:
     """Bytes for pages. Call it when the weights are loaded. ranks: of the instance. layout: of this rank's pages. context_tokens:
-    the longest sequence. progress: gets the reason. spared_bytes: as `Model.spared_bytes`."""
-    useful = USEFUL_FOR_CACHE * engine.max_running * layout.pages_for(context_tokens) * layout.page_bytes
+    the longest sequence. progress: gets the reason. spared_bytes: as `Model.spared_bytes`. beside_bytes: see `kv_budget`."""
+    pages = USEFUL_FOR_CACHE * engine.max_running * layout.pages_for(context_tokens)
+    useful = pages * (layout.page_bytes + beside_bytes)
     sharers = sharers_of_host(engine.sharers, engine.threads, ranks)
     taken = own_memory_bytes() + spared_bytes
     chosen, why = kv_part(host_memory_now(), taken, sharers, useful, engine.memory_part)

@@ -262,7 +262,7 @@ class ModelRunner:
             self._given_budget = budget = self._budget(given, layout.page_bytes)
             if context_tokens < budget.context_tokens:
                 raise ConfigError(
-                    f"--speculative-config: the draft model {path} has a context of {context_tokens} tokens, and this instance "
+                    f"it has a context of {context_tokens} tokens, and this instance "
                     f"one of {budget.context_tokens}: give --context-tokens {context_tokens}, or another draft model"
                 )
             return budget
@@ -270,7 +270,11 @@ class ModelRunner:
         plain = replace(self._engine, lora="", max_loaded_loras=0, max_lora_rank=64, max_loras_per_batch=LORAS_PER_BATCH)
         engine = replace(plain, grammar="off", kv_memory="auto", memory_part=0, context_tokens=0)
         self._progress(f"loading the draft model {path}")
-        runner = ModelRunner(ModelConfig(model=path), engine, self._progress, self._group, self._agree, budget_of=budget_beside)
+        shared = self._progress, self._group, self._agree
+        try:
+            runner = ModelRunner(ModelConfig(model=path), engine, *shared, budget_of=budget_beside)
+        except ConfigError as error:
+            raise type(error)(f"--speculative-config: with the draft model {path}: {error}") from error
         return DraftModel(runner.steps, self._shape.vocab_size)
 
     def _budget(self, given: int | None, beside_bytes: int = 0) -> KVBudget:
@@ -281,11 +285,11 @@ class ModelRunner:
             kv_bytes = given
         elif self._device.type == "cpu":
             spared = self.model.spared_bytes + self.adapters.host_bytes
-            kv_bytes = auto_host_kv_bytes(self._engine, self._group.ranks, layout, asked or own, self._progress, spared)
+            sizes = layout, asked or own
+            kv_bytes = auto_host_kv_bytes(self._engine, self._group.ranks, *sizes, self._progress, spared, beside_bytes)
         else:
             kv_bytes = self._measured_kv_bytes()
-        kv_bytes = kv_bytes * layout.page_bytes // (layout.page_bytes + beside_bytes)
-        budget = agreed_budget(layout, kv_bytes, own, asked, given is None, self._agree)
+        budget = agreed_budget(layout, kv_bytes, own, asked, given is None, self._agree, beside_bytes)
         if budget.context_tokens < (asked or own):
             self._progress(
                 f"context capped to {budget.context_tokens} tokens, because the KV memory cannot hold the model's {own}: give "

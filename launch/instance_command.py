@@ -83,7 +83,10 @@ class InstanceCommand:
             on_cpu = engine.device == "cpu" or (engine.device == "auto" and not count_gpus())
             check_model(self.model, engine, instance.tp, on_cpu=on_cpu)
             if self.drafting is not None and self.drafting.model:
-                check_model(ModelConfig(model=self.drafting.model), engine, instance.tp, on_cpu=on_cpu)
+                try:
+                    check_model(ModelConfig(model=self.drafting.model), engine, instance.tp, on_cpu=on_cpu)
+                except ConfigError as error:
+                    raise ConfigError(f"--speculative-config: the draft model: {error}") from error
             serve = follower_process.serve if first else instance_process.serve
             try:
                 serve(process, self, {0: engine} if is_alone else engines_of_ranks(instance, engine))

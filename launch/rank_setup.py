@@ -82,7 +82,12 @@ def rank_setup(command: InstanceCommand) -> dict[str, str]:
     """What `RankHello` says of a rank, each by its name. Raises ConfigError for a checkpoint that cannot be read."""
     engine, model = command.engine, command.model.model
     weights = engine.executor != "timed" and engine.load_format != "dummy"
+
+    def checkpoint(model: str) -> str:
+        return fingerprint(resolve_model_path(model, weights=weights), weights=weights)
+
     flags = {flag_of(field.name): str(vars(engine)[field.name]) for field in fields(engine) if field.name not in OF_A_HOST}
+    drafts = "" if command.drafting is None else command.drafting.model
     return {
         **flags,
         "the command": command.role,
@@ -91,7 +96,8 @@ def rank_setup(command: InstanceCommand) -> dict[str, str]:
         "--all-reduce": command.instance.all_reduce,
         "the kind of device (--device)": _device_kind(engine),
         "whether it shares its GPU (--sharers)": "yes" if shares_gpu(engine, _device_kind(engine)) else "no",
-        "the checkpoint (its fingerprint)": fingerprint(resolve_model_path(model, weights=weights), weights=weights),
+        "the checkpoint (its fingerprint)": checkpoint(model),
+        "the draft model (--speculative-config), by its fingerprint": checkpoint(drafts) if drafts else "none",
         **{f"the version of {library}": version_of(library) or "none" for library in LIBRARIES},
     }
 

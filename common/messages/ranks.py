@@ -170,7 +170,8 @@ class Launch(Numbered, frozen=True, omit_defaults=True):
 
     def __post_init__(self) -> None:
         check_ids(self.decode_rows, self.grown_rows, self.grown_pages)
-        check_ids(self.draft_rows, self.draft_tokens, self.verified_rows, self.verified_lengths, self.verified_tokens)
+        check_ids(self.draft_rows, self.verified_rows, self.verified_lengths, self.verified_tokens)
+        check_ids(self.draft_tokens, least=-1)  # NOT_DRAFTED
 
 
 class LayersReached(Numbered, frozen=True):

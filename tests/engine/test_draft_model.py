@@ -167,11 +167,23 @@ def test_pages_are_shared_out_between_both_models(tmp_path: Path) -> None:
     alone, beside = made(path, None), made(path, path)
     assert beside.description.total_pages == alone.description.total_pages // 2
     assert beside.draft_model is not None
+    needed = 2 * beside.description.layout.page_bytes * beside.description.layout.pages_for(CONTEXT)
+    with pytest.raises(ConfigError, match=f"--speculative-config: with the draft model .*--kv-memory at least {needed} bytes"):
+        made(path, path, kv_memory=f"{needed - 1}")
+    assert made(path, path, kv_memory=f"{needed}").description.model.context_tokens == CONTEXT
+    useful = [made(path, each, kv_memory="auto", max_running=2).description.total_pages for each in (None, path)]
+    assert useful[0] == useful[1], "a host with memory for both has pages for all that rows can use"
+
+
+def test_what_a_draft_model_lacks_is_said_of_it(tmp_path: Path) -> None:
+    path = saved(qwen3(), tmp_path / "served")
+    with pytest.raises(ConfigError, match=r"--speculative-config: with the draft model .*nowhere"):
+        made(path, tmp_path / "nowhere")
 
 
 def test_a_draft_model_with_a_shorter_context_is_refused_by_name(tmp_path: Path) -> None:
     path, short = saved(qwen3(), tmp_path / "served"), saved(qwen3(max_position_embeddings=64), tmp_path / "short")
-    with pytest.raises(ConfigError, match=r"the draft model .*short has a context of 64 tokens.*--context-tokens 64"):
+    with pytest.raises(ConfigError, match=r"the draft model .*short: it has a context of 64 tokens.*--context-tokens 64"):
         made(path, short)
 
 

@@ -197,6 +197,16 @@ def test_a_rank_on_another_kind_of_device_is_unlike_the_leader() -> None:
     assert {name for name in setups[0] if setups[0][name] != setups[1][name]} == {"the kind of device (--device)"}
 
 
+def test_a_rank_with_another_draft_model_is_unlike_the_leader() -> None:
+    """It would begin, and fail or mix up answers when drafts first pay."""
+    instances = InstanceConfig(), InstanceConfig(speculative_config='{"model": "demo"}')
+    engine = EngineConfig(executor="torch", device="cpu")
+    setups = [rank_setup(instance_command(instance=each, engine=engine)) for each in instances]
+    assert {name for name in setups[0] if setups[0][name] != setups[1][name]} == {
+        "the draft model (--speculative-config), by its fingerprint"
+    }
+
+
 def test_a_rank_of_another_release_is_unlike_the_leader(monkeypatch: pytest.MonkeyPatch) -> None:
     before = rank_setup(instance_command())
 

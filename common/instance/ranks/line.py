@@ -130,8 +130,12 @@ def unpack_plan(message: Launch, grammars: Mapping[int, Grammar]) -> StepPlan:
 
 
 def digest_tokens(result: StepResult) -> int:
-    """CRC-32 of the tokens that a step sampled."""
-    return zlib.crc32(pack_ids(result.drafted), zlib.crc32(pack_ids(result.tokens)))
+    """CRC-32 of the tokens that a step sampled, and of the drafts that it verified: ranks whose draft models differ would mix
+    what they compute of other tokens."""
+    digest = 0
+    for tokens in (result.tokens, result.drafted, result.plan.draft_tokens):
+        digest = zlib.crc32(pack_ids(tokens), digest)
+    return digest
 
 
 def _pack_chunks(chunks: Sequence[Chunk]) -> tuple[PromptChunk, ...]:

@@ -1,5 +1,6 @@
 """The leader and its followers: steps, transfers, grammars and leases reach every rank, and any doubt ends the instance."""
 
+import dataclasses
 from functools import partial
 
 import numpy as np
@@ -9,10 +10,10 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from common.errors import BadRequest
-from common.executor import Chunk, ExecutorFailed, RowStart, StepPlan, StepResult, Work, take_done
+from common.executor import NOT_DRAFTED, Chunk, ExecutorFailed, RowStart, StepPlan, StepResult, Work, take_done
 from common.ids import ROUTER, AttemptId, Incarnation, InstanceId, RequestId, Ticket
 from common.instance.ranks.leader import PROOF_S
-from common.instance.ranks.line import PING_S, SILENCE_S, RankLost, pack_plan, unpack_plan
+from common.instance.ranks.line import PING_S, SILENCE_S, RankLost, digest_tokens, pack_plan, unpack_plan
 from common.messages import LinkInfo
 from common.messages.ranks import Agreed, Launch, RankRefused, StepReturned, ToLeader, rank_name
 from common.messages.transfers import (
@@ -43,6 +44,14 @@ def decode_step(step: int = 1) -> StepPlan:
     return StepPlan(step, decode_rows=np.array([0, 2], dtype=np.int32))
 
 
+def test_ranks_that_drafted_otherwise_are_told_apart_also_where_they_sampled_alike() -> None:
+    tokens = np.arange(2, dtype=np.int32)
+    drafts = [np.full(1, token, dtype=np.int32) for token in (5, 6)]
+    plans = [dataclasses.replace(decode_step(), draft_rows=tokens[:1], draft_tokens=each) for each in drafts]
+    first, other = (digest_tokens(StepResult(plan, tokens, drafted=tokens[:1])) for plan in plans)
+    assert first != other
+
+
 def test_a_plan_arrives_as_it_was_sent_with_the_grammars_that_the_rank_holds() -> None:
     held = Grammar("regex", "a")
     sampling = SamplingParams(max_new_tokens=3, seed=9, grammar=held, bad_words=((1, 2),))
@@ -54,6 +63,12 @@ def test_a_plan_arrives_as_it_was_sent_with_the_grammars_that_the_rank_holds() -
         decode_rows=np.array([0], dtype=np.int32),
         grown_rows=np.array([0], dtype=np.int32),
         grown_pages=np.array([31], dtype=np.int32),
+        draft_rows=np.array([0, 0], dtype=np.int32),
+        draft_tokens=np.array([8, NOT_DRAFTED], dtype=np.int32),
+        draft_chunks=(Chunk(0, 1, tokens, last=True),),
+        verified_rows=np.array([0], dtype=np.int32),
+        verified_lengths=np.array([4], dtype=np.int32),
+        verified_tokens=np.array([11], dtype=np.int32),
     )
     launch = travelled(pack_plan(plan, lambda grammar: 7), Launch)
     got = unpack_plan(launch, {6: Grammar("regex", "a"), 7: held})
