@@ -18,7 +18,7 @@ from hashlib import blake2b
 from hmac import compare_digest
 from pathlib import Path
 
-from common.addresses import OWNER_CHARS, is_loopback
+from common.addresses import OWNER_CHARS, host_of, is_loopback
 from common.config import AccessConfig
 from common.errors import ConfigError
 from common.trust import read_private_file
@@ -105,7 +105,7 @@ def _read_keys(config: AccessConfig) -> tuple[dict[str, str], dict[str, str]]:
 def require_guarded(config: AccessConfig, address: str, *, insecure: bool) -> None:
     """Raises ConfigError unless HTTP may be served at tcp://host:port."""
     if not config.api_keys and not insecure and not is_loopback(address):
-        host = address.removeprefix("tcp://").rsplit(":", 1)[0]
+        host = host_of(address)
         raise ConfigError(
             f"--host {host} is beyond this host, where anybody could use the HTTP API: give --api-keys FILE (a line `NAME KEY` "
             "for each client) and --control-key FILE (made by `launch key FILE`), or, on a network where you trust everybody, "
