@@ -25,7 +25,7 @@ from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormat
 from numpy.typing import NDArray
 
 from bench.options import CompareOptions, Layout, ServeOptions
-from bench.report import Hardware, ReportStyle, cautions, machine_line, ratios, say, spread_of, this_hardware, write_figures
+from bench.report import Outcome, ReportStyle, cautions, machine_line, ratios, say, spread_of, this_hardware, write_figures
 from bench.serve import ServerRefuses, measure, served, times_ms
 from common.errors import ConfigError
 from common.processes.local_fleet import FleetFailed
@@ -101,11 +101,9 @@ class CompareFailure(msgspec.Struct, frozen=True, kw_only=True):
     reason: str
 
 
-class CompareOutcome(msgspec.Struct, frozen=True, kw_only=True):
+class CompareOutcome(Outcome, frozen=True, kw_only=True):
     """All that is known at the end of `launch bench compare`."""
 
-    command: str
-    hardware: Hardware
     layouts: list[Layout]
     rates: list[float]
     rounds: int

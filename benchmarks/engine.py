@@ -22,8 +22,8 @@ from typing import Any, Literal, get_args
 
 import msgspec
 
-from bench.report import ReportStyle, say
-from benchmarks.command import Invocation, start, table_of
+from bench.report import ReportStyle, say, table_of
+from benchmarks.command import Invocation, start
 from benchmarks.engine_figures import (
     MISSING,
     OFFLINE_MODEL,

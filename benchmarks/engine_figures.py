@@ -10,8 +10,7 @@ from typing import Annotated, ClassVar, TypeAlias, TypeVar
 
 import msgspec
 
-from bench.report import Goal, Spread
-from benchmarks.command import Column, table_of
+from bench.report import Column, Goal, Spread, table_of
 
 MISSING = "–"
 GOAL_STEP, GOAL_PREFILL = ("Llama-3-8B", 32, 2048), ("Llama-3-8B", 8192)
