@@ -20,7 +20,7 @@ from pathlib import Path
 
 from common.addresses import OWNER_CHARS, host_of, is_loopback
 from common.config import AccessConfig
-from common.errors import ConfigError
+from common.errors import ConfigError, needs_file
 from common.trust import read_private_file
 
 MOST_KEYS = 1_000
@@ -157,11 +157,8 @@ def _text(path: str, flag: str) -> str:
 def _read_certificate(cert: str, key: str) -> ssl.SSLContext:
     """For a server of TLS 1.2 and later. Raises ConfigError."""
     for flag, path in (("--tls-cert", cert), ("--tls-key", key)):
-        try:
-            with open(path, "rb"):
-                pass
-        except OSError as error:
-            raise ConfigError(f"{flag}: cannot read {path}: {error.strerror}") from error
+        with needs_file(f"{flag}: cannot read {path}"), open(path, "rb"):
+            pass
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     try:

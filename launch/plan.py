@@ -21,7 +21,7 @@ from tqdm import tqdm
 
 from bench.report import Outcome, ReportStyle, machine_line, say, this_hardware, write_figures
 from common.config import RouterConfig
-from common.errors import ConfigError
+from common.errors import ConfigError, needs_file
 from common.host import core_count
 from common.options import with_defaults
 from common.processes.router_client import RequestFailed, RouterClient
@@ -190,10 +190,8 @@ def table(fleets: Sequence[FoundFleet], best: FoundFleet) -> list[tuple[str, ...
 def _write_page(outcome: PlanOutcome, page: str) -> None:
     """Raises ConfigError."""
     text = html.escape(report(outcome, ReportStyle(is_markdown=False)))
-    try:
+    with needs_file(f"--page {page} cannot be written"):
         Path(page).write_text(PAGE.format(curves=curves(outcome.found), text=text), encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"--page {page} cannot be written: {error.strerror}") from error
     say(f"wrote {page}")
 
 
