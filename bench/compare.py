@@ -25,9 +25,9 @@ from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormat
 from numpy.typing import NDArray
 
 from bench.options import CompareOptions, Layout, ServeOptions
-from bench.report import Hardware, ReportStyle, cautions, machine_line, ratios, say, spread_of, this_hardware, write_figures
+from bench.report import Outcome, ReportStyle, cautions, machine_line, ratios, say, spread_of, this_hardware, write_figures
 from bench.serve import ServerRefuses, measure, served, times_ms
-from common.errors import ConfigError
+from common.errors import needs_file
 from common.processes.local_fleet import FleetFailed
 
 TIMES = {"ttft": "TTFT", "itl": "ITL", "e2el": "E2E"}
@@ -101,11 +101,9 @@ class CompareFailure(msgspec.Struct, frozen=True, kw_only=True):
     reason: str
 
 
-class CompareOutcome(msgspec.Struct, frozen=True, kw_only=True):
+class CompareOutcome(Outcome, frozen=True, kw_only=True):
     """All that is known at the end of `launch bench compare`."""
 
-    command: str
-    hardware: Hardware
     layouts: list[Layout]
     rates: list[float]
     rounds: int
@@ -123,10 +121,8 @@ class CompareOutcome(msgspec.Struct, frozen=True, kw_only=True):
 def run(bench: CompareOptions, common: ServeOptions, command: str, markdown: bool, api_key: str) -> int:
     """Measure, print the report and write the files. Returns the exit status: 1 if a layout failed. Raises ConfigError."""
     folder = Path(bench.output)
-    try:
+    with needs_file(f"--output {bench.output}: no folder can be made there"):
         folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"--output {bench.output}: no folder can be made there: {error.strerror}") from error
     hardware = this_hardware()
     runs, failures = measure_all(bench, common, lambda layout: served(layout.url, *layout.flags), api_key)
     if not runs:

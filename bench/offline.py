@@ -14,12 +14,13 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
+from typing import Annotated
 
 import msgspec
 import numpy as np
 
 from bench.options import OfflineOptions
-from bench.report import BenchOutcome, ReportStyle, Spread, say, this_hardware, write_figures
+from bench.report import BenchOutcome, Column, ReportStyle, Spread, say, table_of, this_hardware, write_figures
 from common.config import EngineConfig, ModelConfig
 from common.errors import ConfigError, Preempted, TandemError
 from common.executor import EngineDescription, Executor, StepHandle
@@ -37,10 +38,6 @@ STEP_S = 60.0
 """A step that takes longer has failed."""
 FOREVER_S = 1e9
 STEADY = "The number of steps is not affected."
-HEAD = (
-    *("sequences", "prompt tokens", "answer tokens", "seconds", "output tokens/s", "total tokens/s", "steps", "rows in a step"),
-    "computed again",
-)
 
 
 class OfflineFailed(TandemError):
@@ -81,11 +78,16 @@ class OfflineOutcome(BenchOutcome, frozen=True, kw_only=True):
     chunk_tokens: int
     rows: int
     kv_pages: int
-    sequences: int
-    prompt_tokens: int
-    answer_tokens: int
-    output_tokens_per_s: Spread
-    total_tokens_per_s: Spread
+    sequences: Annotated[int, Column("sequences", ",")]
+    prompt_tokens: Annotated[int, Column("prompt tokens", ",")]
+    answer_tokens: Annotated[int, Column("answer tokens", ",")]
+    seconds: Annotated[Spread, Column("seconds", ".1f")]
+    output_tokens_per_s: Annotated[Spread, Column("output tokens/s", ",.0f")]
+    total_tokens_per_s: Annotated[Spread, Column("total tokens/s", ",.0f")]
+    steps: Annotated[int, Column("steps", ",")]
+    """Those of the last run, as are the two figures that follow."""
+    step_rows: Annotated[float, Column("rows in a step", ".1f")]
+    preempted: Annotated[int, Column("computed again")]
     runs: list[OfflineRun]
 
 
@@ -108,6 +110,7 @@ def run(bench: OfflineOptions, model: ModelConfig, engine: EngineConfig, command
             say(f"{len(sequences)} sequences, {number + 1} of {bench.repeat}")
             runs.append(serve(executor, engine.chunk_tokens, ready, sequences, bench.temperature)[1])
     prompts, answers = sum(len(each.prompt) for each in sequences), sum(each.answer_tokens for each in sequences)
+    last = runs[-1]
     outcome = OfflineOutcome(
         command=command,
         hardware=hardware,
@@ -122,8 +125,12 @@ def run(bench: OfflineOptions, model: ModelConfig, engine: EngineConfig, command
         sequences=len(sequences),
         prompt_tokens=prompts,
         answer_tokens=answers,
+        seconds=Spread.of(each.seconds for each in runs),
         output_tokens_per_s=Spread.of(answers / each.seconds for each in runs),
         total_tokens_per_s=Spread.of((prompts + answers) / each.seconds for each in runs),
+        steps=last.steps,
+        step_rows=last.decode_rows / last.steps,
+        preempted=last.preempted,
         runs=runs,
     )
     print(report(outcome, ReportStyle(markdown)))
@@ -136,19 +143,7 @@ def report(outcome: OfflineOutcome, style: ReportStyle) -> str:
         f"{outcome.model} in {outcome.dtype} on {outcome.device}, "
         f"--threads {outcome.threads}, chunks of {outcome.chunk_tokens} tokens, at most {outcome.rows} rows in a step"
     )
-    last = outcome.runs[-1]
-    line = (
-        f"{outcome.sequences:,}",
-        f"{outcome.prompt_tokens:,}",
-        f"{outcome.answer_tokens:,}",
-        Spread.of(each.seconds for each in outcome.runs).text(".1f"),
-        outcome.output_tokens_per_s.text(",.0f"),
-        outcome.total_tokens_per_s.text(",.0f"),
-        f"{last.steps:,}",
-        f"{last.decode_rows / last.steps:.1f}",
-        f"{last.preempted}",
-    )
-    return style.report(outcome, settings, STEADY, [style.table([HEAD, line])])
+    return style.report(outcome, settings, STEADY, [style.table(table_of(OfflineOutcome, [outcome]))])
 
 
 def sequences_of(bench: OfflineOptions, vocab_size: int) -> list[OfflineSequence]:

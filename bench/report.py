@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated, Any, get_origin, get_type_hints
 
 import msgspec
 
@@ -105,13 +106,43 @@ class Goal(msgspec.Struct, frozen=True, kw_only=True):
         return cls(rule=rule, met=least <= value <= most, figure=f"{value:{form}}{unit}")
 
 
-class BenchOutcome(msgspec.Struct, frozen=True, kw_only=True):
-    """All that is known at the end of a benchmark."""
+class Outcome(msgspec.Struct, frozen=True, kw_only=True):
+    """All that is known at the end of a measurement."""
 
     command: str
     """The command that repeats it."""
     hardware: Hardware
+
+
+class BenchOutcome(Outcome, frozen=True, kw_only=True):
+    """That of a benchmark, which has goals."""
+
     goals: list[Goal]
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """How a table shows a figure; it annotates the figure's field."""
+
+    head: str
+    form: str = ""
+    scale: float = 1
+    """What the figure is multiplied by."""
+
+    def cell(self, value: Any) -> str:
+        """Empty where nothing was measured."""
+        if isinstance(value, Spread):
+            return value.text(self.form, self.scale)
+        return "" if value is None else format(value if self.scale == 1 else value * self.scale, self.form)
+
+
+def table_of(kind: type[msgspec.Struct], figures: Iterable[msgspec.Struct]) -> list[tuple[str, ...]]:
+    """A line for each, below the heads of the fields that have a column."""
+    hints = get_type_hints(kind, include_extras=True)
+    columns: dict[str, Column] = {name: hint.__metadata__[0] for name, hint in hints.items() if get_origin(hint) is Annotated}
+    rows = map(msgspec.structs.asdict, figures)
+    cells = [tuple(column.cell(row[name]) for name, column in columns.items()) for row in rows]
+    return [tuple(column.head for column in columns.values()), *cells]
 
 
 def this_hardware() -> Hardware:

@@ -16,13 +16,10 @@ import asyncio
 import contextlib
 import csv
 import gc
-import http.client
-import json
 import math
 import statistics
 import sys
 import time
-import urllib.request
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -40,6 +37,7 @@ from bench.workloads import LoadSession, LoadSessions, RequestBodies, sessions_o
 from common.errors import TandemError
 from common.host import allow_many_files
 from common.processes.local_fleet import local_fleet
+from common.processes.router_client import RequestFailed, RouterClient
 
 LIST_S = 60.0
 EARLY_S = 0.0005
@@ -187,14 +185,12 @@ async def first_request(bench: ServeOptions, model: str, client: HttpClient, ses
 
 def _served_model(bench: ServeOptions, headers: dict[str, str]) -> str:
     """The first model that the server lists. Raises ServerRefuses."""
-    request = urllib.request.Request(f"{bench.target.url}/v1/models", headers=headers)
-    carrier = urllib.request.HTTPSHandler(context=tls_context(bench.target.insecure == "off"))
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), carrier)  # no proxy, like the load
+    url = bench.target.url
     try:
-        with opener.open(request, timeout=LIST_S) as answer:
-            return str(json.load(answer)["data"][0]["id"])
-    except (OSError, http.client.HTTPException, ValueError, LookupError, TypeError) as error:
-        raise ServerRefuses(f"{request.full_url} names no model ({error}): is the server there?") from error
+        server = RouterClient(url, timeout_s=LIST_S, tls=tls_context(bench.target.insecure == "off"), headers=headers)
+        return str(server.get("/v1/models")["data"][0]["id"])
+    except (RequestFailed, LookupError, TypeError) as error:
+        raise ServerRefuses(f"{url}/v1/models names no model ({error}): is the server there?") from error
 
 
 # ---- when requests are sent ----

@@ -28,7 +28,7 @@ from bench.client import tls_context
 from bench.options import LoadOptions, ServeOptions, TraceOptions, WorkloadOptions
 from bench.report import ReportStyle, machine_line, say, this_hardware
 from bench.serve import ServerRefuses, measure, served
-from common.errors import ConfigError, TandemError
+from common.errors import TandemError, needs_file
 from common.processes.local_fleet import FleetFailed
 from common.tracing import TracedProcess, TraceLine, TraceStatus
 
@@ -76,10 +76,8 @@ def run(bench: TraceOptions, workload: WorkloadOptions, load: LoadOptions, comma
     except (FleetFailed, TraceFailed, ServerRefuses) as error:
         say(f"there is no trace: {error}")
         return 1
-    try:
+    with needs_file(f"--out {bench.out} cannot be written"):
         size_bytes = write(bench.out, status, slices)
-    except OSError as error:
-        raise ConfigError(f"--out {bench.out} cannot be written: {error.strerror}") from error
     machine = machine_line(hardware, f"{status.seconds:g} s, {len(slices):,} spans, {size_bytes / 1e6:.2f} MB")
     style = ReportStyle(markdown)
     print(style.text(command, [machine, style.table(table(status, slices))]))

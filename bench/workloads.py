@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from bench.client import USAGE_FIELDS, UsageReports
 from bench.options import PROMPTS, ServeOptions, WorkloadOptions
-from common.errors import ConfigError
+from common.errors import ConfigError, needs_file
 from common.text.tokenizer_manager import TokenizerManager
 
 Ids: TypeAlias = NDArray[np.int32]
@@ -344,10 +344,8 @@ def _conversation(options: WorkloadOptions, number: int, line: _ConversationLine
 
 def _read_lines(path: str, kind: type[T]) -> list[tuple[int, T]]:
     """The lines of a file with their numbers; empty ones are skipped. Raises ConfigError, which names the line."""
-    try:
+    with needs_file(f"--dataset-path: {path} cannot be read"):
         lines = Path(path).read_bytes().splitlines()
-    except OSError as error:
-        raise ConfigError(f"--dataset-path: {path} cannot be read: {error.strerror}") from error
     decoder, read = msgspec.json.Decoder(kind), []
     for number, line in enumerate(lines, start=1):
         if line.strip():

@@ -19,8 +19,8 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from bench.report import Goal
-from benchmarks.command import Column, Invocation, start, table_of
+from bench.report import Column, Goal, table_of
+from benchmarks.command import Invocation, start
 from common.config import RouterConfig
 from common.errors import Conflict, TandemError
 from common.ids import InstanceId

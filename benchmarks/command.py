@@ -10,11 +10,10 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, get_origin, get_type_hints
 
 import msgspec
 
-from bench.report import BenchOutcome, Goal, ReportStyle, Spread, this_hardware, write_figures
+from bench.report import BenchOutcome, Goal, ReportStyle, this_hardware, write_figures
 from common.errors import ConfigError
 from common.options import C, ConfigClass, option, read_config, require, with_defaults
 from launch.child import BAD_FLAG
@@ -67,31 +66,6 @@ class Invocation:
         write_figures(msgspec.structs.asdict(outcome) | figures, read_config(PublishOptions, self._flags).json)
         if page[0]:
             Path(page[0]).write_text(ReportStyle(True).report(outcome, settings, steady, page[1]) + "\n")
-
-
-@dataclass(frozen=True, slots=True)
-class Column:
-    """How a table shows a figure; it annotates the figure's field."""
-
-    head: str
-    form: str = ""
-    scale: float = 1
-    """What the figure is multiplied by."""
-
-    def cell(self, value: Any) -> str:
-        """Empty where nothing was measured."""
-        if isinstance(value, Spread):
-            return value.text(self.form, self.scale)
-        return "" if value is None else format(value if self.scale == 1 else value * self.scale, self.form)
-
-
-def table_of(kind: type[msgspec.Struct], figures: Iterable[msgspec.Struct]) -> list[tuple[str, ...]]:
-    """A line for each, below the heads of the fields that have a column."""
-    hints = get_type_hints(kind, include_extras=True)
-    columns: dict[str, Column] = {name: hint.__metadata__[0] for name, hint in hints.items() if get_origin(hint) is Annotated}
-    rows = map(msgspec.structs.asdict, figures)
-    cells = [tuple(column.cell(row[name]) for name, column in columns.items()) for row in rows]
-    return [tuple(column.head for column in columns.values()), *cells]
 
 
 def start(

@@ -3,7 +3,7 @@ of its own, beside what was predicted for it without a card.
 
 Owns the shapes, the flags, the tasks in their order and the report. A task that fails or takes too long is
 reported in its place, with what it had found by then, and the next goes on. Uses no device: tasks are done by
-`benchmarks/engine_tasks.py`, `benchmarks/engine_steps.py` and `benchmarks/pushes.py`.
+`benchmarks/engine_tasks.py` and `benchmarks/pushes.py`.
 """
 
 import multiprocessing
@@ -22,8 +22,8 @@ from typing import Any, Literal, get_args
 
 import msgspec
 
-from bench.report import ReportStyle, say
-from benchmarks.command import Invocation, start, table_of
+from bench.report import ReportStyle, say, table_of
+from benchmarks.command import Invocation, start
 from benchmarks.engine_figures import (
     MISSING,
     OFFLINE_MODEL,
@@ -40,12 +40,12 @@ from benchmarks.engine_figures import (
     judge,
     tables,
 )
-from common.config import DEMO_MODEL, EngineConfig
+from common.config import EngineConfig
 from common.errors import TandemError
 from common.options import option, parse_numbers, require, require_above_0, require_at_least
 from launch import child
 
-Section = Literal["environment", "ceilings", "checks", "steps", "eager", "offline", "pushes", "host", "sampling", "adapters"]
+Section = Literal["environment", "ceilings", "checks", "steps", "eager", "offline", "pushes"]
 SECTIONS: tuple[Section, ...] = get_args(Section)
 
 _QWEN3 = {
@@ -177,8 +177,6 @@ class EngineTask:
     limit_s: float
     """After this time it is stopped. What it has reported by then is kept."""
     model: str = ""
-    vocab_size: int = 0
-    """The sampled vocabulary; 0: the model's own."""
     is_quick: bool = False
     ceilings: Ceilings | None = None
     """Those of this run, once they are known."""
@@ -195,20 +193,13 @@ def tasks(bench: EngineBench, engine: EngineConfig, is_quick: bool) -> Iterator[
     for section in bench.sections:
         make = partial(EngineTask, section=section, bench=bench, engine=engine, is_quick=is_quick)
         match section:
-            case "environment" | "ceilings" | "host":
+            case "environment" | "ceilings":
                 yield make(label=section, limit_s=60.0)
             case "checks" | "pushes":
                 yield make(label=section, limit_s=90.0)
             case "offline":
                 served = replace(room, max_running=engine.max_running if is_quick else 256)
                 yield make(label=section, limit_s=120.0, engine=served, model="tiny" if is_quick else OFFLINE_MODEL)
-            case "sampling":
-                for name, size in [("tiny", 512)] if is_quick else [(DEMO_MODEL, 0), ("tiny", 32_000), ("tiny", 151_936)]:
-                    label = f"sampling {name}, vocabulary of {size or 'its own'}"
-                    yield make(label=label, limit_s=90.0, model=name, vocab_size=size)
-            case "adapters":
-                for name in ["tiny"] if is_quick else [DEMO_MODEL, OFFLINE_MODEL]:
-                    yield make(label=f"{section} {name}", limit_s=240.0, model=name)
             case "steps" | "eager":
                 served = replace(room, graphs="off") if section == "eager" else room
                 for name in bench.shapes:

@@ -10,16 +10,13 @@ from typing import Annotated, ClassVar, TypeAlias, TypeVar
 
 import msgspec
 
-from bench.report import Goal, Spread
-from benchmarks.command import Column, table_of
+from bench.report import Column, Goal, Spread, table_of
 
 MISSING = "–"
-GOAL_STEP, GOAL_PREFILL, GOAL_ROWS = ("Llama-3-8B", 32, 2048), ("Llama-3-8B", 8192), 256
-LEAST_MEMORY_SHARE, LEAST_MATMUL_SHARE, MOST_HOST_MS = 0.85, 0.7, 0.5
+GOAL_STEP, GOAL_PREFILL = ("Llama-3-8B", 32, 2048), ("Llama-3-8B", 8192)
+LEAST_MEMORY_SHARE, LEAST_MATMUL_SHARE = 0.85, 0.7
 STEP_RULE = "Llama-3-8B: a decode step of 32 rows and 2048 tokens at 85 % of the speed of a copy or more"
 PREFILL_RULE = "Llama-3-8B: prefill of 8192 tokens at 70 % of the speed of a product of matrices or more, with the best chunk"
-LEAST_THROUGHPUT = {"adapters: 1": 0.9, "adapters: 8": 0.8, "adapters: 64": 0.6}
-"""The goals of steps whose rows have so many adapters, as a part of what the model alone does."""
 CONFIRMED = 0.1
 """A prediction is confirmed if what is measured differs from it by no more than this share."""
 WORKLOADS = {"nano-vllm": 10_000, "mini-sglang": 151_642}
@@ -131,31 +128,6 @@ class Prefill(EngineFigure, frozen=True, kw_only=True):
     """The part of its time that so many operations take at the speed of a product of matrices."""
 
 
-class HostWork(EngineFigure, frozen=True, kw_only=True):
-    """The executor's part of the host's work for a decode step: `StepRunner.launch` with a model that computes nothing."""
-
-    title = "Host work of the executor, ms"
-    device: Annotated[str, Column("device")]
-    rows: Annotated[int, Column("rows")]
-    graphs: Annotated[bool, Column("graphs")]
-    launch_ms: Annotated[Spread, Column("launch", ".3f")]
-    attention: Annotated[str, Column("attention")]
-
-
-class SampledStep(EngineFigure, frozen=True, kw_only=True):
-    """A decode step in which each row asks for the same, greedily where nothing else is said, or rows have so many different
-    adapters."""
-
-    title = "What sampling parameters and adapters cost"
-    model: Annotated[str, Column("model")]
-    vocab_size: Annotated[int, Column("vocabulary")]
-    rows: Annotated[int, Column("rows")]
-    asked: Annotated[str, Column("asked")]
-    step_ms: Annotated[Spread, Column("ms", ".2f")]
-    ratio: Annotated[float, Column("to a plain step", ".2f")]
-    """The step to one of the same run in which no row asks for anything."""
-
-
 class Offline(EngineFigure, frozen=True, kw_only=True):
     """All sequences of a workload, answered by one engine without HTTP."""
 
@@ -178,9 +150,9 @@ class HostPush(EngineFigure, frozen=True, kw_only=True):
     gb_per_s: Annotated[Spread, Column("GB/s", ".3g")]
 
 
-TABLES: tuple[type[EngineFigure], ...] = (*(Fact, Check, Started, HostWork, SampledStep, HostPush, Offline, Prefill, DecodeStep),)
+TABLES: tuple[type[EngineFigure], ...] = (*(Fact, Check, Started, HostPush, Offline, Prefill, DecodeStep),)
 """What matters most comes last, because the end of an output is what one sees."""
-Figure: TypeAlias = Ceilings | Fact | Check | Started | HostWork | SampledStep | HostPush | Offline | Prefill | DecodeStep
+Figure: TypeAlias = Ceilings | Fact | Check | Started | HostPush | Offline | Prefill | DecodeStep
 TitledTable: TypeAlias = tuple[str, list[tuple[str, ...]]]
 F = TypeVar("F")
 
@@ -203,19 +175,11 @@ def ceilings_of(figures: Sequence[Figure]) -> Ceilings | None:
 
 
 def judge(figures: Sequence[Figure]) -> Iterator[Goal]:
-    """They are goals of one Hopper card, but for those of adapters, which hold anywhere."""
+    """They are goals of one Hopper card."""
     steps = [step.share for step in _of(DecodeStep, figures) if (step.model, step.batch, step.context) == GOAL_STEP]
     fills = [fill.share for fill in _of(Prefill, figures) if (fill.model, fill.tokens) == GOAL_PREFILL]
     for rule, least, shares in ((STEP_RULE, LEAST_MEMORY_SHARE, steps), (PREFILL_RULE, LEAST_MATMUL_SHARE, fills)):
         yield Goal.of(rule, max((share for share in shares if share is not None), default=None), ".1%", least=least)
-    host = max((work.launch_ms.median for work in _of(HostWork, figures) if work.rows == GOAL_ROWS), default=None)
-    rule = f"the executor's host work for {GOAL_ROWS} decode rows below {MOST_HOST_MS} ms (the scheduler adds its own)"
-    yield Goal.of(rule, host, ".3f", most=MOST_HOST_MS, unit=" ms")
-    for step in _of(SampledStep, figures):
-        if step.asked in LEAST_THROUGHPUT:
-            least = LEAST_THROUGHPUT[step.asked]
-            rule = f"{step.model}: {step.asked} at {least} of the model's throughput or more"
-            yield Goal.of(rule, 1 / step.ratio, ".2f", least=least)
 
 
 def tables(figures: Sequence[Figure]) -> Iterator[TitledTable]:

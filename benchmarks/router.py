@@ -23,9 +23,9 @@ import numpy as np
 
 from bench.client import USAGE_FIELDS, TimedAnswer
 from bench.options import LoadOptions, ServeOptions, TargetOptions, WorkloadOptions
-from bench.report import Goal, say
+from bench.report import Column, Goal, say, table_of
 from bench.serve import MeasuredLoad, measure
-from benchmarks.command import Column, Invocation, below, command_of, cpu_s, resident_mb, start, table_of
+from benchmarks.command import Invocation, below, command_of, cpu_s, resident_mb, start
 from common.config import DEMO_MODEL
 from common.host import allow_many_files
 from common.options import option, parse_numbers, require, require_at_least

@@ -18,9 +18,9 @@ from hashlib import blake2b
 from hmac import compare_digest
 from pathlib import Path
 
-from common.addresses import OWNER_CHARS, is_loopback
+from common.addresses import OWNER_CHARS, host_of, is_loopback
 from common.config import AccessConfig
-from common.errors import ConfigError
+from common.errors import ConfigError, needs_file
 from common.trust import read_private_file
 
 MOST_KEYS = 1_000
@@ -105,7 +105,7 @@ def _read_keys(config: AccessConfig) -> tuple[dict[str, str], dict[str, str]]:
 def require_guarded(config: AccessConfig, address: str, *, insecure: bool) -> None:
     """Raises ConfigError unless HTTP may be served at tcp://host:port."""
     if not config.api_keys and not insecure and not is_loopback(address):
-        host = address.removeprefix("tcp://").rsplit(":", 1)[0]
+        host = host_of(address)
         raise ConfigError(
             f"--host {host} is beyond this host, where anybody could use the HTTP API: give --api-keys FILE (a line `NAME KEY` "
             "for each client) and --control-key FILE (made by `launch key FILE`), or, on a network where you trust everybody, "
@@ -157,11 +157,8 @@ def _text(path: str, flag: str) -> str:
 def _read_certificate(cert: str, key: str) -> ssl.SSLContext:
     """For a server of TLS 1.2 and later. Raises ConfigError."""
     for flag, path in (("--tls-cert", cert), ("--tls-key", key)):
-        try:
-            with open(path, "rb"):
-                pass
-        except OSError as error:
-            raise ConfigError(f"{flag}: cannot read {path}: {error.strerror}") from error
+        with needs_file(f"{flag}: cannot read {path}"), open(path, "rb"):
+            pass
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     try:

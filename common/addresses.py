@@ -57,8 +57,8 @@ def check_address(address: str) -> str:
 
 def check_leader(leader: str, host: str) -> None:
     """Whether --leader is an address of rank 0 that a rank with this --host can reach, or listen at. Raises ConfigError."""
-    where, port = check_address(leader).removeprefix("tcp://").rsplit(":", 1)
-    if where == ANY or int(port) == 0:
+    check_address(leader)
+    if host_of(leader) == ANY or port_of(leader) == 0:
         raise ConfigError(f"--leader must be the address of rank 0 as other ranks reach it, with a port; it is {leader}")
     if is_loopback(f"tcp://{host}:0") and not is_loopback(leader):
         raise ConfigError(f"--host: give the address of this host as other ranks reach it: --leader {leader} is beyond {host}")
@@ -66,7 +66,7 @@ def check_leader(leader: str, host: str) -> None:
 
 def is_loopback(address: str) -> bool:
     """Whether tcp://host:port stays on this host. No name is looked up: of names, only localhost counts."""
-    host = address.removeprefix("tcp://").rsplit(":", 1)[0]
+    host = host_of(address)
     try:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -78,9 +78,8 @@ def on_one_host(one: str, other: str) -> bool:
     name is looked up, for names move."""
     if is_loopback(one) and is_loopback(other):
         return True
-    hosts = [address.removeprefix("tcp://").rsplit(":", 1)[0] for address in (one, other)]
     try:
-        return ipaddress.ip_address(hosts[0]) == ipaddress.ip_address(hosts[1])
+        return ipaddress.ip_address(host_of(one)) == ipaddress.ip_address(host_of(other))
     except ValueError:
         return False
 
@@ -96,6 +95,11 @@ def among_ranks(host: str, leader: str) -> str:
     if is_loopback(leader):
         return LOOPBACK
     return host_for_peers() if host == ANY else host
+
+
+def host_of(address: str) -> str:
+    """The host of an address tcp://host:port."""
+    return address.removeprefix("tcp://").rsplit(":", 1)[0]
 
 
 def port_of(address: str) -> int:

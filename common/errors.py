@@ -3,6 +3,8 @@
 Owns the errors. Errors of other libraries become one of these where they enter. Does not know HTTP servers.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import ClassVar
 
 
@@ -124,6 +126,16 @@ class WireError(TandemError):
 
 class TransferError(TandemError):
     """The transport's library reported a failure."""
+
+
+@contextmanager
+def needs_file(problem: str) -> Iterator[None]:
+    """Within it a file is used that a flag names. problem: what cannot be done where that fails. Raises ConfigError, which adds
+    the system's reason."""
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(f"{problem}: {error.strerror}") from error
 
 
 def first_line(error: BaseException) -> str:

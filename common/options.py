@@ -104,12 +104,15 @@ def require_choices(config: Any) -> None:
             require(value in choices, known.name, " or ".join(choices), value)
 
 
-def parse_numbers(text: str, flag: str, kind: Callable[[str], N]) -> tuple[N, ...]:
-    """The numbers of "1,32,1024", as they stand there. kind: int or float. Raises ConfigError, which names the flag."""
+def parse_numbers(
+    text: str, flag: str, kind: Callable[[str], N], rule: str = "numbers with commas between them"
+) -> tuple[N, ...]:
+    """The numbers of "1,32,1024", as they stand there. kind: int or float. Raises ConfigError, which names the flag and the
+    rule."""
     try:
         return tuple(kind(part) for part in text.split(","))
     except ValueError:
-        raise ConfigError(f"--{flag} must be numbers with commas between them; it is {text!r}") from None
+        raise ConfigError(f"--{flag} must be {rule}; it is {text!r}") from None
 
 
 class ConfigClass(Protocol):

@@ -7,7 +7,7 @@ import math
 
 import msgspec
 
-from common.options import require
+from common.options import parse_numbers, require
 from common.ranges import Seconds
 
 STEP_COST = "0.005,0.00001,0.00002"
@@ -29,12 +29,9 @@ class StepCost(msgspec.Struct, frozen=True):
     @classmethod
     def parse(cls, text: str) -> "StepCost":
         """The cost that a flag spells as three or four numbers of seconds; "" stands for STEP_COST. Raises ConfigError."""
-        try:
-            parts = [float(part) for part in (text or STEP_COST).split(",")]
-        except ValueError:
-            parts = []
-        is_valid = len(parts) in (3, 4) and all(0 <= cost < math.inf for cost in parts)
-        require(is_valid, "step-cost", f"three numbers of seconds such as {STEP_COST}, or four", text)
+        rule = f"three numbers of seconds such as {STEP_COST}, or four"
+        parts = parse_numbers(text or STEP_COST, "step-cost", float, rule)
+        require(len(parts) in (3, 4) and all(0 <= cost < math.inf for cost in parts), "step-cost", rule, text)
         return cls(*parts)
 
     def seconds(self, chunk_tokens: int, decode_rows: int, held_tokens: float = 0) -> float:

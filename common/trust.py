@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from common.addresses import is_loopback
 from common.config import SecurityConfig
-from common.errors import ConfigError
+from common.errors import ConfigError, needs_file
 
 KEY_BYTES = 32
 MOST_KEY_FILE_BYTES = 4096
@@ -68,22 +68,17 @@ def read_trust(config: SecurityConfig) -> Trust:
 
 def write_key(path: str) -> None:
     """Make a key in a new file that only its owner can read. Raises ConfigError when the file is there already."""
-    try:
+    with needs_file(f"cannot make the key file {path}"):
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    except OSError as error:
-        raise ConfigError(f"cannot make the key file {path}: {error.strerror}") from error
     with os.fdopen(descriptor, "w") as file:
         file.write(secrets.token_hex(KEY_BYTES) + "\n")
 
 
 def read_private_file(path: str, flag: str, most_bytes: int) -> bytes:
     """What a file holds that only its owner may read. Raises ConfigError that names the flag."""
-    try:
-        with open(path, "rb") as file:
-            status = os.fstat(file.fileno())
-            content = file.read(most_bytes + 1)
-    except OSError as error:
-        raise ConfigError(f"{flag}: cannot read {path}: {error.strerror}") from error
+    with needs_file(f"{flag}: cannot read {path}"), open(path, "rb") as file:
+        status = os.fstat(file.fileno())
+        content = file.read(most_bytes + 1)
     if stat.S_IMODE(status.st_mode) & 0o077:
         raise ConfigError(f"{flag}: others can read {path}: run chmod 600 {path}, or make a new key if somebody has read it")
     if len(content) > most_bytes:

@@ -120,11 +120,9 @@ def _header(file: Path) -> tuple[dict[str, Any], int]:
         header.pop("__metadata__", None)
         needed = 8 + header_bytes + _tiled_bytes(header)
     except (AttributeError, LookupError, OSError, TypeError, ValueError) as error:
-        raise ConfigError(f"{file} is not a safetensors file, or not a whole one: its header cannot be read") from error
+        raise not_whole(file, "its header cannot be read") from error
     if needed != size:
-        raise ConfigError(
-            f"{file} is not a safetensors file, or not a whole one: by its header it has {needed} bytes, but it has {size}"
-        )
+        raise not_whole(file, f"by its header it has {needed} bytes, but it has {size}")
     return header, 8 + header_bytes
 
 
@@ -208,7 +206,7 @@ class TensorCopies:
         try:
             self.shapes: dict[str, tuple[int, ...]] = {name: tuple(tensor["shape"]) for name, tensor in self._tensors.items()}
         except (LookupError, TypeError) as error:
-            raise _not_whole(file, error) from error
+            raise not_whole(file, error) from error
 
     def read(self, progress: Callable[[str], None]) -> Iterator[tuple[str, "Tensor"]]:
         """One tensor after the other, each a copy of the bytes that are there at one moment. progress: as for `read_weights`.
@@ -223,23 +221,23 @@ class TensorCopies:
                     first, end = of["data_offsets"]
                     tensor = torch.empty(self.shapes[name], dtype=dtypes[of["dtype"]])
                     opened.seek(self._begin + first)
-                    if end - first != tensor.nbytes or opened.readinto(_bytes_of(tensor)) != tensor.nbytes:
+                    if end - first != tensor.nbytes or opened.readinto(bytes_of(tensor)) != tensor.nbytes:
                         raise ValueError(f"{name} is not there as a whole")
                 except (LookupError, TypeError, ValueError, RuntimeError) as error:
-                    raise _not_whole(self._file, error) from error
+                    raise not_whole(self._file, error) from error
                 yield name, tensor
 
 
 def tensor_digest(tensor: "Tensor") -> str:
     """That of a tensor of a float dtype, as `tensor_digests` gives it for one in a file."""
-    return _digest_of_tensor(_SPELLED[str(tensor.dtype)], list(tensor.shape), _bytes_of(tensor.cpu().contiguous()))
+    return _digest_of_tensor(_SPELLED[str(tensor.dtype)], list(tensor.shape), bytes_of(tensor.cpu().contiguous()))
 
 
 def _digest_of_tensor(dtype: str, shape: list[int], data: "Buffer") -> str:
     return f"{dtype} {shape} {content_digest(data)}"
 
 
-def _bytes_of(tensor: "Tensor") -> memoryview:
+def bytes_of(tensor: "Tensor") -> memoryview:
     """Those of a contiguous tensor in the host's memory, which can be written."""
     from torch import uint8
 
@@ -290,7 +288,7 @@ class StoredWeight:
         try:
             part: Tensor = self._stored[cut or ...]
         except SafetensorError as error:
-            raise _not_whole(self._file, error) from error
+            raise not_whole(self._file, error) from error
         return part
 
 
@@ -316,8 +314,8 @@ def read_weights(files: Sequence[Path], progress: Callable[[str], None]) -> Iter
                     passed_bytes += stored.nbytes
                     yield name, stored
         except SafetensorError as error:
-            raise _not_whole(file, error) from error
+            raise not_whole(file, error) from error
 
 
-def _not_whole(file: Path, error: Exception) -> ConfigError:
-    return ConfigError(f"{file} is not a safetensors file, or not a whole one: {error}")
+def not_whole(file: Path, why: object) -> ConfigError:
+    return ConfigError(f"{file} is not a safetensors file, or not a whole one: {why}")

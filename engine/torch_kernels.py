@@ -292,6 +292,12 @@ def write(places: PagePlaces, key: Tensor, value: Tensor) -> None:
         pages[places.pages, :, places.slots] = x.to(pages.dtype)
 
 
+def rows_of(x: Tensor) -> Tensor:
+    """x itself where the elements of a row lie side by side, however far the rows are apart, as kernels read them; else a
+    copy."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
 def _fp8(x: Tensor) -> Tensor:
     """x in FP8, saturated: the conversion of some versions of torch makes NaN of what is too large."""
     return x.clamp(-FP8_LARGEST, FP8_LARGEST).to(torch.float8_e4m3fn)

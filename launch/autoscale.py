@@ -20,7 +20,7 @@ from urllib.parse import quote
 import msgspec
 
 from common.access import read_control_key
-from common.errors import ConfigError
+from common.errors import ConfigError, needs_file
 from common.ids import ROLES, Role, ServingRole
 from common.processes.router_client import RequestFailed, RouterClient
 from common.sampling_params import ANSWER_TOKENS
@@ -194,10 +194,9 @@ class KubernetesKeeper:
         """Raises ConfigError."""
         self._account = Path(config.kube_account)
         self._url = config.kube_url
-        try:
-            namespace = (self._account / "namespace").read_text().strip()
-        except OSError as error:
-            raise ConfigError(f"--kube-account: {error.filename} cannot be read: {error.strerror}") from error
+        file = self._account / "namespace"
+        with needs_file(f"--kube-account: {file} cannot be read"):
+            namespace = file.read_text().strip()
         self._paths: dict[Role, str] = {}
         for role, workload in zip(ROLES, (config.kube_prefill, config.kube_decode), strict=True):
             group, version, plural, name = workload.split("/")

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from common.errors import ConfigError
+from common.errors import ConfigError, needs_file
 from common.options import option, require_at_least
 from common.processes.router_client import RequestFailed, RouterClient
 
@@ -124,10 +124,8 @@ def read_api_key(path: str) -> str:
     if not path:
         return os.environ.get("OPENAI_API_KEY", "")
     try:
-        with open(path, encoding="ascii") as file:
+        with needs_file(f"--api-key-file: cannot read {path}"), open(path, encoding="ascii") as file:
             return file.read().strip()
-    except OSError as error:
-        raise ConfigError(f"--api-key-file: cannot read {path}: {error.strerror}") from error
     except UnicodeDecodeError:
         raise ConfigError(f"--api-key-file: {path} must hold one key of visible ASCII characters") from None
 

@@ -14,7 +14,6 @@ the leader first. When it is told to stop, it asks the leader to drain the insta
 import contextlib
 import secrets
 import sys
-import threading
 import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
@@ -30,7 +29,7 @@ from common.messages.ranks import RankHello, ToFollower, rank_name
 from common.processes.child import Ready, await_children
 from launch.child import ChildProcess
 from launch.instance_command import InstanceCommand
-from launch.instance_process import CLOSE_S
+from launch.instance_process import CLOSE_S, stop_event
 from launch.parts import ParallelContext, open_rank
 from launch.rank_leader import LOST_S, describe_rank
 from launch.rank_setup import RankChildren, StartThread, commands_of_ranks, rank_setup
@@ -102,14 +101,7 @@ def serve(process: ChildProcess, command: InstanceCommand, engines: Mapping[int,
 
 def _turn_until_ended(process: ChildProcess, loop: FollowerLoop, mailbox: Mailbox[ToFollower], children: RankChildren) -> None:
     """Raises RankLost when the instance has ended for another reason than a drain, StoppedAtOnce."""
-    told = threading.Event()
-    asked = False
-
-    def drain() -> None:
-        told.set()
-        mailbox.wake()
-
-    process.on_stop(drain)
+    told, asked = stop_event(process, mailbox), False
     try:
         while loop.ending is None:
             if told.is_set() and not asked:

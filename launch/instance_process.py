@@ -97,12 +97,7 @@ def _turn_until_drained(
     process: ChildProcess, worker: InstanceWorker, mailbox: Mailbox[Any], info: InstanceInfo, ranks: LeaderRanks | None
 ) -> None:
     """Raises StoppedAtOnce, RankLost."""
-    stopping = threading.Event()
-    reported = False
-
-    def drain() -> None:
-        stopping.set()
-        mailbox.wake()
+    stopping, reported = stop_event(process, mailbox), False
 
     def wait(timeout_s: float) -> None:
         """The mail of other ranks is taken in before the worker's turn."""
@@ -119,10 +114,21 @@ def _turn_until_drained(
         if ranks.followers.drain_asked:
             stopping.set()
 
-    process.on_stop(drain)
     if ranks is not None:
         mailbox.wait_for_mail_of(ranks.mailbox)
     run_worker(worker, wait, time.monotonic, stopping.is_set)
+
+
+def stop_event(process: ChildProcess, mailbox: Mailbox[Any]) -> threading.Event:
+    """Set when the process is told to stop; who waits for mail wakes then."""
+    told = threading.Event()
+
+    def tell() -> None:
+        told.set()
+        mailbox.wake()
+
+    process.on_stop(tell)
+    return told
 
 
 def _schedulers(command: InstanceCommand, engine: EngineConfig, executor: Executor) -> MakeScheduler:

@@ -1,10 +1,12 @@
 """`launch plan`: searches the best fleet for a load, in parallel processes, and prints and draws what it has found.
 
-Owns the processes, the progress bar, the table and the page. The search is in `simulation/search.py`.
+Owns the processes, the progress bar, the table and the page, and what is taken of a running fleet: what its instances have
+measured of themselves, as its router tells it on /cluster. The search is in `simulation/search.py`.
 """
 
 import html
 import multiprocessing
+import statistics
 import sys
 import tempfile
 import time
@@ -13,17 +15,17 @@ from dataclasses import replace
 from functools import partial
 from multiprocessing.pool import Pool
 from pathlib import Path
+from typing import Any
 
-import msgspec
 from tqdm import tqdm
 
-from bench.report import Hardware, ReportStyle, machine_line, say, this_hardware, write_figures
+from bench.report import Outcome, ReportStyle, machine_line, say, this_hardware, write_figures
 from common.config import RouterConfig
-from common.errors import ConfigError
+from common.errors import ConfigError, needs_file
 from common.host import core_count
 from common.options import with_defaults
-from common.processes.router_client import RouterClient
-from launch.measured_fleet import measured_fleet, past_load
+from common.processes.router_client import RequestFailed, RouterClient
+from common.step_cost import StepCost
 from launch.simulate import with_measured_front
 from simulation.plan import FleetPlan, LoadPlan, SearchPlan
 from simulation.search import Borne, FleetSearch, FoundFleet, Trial
@@ -37,14 +39,13 @@ PAGE = """<!doctype html><html lang="en"><meta charset="utf-8"><title>Which flee
 <style>body{{font:15px/1.5 sans-serif;margin:2em}}pre{{white-space:pre-wrap}}</style>
 <h1>Which fleet</h1>{curves}<pre>{text}</pre></html>
 """
+BITS = 8
 SPAWN = multiprocessing.get_context("spawn")
 
 
-class PlanOutcome(msgspec.Struct, frozen=True, kw_only=True):
+class PlanOutcome(Outcome, frozen=True, kw_only=True):
     """All that is written to --json."""
 
-    command: str
-    hardware: Hardware
     took_s: float
     same: str
     """What was the same for all, in words."""
@@ -95,6 +96,60 @@ def run_in(pool: Pool, what: str, search: FleetSearch, trials: Sequence[Trial]) 
             yield borne
 
 
+# --- a running fleet as a plan -----------------------------------------------------------------------------------------------
+
+
+def measured_fleet(client: RouterClient) -> dict[str, Any]:
+    """The fields of a `FleetPlan`. Raises ConfigError, also where nothing is measured."""
+    try:
+        instances = client.get("/cluster")["instances"]
+        prefill = [each for each in instances if each["role"] == "prefill"]
+        links = [link for each in prefill for link in client.get(f"/cluster?links={each['id']}")["links"]]
+    except RequestFailed as error:
+        raise ConfigError(f"--fleet-url {client.url}: {error}") from error
+    decode = [each for each in instances if each["role"] != "prefill"]  # whoever serves whole requests too decodes
+    if not decode:
+        raise ConfigError(f"--fleet-url {client.url}: the fleet has no decode instance, so nothing can be learned of it")
+    one = decode[0]
+    plan: dict[str, Any] = {
+        "prefill": len(prefill),
+        "decode": len(decode),
+        "kv_pages": min(each["pages_total"] for each in instances),
+        "page_size": one["page_size"],
+        "kv_token_bytes": one["page_bytes"] // one["page_size"],
+        "context_tokens": one["model"]["context_tokens"],
+        "max_running": one["max_running"],
+        "step_cost": _spelled(prefill or decode, decode),
+        "decode_step_cost": _spelled(decode, prefill),
+    }
+    speeds = [link["bytes_per_s"] for link in links if link.get("bytes_per_s")]
+    if speeds:
+        plan["link_gbit"] = statistics.median(speeds) * BITS / 1e9
+    return plan
+
+
+def _spelled(those: Sequence[dict[str, Any]], others: Sequence[dict[str, Any]]) -> str:
+    """The mean cost of their steps. What they have not measured is as with the others. Raises ConfigError."""
+    parts = []
+    for name in StepCost.__struct_fields__:
+        known = [cost for each in (*those, *others) if (cost := each["load"].get(name, 0.0))][: len(those)]
+        parts.append(statistics.fmean(known) if known else 0.0)
+    if not parts[0] or not parts[1]:
+        raise ConfigError("--fleet-url: the fleet has not measured its steps yet: send it some requests first")
+    return ",".join(f"{part:.4g}" for part in parts)
+
+
+def past_load(client: RouterClient, folder: Path) -> str:
+    """The requests of the router's last hour, in a file. Raises ConfigError."""
+    try:
+        lines = client.read("/cluster/load")
+    except RequestFailed as error:
+        raise ConfigError(f"--fleet-url {client.url}: {error}") from error
+    file = folder / "load.jsonl"
+    file.write_bytes(lines)
+    return str(file)
+
+
 # --- what is shown -----------------------------------------------------------------------------------------------------------
 
 
@@ -135,10 +190,8 @@ def table(fleets: Sequence[FoundFleet], best: FoundFleet) -> list[tuple[str, ...
 def _write_page(outcome: PlanOutcome, page: str) -> None:
     """Raises ConfigError."""
     text = html.escape(report(outcome, ReportStyle(is_markdown=False)))
-    try:
+    with needs_file(f"--page {page} cannot be written"):
         Path(page).write_text(PAGE.format(curves=curves(outcome.found), text=text), encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"--page {page} cannot be written: {error.strerror}") from error
     say(f"wrote {page}")
 
 

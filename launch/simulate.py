@@ -1,15 +1,12 @@
 """`launch simulate`: runs a simulation and prints its report.
 
-Owns the order of things and the garbage collector's part in it. The fleet is in `simulation/`.
+Owns the order of things. The fleet is in `simulation/`.
 """
 
-import gc
 import time
 from dataclasses import replace
 
-import msgspec
-
-from bench.report import Hardware, ReportStyle, machine_line, say, this_hardware, write_figures
+from bench.report import Outcome, ReportStyle, machine_line, say, this_hardware, write_figures
 from common.config import DEMO_MODEL, RouterConfig
 from simulation.front import MEASURE
 from simulation.plan import FleetPlan, LoadPlan
@@ -17,15 +14,11 @@ from simulation.report import Figures, figures, tables
 from simulation.run import Simulation
 
 PROGRESS_S = 5.0
-GC_OBJECTS = 200_000
-"""Allocations between two collections. What a simulation keeps is not garbage, so looking for some more often only takes time."""
 
 
-class Outcome(msgspec.Struct, frozen=True, kw_only=True):
+class SimulateOutcome(Outcome, frozen=True, kw_only=True):
     """All that is written to --json."""
 
-    command: str
-    hardware: Hardware
     took_s: float
     """Seconds of this machine."""
     found: Figures
@@ -42,15 +35,9 @@ def run(fleet: FleetPlan, load: LoadPlan, config: RouterConfig, command: str, ma
             say(f"{shown_s - began_s:.0f} s: simulated {line}")
 
     fleet = with_measured_front(fleet)
-    hardware, usual = this_hardware(), gc.get_threshold()
-    gc.set_threshold(GC_OBJECTS)
-    simulation = Simulation(fleet, load, config)
-    gc.collect()
-    gc.freeze()
+    hardware, simulation = this_hardware(), Simulation(fleet, load, config)
     simulation.run(progress)
-    gc.unfreeze()
-    gc.set_threshold(*usual)
-    outcome = Outcome(command=command, hardware=hardware, took_s=time.monotonic() - began_s, found=figures(simulation))
+    outcome = SimulateOutcome(command=command, hardware=hardware, took_s=time.monotonic() - began_s, found=figures(simulation))
     print(report(outcome, markdown))
     write_figures(outcome, load.json)
     return 0
@@ -67,7 +54,7 @@ def with_measured_front(fleet: FleetPlan) -> FleetPlan:
     return replace(fleet, front=front, front_model=DEMO_MODEL)
 
 
-def report(outcome: Outcome, markdown: bool) -> str:
+def report(outcome: SimulateOutcome, markdown: bool) -> str:
     style, ran = ReportStyle(markdown), machine_line(outcome.hardware, f"it ran for {outcome.took_s:.0f} s on one core")
     body = [part for title, lines in tables(outcome.found) for part in style.section(title, lines)]
     return style.text(outcome.command, [ran, *body])

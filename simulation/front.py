@@ -8,7 +8,7 @@ Owns these costs, how a flag spells them, and a process that they occupy. Does n
 
 import msgspec
 
-from common.options import require
+from common.options import parse_numbers, require
 from common.ranges import Seconds
 
 MEASURE = "measure"
@@ -30,12 +30,9 @@ class FrontCosts(msgspec.Struct, frozen=True):
     @classmethod
     def parse(cls, text: str) -> "FrontCosts":
         """Those that a flag spells as four numbers of seconds. Raises ConfigError."""
-        try:
-            costs = [float(part) for part in text.split(",")]
-        except ValueError:
-            costs = []
-        is_valid = len(costs) == 4 and all(0 <= cost < 1 for cost in costs)
-        require(is_valid, "front", f"four numbers of seconds such as {FRONT_COSTS}, or {MEASURE}", text)
+        rule = f"four numbers of seconds such as {FRONT_COSTS}, or {MEASURE}"
+        costs = parse_numbers(text, "front", float, rule)
+        require(len(costs) == 4 and all(0 <= cost < 1 for cost in costs), "front", rule, text)
         return cls(*costs)
 
     @property

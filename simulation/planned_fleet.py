@@ -19,12 +19,12 @@ import numpy as np
 from common.config import RouterConfig
 from common.executor import EngineDescription, Executor, StepPlan
 from common.ids import ROUTER, Int32Array, Int64Array, Role, Ticket
-from common.messages import Ending, ModelIdentity, PoolDescriptor
+from common.messages import ModelIdentity, PoolDescriptor
 from common.pages.layout import KVLayout, MemoryRegion
 from common.step_cost import StepCost
 from engine.timed import Pace
 from kv_transfer.transport import AgentLost, Connected, ConnectFailed, RunsDone, RunsFailed, Transport, TransportEvent
-from router.timelines import Durations, RequestTimes, ResumeReason
+from router.timelines import Observer, ResumeReason
 from simulation.clock import Clock, LocalClock
 from simulation.fleet import SimulatedFleet
 from simulation.front import FrontCosts
@@ -229,7 +229,7 @@ class PlannedInstance(Instance):
         super().kill()
 
 
-class PlannedObserver:
+class PlannedObserver(Observer):
     """Keeps the resumes and the predictions of the router: its clients measure the rest (`simulation/run.py`)."""
 
     def __init__(self) -> None:
@@ -244,18 +244,6 @@ class PlannedObserver:
         if predicted_s is not None:
             self.predictions.append((predicted_s, seconds))
 
-    def next_tokens(self, seconds: float, tokens: int) -> None:
-        """Not kept."""
-
-    def resume_gap(self, seconds: float) -> None:
-        """Not kept."""
-
-    def ended(self, ending: Ending, times: RequestTimes, attempts: int) -> None:
-        """Not kept."""
-
-    def phases(self, durations: Durations) -> None:
-        """Not kept."""
-
 
 class PlannedFleet(SimulatedFleet[PlannedInstance, RouterProcess]):
     """The fleet of a plan, ready for its load. config: of its router."""
@@ -264,7 +252,7 @@ class PlannedFleet(SimulatedFleet[PlannedInstance, RouterProcess]):
         clock = Clock()
         super().__init__(clock, Network(clock, Calm(plan.message_s)), size_of(plan, config))
         self.wires = Wires(clock, plan.link_gbit * 1e9 / 8, plan.link_latency_s)
-        self.observer = PlannedObserver()
+        self.observer = PlannedObserver()  # type: ignore[abstract]  # of the rest nothing is kept
         self.steps: Counter[Role] = Counter()
         """How many steps the engines of a role have begun."""
         self.busy_s: dict[Role, float] = {"prefill": 0.0, "decode": 0.0}

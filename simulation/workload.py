@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from common.errors import ConfigError
+from common.errors import ConfigError, needs_file
 from common.ids import pack_ids
 from router.timelines import BLOCK_TOKENS, LoadLine
 from simulation.plan import LoadPlan
@@ -91,10 +91,8 @@ def read_trace(path: str, speed: float = 1.0, begin_s: float = 0.0) -> Iterator[
     first block, and the second is the first of a conversation's own. A request of one block has none.
     """
     decoder, latest_s = msgspec.json.Decoder(LoadLine), 0.0
-    try:
+    with needs_file(f"--trace: {path} cannot be read"):
         lines = Path(path).read_bytes().splitlines()
-    except OSError as error:
-        raise ConfigError(f"--trace: {path} cannot be read: {error.strerror}") from error
     coming: list[SimulatedConversation] = []
     for number, line in enumerate(lines, start=1):
         try:

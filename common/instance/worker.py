@@ -52,24 +52,20 @@ from common.messages import (
     Decline,
     DoTask,
     Drain,
-    DropWeights,
     Generate,
     Grant,
     Handoff,
     Heartbeat,
-    HoldSteps,
     InstanceInbox,
     InstanceInfo,
+    OrderOfRouter,
     Peers,
     Refused,
     Reserve,
     SetAdapters,
-    StageWeights,
-    SwitchWeights,
     TakeRole,
     Timeline,
     Trace,
-    WeightsOrder,
     Welcome,
     Withdraw,
 )
@@ -163,16 +159,7 @@ class InstanceWorker:
                     self._stale += 1
                 case Peers():
                     self._meet(self._memberships.receive_peers(sender, message, now), now)
-                case (
-                    StageWeights()
-                    | SwitchWeights()
-                    | DropWeights()
-                    | HoldSteps()
-                    | Trace()
-                    | DoTask()
-                    | SetAdapters()
-                    | TakeRole()
-                ):
+                case _ if isinstance(message, OrderOfRouter):
                     self._order(sender, message, now)
                 case _ if not self._is_for_role(message):
                     self._stale += 1
@@ -204,7 +191,7 @@ class InstanceWorker:
             for router, spans in self._tracer.due(now):
                 self._mail.send(router, spans)
 
-    def _order(self, router: InstanceId, order: Trace | WeightsOrder | DoTask | SetAdapters | TakeRole, now: float) -> None:
+    def _order(self, router: InstanceId, order: OrderOfRouter, now: float) -> None:
         """A router orders something."""
         if self._memberships.of(router) is None:
             return

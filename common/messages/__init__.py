@@ -101,23 +101,11 @@ FromInstance: TypeAlias = (
     Register | Heartbeat | LinkReport | CacheChanges | Goodbye | Placed | WeightsStaged | TaskDone | AdaptersHeld | RoleKept
 )
 WeightsOrder: TypeAlias = StageWeights | SwitchWeights | DropWeights | HoldSteps
+OrderOfRouter: TypeAlias = WeightsOrder | Trace | DoTask | SetAdapters | TakeRole
+"""What only a router that has welcomed an instance may order, whatever role that has."""
 RouterInbox: TypeAlias = FromInstance | Probed | TextBatch | DetokenizerHeartbeat | Spans
 FromRouter: TypeAlias = (
-    Welcome
-    | Refused
-    | Peers
-    | Drain
-    | FlushCache
-    | TellCache
-    | Generate
-    | Cancel
-    | Probe
-    | Repeat
-    | Trace
-    | WeightsOrder
-    | DoTask
-    | SetAdapters
-    | TakeRole
+    Welcome | Refused | Peers | Drain | FlushCache | TellCache | Generate | Cancel | Probe | Repeat | OrderOfRouter
 )
 PrefillInbox: TypeAlias = FromRouter | TellLinks | Grant | Decline | Renewed
 DecodeInbox: TypeAlias = FromRouter | Reserve | Renew | Handoff | Withdraw

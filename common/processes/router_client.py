@@ -73,10 +73,18 @@ class EventStreamReader(Iterator[Any]):
 
 class RouterClient:
     """The router at `url` (http or https). api_key: sent as a bearer token, unless it is empty. timeout_s: of each wait for more
-    of an answer. tls: whom it trusts behind https; None: whom this machine trusts. Each call has a connection of its own, so
-    several threads may use it at once."""
+    of an answer. tls: whom it trusts behind https; None: whom this machine trusts. headers: sent with each call too.
 
-    def __init__(self, url: str, api_key: str = "", timeout_s: float = ANSWER_S, tls: ssl.SSLContext | None = None) -> None:
+    Each call has a connection of its own, so several threads may use it at once."""
+
+    def __init__(
+        self,
+        url: str,
+        api_key: str = "",
+        timeout_s: float = ANSWER_S,
+        tls: ssl.SSLContext | None = None,
+        headers: Mapping[str, str] = {},
+    ) -> None:
         try:
             parts = urlsplit(url)
             is_url = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port is None or parts.port > 0)
@@ -88,7 +96,8 @@ class RouterClient:
             raise RequestFailed("the API key must be visible ASCII characters, on one line")
         self.url = url.rstrip("/")
         self._is_secure, self._netloc, self._path = parts.scheme == "https", parts.netloc, parts.path.rstrip("/")
-        self._headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {api_key}"} if api_key else {})
+        key = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        self._headers = {"Content-Type": "application/json", **key, **headers}
         self._timeout_s, self._tls = timeout_s, tls
         self._lock = threading.Lock()
         self._open: set[_HttpCall] = set()

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from engine.cpu.build import NativeFunction, load
 from engine.ports import ADAPTED_TILE, AdaptedTokens, HeadNorm, LowRankStack, PagePlaces, Rotation, RowSampling
-from engine.torch_kernels import GREEDY_BELOW, Kernels
+from engine.torch_kernels import GREEDY_BELOW, Kernels, rows_of
 
 SOURCE, LOW_RANK_SOURCE, SAMPLING_SOURCE = (
     Path(__file__).with_name(name) for name in ("elementwise.c", "low_rank.c", "sampling.c")
@@ -76,7 +76,7 @@ class NativeKernels(Kernels):
         is_bf16 = _IS_BF16.get(x.dtype)
         if is_bf16 is None or x.dim() != 2 or weight.dtype != x.dtype or (residual is not None and residual.dtype != x.dtype):
             return super().rms_norm(x, weight, eps, residual)
-        x, residual = _rows_of(x), None if residual is None else _rows_of(residual)
+        x, residual = rows_of(x), None if residual is None else rows_of(residual)
         rows, width = x.shape
         out, total = x.new_empty(rows, width), None if residual is None else x.new_empty(rows, width)
         residual_row = 0 if residual is None else residual.stride(0)
@@ -87,7 +87,7 @@ class NativeKernels(Kernels):
         is_bf16 = _IS_BF16.get(gate_up.dtype)
         if is_bf16 is None:
             return super().silu_and_mul(gate_up)
-        gate_up = _rows_of(gate_up)
+        gate_up = rows_of(gate_up)
         rows, width = gate_up.shape[0], gate_up.shape[1] // 2
         out = gate_up.new_empty(rows, width)
         self._silu(gate_up, out, rows, width, gate_up.stride(0), is_bf16)
@@ -97,7 +97,7 @@ class NativeKernels(Kernels):
         is_bf16 = _IS_BF16.get(x.dtype)
         if is_bf16 is None:
             return super().quantise_int8(x, largest)
-        x = _rows_of(x)
+        x = rows_of(x)
         rows, width = x.shape
         out, scales = x.new_empty(rows, width, dtype=torch.uint8), x.new_empty(rows, 1, dtype=torch.float32)
         self._quantise(x, out, scales, rows, width, x.stride(0), largest, is_bf16)
@@ -113,7 +113,7 @@ class NativeKernels(Kernels):
             or (norm is not None and norm.query.dtype != heads.dtype)
         ):
             return super().rotate_and_write(heads, rotation, norm, places)
-        heads, cos, sin = _rows_of(heads), rotation.cos.contiguous(), rotation.sin.contiguous()
+        heads, cos, sin = rows_of(heads), rotation.cos.contiguous(), rotation.sin.contiguous()
         tokens, all_heads, dim = heads.shape
         (*key_strides, key_item), (*value_strides, value_item) = keys.stride(), values.stride()
         assert key_item == value_item == 1, "a head of a token is one run of elements in a page"
@@ -133,7 +133,7 @@ class NativeKernels(Kernels):
         if self._sample is None:
             return super().sample(logits, rows)
         given = [None] * len(RowSampling._fields) if rows is None else [each.contiguous() for each in rows]
-        logits = _rows_of(logits.float())
+        logits = rows_of(logits.float())
         count, vocab = logits.shape
         parts = torch.get_num_threads()
         found, best, last, tokens = (torch.empty(size, dtype=torch.int64) for size in (count * parts, count, count, count))
@@ -153,7 +153,7 @@ class NativeKernels(Kernels):
         if add is None or stack.a.dtype != torch.float32:
             super().add_low_rank(out, x, stack, tokens)
             return
-        wide, x = out.float(), _rows_of(x.float())  # out itself where it is float32
+        wide, x = out.float(), rows_of(x.float())  # out itself where it is float32
         assert wide.is_contiguous() and stack.a.is_contiguous() and stack.b.is_contiguous() and rank % 4 == 0
         tiles, outputs = tokens.begins.shape[0], wide.shape[1]
         inner = wide.new_empty(tiles * ADAPTED_TILE, parts * rank)
@@ -177,8 +177,3 @@ def load_native_kernels() -> NativeKernels | None:
     """None where the C cannot be compiled; why is logged."""
     library = load(SOURCE)
     return None if library is None else NativeKernels(library)
-
-
-def _rows_of(x: Tensor) -> Tensor:
-    """x with its last dimension in one run, as C reads it."""
-    return x if x.stride(-1) == 1 else x.contiguous()

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from engine.gpu import triton_source as source
 from engine.ports import ADAPTED_TILE, AdaptedTokens, Fp8Rows, HeadNorm, LowRankStack, PagePlaces, Rotation, Routing, RowSampling
-from engine.torch_kernels import Kernels
+from engine.torch_kernels import Kernels, rows_of
 
 _NORM_ELEMENTS = 1024
 """Elements that a program norms at least, in as many rows as it takes."""
@@ -80,7 +80,7 @@ class TritonKernels(Kernels):
 
     def _norm(self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None, out: Tensor, scales: Tensor) -> Tensor:
         """A program norms at least _NORM_ELEMENTS, and a thread 16 of them. Returns what is normed."""
-        x = _rows_of(x)
+        x = rows_of(x)
         count, hidden = len(x), x.shape[1]
         total = x if residual is None else torch.empty(x.shape, dtype=x.dtype, device=x.device)
         block = triton.next_power_of_2(hidden)
@@ -89,7 +89,7 @@ class TritonKernels(Kernels):
         if count and residual is None:
             source.rms_norm[grid](x, weight, out, scales, count, x.stride(0), eps, hidden, rows, block, num_warps=warps)
         elif count and residual is not None:
-            residual = _rows_of(residual)
+            residual = rows_of(residual)
             source.add_rms_norm[grid](
                 x, residual, weight, out, scales, total, count, x.stride(0), residual.stride(0), eps, hidden, rows, block,
                 num_warps=warps,
@@ -97,7 +97,7 @@ class TritonKernels(Kernels):
         return total
 
     def silu_and_mul(self, gate_up: Tensor) -> Tensor:
-        gate_up = _rows_of(gate_up)
+        gate_up = rows_of(gate_up)
         tokens, width = len(gate_up), gate_up.shape[1] // 2
         out = torch.empty((tokens, width), dtype=gate_up.dtype, device=gate_up.device)
         if tokens:
@@ -107,7 +107,7 @@ class TritonKernels(Kernels):
         return out
 
     def silu_and_mul_fp8(self, gate_up: Tensor) -> Fp8Rows:
-        gate_up = _rows_of(gate_up)
+        gate_up = rows_of(gate_up)
         tokens, width = len(gate_up), gate_up.shape[1] // 2
         out = _empty_fp8(tokens, width, gate_up.device)
         if tokens:
@@ -116,7 +116,7 @@ class TritonKernels(Kernels):
         return out
 
     def quantise(self, x: Tensor) -> Fp8Rows:
-        x = _rows_of(x)
+        x = rows_of(x)
         rows, width = x.shape
         out = _empty_fp8(rows, width, x.device)
         if rows:
@@ -125,7 +125,7 @@ class TritonKernels(Kernels):
         return out
 
     def route(self, logits: Tensor, chosen: int, here: range, *, normalised: bool) -> Routing:
-        logits = _rows_of(logits)
+        logits = rows_of(logits)
         (count, experts), device = logits.shape, logits.device
         weights = torch.empty((count, chosen), dtype=torch.float32, device=device)
         of_pairs = torch.empty(count * chosen, dtype=torch.int32, device=device)
@@ -141,7 +141,7 @@ class TritonKernels(Kernels):
         return Routing(weights, tokens, places.view(count, chosen), ends, len(here) == experts)
 
     def combine(self, rows: Tensor, routing: Routing) -> Tensor:
-        rows = _rows_of(rows)
+        rows = rows_of(rows)
         (tokens, chosen), width = routing.places.shape, rows.shape[1]
         out = torch.empty((tokens, width), dtype=rows.dtype, device=rows.device)
         if tokens:
@@ -153,7 +153,7 @@ class TritonKernels(Kernels):
         return out
 
     def rotate_and_write(self, heads: Tensor, rotation: Rotation, norm: HeadNorm | None, places: PagePlaces) -> Tensor:
-        heads, cos, sin = _rows_of(heads), rotation.cos.contiguous(), rotation.sin.contiguous()
+        heads, cos, sin = rows_of(heads), rotation.cos.contiguous(), rotation.sin.contiguous()
         keys, values = places.keys, places.values
         assert keys.stride(3) == values.stride(3) == 1, "a head of a token is one run of elements in a page"
         tokens, all_heads, dim = heads.shape
@@ -179,7 +179,7 @@ class TritonKernels(Kernels):
         count, vocab = logits.shape
         if rows is None or not count:
             return super().sample(logits)
-        logits, rows = _rows_of(logits), RowSampling(*(each.contiguous() for each in rows))
+        logits, rows = rows_of(logits), RowSampling(*(each.contiguous() for each in rows))
         slices = triton.cdiv(vocab, _SLICE)
         grid, block = (count, slices), triton.next_power_of_2(slices)
         maxima, best = torch.empty((2, count, slices), dtype=torch.float32, device=logits.device)
@@ -206,7 +206,7 @@ class TritonKernels(Kernels):
         return out
 
     def add_low_rank(self, out: Tensor, x: Tensor, stack: LowRankStack, tokens: AdaptedTokens) -> None:
-        x, tiles, (_, parts, rank, inputs) = _rows_of(x), len(tokens.begins), stack.a.shape
+        x, tiles, (_, parts, rank, inputs) = rows_of(x), len(tokens.begins), stack.a.shape
         if not tiles:
             return
         inner = torch.empty((tiles * ADAPTED_TILE, parts * rank), dtype=x.dtype, device=x.device)
@@ -233,8 +233,3 @@ def _empty_fp8(rows: int, width: int, device: torch.device) -> Fp8Rows:
 
 def _warps(elements: int, per_thread: int) -> int:
     return min(32, max(1, elements // (32 * per_thread)))
-
-
-def _rows_of(x: Tensor) -> Tensor:
-    """x itself where the elements of a row lie side by side, however far the rows are apart; else a copy."""
-    return x if x.stride(-1) == 1 else x.contiguous()

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from common.errors import BadRequest
-from engine.grammar.json_schemas import check_regex, check_schema
+from engine.grammar.json_schemas import as_list, check_regex, check_schema
 from engine.grammar.strings import check_size
 
 MAX_WHITESPACE = 16
@@ -83,11 +83,7 @@ def _parts(form: dict[str, Any]) -> list[tuple[str, Any, str | None]]:
     parts: list[tuple[str, Any, str | None]] = [("content", form["content"], None)] if "content" in form else []
     parts += [(key, form[key], "token") for key in ("begin", "end") if isinstance(form.get(key), dict)]
     for key, default in (("elements", None), ("tags", "tag")):
-        parts += [(f"{key}[{at}]", each, default) for at, each in enumerate(_list(form.get(key)))]
-    for at, rule in enumerate(_list(form.get("rules"))):
+        parts += [(f"{key}[{at}]", each, default) for at, each in enumerate(as_list(form.get(key)))]
+    for at, rule in enumerate(as_list(form.get("rules"))):
         parts.append((f"rules[{at}][1]", rule[1] if isinstance(rule, list) and len(rule) == 2 else None, None))
     return parts
-
-
-def _list(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else []

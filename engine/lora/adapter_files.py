@@ -24,7 +24,7 @@ from common.config import MOST_LORA_RANK
 from common.errors import ConfigError
 from common.ids import Digest
 from common.model_path import read_json
-from engine.checkpoint import content_digest
+from engine.checkpoint import bytes_of, content_digest, not_whole
 
 N = TypeVar("N", int, float)
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -211,7 +211,7 @@ class _AdapterConfig:
     def digest(self, tensors: Mapping[str, Tensor]) -> Digest:
         """It depends on the tensors' bytes and on what scales them. A copy of the folder elsewhere has the same."""
         of_tensors = [
-            [name, str(tensor.dtype), list(tensor.shape), content_digest(tensor.contiguous().view(torch.uint8).numpy().data)]
+            [name, str(tensor.dtype), list(tensor.shape), content_digest(bytes_of(tensor.contiguous()))]
             for name, tensor in sorted(tensors.items())
         ]
         of_config = {
@@ -264,7 +264,7 @@ def _read_tensors(path: Path) -> dict[str, Tensor]:
     try:
         tensors: dict[str, Tensor] = load(file.read_bytes())
     except (SafetensorError, KeyError, OSError) as error:
-        raise ConfigError(f"{file} is not a safetensors file, or not a whole one: {error}") from error
+        raise not_whole(file, error) from error
     for name, tensor in tensors.items():
         if tensor.dtype not in _FLOATS:
             raise ConfigError(f"{file}: {name} is of {tensor.dtype}: save the adapter before quantisation")

@@ -100,15 +100,6 @@ class Linear:
         if other.product is not None:
             self.pack(other.product, other.packed_rows, keeps_weight=other.weight is not None)
 
-    def take_over(self, other: "Linear") -> None:
-        """Compute with the weights of another one that is made and packed alike. They are copied into the memory of the present
-        ones, whose addresses graphs and recordings hold. oneDNN's packed weights cannot be copied into, and no recording has
-        them."""
-        _copy(self.weight, other.weight)
-        _copy(self.bias, other.bias)
-        if self.packed is not None and other.packed is not None:
-            self.packed = _taken_over(self.packed, other.packed)
-
 
 @dataclass(slots=True)
 class Fp8Linear:
@@ -156,11 +147,6 @@ class Fp8Linear:
     def read(self, rows: slice) -> Tensor:
         """Some outputs, [rows, inputs] float32, as exact as FP8 is."""
         return self.weight[rows].float() * self.scale[0, rows, None]
-
-    def take_over(self, other: "Fp8Linear") -> None:
-        """As `Linear.take_over`."""
-        for mine, theirs in ((self.weight, other.weight), (self.scale, other.scale), (self.bias, other.bias)):
-            _copy(mine, theirs)
 
 
 _BLOCK_ROWS = 4096
@@ -228,29 +214,24 @@ class Int8Linear:
         weight = self.product.unpack(self.packed, len(self.scale), self.inputs)
         return weight[rows].float() * self.scale[rows, None]
 
-    def take_over(self, other: "Int8Linear") -> None:
-        """As `Linear.take_over`."""
-        assert self.packed is not None and other.packed is not None
-        _copy(self.scale, other.scale)
-        _copy(self.bias, other.bias)
-        self.packed = _taken_over(self.packed, other.packed)
-
-
-def _copy(into: Tensor | None, new: Tensor | None) -> None:
-    if into is not None and new is not None:
-        into.copy_(new)
-
-
-def _taken_over(live: Packed, new: Packed) -> Packed:
-    """The packed weight of a layer that has taken over another one's."""
-    if live.weight.layout is not torch.strided:
-        return new
-    for mine, theirs in zip(live[:3], new[:3], strict=True):
-        _copy(mine, theirs)
-    return live
-
 
 AnyLinear: TypeAlias = Linear | Fp8Linear | Int8Linear
+
+
+def take_over(live: AnyLinear, new: AnyLinear) -> None:
+    """Compute with the weights of another layer that is made and packed alike. They are copied into the memory of the present
+    ones, whose addresses graphs and recordings hold. oneDNN's packed weights cannot be copied into, and no recording has them."""
+    pairs = [(live.weight, new.weight), (live.bias, new.bias)]
+    if not isinstance(live, Linear) and not isinstance(new, Linear):
+        pairs.append((live.scale, new.scale))
+    if not isinstance(live, Fp8Linear) and not isinstance(new, Fp8Linear) and live.packed is not None and new.packed is not None:
+        if live.packed.weight.layout is torch.strided:
+            pairs += zip(live.packed[:3], new.packed[:3], strict=True)
+        else:
+            live.packed = new.packed
+    for mine, theirs in pairs:
+        if mine is not None and theirs is not None:
+            mine.copy_(theirs)
 
 
 def check_fp8(dtype: torch.dtype, device: torch.device) -> None:

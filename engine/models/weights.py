@@ -18,7 +18,7 @@ from torch import Tensor
 from common.config import LoadFormat, Quantization
 from common.errors import ConfigError
 from engine.cpu.products import float_products, int8_product
-from engine.models.linear import AnyLinear, Fp8Linear, Gate, Int8Linear, Linear, check_fp8, pack_all
+from engine.models.linear import AnyLinear, Fp8Linear, Gate, Int8Linear, Linear, check_fp8, pack_all, take_over
 from engine.parallel import ALONE, Group
 from engine.torch_kernels import Kernels
 
@@ -201,7 +201,7 @@ class WeightSlots:
     def take_over(self, other: "WeightSlots") -> None:
         """The weights that another one has, which is made and packed alike, are copied into the memory of these."""
         for name, new in other._layers.items():
-            self._layers[name].take_over(new)  # type: ignore[arg-type]
+            take_over(self._layers[name], new)
         for name, tensor in other._tensors.items():
             self._tensors[name].copy_(tensor)
 

@@ -23,7 +23,6 @@ from benchmarks.engine_figures import (
     Check,
     DecodeStep,
     Figure,
-    HostWork,
     Predictions,
     Prefill,
     Started,
@@ -35,21 +34,15 @@ from benchmarks.engine_figures import (
     product_share,
     tables,
 )
-from benchmarks.engine_steps import (
-    KINDS,
-    NOTHING,
+from benchmarks.engine_tasks import (
     checkpoint,
     fill_randomly,
     prefill_flop,
-    random_adapters,
-    sampling_plans,
     step_weight_bytes,
 )
 from common.config import EngineConfig
-from common.ids import Digest
 from common.pages.layout import KVLayout
 from engine.kv_memory import KVMemory
-from engine.model_runner import ModelRunner
 from engine.models.served_shape import read_served_shape
 
 CPU = EngineConfig(device="cpu", max_running=2, kv_memory="1MiB")
@@ -64,8 +57,7 @@ def test_the_first_hour_is_rehearsed_on_a_cpu_and_leaves_a_file_and_a_page_with_
     outcome = json.loads(figures.read_text())
     assert outcome["command"].startswith("launch bench engine --quick")
     assert outcome["hardware"]["libraries"]["torch"] == torch.__version__
-    labels = ["environment", "ceilings", "checks", "steps tiny", "eager tiny", "offline", "pushes", "host"]
-    labels += ["sampling tiny, vocabulary of 512", "adapters tiny"]
+    labels = ["environment", "ceilings", "checks", "steps tiny", "eager tiny", "offline", "pushes"]
     assert [(run["label"], run["failure"]) for run in outcome["runs"]] == [(label, "") for label in labels]
     text = page.read_text()
     titles = [kind.title for kind in TABLES] + ["What ran", "Predicted for one H100 and measured, ms", "What to look at first"]
@@ -88,25 +80,8 @@ def test_the_first_hour_is_rehearsed_on_a_cpu_and_leaves_a_file_and_a_page_with_
     assert [fill["chunk_tokens"] for fill in by_type["Prefill"]] == [32, 96]
     started, _ = by_type["Started"]
     assert started["dtype"] == "float32" and started["pool_bytes"] > 0 and started["seconds"] > 0
-    (host,) = by_type["HostWork"]
-    assert host["rows"] == 256 and host["graphs"] is False and host["launch_ms"]["median"] > 0
-    sampled = {step["asked"]: step for step in by_type["SampledStep"]}
-    assert sampled.keys() == KINDS.keys() | {"adapters: 0", "adapters: 1", "adapters: 4"}
-    assert sampled["nothing"]["ratio"] == sampled["adapters: 0"]["ratio"] == 1
-    assert all(step["rows"] == 4 and step["vocab_size"] == 512 and step["ratio"] > 0 for step in sampled.values())
     assert "Decode steps:" in done.stdout and done.stdout.index("What ran:") < done.stdout.index("Decode steps:")
     assert "not measured: Llama-3-8B: a decode step of 32 rows and 2048 tokens" in done.stdout
-
-
-def test_the_rows_of_a_step_have_as_many_different_adapters_as_it_says() -> None:
-    with checkpoint("tiny", EngineConfig(device="cpu", kv_memory="4MiB", max_running=4, max_loaded_loras=3)) as (model, engine):
-        runner = ModelRunner(model, engine, lambda text: None)
-    digests = [runner.adapters.hold(adapter) for adapter in random_adapters(runner, 3, 8)]
-    first, *others = sampling_plans(runner, NOTHING, digests[:2])
-    assert [start.adapter for start in first.starts] == [*digests[:2], *digests[:2]] and not any(each.starts for each in others)
-    assert set(runner.adapters.take(digests)) == set(digests)
-    assert not runner.run(first).failed
-    assert [start.adapter for start in sampling_plans(runner, NOTHING)[0].starts] == [Digest("")] * 4
 
 
 TINY = EngineBench(models="tiny")
@@ -232,9 +207,8 @@ def test_goals_are_shares_of_what_the_device_did_in_the_same_run() -> None:
         flop=40e12,
         share=product_share(CEILINGS, 40e12, 0.1),
     )
-    host = HostWork(device="cuda:0", rows=256, graphs=True, attention="", launch_ms=spread(0.6))
     assert copy_share(None, 1, 1) is None and product_share(None, 1, 1) is None
-    figures: list[Figure] = [CEILINGS, step, fill, host]
+    figures: list[Figure] = [CEILINGS, step, fill]
     goals = list(judge(figures))
     text = "\n".join(markdown_table(table) for _, table in tables(figures))
     lines = {line for line in text.splitlines() if "Llama-3-8B |" in line}
@@ -242,8 +216,8 @@ def test_goals_are_shares_of_what_the_device_did_in_the_same_run() -> None:
         "| Llama-3-8B | 2048 | 32 | on | 2.00 | 1.50 | 1.00 | 25% | 3.00 | 50.0% |",
         "| Llama-3-8B | 8192 | 2048 | 100.0 | 81920 | 40 | 80.0% |",
     }
-    assert [(goal.met, goal.figure) for goal in goals] == [(False, "50.0%"), (True, "80.0%"), (False, "0.600 ms")]
-    assert [goal.met for goal in judge([])] == [None] * 3
+    assert [(goal.met, goal.figure) for goal in goals] == [(False, "50.0%"), (True, "80.0%")]
+    assert [goal.met for goal in judge([])] == [None] * 2
 
 
 def test_a_prediction_is_confirmed_within_a_tenth_and_what_loses_most_is_looked_at_first() -> None:
@@ -273,5 +247,5 @@ def test_a_prediction_is_confirmed_within_a_tenth_and_what_loses_most_is_looked_
 
 
 def test_tasks_come_in_the_order_of_their_sections() -> None:
-    bench = EngineBench(only="host,steps", models="tiny")
-    assert [task.label for task in tasks(bench, EngineConfig(), is_quick=False)] == ["ceilings", "steps tiny", "host"]
+    bench = EngineBench(only="pushes,steps", models="tiny")
+    assert [task.label for task in tasks(bench, EngineConfig(), is_quick=False)] == ["ceilings", "steps tiny", "pushes"]

@@ -29,7 +29,7 @@ from bench.offline import OfflineSequence, sequences_of
 from bench.options import OfflineOptions
 from bench.report import markdown_table
 from benchmarks.engine_figures import MISSING, OFFLINE_MODEL, PREDICTIONS, WORKLOADS, Predictions, StepPrediction, group_of
-from benchmarks.engine_steps import checkpoint, decode_plans, prefill_plans
+from benchmarks.engine_tasks import checkpoint, decode_plans, prefill_plans
 from common.config import EngineConfig, Quantization
 from common.model_path import resolve_model_path
 from engine.gpu import triton_kernels

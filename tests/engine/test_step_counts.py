@@ -4,7 +4,7 @@ import msgspec
 import pytest
 
 from benchmarks.engine_figures import PREDICTIONS, Predictions, StepPrediction, group_of
-from benchmarks.engine_steps import checkpoint, prefill_flop, step_weight_bytes
+from benchmarks.engine_tasks import checkpoint, prefill_flop, step_weight_bytes
 from common.config import EngineConfig
 from common.model_path import resolve_model_path
 from engine.models.served_shape import read_served_shape

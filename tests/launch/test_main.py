@@ -15,7 +15,7 @@ import pytest
 
 from launch.child import BAD_FLAG
 from launch.main import build_parser, main
-from launch.simulate import Outcome, report
+from launch.simulate import SimulateOutcome, report
 
 HEAVY = ("torch", "transformers", "fastapi", "numpy", "zmq", "uvicorn", "nixl", "safetensors", "tokenizers")
 LOOK = (
@@ -148,7 +148,7 @@ SMALL = ["simulate", "--requests=8", "--rate=20", "--mean-input=300", "--mean-ou
 def test_the_report_is_printed_and_its_figures_are_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "figures.json"
     assert main([*SMALL, f"--json={file}"]) == 0
-    outcome = msgspec.json.decode(file.read_bytes(), type=Outcome)
+    outcome = msgspec.json.decode(file.read_bytes(), type=SimulateOutcome)
     assert outcome.found.endings == {"finished: length": 8}
     assert outcome.command == " ".join(["launch simulate", *sorted_as_given(file)])
     assert capsys.readouterr().out == report(outcome, markdown=False) + "\n"

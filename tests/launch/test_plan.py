@@ -13,8 +13,7 @@ from common.errors import ConfigError
 from common.processes.router_client import RequestFailed, RouterClient
 from launch.child import BAD_FLAG
 from launch.main import main
-from launch.measured_fleet import measured_fleet, past_load
-from launch.plan import PlanOutcome
+from launch.plan import PlanOutcome, measured_fleet, past_load
 from simulation.plan import FleetPlan
 from simulation.report import Percentiles
 from simulation.search import FleetSearch, SearchRun, Trial

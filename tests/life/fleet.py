@@ -148,7 +148,7 @@ class ToyFleet(SimulatedFleet[ToyInstance, ToyRouter]):
         world = world or World()
         super().__init__(world.clock, ToyNetwork(world.clock, world.weather), size or ToySize())
         self.memory = world.memory
-        self.observer = ClientObserver()
+        self.observer = ClientObserver()  # type: ignore[abstract]  # of the rest nothing is kept
         self._config = config or RouterConfig()
         self._ranks = ranks or {}
         self.routers += [self._make_router(seat, routers) for seat in range(routers)]

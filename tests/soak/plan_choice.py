@@ -19,8 +19,7 @@ from bench.report import say
 from common.config import RouterConfig
 from common.processes.local_fleet import local_fleet
 from common.processes.router_client import RouterClient
-from launch.measured_fleet import measured_fleet
-from launch.plan import SPAWN, run_in
+from launch.plan import SPAWN, measured_fleet, run_in
 from launch.simulate import with_measured_front
 from simulation.plan import FleetPlan, LoadPlan, SearchPlan
 from simulation.search import Candidate, FleetSearch

@@ -25,7 +25,7 @@ from common.config import DEMO_MODEL, RouterConfig
 from common.options import option, require, require_at_least
 from common.processes.local_fleet import FleetFailed, local_fleet
 from common.processes.router_client import RouterClient
-from launch.measured_fleet import measured_fleet
+from launch.plan import measured_fleet
 from launch.simulate import with_measured_front
 from router.timelines import BLOCK_TOKENS, LoadLine
 from simulation.plan import FleetPlan, LoadPlan
