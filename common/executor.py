@@ -220,8 +220,8 @@ class StepResult:
     drafted: Int32Array = field(default_factory=_NO_NUMBERS.copy)
     """[drafts] int32: what was sampled behind each of the plan's drafts. It counts if that draft and those before it are right;
     see `count_right`."""
-    drafting_s: float = 0.0
-    """What the draft model took before the forward."""
+    drafting_s: tuple[float, float] = (0.0, 0.0)
+    """What the draft model took before the forward: its first step, in which it computes what it lacks, and those after it."""
     failed_behind: Mapping[int, int] = field(default_factory=dict)
     """Rows of `failed` that failed behind drafts which are right -> how many tokens of the step come before that: they count."""
 

@@ -276,8 +276,8 @@ class DecodeScheduler:
         deltas, counters = list[TokenDelta](), self._requests.counters
         drafted = np.bincount(result.plan.draft_rows, minlength=len(self._requests.steps_of_row))[rows].tolist()
         for request, new, drafts in zip(answered, sampled, drafted, strict=True):
-            told = {"drafts": (drafts, len(new) - 1)} if drafts else {}
-            deltas.append(TokenDelta(request.key, request.next_token, tuple(new), **told))
+            came_of = (drafts, len(new) - 1) if drafts else (0, 0)
+            deltas.append(TokenDelta(request.key, request.next_token, tuple(new), drafts=came_of))
             request.next_token += len(new)
             request.token_ids += new
             counters.tokens_generated += len(new)

@@ -30,9 +30,11 @@ FIRST_SHARE = 0.5
 """How often the predictions of a new row are taken to be right; those of a draft model, until some are known."""
 TURN_S = 0.0005
 """What a step costs more that is planned when the one before it has returned, about."""
-EXPLORED_STEPS, EXPLORED_DRAFTS = 64, 4
+EXPLORED_STEPS, LONGEST_PAUSE, EXPLORED_DRAFTS = 64, 1024, 4
 """After so many steps without any, one row has so many drafts, whether they pay or not: only steps of different sizes tell what
-rows cost."""
+rows cost. If they still do not pay, the next pause is twice as long."""
+CAUGHT_UP_FOR = 32
+"""What a draft model lacks of a row is computed for about so many of its steps."""
 _PRIME = np.int64(0x9E3779B1)
 
 
@@ -68,6 +70,9 @@ class Drafter(Protocol):
 
     def knows(self, rows: Int64Array) -> NDArray[np.bool_]:
         """Which of these rows it has something to propose for."""
+
+    def lacking(self, rows: Int64Array) -> Int64Array:
+        """How many tokens of each row must be computed before a draft model can propose something. [rows]."""
 
     def draft(self, rows: Int64Array, depths: Int64Array) -> tuple[Int64Array, Int32Array, tuple[Chunk, ...]]:
         """Returns how many each row has, as many as asked for or none; the tokens, row by row; and `StepPlan.draft_chunks`."""
@@ -125,6 +130,9 @@ class NgramDrafter:
     def judge(self, rows: Int64Array, drafted: Int64Array, right: Int64Array) -> None:
         pass  # `add` has seen what it proposed
 
+    def lacking(self, rows: Int64Array) -> Int64Array:
+        return np.zeros_like(rows)
+
     def knows(self, rows: Int64Array) -> NDArray[np.bool_]:
         return self._followed[rows] > 0
 
@@ -178,10 +186,14 @@ class ModelDrafter:
     def knows(self, rows: Int64Array) -> NDArray[np.bool_]:
         return np.ones(len(rows), dtype=bool)
 
+    def lacking(self, rows: Int64Array) -> Int64Array:
+        starts, lengths = self._computed[rows], self._length[rows]
+        return np.where(starts < lengths - 1, lengths - starts, 0)
+
     def draft(self, rows: Int64Array, depths: Int64Array) -> tuple[Int64Array, Int32Array, tuple[Chunk, ...]]:
         """A row whose KV the draft model cannot complete before the step has no drafts yet."""
         starts, lengths = self._computed[rows], self._length[rows]
-        lacking = np.where(starts < lengths - 1, lengths - starts, 0)
+        lacking = self.lacking(rows)
         left = np.clip(self._chunk_tokens - (np.cumsum(lacking) - lacking), 0, lacking)
         chunks = tuple(
             Chunk(row, start, self._tokens[row, start : start + tokens], last=start + tokens == length)
@@ -201,18 +213,21 @@ def worth(
     held: NDArray[np.float64],
     room: int,
     drafting_s: float = 0.0,
+    entry_s: NDArray[np.float64] | float = 0.0,
 ) -> Int64Array:
     """How many drafts of each row pay: those with which the whole step gives most tokens a second. [rows] int64.
 
     shares: [rows] how likely a draft is right behind one that is right. most: [rows] int64, no more than so many each. held:
     [rows] tokens that each row's step reads. room: most drafts in all. drafting_s: what each step of a draft model takes, of
-    which there is one more than the deepest row has drafts.
+    which there is one more than the deepest row has drafts. entry_s: [rows] what a row costs more that has any.
     """
     depth = int(most.max(initial=0))
     offsets = np.arange(1, depth + 1)
     likely = np.where(offsets <= most[:, None], shares[:, None] ** offsets, 0.0)
     seconds = np.broadcast_to((cost.decode_row_s + cost.held_token_s * held)[:, None], likely.shape) + 1e-9
-    order = np.argsort(-(likely / seconds), axis=None, kind="stable")[: max(0, room)]
+    seconds[:, :1] += np.broadcast_to(entry_s, len(shares))[:, None]
+    yields = np.minimum.accumulate(likely / seconds, axis=1)
+    order = np.argsort(-yields, axis=None, kind="stable")[: max(0, room)]
     step_s, rows = cost.seconds(0, len(shares), float(held.sum())), len(shares)
     deepest = np.maximum.accumulate(order % max(1, depth)) + 1
     drafted_s = TURN_S + drafting_s * (deepest + 1) + np.cumsum(seconds.ravel()[order])
@@ -234,10 +249,10 @@ class Speculation:
             self.drafter = ModelDrafter(rows, context_tokens, chunk_tokens)
         else:
             self.drafter = NgramDrafter(rows, context_tokens, tuple({drafting.longest: 0, drafting.shortest: 0}))
-        self._drafting_s = 0.0
-        """What a step of the draft model took of late."""
-        self._unexplored = 0
-        """How often depths were asked for since the last drafts."""
+        self._drafting_s, self._lacking_token_s = 0.0, 0.0
+        """What a step of the draft model took of late, and each token that it lacked."""
+        self._unexplored, self._pause = 0, EXPLORED_STEPS
+        """How often depths were asked for since the last drafts, and how often at most."""
 
     def begin(self, row: int, tokens: Int32Array) -> None:
         """As in `Drafter`, and `add` as well."""
@@ -246,14 +261,17 @@ class Speculation:
     def add(self, rows: Int32Array, tokens: Int32Array, drafted: bool = False) -> None:
         self.drafter.add(rows.astype(np.int64), tokens, drafted)
 
-    def verified(self, plan: StepPlan, right: Int32Array, drafting_s: float) -> None:
+    def verified(self, plan: StepPlan, right: Int32Array, drafting_s: tuple[float, float]) -> None:
         """A step with drafts is back. right: see `count_right`. drafting_s: see `StepResult`."""
         drafted = np.bincount(plan.draft_places, minlength=len(right))
         which = np.flatnonzero(drafted)
         self.drafter.judge(plan.decode_rows[which].astype(np.int64), drafted[which], right[which].astype(np.int64))
-        if not plan.draft_chunks:
-            step_s = drafting_s / (int(drafted.max()) + 1)
-            self._drafting_s += (step_s - self._drafting_s) / (LATELY if self._drafting_s else 1)
+        step_s = drafting_s[1] / int(drafted.max())
+        self._drafting_s += (step_s - self._drafting_s) / (LATELY if self._drafting_s else 1)
+        lacked = sum(len(chunk.token_ids) for chunk in plan.draft_chunks)
+        if lacked:
+            token_s = max(0.0, drafting_s[0] - step_s) / lacked
+            self._lacking_token_s += (token_s - self._lacking_token_s) / (LATELY if self._lacking_token_s else 1)
 
     def depths(self, rows: Int32Array, most: Int32Array, cost: StepCost, held: Int32Array) -> Int64Array:
         """How many drafts each of these rows should have in the next step, [rows] int64. most, held: see `worth`."""
@@ -265,19 +283,25 @@ class Speculation:
         if not bound.any():
             return bound
         self._unexplored += 1
-        shares = self.drafter.shares[rows]
-        if self._unexplored >= EXPLORED_STEPS:
-            likeliest = np.argmax(np.where(bound > 0, shares, -1.0))
+        shares, lacking = self.drafter.shares[rows], self.drafter.lacking(of_rows)
+        if self._unexplored >= self._pause:
+            likeliest = np.argmax(np.where(bound > 0, (1 + shares) / (1 + lacking), 0.0))
             return np.where(np.arange(len(rows)) == likeliest, np.minimum(bound, min(room, EXPLORED_DRAFTS)), 0)
         if cost.step_s + cost.decode_row_s <= 0:
             return np.zeros_like(bound)
-        return worth(shares, bound, cost, held.astype(np.float64), room, self._drafting_s)
+        entry_s = lacking.astype(np.float64) * (self._lacking_token_s / CAUGHT_UP_FOR)
+        depths = worth(shares, bound, cost, held.astype(np.float64), room, self._drafting_s, entry_s)
+        if depths.any():
+            self._pause = EXPLORED_STEPS
+        return depths
 
     def draft(self, rows: Int32Array, depths: Int64Array, held: Int32Array) -> Drafts:
         """depths: [rows] int64, how many of each. held: [rows], tokens that each row's own token reads."""
         which = np.flatnonzero(depths)
         if not len(which):
             return NO_DRAFTS
+        if self._unexplored >= self._pause:
+            self._pause = min(2 * self._pause, LONGEST_PAUSE)
         self._unexplored = 0
         rows, held = rows[which], held[which]
         depths, tokens, chunks = self.drafter.draft(rows.astype(np.int64), depths[which])

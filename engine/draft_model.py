@@ -6,7 +6,7 @@ is the same, and nobody counts its pages. What it computes changes no answer: dr
     rows that start or grow ─► tokens that it lacks, or the last one of each row ─► its first draft ─► … ─► its last draft
 """
 
-from collections.abc import Sequence
+import time
 from dataclasses import replace
 
 import numpy as np
@@ -24,9 +24,9 @@ class DraftModel:
     def __init__(self, steps: StepRunner, vocab_size: int) -> None:
         self._steps, self._vocab_size = steps, vocab_size
 
-    def complete(self, plan: StepPlan) -> StepPlan:
-        """The plan with the drafts that it leaves to this model. Waits for them. All rows that the plan starts or lets grow
-        do so here too."""
+    def complete(self, plan: StepPlan) -> tuple[StepPlan, tuple[float, float]]:
+        """The plan with the drafts that it leaves to this model, and `StepResult.drafting_s`. Waits for them. All rows that the
+        plan starts or lets grow do so here too."""
         chunks = tuple(replace(chunk, token_ids=self._known(chunk.token_ids)) for chunk in plan.draft_chunks)
         own = StepPlan(
             plan.step,
@@ -39,34 +39,35 @@ class DraftModel:
         if not chunks and not len(rows):
             if own.starts or len(own.grown_rows):
                 self._steps.take_in(own)
-            return plan
-        steps = self._draft(own, plan, rows, depths)
+            return plan, (0.0, 0.0)
+        began_s = time.perf_counter()
+        steps = [self._first(own, plan, rows)]
+        results = [self._steps.launch(steps[0]).wait()]
+        caught_up_s = time.perf_counter()
+        for offset in range(1, int(depths.max(initial=0)) + 1):
+            steps.append(StepPlan(plan.step, decode_rows=rows[depths >= offset]))
+        results += [each.wait() for each in [self._steps.launch(step) for step in steps[1:]]]
+        seconds = caught_up_s - began_s, time.perf_counter() - caught_up_s
         drafted = np.zeros((int(rows.max(initial=0)) + 1, len(steps)), dtype=np.int32)
-        for at, (of_rows, tokens) in enumerate(steps):
-            drafted[of_rows, at] = tokens
-        return replace(plan, draft_tokens=np.minimum(drafted[plan.draft_rows, plan.draft_offsets - 1], self._vocab_size - 1))
+        for at, (step, result) in enumerate(zip(steps, results, strict=True)):
+            drafted[step.sampled_rows, at] = result.tokens
+        tokens = np.minimum(drafted[plan.draft_rows, plan.draft_offsets - 1], self._vocab_size - 1)
+        return replace(plan, draft_tokens=tokens), seconds
 
-    def _draft(
-        self, own: StepPlan, plan: StepPlan, rows: Int32Array, depths: np.ndarray
-    ) -> Sequence[tuple[Int32Array, Int32Array]]:
-        """Step by step, the rows that drafted a token, and the token. The last draft is fed as well: if all are right, the row
-        goes on behind it. own: the first step so far, with its chunks."""
+    def _first(self, own: StepPlan, plan: StepPlan, rows: Int32Array) -> StepPlan:
+        """The step that samples the first draft of each row. Steps go on until the last draft is fed as well: if all are right,
+        the row goes on behind it. own: the step so far, with its chunks."""
         behind = np.array([chunk.row for chunk in own.chunks if chunk.last], dtype=np.int32)
         decode = rows[~np.isin(rows, behind)]
         told = np.isin(plan.verified_rows, decode)
         assert told.sum() == len(decode), "a row that goes on drafting had drafts in its last step"
-        first = replace(
+        return replace(
             own,
             decode_rows=decode,
             verified_rows=plan.verified_rows[told],
             verified_lengths=plan.verified_lengths[told],
             verified_tokens=self._known(plan.verified_tokens[told]),
         )
-        steps = [first]
-        for offset in range(1, int(depths.max(initial=0)) + 1):
-            steps.append(StepPlan(plan.step, decode_rows=rows[depths >= offset]))
-        pending = [self._steps.launch(step) for step in steps]
-        return [(step.sampled_rows, each.wait().tokens) for step, each in zip(steps, pending, strict=True)]
 
     def _known(self, tokens: Int32Array) -> Int32Array:
         return np.minimum(tokens, self._steps.vocab_size - 1)

@@ -10,7 +10,6 @@ import ctypes
 import logging
 import os
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -224,9 +223,7 @@ class ModelRunner:
         """As `StepRunner.launch`, behind what the draft model has to propose."""
         if self.draft_model is None:
             return self.steps.launch(plan, report, between)
-        began_s = time.perf_counter()
-        plan = self.draft_model.complete(plan)
-        drafting_s = time.perf_counter() - began_s
+        plan, drafting_s = self.draft_model.complete(plan)
         pending = self.steps.launch(plan, report, between)
         pending.drafting_s = drafting_s
         return pending

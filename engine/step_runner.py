@@ -191,7 +191,7 @@ class PendingStep:
         failed_behind: Mapping[int, int] | None = None,
     ) -> None:
         self._plan, self._progress, self._failed, self._behind = plan, progress, failed or {}, failed_behind or {}
-        self.drafting_s = 0.0
+        self.drafting_s = 0.0, 0.0
         self._reported, self._embeddings = (logprobs, prompt_logprobs), embeddings
         parts = (logprobs, prompt_logprobs, embeddings)
         self._tensors = [tokens.int(), *(part.packed for part in parts if part is not None)]

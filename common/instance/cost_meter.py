@@ -58,7 +58,8 @@ class CostMeter:
 
     def step(self, plan: StepPlan, launched_s: float, ended_s: float, drafting_s: float = 0.0) -> None:
         """A step has come back. It began when it was launched, or when the one before it ended. Steps that come back in one
-        turn count as one: nobody knows when the first of them ended. drafting_s: see `StepResult`; it does not count."""
+        turn count as one: nobody knows when the first of them ended. drafting_s: what a draft model took of
+        it, which does not count."""
         self._count += 1
         work: Iterable[float] = (1, plan.chunk_tokens, plan.decoding, plan.held_tokens)
         seconds = max(0.0, ended_s - max(launched_s, self._ended_s) - drafting_s)

@@ -76,7 +76,9 @@ def serve(runner: ModelRunner, asked: Sequence[tuple[Int32Array, SamplingParams]
     while over < len(asked):
         decision = scheduler.decide(0.0)
         assert decision.plan is not None, "nothing more would come"
-        served.steps.append(replace(runner.run(decision.plan), drafting_s=0.0))  # each rank here plans for itself: all alike
+        served.steps.append(
+            replace(runner.run(decision.plan), drafting_s=(0.0, 0.0))
+        )  # each rank here plans for itself: all alike
         for action in [*decision.actions, *scheduler.step_done(served.steps[-1], 0.0)]:
             if isinstance(action, Send) and isinstance(action.message, TokenBatch):
                 for delta in action.message.deltas:

@@ -148,7 +148,8 @@ ALL = of(IDS)
 def told(first: int, end: int, ending: Finished | Failed | None = None) -> TokenBatch:
     """As an instance tells these tokens."""
     of_prompt, drafts = (PROMPT, CACHED_TOKENS) if first == 0 else ((), 0), (end - first, end - first - 1)
-    return TokenBatch(deltas=(TokenDelta(key(), first, tuple(IDS[first:end]), ending, ALL[first:end], *of_prompt, drafts),))
+    delta = TokenDelta(key(), first, tuple(IDS[first:end]), ending, ALL[first:end], *of_prompt)
+    return TokenBatch(deltas=(msgspec.structs.replace(delta, drafts=drafts),))
 
 
 def reported(deltas: list[TextDelta]) -> tuple[TokenLogprobs, list[TokenLogprobs]]:
@@ -179,7 +180,7 @@ def test_tokens_that_come_early_twice_and_out_of_order_have_each_their_own_logpr
 
 
 def test_drafts_of_tokens_that_come_twice_count_once(detokenizer: Detokenizer) -> None:
-    messages = [EXPECTED, told(3, 7), told(0, 3), told(3, 7), told(7, len(IDS), LENGTH)]
+    messages: list[AnswerMessage] = [EXPECTED, told(3, 7), told(0, 3), told(3, 7), told(7, len(IDS), LENGTH)]
     deltas = [delta for message in messages for delta in detokenizer.receive(message, 0.0)]
     assert [sum(delta.drafts[at] for delta in deltas) for at in (0, 1)] == [len(IDS), len(IDS) - 3]
 
