@@ -6,6 +6,7 @@ Verdicts do not depend on luck or load. Hypothesis has no deadline and makes the
 `--hypothesis-profile=random`, which makes new ones. A deadline in a test only ends a test that hangs, and is a minute or more.
 """
 
+import gc
 import os
 
 import pytest
@@ -28,6 +29,17 @@ settings.load_profile("fixed")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--soak", action="store_true", help="also run the tests that are marked as soak: long")
+
+
+def pytest_sessionstart() -> None:
+    gc.disable()
+
+
+def pytest_collection_finish() -> None:
+    """Thousands of tests and the libraries that they import stay until the end: a collector that looks at them each time takes a
+    second for it, and took more than a third of the time of fast tests."""
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
