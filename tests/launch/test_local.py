@@ -3,8 +3,6 @@
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,7 +13,8 @@ import pytest
 from common.processes.child import ORDER_FD, REPORT_FD
 from launch.child import BAD_FLAG
 from launch.fleet_page import FleetPage
-from tests.launch.waiting import PATIENCE_S, is_alive, wait_for
+from tests.launch.waiting import is_alive, wait_for
+from tests.rig.forks import module_process
 
 
 @dataclass(frozen=True)
@@ -34,9 +33,9 @@ class Fleet:
         self, folder: Path, log: Path, prefill: int, decode: int, environment: dict[str, str], inherits: tuple[int, ...]
     ) -> None:
         self._out, self._err, self._log = folder / "out", folder / "err", log
-        command = [sys.executable, "-m", "tests.launch.stub", "fleet", str(prefill), str(decode)]
+        words = ["tests.launch.stub", "fleet", str(prefill), str(decode)]
         with self._out.open("w") as out, self._err.open("w") as err:
-            self.process = subprocess.Popen(command, stdout=out, stderr=err, env=os.environ | environment, pass_fds=inherits)
+            self.process = module_process(words, os.environ | environment, (out, err), inherits)
 
     @property
     def out(self) -> str:
@@ -73,9 +72,9 @@ class Fleet:
 
     def status(self) -> int:
         """Its exit status, when it has ended. No child is left then."""
-        status = self.process.wait(PATIENCE_S)
+        wait_for(lambda: self.process.poll() is not None, "it ends")
         assert not self.alive()
-        return status
+        return self.process.wait()
 
     def stop(self, number: signal.Signals = signal.SIGINT) -> list[str]:
         """Stop it in order. Returns what stopped, in which order."""
@@ -85,8 +84,8 @@ class Fleet:
 
     def end(self) -> None:
         """Its children follow."""
-        self.process.kill()
-        self.process.wait(PATIENCE_S)
+        self.process.send_signal(signal.SIGKILL)
+        self.process.wait()
 
 
 Start = Callable[..., Fleet]
