@@ -21,6 +21,7 @@ from launch.child import BAD_FLAG
 from launch.instance_process import CLOSE_S
 from tests.launch.failing_instance import NAME
 from tests.launch.one_router import HANG_S, Router
+from tests.rig.forks import run_module
 from tests.rig.shared_memory import left_behind
 
 
@@ -109,9 +110,7 @@ COMPUTING = ("local", "decode")
 def refused(command: str, *flags: str) -> str:
     """What a command that ends with BAD_FLAG says, but for what it does meanwhile."""
     ports = ["--port=0", "--control-port=0"] if command in ("local", "router") else []
-    done = subprocess.run(
-        [sys.executable, "-m", "launch.main", command, *ports, *flags], capture_output=True, text=True, timeout=120
-    )
+    done = run_module("launch.main", command, *ports, *flags)
     assert done.returncode == BAD_FLAG, done.stderr
     lines = [line for line in (done.stdout + done.stderr).splitlines() if not line.endswith(": loading the tokenizer")]
     assert len(lines) == 1, lines

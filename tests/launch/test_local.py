@@ -34,8 +34,9 @@ class Fleet:
     ) -> None:
         self._out, self._err, self._log = folder / "out", folder / "err", log
         words = ["tests.launch.stub", "fleet", str(prefill), str(decode)]
-        with self._out.open("w") as out, self._err.open("w") as err:
-            self.process = module_process(words, os.environ | environment, (out, err), inherits)
+        with open(os.devnull) as nothing, self._out.open("w") as out, self._err.open("w") as err:
+            files = [each.fileno() for each in (nothing, out, err)]
+            self.process = module_process(words, os.environ | environment, files, inherits)
 
     @property
     def out(self) -> str:

@@ -23,6 +23,7 @@ import runpy
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -102,17 +103,17 @@ class Forks:
         if words[:2] != [sys.executable, "-m"]:
             return subprocess.Popen(command, **options)
         output, theirs = os.pipe()
-        with open(theirs, "w") as written:
-            pid = self.start(words[2:], options["env"], (written, written), options["pass_fds"])
+        with open(os.devnull) as nothing, open(theirs, "w") as written:
+            files = (nothing.fileno(), written.fileno(), written.fileno())
+            pid = self.start(words[2:], options["env"], files, options["pass_fds"])
         return Forked(pid, open(output, encoding=options["encoding"], errors=options["errors"]))
 
     def start(
-        self, words: Sequence[str], environment: dict[str, str], outputs: Sequence[IO[str]], inherited: Sequence[int]
+        self, words: Sequence[str], environment: dict[str, str], files: Sequence[int], inherited: Sequence[int] = ()
     ) -> int:
-        """The pid of a process that runs a module, which is the first of the words. outputs: its stdout and stderr."""
+        """The pid of a process that runs a module, which is the first of the words. files: its stdin, stdout and stderr."""
         order = Order(words[0], list(words[1:]), environment, [0, 1, 2, *inherited], os.getcwd())
-        with open(os.devnull) as nothing:
-            return self._ask(order, [each.fileno() for each in (nothing, *outputs)] + list(inherited))
+        return self._ask(order, [*files, *inherited])
 
     def _ask(self, order: Order, files: Sequence[int]) -> int:
         """The pid of the new process."""
@@ -135,13 +136,22 @@ def forked() -> Iterator[None]:
 
 
 def module_process(
-    words: Sequence[str], environment: dict[str, str], outputs: Sequence[IO[str]], inherited: Sequence[int]
-) -> "Forked | subprocess.Popen[str]":
+    words: Sequence[str], environment: dict[str, str], files: Sequence[int], inherited: Sequence[int] = ()
+) -> "Forked | subprocess.Popen[bytes]":
     """A process that runs a module, forked where that can be: see `Forks.start`."""
     if sys.platform == "linux":
-        return Forked(forks().start(words, environment, outputs, inherited), None)
-    command, (out, err) = [sys.executable, "-m", *words], outputs
-    return subprocess.Popen(command, env=environment, stdout=out, stderr=err, pass_fds=inherited, text=True)
+        return Forked(forks().start(words, environment, files, inherited), None)
+    command, (given, out, err) = [sys.executable, "-m", *words], files
+    return subprocess.Popen(command, env=environment, stdin=given, stdout=out, stderr=err, pass_fds=inherited)
+
+
+def run_module(*words: str) -> subprocess.CompletedProcess[str]:
+    """What became of a module that ran in a process of its own."""
+    with open(os.devnull) as nothing, tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
+        status = module_process(words, dict(os.environ), [each.fileno() for each in (nothing, out, err)]).wait()
+        out.seek(0)
+        err.seek(0)
+        return subprocess.CompletedProcess(words, status, out.read(), err.read())
 
 
 @functools.cache
