@@ -259,9 +259,13 @@ class InstanceConfig:
     speculative_config: str = option(
         "",
         "speculative decoding by the decode role, as in vLLM: a JSON object such as "
-        '{"method": "ngram", "num_speculative_tokens": 8, "prompt_lookup_max": 4, "prompt_lookup_min": 2}; default: none',
+        '{"method": "ngram", "num_speculative_tokens": 8, "prompt_lookup_max": 4, "prompt_lookup_min": 2} or '
+        '{"method": "draft_model", "model": "folder", "num_speculative_tokens": 8}; default: none',
     )
-    speculative_algorithm: Literal["none", "NGRAM"] = option("none", "the same by SGLang's name, without further settings")
+    speculative_algorithm: Literal["none", "NGRAM", "STANDALONE"] = option("none", "the same method by SGLang's name")
+    speculative_draft_model_path: str = option(
+        "", "with --speculative-algorithm STANDALONE: the draft model, as --model, with the same tokenizer"
+    )
     speculative_num_draft_tokens: int = option(
         0, "with --speculative-algorithm: most drafted tokens of a request in a step; 0: 8"
     )
@@ -277,7 +281,12 @@ class InstanceConfig:
     @property
     def drafting(self) -> Drafting | None:
         """How tokens are drafted; None: they are not. Raises ConfigError."""
-        return parse_drafting(self.speculative_config, self.speculative_algorithm, self.speculative_num_draft_tokens)
+        return parse_drafting(
+            self.speculative_config,
+            self.speculative_algorithm,
+            self.speculative_num_draft_tokens,
+            self.speculative_draft_model_path,
+        )
 
     @property
     def ranks(self) -> range:

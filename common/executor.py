@@ -23,6 +23,7 @@ from common.messages.weights import WeightsSource
 from common.pages.layout import KVLayout, MemoryRegion
 from common.sampling_params import Grammar, SamplingParams
 
+NOT_DRAFTED = -1
 _NO_NUMBERS: Int32Array = np.empty(0, dtype=np.int32)
 _NO_LOGPROBS: NDArray[np.float32] = np.empty(0, dtype=np.float32)
 
@@ -143,11 +144,16 @@ class StepPlan:
     """[drafts] int32: the decode row that each drafted token may continue (speculative decoding, Leviathan et al. 2023). Those of
     a row are side by side, in the order of the sequence. A row with drafts is in no other step that is in flight."""
     draft_tokens: Int32Array = field(default_factory=_NO_NUMBERS.copy)
-    """[drafts] int32."""
+    """[drafts] int32; NOT_DRAFTED: the executor's draft model proposes it."""
+    draft_chunks: tuple[Chunk, ...] = ()
+    """For the draft model: tokens whose KV it lacks. Its drafts follow those of the last chunks, and in other rows the last token
+    of `verified_tokens`: there it has the KV of all before."""
     verified_rows: Int32Array = field(default_factory=_NO_NUMBERS.copy)
     """[rows] int32: rows whose last step had drafts. Their lengths after it, which depend on what was sampled."""
     verified_lengths: Int32Array = field(default_factory=_NO_NUMBERS.copy)
     """[rows] int32: tokens whose KV is in the pages and counts."""
+    verified_tokens: Int32Array = field(default_factory=_NO_NUMBERS.copy)
+    """[rows] int32: the token behind those, which the row feeds next."""
 
     @property
     def sampled_rows(self) -> Int32Array:
@@ -214,6 +220,10 @@ class StepResult:
     drafted: Int32Array = field(default_factory=_NO_NUMBERS.copy)
     """[drafts] int32: what was sampled behind each of the plan's drafts. It counts if that draft and those before it are right;
     see `count_right`."""
+    drafting_s: float = 0.0
+    """What the draft model took before the forward."""
+    failed_behind: Mapping[int, int] = field(default_factory=dict)
+    """Rows of `failed` that failed behind drafts which are right -> how many tokens of the step come before that: they count."""
 
 
 def count_right(plan: StepPlan, tokens: Int32Array, drafted: Int32Array) -> Int32Array:

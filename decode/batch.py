@@ -34,6 +34,8 @@ class Batch:
         self._room = np.zeros(rows, dtype=np.int32)
         self._shared = np.zeros(rows, dtype=np.int32)
         self._stop_ids: dict[int, frozenset[int]] = {}
+        self._last = np.zeros(rows, dtype=np.int32)
+        """The token that each row sampled last."""
         self._is_verified = np.zeros(rows, dtype=bool)
         """Rows whose last step had drafts: the executor does not know how many were right."""
 
@@ -98,10 +100,9 @@ class Batch:
         self._planned[rows] += 1
         return rows
 
-    @property
-    def awaits_tokens(self) -> bool:
-        """A step is in flight that samples for a row which decodes."""
-        return bool((self._decoding & (self._planned > self.sampled)).any())
+    def await_tokens(self, rows: Int64Array) -> bool:
+        """A step is in flight that samples for one of these rows, which decode."""
+        return bool((self._planned[rows] > self.sampled[rows]).any())
 
     def most_drafts(self, rows: Int32Array, spare: int = 0) -> Int32Array:
         """How many drafts each row may have in the next step that is planned for it. spare: count so many tokens as room that
@@ -118,11 +119,12 @@ class Batch:
         """The last step of these rows, which has returned, had drafts."""
         self._is_verified[rows] = True
 
-    def verified(self, rows: Int32Array) -> tuple[Int32Array, Int32Array]:
-        """Those of the rows of a plan whose former step had drafts, and how many tokens' KV they have. Each is told once."""
+    def verified(self, rows: Int32Array) -> tuple[Int32Array, Int32Array, Int32Array]:
+        """Those of the rows of a plan whose former step had drafts, how many tokens' KV they have, and the token behind those.
+        Each is told once."""
         rows = rows[self._is_verified[rows]]
         self._is_verified[rows] = False
-        return rows, self._prompt[rows] + self.sampled[rows] - 1
+        return rows, self._prompt[rows] + self.sampled[rows] - 1, self._last[rows]
 
     def held_tokens(self, rows: Int32Array) -> int:
         """Tokens whose KV these rows read in the last step that was planned for them."""
@@ -153,6 +155,7 @@ class Batch:
         drafted: it was sampled behind a draft that is right."""
         self.sampled[rows] += 1
         self._planned[rows] += drafted
+        self._last[rows] = tokens
         assert (self.sampled[rows] <= self._planned[rows]).all()
         stopped = self._heeds_eos[rows] & (tokens[:, None] == self._eos).any(axis=1)
         if self._stop_ids:

@@ -92,7 +92,8 @@ class DecodeScheduler:
         self._room = DecodeRoom(self._requests, self._growth, self._target, self._rounds)
         self._speculation = None
         if limits.drafting is not None:
-            self._speculation = Speculation(limits.drafting, engine.max_rows, engine.model.context_tokens)
+            sizes = engine.max_rows, engine.model.context_tokens, limits.chunk_tokens
+            self._speculation = Speculation(limits.drafting, *sizes)
         self._verifying = False
         """A step with drafts is in flight: how far its rows are is not known before it is back."""
         self._now = 0.0
@@ -180,10 +181,7 @@ class DecodeScheduler:
         requests.chunks_done(result, now)
         for row in plan.rows[~batch.live[plan.rows]].tolist():
             self._release(requests.in_row[row], now)
-        actions: list[Action] = []
-        for row in [row for row in result.failed if batch.live[row]]:
-            self._growth.cancelled()
-            actions += self._end(requests.in_row[row], Failed.of(result.failed[row]), now)
+        actions = self._fail(result, [row for row in result.failed if row not in result.failed_behind], now)
         embedded = [(requests.in_row[row], embedding) for row, embedding in result.embeddings.items() if batch.live[row]]
         deltas = [request.embedded(embedding) for request, embedding in embedded]
         pipelines = [request.pipeline for request, _ in embedded]
@@ -195,7 +193,16 @@ class DecodeScheduler:
         answered = [requests.in_row[row] for row in sampled.tolist()]
         behind = self._right_drafts(result)[live]
         deltas += self._answer(answered, sampled, tokens, behind, result, now)
+        actions += self._fail(result, result.failed_behind, now)
         return [*emit_tokens(deltas, [*pipelines, *(request.pipeline for request in answered)]), *actions]
+
+    def _fail(self, result: StepResult, rows: Iterable[int], now: float) -> list[Action]:
+        """End the requests in these rows whose answers cannot go on, if nothing has ended them."""
+        actions: list[Action] = []
+        for row in [row for row in rows if self._batch.live[row]]:
+            self._growth.cancelled()
+            actions += self._end(self._requests.in_row[row], Failed.of(result.failed[row]), now)
+        return actions
 
     # --- for simulations: many steps at once --------------------------------------------------------------------------------
 
@@ -235,6 +242,8 @@ class DecodeScheduler:
         right = count_right(plan, result.tokens, result.drafted)
         self._verifying = False
         self._batch.verify(plan.draft_rows)
+        if self._speculation is not None:
+            self._speculation.verified(plan, right, result.drafting_s)
         counters = self._requests.counters
         counters.tokens_drafted += len(plan.draft_rows)
         counters.tokens_accepted += int(right.sum())
@@ -242,6 +251,8 @@ class DecodeScheduler:
         places, offsets = plan.draft_places, plan.draft_offsets
         is_right = offsets <= right[places]
         behind[chunked + places[is_right], offsets[is_right] - 1] = result.drafted[is_right]
+        for row, count in result.failed_behind.items():
+            behind[plan.sampled_rows == row, count - 1 :] = -1
         return behind
 
     def _answer(
@@ -293,7 +304,7 @@ class DecodeScheduler:
             is_first = self._batch.sampled[rows] == 1
             for at in np.flatnonzero(is_first).tolist():
                 self._speculation.begin(int(rows[at]), np.append(answered[at].prompt, tokens[at]))
-            self._speculation.add(rows[~is_first], tokens[~is_first])
+            self._speculation.add(rows[~is_first], tokens[~is_first], drafted)
         return masks
 
     # --- planning --------------------------------------------------------------------------------------------------------
@@ -301,7 +312,7 @@ class DecodeScheduler:
     def decide(self, now: float) -> Decision:
         requests = self._requests
         depths = self._depths()
-        waits = self._verifying or (bool(depths.any()) and self._batch.awaits_tokens)  # drafts follow a token that is known
+        waits = self._verifying or self._batch.await_tokens(np.flatnonzero(depths))  # drafts follow a token that is known
         actions, grown = ([], {}) if waits else self._grow(now)
         for request, failed in admit(requests, self._me.id, self._room.begin, now):
             if failed is not None:
@@ -320,10 +331,16 @@ class DecodeScheduler:
         held_tokens = self._batch.held_tokens(rows) + drafts.held_tokens
         plan = requests.plan(now, rows, grown, held_tokens)
         if plan is not None and self._speculation is not None:
-            verified, lengths = self._batch.verified(rows)
+            verified, lengths, last = self._batch.verified(rows)
             self._verifying |= len(drafts.rows) > 0
             plan = dataclasses.replace(
-                plan, draft_rows=drafts.rows, draft_tokens=drafts.tokens, verified_rows=verified, verified_lengths=lengths
+                plan,
+                draft_rows=drafts.rows,
+                draft_tokens=drafts.tokens,
+                draft_chunks=drafts.chunks,
+                verified_rows=verified,
+                verified_lengths=lengths,
+                verified_tokens=last,
             )
         assert plan is not None or not grown, "a row that grew is planned"
         for chunk in () if plan is None else plan.chunks:
@@ -334,7 +351,9 @@ class DecodeScheduler:
 
     def _depths(self) -> Int64Array:
         """How many drafts would pay in the next step, for each row of the batch. [rows] int64; empty: none would."""
-        if self._speculation is None or not len(rows := self._batch.advancing):
+        if self._speculation is None or self._verifying or not len(rows := self._batch.advancing):
+            return np.empty(0, dtype=np.int64)
+        if self._requests.computing:  # a step with its prompts would come between any two with drafts
             return np.empty(0, dtype=np.int64)
         most = self._batch.most_drafts(rows, spare=self._page_size if self._has_spare_pages else 0)
         most[self._batch.sampled[rows] == 0] = 0  # what it would follow is not known
@@ -351,7 +370,7 @@ class DecodeScheduler:
         """The drafts of the next step. A row gets a page for them if nobody else needs it. depths: of each row of the batch."""
         assert self._speculation is not None
         rows = np.flatnonzero(depths).astype(np.int32)
-        rows = rows[self._batch.live[rows]]
+        rows = rows[np.isin(rows, self._batch.advancing)]  # a row may have ended since, or be another request's by now
         short = rows[self._batch.most_drafts(rows) < depths[rows]]
         wanting = [self._requests.in_row[row] for row in short.tolist() if row not in grown]
         if self._has_spare_pages:

@@ -1,20 +1,22 @@
 """Speculative decoding (Leviathan et al. 2023): what may follow the answers of rows, and how much of it pays to be verified.
 
-Owns the n-gram drafter, which proposes what followed the last tokens of a row when they were last there, in its prompt or its
-answer (prompt lookup decoding, Saxena 2023), and the depth. Knows rows and tokens as arrays; does not know requests, pages or
-plans. What noise a token has depends only on its seed and position, so a drafted token that is right is the token that would have
-been sampled: no answer depends on what is here.
+Owns two drafters and the depth. One proposes what followed the last tokens of a row when they were last there, in its prompt or
+its answer (prompt lookup decoding, Saxena 2023). The other leaves that to the executor's draft model, and keeps count of the
+tokens whose KV this has. Knows rows and tokens as arrays; does not know requests or pages. What noise a token has depends only on
+its seed and position, so a drafted token that is right is the token that would have been sampled: no answer depends on what is
+here.
 
     tokens of the step ─► were the drafts of these rows right? ─► how often of late ─┐
                      └──► what followed these last tokens before? ───────────────────┴─► drafts, as long as they pay
 """
 
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from common.drafting import Drafting
+from common.executor import NOT_DRAFTED, Chunk, StepPlan
 from common.ids import Int32Array, Int64Array
 from common.step_cost import StepCost
 
@@ -25,11 +27,12 @@ INDEXED = 16_384
 LATELY = 8
 """About so many predictions of a row count."""
 FIRST_SHARE = 0.5
-"""How often the predictions of a new row are taken to be right."""
+"""How often the predictions of a new row are taken to be right; those of a draft model, until some are known."""
 TURN_S = 0.0005
 """What a step costs more that is planned when the one before it has returned, about."""
 EXPLORED_STEPS, EXPLORED_DRAFTS = 64, 4
-"""Every so many steps one row has so many drafts, whether they pay or not: only steps of different sizes tell what rows cost."""
+"""After so many steps without any, one row has so many drafts, whether they pay or not: only steps of different sizes tell what
+rows cost."""
 _PRIME = np.int64(0x9E3779B1)
 
 
@@ -41,9 +44,33 @@ class Drafts(NamedTuple):
     tokens: Int32Array
     held_tokens: int
     """Tokens whose KV they read."""
+    chunks: tuple[Chunk, ...] = ()
+    """`StepPlan.draft_chunks`."""
 
 
 NO_DRAFTS = Drafts(np.empty(0, dtype=np.int32), np.empty(0, dtype=np.int32), 0)
+
+
+class Drafter(Protocol):
+    """Who proposes tokens. rows: [rows] int64, each named once."""
+
+    shares: NDArray[np.float64]
+    """[rows of the batch]: how often of late what was proposed first for a row was right, whether it was drafted or not."""
+
+    def begin(self, row: int, tokens: Int32Array) -> None:
+        """A request with these tokens takes the row: its prompt, and what is known of its answer."""
+
+    def add(self, rows: Int64Array, tokens: Int32Array, drafted: bool = False) -> None:
+        """One more token for each of these rows. drafted: it was sampled behind a draft that is right."""
+
+    def judge(self, rows: Int64Array, drafted: Int64Array, right: Int64Array) -> None:
+        """How many drafts these rows had in a step, and how many of them were right; both [rows], drafted at least 1."""
+
+    def knows(self, rows: Int64Array) -> NDArray[np.bool_]:
+        """Which of these rows it has something to propose for."""
+
+    def draft(self, rows: Int64Array, depths: Int64Array) -> tuple[Int64Array, Int32Array, tuple[Chunk, ...]]:
+        """Returns how many each row has, as many as asked for or none; the tokens, row by row; and `StepPlan.draft_chunks`."""
 
 
 class NgramDrafter:
@@ -55,6 +82,7 @@ class NgramDrafter:
 
     def __init__(self, rows: int, context_tokens: int, sizes: tuple[int, ...]) -> None:
         self._sizes = sizes
+        self.shares = np.zeros(rows)
         self._tokens = np.zeros((rows, context_tokens), dtype=np.int32)  # the system gives memory when it is written
         self._length, self._followed = np.zeros((2, rows), dtype=np.int64)
         """_followed: the place of what followed a row's last tokens before; 0: they were not there."""
@@ -63,7 +91,6 @@ class NgramDrafter:
         """Behind which token each n-gram was last. What is left of former requests is told by comparing the tokens."""
 
     def begin(self, row: int, tokens: Int32Array) -> None:
-        """A request with these tokens takes the row."""
         self._tokens[row, : len(tokens)] = tokens
         self._length[row] = len(tokens) - 1
         for size, places in zip(self._sizes, self._places, strict=True):
@@ -73,9 +100,12 @@ class NgramDrafter:
             windows = np.lib.stride_tricks.sliding_window_view(of_ends, size) if len(ends) else np.empty((0, size))
             places[row, self._hash(windows.astype(np.int64))] = ends  # of equal ones the last counts
         self.add(np.array([row]), tokens[-1:])
+        self.shares[row] = FIRST_SHARE
 
-    def add(self, rows: Int64Array, tokens: Int32Array) -> None:
-        """One more token for each of these rows, each named once."""
+    def add(self, rows: Int64Array, tokens: Int32Array, drafted: bool = False) -> None:
+        knows = self.knows(rows)
+        known, foreseen = rows[knows], self.propose(rows[knows], 1)[:, 0] == tokens[knows]
+        self.shares[known] += (foreseen - self.shares[known]) / LATELY
         at = self._length[rows]
         self._tokens[rows, at] = tokens
         self._length[rows] = length = at + 1
@@ -92,9 +122,15 @@ class NgramDrafter:
             places[rows[is_whole], buckets[is_whole]] = length[is_whole]
         self._followed[rows] = found
 
+    def judge(self, rows: Int64Array, drafted: Int64Array, right: Int64Array) -> None:
+        pass  # `add` has seen what it proposed
+
     def knows(self, rows: Int64Array) -> NDArray[np.bool_]:
-        """Which of these rows it has something to propose for."""
         return self._followed[rows] > 0
+
+    def draft(self, rows: Int64Array, depths: Int64Array) -> tuple[Int64Array, Int32Array, tuple[Chunk, ...]]:
+        proposed = self.propose(rows, int(depths.max()))
+        return depths, proposed[np.arange(proposed.shape[1]) < depths[:, None]], ()
 
     def propose(self, rows: Int64Array, most: int) -> Int32Array:
         """[rows, most] int32: what may follow. Where it reaches the end of the row, the row is taken to repeat itself."""
@@ -111,11 +147,66 @@ class NgramDrafter:
         return mixed & (self._places[0].shape[1] - 1)
 
 
-def worth(shares: NDArray[np.float64], most: Int64Array, cost: StepCost, held: NDArray[np.float64], room: int) -> Int64Array:
+class ModelDrafter:
+    """The tokens of each row, and how many of them the draft model has the KV of. What it lacks comes with the step that drafts.
+
+    rows: of the batch. context_tokens: most that a row holds. chunk_tokens: most that the draft model computes before a step to
+    catch up, over all rows.
+    """
+
+    def __init__(self, rows: int, context_tokens: int, chunk_tokens: int) -> None:
+        self._chunk_tokens = chunk_tokens
+        self.shares, self._overall = np.zeros(rows), FIRST_SHARE
+        self._tokens = np.zeros((rows, context_tokens), dtype=np.int32)
+        self._length, self._computed = np.zeros((2, rows), dtype=np.int64)
+
+    def begin(self, row: int, tokens: Int32Array) -> None:
+        self._tokens[row, : len(tokens)] = tokens
+        self._length[row], self._computed[row], self.shares[row] = len(tokens), 0, self._overall
+
+    def add(self, rows: Int64Array, tokens: Int32Array, drafted: bool = False) -> None:
+        self._tokens[rows, self._length[rows]] = tokens
+        self._length[rows] += 1
+        self._computed[rows] += drafted
+
+    def judge(self, rows: Int64Array, drafted: Int64Array, right: Int64Array) -> None:
+        seen = np.minimum(drafted, right + 1)
+        kept = (1 - 1 / LATELY) ** seen
+        self.shares[rows] = self.shares[rows] * kept + right / seen * (1 - kept)
+        self._overall += (float(self.shares[rows].mean()) - self._overall) / LATELY
+
+    def knows(self, rows: Int64Array) -> NDArray[np.bool_]:
+        return np.ones(len(rows), dtype=bool)
+
+    def draft(self, rows: Int64Array, depths: Int64Array) -> tuple[Int64Array, Int32Array, tuple[Chunk, ...]]:
+        """A row whose KV the draft model cannot complete before the step has no drafts yet."""
+        starts, lengths = self._computed[rows], self._length[rows]
+        lacking = np.where(starts < lengths - 1, lengths - starts, 0)
+        left = np.clip(self._chunk_tokens - (np.cumsum(lacking) - lacking), 0, lacking)
+        chunks = tuple(
+            Chunk(row, start, self._tokens[row, start : start + tokens], last=start + tokens == length)
+            for row, start, tokens, length in zip(rows.tolist(), starts.tolist(), left.tolist(), lengths.tolist(), strict=True)
+            if tokens
+        )
+        is_whole = left == lacking
+        self._computed[rows] = np.where(is_whole, lengths, starts + left)
+        depths = np.where(is_whole, depths, 0)
+        return depths, np.full(int(depths.sum()), NOT_DRAFTED, dtype=np.int32), chunks
+
+
+def worth(
+    shares: NDArray[np.float64],
+    most: Int64Array,
+    cost: StepCost,
+    held: NDArray[np.float64],
+    room: int,
+    drafting_s: float = 0.0,
+) -> Int64Array:
     """How many drafts of each row pay: those with which the whole step gives most tokens a second. [rows] int64.
 
     shares: [rows] how likely a draft is right behind one that is right. most: [rows] int64, no more than so many each. held:
-    [rows] tokens that each row's step reads. room: most drafts in all.
+    [rows] tokens that each row's step reads. room: most drafts in all. drafting_s: what each step of a draft model takes, of
+    which there is one more than the deepest row has drafts.
     """
     depth = int(most.max(initial=0))
     offsets = np.arange(1, depth + 1)
@@ -123,7 +214,9 @@ def worth(shares: NDArray[np.float64], most: Int64Array, cost: StepCost, held: N
     seconds = np.broadcast_to((cost.decode_row_s + cost.held_token_s * held)[:, None], likely.shape) + 1e-9
     order = np.argsort(-(likely / seconds), axis=None, kind="stable")[: max(0, room)]
     step_s, rows = cost.seconds(0, len(shares), float(held.sum())), len(shares)
-    speed = (rows + np.cumsum(likely.ravel()[order])) / (step_s + TURN_S + np.cumsum(seconds.ravel()[order]))
+    deepest = np.maximum.accumulate(order % max(1, depth)) + 1
+    drafted_s = TURN_S + drafting_s * (deepest + 1) + np.cumsum(seconds.ravel()[order])
+    speed = (rows + np.cumsum(likely.ravel()[order])) / (step_s + drafted_s)
     best = int(np.argmax(speed)) if len(order) else -1
     if best < 0 or speed[best] <= rows / step_s:
         return np.zeros(rows, dtype=np.int64)
@@ -132,49 +225,61 @@ def worth(shares: NDArray[np.float64], most: Int64Array, cost: StepCost, held: N
 
 
 class Speculation:
-    """What to draft in the next step. rows, context_tokens: of the batch."""
+    """What to draft in the next step. rows, context_tokens: of the batch. chunk_tokens: see `ModelDrafter`."""
 
-    def __init__(self, drafting: Drafting, rows: int, context_tokens: int) -> None:
+    def __init__(self, drafting: Drafting, rows: int, context_tokens: int, chunk_tokens: int) -> None:
         self._drafting, self._rows = drafting, rows
-        self.drafter = NgramDrafter(rows, context_tokens, tuple({drafting.longest: 0, drafting.shortest: 0}))
-        self._right = np.zeros(rows)
-        """How often of late what was proposed first for a row came, whether it was drafted or not."""
-        self._steps = 0
+        self.drafter: Drafter
+        if drafting.model:
+            self.drafter = ModelDrafter(rows, context_tokens, chunk_tokens)
+        else:
+            self.drafter = NgramDrafter(rows, context_tokens, tuple({drafting.longest: 0, drafting.shortest: 0}))
+        self._drafting_s = 0.0
+        """What a step of the draft model took of late."""
+        self._unexplored = 0
+        """How often depths were asked for since the last drafts."""
 
     def begin(self, row: int, tokens: Int32Array) -> None:
-        """A request with these tokens takes the row: its prompt, and what is known of its answer."""
-        self._right[row] = FIRST_SHARE
+        """As in `Drafter`, and `add` as well."""
         self.drafter.begin(row, tokens)
 
-    def add(self, rows: Int32Array, tokens: Int32Array) -> None:
-        """One more token for each of these rows, each named once."""
-        of_rows = rows.astype(np.int64)
-        knows, foreseen = self.drafter.knows(of_rows), self.drafter.propose(of_rows, 1)[:, 0] == tokens
-        known = of_rows[knows]
-        self._right[known] += (foreseen[knows] - self._right[known]) / LATELY
-        self.drafter.add(of_rows, tokens)
+    def add(self, rows: Int32Array, tokens: Int32Array, drafted: bool = False) -> None:
+        self.drafter.add(rows.astype(np.int64), tokens, drafted)
+
+    def verified(self, plan: StepPlan, right: Int32Array, drafting_s: float) -> None:
+        """A step with drafts is back. right: see `count_right`. drafting_s: see `StepResult`."""
+        drafted = np.bincount(plan.draft_places, minlength=len(right))
+        which = np.flatnonzero(drafted)
+        self.drafter.judge(plan.decode_rows[which].astype(np.int64), drafted[which], right[which].astype(np.int64))
+        if not plan.draft_chunks:
+            step_s = drafting_s / (int(drafted.max()) + 1)
+            self._drafting_s += (step_s - self._drafting_s) / (LATELY if self._drafting_s else 1)
 
     def depths(self, rows: Int32Array, most: Int32Array, cost: StepCost, held: Int32Array) -> Int64Array:
         """How many drafts each of these rows should have in the next step, [rows] int64. most, held: see `worth`."""
         of_rows = rows.astype(np.int64)
+        room = self._rows - len(rows)
+        if room <= 0:
+            return np.zeros(len(rows), dtype=np.int64)
         bound: Int64Array = np.where(self.drafter.knows(of_rows), np.clip(most.astype(np.int64), 0, self._drafting.most), 0)
         if not bound.any():
             return bound
-        self._steps += 1
-        room = self._rows - len(rows)
-        if self._steps % EXPLORED_STEPS == 0:
-            likeliest = np.argmax(np.where(bound > 0, self._right[rows], -1.0))
+        self._unexplored += 1
+        shares = self.drafter.shares[rows]
+        if self._unexplored >= EXPLORED_STEPS:
+            likeliest = np.argmax(np.where(bound > 0, shares, -1.0))
             return np.where(np.arange(len(rows)) == likeliest, np.minimum(bound, min(room, EXPLORED_DRAFTS)), 0)
         if cost.step_s + cost.decode_row_s <= 0:
             return np.zeros_like(bound)
-        return worth(self._right[rows], bound, cost, held.astype(np.float64), room)
+        return worth(shares, bound, cost, held.astype(np.float64), room, self._drafting_s)
 
     def draft(self, rows: Int32Array, depths: Int64Array, held: Int32Array) -> Drafts:
         """depths: [rows] int64, how many of each. held: [rows], tokens that each row's own token reads."""
         which = np.flatnonzero(depths)
         if not len(which):
             return NO_DRAFTS
-        proposed = self.drafter.propose(rows[which].astype(np.int64), int(depths.max()))
-        taken = np.arange(proposed.shape[1]) < depths[which, None]
+        self._unexplored = 0
+        rows, held = rows[which], held[which]
+        depths, tokens, chunks = self.drafter.draft(rows.astype(np.int64), depths[which])
         held_tokens = int((held * depths + depths * (depths + 1) // 2).sum())
-        return Drafts(np.repeat(rows[which], depths[which]), proposed[taken], held_tokens)
+        return Drafts(np.repeat(rows, depths), tokens, held_tokens, chunks)

@@ -10,6 +10,7 @@ import ctypes
 import logging
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -19,12 +20,13 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from common.config import EngineConfig, ModelConfig
+from common.config import LORAS_PER_BATCH, EngineConfig, ModelConfig
 from common.errors import ConfigError, MemoryShort, Unavailable, first_line
 from common.executor import Chunk, RowStart, StepPlan, StepResult
 from common.host import mps_is_there, sharers_of_host
 from common.messages import EngineChoices
 from common.model_path import resolve_model_path
+from common.pages.layout import KVLayout
 from common.sampling_params import MAX_BAD_WORD, MAX_BAD_WORDS, MAX_BIASED_TOKENS, MAX_LOGPROB_IDS, MAX_LOGPROBS, SamplingParams
 from engine.backends import (
     check_attention,
@@ -38,6 +40,7 @@ from engine.backends import (
     with_device_defaults,
 )
 from engine.checkpoint import weight_files
+from engine.draft_model import DraftModel
 from engine.gpu.flashinfer import AttentionNeeds, PrefillKernels
 from engine.grammar.compiler import vocabulary_of
 from engine.grammar.compiler_process import CompilerProcess
@@ -66,7 +69,7 @@ from engine.models.weights import Loading
 from engine.parallel import ALONE, Group
 from engine.ports import Model
 from engine.replay import CudaGraphs, GraphMaker, ladder, load_recorder
-from engine.step_runner import StepRunner
+from engine.step_runner import PendingStep, StepRunner
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
 _LARGEST_BYTES = 2**30
@@ -137,6 +140,8 @@ class ModelRunner:
     """Loads a checkpoint and runs plans. Raises ConfigError for a checkpoint that it cannot serve, and MemoryShort.
 
     warms_grammars: load the compiler of grammars meanwhile, on threads and a process of its own.
+    draft_model: as `--model`, a smaller one that proposes tokens; "": none does. budget_of: from the layout of its pages and its
+    longest context to the pages and context that it is to have; None: it measures.
     group: the ranks that compute the model together. Each has a runner, which loads its share of the weights and has its share of
     the KV heads in its pages; all run the same plans in the same order. agree: of a number of pages that differs between ranks,
     the least of all ranks. Every rank calls it equally often, with numbers of the same meaning.
@@ -146,6 +151,9 @@ class ModelRunner:
     """Whether decode steps are replayed, for people: "on", "off", or that and why."""
     _chosen: tuple[str, PrefillKernels | None] | None = None
     """Which attention was had first: its name and kernels. What has failed then is not tried, nor told, again."""
+    draft_model: DraftModel | None = None
+    _given_budget: KVBudget | None = None
+    """What the draft model's has been decided with."""
 
     def __init__(
         self,
@@ -155,13 +163,14 @@ class ModelRunner:
         group: Group = ALONE,
         agree: Agree = as_offered,
         warms_grammars: bool = False,
+        draft_model: str = "",
+        budget_of: Callable[[KVLayout, int], KVBudget] | None = None,
     ) -> None:
         path = resolve_model_path(model.model, weights=engine.load_format != "dummy")
         self._engine = engine = with_device_defaults(engine)
         self._group, self._agree, self._progress = group, agree, progress
         self._device = device_of(engine.device)
-        is_cuda = self._device.type == "cuda"
-        self._stream = torch.cuda.Stream(self._device) if is_cuda else None  # type: ignore[no-untyped-call]
+        self._stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None  # type: ignore[no-untyped-call]
         dtype_name = dtype_of(engine.dtype, self._device)
         self._dtype = torch_dtype(dtype_name)
         self._shape = shape = read_served_shape(path)
@@ -185,15 +194,13 @@ class ModelRunner:
             self._kernels = make_kernels(self._device)
             self.model, self.weights = self._load(path, loading)
             self.adapters = self._make_adapters()
-            budget = self._budget(given)
+            if draft_model:
+                self.draft_model = self._make_draft_model(draft_model, given)
+            elif budget_of is not None:
+                self._given_budget = budget_of(layout, shape.context_tokens)
+            budget = self._given_budget or self._budget(given)
             self.memory = KVMemory(layout, budget.total_pages, self._device)
-            with self._memory_errors("lower --kv-memory, --chunk-tokens, --max-running or --context-tokens"):
-                self.steps = self._make_steps(self.memory, budget.context_tokens)
-                if self._maker is not None and self._graphs == "on":
-                    self._capture(self.steps, self._maker, self._graph_sizes)
-                elif not is_cuda and engine.graphs != "off":
-                    self._record(self.steps)
-                self._warm_up(self.steps, budget.context_tokens)  # last: a capture gives back what torch keeps for steps
+            self.steps = self._make_ready_steps(budget.context_tokens)
         self.description = describe(
             model,
             engine,
@@ -211,10 +218,23 @@ class ModelRunner:
         """The device and its stream, for the thread that launches steps. Only one thread launches at a time."""
         return contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
+    def launch(
+        self, plan: StepPlan, report: Callable[[int], None] | None = None, between: Callable[[], None] | None = None
+    ) -> PendingStep:
+        """As `StepRunner.launch`, behind what the draft model has to propose."""
+        if self.draft_model is None:
+            return self.steps.launch(plan, report, between)
+        began_s = time.perf_counter()
+        plan = self.draft_model.complete(plan)
+        drafting_s = time.perf_counter() - began_s
+        pending = self.steps.launch(plan, report, between)
+        pending.drafting_s = drafting_s
+        return pending
+
     def run(self, plan: StepPlan, report: Callable[[int], None] | None = None) -> StepResult:
         """Launch one step and wait for it."""
         with self.on_device():
-            return self.steps.launch(plan, report).wait()
+            return self.launch(plan, report).wait()
 
     def _choices(self) -> EngineChoices:
         sharing = sharing_of(self._engine, self._device, mps_is_there(os.environ))
@@ -235,8 +255,27 @@ class ModelRunner:
             raise Unavailable(f"the weights in {path} changed while they were read: start again when they are complete")
         return model, weights
 
-    def _budget(self, given: int | None) -> KVBudget:
-        """Pages and context. Call it after the weights are loaded: only then is it known what memory is left."""
+    def _make_draft_model(self, path: str, given: int | None) -> DraftModel:
+        """The draft model, with as many pages as this one gets. Its weights are loaded before that is known."""
+
+        def budget_beside(layout: KVLayout, context_tokens: int) -> KVBudget:
+            self._given_budget = budget = self._budget(given, layout.page_bytes)
+            if context_tokens < budget.context_tokens:
+                raise ConfigError(
+                    f"--speculative-config: the draft model {path} has a context of {context_tokens} tokens, and this instance "
+                    f"one of {budget.context_tokens}: give --context-tokens {context_tokens}, or another draft model"
+                )
+            return budget
+
+        plain = replace(self._engine, lora="", max_loaded_loras=0, max_lora_rank=64, max_loras_per_batch=LORAS_PER_BATCH)
+        engine = replace(plain, grammar="off", kv_memory="auto", memory_part=0, context_tokens=0)
+        self._progress(f"loading the draft model {path}")
+        runner = ModelRunner(ModelConfig(model=path), engine, self._progress, self._group, self._agree, budget_of=budget_beside)
+        return DraftModel(runner.steps, self._shape.vocab_size)
+
+    def _budget(self, given: int | None, beside_bytes: int = 0) -> KVBudget:
+        """Pages and context. Call it after the weights are loaded: only then is it known what memory is left. beside_bytes: what
+        another model's KV takes beside each page."""
         layout, own, asked = self._layout, self._shape.context_tokens, self._engine.context_tokens
         if given is not None:
             kv_bytes = given
@@ -245,6 +284,7 @@ class ModelRunner:
             kv_bytes = auto_host_kv_bytes(self._engine, self._group.ranks, layout, asked or own, self._progress, spared)
         else:
             kv_bytes = self._measured_kv_bytes()
+        kv_bytes = kv_bytes * layout.page_bytes // (layout.page_bytes + beside_bytes)
         budget = agreed_budget(layout, kv_bytes, own, asked, given is None, self._agree)
         if budget.context_tokens < (asked or own):
             self._progress(
@@ -325,6 +365,17 @@ class ModelRunner:
             processors=make_processors(engine.max_running, shape.vocab_size, shape.eos_token_ids, self._device, compiled),
             adapters=self.adapters,
         )
+
+    def _make_ready_steps(self, context_tokens: int) -> StepRunner:
+        """The runner of steps over the pages, with its graphs or recordings."""
+        with self._memory_errors("lower --kv-memory, --chunk-tokens, --max-running or --context-tokens"):
+            steps = self._make_steps(self.memory, context_tokens)
+            if self._maker is not None and self._graphs == "on":
+                self._capture(steps, self._maker, self._graph_sizes)
+            elif self._device.type == "cpu" and self._engine.graphs != "off":
+                self._record(steps)
+            self._warm_up(steps, context_tokens)  # last: a capture gives back what torch keeps for steps
+            return steps
 
     def _warm_up(self, steps: StepRunner, context_tokens: int) -> None:
         if self._device.type == "cuda":

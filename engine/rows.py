@@ -101,9 +101,10 @@ class StepArrays(NamedTuple, Generic[A]):
     sampled_at: A
     """Where among the step's tokens the sampled rows have theirs."""
     drafts: A
-    """Six parts, one after the other, each with a number for each draft: its row of the batch, the row that it continues, how
-    many tokens behind that row's own, the drafted token, which of the decode rows it continues, and which is the first draft of
-    that row."""
+    """Four parts, one after the other, each with a number for each draft: its row of the batch, the row that it continues, how
+    many tokens behind that row's own, and the drafted token."""
+    verified: A
+    """Three parts, each with a number for each row whose last step had drafts: the row, its length, and its last token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,13 +166,16 @@ class BatchTensors:
         self._leased[grown] += 1
         chunks = self._chunk(plan) if plan.chunks else _NOTHING
         decoded = owners = plan.decode_rows.astype(np.int64)
+        verified = _NONE
         if len(plan.verified_rows):
             self._host_length[plan.verified_rows] = plan.verified_lengths
+            parts = plan.verified_rows, plan.verified_lengths, plan.verified_tokens
+            verified = np.concatenate(parts, dtype=np.int64)
         self._host_length[decoded] += 1
         lengths, drafts = self._host_length[decoded], _NONE
         if len(plan.draft_rows):
             drafts = self._draft(plan)
-            rows, of_drafts, offsets, *_ = drafts.reshape(6, -1)
+            rows, of_drafts, offsets, _ = drafts.reshape(4, -1)
             decoded, owners = np.concatenate([decoded, rows]), np.concatenate([owners, of_drafts])
             lengths = np.concatenate([lengths, self._host_length[of_drafts] + offsets])
         planned = np.concatenate([chunks.chunk_rows, owners]) if plan.chunks else owners
@@ -196,16 +200,15 @@ class BatchTensors:
             sampled_rows=sampled,
             sampled_at=np.concatenate([chunks.sampled_at, np.arange(tokens, tokens + len(decoded))]),
             drafts=drafts,
+            verified=verified,
         )
         is_greedy = bool(self._is_greedy[of_sampled].all())
         return HostStep(plan, arrays, lengths, is_greedy, of_decode, of_sampled)
 
     def _draft(self, plan: StepPlan) -> Int64Array:
         """`StepArrays.drafts`."""
-        numbers, offsets = np.arange(len(plan.draft_rows)), plan.draft_offsets
-        rows, begins = self.null + 1 + numbers, numbers - offsets + 1
-        parts = rows, plan.draft_rows, offsets, plan.draft_tokens, plan.draft_places, begins
-        return np.concatenate(parts, dtype=np.int64)
+        rows = self.null + 1 + np.arange(len(plan.draft_rows))
+        return np.concatenate((rows, plan.draft_rows, plan.draft_offsets, plan.draft_tokens), dtype=np.int64)
 
     def _start(self, starts: tuple[RowStart, ...]) -> StepArrays[Int64Array]:
         """What the step has of the rows that start."""
@@ -253,25 +256,15 @@ class BatchTensors:
             self._whole[:, rows], self._shares[:, rows] = state[:4], state[4:].view(torch.float64).float()
         if len(step.table_rows):
             self.table.index_put_((step.table_rows, step.table_columns), step.table_pages.int())
+        if len(step.verified):
+            rows, lengths, tokens = step.verified.view(3, -1).unbind()
+            self.length[rows], self.last_token[rows] = lengths, tokens
         if len(step.drafts):
-            rows, owners, offsets, tokens, *_ = step.drafts.view(6, -1).unbind()
+            rows, owners, offsets, tokens = step.drafts.view(4, -1).unbind()
             self.table[rows], self._shares[:, rows] = self.table[owners], self._shares[:, owners]
             self._whole[:, rows] = self._whole[:, owners]
             self.length[rows] += offsets
             self.last_token[rows] = tokens
-
-    def verify(self, step: StepArrays[Tensor], decoded: int, tokens: Tensor) -> None:
-        """Behind a step with drafts: let its rows go on behind the last token that counts, as `count_right` has it. Waits for
-        nothing on the device. decoded: how many of its decode rows are neither drafts nor null. tokens: [sampled] int64."""
-        _, _, offsets, drafted, places, begin = step.drafts.view(6, -1).unbind()
-        first, behind = tokens[-decoded - len(drafted) : -len(drafted)], tokens[-len(drafted) :]
-        is_wrong = drafted != torch.where(offsets == 1, first[places], behind.roll(1))
-        wrong = is_wrong.cumsum(0)
-        right = torch.zeros_like(first).index_add_(0, places, (wrong == (wrong - is_wrong.long())[begin]).long())
-        last = torch.zeros_like(first).scatter_(0, places, begin) + right - 1
-        rows = step.decode_rows[:decoded]
-        self.length[rows] += right
-        self.last_token[rows] = torch.where(right > 0, behind[last.clamp(min=0)], first)
 
     def sampling(self, rows: Tensor) -> RowSampling:
         """How these rows sample their next token. Its noise depends on its position in the sequence, not on where the row began.

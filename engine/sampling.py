@@ -109,6 +109,8 @@ class ProcessedDrafts:
     """[sampled]: the drafted token."""
     failed: dict[int, TandemError] = field(default_factory=dict)
     """See `SampledRows`."""
+    failed_behind: dict[int, int] = field(default_factory=dict)
+    """See `StepResult`."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -144,11 +146,11 @@ class SpecialRows:
 
 def _processed_drafts(host: HostStep, is_processed: NDArray[np.bool_]) -> ProcessedDrafts:
     """is_processed: [sampled]."""
-    _, _, offsets, tokens, of_rows, _ = host.arrays.drafts.reshape(6, -1)
+    _, _, offsets, tokens = host.arrays.drafts.reshape(4, -1)
     sampled, drafted, decoded = len(host.sampled_owners), len(tokens), len(host.plan.decode_rows)
     places = np.arange(sampled - drafted, sampled)
     behind, foreseen = np.full((2, sampled), -1, dtype=np.int64)
-    behind[np.where(offsets == 1, sampled - drafted - decoded + of_rows, places - 1)] = places
+    behind[np.where(offsets == 1, sampled - drafted - decoded + host.plan.draft_places, places - 1)] = places
     foreseen[places] = tokens
     begins = np.flatnonzero(is_processed[: sampled - drafted])
     return ProcessedDrafts(host.sampled_owners, begins, behind, foreseen)
@@ -296,7 +298,7 @@ class Sampler:
         """Replace in `tokens` those of rows that processors concern: the first of each row, then what is behind those drafts that
         are right, one draft further each time. So processors get no token that is not in the answer. Waits for the device if
         any of these rows has drafts."""
-        at = drafts.begins
+        at, drawn_before = drafts.begins, 0
         while len(at):
             owners = drafts.owners[at]
             which = [(each, np.flatnonzero(each.concerns[owners])) for each in self._processors]
@@ -308,8 +310,11 @@ class Sampler:
                 if len(places)
             ]
             drawn = self._draw_processed(logits[sent[0]].float(), None if rows is None else rows.of(sent[0]), processed)
-            for _, of_rows in processed:
-                drafts.failed.update(of_rows.failed)
+            for row, error in [each for _, of_rows in processed for each in of_rows.failed.items()]:
+                if row not in drafts.failed and drawn_before:
+                    drafts.failed_behind[row] = drawn_before
+                drafts.failed.setdefault(row, error)
+            drawn_before += 1
             tokens[sent[0]] = drawn
             behind = drafts.behind[at]
             if (behind < 0).all():

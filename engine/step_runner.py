@@ -188,8 +188,10 @@ class PendingStep:
         prompt_logprobs: TokenLogprobsOnDevice | None = None,
         embeddings: PooledPrompts | None = None,
         failed: Mapping[int, TandemError] | None = None,
+        failed_behind: Mapping[int, int] | None = None,
     ) -> None:
-        self._plan, self._progress, self._failed = plan, progress, failed or {}
+        self._plan, self._progress, self._failed, self._behind = plan, progress, failed or {}, failed_behind or {}
+        self.drafting_s = 0.0
         self._reported, self._embeddings = (logprobs, prompt_logprobs), embeddings
         parts = (logprobs, prompt_logprobs, embeddings)
         self._tensors = [tokens.int(), *(part.packed for part in parts if part is not None)]
@@ -218,7 +220,8 @@ class PendingStep:
         logprobs, prompt_logprobs = (NO_LOGPROBS if each is None else each.read(next(numbers)) for each in self._reported)
         embeddings = {} if self._embeddings is None else self._embeddings.read(next(numbers))
         tokens, drafted = np.split(tokens, [len(tokens) - len(self._plan.draft_rows)])
-        return StepResult(self._plan, tokens, logprobs, prompt_logprobs, embeddings, self._failed, drafted)
+        came = self._plan, tokens, logprobs, prompt_logprobs, embeddings
+        return StepResult(*came, self._failed, drafted, self.drafting_s, self._behind)
 
 
 _Parts = tuple[Tensor | None, TokenLogprobsOnDevice | None, PooledPrompts | None]
@@ -306,9 +309,16 @@ class StepRunner:
         rows = arrays.sampled_rows
         tokens = self._sampler.draw(logits, None if host.is_greedy else self.batch.sampling(rows), special, likeliest)
         self.batch.last_token[rows] = tokens
-        self._verify(plan, arrays, tokens)
         logprobs = self._sampler.logprobs(logits, tokens, special)
-        return PendingStep(plan, tokens, progress, logprobs, prompt_logprobs, embeddings, _failed(special, adapters))
+        failed = _failed(special, adapters), _failed_behind(special)
+        return PendingStep(plan, tokens, progress, logprobs, prompt_logprobs, embeddings, *failed)
+
+    @torch.inference_mode()
+    def take_in(self, plan: StepPlan) -> None:
+        """The rows of a plan that start or grow, and no forward."""
+        host = self.batch.prepare(plan, 0)
+        self.batch.apply(StepArrays(*self._staging.send(host.arrays)))
+        self._sampler.start(plan.starts)
 
     def _forward(
         self,
@@ -448,17 +458,17 @@ class StepRunner:
             rows = arrays.sampled_rows
             self._sampler.redraw(tokens, logits, self.batch.sampling(rows), special)
             self.batch.last_token[rows] = tokens
-        self._verify(host.plan, arrays, tokens)
         logprobs = self._sampler.logprobs(logits, tokens, special)
-        return PendingStep(host.plan, tokens, progress, logprobs, failed=_failed(special, adapters))
-
-    def _verify(self, plan: StepPlan, arrays: StepArrays[Tensor], tokens: Tensor) -> None:
-        if len(plan.draft_rows):
-            self.batch.verify(arrays, len(plan.decode_rows), tokens)
+        failed, behind = _failed(special, adapters), _failed_behind(special)
+        return PendingStep(host.plan, tokens, progress, logprobs, failed=failed, failed_behind=behind)
 
 
 def _failed(special: SpecialRows | None, adapters: StepAdapters) -> Mapping[int, TandemError]:
     return adapters.failed if special is None else {**special.failed, **adapters.failed}
+
+
+def _failed_behind(special: SpecialRows | None) -> Mapping[int, int]:
+    return {} if special is None or special.drafts is None else special.drafts.failed_behind
 
 
 def _segments(plan: StepPlan) -> tuple[Segment, ...]:

@@ -187,6 +187,7 @@ class TorchExecutor:
         progress: Callable[[str], None],
         group: Group = ALONE,
         agree: Agree = as_offered,
+        draft_model: str = "",
     ) -> None:
         if engine.threads:
             torch.set_num_threads(engine.threads)
@@ -195,7 +196,7 @@ class TorchExecutor:
         if not on_cpu:
             refuse_without_effect(engine, ("lent_cores", "memory_part"), "on a GPU")
         self._cores = LentCores(engine.lent_cores, self._threads_now) if engine.lent_cores else None
-        self._runner = ModelRunner(model, engine, progress, group, agree, warms_grammars=True)
+        self._runner = ModelRunner(model, engine, progress, group, agree, warms_grammars=True, draft_model=draft_model)
         if on_cpu:
             end_own_pool()  # the engine thread computes from now on
         self.description = self._runner.description
@@ -310,7 +311,7 @@ class TorchExecutor:
                     if self._cores is not None:
                         self._cores.begin()
                         self._follow_lent_cores()
-                    pending = self._runner.steps.launch(step.plan, step.report_layers, follow)
+                    pending = self._runner.launch(step.plan, step.report_layers, follow)
                     if not pending.is_complete:
                         self._launched.put((step, pending))
                         continue

@@ -18,6 +18,7 @@ from engine.models.shape import DEFAULTS, check_ranks, read_architecture, read_s
 from launch.child import ChildProcess, run_process
 
 if TYPE_CHECKING:
+    from common.drafting import Drafting
     from common.ids import ServingRole  # its module imports numpy
 
 
@@ -56,6 +57,15 @@ class InstanceCommand:
             check_instance_id(self.name)
         except ConfigError as error:
             raise ConfigError(f"--name: {error}") from None
+        drafting = self.instance.drafting
+        if drafting is not None and drafting.model and self.engine.executor == "timed":
+            raise ConfigError("--speculative-config: --executor timed loads no model, so no draft model either: take ngram")
+
+    @property
+    def drafting(self) -> "Drafting | None":
+        """How it drafts tokens. A draft model takes memory, so an instance that starts as prefill has none."""
+        drafting = self.instance.drafting
+        return None if drafting is None or (drafting.model and self.role == "prefill") else drafting
 
     def run(self) -> int:
         """With several ranks this process is the first of those that the command starts, and it starts the others. Returns the
@@ -72,6 +82,8 @@ class InstanceCommand:
             # Before weights are loaded or other ranks are started.
             on_cpu = engine.device == "cpu" or (engine.device == "auto" and not count_gpus())
             check_model(self.model, engine, instance.tp, on_cpu=on_cpu)
+            if self.drafting is not None and self.drafting.model:
+                check_model(ModelConfig(model=self.drafting.model), engine, instance.tp, on_cpu=on_cpu)
             serve = follower_process.serve if first else instance_process.serve
             try:
                 serve(process, self, {0: engine} if is_alone else engines_of_ranks(instance, engine))

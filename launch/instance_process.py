@@ -23,7 +23,7 @@ from dataclasses import replace
 from typing import Any
 
 from common.addresses import bind_address, check_address, host_for_peers, reachable
-from common.config import EngineConfig, InstanceConfig, step_limit_of
+from common.config import EngineConfig, step_limit_of
 from common.executor import Executor
 from common.ids import Incarnation, InstanceId
 from common.instance.membership import Memberships
@@ -78,7 +78,7 @@ def serve(process: ChildProcess, command: InstanceCommand, engines: Mapping[int,
         now = time.monotonic()
         worker: InstanceWorker = InstanceWorker(
             Memberships(info, instance.routers, max(0.0, starts_until - now), now),
-            _schedulers(instance, engine, executor),
+            _schedulers(command, engine, executor),
             executor,
             transfers,
             mailbox,
@@ -125,15 +125,16 @@ def _turn_until_drained(
     run_worker(worker, wait, time.monotonic, stopping.is_set)
 
 
-def _schedulers(instance: InstanceConfig, engine: EngineConfig, executor: Executor) -> MakeScheduler:
+def _schedulers(command: InstanceCommand, engine: EngineConfig, executor: Executor) -> MakeScheduler:
     """What makes the scheduler of a role."""
+    instance = command.instance
     limits = InstanceLimits(
         chunk_tokens=engine.chunk_tokens,
         max_waiting=instance.max_waiting,
         request_timeout_s=instance.max_request_timeout_s,
         drain_timeout_s=instance.drain_timeout_s,
         prefix_cache=instance.prefix_cache == "on",
-        drafting=instance.drafting,
+        drafting=command.drafting,
         step_limit_s=step_limit_of(instance, engine, executor.description.device.partition(":")[0]),
     )
     digest = executor.digest_pages if instance.verify_pages == "on" else None

@@ -56,12 +56,12 @@ class CostMeter:
         self._fit: Vector = np.zeros(NUMBERS)
         self._cost = StepCost()
 
-    def step(self, plan: StepPlan, launched_s: float, ended_s: float) -> None:
+    def step(self, plan: StepPlan, launched_s: float, ended_s: float, drafting_s: float = 0.0) -> None:
         """A step has come back. It began when it was launched, or when the one before it ended. Steps that come back in one
-        turn count as one: nobody knows when the first of them ended."""
+        turn count as one: nobody knows when the first of them ended. drafting_s: see `StepResult`; it does not count."""
         self._count += 1
         work: Iterable[float] = (1, plan.chunk_tokens, plan.decoding, plan.held_tokens)
-        seconds = ended_s - max(launched_s, self._ended_s)
+        seconds = max(0.0, ended_s - max(launched_s, self._ended_s) - drafting_s)
         if ended_s == self._ended_s and self._steps:
             *before, seconds = self._steps.pop()
             work = map(add, before, work)

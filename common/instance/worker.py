@@ -287,7 +287,7 @@ class InstanceWorker:
             self._in_flight.popleft()
             if self._tracer.recorder.on:
                 self._tracer.step_done(step.plan, step.launched_s)
-            self._cost.step(step.plan, step.launched_s, now)
+            self._cost.step(step.plan, step.launched_s, now, result.drafting_s)
             self._act(self.scheduler.step_done(result, now))
 
     def _follow_weights(self, now: float) -> None:

@@ -165,10 +165,12 @@ class Launch(Numbered, frozen=True, omit_defaults=True):
     draft_tokens: bytes = b""
     verified_rows: bytes = b""
     verified_lengths: bytes = b""
+    verified_tokens: bytes = b""
+    draft_chunks: tuple[PromptChunk, ...] = ()
 
     def __post_init__(self) -> None:
         check_ids(self.decode_rows, self.grown_rows, self.grown_pages)
-        check_ids(self.draft_rows, self.draft_tokens, self.verified_rows, self.verified_lengths)
+        check_ids(self.draft_rows, self.draft_tokens, self.verified_rows, self.verified_lengths, self.verified_tokens)
 
 
 class LayersReached(Numbered, frozen=True):

@@ -42,7 +42,7 @@ class Shape:
     kv_memory: str = option("64MiB", "of a rank")
     tp: int = option(1, "ranks of each instance: a fault strikes one of them, and the instance ends whichever it is")
     log_level: str = option("info", "of every process")
-    speculative_algorithm: str = option("none", "the instances' flag: NGRAM: they draft tokens")
+    speculative_config: str = option("", "the instances' flag: how they draft tokens")
 
     def names(self, role: Role) -> list[str]:
         return [f"{role}-{number}" for number in range(self.prefill if role == "prefill" else self.decode)]
@@ -132,8 +132,7 @@ class Fleet:
         flags = [
             f"--router={self._control}", f"--name={name}", "--device=cpu", "--dtype=float32", "--threads=1",
             f"--kv-memory={shape.kv_memory}", f"--drain-timeout-s={shape.drain_timeout_s}", f"--tp={shape.tp}",
-            *([] if shape.speculative_algorithm == "none" else [f"--speculative-algorithm={shape.speculative_algorithm}"]),
-            "--grammar=off", *self.others,
+            f"--speculative-config={shape.speculative_config}", "--grammar=off", *self.others,
         ]  # fmt: skip
         await self._start(name, name.partition("-")[0], flags)
 

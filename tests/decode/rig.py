@@ -3,6 +3,9 @@
 Owns their shapes. Knows no test.
 """
 
+from dataclasses import replace
+
+from common.drafting import Drafting
 from common.ids import ROUTER, Generation, Incarnation, InstanceId, unpack_ids
 from common.instance.ports import Action, RouterJoined
 from common.messages import Claim, Grant, Handoff, Renew, Reserve, Terms
@@ -18,9 +21,14 @@ LIFE, WRITERS_LIFE = Incarnation("d1"), Incarnation("1")
 
 
 def scheduler(
-    total_pages: int = 64, max_rows: int = 4, chunk_tokens: int = 8, max_waiting: int = 16, digest: Digest | None = None
+    total_pages: int = 64,
+    max_rows: int = 4,
+    chunk_tokens: int = 8,
+    max_waiting: int = 16,
+    digest: Digest | None = None,
+    drafting: Drafting | None = None,
 ) -> DecodeScheduler:
-    bounds = limits(chunk_tokens=chunk_tokens, max_waiting=max_waiting)
+    bounds = replace(limits(chunk_tokens=chunk_tokens, max_waiting=max_waiting), drafting=drafting)
     made = DecodeScheduler(instance(ME, "decode", LIFE), engine(total_pages, max_rows), bounds, digest)
     made.handle(RouterJoined(ROUTER, 1), 0.0)
     met_s = -2 * MEASURED_S  # the writer's link was measured long ago

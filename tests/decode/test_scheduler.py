@@ -4,12 +4,17 @@ from dataclasses import replace
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 
+from common.drafting import Drafting
 from common.errors import BadRequest, Unavailable
+from common.executor import StepPlan, StepResult
 from common.ids import ROUTER, Generation, Incarnation, InstanceId, unpack_ids
-from common.instance.ports import Prepare, Prepared, Send
-from common.messages import Cancel, Decline, Failed, Finished, Generate, Handoff, Reserve, TokenDelta, Withdraw
+from common.instance.ports import Prepare, Prepared, Send, StepsMeasured
+from common.messages import Cancel, Decline, Failed, Finished, Generate, Handoff, Reserve, Terms, TokenDelta, Withdraw
+from common.step_cost import StepCost
+from decode.speculation import Drafts, Speculation
 from engine.grammar.grammars import ANY_TEXT
 from tests.builders import EOS, key, result, sampling
 from tests.decode.rig import WRITER, WRITERS_LIFE, decoding, handoff, renew, reserve, reserved, scheduler, with_reservation
@@ -83,6 +88,63 @@ def test_a_row_that_cannot_go_on_ends_with_its_error_beside_rows_that_decode() -
     assert ended == TokenDelta(key("a"), 1, (), Failed.of(error)) and Failed.of(error).field == "regex"
     (last,) = deltas(made.step_done(replace(result(next_plan, [EOS, 53]), failed={row: error}), 0.3))
     assert last.key == key("b") and made.report().load.running_requests == 1
+
+
+@pytest.mark.parametrize("stop", [0, 52])
+def test_tokens_before_a_failure_count_also_where_drafts_brought_them(monkeypatch: pytest.MonkeyPatch, stop: int) -> None:
+    """Three drafts are right, and there is no token behind the second. A stop token before that ends the answer in order."""
+    made = scheduler(max_rows=8, drafting=Drafting())
+    made.receive(ROUTER, generate("a", 4, stop_token_ids=(stop,)), 0.0)
+    made.step_done(result(planned(made.decide(0.0)), [50]), 0.0)
+    monkeypatch.setattr(Speculation, "depths", lambda speculation, rows, *others: np.full(len(rows), 3))
+    drafts = Drafts(np.zeros(3, dtype=np.int32), np.array([51, 52, 53], dtype=np.int32), 0)
+    monkeypatch.setattr(Speculation, "draft", lambda speculation, rows, *others: drafts._replace(rows=rows.repeat(3)))
+    plan, error = planned(made.decide(0.1)), BadRequest("regex: it takes too long to follow", field="regex")
+    row, drafted = int(plan.rows[0]), np.array([52, 53, 54], dtype=np.int32)
+    done = replace(result(plan, [51]), drafted=drafted, failed={row: error}, failed_behind={row: 2})
+    told = deltas(made.step_done(done, 0.1))
+    if stop:
+        assert told == [TokenDelta(key("a"), 1, (51, 52), Finished("stop", 52))]
+    else:
+        assert told == [TokenDelta(key("a"), 1, (51, 52), None), TokenDelta(key("a"), 3, (), Failed.of(error))]
+    assert is_home(made)
+
+
+def test_a_row_with_drafts_advances_however_many_prompts_are_computed_beside_it() -> None:
+    """Always a step is in flight that samples the only token of another request."""
+    made = scheduler(drafting=Drafting())
+    made.handle(StepsMeasured(StepCost(step_s=0.02, decode_row_s=0.0001)), 0.0)
+    made.receive(ROUTER, generate("a", 4, max_new_tokens=100), 0.0)
+    in_flight, drafted, advanced = list[StepPlan](), 0, [0]
+    for number in range(24):
+        for is_later in (False, True):
+            if is_later and number >= 10:  # "a" has repeated itself by then
+                made.receive(ROUTER, generate(f"b{number}", 4, max_new_tokens=1), 0.0)
+            while len(in_flight) < 2 and (plan := made.decide(0.0).plan) is not None:
+                in_flight.append(plan)
+                drafted += len(plan.draft_rows)
+                advanced += [number] * len(plan.decode_rows)
+        plan = in_flight.pop(0)
+        tokens, behind = (np.full(len(rows), 60, dtype=np.int32) for rows in (plan.sampled_rows, plan.draft_rows))
+        made.step_done(StepResult(plan, tokens, drafted=behind), 0.0)
+    assert drafted and max(np.diff([*advanced, 24])) <= 2
+
+
+def test_a_row_that_another_request_has_got_has_no_drafts_of_the_former_one() -> None:
+    """Room is made for another key's request while no step is in flight, so that it gets the row at once."""
+    made = scheduler(total_pages=20, max_rows=4, chunk_tokens=64, drafting=Drafting())
+    made.handle(StepsMeasured(StepCost(step_s=0.02, decode_row_s=0.0001)), 0.0)
+    for name in ("a", "b"):
+        made.receive(ROUTER, generate(name, 20, max_new_tokens=50, terms=Terms(owner="alice")), 0.0)
+    for _ in range(6):
+        plan = planned(made.decide(0.0))
+        tokens, behind = (np.full(len(rows), 60, dtype=np.int32) for rows in (plan.sampled_rows, plan.draft_rows))
+        made.step_done(StepResult(plan, tokens, drafted=behind), 0.0)
+    assert len(plan.draft_rows)
+    made.receive(WRITER, reserve("c", 20, 4, terms=Terms(owner="bob")), 0.0)
+    decision = made.decide(0.0)
+    assert granted(decision.actions) == ["c"] and len(failures(decision.actions)) == 1
+    assert set(planned(decision).draft_rows.tolist()) <= set(planned(decision).decode_rows.tolist())
 
 
 @pytest.mark.parametrize("is_failed", [True, False])

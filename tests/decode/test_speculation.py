@@ -92,7 +92,7 @@ def test_a_depth_is_the_best_of_all(rows: list[tuple[float, int]], cost: StepCos
 
 def test_rows_that_repeat_themselves_get_drafts_and_others_none_however_full_the_batch_is() -> None:
     """One row repeats three tokens, and the other never says the same twice."""
-    speculation, cost = Speculation(Drafting(), 4, 200), StepCost(0.02, 0.0, 0.0005)
+    speculation, cost = Speculation(Drafting(), 4, 200, 64), StepCost(0.02, 0.0, 0.0005)
     speculation.begin(0, np.array([1, 2, 3], dtype=np.int32))
     speculation.begin(1, np.array([1, 2, 3], dtype=np.int32))
     rows, held, most = (np.array(each, dtype=np.int32) for each in ([0, 1], [50, 50], [9, 9]))
@@ -107,48 +107,68 @@ def test_rows_that_repeat_themselves_get_drafts_and_others_none_however_full_the
 
 
 def test_without_a_cost_a_step_is_explored_now_and_then() -> None:
-    speculation = Speculation(Drafting(), 8, 200)
+    speculation = Speculation(Drafting(), 8, 200, 64)
     speculation.begin(0, np.array([1, 2, 1, 2, 1, 2], dtype=np.int32))
     row, held, most = (np.array(each, dtype=np.int32) for each in ([0], [50], [9]))
-    depths = [int(speculation.depths(row, most, StepCost(), held)[0]) for _ in range(130)]
-    assert sorted(depths)[-3:] == [0, 4, 4]
+    drafted = list[int]()
+    for call in range(200):
+        depths = speculation.depths(row, most, StepCost(), held)
+        if depths.any() and call % 3 == 0:  # it is asked more often than steps are planned
+            drafted += [call, *depths.tolist()]
+            speculation.draft(row, depths, held)
+    assert drafted == [63, 4, 129, 4, 195, 4]
 
 
 @pytest.mark.parametrize(
-    ("config", "algorithm", "count", "expected"),
+    ("config", "algorithm", "count", "model", "expected"),
     [
-        ("", "none", 0, None),
-        ("", "NGRAM", 0, Drafting(DRAFTS, LONGEST, SHORTEST)),
-        ("", "NGRAM", 3, Drafting(3, LONGEST, SHORTEST)),
-        ('{"method": "ngram"}', "none", 0, Drafting(DRAFTS, LONGEST, SHORTEST)),
+        ("", "none", 0, "", None),
+        ("", "NGRAM", 0, "", Drafting(DRAFTS, LONGEST, SHORTEST)),
+        ("", "NGRAM", 3, "", Drafting(3, LONGEST, SHORTEST)),
+        ("", "STANDALONE", 3, "small", Drafting(3, model="small")),
+        ('{"method": "ngram"}', "none", 0, "", Drafting(DRAFTS, LONGEST, SHORTEST)),
         (
             '{"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 3, "prompt_lookup_min": 3}',
             "none",
             0,
+            "",
             Drafting(5, 3, 3),
         ),
+        ('{"method": "draft_model", "model": "small"}', "none", 0, "", Drafting(DRAFTS, model="small")),
+        ('{"model": "small", "num_speculative_tokens": 4}', "none", 0, "", Drafting(4, model="small")),
     ],
 )
-def test_flags_of_vllm_and_of_sglang_ask_for_drafts(config: str, algorithm: str, count: int, expected: Drafting | None) -> None:
-    assert parse_drafting(config, algorithm, count) == expected
+def test_flags_of_vllm_and_of_sglang_ask_for_drafts(
+    config: str, algorithm: str, count: int, model: str, expected: Drafting | None
+) -> None:
+    assert parse_drafting(config, algorithm, count, model) == expected
 
 
 @pytest.mark.parametrize(
-    ("config", "algorithm", "count", "message"),
+    ("config", "algorithm", "count", "model", "message"),
     [
-        ("ngram", "none", 0, "must be a JSON object"),
-        ("[]", "none", 0, "must be a JSON object"),
-        ("{}", "none", 0, "of method ngram"),
-        ('{"method": "eagle3", "model": "x"}', "none", 0, "an object of method, num_speculative_tokens"),
-        ('{"method": "eagle3"}', "none", 0, "of method ngram, the only one that there is; it is 'eagle3'"),
-        ('{"method": "ngram", "num_speculative_tokens": 0}', "none", 0, "num_speculative_tokens is between 1 and 32"),
-        ('{"method": "ngram", "num_speculative_tokens": true}', "none", 0, "num_speculative_tokens is between 1 and 32"),
-        ('{"method": "ngram", "prompt_lookup_min": 5}', "none", 0, "prompt_lookup_min is at most"),
-        ('{"method": "ngram"}', "NGRAM", 0, "left out with --speculative-algorithm"),
-        ("", "NGRAM", 99, "at most 32"),
-        ("", "none", 4, "left out without --speculative-algorithm"),
+        ("ngram", "none", 0, "", "must be a JSON object"),
+        ("[]", "none", 0, "", "must be a JSON object"),
+        ('{"a":' * 20_000, "none", 0, "", "must be a JSON object"),
+        ('{"method": "\udcff"}', "none", 0, "", "must be a JSON object"),
+        ("{}", "none", 0, "", "of method ngram or draft_model"),
+        ('{"method": "ngram", "model": "x"}', "none", 0, "", "an object of method, num_speculative_tokens, prompt"),
+        ('{"method": "draft_model", "model": "x", "prompt_lookup_max": 3}', "none", 0, "", "an object of method, num_spec"),
+        ('{"method": "draft_model"}', "none", 0, "", "whose model is a folder or a name"),
+        ('{"method": "draft_model", "model": 3}', "none", 0, "", "whose model is a folder or a name"),
+        ('{"method": "eagle3"}', "none", 0, "", "of method ngram or draft_model, which is all that there is; it is 'eagle3'"),
+        ('{"method": ["ngram"]}', "none", 0, "", "of method ngram or draft_model"),
+        ('{"method": "ngram", "num_speculative_tokens": 0}', "none", 0, "", "num_speculative_tokens is between 1 and 32"),
+        ('{"method": "ngram", "num_speculative_tokens": true}', "none", 0, "", "num_speculative_tokens is between 1 and 32"),
+        ('{"method": "ngram", "prompt_lookup_min": 5}', "none", 0, "", "prompt_lookup_min is at most"),
+        ('{"method": "ngram"}', "NGRAM", 0, "", "left out with --speculative-algorithm"),
+        ("", "NGRAM", 99, "", "at most 32"),
+        ("", "NGRAM", 0, "small", "left out without a draft model"),
+        ("", "STANDALONE", 0, "", "given with --speculative-algorithm STANDALONE"),
+        ("", "none", 4, "", "left out without --speculative-algorithm"),
+        ("", "none", 0, "small", "left out without --speculative-algorithm"),
     ],
 )
-def test_what_is_not_there_is_refused_by_name(config: str, algorithm: str, count: int, message: str) -> None:
+def test_what_is_not_there_is_refused_by_name(config: str, algorithm: str, count: int, model: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        parse_drafting(config, algorithm, count)
+        parse_drafting(config, algorithm, count, model)

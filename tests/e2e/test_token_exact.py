@@ -101,13 +101,14 @@ def answers(fleet: FleetPages, prompts: Sequence[list[int]]) -> list[list[int]]:
 
 
 def check(model: Reference, prompts: Sequence[list[int]], *flags: str, colocated: bool) -> None:
-    """Every prompt through the ring, and through colocated serving that drafts tokens.
+    """Every prompt through the ring, where the demo model drafts tokens, and through colocated serving that looks them up.
 
     No instance is given up for its silence: on a busy machine that would compute a prompt twice, and the counters would tell.
     """
     common = ("--dtype", "float32", "--dead-after-s", "60", "--grammar", "off", *flags)
-    with running_fleet(*common) as fleet:
+    with running_fleet("--speculative-config", '{"model": "demo", "num_speculative_tokens": 4}', *common) as fleet:
         found = answers(fleet, prompts)
+        assert sum(value for _, value in fleet.samples("tandem_instance_tokens_drafted_total")) > 0
         again = list(range(0, len(prompts), 4))
         assert answers(fleet, [prompts[at] for at in again]) == [found[at] for at in again], "a hit changes an answer"
         check_disaggregated(fleet, prompts, found, again)

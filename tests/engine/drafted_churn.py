@@ -140,6 +140,7 @@ class DraftedChurn:
             step, tuple(starts), tuple(chunks), ids(decode), ids(list(grown)), ids(list(grown.values())),
             draft_rows=ids([row for row, _ in drafts]), draft_tokens=ids([token for _, token in drafts]),
             verified_rows=ids(list(verified)), verified_lengths=ids(list(verified.values())),
+            verified_tokens=ids([self._of(row).answer[-1] for row in verified]),
         )  # fmt: skip
 
     def _of(self, row: int) -> Asked:

@@ -74,7 +74,7 @@ class Driver:
                         most = min(tokens - 1, self._held[row] * self._layout.page_size - len(prompt)) - len(answer)
                         self._drafted[row] = self._draft(row, answer)[: max(0, most)]
             step += 1
-            plan = self._plan(step, chunks, decode)
+            plan = self._plan(step, chunks, decode, answers)
             result = self._run(plan)
             for row, token in zip(plan.sampled_rows.tolist(), result.tokens.tolist(), strict=True):
                 answers[row].append(token)
@@ -104,7 +104,7 @@ class Driver:
             self._grown[row] = next(self._pages)
             self._held[row] += 1
 
-    def _plan(self, step: int, chunks: list[Chunk], decode: list[int]) -> StepPlan:
+    def _plan(self, step: int, chunks: list[Chunk], decode: list[int], answers: Sequence[list[int]]) -> StepPlan:
         plan = StepPlan(
             step,
             starts=tuple(self._starts),
@@ -115,6 +115,7 @@ class Driver:
             draft_rows=np.array([row for row in decode for _ in self._drafted.get(row, ())], dtype=np.int32),
             draft_tokens=np.array([token for row in decode for token in self._drafted.get(row, ())], dtype=np.int32),
             verified_rows=np.array([row for row in decode if row in self._verified], dtype=np.int32),
+            verified_tokens=np.array([answers[row][-1] for row in decode if row in self._verified], dtype=np.int32),
             verified_lengths=np.array([self._verified.pop(row) for row in decode if row in self._verified], dtype=np.int32),
         )
         self._starts, self._grown = [], {}

@@ -18,6 +18,7 @@ from common.messages import TokenLogprob
 from common.sampling_params import Grammar, SamplingParams
 from common.step_cost import StepCost
 from engine.cpu import attention
+from engine.grammar import masks
 from engine.model_runner import ModelRunner
 from engine.parallel import Group
 from engine.timed import Pace, TimedExecutor
@@ -245,3 +246,27 @@ def test_grammars_of_the_demo_model() -> None:
         made.grammars.close()
     assert [asked.answer for asked in requests] == [asked.expected for asked in requests]
     assert churn.right > 20
+
+
+def test_a_grammar_that_fails_behind_drafts_tells_how_many_tokens_come_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = ModelRunner(ModelConfig(), EngineConfig(kv_memory="16MiB", context_tokens=512, max_running=12), lambda text: None)
+    assert made.grammars is not None
+    grammar = Grammar("regex", r"(\d{3}-){4}\d{3}")
+    asked = SamplingParams(max_new_tokens=40, temperature=0.0, grammar=grammar)
+    made.grammars.prepare(grammar, lambda: None).wait()
+    prompt, pages, rows = np.arange(300, 309, dtype=np.int32), np.arange(2, dtype=np.int32), np.zeros(1, dtype=np.int32)
+    try:
+        start = RowStart(0, pages, asked, token_ids=prompt)
+        answer = made.run(StepPlan(0, (start,), (Chunk(0, 0, prompt, last=True),))).tokens.tolist()
+        for step in range(1, 5):
+            answer += made.run(StepPlan(step, decode_rows=rows)).tokens.tolist()
+        read = iter([0, 0, masks.MAX_WORK + 1])  # for the third token of the answer
+        monkeypatch.setattr(masks, "count_work", lambda matcher: next(read))
+        known = np.append(prompt, np.int32(answer[0]))
+        start = RowStart(0, pages, asked, length=len(prompt), last_token=answer[0], token_ids=known, answer_tokens=1)
+        drafted = np.array(answer[1:4], dtype=np.int32)
+        result = made.run(StepPlan(9, (start,), decode_rows=rows, draft_rows=rows.repeat(3), draft_tokens=drafted))
+    finally:
+        made.grammars.close()
+    assert result.failed.keys() == {0} and result.failed_behind == {0: 2}
+    assert [result.tokens[0], result.drafted[0]] == answer[1:3]

@@ -312,6 +312,7 @@ class ToyExecutor:
         for start in plan.starts:
             self._start(start)
         assert (self._length[plan.verified_rows] == plan.verified_lengths).all()
+        assert (self._last[plan.verified_rows] == plan.verified_tokens).all()
         grown, decode = plan.grown_rows, plan.decode_rows
         self._page_table[grown, self._held[grown]] = plan.grown_pages
         self._held[grown] += 1

@@ -23,8 +23,8 @@ def _foreseen(tokens: tuple[int, ...]) -> tuple[int, ...]:
 
 
 class SeeingSpeculation(Speculation):
-    def __init__(self, drafting: Drafting, rows: int, context_tokens: int) -> None:
-        super().__init__(drafting, rows, context_tokens)
+    def __init__(self, drafting: Drafting, rows: int, context_tokens: int, chunk_tokens: int) -> None:
+        super().__init__(drafting, rows, context_tokens, chunk_tokens)
         self._all_rows, self._random = rows, Random(17)
         self._known: dict[int, list[int]] = {}
 
@@ -32,8 +32,8 @@ class SeeingSpeculation(Speculation):
         super().begin(row, tokens)
         self._known[row] = tokens.tolist()
 
-    def add(self, rows: Int32Array, tokens: Int32Array) -> None:
-        super().add(rows, tokens)
+    def add(self, rows: Int32Array, tokens: Int32Array, drafted: bool = False) -> None:
+        super().add(rows, tokens, drafted)
         for row, token in zip(rows.tolist(), tokens.tolist(), strict=True):
             self._known[row].append(token)
 

@@ -173,7 +173,7 @@ class Fabric(MemoryNetwork):
         if flight.fate.failure is None:
             self._deliver(flight)
             return
-        self._fail(flight, flight.fate.failure)
+        self._fail(flight, flight.fate.failure, flight.fate.proven)
         if not flight.fate.proven:
             late_s = self._random.uniform(now, max(now, flight.posted_s + GIVE_UP_S))
             self._clock.at(late_s, lambda: self._deliver(flight))
@@ -219,8 +219,8 @@ class Fabric(MemoryNetwork):
             self.problems.append(f"{self._clock.now:.3f}: a write {did} page {page} of {host.id}, which had changed hands")
 
     def _give_up(self, flight: Flight) -> None:
-        if not flight.write.landed.done():
-            self._fail(flight, "it makes no progress")
+        if not flight.write.landed.done():  # what has moved waits in the reader's buffer, and nobody can prove that it does not
+            self._fail(flight, "it makes no progress", proven=flight.fate.proven and not flight.has_moved)
 
     def _notice(self, agent: str) -> None:
         self.regions.pop(agent, None)
@@ -229,10 +229,10 @@ class Fabric(MemoryNetwork):
                 if flight.write.reader == agent and not flight.write.landed.done():
                     flight.write.fail("the agent died", quiescent=True)
 
-    def _fail(self, flight: Flight, reason: str) -> None:
-        flight.write.fail(reason, flight.fate.proven)
+    def _fail(self, flight: Flight, reason: str, proven: bool) -> None:
+        flight.write.fail(reason, proven)
         self._failed(flight.writer.id, flight.reader.id)
-        if not flight.fate.proven:
+        if not proven:
             self.unproven.append(flight)
 
 

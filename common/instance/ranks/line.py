@@ -6,7 +6,7 @@ to the end. Opens no socket and reads no clock.
 
 import zlib
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from msgspec.structs import replace
@@ -91,7 +91,16 @@ class RankLine:
         return max(self._offsets_s, default=None)
 
 
-_IDS = ("decode_rows", "grown_rows", "grown_pages", "draft_rows", "draft_tokens", "verified_rows", "verified_lengths")
+_IDS = (
+    "decode_rows",
+    "grown_rows",
+    "grown_pages",
+    "draft_rows",
+    "draft_tokens",
+    "verified_rows",
+    "verified_lengths",
+    "verified_tokens",
+)
 """What a plan and its message have by the same names, as arrays and packed."""
 
 
@@ -101,7 +110,8 @@ def pack_plan(plan: StepPlan, grammar_id: Callable[[Grammar], int]) -> Launch:
     return Launch(
         step=plan.step,
         starts=tuple(_pack_start(start, grammar_id) for start in plan.starts),
-        chunks=tuple(PromptChunk(chunk.row, chunk.start, pack_ids(chunk.token_ids), chunk.last) for chunk in plan.chunks),
+        chunks=_pack_chunks(plan.chunks),
+        draft_chunks=_pack_chunks(plan.draft_chunks),
         held_tokens=plan.held_tokens,
         **packed,
     )
@@ -112,7 +122,8 @@ def unpack_plan(message: Launch, grammars: Mapping[int, Grammar]) -> StepPlan:
     return StepPlan(
         step=message.step,
         starts=tuple(_unpack_start(start, grammars) for start in message.starts),
-        chunks=tuple(Chunk(chunk.row, chunk.start, unpack_ids(chunk.token_ids), chunk.last) for chunk in message.chunks),
+        chunks=_unpack_chunks(message.chunks),
+        draft_chunks=_unpack_chunks(message.draft_chunks),
         held_tokens=message.held_tokens,
         **{name: unpack_ids(getattr(message, name)) for name in _IDS},
     )
@@ -121,6 +132,14 @@ def unpack_plan(message: Launch, grammars: Mapping[int, Grammar]) -> StepPlan:
 def digest_tokens(result: StepResult) -> int:
     """CRC-32 of the tokens that a step sampled."""
     return zlib.crc32(pack_ids(result.drafted), zlib.crc32(pack_ids(result.tokens)))
+
+
+def _pack_chunks(chunks: Sequence[Chunk]) -> tuple[PromptChunk, ...]:
+    return tuple(PromptChunk(chunk.row, chunk.start, pack_ids(chunk.token_ids), chunk.last) for chunk in chunks)
+
+
+def _unpack_chunks(chunks: Sequence[PromptChunk]) -> tuple[Chunk, ...]:
+    return tuple(Chunk(chunk.row, chunk.start, unpack_ids(chunk.token_ids), chunk.last) for chunk in chunks)
 
 
 def _pack_start(start: RowStart, grammar_id: Callable[[Grammar], int]) -> RowBegins:

@@ -1,0 +1,86 @@
+"""The draft model: a small model that proposes what may follow, before the step that verifies it.
+
+Owns the order of its steps. Its KV lies in pages of its own, which have the numbers of the served model's: so each row's table
+is the same, and nobody counts its pages. What it computes changes no answer: drafts that are wrong are only not taken.
+
+    rows that start or grow ─► tokens that it lacks, or the last one of each row ─► its first draft ─► … ─► its last draft
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from common.executor import RowStart, StepPlan
+from common.ids import Int32Array
+from common.sampling_params import SamplingParams
+from engine.step_runner import StepRunner
+
+
+class DraftModel:
+    """steps: of the draft model. vocab_size: of the model that is served. Tables of embeddings may be padded to other sizes; what
+    one of the models lacks is never sampled."""
+
+    def __init__(self, steps: StepRunner, vocab_size: int) -> None:
+        self._steps, self._vocab_size = steps, vocab_size
+
+    def complete(self, plan: StepPlan) -> StepPlan:
+        """The plan with the drafts that it leaves to this model. Waits for them. All rows that the plan starts or lets grow
+        do so here too."""
+        chunks = tuple(replace(chunk, token_ids=self._known(chunk.token_ids)) for chunk in plan.draft_chunks)
+        own = StepPlan(
+            plan.step,
+            starts=tuple(map(_start, plan.starts)),
+            chunks=chunks,
+            grown_rows=plan.grown_rows,
+            grown_pages=plan.grown_pages,
+        )
+        rows, depths = np.unique(plan.draft_rows, return_counts=True)
+        if not chunks and not len(rows):
+            if own.starts or len(own.grown_rows):
+                self._steps.take_in(own)
+            return plan
+        steps = self._draft(own, plan, rows, depths)
+        drafted = np.zeros((int(rows.max(initial=0)) + 1, len(steps)), dtype=np.int32)
+        for at, (of_rows, tokens) in enumerate(steps):
+            drafted[of_rows, at] = tokens
+        return replace(plan, draft_tokens=np.minimum(drafted[plan.draft_rows, plan.draft_offsets - 1], self._vocab_size - 1))
+
+    def _draft(
+        self, own: StepPlan, plan: StepPlan, rows: Int32Array, depths: np.ndarray
+    ) -> Sequence[tuple[Int32Array, Int32Array]]:
+        """Step by step, the rows that drafted a token, and the token. The last draft is fed as well: if all are right, the row
+        goes on behind it. own: the first step so far, with its chunks."""
+        behind = np.array([chunk.row for chunk in own.chunks if chunk.last], dtype=np.int32)
+        decode = rows[~np.isin(rows, behind)]
+        told = np.isin(plan.verified_rows, decode)
+        assert told.sum() == len(decode), "a row that goes on drafting had drafts in its last step"
+        first = replace(
+            own,
+            decode_rows=decode,
+            verified_rows=plan.verified_rows[told],
+            verified_lengths=plan.verified_lengths[told],
+            verified_tokens=self._known(plan.verified_tokens[told]),
+        )
+        steps = [first]
+        for offset in range(1, int(depths.max(initial=0)) + 1):
+            steps.append(StepPlan(plan.step, decode_rows=rows[depths >= offset]))
+        pending = [self._steps.launch(step) for step in steps]
+        return [(step.sampled_rows, each.wait().tokens) for step, each in zip(steps, pending, strict=True)]
+
+    def _known(self, tokens: Int32Array) -> Int32Array:
+        return np.minimum(tokens, self._steps.vocab_size - 1)
+
+
+def _start(start: RowStart) -> RowStart:
+    """The row in the draft model: with the same noise, and nothing that changes logits."""
+    asked = start.sampling
+    sampling = SamplingParams(
+        max_new_tokens=asked.max_new_tokens,
+        temperature=asked.temperature,
+        top_k=asked.top_k,
+        top_p=asked.top_p,
+        min_p=asked.min_p,
+        seed=asked.seed,
+    )
+    return RowStart(start.row, start.pages, sampling, start.length)

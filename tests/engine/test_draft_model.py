@@ -1,0 +1,180 @@
+"""A draft model beside the served one, driven by the scheduler that decodes: answers are those without it, and what it proposes
+is what transformers' model says of the same tokens, whatever was drafted before."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from common.config import EngineConfig, ModelConfig
+from common.drafting import Drafting
+from common.errors import ConfigError
+from common.executor import StepResult
+from common.ids import ROUTER, AttemptId, Int32Array, RequestId, pack_ids
+from common.instance.ports import RouterJoined, Send, StepsMeasured
+from common.messages import Counters, Generate, TokenBatch
+from common.sampling_params import SamplingParams
+from common.step_cost import StepCost
+from decode.scheduler import DecodeScheduler
+from engine.kv_budget import Agree, as_offered
+from engine.model_runner import ModelRunner
+from engine.parallel import ALONE, Group
+from tests.builders import instance, limits
+from tests.engine.checkpoints import VOCAB, llama, qwen3, saved
+from tests.engine.ranks import least_of, on_ranks
+
+CONTEXT, DRAFTS = 128, 4
+PAYS = StepCost(step_s=1.0, chunk_token_s=0.001, decode_row_s=0.001)
+"""A step costs as much as a thousand rows of it: every draft pays."""
+KINDS = [
+    SamplingParams(max_new_tokens=40, temperature=0.0, ignore_eos=True),
+    SamplingParams(max_new_tokens=33, temperature=0.9, seed=5, ignore_eos=True),
+    SamplingParams(max_new_tokens=40, temperature=0.8, top_p=0.9, min_p=0.02, seed=7, stop_token_ids=tuple(range(400, VOCAB))),
+    SamplingParams(max_new_tokens=26, temperature=1.0, top_k=9, seed=6, repetition_penalty=1.3, logprobs=1),
+]
+
+
+@dataclass(slots=True)
+class Served:
+    """answers: of each request. steps: what each step had."""
+
+    answers: list[list[int]]
+    counters: Counters = field(default_factory=Counters)
+    steps: list[StepResult] = field(default_factory=list)
+
+
+def requests(count: int, kinds: Sequence[SamplingParams], seed: int) -> list[tuple[Int32Array, SamplingParams]]:
+    random = np.random.default_rng(seed)
+    lengths = random.integers(1, 60, count).tolist()
+    return [(random.integers(3, VOCAB, each).astype(np.int32), kinds[at % len(kinds)]) for at, each in enumerate(lengths)]
+
+
+def made(path: Path, draft: Path | None, group: Group = ALONE, agree: Agree = as_offered, **changes: Any) -> ModelRunner:
+    fields: dict[str, Any] = {"device": "cpu", "page_size": 7, "kv_memory": "2MiB", "max_running": 24, "grammar": "off"}
+    engine = EngineConfig(**(fields | {"context_tokens": CONTEXT, "dtype": "float32"} | changes))
+    drafts = "" if draft is None else str(draft)
+    return ModelRunner(ModelConfig(model=str(path)), engine, lambda text: None, group, agree, draft_model=drafts)
+
+
+def serve(runner: ModelRunner, asked: Sequence[tuple[Int32Array, SamplingParams]], chunk_tokens: int = 24) -> Served:
+    """As a colocated instance does."""
+    drafting = None if runner.draft_model is None else Drafting(most=DRAFTS, model="a small one")
+    limited = replace(limits(chunk_tokens=chunk_tokens, max_waiting=99), drafting=drafting)
+    scheduler = DecodeScheduler(instance("d", "decode"), runner.description, limited)
+    scheduler.handle(RouterJoined(ROUTER, 1), 0.0)
+    scheduler.handle(StepsMeasured(PAYS), 0.0)
+    for number, (prompt, sampling) in enumerate(asked):
+        key = AttemptId(RequestId(f"{number}"), 0, ROUTER)
+        scheduler.receive(ROUTER, Generate(key=key, prompt=pack_ids(prompt), sampling=sampling, first=0), 0.0)
+    served, over = Served([[] for _ in asked]), 0
+    while over < len(asked):
+        decision = scheduler.decide(0.0)
+        assert decision.plan is not None, "nothing more would come"
+        served.steps.append(replace(runner.run(decision.plan), drafting_s=0.0))  # each rank here plans for itself: all alike
+        for action in [*decision.actions, *scheduler.step_done(served.steps[-1], 0.0)]:
+            if isinstance(action, Send) and isinstance(action.message, TokenBatch):
+                for delta in action.message.deltas:
+                    served.answers[int(delta.key.request_id)] += delta.token_ids
+                    over += delta.ending is not None
+    assert scheduler.report().load.pages_free == runner.description.total_pages
+    served.counters = scheduler.report().counters
+    return served
+
+
+def nearly(model: PreTrainedModel, noise: float) -> PreTrainedModel:
+    """The same model with other weights, by so much of their deviation."""
+    torch.manual_seed(3)
+    with torch.no_grad():
+        for weight in model.parameters():
+            if weight.dim() > 1:
+                weight += noise * weight.std() * torch.randn_like(weight)
+    return model
+
+
+def drafted_by(model: PreTrainedModel, known: list[int], count: int) -> list[int]:
+    with torch.no_grad():
+        for _ in range(count):
+            known = [*known, int(model(torch.tensor([known])).logits[0, -1].argmax())]
+    return known[-count:]
+
+
+@pytest.mark.parametrize("changes", [{}, {"graphs": "off"}, {"quantization": "int8"}], ids=["recorded", "layer by layer", "int8"])
+def test_the_drafts_of_the_same_model_are_all_right(tmp_path: Path, changes: dict[str, Any]) -> None:
+    """Also sampled ones, because they have the same noise; a penalty is nothing that it knows."""
+    path = saved(qwen3(), tmp_path)
+    asked = requests(11, KINDS[:3], 1)
+    without, with_it = (serve(made(path, drafts, **changes), asked, chunk_tokens=400) for drafts in (None, path))
+    assert with_it.answers == without.answers
+    counters = with_it.counters
+    assert counters.tokens_drafted > 100 and counters.tokens_accepted == counters.tokens_drafted
+    assert counters.steps < without.counters.steps / 2
+
+
+def test_a_model_that_agrees_now_and_then_changes_no_answer_and_proposes_what_transformers_says(tmp_path: Path) -> None:
+    """Prompts are longer than what it may compute before a step, and some drafts of a row are right."""
+    served, small = qwen3(), nearly(qwen3(), 0.15)
+    path, draft = saved(served, tmp_path / "served"), saved(small, tmp_path / "small")
+    asked = requests(12, KINDS, 2)
+    without, with_it = serve(made(path, None), asked), serve(made(path, draft), asked)
+    assert with_it.answers == without.answers
+    counters = with_it.counters
+    assert counters.tokens_drafted > 100
+    assert 0.05 < counters.tokens_accepted / counters.tokens_drafted < 0.95
+    greedy = requests(1, KINDS[:1], 4) + requests(1, KINDS[:1], 5)
+    known: dict[int, list[int]] = {}
+    for result in serve(made(path, draft), greedy).steps:
+        plan = result.plan
+        for start in plan.starts:
+            known[start.row] = greedy[len(known)][0].tolist()
+        for row in np.unique(plan.draft_rows).tolist():
+            ours = plan.draft_tokens[plan.draft_rows == row].tolist()
+            assert ours == drafted_by(small, known[row], len(ours))
+        tokens = dict(zip(plan.sampled_rows.tolist(), result.tokens.tolist(), strict=True))
+        for row, token in tokens.items():
+            known[row].append(token)
+            behind = zip(plan.draft_tokens[plan.draft_rows == row], result.drafted[plan.draft_rows == row], strict=True)
+            for draft_token, more in behind:
+                if draft_token != known[row][-1]:
+                    break
+                known[row].append(int(more))
+
+
+def test_two_ranks_share_out_a_draft_model_of_another_shape(tmp_path: Path) -> None:
+    path, draft = saved(qwen3(), tmp_path / "served"), saved(llama(num_hidden_layers=1), tmp_path / "small")
+    agree, asked = least_of(2), requests(8, KINDS, 3)
+
+    def run(group: Group) -> tuple[list[list[int]], int]:
+        served = serve(made(path, draft, group, agree), asked)
+        return served.answers, served.counters.tokens_drafted
+
+    (ours, drafted), theirs = on_ranks(2, run)
+    assert (ours, drafted) == theirs and drafted > 50
+    assert ours == serve(made(path, None), asked).answers
+
+
+def test_pages_are_shared_out_between_both_models(tmp_path: Path) -> None:
+    path = saved(qwen3(), tmp_path)
+    alone, beside = made(path, None), made(path, path)
+    assert beside.description.total_pages == alone.description.total_pages // 2
+    assert beside.draft_model is not None
+
+
+def test_a_draft_model_with_a_shorter_context_is_refused_by_name(tmp_path: Path) -> None:
+    path, short = saved(qwen3(), tmp_path / "served"), saved(qwen3(max_position_embeddings=64), tmp_path / "short")
+    with pytest.raises(ConfigError, match=r"the draft model .*short has a context of 64 tokens.*--context-tokens 64"):
+        made(path, short)
+
+
+def test_a_vocabulary_of_another_size_is_no_hindrance(tmp_path: Path) -> None:
+    """Checkpoints of one family pad their tables differently."""
+    path = saved(qwen3(), tmp_path / "served")
+    asked = requests(6, KINDS, 6)
+    expected = serve(made(path, None), asked).answers
+    for vocab in (VOCAB - 7, VOCAB + 9):
+        draft = saved(nearly(qwen3(vocab_size=vocab), 0.0), tmp_path / f"{vocab}")
+        assert serve(made(path, draft), asked).answers == expected
