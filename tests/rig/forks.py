@@ -139,10 +139,10 @@ def module_process(
     words: Sequence[str], environment: dict[str, str], files: Sequence[int], inherited: Sequence[int] = ()
 ) -> "Forked | subprocess.Popen[bytes]":
     """A process that runs a module, forked where that can be: see `Forks.start`."""
-    if sys.platform == "linux":
-        return Forked(forks().start(words, environment, files, inherited), None)
-    command, (given, out, err) = [sys.executable, "-m", *words], files
-    return subprocess.Popen(command, env=environment, stdin=given, stdout=out, stderr=err, pass_fds=inherited)
+    if sys.platform != "linux":
+        command, (given, out, err) = [sys.executable, "-m", *words], files
+        return subprocess.Popen(command, env=environment, stdin=given, stdout=out, stderr=err, pass_fds=inherited)
+    return Forked(forks().start(words, environment, files, inherited), None)
 
 
 def run_module(*words: str) -> subprocess.CompletedProcess[str]:

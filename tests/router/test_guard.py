@@ -155,7 +155,7 @@ EFFECTS = (
 
 @pytest.fixture(scope="module")
 async def untouched() -> AsyncIterator[Site]:
-    """Of which nobody may get anything."""
+    """A router from which nobody may get anything."""
     async with Site() as made:
         yield made
 
