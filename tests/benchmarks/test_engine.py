@@ -1,8 +1,6 @@
 """`launch bench engine` on a CPU: its rehearsal, tasks that fail, its goals, and what it says of predictions."""
 
 import json
-import subprocess
-import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -44,6 +42,7 @@ from common.config import EngineConfig
 from common.pages.layout import KVLayout
 from engine.kv_memory import KVMemory
 from engine.models.served_shape import read_served_shape
+from tests.rig.forks import run_module
 
 CPU = EngineConfig(device="cpu", max_running=2, kv_memory="1MiB")
 
@@ -51,8 +50,7 @@ CPU = EngineConfig(device="cpu", max_running=2, kv_memory="1MiB")
 def test_the_first_hour_is_rehearsed_on_a_cpu_and_leaves_a_file_and_a_page_with_every_part(tmp_path: Path) -> None:
     figures, page = tmp_path / "figures.json", tmp_path / "page.md"
     flags = ["--quick", "--device=cpu", "--threads=1", f"--json={figures}", f"--page={page}"]
-    command = [sys.executable, "-m", "launch.main", "bench", "engine", *flags]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
+    done = run_module("launch.main", "bench", "engine", *flags)
     assert done.returncode == 0, done.stderr
     outcome = json.loads(figures.read_text())
     assert outcome["command"].startswith("launch bench engine --quick")

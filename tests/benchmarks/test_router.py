@@ -18,12 +18,13 @@ from common.processes.local_fleet import FleetFailed
 def test_a_quick_run_measures_prints_and_writes_what_was_asked_for(tmp_path: Path) -> None:
     figures = tmp_path / "figures.json"
     command = [sys.executable, "-m", "benchmarks.router", "--quick", "--markdown", "--requests", "24", "--open", "4", "--tp", "2"]
+    command += ["--more=--prefill=0"]  # which nothing here measures
     done = subprocess.run(
         [*command, "--open-s", "5", "--json", str(figures)], capture_output=True, text=True, timeout=280, check=False
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith(
-        "```sh\npython -m benchmarks.router --quick --markdown --requests=24 --open=4 --open-s=5.0 --tp=2 --json="
+        "```sh\npython -m benchmarks.router --quick --markdown --requests=24 --open=4 --open-s=5.0 --tp=2 "
     )
     outcome = json.loads(figures.read_text())
     alone, beside, many, streams, opened = outcome["loads"]

@@ -193,11 +193,7 @@ def test_victims_are_the_youngest_and_no_more_than_are_needed(
 
 @pytest.mark.parametrize(
     ("holders", "lacking", "expected"),
-    [
-        (["s1", "s1", "s1", "s1"], 2, [3, 2]),
-        (["o4", "s0", "s0"], 1, [2, 1]),
-        (["s1", "o2", "s0"], 1, [1]),
-    ],
+    [(["s1", "s1", "s1", "s1"], 2, [3, 2]), (["o4", "s0", "s0"], 1, [2, 1]), (["s1", "o2", "s0"], 1, [1])],
 )
 def test_victims_bring_what_they_alone_hold_together(holders: list[str], lacking: int, expected: list[int]) -> None:
     """From the oldest on. s: has the two pages of a prompt that many have. o: of another one. Then so many pages of its own. The

@@ -67,10 +67,7 @@ def test_an_embedding_ends_its_request_beside_rows_that_decode() -> None:
     plan = planned(made.decide(0.0))
     (chunk,) = plan.chunks
     answered = deltas(made.step_done(replace(result(plan, [EOS, 51]), embeddings={chunk.row: b"1234"}), 0.1))
-    assert answered == [
-        TokenDelta(key("b"), 0, (), Finished("stop", embedding=b"1234")),
-        TokenDelta(key("a"), 1, (51,), None),
-    ]
+    assert answered == [TokenDelta(key("b"), 0, (), Finished("stop", embedding=b"1234")), TokenDelta(key("a"), 1, (51,), None)]
     assert made.report().load.running_requests == 1 and made.report().counters.tokens_generated == 1
 
 

@@ -14,6 +14,7 @@ import pytest
 
 from common.errors import ConfigError
 from launch.batch import BatchFlags, run
+from tests.rig.forks import forked
 from tests.rig.pages import RunningFleet, running_fleet, until
 
 LINES = 60
@@ -83,13 +84,15 @@ def _text(fleet: RunningFleet, number: int) -> str:
     return str(fleet.complete(f"Count from {number} to 90.", 80, ignore_eos=True)["choices"][0]["text"])
 
 
-def test_a_batch_without_a_fleet_starts_one(tmp_path: Path) -> None:
+def test_a_batch_without_a_fleet_starts_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = asked(tmp_path, 4)
     with file.open("a") as more:
         more.write('\n{"custom_id": "wrong", "method": "POST", "url": "/v1/completions", "body": {"max_tokens": "x"}}')
-    batch = launch_batch(file, "--fleet", "--prefill 0 --decode 1 --dtype float32")
-    _, told = batch.communicate(timeout=240)
-    assert batch.returncode == 1 and f"completed: {LINES} answered, 1 failed, of {LINES + 1}" in told
+    fleet, answered = "--prefill 0 --decode 1 --dtype float32", str(file.with_suffix(".out"))
+    with forked():
+        status = run(BatchFlags(input_file=str(file), output_file=answered, fleet=fleet), "")
+    told = capsys.readouterr().err
+    assert status == 1 and f"completed: {LINES} answered, 1 failed, of {LINES + 1}" in told
     rows = [json.loads(line) for line in file.with_suffix(".out").read_text().splitlines()]
     assert len(rows) == LINES + 1 and rows[-1]["response"]["status_code"] == 400
 

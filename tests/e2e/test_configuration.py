@@ -36,26 +36,22 @@ def test_a_fleet_is_what_file_variables_and_command_line_say_together(tmp_path: 
     file.write_text(FILE)
     environment = {**os.environ, **VARIABLES, "TANDEM_CONFIG": str(file)}
     with out.open("w") as output:
-        command = [sys.executable, "-m", "launch.main", "local", "--decode=2"]
+        command = [sys.executable, "-m", "launch.main", "local", "--decode=1"]
         fleet = subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT)
     try:
         until(lambda: fleet.poll() is not None or "\ncurl " in out.read_text(), "the fleet is ready")
         assert fleet.poll() is None, out.read_text()
         pages = FleetPages(re.findall(r"^curl (http://[^/]+)", out.read_text(), re.MULTILINE)[0])
         members = pages.members()
-        assert {name: member["max_running"] for name, member in members.items()} == {
-            "prefill-0": 32,
-            "decode-0": 8,
-            "decode-1": 8,
-        }
+        assert {name: member["max_running"] for name, member in members.items()} == {"prefill-0": 32, "decode-0": 8}
         assert pages.complete("falcon", 5)["choices"][0]["finish_reason"] == "length"
         flags = {name: flags_of(pid_of(member)) for name, member in members.items()}
         assert all("--max-waiting=55" in each and "--drain-timeout-s=3.5" not in each for each in flags.values())
-        killed = pid_of(members["decode-1"])
+        killed = pid_of(members["decode-0"])
         os.kill(killed, signal.SIGKILL)
-        until(lambda: pid_of(pages.members().get("decode-1", members["decode-1"])) != killed, "it is back")
-        again = pages.members()["decode-1"]
-        assert again["max_running"] == 8 and flags_of(pid_of(again)) == flags["decode-1"]
+        until(lambda: pid_of(pages.members().get("decode-0", members["decode-0"])) != killed, "it is back")
+        again = pages.members()["decode-0"]
+        assert again["max_running"] == 8 and flags_of(pid_of(again)) == flags["decode-0"]
         (router,) = [flags_of(pid) for pid in children_of(fleet.pid) if "router" in flags_of(pid)]
         assert {"--port=0", "--max-requests=77", "--drain-timeout-s=3.5", "--max-attempts=5"} <= set(router)
         assert not any(flag.startswith("--config") for each in (router, *flags.values()) for flag in each)

@@ -18,7 +18,7 @@ from openai import OpenAI
 from common.trust import write_key
 from demo import corpus
 from tests.random_schemas import random_schema
-from tests.rig.pages import RunningFleet, running_fleet
+from tests.rig.pages import RunningFleet, running_fleet, until
 from tests.rig.shared_memory import left_behind, shared_files
 
 
@@ -28,12 +28,11 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningFleet]:
     before = shared_files()
     key = str(tmp_path_factory.mktemp("fleet") / "key")
     write_key(key)
-    with running_fleet("--dtype", "float32", "--cluster-key", key, is_forked=False) as running:
+    with running_fleet("--dtype", "float32", "--cluster-key", key) as running:
         yield running
         family = running.family()
         assert len(family) >= 4, "router, detokenizer, prefill and decode"
-    alive = [pid for pid in family if Path(f"/proc/{pid}").exists()]
-    assert not alive
+    until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in family), "no process is left")
     assert not left_behind(before)
     assert not re.search("Traceback", running.output)
 

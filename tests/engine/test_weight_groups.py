@@ -36,7 +36,7 @@ from tests.engine.test_staging import PROMPTS, WAIT_S, changed, digest_of, excha
 from tests.rig.trainer import GROUP, HOST, trainer
 
 Tensors = Mapping[str, torch.Tensor]
-FEW_S = 8.0
+FEW_S = 6.0
 
 
 def nobody() -> None: ...
@@ -296,8 +296,8 @@ def test_a_broadcast_is_received_once(executor: TorchExecutor) -> None:
 
 
 def test_every_wait_for_a_trainer_has_an_end(executor: TorchExecutor) -> None:
-    with thread_trainer(timeout_s=FEW_S) as sender:  # the group has three members, and two come
-        one_more = JoinGroup(GROUP, HOST, sender.task.port, 1, 3, "gloo", FEW_S)
+    with thread_trainer(timeout_s=1.0) as sender:  # the group has three members, and two come
+        one_more = JoinGroup(GROUP, HOST, sender.task.port, 1, 3, "gloo", 1.0)
         with pytest.raises(Unavailable, match=rf"the group {GROUP} did not meet: rank 1 of 3 at {HOST}"):
             until_done(executor.perform(one_more))
         sender.group.cancel()

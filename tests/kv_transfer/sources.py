@@ -14,9 +14,7 @@ P = ParamSpec("P")
 Method: TypeAlias = Callable[Concatenate[HandoffWriter, P], list[Any]]
 
 
-def with_news(
-    method: Callable[Concatenate[HandoffWriter, P], list[Any]],
-) -> Callable[Concatenate[HandoffWriter, P], list[Any]]:
+def with_news(method: Callable[Concatenate[HandoffWriter, P], list[Any]]) -> Callable[Concatenate[HandoffWriter, P], list[Any]]:
     """The method's actions, and behind them the news."""
 
     def call(source: HandoffWriter, /, *args: P.args, **named: P.kwargs) -> list[Any]:

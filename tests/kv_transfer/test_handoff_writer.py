@@ -21,7 +21,6 @@ from tests.kv_transfer.sources import BEGAN_S, ME, D, Source, grant, reserve
 LIFE, OTHER = Incarnation("1"), InstanceId("other")
 PEER = Life(D, LIFE)
 SOURCE_PAGES = np.array([10, 11, 12], dtype=np.int32)
-GRANTED = HandoffGranted(key())
 CLOSED = HandoffClosed(key(), None, quiescent=True)
 WITHDRAW = Send(D, Withdraw(key=key(), incarnation=ME, generation=Generation(5)))
 WITHDRAWN = [WITHDRAW, CLOSED]

@@ -252,11 +252,7 @@ def test_pages_inside_of_a_pool_pass(pages: list[int]) -> None:
     check_pages(np.array(pages, dtype=np.int32), 8, "our")
 
 
-OTHER: dict[str, object] = {"layers": 3, "head_dim": 6, "page_size": 7} | {
-    "dtype": "float32",
-    "order": "head",
-    "version": 99,
-}
+OTHER: dict[str, object] = {"layers": 3, "head_dim": 6, "page_size": 7} | {"dtype": "float32", "order": "head", "version": 99}
 
 
 @pytest.mark.parametrize("field", OTHER)

@@ -60,16 +60,6 @@ def rows(*runs: tuple[int, int, int]) -> Int64Array:
     return np.array(runs, dtype=np.int64).reshape(-1, 3)
 
 
-def test_runs_land_where_they_should_before_the_answer_comes(two: Two) -> None:
-    sent, taken = two.send((0, 500, 100), (4000, 0, 7), (77, 90000, 4096)), two.take()
-    sent.result()
-    expected = np.zeros(POOL_BYTES, dtype=np.uint8)
-    source = two.source.numpy()
-    expected[500:600], expected[:7], expected[90000:94096] = source[:100], source[4000:4007], source[77:4173]
-    np.testing.assert_array_equal(two.target.numpy(), expected)
-    assert taken.result()
-
-
 def test_a_slice_may_have_as_many_runs_as_a_header_holds(two: Two) -> None:
     starts = range(0, SLICE_RUNS * 64, 64)
     sent, taken = two.send(*((at, at, 64) for at in starts)), two.take()

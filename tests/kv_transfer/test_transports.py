@@ -171,7 +171,7 @@ receiver_must_run = only("nixl over tcp", "torch", "mooncake")
 
 def test_a_receiver_that_is_killed_in_mid_push_fails_it_and_its_successor_is_served(stage: Stage) -> None:
     target = stage.target()
-    tickets = stage.pushes(32)
+    tickets = stage.pushes(16)
     stage.source.push_many(tickets, target.pool.agent, EVERYTHING)
     stage.source.posted()
     target.kill()

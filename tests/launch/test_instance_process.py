@@ -1,13 +1,12 @@
-"""How a real instance ends: drained, told twice, or because one of its threads failed. The test is its router and detokenizer.
+"""How a real instance ends when it is idle, or because one of its threads failed. The test is its router and detokenizer.
 
-Whatever happens, the router is told, the process is gone soon, and nothing is left of it.
+Whatever happens, the router is told, the process is gone soon, and nothing is left of it. `tests/e2e/test_supervision.py` has
+instances that serve when they are told to stop, told twice, or killed.
 
 What can be told of a model and its flags at once is told at once: in one line, with the same exit status by every command.
 """
 
 import json
-import os
-import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -15,13 +14,12 @@ from pathlib import Path
 
 import pytest
 
-from common import messages
 from common.processes.child import Broken
 from launch.child import BAD_FLAG
 from launch.instance_process import CLOSE_S
 from tests.launch.failing_instance import NAME
 from tests.launch.one_router import HANG_S, Router
-from tests.rig.shared_memory import left_behind
+from tests.rig.forks import run_module
 
 
 @pytest.fixture
@@ -67,41 +65,6 @@ def test_an_idle_instance_that_is_told_to_stop_is_drained_at_once(join: Callable
     assert router.end(HANG_S).status == 0
 
 
-def test_an_instance_that_is_told_to_stop_finishes_what_runs_and_a_second_signal_ends_it_at_once(
-    join: Callable[[str], Router],
-) -> None:
-    router = join("nothing")
-    router.generate(1_800)
-    router.until_running()
-    router.child.terminate()
-    router.until(lambda: router.heartbeats[-1].draining, "it says that it is draining", HANG_S)
-    assert router.child.status is None and not router.goodbyes
-    router.child.terminate()
-    ended = router.end(HANG_S)
-    assert ended.status == 1 and ended.account == "told again to stop, by SIGTERM"
-
-
-def test_an_instance_that_is_told_to_stop_ends_in_order_when_what_ran_is_finished(join: Callable[[str], Router]) -> None:
-    router = join("nothing")
-    router.generate(300)
-    router.until_running()
-    os.kill(router.child.pid, signal.SIGINT)
-    ended = router.end(HANG_S)
-    assert ended.status == 0 and router.heartbeats[-1].draining
-    router.until(lambda: router.deltas[-1].ending is not None, "the last token has arrived", HANG_S)
-    assert router.deltas[-1].ending == messages.Finished(reason="length")
-    assert sum(len(delta.token_ids) for delta in router.deltas) == 300
-
-
-def test_an_instance_that_was_killed_leaves_nothing_behind_either(join: Callable[[str], Router]) -> None:
-    router = join("nothing")
-    router.generate(1_800)
-    router.until_running()
-    router.child.kill()
-    assert router.child.wait(HANG_S) and router.child.status == -signal.SIGKILL
-    assert not left_behind(router.shared_before)
-
-
 ALL = ("local", "prefill", "router")
 COMPUTING = ("local", "decode")
 
@@ -109,9 +72,7 @@ COMPUTING = ("local", "decode")
 def refused(command: str, *flags: str) -> str:
     """What a command that ends with BAD_FLAG says, but for what it does meanwhile."""
     ports = ["--port=0", "--control-port=0"] if command in ("local", "router") else []
-    done = subprocess.run(
-        [sys.executable, "-m", "launch.main", command, *ports, *flags], capture_output=True, text=True, timeout=120
-    )
+    done = run_module("launch.main", command, *ports, *flags)
     assert done.returncode == BAD_FLAG, done.stderr
     lines = [line for line in (done.stdout + done.stderr).splitlines() if not line.endswith(": loading the tokenizer")]
     assert len(lines) == 1, lines

@@ -1,10 +1,11 @@
-"""`launch local` with stub children: what it starts, and starts again, what it says, and the order in which it stops."""
+"""`launch local` with stub children: what it starts, and starts again, what it says, and the order in which it stops.
+
+`tests/e2e/test_supervision.py` has what becomes of real children that are killed or told to stop.
+"""
 
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,8 +15,8 @@ import pytest
 
 from common.processes.child import ORDER_FD, REPORT_FD
 from launch.child import BAD_FLAG
-from launch.fleet_page import FleetPage
-from tests.launch.waiting import PATIENCE_S, is_alive, wait_for
+from tests.launch.waiting import is_alive, wait_for
+from tests.rig.forks import module_process
 
 
 @dataclass(frozen=True)
@@ -34,9 +35,10 @@ class Fleet:
         self, folder: Path, log: Path, prefill: int, decode: int, environment: dict[str, str], inherits: tuple[int, ...]
     ) -> None:
         self._out, self._err, self._log = folder / "out", folder / "err", log
-        command = [sys.executable, "-m", "tests.launch.stub", "fleet", str(prefill), str(decode)]
-        with self._out.open("w") as out, self._err.open("w") as err:
-            self.process = subprocess.Popen(command, stdout=out, stderr=err, env=os.environ | environment, pass_fds=inherits)
+        words = ["tests.launch.stub", "fleet", str(prefill), str(decode)]
+        with open(os.devnull) as nothing, self._out.open("w") as out, self._err.open("w") as err:
+            files = [each.fileno() for each in (nothing, out, err)]
+            self.process = module_process(words, os.environ | environment, files, inherits)
 
     @property
     def out(self) -> str:
@@ -73,9 +75,9 @@ class Fleet:
 
     def status(self) -> int:
         """Its exit status, when it has ended. No child is left then."""
-        status = self.process.wait(PATIENCE_S)
+        wait_for(lambda: self.process.poll() is not None, "it ends")
         assert not self.alive()
-        return status
+        return self.process.wait()
 
     def stop(self, number: signal.Signals = signal.SIGINT) -> list[str]:
         """Stop it in order. Returns what stopped, in which order."""
@@ -85,8 +87,8 @@ class Fleet:
 
     def end(self) -> None:
         """Its children follow."""
-        self.process.kill()
-        self.process.wait(PATIENCE_S)
+        self.process.send_signal(signal.SIGKILL)
+        self.process.wait()
 
 
 Start = Callable[..., Fleet]
@@ -126,10 +128,6 @@ def test_a_fleet_starts_prints_a_curl_line_and_stops_in_order(start: Start, numb
     assert said.endswith("\nstopped\n") and "WARNING" not in fleet.err
     assert order[0] == "intake" and order[-1] == "router"
     assert sorted(order[1:3]) == ["prefill-0", "prefill-1"] and sorted(order[3:5]) == ["decode-0", "decode-1"]
-
-
-def test_a_fleet_without_prefill_is_one_of_decode_alone(start: Start) -> None:
-    assert start(0, 1).stop() == ["intake", "decode-0", "router"]
 
 
 def heard(fleet: Fleet, line: str) -> None:
@@ -186,30 +184,6 @@ def test_a_child_that_fails_at_start_is_shown_with_its_words_and_the_others_stop
     assert "router" in fleet.stops()
 
 
-@pytest.mark.parametrize("name", ["router", "decode-0"])
-def test_a_child_that_was_killed_is_started_again_as_it_was(start: Start, name: str) -> None:
-    fleet = start(1, 2)
-    (first,) = fleet.lives(name)
-    (port,) = re.findall(r"curl http://127\.0\.0\.1:(\d+)/", fleet.out)
-    fleet.kill(name)
-    fleet.wait_for_life(name, 2)
-    _, second = fleet.lives(name)
-    assert second.pid != first.pid and is_alive(second.pid)
-    if name == "router":
-        assert first.flags == ["--port=0", "--control-port=0"]
-        assert second.flags == [f"--port={port}", "--control-port=2"], "2 is what the stub calls its port"
-        page = FleetPage(f"http://127.0.0.1:{port}")
-        wait_for(lambda: page.get("/v1/models") is not None, "the router answers again")
-    else:
-        assert second.flags == first.flags and f"--name={name}" in first.flags
-    said = "ended, and is started again in 0.5 s: killed by SIGKILL"
-    assert re.search(rf"^{name} +{said}$", fleet.out, re.MULTILINE) and f"{name} {said}" in fleet.err
-    wait_for(lambda: len(re.findall(rf"^{name} +ready", fleet.out, re.MULTILINE)) == 2, f"{name} is ready again")
-    assert fleet.process.poll() is None and len(fleet.lives("decode-1")) == 1
-    order = fleet.stop()
-    assert order[0] == "intake" and order[-1] == "router"
-
-
 def test_a_child_that_dies_again_and_again_is_given_more_time_each_time(start: Start) -> None:
     fleet = start()
     began = time.monotonic()
@@ -219,16 +193,6 @@ def test_a_child_that_dies_again_and_again_is_given_more_time_each_time(start: S
     wait_for(lambda: "decode-0     ended, and is started again in 2 s" in fleet.out, "the third end was noticed")
     assert time.monotonic() - began >= 0.5 + 1.0
     assert re.findall(r"started again in (\S+) s", fleet.out) == ["0.5", "1", "2"]
-
-
-def test_an_instance_that_ended_in_order_is_not_started_again(start: Start) -> None:
-    fleet = start(1, 2)
-    fleet.kill("decode-0", signal.SIGTERM)
-    wait_for(lambda: "decode-0     has left as it was told, and is not started again" in fleet.out, "its end was noticed")
-    fleet.kill("decode-1")
-    fleet.wait_for_life("decode-1", 2)  # the fleet goes on, for longer than a back-off
-    assert len(fleet.lives("decode-0")) == 1
-    fleet.stop()
 
 
 def test_an_instance_that_can_never_run_again_is_left_alone_while_another_does_its_work(start: Start) -> None:

@@ -16,6 +16,7 @@ from common.processes.child import Broken, Exited, Progress, Ready, Reported, st
 from launch.child import BAD_FLAG, ChildEvent, MeetRouter, RoleProcess
 from tests.launch.stub import stub_command
 from tests.launch.waiting import PATIENCE_S, is_alive, wait_for
+from tests.rig.forks import forked
 
 
 class Nursery:
@@ -44,7 +45,8 @@ class Nursery:
 @pytest.fixture
 def nursery(log: Path) -> Iterator[Nursery]:
     made = Nursery()
-    yield made
+    with forked():
+        yield made
     for child in made.children:
         child.kill()
         assert child.wait(PATIENCE_S)

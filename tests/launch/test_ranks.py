@@ -23,6 +23,7 @@ from launch.instance_command import InstanceCommand
 from launch.rank_leader import LeaderRanks, describe_missing
 from launch.rank_setup import RankChildren, rank_setup
 from tests.launch.one_router import HANG_S, Router
+from tests.rig.forks import forked
 
 NAME = "decode-0"
 FLAGS = ("--executor=timed", "--transport=cma", "--kv-memory=16MiB", "--step-cost=0.002,0,0", "--tp=2", f"--name={NAME}")
@@ -46,7 +47,8 @@ class Elsewhere:
 
     def __init__(self, *flags: str) -> None:
         self.events: queue.SimpleQueue[ChildEvent] = queue.SimpleQueue()
-        self.child = RoleProcess(f"{NAME}.rank-1", command(*flags), self.events.put)
+        with forked():
+            self.child = RoleProcess(f"{NAME}.rank-1", command(*flags), self.events.put)
 
     def end(self) -> Exited:
         while True:

@@ -13,6 +13,7 @@ from common.errors import ConfigError
 from launch.router_process import DetokenizerFailed, KeptDetokenizer
 from tests.launch.stub import stub_command
 from tests.launch.waiting import PATIENCE_S, is_alive
+from tests.rig.forks import forked
 
 CONTROL = "tcp://127.0.0.1:9"
 
@@ -62,7 +63,8 @@ def with_detokenizer(**environment: str) -> Callable[[Callable[[Kept], Coroutine
         def test(log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             for name, value in environment.items():
                 monkeypatch.setenv(name, value)
-            asyncio.run(main(log))
+            with forked():
+                asyncio.run(main(log))
 
         return test
 

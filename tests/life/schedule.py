@@ -225,11 +225,7 @@ def _deed(random: Random, names: list[str], victims: list[str], survivor: str | 
             if other == one or (other in (ROUTER, DETOKENIZER) and one == survivor):
                 other = "router"
             return Part(
-                one=one,
-                other=other,
-                seconds=random.uniform(0.5, 8.0),
-                queued=random.random() < 0.5,
-                breaks=random.random() < 0.5,
+                one=one, other=other, seconds=random.uniform(0.5, 8.0), queued=random.random() < 0.5, breaks=random.random() < 0.5
             )
 
 
@@ -345,8 +341,7 @@ def _roles(schedule: Schedule, random: Random) -> tuple[Fault, ...]:
     victims, roles = [name for name in names if name != schedule.survivor], get_args(ServingRole)
     return tuple(
         _strikes(
-            random,
-            ChangeRole(name=random.choice(victims), role=random.choice(roles), router=random.randrange(schedule.routers)),
+            random, ChangeRole(name=random.choice(victims), role=random.choice(roles), router=random.randrange(schedule.routers))
         )
         for _ in range(random.choice((1, 2, 3, 6)))
     )

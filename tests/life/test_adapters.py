@@ -42,10 +42,7 @@ def begin_load(
     mode: ReplaceMode = "finish",
     seat: int = 0,
 ) -> list[AdapterEntry | TandemError]:
-    return fleet.adapt(
-        lambda adapters: adapters.load(name, folder, is_pinned=is_pinned, replaces=replaces, mode=mode),
-        seat,
-    )
+    return fleet.adapt(lambda adapters: adapters.load(name, folder, is_pinned=is_pinned, replaces=replaces, mode=mode), seat)
 
 
 def load(fleet: ToyFleet, name: str, folder: str, *, is_pinned: bool = False, replaces: bool = False) -> AdapterEntry:

@@ -1,4 +1,7 @@
-"""Detokenizers that are killed and come back: the tokens are told again, and nobody computes anything anew."""
+"""Detokenizers that are killed and come back: the tokens are told again, and nobody computes anything anew.
+
+`tests/e2e/test_supervision.py` kills one while streams go on.
+"""
 
 from common.config import RouterConfig
 from common.messages import Finished
@@ -26,21 +29,6 @@ def assert_nothing_was_computed_anew(fleet: ToyFleet, clients: list[Client]) -> 
     computed = sum(life.scheduler.report().counters.prompt_tokens_computed for life in fleet.lives)
     assert computed == sum(len(prompt(number)) for number in range(len(clients)))
     assert sum(kind == "Generate" for _, kind, _ in fleet.network.log) == len(clients)
-
-
-def test_streams_go_on_when_the_detokenizer_comes_back_and_no_token_is_computed_anew() -> None:
-    """The study's chain: 16 streams on instances that live."""
-    fleet = ToyFleet(prefill=2, decode=2, size=SIZE)
-    clients = [fleet.submit(f"r{number}", prompt(number), TOKENS) for number in range(16)]
-    fleet.turn_until(lambda: all(len(client.token_ids) > 10 for client in clients))
-    fleet.router_process.detokenizers[0].kill()
-    fleet.run_for(0.5)
-    before = [len(client.token_ids) for client in clients]
-    fleet.router_process.restart_detokenizer(0)
-    fleet.run_for(0.1)
-    assert all(len(client.token_ids) > so_far for client, so_far in zip(clients, before, strict=True)), "the pause is over"
-    fleet.run(*clients)
-    assert_nothing_was_computed_anew(fleet, clients)
 
 
 def test_answers_that_ended_while_no_detokenizer_was_there_come_whole() -> None:

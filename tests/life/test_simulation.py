@@ -18,7 +18,7 @@ from common.ids import ServingRole
 ROOT = Path(__file__).resolve().parents[2]
 SCHEDULES = 20
 CHECKED = 10_000
-"""The long run begins here. `./check` runs the first 400 schedules beside the tests, which run other seeds."""
+"""The long run begins here. `./check` runs the first 150 schedules beside the tests, which run other seeds."""
 FIRST = 1_000_018
 """Schedules in which everything of HAPPENS happens follow this seed closely."""
 HANG_S = 1_200.0

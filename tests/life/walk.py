@@ -297,8 +297,8 @@ _ROLES: tuple[Role, ...] = ("prefill", "decode")
 
 @contextmanager
 def _watching(recorder: Recorder) -> Iterator[None]:
+    """The threads that start meanwhile; this one follows when everything is loaded."""
     threading.setprofile(recorder)
-    sys.setprofile(recorder)
     try:
         yield
     finally:
@@ -310,6 +310,7 @@ async def _walk() -> Walk:
     recorder = Recorder()
     with _watching(recorder), ExitStack() as stack:
         fleet = Fleet(recorder, stack)
+        sys.setprofile(recorder)
         async with asyncio.timeout(HANG_S):
             await fleet.join()
             facts = " ".join(f"key{number} is value{number}." for number in range(40))

@@ -48,11 +48,7 @@ def grant_for(actions: list[Action], first_page: int = 40) -> Grant:
     reserve = reserves(actions)[0]
     pages = range(first_page, first_page + LAYOUT.pages_for(len(unpack_ids(reserve.prompt))))
     return Grant(
-        key=reserve.key,
-        generation=Generation(1),
-        pages=pack_ids(list(pages)),
-        sent_s=reserve.sent_s,
-        write_lease_s=WRITE_LEASE_S,
+        key=reserve.key, generation=Generation(1), pages=pack_ids(list(pages)), sent_s=reserve.sent_s, write_lease_s=WRITE_LEASE_S
     )
 
 

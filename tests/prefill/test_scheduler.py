@@ -13,18 +13,7 @@ from common.errors import BadRequest, Unavailable
 from common.executor import Logprobs, StepPlan, StepResult
 from common.ids import ROUTER, InstanceId, pack_ids, unpack_ids
 from common.instance.ports import Prepare, Prepared, Send
-from common.messages import (
-    Cancel,
-    Failed,
-    Finished,
-    Generate,
-    Handoff,
-    Probe,
-    Probed,
-    Repeat,
-    TokenDelta,
-    TokenLogprobs,
-)
+from common.messages import Cancel, Failed, Finished, Generate, Handoff, Probe, Probed, Repeat, TokenDelta, TokenLogprobs
 from common.sampling_params import MAX_PROMPT_LOGPROBS, SamplingParams
 from engine.grammar.grammars import ANY_TEXT
 from prefill.scheduler import PrefillScheduler

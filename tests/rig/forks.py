@@ -23,6 +23,7 @@ import runpy
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -62,11 +63,24 @@ class Order(msgspec.Struct, frozen=True):
 class Forked:
     """As much of `subprocess.Popen` as the parents of children use. Its process is a child of this one."""
 
-    def __init__(self, pid: int, stdout: IO[str]) -> None:
+    def __init__(self, pid: int, stdout: IO[str] | None) -> None:
         self.pid, self.stdout = pid, stdout
+        self._status: int | None = None
+
+    def poll(self, flags: int = os.WNOHANG) -> int | None:
+        if self._status is None:
+            pid, status = os.waitpid(self.pid, flags)
+            self._status = os.waitstatus_to_exitcode(status) if pid else None
+        return self._status
 
     def wait(self) -> int:
-        return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        status = self.poll(0)
+        assert status is not None
+        return status
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
 
 
 class Forks:
@@ -88,12 +102,18 @@ class Forks:
         words = [word for word in command if word != "-P"]
         if words[:2] != [sys.executable, "-m"]:
             return subprocess.Popen(command, **options)
-        inherited = options["pass_fds"]
-        order = Order(words[2], words[3:], options["env"], [0, 1, 2, *inherited], os.getcwd())
         output, theirs = os.pipe()
         with open(os.devnull) as nothing, open(theirs, "w") as written:
-            pid = self._ask(order, [nothing.fileno(), written.fileno(), written.fileno(), *inherited])
+            files = (nothing.fileno(), written.fileno(), written.fileno())
+            pid = self.start(words[2:], options["env"], files, options["pass_fds"])
         return Forked(pid, open(output, encoding=options["encoding"], errors=options["errors"]))
+
+    def start(
+        self, words: Sequence[str], environment: dict[str, str], files: Sequence[int], inherited: Sequence[int] = ()
+    ) -> int:
+        """The pid of a process that runs a module, which is the first of the words. files: its stdin, stdout and stderr."""
+        order = Order(words[0], list(words[1:]), environment, [0, 1, 2, *inherited], os.getcwd())
+        return self._ask(order, [*files, *inherited])
 
     def _ask(self, order: Order, files: Sequence[int]) -> int:
         """The pid of the new process."""
@@ -113,6 +133,25 @@ def forked() -> Iterator[None]:
     """Children that are made meanwhile are forked, where a process can take in orphans: on Linux."""
     with forks().forked() if sys.platform == "linux" else contextlib.nullcontext():
         yield
+
+
+def module_process(
+    words: Sequence[str], environment: dict[str, str], files: Sequence[int], inherited: Sequence[int] = ()
+) -> "Forked | subprocess.Popen[bytes]":
+    """A process that runs a module, forked where that can be: see `Forks.start`."""
+    if sys.platform != "linux":
+        command, (given, out, err) = [sys.executable, "-m", *words], files
+        return subprocess.Popen(command, env=environment, stdin=given, stdout=out, stderr=err, pass_fds=inherited)
+    return Forked(forks().start(words, environment, files, inherited), None)
+
+
+def run_module(*words: str) -> subprocess.CompletedProcess[str]:
+    """What became of a module that ran in a process of its own."""
+    with open(os.devnull) as nothing, tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
+        status = module_process(words, dict(os.environ), [each.fileno() for each in (nothing, out, err)]).wait()
+        out.seek(0)
+        err.seek(0)
+        return subprocess.CompletedProcess(words, status, out.read(), err.read())
 
 
 @functools.cache

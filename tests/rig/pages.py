@@ -10,7 +10,7 @@ import re
 import subprocess
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -200,9 +200,9 @@ class RunningFleet(FleetPages):
 
 
 @contextlib.contextmanager
-def running_fleet(*flags: str, is_forked: bool = True) -> Iterator[RunningFleet]:
-    """A running fleet, stopped at the end. is_forked: its processes do not load the product anew. Raises FleetFailed."""
+def running_fleet(*flags: str) -> Iterator[RunningFleet]:
+    """A running fleet whose processes are forked, stopped at the end. Raises FleetFailed."""
     with ExitStack() as stack:
-        with forked() if is_forked else nullcontext():
+        with forked():
             fleet = stack.enter_context(local_fleet(*flags))
         yield RunningFleet(fleet)

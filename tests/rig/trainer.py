@@ -5,14 +5,16 @@ Owns the process and what it is told.
 
 import json
 import os
+import signal
 import socket
-import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TextIO
+
+from tests.rig.forks import module_process
 
 GROUP, HOST = "weight_update_group", "127.0.0.1"
 
@@ -53,24 +55,28 @@ class Trainer:
             "group_name": group,
             "backend": "gloo",
         }
-        command = [sys.executable, "-m", "tests.rig.trainer", json.dumps({**self.init, "timeout_s": timeout_s})]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        words = ["tests.rig.trainer", json.dumps({**self.init, "timeout_s": timeout_s})]
+        orders, ours = os.pipe()
+        heard, says = os.pipe()
+        self._process = module_process(words, dict(os.environ), (orders, says, 2))
+        for theirs in (orders, says):
+            os.close(theirs)
+        self._orders, self._heard = os.fdopen(ours, "w"), os.fdopen(heard)
 
     def tell(self, file: Path, names: Sequence[str], dies_after: int | None = None) -> None:
         """Have it broadcast these weights of a safetensors file. dies_after: so many; None: it lives on."""
-        assert self._process.stdin is not None
-        print(
-            json.dumps({"file": str(file), "names": list(names), "dies_after": dies_after}), file=self._process.stdin, flush=True
-        )
+        order = {"file": str(file), "names": list(names), "dies_after": dies_after}
+        print(json.dumps(order), file=self._orders, flush=True)
 
     def hear(self) -> str:
         """What it says next: that all have met, or what came of what it was told. "" when it has ended."""
-        assert self._process.stdout is not None
-        return self._process.stdout.readline().strip()
+        return self._heard.readline().strip()
 
     def close(self) -> None:
-        self._process.kill()
-        self._process.communicate()
+        self._process.send_signal(signal.SIGKILL)
+        self._process.wait()
+        self._orders.close()
+        self._heard.close()
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from tests.router.bench import D0, P0, Bench
 from tests.router.fakes import Site
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def anyio_backend() -> str:
     return "asyncio"
 

@@ -6,16 +6,21 @@ and the prompt's length.
 
 import asyncio
 import dataclasses
+import inspect
 import re
 import socket
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, closing
-from typing import Self, cast
+from types import CodeType
+from typing import Any, Self, cast
+from unittest import mock
 
 import httpx
 import numpy as np
+from fastapi.dependencies.models import Dependant
+from fastapi.dependencies.utils import get_dependant
 from msgspec.structs import replace
 
 from common.access import OPEN, Access
@@ -349,6 +354,17 @@ def intake_of(core: RouterCore, tokenizer: CharTokenizer, config: RouterConfig) 
     return Intake(core, cast(TokenizerManager, tokenizer), MODEL, config)
 
 
+_dependants: dict[tuple[str, CodeType], Dependant] = {}
+
+
+def dependant_of(*, path: str, call: Any, **options: Any) -> Dependant:
+    """What FastAPI reads of a route's signature, read once for all sites: it took most of the time of most tests here."""
+    key = path, inspect.unwrap(call).__code__
+    if key not in _dependants:
+        _dependants[key] = get_dependant(path=path, call=call, **options)
+    return dataclasses.replace(_dependants[key], call=call)
+
+
 class Site:
     """A router without sockets: app, gateway and fleet in the running loop."""
 
@@ -371,7 +387,8 @@ class Site:
         self.intake = intake_of(self.core, CharTokenizer(chat_template, fleet.context_tokens), config)
         config = dataclasses.replace(config, max_body=str(max_body_bytes))
         self.api = api = Api(self.gateway, self.intake, self.metrics, MODEL, config, embedding)
-        self.app = build_app(api, self.metrics, access, (config.host,))
+        with mock.patch("fastapi.routing.get_dependant", dependant_of):
+            self.app = build_app(api, self.metrics, access, (config.host,))
         fleet.gateway = self.gateway
         self._working = api.working()
 

@@ -40,6 +40,7 @@ from tests.router.fakes import Site
 pytestmark = pytest.mark.anyio
 
 
+@pytest.fixture(scope="module")
 async def described() -> tuple[Site, dict[str, Any]]:
     async with Site() as site:
         response = await get(site, "/openapi.json")
@@ -47,8 +48,8 @@ async def described() -> tuple[Site, dict[str, Any]]:
     return site, response.json()
 
 
-async def test_every_route_is_described_with_its_answers_and_errors() -> None:
-    site, page = await described()
+async def test_every_route_is_described_with_its_answers_and_errors(described: tuple[Site, dict[str, Any]]) -> None:
+    site, page = described
     routes = [route for route in site.app.routes if isinstance(route, APIRoute)]
     assert len(routes) == sum(len(methods) for methods in page["paths"].values()) > 26
     tags = {tag["name"] for tag in page["tags"]}
@@ -112,8 +113,10 @@ BODIES = {
 
 
 @pytest.mark.parametrize(("path", "body"), BODIES.items())
-async def test_the_body_of_a_request_is_described_field_by_field(path: str, body: type[msgspec.Struct]) -> None:
-    _, page = await described()
+async def test_the_body_of_a_request_is_described_field_by_field(
+    described: tuple[Site, dict[str, Any]], path: str, body: type[msgspec.Struct]
+) -> None:
+    _, page = described
     operation = page["paths"][path]["post"]
     (content,) = operation["requestBody"]["content"].values()
     assert content["schema"] == {"$ref": f"#/components/schemas/{body.__name__}"}
@@ -121,9 +124,9 @@ async def test_the_body_of_a_request_is_described_field_by_field(path: str, body
     assert {"400", "413"} <= operation["responses"].keys()
 
 
-async def test_every_field_of_every_body_has_a_description() -> None:
+async def test_every_field_of_every_body_has_a_description(described: tuple[Site, dict[str, Any]]) -> None:
     """Also the fields of the objects within: what a body refers to."""
-    _, page = await described()
+    _, page = described
     schemas = page["components"]["schemas"]
     for path, item in page["paths"].items():
         for operation in item.values():
@@ -141,16 +144,16 @@ async def test_every_field_of_every_body_has_a_description() -> None:
                     unseen += [word.rpartition("/")[2] for word in words if word.startswith("#/")]
 
 
-async def test_limits_of_fields_are_in_the_description() -> None:
-    _, page = await described()
+async def test_limits_of_fields_are_in_the_description(described: tuple[Site, dict[str, Any]]) -> None:
+    _, page = described
     fields = page["components"]["schemas"]["CompletionFields"]["properties"]
     assert (fields["temperature"]["minimum"], fields["temperature"]["maximum"]) == (0, 2)
     assert fields["n"]["maximum"] == 16 and fields["bad_words"]["maxItems"] == 64
     assert fields["logprobs"]["anyOf"][0] == {"type": "integer", "minimum": 0, "maximum": 20}
 
 
-async def test_whatever_the_description_refers_to_is_in_it() -> None:
-    _, page = await described()
+async def test_whatever_the_description_refers_to_is_in_it(described: tuple[Site, dict[str, Any]]) -> None:
+    _, page = described
     schemas = page["components"]["schemas"]
     assert list(schemas[ErrorBody.__name__]["properties"]) == ["error"]
     references = [word for word in msgspec.json.encode(page).decode().split('"') if word.startswith("#/")]

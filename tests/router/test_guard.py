@@ -8,7 +8,7 @@ import json
 import re
 import ssl
 import subprocess
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -153,6 +153,13 @@ EFFECTS = (
 )
 
 
+@pytest.fixture(scope="module")
+async def untouched() -> AsyncIterator[Site]:
+    """A router from which nobody may get anything."""
+    async with Site() as made:
+        yield made
+
+
 def unchanged(site: Site) -> bool:
     """Whether the fleet was asked for nothing."""
     return not any(
@@ -183,12 +190,12 @@ async def ask(client: httpx.AsyncClient, method: str, path: str, body: Any, head
     ids=str,
 )
 async def test_a_web_page_changes_nothing(
-    method: str, path: str, body: Any, of_browser: dict[str, str], status: int, says: str
+    untouched: Site, method: str, path: str, body: Any, of_browser: dict[str, str], status: int, says: str
 ) -> None:
-    async with Site() as site, site.client() as client:
+    async with untouched.client() as client:
         refused = await ask(client, method, path, body, of_browser)
         assert says in assert_error(refused, status, "invalid_request_error", None)
-        assert unchanged(site)
+        assert unchanged(untouched)
 
 
 async def test_a_body_needs_a_type_and_what_has_none_needs_no_type() -> None:
@@ -211,9 +218,9 @@ async def test_the_page_that_the_router_itself_serves_may_do_everything(host: st
     "host", ["evil.example", "evil.example:8000", "127.0.0.1.evil.example", "localhost.evil.example", "0.0.0.0"]
 )
 @pytest.mark.parametrize("path", ["/cluster", "/v1/models", "/metrics", "/docs", "/openapi.json", "/requests/x"])
-async def test_a_name_that_leads_here_does_not_make_answers_readable(path: str, host: str) -> None:
+async def test_a_name_that_leads_here_does_not_make_answers_readable(untouched: Site, path: str, host: str) -> None:
     """DNS rebinding: the page's own name is made to lead to this host, so the browser takes the answers for the page's own."""
-    async with Site() as site, site.client() as client:
+    async with untouched.client() as client:
         message = assert_error(await client.get(path, headers={"host": host}), 403, "invalid_request_error", None)
         assert re.search(r"localhost.*127\.0\.0\.1.*--host", message)
 

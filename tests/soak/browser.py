@@ -253,10 +253,7 @@ def checks(screenshot: Path | None) -> Iterator[Check]:
             yield from attacked(fleet, window, port)
             yield from invited(fleet.url, window, f"http://localhost:{allowed}")
             yield from documented(fleet.url, window, screenshot)
-        with (
-            key_flags(page=KEY) as keys,
-            local_fleet("--prefill=0", "--decode=1", "--allow-origin=*", *keys) as local,
-        ):
+        with key_flags(page=KEY) as keys, local_fleet("--prefill=0", "--decode=1", "--allow-origin=*", *keys) as local:
             yield from invited(local.url, window, f"http://localhost:{port}", KEY)
 
 

@@ -126,10 +126,7 @@ def _speeds(then: Sequence[Period], now: Sequence[Period]) -> Check:
     medians lie apart."""
     first, last, medians = _typical(then), _typical(now), [period.median for period in then]
     noise = max(NOISE_LEAST, (max(medians) - min(medians)) / first)
-    return Check(
-        holds=True,
-        text=f"{first / 1e9:.2f} GB/s in the first third, {last / 1e9:.2f} in the last, noise {noise:.0%}",
-    )
+    return Check(holds=True, text=f"{first / 1e9:.2f} GB/s in the first third, {last / 1e9:.2f} in the last, noise {noise:.0%}")
 
 
 def _typical(periods: Sequence[Period]) -> float:

@@ -34,10 +34,7 @@ from simulation.run import Simulation
 RATIOS = ("1:1", "1:2", "2:1", "0:2")
 """Prefill and decode instances; 0: decode instances alone serve whole requests."""
 CHUNK_TOKENS, MAX_RUNNING = 512, 64
-FLAGS = {
-    "timed": ("--executor=timed", "--transport=cma", "--dtype=bfloat16"),
-    "cpu": ("--threads=1",),
-}
+FLAGS = {"timed": ("--executor=timed", "--transport=cma", "--dtype=bfloat16"), "cpu": ("--threads=1",)}
 MEAN_LIMIT, P99_LIMIT = 0.05, 0.10
 MAX_BATCH = 8
 STEADY = "Errors are those of real fleets that had the machine for themselves only where it was idle."
@@ -55,11 +52,7 @@ class TraceShape:
     groups: int
 
 
-TRACES = {
-    "chat": TraceShape(350, 40, 1, 8),
-    "tool": TraceShape(600, 12, 2, 3),
-    "long": TraceShape(1200, 60, 0, 1),
-}
+TRACES = {"chat": TraceShape(350, 40, 1, 8), "tool": TraceShape(600, 12, 2, 3), "long": TraceShape(1200, 60, 0, 1)}
 """As those of Mooncake: conversations, agents that share long instructions, and long documents. All fit the demo model."""
 LONGEST_PROMPT = 3000
 
