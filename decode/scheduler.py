@@ -327,12 +327,12 @@ class DecodeScheduler:
             actions += self._decline_for_now(request, now)
         actions += self._refuse_what_cannot_fit(now)
         actions += self._reservations.expect(now)
-        drafts = self._draft(depths, grown) if len(depths) and not waits else NO_DRAFTS
+        drafts = self._draft(depths, grown) if depths.any() and not waits else NO_DRAFTS
         rows = NO_ROWS if waits else self._batch.next_rows()
         held_tokens = self._batch.held_tokens(rows) + drafts.held_tokens
         plan = requests.plan(now, rows, grown, held_tokens)
-        if plan is not None and self._speculation is not None:
-            verified, lengths, last = self._batch.verified(rows)
+        verified, lengths, last = self._batch.verified(rows)
+        if plan is not None and (len(verified) or drafts is not NO_DRAFTS):
             self._verifying |= len(drafts.rows) > 0
             plan = dataclasses.replace(
                 plan,

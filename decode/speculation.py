@@ -30,9 +30,11 @@ FIRST_SHARE = 0.5
 """How often the predictions of a new row are taken to be right; those of a draft model, until some are known."""
 TURN_S = 0.0005
 """What a step costs more that is planned when the one before it has returned, about."""
-EXPLORED_STEPS, LONGEST_PAUSE, EXPLORED_DRAFTS = 64, 1024, 4
+FIRST_PAUSE, PAUSE, LONGEST_PAUSE, EXPLORED_DRAFTS = 8, 64, 1024, 4
 """After so many steps without any, one row has so many drafts, whether they pay or not: only steps of different sizes tell what
-rows cost. If they still do not pay, the next pause is twice as long."""
+rows cost, and a draft model's what it costs. If they still do not pay, the next pause is twice as long; PAUSE, when they did."""
+RESTS = 4
+"""Where no drafts pay, that is not worked out again the next few times: it costs a scheduler 0.1 ms."""
 CAUGHT_UP_FOR = 32
 """What a draft model lacks of a row is computed for about so many of its steps."""
 _PRIME = np.int64(0x9E3779B1)
@@ -251,8 +253,10 @@ class Speculation:
             self.drafter = NgramDrafter(rows, context_tokens, tuple({drafting.longest: 0, drafting.shortest: 0}))
         self._drafting_s, self._lacking_token_s = 0.0, 0.0
         """What a step of the draft model took of late, and each token that it lacked."""
-        self._unexplored, self._pause = 0, EXPLORED_STEPS
+        self._unexplored, self._pause = 0, FIRST_PAUSE
         """How often depths were asked for since the last drafts, and how often at most."""
+        self._rests = 0
+        """How often no answer is worked out from now on."""
 
     def begin(self, row: int, tokens: Int32Array) -> None:
         """As in `Drafter`, and `add` as well."""
@@ -275,24 +279,30 @@ class Speculation:
 
     def depths(self, rows: Int32Array, most: Int32Array, cost: StepCost, held: Int32Array) -> Int64Array:
         """How many drafts each of these rows should have in the next step, [rows] int64. most, held: see `worth`."""
-        of_rows = rows.astype(np.int64)
-        room = self._rows - len(rows)
-        if room <= 0:
+        self._unexplored += 1
+        self._rests -= 1
+        room, explores = self._rows - len(rows), self._unexplored >= self._pause
+        if room <= 0 or (self._rests > 0 and not explores):
             return np.zeros(len(rows), dtype=np.int64)
+        of_rows = rows.astype(np.int64)
         bound: Int64Array = np.where(self.drafter.knows(of_rows), np.clip(most.astype(np.int64), 0, self._drafting.most), 0)
         if not bound.any():
             return bound
-        self._unexplored += 1
         shares, lacking = self.drafter.shares[rows], self.drafter.lacking(of_rows)
-        if self._unexplored >= self._pause:
+        if explores:
             likeliest = np.argmax(np.where(bound > 0, (1 + shares) / (1 + lacking), 0.0))
             return np.where(np.arange(len(rows)) == likeliest, np.minimum(bound, min(room, EXPLORED_DRAFTS)), 0)
         if cost.step_s + cost.decode_row_s <= 0:
             return np.zeros_like(bound)
-        entry_s = lacking.astype(np.float64) * (self._lacking_token_s / CAUGHT_UP_FOR)
-        depths = worth(shares, bound, cost, held.astype(np.float64), room, self._drafting_s, entry_s)
+        drafting_s, token_s = self._drafting_s, self._lacking_token_s
+        if self._drafting.model and not drafting_s:  # as much as the served model, until it has shown what it takes
+            drafting_s, token_s = cost.step_s + cost.decode_row_s, cost.chunk_token_s
+        entry_s = lacking.astype(np.float64) * (token_s / CAUGHT_UP_FOR)
+        depths = worth(shares, bound, cost, held.astype(np.float64), room, drafting_s, entry_s)
         if depths.any():
-            self._pause = EXPLORED_STEPS
+            self._pause = PAUSE
+        else:
+            self._rests = RESTS
         return depths
 
     def draft(self, rows: Int32Array, depths: Int64Array, held: Int32Array) -> Drafts:

@@ -27,19 +27,20 @@ class DraftModel:
     def complete(self, plan: StepPlan) -> tuple[StepPlan, tuple[float, float]]:
         """The plan with the drafts that it leaves to this model, and `StepResult.drafting_s`. Waits for them. All rows that the
         plan starts or lets grow do so here too."""
-        chunks = tuple(replace(chunk, token_ids=self._known(chunk.token_ids)) for chunk in plan.draft_chunks)
+        is_idle = not plan.draft_chunks and not len(plan.draft_rows)
+        if is_idle and not plan.starts and not len(plan.grown_rows):
+            return plan, (0.0, 0.0)
         own = StepPlan(
             plan.step,
             starts=tuple(map(_start, plan.starts)),
-            chunks=chunks,
+            chunks=tuple(replace(chunk, token_ids=self._known(chunk.token_ids)) for chunk in plan.draft_chunks),
             grown_rows=plan.grown_rows,
             grown_pages=plan.grown_pages,
         )
-        rows, depths = np.unique(plan.draft_rows, return_counts=True)
-        if not chunks and not len(rows):
-            if own.starts or len(own.grown_rows):
-                self._steps.take_in(own)
+        if is_idle:
+            self._steps.take_in(own)
             return plan, (0.0, 0.0)
+        rows, depths = np.unique(plan.draft_rows, return_counts=True)
         began_s = time.perf_counter()
         steps = [self._first(own, plan, rows)]
         results = [self._steps.launch(steps[0]).wait()]
