@@ -124,8 +124,9 @@ def test_the_drafts_of_the_same_model_are_all_right(tmp_path: Path, changes: dic
 
 def test_a_model_that_agrees_now_and_then_changes_no_answer_and_proposes_what_transformers_says(tmp_path: Path) -> None:
     """Prompts are longer than what it may compute before a step, and some drafts of a row are right."""
-    served, small = qwen3(), nearly(qwen3(), 0.06)
-    path, draft = saved(served, tmp_path / "served"), saved(small, tmp_path / "small")
+    served, draft = qwen3(), tmp_path / "small"
+    path, small = saved(served, tmp_path / "served"), nearly(served, 0.15)
+    small.save_pretrained(draft)
     asked = requests(12, KINDS, 2)
     without, with_it = serve(made(path, None), asked), serve(made(path, draft), asked)
     assert with_it.answers == without.answers
