@@ -18,8 +18,6 @@ _FIELDS = {
     "draft_model": ("method", "num_speculative_tokens", "model"),
 }
 """What an object may have, by its method."""
-ALGORITHMS = {"NGRAM": "ngram", "STANDALONE": "draft_model"}
-"""SGLang's names of the methods."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +40,7 @@ def parse_drafting(config: str, algorithm: str, num_draft_tokens: int, draft_mod
     if algorithm != "none":
         require(not config, "speculative-config", "left out with --speculative-algorithm", config)
         require(0 <= num_draft_tokens <= MOST_DRAFTS, "speculative-num-draft-tokens", f"at most {MOST_DRAFTS}", num_draft_tokens)
-        is_needed = ALGORITHMS[algorithm] == "draft_model"
+        is_needed = algorithm == "STANDALONE"
         rule = f"given with --speculative-algorithm {algorithm}" if is_needed else "left out without a draft model"
         require(bool(draft_model) == is_needed, "speculative-draft-model-path", rule, draft_model)
         return Drafting(most=num_draft_tokens or DRAFTS, model=draft_model)

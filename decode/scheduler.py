@@ -22,7 +22,7 @@ from msgspec.structs import replace
 
 from common.deadlines import earliest
 from common.errors import NoRoom, Preempted, Unavailable
-from common.executor import EngineDescription, StepResult, count_right
+from common.executor import EngineDescription, StepPlan, StepResult, count_right
 from common.ids import InstanceId, Int32Array, Int64Array, Life, pack_ids
 from common.instance.admission import admit
 from common.instance.ports import (
@@ -274,14 +274,16 @@ class DecodeScheduler:
             for at, token in zip(more.tolist(), column[more].tolist(), strict=True):
                 sampled[at].append(token)
         deltas, counters = list[TokenDelta](), self._requests.counters
-        drafted = np.bincount(result.plan.draft_rows, minlength=len(self._requests.steps_of_row))[rows].tolist()
-        for request, new, drafts in zip(answered, sampled, drafted, strict=True):
-            came_of = (drafts, len(new) - 1) if drafts else (0, 0)
-            deltas.append(TokenDelta(request.key, request.next_token, tuple(new), drafts=came_of))
+        for request, new in zip(answered, sampled, strict=True):
+            deltas.append(TokenDelta(request.key, request.next_token, tuple(new)))
             request.next_token += len(new)
             request.token_ids += new
             counters.tokens_generated += len(new)
             counters.tokens_accepted += len(new) - 1
+        if len(result.plan.draft_rows):
+            drafted = np.bincount(result.plan.draft_rows, minlength=len(self._requests.steps_of_row))[rows]
+            for at in np.flatnonzero(drafted).tolist():
+                deltas[at] = replace(deltas[at], drafts=(int(drafted[at]), len(sampled[at]) - 1))
         logprobs = result.logprobs.by_row()
         reporting = {*logprobs, *(chunk.row for chunk in chunks if chunk.last)} if logprobs or chunks else ()
         for at, row in enumerate(rows.tolist() if reporting else ()):
@@ -331,24 +333,30 @@ class DecodeScheduler:
         rows = NO_ROWS if waits else self._batch.next_rows()
         held_tokens = self._batch.held_tokens(rows) + drafts.held_tokens
         plan = requests.plan(now, rows, grown, held_tokens)
-        verified, lengths, last = self._batch.verified(rows)
-        if plan is not None and (len(verified) or drafts is not NO_DRAFTS):
-            self._verifying |= len(drafts.rows) > 0
-            plan = dataclasses.replace(
-                plan,
-                draft_rows=drafts.rows,
-                draft_tokens=drafts.tokens,
-                draft_chunks=drafts.chunks,
-                verified_rows=verified,
-                verified_lengths=lengths,
-                verified_tokens=last,
-            )
+        if plan is not None and self._speculation is not None:
+            plan = self._with_drafts(plan, drafts)
         assert plan is not None or not grown, "a row that grew is planned"
         for chunk in () if plan is None else plan.chunks:
             if chunk.last:
                 requests.in_row[chunk.row].phase = RequestPhase.DECODING
                 self._batch.prompt_planned(chunk.row)
         return Decision(plan, actions)
+
+    def _with_drafts(self, plan: StepPlan, drafts: Drafts) -> StepPlan:
+        """The plan with these, and with what came of those of its rows' last steps."""
+        verified, lengths, tokens = self._batch.verified(plan.decode_rows)
+        if not len(verified) and drafts is NO_DRAFTS:
+            return plan
+        self._verifying |= len(drafts.rows) > 0
+        return dataclasses.replace(
+            plan,
+            draft_rows=drafts.rows,
+            draft_tokens=drafts.tokens,
+            draft_chunks=drafts.chunks,
+            verified_rows=verified,
+            verified_lengths=lengths,
+            verified_tokens=tokens,
+        )
 
     def _depths(self) -> Int64Array:
         """How many drafts would pay in the next step, for each row of the batch. [rows] int64; empty: none would."""

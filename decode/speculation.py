@@ -271,11 +271,10 @@ class Speculation:
         which = np.flatnonzero(drafted)
         self.drafter.judge(plan.decode_rows[which].astype(np.int64), drafted[which], right[which].astype(np.int64))
         step_s = drafting_s[1] / int(drafted.max())
-        self._drafting_s += (step_s - self._drafting_s) / (LATELY if self._drafting_s else 1)
+        self._drafting_s = _lately(self._drafting_s, step_s)
         lacked = sum(len(chunk.token_ids) for chunk in plan.draft_chunks)
         if lacked:
-            token_s = max(0.0, drafting_s[0] - step_s) / lacked
-            self._lacking_token_s += (token_s - self._lacking_token_s) / (LATELY if self._lacking_token_s else 1)
+            self._lacking_token_s = _lately(self._lacking_token_s, max(0.0, drafting_s[0] - step_s) / lacked)
 
     def depths(self, rows: Int32Array, most: Int32Array, cost: StepCost, held: Int32Array) -> Int64Array:
         """How many drafts each of these rows should have in the next step, [rows] int64. most, held: see `worth`."""
@@ -317,3 +316,8 @@ class Speculation:
         depths, tokens, chunks = self.drafter.draft(rows.astype(np.int64), depths[which])
         held_tokens = int((held * depths + depths * (depths + 1) // 2).sum())
         return Drafts(np.repeat(rows, depths), tokens, held_tokens, chunks)
+
+
+def _lately(known: float, now: float) -> float:
+    """A mean in which the last LATELY values count; the first one counts alone."""
+    return known + (now - known) / LATELY if known else now

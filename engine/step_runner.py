@@ -192,6 +192,7 @@ class PendingStep:
     ) -> None:
         self._plan, self._progress, self._failed, self._behind = plan, progress, failed or {}, failed_behind or {}
         self.drafting_s = 0.0, 0.0
+        """Whoever ran a draft model before it says so."""
         self._reported, self._embeddings = (logprobs, prompt_logprobs), embeddings
         parts = (logprobs, prompt_logprobs, embeddings)
         self._tensors = [tokens.int(), *(part.packed for part in parts if part is not None)]
