@@ -17,6 +17,9 @@ DASHBOARDS = {path.stem: json.loads(path.read_text()) for path in FILES}
 PANELS = [panel for dashboard in DASHBOARDS.values() for panel in dashboard["panels"] if panel["type"] != "row"]
 QUERIES = [(target["expr"], target["legendFormat"]) for panel in PANELS for target in panel["targets"]]
 SUFFIXES = {"histogram": ("_bucket", "_sum", "_count"), "counter": ("_total",), "gauge": ("",)}
+OF_ALL = re.compile(r"\btandem_(?:instance|role)_")
+"""Figures that every router has, of the same instances."""
+ONCE = re.compile(r"\b(?:max|min) by \([^)]*\) \((?:[^()]|\([^()]*\))*\)")
 
 
 @dataclass
@@ -60,13 +63,17 @@ async def test_every_query_names_metrics_and_labels_that_exist(site: Site) -> No
         ('up{colour="red"}', "", "colour"),
         ("sum by (role) (up)", "{{instance}}", "instance"),
         ("steps_bucket / up", "{{le}}", "le"),
-        ("sum by (role) (up)", "{{role}}", ""),
+        ("sum by (role) (max by (instance, role) (up))", "{{instance}}", "instance"),
+        ("sum by (role) (max by (instance, role) (up))", "{{role}}", ""),
+        ("sum by (role) (tandem_instance_up)", "", "once for each"),
+        ("sum by (role) (max by (instance, role) (tandem_instance_up)) / tandem_instance_up", "", "once for each"),
     ],
 )
 def test_a_wrong_query_is_found(query: str, legend: str, fault: str) -> None:
     of_instances = {"instance", "role"}
     known = {
         "tandem_up": Known("gauge", of_instances),
+        "tandem_instance_up": Known("gauge", of_instances),
         "tandem_steps_total": Known("counter", of_instances),
         "tandem_steps_bucket": Known("histogram", {"le"}),
     }
@@ -85,11 +92,12 @@ def faults_of(query: str, legend: str, known: dict[str, Known]) -> list[str]:
     faults += [f"{name} is a counter" for name in names if known[name].kind != "gauge" and name not in rated]
     faults += [f"{name} is a gauge" for name in rated if known[name].kind == "gauge"]
     labels = set.intersection(*(known[name].labels for name in names))
-    kept = [label.strip() for group in re.findall(r"by \(([^)]*)\)", query) for label in group.split(",")]
+    groups = [{label.strip() for label in group.split(",")} for group in re.findall(r"by \(([^)]*)\)", query)]
     chosen = re.findall(r"[{,]\s*(\w+)(?:=|!=|=~)", query)
     shown = re.findall(r"\{\{(\w+)\}\}", legend)
-    faults += [f"not a label of all metrics: {label}" for label in {*kept, *chosen} - labels]
-    left = set(kept) if "by (" in query else labels
+    faults += [f"not a label of all metrics: {label}" for label in set(chosen).union(*groups) - labels]
+    left = groups[0] if groups else labels
+    faults += ["every router has it, and it is counted once for each" for _ in OF_ALL.findall(ONCE.sub("", query))]
     return faults + [f"the legend shows {label}, which the query does not keep" for label in set(shown) - left]
 
 
