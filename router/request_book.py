@@ -157,6 +157,7 @@ class RequestBook:
             raise
         client.places -= len(specs)
         client.request_ids = tuple(spec.request_id for spec in specs)
+        client.times = tuple(record.times for record in records)
         client.unended = len(specs)
         sends: list[Send] = []
         for record in records:
@@ -497,6 +498,9 @@ def _news(record: Record, delta: TextDelta, ending: Ending | None) -> ChoiceDelt
     if delta.token_ids and attempt is not None and attempt.weight_version != record.weight_version:
         record.weight_version = attempt.weight_version
         versions = ((delta.first, attempt.weight_version),)
+    if delta.drafts[0]:
+        drafted, accepted = record.times.drafts
+        record.times.drafts = drafted + delta.drafts[0], accepted + delta.drafts[1]
     of_tokens = delta.logprobs, delta.prompt_logprobs, delta.cached_tokens, versions, delta.drafts
     return ChoiceDelta(record.spec.index, delta.text, delta.token_ids, ending, *of_tokens)
 

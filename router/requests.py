@@ -25,6 +25,7 @@ from common.instance.waiting_line import has_place
 from common.messages import Ending, Failed, Finished, TokenLogprobs
 from common.pages.radix_cache import BlockNames
 from common.sampling_params import SamplingParams
+from router.timelines import RequestTimes
 
 
 class Places:
@@ -192,6 +193,8 @@ class ClientRequest:
     """The numbers of the choices that were aborted while it was read."""
     request_ids: tuple[RequestId, ...] = ()
     """Its choices, by number, from their dispatch on."""
+    times: tuple[RequestTimes, ...] = ()
+    """Theirs. Timelines forget a choice that ended long before its request."""
     unended: int = 0
     """Choices that were dispatched and whose ending has not been taken."""
     unread_chars: int = 0

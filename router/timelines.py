@@ -149,6 +149,8 @@ class ChoiceTimes(Struct, kw_only=True):
     """Tokens of the prompt whose KV was there already."""
     tokens: int = 0
     """Tokens of the answer so far."""
+    drafts: tuple[int, int] = (0, 0)
+    """Tokens that were proposed for the answer (speculative decoding), and those of them that are in it."""
     ending: str | None = None
     """How it ended, as in `tandem_requests_ended`. Null: it is open."""
     received_s: Moment
@@ -256,10 +258,6 @@ class Timelines:
             if request.ended_s is None or request.ended_s <= since_s:
                 return
             yield request
-
-    def of(self, request_id: RequestId) -> RequestTimes | None:
-        """What is remembered of this request."""
-        return self._requests.get(request_id)
 
     def find(self, name: str, owner: str | None = None) -> list[RequestTimes]:
         """The latest requests that clients know by this id, in the order of their dispatch. owner: only those of this API key."""

@@ -76,6 +76,12 @@ class ServedRequest:
         return sum(each.cached_tokens for each in self.choices if each.index % samples == 0)
 
     @property
+    def drafts(self) -> dict[str, int]:
+        """Tokens that were proposed for the answers, and those of them that are in one; nothing where none were."""
+        drafted, accepted = (sum(each.drafts[place] for each in self.choices) for place in range(2))
+        return {"drafted_tokens": drafted, "accepted_tokens": accepted} if drafted else {}
+
+    @property
     def ttft_s(self) -> float | None:
         """From its arrival to the first token of any choice."""
         first_s = min((each.first_token_s for each in self.choices if each.first_token_s is not None), default=None)
@@ -101,6 +107,7 @@ def _log_access(report: ServedRequest) -> None:
             "prompt_tokens": asked.prompt_tokens,
             "cached_tokens": report.cached_tokens,
             "answer_tokens": report.tokens,
+            **report.drafts,
             "ttft_s": None if ttft_s is None else round(ttft_s, 6),
             "finish": ",".join(dict.fromkeys(report.endings)),
         }
@@ -188,7 +195,6 @@ class Visit:
         if to_spans is None and not self._admission.has_access_log:
             return
         client, gateway, route = self._client or ClientRequest(), self._admission.gateway, scope.get("route")
-        known = map(gateway.core.requests.timelines.of, client.request_ids)
         report = ServedRequest(
             method=scope["method"],
             path=scope["path"][:MOST_CHARS],
@@ -202,7 +208,7 @@ class Visit:
             answer_id=client.id,
             session=client.session,
             asked=client.asked,
-            choices=tuple(each for each in known if each is not None),
+            choices=client.times,
         )
         if self._admission.has_access_log:
             _log_access(report)

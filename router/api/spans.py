@@ -220,6 +220,7 @@ def _of_answer(report: ServedRequest, asked: Asked) -> dict[str, AttributeValue]
         "gen_ai.usage.output_tokens": report.tokens,
         "gen_ai.usage.cache_read.input_tokens": report.cached_tokens,
     }
+    told |= {f"tandem.{name}": count for name, count in report.drafts.items()}
     if asked.samples != 1:
         told["gen_ai.request.choice.count"] = asked.samples
     if report.session:

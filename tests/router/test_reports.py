@@ -7,8 +7,10 @@ import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 pytest.importorskip("opentelemetry.sdk")
@@ -19,6 +21,7 @@ from common.errors import ConfigError, Unavailable
 from common.ids import ROUTER, InstanceId
 from common.logs import JsonLines, TextLines
 from common.messages import Failed, Timeline, Times
+from router import timelines
 from router.api.admission import ServedRequest
 from router.api.spans import CLOSE_S, SpanMaker
 from router.process import serve
@@ -51,10 +54,11 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @asynccontextmanager
-async def tracing(collector: str, fleet: EchoFleet | None = None, **options: Any) -> AsyncIterator[Site]:
+async def tracing(collector: str | RouterConfig, fleet: EchoFleet | None = None, **options: Any) -> AsyncIterator[Site]:
     """A router that makes spans for it. When this is left, they are sent."""
-    async with Site(fleet, config(collector), **options) as site:
-        made = site.api.admission.to_spans = SpanMaker(config(collector), site.core, site.metrics)
+    served = config(collector) if isinstance(collector, str) else collector
+    async with Site(fleet, served, **options) as site:
+        made = site.api.admission.to_spans = SpanMaker(served, site.core, site.metrics)
         made._wait_s = 0.1
         try:
             yield site
@@ -359,6 +363,71 @@ async def test_the_access_log_has_one_line_for_each_request_with_the_name_of_its
     texts = [TextLines("router").format(record) for record in records]
     assert all("\n" not in text for text in texts) and r'path="/nowhere\nstatus=200 x" status=401' in texts[-1]
     assert all(key not in str(texts) + str(lines) for key in (ALICE, "wrong-key"))
+
+
+@pytest.mark.parametrize("trouble", ["none", "resumed", "aborted", "in the background", "a line of a batch"])
+async def test_a_request_has_one_line_and_one_first_span_with_the_figures_of_its_answer(
+    trouble: str, collector: Collector, caplog: pytest.LogCaptureFixture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also when the timelines of its choices are forgotten before it has ended."""
+    monkeypatch.setattr(timelines, "REMEMBERED", 1)
+    fleet = (
+        EchoFleet(2, failing=1, failed=SET_BACK)
+        if trouble == "resumed"
+        else EchoFleet(stall_at=2 if trouble == "aborted" else None)
+    )
+    fleet.cached_tokens, fleet.drafts = 1, (3, 1)
+    served = config(collector.url, access_log="on", store=str(tmp_path / "store"))
+    caplog.set_level(logging.INFO, "router")
+    async with tracing(served, fleet) as site, site.client() as client:
+        body = completion(["ab", "abc"], n=1 if trouble == "resumed" else 2, max_tokens=4)
+        if trouble == "in the background":
+            asked = {"model": "echo", "input": "hello", "background": True, "max_output_tokens": 8}
+            usage = await answered_by(client, await client.post("/v1/responses", json=asked))
+        elif trouble == "a line of a batch":
+            usage = await answered_in_a_batch(client, body)
+        else:
+            asking = asyncio.create_task(client.post("/v1/completions", json=body, headers={"X-Request-Id": "mine"}))
+            if trouble == "aborted":
+                await until(lambda: sum(len(record.token_ids) for record in site.core.requests.records()) == 8)
+                await client.post("/abort_request", json={"rid": "mine"})
+            usage = (await asking).json()["usage"]
+    prompt, completed = (usage.get(name, usage.get(other)) for name, other in USAGE)
+    (line,) = [told for each in caplog.records if "model" in (told := json.loads(JsonLines("router").format(each)))]
+    (root,) = [told for span in collector.spans if "gen_ai.request.model" in (told := values(span.attributes))]
+    assert completed and (line["prompt_tokens"], line["answer_tokens"], line["status"]) == (prompt, completed, 200)
+    assert (line["drafted_tokens"], line["accepted_tokens"]) == (3 * completed, completed)
+    assert line["cached_tokens"] == (usage.get("prompt_tokens_details") or usage["input_tokens_details"])["cached_tokens"] > 0
+    assert line["finish"] == ("cancelled" if trouble == "aborted" else "length")
+    of_span = "gen_ai.usage.input_tokens", "gen_ai.usage.output_tokens", "gen_ai.usage.cache_read.input_tokens"
+    assert [root[name] for name in of_span] == [line[name] for name in ("prompt_tokens", "answer_tokens", "cached_tokens")]
+    assert (root["tandem.drafted_tokens"], root["tandem.accepted_tokens"]) == (3 * completed, completed)
+
+
+USAGE = ("prompt_tokens", "input_tokens"), ("completion_tokens", "output_tokens")
+
+
+async def answered_by(client: httpx.AsyncClient, begun: httpx.Response) -> Any:
+    """The usage of a response in the background."""
+    async with asyncio.timeout(30):
+        while (said := (await client.get(f"/v1/responses/{begun.json()['id']}")).json())["status"] in ("queued", "in_progress"):
+            await asyncio.sleep(0.02)
+    return said["usage"]
+
+
+async def answered_in_a_batch(client: httpx.AsyncClient, body: Any) -> Any:
+    """The usage of the only line of a batch."""
+    line = json.dumps({"custom_id": "line", "method": "POST", "url": "/v1/completions", "body": body})
+    headers = {"Authorization": "Bearer none"}
+    file = await client.post("/v1/files", files={"file": ("a", line)}, data={"purpose": "batch"}, headers=headers)
+    of = {"input_file_id": file.json()["id"], "endpoint": "/v1/completions", "completion_window": "24h"}
+    batch = (await client.post("/v1/batches", json=of)).json()
+    async with asyncio.timeout(30):
+        while batch["status"] != "completed":
+            await asyncio.sleep(0.02)
+            batch = (await client.get(f"/v1/batches/{batch['id']}")).json()
+    answer = await client.get(f"/v1/files/{batch['output_file_id']}/content")
+    return json.loads(answer.text)["response"]["body"]["usage"]
 
 
 async def test_without_the_flag_there_is_no_access_log(caplog: pytest.LogCaptureFixture) -> None:
