@@ -23,7 +23,7 @@ CHART = DEPLOY / "helm/tandem"
 FILES = [path for path in sorted(DEPLOY.rglob("*")) if path.is_file() and path.suffix in (".json", ".yaml", ".tpl")]
 TEMPLATES = [path for path in FILES if path.parent == CHART / "templates"]
 EVERYTHING = (
-    "keys.existingSecret=keys,routers.count=2,routers.accessLog=true,routers.otlpEndpoint=http://tempo:4318,autoscale.enabled=true,"
+    "keys.existingSecret=keys,routers.count=2,gateway.parentRefs[0].name=public,gateway.hostnames[0]=llm.example.com,routers.accessLog=true,routers.otlpEndpoint=http://tempo:4318,autoscale.enabled=true,"
     "monitoring.serviceMonitor=true,monitoring.prometheusRule=true,monitoring.dashboards=true,prefill.pods=2,prefill.tp=16"
 )
 MADE = "keys.cluster=c,keys.control=d,keys.api=alice 0123456789abcdef"
@@ -69,6 +69,30 @@ def test_what_compose_starts_is_a_command_and_the_files_that_it_names_are_there(
     named = {name for text in texts for name in re.findall(r"/etc/tandem/([\w./-]+)", text)}
     assert named and all((DEPLOY / name).exists() for name in named)
     assert all(service["network_mode"] == "host" for service in compose["services"].values())
+    for service in compose["services"].values():
+        named_volumes = {volume.partition(":")[0] for volume in service["volumes"]} - {"..", "${MODELS"}
+        assert named_volumes <= compose["volumes"].keys()
+    assert f"tempo:{Path(tempo['storage']['trace']['wal']['path']).parent}" in compose["services"]["tempo"]["volumes"]
+
+
+def test_grafana_is_given_the_data_that_its_dashboards_ask_for_where_compose_serves_it() -> None:
+    """Each dashboard has a variable for its source, whose first choice is the one that is the default."""
+    provisioning = DEPLOY / "compose/provisioning"
+    sources = yaml.safe_load((provisioning / "datasources/tandem.yaml").read_text())["datasources"]
+    (default,) = [source["type"] for source in sources if source.get("isDefault")]
+    services = yaml.safe_load((DEPLOY / "compose/compose.yaml").read_text())["services"]
+    tempo = yaml.safe_load((DEPLOY / "compose/tempo.yaml").read_text())["server"]
+    (listens,) = [word.partition("=")[2] for word in services["prometheus"]["command"] if "listen-address" in word]
+    serves = {"prometheus": listens, "tempo": f"{tempo['http_listen_address']}:{tempo['http_listen_port']}"}
+    assert {source["type"]: source["url"] for source in sources} == {name: f"http://{at}" for name, at in serves.items()}
+    (provider,) = yaml.safe_load((provisioning / "dashboards/tandem.yaml").read_text())["providers"]
+    boards = sorted((DEPLOY / provider["options"]["path"].removeprefix("/etc/tandem/")).glob("*.json"))
+    assert services["grafana"]["environment"]["GF_PATHS_PROVISIONING"] == "/etc/tandem/compose/provisioning" and len(boards) == 3
+    for board in map(json.loads, (path.read_text() for path in boards)):
+        (variable,) = board["templating"]["list"]
+        assert (variable["type"], variable["query"]) == ("datasource", default)
+        asked = {each["datasource"]["uid"] for each in board["panels"] if each["type"] != "row"}
+        assert asked == {f"${{{variable['name']}}}"}
 
 
 def test_the_chart_reads_the_values_that_it_has() -> None:
@@ -83,6 +107,25 @@ def test_the_chart_reads_the_values_that_it_has() -> None:
 
 
 # --- with the tools ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(shutil.which("docker-compose") is None, reason="docker-compose is not installed")
+def test_docker_compose_takes_its_file(tmp_path: Path) -> None:
+    """Also its first version, which only does not know that a file may name its project."""
+    text = (DEPLOY / "compose/compose.yaml").read_text().replace("\nname: tandem\n", "\n")
+    (tmp_path / "compose.yaml").write_text(text)
+    for words in (["config", "--quiet"], ["--profile=tandem", "config", "--services"]):
+        done = subprocess.run(["docker-compose", *words], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+        assert done.returncode == 0, done.stderr
+    assert set(done.stdout.split()) == {"prometheus", "tempo", "grafana", "tandem"}
+
+
+@pytest.mark.skipif(shutil.which("prometheus") is None, reason="prometheus is not installed")
+def test_prometheus_has_the_flags_that_compose_gives_it() -> None:
+    service = yaml.safe_load((DEPLOY / "compose/compose.yaml").read_text())["services"]["prometheus"]
+    known = subprocess.run(["prometheus", "--help"], capture_output=True, text=True, timeout=60)
+    for word in service["command"]:
+        assert f"{word.partition('=')[0]}=" in known.stdout + known.stderr, word
 
 
 @pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not installed")
@@ -119,7 +162,7 @@ needs_helm = pytest.mark.skipif(shutil.which("helm") is None, reason="helm is no
 def test_what_the_chart_renders_is_valid_by_the_schemas_of_kubernetes(settings: str, version: str) -> None:
     kubernetes_validate = pytest.importorskip("kubernetes_validate")
     manifests = rendered(settings)
-    theirs = ("leaderworkerset.x-k8s.io", "monitoring.coreos.com")
+    theirs = ("leaderworkerset.x-k8s.io", "monitoring.coreos.com", "gateway.networking.k8s.io")
     for manifest in manifests:
         if not manifest["apiVersion"].startswith(theirs):
             kubernetes_validate.validate(manifest, version, strict=True)
@@ -169,10 +212,29 @@ def test_the_charts_keys_are_a_secret_that_only_root_reads_and_must_be_given() -
 
 
 @needs_helm
-def test_the_charts_figures_of_instances_come_from_one_router_and_its_rules_are_those_of_prometheus() -> None:
+def test_a_gateway_that_is_named_leads_what_is_for_clients_to_the_routers_service() -> None:
     manifests = rendered(EVERYTHING)
-    monitors = [each["spec"]["endpoints"][0] for each in manifests if each["kind"] == "ServiceMonitor"]
-    assert [len(each.get("metricRelabelings", ())) for each in monitors] == [0, 1]
+    (route,) = [each["spec"] for each in manifests if each["kind"] == "HTTPRoute"]
+    (rule,) = route["rules"]
+    ports = {each["metadata"]["name"]: each["spec"]["ports"] for each in manifests if each["kind"] == "Service"}
+    (behind,) = rule["backendRefs"]
+    assert [port["targetPort"] for port in ports[behind["name"]] if port["port"] == behind["port"]] == ["http"]
+    assert (route["parentRefs"], route["hostnames"], rule["timeouts"]) == (
+        [{"name": "public"}],
+        ["llm.example.com"],
+        {"request": "0s"},
+    )
+    assert [match["path"] for match in rule["matches"]] == [{"type": "PathPrefix", "value": "/v1"}]
+    assert not [each for each in rendered(MADE) if each["kind"] == "HTTPRoute"]
+
+
+@needs_helm
+def test_the_chart_scrapes_every_router_as_one_job_and_its_rules_are_those_of_prometheus() -> None:
+    manifests = rendered(EVERYTHING)
+    services = [each["metadata"]["labels"] for each in manifests if each["kind"] == "Service"]
+    for monitor in (each["spec"] for each in manifests if each["kind"] == "ServiceMonitor"):
+        (labels,) = [labels for labels in services if monitor["selector"]["matchLabels"].items() <= labels.items()]
+        assert labels[monitor["jobLabel"]] == "tandem"
     (rule,) = [each for each in manifests if each["kind"] == "PrometheusRule"]
     assert rule["spec"] == yaml.safe_load((DEPLOY / "prometheus/rules.yaml").read_text())
     (boards,) = [each["data"] for each in manifests if each["kind"] == "ConfigMap"]
