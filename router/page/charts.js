@@ -11,7 +11,7 @@ const samples = [];  // Of each state: its moment, the counts of both histograms
 const COLOURS = {
   joined: "--decode", left: "--lost", state: "--push", role: "--prefill", resumed: "--lost",
 };
-let charts = null, bounds = null;
+let charts = null, bounds = null, router = "";
 
 for (const [name, id] of Object.entries(LIMITS)) {
   byId(id).value = localStorage.getItem(id) ?? DEFAULTS[name];
@@ -20,6 +20,8 @@ for (const [name, id] of Object.entries(LIMITS)) {
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => { charts = null; });
 
 export function setBounds(roster) {
+  if (roster.router !== router) samples.length = 0; // another one counts from elsewhere
+  router = roster.router;
   bounds = { first: roster.first_token_bounds_s, token: roster.token_bounds_s };
 }
 

@@ -85,7 +85,8 @@ function moments(times) {
 // --- an instance -----------------------------------------------------------------------------------
 
 export function showInstance(page, place) {
-  const { roster, state } = page, row = roster.instances[place], figures = state.instances[place];
+  const { roster, state } = page, row = roster.instances[place];
+  const figures = state?.instances[place] ?? roster.figures.map(() => "–"); // none while the router is away
   const id = row[roster.of.id];
   const about = terms([
     ...roster.of_instance.slice(1).map((name, number) => [name.replaceAll("_", " "), row[number + 1]]),

@@ -10,7 +10,8 @@ const SILENCE_MS = 15_000, AGAIN_MS = 2_000, MOST_CHARS = 16 * 2 ** 20;
 const KEY = "tandem-control-key", MOST_SHOWN = 40;
 
 // `before` is the state before `state`: rates are differences between the two.
-const page = { roster: null, state: null, before: null, read };
+// `frame`: a drawing is due. A page that is not seen gets no frames, and must not wait for one with each state.
+const page = { roster: null, state: null, before: null, frame: 0, read };
 
 function headers() {
   const key = sessionStorage.getItem(KEY);
@@ -84,12 +85,13 @@ function take(state) {
   page.before = page.state?.roster === state.roster ? page.state : null;
   page.state = state;
   noteState(state);
-  requestAnimationFrame(draw);
+  page.frame ||= requestAnimationFrame(draw);
 }
 
 function draw() {
   const { roster, state, before } = page;
-  if (!state) return;
+  page.frame = 0;
+  if (state?.roster !== roster.version) return; // the router has gone, or the state of a new roster is on its way
   connection(state.unready[0] ?? "live", state.unready.length ? "unready" : "live");
   write(byId("model"), `${roster.model} · ${roster.router}`);
   drawFleet(roster, state, before, (place) => showInstance(page, place));

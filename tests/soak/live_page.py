@@ -48,6 +48,25 @@ const [id, done] = arguments;
 [...document.querySelectorAll('.lane-name')].find((name) => name.textContent === id)?.click();
 setTimeout(done, 1500);
 """
+HIDDEN = """
+const done = arguments[arguments.length - 1], frames = [], draw = window.requestAnimationFrame;
+window.requestAnimationFrame = (frame) => frames.push(frame);
+setTimeout(() => {
+  window.requestAnimationFrame = draw;
+  frames.forEach((frame) => draw(frame));
+  done(frames.length);
+}, 4500);
+"""
+"""A page that is not seen gets no frames: those that it asks for come all together when it is seen again."""
+STATIONS = """
+const names = (role) => [...document.querySelectorAll(`#${role} .card .name`)].map((name) => name.textContent);
+arguments[arguments.length - 1]({prefill: names('prefill'), decode: names('decode')});
+"""
+CARD = """
+const [name, done] = arguments;
+[...document.querySelectorAll('.card')].find((card) => card.textContent.startsWith(name)).click();
+setTimeout(() => done(document.getElementById('details-body').textContent), 1500);
+"""
 ENTER = """
 const [key, done] = arguments;
 document.getElementById('key').value = key;
@@ -119,6 +138,18 @@ def killed(fleet: RunningFleet, window: Browser) -> Iterator[Check]:
     yield Check(holds=True, text=f"a death and what was resumed are marked: {window.run(SEEN)['marks'][:120]!r}")
 
 
+def changed(fleet: RunningFleet, window: Browser) -> Iterator[Check]:
+    """An instance changes its role while the page is open, and the page is not seen for a while."""
+    frames = window.run(HIDDEN)
+    yield Check(holds=frames == 1, text=f"a page that is not seen for some seconds waits for {frames} frame")
+    answer = fleet.post("/cluster/decode-1/role", {"role": "prefill"})
+    until(lambda: "decode-1" in window.run(STATIONS)["prefill"], "it stands with the prefill instances", PATIENCE_S)
+    until(lambda: "decode → prefill" in window.run(SEEN)["marks"], "its change is marked", PATIENCE_S)
+    stations, details = window.run(STATIONS), window.run(CARD, "decode-1")
+    holds = "decode-1" not in stations["decode"] and "roleprefill" in details
+    yield Check(holds=holds, text=f"an instance changed its role ({answer.status}): {stations}, and says {details[:60]!r}")
+
+
 def pictures(window: Browser, folder: Path, name: str) -> None:
     """Light, dark, and as on a phone."""
     for scheme, width, height, scale in (("light", 1300, 1250, 1.0), ("dark", 1300, 1250, 1.0), ("phone", 390, 1500, 1.5)):
@@ -153,6 +184,10 @@ def checks(folder: Path | None) -> Iterator[Check]:
             yield from killed(fleet, window)
             if folder is not None:
                 pictures(window, folder, "kill")
+            fleet.wait_until_whole("prefill-0", "prefill-1", "decode-0", "decode-1")
+            yield from changed(fleet, window)
+        said = window.run(CARD, "prefill-0")
+        yield Check(holds="roleprefill" in said, text=f"a click shows the last figures when the router has gone: {said[:60]!r}")
         with key_flags(page="p" * 24) as keys, local_fleet("--prefill=0", "--decode=1", *keys) as local:
             yield from locked(RunningFleet(local), window)
         expected = " 401 ", "ERR_CONNECTION"  # a key was refused, and the first fleet has gone
