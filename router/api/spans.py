@@ -21,8 +21,10 @@ import queue
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from http import HTTPStatus
 from urllib.parse import urlsplit
 
+import requests
 from opentelemetry.context import Context
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 from opentelemetry.sdk.resources import OTELResourceDetector, Resource
@@ -58,7 +60,9 @@ class CountingExporter(SpanExporter):
 
     def __init__(self, url: str, metrics: RouterMetrics) -> None:
         self._url, self._metrics = url, metrics
-        self._exporter = OTLPSpanExporter(url)
+        session = requests.Session()
+        session.hooks["response"].append(_refuse_redirect)
+        self._exporter = OTLPSpanExporter(url, session=session)
         self._fails = False
         self.ended = 0
         """Spans that were sent or given up."""
@@ -75,6 +79,13 @@ class CountingExporter(SpanExporter):
 
     def shutdown(self) -> None:
         self._exporter.shutdown()  # type: ignore[no-untyped-call]
+
+
+def _refuse_redirect(response: requests.Response, *_: object, **__: object) -> None:
+    """The SDK follows no redirect, and would take its spans for sent."""
+    if HTTPStatus.MULTIPLE_CHOICES <= response.status_code < HTTPStatus.BAD_REQUEST:
+        response.close()
+        raise requests.TooManyRedirects(f"{response.url} leads elsewhere")
 
 
 class SpanMaker:

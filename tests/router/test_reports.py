@@ -274,7 +274,11 @@ def refuses(collector: Collector) -> None:
     collector.status = 500
 
 
-@pytest.mark.parametrize("trouble", [dead, hangs, refuses])
+def redirects(collector: Collector) -> None:
+    collector.status = 307
+
+
+@pytest.mark.parametrize("trouble", [dead, hangs, refuses, redirects])
 async def test_a_collector_in_trouble_costs_spans_which_are_counted_and_holds_up_nobody(
     trouble: Callable[[Collector], None], monkeypatch: pytest.MonkeyPatch, collector: Collector
 ) -> None:
