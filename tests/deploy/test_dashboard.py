@@ -19,7 +19,7 @@ QUERIES = [(target["expr"], target["legendFormat"]) for panel in PANELS for targ
 SUFFIXES = {"histogram": ("_bucket", "_sum", "_count"), "counter": ("_total",), "gauge": ("",)}
 OF_ALL = re.compile(r"\btandem_(?:instance|role)_")
 """Figures that every router has, of the same instances."""
-ONCE = re.compile(r"\b(?:max|min) by \([^)]*\) \((?:[^()]|\([^()]*\))*\)")
+ONCE = re.compile(r"\b(?:max|min)(?: by \([^)]*\) )?\((?:[^()]|\([^()]*\))*\)")
 
 
 @dataclass
@@ -66,6 +66,7 @@ async def test_every_query_names_metrics_and_labels_that_exist(site: Site) -> No
         ("sum by (role) (max by (instance, role) (up))", "{{instance}}", "instance"),
         ("sum by (role) (max by (instance, role) (up))", "{{role}}", ""),
         ("sum by (role) (tandem_instance_up)", "", "once for each"),
+        ("max(tandem_instance_up)", "", ""),
         ("sum by (role) (max by (instance, role) (tandem_instance_up)) / tandem_instance_up", "", "once for each"),
     ],
 )
