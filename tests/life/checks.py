@@ -186,7 +186,7 @@ def mistimed(trial: Trial) -> Iterator[str]:
     for router in trial.routers:
         for asked in trial.asked:
             for choice in asked.ask.choices:
-                request = router.core.requests.timelines.of(choice.request_id)
+                request = router.core.requests.timelines._requests.get(choice.request_id)
                 if request is not None:
                     yield from disordered(request)
     for (name, key), times in trial.told.items():

@@ -152,7 +152,7 @@ def test_an_instance_that_leaves_tells_of_its_last_requests() -> None:
     fleet = ToyFleet(decode=2, size=SIZE)
     client = fleet.submit("r", PROMPT, 20)
     fleet.turn_until(lambda: len(client.token_ids) > 4)
-    request = fleet.router.requests.timelines.of(RequestId("r"))
+    request = fleet.router.requests.timelines._requests.get(RequestId("r"))
     assert request is not None
     leaving = request.attempts[0].decode
     assert leaving is not None
@@ -177,7 +177,7 @@ def test_every_instance_tells_once_of_each_request_that_has_left_it(seed: int) -
     fleet.run(*clients)
     fleet.run_for(TOLD_S)
     told: Counter[InstanceId] = Counter()
-    requests = [fleet.router.requests.timelines.of(RequestId(f"r{number}")) for number in range(30)]
+    requests = [fleet.router.requests.timelines._requests.get(RequestId(f"r{number}")) for number in range(30)]
     for request in requests:
         assert request is not None and list(disordered(request)) == []
         told.update(each.id for attempt in request.attempts for each in attempt.instances)

@@ -174,8 +174,8 @@ def test_the_last_requests_that_ended_are_remembered_and_forgotten_with_their_na
         timelines.end(made)
     assert (len(timelines._requests), len(timelines.find("both"))) == (REMEMBERED + 1, MOST_FOUND)
     assert [timelines.find(f"name {number}") for number in (0, 1)] == [[], []]
-    assert timelines.find("name 2") == [timelines.of(RequestId("r2"))] and still_open not in timelines.find("both")
-    assert timelines.of(still_open.request_id) is still_open, "it has not ended"
+    assert timelines.find("name 2") == [timelines._requests.get(RequestId("r2"))] and still_open not in timelines.find("both")
+    assert timelines._requests.get(still_open.request_id) is still_open, "it has not ended"
 
 
 def test_an_instance_tells_once_of_an_attempt_that_there_is_and_of_no_other() -> None:
