@@ -186,8 +186,10 @@ def checks(folder: Path | None) -> Iterator[Check]:
                 pictures(window, folder, "kill")
             fleet.wait_until_whole("prefill-0", "prefill-1", "decode-0", "decode-1")
             yield from changed(fleet, window)
-        said = window.run(CARD, "prefill-0")
-        yield Check(holds="roleprefill" in said, text=f"a click shows the last figures when the router has gone: {said[:60]!r}")
+        said = window.run(CARD, "decode-0")
+        yield Check(
+            holds="roledecode" in said, text=f"a click says what is known of an instance when the router has gone: {said[:60]!r}"
+        )
         with key_flags(page="p" * 24) as keys, local_fleet("--prefill=0", "--decode=1", *keys) as local:
             yield from locked(RunningFleet(local), window)
         expected = " 401 ", "ERR_CONNECTION"  # a key was refused, and the first fleet has gone
