@@ -32,13 +32,14 @@ import zmq
 from common.addresses import free_port
 from common.processes.local_fleet import local_fleet
 from common.processes.router_client import RequestFailed, RouterClient
-from tests.rig.pages import RunningFleet, until
+from tests.rig.pages import FleetPages, RunningFleet, until
 from tests.rig.report import Check, print_checks, say
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 FLAGS = ("--routers=2", "--prefill=1", "--decode=2", "--log-level=warning")
 OWN = re.compile(r"^router-\d .*own (http://\S+), control (tcp://\S+)$", re.MULTILINE)
 CLIENTS, WINDOW_S, START_S, STEP_S = 4, 20, 60.0, 5
+DEATHS, NOTICED_S = 3, 4.0
 KINDS: tuple[dict[str, Any], ...] = ({}, {"n": 2}, {"max_tokens": 1}, {"max_tokens": 200}, {"temperature": -1}, {"timeout": 0.02})
 """The last two fail: one is refused, and one ends with 504."""
 OF_ALL = re.compile(r"(\btandem_(?:instance|role)_\w+)(\{)?")
@@ -46,7 +47,7 @@ ADDS = re.compile(r"\b(?:sum|count)\b")
 """Only what is added up can be counted twice. Ages and queues differ between two scrapes, and need the same labels only."""
 SILENT = "tandem_router_messages_lost_total"
 """Nothing is shown of it here: a message is lost to a peer that takes none for so long that its outbox is full."""
-TWICE = "sum by (role) (rate(tandem_instance_prompt_tokens_computed_total[1m]))"
+TWICE = "sum by (role) (rate(tandem_instance_prompt_tokens_computed_total[3m]))"
 """What counts an instance once for each router."""
 NEARLY = 0.25
 """Scrapes of two routers are seconds apart, so their rates differ a little. To count twice would be 1."""
@@ -123,14 +124,18 @@ def load(url: str) -> Iterator[None]:
             thread.join()
 
 
-def trouble(fleet: RunningFleet, control: str) -> None:
-    """A frame that is no message, and a decode instance that dies while it serves."""
+def trouble(routers: Sequence[FleetPages], control: str) -> None:
+    """A frame that is no message, and decode instances that die until one did while it served."""
     with zmq.Context() as context, context.socket(zmq.PUSH) as stranger:
         stranger.connect(control)
         stranger.send(b"no message")
-        busiest = max((one for one in fleet.cluster()["instances"] if one["role"] == "decode"), key=lambda one: len(one["id"]))
-        os.kill(busiest["ranks"][0]["pid"], signal.SIGKILL)
-        time.sleep(1.0)
+        for _ in range(DEATHS):
+            decodes = [one for one in routers[0].cluster()["instances"] if one["role"] == "decode"]
+            busiest = max(decodes, key=lambda one: one["load"]["running_requests"])
+            os.kill(busiest["ranks"][0]["pid"], signal.SIGKILL)
+            time.sleep(NOTICED_S)
+            if any(count for router in routers for _, count in router.samples("tandem_resumes_total")):
+                return
 
 
 def panels() -> Iterator[tuple[str, str]]:
@@ -174,7 +179,7 @@ def counted_once(prometheus: Prometheus, routers: Sequence[str], at: float) -> I
     yield Check(holds=doubled > 1 - NEARLY, text=f"a sum over both routers is {1 + doubled:.2f} times that of one: {TWICE}")
     for name, query in [*panels(), *of_rules()]:
         if OF_ALL.search(query):
-            query = query.replace(f"[{WINDOW_S}s]", "[1m]")
+            query = query.replace(f"[{WINDOW_S}s]", "[3m]")
             ratio, most = differs(query), NEARLY if ADDS.search(query) else float("inf")
             yield Check(holds=ratio < most, text=f"{name}: with both routers it differs by {ratio:.0%} from one")
 
@@ -189,12 +194,14 @@ def checks(seconds: float) -> Iterator[Check]:
             begin = time.time()
             with load(fleet.url):
                 time.sleep(seconds / 2)
-                trouble(fleet, found[0][1])
+                trouble([FleetPages(url) for url in routers], found[0][1])
                 time.sleep(seconds / 2)
             time.sleep(2 * STEP_S)
-            end = time.time()
-            yield from answered(prometheus, begin, end)
-            yield from counted_once(prometheus, routers, end - STEP_S)
+            yield from answered(prometheus, begin, time.time())
+            for url in routers:  # who died is there again, at each of them
+                FleetPages(url).wait_until_whole("prefill-0", "decode-0", "decode-1")
+            time.sleep(2 * STEP_S)
+            yield from counted_once(prometheus, routers, time.time() - 1)
         finally:
             prometheus.stop()
 
