@@ -9,7 +9,9 @@ import json
 import os
 import sys
 import time
+import urllib.request
 from collections.abc import Callable
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -55,8 +57,8 @@ def write_gguf(model: Path) -> Path:
     return path
 
 
-def llama_server(model: Path, threads: int) -> Ask:
-    """llama.cpp's server, as xllamacpp's wheel has it: its ngram-simple with n-grams of the same length."""
+def llama_server(model: Path, threads: int, method: str = "NGRAM_SIMPLE") -> Ask:
+    """llama.cpp's server, as xllamacpp's wheel has it: its ngram-simple with n-grams of the same length, or another method."""
     engine, servers = import_module("xllamacpp"), dict[bool, Any]()
     for lookup in (False, True):
         params = engine.CommonParams()
@@ -65,15 +67,18 @@ def llama_server(model: Path, threads: int) -> Ask:
         params.verbosity, params.flash_attn_type = 0, engine.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_AUTO
         params.cache_type_k = params.cache_type_v = engine.ggml_type.GGML_TYPE_F32
         if lookup:
-            params.speculative.types = [engine.common_speculative_type.COMMON_SPECULATIVE_TYPE_NGRAM_SIMPLE]
+            params.speculative.types = [getattr(engine.common_speculative_type, f"COMMON_SPECULATIVE_TYPE_{method}")]
             simple = params.speculative.ngram_simple
             simple.size_n, simple.size_m = SHORTEST, DRAFTS
+            params.speculative.draft.n_max = DRAFTS
         servers[lookup] = engine.Server(params)
 
     def ask(prompt: list[int], tokens: int, lookup: bool) -> Answer:
         body = {"prompt": prompt, "n_predict": tokens, "temperature": 0, "top_k": 1, "cache_prompt": False}
-        told = servers[lookup].handle_completions(json.dumps(body | {"ignore_eos": True, "return_tokens": True}))
-        reply = json.loads(told) if isinstance(told, str) else told
+        body |= {"ignore_eos": True, "return_tokens": True}
+        url, kind = f"{servers[lookup].listening_address}/completion", {"Content-Type": "application/json"}
+        with urllib.request.urlopen(urllib.request.Request(url, json.dumps(body).encode(), kind)) as response:
+            reply = json.load(response)
         times = reply["timings"]
         return reply["tokens"], times.get("draft_n", 0), times.get("draft_n_accepted", 0)
 
@@ -168,7 +173,13 @@ def transformers(model: Path, threads: int) -> Ask:
     return ask
 
 
-ENGINES = {"llama.cpp": llama_server, "llama-cpp-python": llama_python, "vllm": vllm, "transformers": transformers}
+ENGINES: dict[str, Callable[[Path, int], Ask]] = {
+    "llama.cpp": llama_server,
+    "llama.cpp-cache": partial(llama_server, method="NGRAM_CACHE"),
+    "llama-cpp-python": llama_python,
+    "vllm": vllm,
+    "transformers": transformers,
+}
 
 
 def main() -> None:
