@@ -133,14 +133,10 @@ def _read_file(file: str, commands: Mapping[str, CommandParser]) -> dict[str, di
     for table, keys in tables:
         where = f"{file} [{table}]" if table else file
         if table and table not in commands:
-            flag = table.rpartition(".")[2]
-            is_flag = any(flag.replace("-", "_") in taker.settable for taker in commands.values())
-            what = (
-                f"{flag} must be a text in quotes, not a table"
-                if is_flag
-                else f"is no command of launch{nearest(table, commands)}"
-            )
-            raise ConfigError(f"{where}{':' if is_flag else ''} {what}")
+            flags = {name for taker in commands.values() for name in taker.settable}
+            if table.rpartition(".")[2].replace("-", "_") in flags:
+                raise ConfigError(f"{where} is a flag: it must be a text in quotes, not a table")
+            raise ConfigError(f"{where} is no command of launch{nearest(table, commands)}")
         takers = [commands[table]] if table else [*commands.values()]
         known = {name: taker for taker in takers for name in taker.settable if name != "config"}
         read[table] = {}
