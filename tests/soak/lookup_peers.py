@@ -40,7 +40,7 @@ def tandem(stack: ExitStack, folder: Path, threads: int) -> Ask:
         fleet = fleets[lookup]
         client, began_s = OpenAI(base_url=f"{fleet.url}/v1", api_key="none"), time.perf_counter()
         fields = {"ignore_eos": True, "return_token_ids": True, "cache_salt": str(began_s)}  # nobody else keeps prompts here
-        reply = client.completions.create(model=str(folder), prompt=prompt, max_tokens=tokens, temperature=0.0, extra_body=fields)
+        reply = client.completions.create(model=folder.name, prompt=prompt, max_tokens=tokens, temperature=0.0, extra_body=fields)
         seconds, usage = time.perf_counter() - began_s, reply.usage
         details = usage.completion_tokens_details if usage else None
         accepted = (details and details.accepted_prediction_tokens) or 0
