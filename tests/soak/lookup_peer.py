@@ -136,8 +136,9 @@ def vllm(model: Path, threads: int) -> Ask:
     }
 
     def counts(lookup: bool) -> list[int]:
-        found = {each.name: each.value for each in models[lookup].get_metrics() if hasattr(each, "value")}
-        return [int(found.get(f"vllm:spec_decode_num_{name}_tokens", 0)) for name in ("draft", "accepted")]
+        found = {each.name: each for each in models[lookup].get_metrics()}
+        names = (f"vllm:spec_decode_num_{what}_tokens" for what in ("draft", "accepted"))
+        return [int(found[name].value) if name in found else 0 for name in names]
 
     def ask(prompt: list[int], tokens: int, lookup: bool) -> Answer:
         before = counts(lookup)
