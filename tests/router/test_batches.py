@@ -11,7 +11,7 @@ import httpx
 import openai
 import pytest
 
-from common.access import Access, KeyRing
+from common.access import OPEN, Access, KeyRing
 from common.text.embedding import EmbeddingMode
 from router.api import batches
 from tests.router.calls import completion, sent_to_fleet, until
@@ -205,6 +205,17 @@ async def test_where_there_is_no_room_lines_wait_and_other_requests_are_served(t
         batch = await ended(client_of(), await begun(client_of(), lines(asked)))
         assert (batch.status, counts(batch)) == ("completed", (12, 12, 0))
         assert b'path="/v1/completions",status="429"' in site.metrics.text()
+
+
+@pytest.mark.parametrize("access", [OPEN, keyed()])
+async def test_more_choices_than_a_router_ever_has_places_for_are_refused_by_name(tmp_path: Path, access: Access) -> None:
+    async with storing(tmp_path, access=access, max_requests=16) as (_, client_of):
+        batch = await ended(client_of(), await begun(client_of(), lines([completion("hello", n=n) for n in (9, 13)])))
+        (error,) = await rows(client_of(), batch.error_file_id)
+        assert (batch.status, counts(batch), error["custom_id"]) == ("completed", (2, 1, 1), "line-1")
+        assert error["response"]["status_code"] == 400 and error["response"]["body"]["error"]["param"] == "n"
+        with pytest.raises(openai.BadRequestError, match="never has 32 choices open"):
+            await client_of().completions.create(model=MODEL, prompt=["a", "b"], n=16)
 
 
 async def test_a_batch_goes_on_in_another_life_and_computes_no_line_twice_that_has_its_answer(tmp_path: Path) -> None:

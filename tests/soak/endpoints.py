@@ -13,18 +13,20 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from bench.report import say
 from demo.evaluate import MODEL
 from tests.rig.pages import FleetPages, Json, Reply, running_fleet
 
+PROMPT = "<|im_start|>user\nCount from 1 to 9.<|im_end|>\n<|im_start|>assistant\n"
 CHAT: Json = {
     "model": "demo",
     "messages": [{"role": "user", "content": "Count from 1 to 9."}],
     "temperature": 0,
     "max_tokens": 40,
 }
-TEXT: Json = {"model": "demo", "prompt": "Count from 1 to 9.", "temperature": 0, "max_tokens": 40}
+TEXT: Json = {"model": "demo", "prompt": PROMPT, "temperature": 0, "max_tokens": 40}
 RESPONSE: Json = {"model": "demo", "input": "Count from 1 to 9.", "temperature": 0, "max_output_tokens": 40}
-GENERATE: Json = {"text": "Count from 1 to 9."}
+GENERATE: Json = {"text": PROMPT}
 SAMPLING: Json = {"temperature": 0, "max_new_tokens": 40}
 PAIR: Json = {"query": "sum", "documents": ["a", "b"]}
 SCORE: Json = {"text_1": "sum", "text_2": "a"}
@@ -40,8 +42,8 @@ BODIES: Mapping[str, Json] = {
     **dict.fromkeys(("/score", "/v1/score"), SCORE),
     "/pooling": {"model": "demo", "input": "a"},
     "/encode": {"text": "a"},
-    **dict.fromkeys(("/tokenize", "/v1/tokenize"), {"prompt": "a"}),
-    **dict.fromkeys(("/detokenize", "/v1/detokenize"), {"tokens": [40]}),
+    **{name: {"prompt": "a"} for name in ("/tokenize", "/v1/tokenize")},
+    **{name: {"tokens": [40]} for name in ("/detokenize", "/v1/detokenize")},
     "/generate": GENERATE,
     "/abort_request": {"rid": "none"},
     "/invocations": CHAT,
@@ -55,9 +57,9 @@ POST /v1/chat/completions, /v1/completions, /v1/responses, /v1/responses/input_t
  /v1/embeddings, /v1/rerank, /v2/rerank, /rerank, /score, /v1/score, /pooling, /encode, /tokenize, /detokenize, /v1/tokenize,
  /v1/detokenize, /generate, /abort_request, /flush_cache, /invocations, /update_weight_version, /get_weights_by_name,
  /update_weights_from_disk, /pause_generation, /continue_generation, /sleep?level=0, /wake_up, /pause, /resume
-GET /v1/models, /v1/models/demo, /tokenizer_info, /version, /load, /ping, /health, /metrics, /openapi.json, /docs, /ready, /cluster,
- /health_generate, /server_info, /get_server_info, /get_model_info, /model_info, /get_load, /v1/loads, /is_sleeping, /v1/files,
- /v1/batches, /requests/{id}, /v1/responses/{id}
+GET /v1/models, /v1/models/demo, /tokenizer_info, /version, /load, /ping, /health, /metrics, /openapi.json, /docs, /ready,
+ /cluster, /health_generate, /server_info, /get_server_info, /get_model_info, /model_info, /get_load, /v1/loads, /is_sleeping,
+ /v1/files, /v1/batches, /requests/{id}, /v1/responses/{id}
 DELETE /v1/responses/{id}
 """
 """A request of the right form gets an answer."""
@@ -209,10 +211,10 @@ HOT = {"temperature": 2.0, "seed": 5}
 BESIDE: Mapping[str, Json] = {
     **dict.fromkeys(("top_p", "top_k", "min_p", "seed", "frequency_penalty", "presence_penalty", "repetition_penalty"), HOT),
     "sampling_seed": {"temperature": 2.0, "sampling_seed": 5},
-    **dict.fromkeys(("include_stop_str_in_output", "no_stop_trim"), {"stop": "3"}),
-    **dict.fromkeys(("logprob_start_len", "top_logprobs_num", "return_text_in_logprobs"), {"return_logprob": True}),
-    **dict.fromkeys(("top_logprobs", "return_tokens_as_token_ids"), {"logprobs": 1}),
-    **dict.fromkeys(("tool_choice", "parallel_tool_calls"), {"tools": [TOOL]}),
+    **{name: {"stop": "3"} for name in ("include_stop_str_in_output", "no_stop_trim")},
+    **{name: {"return_logprob": True} for name in ("logprob_start_len", "top_logprobs_num", "return_text_in_logprobs")},
+    **{name: {"logprobs": 1} for name in ("top_logprobs", "return_tokens_as_token_ids")},
+    **{name: {"tools": [TOOL]} for name in ("tool_choice", "parallel_tool_calls")},
     "stream_options": {"stream": True},
     "skip_special_tokens": {"ignore_eos": True},
 }
@@ -318,19 +320,19 @@ def main() -> int:
                     counted[found] += 1
                     if found != kind:
                         problems += 1
-                        print(f"{method} {path}: {found}, not {kind}: {reply.status} {reply.text[:300]}")
-                print(f"{kind}: {dict(counted)}")
+                        say(f"{method} {path}: {found}, not {kind}: {reply.status} {reply.text[:300]}")
+                say(f"{kind}: {dict(counted)}")
             for way, path in WAYS.items():
                 fates = {name: fate(fleet, path, name) for name in FIELDS}
-                print(way, dict(Counter(each.partition(":")[0] for each in fates.values())))
+                say(f"{way}: {dict(Counter(each.partition(':')[0] for each in fates.values()))}")
                 for each in ("effect", "unseen"):
-                    print(f"  {each}: {', '.join(name for name, one in fates.items() if one == each)}")
+                    say(f"  {each}: {', '.join(name for name, one in fates.items() if one == each)}")
                 for name, each in fates.items():
                     if each.startswith("PROBLEM"):
                         problems += 1
-                        print(f"  {name}: {each}")
-            print(f"left open: {'; '.join(map(str, [] if fleet.wait_until_home() else ['?'])) or 'nothing'}")
-    print(f"{problems} problems")
+                        say(f"  {name}: {each}")
+            fleet.wait_until_home()
+    say(f"{problems} problems; nothing is left open")
     return 1 if problems else 0
 
 
