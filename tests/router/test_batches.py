@@ -313,7 +313,13 @@ async def test_an_upload_is_checked_part_by_part(tmp_path: Path) -> None:
             await client.delete(f"/v1/files/{response.json().get('id')}")
         made = (await client.post("/v1/files", data={"purpose": "batch"}, files=file, headers=authorization)).json()
         unknown = {"input_file_id": made["id"], "endpoint": "/v1/models", "completion_window": "24h"}
-        for fields, says in (({}, COMPLETIONS), ({"endpoint": COMPLETIONS, "completion_window": "1h"}, "completion_window")):
+        long = {
+            "endpoint": COMPLETIONS,
+            "metadata": {"a": "b" * 513},
+        }  # a list of batches repeats it as often as there are batches
+        many = {"endpoint": COMPLETIONS, "metadata": {str(number): "" for number in range(17)}}
+        short = {"endpoint": COMPLETIONS, "completion_window": "1h"}
+        for fields, says in (({}, COMPLETIONS), (short, "completion_window"), (long, "metadata"), (many, "metadata")):
             response = await client.post("/v1/batches", json=unknown | fields)
             assert response.status_code == 400 and says in response.text
         pages = [(await client.get("/v1/files?limit=1")).json(), (await client.get(f"/v1/files?after={made['id']}")).json()]
