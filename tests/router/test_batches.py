@@ -352,3 +352,26 @@ async def test_a_batch_leaves_room_for_other_requests_counted_in_choices_and_wai
         await client_of().batches.cancel(batch.id)
         batch = await ended(client_of(), batch)
         assert counts(batch) == (8, 0, 0)
+
+
+async def test_a_full_disk_ends_a_batch_with_what_it_has_and_says_so_and_other_requests_go_on(tmp_path: Path) -> None:
+    async with storing(tmp_path, batch_requests=2) as (site, client_of):
+        store, full = site.api.batches.store, "PRAGMA max_page_count"
+        (before,) = await store.do(lambda: store._db.execute(full).fetchone())
+        batch = await begun(
+            client_of(), lines([completion("word " * 10, max_tokens=9, echo=True, return_token_ids=True) for _ in range(60)])
+        )
+        await until(lambda: len(sent_to_fleet(site)) > 8)
+        await store.do(lambda: store._db.execute(f"{full} = 1"))  # no more than there are now
+        with pytest.raises(openai.InternalServerError, match="database or disk is full") as refused:
+            for _ in range(99):
+                await client_of().responses.create(model=MODEL, input="hello " * 10, max_output_tokens=5)
+        assert refused.value.status_code == 507
+        assert (
+            await client_of().responses.create(model=MODEL, input="a", max_output_tokens=5, store=False)
+        ).output_text == "aaaaa"
+        await store.do(lambda: store._db.execute(f"{full} = {before}"))
+        batch = await ended(client_of(), batch)
+        assert batch.status == "failed" and "disk is full" in batch.errors.data[0].message
+        names = [row["custom_id"] for row in await rows(client_of(), batch.output_file_id)]
+        assert len(names) == len(set(names)) == batch.request_counts.completed > 0
