@@ -121,10 +121,8 @@ class RequestBook:
         # What comes later is lower in priority only where it waits at an instance: here it would find all places taken.
         needed = choices + (self._room if client.is_from_batch else 0)
         if not self.places.could_have(client.owner, needed):
-            where = f"it has places for (--max-requests {self._config.max_requests})"
-            raise BadRequest(
-                f"the router never has {choices} choices open for one request: more than {where}: send fewer", field="n"
-            )
+            most = f"--max-requests {self._config.max_requests}"
+            raise BadRequest(f"the router never has {choices} choices open for one request ({most}): send fewer", field="n")
         self.places.require(client.owner, needed)
         self.places.take(client.owner, choices)
         client.places += choices

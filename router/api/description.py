@@ -76,7 +76,6 @@ UNSERVED = {"/classify": ("input", _NO_HEAD), "/v1/classify": ("input", _NO_HEAD
 """The same, for those who use a model: they need an API key."""
 _TEXT_ONLY = "texts are all that is read and written here"
 _STARTED_SO = "it is a flag of `launch`, and does not change while the fleet runs"
-_EXPERTS = "which experts are used is not recorded: use POST /cluster/trace for where the time goes"
 HINTS = {
     **dict.fromkeys(("/v1/audio", "/v1/images", "/v1/videos", "/v1/realtime"), _TEXT_ONLY),
     **dict.fromkeys(("/v1/assistants", "/v1/threads"), "use POST /v1/responses"),
@@ -93,8 +92,10 @@ HINTS = {
     **dict.fromkeys(("/start_profile", "/stop_profile"), "use POST /cluster/trace?seconds=10, then GET /cluster/trace"),
     **dict.fromkeys(("/parse_function_call", "/separate_reasoning"), "use POST /v1/chat/completions, which does it"),
     **dict.fromkeys(("/open_session", "/close_session"), "requests that begin with the same tokens share their KV without it"),
-    **dict.fromkeys(("/start_expert_distribution_record", "/stop_expert_distribution_record"), _EXPERTS),
-    "/dump_expert_distribution_record": _EXPERTS,
+    **dict.fromkeys(
+        tuple(f"/{what}_expert_distribution_record" for what in ("start", "stop", "dump")),
+        "which experts are used is not recorded: use POST /cluster/trace for where the time goes",
+    ),
     **dict.fromkeys(("/set_internal_state", "/configure_logging", "/slow_down", "/collective_rpc"), _STARTED_SO),
     "/get_internal_state": "use GET /cluster",
     "/scale_elastic_ep": "use POST /cluster/instances",
