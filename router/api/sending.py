@@ -246,7 +246,7 @@ def _rest(running: Generator[Any, Any, None], waits_for: object) -> Generator[An
         while True:
             try:
                 yield waits_for
-            except Exception as error:  # noqa: BLE001  it is for what runs, which may handle it
+            except (TandemError, OSError) as error:  # for what runs, which may handle it; all else ends it
                 waits_for = running.throw(error)
             else:
                 waits_for = next(running)
