@@ -365,8 +365,10 @@ class ChildFleet:
         return [name for name in self._config.instance_names if name not in kept]
 
     def _start_spare(self, role: Role) -> None:
-        """A router asks for one more."""
-        if self._is_complete and self._spare:
+        """A router asks for one more. Two may have asked for the same one."""
+        if not self._spare:
+            _log.warning("a router wants one more %s instance, and no spare one is left: it is not started", role)
+        elif self._is_complete:
             name = self._spare[0]
             self._supervisor.keep(SupervisedChild(name, role, drains=True))
             self._start_as(name, role)

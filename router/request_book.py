@@ -24,7 +24,7 @@ from msgspec.structs import replace
 
 from common.config import RouterConfig
 from common.deadlines import DeadlineWheel, earliest
-from common.errors import DeadlinePassed, InstanceFailed, Preempted, TandemError, Unavailable, WeightsChanged
+from common.errors import BadRequest, DeadlinePassed, InstanceFailed, Preempted, TandemError, Unavailable, WeightsChanged
 from common.ids import AttemptId, InstanceId, Life, RequestId
 from common.instance.ports import Send
 from common.logs import with_fields
@@ -117,9 +117,13 @@ class RequestBook:
         self.clients[client] = None
 
     def reserve(self, client: ClientRequest, choices: int) -> None:
-        """Take places for so many choices. Raises Overloaded."""
+        """Take places for so many choices. Raises Overloaded, BadRequest when there are never so many."""
         # What comes later is lower in priority only where it waits at an instance: here it would find all places taken.
-        self.places.require(client.owner, choices + (self._room if client.is_from_batch else 0))
+        needed = choices + (self._room if client.is_from_batch else 0)
+        if not self.places.could_have(client.owner, needed):
+            most = f"--max-requests {self._config.max_requests}"
+            raise BadRequest(f"the router never has {choices} choices open for one request ({most}): send fewer", field="n")
+        self.places.require(client.owner, needed)
         self.places.take(client.owner, choices)
         client.places += choices
 

@@ -59,6 +59,10 @@ class Places:
             own = f"your key has {mine} {self._what} open"
             raise Overloaded(f"{own}, and {free} of {self._limit} places are left for all: try again when some have ended")
 
+    def could_have(self, owner: str, count: int) -> bool:
+        """Whether this owner gets so many when nothing is open."""
+        return count <= self._limit and (not owner or has_place(self._limit, 0, count))
+
     @contextmanager
     def held(self, owner: str, count: int) -> Iterator[None]:
         """Have places meanwhile. Raises Overloaded."""

@@ -35,6 +35,7 @@ from common.errors import BadRequest, NotFound, TandemError
 from router.api.admission import BATCH_OWNER, visit_of
 from router.api.description import Described, DescribedApp
 from router.api.errors import shown
+from router.api.fields import Labels
 from router.api.files import FILE, USUALLY_LISTED, ListBody, StoreApi, list_body, new_file, number_in
 from router.api.guard import HEADER
 from router.api.store import IN_USE, OBJECT_BYTES, WAITING, Store, StoredObject
@@ -65,7 +66,7 @@ class BatchFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """The URL of every line, such as /v1/chat/completions."""
     completion_window: Literal["24h"]
     """After this time the batch ends with what it has."""
-    metadata: dict[str, str] = {}
+    metadata: Labels = {}
     """Labels, which the batch repeats."""
 
 

@@ -92,6 +92,10 @@ HINTS = {
     **dict.fromkeys(("/start_profile", "/stop_profile"), "use POST /cluster/trace?seconds=10, then GET /cluster/trace"),
     **dict.fromkeys(("/parse_function_call", "/separate_reasoning"), "use POST /v1/chat/completions, which does it"),
     **dict.fromkeys(("/open_session", "/close_session"), "requests that begin with the same tokens share their KV without it"),
+    **dict.fromkeys(
+        tuple(f"/{what}_expert_distribution_record" for what in ("start", "stop", "dump")),
+        "which experts are used is not recorded: use POST /cluster/trace for where the time goes",
+    ),
     **dict.fromkeys(("/set_internal_state", "/configure_logging", "/slow_down", "/collective_rpc"), _STARTED_SO),
     "/get_internal_state": "use GET /cluster",
     "/scale_elastic_ep": "use POST /cluster/instances",

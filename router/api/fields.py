@@ -59,7 +59,11 @@ CacheSalt: TypeAlias = Annotated[
     Annotated[str, Meta(min_length=1, max_length=SALT_CHARS)] | None,
     Meta(description="Cached KV is shared only with requests of the same salt, so others cannot tell from times what was asked."),
 ]
-Label: TypeAlias = Annotated[str, Meta(description="A label; it changes nothing.")]
+Label: TypeAlias = Annotated[str, Meta(max_length=1024, description="A label; it changes nothing.")]
+Labels: TypeAlias = Annotated[
+    dict[Annotated[str, Meta(max_length=64)], Annotated[str, Meta(max_length=512)]], Meta(max_length=16)
+]
+"""As OpenAI bounds them: what is stored repeats them, in lists many at once."""
 
 
 class TokenChoice(msgspec.Struct, frozen=True, kw_only=True):
@@ -148,7 +152,7 @@ class SamplingFields(Sampling, frozen=True, kw_only=True, forbid_unknown_fields=
     priority: Priority = 0
     cache_salt: CacheSalt = None
     user: Label = ""
-    metadata: dict[str, str] = {}
+    metadata: Labels = {}
     """Labels; they change nothing."""
     safety_identifier: Label = ""
     prompt_cache_key: Label = ""

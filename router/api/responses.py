@@ -21,6 +21,7 @@ from router.api.chat import ChatFields, ChatRequest, Conversation, Effort, Templ
 from router.api.fields import (
     CacheSalt,
     Label,
+    Labels,
     Priority,
     Stream,
     Timeout,
@@ -167,7 +168,7 @@ class ResponseFields(TokenChoice, msgspec.Struct, frozen=True, kw_only=True, for
     priority: Priority = 0
     cache_salt: CacheSalt = None
     user: Label = ""
-    metadata: dict[str, str] = {}
+    metadata: Labels = {}
     """Labels, which the answer repeats."""
     safety_identifier: Label = ""
     prompt_cache_key: Label = ""

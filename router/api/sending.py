@@ -241,10 +241,17 @@ def begin(awaitable: Awaitable[None]) -> Coroutine[Any, Any, None] | None:
 
 @coroutine
 def _rest(running: Generator[Any, Any, None], waits_for: object) -> Generator[Any, Any, None]:
-    """waits_for: what `running` yielded before."""
+    """waits_for: what `running` yielded before. A task throws in what the future that it waits for has failed with."""
     try:
-        yield waits_for
-        yield from running
+        while True:
+            try:
+                yield waits_for
+            except (TandemError, OSError) as error:  # for what runs, which may handle it; all else ends it
+                waits_for = running.throw(error)
+            else:
+                waits_for = next(running)
+    except StopIteration:
+        return
     finally:
         running.close()
 

@@ -103,6 +103,7 @@ class Store:
         try:
             self._alive = self._hold_lock()
             Path(path).touch(mode=0o600)
+            self._file = self._file_now()
             self._db = sqlite3.connect(path, timeout=BUSY_S, isolation_level=None, check_same_thread=False)
             folder = os.open(Path(path).parent, os.O_RDONLY)
             try:
@@ -244,7 +245,17 @@ class Store:
     def _objects(self, where: str, *values: object) -> list[StoredObject]:
         return [StoredObject(*row) for row in self._db.execute(f"SELECT * FROM objects WHERE {where}", values)]
 
+    def _file_now(self) -> tuple[int, int]:
+        """Which file has the store's name. Raises OSError."""
+        found = os.stat(self._path)
+        return found.st_dev, found.st_ino
+
     def _transact(self, work: Callable[[], R]) -> R:
+        try:
+            if self._file_now() != self._file:
+                raise FileNotFoundError(f"{self._path} is another file than when this router started")
+        except OSError as error:  # SQLite would go on with a file that has no name, and that nobody finds after a restart
+            raise StoreFailed(f"the store's file was removed or replaced, so start the router again: {error}") from error
         try:
             self._db.execute("BEGIN IMMEDIATE")
             with self._db:

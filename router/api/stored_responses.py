@@ -39,6 +39,7 @@ from router.core import Gateway
 RESPONSE = "response"
 ITEMS_PART = -1
 """The number of the part that holds the items of the conversation. Those of events begin at 0."""
+ITEMS_PATH = "/input_items"
 MOST_EVENTS = 1_000
 """Read from the store at once."""
 ELSEWHERE_S = 0.5
@@ -143,6 +144,8 @@ class StoredResponses(StoreApi):
         body = replace_fields(
             body, store=self._store is not None and not visit.is_from_batch if body.store is None else body.store
         )
+        if body.store and visit.id.endswith(ITEMS_PATH):
+            raise BadRequest(f"X-Request-Id may not end with {ITEMS_PATH} where the response is stored: its URL is taken")
         if body.background and not body.store:
             raise BadRequest("background needs store: leave out store=false, or background", "background")
         if body.previous_response_id:
@@ -285,7 +288,7 @@ class StoredResponses(StoreApi):
     # --- endpoints -------------------------------------------------------------------------------------------------------
 
     # An id may hold slashes, as its client chose it: the longer URL is looked for first.
-    @Described("GET /v1/responses/{id:path}/input_items", "OpenAI", "The conversation of a response", refusals=(404,))
+    @Described(f"GET /v1/responses/{{id:path}}{ITEMS_PATH}", "OpenAI", "The conversation of a response", refusals=(404,))
     async def input_items(self, request: Request, id: str, limit: str = "", order: str = "", after: str = "") -> ListBody:
         """List the items that a response answers, those of earlier responses included, the latest first."""
         most, step = number_in(limit, "limit", USUALLY_LISTED, 1, 100), 1 if is_ascending(order) else -1

@@ -71,6 +71,9 @@ class FleetPages:
     def get(self, path: str) -> Reply:
         return self._ask("GET", path, None)
 
+    def delete(self, path: str) -> Reply:
+        return self._ask("DELETE", path, None)
+
     def post(self, path: str, body: object) -> Reply:
         """body: encoded as JSON, unless it is bytes."""
         return self._ask("POST", path, body if isinstance(body, bytes) else json.dumps(body).encode())

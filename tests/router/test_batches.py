@@ -11,7 +11,7 @@ import httpx
 import openai
 import pytest
 
-from common.access import Access, KeyRing
+from common.access import OPEN, Access, KeyRing
 from common.text.embedding import EmbeddingMode
 from router.api import batches
 from tests.router.calls import completion, sent_to_fleet, until
@@ -207,6 +207,17 @@ async def test_where_there_is_no_room_lines_wait_and_other_requests_are_served(t
         assert b'path="/v1/completions",status="429"' in site.metrics.text()
 
 
+@pytest.mark.parametrize("access", [OPEN, keyed()])
+async def test_more_choices_than_a_router_ever_has_places_for_are_refused_by_name(tmp_path: Path, access: Access) -> None:
+    async with storing(tmp_path, access=access, max_requests=16) as (_, client_of):
+        batch = await ended(client_of(), await begun(client_of(), lines([completion("hello", n=n) for n in (9, 13)])))
+        (error,) = await rows(client_of(), batch.error_file_id)
+        assert (batch.status, counts(batch), error["custom_id"]) == ("completed", (2, 1, 1), "line-1")
+        assert error["response"]["status_code"] == 400 and error["response"]["body"]["error"]["param"] == "n"
+        with pytest.raises(openai.BadRequestError, match="never has 32 choices open"):
+            await client_of().completions.create(model=MODEL, prompt=["a", "b"], n=16)
+
+
 async def test_a_batch_goes_on_in_another_life_and_computes_no_line_twice_that_has_its_answer(tmp_path: Path) -> None:
     async with storing(tmp_path, EchoFleet(stall_at=3), batch_requests=2) as (site, client_of):
         short = [completion(f"{number}{number}", max_tokens=2) for number in range(5)]
@@ -302,7 +313,13 @@ async def test_an_upload_is_checked_part_by_part(tmp_path: Path) -> None:
             await client.delete(f"/v1/files/{response.json().get('id')}")
         made = (await client.post("/v1/files", data={"purpose": "batch"}, files=file, headers=authorization)).json()
         unknown = {"input_file_id": made["id"], "endpoint": "/v1/models", "completion_window": "24h"}
-        for fields, says in (({}, COMPLETIONS), ({"endpoint": COMPLETIONS, "completion_window": "1h"}, "completion_window")):
+        long = {
+            "endpoint": COMPLETIONS,
+            "metadata": {"a": "b" * 513},
+        }  # a list of batches repeats it as often as there are batches
+        many = {"endpoint": COMPLETIONS, "metadata": {str(number): "" for number in range(17)}}
+        short = {"endpoint": COMPLETIONS, "completion_window": "1h"}
+        for fields, says in (({}, COMPLETIONS), (short, "completion_window"), (long, "metadata"), (many, "metadata")):
             response = await client.post("/v1/batches", json=unknown | fields)
             assert response.status_code == 400 and says in response.text
         pages = [(await client.get("/v1/files?limit=1")).json(), (await client.get(f"/v1/files?after={made['id']}")).json()]
@@ -335,3 +352,26 @@ async def test_a_batch_leaves_room_for_other_requests_counted_in_choices_and_wai
         await client_of().batches.cancel(batch.id)
         batch = await ended(client_of(), batch)
         assert counts(batch) == (8, 0, 0)
+
+
+async def test_a_full_disk_ends_a_batch_with_what_it_has_and_says_so_and_other_requests_go_on(tmp_path: Path) -> None:
+    async with storing(tmp_path, batch_requests=2) as (site, client_of):
+        store, full = site.api.batches.store, "PRAGMA max_page_count"
+        (before,) = await store.do(lambda: store._db.execute(full).fetchone())
+        batch = await begun(
+            client_of(), lines([completion("word " * 10, max_tokens=9, echo=True, return_token_ids=True) for _ in range(60)])
+        )
+        await until(lambda: len(sent_to_fleet(site)) > 8)
+        await store.do(lambda: store._db.execute(f"{full} = 1"))  # no more than there are now
+        with pytest.raises(openai.InternalServerError, match="database or disk is full") as refused:
+            for _ in range(99):
+                await client_of().responses.create(model=MODEL, input="hello " * 10, max_output_tokens=5)
+        assert refused.value.status_code == 507
+        assert (
+            await client_of().responses.create(model=MODEL, input="a", max_output_tokens=5, store=False)
+        ).output_text == "aaaaa"
+        await store.do(lambda: store._db.execute(f"{full} = {before}"))
+        batch = await ended(client_of(), batch)
+        assert batch.status == "failed" and "disk is full" in batch.errors.data[0].message
+        names = [row["custom_id"] for row in await rows(client_of(), batch.output_file_id)]
+        assert len(names) == len(set(names)) == batch.request_counts.completed > 0

@@ -370,3 +370,33 @@ async def test_an_id_that_its_client_chose_may_hold_slashes(tmp_path: Path) -> N
                 assert (await client.get(f"/v1/responses/{id}")).json()["id"] == made.id
                 assert len((await client.get(f"/v1/responses/{id}/input_items")).json()["data"]) == 1
             assert (await client.delete(f"/v1/responses/{made.id}")).json()["deleted"]
+
+
+async def test_an_id_is_refused_that_looks_like_the_url_of_a_conversation(tmp_path: Path) -> None:
+    async with storing(tmp_path) as (_, client_of):
+        named: Any = {"extra_headers": {"X-Request-Id": "mine/input_items"}}
+        with pytest.raises(openai.BadRequestError, match="X-Request-Id may not end with /input_items"):
+            await client_of().responses.create(input="hello", **ASK, **named)
+        assert (await client_of().responses.create(input="hello", store=False, **ASK, **named)).output_text == "hello"
+
+
+@pytest.mark.parametrize("replaced", [False, True])
+async def test_a_store_whose_file_was_removed_says_so_at_once_and_keeps_nothing_that_nobody_would_find(
+    tmp_path: Path, replaced: bool
+) -> None:
+    async with storing(tmp_path) as (_, client_of):
+        client = client_of()
+        made = await client.responses.create(input="hello", **ASK)
+        (tmp_path / "store").unlink()
+        if replaced:
+            (tmp_path / "store").touch()
+        for call in (client.responses.retrieve(made.id), client.responses.create(input="hello", **ASK)):
+            with pytest.raises(openai.InternalServerError, match="was removed or replaced") as refused:
+                await call
+            assert refused.value.status_code == 507
+        with pytest.raises(openai.APIError, match="was removed or replaced"):
+            [event async for event in await client.responses.create(input="hello", stream=True, **ASK)]
+        assert (await client.responses.create(input="hello", store=False, **ASK)).output_text == "hello"
+    async with storing(tmp_path, life="router-b") as (_, client_of):
+        again = await client_of().responses.create(input="hello", **ASK)
+        assert (await client_of().responses.retrieve(again.id)).id == again.id

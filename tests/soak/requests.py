@@ -8,9 +8,11 @@ import argparse
 import asyncio
 import json
 import sys
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import schemathesis
@@ -25,6 +27,8 @@ ANSWER_S = 30.0
 """No request takes this long: the fake fleet answers at once."""
 PATIENT = RouterConfig(heartbeat_s=1000.0, dead_after_s=100_000.0)
 """Between requests nobody turns the loop, and nobody is to be taken for dead meanwhile."""
+SETTLE_S = 3.0
+"""How long what is computed without a client may go on at the end."""
 OTHERS = 20
 """Requests to each operation without a body."""
 SHORT_S = 1.0
@@ -44,8 +48,8 @@ def with_model(page: dict[str, Any]) -> dict[str, Any]:
     return page
 
 
-def narrowed(page: dict[str, Any]) -> dict[str, Any]:
-    """The same, for what the fake fleet's model can serve: most of the requests get an answer."""
+def narrowed(page: dict[str, Any], file: str) -> dict[str, Any]:
+    """The same, for what the fake fleet's model can serve: most requests get an answer. file: the id of a stored one."""
     ids = {"type": "array", "items": {"type": "integer", "maximum": 999, "minimum": 0}, "minItems": 1, "maxItems": 50}
     text = {"type": "string", "minLength": 1, "maxLength": 50, "pattern": "^[ -~]+$"}
     prompts = {"anyOf": [text, ids, {"type": "array", "items": text, "minItems": 1, "maxItems": 3}]}
@@ -80,6 +84,29 @@ def narrowed(page: dict[str, Any]) -> dict[str, Any]:
     responses |= {"input": text, "max_output_tokens": limit, "tools": {"const": []}, "chat_template_kwargs": {"const": {}}}
     responses |= dict.fromkeys(("tool_choice", "text", "reasoning", "timeout"), nothing)
     schemas["DetokenizeFields"]["properties"]["tokens"] = ids
+    dull = {"tools": {"const": []}, "tool_choice": nothing, "chat_template_kwargs": {"const": {}}, "timeout": nothing}
+    for name in ("MessageFields", "CountFields"):
+        fields = schemas[name]["properties"]
+        fields |= {"messages": {"type": "array", "items": message, "minItems": 1, "maxItems": 2}, "max_tokens": limit} | dull
+        fields |= dict.fromkeys(("thinking", "output_config", "context_management", "container", "service_tier"), nothing)
+        fields["system"] = text
+    responses |= {
+        "store": {"type": "boolean"},
+        "background": {"const": False},
+        "previous_response_id": nothing,
+        "include": nothing,
+    }
+    texts = {"type": "array", "items": text, "minItems": 1, "maxItems": 3}
+    schemas["RerankFields"]["properties"] |= {"query": text, "documents": texts, "instruction": nothing}
+    schemas["ScoreFields"]["properties"] |= {
+        **dict.fromkeys(("text_1", "text_2"), nothing),
+        "query": text,
+        "items": texts,
+        "label_token_ids": ids,
+        "timeout": nothing,
+    }
+    schemas["EncodeFields"]["properties"] |= {"text": text, "input_ids": nothing, "rid": nothing, "sampling_params": nothing}
+    schemas["BatchFields"]["properties"] |= {"input_file_id": {"const": file}, "endpoint": {"const": "/v1/completions"}}
     return page
 
 
@@ -96,11 +123,20 @@ class Sender:
     def __init__(self) -> None:
         self.statuses: Counter[tuple[str, int]] = Counter()
         self._loop = asyncio.new_event_loop()
+        self._folder = tempfile.TemporaryDirectory()
         self._site = self._run(self._enter())
 
     def page(self) -> dict[str, Any]:
         response = self._run(self._request("GET", "/openapi.json", {}))
         return with_model(json.loads(response[1]))
+
+    def upload(self) -> str:
+        """Store a file for batches. Returns its id."""
+        row = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"model": MODEL, "prompt": "ab"}}
+        form = {"data": {"purpose": "batch"}, "files": {"file": ("a.jsonl", json.dumps(row))}}
+        content = self._run(self._request("POST", "/v1/files", {**form, "headers": {"Authorization": "Bearer none"}}))[1]
+        name: str = json.loads(content)["id"]
+        return name
 
     def send(self, method: str, path: str, arguments: dict[str, Any], label: str) -> None:
         """Raises Broken, TimeoutError."""
@@ -117,17 +153,25 @@ class Sender:
     def close(self) -> list[str]:
         """Returns what is left open."""
         core = self._site.core
+        self._run(asyncio.sleep(SETTLE_S))  # batches and responses in the background end
+        store = self._site.api.stored_responses.store
+        held = "SELECT count(*) FROM objects WHERE holder > ''"
+        (in_work,) = self._run(store.do(lambda: store._db.execute(held).fetchone()))
         open_now = {"requests": len(core.requests), "answers": len(core.requests.clients), "places": len(core.requests.places)}
+        open_now |= {"places at HTTP": len(self._site.api.admission.places), "stored objects in work": in_work}
         self._run(self._site.__aexit__(None, None, None))
         self._loop.close()
+        self._folder.cleanup()
         return [f"{count} {what}" for what, count in open_now.items() if count]
 
     async def _enter(self) -> Site:
-        return await Site(EchoFleet(), PATIENT, embedding=EmbeddingMode("last", normalize=True, size=2)).__aenter__()
+        config = replace(PATIENT, store=f"{self._folder.name}/store")
+        return await Site(EchoFleet(), config, embedding=EmbeddingMode("last", normalize=True, size=2)).__aenter__()
 
     async def _request(self, method: str, path: str, arguments: dict[str, Any]) -> tuple[int, bytes]:
         async with asyncio.timeout(ANSWER_S), self._site.client() as client:
-            headers = {"Content-Type": "application/json"} | arguments.pop("headers", {})
+            kind = {} if "files" in arguments else {"Content-Type": "application/json"}
+            headers = kind | arguments.pop("headers", {})
             response = await client.request(method, path, headers=headers, **arguments)
             return response.status_code, response.content
 
@@ -140,7 +184,7 @@ def send_all(requests: int, first_seed: int = 0) -> tuple[Counter[tuple[str, int
     as it is, half from one that is narrowed to what can be served. Returns how often each operation got each status, and what is
     left open. Raises Broken, TimeoutError."""
     sender = Sender()
-    for page in (sender.page(), narrowed(sender.page())):
+    for page in (sender.page(), narrowed(sender.page(), sender.upload())):
         schema = schemathesis.openapi.from_dict(page)
         operations: list[Any] = [result.ok() for result in schema.get_all_operations() if isinstance(result, Ok)]
         bodies = sum(bool(len(operation.body)) for operation in operations)
