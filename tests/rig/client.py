@@ -98,6 +98,8 @@ class Answer:
     request: Request
     choices: list[Choice]
     sent_s: float = 0.0
+    id: str = ""
+    """By which the router knows its timeline."""
     usage: dict[str, int] | None = None
     is_done: bool = False
     errors: list[str] = field(default_factory=list)
@@ -202,6 +204,7 @@ def _take(answer: Answer, data: str, now: float) -> None:
             answer.errors.append(f"error event: {event['error']}")
             return
         answer.usage = event.get("usage") or answer.usage
+        answer.id = event.get("id", "")
         for part in event["choices"]:
             _take_part(answer, answer.choices[part["index"]], part, now)
 
