@@ -78,8 +78,8 @@ class Changes:
     """From each order until the instance served."""
     first_token_s: list[float] = field(default_factory=list)
     """Until it was seen to have sent a token in the new role."""
-    lives: list[tuple[str, str, float, float]] = field(default_factory=list)
-    """The name and role of each life that began, and when it was ordered and served: UNIX times."""
+    lives: list[tuple[str, str, float, float, float]] = field(default_factory=list)
+    """The name and role of each life that began, and when it was ordered, served, and had a link to use: UNIX times."""
     refused: list[str] = field(default_factory=list)
 
     def order(self, fleet: RunningFleet, random: Random) -> None:
@@ -101,7 +101,9 @@ class Changes:
         self.seconds.append(time.monotonic() - began_s)
         life = reply.json()["incarnation"]
         if life != members[name]["incarnation"]:
-            self.lives.append((name, "prefill" if reply.json()["role"] == "prefill" else "decode", ordered_s, time.time()))
+            role, served_s = "prefill" if reply.json()["role"] == "prefill" else "decode", time.time()
+            until(lambda: is_linked(fleet, name, life), f"a link of {name}")
+            self.lives.append((name, role, ordered_s, served_s, time.time()))
             until(lambda: has_answered(fleet, name, life), f"a token of {name} as {reply.json()['role']}")
             self.first_token_s.append(time.monotonic() - began_s)
 
@@ -113,7 +115,7 @@ class Changes:
                 for each in chain.from_iterable(attempt["instances"] for attempt in choice["attempts"]):
                     served[each["id"], each["role"]].append(each["times"])
         parts: dict[str, list[float]] = defaultdict(list)
-        for name, role, ordered_s, served_s in self.lives:
+        for name, role, ordered_s, served_s, linked_s in self.lives:
             times = [each for each in served[name, role] if each["accepted_s"] > ordered_s]
             tokens = [
                 each.get("first_decode_s" if "handed_off_s" in each and role == "decode" else "last_chunk_s") for each in times
@@ -121,10 +123,20 @@ class Changes:
             if any(tokens):
                 asked_s, token_s = min(each["accepted_s"] for each in times), min(filter(None, tokens))
                 parts["order to served"].append(served_s - ordered_s)
-                parts[f"served to asked, {role}"].append(asked_s - served_s)
+                parts[f"served to linked, {role}"].append(linked_s - served_s)
+                parts[f"linked to asked, {role}"].append(asked_s - linked_s)
                 parts[f"asked to token, {role}"].append(token_s - asked_s)
                 parts["order to token"].append(token_s - ordered_s)
         return parts
+
+
+def is_linked(fleet: RunningFleet, name: str, life: str) -> bool:
+    """Some pair of it can be used. A prefill instance knows its pairs."""
+    members = fleet.members()
+    member = members.get(name)
+    if member is None or member["incarnation"] != life or member["role"] != "prefill":
+        return True
+    return bool(member["usable"])
 
 
 def has_answered(fleet: RunningFleet, name: str, life: str) -> bool:

@@ -98,12 +98,12 @@ class Answer:
     request: Request
     choices: list[Choice]
     sent_s: float = 0.0
-    id: str = ""
-    """By which the router knows its timeline."""
     usage: dict[str, int] | None = None
     is_done: bool = False
     errors: list[str] = field(default_factory=list)
     """Everything that no client should see."""
+    id: str = ""
+    """By which the router knows its timeline."""
 
     @classmethod
     def to(cls, request: Request) -> "Answer":
