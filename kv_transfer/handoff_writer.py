@@ -137,7 +137,7 @@ class HandoffWriter:
         session = self._sessions.setdefault(peer, Session())
         session.open[reserve.key] = outgoing
         session.moved.pop(reserve.key, None)
-        session.renewals_left, session.closed_s, session.is_dead = RENEWALS_AFTER, float("inf"), False
+        session.renewals_left, session.is_dead = RENEWALS_AFTER, False
         if peer not in self._renewals:
             self._renewals.set(peer, reserve.sent_s + RENEW_S)
         return [Send(peer.id, reserve)]
@@ -266,7 +266,6 @@ class HandoffWriter:
             claims += [Claim(key, Generation(0), moved=True) for key in session.moved]
             session.moved = {key: moved for key, moved in session.moved.items() if not moved.is_over}
             session.renewals_left = RENEWALS_AFTER if session.open else session.renewals_left - 1
-            session.closed_s = min(session.closed_s, now) if not claims else float("inf")
             actions.append(Send(peer.id, Renew(incarnation=self._incarnation, sent_s=now, claims=tuple(claims))))
             if session.renewals_left > 0 or session.moved:
                 self._renewals.set(peer, now + RENEW_S)
@@ -318,12 +317,8 @@ class HandoffWriter:
         peers = {peer for peer in self._sessions if peer.id == sender and fits(renewed.incarnation, peer.incarnation)}
         for peer in peers:
             actions += self._extend(peer, renewed.sent_s + renewed.write_lease_s)
-            session = self._sessions[peer]
-            for moved in session.moved.values():
+            for moved in self._sessions[peer].moved.values():
                 moved.is_answered = moved.is_answered or moved.since_s <= renewed.sent_s
-            if session.closed_s <= renewed.sent_s:  # the peer knows that nothing is open
-                self._renewals.clear(peer)
-                del self._sessions[peer]
         generations = renewed.generations or (None,) * len(renewed.over)
         for key, generation in zip(renewed.over, generations, strict=False):
             outgoing = self._by_key.get(key)

@@ -132,7 +132,5 @@ class Session:
     until_s: float = float("-inf")
     """When the write lease there ends."""
     renewals_left: int = RENEWALS_AFTER
-    closed_s: float = float("inf")
-    """When a renewal first said that none is open."""
     is_dead: bool = False
     """The instance has a new incarnation, so nothing more is sent to this one."""
