@@ -161,5 +161,14 @@ def test_the_speed_of_the_host_depends_on_where_the_peer_is(monkeypatch: pytest.
     assert on_host.carrier(Wire(TCP, "eth0")) == "TCP over eth0"
 
 
+def test_the_memory_of_the_host_is_measured_at_the_start_and_not_when_the_first_link_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    measured: list[int] = []
+    monkeypatch.setattr(links, "memory_bytes_per_s", lambda: measured.append(1) or 1e10)
+    Two()
+    assert not measured
+    Two(measures=True)
+    assert measured
+
+
 def test_memory_is_copied_at_some_speed() -> None:
     assert 1e8 < memory_bytes_per_s() < 1e13
