@@ -162,12 +162,12 @@ def test_the_speed_of_the_host_depends_on_where_the_peer_is(monkeypatch: pytest.
 
 
 def test_the_memory_of_the_host_is_measured_at_the_start_and_not_when_the_first_link_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    measured: list[int] = []
-    monkeypatch.setattr(links, "memory_bytes_per_s", lambda: measured.append(1) or 1e10)
+    measured = iter((1e10, 2e10, 3e10))
+    monkeypatch.setattr(links, "memory_bytes_per_s", lambda: next(measured))
     Two()
-    assert not measured
+    assert next(measured) == 1e10, "who measures no link measures no memory"
     Two(measures=True)
-    assert measured
+    assert next(measured, None) is None, "each of the two has"
 
 
 def test_memory_is_copied_at_some_speed() -> None:
