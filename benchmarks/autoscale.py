@@ -24,7 +24,7 @@ from benchmarks.command import Invocation, start
 from common.config import RouterConfig
 from common.errors import Conflict, TandemError
 from common.ids import InstanceId
-from common.options import option, require_above_0, require_at_least
+from common.options import option, parse_numbers, require, require_above_0, require_at_least
 from launch.autoscale import Autoscaler, whom
 from launch.fleet_options import ScalingConfig
 from router.live import cluster_page
@@ -40,6 +40,8 @@ LENGTHS = {"conversation": (12_035, 343), "synthetic": (15_325, 149), "toolagent
 """Mean tokens of prompts and answers in Mooncake's traces (https://github.com/kvcache-ai/Mooncake, FAST25-release)."""
 PAGE_TOKENS = 128
 MOST_HOLDS = 1.15
+REST_S = 60.0
+"""After the load an answer that comes in time may go on for so long. What waits for longer is late anyway."""
 QUICK = {"phase_s": 20.0, "phases": 2, "instances": 3, "rate": 2.0}
 
 
@@ -53,6 +55,7 @@ class ShiftBench:
     phase_s: float = option(120.0, "seconds of a phase")
     phases: int = option(4, "how many phases")
     instances: int = option(6, "how many instances the fleet has")
+    fixed: str = option("", "prefill instances of each fixed fleet, as in 0,3,4 (0: colocated); every division without it")
     kv_pages: int = option(1_000, "assumed: KV pages of an instance, of 128 tokens")
     step_cost: str = option(
         FleetPlan().step_cost, "assumed: seconds of a step, and what each prompt token, decode row and token that rows hold adds"
@@ -62,6 +65,12 @@ class ShiftBench:
     def __post_init__(self) -> None:
         require_above_0(self, "rate", "phase_s")
         require_at_least(self, phases=1, instances=2, kv_pages=1)
+        require(all(0 <= each < self.instances for each in self.layouts), "fixed", "below --instances", self.fixed)
+
+    @property
+    def layouts(self) -> tuple[int, ...]:
+        """How many prefill instances the fixed fleets have."""
+        return parse_numbers(self.fixed, "fixed", int) if self.fixed else tuple(range(self.instances))
 
 
 class LayoutFigures(msgspec.Struct, frozen=True, kw_only=True):
@@ -132,13 +141,15 @@ def run_layout(bench: ShiftBench, scaling: ScalingConfig, trace: Path, prefill: 
     router = RouterConfig(max_requests=FleetPlan().max_requests)
     simulation = Simulation(layout, load, router)
     autoscaler = SimulatedAutoscaler(simulation.fleet, scaling) if prefill is None else None
+    clock = simulation.fleet.clock
+    clock.at(clock.now + bench.phases * bench.phase_s + REST_S, simulation.stop)
     simulation.run()
     found = figures(simulation)
     name = "colocated" if prefill == 0 else "autoscale" if prefill is None else f"{prefill} + {bench.instances - prefill}"
     return LayoutFigures(
         layout=name,
         good_per_s=found.good_requests / (bench.phases * bench.phase_s),
-        good_share=found.good_requests / max(1, found.requests),
+        good_share=found.good_requests / max(1, len(trace.read_bytes().splitlines())),
         first_token_p90_s=found.first_token_s.p90,
         between_p90_s=found.mean_between_tokens_s.p90,
         flips=autoscaler.flips if autoscaler else 0,
@@ -150,7 +161,7 @@ def run(invocation: Invocation) -> int:
     with tempfile.TemporaryDirectory() as folder:
         write_trace(bench, trace := Path(folder, "trace.jsonl"))
         with ProcessPoolExecutor(mp_context=multiprocessing.get_context("spawn")) as pool:
-            found = list(pool.map(partial(run_layout, bench, scaling, trace), (None, *range(bench.instances))))
+            found = list(pool.map(partial(run_layout, bench, scaling, trace), (None, *bench.layouts)))
     best = max(found[1:], key=lambda each: each.good_per_s)
     gain = found[0].good_per_s / max(best.good_per_s, 1e-9)
     goal = Goal.of(f"good answers, as a multiple of those of the best fixed fleet ({best.layout})", gain, ".2f", least=MOST_HOLDS)

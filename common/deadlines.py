@@ -14,7 +14,8 @@ K = TypeVar("K", bound=Hashable)
 
 def earliest(*deadlines: float | None) -> float | None:
     """The earliest of some deadlines, or None when there is none."""
-    return min((at for at in deadlines if at is not None), default=None)
+    known = [at for at in deadlines if at is not None]
+    return min(known) if known else None
 
 
 class DeadlineWheel(Generic[K]):

@@ -255,6 +255,8 @@ class Links:
         """Not before this time."""
         self._unmeasured: deque[Link] = deque()
         self._turn_ends_s = -math.inf
+        if measures:
+            memory_bytes_per_s()  # now: later an instance that has just become a prefill instance would wait for it
 
     @property
     def connecting(self) -> bool:

@@ -8,9 +8,11 @@ import os
 import signal
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -75,7 +77,9 @@ class Changes:
     seconds: list[float] = field(default_factory=list)
     """From each order until the instance served."""
     first_token_s: list[float] = field(default_factory=list)
-    """Until it had sent a token in the new role."""
+    """Until it was seen to have sent a token in the new role."""
+    lives: list[tuple[str, str, float, float, float]] = field(default_factory=list)
+    """The name and role of each life that began, and when it was ordered, served, and had a link to use: UNIX times."""
     refused: list[str] = field(default_factory=list)
 
     def order(self, fleet: RunningFleet, random: Random) -> None:
@@ -89,7 +93,7 @@ class Changes:
             able.remove("prefill")
         if roles.count("prefill") < least and members[name]["role"] == "prefill":
             return
-        began_s = time.monotonic()
+        began_s, ordered_s = time.monotonic(), time.time()
         reply = fleet.post(f"/cluster/{name}/role", {"role": random.choice(able)})
         if reply.status != 200:
             self.refused.append(reply.text)
@@ -97,8 +101,42 @@ class Changes:
         self.seconds.append(time.monotonic() - began_s)
         life = reply.json()["incarnation"]
         if life != members[name]["incarnation"]:
+            role, served_s = "prefill" if reply.json()["role"] == "prefill" else "decode", time.time()
+            until(lambda: is_linked(fleet, name, life), f"a link of {name}")
+            self.lives.append((name, role, ordered_s, served_s, time.time()))
             until(lambda: has_answered(fleet, name, life), f"a token of {name} as {reply.json()['role']}")
             self.first_token_s.append(time.monotonic() - began_s)
+
+    def parts(self, fleet: RunningFleet, answers: Sequence[Answer]) -> dict[str, list[float]]:
+        """What the time to the first token of a new life is made of, by the timelines of the requests."""
+        served: dict[tuple[str, str], list[dict[str, Any]]] = defaultdict(list)
+        for answer in answers:
+            for choice in fleet.get(f"/requests/{answer.id}").json()["choices"]:
+                for each in chain.from_iterable(attempt["instances"] for attempt in choice["attempts"]):
+                    served[each["id"], each["role"]].append(each["times"])
+        parts: dict[str, list[float]] = defaultdict(list)
+        for name, role, ordered_s, served_s, linked_s in self.lives:
+            times = [each for each in served[name, role] if each["accepted_s"] > ordered_s]
+            tokens = [
+                each.get("first_decode_s" if "handed_off_s" in each and role == "decode" else "last_chunk_s") for each in times
+            ]
+            if any(tokens):
+                asked_s, token_s = min(each["accepted_s"] for each in times), min(filter(None, tokens))
+                parts["order to served"].append(served_s - ordered_s)
+                parts[f"served to linked, {role}"].append(linked_s - served_s)
+                parts[f"linked to asked, {role}"].append(asked_s - linked_s)
+                parts[f"asked to token, {role}"].append(token_s - asked_s)
+                parts["order to token"].append(token_s - ordered_s)
+        return parts
+
+
+def is_linked(fleet: RunningFleet, name: str, life: str) -> bool:
+    """Some pair of it can be used. A prefill instance knows its pairs."""
+    members = fleet.members()
+    member = members.get(name)
+    if member is None or member["incarnation"] != life or member["role"] != "prefill":
+        return True
+    return bool(member["usable"])
 
 
 def has_answered(fleet: RunningFleet, name: str, life: str) -> bool:
@@ -167,6 +205,7 @@ def test_no_token_is_lost_repeated_or_wrong_while_instances_change_their_roles(
         ended_s = time.monotonic()
         clients.stop()
         fleet.wait_until_home(names)
+        parts = changes.parts(fleet, clients.answers) if streams else {}
     assert not changes.refused, changes.refused
     check(clients.answers, reference)
     assert sum(answer.tokens for answer in clients.answers) > 0 and changes.seconds
@@ -175,6 +214,7 @@ def test_no_token_is_lost_repeated_or_wrong_while_instances_change_their_roles(
         say(
             f"{len(changes.seconds)} changes of role in {len(clients.answers)} streams: served after {summary(changes.seconds)}",
             f"first token in the new role after {summary(changes.first_token_s)}",
+            *(f"  {part}: {summary(seconds)}" for part, seconds in parts.items()),
             f"between tokens: quiet {summary(quiet)}, meanwhile {summary(busy)}",
         )
 

@@ -161,5 +161,14 @@ def test_the_speed_of_the_host_depends_on_where_the_peer_is(monkeypatch: pytest.
     assert on_host.carrier(Wire(TCP, "eth0")) == "TCP over eth0"
 
 
+def test_the_memory_of_the_host_is_measured_at_the_start_and_not_when_the_first_link_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    measured = iter((1e10, 2e10, 3e10))
+    monkeypatch.setattr(links, "memory_bytes_per_s", lambda: next(measured))
+    Two()
+    assert next(measured) == 1e10, "who measures no link measures no memory"
+    Two(measures=True)
+    assert next(measured, None) is None, "each of the two has"
+
+
 def test_memory_is_copied_at_some_speed() -> None:
     assert 1e8 < memory_bytes_per_s() < 1e13

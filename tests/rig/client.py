@@ -102,6 +102,8 @@ class Answer:
     is_done: bool = False
     errors: list[str] = field(default_factory=list)
     """Everything that no client should see."""
+    id: str = ""
+    """By which the router knows its timeline."""
 
     @classmethod
     def to(cls, request: Request) -> "Answer":
@@ -202,6 +204,7 @@ def _take(answer: Answer, data: str, now: float) -> None:
             answer.errors.append(f"error event: {event['error']}")
             return
         answer.usage = event.get("usage") or answer.usage
+        answer.id = event.get("id", "")
         for part in event["choices"]:
             _take_part(answer, answer.choices[part["index"]], part, now)
 
