@@ -118,8 +118,8 @@ class Forks:
             errors = written.fileno() if options.get("stderr") == subprocess.STDOUT else 2
             files = (read.fileno(), written.fileno(), errors)
             pid = self.start(words[2:], options["env"], files, options.get("pass_fds", ()))
-        stdout = open(output, encoding=options.get("encoding"), errors=options.get("errors"))
-        return Forked(pid, stdout, None if asking is None else open(asking, "w"))
+        stdout = os.fdopen(output, encoding=options.get("encoding"), errors=options.get("errors"))
+        return Forked(pid, stdout, None if asking is None else os.fdopen(asking, "w"))
 
     def start(
         self, words: Sequence[str], environment: dict[str, str], files: Sequence[int], inherited: Sequence[int] = ()
