@@ -1,6 +1,8 @@
 """`python -m benchmarks.router` with fleets that run, and what it makes of the answers of a load."""
 
 import json
+import subprocess
+import sys
 from array import array
 from pathlib import Path
 
@@ -11,14 +13,15 @@ from bench.options import ResultOptions
 from bench.serve import MeasuredLoad, figures_of
 from benchmarks.router import WatchedLoad
 from common.processes.local_fleet import FleetFailed
-from tests.rig.forks import run_module
 
 
 def test_a_quick_run_measures_prints_and_writes_what_was_asked_for(tmp_path: Path) -> None:
     figures = tmp_path / "figures.json"
-    flags = ["--quick", "--markdown", "--requests", "24", "--open", "4", "--open-s", "5", "--tp", "2"]
-    flags += ["--more=--prefill=0"]  # which nothing here measures
-    done = run_module("benchmarks.router", *flags, "--json", str(figures))
+    command = [sys.executable, "-m", "benchmarks.router", "--quick", "--markdown", "--requests", "24", "--open", "4", "--tp", "2"]
+    command += ["--more=--prefill=0"]  # which nothing here measures
+    done = subprocess.run(
+        [*command, "--open-s", "5", "--json", str(figures)], capture_output=True, text=True, timeout=280, check=False
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith(
         "```sh\npython -m benchmarks.router --quick --markdown --requests=24 --open=4 --open-s=5.0 --tp=2 "
