@@ -361,10 +361,9 @@ async def test_the_access_log_has_one_line_for_each_request_with_the_name_of_its
     assert all(key not in str(texts) + str(lines) for key in (ALICE, "wrong-key"))
 
 
-async def test_without_the_flag_there_is_no_access_log(caplog: pytest.LogCaptureFixture) -> None:
+async def test_without_the_flag_there_is_no_access_log(site: Site, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
-    async with Site() as site:
-        assert not await logged(caplog, site, lambda client: client.post("/v1/completions", json=completion()))
+    assert not await logged(caplog, site, lambda client: client.post("/v1/completions", json=completion()))
 
 
 async def test_every_line_about_a_request_names_it_at_the_lowest_level(caplog: pytest.LogCaptureFixture) -> None:
