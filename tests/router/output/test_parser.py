@@ -370,11 +370,6 @@ def test_the_first_line_after_thoughts_keeps_its_indentation() -> None:
     assert pushed(parser_of(None, thinks=True), list(text)) == ParsedAnswer("    return 1", "  if so:")
 
 
-def test_calls_follow_thoughts() -> None:
-    text = '<think>call it</think>\n<tool_call>{"name": "f", "arguments": {}}</tool_call>'
-    assert pushed(parser_of(HERMES, thinks=True), list(text)) == ParsedAnswer("", "call it", [ParsedCall("f", "{}")])
-
-
 @pytest.mark.parametrize(
     ("text", "parts"),
     [
