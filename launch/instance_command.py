@@ -38,6 +38,18 @@ def check_model(model: ModelConfig, engine: EngineConfig, ranks: int, *, on_cpu:
         refuse_ranks(architecture, ranks)
 
 
+def check_draft_model(drafting: "Drafting | None", engine: EngineConfig, ranks: int, *, on_cpu: bool) -> None:
+    """As `check_model`, for the model that drafts tokens, if one does."""
+    if drafting is None or not drafting.model:
+        return
+    if engine.executor == "timed":
+        raise ConfigError("--speculative-config: --executor timed loads no model, so no draft model either: take ngram")
+    try:
+        check_model(ModelConfig(model=drafting.model), engine, ranks, on_cpu=on_cpu)
+    except ConfigError as error:
+        raise ConfigError(f"--speculative-config: the draft model: {error}") from error
+
+
 @dataclass(frozen=True, kw_only=True)
 class InstanceCommand:
     """What the command was told. Raises ConfigError for a name that cannot be one."""
@@ -57,9 +69,6 @@ class InstanceCommand:
             check_instance_id(self.name)
         except ConfigError as error:
             raise ConfigError(f"--name: {error}") from None
-        drafting = self.instance.drafting
-        if drafting is not None and drafting.model and self.engine.executor == "timed":
-            raise ConfigError("--speculative-config: --executor timed loads no model, so no draft model either: take ngram")
 
     @property
     def drafting(self) -> "Drafting | None":
@@ -82,11 +91,7 @@ class InstanceCommand:
             # Before weights are loaded or other ranks are started.
             on_cpu = engine.device == "cpu" or (engine.device == "auto" and not count_gpus())
             check_model(self.model, engine, instance.tp, on_cpu=on_cpu)
-            if self.drafting is not None and self.drafting.model:
-                try:
-                    check_model(ModelConfig(model=self.drafting.model), engine, instance.tp, on_cpu=on_cpu)
-                except ConfigError as error:
-                    raise ConfigError(f"--speculative-config: the draft model: {error}") from error
+            check_draft_model(self.drafting, engine, instance.tp, on_cpu=on_cpu)
             serve = follower_process.serve if first else instance_process.serve
             try:
                 serve(process, self, {0: engine} if is_alone else engines_of_ranks(instance, engine))
