@@ -18,9 +18,9 @@ from tests.rig.forks import forked
 from tests.rig.pages import RunningFleet, running_fleet, until
 
 LINES = 60
-TIMED = ("--executor", "timed", "--step-cost", "0.008,0,0", "--kv-memory", "16MiB")
-"""What a batch needs of a fleet is that it takes time and answers the same again."""
-FLEET = (*TIMED, "--batch-requests", "4")
+FLEET = ("--dtype", "float32", "--grammar", "off", "--batch-requests", "4")
+TIMED = "--prefill 0 --decode 1 --executor timed --step-cost 0.008,0,0 --kv-memory 16MiB"
+"""A fleet without a model."""
 
 
 def asked(folder: Path, max_tokens: int) -> Path:
@@ -90,7 +90,7 @@ def test_a_batch_without_a_fleet_starts_one(tmp_path: Path, capsys: pytest.Captu
     file = asked(tmp_path, 4)
     with file.open("a") as more:
         more.write('\n{"custom_id": "wrong", "method": "POST", "url": "/v1/completions", "body": {"max_tokens": "x"}}')
-    fleet, answered = " ".join(("--prefill", "0", "--decode", "1", *TIMED)), str(file.with_suffix(".out"))
+    fleet, answered = TIMED, str(file.with_suffix(".out"))
     with forked():
         status = run(BatchFlags(input_file=str(file), output_file=answered, fleet=fleet), "")
     told = capsys.readouterr().err

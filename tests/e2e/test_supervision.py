@@ -17,7 +17,7 @@ from tests.rig.client import Request, Streams
 from tests.rig.pages import FleetPages, RunningFleet, running_fleet, until
 from tests.rig.shared_memory import left_behind, shared_files
 
-ANSWER_TOKENS = 400
+ANSWER_TOKENS = 500
 """Answers take seconds of decode steps, and a fault must hit them in a moment of that."""
 PROMPTS = [f"Count from {number} to 90." for number in range(3, 7)]
 PREFILL, DECODE = ["prefill-0"], ["decode-0", "decode-1"]

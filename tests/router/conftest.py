@@ -29,6 +29,6 @@ async def site() -> AsyncIterator[Site]:
 
 @pytest.fixture
 async def client(site: Site) -> AsyncIterator[httpx.AsyncClient]:
-    """Of the router's API."""
+    """A client of the router's API."""
     async with site.client() as client:
         yield client
