@@ -19,6 +19,8 @@ from tests.rig.pages import RunningFleet, running_fleet, until
 
 LINES = 60
 FLEET = ("--dtype", "float32", "--grammar", "off", "--batch-requests", "4")
+TIMED = "--prefill 0 --decode 1 --executor timed --step-cost 0.008,0,0 --kv-memory 16MiB"
+"""A fleet without a model."""
 
 
 def asked(folder: Path, max_tokens: int) -> Path:
@@ -88,7 +90,7 @@ def test_a_batch_without_a_fleet_starts_one(tmp_path: Path, capsys: pytest.Captu
     file = asked(tmp_path, 4)
     with file.open("a") as more:
         more.write('\n{"custom_id": "wrong", "method": "POST", "url": "/v1/completions", "body": {"max_tokens": "x"}}')
-    fleet, answered = "--prefill 0 --decode 1 --dtype float32", str(file.with_suffix(".out"))
+    fleet, answered = TIMED, str(file.with_suffix(".out"))
     with forked():
         status = run(BatchFlags(input_file=str(file), output_file=answered, fleet=fleet), "")
     told = capsys.readouterr().err

@@ -14,6 +14,13 @@ from engine.cpu import build
 from engine.model_runner import ModelRunner
 from launch.child import find_programs
 from tests.rig.client import completion_of_ids
+from tests.rig.forks import forked, forks
+
+
+@pytest.fixture(scope="module", autouse=True)
+def forking() -> None:
+    """The process that forks is there before the host is clean."""
+    forks()
 
 
 @pytest.fixture(autouse=True)
@@ -26,7 +33,7 @@ def clean_host(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 def test_the_processor_serves_the_log_says_what_lacks_and_the_fleet_stops_in_order() -> None:
-    with local_fleet() as fleet:
+    with forked(), local_fleet() as fleet:
         router = RouterClient(fleet.url)
         asked = json.loads(completion_of_ids("demo", list(range(300, 320)), 6, return_token_ids=True))
         assert len(router.post("/v1/completions", asked)["choices"][0]["token_ids"]) == 6

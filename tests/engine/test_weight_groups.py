@@ -33,10 +33,17 @@ from tests.engine.driver import Driver
 from tests.engine.exact import GREEDY, answers, assert_exact, runner
 from tests.engine.ranks import least_of, on_ranks, runner_of
 from tests.engine.test_staging import PROMPTS, WAIT_S, changed, digest_of, exchange, silent
+from tests.rig.forks import forked
 from tests.rig.trainer import GROUP, HOST, trainer
 
 Tensors = Mapping[str, torch.Tensor]
 FEW_S = 6.0
+
+
+@pytest.fixture(scope="module", autouse=True)
+def groups_in_forked_processes() -> Iterator[None]:
+    with forked():
+        yield
 
 
 def nobody() -> None: ...

@@ -6,19 +6,19 @@ import pytest
 
 from common.config import RouterConfig
 from common.errors import BadRequest, NotFound, TandemError, Unavailable
-from common.executor import Work
 from common.ids import Digest, InstanceId, ServingRole
 from common.messages import Finished
 from common.messages.adapters import AdapterEntry
-from common.messages.tasks import ReadAdapter, Task
+from common.messages.tasks import ReadAdapter
 from common.messages.weights import FIRST_VERSION
 from common.step_cost import StepCost
 from router.adapters import ReplaceMode
-from tests.engine.toy import TOY_ADAPTERS, ToyExecutor, ToyStaging
+from tests.engine.toy import TOY_ADAPTERS, ToyExecutor
+from tests.life.client import Client
 from tests.life.expected import undisturbed
 from tests.life.fleet import ToyFleet, World
 from tests.life.ranks import ToySize
-from tests.life.test_weights import until_it_streams, update
+from tests.life.test_weights import die, engine_of, until_it_streams, update
 
 SIZE = ToySize(rows=8, cost=StepCost(0.02, 0.0, 0.0))
 PROMPT = [100 + n for n in range(19)]
@@ -56,6 +56,24 @@ def load(fleet: ToyFleet, name: str, folder: str, *, is_pinned: bool = False, re
 
 def unload(fleet: ToyFleet, name: str, seat: int = 0) -> list[AdapterEntry | TandemError]:
     return fleet.adapt(lambda adapters: adapters.unload(name), seat)
+
+
+def load_all(fleet: ToyFleet, count: int) -> None:
+    """Adapters n0, n1 and so on, from a0, a1 and so on."""
+    for n in range(count):
+        load(fleet, f"n{n}", f"a{n}")
+
+
+def reload(fleet: ToyFleet, name: str) -> AdapterEntry | TandemError:
+    came = fleet.adapt(lambda adapters: adapters.reload(name))
+    fleet.turn_until(lambda: bool(came))
+    return came[0]
+
+
+def streaming(fleet: ToyFleet, adapter: str, tokens: int = 60, name: str = "s") -> Client:
+    client = fleet.submit(name, PROMPT, tokens, adapter)
+    until_it_streams(fleet, client)
+    return client
 
 
 def names(fleet: ToyFleet, seat: int = 0) -> list[str]:
@@ -97,35 +115,21 @@ def test_a_request_for_an_adapter_that_is_not_there_is_refused_by_name() -> None
         load(fleet, "red", "a2")
 
 
-def test_an_adapter_that_one_instance_cannot_use_is_on_none() -> None:
+@pytest.mark.parametrize(
+    ("where", "reads", "reason"),
+    [
+        ("decode-1", "bad a1", "decode-1: bad a1"),
+        ("prefill-1", "a1-other", "not the same everywhere: .*a1-other on prefill-1"),
+    ],
+    ids=["cannot be used", "differs"],
+)
+def test_an_adapter_that_one_instance_cannot_use_or_whose_files_differ_between_hosts_is_on_none(
+    where: str, reads: str, reason: str
+) -> None:
     fleet = make_fleet()
-    odd = fleet.instances["decode-1"].rank.engine
-    assert isinstance(odd, ToyExecutor)
-    whole = odd.perform
-
-    def perform(task: Task) -> Work:
-        assert isinstance(task, ReadAdapter)
-        return whole(ReadAdapter(f"bad {task.folder}"))
-
-    odd.perform = perform  # type: ignore[method-assign,assignment]
-    with pytest.raises(BadRequest, match=r"decode-1: bad a1"):
-        load(fleet, "red", "a1")
-    fleet.run_for(2.0)
-    assert names(fleet) == [] and held(fleet) == [set()] * 4
-
-
-def test_an_adapter_whose_files_differ_between_hosts_is_on_none() -> None:
-    fleet = make_fleet()
-    odd = fleet.instances["prefill-1"].rank.engine
-    assert isinstance(odd, ToyExecutor)
-    whole = odd.perform
-
-    def perform(task: Task) -> ToyStaging:
-        assert isinstance(task, ReadAdapter)
-        return whole(ReadAdapter(f"{task.folder}-other"))
-
-    odd.perform = perform  # type: ignore[method-assign]
-    with pytest.raises(BadRequest, match=r"not the same everywhere: .*a1-other on prefill-1"):
+    odd = engine_of(fleet, where)
+    whole, odd.perform = odd.perform, lambda task: whole(ReadAdapter(reads))  # type: ignore[method-assign]
+    with pytest.raises(BadRequest, match=reason):
         load(fleet, "red", "a1")
     fleet.run_for(2.0)
     assert names(fleet) == [] and held(fleet) == [set()] * 4
@@ -155,8 +159,7 @@ def test_the_adapter_that_was_used_longest_ago_makes_room_and_is_read_again_when
     fleet.run(fleet.submit("again", PROMPT, 2, "n1"))
     load(fleet, "new", "a9")
     assert held(fleet) == [{"a0", "a1", "a9"}] * 2, "n0 is pinned, and n1 was used later than n2"
-    came = fleet.adapt(lambda adapters: adapters.reload("n2"))
-    fleet.turn_until(lambda: bool(came))
+    reload(fleet, "n2")
     client = fleet.submit("back", PROMPT, 9, "n2")
     fleet.run(client)
     assert client.token_ids == undisturbed(PROMPT, 9, adapter=Digest("a2"))
@@ -165,10 +168,8 @@ def test_the_adapter_that_was_used_longest_ago_makes_room_and_is_read_again_when
 
 def test_when_requests_have_all_places_another_adapter_is_refused_by_name() -> None:
     fleet = make_fleet(1, 1)
-    running = []
-    for n in range(TOY_ADAPTERS):
-        load(fleet, f"n{n}", f"a{n}")
-        running.append(fleet.submit(f"r{n}", PROMPT, 60, f"n{n}"))
+    load_all(fleet, TOY_ADAPTERS)
+    running = [fleet.submit(f"r{n}", PROMPT, 60, f"n{n}") for n in range(TOY_ADAPTERS)]
     with pytest.raises(TandemError, match="--max-loaded-loras"):
         load(fleet, "new", "a9")
     fleet.run(*running)
@@ -193,8 +194,7 @@ def test_an_adapter_is_loaded_while_an_instance_is_told_to_take_another_role(nam
 
 def test_an_adapter_that_is_unloaded_while_it_is_read_again_does_not_come_back() -> None:
     fleet = make_fleet(1, 1)
-    for n in range(TOY_ADAPTERS + 1):
-        load(fleet, f"n{n}", f"a{n}")
+    load_all(fleet, TOY_ADAPTERS + 1)
     again = fleet.adapt(lambda adapters: adapters.reload("n0"))
     gone = unload(fleet, "n0")
     fleet.turn_until(lambda: bool(again and gone))
@@ -205,18 +205,13 @@ def test_an_adapter_that_is_unloaded_while_it_is_read_again_does_not_come_back()
 
 def test_a_request_for_an_evicted_adapter_whose_files_are_being_written_may_try_again() -> None:
     fleet = make_fleet(1, 1)
-    for n in range(TOY_ADAPTERS + 1):
-        load(fleet, f"n{n}", f"a{n}")
-    odd = fleet.instances["decode-0"].rank.engine
-    assert isinstance(odd, ToyExecutor)
+    load_all(fleet, TOY_ADAPTERS + 1)
+    odd = engine_of(fleet, "decode-0")
     whole, odd.perform = odd.perform, lambda task: whole(ReadAdapter("bad a0"))  # type: ignore[method-assign]
-    first = fleet.adapt(lambda adapters: adapters.reload("n0"))
-    fleet.turn_until(lambda: bool(first))
-    assert isinstance(first[0], Unavailable) and "'n0' was evicted" in str(first[0]) and "bad a0" in str(first[0])
+    first = reload(fleet, "n0")
+    assert isinstance(first, Unavailable) and "'n0' was evicted" in str(first) and "bad a0" in str(first)
     odd.perform = whole  # type: ignore[method-assign]
-    second = fleet.adapt(lambda adapters: adapters.reload("n0"))
-    fleet.turn_until(lambda: bool(second))
-    assert isinstance(second[0], AdapterEntry) and "a0" in held(fleet)[0]
+    assert isinstance(reload(fleet, "n0"), AdapterEntry) and "a0" in held(fleet)[0]
 
 
 def test_an_adapter_that_a_pinned_name_has_too_is_not_evicted_by_its_other_name() -> None:
@@ -232,8 +227,7 @@ def test_an_adapter_that_a_pinned_name_has_too_is_not_evicted_by_its_other_name(
 def test_an_adapter_that_comes_back_by_another_name_does_not_hold_up_its_unloading() -> None:
     fleet = make_fleet(1, 1)
     load(fleet, "red", "a1")
-    stream = fleet.submit("s", PROMPT, 30, "red")
-    until_it_streams(fleet, stream)
+    stream = streaming(fleet, "red", 30)
     gone = unload(fleet, "red")
     load(fleet, "blue", "a1")
     fleet.run(stream)
@@ -244,10 +238,8 @@ def test_an_adapter_that_comes_back_by_another_name_does_not_hold_up_its_unloadi
 def test_the_place_of_a_replaced_adapter_is_free_before_another_one_is_read() -> None:
     """Another one comes in the moment in which the router hears that the last request with the former one is over."""
     fleet = make_fleet(1, 1)
-    for n in range(TOY_ADAPTERS):
-        load(fleet, f"n{n}", f"a{n}")
-    stream = fleet.submit("s", PROMPT, 30, "n0")
-    until_it_streams(fleet, stream)
+    load_all(fleet, TOY_ADAPTERS)
+    stream = streaming(fleet, "n0", 30)
     load(fleet, "n0", "a7", replaces=True)
     fleet.run(stream)
     assert Digest("a0") in held(fleet)[0]
@@ -257,8 +249,7 @@ def test_the_place_of_a_replaced_adapter_is_free_before_another_one_is_read() ->
 
 def test_more_different_adapters_than_a_batch_can_have_wait_for_each_other_and_none_starves() -> None:
     fleet = make_fleet(1, 1)
-    for n in range(3):
-        load(fleet, f"n{n}", f"a{n}")
+    load_all(fleet, 3)
     clients = [fleet.submit(f"r{n}", PROMPT, 20, f"n{n % 3}") for n in range(12)]
     fleet.run(*clients)
     for n, client in enumerate(clients):
@@ -269,10 +260,8 @@ def test_more_different_adapters_than_a_batch_can_have_wait_for_each_other_and_n
 def test_what_becomes_of_streams_whose_adapter_is_replaced(mode: ReplaceMode) -> None:
     fleet = make_fleet()
     load(fleet, "red", "a1")
-    streams = [fleet.submit(f"s{n}", PROMPT, 60, "red") for n in range(4)]
-    bystander = fleet.submit("base", PROMPT, 60)
-    for client in (*streams, bystander):
-        until_it_streams(fleet, client)
+    streams = [streaming(fleet, "red", name=f"s{n}") for n in range(4)]
+    bystander = streaming(fleet, "", name="base")
     came = begin_load(fleet, "red", "a2", replaces=True, mode=mode)
     fleet.turn_until(lambda: bool(came))
     late = fleet.submit("late", PROMPT, 10, "red")
@@ -295,8 +284,7 @@ def test_what_becomes_of_streams_whose_adapter_is_replaced(mode: ReplaceMode) ->
 def test_an_adapter_is_unloaded_when_its_streams_are_over_and_no_new_one_begins() -> None:
     fleet = make_fleet()
     load(fleet, "red", "a1")
-    stream = fleet.submit("s", PROMPT, 60, "red")
-    until_it_streams(fleet, stream)
+    stream = streaming(fleet, "red")
     came = unload(fleet, "red")
     with pytest.raises(NotFound):
         fleet.submit("late", PROMPT, 4, "red")
@@ -311,12 +299,9 @@ def test_an_adapter_is_unloaded_when_its_streams_are_over_and_no_new_one_begins(
 def test_a_successor_of_an_instance_gets_the_adapters_of_the_fleet_and_streams_go_on() -> None:
     fleet = make_fleet(1, 2)
     load(fleet, "red", "a1")
-    streams = [fleet.submit(f"s{n}", PROMPT, 60, "red") for n in range(4)]
-    for client in streams:
-        until_it_streams(fleet, client)
+    streams = [streaming(fleet, "red", name=f"s{n}") for n in range(4)]
     for name, role in (("decode-0", "decode"), ("decode-1", "decode"), ("prefill-0", "prefill")):
-        fleet.kill(name)
-        fleet.connection_broken(name)
+        die(fleet, name)
         fleet.start(name, role)  # type: ignore[arg-type]
         fleet.run_for(1.0)
     fleet.run(*streams)
@@ -341,8 +326,7 @@ def test_a_router_that_begins_anew_and_one_beside_it_know_the_adapters() -> None
 def test_the_weights_change_under_streams_with_adapters() -> None:
     fleet = make_fleet(1, 1)
     load(fleet, "red", "a1")
-    stream = fleet.submit("s", PROMPT, 40, "red")
-    until_it_streams(fleet, stream)
+    stream = streaming(fleet, "red", 40)
     came = update(fleet, "w1", version="step-1")
     fleet.run(stream)
     assert len(came) == 1 and [version for _, version in stream.answers[0].versions] == [f"{FIRST_VERSION}+a1", "step-1+a1"]
@@ -388,9 +372,7 @@ def test_replacing_an_adapter_concerns_requests_of_its_name_alone() -> None:
     fleet = make_fleet(1, 1)
     load(fleet, "red", "a1")
     load(fleet, "blue", "a1")
-    red, blue = fleet.submit("red", PROMPT, 60, "red"), fleet.submit("blue", PROMPT, 60, "blue")
-    until_it_streams(fleet, red)
-    until_it_streams(fleet, blue)
+    red, blue = streaming(fleet, "red", name="red"), streaming(fleet, "blue", name="blue")
     begin_load(fleet, "red", "a2", replaces=True, mode="abort")
     fleet.run(red, blue)
     assert red.endings == [Finished(reason="cancelled")]

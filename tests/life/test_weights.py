@@ -1,7 +1,6 @@
 """Weights that change while a fleet serves, and what is refused instead."""
 
 from collections import Counter
-from collections.abc import Callable
 from unittest.mock import Mock
 
 import pytest
@@ -40,15 +39,48 @@ def update(
     return came
 
 
+def until_updated(
+    fleet: ToyFleet, name: str, mode: UpdateMode = "recompute", version: str = "", keeps_pause: bool = False
+) -> Updated | TandemError:
+    came = update(fleet, name, mode, version, keeps_pause=keeps_pause)
+    fleet.turn_until(lambda: bool(came))
+    fleet.run_for(1.0)
+    (outcome,) = came
+    return outcome
+
+
+def go_on(fleet: ToyFleet) -> None:
+    router = fleet.router_process
+    router.deliver(router.core.apply(router.core.fleet.weights.go_on(), fleet.clock.now))
+
+
+def engine_of(fleet: ToyFleet, name: str) -> ToyExecutor:
+    engine = fleet.instances[name].rank.engine
+    assert isinstance(engine, ToyExecutor)
+    return engine
+
+
 def weights_of(fleet: ToyFleet) -> dict[str, Digest]:
     return {name: instance.rank.engine.weights for name, instance in fleet.instances.items()}
 
 
+def die(fleet: ToyFleet, *names: str) -> None:
+    for name in names:
+        fleet.kill(name)
+        fleet.connection_broken(name)
+
+
 def start_anew(fleet: ToyFleet, name: str) -> None:
     """The instance dies, and another one of its name starts."""
-    fleet.kill(name)
-    fleet.connection_broken(name)
+    die(fleet, name)
     fleet.start(name, "decode")
+
+
+def streaming(fleet: ToyFleet, tokens: int, begun: int = 5, name: str = "r") -> Client:
+    """A request for so many tokens, of which some have come."""
+    client = fleet.submit(name, PROMPT, tokens)
+    until_it_streams(fleet, client, begun)
+    return client
 
 
 def until_it_streams(fleet: ToyFleet, client: Client, tokens: int = 5) -> None:
@@ -75,8 +107,7 @@ def test_whatever_goes_wrong_each_token_comes_from_the_weights_that_its_answer_n
 
 def test_a_stream_goes_on_with_the_new_weights_and_says_from_which_token_on() -> None:
     fleet = make_fleet(1, 1)
-    client = fleet.submit("r", PROMPT, 30)
-    until_it_streams(fleet, client)
+    client = streaming(fleet, 30)
     came = update(fleet, "w1", version="step-1")
     fleet.run(client)
     (begin, name), (at, version) = client.answers[0].versions
@@ -91,9 +122,7 @@ def test_a_stream_goes_on_with_the_new_weights_and_says_from_which_token_on() ->
 
 def test_with_finish_no_stream_changes_its_weights_and_somebody_always_serves() -> None:
     fleet = make_fleet()
-    old = [fleet.submit(f"old-{n}", PROMPT, 60) for n in range(4)]
-    for client in old:
-        until_it_streams(fleet, client, 1)
+    old = [streaming(fleet, 60, 1, f"old-{n}") for n in range(4)]
     came = update(fleet, "w1", "finish")
     new: list[Client] = []
     while not came:
@@ -111,8 +140,7 @@ def test_with_finish_no_stream_changes_its_weights_and_somebody_always_serves() 
 
 def test_with_abort_what_was_dispatched_ends_and_what_comes_meanwhile_waits() -> None:
     fleet = make_fleet(1, 1)
-    running = fleet.submit("running", PROMPT, 60)
-    until_it_streams(fleet, running)
+    running = streaming(fleet, 60)
     came = update(fleet, "w1", "abort")
     fleet.turn_until(lambda: running.ended)
     late = fleet.submit("late", PROMPT, 4)
@@ -123,10 +151,8 @@ def test_with_abort_what_was_dispatched_ends_and_what_comes_meanwhile_waits() ->
 
 def test_an_update_to_the_same_weights_ends_and_names_as_any_other() -> None:
     fleet = make_fleet(1, 1)
-    running = fleet.submit("running", PROMPT, 60)
-    until_it_streams(fleet, running)
-    came = update(fleet, TOY_WEIGHTS, "abort", version="again")
-    fleet.turn_until(lambda: bool(came))
+    running = streaming(fleet, 60)
+    until_updated(fleet, TOY_WEIGHTS, "abort", version="again")
     next_one = fleet.submit("next", PROMPT, 3)
     fleet.run(running, next_one)
     assert running.endings == [Finished(reason="cancelled")]
@@ -135,7 +161,7 @@ def test_an_update_to_the_same_weights_ends_and_names_as_any_other() -> None:
 
 def test_who_joins_while_the_others_change_keeps_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     fleet = make_fleet(1, 2)
-    until_it_streams(fleet, fleet.submit("r", PROMPT, 200))
+    streaming(fleet, 200)
     came, weights = update(fleet, "w1"), fleet.router.fleet.weights
     fleet.turn_until(lambda: weights.update is not None and weights.update.is_switching)
     monkeypatch.setattr(toy, "STAGE_S", 90.0)
@@ -147,42 +173,29 @@ def test_who_joins_while_the_others_change_keeps_nobody_waiting(monkeypatch: pyt
 
 def test_requests_that_stay_where_they_are_in_a_pause_are_computed_anew_if_the_weights_change() -> None:
     fleet = make_fleet(1, 1)
-    client = fleet.submit("r", PROMPT, 20)
-    until_it_streams(fleet, client)
+    client = streaming(fleet, 20)
     router = fleet.router_process
     router.deliver(router.core.apply(router.core.fleet.weights.pause(holds_steps=True), fleet.clock.now))
     fleet.run_for(2.0)
     held = len(client.token_ids)
     fleet.run_for(2.0)
     assert len(client.token_ids) == held < 20
-    came = update(fleet, "w1")
-    fleet.turn_until(lambda: bool(came))
+    until_updated(fleet, "w1")
     fleet.run_for(2.0)
     assert len(client.token_ids) == held, "the pause goes on"
-    router.deliver(router.core.apply(router.core.fleet.weights.go_on(), fleet.clock.now))
+    go_on(fleet)
     fleet.run(client)
     tokens = client.token_ids
     assert tokens == undisturbed(PROMPT, held) + undisturbed(PROMPT + tokens[:held], 20 - held, weights=Digest("w1"))
 
 
-def _other_files(stage: Callable[..., ToyStaging]) -> Callable[..., ToyStaging]:
-    def staged(*args: object) -> ToyStaging:
-        made = stage(*args)
-        made.name += "-of-another-day"
-        return made
-
-    return staged
-
-
 def test_a_host_with_other_files_is_named_and_nothing_changes() -> None:
     fleet = make_fleet()
-    odd = fleet.instances["decode-1"].rank.engine
-    assert isinstance(odd, ToyExecutor)
-    odd.stage = _other_files(odd.stage)  # type: ignore[method-assign]
+    odd = engine_of(fleet, "decode-1")
+    whole, odd.stage = odd.stage, lambda source: whole(WeightsOnDisk("w1-of-another-day"))  # type: ignore[method-assign]
     client = fleet.submit("r", PROMPT, 20)
-    answers = update(fleet, "w1")
+    came = until_updated(fleet, "w1")
     fleet.run(client)
-    (came,) = answers
     assert isinstance(came, TandemError) and came.status == 400
     assert "w1-of-another-day on decode-1" in str(came) and "w1 on decode-0" in str(came)
     assert client.token_ids == undisturbed(PROMPT, 20)
@@ -198,15 +211,13 @@ def test_weights_that_an_instance_cannot_use_and_a_second_update_are_refused_by_
     (error,) = came
     assert isinstance(error, TandemError) and "cannot use the new weights: bad weights holds no toy weights" in str(error)
     assert set(weights_of(fleet).values()) == {TOY_WEIGHTS}
-    update(fleet, "w1")
-    fleet.run_for(2.0)
+    until_updated(fleet, "w1")
     assert set(weights_of(fleet).values()) == {"w1"}
 
 
 def test_an_instance_that_comes_back_is_given_the_weights_of_the_fleet_before_it_serves() -> None:
     fleet = make_fleet(1, 2)
-    update(fleet, "w1", version="step-1")
-    fleet.run_for(2.0)
+    until_updated(fleet, "w1", version="step-1")
     start_anew(fleet, "decode-0")
     fleet.run_for(3.0)
     assert weights_of(fleet)["decode-0"] == "w1"
@@ -218,11 +229,9 @@ def test_an_instance_that_comes_back_is_given_the_weights_of_the_fleet_before_it
 
 def test_a_newcomer_that_is_short_of_memory_is_asked_again_with_its_heartbeats_and_people_hear_why() -> None:
     fleet = make_fleet(1, 2)
-    update(fleet, "w1", version="step-1")
-    fleet.run_for(2.0)
+    until_updated(fleet, "w1", version="step-1")
     start_anew(fleet, "decode-0")
-    engine = fleet.instances["decode-0"].rank.engine
-    assert isinstance(engine, ToyExecutor)
+    engine = engine_of(fleet, "decode-0")
     whole, stagings = engine.stage, list[ToyStaging]()
 
     def short(source: WeightsSource) -> ToyStaging:
@@ -242,8 +251,7 @@ def test_a_newcomer_that_is_short_of_memory_is_asked_again_with_its_heartbeats_a
 
 def test_an_update_that_changes_nothing_leaves_the_way_to_weights_that_newcomers_are_given() -> None:
     fleet = make_fleet(1, 1)
-    update(fleet, "w1")
-    fleet.run_for(2.0)
+    until_updated(fleet, "w1")
     came: list[Updated | TandemError] = []
     change = fleet.router.fleet.weights.begin(UpdateOrder(WeightsInMemory(("w1",))), came.append, fleet.clock.now)
     fleet.routers[0].deliver(fleet.routers[0].core.apply(change, fleet.clock.now))
@@ -258,11 +266,8 @@ def test_an_update_that_changes_nothing_leaves_the_way_to_weights_that_newcomers
 
 def test_a_fleet_whose_instances_all_died_comes_back_with_its_weights() -> None:
     fleet = make_fleet(1, 1)
-    update(fleet, "w1", version="step-1")
-    fleet.run_for(2.0)
-    for name in ("prefill-0", "decode-0"):
-        fleet.kill(name)
-        fleet.connection_broken(name)
+    until_updated(fleet, "w1", version="step-1")
+    die(fleet, "prefill-0", "decode-0")
     fleet.run_for(5.0)
     assert not list(fleet.router.fleet.members())
     fleet.start("prefill-0", "prefill")
@@ -276,29 +281,23 @@ def test_a_fleet_whose_instances_all_died_comes_back_with_its_weights() -> None:
 
 def test_a_fleet_that_came_back_and_cannot_be_given_its_weights_is_given_others_when_people_say_so() -> None:
     fleet = make_fleet(1, 1)
-    update(fleet, "w1")
-    fleet.run_for(2.0)
-    for name in ("prefill-0", "decode-0"):
-        fleet.kill(name)
-        fleet.connection_broken(name)
+    until_updated(fleet, "w1")
+    die(fleet, "prefill-0", "decode-0")
     fleet.run_for(5.0)
     for name in ("prefill-0", "decode-0"):
         fleet.start(name, "prefill" if name == "prefill-0" else "decode")
-        engine = fleet.instances[name].rank.engine
-        assert isinstance(engine, ToyExecutor)
+        engine = engine_of(fleet, name)
         whole = engine.stage
         engine.stage = lambda source, whole=whole: whole(WeightsOnDisk("bad") if source == WeightsOnDisk("w1") else source)  # type: ignore[method-assign,misc]
     fleet.run_for(5.0)
     assert all("cannot be given the weights of the fleet, w1" in member.misfit for member in fleet.router.fleet.members())
-    came = update(fleet, "w2")
-    fleet.turn_until(lambda: bool(came))
-    assert isinstance(came[0], Updated) and set(weights_of(fleet).values()) == {"w2"}
+    assert isinstance(until_updated(fleet, "w2"), Updated)
+    assert set(weights_of(fleet).values()) == {"w2"}
 
 
 def test_a_router_that_knows_no_way_to_its_weights_refuses_an_instance_with_others() -> None:
     fleet = make_fleet()
-    update(fleet, "w1")
-    fleet.run_for(2.0)
+    until_updated(fleet, "w1")
     fleet.restart_router()
     fleet.run_for(5.0)
     assert fleet.router.fleet.weights.target == "w1", "those of its members"
@@ -357,13 +356,11 @@ def test_a_pause_is_kept_after_an_update_that_succeeds_and_not_after_one_that_is
     fleet = make_fleet()
     update(fleet, "bad", keeps_pause=True)
     fleet.run(fleet.submit("before", PROMPT, 3))
-    update(fleet, "w1", keeps_pause=True)
-    fleet.run_for(2.0)
+    until_updated(fleet, "w1", keeps_pause=True)
     client = fleet.submit("r", PROMPT, 3)
     fleet.run_for(5.0)
     assert not client.ended
-    router = fleet.router_process
-    router.deliver(router.core.apply(router.core.fleet.weights.go_on(), fleet.clock.now))
+    go_on(fleet)
     fleet.run(client)
     assert client.token_ids == undisturbed(PROMPT, 3, weights=Digest("w1"))
 
@@ -371,8 +368,7 @@ def test_a_pause_is_kept_after_an_update_that_succeeds_and_not_after_one_that_is
 @pytest.mark.parametrize("when", ["leaves first", "leaves during"])
 def test_one_decode_instance_that_stays_beside_one_that_leaves_keeps_requests_waiting_and_refuses_none(when: str) -> None:
     fleet = make_fleet(1, 2)
-    long = fleet.submit("long", PROMPT, 60)
-    until_it_streams(fleet, long)
+    streaming(fleet, 60, name="long")
     leaving = next(
         name for name, one in fleet.instances.items() if one.scheduler.report().load.running_requests and "decode" in name
     )
@@ -393,8 +389,7 @@ def test_one_decode_instance_that_stays_beside_one_that_leaves_keeps_requests_wa
 
 def test_when_the_half_that_serves_is_lost_what_comes_waits_for_the_half_that_changes() -> None:
     fleet = make_fleet(1, 2)
-    first = update(fleet, "w0")
-    fleet.turn_until(lambda: bool(first))
+    until_updated(fleet, "w0")
     long = [fleet.submit(f"long-{n}", PROMPT, 60) for n in range(4)]
     until_it_streams(fleet, long[0])
     came = update(fleet, "w1", "finish")
@@ -415,8 +410,7 @@ def test_a_request_for_other_weights_is_refused_by_the_instance_and_resumed() ->
     """The router has not heard yet that the instance has changed."""
     fleet = make_fleet(1, 1)
     stale = {member: member.weights for member in fleet.router.fleet.members()}
-    update(fleet, "w1")
-    fleet.run_for(2.0)
+    until_updated(fleet, "w1")
     weights = fleet.router.fleet.weights
     for member, former in stale.items():
         member.weights = former

@@ -20,6 +20,7 @@ import importlib
 import mmap
 import os
 import runpy
+import signal
 import socket
 import subprocess
 import sys
@@ -42,6 +43,8 @@ LOADED = (
     *("launch.local", "launch.instance_process", "launch.follower_process", "launch.router_process"),
     *("common.text.tokenizer_manager", "kv_transfer.torch_transport", "tests.kv_transfer.local_agent"),
 )
+STARTING = {"common.processes.child", "engine.models.group_process"}
+"""The modules that start processes which load the product."""
 ORDER_BYTES, MOST_FILES = 2**18, 16
 HIGH = 500
 """Files wait at numbers from here on until they come to those that they must have."""
@@ -61,17 +64,19 @@ class Order(msgspec.Struct, frozen=True):
 
 
 class Forked:
-    """As much of `subprocess.Popen` as the parents of children use. Its process is a child of this one."""
+    """As much of `subprocess.Popen` as the parents of children use, from any thread. Its process is a child of this one."""
 
-    def __init__(self, pid: int, stdout: IO[str] | None) -> None:
-        self.pid, self.stdout = pid, stdout
+    def __init__(self, pid: int, stdout: IO[str] | None, stdin: IO[str] | None = None) -> None:
+        self.pid, self.stdout, self.stdin = pid, stdout, stdin
         self._status: int | None = None
+        self._lock = threading.Lock()
 
     def poll(self, flags: int = os.WNOHANG) -> int | None:
-        if self._status is None:
-            pid, status = os.waitpid(self.pid, flags)
-            self._status = os.waitstatus_to_exitcode(status) if pid else None
-        return self._status
+        with self._lock:
+            if self._status is None:
+                pid, status = os.waitpid(self.pid, flags)
+                self._status = os.waitstatus_to_exitcode(status) if pid else None
+            return self._status
 
     def wait(self) -> int:
         status = self.poll(0)
@@ -81,6 +86,9 @@ class Forked:
     def send_signal(self, number: int) -> None:
         if self.poll() is None:
             os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
 
 
 class Forks:
@@ -94,7 +102,9 @@ class Forks:
     def forked(self) -> Iterator[None]:
         """Children that are made meanwhile are forked."""
         double = SimpleNamespace(Popen=self.popen, DEVNULL=subprocess.DEVNULL, PIPE=subprocess.PIPE, STDOUT=subprocess.STDOUT)
-        with mock.patch("common.processes.child.subprocess", double):
+        with contextlib.ExitStack() as stack:
+            for name in STARTING & sys.modules.keys():
+                stack.enter_context(mock.patch(f"{name}.subprocess", double))
             yield
 
     def popen(self, command: Sequence[str], **options: Any) -> "Forked | subprocess.Popen[str]":
@@ -103,10 +113,13 @@ class Forks:
         if words[:2] != [sys.executable, "-m"]:
             return subprocess.Popen(command, **options)
         output, theirs = os.pipe()
-        with open(os.devnull) as nothing, open(theirs, "w") as written:
-            files = (nothing.fileno(), written.fileno(), written.fileno())
-            pid = self.start(words[2:], options["env"], files, options["pass_fds"])
-        return Forked(pid, open(output, encoding=options["encoding"], errors=options["errors"]))
+        asked, asking = os.pipe() if options["stdin"] == subprocess.PIPE else (os.open(os.devnull, os.O_RDONLY), None)
+        with open(asked) as read, open(theirs, "w") as written:
+            errors = written.fileno() if options.get("stderr") == subprocess.STDOUT else 2
+            files = (read.fileno(), written.fileno(), errors)
+            pid = self.start(words[2:], options["env"], files, options.get("pass_fds", ()))
+        stdout = os.fdopen(output, encoding=options.get("encoding"), errors=options.get("errors"))
+        return Forked(pid, stdout, None if asking is None else os.fdopen(asking, "w"))
 
     def start(
         self, words: Sequence[str], environment: dict[str, str], files: Sequence[int], inherited: Sequence[int] = ()

@@ -2,6 +2,7 @@
 
 from collections.abc import AsyncIterator
 
+import httpx
 import pytest
 
 from tests.router.bench import D0, P0, Bench
@@ -24,3 +25,10 @@ async def site() -> AsyncIterator[Site]:
     """A router without sockets, whose fleet has joined."""
     async with Site() as site:
         yield site
+
+
+@pytest.fixture
+async def client(site: Site) -> AsyncIterator[httpx.AsyncClient]:
+    """A client of the router's API."""
+    async with site.client() as client:
+        yield client

@@ -4,6 +4,7 @@ The fleet echoes, so a question holds the text that the model would write; a bar
 """
 
 import json
+from collections.abc import AsyncIterator
 from typing import Any
 
 import jinja2
@@ -28,14 +29,25 @@ CALLS = (
 )
 
 
+@pytest.fixture
+async def site() -> AsyncIterator[Site]:
+    async with Site(chat_template=TEMPLATE) as site:
+        yield site
+
+
+@pytest.fixture
+async def client() -> AsyncIterator[openai.AsyncOpenAI]:
+    async with openai_client(EchoFleet(context_tokens=2_000), chat_template=TEMPLATE) as client:
+        yield client
+
+
 def asking(text: str, **fields: Any) -> dict[str, Any]:
     """Arguments of a chat whose answer is this text."""
     return {"model": MODEL, "messages": [{"role": "user", "content": text + "|"}], "stop": "|", "max_tokens": 500} | fields
 
 
-async def test_calls_and_thoughts_whole() -> None:
-    async with openai_client(EchoFleet(context_tokens=2_000), chat_template=TEMPLATE) as client:
-        answer = await client.chat.completions.create(**asking(THOUGHT + "Both.\n" + CALLS, tools=TOOLS))
+async def test_calls_and_thoughts_whole(client: openai.AsyncOpenAI) -> None:
+    answer = await client.chat.completions.create(**asking(THOUGHT + "Both.\n" + CALLS, tools=TOOLS))
     (choice,) = answer.choices
     assert choice.finish_reason == "tool_calls"
     assert choice.message.content == "Both."
@@ -47,12 +59,11 @@ async def test_calls_and_thoughts_whole() -> None:
     assert cities == ["Oslo", "Rome"] and len({call.id for call in calls}) == 2
 
 
-async def test_calls_and_thoughts_streamed_as_the_client_gathers_them() -> None:
-    async with openai_client(EchoFleet(context_tokens=2_000), chat_template=TEMPLATE) as client:
-        manager = client.chat.completions.stream(**asking(THOUGHT + CALLS, tools=TOOLS, n=2))
-        async with manager as stream:
-            events = [event async for event in stream]
-            final = await stream.get_final_completion()
+async def test_calls_and_thoughts_streamed_as_the_client_gathers_them(client: openai.AsyncOpenAI) -> None:
+    manager = client.chat.completions.stream(**asking(THOUGHT + CALLS, tools=TOOLS, n=2))
+    async with manager as stream:
+        events = [event async for event in stream]
+        final = await stream.get_final_completion()
     for choice in final.choices:
         assert (choice.finish_reason, choice.message.content) == ("tool_calls", "")
         calls = choice.message.tool_calls or []
@@ -135,32 +146,30 @@ def test_templates_read_arguments_as_an_object_and_those_of_deepseek_as_a_text()
     assert written.startswith('<sep>{"city":"Åre"}<end> Åre {') and '"arguments": {"city"' in written
 
 
-async def test_what_the_client_parsed_of_an_answer_may_be_sent_back_with_it() -> None:
+async def test_what_the_client_parsed_of_an_answer_may_be_sent_back_with_it(client: openai.AsyncOpenAI) -> None:
     class Weather(pydantic.BaseModel):
         city: str
 
     tools = [openai.pydantic_function_tool(Weather, name="weather")]
-    async with openai_client(EchoFleet(context_tokens=2_000), chat_template=TEMPLATE) as client:
-        asked = asking(CALLS, tools=tools)
-        async with client.chat.completions.stream(**asked) as stream:
-            message = (await stream.get_final_completion()).choices[0].message
-        assert [call.function.parsed_arguments for call in message.tool_calls or []] == [
-            Weather(city="Oslo"),
-            Weather(city="Rome"),
-        ]
-        talk = [
-            *asked["messages"],
-            message,
-            message.model_dump() | {"parsed": {"city": "Oslo"}},
-            {"role": "user", "content": "!"},
-        ]
-        await client.chat.completions.create(**asked | {"messages": talk, "max_tokens": 1})
+    asked = asking(CALLS, tools=tools)
+    async with client.chat.completions.stream(**asked) as stream:
+        message = (await stream.get_final_completion()).choices[0].message
+    assert [call.function.parsed_arguments for call in message.tool_calls or []] == [
+        Weather(city="Oslo"),
+        Weather(city="Rome"),
+    ]
+    talk = [
+        *asked["messages"],
+        message,
+        message.model_dump() | {"parsed": {"city": "Oslo"}},
+        {"role": "user", "content": "!"},
+    ]
+    await client.chat.completions.create(**asked | {"messages": talk, "max_tokens": 1})
 
 
-async def test_streamed_thoughts_come_before_the_content_that_follows_them() -> None:
-    async with openai_client(EchoFleet(context_tokens=2_000), chat_template=TEMPLATE) as client:
-        stream = await client.chat.completions.create(**asking(THOUGHT + "Oslo or Rome", stream=True))
-        deltas = [chunk.choices[0].delta.model_dump(exclude_unset=True) async for chunk in stream]
+async def test_streamed_thoughts_come_before_the_content_that_follows_them(client: openai.AsyncOpenAI) -> None:
+    stream = await client.chat.completions.create(**asking(THOUGHT + "Oslo or Rome", stream=True))
+    deltas = [chunk.choices[0].delta.model_dump(exclude_unset=True) async for chunk in stream]
     thoughts = [number for number, delta in enumerate(deltas) if "reasoning_content" in delta]
     texts = [number for number, delta in enumerate(deltas) if delta.get("content")]
     assert "".join(deltas[number]["reasoning_content"] for number in thoughts) == "which city?"
@@ -168,83 +177,72 @@ async def test_streamed_thoughts_come_before_the_content_that_follows_them() -> 
     assert max(thoughts) < min(texts)
 
 
-async def test_text_after_thoughts_comes_with_its_own_tokens_white_space_too() -> None:
-    async with openai_client(EchoFleet(context_tokens=2_000), chat_template=TEMPLATE) as client:
-        asked = asking(THOUGHT + "Oslo \n\nRome ", stream=True, extra_body={"return_token_ids": True})
-        stream = await client.chat.completions.create(**asked)
-        chunks = [(chunk.choices[0].delta.content, chunk.choices[0].model_extra or {}) async for chunk in stream]
+async def test_text_after_thoughts_comes_with_its_own_tokens_white_space_too(client: openai.AsyncOpenAI) -> None:
+    asked = asking(THOUGHT + "Oslo \n\nRome ", stream=True, extra_body={"return_token_ids": True})
+    stream = await client.chat.completions.create(**asked)
+    chunks = [(chunk.choices[0].delta.content, chunk.choices[0].model_extra or {}) async for chunk in stream]
     written = [(text, "".join(map(chr, extra["token_ids"]))) for text, extra in chunks if text and text != "O"]
     assert "".join(text for text, _ in written) == "slo \n\nRome " and all(text == tokens for text, tokens in written)
 
 
-async def test_a_conversation_goes_on_with_the_results_of_calls() -> None:
-    async with openai_client(EchoFleet(context_tokens=2_000), chat_template=TEMPLATE) as client:
-        first = await client.chat.completions.create(**asking(CALLS, tools=TOOLS))
-        message = first.choices[0].message
-        results = [{"role": "tool", "tool_call_id": call.id, "content": "rain|"} for call in message.tool_calls or []]
-        messages: Any = [{"role": "user", "content": ""}, message.model_dump(), *results]
-        second = await client.chat.completions.create(model=MODEL, messages=messages, tools=TOOLS, max_tokens=4)
+async def test_a_conversation_goes_on_with_the_results_of_calls(client: openai.AsyncOpenAI) -> None:
+    first = await client.chat.completions.create(**asking(CALLS, tools=TOOLS))
+    message = first.choices[0].message
+    results = [{"role": "tool", "tool_call_id": call.id, "content": "rain|"} for call in message.tool_calls or []]
+    messages: Any = [{"role": "user", "content": ""}, message.model_dump(), *results]
+    second = await client.chat.completions.create(model=MODEL, messages=messages, tools=TOOLS, max_tokens=4)
     assert (second.choices[0].message.content, second.choices[0].finish_reason) == ("rain", "length")
 
 
-async def test_without_tools_or_with_tool_choice_none_calls_are_content() -> None:
-    async with openai_client(EchoFleet(context_tokens=2_000), chat_template=TEMPLATE) as client:
-        for fields in ({}, {"tools": TOOLS, "tool_choice": "none"}):
-            answer = await client.chat.completions.create(**asking(CALLS, **fields))
-            assert (answer.choices[0].message.content, answer.choices[0].finish_reason) == (CALLS, "stop")
+async def test_without_tools_or_with_tool_choice_none_calls_are_content(client: openai.AsyncOpenAI) -> None:
+    for fields in ({}, {"tools": TOOLS, "tool_choice": "none"}):
+        answer = await client.chat.completions.create(**asking(CALLS, **fields))
+        assert (answer.choices[0].message.content, answer.choices[0].finish_reason) == (CALLS, "stop")
 
 
-async def test_a_call_that_is_cut_off_says_so() -> None:
-    async with openai_client(EchoFleet(context_tokens=2_000), chat_template=TEMPLATE) as client:
-        answer = await client.chat.completions.create(**asking(CALLS, tools=TOOLS, max_tokens=58))
+async def test_a_call_that_is_cut_off_says_so(client: openai.AsyncOpenAI) -> None:
+    answer = await client.chat.completions.create(**asking(CALLS, tools=TOOLS, max_tokens=58))
     (choice,) = answer.choices
     assert choice.finish_reason == "length"
     (call,) = choice.message.tool_calls or []
     assert call.type == "function" and call.function.arguments == '{"city": "Osl'
 
 
-async def test_the_tokens_of_a_streamed_answer_come_once_each_also_where_their_text_waits() -> None:
-    async with openai_client(EchoFleet(context_tokens=2_000), chat_template=TEMPLATE) as client:
-        text = THOUGHT + CALLS
-        stream = await client.chat.completions.create(
-            **asking(text, tools=TOOLS, stream=True, extra_body={"return_token_ids": True})
-        )
-        ids = [id async for chunk in stream for id in (chunk.choices[0].model_extra or {}).get("token_ids") or ()]
+async def test_the_tokens_of_a_streamed_answer_come_once_each_also_where_their_text_waits(client: openai.AsyncOpenAI) -> None:
+    text = THOUGHT + CALLS
+    stream = await client.chat.completions.create(**asking(text, tools=TOOLS, stream=True, extra_body={"return_token_ids": True}))
+    ids = [id async for chunk in stream for id in (chunk.choices[0].model_extra or {}).get("token_ids") or ()]
     assert "".join(map(chr, ids)) == text + "|"
 
 
-async def test_thoughts_stay_in_the_content_on_request() -> None:
-    async with openai_client(EchoFleet(context_tokens=2_000), chat_template=TEMPLATE) as client:
-        answer = await client.chat.completions.create(**asking(THOUGHT + "Yes", extra_body={"separate_reasoning": False}))
+async def test_thoughts_stay_in_the_content_on_request(client: openai.AsyncOpenAI) -> None:
+    answer = await client.chat.completions.create(**asking(THOUGHT + "Yes", extra_body={"separate_reasoning": False}))
     assert answer.choices[0].message.content == THOUGHT + "Yes"
 
 
-async def test_an_answer_to_a_prompt_that_opens_thoughts_begins_within_them() -> None:
+async def test_an_answer_to_a_prompt_that_opens_thoughts_begins_within_them(client: openai.AsyncOpenAI) -> None:
     """The echo repeats the prompt, whose own mark is the answer's end."""
-    async with openai_client(EchoFleet(context_tokens=2_000), chat_template=TEMPLATE) as client:
-        answer = await client.chat.completions.create(
-            model=MODEL, messages=[{"role": "user", "content": "hm</think>yes<think>\n"}], max_tokens=13
-        )
+    answer = await client.chat.completions.create(
+        model=MODEL, messages=[{"role": "user", "content": "hm</think>yes<think>\n"}], max_tokens=13
+    )
     assert answer.choices[0].message.content == "yes"
     assert (answer.choices[0].message.model_extra or {})["reasoning_content"] == "hm"
 
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "weather"}}])
-async def test_a_call_that_must_come_is_a_grammar_for_the_instances(choice: Any) -> None:
-    async with Site(chat_template=TEMPLATE) as site:
-        assert (await post(site, "/v1/chat/completions", chat(tools=TOOLS, tool_choice=choice))).status_code == 200
-        await post(site, "/v1/chat/completions", chat(tools=TOOLS))
-        demanded, free = (message.sampling.grammar for message in sent_to_fleet(site))
+async def test_a_call_that_must_come_is_a_grammar_for_the_instances(site: Site, choice: Any) -> None:
+    assert (await post(site, "/v1/chat/completions", chat(tools=TOOLS, tool_choice=choice))).status_code == 200
+    await post(site, "/v1/chat/completions", chat(tools=TOOLS))
+    demanded, free = (message.sampling.grammar for message in sent_to_fleet(site))
     assert demanded is not None and demanded.kind == "structural_tag" and free is None
     assert '"weather\\", \\"arguments\\": "' in demanded.text and json.dumps(SCHEMA, separators=(",", ":")) in demanded.text
 
 
 @pytest.mark.parametrize(("field", "value"), [("stop_token_ids", [123]), ("min_tokens", 3), ("ignore_eos", True)])
-async def test_what_would_end_a_call_that_must_come_in_its_middle_is_refused(field: str, value: Any) -> None:
-    async with Site(chat_template=TEMPLATE) as site:
-        asked = chat(tools=TOOLS, max_tokens=20, **{field: value})
-        assert (await post(site, "/v1/chat/completions", asked)).status_code == 200
-        refused = await post(site, "/v1/chat/completions", asked | {"tool_choice": "required"})
+async def test_what_would_end_a_call_that_must_come_in_its_middle_is_refused(site: Site, field: str, value: Any) -> None:
+    asked = chat(tools=TOOLS, max_tokens=20, **{field: value})
+    assert (await post(site, "/v1/chat/completions", asked)).status_code == 200
+    refused = await post(site, "/v1/chat/completions", asked | {"tool_choice": "required"})
     assert "grammar" in assert_error(refused, 400, "invalid_request_error", field)
 
 
@@ -267,10 +265,9 @@ async def test_a_fleet_with_grammar_off_refuses_what_needs_one_by_name(path: str
         assert f"{field}: the instances run with --grammar off" in assert_error(refused, 400, "invalid_request_error", field)
 
 
-async def test_the_grammar_of_all_choices_is_made_once() -> None:
-    async with Site(chat_template=TEMPLATE) as site:
-        assert (await post(site, "/v1/chat/completions", chat(tools=TOOLS, tool_choice="required", n=3))).status_code == 200
-        first, *others = (message.sampling.grammar for message in sent_to_fleet(site))
+async def test_the_grammar_of_all_choices_is_made_once(site: Site) -> None:
+    assert (await post(site, "/v1/chat/completions", chat(tools=TOOLS, tool_choice="required", n=3))).status_code == 200
+    first, *others = (message.sampling.grammar for message in sent_to_fleet(site))
     assert first is not None and len(others) == 2 and all(other is first for other in others)
 
 
@@ -304,22 +301,20 @@ async def test_what_the_models_template_does_not_do_is_refused(template: str, fi
     assert "leave" in message
 
 
-async def test_what_the_models_template_does_is_accepted() -> None:
+async def test_what_the_models_template_does_is_accepted(site: Site) -> None:
     async with Site(chat_template=TEMPLATE + " reasoning_effort verbosity") as site:
         fields: dict[str, Any] = {"chat_template_kwargs": {"enable_thinking": False}, "reasoning_effort": "low"}
         assert (await post(site, "/v1/chat/completions", chat(**fields, verbosity="high"))).status_code == 200
-    async with Site(chat_template=TEMPLATE) as site:
-        assert (await post(site, "/v1/chat/completions", chat(verbosity="medium"))).status_code == 200
+    assert (await post(site, "/v1/chat/completions", chat(verbosity="medium"))).status_code == 200
 
 
-async def test_of_allowed_tools_alone_the_model_is_told_and_a_call_of_another_is_held_off() -> None:
+async def test_of_allowed_tools_alone_the_model_is_told_and_a_call_of_another_is_held_off(client: openai.AsyncOpenAI) -> None:
     """tool_choice as https://platform.openai.com/docs/guides/function-calling has it."""
     other = {"type": "function", "function": {"name": "other", "parameters": {"type": "object"}}}
     allowed = {"mode": "required", "tools": [{"type": "function", "function": {"name": "weather"}}]}
     asked = asking(CALLS, tools=[*TOOLS, other], tool_choice={"type": "allowed_tools", "allowed_tools": allowed})
-    async with openai_client(EchoFleet(context_tokens=2_000), chat_template=TEMPLATE) as client:
-        answer = await client.chat.completions.create(**asked)
-        assert len(answer.choices[0].message.tool_calls or []) == 2
+    answer = await client.chat.completions.create(**asked)
+    assert len(answer.choices[0].message.tool_calls or []) == 2
     async with Site(EchoFleet(context_tokens=2_000), chat_template=TEMPLATE) as site:
         for mode in ("required", "auto"):
             allowed["mode"] = mode

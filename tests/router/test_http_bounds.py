@@ -35,6 +35,12 @@ LARGE = completion(["x" * 20] * 2, n=16, max_tokens=100, stream=True, return_tok
 """Its answer is larger than all buffers between the server and a client."""
 
 
+@pytest.fixture
+async def port(site: Site) -> AsyncIterator[int]:
+    async with listening(site) as port:
+        yield port
+
+
 def head(path: str, body_bytes: int, version: str = "1.1") -> bytes:
     line = f"POST {path} HTTP/{version}\r\nHost: localhost\r\n"
     return f"{line}Content-Type: application/json\r\nContent-Length: {body_bytes}\r\n\r\n".encode()
@@ -101,18 +107,17 @@ async def test_a_client_that_asks_more_than_it_reads_is_dropped_and_counted() ->
         await broken(client)
 
 
-async def test_of_many_requests_at_once_a_few_are_answered_and_more_than_a_few_drop_the_connection() -> None:
+async def test_of_many_requests_at_once_a_few_are_answered_and_more_than_a_few_drop_the_connection(site: Site, port: int) -> None:
     few = MAX_PIPELINED + 1
-    async with Site() as site, listening(site) as port:
-        reader, writer = await connected(port, HEALTH * few)
-        for _ in range(few):
-            await asyncio.wait_for(reader.readuntil(b"}"), 5)
-        writer.write(HEALTH * 3000)
-        with suppress(ConnectionError):
-            await asyncio.wait_for(reader.read(), 5)
-        assert dropped(site, Dropped.PIPELINED) == 1
-        assert metric(site.metrics.text().decode(), 'tandem_http_responses_total{path="/health",status="200"}') <= 2 * few
-        writer.close()
+    reader, writer = await connected(port, HEALTH * few)
+    for _ in range(few):
+        await asyncio.wait_for(reader.readuntil(b"}"), 5)
+    writer.write(HEALTH * 3000)
+    with suppress(ConnectionError):
+        await asyncio.wait_for(reader.read(), 5)
+    assert dropped(site, Dropped.PIPELINED) == 1
+    assert metric(site.metrics.text().decode(), 'tandem_http_responses_total{path="/health",status="200"}') <= 2 * few
+    writer.close()
 
 
 async def test_a_request_behind_an_open_post_drops_a_connection_that_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,19 +133,18 @@ async def test_a_request_behind_an_open_post_drops_a_connection_that_is_not_read
 
 
 @pytest.mark.parametrize("endless", [b"GET /" + b"a" * HEAD_BYTES, HEALTH[:-2] + b"x: y\r\n" * HEAD_BYTES, b"\r\n" * HEAD_BYTES])
-async def test_a_head_without_end_is_refused_and_counted(endless: bytes) -> None:
-    async with Site() as site, listening(site) as port:
-        reader, writer = await connected(port, HEALTH)
-        await asyncio.wait_for(reader.readuntil(b"}"), 5)
-        for first in range(0, len(endless), HEAD_BYTES // 2):
-            writer.write(endless[first : first + HEAD_BYTES // 2])
-        head, _, body = (await asyncio.wait_for(reader.read(), 5)).partition(b"\r\n\r\n")
-        assert head.startswith(b"HTTP/1.1 431 ")
-        error = json.loads(body)["error"]
-        assert (error["type"], error["param"], error["code"]) == ("invalid_request_error", None, None)
-        assert str(HEAD_BYTES) in error["message"]
-        assert dropped(site, Dropped.LONG_HEAD) == 1
-        writer.close()
+async def test_a_head_without_end_is_refused_and_counted(site: Site, port: int, endless: bytes) -> None:
+    reader, writer = await connected(port, HEALTH)
+    await asyncio.wait_for(reader.readuntil(b"}"), 5)
+    for first in range(0, len(endless), HEAD_BYTES // 2):
+        writer.write(endless[first : first + HEAD_BYTES // 2])
+    head, _, body = (await asyncio.wait_for(reader.read(), 5)).partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 431 ")
+    error = json.loads(body)["error"]
+    assert (error["type"], error["param"], error["code"]) == ("invalid_request_error", None, None)
+    assert str(HEAD_BYTES) in error["message"]
+    assert dropped(site, Dropped.LONG_HEAD) == 1
+    writer.close()
 
 
 async def test_a_head_without_end_behind_an_open_answer_and_trailers_without_end_drop_the_connection() -> None:
@@ -168,20 +172,21 @@ async def test_a_head_of_the_longest_length_and_a_long_body_are_served() -> None
 
 
 @pytest.mark.parametrize("stream", [True, False])
-async def test_a_client_of_http_1_0_gets_no_chunks_and_the_end_of_the_connection_ends_the_answer(stream: bool) -> None:
-    async with Site() as site, listening(site) as port:
-        reader, writer = await connected(port, question(completion("hello", stream=stream), version="1.0"))
-        head, _, body = (await asyncio.wait_for(reader.read(), 5)).partition(b"\r\n\r\n")
-        assert head.startswith(b"HTTP/1.1 200 ")
-        assert b"transfer-encoding" not in head
-        if stream:
-            events = body.decode().split("\n\n")
-            assert events[-2:] == ["data: [DONE]", ""]
-            texts = [json.loads(event.removeprefix("data: "))["choices"][0]["text"] for event in events[:-2]]
-        else:
-            texts = [json.loads(body)["choices"][0]["text"]]
-        assert "".join(texts) == "hello"
-        writer.close()
+async def test_a_client_of_http_1_0_gets_no_chunks_and_the_end_of_the_connection_ends_the_answer(
+    site: Site, port: int, stream: bool
+) -> None:
+    reader, writer = await connected(port, question(completion("hello", stream=stream), version="1.0"))
+    head, _, body = (await asyncio.wait_for(reader.read(), 5)).partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 200 ")
+    assert b"transfer-encoding" not in head
+    if stream:
+        events = body.decode().split("\n\n")
+        assert events[-2:] == ["data: [DONE]", ""]
+        texts = [json.loads(event.removeprefix("data: "))["choices"][0]["text"] for event in events[:-2]]
+    else:
+        texts = [json.loads(body)["choices"][0]["text"]]
+    assert "".join(texts) == "hello"
+    writer.close()
 
 
 class Talkative(EchoFleet):
@@ -218,7 +223,7 @@ async def test_of_a_long_answer_a_little_waits_to_be_read_and_the_time_to_read_b
         writer.close()
 
 
-async def test_nothing_is_left_of_a_connection_that_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_nothing_is_left_of_a_connection_that_has_ended(site: Site, port: int, monkeypatch: pytest.MonkeyPatch) -> None:
     known, made = weakref.WeakSet[_Protocol](), _Protocol.connection_made
 
     def connection_made(protocol: _Protocol, transport: asyncio.Transport) -> None:
@@ -231,16 +236,15 @@ async def test_nothing_is_left_of_a_connection_that_has_ended(monkeypatch: pytes
 
     monkeypatch.setattr(_Protocol, "connection_made", connection_made)
     closes = HEALTH[:-2] + b"Connection: close\r\n\r\n"
-    async with Site() as site, listening(site) as port:
-        for asked in (closes, HEALTH.replace(b"1.1", b"1.0"), b"\0\r\n", b"\r\n" * HEAD_BYTES, HEALTH):
-            reader, writer = await connected(port, asked)
-            assert await asyncio.wait_for(reader.readuntil(b"}" if b"GET" in asked else b"\r\n\r\n"), 5)
-            writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-            writer.transport.abort()  # a reset
-            await until(is_gone)
+    for asked in (closes, HEALTH.replace(b"1.1", b"1.0"), b"\0\r\n", b"\r\n" * HEAD_BYTES, HEALTH):
+        reader, writer = await connected(port, asked)
+        assert await asyncio.wait_for(reader.readuntil(b"}" if b"GET" in asked else b"\r\n\r\n"), 5)
+        writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        writer.transport.abort()  # a reset
+        await until(is_gone)
 
 
-async def test_a_request_that_offers_an_upgrade_is_answered_as_if_it_did_not() -> None:
+async def test_a_request_that_offers_an_upgrade_is_answered_as_if_it_did_not(site: Site, port: int) -> None:
     text = json.dumps(completion("hello")).encode()
     line = ASKS
     offer = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMAAABkAAQAAP__\r\n"
@@ -248,29 +252,30 @@ async def test_a_request_that_offers_an_upgrade_is_answered_as_if_it_did_not() -
     hidden = b"POST /nowhere HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: %d\r\n" % len(
         HEALTH
     )
-    async with Site() as site, listening(site) as port:
-        for head, body, status in (
-            (sized, text, 200),
-            (line + b"Transfer-Encoding: chunked\r\n", b"%x\r\n" % len(text) + text + b"\r\n0\r\n\r\n", 200),
-            (hidden, HEALTH, 404),
-        ):
-            reader, writer = await asyncio.open_connection("127.0.0.1", port)
-            for parts in ((head + offer + b"\r\n" + body,), (head + offer + b"\r\n", body)):
-                for part in parts:
-                    writer.write(part)
-                    await asyncio.sleep(0.01)
-                answer = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 5)
-                assert answer.startswith(b"HTTP/1.1 %d " % status)
-                length = next(int(line.split()[1]) for line in answer.splitlines() if line.startswith(b"content-length"))
-                said = json.loads(await reader.readexactly(length))
-                assert status == 404 or said["choices"][0]["text"] == "hello"
-            writer.write(sized + b"Connection: Upgrade, close\r\nUpgrade: h2c\r\n\r\n" + text)
-            rest = await asyncio.wait_for(reader.read(), 5)
-            assert rest.count(b"HTTP/1.1 ") == 1 and b'"text":"hello"' in rest, "nothing in between was answered"
-            writer.close()
+    for head, body, status in (
+        (sized, text, 200),
+        (line + b"Transfer-Encoding: chunked\r\n", b"%x\r\n" % len(text) + text + b"\r\n0\r\n\r\n", 200),
+        (hidden, HEALTH, 404),
+    ):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        for parts in ((head + offer + b"\r\n" + body,), (head + offer + b"\r\n", body)):
+            for part in parts:
+                writer.write(part)
+                await asyncio.sleep(0.01)
+            answer = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 5)
+            assert answer.startswith(b"HTTP/1.1 %d " % status)
+            length = next(int(line.split()[1]) for line in answer.splitlines() if line.startswith(b"content-length"))
+            said = json.loads(await reader.readexactly(length))
+            assert status == 404 or said["choices"][0]["text"] == "hello"
+        writer.write(sized + b"Connection: Upgrade, close\r\nUpgrade: h2c\r\n\r\n" + text)
+        rest = await asyncio.wait_for(reader.read(), 5)
+        assert rest.count(b"HTTP/1.1 ") == 1 and b'"text":"hello"' in rest, "nothing in between was answered"
+        writer.close()
 
 
-async def test_a_body_in_single_bytes_goes_on_as_one_piece_for_each_read(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_body_in_single_bytes_goes_on_as_one_piece_for_each_read(
+    site: Site, port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     taken, on_body = list[int](), HttpToolsProtocol.on_body
 
     def counted(protocol: HttpToolsProtocol, body: bytes) -> None:
@@ -280,21 +285,19 @@ async def test_a_body_in_single_bytes_goes_on_as_one_piece_for_each_read(monkeyp
     monkeypatch.setattr(HttpToolsProtocol, "on_body", counted)
     text = json.dumps(completion("hello")).encode()
     chunks = b"".join(b"1\r\n%c\r\n" % byte for byte in text) + b"0\r\n\r\n"
-    async with Site() as site, listening(site) as port:
-        reader, writer = await connected(port, ASKS + b"Transfer-Encoding: chunked\r\n\r\n" + chunks + HEALTH[:9])
-        assert b'"text":"hello"' in await asyncio.wait_for(reader.readuntil(b"}}}"), 5)
-        writer.write(HEALTH[9:])
-        assert b'"ok"' in await asyncio.wait_for(reader.readuntil(b"}"), 5)
-        writer.close()
+    reader, writer = await connected(port, ASKS + b"Transfer-Encoding: chunked\r\n\r\n" + chunks + HEALTH[:9])
+    assert b'"text":"hello"' in await asyncio.wait_for(reader.readuntil(b"}}}"), 5)
+    writer.write(HEALTH[9:])
+    assert b'"ok"' in await asyncio.wait_for(reader.readuntil(b"}"), 5)
+    writer.close()
     assert sum(taken) == len(text) and len(taken) < 4
 
 
-async def test_a_tunnel_is_refused() -> None:
-    async with Site() as site, listening(site) as port:
-        reader, writer = await connected(port, b"CONNECT router:80 HTTP/1.1\r\nHost: localhost\r\n\r\n" + HEALTH)
-        answer = await asyncio.wait_for(reader.read(), 5)
-        assert answer.startswith(b"HTTP/1.1 400 ") and answer.count(b"HTTP/1.1 ") == 1
-        writer.close()
+async def test_a_tunnel_is_refused(site: Site, port: int) -> None:
+    reader, writer = await connected(port, b"CONNECT router:80 HTTP/1.1\r\nHost: localhost\r\n\r\n" + HEALTH)
+    answer = await asyncio.wait_for(reader.read(), 5)
+    assert answer.startswith(b"HTTP/1.1 400 ") and answer.count(b"HTTP/1.1 ") == 1
+    writer.close()
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -309,14 +312,13 @@ async def test_a_connection_that_is_closed_cancels_its_request(stream: bool) -> 
         assert len(site.fleet.cancelled()) == 1
 
 
-async def test_a_server_that_stops_lets_an_open_answer_end() -> None:
-    async with Site() as site:
-        async with listening(site) as port:
-            reader, writer = await connected(port, question(chat(stream=True, max_tokens=None), "/v1/chat/completions"))
-            await asyncio.wait_for(reader.readuntil(b"data: "), 5)
-        rest = await asyncio.wait_for(reader.read(), 5)
-        assert b"data: [DONE]" in rest
-        writer.close()
+async def test_a_server_that_stops_lets_an_open_answer_end(site: Site) -> None:
+    async with listening(site) as port:
+        reader, writer = await connected(port, question(chat(stream=True, max_tokens=None), "/v1/chat/completions"))
+        await asyncio.wait_for(reader.readuntil(b"data: "), 5)
+    rest = await asyncio.wait_for(reader.read(), 5)
+    assert b"data: [DONE]" in rest
+    writer.close()
 
 
 async def test_a_port_that_is_taken_is_named() -> None:
@@ -345,28 +347,26 @@ SHORT_S = 0.05
 
 @pytest.mark.parametrize("dribble", [b"", b"GET /health HTTP/1.1\r\nHo", b"\r\n", b"G"])
 async def test_a_connection_whose_request_does_not_arrive_is_dropped_and_counted(
-    monkeypatch: pytest.MonkeyPatch, dribble: bytes
+    site: Site, port: int, monkeypatch: pytest.MonkeyPatch, dribble: bytes
 ) -> None:
     monkeypatch.setattr(server, "HEAD_S", SHORT_S)
-    async with Site() as site, listening(site) as port:
-        reader, writer = await connected(port, dribble)
-        assert await ended(reader) == b""
-        assert dropped(site, Dropped.NO_HEAD) == 1
-        writer.close()
+    reader, writer = await connected(port, dribble)
+    assert await ended(reader) == b""
+    assert dropped(site, Dropped.NO_HEAD) == 1
+    writer.close()
 
 
 @pytest.mark.parametrize("dribble", [b"\r\n", b"GET /health HTTP/1.1\r\n"])
 async def test_a_request_that_dribbles_in_behind_an_answer_is_dropped_too(
-    monkeypatch: pytest.MonkeyPatch, dribble: bytes
+    site: Site, port: int, monkeypatch: pytest.MonkeyPatch, dribble: bytes
 ) -> None:
     monkeypatch.setattr(server, "HEAD_S", SHORT_S)
-    async with Site() as site, listening(site) as port:
-        reader, writer = await connected(port, HEALTH)
-        assert b"200 OK" in await asyncio.wait_for(reader.readuntil(b"}"), 5)
-        writer.write(dribble)
-        assert await ended(reader) == b""
-        assert dropped(site, Dropped.NO_HEAD) == 1
-        writer.close()
+    reader, writer = await connected(port, HEALTH)
+    assert b"200 OK" in await asyncio.wait_for(reader.readuntil(b"}"), 5)
+    writer.write(dribble)
+    assert await ended(reader) == b""
+    assert dropped(site, Dropped.NO_HEAD) == 1
+    writer.close()
 
 
 async def test_an_open_answer_and_a_resting_connection_outlive_the_time_of_a_head(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ The histogram gives the same page as the client library's.
 from random import Random
 from typing import Any, TypeVar
 
+import httpx
 import msgspec
 import prometheus_client
 import pytest
@@ -33,20 +34,20 @@ async def test_models_lists_the_one_model_and_knows_it_by_name(site: Site) -> No
     assert "use 'echo'" in assert_error(await get(site, "/v1/models/org/other"), 404, "invalid_request_error", "model")
 
 
-async def test_health_is_the_routers_life_and_ready_is_the_fleets() -> None:
-    async with Site(EchoFleet(joins=False)) as site:
-        assert (await get(site, "/health")).status_code == 200
-        unready = await get(site, "/ready")
+async def test_health_is_the_routers_life_and_ready_is_the_fleets(site: Site) -> None:
+    async with Site(EchoFleet(joins=False)) as alone:
+        assert (await get(alone, "/health")).status_code == 200
+        unready = await get(alone, "/ready")
         assert (unready.status_code, unready.json()) == (503, {"ready": False, "reasons": ["no instance is live"]})
-    async with Site() as site:
-        ready = await get(site, "/ready")
-        assert (ready.status_code, ready.json()) == (200, {"ready": True, "reasons": []})
+    ready = await get(site, "/ready")
+    assert (ready.status_code, ready.json()) == (200, {"ready": True, "reasons": []})
 
 
-async def test_a_drained_instance_is_told_and_shown_and_the_fleet_is_unready_when_it_was_the_last(site: Site) -> None:
-    async with site.client() as client:
-        response = await client.post("/cluster/d0/drain")
-        again = await client.post("/cluster/d0/drain")
+async def test_a_drained_instance_is_told_and_shown_and_the_fleet_is_unready_when_it_was_the_last(
+    client: httpx.AsyncClient, site: Site
+) -> None:
+    response = await client.post("/cluster/d0/drain")
+    again = await client.post("/cluster/d0/drain")
     page, ready = (await get(site, "/cluster")).json(), await get(site, "/ready")
     refused = await post(site, "/v1/chat/completions", chat())
     told = [message for _, message in site.fleet.sent if isinstance(message, Drain)]
@@ -57,9 +58,8 @@ async def test_a_drained_instance_is_told_and_shown_and_the_fleet_is_unready_whe
     assert "d0 is draining" in assert_error(refused, 503, "unavailable_error", None)
 
 
-async def test_every_instance_is_told_to_flush_its_cache(site: Site) -> None:
-    async with site.client() as client:
-        response = await client.post("/flush_cache")
+async def test_every_instance_is_told_to_flush_its_cache(client: httpx.AsyncClient, site: Site) -> None:
+    response = await client.post("/flush_cache")
     told = {to for to, message in site.fleet.sent if isinstance(message, FlushCache)}
     assert (response.status_code, response.json(), told) == (200, {"instances": 2}, {"p0", "d0"})
 
@@ -81,28 +81,25 @@ async def test_every_instance_is_told_to_flush_its_cache(site: Site) -> None:
     ],
 )
 async def test_a_parameter_or_a_body_that_a_url_does_not_read_is_refused_by_name(
-    site: Site, method: str, url: str, body: Any, param: str
+    client: httpx.AsyncClient, site: Site, method: str, url: str, body: Any, param: str
 ) -> None:
     sent = len(site.fleet.sent)
-    async with site.client() as client:
-        refused = await client.request(method, url, json=body)
-        assert param in assert_error(refused, 400, "invalid_request_error", param)
-        assert len(site.fleet.sent) == sent
-        assert (await client.post("/flush_cache", json={})).status_code == 200
-        assert (await client.get("/health?at=7")).status_code == 200, "load balancers add some"
+    refused = await client.request(method, url, json=body)
+    assert param in assert_error(refused, 400, "invalid_request_error", param)
+    assert len(site.fleet.sent) == sent
+    assert (await client.post("/flush_cache", json={})).status_code == 200
+    assert (await client.get("/health?at=7")).status_code == 200, "load balancers add some"
 
 
-async def test_a_body_that_no_url_reads_is_refused_before_it_is_long() -> None:
-    async with Site() as site, site.client() as client:
-        assert_error(await client.post("/flush_cache", json="x" * 2000), 413, "invalid_request_error", None)
-        assert_error(await client.post("/flush_cache", json=[1]), 400, "invalid_request_error", None)
+async def test_a_body_that_no_url_reads_is_refused_before_it_is_long(site: Site, client: httpx.AsyncClient) -> None:
+    assert_error(await client.post("/flush_cache", json="x" * 2000), 413, "invalid_request_error", None)
+    assert_error(await client.post("/flush_cache", json=[1]), 400, "invalid_request_error", None)
 
 
-async def test_an_instance_that_is_not_a_member_cannot_be_drained() -> None:
-    async with Site() as site, site.client() as client:
-        response = await client.post("/cluster/d9/drain")
-        assert "'d9'" in assert_error(response, 404, "invalid_request_error", None)
-        assert (await get(site, "/ready")).status_code == 200
+async def test_an_instance_that_is_not_a_member_cannot_be_drained(site: Site, client: httpx.AsyncClient) -> None:
+    response = await client.post("/cluster/d9/drain")
+    assert "'d9'" in assert_error(response, 404, "invalid_request_error", None)
+    assert (await get(site, "/ready")).status_code == 200
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from random import Random
 
+import httpx
 import pytest
 
 from common.ids import pack_ids
@@ -60,13 +61,14 @@ def test_only_so_many_requests_are_kept() -> None:
 
 
 @pytest.mark.anyio
-async def test_the_page_is_a_trace_that_a_simulation_reads_and_holds_nothing_that_was_said(tmp_path: Path) -> None:
+async def test_the_page_is_a_trace_that_a_simulation_reads_and_holds_nothing_that_was_said(
+    site: Site, client: httpx.AsyncClient, tmp_path: Path
+) -> None:
     secret = "the prompt that nobody sees"
-    async with Site() as site, site.client() as client:
-        for _ in range(3):
-            assert (await client.post("/v1/chat/completions", json=chat(secret))).status_code == 200
-        read = await client.get("/cluster/load")
-        lengths = {(each.prompt_tokens, each.answer_tokens) for each in site.core.requests.past.requests(site.gateway.clock())}
+    for _ in range(3):
+        assert (await client.post("/v1/chat/completions", json=chat(secret))).status_code == 200
+    read = await client.get("/cluster/load")
+    lengths = {(each.prompt_tokens, each.answer_tokens) for each in site.core.requests.past.requests(site.gateway.clock())}
     assert read.headers["content-type"] == "application/x-ndjson"
     assert {key for line in read.text.splitlines() for key in json.loads(line)} == {
         "timestamp", "input_length", "output_length", "hash_ids",

@@ -3,6 +3,7 @@
 import asyncio
 from typing import Any
 
+import httpx
 import pytest
 
 from tests.router.calls import assert_error, until
@@ -58,11 +59,12 @@ async def test_a_pause_that_is_ended_before_the_requests_have_says_so() -> None:
 
 
 @pytest.mark.parametrize("query", ["mode=stop", "clear_cache=maybe", "wait_for_inflight_requests=2", "level=1"])
-async def test_a_parameter_of_a_pause_that_means_nothing_is_refused_by_name(site: Site, query: str) -> None:
-    async with site.client() as client:
-        refused = await client.post(f"/pause?{query}")
-        assert refused.status_code == 400 and query.partition("=")[0] in refused.json()["error"]["message"]
-        assert not site.core.fleet.weights.is_paused
+async def test_a_parameter_of_a_pause_that_means_nothing_is_refused_by_name(
+    client: httpx.AsyncClient, site: Site, query: str
+) -> None:
+    refused = await client.post(f"/pause?{query}")
+    assert refused.status_code == 400 and query.partition("=")[0] in refused.json()["error"]["message"]
+    assert not site.core.fleet.weights.is_paused
 
 
 async def test_requests_end_by_a_list_of_ids_and_all_without_one() -> None:

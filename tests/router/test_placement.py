@@ -4,9 +4,7 @@ That is known when its prefill instance says so.
 """
 
 from collections.abc import Sequence
-from typing import Any
 
-import msgspec
 import pytest
 
 from common.config import Dispatch, RouterConfig
@@ -62,52 +60,6 @@ def fleet() -> Members:
     return new_fleet(P0, D0)
 
 
-D0_NEXT = instance("d0", "decode", incarnation="2")
-
-
-@pytest.mark.parametrize(
-    ("members", "asked", "expected"),
-    [
-        ((P0, D0), {}, ("p0", "d0")),
-        ((D0,), {}, ("d0", None)),
-        ((P0,), {"max_new_tokens": 1}, ("p0", None)),
-        ((P0, D0), {"max_new_tokens": 1}, ("p0", None)),
-        ((P0, D0), {"dispatch": "colocated"}, ("d0", None)),
-        ((P0, D0), {"dispatch": "colocated", "max_new_tokens": 1}, ("d0", None)),
-        ((P0, D0, D1), {"avoid": [P0, D0]}, ("d1", None)),
-        ((P0, D0), {"avoid": [P0], "max_new_tokens": 1}, ("d0", None)),
-        ((P0, D0), {"avoid": [P0, D0]}, ("d0", None)),
-        ((P0, D0), {"avoid": [D0]}, ("p0", "d0")),
-        ((P0,), {"avoid": [P0], "max_new_tokens": 1}, ("p0", None)),
-        ((D0_NEXT, D1), {"dispatch": "colocated", "avoid": [D0]}, ("d0", None)),
-        ((D0_NEXT, D1), {"dispatch": "colocated", "avoid": [D0_NEXT]}, ("d1", None)),
-    ],
-)
-def test_who_serves_a_request_where_only_one_choice_is_right(
-    members: Sequence[InstanceInfo], asked: dict[str, Any], expected: tuple[str, str | None]
-) -> None:
-    """A pair where there is one. A decode instance serves alone without one, and under colocated dispatch. An answer of one token
-    needs a prefill instance only. A request goes back to where it failed when nobody else is left, and to another life."""
-    assert chosen(new_fleet(*members), **asked) == expected
-
-
-def test_the_least_loaded_in_tokens_is_taken_not_the_one_with_fewest_requests() -> None:
-    fleet = new_fleet(P0, P1, D0, D1)
-    hear(fleet, P0, D0, D1, load=Load(waiting_requests=1, waiting_tokens=900), now=1.0)
-    hear(fleet, P1, D0, D1, load=Load(waiting_requests=5, waiting_tokens=50, running_tokens=50), now=1.0)
-    hear(fleet, D0, P0, P1, load=Load(running_requests=1, running_tokens=400), now=1.0)
-    hear(fleet, D1, P0, P1, load=Load(running_requests=3, running_tokens=300), now=1.0)
-    assert chosen(fleet) == ("p1", "d1")
-
-
-def test_tokens_assigned_since_the_last_report_count_as_load() -> None:
-    fleet = new_fleet(P0, P1, D0)
-    hear(fleet, P1, D0, load=Load(waiting_tokens=20), now=1.0)
-    assert chosen(fleet) == ("p0", "d0")
-    next(member for member in fleet.members() if member.info.id == "p0").assigned_tokens = 21
-    assert chosen(fleet) == ("p1", "d0")
-
-
 def test_a_report_counts_what_all_routers_gave_and_what_is_assigned_later_comes_on_top() -> None:
     fleet = new_fleet(P0, P1, D0)
     member = next(member for member in fleet.members() if member.info.id == "p0")
@@ -119,14 +71,6 @@ def test_a_report_counts_what_all_routers_gave_and_what_is_assigned_later_comes_
     assert chosen(fleet) == ("p1", "d0")
     member.assigned_tokens -= 30
     assert chosen(fleet) == ("p0", "d0")
-
-
-def test_a_decode_instance_without_free_pages_for_the_request_comes_after_a_busier_one_that_has_them() -> None:
-    fleet = new_fleet(P0, D0, D1)
-    hear(fleet, D0, P0, now=1.0, load=Load(running_tokens=0, pages_free=3))
-    hear(fleet, D1, P0, now=1.0, load=Load(running_tokens=200, pages_free=4))
-    assert chosen(fleet, prompt_tokens=8, max_new_tokens=4) == ("p0", "d0")
-    assert chosen(fleet, prompt_tokens=8, max_new_tokens=5) == ("p0", "d1")
 
 
 def test_a_pair_is_used_only_when_both_ends_report_the_link() -> None:
@@ -144,13 +88,6 @@ def test_a_link_to_a_former_incarnation_is_no_link(fleet: Members) -> None:
     assert chosen(fleet) == ("d0", None)
     hear(fleet, P0, successor, now=1.0)
     assert chosen(fleet) == ("p0", "d0")
-
-
-def test_a_prefill_instance_without_a_link_is_passed_over_even_if_it_is_idle() -> None:
-    fleet = new_fleet(P0, P1, D0)
-    hear(fleet, P0, now=1.0)
-    hear(fleet, P1, D0, load=Load(waiting_tokens=1000), now=1.0)
-    assert chosen(fleet) == ("p1", "d0")
 
 
 WORN = Load(pages_quarantined=17, pages_total=64)
@@ -188,13 +125,6 @@ def test_a_fleet_whose_every_prefill_instance_has_quarantined_pages_serves_witho
     assert placer(fleet, "colocated").unready() == []
 
 
-def test_a_prompt_that_no_prefill_memory_holds_goes_to_a_decode_instance() -> None:
-    small = msgspec.structs.replace(P0, pools=(msgspec.structs.replace(P0.pools[0], total_pages=2),))
-    fleet = new_fleet(small, D0)
-    assert chosen(fleet, prompt_tokens=8) == ("p0", "d0")
-    assert chosen(fleet, prompt_tokens=9) == ("d0", None)
-
-
 def test_a_placement_names_the_next_best_decode_instances_too() -> None:
     others = [instance(f"d{number}", "decode") for number in range(6)]
     fleet = new_fleet(P0, *others)
@@ -211,17 +141,6 @@ def test_a_request_that_no_memory_could_ever_hold_is_the_clients_error(fleet: Me
     with pytest.raises(BadRequest) as raised:
         chosen(fleet, prompt_tokens=capacity - 4, max_new_tokens=6)
     assert raised.value.field == "max_tokens"
-
-
-def test_a_request_that_only_an_instance_in_trouble_holds_may_be_tried_again_later() -> None:
-    large = msgspec.structs.replace(D1, pools=(msgspec.structs.replace(D1.pools[0], total_pages=2 * D0.total_pages),))
-    fleet = new_fleet(P0, D0, large)
-    prompt_tokens = D0.total_pages * D0.page_size + 4
-    hear(fleet, large, P0, load=Load(oldest_step_s=31.0), now=1.0)
-    with pytest.raises(Unavailable, match="d1 is stuck"):
-        chosen(fleet, prompt_tokens=prompt_tokens, max_new_tokens=6)
-    hear(fleet, large, P0, now=2.0)
-    assert chosen(fleet, prompt_tokens=prompt_tokens, max_new_tokens=6)[0] == "d1"
 
 
 @pytest.mark.parametrize(
@@ -249,17 +168,6 @@ def test_a_fleet_whose_prefill_instances_drain_is_ready_without_them(fleet: Memb
 
 
 # --- where it failed before ----------------------------------------------------------------------------------------------
-
-
-def test_a_request_does_not_go_back_to_where_it_failed_while_others_can_serve() -> None:
-    fleet = new_fleet(P0, P1, D0, D1)
-    hear(fleet, P1, D0, D1, load=Load(waiting_tokens=900), now=1.0)
-    hear(fleet, D1, P0, P1, load=Load(running_tokens=900), now=1.0)
-    assert chosen(fleet) == ("p0", "d0")
-    assert chosen(fleet, avoid=[P0, D0]) == ("p1", "d1")
-    assert chosen(fleet, avoid=[P0]) == ("p1", "d0")
-    assert chosen(fleet, avoid=[D0]) == ("p0", "d1")
-    assert chosen(fleet, max_new_tokens=1, avoid=[P0]) == ("p1", None)
 
 
 FIRST = Incarnation("1")

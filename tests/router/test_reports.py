@@ -434,10 +434,9 @@ async def answered_in_a_batch(client: httpx.AsyncClient, body: Any) -> Any:
     return json.loads(answer.text)["response"]["body"]["usage"]
 
 
-async def test_without_the_flag_there_is_no_access_log(caplog: pytest.LogCaptureFixture) -> None:
+async def test_without_the_flag_there_is_no_access_log(site: Site, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
-    async with Site() as site:
-        assert not await logged(caplog, site, lambda client: client.post("/v1/completions", json=completion()))
+    assert not await logged(caplog, site, lambda client: client.post("/v1/completions", json=completion()))
 
 
 async def test_every_line_about_a_request_names_it_at_the_lowest_level(caplog: pytest.LogCaptureFixture) -> None:

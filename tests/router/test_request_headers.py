@@ -26,18 +26,14 @@ async def test_a_clients_id_comes_back_in_the_header_and_in_the_answers_id(site:
         assert (refused.status_code, refused.headers["x-request-id"]) == (status, "mine-2")
 
 
-async def test_without_an_id_one_is_made_for_each_request(site: Site) -> None:
-    async with site.client() as client:
-        made = [(await client.get(path)).headers["x-request-id"] for path in ("/health", "/health", "/nothing")]
+async def test_without_an_id_one_is_made_for_each_request(client: httpx.AsyncClient, site: Site) -> None:
+    made = [(await client.get(path)).headers["x-request-id"] for path in ("/health", "/health", "/nothing")]
     assert len(set(made)) == 3 and all(made)
 
 
 @pytest.mark.parametrize("request_id", ["", "a b", "x" * 129, "\x7f", "\u00e9"])
-async def test_an_id_that_is_none_is_refused(site: Site, request_id: str) -> None:
-    async with site.client() as client:
-        response = await client.post(
-            "/v1/completions", json=completion(), headers=[(b"x-request-id", request_id.encode("latin-1"))]
-        )
+async def test_an_id_that_is_none_is_refused(client: httpx.AsyncClient, site: Site, request_id: str) -> None:
+    response = await client.post("/v1/completions", json=completion(), headers=[(b"x-request-id", request_id.encode("latin-1"))])
     assert "visible ASCII" in assert_error(response, 400, "invalid_request_error", "X-Request-Id")
     assert response.headers["x-request-id"] != request_id
     assert (await post(site, "x" * 128)).status_code == 200

@@ -97,12 +97,11 @@ async def test_pairs_are_scored_one_with_all_or_one_with_one(path: str, fields: 
         ({"query": [97, 98], "items": [[99], [100]], "item_first": True, "apply_softmax": True}, ["cab", "dab"]),
     ],
 )
-async def test_labels_get_their_probabilities_behind_each_item(fields: dict[str, Any], prompts: list[str]) -> None:
+async def test_labels_get_their_probabilities_behind_each_item(site: Site, fields: dict[str, Any], prompts: list[str]) -> None:
     """As SGLang's POST /v1/score: not renormalized, unless apply_softmax asks for that."""
     labels = [120, 97, 101]
-    async with Site() as site:
-        answer = (await post(site, "/v1/score", fields | {"label_token_ids": labels})).json()
-        sent = sent_to_fleet(site)
+    answer = (await post(site, "/v1/score", fields | {"label_token_ids": labels})).json()
+    sent = sent_to_fleet(site)
     assert [bytes(np.frombuffer(one.prompt, dtype="<i4").astype(np.uint8)).decode() for one in sent] == prompts
     assert all(one.sampling.max_new_tokens == 1 and not one.decodes for one in sent), "prefill is enough"
     for prompt, got in zip(prompts, answer["scores"], strict=True):

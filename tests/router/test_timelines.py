@@ -3,6 +3,7 @@
 import asyncio
 import math
 
+import httpx
 import msgspec
 import pytest
 
@@ -65,9 +66,10 @@ def request(name: str) -> RequestTimes:
 # --- over HTTP ---------------------------------------------------------------------------------------------------------------
 
 
-async def test_a_chat_is_found_by_either_id_with_what_instances_told_and_without_its_text(site: Site) -> None:
-    async with site.client() as client:
-        answer = await client.post("/v1/chat/completions", json=chat(SECRET), headers={"X-Request-Id": "a/b?"})
+async def test_a_chat_is_found_by_either_id_with_what_instances_told_and_without_its_text(
+    client: httpx.AsyncClient, site: Site
+) -> None:
+    answer = await client.post("/v1/chat/completions", json=chat(SECRET), headers={"X-Request-Id": "a/b?"})
     (asked,) = sent_to_fleet(site)
     early = (await get(site, "/requests/a%2Fb%3F")).json()["choices"][0]
     assert early["attempts"][0]["instances"] == [] and early["durations"]["prefill_s"] is None

@@ -28,10 +28,6 @@ def a_line() -> WaitingLine[Item]:
     return WaitingLine(Shares(ROWS, PAGES))
 
 
-def names(line: WaitingLine[Item]) -> list[str]:
-    return [item.key.request_id for item in line.turns()]
-
-
 class LineAgainstSearchedList(RuleBasedStateMachine):
     """owners: of the line. With one of them it is a list sorted by rank."""
 
@@ -116,13 +112,6 @@ TestLineAgainstSearchedList = LineAgainstSearchedList.TestCase
 TestLineOfOneOwner = LineOfOneOwner.TestCase
 for case in (TestLineAgainstSearchedList, TestLineOfOneOwner):
     case.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
-
-
-def test_the_order_of_one_owner_is_by_priority_then_age_then_arrival() -> None:
-    line = a_line()
-    for name, rank in (("d", Rank(0, 2.0)), ("e", Rank(0, 2.0)), ("c", Rank(0, 1.0)), ("f", Rank(1, 0.0)), ("a", Rank(-1, 9.0))):
-        line.join(Item(key(name), rank=rank))
-    assert names(line) == ["a", "c", "d", "e", "f"] == [item.key.request_id for item in line]
 
 
 def test_the_line_may_change_while_it_is_iterated() -> None:

@@ -1,70 +1,13 @@
-"""The page pool: no page is in two places, and what leaves comes home only through its lease."""
+"""The page pool: in which order pages leave, and what is refused.
+
+That no page is in two places, and that what leaves comes home through its lease, are laws of `test_radix_cache.py`.
+"""
 
 import pytest
-from hypothesis import settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from common.pages.pool import PageLease, PagePool
 
 TOTAL = 12
-
-
-class PoolLaws(RuleBasedStateMachine):
-    def __init__(self) -> None:
-        super().__init__()
-        self.pool = PagePool(TOTAL)
-        self.leases: list[PageLease] = []
-
-    @rule(page_count=st.integers(0, TOTAL + 2))
-    def lease(self, page_count: int) -> None:
-        free = self.pool.free_pages
-        lease = self.pool.lease(page_count)
-        assert (lease is None) == (page_count > free)
-        if lease is not None:
-            assert len(lease) == page_count
-            self.leases.append(lease)
-
-    @precondition(lambda self: self.leases)
-    @rule(data=st.data(), page_count=st.integers(0, TOTAL + 2))
-    def extend(self, data: st.DataObject, page_count: int) -> None:
-        lease = data.draw(st.sampled_from(self.leases))
-        free, before = self.pool.free_pages, lease.pages.tolist()
-        more = lease.extend(page_count)
-        assert (more is None) == (page_count > free)
-        assert lease.pages.tolist() == before + ([] if more is None else more.tolist())
-        assert len(lease) == len(before) + (0 if more is None else page_count)
-
-    @precondition(lambda self: self.leases)
-    @rule(data=st.data())
-    def close(self, data: st.DataObject) -> None:
-        lease = self.leases.pop(data.draw(st.integers(0, len(self.leases) - 1)))
-        lease.close()
-        with pytest.raises(RuntimeError, match="closed once"):
-            lease.close()
-        with pytest.raises(RuntimeError, match="takes no pages"):
-            lease.extend(1)
-        with pytest.raises(RuntimeError, match="may belong to another"):
-            _ = lease.pages
-
-    @invariant()
-    def every_page_is_in_one_place(self) -> None:
-        leased = [page for lease in self.leases for page in lease.pages.tolist()]
-        assert self.pool.free_pages + len(leased) == TOTAL
-        assert len(set(leased)) == len(leased)
-        assert set(leased) <= set(range(TOTAL))
-
-    @invariant()
-    def every_free_page_can_be_had(self) -> None:
-        rest = self.pool.lease(self.pool.free_pages)
-        assert rest is not None
-        leased = {page for lease in self.leases for page in lease.pages.tolist()}
-        assert set(rest.pages.tolist()) == set(range(TOTAL)) - leased
-        rest.close()
-
-
-TestPoolLaws = PoolLaws.TestCase
-TestPoolLaws.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
 
 
 def leased(pool: PagePool, page_count: int) -> PageLease:
@@ -129,6 +72,17 @@ def test_the_first_pages_of_a_lease_can_come_home_before_the_others() -> None:
     assert pool.free_pages == 6
     with pytest.raises(RuntimeError):
         lease.give_back(0)
+
+
+def test_a_closed_lease_is_closed_once_and_has_no_pages() -> None:
+    lease = leased(PagePool(4), 2)
+    lease.close()
+    with pytest.raises(RuntimeError, match="closed once"):
+        lease.close()
+    with pytest.raises(RuntimeError, match="takes no pages"):
+        lease.extend(1)
+    with pytest.raises(RuntimeError, match="may belong to another"):
+        _ = lease.pages
 
 
 def test_fewer_pages_than_none_are_refused() -> None:
