@@ -82,7 +82,7 @@ class InstanceCommand:
             # Before weights are loaded or other ranks are started.
             on_cpu = engine.device == "cpu" or (engine.device == "auto" and not count_gpus())
             check_model(self.model, engine, instance.tp, on_cpu=on_cpu)
-            if self.drafting is not None and self.drafting.model:
+            if self.drafting is not None and self.drafting.model and not self.drafting.is_head:
                 try:
                     check_model(ModelConfig(model=self.drafting.model), engine, instance.tp, on_cpu=on_cpu)
                 except ConfigError as error:

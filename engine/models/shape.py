@@ -265,9 +265,9 @@ def read_architecture(path: Path) -> str:
     return named[0]
 
 
-def read_shape(path: Path) -> ModelShape:
-    """The shape of the checkpoint in a folder. Raises ConfigError."""
-    architecture, written = read_architecture(path), read_model_config(path)
+def read_shape(path: Path, like: str = "") -> ModelShape:
+    """The shape of the checkpoint in a folder. like: the architecture whose config it has; "": its own. Raises ConfigError."""
+    architecture, written = like or read_architecture(path), read_model_config(path)
     if architecture not in DEFAULTS:
         raise ConfigError(f"{path / CONFIG}: {unsupported(architecture, DEFAULTS)}")
     _refuse_what_is_not_supported(written, path)
