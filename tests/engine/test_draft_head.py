@@ -16,9 +16,16 @@ from transformers import PreTrainedModel
 from common.drafting import HEAD_TAIL
 from common.errors import ConfigError
 from common.executor import StepResult
+from engine import model_runner
+from engine.backends import ChosenAttention
+from engine.gpu.flashinfer import AttentionNeeds
+from engine.model_runner import ModelRunner
 from engine.parallel import Group
+from engine.torch_kernels import Kernels
 from tests.engine.checkpoints import VOCAB, llama, qwen3, saved
 from tests.engine.drafting import KINDS, made, requests, serve
+from tests.engine.graph_recorder import RecordedGraphs
+from tests.engine.padded_attention import CapturablePaged
 from tests.engine.ranks import least_of, on_ranks
 
 LAYERS, OWN_VOCAB, HEADS, KV_HEADS, DIM = 7, 400, 4, 2, 16
@@ -109,7 +116,7 @@ class Reference:
         return residual + F.linear(F.silu(gate) * up, weights["midlayer.mlp.down_proj.weight"])
 
     def _norm(self, x: Tensor, name: str) -> Tensor:
-        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6) * self._weights[f"{name}.weight"]
+        return F.rms_norm(x, x.shape[-1:], self._weights[f"{name}.weight"], 1e-6)
 
     def _rotated(self, x: Tensor) -> Tensor:
         angles = torch.arange(x.shape[1])[:, None].double() * 10000.0 ** (-torch.arange(0, DIM, 2).double() / DIM)
@@ -147,18 +154,35 @@ def compare(steps: list[StepResult], prompts: list[list[int]], reference: Refere
     return compared, seen
 
 
-@pytest.mark.parametrize("changes", [{}, {"graphs": "off"}], ids=["recorded", "layer by layer"])
-def test_a_head_proposes_what_its_formulas_say_and_changes_no_answer(tmp_path: Path, changes: dict[str, Any]) -> None:
+def as_on_a_card(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Decode steps are graphs, with attention that can be captured."""
+
+    def chosen(needs: AttentionNeeds, *others: object) -> ChosenAttention:
+        return ChosenAttention(CapturablePaged(needs.memory, needs.query_heads, needs.layers, needs.dtype), "padded")
+
+    monkeypatch.setattr(model_runner, "make_attention", chosen)
+    monkeypatch.setattr(model_runner, "make_kernels", lambda device: Kernels())
+    monkeypatch.setattr(ModelRunner, "_graph_maker", lambda self: RecordedGraphs())
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"graphs": "off"}, {"graph_sizes": "1,4,16,24"}], ids=["recorded", "layer by layer", "graphs"]
+)
+def test_a_head_proposes_what_its_formulas_say_and_changes_no_answer(
+    tmp_path: Path, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Prompts are shorter and longer than what it begins with, and answers so long that it begins anew."""
+    if "graph_sizes" in changes:
+        as_on_a_card(monkeypatch)
     served = qwen3(num_hidden_layers=LAYERS)
     path = saved(served, tmp_path / "served")
     head = head_of(served, tmp_path / "head")
-    changes = {"context_tokens": CONTEXT, "kv_memory": "8MiB"} | changes
+    sizes: dict[str, Any] = {"context_tokens": CONTEXT, "kv_memory": "8MiB"} | changes
     asked = requests(6, KINDS[:1], 2, longest=150)
     prompts = [prompt.tolist() for prompt, _ in asked]
-    without, reference = serve(made(path, None, **changes), asked), Reference(served, head)
+    without, reference = serve(made(path, None, **sizes), asked), Reference(served, head)
     reference.teach(list(zip(prompts, without.answers, strict=True))[:3], head)
-    with_it = serve(made(path, head, is_head=True, **changes), asked)
+    with_it = serve(made(path, head, is_head=True, **sizes), asked)
     assert with_it.answers == without.answers
     counters = with_it.counters
     assert counters.tokens_drafted > 100 and 0.1 < counters.tokens_accepted / counters.tokens_drafted < 0.9
@@ -180,7 +204,7 @@ def test_sampled_answers_grammars_of_processors_and_ranks_are_as_without(tmp_pat
     assert (ours, drafted) == theirs and sum(map(len, drafted)) > 100
     assert ours == expected
     for kind in ({"quantization": "int8"}, {"page_size": 16}):
-        changes = {"context_tokens": CONTEXT, "kv_memory": "8MiB"} | kind
+        changes: dict[str, Any] = {"context_tokens": CONTEXT, "kv_memory": "8MiB"} | kind
         plain = serve(made(path, None, **changes), asked).answers
         assert serve(made(path, head, is_head=True, **changes), asked).answers == plain
 
