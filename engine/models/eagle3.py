@@ -61,11 +61,13 @@ def read_head_shape(path: Path, served: ModelShape) -> HeadShape:
     if architecture not in ARCHITECTURES:
         raise ConfigError(f"{file}: {architecture} is no EAGLE-3 head, which is {' or '.join(ARCHITECTURES)}")
     config, shape = ConfigValues(written, file), read_shape(path, like="LlamaForCausalLM")
-    eagle = written.get("eagle_config") or {}
+    eagle, layers = written.get("eagle_config") or {}, served.layers
+    if not isinstance(eagle, dict):
+        raise ConfigError(f"{file}: eagle_config must be an object; it is {eagle!r}")
     taps = eagle.get("eagle_aux_hidden_state_layer_ids")
-    layers = served.layers
-    chosen = [2, layers // 2, layers - 3] if taps is None else [each + 1 if isinstance(each, int) else each for each in taps]
-    is_chosen = len(chosen) == 3 and all(isinstance(each, int) and 1 <= each < layers for each in chosen)
+    behind = taps if isinstance(taps, list) and all(type(each) is int for each in taps) else []
+    chosen = [2, layers // 2, layers - 3] if taps is None else [each + 1 for each in behind]
+    is_chosen = len(chosen) == 3 and all(1 <= each < layers for each in chosen)
     for holds, rule in (
         (shape.layers == 1, f"num_hidden_layers must be 1; it is {shape.layers}"),
         (not any(map(config.flag, _OTHERWISE)), f"{', '.join(_OTHERWISE)} must be false"),
@@ -73,7 +75,7 @@ def read_head_shape(path: Path, served: ModelShape) -> HeadShape:
         (
             is_chosen and chosen == sorted(chosen),
             f"eagle_config.eagle_aux_hidden_state_layer_ids must be three layers of a model of {layers}, in rising order; "
-            f"they are {taps or chosen}",
+            f"they are {chosen if taps is None else taps!r}",
         ),
         (
             config.whole("target_hidden_size", null=shape.hidden) == served.hidden,
@@ -144,8 +146,11 @@ class Eagle3Head:
         return torch.nn.functional.linear(states, self._fc)
 
     def name_tokens(self, offsets: Tensor) -> None:
-        """offsets: [own vocabulary], how much larger the served model's id of each of its tokens is."""
-        self._served_ids += offsets.to(self._served_ids.device, torch.int64)
+        """offsets: [own vocabulary], how much larger the served model's id of each of its tokens is. Raises ConfigError."""
+        ids = torch.arange(self._own_vocab) + offsets.to("cpu", torch.int64) if offsets.shape == (self._own_vocab,) else None
+        if ids is None or len(ids.unique()) < len(ids) or ids.min() < 0 or ids.max() >= self.shape.vocab_size:
+            raise ConfigError(f"{_TO_SERVED} must name {self._own_vocab} different tokens of the model's {self.shape.vocab_size}")
+        self._served_ids.copy_(ids)
 
     def hidden(self, token_ids: Tensor, positions: Tensor, attention: StepAttention, wanted: Tensor | None = None) -> Tensor:
         kernels, eps, total, tokens = self._kernels, self.shape.norm_eps, self._group.sum, token_ids.shape[0]

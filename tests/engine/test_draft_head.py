@@ -216,6 +216,8 @@ def test_sampled_answers_grammars_of_processors_and_ranks_are_as_without(tmp_pat
         ({"num_hidden_layers": 2}, "num_hidden_layers must be 1; it is 2"),
         ({"norm_before_residual": True}, "norm_before_residual.* must be false"),
         ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 3, 6]}}, "three layers of a model of 7.*they are"),
+        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": "123"}}, "they are '123'"),
+        ({"eagle_config": [1]}, "eagle_config must be an object"),
         ({"target_hidden_size": 128}, "for a model whose hidden size is another than 64"),
         ({"vocab_size": 700}, "vocab_size is 700, that of the model 500"),
         ({"draft_vocab_size": 90}, "lm_head.weight has the shape"),
@@ -225,4 +227,14 @@ def test_what_is_no_head_for_the_model_is_refused_by_name(tmp_path: Path, change
     served = qwen3(num_hidden_layers=LAYERS)
     path, head = saved(served, tmp_path / "served"), head_of(served, tmp_path / "head", **changes)
     with pytest.raises(ConfigError, match=f"--speculative-config: with the draft head .*{says}"):
+        made(path, head, is_head=True)
+
+
+@pytest.mark.parametrize("offsets", [[-1] * 400, [101] * 400, [1] + [0] * 399, [0] * 399])
+def test_tokens_that_the_served_model_does_not_have_once_are_refused(tmp_path: Path, offsets: list[int]) -> None:
+    served = qwen3(num_hidden_layers=LAYERS)
+    path, head = saved(served, tmp_path / "served"), head_of(served, tmp_path / "head")
+    stored = load_file(head / "model.safetensors")
+    save_file(stored | {"d2t": torch.tensor(offsets)}, head / "model.safetensors")
+    with pytest.raises(ConfigError, match="d2t must name 400 different tokens of the model's 500"):
         made(path, head, is_head=True)
