@@ -45,7 +45,9 @@ def parse_drafting(config: str, algorithm: str, num_draft_tokens: int, draft_mod
     --speculative-num-draft-tokens and --speculative-draft-model-path; None: nothing. Raises ConfigError."""
     if algorithm != "none":
         require(not config, "speculative-config", "left out with --speculative-algorithm", config)
-        require(0 <= num_draft_tokens <= MOST_DRAFTS, "speculative-num-draft-tokens", f"at most {MOST_DRAFTS}", num_draft_tokens)
+        require(
+            0 <= num_draft_tokens <= MOST_DRAFTS, "speculative-num-draft-tokens", f"from 0 to {MOST_DRAFTS}", num_draft_tokens
+        )
         is_needed = algorithm != "NGRAM"
         rule = f"given with --speculative-algorithm {algorithm}" if is_needed else "left out without a draft model"
         require(bool(draft_model) == is_needed, "speculative-draft-model-path", rule, draft_model)

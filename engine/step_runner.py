@@ -411,7 +411,7 @@ class StepRunner:
         return logits, self._kernels.sample(logits), *self._model.tapped
 
     def _keep_features(self, rows: Tensor, states: Sequence[Tensor]) -> None:
-        """Of decode rows that were computed. states: see `Model.tapped`."""
+        """Those of decode rows that were computed. states: see `Model.tapped`."""
         if self._features is not None:
             self._features.keep(self.batch.owner[rows], self.batch.length[rows] - 1, states)
 

@@ -14,7 +14,7 @@ from common.errors import ConfigError
 from common.host import core_count, count_gpus, divide_cores
 from common.model_path import model_folder
 from common.trust import LOOPBACK_ONLY, Trust
-from engine.models.shape import DEFAULTS, check_ranks, read_architecture, read_shape, refuse_ranks
+from engine.models.shape import DEFAULTS, check_ranks, head_config, read_architecture, read_shape, refuse_ranks
 from launch.child import ChildProcess, run_process
 
 if TYPE_CHECKING:
@@ -38,6 +38,22 @@ def check_model(model: ModelConfig, engine: EngineConfig, ranks: int, *, on_cpu:
         refuse_ranks(architecture, ranks)
 
 
+def check_draft_model(drafting: "Drafting | None", engine: EngineConfig, ranks: int, *, on_cpu: bool) -> None:
+    """As `check_model`, for the model or head that drafts tokens, if one does."""
+    if drafting is None or not drafting.model:
+        return
+    if engine.executor == "timed":
+        raise ConfigError("--speculative-config: --executor timed loads no model, so no draft model or head either: take ngram")
+    try:
+        folder = model_folder(drafting.model)
+        if drafting.is_head and folder is not None:
+            check_ranks(read_shape(folder, like=head_config(folder)), ranks, "none")
+        elif not drafting.is_head:
+            check_model(ModelConfig(model=drafting.model), engine, ranks, on_cpu=on_cpu)
+    except ConfigError as error:
+        raise ConfigError(f"--speculative-config: the draft {'head' if drafting.is_head else 'model'}: {error}") from error
+
+
 @dataclass(frozen=True, kw_only=True)
 class InstanceCommand:
     """What the command was told. Raises ConfigError for a name that cannot be one."""
@@ -57,9 +73,6 @@ class InstanceCommand:
             check_instance_id(self.name)
         except ConfigError as error:
             raise ConfigError(f"--name: {error}") from None
-        drafting = self.instance.drafting
-        if drafting is not None and drafting.model and self.engine.executor == "timed":
-            raise ConfigError("--speculative-config: --executor timed loads no model, so no draft model either: take ngram")
 
     @property
     def drafting(self) -> "Drafting | None":
@@ -82,11 +95,7 @@ class InstanceCommand:
             # Before weights are loaded or other ranks are started.
             on_cpu = engine.device == "cpu" or (engine.device == "auto" and not count_gpus())
             check_model(self.model, engine, instance.tp, on_cpu=on_cpu)
-            if self.drafting is not None and self.drafting.model and not self.drafting.is_head:
-                try:
-                    check_model(ModelConfig(model=self.drafting.model), engine, instance.tp, on_cpu=on_cpu)
-                except ConfigError as error:
-                    raise ConfigError(f"--speculative-config: the draft model: {error}") from error
+            check_draft_model(self.drafting, engine, instance.tp, on_cpu=on_cpu)
             serve = follower_process.serve if first else instance_process.serve
             try:
                 serve(process, self, {0: engine} if is_alone else engines_of_ranks(instance, engine))

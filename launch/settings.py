@@ -133,6 +133,9 @@ def _read_file(file: str, commands: Mapping[str, CommandParser]) -> dict[str, di
     for table, keys in tables:
         where = f"{file} [{table}]" if table else file
         if table and table not in commands:
+            flags = {name for taker in commands.values() for name in taker.settable}
+            if table.rpartition(".")[2].replace("-", "_") in flags:
+                raise ConfigError(f"{where} is a flag: it must be a text in quotes, not a table")
             raise ConfigError(f"{where} is no command of launch{nearest(table, commands)}")
         takers = [commands[table]] if table else [*commands.values()]
         known = {name: taker for taker in takers for name in taker.settable if name != "config"}

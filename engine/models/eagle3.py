@@ -27,12 +27,11 @@ from engine.models.decoder import (
     gated_mlp,
     rotary_frequencies,
 )
-from engine.models.shape import ConfigValues, ModelShape, read_architecture, read_shape, share_of
+from engine.models.shape import ConfigValues, ModelShape, head_config, read_shape, share_of
 from engine.models.weights import Loading, Stored, WeightSlots
 from engine.ports import LayerAttention, StepAttention
 from engine.torch_kernels import Kernels
 
-ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM")
 _TO_SERVED, _FROM_SERVED = "d2t", "t2d"
 _RENAMED = {
     "midlayer.": "model.layers.0.",
@@ -47,7 +46,7 @@ _OTHERWISE = ("norm_before_residual", "norm_before_fc", "bias", "attention_bias"
 @dataclass(frozen=True, slots=True)
 class HeadShape:
     shape: ModelShape
-    """Of its layer. vocab_size: of the served model."""
+    """That of its layer. vocab_size: of the served model."""
     own_vocab: int
     """How many tokens it proposes from."""
     taps: tuple[int, ...]
@@ -56,11 +55,8 @@ class HeadShape:
 
 def read_head_shape(path: Path, served: ModelShape) -> HeadShape:
     """Raises ConfigError for a checkpoint that is no such head, or is one for another model than the served one."""
-    architecture, written = read_architecture(path), read_model_config(path)
-    file = path / CONFIG
-    if architecture not in ARCHITECTURES:
-        raise ConfigError(f"{file}: {architecture} is no EAGLE-3 head, which is {' or '.join(ARCHITECTURES)}")
-    config, shape = ConfigValues(written, file), read_shape(path, like="LlamaForCausalLM")
+    written, file = read_model_config(path), path / CONFIG
+    config, shape = ConfigValues(written, file), read_shape(path, like=head_config(path))
     eagle, layers = written.get("eagle_config") or {}, served.layers
     if not isinstance(eagle, dict):
         raise ConfigError(f"{file}: eagle_config must be an object; it is {eagle!r}")
@@ -148,7 +144,7 @@ class Eagle3Head:
     def name_tokens(self, offsets: Tensor) -> None:
         """offsets: [own vocabulary], how much larger the served model's id of each of its tokens is. Raises ConfigError."""
         ids = torch.arange(self._own_vocab) + offsets.to("cpu", torch.int64) if offsets.shape == (self._own_vocab,) else None
-        if ids is None or len(ids.unique()) < len(ids) or ids.min() < 0 or ids.max() >= self.shape.vocab_size:
+        if ids is None or len(set(ids.tolist())) < len(ids) or ids.min() < 0 or ids.max() >= self.shape.vocab_size:
             raise ConfigError(f"{_TO_SERVED} must name {self._own_vocab} different tokens of the model's {self.shape.vocab_size}")
         self._served_ids.copy_(ids)
 

@@ -170,7 +170,7 @@ def test_flags_of_vllm_and_of_sglang_ask_for_drafts(
         ('{"method": "ngram", "num_speculative_tokens": true}', "none", 0, "", "num_speculative_tokens is between 1 and 32"),
         ('{"method": "ngram", "prompt_lookup_min": 5}', "none", 0, "", "prompt_lookup_min is at most"),
         ('{"method": "ngram"}', "NGRAM", 0, "", "left out with --speculative-algorithm"),
-        ("", "NGRAM", 99, "", "at most 32"),
+        ("", "NGRAM", 99, "", "from 0 to 32"),
         ("", "NGRAM", 0, "small", "left out without a draft model"),
         ("", "STANDALONE", 0, "", "given with --speculative-algorithm STANDALONE"),
         ("", "EAGLE3", 0, "", "given with --speculative-algorithm EAGLE3"),

@@ -106,6 +106,32 @@ def test_a_wrong_word_is_refused_in_one_line_with_the_nearest_right_one(
     assert said in error and error.count("\n") == 1 and "usage" not in error and "detokenizer" not in error
 
 
+TWO = "speculative-config = '{\"method\": \"ngram\"}'\n[decode]\nspeculative-algorithm = 'NGRAM'"
+BOTH = "--speculative-config must be left out with --speculative-algorithm"
+NO_FOLDER = "launch local: --speculative-config: the draft model: --model '/nowhere': there is no such folder"
+
+
+@pytest.mark.parametrize(
+    ("line", "file", "said"),
+    [
+        (["decode"], TWO, f"launch decode: {BOTH}"),
+        (["local"], TWO, f"launch local: [decode] {BOTH}"),
+        (["prefill", "--speculative-algorithm=NGRAM"], "speculative-config = '{}'", f"{BOTH}; it is '{{}}' (--spec"),
+        (["both", "--speculative-num-draft-tokens=-1"], 'speculative-algorithm = "NGRAM"', "must be from 0 to 32; it is -1"),
+        (["local"], "[decode]\nspeculative-config = '{\"model\": \"/nowhere\"}'", NO_FOLDER),
+        (["local", "--executor=timed"], "speculative-config = '{\"model\": \"demo\"}'", "so no draft model or head either"),
+    ],
+)  # fmt: skip
+def test_how_tokens_are_drafted_is_refused_before_anything_is_started(
+    line: list[str], file: str, said: str, tmp_path: Path
+) -> None:
+    (tmp_path / "fleet.toml").write_text(file)
+    command = [sys.executable, "-m", "launch.main", *line, f"--config={tmp_path / 'fleet.toml'}"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2
+    assert said in done.stderr and "ready" not in done.stderr and not done.stdout
+
+
 def test_the_command_that_only_a_router_gives_is_taken(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["detokenizer", "--of", "router-0"])

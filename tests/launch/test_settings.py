@@ -129,6 +129,7 @@ WRONG = [
     ("[router]\nprot = 1", {}, "{file} [router]: prot is not a flag of this command; did you mean port?"),
     ("[decode]\nport = 1", {}, "{file} [decode]: port is not a flag of this command"),
     ("[locl]", {}, "{file} [locl] is no command of launch; did you mean local?"),
+    ("[decode]\nspeculative-config = {method = 'ngram'}", {}, "[decode.speculative-config] is a flag: it must be a text"),
     ("[bench]\nrequest-rate = 1", {}, "{file} [bench] is no command of launch; did you mean bench."),
     ("[bench.serv]\n", {}, "{file} [bench.serv] is no command of launch; did you mean bench.serve?"),
     ("port = '80'", {}, "{file}: port must be a whole number; it is '80'"),
