@@ -260,11 +260,11 @@ class InstanceConfig:
         "",
         "speculative decoding by the decode role, as in vLLM: a JSON object such as "
         '{"method": "ngram", "num_speculative_tokens": 8, "prompt_lookup_max": 4, "prompt_lookup_min": 2} or '
-        '{"method": "draft_model", "model": "folder", "num_speculative_tokens": 8}; default: none',
+        '{"method": "draft_model", "model": "folder", "num_speculative_tokens": 8}, or with "eagle3" and a head; default: none',
     )
-    speculative_algorithm: Literal["none", "NGRAM", "STANDALONE"] = option("none", "the same method by SGLang's name")
+    speculative_algorithm: Literal["none", "NGRAM", "STANDALONE", "EAGLE3"] = option("none", "the same method by SGLang's name")
     speculative_draft_model_path: str = option(
-        "", "with --speculative-algorithm STANDALONE: the draft model, as --model, with the same tokenizer"
+        "", "with --speculative-algorithm STANDALONE or EAGLE3: the draft model or head, as --model, with the same tokenizer"
     )
     speculative_num_draft_tokens: int = option(
         0, "with --speculative-algorithm: most drafted tokens of a request in a step; 0: 8"

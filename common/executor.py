@@ -110,6 +110,8 @@ class RowStart:
     """How many of `token_ids`, the last ones, are the answer's so far."""
     adapter: Digest = Digest("")
     """The adapter that the row computes with; "": the model alone."""
+    before: int = 0
+    """Tokens of the sequence before the row's first, of which it knows nothing: noise depends on the place in the sequence."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -147,7 +149,7 @@ class StepPlan:
     """[drafts] int32; NOT_DRAFTED: the executor's draft model proposes it."""
     draft_chunks: tuple[Chunk, ...] = ()
     """For the draft model: tokens whose KV it lacks. Its drafts follow those of the last chunks, and in other rows the last token
-    of `verified_tokens`: there it has the KV of all before."""
+    of `verified_tokens`: there it has the KV of all before. For a draft head: see `engine.draft_head`."""
     verified_rows: Int32Array = field(default_factory=_NO_NUMBERS.copy)
     """[rows] int32: rows whose last step had drafts. Their lengths after it, which depend on what was sampled."""
     verified_lengths: Int32Array = field(default_factory=_NO_NUMBERS.copy)
@@ -221,7 +223,8 @@ class StepResult:
     """[drafts] int32: what was sampled behind each of the plan's drafts. It counts if that draft and those before it are right;
     see `count_right`."""
     drafting_s: tuple[float, float] = (0.0, 0.0)
-    """What the draft model took before the forward: its first step, in which it computes what it lacks, and those after it."""
+    """What the draft model took before the forward: its first step, in which it computes what it lacks, and those after it. A
+    draft head: what the served model computed for it, and its own steps."""
     failed_behind: Mapping[int, int] = field(default_factory=dict)
     """Rows of `failed` that failed behind drafts which are right -> how many tokens of the step come before that: they count."""
 

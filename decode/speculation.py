@@ -15,7 +15,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from common.drafting import Drafting
+from common.drafting import HEAD_TAIL, HEAD_WINDOW, MOST_DRAFTS, Drafting
 from common.executor import NOT_DRAFTED, Chunk, StepPlan
 from common.ids import Int32Array, Int64Array
 from common.step_cost import StepCost
@@ -161,11 +161,16 @@ class ModelDrafter:
     """The tokens of each row, and how many of them the draft model has the KV of. What it lacks comes with the step that drafts.
 
     rows: of the batch. context_tokens: most that a row holds. chunk_tokens: most that the draft model computes before a step to
-    catch up, over all rows.
+    catch up, over all rows. head_page_size: 0, or it is a draft head, over pages of this size. It begins near the end of a row,
+    at the beginning of a page; and what it has computed of drafts counts for nothing, because only now it can be told what the
+    served model computes of them. See `engine.draft_head`.
     """
 
-    def __init__(self, rows: int, context_tokens: int, chunk_tokens: int) -> None:
-        self._chunk_tokens = chunk_tokens
+    def __init__(self, rows: int, context_tokens: int, chunk_tokens: int, head_page_size: int = 0) -> None:
+        self._head_page_size = head_page_size
+        self._chunk_tokens = max(chunk_tokens, HEAD_TAIL + head_page_size) if head_page_size else chunk_tokens
+        self._begun = np.zeros(rows, dtype=np.int64)
+        """Where a head began each row."""
         self.shares, self._overall = np.zeros(rows), FIRST_SHARE
         self._tokens = np.zeros((rows, context_tokens), dtype=np.int32)
         self._length, self._computed = np.zeros((2, rows), dtype=np.int64)
@@ -173,11 +178,13 @@ class ModelDrafter:
     def begin(self, row: int, tokens: Int32Array) -> None:
         self._tokens[row, : len(tokens)] = tokens
         self._length[row], self._computed[row], self.shares[row] = len(tokens), 0, self._overall
+        self._begun[row] = 0
 
     def add(self, rows: Int64Array, tokens: Int32Array, drafted: bool = False) -> None:
         self._tokens[rows, self._length[rows]] = tokens
         self._length[rows] += 1
-        self._computed[rows] += drafted
+        if not self._head_page_size:
+            self._computed[rows] += drafted
 
     def judge(self, rows: Int64Array, drafted: Int64Array, right: Int64Array) -> None:
         seen = np.minimum(drafted, right + 1)
@@ -189,23 +196,39 @@ class ModelDrafter:
         return np.ones(len(rows), dtype=bool)
 
     def lacking(self, rows: Int64Array) -> Int64Array:
-        starts, lengths = self._computed[rows], self._length[rows]
-        return np.where(starts < lengths - 1, lengths - starts, 0)
+        lacking = self._length[rows] - self._starts(rows)
+        return lacking if self._head_page_size else np.where(lacking > 1, lacking, 0)
 
     def draft(self, rows: Int64Array, depths: Int64Array) -> tuple[Int64Array, Int32Array, tuple[Chunk, ...]]:
         """A row whose KV the draft model cannot complete before the step has no drafts yet."""
-        starts, lengths = self._computed[rows], self._length[rows]
+        starts, lengths = self._starts(rows), self._length[rows]
         lacking = self.lacking(rows)
         left = np.clip(self._chunk_tokens - (np.cumsum(lacking) - lacking), 0, lacking)
+        if self._head_page_size:
+            left = np.where(left < lacking, 0, left)
+            self._begun[rows] = np.where(left > HEAD_TAIL, starts, self._begun[rows])
         chunks = tuple(
             Chunk(row, start, self._tokens[row, start : start + tokens], last=start + tokens == length)
             for row, start, tokens, length in zip(rows.tolist(), starts.tolist(), left.tolist(), lengths.tolist(), strict=True)
             if tokens
         )
         is_whole = left == lacking
-        self._computed[rows] = np.where(is_whole, lengths, starts + left)
+        if self._head_page_size:
+            self._computed[rows] = np.where(is_whole, lengths - 1, self._computed[rows])
+        else:
+            self._computed[rows] = np.where(is_whole, lengths, starts + left)
         depths = np.where(is_whole, depths, 0)
         return depths, np.full(int(depths.sum()), NOT_DRAFTED, dtype=np.int32), chunks
+
+    def _starts(self, rows: Int64Array) -> Int64Array:
+        """From which token on something is to be computed. [rows]. A head begins anew where it lacks or has too much."""
+        computed, last = self._computed[rows], self._length[rows] - 1
+        if not self._head_page_size:
+            return computed
+        page = self._head_page_size
+        begins_anew = (last - computed >= HEAD_TAIL) | (last - self._begun[rows] >= HEAD_WINDOW - MOST_DRAFTS)
+        starts: Int64Array = np.where(begins_anew, np.maximum(0, last - HEAD_TAIL) // page * page, computed)
+        return starts
 
 
 def worth(
@@ -242,13 +265,13 @@ def worth(
 
 
 class Speculation:
-    """What to draft in the next step. rows, context_tokens: of the batch. chunk_tokens: see `ModelDrafter`."""
+    """What to draft in the next step. rows, context_tokens: of the batch. chunk_tokens, page_size: see `ModelDrafter`."""
 
-    def __init__(self, drafting: Drafting, rows: int, context_tokens: int, chunk_tokens: int) -> None:
+    def __init__(self, drafting: Drafting, rows: int, context_tokens: int, chunk_tokens: int, page_size: int) -> None:
         self._drafting, self._rows = drafting, rows
         self.drafter: Drafter
         if drafting.model:
-            self.drafter = ModelDrafter(rows, context_tokens, chunk_tokens)
+            self.drafter = ModelDrafter(rows, context_tokens, chunk_tokens, page_size if drafting.is_head else 0)
         else:
             self.drafter = NgramDrafter(rows, context_tokens, tuple({drafting.longest: 0, drafting.shortest: 0}))
         self._drafting_s, self._lacking_token_s = 0.0, 0.0

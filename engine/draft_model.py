@@ -7,11 +7,12 @@ is the same, and nobody counts its pages. What it computes changes no answer: dr
 """
 
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
 
-from common.executor import RowStart, StepPlan
+from common.executor import RowStart, StepPlan, StepResult
 from common.ids import Int32Array
 from common.sampling_params import SamplingParams
 from engine.step_runner import StepRunner
@@ -32,7 +33,7 @@ class DraftModel:
             return plan, (0.0, 0.0)
         own = StepPlan(
             plan.step,
-            starts=tuple(map(_start, plan.starts)),
+            starts=tuple(RowStart(each.row, each.pages, plain_sampling(each.sampling), each.length) for each in plan.starts),
             chunks=tuple(replace(chunk, token_ids=self._known(chunk.token_ids)) for chunk in plan.draft_chunks),
             grown_rows=plan.grown_rows,
             grown_pages=plan.grown_pages,
@@ -49,11 +50,7 @@ class DraftModel:
             steps.append(StepPlan(plan.step, decode_rows=rows[depths >= offset]))
         results += [each.wait() for each in [self._steps.launch(step) for step in steps[1:]]]
         seconds = caught_up_s - began_s, time.perf_counter() - caught_up_s
-        drafted = np.zeros((int(rows.max(initial=0)) + 1, len(steps)), dtype=np.int32)
-        for at, (step, result) in enumerate(zip(steps, results, strict=True)):
-            drafted[step.sampled_rows, at] = result.tokens
-        tokens = np.minimum(drafted[plan.draft_rows, plan.draft_offsets - 1], self._vocab_size - 1)
-        return replace(plan, draft_tokens=tokens), seconds
+        return replace(plan, draft_tokens=np.minimum(collect(plan, results), self._vocab_size - 1)), seconds
 
     def _first(self, own: StepPlan, plan: StepPlan, rows: Int32Array) -> StepPlan:
         """The step that samples the first draft of each row. Steps go on until the last draft is fed as well: if all are right,
@@ -74,10 +71,20 @@ class DraftModel:
         return np.minimum(tokens, self._steps.vocab_size - 1)
 
 
-def _start(start: RowStart) -> RowStart:
-    """The row in the draft model: with the same noise, and nothing that changes logits."""
-    asked = start.sampling
-    sampling = SamplingParams(
+def collect(plan: StepPlan, results: Sequence[StepResult]) -> Int32Array:
+    """`StepPlan.draft_tokens`: what these steps have sampled, one behind the other."""
+    drafted = np.zeros((int(plan.draft_rows.max(initial=0)) + 1, len(results)), dtype=np.int32)
+    for at, result in enumerate(results):
+        rows = result.plan.sampled_rows
+        is_drafted = rows < len(drafted)
+        drafted[rows[is_drafted], at] = result.tokens[is_drafted]
+    tokens: Int32Array = drafted[plan.draft_rows, plan.draft_offsets - 1]
+    return tokens
+
+
+def plain_sampling(asked: SamplingParams) -> SamplingParams:
+    """That of a row in a draft model: with the same noise, and nothing that changes logits."""
+    return SamplingParams(
         max_new_tokens=asked.max_new_tokens,
         temperature=asked.temperature,
         top_k=asked.top_k,
@@ -85,4 +92,3 @@ def _start(start: RowStart) -> RowStart:
         min_p=asked.min_p,
         seed=asked.seed,
     )
-    return RowStart(start.row, start.pages, sampling, start.length)

@@ -20,12 +20,12 @@ import numpy as np
 import torch
 
 from common.config import LORAS_PER_BATCH, EngineConfig, ModelConfig
+from common.drafting import HEAD_TAIL, HEAD_WINDOW, MOST_DRAFTS, Drafting
 from common.errors import ConfigError, MemoryShort, Unavailable, first_line
 from common.executor import Chunk, RowStart, StepPlan, StepResult
 from common.host import mps_is_there, sharers_of_host
 from common.messages import EngineChoices
 from common.model_path import resolve_model_path
-from common.pages.layout import KVLayout
 from common.sampling_params import MAX_BAD_WORD, MAX_BAD_WORDS, MAX_BIASED_TOKENS, MAX_LOGPROB_IDS, MAX_LOGPROBS, SamplingParams
 from engine.backends import (
     check_attention,
@@ -39,6 +39,7 @@ from engine.backends import (
     with_device_defaults,
 )
 from engine.checkpoint import weight_files
+from engine.draft_head import DraftHead
 from engine.draft_model import DraftModel
 from engine.gpu.flashinfer import AttentionNeeds, PrefillKernels
 from engine.grammar.compiler import vocabulary_of
@@ -60,6 +61,8 @@ from engine.kv_budget import (
 from engine.kv_memory import KVMemory, KVMemoryMeter, torch_dtype, total_bytes
 from engine.logits_processors import make_processors
 from engine.lora.adapter_slots import AdapterSlots
+from engine.models.decoder import Decoder
+from engine.models.eagle3 import Eagle3Head, HeadShape, load_head, read_head_shape
 from engine.models.registry import load_model, model_digests
 from engine.models.served_shape import read_served_shape
 from engine.models.shape import check_ranks
@@ -68,6 +71,7 @@ from engine.models.weights import Loading
 from engine.parallel import ALONE, Group
 from engine.ports import Model
 from engine.replay import CudaGraphs, GraphMaker, ladder, load_recorder
+from engine.rows import RowFeatures
 from engine.step_runner import PendingStep, StepRunner
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
@@ -139,8 +143,7 @@ class ModelRunner:
     """Loads a checkpoint and runs plans. Raises ConfigError for a checkpoint that it cannot serve, and MemoryShort.
 
     warms_grammars: load the compiler of grammars meanwhile, on threads and a process of its own.
-    draft_model: as `--model`, a smaller one that proposes tokens; "": none does. budget_of: from the layout of its pages and its
-    longest context to the pages and context that it is to have; None: it measures.
+    drafting: with a model, or a head, that proposes tokens. draft_of: it is such a model itself, of this one.
     group: the ranks that compute the model together. Each has a runner, which loads its share of the weights and has its share of
     the KV heads in its pages; all run the same plans in the same order. agree: of a number of pages that differs between ranks,
     the least of all ranks. Every rank calls it equally often, with numbers of the same meaning.
@@ -150,9 +153,10 @@ class ModelRunner:
     """Whether decode steps are replayed, for people: "on", "off", or that and why."""
     _chosen: tuple[str, PrefillKernels | None] | None = None
     """Which attention was had first: its name and kernels. What has failed then is not tried, nor told, again."""
-    draft_model: DraftModel | None = None
+    draft_model: DraftModel | DraftHead | None = None
+    _features: RowFeatures | None = None
     _given_budget: KVBudget | None = None
-    """What the draft model's has been decided with."""
+    """That of two models which has been decided for both."""
 
     def __init__(
         self,
@@ -162,8 +166,8 @@ class ModelRunner:
         group: Group = ALONE,
         agree: Agree = as_offered,
         warms_grammars: bool = False,
-        draft_model: str = "",
-        budget_of: Callable[[KVLayout, int], KVBudget] | None = None,
+        drafting: Drafting | None = None,
+        draft_of: "ModelRunner | None" = None,
     ) -> None:
         path = resolve_model_path(model.model, weights=engine.load_format != "dummy")
         self._engine = engine = with_device_defaults(engine)
@@ -172,14 +176,16 @@ class ModelRunner:
         self._stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None  # type: ignore[no-untyped-call]
         dtype_name = dtype_of(engine.dtype, self._device)
         self._dtype = torch_dtype(dtype_name)
-        self._shape = shape = read_served_shape(path)
+        self.drafting = drafting
+        self._head = None if draft_of is None else draft_of.head_in(path)
+        self._shape = shape = read_served_shape(path) if self._head is None else self._head.shape
         check_ranks(shape, group.ranks, engine.quantization)
         vocabulary = partial(vocabulary_of, path, shape.vocab_size, shape.eos_token_ids)
         self.grammars = None if engine.grammar == "off" else Grammars(vocabulary, CompilerProcess)
         self.warming = self.grammars.warm() if self.grammars is not None and warms_grammars else None
         self._layout = layout = layout_of(shape, engine, group.rank, group.ranks, dtype_name)
         check_attention(engine.attention, layout, self._dtype, self._device)
-        given = given_kv_bytes(engine.kv_memory, str(self._device), total_bytes(self._device))
+        self._given_bytes = given = given_kv_bytes(engine.kv_memory, str(self._device), total_bytes(self._device))
         check_context(shape.context_tokens, engine.context_tokens)  # refused before the weights are loaded
         if given is not None:
             kv_budget(layout, given, shape.context_tokens, engine.context_tokens)
@@ -191,13 +197,13 @@ class ModelRunner:
         loading = Loading(self._dtype, self._device, context, engine.load_format, engine.quantization, group, sharers)
         with self.on_device():
             self._kernels = make_kernels(self._device)
-            self.model, self.weights = self._load(path, loading)
+            self.model, self.weights = self._load(path, loading, draft_of)
             self.adapters = self._make_adapters()
-            if draft_model:
-                self.draft_model = self._make_draft_model(draft_model, given)
-            elif budget_of is not None:
-                self._given_budget = budget_of(layout, shape.context_tokens)
-            budget = self._given_budget or self._budget(given)
+            if drafting is not None and drafting.model:
+                self.draft_model = self._make_draft_model(drafting)
+            elif draft_of is not None:
+                self._given_budget = draft_of.budget_beside(self)
+            budget = self._given_budget or self._budget()
             self.memory = KVMemory(layout, budget.total_pages, self._device)
             self.steps = self._make_ready_steps(budget.context_tokens)
         self.description = describe(
@@ -242,42 +248,69 @@ class ModelRunner:
 
     # --- making ------------------------------------------------------------------------------------------------------------
 
-    def _load(self, path: Path, loading: Loading) -> tuple[Model, ModelWeights]:
+    def _load(self, path: Path, loading: Loading, draft_of: "ModelRunner | None") -> tuple[Model, ModelWeights]:
         """Raises Unavailable when somebody writes the files meanwhile: their digest may then be that of other weights."""
         files = [] if loading.load_format == "dummy" else weight_files(path)
         before = last_changes(files)
-        model = load_model(path, self._shape, loading, self._kernels, self._progress)
+        if self._head is not None and draft_of is not None and isinstance(draft_of.model, Decoder):
+            model: Model = load_head(path, self._head, loading, self._kernels, draft_of.model)
+        else:
+            model = load_model(path, self._shape, loading, self._kernels, self._progress)
         weights = ModelWeights(model, path, self._shape, loading, self._kernels)
         if not all(map(Path.exists, files)) or last_changes(files) != before:
             raise Unavailable(f"the weights in {path} changed while they were read: start again when they are complete")
         return model, weights
 
-    def _make_draft_model(self, path: str, given: int | None) -> DraftModel:
-        """The draft model, with as many pages as this one gets. Its weights are loaded before that is known."""
-
-        def budget_beside(layout: KVLayout, context_tokens: int) -> KVBudget:
-            self._given_budget = budget = self._budget(given, layout.page_bytes)
-            if context_tokens < budget.context_tokens:
-                raise ConfigError(
-                    f"it has a context of {context_tokens} tokens, and this instance "
-                    f"one of {budget.context_tokens}: give --context-tokens {context_tokens}, or another draft model"
-                )
-            return budget
-
+    def _make_draft_model(self, drafting: Drafting) -> DraftModel | DraftHead:
+        """The draft model or head, with as many pages as this one gets. Its weights are loaded before that is known."""
         plain = replace(self._engine, lora="", max_loaded_loras=0, max_lora_rank=64, max_loras_per_batch=LORAS_PER_BATCH)
         engine = replace(plain, grammar="off", kv_memory="auto", memory_part=0, context_tokens=0)
-        self._progress(f"loading the draft model {path}")
+        if drafting.is_head:
+            engine = replace(engine, quantization="none", graphs="off")
+        kind = "head" if drafting.is_head else "model"
+        self._progress(f"loading the draft {kind} {drafting.model}")
         shared = self._progress, self._group, self._agree
         try:
-            runner = ModelRunner(ModelConfig(model=path), engine, *shared, budget_of=budget_beside)
+            runner = ModelRunner(ModelConfig(model=drafting.model), engine, *shared, draft_of=self)
         except ConfigError as error:
-            raise type(error)(f"--speculative-config: with the draft model {path}: {error}") from error
-        return DraftModel(runner.steps, self._shape.vocab_size)
+            raise type(error)(f"--speculative-config: with the draft {kind} {drafting.model}: {error}") from error
+        if self._features is None or self._given_budget is None or not isinstance(runner.model, Eagle3Head):
+            return DraftModel(runner.steps, self._shape.vocab_size)
 
-    def _budget(self, given: int | None, beside_bytes: int = 0) -> KVBudget:
+        def reread(plan: StepPlan) -> PendingStep:
+            return self.steps.launch(plan, rereads=True)
+
+        pages = self._layout.pages_for(self._given_budget.context_tokens)
+        return DraftHead(runner.model, runner.steps, self._features, reread, pages)
+
+    def head_in(self, path: Path) -> HeadShape | None:
+        """The shape of the draft head in a folder; None: what is there is asked to be a draft model. Raises ConfigError."""
+        if self.drafting is None or not self.drafting.is_head:
+            return None
+        if not isinstance(self.model, Decoder):
+            raise ConfigError("it reads hidden states, which only Tandem's own decoders give, not transformers' models")
+        return read_head_shape(path, self.model.shape)
+
+    def budget_beside(self, draft: "ModelRunner") -> KVBudget:
+        """Decides the budget of both, and returns that of the draft model or head, which is loaded. Raises ConfigError."""
+        engine, own_context = self._engine, draft._shape.context_tokens
+        if isinstance(draft.model, Eagle3Head):
+            tokens, like = HEAD_TAIL + engine.page_size + MOST_DRAFTS, draft.model.like
+            self._features = RowFeatures(draft.model.combine, engine.max_running, tokens, like)
+        self._given_budget = budget = self._budget(draft._layout.page_bytes)
+        if self._features is not None:
+            return replace(budget, context_tokens=min(budget.context_tokens, HEAD_WINDOW))
+        if own_context < budget.context_tokens:
+            raise ConfigError(
+                f"it has a context of {own_context} tokens, and this instance "
+                f"one of {budget.context_tokens}: give --context-tokens {own_context}, or another draft model"
+            )
+        return budget
+
+    def _budget(self, beside_bytes: int = 0) -> KVBudget:
         """Pages and context. Call it after the weights are loaded: only then is it known what memory is left. beside_bytes: what
         another model's KV takes beside each page."""
-        layout, own, asked = self._layout, self._shape.context_tokens, self._engine.context_tokens
+        layout, own, asked, given = self._layout, self._shape.context_tokens, self._engine.context_tokens, self._given_bytes
         if given is not None:
             kv_bytes = given
         elif self._device.type == "cpu":
@@ -365,6 +398,7 @@ class ModelRunner:
             vocab_size=shape.vocab_size,
             processors=make_processors(engine.max_running, shape.vocab_size, shape.eos_token_ids, self._device, compiled),
             adapters=self.adapters,
+            features=self._features,
         )
 
     def _make_ready_steps(self, context_tokens: int) -> StepRunner:

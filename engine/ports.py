@@ -207,6 +207,10 @@ class Model(Protocol):
         Returns theirs, [count, hidden]."""
 
     @property
+    def tapped(self) -> Sequence[Tensor]:
+        """What a draft head reads of the last `hidden`: of some layers, [tokens, hidden] each; of most models nothing."""
+
+    @property
     def logits_dtype(self) -> torch.dtype: ...
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ attention or how a token is drawn.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Generic, NamedTuple, TypeVar
 
@@ -81,8 +81,8 @@ class StepArrays(NamedTuple, Generic[A]):
     started: A
     """The rows that start."""
     started_state: A
-    """Seven parts, one after the other, each with a number for each row that starts: length, last token, top-k and seed, then the
-    bits of temperature, top-p and the logarithm of min-p as float64."""
+    """Eight parts, one after the other, each with a number for each row that starts: length, last token, top-k, seed and what is
+    before it, then the bits of temperature, top-p and the logarithm of min-p as float64."""
     table_rows: A
     """The rows of the entries of the page table that change."""
     table_columns: A
@@ -149,11 +149,15 @@ class BatchTensors:
         self.page_size = page_size
         self.table = torch.zeros(2 * rows + 1, pages, dtype=torch.int32, device=device)
         self.table[rows] = spare_page
-        self._whole = torch.zeros(4, 2 * rows + 1, dtype=torch.int64, device=device)
+        self._whole = torch.zeros(5, 2 * rows + 1, dtype=torch.int64, device=device)
         self._shares = torch.zeros(3, 2 * rows + 1, dtype=torch.float32, device=device)
         self.length, self.last_token, *_ = self._whole.unbind()
         self._leased, self._host_length = np.zeros((2, rows + 1), dtype=np.int64)
         self._is_greedy = np.ones(rows + 1, dtype=bool)
+        self.owner = torch.arange(2 * rows + 1, device=device)
+        """The row that each belongs to: those of drafts to the rows that they continue."""
+        self._some_begin_later = False
+        """Rows have tokens before them, which only those of a draft head do."""
 
     # --- on the host -------------------------------------------------------------------------------------------------------
 
@@ -212,10 +216,11 @@ class BatchTensors:
 
     def _start(self, starts: tuple[RowStart, ...]) -> StepArrays[Int64Array]:
         """What the step has of the rows that start."""
-        whole, share = np.zeros((4, len(starts)), dtype=np.int64), np.zeros((3, len(starts)), dtype=np.float64)
+        whole, share = np.zeros((5, len(starts)), dtype=np.int64), np.zeros((3, len(starts)), dtype=np.float64)
         for at, start in enumerate(starts):
             row, sampling = start.row, start.sampling
-            whole[:, at] = start.length, start.last_token or 0, sampling.top_k, sampling.seed
+            whole[:, at] = start.length, start.last_token or 0, sampling.top_k, sampling.seed, start.before
+            self._some_begin_later |= start.before > 0
             share[:, at] = sampling.temperature, sampling.top_p, math.log(sampling.min_p) if sampling.min_p > 0 else -math.inf
             self._leased[row], self._host_length[row] = len(start.pages), start.length
             self._is_greedy[row] = np.float32(sampling.temperature) < np.float32(GREEDY_BELOW)
@@ -252,8 +257,8 @@ class BatchTensors:
         """Set the rows that start, and the pages that rows get. Starts nothing on the device when there are none."""
         if len(step.started):
             rows = step.started
-            state = step.started_state.view(7, -1)
-            self._whole[:, rows], self._shares[:, rows] = state[:4], state[4:].view(torch.float64).float()
+            state = step.started_state.view(8, -1)
+            self._whole[:, rows], self._shares[:, rows] = state[:5], state[5:].view(torch.float64).float()
         if len(step.table_rows):
             self.table.index_put_((step.table_rows, step.table_columns), step.table_pages.int())
         if len(step.verified):
@@ -262,13 +267,36 @@ class BatchTensors:
         if len(step.drafts):
             rows, owners, offsets, tokens = step.drafts.view(4, -1).unbind()
             self.table[rows], self._shares[:, rows] = self.table[owners], self._shares[:, owners]
-            self._whole[:, rows] = self._whole[:, owners]
+            self._whole[:, rows], self.owner[rows] = self._whole[:, owners], owners
             self.length[rows] += offsets
             self.last_token[rows] = tokens
 
     def sampling(self, rows: Tensor) -> RowSampling:
         """How these rows sample their next token. Its noise depends on its position in the sequence, not on where the row began.
         Call it when the rows' lengths include the step's token. rows: [rows] int64."""
-        position, _, top_k, seed = self._whole[:, rows].unbind()
+        position, _, top_k, seed, before = self._whole[:, rows].unbind()
+        if self._some_begin_later:
+            position = position + before
         temperature, top_p, min_logit = self._shares[:, rows].unbind()
         return RowSampling(temperature, top_k, top_p, min_logit, seed, position)
+
+
+class RowFeatures:
+    """What a draft head reads of the served model: of the last tokens of each row, hidden states of a few layers, each token's
+    made one vector by the head (EAGLE-3, Li et al. 2025). Those of drafts that were wrong are written over.
+
+    combine: [tokens, layers * hidden] → [tokens, features]. rows: of the batch. tokens: how many of each row are kept.
+    """
+
+    def __init__(self, combine: Callable[[Tensor], Tensor], rows: int, tokens: int, like: Tensor) -> None:
+        """like: a tensor of as many features, of their dtype and device."""
+        self._combine, self._tokens = combine, tokens
+        self._kept = like.new_zeros(rows + 1, tokens, like.shape[-1])
+
+    def keep(self, rows: Tensor, positions: Tensor, states: Sequence[Tensor]) -> None:
+        """rows, positions: [n] int64. states: of each layer, [n, hidden]."""
+        self._kept[rows, positions % self._tokens] = self._combine(torch.cat(list(states), dim=-1))
+
+    def of(self, rows: Tensor, positions: Tensor) -> Tensor:
+        """[n, features], where rows, positions are [n] int64."""
+        return self._kept[rows, positions % self._tokens]

@@ -36,7 +36,7 @@ from engine.ports import (
     StepTokens,
 )
 from engine.replay import CallRecorder, CannotRecord, GraphMaker, Recording, Replay, fitting
-from engine.rows import BatchTensors, HostStep, Staging, StepArrays
+from engine.rows import BatchTensors, HostStep, RowFeatures, Staging, StepArrays
 from engine.sampling import Sampler, SpecialRows, TokenLogprobsOnDevice
 from engine.torch_kernels import Kernels, write
 
@@ -231,7 +231,8 @@ _Parts = tuple[Tensor | None, TokenLogprobsOnDevice | None, PooledPrompts | None
 
 class StepRunner:
     """layer_groups: in how many groups the layers of a last chunk are reported. pages_per_row: most pages of a row. processors:
-    in the order in which they change logits."""
+    in the order in which they change logits. features: what a draft head reads of each step's rows; the model is then one that
+    `engine.models.eagle3` has asked for its hidden states."""
 
     def __init__(
         self,
@@ -246,7 +247,9 @@ class StepRunner:
         vocab_size: int,
         processors: Sequence[LogitsProcessor] = (),
         adapters: AdapterSlots | None = None,
+        features: RowFeatures | None = None,
     ) -> None:
+        self._features = features
         self._model, self._kernels, self._memory, self._attention = model, kernels, memory, attention
         self._layer_groups, self.vocab_size = layer_groups, vocab_size
         self._device = memory.pool.device
@@ -276,12 +279,19 @@ class StepRunner:
 
     @torch.inference_mode()
     def launch(
-        self, plan: StepPlan, report: Callable[[int], None] | None = None, between: Callable[[], None] | None = None
+        self,
+        plan: StepPlan,
+        report: Callable[[int], None] | None = None,
+        between: Callable[[], None] | None = None,
+        *,
+        rereads: bool = False,
     ) -> PendingStep:
         """Start one forward: rows that start, rows that grow, then chunks and decode rows together.
 
         report: called a few times during a last chunk, with the number of layers whose KV is in the pages: on CPU from here, on
-        CUDA from `PendingStep.wait`. between: called at each layer of a step without a graph. None: not wanted.
+        CUDA from `PendingStep.wait`. between: called at each layer of a step without a graph. None: not wanted. rereads: the
+        chunks, none of them a last one, are of tokens whose KV is in the pages. It stays as it is, whoever has computed it, and
+        only the features of the tokens are kept.
         """
         wanted = report if any(chunk.last for chunk in plan.chunks) else None
         progress = LayerProgress(self._device, self._memory.layout.layers, self._layer_groups, wanted, between)
@@ -293,18 +303,19 @@ class StepRunner:
         self.batch.apply(arrays)
         self._sampler.start(plan.starts)
         self._poolings.start(plan.starts)
-        special = self._sampler.prepare(plan, host, behind_graph=size is not None)
+        special = None if rereads else self._sampler.prepare(plan, host, behind_graph=size is not None)
         if size is not None:
             return self._replay_graph(size, host, arrays, special, adapters, progress)
         recorded = self._recordings.get((recordable, adapters.tokens is not None))
         likeliest: Tensor | None = None
         if recorded is None:
-            logits, prompt_logprobs, embeddings = self._forward(host, arrays, special, adapters, progress)
+            logits, prompt_logprobs, embeddings = self._forward(host, arrays, special, adapters, progress, rereads=rereads)
         else:
             (rows, recording), lengths, prompt_logprobs, embeddings = recorded, host.decode_lengths, None, None
             rows.copy_(arrays.decode_rows)
             self._attention.plan(StepTokens((), self.batch.table, rows, torch.from_numpy(lengths), lengths))
-            logits, likeliest = recording.run(progress.between)
+            logits, likeliest, *states = recording.run(progress.between)
+            self._keep_features(arrays.decode_rows, states)
         if logits is None:
             return PendingStep(plan, arrays.sampled_at, progress, prompt_logprobs=prompt_logprobs, failed=adapters.failed)
         rows = arrays.sampled_rows
@@ -328,6 +339,8 @@ class StepRunner:
         special: SpecialRows | None,
         adapters: StepAdapters,
         progress: LayerProgress,
+        *,
+        rereads: bool = False,
     ) -> _Parts:
         """Layer by layer: chunks and decode rows together. arrays: those of `host` on the device."""
         plan, batch = host.plan, self.batch
@@ -340,12 +353,18 @@ class StepRunner:
             pages = torch.cat([batch.table[arrays.token_rows, columns].long(), pages])
             slots = torch.cat([arrays.positions % batch.page_size, slots])
             batch.length[arrays.chunk_rows] = arrays.chunk_ends
+        if rereads:
+            pages, slots = torch.full_like(pages, self._memory.total_pages), torch.zeros_like(slots)
         self._attention.plan(StepTokens(_segments(plan), batch.table, arrays.decode_rows, lengths, host.decode_lengths))
         needs_all = self._poolings.need_hidden(plan) or (special is not None and len(special.prompt_at) > 0)
         wanted = None if needs_all or not plan.chunks else arrays.sampled_at
         paged = PagedStep(self._memory, self._attention, self._kernels, pages, slots, progress.written)
         with self._adapters.computing(adapters, sampled_alone=wanted is not None):
             hidden = self._model.hidden(token_ids, positions, paged, wanted)
+        if self._features is not None and rereads:
+            self._features.keep(arrays.token_rows, positions, self._model.tapped)
+        else:
+            self._keep_features(arrays.decode_rows, [states[len(arrays.token_ids) :] for states in self._model.tapped])
         prompt_logprobs = self._sampler.prompt_logprobs(hidden, self._model.logits, special)
         embeddings = self._poolings.pool(plan, hidden)
         if len(arrays.sampled_at) == 0:
@@ -386,10 +405,15 @@ class StepRunner:
         progress(f"recorded decode steps of {sizes} in {time.perf_counter() - began_s:.1f} s{others}")
         return None
 
-    def _decode_likeliest(self, rows: Tensor, written: Callable[[int], None]) -> tuple[Tensor, Tensor]:
-        """The logits of one decode step, and the likeliest token of each row: what a recording holds."""
+    def _decode_likeliest(self, rows: Tensor, written: Callable[[int], None]) -> tuple[Tensor, ...]:
+        """The logits of one decode step, the likeliest token of each row, and what is kept of them: what a recording holds."""
         logits = self._decode_logits(rows, self._attention, written).float()
-        return logits, self._kernels.sample(logits)
+        return logits, self._kernels.sample(logits), *self._model.tapped
+
+    def _keep_features(self, rows: Tensor, states: Sequence[Tensor]) -> None:
+        """Those of decode rows that were computed. states: see `Model.tapped`."""
+        if self._features is not None:
+            self._features.keep(self.batch.owner[rows], self.batch.length[rows] - 1, states)
 
     # --- graphs ------------------------------------------------------------------------------------------------------------
 
@@ -434,6 +458,7 @@ class StepRunner:
         keep its own."""
         rows, batch = self._graph_rows[:size], self.batch
         logits = self._decode_logits(rows, attention, lambda layers: None)
+        self._keep_features(rows, self._model.tapped)
         tokens = self._sampler.draw(logits, batch.sampling(rows))
         batch.last_token[rows] = tokens
         self._graph_tokens[:size] = tokens

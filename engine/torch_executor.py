@@ -18,6 +18,7 @@ import msgspec
 import torch
 
 from common.config import EngineConfig, ModelConfig
+from common.drafting import Drafting
 from common.errors import BadRequest, ConfigError, TandemError, Unavailable
 from common.executor import ExecutorFailed, FutureWork, StepPlan, StepResult, Work, ended_work
 from common.ids import Digest, Int32Array
@@ -187,7 +188,7 @@ class TorchExecutor:
         progress: Callable[[str], None],
         group: Group = ALONE,
         agree: Agree = as_offered,
-        draft_model: str = "",
+        drafting: Drafting | None = None,
     ) -> None:
         if engine.threads:
             torch.set_num_threads(engine.threads)
@@ -196,7 +197,7 @@ class TorchExecutor:
         if not on_cpu:
             refuse_without_effect(engine, ("lent_cores", "memory_part"), "on a GPU")
         self._cores = LentCores(engine.lent_cores, self._threads_now) if engine.lent_cores else None
-        self._runner = ModelRunner(model, engine, progress, group, agree, warms_grammars=True, draft_model=draft_model)
+        self._runner = ModelRunner(model, engine, progress, group, agree, warms_grammars=True, drafting=drafting)
         if on_cpu:
             end_own_pool()  # the engine thread computes from now on
         self.description = self._runner.description

@@ -14,7 +14,7 @@ from common.errors import ConfigError
 from common.host import core_count, count_gpus, divide_cores
 from common.model_path import model_folder
 from common.trust import LOOPBACK_ONLY, Trust
-from engine.models.shape import DEFAULTS, check_ranks, read_architecture, read_shape, refuse_ranks
+from engine.models.shape import DEFAULTS, check_ranks, head_config, read_architecture, read_shape, refuse_ranks
 from launch.child import ChildProcess, run_process
 
 if TYPE_CHECKING:
@@ -39,15 +39,19 @@ def check_model(model: ModelConfig, engine: EngineConfig, ranks: int, *, on_cpu:
 
 
 def check_draft_model(drafting: "Drafting | None", engine: EngineConfig, ranks: int, *, on_cpu: bool) -> None:
-    """As `check_model`, for the model that drafts tokens, if one does."""
+    """As `check_model`, for the model or head that drafts tokens, if one does."""
     if drafting is None or not drafting.model:
         return
     if engine.executor == "timed":
-        raise ConfigError("--speculative-config: --executor timed loads no model, so no draft model either: take ngram")
+        raise ConfigError("--speculative-config: --executor timed loads no model, so no draft model or head either: take ngram")
     try:
-        check_model(ModelConfig(model=drafting.model), engine, ranks, on_cpu=on_cpu)
+        folder = model_folder(drafting.model)
+        if drafting.is_head and folder is not None:
+            check_ranks(read_shape(folder, like=head_config(folder)), ranks, "none")
+        elif not drafting.is_head:
+            check_model(ModelConfig(model=drafting.model), engine, ranks, on_cpu=on_cpu)
     except ConfigError as error:
-        raise ConfigError(f"--speculative-config: the draft model: {error}") from error
+        raise ConfigError(f"--speculative-config: the draft {'head' if drafting.is_head else 'model'}: {error}") from error
 
 
 @dataclass(frozen=True, kw_only=True)

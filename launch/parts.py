@@ -86,5 +86,4 @@ def _make_executor(
     if command.role == "prefill" and engine.graphs == "auto" and device.type == "cuda":
         engine = replace(engine, graphs="off")  # their memory is better used for pages, unless it takes another role
     group = ALONE if parallel.meet is None else parallel.meet(device)
-    draft_model = "" if command.drafting is None else command.drafting.model
-    return engine, TorchExecutor(command.model, engine, wake, progress, group, parallel.agree, draft_model)
+    return engine, TorchExecutor(command.model, engine, wake, progress, group, parallel.agree, command.drafting)

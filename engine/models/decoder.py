@@ -141,6 +141,10 @@ class Decoder:
         self.shape, self.slots = shape, slots
         self.capturable = capturable
         self.spared_bytes = 0
+        self.taps: tuple[int, ...] = ()
+        """Layers whose inputs are kept while it computes, in rising order, as a draft head asks."""
+        self.tapped: list[Tensor] = []
+        """Those of the last step, [tokens, hidden] each."""
         self.logits_dtype = slots.dtype
         self._group = group
         share = share_of(shape, group.rank, group.ranks)
@@ -165,8 +169,8 @@ class Decoder:
         last layer's attention on, it computes the wanted tokens alone: of most tokens of a chunk only the KV is of use."""
         kernels, eps, total, tokens = self._kernels, self.shape.norm_eps, self._group.sum, token_ids.shape[0]
         rotation = kernels.rotation(positions, self._frequencies, self._attention_factor)
-        is_alone = self._group.ranks == 1
-        residual = kernels.embed(token_ids, self._embedding) if is_alone else self._embedded_by_ranks(token_ids)
+        residual = self.embedded(token_ids)
+        self.tapped = []
         x, _ = self._normed(self.layers[0].qkv)(residual, self.layers[0].input_norm, eps)
         following = [*((layer.input_norm, layer.qkv) for layer in self.layers[1:]), (self._norm, self._head)]
         for number, (layer, (next_norm, next_product)) in enumerate(zip(self.layers, following, strict=True)):
@@ -180,6 +184,7 @@ class Decoder:
             for part in layer.mlp:
                 x = part(x)
             x, residual = self._normed(next_product)(total(x), next_norm, eps, residual)
+            self.tapped += [residual] * self.taps.count(number + 1)
         hidden: Tensor = x
         return hidden
 
@@ -194,8 +199,10 @@ class Decoder:
             parts = parts[:, : self.shape.vocab_size].contiguous()
         return parts
 
-    def _embedded_by_ranks(self, token_ids: Tensor) -> Tensor:
-        """[tokens] int64 → [tokens, hidden]. Each token is a row of one rank; the others add zeros."""
+    def embedded(self, token_ids: Tensor) -> Tensor:
+        """[tokens] int64 → [tokens, hidden]. Of several ranks one has each token's row; the others add zeros."""
+        if self._group.ranks == 1:
+            return self._kernels.embed(token_ids, self._embedding)
         rows = token_ids - self._held.start
         elsewhere = (rows < 0) | (rows >= len(self._held))
         found = self._kernels.embed(rows.masked_fill(elsewhere, 0), self._embedding)

@@ -265,9 +265,21 @@ def read_architecture(path: Path) -> str:
     return named[0]
 
 
-def read_shape(path: Path) -> ModelShape:
-    """The shape of the checkpoint in a folder. Raises ConfigError."""
-    architecture, written = read_architecture(path), read_model_config(path)
+HEADS = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM")
+"""The architectures of EAGLE-3 heads (Li et al. 2025)."""
+
+
+def head_config(path: Path) -> str:
+    """The architecture whose config the draft head in a folder has. Raises ConfigError for a checkpoint that is none."""
+    architecture = read_architecture(path)
+    if architecture not in HEADS:
+        raise ConfigError(f"{path / CONFIG}: {architecture} is no EAGLE-3 head, which is {' or '.join(HEADS)}")
+    return "LlamaForCausalLM"
+
+
+def read_shape(path: Path, like: str = "") -> ModelShape:
+    """The shape of the checkpoint in a folder. like: the architecture whose config it has; "": its own. Raises ConfigError."""
+    architecture, written = like or read_architecture(path), read_model_config(path)
     if architecture not in DEFAULTS:
         raise ConfigError(f"{path / CONFIG}: {unsupported(architecture, DEFAULTS)}")
     _refuse_what_is_not_supported(written, path)

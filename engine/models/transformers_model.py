@@ -53,6 +53,7 @@ class TransformersModel:
 
     capturable = False
     spared_bytes = 0
+    tapped: Sequence[Tensor] = ()
     logits_dtype = torch.float32
 
     def __init__(self, causal: PreTrainedModel, shape: ServedShape) -> None:

@@ -92,7 +92,7 @@ def test_a_depth_is_the_best_of_all(rows: list[tuple[float, int]], cost: StepCos
 
 def test_rows_that_repeat_themselves_get_drafts_and_others_none_however_full_the_batch_is() -> None:
     """One row repeats three tokens, and the other never says the same twice."""
-    speculation, cost = Speculation(Drafting(), 4, 200, 64), StepCost(0.02, 0.0, 0.0005)
+    speculation, cost = Speculation(Drafting(), 4, 200, 64, 16), StepCost(0.02, 0.0, 0.0005)
     speculation.begin(0, np.array([1, 2, 3], dtype=np.int32))
     speculation.begin(1, np.array([1, 2, 3], dtype=np.int32))
     rows, held, most = (np.array(each, dtype=np.int32) for each in ([0, 1], [50, 50], [9, 9]))
@@ -107,7 +107,7 @@ def test_rows_that_repeat_themselves_get_drafts_and_others_none_however_full_the
 
 
 def test_without_a_cost_a_step_is_explored_now_and_then() -> None:
-    speculation = Speculation(Drafting(), 8, 200, 64)
+    speculation = Speculation(Drafting(), 8, 200, 64, 16)
     speculation.begin(0, np.array([1, 2, 1, 2, 1, 2], dtype=np.int32))
     row, held, most = (np.array(each, dtype=np.int32) for each in ([0], [50], [9]))
     drafted = list[int]()
@@ -126,6 +126,14 @@ def test_without_a_cost_a_step_is_explored_now_and_then() -> None:
         ("", "NGRAM", 0, "", Drafting(DRAFTS, LONGEST, SHORTEST)),
         ("", "NGRAM", 3, "", Drafting(3, LONGEST, SHORTEST)),
         ("", "STANDALONE", 3, "small", Drafting(3, model="small")),
+        ("", "EAGLE3", 0, "head", Drafting(8, model="head", is_head=True)),
+        (
+            '{"method": "eagle3", "model": "head", "num_speculative_tokens": 5}',
+            "none",
+            0,
+            "",
+            Drafting(5, model="head", is_head=True),
+        ),
         ('{"method": "ngram"}', "none", 0, "", Drafting(DRAFTS, LONGEST, SHORTEST)),
         (
             '{"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 3, "prompt_lookup_min": 3}',
@@ -156,15 +164,17 @@ def test_flags_of_vllm_and_of_sglang_ask_for_drafts(
         ('{"method": "draft_model", "model": "x", "prompt_lookup_max": 3}', "none", 0, "", "an object of method, num_spec"),
         ('{"method": "draft_model"}', "none", 0, "", "whose model is a folder or a name"),
         ('{"method": "draft_model", "model": 3}', "none", 0, "", "whose model is a folder or a name"),
-        ('{"method": "eagle3"}', "none", 0, "", "of method ngram or draft_model, which is all that there is; it is 'eagle3'"),
+        ('{"method": "mtp"}', "none", 0, "", "of method ngram or draft_model or eagle3, which is all that there is; it is 'mtp'"),
         ('{"method": ["ngram"]}', "none", 0, "", "of method ngram or draft_model"),
         ('{"method": "ngram", "num_speculative_tokens": 0}', "none", 0, "", "num_speculative_tokens is between 1 and 32"),
         ('{"method": "ngram", "num_speculative_tokens": true}', "none", 0, "", "num_speculative_tokens is between 1 and 32"),
         ('{"method": "ngram", "prompt_lookup_min": 5}', "none", 0, "", "prompt_lookup_min is at most"),
         ('{"method": "ngram"}', "NGRAM", 0, "", "left out with --speculative-algorithm"),
-        ("", "NGRAM", 99, "", "at most 32"),
+        ("", "NGRAM", 99, "", "from 0 to 32"),
         ("", "NGRAM", 0, "small", "left out without a draft model"),
         ("", "STANDALONE", 0, "", "given with --speculative-algorithm STANDALONE"),
+        ("", "EAGLE3", 0, "", "given with --speculative-algorithm EAGLE3"),
+        ('{"method": "eagle3"}', "none", 0, "", "an object whose model is a folder"),
         ("", "none", 4, "", "left out without --speculative-algorithm"),
         ("", "none", 0, "small", "left out without --speculative-algorithm"),
     ],

@@ -1,8 +1,6 @@
 """A draft model beside the served one, driven by the scheduler that decodes: answers are those without it, and what it proposes
 is what transformers' model says of the same tokens, whatever was drafted before."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,83 +9,12 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from common.config import EngineConfig, ModelConfig
-from common.drafting import Drafting
 from common.errors import ConfigError
-from common.executor import StepResult, count_right
-from common.ids import ROUTER, AttemptId, Int32Array, RequestId, pack_ids
-from common.instance.ports import RouterJoined, Send, StepsMeasured
-from common.messages import Counters, Generate, TokenBatch
-from common.sampling_params import SamplingParams
-from common.step_cost import StepCost
-from decode.scheduler import DecodeScheduler
-from engine.kv_budget import Agree, as_offered
-from engine.model_runner import ModelRunner
-from engine.parallel import ALONE, Group
-from tests.builders import instance, limits
+from common.executor import count_right
+from engine.parallel import Group
 from tests.engine.checkpoints import VOCAB, llama, qwen3, saved
+from tests.engine.drafting import CONTEXT, KINDS, made, requests, serve
 from tests.engine.ranks import least_of, on_ranks
-
-CONTEXT, DRAFTS = 128, 4
-PAYS = StepCost(step_s=1.0, chunk_token_s=0.001, decode_row_s=0.001)
-"""A step costs as much as a thousand rows of it: every draft pays."""
-KINDS = [
-    SamplingParams(max_new_tokens=40, temperature=0.0, ignore_eos=True),
-    SamplingParams(max_new_tokens=33, temperature=0.9, seed=5, ignore_eos=True),
-    SamplingParams(max_new_tokens=40, temperature=0.8, top_p=0.9, min_p=0.02, seed=7, stop_token_ids=tuple(range(400, VOCAB))),
-    SamplingParams(max_new_tokens=26, temperature=1.0, top_k=9, seed=6, repetition_penalty=1.3, logprobs=1),
-]
-
-
-@dataclass(slots=True)
-class Served:
-    """answers: of each request. steps: what each step had. drafts: what clients are told of them."""
-
-    answers: list[list[int]]
-    drafts: tuple[int, int] = (0, 0)
-    counters: Counters = field(default_factory=Counters)
-    steps: list[StepResult] = field(default_factory=list)
-
-
-def requests(count: int, kinds: Sequence[SamplingParams], seed: int) -> list[tuple[Int32Array, SamplingParams]]:
-    random = np.random.default_rng(seed)
-    lengths = random.integers(1, 60, count).tolist()
-    return [(random.integers(3, VOCAB, each).astype(np.int32), kinds[at % len(kinds)]) for at, each in enumerate(lengths)]
-
-
-def made(path: Path, draft: Path | None, group: Group = ALONE, agree: Agree = as_offered, **changes: Any) -> ModelRunner:
-    fields: dict[str, Any] = {"device": "cpu", "page_size": 7, "kv_memory": "2MiB", "max_running": 24, "grammar": "off"}
-    engine = EngineConfig(**(fields | {"context_tokens": CONTEXT, "dtype": "float32"} | changes))
-    drafts = "" if draft is None else str(draft)
-    return ModelRunner(ModelConfig(model=str(path)), engine, lambda text: None, group, agree, draft_model=drafts)
-
-
-def serve(runner: ModelRunner, asked: Sequence[tuple[Int32Array, SamplingParams]], chunk_tokens: int = 24) -> Served:
-    """As a colocated instance does."""
-    drafting = None if runner.draft_model is None else Drafting(most=DRAFTS, model="a small one")
-    limited = replace(limits(chunk_tokens=chunk_tokens, max_waiting=99), drafting=drafting)
-    scheduler = DecodeScheduler(instance("d", "decode"), runner.description, limited)
-    scheduler.handle(RouterJoined(ROUTER, 1), 0.0)
-    scheduler.handle(StepsMeasured(PAYS), 0.0)
-    for number, (prompt, sampling) in enumerate(asked):
-        key = AttemptId(RequestId(f"{number}"), 0, ROUTER)
-        scheduler.receive(ROUTER, Generate(key=key, prompt=pack_ids(prompt), sampling=sampling, first=0), 0.0)
-    served, over = Served([[] for _ in asked]), 0
-    while over < len(asked):
-        decision = scheduler.decide(0.0)
-        assert decision.plan is not None, "nothing more would come"
-        served.steps.append(
-            replace(runner.run(decision.plan), drafting_s=(0.001, 0.001))
-        )  # each rank here plans for itself: all alike
-        for action in [*decision.actions, *scheduler.step_done(served.steps[-1], 0.0)]:
-            if isinstance(action, Send) and isinstance(action.message, TokenBatch):
-                for delta in action.message.deltas:
-                    served.answers[int(delta.key.request_id)] += delta.token_ids
-                    served.drafts = served.drafts[0] + delta.drafts[0], served.drafts[1] + delta.drafts[1]
-                    over += delta.ending is not None
-    assert scheduler.report().load.pages_free == runner.description.total_pages
-    served.counters = scheduler.report().counters
-    return served
 
 
 def nearly(model: PreTrainedModel, noise: float) -> PreTrainedModel:

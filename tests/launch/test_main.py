@@ -119,7 +119,7 @@ NO_FOLDER = "launch local: --speculative-config: the draft model: --model '/nowh
         (["prefill", "--speculative-algorithm=NGRAM"], "speculative-config = '{}'", f"{BOTH}; it is '{{}}' (--spec"),
         (["both", "--speculative-num-draft-tokens=-1"], 'speculative-algorithm = "NGRAM"', "must be from 0 to 32; it is -1"),
         (["local"], "[decode]\nspeculative-config = '{\"model\": \"/nowhere\"}'", NO_FOLDER),
-        (["local", "--executor=timed"], "speculative-config = '{\"model\": \"demo\"}'", "so no draft model either"),
+        (["local", "--executor=timed"], "speculative-config = '{\"model\": \"demo\"}'", "so no draft model or head either"),
     ],
 )  # fmt: skip
 def test_how_tokens_are_drafted_is_refused_before_anything_is_started(

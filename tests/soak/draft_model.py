@@ -1,8 +1,9 @@
 """python -m tests.soak.draft_model FOLDER: what a draft model brings, and whether it agrees in the ring as often as colocated.
 
 Makes two models in the folder: one in the shape of Qwen3-0.6B's layers with random weights, in which all layers but the first two
-add little, and one of those two layers. Four fleets stand beside each other, a ring and a colocated instance, each with the draft
-model and without, and get the same requests in turn. Run it on an idle machine with 16 GiB. Exit status 1: a token differs.
+add little, and one of those two layers; with --head it trains an EAGLE-3 head for the demo model instead. Four fleets stand
+beside each other, a ring and a colocated instance, each with the draft model and without, and get the same requests in turn. Run
+it on an idle machine with 16 GiB. Exit status 1: a token differs.
 """
 
 import argparse
@@ -18,10 +19,12 @@ from statistics import median
 import numpy as np
 import torch
 from openai import OpenAI
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
 from bench.report import say
+from demo import corpus
 from tests.rig.pages import RunningFleet, running_fleet
+from tests.soak.draft_head import train
 
 DEMO = Path("demo/model")
 LAYERS, DRAFT_LAYERS, ADDS = 28, 2, 0.1
@@ -54,6 +57,13 @@ def write_models(folder: Path) -> tuple[Path, Path]:
     return paths
 
 
+def chats(seed: int) -> list[list[int]]:
+    """Prompts to which the demo model has long answers: words to copy."""
+    tokenizer = AutoTokenizer.from_pretrained(DEMO)
+    asked = [corpus.held_out("copying", 30, 100 * seed + number).turns[0].user for number in range(PROMPTS)]
+    return [tokenizer.encode(f"<|im_start|>user\n{each}<|im_end|>\n<|im_start|>assistant\n") for each in asked]
+
+
 def serve(fleet: RunningFleet, name: str, prompts: list[list[int]], temperature: float) -> list[list[int]]:
     """The answers, one at a time; says how fast they came."""
     client, model = OpenAI(base_url=f"{fleet.url}/v1", api_key="none"), fleet.get("/v1/models").json()["data"][0]["id"]
@@ -83,9 +93,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.soak.draft_model", description="Measure a draft model on CPU.")
     parser.add_argument("folder", type=Path, metavar="FOLDER", help="gets the models: 2 GB")
     parser.add_argument("--rounds", type=int, default=3, metavar="N", help="with other prompts each")
+    parser.add_argument("--head", action="store_true", help="the demo model with an EAGLE-3 head, trained here in ten minutes")
     given = parser.parse_args()
-    served, draft = write_models(given.folder)
-    drafts = f"--speculative-config={json.dumps({'model': str(draft), 'num_speculative_tokens': DRAFTS})}"
+    served, draft = (DEMO, train(DEMO, given.folder / "head")) if given.head else write_models(given.folder)
+    method = "eagle3" if given.head else "draft_model"
+    config = {"method": method, "model": str(draft), "num_speculative_tokens": DRAFTS}
+    drafts = f"--speculative-config={json.dumps(config)}"
     sizes = {"ring": ("--prefill=1", "--decode=1"), "colocated": ("--prefill=0", "--decode=1")}
     with ExitStack() as stack:
         fleets = {
@@ -96,8 +109,8 @@ def main() -> int:
             for flags in ((), (drafts,))
         }
         draw, differ = np.random.default_rng(3), 0
-        for _ in range(given.rounds):
-            prompts = draw.integers(300, 2600, (PROMPTS, PROMPT_TOKENS)).tolist()
+        for number in range(given.rounds):
+            prompts = chats(number) if given.head else draw.integers(300, 2600, (PROMPTS, PROMPT_TOKENS)).tolist()
             for temperature in (1.0, 0.0):
                 expected, *others = (serve(fleet, name, prompts, temperature) for name, fleet in fleets.items())
                 differ += sum(answers != expected for answers in others)

@@ -1,0 +1,240 @@
+"""An EAGLE-3 head beside the served model, driven by the scheduler that decodes: answers are those without it, and what it
+proposes is what its formulas say in float64, without pages or KV, of what transformers' model computes."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from common.drafting import HEAD_TAIL
+from common.errors import ConfigError
+from common.executor import StepResult
+from engine import model_runner
+from engine.backends import ChosenAttention
+from engine.gpu.flashinfer import AttentionNeeds
+from engine.model_runner import ModelRunner
+from engine.parallel import Group
+from engine.torch_kernels import Kernels
+from tests.engine.checkpoints import VOCAB, llama, qwen3, saved
+from tests.engine.drafting import KINDS, made, requests, serve
+from tests.engine.graph_recorder import RecordedGraphs
+from tests.engine.padded_attention import CapturablePaged
+from tests.engine.ranks import least_of, on_ranks
+
+LAYERS, OWN_VOCAB, HEADS, KV_HEADS, DIM = 7, 400, 4, 2, 16
+CONTEXT = 300
+
+
+def head_of(served: PreTrainedModel, path: Path, own_vocab: int = OWN_VOCAB, **changes: object) -> Path:
+    """Random weights whose proposals are peaked."""
+    config = served.config
+    width, wide = config.hidden_size, 96
+    written = {
+        "architectures": ["LlamaForCausalLMEagle3"], "hidden_size": width, "intermediate_size": wide, "num_hidden_layers": 1,
+        "num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS, "head_dim": DIM, "vocab_size": VOCAB,
+        "draft_vocab_size": own_vocab, "max_position_embeddings": 512, "rms_norm_eps": 1e-6, "rope_theta": 10000.0,
+    } | changes  # fmt: skip
+    path.mkdir()
+    (path / "config.json").write_text(json.dumps(written))
+    torch.manual_seed(9)
+    sizes = {
+        "fc.weight": (width, 3 * width), "midlayer.self_attn.q_proj.weight": (HEADS * DIM, 2 * width),
+        "midlayer.self_attn.k_proj.weight": (KV_HEADS * DIM, 2 * width),
+        "midlayer.self_attn.v_proj.weight": (KV_HEADS * DIM, 2 * width),
+        "midlayer.self_attn.o_proj.weight": (width, HEADS * DIM), "midlayer.mlp.gate_proj.weight": (wide, width),
+        "midlayer.mlp.up_proj.weight": (wide, width), "midlayer.mlp.down_proj.weight": (width, wide),
+        "lm_head.weight": (own_vocab, width),
+    }  # fmt: skip
+    weights = {name: torch.randn(size) * 0.3 for name, size in sizes.items()}
+    norms = ("midlayer.hidden_norm", "midlayer.input_layernorm", "midlayer.post_attention_layernorm", "norm")
+    weights |= {f"{name}.weight": torch.rand(width) + 0.5 for name in norms}
+    ids = torch.randperm(VOCAB)[:own_vocab].sort().values
+    weights |= {"d2t": ids - torch.arange(own_vocab), "t2d": torch.zeros(VOCAB, dtype=torch.bool).index_fill(0, ids, True)}
+    save_file(weights, path / "model.safetensors")
+    return path
+
+
+class Reference:
+    """The head's formulas in float64: no pages, no KV, every step computed anew."""
+
+    def __init__(self, served: PreTrainedModel, path: Path) -> None:
+        self._served = served.double()
+        self._weights = {name: weight.double() for name, weight in load_file(path / "model.safetensors").items()}
+        self._ids = self._weights["d2t"].long() + torch.arange(len(self._weights["d2t"]))
+
+    def drafts(self, known: list[int], begin: int, count: int) -> list[int]:
+        """known: all tokens, the last one not fed yet. begin: the first place that the head reads."""
+        features, tokens = self._features(known)[begin:], list(known[begin + 1 :])
+        for _ in range(count):
+            hidden = self._layer(torch.tensor(tokens), features)
+            logits = F.linear(self._norm(hidden[-1:], "norm"), self._weights["lm_head.weight"])
+            tokens.append(int(self._ids[logits[0].argmax()]))
+            features = torch.cat([features, hidden[-1:]])
+        return tokens[-count:]
+
+    def teach(self, sequences: list[tuple[list[int], list[int]]], path: Path) -> None:
+        """Fit the head's last product to these answers to prompts, so that some of its drafts are right."""
+        hidden = list[Tensor]()
+        for prompt, answer in sequences:
+            known = [*prompt, *answer]
+            whole = self._norm(self._layer(torch.tensor(known[1:]), self._features(known)), "norm")
+            hidden.append(whole[len(prompt) - 1 :])
+        wanted = torch.tensor([token for _, answer in sequences for token in answer[1:]])
+        own = torch.searchsorted(self._ids, wanted).clamp(max=len(self._ids) - 1)
+        is_own = self._ids[own] == wanted
+        features, classes = torch.cat([each[:-1] for each in hidden])[is_own], F.one_hot(own[is_own], len(self._ids)).double()
+        self._weights["lm_head.weight"] = 20 * torch.linalg.lstsq(features, classes).solution.T
+        stored = load_file(path / "model.safetensors")
+        save_file(stored | {"lm_head.weight": self._weights["lm_head.weight"].float().contiguous()}, path / "model.safetensors")
+
+    @torch.no_grad()
+    def _features(self, known: list[int]) -> Tensor:
+        """Those of all tokens but the last."""
+        states = self._served(torch.tensor([known[:-1]]), output_hidden_states=True).hidden_states
+        taps = torch.cat([states[each][0] for each in (2, LAYERS // 2, LAYERS - 3)], dim=-1)
+        return F.linear(taps, self._weights["fc.weight"])
+
+    def _layer(self, tokens: Tensor, features: Tensor) -> Tensor:
+        weights, count = self._weights, len(tokens)
+        embedded = self._norm(self._served.get_input_embeddings()(tokens), "midlayer.input_layernorm")
+        x = torch.cat([embedded, self._norm(features, "midlayer.hidden_norm")], dim=-1)
+        query, key, value = (
+            F.linear(x, weights[f"midlayer.self_attn.{each}_proj.weight"]).view(count, -1, DIM).transpose(0, 1) for each in "qkv"
+        )
+        key, value = (each.repeat_interleave(HEADS // KV_HEADS, dim=0) for each in (self._rotated(key), value))
+        out = F.scaled_dot_product_attention(self._rotated(query), key, value, is_causal=True)
+        residual = features + F.linear(out.transpose(0, 1).reshape(count, -1), weights["midlayer.self_attn.o_proj.weight"])
+        x = self._norm(residual, "midlayer.post_attention_layernorm")
+        gate, up = (F.linear(x, weights[f"midlayer.mlp.{each}_proj.weight"]) for each in ("gate", "up"))
+        return residual + F.linear(F.silu(gate) * up, weights["midlayer.mlp.down_proj.weight"])
+
+    def _norm(self, x: Tensor, name: str) -> Tensor:
+        return F.rms_norm(x, x.shape[-1:], self._weights[f"{name}.weight"], 1e-6)
+
+    def _rotated(self, x: Tensor) -> Tensor:
+        angles = torch.arange(x.shape[1])[:, None].double() * 10000.0 ** (-torch.arange(0, DIM, 2).double() / DIM)
+        first, second = x.chunk(2, dim=-1)
+        return torch.cat([first * angles.cos() - second * angles.sin(), second * angles.cos() + first * angles.sin()], dim=-1)
+
+
+def compare(steps: list[StepResult], prompts: list[list[int]], reference: Reference) -> tuple[int, set[int]]:
+    """How many drafts were compared, and where the head began rows. All requests are greedy and begin in the order given."""
+    known, begins, waiting, compared = dict[int, list[int]](), dict[int, int](), list(prompts), 0
+    seen = set[int]()
+    for result in steps:
+        plan = result.plan
+        for chunk in plan.chunks:
+            if chunk.start == 0:
+                known[chunk.row] = list(waiting.pop(0))
+                begins.pop(chunk.row, None)
+        for chunk in plan.draft_chunks:
+            if chunk.row not in begins or len(chunk.token_ids) > HEAD_TAIL:
+                begins[chunk.row] = chunk.start
+                assert chunk.start % 7 == 0 and (chunk.start == 0 or len(chunk.token_ids) <= HEAD_TAIL + 7)
+                seen.add(chunk.start)
+            assert chunk.token_ids.tolist() == known[chunk.row][chunk.start :]
+        for row in np.unique(plan.draft_rows).tolist():
+            ours = plan.draft_tokens[plan.draft_rows == row].tolist()
+            assert ours == reference.drafts(known[row], begins[row], len(ours))
+            compared += len(ours)
+        for row, token in zip(plan.sampled_rows.tolist(), result.tokens.tolist(), strict=True):
+            known[row].append(token)
+            behind = zip(plan.draft_tokens[plan.draft_rows == row], result.drafted[plan.draft_rows == row], strict=True)
+            for draft, more in behind:
+                if draft != known[row][-1]:
+                    break
+                known[row].append(int(more))
+    return compared, seen
+
+
+def as_on_a_card(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Decode steps are graphs, with attention that can be captured."""
+
+    def chosen(needs: AttentionNeeds, *others: object) -> ChosenAttention:
+        return ChosenAttention(CapturablePaged(needs.memory, needs.query_heads, needs.layers, needs.dtype), "padded")
+
+    monkeypatch.setattr(model_runner, "make_attention", chosen)
+    monkeypatch.setattr(model_runner, "make_kernels", lambda device: Kernels())
+    monkeypatch.setattr(ModelRunner, "_graph_maker", lambda self: RecordedGraphs())
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"graphs": "off"}, {"graph_sizes": "1,4,16,24"}], ids=["recorded", "layer by layer", "graphs"]
+)
+def test_a_head_proposes_what_its_formulas_say_and_changes_no_answer(
+    tmp_path: Path, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompts are shorter and longer than what it begins with, and answers so long that it begins anew."""
+    if "graph_sizes" in changes:
+        as_on_a_card(monkeypatch)
+    served = qwen3(num_hidden_layers=LAYERS)
+    path = saved(served, tmp_path / "served")
+    head = head_of(served, tmp_path / "head")
+    sizes: dict[str, Any] = {"context_tokens": CONTEXT, "kv_memory": "8MiB"} | changes
+    asked = requests(6, KINDS[:1], 2, longest=150)
+    prompts = [prompt.tolist() for prompt, _ in asked]
+    without, reference = serve(made(path, None, **sizes), asked), Reference(served, head)
+    reference.teach(list(zip(prompts, without.answers, strict=True))[:3], head)
+    with_it = serve(made(path, head, is_head=True, **sizes), asked)
+    assert with_it.answers == without.answers
+    counters = with_it.counters
+    assert counters.tokens_drafted > 100 and 0.1 < counters.tokens_accepted / counters.tokens_drafted < 0.9
+    compared, begins = compare(with_it.steps, prompts, reference)
+    assert compared == counters.tokens_drafted and len(begins) > 3 and 0 in begins
+
+
+def test_sampled_answers_grammars_of_processors_and_ranks_are_as_without(tmp_path: Path) -> None:
+    served = llama(num_hidden_layers=LAYERS)
+    path, head = saved(served, tmp_path / "served"), head_of(served, tmp_path / "head")
+    agree, asked = least_of(2), requests(10, KINDS, 3, longest=100)
+    expected = serve(made(path, None, context_tokens=CONTEXT, kv_memory="8MiB"), asked).answers
+
+    def run(group: Group) -> tuple[list[list[int]], list[list[int]]]:
+        result = serve(made(path, head, group, agree, is_head=True, context_tokens=CONTEXT, kv_memory="8MiB"), asked)
+        return result.answers, [each.plan.draft_tokens.tolist() for each in result.steps]
+
+    (ours, drafted), theirs = on_ranks(2, run)
+    assert (ours, drafted) == theirs and sum(map(len, drafted)) > 100
+    assert ours == expected
+    for kind in ({"quantization": "int8"}, {"page_size": 16}):
+        changes: dict[str, Any] = {"context_tokens": CONTEXT, "kv_memory": "8MiB"} | kind
+        plain = serve(made(path, None, **changes), asked).answers
+        assert serve(made(path, head, is_head=True, **changes), asked).answers == plain
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"architectures": ["LlamaForCausalLM"]}, "LlamaForCausalLM is no EAGLE-3 head"),
+        ({"num_hidden_layers": 2}, "num_hidden_layers must be 1; it is 2"),
+        ({"norm_before_residual": True}, "norm_before_residual.* must be false"),
+        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 3, 6]}}, "three layers of a model of 7.*they are"),
+        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": "123"}}, "they are '123'"),
+        ({"eagle_config": [1]}, "eagle_config must be an object"),
+        ({"target_hidden_size": 128}, "for a model whose hidden size is another than 64"),
+        ({"vocab_size": 700}, "vocab_size is 700, that of the model 500"),
+        ({"draft_vocab_size": 90}, "lm_head.weight has the shape"),
+    ],
+)
+def test_what_is_no_head_for_the_model_is_refused_by_name(tmp_path: Path, changes: dict[str, Any], says: str) -> None:
+    served = qwen3(num_hidden_layers=LAYERS)
+    path, head = saved(served, tmp_path / "served"), head_of(served, tmp_path / "head", **changes)
+    with pytest.raises(ConfigError, match=f"--speculative-config: with the draft head .*{says}"):
+        made(path, head, is_head=True)
+
+
+@pytest.mark.parametrize("offsets", [[-1] * 400, [101] * 400, [1] + [0] * 399, [0] * 399])
+def test_tokens_that_the_served_model_does_not_have_once_are_refused(tmp_path: Path, offsets: list[int]) -> None:
+    served = qwen3(num_hidden_layers=LAYERS)
+    path, head = saved(served, tmp_path / "served"), head_of(served, tmp_path / "head")
+    stored = load_file(head / "model.safetensors")
+    save_file(stored | {"d2t": torch.tensor(offsets)}, head / "model.safetensors")
+    with pytest.raises(ConfigError, match="d2t must name 400 different tokens of the model's 500"):
+        made(path, head, is_head=True)
