@@ -38,9 +38,9 @@ from tests.rig.report import Check, print_checks, say
 DEPLOY = Path(__file__).parents[2] / "deploy"
 FLAGS = ("--routers=2", "--prefill=1", "--decode=2", "--log-level=warning")
 OWN = re.compile(r"^router-\d .*own (http://\S+), control (tcp://\S+)$", re.MULTILINE)
-CLIENTS, WINDOW_S, START_S, STEP_S = 4, 20, 60.0, 5
+CLIENTS, WINDOW_S, START_S, STEP_S = 12, 20, 60.0, 5
 DEATHS, NOTICED_S = 3, 4.0
-KINDS: tuple[dict[str, Any], ...] = ({}, {"n": 2}, {"max_tokens": 1}, {"max_tokens": 200}, {"temperature": -1}, {"timeout": 0.02})
+KINDS: tuple[dict[str, Any], ...] = ({}, {"n": 2}, {"max_tokens": 1}, {"max_tokens": 800}, {"temperature": -1}, {"timeout": 0.02})
 """The last two fail: one is refused, and one ends with 504."""
 OF_ALL = re.compile(r"(\btandem_(?:instance|role)_\w+)(\{)?")
 ADDS = re.compile(r"\b(?:sum|count)\b")
