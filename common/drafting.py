@@ -13,9 +13,9 @@ from common.options import require
 
 MOST_DRAFTS, MOST_NGRAM = 32, 16
 DRAFTS, LONGEST, SHORTEST = 8, 4, 2
-HEAD_TAIL, HEAD_WINDOW = 64, 1024
-"""How many of a row's last tokens a draft head begins with, and how many tokens later at most it begins anew, so that it never
-attends to more. What the served model computed of the tail is computed once more for it, unless the row's own steps did."""
+HEAD_TAIL, HEAD_WINDOW = 64, 512
+"""How many of a row's last tokens a draft head begins with, and how many it attends to at most before it begins anew. What the
+served model computed of the tail is computed once more for it, unless the row's own steps did."""
 _FIELDS = {
     "ngram": ("method", "num_speculative_tokens", "prompt_lookup_max", "prompt_lookup_min"),
     "draft_model": ("method", "num_speculative_tokens", "model"),

@@ -93,7 +93,7 @@ class DecodeScheduler:
         self._speculation = None
         if limits.drafting is not None:
             sizes = engine.max_rows, engine.model.context_tokens, limits.chunk_tokens
-            self._speculation = Speculation(limits.drafting, *sizes, self._page_size)
+            self._speculation = Speculation(limits.drafting, *sizes)
         self._verifying = False
         """A step with drafts is in flight: how far its rows are is not known before it is back."""
         self._now = 0.0

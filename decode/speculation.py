@@ -161,14 +161,13 @@ class ModelDrafter:
     """The tokens of each row, and how many of them the draft model has the KV of. What it lacks comes with the step that drafts.
 
     rows: of the batch. context_tokens: most that a row holds. chunk_tokens: most that the draft model computes before a step to
-    catch up, over all rows. head_page_size: 0, or it is a draft head, over pages of this size. It begins near the end of a row,
-    at the beginning of a page; and what it has computed of drafts counts for nothing, because only now it can be told what the
-    served model computes of them. See `engine.draft_head`.
+    catch up, over all rows. is_head: it is a draft head. It begins near the end of a row; and what it has computed of drafts
+    counts for nothing, because only now it can be told what the served model computes of them. See `engine.draft_head`.
     """
 
-    def __init__(self, rows: int, context_tokens: int, chunk_tokens: int, head_page_size: int = 0) -> None:
-        self._head_page_size = head_page_size
-        self._chunk_tokens = max(chunk_tokens, HEAD_TAIL + head_page_size) if head_page_size else chunk_tokens
+    def __init__(self, rows: int, context_tokens: int, chunk_tokens: int, *, is_head: bool = False) -> None:
+        self._is_head = is_head
+        self._chunk_tokens = max(chunk_tokens, HEAD_TAIL + 1) if is_head else chunk_tokens
         self._begun = np.zeros(rows, dtype=np.int64)
         """Where a head began each row."""
         self.shares, self._overall = np.zeros(rows), FIRST_SHARE
@@ -183,7 +182,7 @@ class ModelDrafter:
     def add(self, rows: Int64Array, tokens: Int32Array, drafted: bool = False) -> None:
         self._tokens[rows, self._length[rows]] = tokens
         self._length[rows] += 1
-        if not self._head_page_size:
+        if not self._is_head:
             self._computed[rows] += drafted
 
     def judge(self, rows: Int64Array, drafted: Int64Array, right: Int64Array) -> None:
@@ -197,15 +196,16 @@ class ModelDrafter:
 
     def lacking(self, rows: Int64Array) -> Int64Array:
         lacking = self._length[rows] - self._starts(rows)
-        return lacking if self._head_page_size else np.where(lacking > 1, lacking, 0)
+        return lacking if self._is_head else np.where(lacking > 1, lacking, 0)
 
     def draft(self, rows: Int64Array, depths: Int64Array) -> tuple[Int64Array, Int32Array, tuple[Chunk, ...]]:
         """A row whose KV the draft model cannot complete before the step has no drafts yet."""
         starts, lengths = self._starts(rows), self._length[rows]
         lacking = self.lacking(rows)
         left = np.clip(self._chunk_tokens - (np.cumsum(lacking) - lacking), 0, lacking)
-        if self._head_page_size:
-            left = np.where(left < lacking, 0, left)
+        if self._is_head:  # it reads a row's beginning whole or not yet; rows that go on do not count
+            begins = np.where(lacking > MOST_DRAFTS + 1, lacking, 0)
+            left = np.where((begins == 0) | (np.cumsum(begins) <= self._chunk_tokens), lacking, 0)
             self._begun[rows] = np.where(left > HEAD_TAIL, starts, self._begun[rows])
         chunks = tuple(
             Chunk(row, start, self._tokens[row, start : start + tokens], last=start + tokens == length)
@@ -213,7 +213,7 @@ class ModelDrafter:
             if tokens
         )
         is_whole = left == lacking
-        if self._head_page_size:
+        if self._is_head:
             self._computed[rows] = np.where(is_whole, lengths - 1, self._computed[rows])
         else:
             self._computed[rows] = np.where(is_whole, lengths, starts + left)
@@ -223,11 +223,10 @@ class ModelDrafter:
     def _starts(self, rows: Int64Array) -> Int64Array:
         """From which token on something is to be computed. [rows]. A head begins anew where it lacks or has too much."""
         computed, last = self._computed[rows], self._length[rows] - 1
-        if not self._head_page_size:
+        if not self._is_head:
             return computed
-        page = self._head_page_size
         begins_anew = (last - computed >= HEAD_TAIL) | (last - self._begun[rows] >= HEAD_WINDOW - MOST_DRAFTS)
-        starts: Int64Array = np.where(begins_anew, np.maximum(0, last - HEAD_TAIL) // page * page, computed)
+        starts: Int64Array = np.where(begins_anew, np.maximum(0, last - HEAD_TAIL), computed)
         return starts
 
 
@@ -265,13 +264,13 @@ def worth(
 
 
 class Speculation:
-    """What to draft in the next step. rows, context_tokens: of the batch. chunk_tokens, page_size: see `ModelDrafter`."""
+    """What to draft in the next step. rows, context_tokens: of the batch. chunk_tokens: see `ModelDrafter`."""
 
-    def __init__(self, drafting: Drafting, rows: int, context_tokens: int, chunk_tokens: int, page_size: int) -> None:
+    def __init__(self, drafting: Drafting, rows: int, context_tokens: int, chunk_tokens: int) -> None:
         self._drafting, self._rows = drafting, rows
         self.drafter: Drafter
         if drafting.model:
-            self.drafter = ModelDrafter(rows, context_tokens, chunk_tokens, page_size if drafting.is_head else 0)
+            self.drafter = ModelDrafter(rows, context_tokens, chunk_tokens, is_head=drafting.is_head)
         else:
             self.drafter = NgramDrafter(rows, context_tokens, tuple({drafting.longest: 0, drafting.shortest: 0}))
         self._drafting_s, self._lacking_token_s = 0.0, 0.0
@@ -296,6 +295,8 @@ class Speculation:
         step_s = drafting_s[1] / int(drafted.max())
         self._drafting_s = _lately(self._drafting_s, step_s)
         lacked = sum(len(chunk.token_ids) for chunk in plan.draft_chunks)
+        if self._drafting.is_head:  # its own steps are counted apart; of most it lacks nothing
+            lacked, step_s = lacked if drafting_s[0] > 0 else 0, 0.0
         if lacked:
             self._lacking_token_s = _lately(self._lacking_token_s, max(0.0, drafting_s[0] - step_s) / lacked)
 

@@ -1,7 +1,7 @@
 """The draft head: a layer that proposes what may follow from what the served model has computed (EAGLE-3, Li et al. 2025).
 
 Owns the order of its steps, and where in each row it began: it knows the last tokens of a row alone, so it needs nothing from an
-instance that computed the prompt. Its KV lies in pages of its own, which have the numbers of the served model's. What it computes
+instance that computed the prompt. Its KV lies in pages of its own, as many for each row as it attends to. What it computes
 changes no answer.
 
     chunk of a row ─► did the row's own steps compute these tokens? ─ no ─► the served model reads them once more ─┐
@@ -32,18 +32,17 @@ class DraftHead:
 
     A chunk of `StepPlan.draft_chunks` [start, end] has the tokens of places whose features the head reads, and one more, the last
     that is known: the head reads each place's features and the token behind it. Behind the last one follow the row's drafts. A
-    chunk goes on where the one before it has ended, or begins the row anew, at the beginning of a page.
+    chunk goes on where the one before it has ended, or begins the row anew.
     """
 
     def __init__(
-        self, head: Eagle3Head, steps: StepRunner, features: RowFeatures, reread: Callable[[StepPlan], PendingStep], pages: int
+        self, head: Eagle3Head, steps: StepRunner, features: RowFeatures, reread: Callable[[StepPlan], PendingStep]
     ) -> None:
-        """pages: most of a row, of the served model."""
         self._head, self._steps, self._features, self._reread = head, steps, features, reread
-        self._page_size, self._width, rows = steps.batch.page_size, steps.batch.table.shape[1], steps.batch.null
-        self._pages = np.zeros((rows, pages), dtype=np.int32)
-        self._held = np.zeros(rows, dtype=np.int64)
-        """How many pages each row has."""
+        rows, width = steps.batch.null, steps.batch.table.shape[1]
+        self._pages = np.arange(rows * width, dtype=np.int32).reshape(rows, width)
+        """Those of each row. Rows share none: what the head computes of a place depends on where it began, and on the token
+        behind the place, so it is no function of the tokens up to there."""
         self._base, self._end = np.full((2, rows), NOWHERE, dtype=np.int64)
         """At which place the head began each row, and how many it has read; NOWHERE: none."""
         self._kept_from = np.zeros(rows, dtype=np.int64)
@@ -56,9 +55,8 @@ class DraftHead:
         chunks = sorted(plan.draft_chunks, key=lambda chunk: chunk.row)
         if not chunks:
             return plan, (0.0, 0.0)
+        plan, reading_s = self._read_again(plan, chunks)
         began_s = time.perf_counter()
-        plan = self._read_again(plan, chunks)
-        read_s = time.perf_counter()
         rows = np.array([chunk.row for chunk in chunks], dtype=np.int32)
         depths = np.bincount(plan.draft_rows, minlength=int(rows.max()) + 1)[rows]
         first = self._first(plan, chunks)
@@ -70,41 +68,36 @@ class DraftHead:
             rows, depths = rows[goes_on], depths[goes_on]
             results.append(self._steps.launch(StepPlan(plan.step, decode_rows=rows)))
         drafted = collect(plan, [each.wait() for each in results])
-        return replace(plan, draft_tokens=drafted), (read_s - began_s, time.perf_counter() - read_s)
+        return replace(plan, draft_tokens=drafted), (reading_s, time.perf_counter() - began_s)
 
     def _take_in(self, plan: StepPlan) -> None:
-        """The rows that start, grow, or compute chunks, none of which keep features."""
+        """The rows that start or compute chunks, which keep no features."""
         for start in plan.starts:
-            row, pages = start.row, len(start.pages)
-            self._pages[row, :pages], self._held[row] = start.pages, pages
+            row = start.row
             self._base[row] = self._end[row] = NOWHERE
             self._kept_from[row] = start.length
             self._sampling[row] = plain_sampling(start.sampling)
         for chunk in plan.chunks:
             self._kept_from[chunk.row] = chunk.start + len(chunk.token_ids)
-        grown = plan.grown_rows
-        held = self._held[grown] - self._base[grown] // self._page_size
-        is_begun = (self._base[grown] != NOWHERE) & (held < self._width)
-        self._pages[grown, self._held[grown]] = plan.grown_pages
-        self._held[grown] += 1
-        if is_begun.any():
-            self._steps.take_in(StepPlan(plan.step, grown_rows=grown[is_begun], grown_pages=plan.grown_pages[is_begun]))
 
-    def _read_again(self, plan: StepPlan, chunks: list[Chunk]) -> StepPlan:
-        """Has the served model compute what is not kept of these chunks' places. Returns what is left of the plan."""
+    def _read_again(self, plan: StepPlan, chunks: list[Chunk]) -> tuple[StepPlan, float]:
+        """Has the served model compute what is not kept of these chunks' places. Returns what is left of the plan, and the
+        seconds that it took; 0: nothing was to be computed."""
         unread = [each for each in chunks if each.start < self._kept_from[each.row]]
         if not unread:
-            return plan
+            return plan, 0.0
+        began_s = time.perf_counter()
         for chunk in unread:
             self._kept_from[chunk.row] = chunk.start
         again = tuple(replace(chunk, token_ids=chunk.token_ids[:-1], last=False) for chunk in unread)
         none = StepPlan(plan.step)
         entering = replace(plan, chunks=again, decode_rows=none.decode_rows, draft_rows=none.draft_rows, draft_chunks=())
-        self._reread(replace(entering, draft_tokens=none.draft_tokens))
-        left = replace(plan, starts=(), grown_rows=none.grown_rows, grown_pages=none.grown_pages)
-        return replace(
-            left, verified_rows=none.verified_rows, verified_lengths=none.verified_lengths, verified_tokens=none.verified_tokens
+        self._reread(replace(entering, draft_tokens=none.draft_tokens)).wait()
+        reading_s = time.perf_counter() - began_s
+        left = replace(
+            plan, starts=(), grown_rows=none.grown_rows, grown_pages=none.grown_pages, verified_rows=none.verified_rows
         )
+        return replace(left, verified_lengths=none.verified_lengths, verified_tokens=none.verified_tokens), reading_s
 
     def _first(self, plan: StepPlan, chunks: list[Chunk]) -> StepPlan:
         """The step that samples the first draft of each row."""
@@ -112,10 +105,8 @@ class DraftHead:
         for chunk in chunks:
             row, places = chunk.row, len(chunk.token_ids) - 1
             if chunk.start != self._end[row] or places >= HEAD_TAIL:
-                assert chunk.start % self._page_size == 0, "a head begins at the beginning of a page"
                 self._base[row] = chunk.start
-                pages = self._pages[row, chunk.start // self._page_size : self._held[row]]
-                starts.append(RowStart(row, pages[: self._width], self._sampling[row], before=chunk.start + 1))
+                starts.append(RowStart(row, self._pages[row], self._sampling[row], before=chunk.start + 1))
             self._end[row] = chunk.start + places
             own.append(Chunk(row, int(chunk.start - self._base[row]), chunk.token_ids[1:], last=True))
         return StepPlan(plan.step, starts=tuple(starts), chunks=tuple(own))

@@ -155,6 +155,8 @@ class ModelRunner:
     """Which attention was had first: its name and kernels. What has failed then is not tried, nor told, again."""
     draft_model: DraftModel | DraftHead | None = None
     _features: RowFeatures | None = None
+    _head_bytes = 0
+    """What the KV of a draft head takes, over all rows."""
     _given_budget: KVBudget | None = None
     """That of two models which has been decided for both."""
 
@@ -262,7 +264,7 @@ class ModelRunner:
         return model, weights
 
     def _make_draft_model(self, drafting: Drafting) -> DraftModel | DraftHead:
-        """The draft model or head, with as many pages as this one gets. Its weights are loaded before that is known."""
+        """The draft model, with as many pages as this one gets, or head. Its weights are loaded before that is known."""
         plain = replace(self._engine, lora="", max_loaded_loras=0, max_lora_rank=64, max_loras_per_batch=LORAS_PER_BATCH)
         engine = replace(plain, grammar="off", kv_memory="auto", memory_part=0, context_tokens=0)
         if drafting.is_head:
@@ -274,14 +276,13 @@ class ModelRunner:
             runner = ModelRunner(ModelConfig(model=drafting.model), engine, *shared, draft_of=self)
         except ConfigError as error:
             raise type(error)(f"--speculative-config: with the draft {kind} {drafting.model}: {error}") from error
-        if self._features is None or self._given_budget is None or not isinstance(runner.model, Eagle3Head):
+        if self._features is None or not isinstance(runner.model, Eagle3Head):
             return DraftModel(runner.steps, self._shape.vocab_size)
 
         def reread(plan: StepPlan) -> PendingStep:
             return self.steps.launch(plan, rereads=True)
 
-        pages = self._layout.pages_for(self._given_budget.context_tokens)
-        return DraftHead(runner.model, runner.steps, self._features, reread, pages)
+        return DraftHead(runner.model, runner.steps, self._features, reread)
 
     def head_in(self, path: Path) -> HeadShape | None:
         """The shape of the draft head in a folder; None: what is there is asked to be a draft model. Raises ConfigError."""
@@ -292,14 +293,15 @@ class ModelRunner:
         return read_head_shape(path, self.model.shape)
 
     def budget_beside(self, draft: "ModelRunner") -> KVBudget:
-        """Decides the budget of both, and returns that of the draft model or head, which is loaded. Raises ConfigError."""
-        engine, own_context = self._engine, draft._shape.context_tokens
+        """That of the draft model or head, which is loaded. A draft model's pages are shared out with this one's, so it decides
+        both; a head has some for each row. Raises ConfigError."""
+        rows, layout, own_context = self._engine.max_running, draft._layout, draft._shape.context_tokens
         if isinstance(draft.model, Eagle3Head):
-            tokens, like = HEAD_TAIL + engine.page_size + MOST_DRAFTS, draft.model.like
-            self._features = RowFeatures(draft.model.combine, engine.max_running, tokens, like)
-        self._given_budget = budget = self._budget(draft._layout.page_bytes)
-        if self._features is not None:
-            return replace(budget, context_tokens=min(budget.context_tokens, HEAD_WINDOW))
+            self._features = RowFeatures(draft.model.combine, rows, HEAD_TAIL + MOST_DRAFTS, draft.model.like)
+            pages = rows * layout.pages_for(HEAD_WINDOW)
+            self._head_bytes = pages * layout.page_bytes
+            return KVBudget(pages, HEAD_WINDOW)
+        self._given_budget = budget = self._budget(layout.page_bytes)
         if own_context < budget.context_tokens:
             raise ConfigError(
                 f"it has a context of {own_context} tokens, and this instance "
@@ -314,7 +316,7 @@ class ModelRunner:
         if given is not None:
             kv_bytes = given
         elif self._device.type == "cpu":
-            spared = self.model.spared_bytes + self.adapters.host_bytes
+            spared = self.model.spared_bytes + self.adapters.host_bytes + self._head_bytes
             sizes = layout, asked or own
             kv_bytes = auto_host_kv_bytes(self._engine, self._group.ranks, *sizes, self._progress, spared, beside_bytes)
         else:

@@ -74,8 +74,8 @@ def read_head_shape(path: Path, served: ModelShape) -> HeadShape:
             f"they are {chosen if taps is None else taps!r}",
         ),
         (
-            config.whole("target_hidden_size", null=shape.hidden) == served.hidden,
-            f"it is a head for a model whose hidden size is another than {served.hidden}",
+            shape.hidden == config.whole("target_hidden_size", null=shape.hidden) == served.hidden,
+            f"hidden_size, and target_hidden_size if it is there, must be the model's, {served.hidden}",
         ),
         (shape.vocab_size == served.vocab_size, f"vocab_size is {shape.vocab_size}, that of the model {served.vocab_size}"),
     ):

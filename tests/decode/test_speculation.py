@@ -92,7 +92,7 @@ def test_a_depth_is_the_best_of_all(rows: list[tuple[float, int]], cost: StepCos
 
 def test_rows_that_repeat_themselves_get_drafts_and_others_none_however_full_the_batch_is() -> None:
     """One row repeats three tokens, and the other never says the same twice."""
-    speculation, cost = Speculation(Drafting(), 4, 200, 64, 16), StepCost(0.02, 0.0, 0.0005)
+    speculation, cost = Speculation(Drafting(), 4, 200, 64), StepCost(0.02, 0.0, 0.0005)
     speculation.begin(0, np.array([1, 2, 3], dtype=np.int32))
     speculation.begin(1, np.array([1, 2, 3], dtype=np.int32))
     rows, held, most = (np.array(each, dtype=np.int32) for each in ([0, 1], [50, 50], [9, 9]))
@@ -107,7 +107,7 @@ def test_rows_that_repeat_themselves_get_drafts_and_others_none_however_full_the
 
 
 def test_without_a_cost_a_step_is_explored_now_and_then() -> None:
-    speculation = Speculation(Drafting(), 8, 200, 64, 16)
+    speculation = Speculation(Drafting(), 8, 200, 64)
     speculation.begin(0, np.array([1, 2, 1, 2, 1, 2], dtype=np.int32))
     row, held, most = (np.array(each, dtype=np.int32) for each in ([0], [50], [9]))
     drafted = list[int]()

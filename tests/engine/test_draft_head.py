@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from common.drafting import HEAD_TAIL
 from common.errors import ConfigError
 from common.executor import StepResult
+from decode import speculation
 from engine import model_runner
 from engine.backends import ChosenAttention
 from engine.gpu.flashinfer import AttentionNeeds
@@ -125,19 +126,23 @@ class Reference:
 
 
 def compare(steps: list[StepResult], prompts: list[list[int]], reference: Reference) -> tuple[int, set[int]]:
-    """How many drafts were compared, and where the head began rows. All requests are greedy and begin in the order given."""
+    """How many drafts were compared, and where the head began rows. All requests are greedy."""
     known, begins, waiting, compared = dict[int, list[int]](), dict[int, int](), list(prompts), 0
-    seen = set[int]()
+    seen, started = set[int](), set[int]()
     for result in steps:
         plan = result.plan
+        started |= {start.row for start in plan.starts}
         for chunk in plan.chunks:
-            if chunk.start == 0:
-                known[chunk.row] = list(waiting.pop(0))
+            if chunk.row in started:
+                tokens = chunk.token_ids.tolist()
+                known[chunk.row] = next(each for each in waiting if each[chunk.start :][: len(tokens)] == tokens)
+                waiting = [each for each in waiting if each is not known[chunk.row]]
+                started.remove(chunk.row)
                 begins.pop(chunk.row, None)
         for chunk in plan.draft_chunks:
             if chunk.row not in begins or len(chunk.token_ids) > HEAD_TAIL:
                 begins[chunk.row] = chunk.start
-                assert chunk.start % 7 == 0 and (chunk.start == 0 or len(chunk.token_ids) <= HEAD_TAIL + 7)
+                assert chunk.start == 0 or len(chunk.token_ids) == HEAD_TAIL + 1
                 seen.add(chunk.start)
             assert chunk.token_ids.tolist() == known[chunk.row][chunk.start :]
         for row in np.unique(plan.draft_rows).tolist():
@@ -171,23 +176,26 @@ def as_on_a_card(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_head_proposes_what_its_formulas_say_and_changes_no_answer(
     tmp_path: Path, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Prompts are shorter and longer than what it begins with, and answers so long that it begins anew."""
+    """Prompts are shorter and longer than what it begins with, some begin alike, and it begins some rows anew."""
+    if "graphs" in changes:
+        monkeypatch.setattr(speculation, "HEAD_WINDOW", 110)
     if "graph_sizes" in changes:
         as_on_a_card(monkeypatch)
     served = qwen3(num_hidden_layers=LAYERS)
     path = saved(served, tmp_path / "served")
     head = head_of(served, tmp_path / "head")
     sizes: dict[str, Any] = {"context_tokens": CONTEXT, "kv_memory": "8MiB"} | changes
-    asked = requests(6, KINDS[:1], 2, longest=150)
+    asked = requests(4, KINDS[:1], 2, longest=150)
+    asked += [(np.concatenate([asked[0][0], prompt[:20]]), sampling) for prompt, sampling in asked[:2]]
     prompts = [prompt.tolist() for prompt, _ in asked]
     without, reference = serve(made(path, None, **sizes), asked), Reference(served, head)
-    reference.teach(list(zip(prompts, without.answers, strict=True))[:3], head)
+    reference.teach(list(zip(prompts, without.answers, strict=True))[:2], head)
     with_it = serve(made(path, head, is_head=True, **sizes), asked)
     assert with_it.answers == without.answers
     counters = with_it.counters
-    assert counters.tokens_drafted > 100 and 0.1 < counters.tokens_accepted / counters.tokens_drafted < 0.9
+    assert counters.tokens_drafted > 100 and 0.05 < counters.tokens_accepted / counters.tokens_drafted < 0.9
     compared, begins = compare(with_it.steps, prompts, reference)
-    assert compared == counters.tokens_drafted and len(begins) > 3 and 0 in begins
+    assert compared == counters.tokens_drafted and len(begins) > (5 if "graphs" in changes else 2) and 0 in begins
 
 
 def test_sampled_answers_grammars_of_processors_and_ranks_are_as_without(tmp_path: Path) -> None:
@@ -218,7 +226,8 @@ def test_sampled_answers_grammars_of_processors_and_ranks_are_as_without(tmp_pat
         ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 3, 6]}}, "three layers of a model of 7.*they are"),
         ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": "123"}}, "they are '123'"),
         ({"eagle_config": [1]}, "eagle_config must be an object"),
-        ({"target_hidden_size": 128}, "for a model whose hidden size is another than 64"),
+        ({"target_hidden_size": 128}, "must be the model's, 64"),
+        ({"hidden_size": 128, "target_hidden_size": 64}, "must be the model's, 64"),
         ({"vocab_size": 700}, "vocab_size is 700, that of the model 500"),
         ({"draft_vocab_size": 90}, "lm_head.weight has the shape"),
     ],

@@ -23,8 +23,8 @@ def _foreseen(tokens: tuple[int, ...]) -> tuple[int, ...]:
 
 
 class SeeingSpeculation(Speculation):
-    def __init__(self, drafting: Drafting, rows: int, context_tokens: int, chunk_tokens: int, page_size: int) -> None:
-        super().__init__(drafting, rows, context_tokens, chunk_tokens, page_size)
+    def __init__(self, drafting: Drafting, rows: int, context_tokens: int, chunk_tokens: int) -> None:
+        super().__init__(drafting, rows, context_tokens, chunk_tokens)
         self._all_rows, self._random = rows, Random(17)
         self._known: dict[int, list[int]] = {}
 
