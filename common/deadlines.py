@@ -14,8 +14,7 @@ K = TypeVar("K", bound=Hashable)
 
 def earliest(*deadlines: float | None) -> float | None:
     """The earliest of some deadlines, or None when there is none."""
-    known = [at for at in deadlines if at is not None]
-    return min(known) if known else None
+    return min((at for at in deadlines if at is not None), default=None)
 
 
 class DeadlineWheel(Generic[K]):

@@ -314,8 +314,6 @@ class DecodeScheduler:
 
     def decide(self, now: float) -> Decision:
         requests = self._requests
-        if not requests.in_row and not requests.waiting:
-            return Decision(None, [])
         depths = self._depths()
         waits = self._verifying or self._batch.await_tokens(np.flatnonzero(depths))  # drafts follow a token that is known
         actions, grown = ([], {}) if waits else self._grow(now)

@@ -174,8 +174,6 @@ class PrefillScheduler:
 
     def decide(self, now: float) -> Decision:
         requests, actions = self._requests, list[Action]()
-        if not requests.waiting and not requests.computing:
-            return Decision(None, actions)
         for request, failed in admit(requests, self._me.id, self._room.begin, now):
             if failed is not None:
                 requests.counters.preemptions += failed.kind == Preempted.kind

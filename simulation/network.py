@@ -67,10 +67,6 @@ DELAY_S = 0.001
 KNOCKS_S = 0.3
 """How long it takes to find out that a process is gone."""
 
-PATIENT = frozenset({"Welcome", "Renew", "Renewed"})
-"""Kinds of messages that prolong what is counted in seconds, and change nothing else while nobody dies."""
-PATIENCE_S = 1.0
-
 Way: TypeAlias = tuple[str, str, str]
 """The role of the sender, the kind of the message, and the role of the receiver."""
 
@@ -126,21 +122,12 @@ class SimulatedMailbox:
     watchers: list["Post[Any]"] = field(default_factory=list)
     """Processes that want to know when the owner is gone."""
     letters: list[tuple[float, int, Letter]] = field(default_factory=list)
-    patient: list[tuple[float, int, Letter]] = field(default_factory=list)
-    """Those that are read when the owner has something else to do, or after PATIENCE_S."""
-
-    def add(self, arrives_s: float, number: int, letter: Letter, *, is_patient: bool) -> None:
-        heapq.heappush(self.patient if is_patient else self.letters, (arrives_s, number, letter))
-        self.wake(arrives_s + PATIENCE_S if is_patient else arrives_s)
 
     def next_deadline(self) -> float:
-        patient_s = self.patient[0][0] + PATIENCE_S if self.patient else NEVER
-        return min(self.letters[0][0], patient_s) if self.letters else patient_s
+        return self.letters[0][0] if self.letters else NEVER
 
     def take(self, now: float, most: int) -> list[Letter]:
         """What has arrived, in the order of arrival, but at most so many letters."""
-        while self.patient and self.patient[0][0] <= now:
-            heapq.heappush(self.letters, heapq.heappop(self.patient))
         taken: list[Letter] = []
         while len(taken) < most and self.letters and self.letters[0][0] <= now:
             taken.append(heapq.heappop(self.letters)[2])
@@ -155,8 +142,6 @@ class Network:
         self.weather = weather
         self.decodes_all = False
         """Messages are frozen, so readers may share them: they are decoded only where that is timed, unless this is set."""
-        self.is_patient = False
-        """Letters of PATIENT kinds wake nobody: fewer turns of processes, to the same effect."""
         self.messages: Counter[Way] = Counter()
         """How many messages were sent. Each send counts once, also if it is lost."""
         self.frame_bytes: Counter[Way] = Counter()
@@ -232,10 +217,11 @@ class Network:
         way = role, letter.kind, mailbox.role
         self.messages[way] += 1
         self.frame_bytes[way] += len(letter.body) + frame_bytes(sender)
-        is_patient = self.is_patient and letter.kind in PATIENT
         for delay_s in delays:
+            arrives_s = self.clock.now + after_s + delay_s
             self.letters += 1
-            mailbox.add(self.clock.now + after_s + delay_s, self.letters, letter, is_patient=is_patient)
+            heapq.heappush(mailbox.letters, (arrives_s, self.letters, letter))
+            mailbox.wake(arrives_s)
 
 
 class Post(Generic[M]):

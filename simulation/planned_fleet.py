@@ -269,7 +269,6 @@ class PlannedFleet(SimulatedFleet[PlannedInstance, RouterProcess]):
         self.routers.append(RouterProcess(ROUTER, clock, self.network, config, self.observer, front=FrontCosts.parse(plan.front)))
         self.start_instances(plan.prefill, plan.decode)
         self.run_for(WARM_UP_S)
-        self.network.is_patient = self.skips_steps
         for instance in self.instances.values():
             instance.page_use = PageUse(instance.pool, clock.now)
         self.network.clear()

@@ -59,7 +59,7 @@ CacheSalt: TypeAlias = Annotated[
     Annotated[str, Meta(min_length=1, max_length=SALT_CHARS)] | None,
     Meta(description="Cached KV is shared only with requests of the same salt, so others cannot tell from times what was asked."),
 ]
-Label: TypeAlias = Annotated[str, Meta(max_length=1024, description="A label; it changes nothing.")]
+Label: TypeAlias = Annotated[str, Meta(description="A label; it changes nothing.")]
 Labels: TypeAlias = Annotated[
     dict[Annotated[str, Meta(max_length=64)], Annotated[str, Meta(max_length=512)]], Meta(max_length=16)
 ]

@@ -319,18 +319,21 @@ async def test_without_instances_the_answer_is_503_with_retry_after() -> None:
     assert int(response.headers["retry-after"]) > 0
 
 
-async def test_every_call_with_a_body_is_refused_when_too_many_are_open(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_every_call_with_a_body_is_refused_when_too_many_are_open(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(admission, "SPARE_CONNECTIONS", -RouterConfig().max_requests)
-    paths = [path for path, ways in site.app.openapi()["paths"].items() if "requestBody" in ways.get("post", {})]
-    assert "/v1/completions" in paths
-    for path in paths:
-        kind = "rate_limit_error" if path.startswith("/v1/messages") else "overloaded_error"
-        assert "HTTP requests open" in assert_error(await post(site, path, {}), 429, kind, None)
+    async with Site() as site:
+        paths = [path for path, ways in site.app.openapi()["paths"].items() if "requestBody" in ways.get("post", {})]
+        assert "/v1/completions" in paths
+        for path in paths:
+            kind = "rate_limit_error" if path.startswith("/v1/messages") else "overloaded_error"
+            assert "HTTP requests open" in assert_error(await post(site, path, {}), 429, kind, None)
 
 
 async def test_beyond_max_requests_the_answer_is_429_with_retry_after() -> None:
     async with Site(config=RouterConfig(max_requests=2)) as site:
-        response = await post(site, "/v1/chat/completions", chat(n=3))
+        assert_error(await post(site, "/v1/chat/completions", chat(n=3)), 400, "invalid_request_error", "n")
+        with site.core.requests.places.held("", 1):
+            response = await post(site, "/v1/chat/completions", chat(n=2))
         assert_error(response, 429, "overloaded_error", None)
         assert int(response.headers["retry-after"]) > 0
         assert (await post(site, "/v1/chat/completions", chat(n=2))).status_code == 200

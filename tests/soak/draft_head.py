@@ -66,7 +66,9 @@ class Head(torch.nn.Module):
 
 
 def train(model_folder: Path, folder: Path, batches: int = BATCHES) -> Path:
-    """Trains a head for the model, and writes its checkpoint into the folder."""
+    """Trains a head for the model, and writes its checkpoint into the folder, unless there is one."""
+    if (folder / "config.json").exists():
+        return folder
     torch.manual_seed(0)
     model = Qwen3ForCausalLM.from_pretrained(model_folder, dtype=torch.float32).eval().requires_grad_(False)
     tokenizer, random = AutoTokenizer.from_pretrained(model_folder), Random("draft head")
