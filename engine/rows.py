@@ -282,21 +282,22 @@ class BatchTensors:
 
 
 class RowFeatures:
-    """What a draft head reads of the served model: of the last tokens of each row, hidden states of a few layers, each token's
-    made one vector by the head (EAGLE-3, Li et al. 2025). Those of drafts that were wrong are written over.
+    """What a draft head reads of the served model: of the last tokens of each row, hidden states of a few layers. Those of drafts
+    that were wrong are written over. Source: EAGLE-3, Li et al. 2025.
 
-    combine: [tokens, layers * hidden] → [tokens, features]. rows: of the batch. tokens: how many of each row are kept.
+    combine: [tokens, layers * hidden] → [tokens, features], when they are read: most never are. rows: of the batch. tokens: how
+    many of each row are kept.
     """
 
     def __init__(self, combine: Callable[[Tensor], Tensor], rows: int, tokens: int, like: Tensor) -> None:
-        """like: a tensor of as many features, of their dtype and device."""
+        """like: [layers * hidden], of their dtype and device."""
         self._combine, self._tokens = combine, tokens
         self._kept = like.new_zeros(rows + 1, tokens, like.shape[-1])
 
     def keep(self, rows: Tensor, positions: Tensor, states: Sequence[Tensor]) -> None:
         """rows, positions: [n] int64. states: of each layer, [n, hidden]."""
-        self._kept[rows, positions % self._tokens] = self._combine(torch.cat(list(states), dim=-1))
+        self._kept[rows, positions % self._tokens] = torch.cat(list(states), dim=-1)
 
     def of(self, rows: Tensor, positions: Tensor) -> Tensor:
         """[n, features], where rows, positions are [n] int64."""
-        return self._kept[rows, positions % self._tokens]
+        return self._combine(self._kept[rows, positions % self._tokens])

@@ -134,8 +134,8 @@ class Eagle3Head:
 
     @property
     def like(self) -> Tensor:
-        """A tensor of as many items as a feature has, of their dtype and device."""
-        return self._norm
+        """[3 * hidden], of the dtype and device of what it reads."""
+        return self._fc[0]
 
     def combine(self, states: Tensor) -> Tensor:
         """[tokens, 3 * hidden] → [tokens, hidden]: what it reads of the served model's three layers."""

@@ -58,9 +58,9 @@ def write_models(folder: Path) -> tuple[Path, Path]:
 
 
 def chats(seed: int) -> list[list[int]]:
-    """Prompts to which the demo model has long answers: words to copy."""
+    """Prompts whose answers the head foresees: the demo model counts."""
     tokenizer = AutoTokenizer.from_pretrained(DEMO)
-    asked = [corpus.held_out("copying", 30, 100 * seed + number).turns[0].user for number in range(PROMPTS)]
+    asked = [corpus.held_out("counting", 0, 100 * seed + number).turns[0].user for number in range(PROMPTS)]
     return [tokenizer.encode(f"<|im_start|>user\n{each}<|im_end|>\n<|im_start|>assistant\n") for each in asked]
 
 
