@@ -66,12 +66,12 @@ def test_a_batch_outlives_a_kill_of_its_routers_and_background_responses_say_tha
         batch = launch_batch(file, "--base-url", fleet.url)
         until(lambda: store.exists() and completed(store) >= 5, "some lines have their answers")
         client = openai.OpenAI(base_url=f"{fleet.url}/v1", api_key="none", max_retries=3)
-        create = client.responses.create
+        create, routers = client.responses.create, fleet.running("router")
         computing = [
             create(model="demo", input=f"Count from {n} to 90.", max_output_tokens=400, background=True) for n in range(16)
         ]
         assert completed(store) < LINES
-        for pid in fleet.running("router"):
+        for pid in routers:  # at once, while the last responses are computed
             os.kill(pid, signal.SIGKILL)
         _, told = batch.communicate(timeout=240)
         assert batch.returncode == 0, told
