@@ -85,3 +85,15 @@ def serve(runner: ModelRunner, asked: Sequence[tuple[Int32Array, SamplingParams]
     assert scheduler.report().load.pages_free == runner.description.total_pages
     served.counters = scheduler.report().counters
     return served
+
+
+def take_in(known: dict[int, list[int]], result: StepResult) -> None:
+    """What a step has sampled goes behind what is known of its rows, as far as its drafts are right."""
+    plan = result.plan
+    for row, token in zip(plan.sampled_rows.tolist(), result.tokens.tolist(), strict=True):
+        known[row].append(token)
+        drafts = plan.draft_rows == row
+        for draft, more in zip(plan.draft_tokens[drafts].tolist(), result.drafted[drafts].tolist(), strict=True):
+            if draft != known[row][-1]:
+                break
+            known[row].append(more)

@@ -24,7 +24,7 @@ from engine.model_runner import ModelRunner
 from engine.parallel import Group
 from engine.torch_kernels import Kernels
 from tests.engine.checkpoints import VOCAB, llama, qwen3, saved
-from tests.engine.drafting import KINDS, made, requests, serve
+from tests.engine.drafting import KINDS, made, requests, serve, take_in
 from tests.engine.graph_recorder import RecordedGraphs
 from tests.engine.padded_attention import CapturablePaged
 from tests.engine.ranks import least_of, on_ranks
@@ -149,13 +149,7 @@ def compare(steps: list[StepResult], prompts: list[list[int]], reference: Refere
             ours = plan.draft_tokens[plan.draft_rows == row].tolist()
             assert ours == reference.drafts(known[row], begins[row], len(ours))
             compared += len(ours)
-        for row, token in zip(plan.sampled_rows.tolist(), result.tokens.tolist(), strict=True):
-            known[row].append(token)
-            behind = zip(plan.draft_tokens[plan.draft_rows == row], result.drafted[plan.draft_rows == row], strict=True)
-            for draft, more in behind:
-                if draft != known[row][-1]:
-                    break
-                known[row].append(int(more))
+        take_in(known, result)
     return compared, seen
 
 

@@ -13,7 +13,7 @@ from common.errors import ConfigError
 from common.executor import count_right
 from engine.parallel import Group
 from tests.engine.checkpoints import VOCAB, llama, qwen3, saved
-from tests.engine.drafting import CONTEXT, KINDS, made, requests, serve
+from tests.engine.drafting import CONTEXT, KINDS, made, requests, serve, take_in
 from tests.engine.ranks import least_of, on_ranks
 
 
@@ -69,14 +69,7 @@ def test_a_model_that_agrees_now_and_then_changes_no_answer_and_proposes_what_tr
         for row in np.unique(plan.draft_rows).tolist():
             ours = plan.draft_tokens[plan.draft_rows == row].tolist()
             assert ours == drafted_by(small, known[row], len(ours))
-        tokens = dict(zip(plan.sampled_rows.tolist(), result.tokens.tolist(), strict=True))
-        for row, token in tokens.items():
-            known[row].append(token)
-            behind = zip(plan.draft_tokens[plan.draft_rows == row], result.drafted[plan.draft_rows == row], strict=True)
-            for draft_token, more in behind:
-                if draft_token != known[row][-1]:
-                    break
-                known[row].append(int(more))
+        take_in(known, result)
 
 
 def test_two_ranks_share_out_a_draft_model_of_another_shape(tmp_path: Path) -> None:
