@@ -13,7 +13,7 @@ import shlex
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.pool import AsyncResult, Pool
 from typing import Annotated, Any
@@ -247,7 +247,7 @@ def _events_in(answer: TimedAnswer, begin_s: float, end_s: float) -> int:
 
 
 @contextlib.contextmanager
-def loaded_fleet(bench: RouterBench, cost: str, streams: int = 256, *flags: str) -> Iterator[LoadedFleet]:
+def loaded_fleet(bench: RouterBench, cost: str, streams: int, *flags: str) -> Iterator[LoadedFleet]:
     """cost: of each step, as --step-cost takes it. streams: as many as may be open. Raises FleetFailed."""
     own = (
         f"--step-cost={cost}",
@@ -269,6 +269,10 @@ def loaded_fleet(bench: RouterBench, cost: str, streams: int = 256, *flags: str)
         yield LoadedFleet(fleet.url, pids, generators, bench.rest_s)
 
 
+Starter = Callable[..., contextlib.AbstractContextManager[LoadedFleet]]
+"""As `loaded_fleet`: a server under load, of which the same is measured."""
+
+
 def run(invocation: Invocation) -> int:
     """Returns the exit status: 0 also when a goal is not met. Raises FleetFailed."""
     bench = invocation.config(RouterBench, QUICK)
@@ -285,16 +289,16 @@ def run(invocation: Invocation) -> int:
     return 0
 
 
-def measure_requests(bench: RouterBench) -> tuple[LoadFigures, LoadFigures, LoadFigures]:
+def measure_requests(bench: RouterBench, started: Starter = loaded_fleet) -> tuple[LoadFigures, LoadFigures, LoadFigures]:
     """Requests of one token: one by one, the same beside other streams, and many at once. Prompts take no time, so all that the
     first token takes is added to the executor's time."""
     few = max(4, bench.requests // 4)
     say(f"requests: one by one, many at once, and beside {BESIDE} streams")
-    with loaded_fleet(bench, f"0,0,{BESIDE_STEP_S / BESIDE}") as fleet:
+    with started(bench, f"0,0,{BESIDE_STEP_S / BESIDE}", REQUESTS_AT_ONCE) as fleet:
         fleet.send(20, 4, 8)  # what is made at the first use is made
         alone = fleet.send(few, 1, 1)
         many = fleet.send(bench.requests, REQUESTS_AT_ONCE, 1)
-        others = fleet.begin(BESIDE, BESIDE, min(LONGEST_ANSWER, 4 * few + int(OTHERS_S / BESIDE_STEP_S)))
+        others = fleet.begin(BESIDE, BESIDE, min(LONGEST_ANSWER, 16 * few + int(OTHERS_S / BESIDE_STEP_S)))
         time.sleep(OTHERS_S)
         beside = fleet.send(few, 1, 1)
         ended(others)
@@ -305,19 +309,19 @@ def measure_requests(bench: RouterBench) -> tuple[LoadFigures, LoadFigures, Load
     )
 
 
-def measure_streams(bench: RouterBench, streams: int) -> LoadFigures:
+def measure_streams(bench: RouterBench, streams: int, started: Starter = loaded_fleet) -> LoadFigures:
     tokens = max(2, min(LONGEST_ANSWER, int(bench.rate * bench.seconds / streams)))
-    return _measure(bench, "streams", f"{max(LEAST_STEP_S, streams / bench.rate)},0,0", streams, tokens)
+    return _measure(bench, started, "streams", f"{max(LEAST_STEP_S, streams / bench.rate)},0,0", streams, tokens)
 
 
-def measure_open(bench: RouterBench) -> LoadFigures:
+def measure_open(bench: RouterBench, started: Starter = loaded_fleet) -> LoadFigures:
     flags = f"--decode={math.ceil(bench.open / MOST_ROWS)}", "--chunk-tokens=8192"
-    return _measure(bench, "open at once", f"{OPEN_STEP_S},0,0", bench.open, int(bench.open_s / OPEN_STEP_S), *flags)
+    return _measure(bench, started, "open at once", f"{OPEN_STEP_S},0,0", bench.open, int(bench.open_s / OPEN_STEP_S), *flags)
 
 
-def _measure(bench: RouterBench, name: str, cost: str, streams: int, tokens: int, *flags: str) -> LoadFigures:
+def _measure(bench: RouterBench, started: Starter, name: str, cost: str, streams: int, tokens: int, *flags: str) -> LoadFigures:
     say(f"{streams} streams at once")
-    with loaded_fleet(bench, cost, streams, *flags) as fleet:
+    with started(bench, cost, streams, *flags) as fleet:
         fleet.send(4, 4, 2)
         return fleet.send(streams, streams, tokens).figures(name)
 
