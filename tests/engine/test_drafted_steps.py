@@ -168,7 +168,7 @@ def test_random_schedules_in_graphs(tmp_path: Path, attend: Attend, sizes: tuple
     model = qwen3(head_dim=64, num_hidden_layers=2)
     path = saved(model, tmp_path)
     made = Engine(path, sizes, attend)
-    requests = asked_by(10, 3)
+    requests = asked_by(6, 3)
     check(made.run, made.description, requests, 0.4)
     check_greedy(model, requests)
     assert not sizes or sum(made.replays.values()) > 20

@@ -51,7 +51,14 @@ def vllm_command(streams: int) -> list[str]:
 
 
 def sglang_command(streams: int) -> list[str]:
-    return [str(HERE / "sglang_timed.py"), f"--model-path={MODEL}", "--device=cpu", "--skip-server-warmup", "--log-level=warning"]
+    return [
+        "-P",
+        str(HERE / "sglang_timed.py"),
+        f"--model-path={MODEL}",
+        "--device=cpu",
+        "--skip-server-warmup",
+        "--log-level=warning",
+    ]
 
 
 COMMANDS = {"vllm": vllm_command, "sglang": sglang_command}
@@ -112,7 +119,7 @@ def main() -> int:
     parser.add_argument("--open", type=int, default=10_000, metavar="N", help="streams that are open at once")
     given = parser.parse_args()
     bench = RouterBench(streams=given.streams, rate=given.rate, requests=400, seconds=12, open=given.open)
-    starters = {"tandem": loaded_fleet}
+    starters: dict[str, Starter] = {"tandem": loaded_fleet}
     for each in given.peers:
         name, _, python = each.partition("=")
         starters[name] = peer(name, python)
