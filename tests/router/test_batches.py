@@ -248,10 +248,10 @@ async def test_a_draining_router_leaves_its_batch_to_another_one(tmp_path: Path)
 
 async def test_files_and_batches_are_for_the_key_that_made_them_and_keys_share_the_work(tmp_path: Path) -> None:
     access = keyed()
-    async with storing(tmp_path, EchoFleet(stall_at=3), access=access, batch_requests=4) as (site, client_of):
+    async with storing(tmp_path, EchoFleet(stall_at=3), access=access, batch_requests=6) as (site, client_of):
         alice, bob = client_of("alice"), client_of("bob")
         batch = await begun(alice, lines(prompts(50)))
-        await until(lambda: len(site.core.requests) == 4)
+        await until(lambda: len(site.core.requests) == 5)
         assert {record.spec.owner for record in site.core.requests.records()} == {"alice"}
         asks = (
             bob.files.retrieve(batch.input_file_id),
@@ -266,8 +266,7 @@ async def test_files_and_batches_are_for_the_key_that_made_them_and_keys_share_t
                 await ask
         assert not (await bob.files.list()).data and not (await bob.batches.list()).data
         short = await begun(bob, lines([completion("ab", max_tokens=2)]))
-        await alice.batches.cancel(batch.id)
-        assert (await ended(bob, short)).status == "completed"
+        assert (await ended(bob, short)).status == "completed", "though none of alice's lines gets on"
 
 
 async def test_a_key_that_is_taken_away_ends_what_its_batch_may_ask(tmp_path: Path) -> None:
