@@ -213,8 +213,8 @@ def _logprobs(kind: Any, tokens: Sequence[TokenLogprob], numbers: Sequence[objec
 
 
 MOST_CONNECTIONS = 16_384
-"""At once: an idle one holds some 17 KiB. grpcio drops none for a new one but refuses the new one, whoever's it is: so there are
-more than strangers open by the way."""
+"""At once: an idle one holds some 17 KiB. At this bound grpcio refuses every new client and closes nobody's connection, so it is
+far above what clients need."""
 MESSAGE_S = 10.0
 """How long a message may take to arrive: it is one of few that do at a time, because any of them may be long."""
 CHECK_S, MOST_CHECKS = 1.0, 16
