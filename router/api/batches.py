@@ -39,6 +39,7 @@ from router.api.fields import Labels
 from router.api.files import FILE, USUALLY_LISTED, ListBody, StoreApi, list_body, new_file, number_in
 from router.api.guard import HEADER
 from router.api.store import IN_USE, OBJECT_BYTES, WAITING, Store, StoredObject
+from router.api.threads import Turns
 from router.core import Gateway
 
 BATCH = "batch"
@@ -193,8 +194,8 @@ class BatchesApi(StoreApi):
         self.news = asyncio.Event()
         """Set when a batch waits, or is to end."""
         self._most_open = most_open
-        self._slots = asyncio.Semaphore(most_open)
-        """Whoever waits gets one in turn, so batches share them."""
+        self._slots = Turns(most_open)
+        """One for each open line. Keys take turns, and lines of one key that do not get on leave some to others."""
         self._running: dict[int, RunningBatch] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -393,7 +394,7 @@ class BatchesApi(StoreApi):
         headers = [(b"content-type", b"application/json")]
         scope = {"type": "http", "method": "POST", "path": line.url, "query_string": b"", "headers": headers, BATCH_OWNER: owner}
         assert self.app is not None
-        async with self._slots:
+        async with self._slots.held(owner):
             try:
                 await self.app(scope, receive, send)
             except Exception:  # noqa: BLE001  the application has answered 500 before it raises, and the other lines go on

@@ -177,7 +177,10 @@ class FilesApi(StoreApi):
     async def content(self, request: Request, id: str) -> Response:
         """Send a file as it is."""
         visit_of(request).take_place()  # the client may read slowly
-        return StreamingResponse(self._pieces(await self.find(request, FILE, id)), media_type="application/octet-stream")
+        stored = await self.find(request, FILE, id)
+        # It may go while it is sent: its client must see that the rest is missing.
+        length = {"content-length": str(msgspec.json.decode(stored.body, type=FileBody).bytes)}
+        return StreamingResponse(self._pieces(stored), headers=length, media_type="application/octet-stream")
 
     async def _pieces(self, stored: StoredObject) -> AsyncIterator[bytes]:
         after = -1

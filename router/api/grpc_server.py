@@ -212,6 +212,9 @@ def _logprobs(kind: Any, tokens: Sequence[TokenLogprob], numbers: Sequence[objec
     return kind(token_logprobs=numbers, token_ids=ids, top_logprobs=[top for top in tops if top["token_ids"]])
 
 
+MOST_CONNECTIONS = 16_384
+"""At once: an idle one holds some 17 KiB. At this bound grpcio refuses every new client and closes nobody's connection, so it is
+far above what clients need."""
 MESSAGE_S = 10.0
 """How long a message may take to arrive: it is one of few that do at a time, because any of them may be long."""
 CHECK_S, MOST_CHECKS = 1.0, 16
@@ -440,11 +443,11 @@ async def _leave(server: grpc.aio.Server, stop: asyncio.Event, drain_s: float) -
 
 
 def _options(most: int, most_bytes: int | None, *, is_shared: bool) -> list[tuple[str, int]]:
-    """The bounds of grpcio. most: connections, and calls of one. most_bytes: of a message. is_shared: several routers have the
+    """The bounds of grpcio. most: calls of a connection. most_bytes: of a message. is_shared: several routers have the
     port. Compressed messages are refused, because only their compressed length is bounded."""
     return [
         ("grpc.so_reuseport", int(is_shared)),
-        ("grpc.max_allowed_incoming_connections", most),
+        ("grpc.max_allowed_incoming_connections", MOST_CONNECTIONS),
         ("grpc.max_concurrent_streams", most),
         ("grpc.max_receive_message_length", -1 if most_bytes is None else most_bytes),
         ("grpc.max_send_message_length", -1),

@@ -13,7 +13,7 @@ elsewhere. Does not know HTTP.
                    │  ▲ first byte
                    ▼  │
               in progress ──► answered: rests ──(the server's own keep-alive)──► closed
-                   │             └─ more rest than may: the one that rests for longest is dropped
+                   │             └─ more rest than may: the one that rests for longest is dropped, first of those without a key
                    └─ body awaited: of too many, the oldest of the key with the most is dropped;
                       of too many bytes, those that are held for longest
 """
@@ -50,7 +50,7 @@ MAX_BODY_BYTES = 256 * 2**20
 class Connection(Protocol):
     @property
     def owner(self) -> str:
-        """Name of the API key of the request whose body it awaits; "" before that is known."""
+        """Name of the API key of its last request; "" before that is known."""
 
     def drop(self) -> None:
         """Close it at once, whatever has not been sent."""
@@ -77,6 +77,8 @@ class WaitingConnections:
         self._dropped = dropped
         self._waiting: dict[Connection, None] = {}
         """The one that waits for longest is first."""
+        self._strangers: dict[Connection, None] = {}
+        """Those of them whose last request had no key, in the same order."""
         self._heads: dict[Connection, float] = {}
         """By when each must have sent a head, the earliest first: all get the same time."""
         self._timer: asyncio.TimerHandle | None = None
@@ -88,8 +90,10 @@ class WaitingConnections:
         """No request is in progress on it, and none has begun to arrive."""
         self.expects_no_body(connection)
         self._waiting[connection] = None
+        if not connection.owner:
+            self._strangers[connection] = None
         if len(self._waiting) > self._most:
-            self.drop(next(iter(self._waiting)), Dropped.TOO_MANY)
+            self.drop(next(iter(self._strangers or self._waiting)), Dropped.TOO_MANY)
 
     def expects_head(self, connection: Connection) -> None:
         """A request begins to arrive on it, or must do so now. Repeating this gives no more time."""
@@ -122,6 +126,7 @@ class WaitingConnections:
         """A request is in progress on it, or it is closed. Idempotent."""
         self.expects_no_body(connection)
         self._waiting.pop(connection, None)
+        self._strangers.pop(connection, None)
         self._heads.pop(connection, None)
 
     def drop(self, connection: Connection, why: Dropped) -> None:
@@ -358,7 +363,7 @@ class _Protocol(HttpToolsProtocol):
     @property
     def owner(self) -> str:
         """The guard has noted it in the turn of the loop after that of the head."""
-        visit = self.scope.get(VISIT)
+        visit = None if self._answering is None else self.scope.get(VISIT)  # there is no scope before the first request
         return visit.owner if isinstance(visit, Visit) else ""
 
     def drop(self) -> None:

@@ -23,7 +23,7 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from common.errors import BadRequest, ConfigError, Conflict, TandemError
+from common.errors import BadRequest, ConfigError, Conflict, NotFound, TandemError
 from router.api.threads import SharedThreads
 from router.requests import Places
 
@@ -182,10 +182,10 @@ class Store:
         return next(iter(self._objects("owner = ? AND kind = ? AND id = ?", owner, kind, id)), None)
 
     def now(self, number: int) -> StoredObject:
-        """An object that is held, or was until a moment ago, as it is now. Raises StoreFailed when it is gone."""
+        """An object that is held, or was until a moment ago, as it is now. Raises NotFound."""
         for one in self._objects("number = ?", number):
             return one
-        raise StoreFailed("it was deleted meanwhile")
+        raise NotFound("it was deleted meanwhile")
 
     def page(self, owner: str, kind: str, after: str, most: int, is_ascending: bool) -> list[StoredObject]:
         """Some objects behind the one of this id, if there is an id. Files that are being written are not shown."""

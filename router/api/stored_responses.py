@@ -264,7 +264,11 @@ class StoredResponses(StoreApi):
         told_s = time.monotonic()
         while True:
             news = self._news(stored)
-            parts, is_open = await self.store.do(partial(self._since, stored.number, after))
+            try:
+                parts, is_open = await self.store.do(partial(self._since, stored.number, after))
+            except TandemError as error:  # it was deleted as soon as it had ended, or the store cannot be used
+                yield BEGIN + error_json(ErrorDetail(str(error), error.kind)) + END
+                return
             if parts:
                 after = parts[-1][0]
                 yield b"".join(event for _, event in parts)

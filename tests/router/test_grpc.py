@@ -351,20 +351,24 @@ async def test_keys_share_the_router_and_a_flood_of_streams_leaves_room_for_anot
         await until(lambda: not len(site.api.admission.places))
 
 
-async def test_strangers_who_begin_health_checks_delay_no_key() -> None:
+async def test_strangers_who_connect_or_begin_health_checks_delay_no_key() -> None:
+    config = dataclasses.replace(CONFIG, max_requests=10)
     async with (
-        Site(access=access(), max_body_bytes=2**24) as site,
-        served(site) as (_, where),
+        Site(config=config, access=access(), max_body_bytes=2**24) as site,
+        served(site, config) as (_, where),
         grpc.aio.insecure_channel(where) as channel,
         grpc.aio.insecure_channel(where, (("a", 1),)) as other,
     ):
         silent = [other.stream_stream(f"/{SERVICE}/HealthCheck")(timeout=30) for _ in range(60)]
         reads = [asyncio.create_task(call.read()) for call in silent]
+        connections = [await asyncio.open_connection(*where.split(":")) for _ in range(300)]
         await asyncio.sleep(0.3)
         async with asyncio.timeout(5):
             assert len(await Client(channel, ALICE).all_of(ask())) == 1
         for call in silent:
             call.cancel()
+        for _, writer in connections:
+            writer.close()
         await asyncio.gather(*reads, return_exceptions=True)
 
 

@@ -388,7 +388,14 @@ async def test_an_open_answer_and_a_resting_connection_outlive_the_time_of_a_hea
             writer.close()
 
 
-async def test_when_too_many_wait_the_one_that_waits_for_longest_makes_room() -> None:
+KEYS = {name: name[0] * 20 for name in ("alice", "bob")}
+
+
+def keyed() -> Access:
+    return Access(KeyRing({key: name for name, key in KEYS.items()}), KeyRing({"c" * 20: "control"}))
+
+
+async def test_when_too_many_wait_the_one_that_waits_for_longest_makes_room_and_one_with_a_key_after_all_others() -> None:
     async with Site() as site, listening(site, most_waiting=2) as port:
         idle = [await asyncio.open_connection("127.0.0.1", port) for _ in range(5)]
         for reader, _ in idle[:3]:
@@ -397,6 +404,16 @@ async def test_when_too_many_wait_the_one_that_waits_for_longest_makes_room() ->
         assert dropped(site, Dropped.TOO_MANY) == 4
         for _, writer in idle:
             writer.close()
+    async with Site(access=keyed()) as site, listening(site, most_waiting=2) as port:
+        asked = f"GET /v1/models HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {KEYS['bob']}\r\n\r\n".encode()
+        reader, writer = await connected(port, asked)
+        assert b'"object"' in await asyncio.wait_for(reader.readuntil(b"}]}"), 5)
+        idle = [await asyncio.open_connection("127.0.0.1", port) for _ in range(5)]
+        assert await ended(idle[3][0]) == b""
+        writer.write(asked)
+        assert b" 200 OK" in await asyncio.wait_for(reader.readline(), 5)
+        for _, opened in [*idle, (reader, writer)]:
+            opened.close()
 
 
 def unfinished(body_bytes: int) -> bytes:
@@ -437,12 +454,10 @@ async def test_of_too_many_bodies_that_do_not_come_the_oldest_is_dropped() -> No
 
 
 async def test_of_too_many_bodies_that_do_not_come_one_of_the_key_with_the_most_is_dropped() -> None:
-    keys = {name: name[0] * 20 for name in ("alice", "bob")}
-    access = Access(KeyRing({key: name for name, key in keys.items()}), KeyRing({"c" * 20: "control"}))
-    async with Site(access=access) as site, listening(site, most_waiting=3) as port:
+    async with Site(access=keyed()) as site, listening(site, most_waiting=3) as port:
         clients = []
         for name in ("bob", "alice", "alice", "alice", "alice"):
-            head = f"Host: localhost\r\nAuthorization: Bearer {keys[name]}\r\n".encode()
+            head = f"Host: localhost\r\nAuthorization: Bearer {KEYS[name]}\r\n".encode()
             clients.append(await asyncio.open_connection("127.0.0.1", port))
             clients[-1][1].write(unfinished(0).replace(b"Host: localhost\r\n", head))
             await until(lambda: len(site.core.requests.clients) == min(len(clients), 3))

@@ -178,6 +178,17 @@ async def test_another_router_of_the_host_streams_what_this_one_computes(tmp_pat
         assert elsewhere == [first, *[event async for event in stream]]
 
 
+async def test_a_stream_of_a_response_that_is_deleted_meanwhile_says_so(tmp_path: Path) -> None:
+    async with storing(tmp_path, EchoFleet(stall_at=2)) as (site, client_of), storing(tmp_path, life="router-b") as (_, other):
+        begun = await anext(await client_of().responses.create(input="hello", background=True, stream=True, **ASK))
+        elsewhere = await other().responses.retrieve(begun.response.id, stream=True)
+        await anext(elsewhere)
+        store = site.api.stored_responses.store
+        await store.do(lambda: store._db.execute("DELETE FROM objects"))  # as if it had ended just before
+        with pytest.raises(openai.APIError, match="deleted"):
+            [event async for event in elsewhere]
+
+
 async def test_a_failure_in_the_background_is_told_by_the_response_and_by_its_last_event(tmp_path: Path) -> None:
     async with storing(tmp_path, EchoFleet(fail_at=2)) as (_, client_of):
         client = client_of()

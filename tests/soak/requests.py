@@ -11,7 +11,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -29,6 +29,7 @@ PATIENT = RouterConfig(heartbeat_s=1000.0, dead_after_s=100_000.0)
 """Between requests nobody turns the loop, and nobody is to be taken for dead meanwhile."""
 SETTLE_S = 3.0
 """How long what is computed without a client may go on at the end."""
+FILES = "/v1/files"
 OTHERS = 20
 """Requests to each operation without a body."""
 SHORT_S = 1.0
@@ -110,6 +111,14 @@ def narrowed(page: dict[str, Any], file: str) -> dict[str, Any]:
     return page
 
 
+def with_ids(page: dict[str, Any], stored: Mapping[str, str]) -> dict[str, Any]:
+    """The same, where what is stored is asked for by its id. stored: an id by path."""
+    for path, operations in page["paths"].items():
+        for one, id in ((one, id) for one in operations.values() for below, id in stored.items() if f"{below}/{{id}}" in path):
+            one["parameters"] = [each | {"schema": {"const": id}} if each["name"] == "id" else each for each in one["parameters"]]
+    return page
+
+
 def own_timeout(content: bytes) -> float | None:
     """The seconds that the body of a request allows for it."""
     fields = json.loads(content or b"null")
@@ -130,13 +139,19 @@ class Sender:
         response = self._run(self._request("GET", "/openapi.json", {}))
         return with_model(json.loads(response[1]))
 
-    def upload(self) -> str:
-        """Store a file for batches. Returns its id."""
+    def fill(self) -> dict[str, str]:
+        """Store a file for batches, a batch and a response. Returns their ids by path."""
         row = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"model": MODEL, "prompt": "ab"}}
         form = {"data": {"purpose": "batch"}, "files": {"file": ("a.jsonl", json.dumps(row))}}
-        content = self._run(self._request("POST", "/v1/files", {**form, "headers": {"Authorization": "Bearer none"}}))[1]
-        name: str = json.loads(content)["id"]
-        return name
+        ids: dict[str, str] = {}
+
+        def store(path: str, arguments: dict[str, Any]) -> None:
+            ids[path] = json.loads(self._run(self._request("POST", path, arguments))[1])["id"]
+
+        store(FILES, {**form, "headers": {"Authorization": "Bearer none"}})
+        store("/v1/batches", {"json": {"input_file_id": ids[FILES], "endpoint": "/v1/completions", "completion_window": "24h"}})
+        store("/v1/responses", {"json": {"model": MODEL, "input": "ab", "background": True, "stream": False}})
+        return ids
 
     def send(self, method: str, path: str, arguments: dict[str, Any], label: str) -> None:
         """Raises Broken, TimeoutError."""
@@ -184,9 +199,11 @@ def send_all(requests: int, first_seed: int = 0) -> tuple[Counter[tuple[str, int
     as it is, half from one that is narrowed to what can be served. Returns how often each operation got each status, and what is
     left open. Raises Broken, TimeoutError."""
     sender = Sender()
-    for page in (sender.page(), narrowed(sender.page(), sender.upload())):
+    stored = sender.fill()
+    for page in (sender.page(), with_ids(narrowed(sender.page(), stored[FILES]), stored)):
         schema = schemathesis.openapi.from_dict(page)
         operations: list[Any] = [result.ok() for result in schema.get_all_operations() if isinstance(result, Ok)]
+        operations.sort(key=lambda each: each.method == "delete")  # what others ask for goes last
         bodies = sum(bool(len(operation.body)) for operation in operations)
         for operation in operations:
             share = max(1, requests // bodies // 2) if len(operation.body) else OTHERS
