@@ -68,7 +68,9 @@ def take(running: dict[str, Running], message: Any) -> None:
 def output(kind: type[Any], running: dict[str, Running]) -> Any:
     """One token of each. The detokenizer needs one of the prompt before an answer's first."""
     each, rows = list(running.values()), len(running)
-    fields = {field.name: [0] * rows if field.name in ZEROS else None for field in msgspec.structs.fields(kind) if field.required}
+    fields: dict[str, Any] = {
+        field.name: [0] * rows if field.name in ZEROS else None for field in msgspec.structs.fields(kind) if field.required
+    }
     fields |= {name: [0] * rows for name in ZEROS} | {
         "rids": list(running),
         "http_worker_ipcs": [None] * rows,
