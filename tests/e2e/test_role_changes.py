@@ -1,6 +1,9 @@
 """A fleet of processes whose instances change their roles under load: each token is that of transformers, whoever computed it.
 
 python -m pytest tests/e2e/test_role_changes.py --soak -s     # 100 changes each, 2 + 2, with ranks, and 4 + 4 with kills
+
+What else an answer may be made of (an adapter, a grammar, tools, drafts, several choices) is asked of the demo model, and held
+against the answers of the same fleet when nothing changes.
 """
 
 import asyncio
@@ -23,9 +26,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from demo.evaluate import MODEL
 from tests.e2e.test_token_exact import LLAMA, Reference
+from tests.engine.lora_folders import ATTENTION, EVERY, Lora
+from tests.rig import client as rig
 from tests.rig.client import Answer, Client, Request
 from tests.rig.pages import PATIENCE_S, RunningFleet, running_fleet, until, until_nothing_lacks
 from tests.rig.report import percentile, say
+from tests.soak.endpoints import TEMPLATE
 
 ROUNDING = 1e-4
 """Two tokens whose logits differ by less may both be drawn."""
@@ -221,3 +227,73 @@ def test_no_token_is_lost_repeated_or_wrong_while_instances_change_their_roles(
 
 def summary(seconds: Sequence[float]) -> str:
     return f"{percentile(seconds, 0.5):.3f} / {percentile(seconds, 0.99):.3f} s (p50 / p99)" if seconds else "nothing"
+
+
+# --- what an answer may be made of ----------------------------------------------------------------------------------------------
+
+WORDS = "red apple, green pear, blue plum, "
+LINES = {"type": "array", "items": {"type": "string", "minLength": 4, "maxLength": 8}, "minItems": 9, "maxItems": 9}
+NOTE = {"type": "object", "properties": {"lines": LINES}, "required": ["lines"], "additionalProperties": False}
+AS_JSON = {"response_format": {"type": "json_schema", "json_schema": {"name": "note", "schema": NOTE}}, "frequency_penalty": 2.0}
+WITH_TOOLS = {"tools": [{"type": "function", "function": {"name": "note", "parameters": NOTE}}], "tool_choice": "required"}
+SEEDED = {"temperature": 1.0, "seed": 5}
+LENGTH = 96
+
+
+def chat(**fields: object) -> Request:
+    body = Request.completion("", LENGTH, **fields).body | {"messages": [{"role": "user", "content": "Nine lines, please."}]}
+    return Request("/v1/chat/completions", {name: value for name, value in body.items() if name != "prompt"})
+
+
+KINDS = (
+    Request.completion(WORDS, LENGTH, ignore_eos=True, model="one"),
+    Request.completion(WORDS, LENGTH, ignore_eos=True, model="two", **SEEDED),
+    Request.completion(4 * WORDS, LENGTH, ignore_eos=True),  # whose tokens are looked up
+    Request.completion(WORDS, LENGTH, ignore_eos=True, n=2, logprobs=2, **SEEDED),
+    Request.completion(WORDS, LENGTH, ignore_eos=True, presence_penalty=0.5, min_tokens=9),
+    chat(**AS_JSON),
+    chat(**AS_JSON, **SEEDED),
+    chat(**AS_JSON, model="one"),
+    chat(**WITH_TOOLS),
+    chat(**WITH_TOOLS, **SEEDED, model="two"),
+)
+ORDERS = (
+    (("decode-1", "prefill"), ("decode-1", "decode")),
+    (("decode-1", "prefill"), ("prefill-0", "both")),
+    (("prefill-0", "prefill"), ("decode-1", "both"), ("decode-0", "prefill"), ("decode-0", "decode")),
+)
+"""Back to back, while all kinds are streamed; the roles of one line are where the next one begins."""
+NGRAM, MODEL_DRAFTS = '{"method": "ngram"}', '{"method": "draft_model", "model": "demo", "num_speculative_tokens": 4}'
+
+
+def streamed(fleet: RunningFleet, requests: Sequence[Request]) -> rig.Streams:
+    return rig.Streams(fleet.url, fleet.model(), requests)
+
+
+def said(answers: Sequence[Answer]) -> list[list[tuple[list[int], str, str | None]]]:
+    assert [answer.errors for answer in answers] == [[]] * len(answers)
+    return [[(choice.token_ids, choice.text, choice.finish_reason) for choice in answer.choices] for answer in answers]
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(("rounds", "drafts"), [(2, NGRAM), (6, MODEL_DRAFTS)], ids=["looked up", "drafted"])
+def test_answers_of_every_kind_are_those_of_a_fleet_whose_roles_stay(tmp_path: Path, rounds: int, drafts: str) -> None:
+    base = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
+    one = Lora(seed=1, rank=4, modules=ATTENTION).saved(base, tmp_path / "one")
+    two = Lora(seed=2, rank=8, modules=EVERY).saved(base, tmp_path / "two")
+    adapters = ("--max-loaded-loras", "2", "--lora", f"one={one},two={two}")
+    tools = ("--chat-template", TEMPLATE, "--tool-parser", "hermes")
+    with running_fleet(
+        "--prefill", "1", "--decode", "2", "--speculative-config", drafts, *FLAGS, "--grammar", "on", *adapters, *tools
+    ) as fleet:
+        names = sorted(fleet.members())
+        quiet = said(streamed(fleet, KINDS).wait_until_over())
+        for orders in rounds * ORDERS:
+            streams = streamed(fleet, KINDS)
+            until(lambda streams=streams: sum(answer.tokens for answer in streams.answers) > 50, "tokens")  # type: ignore[misc]
+            for name, role in orders:
+                reply = fleet.post(f"/cluster/{name}/role", {"role": role})
+                assert reply.status == 200, reply.text
+            assert said(streams.wait_until_over()) == quiet
+        fleet.wait_until_home(names)

@@ -35,7 +35,7 @@ class Request:
 
     path: str
     body: dict[str, Any]
-    """All fields, without the model's name."""
+    """All fields; the client's model, unless they name another."""
     number: int = 0
     prompt: tuple[int, ...] = ()
     """The prompt as the server must tokenize it, where that is checked."""
@@ -148,7 +148,7 @@ class Client(httpx.AsyncClient):
         answer.errors += _unfinished(answer)
 
     async def _read(self, request: Request, answer: Answer) -> None:
-        body = request.body | {"model": self._model}
+        body = {"model": self._model} | request.body
         async with self.stream("POST", request.path, json=body) as response:
             if response.status_code != 200:
                 answer.errors.append(f"HTTP {response.status_code}: {(await response.aread()).decode(errors='replace')}")
