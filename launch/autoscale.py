@@ -72,13 +72,13 @@ class FleetWindow:
         ended = decode.totals.requests_ended - first.decode.totals.requests_ended
         made = decode.totals.answer_tokens - first.decode.totals.answer_tokens
         running = sum(look.decode.running_requests for look in self._looks)
-        rows = (running - sum(look.decode.reservations for look in self._looks)) / len(self._looks)  # prompts are no rows yet
+        rows = running / len(self._looks)
         comes_per_s = requests / seconds
         backlog_per_s, answers_wait_per_s = waiting / CATCH_UP_S, (waiting + decode.waiting_requests) / CATCH_UP_S
         length = made / ended if ended > 0 else ANSWER_TOKENS
         held, decoding = sum(look.decode.tokens_held for look in self._looks), max(1, decode.instances)
-        held_tokens = held / running if running else prompt_tokens + length
-        row_s = decode.step_s + rows * (decode.decode_row_s + decode.held_token_s * held_tokens) / decoding
+        held_s = decode.held_token_s * held / len(self._looks)
+        row_s = decode.step_s + (decode.decode_row_s * rows + held_s) / decoding
         lasting_tokens_per_s = max(comes_per_s * length, rows / row_s)
         tokens_per_s = max((comes_per_s + answers_wait_per_s) * length, (rows + decode.waiting_requests) / row_s)
         return FleetDemand(
@@ -87,7 +87,7 @@ class FleetWindow:
             prompt_tokens=prompt_tokens,
             answer_tokens_per_s=tokens_per_s,
             backlog_tokens_per_s=tokens_per_s - lasting_tokens_per_s,
-            held_tokens=held_tokens,
+            held_tokens=held / running if running else prompt_tokens + length,
             prompt_step_s=prefill.step_s,
             chunk_token_s=prefill.chunk_token_s,
             step_s=decode.step_s,

@@ -40,9 +40,6 @@ class RoleFigures(msgspec.Struct, frozen=True, kw_only=True):
     """Requests that wait for memory or for their turn."""
     running_requests: int
     """Requests that are being computed."""
-    reservations: int = 0
-    """Those of `running_requests` whose KV is on its way: they hold memory and make no tokens yet. A router of an older release
-    does not say."""
     tokens_to_compute: int
     """Prompt tokens that are still to be computed."""
     tokens_held: int
@@ -80,7 +77,6 @@ def role_figures(fleet: Members, role: Role) -> RoleFigures:
         predicted_ttft_s=soonest_s,
         waiting_requests=sum(member.load.waiting_requests for member in members),
         running_requests=sum(member.load.running_requests for member in members),
-        reservations=sum(member.load.reservations for member in members),
         tokens_to_compute=tokens_to_compute,
         tokens_held=capacity - free,
         capacity_tokens=capacity,

@@ -117,22 +117,6 @@ def test_what_waits_counts_as_if_it_came() -> None:
     assert demand is not None and demand.prompt_tokens == 2000 and demand.requests_per_s == pytest.approx(1.0 + 10 / 10)
 
 
-def test_requests_whose_kv_is_on_its_way_make_no_tokens() -> None:
-    """A line of prompts holds rows of the decode instances, and must not be taken for answers that need them."""
-    found = []
-    for coming in (0, 160):
-        window = FleetWindow(10.0)
-        for seconds in (0.0, 10.0):
-            rows = {"running_requests": 40 + coming, "reservations": coming, "tokens_held": (40 + coming) * 2100}
-            made = RoleTotals(int(4 * seconds), int(4 * seconds), 0, int(800 * seconds))
-            prefill = RoleFigures(**{**as_dict(FIGURES), "totals": RoleTotals(int(4 * seconds), 0, int(8000 * seconds), 0)})
-            window.add(FleetLook(seconds, prefill, RoleFigures(**{**as_dict(FIGURES), **rows, "totals": made})))
-        found.append(window.demand())
-    assert (
-        found[0] is not None and found[0] == found[1] and found[0].answer_tokens_per_s == pytest.approx(40 / (0.02 + 0.0008 * 20))
-    )
-
-
 def as_dict(figures: RoleFigures) -> dict[str, Any]:
     return {name: getattr(figures, name) for name in figures.__struct_fields__}
 
