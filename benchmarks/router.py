@@ -294,7 +294,7 @@ def measure_requests(bench: RouterBench, started: Starter = loaded_fleet) -> tup
     first token takes is added to the executor's time."""
     few = max(4, bench.requests // 4)
     say(f"requests: one by one, many at once, and beside {BESIDE} streams")
-    with started(bench, f"0,0,{BESIDE_STEP_S / BESIDE}", REQUESTS_AT_ONCE) as fleet:
+    with started(bench, f"0,0,{BESIDE_STEP_S / BESIDE}", 4 * BESIDE) as fleet:
         fleet.send(20, 4, 8)  # what is made at the first use is made
         alone = fleet.send(few, 1, 1)
         many = fleet.send(bench.requests, REQUESTS_AT_ONCE, 1)
