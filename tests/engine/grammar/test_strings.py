@@ -161,11 +161,9 @@ def test_strings_of_many_lengths_are_counted_to_the_character() -> None:
 @of_both_kinds
 def test_names_and_patterns_that_look_like_rules_with_white_space_are_texts(kind: str) -> None:
     names = ["whitespace{0, 16} a", 'whitespace_2{0, 16} "b"', "(=([ ] a", '"', "[", "]"]
-    properties: dict[str, object] = {name: {"type": "integer"} for name in names} | {
-        "p": {"type": "string", "pattern": r"^\(=\([\]\[x]$"}
-    }
+    properties = {name: {"type": "integer"} for name in names} | {"p": {"type": "string", "pattern": r"^\(=\([\]\[x]$"}}
     schema = {"type": "object", "properties": properties, "required": list(properties), "additionalProperties": False}
-    right = dict.fromkeys(names, 1) | {"p": "(=(]"}
+    right: dict[str, object] = dict.fromkeys(names, 1) | {"p": "(=(]"}
     texts = [json.dumps(right, indent=indent) for indent in (None, 1, 15, 16)]
     texts += [json.dumps(right | {"p": part}) for part in ("(=([", "(=(x", "(=(", "x")]
     texts += [json.dumps({name.replace("whitespace", ""): value for name, value in right.items()})]
