@@ -28,9 +28,8 @@ _BLOCK = 128
 """A rule for each number up to this. It takes time to compile one, and to follow the end of a block."""
 _MOST = 16_384
 """Longer texts than this, beyond the least length, are left out."""
-_AT_ONCE, _MANY = 8, 384
-"""Characters that must come are in one rule with those that may, because a rule's end is slow to follow: most tokens of a large
-vocabulary reach across it. Where a grammar has so many rules already, so many characters: each takes 15 ms to compile."""
+_AT_ONCE = 8
+"""So many characters that must come are in one rule with those that may: a rule's end is slow to follow."""
 _ANY_CHARACTER = r"[^\"\\\r\n]"
 """xgrammar's own, which stands alone where the most is one."""
 _CHARACTERS = re.compile(rf"^(\w+_characters) ::= \(\({re.escape(_ANY_CHARACTER)}\)\)\n", re.MULTILINE)
@@ -73,12 +72,10 @@ class _Rules:
     def between(self, least: int, most: int) -> str:
         """What stands for a text of so many characters. most: -1 is any number."""
         more = min(most - least, _MOST) if most >= 0 else -1
+        if least <= _AT_ONCE:
+            return self._then(least, more)
         blocks, left = divmod(least, _BLOCK)
-        if least > _AT_ONCE and len(self._bodies) + left > _MANY:
-            rest = f"{self._then(left, 0)} {self._then(0, more)}"
-        else:
-            rest = self._then(left, more)
-        return f"{self._then(_BLOCK, 0)}{{{blocks}, {blocks}}} {rest}" if blocks else rest
+        return f"{self._then(_BLOCK, 0)}{{{blocks}, {blocks}}} {self._then(left, 0)} {self._then(0, more)}"
 
     def _then(self, least: int, more: int) -> str:
         """The rule for so many characters and at most so many more, with those that it needs. more: -1 is any number."""
