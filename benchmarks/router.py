@@ -298,6 +298,7 @@ def measure_requests(bench: RouterBench, started: Starter = loaded_fleet) -> tup
         fleet.send(20, 4, 8)  # what is made at the first use is made
         alone = fleet.send(few, 1, 1)
         many = fleet.send(bench.requests, REQUESTS_AT_ONCE, 1)
+        # They outlast the requests beside them, if none of these takes more than 16 steps.
         others = fleet.begin(BESIDE, BESIDE, min(LONGEST_ANSWER, 16 * few + int(OTHERS_S / BESIDE_STEP_S)))
         time.sleep(OTHERS_S)
         beside = fleet.send(few, 1, 1)

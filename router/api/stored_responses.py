@@ -191,7 +191,7 @@ class StoredResponses(StoreApi):
                 if message["body"] and not message.get("more_body"):  # the last event of an answer that ended as it should
                     await self._keep(visit, shape, _encode(shape.body()))
             except TandemError as error:  # its client must not take it for stored
-                message = {**message, "body": BEGIN + error_json(ErrorDetail(str(error), error.kind)) + END}
+                message = {**message, "body": _failed(error)}
             await visit.send(message)
 
         response = await usual(send)
@@ -267,7 +267,7 @@ class StoredResponses(StoreApi):
             try:
                 parts, is_open = await self.store.do(partial(self._since, stored.number, after))
             except TandemError as error:  # it was deleted as soon as it had ended, or the store cannot be used
-                yield BEGIN + error_json(ErrorDetail(str(error), error.kind)) + END
+                yield _failed(error)
                 return
             if parts:
                 after = parts[-1][0]
@@ -353,3 +353,8 @@ class StoredResponses(StoreApi):
 async def _heard(news: asyncio.Event) -> None:
     with suppress(TimeoutError):
         await asyncio.wait_for(news.wait(), ELSEWHERE_S)
+
+
+def _failed(error: TandemError) -> bytes:
+    """The event that ends a stream whose rest cannot be had."""
+    return BEGIN + error_json(ErrorDetail(str(error), error.kind)) + END

@@ -21,10 +21,12 @@ def _name(rule: Rule) -> str:
 def sources() -> Iterator[list[Source]]:
     """Millions of nodes: a garbage collector that looks at them takes four times as long as all else here."""
     gc.disable()
-    found = rules.sources(ROOT)
-    assert len(found) > 50, "the files are not where they were"
-    yield found
-    gc.enable()
+    try:
+        found = rules.sources(ROOT)
+        assert len(found) > 50, "the files are not where they were"
+        yield found
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("rule", rules.RULES, ids=_name)

@@ -1,18 +1,18 @@
 """python -m tests.soak.fronts PEER=PYTHON...: what this router and others' servers spend on a request and on a token, in one run.
 
 PEER: vllm or sglang. PYTHON: the interpreter of an environment that has it. All serve the demo model's tokenizer with steps that
-last a given time and compute nothing (`vllm_timed.py`, `sglang_timed.py`), under the load of `benchmarks.router`. Others have
-tokenizer and HTTP in one process, and vLLM text too: so CPU times are those of a server's processes together, but of its engine.
+last a given time and compute nothing (`vllm_timed.py`, `sglang_timed.py`), under the load of `benchmarks.router`. "Router" is a
+peer's process for HTTP, which also tokenizes, and in vLLM makes text. So compare the CPU time of router and detokenizer together.
 Run it on an idle machine.
 """
 
 import argparse
 import contextlib
 import os
+import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -36,8 +36,9 @@ from common.addresses import free_port
 from common.config import DEMO_MODEL
 from common.host import allow_many_files
 from common.processes.local_fleet import FleetFailed
+from tests.rig.pages import until
 
-START_S, END_S = 180.0, 30.0
+START_S = 180.0
 STEP_TOKENS = 65_536
 HERE = Path(__file__).parent
 MODEL = HERE.parents[1] / "demo" / "model"
@@ -69,29 +70,30 @@ def peer(name: str, python: str) -> Starter:
     def started(bench: RouterBench, cost: str, streams: int, *flags: str) -> Iterator[LoadedFleet]:
         port = free_port()
         command = [python, *COMMANDS[name](streams), f"--served-model-name={DEMO_MODEL}", f"--port={port}", "--host=127.0.0.1"]
-        with tempfile.TemporaryDirectory() as folder, SPAWN.Pool(2, allow_many_files) as generators:
+        with (
+            tempfile.TemporaryDirectory() as folder,
+            (Path(folder) / "log").open("w") as log,
+            SPAWN.Pool(2, allow_many_files) as generators,
+        ):
             executor = HERE / "vllm_timed.py"
             (Path(folder) / executor.name).symlink_to(executor)  # alone: other files here have names of packages
             own = {"STEP_COST_S": cost, "PYTHONPATH": folder, "VLLM_CPU_KVCACHE_SPACE": "4"}
             own["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
-            log = (Path(folder) / "log").open("w+")
-            server = subprocess.Popen(command, env=os.environ | own, stdout=log, stderr=log, cwd=folder)
+            environment = os.environ | own
+            server = subprocess.Popen(command, env=environment, stdout=log, stderr=log, cwd=folder, start_new_session=True)
             try:
-                url, until_s = f"http://127.0.0.1:{port}", time.perf_counter() + START_S
-                while not _answers(f"{url}/v1/models"):
-                    if server.poll() is not None or time.perf_counter() > until_s:
-                        log.seek(0)
-                        raise FleetFailed(f"{name} did not start: {log.read()[-2000:]}")
-                    time.sleep(0.5)
+                url = f"http://127.0.0.1:{port}"
+                until(lambda: server.poll() is not None or _answers(f"{url}/v1/models"), f"{name} answers", START_S)
+                if server.poll() is not None:
+                    raise FleetFailed(f"{name} did not start: {Path(log.name).read_text()[-2000:]}")
                 pids: dict[str, list[int]] = {kind: [] for kind in KINDS}
                 for pid in below(server.pid):
                     pids[_kind(pid, server.pid)].append(pid)
                 yield LoadedFleet(url, pids, generators)
             finally:
-                server.terminate()
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    server.wait(END_S)
-                server.kill()
+                with contextlib.suppress(ProcessLookupError):  # with what it has started
+                    os.killpg(server.pid, signal.SIGKILL)
+                server.wait()
 
     return started
 
@@ -127,9 +129,7 @@ def main() -> int:
         loads: list[LoadFigures] = [*measure_requests(bench, started)]
         loads += [measure_streams(bench, number, started) for number in bench.numbers]
         loads += [measure_open(bench, started)] if bench.open else []
-        say(name)
-        for line in ReportStyle(is_markdown=True).table(table_of(LoadFigures, loads)).splitlines():
-            say(line)
+        say(f"{name}\n\n{ReportStyle(is_markdown=True).table(table_of(LoadFigures, loads))}\n")
     return 0
 
 

@@ -40,18 +40,16 @@ def schedule(server_args: Any, ports: Any, gpu: int, tp: int, pp: int, dp: int |
     pipe.send(start | {"hicache_object_layout": None})
     running: dict[str, Running] = {}
     while True:
-        take(running, io.sock_recv(inbox) if not running or inbox.poll(0) else None)
-        while inbox.poll(0):
+        while not running or inbox.poll(0):
             take(running, io.sock_recv(inbox))
-        if running:
-            due_s = time.perf_counter() + step_s + row_s * len(running)
-            for each in running.values():
-                each.tokens += 1
-            message = output(io.BatchTokenIDOutput, running)
-            for name in [name for name, each in running.items() if each.is_done]:
-                del running[name]
-            time.sleep(max(0.0, due_s - time.perf_counter()))
-            io.sock_send(outbox, message)
+        due_s = time.perf_counter() + step_s + row_s * len(running)
+        for each in running.values():
+            each.tokens += 1
+        message = output(io.BatchTokenIDOutput, running)
+        for name in [name for name, each in running.items() if each.is_done]:
+            del running[name]
+        time.sleep(max(0.0, due_s - time.perf_counter()))
+        io.sock_send(outbox, message)
 
 
 def take(running: dict[str, Running], message: Any) -> None:

@@ -137,7 +137,9 @@ def test_a_string_with_a_length_holds_any_character(least: int | None, most: int
     assert allowed(KINDS[kind](schema), texts) == valid(schema, texts)
 
 
-@pytest.mark.parametrize(("least", "most"), [(0, 127), (0, 128), (0, 129), (0, 400), (9, 10), (10, 100), (128, 128), (300, 700)])
+@pytest.mark.parametrize(
+    ("least", "most"), [(0, 127), (0, 128), (0, 129), (0, 400), (8, 9), (9, 10), (10, 100), (128, 128), (300, 700)]
+)
 def test_long_strings_are_counted_to_the_character(least: int, most: int) -> None:
     lengths = sorted({max(least - 1, 0), least, least + 1, (least + most) // 2, most - 1, most, most + 1})
     texts = [f'"{part * length}"' for length in lengths for part in ("a", r"\n")]
@@ -146,7 +148,7 @@ def test_long_strings_are_counted_to_the_character(least: int, most: int) -> Non
 
 
 def test_strings_of_many_lengths_are_counted_to_the_character() -> None:
-    """The last of them have their least length in a rule of its own."""
+    """They share the rules of what must come and of what may."""
     limits = [(9 + 10 * number, 20 + 17 * number) for number in range(12)]
     strings = [{"type": "string", "minLength": least, "maxLength": most} for least, most in limits]
     schema = {"type": "array", "prefixItems": strings, "minItems": 12, "items": False}
