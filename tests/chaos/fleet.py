@@ -132,8 +132,10 @@ class Fleet:
         flags = [
             f"--router={self._control}", f"--name={name}", "--device=cpu", "--dtype=float32", "--threads=1",
             f"--kv-memory={shape.kv_memory}", f"--drain-timeout-s={shape.drain_timeout_s}", f"--tp={shape.tp}",
-            f"--speculative-config={shape.speculative_config}", "--grammar=off", *self.others,
+            "--grammar=off", *self.others,
         ]  # fmt: skip
+        if shape.speculative_config:  # A former release may not have this flag.
+            flags.append(f"--speculative-config={shape.speculative_config}")
         await self._start(name, name.partition("-")[0], flags)
 
     def process(self, name: str) -> Process:
