@@ -1,4 +1,4 @@
-"""Processes that are forked from one that has loaded the product and its libraries: a start costs a tenth of the CPU time.
+"""Processes that are forked from one that has loaded the product and its libraries: a start costs a hundredth of the CPU time.
 
 Owns the process that forks, and the double of `subprocess.Popen` that asks it. A forked process runs the same module with the
 same arguments and files as a new interpreter would, and finds the same environment. But its imports are there already, with what
@@ -42,13 +42,26 @@ LOADED = (
     *("engine.backends", "engine.torch_executor", "engine.timed"),
     *("launch.local", "launch.instance_process", "launch.follower_process", "launch.router_process"),
     *("common.text.tokenizer_manager", "kv_transfer.torch_transport", "tests.kv_transfer.local_agent"),
+    *(
+        "router.process",
+        "uvloop",
+        "uvicorn.lifespan.on",
+        "kv_transfer.nixl",
+        "launch.settings",
+        "launch.batch",
+        "launch.chat",
+        "simulation.plan",
+    ),
+    *("transformers.tokenization_utils_tokenizers", "transformers.convert_slow_tokenizer", "xgrammar"),
 )
-STARTING = {"common.processes.child", "engine.models.group_process"}
+STARTING = {"common.processes.child", "engine.models.group_process", "engine.grammar.compiler_process"}
 """The modules that start processes which load the product."""
 ORDER_BYTES, MOST_FILES = 2**18, 16
 HIGH = 500
 """Files wait at numbers from here on until they come to those that they must have."""
 MOST_PAGES = 2**14
+SHOWN_BYTES = 2**13
+"""Room for the command lines that the kernel shows of forked processes: it is where the forking process's own one is."""
 _PR_SET_NAME, _PR_SET_CHILD_SUBREAPER = 15, 36
 
 
@@ -112,13 +125,15 @@ class Forks:
         words = [word for word in command if word != "-P"]
         if words[:2] != [sys.executable, "-m"]:
             return subprocess.Popen(command, **options)
-        output, theirs = os.pipe()
-        asked, asking = os.pipe() if options["stdin"] == subprocess.PIPE else (os.open(os.devnull, os.O_RDONLY), None)
+        given, wanted = options["stdin"], options["stdout"]
+        output, theirs = os.pipe() if wanted == subprocess.PIPE else (None, os.dup(wanted))
+        asked, asking = os.pipe() if given == subprocess.PIPE else (_opened(given), None)
         with open(asked) as read, open(theirs, "w") as written:
             errors = written.fileno() if options.get("stderr") == subprocess.STDOUT else 2
             files = (read.fileno(), written.fileno(), errors)
             pid = self.start(words[2:], options["env"], files, options.get("pass_fds", ()))
-        stdout = os.fdopen(output, encoding=options.get("encoding"), errors=options.get("errors"))
+        text = {"encoding": options.get("encoding"), "errors": options.get("errors")}
+        stdout = None if output is None else os.fdopen(output, **text)
         return Forked(pid, stdout, None if asking is None else os.fdopen(asking, "w"))
 
     def start(
@@ -172,10 +187,15 @@ def forks() -> Forks:
     """The forking process of this one, with which it ends."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with theirs:
-        process = subprocess.Popen([sys.executable, "-m", "tests.rig.forks"], stdin=theirs.fileno())
+        process = subprocess.Popen([sys.executable, "-m", "tests.rig.forks", SHOWN_BYTES * "-"], stdin=theirs.fileno())
     atexit.register(process.wait)
     atexit.register(ours.close)
     return Forks(ours)
+
+
+def _opened(given: int) -> int:
+    """A file of our own for what a process is to read: a descriptor, or nothing."""
+    return os.open(os.devnull, os.O_RDONLY) if given == subprocess.DEVNULL else os.dup(given)
 
 
 def _take_in_orphans(does: bool) -> None:
@@ -217,12 +237,44 @@ def _become(order: Order, files: Sequence[int], asking: socket.socket) -> None:
     os.environ.clear()
     os.environ.update(order.environment)
     sys.argv = [order.module, *order.arguments]
+    _show([sys.executable, "-m", *sys.argv])
     ctypes.CDLL(None).prctl(_PR_SET_NAME, (order.arguments or [order.module])[0].encode(), 0, 0, 0)
     apart = mmap.mmap(-1, mmap.PAGESIZE * (1 + os.getpid() % MOST_PAGES))
     """Never written: what comes after it has other addresses than in the other processes."""
     with Forks(socket.socket(fileno=held[0])).forked():
-        runpy.run_module(order.module, run_name="__main__", alter_sys=True)
+        status = _run(order.module)
     apart.close()
+    os._exit(status)
+
+
+def _run(module: str) -> int:
+    """The exit status. As at the end of an interpreter, threads are awaited and functions for the end are called. But nothing is
+    taken apart: that would write to, and so copy, all that the process shares with the one that has loaded it."""
+    status = 0
+    try:
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+    except SystemExit as ended:
+        if not isinstance(ended.code, int | None):
+            sys.stderr.write(f"{ended.code}\n")
+        status = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
+    except BaseException as error:  # noqa: BLE001
+        sys.excepthook(type(error), error, error.__traceback__)
+        status = 1
+    for thread in threading.enumerate():
+        if thread is not threading.current_thread() and not thread.daemon:
+            thread.join()
+    atexit._run_exitfuncs()
+    for file in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):  # nobody reads it, or it is closed
+            file.flush()
+    return status
+
+
+def _show(command: Sequence[str]) -> None:
+    """Have /proc/PID/cmdline and `ps` show this command: the kernel reads it where the first process has found its own."""
+    start, end = map(int, Path("/proc/self/stat").read_text().rpartition(") ")[2].split()[45:47])
+    shown = b"".join(word.encode() + b"\0" for word in command)[: end - start]
+    ctypes.memmove(start, shown.ljust(end - start, b"\0"), end - start)
 
 
 def main() -> None:

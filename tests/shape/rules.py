@@ -7,9 +7,10 @@ import ast
 import io
 import re
 import tokenize
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
+from typing import TypeVar, cast
 
 FILE_LINES = 600
 FUNCTION_LINES = 60
@@ -33,24 +34,37 @@ BLIND_EXCEPT_ALLOWED = {
     ("router/api/grpc_server.py", "_serve"): "the outermost door of a call: grpcio would tell the client what it caught",
     ("router/api/sending.py", "_wait"): "the outermost door of a task: the awaited end raises what it caught",
     ("launch/rank_setup.py", "_run"): "the outermost door of a thread: the main thread's next wait raises what it caught",
+    ("tests/rig/forks.py", "_run"): "the outermost door of a process, which ends as an interpreter does",
     ("launch/child.py", "_run"): "the outermost door of a process: whoever started it must learn why it ended",
 }
 """(file, function) that may catch everything, and why."""
 
 
+N = TypeVar("N", bound=ast.AST)
+
+
 @dataclass(frozen=True, slots=True)
 class Source:
-    """path: relative to the root of the repository. nodes: all of the tree's."""
+    """path: relative to the root of the repository. nodes: all of the tree's, by their class."""
 
     path: PurePosixPath
     text: str
     tree: ast.Module
-    nodes: tuple[ast.AST, ...]
+    nodes: Mapping[type[ast.AST], Sequence[ast.AST]]
 
     @classmethod
     def parse(cls, path: str, text: str) -> "Source":
-        tree = ast.parse(text)
-        return cls(PurePosixPath(path), text, tree, tuple(ast.walk(tree)))
+        tree, nodes = ast.parse(text), dict[type[ast.AST], list[ast.AST]]()
+        for node in ast.walk(tree):
+            nodes.setdefault(type(node), []).append(node)
+        return cls(PurePosixPath(path), text, tree, nodes)
+
+    def of(self, kind: type[N]) -> Sequence[N]:
+        return cast(Sequence[N], self.nodes.get(kind, ()))
+
+    @property
+    def functions(self) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:
+        return [*self.of(ast.FunctionDef), *self.of(ast.AsyncFunctionDef)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,10 +94,10 @@ FOLDERS = (
 )
 
 
-def sources(root: Path) -> list[Source]:
+def sources(root: Path) -> Iterator[Source]:
     """Every Python file of the product and of its tests."""
-    paths = sorted(path for folder in FOLDERS for path in (root / folder).rglob("*.py"))
-    return [Source.parse(path.relative_to(root).as_posix(), path.read_text(encoding="utf-8")) for path in paths]
+    for path in sorted(path for folder in FOLDERS for path in (root / folder).rglob("*.py")):
+        yield Source.parse(path.relative_to(root).as_posix(), path.read_text(encoding="utf-8"))
 
 
 def short_files(source: Source) -> Iterator[Fault]:
@@ -93,11 +107,10 @@ def short_files(source: Source) -> Iterator[Fault]:
 
 
 def short_functions(source: Source) -> Iterator[Fault]:
-    for node in source.nodes:
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            lines = (node.end_lineno or node.lineno) - node.lineno + 1
-            if lines > FUNCTION_LINES:
-                yield Fault(source.path, node.lineno, f"{node.name} has {lines} lines, more than {FUNCTION_LINES}")
+    for node in source.functions:
+        lines = (node.end_lineno or node.lineno) - node.lineno + 1
+        if lines > FUNCTION_LINES:
+            yield Fault(source.path, node.lineno, f"{node.name} has {lines} lines, more than {FUNCTION_LINES}")
 
 
 def opening_paragraph(source: Source) -> Iterator[Fault]:
@@ -107,14 +120,13 @@ def opening_paragraph(source: Source) -> Iterator[Fault]:
 
 
 def no_globals(source: Source) -> Iterator[Fault]:
-    for node in source.nodes:
-        if isinstance(node, ast.Global):
-            yield Fault(source.path, node.lineno, f"global {', '.join(node.names)}")
+    for node in source.of(ast.Global):
+        yield Fault(source.path, node.lineno, f"global {', '.join(node.names)}")
 
 
 def no_guessed_attributes(source: Source) -> Iterator[Fault]:
-    for node in source.nodes:
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+    for node in source.of(ast.Call):
+        if isinstance(node.func, ast.Name):
             if node.func.id == "hasattr":
                 yield Fault(source.path, node.lineno, "hasattr: ports are trusted")
             if node.func.id == "getattr" and len(node.args) + len(node.keywords) > 2:
@@ -122,8 +134,8 @@ def no_guessed_attributes(source: Source) -> Iterator[Fault]:
 
 
 def no_blind_except(source: Source) -> Iterator[Fault]:
-    for function, handler in _handlers(source.tree, "<module>"):
-        if _is_blind(handler) and (str(source.path), function) not in BLIND_EXCEPT_ALLOWED:
+    for function, handler in handlers(source):
+        if is_blind(handler) and (str(source.path), function) not in BLIND_EXCEPT_ALLOWED:
             yield Fault(source.path, handler.lineno, f"{function} catches everything: name the errors")
 
 
@@ -139,13 +151,13 @@ def nothing_unfinished(source: Source) -> Iterator[Fault]:
 
 
 def no_pickle(source: Source) -> Iterator[Fault]:
-    for node in source.nodes:
-        if isinstance(node, ast.Attribute) and node.attr in PICKLING_CALLS:
-            yield Fault(source.path, node.lineno, f"{node.attr} unpickles what a peer sends")
-        if isinstance(node, ast.Import | ast.ImportFrom):
-            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else [node.module or ""]
-            for name in PICKLES.intersection(name.split(".")[0] for name in names):
-                yield Fault(source.path, node.lineno, f"import of {name}: what it reads can run code")
+    for call in source.of(ast.Attribute):
+        if call.attr in PICKLING_CALLS:
+            yield Fault(source.path, call.lineno, f"{call.attr} unpickles what a peer sends")
+    for node in (*source.of(ast.Import), *source.of(ast.ImportFrom)):
+        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else [node.module or ""]
+        for name in PICKLES.intersection(name.split(".")[0] for name in names):
+            yield Fault(source.path, node.lineno, f"import of {name}: what it reads can run code")
 
 
 def no_blanket_ignore(source: Source) -> Iterator[Fault]:
@@ -159,22 +171,18 @@ def no_blanket_ignore(source: Source) -> Iterator[Fault]:
 
 def full_sentences(source: Source) -> Iterator[Fault]:
     """A docstring is a sentence with a noun of its own."""
-    for node in source.nodes:
-        if not isinstance(node, ast.Expr) or not isinstance(node.value, ast.Constant):
+    for node in source.of(ast.Expr):
+        if not isinstance(node.value, ast.Constant):
             continue
         if isinstance(node.value.value, str) and node.value.value.lstrip().startswith("Of "):
             yield Fault(source.path, node.lineno, "a docstring that begins with “Of”: say what it is, then of what")
 
 
-def names_used_twice(sources: Sequence[Source]) -> Iterator[Fault]:
-    """One name, one thing: no class of the product is defined in two files."""
-    first: dict[str, Source] = {}
-    for source in sources:
-        if source.path.parts[0] == "tests":
-            continue
-        for node in source.nodes:
-            if isinstance(node, ast.ClassDef) and first.setdefault(node.name, source) is not source:
-                yield Fault(source.path, node.lineno, f"class {node.name} is defined in {first[node.name].path} too")
+def names_used_twice(source: Source, first: dict[str, PurePosixPath]) -> Iterator[Fault]:
+    """One name, one thing: no class of the product is defined in two files. first: where each was seen, to which this adds."""
+    for node in source.of(ast.ClassDef) if source.path.parts[0] != "tests" else ():
+        if first.setdefault(node.name, source.path) != source.path:
+            yield Fault(source.path, node.lineno, f"class {node.name} is defined in {first[node.name]} too")
 
 
 RULES: tuple[Rule, ...] = (
@@ -192,16 +200,14 @@ RULES: tuple[Rule, ...] = (
 )
 
 
-def _handlers(node: ast.AST, function: str) -> Iterator[tuple[str, ast.ExceptHandler]]:
+def handlers(source: Source) -> Iterator[tuple[str, ast.ExceptHandler]]:
     """Every handler, with the innermost function that it stands in."""
-    for child in ast.iter_child_nodes(node):
-        if isinstance(child, ast.ExceptHandler):
-            yield function, child
-        inner = child.name if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef) else function
-        yield from _handlers(child, inner)
+    for handler in source.of(ast.ExceptHandler):
+        around = [each for each in source.functions if each.lineno <= handler.lineno <= (each.end_lineno or 0)]
+        yield max(around, key=lambda each: each.lineno).name if around else "<module>", handler
 
 
-def _is_blind(handler: ast.ExceptHandler) -> bool:
+def is_blind(handler: ast.ExceptHandler) -> bool:
     """Whether it catches everything and keeps it: one that ends in `raise` passes it on."""
     last = handler.body[-1]
     if isinstance(last, ast.Raise) and last.exc is None:
