@@ -178,7 +178,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 @pytest.mark.parametrize(
     ("count", "at_once", "streams", "kills", "flags"),
     [
-        pytest.param(4, 6, 0, 0, ("--prefill", "1", "--decode", "2"), id="a few"),
+        pytest.param(4, 6, 0, 2, ("--prefill", "1", "--decode", "2"), id="a few, with kills"),
         pytest.param(100, 6, 3500, 0, ("--prefill", "2", "--decode", "2"), marks=pytest.mark.soak, id="two and two"),
         pytest.param(50, 32, 3000, 0, ("--prefill", "2", "--decode", "2"), marks=pytest.mark.soak, id="busy"),
         pytest.param(50, 6, 1500, 0, ("--prefill", "2", "--decode", "2", "--tp", "2"), marks=pytest.mark.soak, id="ranks"),

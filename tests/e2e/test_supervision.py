@@ -1,7 +1,8 @@
 """Processes of a running fleet die or are told to leave: what dies comes back, what leaves stays away, and streams go on.
 
-Real signals, real processes; `tests/life` proves what happens to one request in every phase. The tests share one fleet. They are
-slow because a process that died must load torch, the model and the transport again before it is back.
+Real signals, real processes, and no model: a token depends on its request's seed and its position, so one that lacks or comes
+twice shows. `tests/life` proves what happens to one request in every phase, and `tests/e2e/test_role_changes.py` kills instances
+that compute. The tests share one fleet.
 """
 
 import os
@@ -17,15 +18,16 @@ from tests.rig.client import Request, Streams
 from tests.rig.pages import FleetPages, RunningFleet, running_fleet, until
 from tests.rig.shared_memory import left_behind, shared_files
 
-ANSWER_TOKENS = 500
-"""Answers take seconds of decode steps, and a fault must hit them in a moment of that."""
+ANSWER_TOKENS = 150
+"""Answers take three seconds of decode steps, and a fault must hit them in a moment of that."""
+FLAGS = ("--executor", "timed", "--step-cost", "0.02,0,0", "--kv-memory", "16MiB", "--decode", "2")
 PROMPTS = [f"Count from {number} to 90." for number in range(3, 7)]
 PREFILL, DECODE = ["prefill-0"], ["decode-0", "decode-1"]
 
 
 def begun(fleet: FleetPages) -> Streams:
     """A stream of each prompt, of which a few tokens have come."""
-    requests = [Request.completion(prompt, ANSWER_TOKENS, ignore_eos=True) for prompt in PROMPTS]
+    requests = [Request.completion(prompt, ANSWER_TOKENS, seed=seed) for seed, prompt in enumerate(PROMPTS)]
     streams = Streams(fleet.url, fleet.model(), requests)
     streams.wait_until_begun()
     return streams
@@ -68,7 +70,7 @@ def resumed(fleet: RunningFleet) -> float:
 @pytest.fixture(scope="module")
 def fleet() -> Iterator[RunningFleet]:
     before = shared_files()
-    with running_fleet("--dtype", "float32", "--decode", "2", "--grammar", "off") as running:
+    with running_fleet(*FLAGS) as running:
         yield running
         running.wait_until_home()
     assert not left_behind(before)
