@@ -1,8 +1,6 @@
-"""`python -m benchmarks.router` with fleets that run, and what it makes of the answers of a load."""
+"""The instrument of routers with fleets that run, and what it makes of the answers of a load."""
 
 import json
-import subprocess
-import sys
 from array import array
 from pathlib import Path
 
@@ -11,26 +9,24 @@ import pytest
 from bench.client import TimedAnswer
 from bench.options import ResultOptions
 from bench.serve import MeasuredLoad, figures_of
-from benchmarks.router import WatchedLoad
+from benchmarks.command import start
+from benchmarks.router import RouterBench, WatchedLoad, run
 from common.processes.local_fleet import FleetFailed
+from tests.rig.forks import forked
 
 
-def test_a_quick_run_measures_prints_and_writes_what_was_asked_for(tmp_path: Path) -> None:
+def test_a_quick_run_measures_prints_and_writes_what_was_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     figures = tmp_path / "figures.json"
-    command = [sys.executable, "-m", "benchmarks.router", "--quick", "--markdown", "--requests", "24", "--open", "4", "--tp", "2"]
-    command += ["--more=--prefill=0"]  # which nothing here measures
-    done = subprocess.run(
-        [*command, "--open-s", "5", "--json", str(figures)], capture_output=True, text=True, timeout=280, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith(
-        "```sh\npython -m benchmarks.router --quick --markdown --requests=24 --open=4 --open-s=5.0 --tp=2 "
-    )
+    flags = ["--quick", "--markdown", "--requests", "24", "--open", "4", "--open-s", "4", "--tp", "2", "--json", str(figures)]
+    with forked():
+        # Nothing here measures prefill instances.
+        assert start("router", "", run, RouterBench, arguments=[*flags, "--more=--prefill=0"]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith("```sh\npython -m benchmarks.router --quick --markdown --requests=24 --open=4 --open-s=4.0 --tp=2 ")
     outcome = json.loads(figures.read_text())
     alone, beside, many, streams, opened = outcome["loads"]
-    assert all(0 < each["ttft_p50_ms"] <= each["ttft_p99_ms"] for each in (alone, beside)) and beside["load"].endswith(
-        "64 streams"
-    )
+    assert all(0 < each["ttft_p50_ms"] <= each["ttft_p99_ms"] for each in (alone, beside))
+    assert beside["load"].endswith("64 streams")
     assert (streams["streams"], streams["failed"], many["failed"], many["requests"]) == (8, 0, 0, 24)
     assert streams["tokens_per_s"] > 0 and streams["router_us"] > 0
     assert (opened["streams"], opened["most_open"], opened["failed"]) == (4, 4, 0) and opened["opened_per_s"] > 0

@@ -4,8 +4,8 @@ import json
 import os
 import signal
 import sqlite3
-import subprocess
-import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +14,12 @@ import pytest
 
 from common.errors import ConfigError
 from launch.batch import BatchFlags, run
-from tests.rig.forks import forked
+from tests.rig.forks import module_process
 from tests.rig.pages import RunningFleet, running_fleet, until
 
-LINES = 60
-FLEET = ("--dtype", "float32", "--grammar", "off", "--batch-requests", "4")
+LINES, TOKENS = 60, 80
 TIMED = "--prefill 0 --decode 1 --executor timed --step-cost 0.008,0,0 --kv-memory 16MiB"
-"""A fleet without a model."""
+"""A fleet without a model: its tokens follow from a request's seed and their positions."""
 
 
 def asked(folder: Path, max_tokens: int) -> Path:
@@ -32,7 +31,7 @@ def asked(folder: Path, max_tokens: int) -> Path:
             "custom_id": f"line-{n}",
             "method": "POST",
             "url": "/v1/completions",
-            "body": body | {"prompt": f"Count from {n} to 90."},
+            "body": body | {"prompt": f"Count from {n} to 90.", "seed": n},
         }
         for n in range(LINES)
     ]
@@ -40,10 +39,16 @@ def asked(folder: Path, max_tokens: int) -> Path:
     return file
 
 
-def launch_batch(file: Path, *flags: str) -> "subprocess.Popen[str]":
-    command = [sys.executable, "-P", "-m", "launch.main", "batch", "-i", str(file), "-o", str(file.with_suffix(".out")), *flags]
-    environment = {**os.environ, "PYTHONPATH": os.getcwd()}
-    return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
+@contextmanager
+def launch_batch(file: Path, *flags: str) -> Iterator[Callable[[], tuple[int, str]]]:
+    """Yields what waits for its end, and returns its status and what it said."""
+    words = ["launch.main", "batch", "-i", str(file), "-o", str(file.with_suffix(".out")), *flags]
+    with open(os.devnull) as nothing, file.with_suffix(".said").open("w+") as said:
+        process = module_process(words, dict(os.environ), [nothing.fileno(), said.fileno(), said.fileno()])
+        try:
+            yield lambda: (process.wait(), Path(said.name).read_text())
+        finally:
+            process.send_signal(signal.SIGKILL)
 
 
 def answers(file: Path) -> dict[str, str]:
@@ -61,38 +66,38 @@ def completed(store: Path) -> int:
 
 
 def test_a_batch_outlives_a_kill_of_its_routers_and_background_responses_say_that_they_failed(tmp_path: Path) -> None:
-    store, file = tmp_path / "store", asked(tmp_path, 80)
-    with running_fleet(*FLEET, "--store", str(store), "--routers", "2") as fleet:
-        batch = launch_batch(file, "--base-url", fleet.url)
+    store, file = tmp_path / "store", asked(tmp_path, TOKENS)
+    fleets = running_fleet(*TIMED.split(), "--batch-requests=4", "--store", str(store), "--routers=2")
+    with fleets as fleet, launch_batch(file, "--base-url", fleet.url) as ended:
         until(lambda: store.exists() and completed(store) >= 5, "some lines have their answers")
         client = openai.OpenAI(base_url=f"{fleet.url}/v1", api_key="none", max_retries=3)
         create, routers = client.responses.create, fleet.running("router")
-        computing = [
-            create(model="demo", input=f"Count from {n} to 90.", max_output_tokens=400, background=True) for n in range(16)
-        ]
+        computing = [create(model="demo", input=f"Say {n}.", max_output_tokens=400, background=True) for n in range(6)]
         assert completed(store) < LINES
         for pid in routers:  # at once, while the last responses are computed
             os.kill(pid, signal.SIGKILL)
-        _, told = batch.communicate(timeout=240)
-        assert batch.returncode == 0, told
-        ended = {client.responses.retrieve(response.id).status for response in computing}
-        assert "failed" in ended and ended <= {"failed", "completed"}
+        status, told = ended()
+        assert status == 0, told
+        states = {client.responses.retrieve(response.id).status for response in computing}
+        assert "failed" in states and states <= {"failed", "completed"}
         expected = {f"line-{n}": _text(fleet, n) for n in (0, LINES // 2, LINES - 1)}
     got = answers(file)
     assert len(got) == LINES and expected.items() <= got.items()
 
 
 def _text(fleet: RunningFleet, number: int) -> str:
-    return str(fleet.complete(f"Count from {number} to 90.", 80, ignore_eos=True)["choices"][0]["text"])
+    said = fleet.complete(f"Count from {number} to 90.", TOKENS, ignore_eos=True, seed=number)
+    return str(said["choices"][0]["text"])
 
 
 def test_a_batch_without_a_fleet_starts_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It is the fleet of the tests that starts as users start one: each process is a new interpreter, which loads all that it
+    needs, and takes all apart at its end."""
     file = asked(tmp_path, 4)
     with file.open("a") as more:
         more.write('\n{"custom_id": "wrong", "method": "POST", "url": "/v1/completions", "body": {"max_tokens": "x"}}')
-    fleet, answered = TIMED, str(file.with_suffix(".out"))
-    with forked():
-        status = run(BatchFlags(input_file=str(file), output_file=answered, fleet=fleet), "")
+    fleet, answered = "--prefill 0 --decode 1 --grammar off --kv-memory 16MiB", str(file.with_suffix(".out"))
+    status = run(BatchFlags(input_file=str(file), output_file=answered, fleet=fleet), "")
     told = capsys.readouterr().err
     assert status == 1 and f"completed: {LINES} answered, 1 failed, of {LINES + 1}" in told
     rows = [json.loads(line) for line in file.with_suffix(".out").read_text().splitlines()]

@@ -3,11 +3,10 @@
 import os
 import re
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
-from tests.rig.pages import PATIENCE_S, FleetPages, Json, until
+from tests.rig.forks import module_process
+from tests.rig.pages import FleetPages, Json, until
 
 FILE = """
 executor = "timed"
@@ -36,8 +35,8 @@ def test_a_fleet_is_what_file_variables_and_command_line_say_together(tmp_path: 
     file.write_text(FILE)
     environment = {**os.environ, **VARIABLES, "TANDEM_CONFIG": str(file)}
     with out.open("w") as output:
-        command = [sys.executable, "-m", "launch.main", "local", "--decode=1"]
-        fleet = subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT)
+        files = (os.open(os.devnull, os.O_RDONLY), output.fileno(), output.fileno())
+        fleet = module_process(["launch.main", "local", "--decode=1"], environment, files)
     try:
         until(lambda: fleet.poll() is not None or "\ncurl " in out.read_text(), "the fleet is ready")
         assert fleet.poll() is None, out.read_text()
@@ -57,8 +56,8 @@ def test_a_fleet_is_what_file_variables_and_command_line_say_together(tmp_path: 
         assert not any(flag.startswith("--config") for each in (router, *flags.values()) for flag in each)
     finally:
         fleet.send_signal(signal.SIGINT)
-        status = fleet.wait(PATIENCE_S)
-    assert status == 0, out.read_text()
+        until(lambda: fleet.poll() is not None, "the fleet has ended")
+    assert fleet.poll() == 0, out.read_text()
 
 
 def pid_of(member: Json) -> int:

@@ -1,7 +1,9 @@
 """A real router with a cluster key, as strangers meet it: an instance with another key and one with none, beside a member."""
 
+import os
+import re
+import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import closing
@@ -18,10 +20,12 @@ from common.text.tokenizer_manager import TokenizerManager
 from common.trust import LOOPBACK_ONLY, Trust, read_key, write_key
 from launch.main import main
 from tests.builders import instance
-from tests.rig.pages import FleetPages
+from tests.rig.forks import module_process
+from tests.rig.pages import FleetPages, until
 from tests.router.fakes import beat
 
 PATIENCE_S = 30.0
+_READY = re.compile(r"^router: ready, http (?P<http>\S+), control (?P<control>\S+)$", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -45,20 +49,17 @@ def router(tmp_path: Path) -> Iterator[Router]:
     key_file, log = tmp_path / "key", tmp_path / "log"
     assert main(["key", str(key_file)]) == 0
     flags = ["--port=0", "--control-port=0", f"--cluster-key={key_file}"]
-    with log.open("w") as output:
-        child = subprocess.Popen(
-            [sys.executable, "-m", "launch.main", "router", *flags], stdout=subprocess.PIPE, stderr=output, text=True
-        )
-    with child:
-        try:
-            assert child.stdout is not None
-            ready = child.stdout.readline()
-            assert ready.startswith("router: ready, http "), log.read_text()
-            http, control = (address.split()[1] for address in ready.removeprefix("router: ready, ").split(","))
-            yield Router(FleetPages(http), control, key_file, child.pid)
-        finally:
-            child.terminate()
-            assert child.wait(PATIENCE_S) == 0
+    with open(os.devnull) as nothing, log.open("w") as output:
+        files = [nothing.fileno(), output.fileno(), output.fileno()]
+        process = module_process(["launch.main", "router", *flags], dict(os.environ), files)
+    try:
+        until(lambda: _READY.search(log.read_text()) or process.poll() is not None, "the router is ready")
+        ready = _READY.search(log.read_text())
+        assert ready is not None, log.read_text()
+        yield Router(FleetPages(ready["http"]), ready["control"], key_file, process.pid)
+    finally:
+        process.send_signal(signal.SIGTERM)
+        assert process.wait() == 0
     said = log.read_text()
     assert "wrong key" in said
     assert key_file.read_text().strip() not in said

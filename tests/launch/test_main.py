@@ -16,6 +16,7 @@ import pytest
 from launch.child import BAD_FLAG
 from launch.main import build_parser, main
 from launch.simulate import SimulateOutcome, report
+from tests.rig.forks import run_module
 
 HEAVY = ("torch", "transformers", "fastapi", "numpy", "zmq", "uvicorn", "nixl", "safetensors", "tokenizers")
 LOOK = (
@@ -126,8 +127,7 @@ def test_how_tokens_are_drafted_is_refused_before_anything_is_started(
     line: list[str], file: str, said: str, tmp_path: Path
 ) -> None:
     (tmp_path / "fleet.toml").write_text(file)
-    command = [sys.executable, "-m", "launch.main", *line, f"--config={tmp_path / 'fleet.toml'}"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = run_module("launch.main", *line, f"--config={tmp_path / 'fleet.toml'}")
     assert done.returncode == 2
     assert said in done.stderr and "ready" not in done.stderr and not done.stdout
 
