@@ -2,7 +2,8 @@
 
 import gc
 from collections.abc import Iterator
-from pathlib import Path
+from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath
 
 import pytest
 
@@ -17,41 +18,50 @@ def _name(rule: Rule) -> str:
     return rule.__name__
 
 
+@dataclass
+class Found:
+    """What the files are found to be."""
+
+    files: int = 0
+    faults: dict[Rule, list[str]] = field(default_factory=lambda: {rule: [] for rule in rules.RULES})
+    twice: list[str] = field(default_factory=list)
+    catches_all: set[tuple[str, str]] = field(default_factory=set)
+    """(file, function)."""
+
+
 @pytest.fixture(scope="module")
-def sources() -> Iterator[list[Source]]:
-    """Millions of nodes: a garbage collector that looks at them takes four times as long as all else here."""
+def found() -> Iterator[Found]:
+    """One file after the other: the nodes of all would be millions."""
+    found, first = Found(), dict[str, PurePosixPath]()
     gc.disable()
     try:
-        found = rules.sources(ROOT)
-        assert len(found) > 50, "the files are not where they were"
-        yield found
+        for source in rules.sources(ROOT):
+            found.files += 1
+            for rule, faults in found.faults.items():
+                faults += map(str, rule(source))
+            found.twice += map(str, rules.names_used_twice(source, first))
+            blind = (function for function, handler in rules.handlers(source) if rules.is_blind(handler))
+            found.catches_all |= {(str(source.path), function) for function in blind}
     finally:
         gc.enable()
+    assert found.files > 50, "the files are not where they were"
+    yield found
 
 
 @pytest.mark.parametrize("rule", rules.RULES, ids=_name)
-def test_every_file_keeps_the_rule(rule: Rule, sources: list[Source]) -> None:
-    faults = [str(fault) for source in sources for fault in rule(source)]
-    assert not faults, "\n" + "\n".join(faults)
+def test_every_file_keeps_the_rule(rule: Rule, found: Found) -> None:
+    assert not found.faults[rule], "\n" + "\n".join(found.faults[rule])
 
 
-def test_no_class_of_the_product_is_defined_in_two_files(sources: list[Source]) -> None:
-    faults = [str(fault) for fault in rules.names_used_twice(sources)]
-    assert not faults, "\n" + "\n".join(faults)
-    twice = [Source.parse(path, OPENING + "class Answer: ...\n") for path in ("router/a.py", "common/b.py", "tests/c.py")]
-    assert [str(fault) for fault in rules.names_used_twice(twice)] == [
-        "common/b.py:2: class Answer is defined in router/a.py too"
-    ]
+def test_no_class_of_the_product_is_defined_in_two_files(found: Found) -> None:
+    assert not found.twice, "\n" + "\n".join(found.twice)
+    first, text = dict[str, PurePosixPath](), OPENING + "class Answer: ...\n"
+    twice = [rules.names_used_twice(Source.parse(path, text), first) for path in ("router/a.py", "common/b.py", "tests/c.py")]
+    assert [str(fault) for faults in twice for fault in faults] == ["common/b.py:2: class Answer is defined in router/a.py too"]
 
 
-def test_every_exception_to_a_rule_is_still_needed(sources: list[Source]) -> None:
-    used = {
-        (str(source.path), function)
-        for source in sources
-        for function, handler in rules._handlers(source.tree, "<module>")
-        if rules._is_blind(handler)
-    }
-    assert used >= rules.BLIND_EXCEPT_ALLOWED.keys()
+def test_every_exception_to_a_rule_is_still_needed(found: Found) -> None:
+    assert found.catches_all >= rules.BLIND_EXCEPT_ALLOWED.keys()
 
 
 BROKEN: list[tuple[Rule, str, str, int]] = [
