@@ -122,7 +122,7 @@ def long_demand(rate: float) -> FleetDemand:
 def attained(rate: float, division: Division) -> float:
     """The share of requests whose tokens come in time, simulated."""
     fleet = replace(ASSUMED, prefill=division.prefill, decode=division.decode)
-    load = LoadPlan(rate=rate, requests=round(60 * rate), mean_input=PROMPT, mean_output=ANSWER)
+    load = LoadPlan(rate=rate, requests=round(45 * rate), mean_input=PROMPT, mean_output=ANSWER)
     load = replace(load, slo_ttft_s=LIMITS.slo_ttft_s, slo_itl_s=LIMITS.slo_itl_s)
     simulation = Simulation(fleet, load, RouterConfig(dispatch="conditional" if division.whole else "auto", max_requests=100_000))
     simulation.run()

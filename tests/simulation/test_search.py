@@ -103,7 +103,7 @@ def test_long_prompts_get_more_prefill_instances_and_long_answers_more_decode_in
     tried = FleetSearch(SearchPlan(devices=3, windows=1), fleet, load, RouterConfig())
     pairs = [each for each in tried.candidates() if each.decode]
     rate = 2.8 if outputs == 4 else 0.7
-    runs = {each.shown: tried.run(Trial(each, 20.0, 0.2, rate), rate) for each in pairs}
+    runs = {each.shown: tried.run(Trial(each, 15.0, 0.2, rate), rate) for each in pairs}
     assert max(runs, key=lambda shown: runs[shown].attainment) == f"{expected}:0"
     assert runs[f"{expected}:0"].attainment > 0.9
 

@@ -130,21 +130,21 @@ def test_a_prefill_instance_is_the_queue_that_the_theory_knows() -> None:
     Pollaczek and Khinchine. A prompt fills the budget of a step, so none is computed beside another."""
     fleet = replace(FLEET, chunk_tokens=1024)
     service_s, load = STEP_S + 1024 * TOKEN_S, 0.5
-    simulation = simulate(fleet, requests=1500, rate=load / service_s, mean_input=1024, mean_output=1, lengths="constant", seed=1)
+    simulation = simulate(fleet, requests=700, rate=load / service_s, mean_input=1024, mean_output=1, lengths="constant", seed=1)
     waits_s = np.asarray(simulation.measured.first_s) - service_s - 3 * MESSAGE_S
     expected_s = service_s * load / (2 * (1 - load))
     assert waits_s.mean() == pytest.approx(expected_s, rel=0.12)
     busy_s = simulation.fleet.busy_s["prefill"]
-    assert busy_s == pytest.approx(1500 * service_s)
+    assert busy_s == pytest.approx(700 * service_s)
 
 
 def test_the_same_seed_gives_the_same_report_and_another_seed_another() -> None:
-    fleet = FleetPlan(prefill=2, decode=2)
-    load = {"requests": 40, "rate": 8.0, "mean_output": 40, "kill_every_s": 2.0, "restart_s": 1.0}
-    once, again, other = (replace_cpu(simulate(fleet, **load, seed=seed)) for seed in (3, 3, 4))
+    load = {"requests": 16, "rate": 8.0, "mean_output": 20, "kill_every_s": 1.0, "restart_s": 0.5}
+    simulations = [simulate(FleetPlan(prefill=2, decode=2), **load, seed=seed) for seed in (3, 3, 4)]
+    once, again, other = map(replace_cpu, simulations)
     assert once == again
     assert once != other
-    assert sum(simulate(fleet, **load, seed=3).killed.values()) > 0
+    assert sum(simulations[0].killed.values()) > 0
 
 
 def replace_cpu(simulation: Simulation) -> bytes:
@@ -228,15 +228,15 @@ def test_the_pages_in_use_are_those_of_every_moment() -> None:
 
 
 def test_answers_end_by_themselves_when_requests_ask_for_more_also_after_a_death() -> None:
-    load = {"requests": 40, "rate": 8.0, "mean_input": 1000, "mean_output": 150, "kill_every_s": 0.7, "restart_s": 0.5}
+    load = {"requests": 16, "rate": 8.0, "mean_input": 1000, "mean_output": 60, "kill_every_s": 0.4, "restart_s": 0.5}
     outputs = [each.turns[0].output_tokens for each in workload(LoadPlan(**load))]  # type: ignore[arg-type]
     for most in (4096, 200_000):
         found = figures(simulate(FleetPlan(prefill=3, decode=3), **load, max_tokens=most))
-        assert found.endings == {"finished: stop": 40} and found.resumes
+        assert found.endings == {"finished: stop": 16} and found.resumes
         assert found.tokens == sum(outputs)
-    cut = figures(simulate(FleetPlan(), **load | {"kill_every_s": 0.0, "restart_s": 60.0}, max_tokens=50))
-    assert cut.tokens == sum(min(50, tokens) for tokens in outputs)
-    assert cut.endings["finished: length"] == sum(tokens > 50 for tokens in outputs)
+    cut = figures(simulate(FleetPlan(), **load | {"kill_every_s": 0.0, "restart_s": 60.0}, max_tokens=30))
+    assert cut.tokens == sum(min(30, tokens) for tokens in outputs)
+    assert cut.endings["finished: length"] == sum(tokens > 30 for tokens in outputs)
 
 
 def test_fewer_answers_run_at_once_while_nobody_knows_that_they_end_before_their_limit() -> None:
@@ -247,13 +247,13 @@ def test_fewer_answers_run_at_once_while_nobody_knows_that_they_end_before_their
     assert more.engines[1].pages_most < exact.engines[1].pages_most
 
 
-REQUESTS, PER_S = 60, 12.0
+REQUESTS, PER_S = 30, 12.0
 
 
 def preemptions(small_pages: int | None) -> int:
     """The preemptions of a large decode instance under load, and of a small one beside it if its pages are given."""
     cost = StepCost(step_s=0.01, chunk_token_s=0.0001, decode_row_s=0.0)
-    size = ToySize(pages=1024, rows=64, chunk_tokens=128, max_waiting=4096, request_timeout_s=600.0, cost=cost)
+    size = ToySize(pages=512, rows=64, chunk_tokens=128, max_waiting=4096, request_timeout_s=600.0, cost=cost)
     fleet = ToyFleet(prefill=1, decode=1, size=size, config=RouterConfig())
     if small_pages is not None:
         fleet.size = ToySize(pages=small_pages, rows=64, chunk_tokens=128, max_waiting=4096, request_timeout_s=600.0, cost=cost)
@@ -272,4 +272,5 @@ def preemptions(small_pages: int | None) -> int:
 
 
 def test_a_small_decode_instance_beside_a_large_one_makes_preemptions_no_more() -> None:
-    assert preemptions(small_pages=96) <= preemptions(small_pages=None)
+    alone = preemptions(small_pages=None)
+    assert alone > 0 and preemptions(small_pages=96) <= alone

@@ -15,7 +15,7 @@ from simulation.run import Simulation
 FLEET = FleetPlan(prefill=1, decode=2, step_cost="0.010,0.0001,0.001", front="0,0,0,0")
 HEAVY = replace(FLEET, step_cost="0.010,0.0001,0.001,0.000004")
 """A token that a row holds takes time too: a context of 500 as much as two rows."""
-BUSY = {"requests": 25, "rate": 4.0, "mean_input": 500, "mean_output": 100}
+BUSY = {"requests": 14, "rate": 4.0, "mean_input": 500, "mean_output": 80}
 
 
 def both_ways(fleet: FleetPlan, **load: Any) -> tuple[Simulation, Simulation]:
@@ -27,7 +27,7 @@ def both_ways(fleet: FleetPlan, **load: Any) -> tuple[Simulation, Simulation]:
 
 
 @pytest.mark.parametrize(
-    ("fleet", "more"), [(FLEET, {}), (FLEET, {"max_tokens": 4000, "system_tokens": 600}), (HEAVY, {"mean_output": 150})]
+    ("fleet", "more"), [(FLEET, {}), (FLEET, {"max_tokens": 4000, "system_tokens": 600}), (HEAVY, {"mean_output": 100})]
 )
 def test_clients_see_the_same_times_whether_or_not_steps_are_taken_at_once(fleet: FleetPlan, more: dict[str, Any]) -> None:
     one_by_one, at_once = both_ways(fleet, **{**BUSY, **more})
@@ -62,11 +62,11 @@ def test_a_single_answer_ends_when_its_steps_do(fleet: FleetPlan) -> None:
 
 
 def test_answers_are_whole_where_instances_die_and_where_memory_is_short() -> None:
-    dying = {**BUSY, "mean_output": 120, "kill_every_s": 1.0, "restart_s": 0.5}
+    dying = {**BUSY, "kill_every_s": 1.0, "restart_s": 0.5}
     one_by_one, at_once = both_ways(replace(FLEET, prefill=2, decode=3), **dying)
-    assert at_once.measured.endings == one_by_one.measured.endings == {"finished: length": 25}
+    assert at_once.measured.endings == one_by_one.measured.endings == {"finished: length": 14}
     assert at_once.measured.tokens == one_by_one.measured.tokens
     short = replace(FLEET, decode=1, kv_pages=160)
-    one_by_one, at_once = both_ways(short, requests=15, rate=20.0, mean_input=300, mean_output=150, max_tokens=2000)
+    one_by_one, at_once = both_ways(short, requests=10, rate=20.0, mean_input=300, mean_output=100, max_tokens=2000)
     assert at_once.measured.tokens == one_by_one.measured.tokens
     assert figures(at_once).preemptions <= 2 * figures(one_by_one).preemptions + 3
