@@ -187,7 +187,8 @@ def _served_model(bench: ServeOptions, headers: dict[str, str]) -> str:
     """The first model that the server lists. Raises ServerRefuses."""
     url = bench.target.url
     try:
-        server = RouterClient(url, timeout_s=LIST_S, tls=tls_context(bench.target.insecure == "off"), headers=headers)
+        tls = tls_context(bench.target.insecure == "off") if url.startswith("https:") else None
+        server = RouterClient(url, timeout_s=LIST_S, tls=tls, headers=headers)
         return str(server.get("/v1/models")["data"][0]["id"])
     except (RequestFailed, LookupError, TypeError) as error:
         raise ServerRefuses(f"{url}/v1/models names no model ({error}): is the server there?") from error

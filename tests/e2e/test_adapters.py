@@ -130,7 +130,18 @@ def test_every_token_is_that_of_the_adapter_that_its_answer_names(
     tmp_path: Path, count: int, changes: int, flags: tuple[str, ...]
 ) -> None:
     adapters = Adapters(tmp_path, count)
-    common = ("--model", str(adapters.base), "--dtype", "float32", "--grammar", "off", "--dead-after-s", "60")
+    common = (
+        "--model",
+        str(adapters.base),
+        "--dtype",
+        "float32",
+        "--grammar",
+        "off",
+        "--dead-after-s",
+        "60",
+        "--max-running",
+        "8",
+    )
     places = ("--max-loaded-loras", str(PLACES), "--max-loras-per-batch", "3", "--lora", f"first={adapters.folders[0]}")
     with running_fleet(*common, *places, *flags) as fleet, ExitStack() as stack:
         load = AdapterLoad(fleet, seed=changes)

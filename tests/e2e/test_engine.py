@@ -21,7 +21,7 @@ GREEDY = {"temperature": 0, "max_new_tokens": 6}
 @pytest.fixture(scope="module")
 def engine() -> Iterator[Engine]:
     with forked():
-        made = Engine(threads=1, pooling="mean", grammar="off")
+        made = Engine(threads=1, pooling="mean", grammar="off", max_running=8)
     with made:
         yield made
 

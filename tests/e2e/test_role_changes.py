@@ -7,13 +7,11 @@ against the answers of the same fleet when nothing changes.
 """
 
 import asyncio
-import os
-import signal
 import threading
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
@@ -29,7 +27,7 @@ from tests.e2e.test_token_exact import LLAMA, Reference
 from tests.engine.lora_folders import ATTENTION, EVERY, Lora
 from tests.rig import client as rig
 from tests.rig.client import Answer, Client, Request
-from tests.rig.pages import PATIENCE_S, RunningFleet, running_fleet, until, until_nothing_lacks
+from tests.rig.pages import PATIENCE_S, RunningFleet, kill, running_fleet, until, until_nothing_lacks
 from tests.rig.report import percentile, say
 from tests.soak.endpoints import TEMPLATE
 
@@ -157,12 +155,6 @@ def check(answers: Sequence[Answer], reference: Reference) -> None:
         assert len(choice.token_ids) == answer.request.max_tokens
         regrets = reference.regrets(answer.request.prompt, choice.token_ids)
         assert max(regrets) < ROUNDING, regrets
-
-
-def kill(member: dict[str, Any]) -> None:
-    for rank in member["ranks"][:1]:
-        with suppress(ProcessLookupError):
-            os.kill(rank["pid"], signal.SIGKILL)
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from demo.evaluate import MODEL
 from tests.rig.pages import FleetPages, running_fleet
 
-FLAGS = ("--dtype", "float32", "--dead-after-s", "60", "--grammar", "off")
+FLAGS = ("--dtype", "float32", "--dead-after-s", "60", "--grammar", "off", "--max-running", "8")
 DOCUMENTS = ["What is 3 + 5?", "Hello!", "Name a color.", "3 + 4 = 7"]
 TEMPLATE = (
     'Judge the Document by the Instruct. Note that the answer can only be "yes" or "no".\n'

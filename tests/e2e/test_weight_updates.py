@@ -6,11 +6,9 @@ weights from which its answer says that it came.
 """
 
 import copy
-import os
-import signal
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -24,7 +22,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 from demo.evaluate import MODEL
 from tests.e2e.test_token_exact import LLAMA, Reference
 from tests.rig.load import Load
-from tests.rig.pages import Reply, RunningFleet, running_fleet, until
+from tests.rig.pages import Reply, RunningFleet, kill, running_fleet, until
 from tests.rig.trainer import GROUP, Trainer
 
 STREAMS = 4
@@ -190,7 +188,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Checkpoint
 
 def flags_of(checkpoints: Checkpoints) -> tuple[str, ...]:
     model = str(checkpoints.folders[0])
-    return ("--model", model, "--dtype", "float32", "--grammar", "off", "--dead-after-s", "60")
+    return ("--model", model, "--dtype", "float32", "--grammar", "off", "--dead-after-s", "60", "--max-running", "8")
 
 
 def change(
@@ -307,9 +305,3 @@ def test_instances_that_are_killed_between_and_during_changes_mix_no_weights(
         fleet.wait_until_home()
     assert outcomes.count(200) > 50 and len(set(outcomes)) > 1
     check(load.answers, references)
-
-
-def kill(member: dict[str, Any] | None) -> None:
-    for rank in () if member is None else member["ranks"][:1]:
-        with suppress(ProcessLookupError):
-            os.kill(rank["pid"], signal.SIGKILL)

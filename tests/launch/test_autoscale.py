@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import asdict
+from msgspec.structs import replace as replaced
 
 from common.errors import ConfigError
 from common.processes.router_client import RequestFailed, RouterClient
@@ -55,10 +57,10 @@ class Fleet:
         rows = {"prefill": 0, "decode": 16}
         roles = {
             role: {
-                **{name: getattr(FIGURES, name) for name in FIGURES.__struct_fields__},
+                **asdict(FIGURES),
                 "instances": count, "running_requests": rows[role], "tokens_held": rows[role] * 2100,
                 "capacity_tokens": 300_000 * count, "max_running": 64 * count,
-                "totals": {name: getattr(self._totals[role], name) for name in RoleTotals.__struct_fields__},
+                "totals": asdict(self._totals[role]),
             }
             for role, count in self.counts.items()
         }  # fmt: skip
@@ -94,7 +96,7 @@ def test_rates_are_those_between_the_first_and_the_last_look() -> None:
     demand = None
     for _ in range(9):
         page = fleet.page()
-        figures = [replaced(each) for each in page["roles"].values()]
+        figures = [RoleFigures(**{**each, "totals": RoleTotals(**each["totals"])}) for each in page["roles"].values()]
         window.add(FleetLook(fleet.now, *figures))
         demand = window.demand()
     assert demand is not None
@@ -102,23 +104,13 @@ def test_rates_are_those_between_the_first_and_the_last_look() -> None:
     assert demand.answer_tokens_per_s == pytest.approx(4.0 * 200) and demand.held_tokens == 2100
 
 
-def replaced(figures: dict[str, Any]) -> RoleFigures:
-    return RoleFigures(**{**figures, "totals": RoleTotals(**figures["totals"])})
-
-
 def test_what_waits_counts_as_if_it_came() -> None:
     window = FleetWindow(10.0)
     for seconds in (0.0, 10.0):
-        prefill = RoleFigures(
-            **{**as_dict(FIGURES), "tokens_to_compute": int(2000 * seconds), "totals": RoleTotals(int(seconds))}
-        )
+        prefill = replaced(FIGURES, tokens_to_compute=int(2000 * seconds), totals=RoleTotals(int(seconds)))
         window.add(FleetLook(seconds, prefill, FIGURES))
     demand = window.demand()
     assert demand is not None and demand.prompt_tokens == 2000 and demand.requests_per_s == pytest.approx(1.0 + 10 / 10)
-
-
-def as_dict(figures: RoleFigures) -> dict[str, Any]:
-    return {name: getattr(figures, name) for name in figures.__struct_fields__}
 
 
 def test_nothing_is_decided_before_there_are_rates() -> None:
@@ -285,7 +277,7 @@ def test_requests_that_decode_instances_get_whole_count() -> None:
     window = FleetWindow(10.0)
     for share in (0, 1):
         figures = [
-            RoleFigures(**{**as_dict(FIGURES), "totals": RoleTotals(share * requests, share * requests, share * tokens, 0)})
+            replaced(FIGURES, totals=RoleTotals(share * requests, share * requests, share * tokens, 0))
             for requests, tokens in ((10, 3_000), (100, 27_000))  # ten of these hundred came from prefill instances
         ]
         window.add(FleetLook(10.0 * share, *figures))

@@ -77,13 +77,6 @@ def test_what_launch_local_decides_itself_is_no_flag_of_it(flag: str, capsys: py
     assert flag in capsys.readouterr().err
 
 
-def test_a_command_is_required(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as stopped:
-        build_parser().parse_args([])
-    assert stopped.value.code == 2
-    assert "COMMAND" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(
     ("line", "said"),
     [
@@ -95,6 +88,7 @@ def test_a_command_is_required(capsys: pytest.CaptureFixture[str]) -> None:
         (["local", "--prefill", "x"], "argument --prefill: invalid int value: 'x'"),
         (["local", "now"], "launch local: now follows no flag that takes it"),
         (["bench"], "the following arguments are required: WHAT"),
+        ([], "the following arguments are required: COMMAND"),
     ],
 )  # fmt: skip
 def test_a_wrong_word_is_refused_in_one_line_with_the_nearest_right_one(

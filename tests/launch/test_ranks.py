@@ -8,7 +8,7 @@ import queue
 import signal
 import socket
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 import pytest
 
@@ -194,9 +194,13 @@ def test_a_leader_whose_port_is_taken_may_try_again(stopped: ChildProcess) -> No
             LeaderRanks(stopped, instance_command(instance=instance), {}, Incarnation("1"))
 
 
+def differing(before: Mapping[str, object], after: Mapping[str, object]) -> set[str]:
+    return {name for name in after if after[name] != before.get(name)}
+
+
 def test_a_rank_on_another_kind_of_device_is_unlike_the_leader() -> None:
     setups = [rank_setup(instance_command(engine=EngineConfig(device=device))) for device in ("cpu", "cuda:1")]
-    assert {name for name in setups[0] if setups[0][name] != setups[1][name]} == {"the kind of device (--device)"}
+    assert differing(*setups) == {"the kind of device (--device)"}
 
 
 def test_a_rank_with_another_draft_model_is_unlike_the_leader() -> None:
@@ -204,9 +208,7 @@ def test_a_rank_with_another_draft_model_is_unlike_the_leader() -> None:
     instances = InstanceConfig(), InstanceConfig(speculative_config='{"model": "demo"}')
     engine = EngineConfig(executor="torch", device="cpu")
     setups = [rank_setup(instance_command(instance=each, engine=engine)) for each in instances]
-    assert {name for name in setups[0] if setups[0][name] != setups[1][name]} == {
-        "the draft model (--speculative-config), by its fingerprint"
-    }
+    assert differing(*setups) == {"the draft model (--speculative-config), by its fingerprint"}
 
 
 def test_a_rank_of_another_release_is_unlike_the_leader(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -216,8 +218,7 @@ def test_a_rank_of_another_release_is_unlike_the_leader(monkeypatch: pytest.Monk
         return "9.9" if library == "tandem-serve" else before[f"the version of {library}"]
 
     monkeypatch.setattr("launch.rank_setup.version_of", other)
-    after = rank_setup(instance_command())
-    assert {name for name in after if after[name] != before.get(name)} == {"the version of tandem-serve"}
+    assert differing(before, rank_setup(instance_command())) == {"the version of tandem-serve"}
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,9 @@ Owns the questions, how answers are read, and waiting for what they must say. Kn
 import contextlib
 import http.client
 import json
+import os
 import re
+import signal
 import subprocess
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -200,6 +202,13 @@ class RunningFleet(FleetPages):
                 words = [*(process / "cmdline").read_text().split("\0"), (process / "comm").read_text().strip()]
                 found += [pid] if role in words else []
         return found
+
+
+def kill(member: Json | None) -> None:
+    """Kill an instance, or its first rank, if it is there. member: as /cluster has it."""
+    if member is not None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(member["ranks"][0]["pid"], signal.SIGKILL)
 
 
 @contextlib.contextmanager

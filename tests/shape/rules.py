@@ -154,7 +154,8 @@ def no_pickle(source: Source) -> Iterator[Fault]:
     for call in source.of(ast.Attribute):
         if call.attr in PICKLING_CALLS:
             yield Fault(source.path, call.lineno, f"{call.attr} unpickles what a peer sends")
-    for node in (*source.of(ast.Import), *source.of(ast.ImportFrom)):
+    imports: list[ast.Import | ast.ImportFrom] = [*source.of(ast.Import), *source.of(ast.ImportFrom)]
+    for node in imports:
         names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else [node.module or ""]
         for name in PICKLES.intersection(name.split(".")[0] for name in names):
             yield Fault(source.path, node.lineno, f"import of {name}: what it reads can run code")

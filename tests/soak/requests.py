@@ -194,10 +194,10 @@ class Sender:
         return self._loop.run_until_complete(coroutine)
 
 
-def send_all(requests: int, first_seed: int = 0) -> tuple[Counter[tuple[str, int]], list[str]]:
-    """So many requests, as many to each operation that takes a body, and some to the others; half of them from the description
-    as it is, half from one that is narrowed to what can be served. Returns how often each operation got each status, and what is
-    left open. Raises Broken, TimeoutError."""
+def send_all(requests: int, first_seed: int = 0, others: int = OTHERS) -> tuple[Counter[tuple[str, int]], list[str]]:
+    """So many requests, as many to each operation that takes a body, and `others` to each other one. Half of them are made from
+    the description as it is, half from one that is narrowed to what can be served. Returns how often each operation got each
+    status, and what is left open. Raises Broken, TimeoutError."""
     sender = Sender()
     stored = sender.fill()
     for page in (sender.page(), with_ids(narrowed(sender.page(), stored[FILES]), stored)):
@@ -206,7 +206,7 @@ def send_all(requests: int, first_seed: int = 0) -> tuple[Counter[tuple[str, int
         operations.sort(key=lambda each: each.method == "delete")  # what others ask for goes last
         bodies = sum(bool(len(operation.body)) for operation in operations)
         for operation in operations:
-            share = max(1, requests // bodies // 2) if len(operation.body) else OTHERS
+            share = max(1, requests // bodies // 2) if len(operation.body) else others
             _sending(sender, operation, share, first_seed)()
     return sender.statuses, sender.close()
 
