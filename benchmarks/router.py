@@ -51,7 +51,9 @@ MOST_ROWS = 4096
 FLAGS = ("--executor=timed", "--transport=cma", "--dtype=bfloat16", "--log-level=warning")
 KINDS = ("router", "detokenizer", "leader", "follower")
 """Processes that are told apart: routers, detokenizers, the first ranks of decode instances, and their others."""
-SPAWN = multiprocessing.get_context("spawn")
+GENERATORS = multiprocessing.get_context("forkserver")
+"""Makes the processes of a load, each forked from one that has loaded what they run."""
+GENERATORS.set_forkserver_preload(["bench.serve"])
 STEADY = "CPU times per token and per request are affected least."
 QUICK: dict[str, Any] = {"streams": "8", "rate": 2000.0, "seconds": 0.5, "requests": 40, "open": 0}
 
@@ -257,7 +259,7 @@ def loaded_fleet(bench: RouterBench, cost: str, streams: int, *flags: str) -> It
         f"--routers={bench.routers}",
         f"--tp={bench.tp}",
     )
-    with local_fleet(*FLAGS, *own, *flags, *shlex.split(bench.more)) as fleet, SPAWN.Pool(2, allow_many_files) as generators:
+    with local_fleet(*FLAGS, *own, *flags, *shlex.split(bench.more)) as fleet, GENERATORS.Pool(2, allow_many_files) as generators:
         pids: dict[str, list[int]] = {kind: [] for kind in KINDS}
         for pid in below(fleet.pid):
             words = command_of(pid)

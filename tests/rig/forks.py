@@ -132,8 +132,9 @@ class Forks:
             errors = written.fileno() if options.get("stderr") == subprocess.STDOUT else 2
             files = (read.fileno(), written.fileno(), errors)
             pid = self.start(words[2:], options["env"], files, options.get("pass_fds", ()))
-        encoding, errors = options.get("encoding"), options.get("errors")
-        stdout = None if output is None else os.fdopen(output, encoding=encoding, errors=errors)
+        stdout = None
+        if output is not None:
+            stdout = os.fdopen(output, encoding=options.get("encoding"), errors=options.get("errors"))
         return Forked(pid, stdout, None if asking is None else os.fdopen(asking, "w"))
 
     def start(

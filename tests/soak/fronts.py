@@ -21,8 +21,8 @@ import httpx
 from bench.report import ReportStyle, say, table_of
 from benchmarks.command import below, command_of
 from benchmarks.router import (
+    GENERATORS,
     KINDS,
-    SPAWN,
     LoadedFleet,
     LoadFigures,
     RouterBench,
@@ -73,7 +73,7 @@ def peer(name: str, python: str) -> Starter:
         with (
             tempfile.TemporaryDirectory() as folder,
             (Path(folder) / "log").open("w") as log,
-            SPAWN.Pool(2, allow_many_files) as generators,
+            GENERATORS.Pool(2, allow_many_files) as generators,
         ):
             executor = HERE / "vllm_timed.py"
             (Path(folder) / executor.name).symlink_to(executor)  # alone: other files here have names of packages
