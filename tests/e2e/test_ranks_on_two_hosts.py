@@ -18,7 +18,7 @@ from common.access import write_key
 from common.errors import TransferError
 from common.processes.child import Exited, Ready, Reported
 from demo.evaluate import MODEL
-from launch.child import ChildEvent, RoleProcess, launch_command
+from launch.child import RoleEvent, RoleProcess, launch_command
 from tests.e2e.test_ranks import departure
 from tests.e2e.test_supervision import PROMPTS, begun
 from tests.e2e.test_token_exact import Reference, answers, demo_prompts
@@ -64,7 +64,7 @@ class Supervised:
     def _start(self) -> RoleProcess:
         return RoleProcess(self._role, self._command, self._heard, nixl_kind(tcp_only=True).environment)
 
-    def _heard(self, event: ChildEvent) -> None:
+    def _heard(self, event: RoleEvent) -> None:
         """On a thread of the child."""
         if isinstance(event, Reported) and isinstance(event.report, Ready):
             self.addresses.update(event.report.addresses)

@@ -14,6 +14,7 @@ from pathlib import Path, PurePosixPath
 FILE_LINES = 600
 FUNCTION_LINES = 60
 UNFINISHED = re.compile(r"\b(TO" + r"DO|FIX" + r"ME|XX" + r"X)\b")
+TYPE_NAME = re.compile(r"[A-Z]+[a-z]\w*")
 BLANKET_IGNORE = re.compile(r"type:\s*ignore(?!\[)|noqa(?!:)")
 PICKLES = frozenset({"pickle", "cPickle", "cloudpickle", "dill", "marshal", "shelve"})
 PICKLING_CALLS = frozenset({"send_pyobj", "recv_pyobj"})
@@ -167,7 +168,7 @@ def full_sentences(source: Source) -> Iterator[Fault]:
 
 
 def names_used_twice(sources: Sequence[Source]) -> Iterator[Fault]:
-    """One name, one thing: no class of the product is defined in two files."""
+    """One name, one thing: no class and no type of the product is defined in two files."""
     first: dict[str, Source] = {}
     for source in sources:
         if source.path.parts[0] == "tests":
@@ -175,6 +176,17 @@ def names_used_twice(sources: Sequence[Source]) -> Iterator[Fault]:
         for node in source.nodes:
             if isinstance(node, ast.ClassDef) and first.setdefault(node.name, source) is not source:
                 yield Fault(source.path, node.lineno, f"class {node.name} is defined in {first[node.name].path} too")
+        for name, line in _named_types(source.tree):
+            if first.setdefault(name, source) is not source:
+                yield Fault(source.path, line, f"type {name} is defined in {first[name].path} too")
+
+
+def _named_types(tree: ast.Module) -> Iterator[tuple[str, int]]:
+    """The types to which a file gives a name, such as unions, with their lines. Classes and constants have names of other forms."""
+    for node in tree.body:
+        target = node.targets[0] if isinstance(node, ast.Assign) else node.target if isinstance(node, ast.AnnAssign) else None
+        if isinstance(target, ast.Name) and TYPE_NAME.fullmatch(target.id):
+            yield target.id, node.lineno
 
 
 RULES: tuple[Rule, ...] = (
