@@ -11,9 +11,10 @@ import msgspec
 from msgspec import Meta
 
 from common.errors import BadRequest
+from common.ranges import TokenId
 from router.api.bodies import object_in
 from router.api.chat import MESSAGES, ChatFields, ChatMessage, ChatRequest, chat_request
-from router.api.fields import ModelField, TokenId, Unsupported, read_fields
+from router.api.fields import ModelField, Unsupported, read_fields
 from router.api.tools import FunctionTool
 
 

@@ -17,6 +17,7 @@ import numpy as np
 from msgspec import Meta
 
 from common.errors import BadRequest, Conflict
+from common.ranges import TokenId
 from common.sampling_params import MAX_LOGPROB_IDS
 from common.text.embedding import EmbeddingMode
 from common.text.tokenizer_manager import TokenizerManager
@@ -24,7 +25,7 @@ from router.api.answers import embedding_in
 from router.api.bodies import object_in
 from router.api.completions import CompletionRequest, PairPrompt, PromptField, require_few_ids
 from router.api.embeddings import MAX_INPUTS, NumbersShape, PromptFields, PromptUsage
-from router.api.fields import TokenId, Unsupported, read_fields
+from router.api.fields import Unsupported, read_fields
 from router.requests import ChoiceDelta
 
 _RERANKS = 'the answer can only be "yes" or "no"'

@@ -182,7 +182,7 @@ def names_used_twice(sources: Sequence[Source]) -> Iterator[Fault]:
 
 
 def _named_types(tree: ast.Module) -> Iterator[tuple[str, int]]:
-    """The types to which a file gives a name, such as unions, with their lines. Classes and constants have names of other forms."""
+    """The types to which a file gives a name, such as unions, with their lines. Constants have names of another form."""
     for node in tree.body:
         target = node.targets[0] if isinstance(node, ast.Assign) else node.target if isinstance(node, ast.AnnAssign) else None
         if isinstance(target, ast.Name) and TYPE_NAME.fullmatch(target.id):

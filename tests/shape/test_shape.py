@@ -35,12 +35,16 @@ def test_every_file_keeps_the_rule(rule: Rule, sources: list[Source]) -> None:
     assert not faults, "\n" + "\n".join(faults)
 
 
-def test_no_class_of_the_product_is_defined_in_two_files(sources: list[Source]) -> None:
+def test_no_class_or_type_of_the_product_is_defined_in_two_files(sources: list[Source]) -> None:
     faults = [str(fault) for fault in rules.names_used_twice(sources)]
     assert not faults, "\n" + "\n".join(faults)
-    twice = [Source.parse(path, OPENING + "class Answer: ...\n") for path in ("router/a.py", "common/b.py", "tests/c.py")]
+    twice = [
+        Source.parse(path, OPENING + "class Answer: ...\nLine = list[str]\n")
+        for path in ("router/a.py", "common/b.py", "tests/c.py")
+    ]
     assert [str(fault) for fault in rules.names_used_twice(twice)] == [
-        "common/b.py:2: class Answer is defined in router/a.py too"
+        "common/b.py:2: class Answer is defined in router/a.py too",
+        "common/b.py:3: type Line is defined in router/a.py too",
     ]
 
 
