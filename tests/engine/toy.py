@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from common.errors import BadRequest, Unavailable
-from common.executor import EngineDescription, Logprobs, RowStart, StepPlan, StepResult, Work, count_right
+from common.executor import NO_LOGPROBS, EngineDescription, Logprobs, RowStart, StepPlan, StepResult, Work, count_right
 from common.ids import Digest, Int32Array, Int64Array
 from common.messages import ModelIdentity, TokenLogprob
 from common.messages.tasks import ReadAdapter, Task
@@ -251,7 +251,7 @@ class ToyExecutor:
             lost = [row for row in step.plan.rows.tolist() if self._adapters[row] and self._adapters[row] not in self.held]
             failed = {row: Unavailable(f"the adapter {self._adapters[row]} is not held") for row in lost}
             embeddings = self._embeddings(step.plan, tokens)
-            sampled, prompts = (Logprobs.of(*each) for each in reported)
+            sampled, prompts = (Logprobs.of(*each) if each[0] else NO_LOGPROBS for each in reported)
             step.result = StepResult(step.plan, tokens, sampled, prompts, embeddings, failed, drafted)
 
     def prepare(self, grammar: Grammar, owner: str = "") -> Work:
@@ -314,15 +314,18 @@ class ToyExecutor:
         assert (self._length[plan.verified_rows] == plan.verified_lengths).all()
         assert (self._last[plan.verified_rows] == plan.verified_tokens).all()
         grown, decode = plan.grown_rows, plan.decode_rows
-        self._page_table[grown, self._held[grown]] = plan.grown_pages
-        self._held[grown] += 1
+        if len(grown):
+            self._page_table[grown, self._held[grown]] = plan.grown_pages
+            self._held[grown] += 1
         for chunk in plan.chunks:
             assert self._length[chunk.row] == chunk.start, "chunks of a prompt come in order"
             self._length[chunk.row] += len(chunk.token_ids)
             self._write(chunk.row, chunk.token_ids, np.arange(chunk.start, self._length[chunk.row]))
-        self._write(decode, self._last[decode], self._length[decode])
-        self._length[decode] += 1
-        self._write(plan.draft_rows, plan.draft_tokens, self._length[plan.draft_rows] + plan.draft_offsets - 1)
+        if len(decode):
+            self._write(decode, self._last[decode], self._length[decode])
+            self._length[decode] += 1
+        if len(plan.draft_rows):
+            self._write(plan.draft_rows, plan.draft_tokens, self._length[plan.draft_rows] + plan.draft_offsets - 1)
         step.is_written = True
         if self._ranks is not None:
             step.ends_s = None  # the last rank to write wakes the others

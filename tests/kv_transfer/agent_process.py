@@ -31,7 +31,7 @@ from kv_transfer.transport import AgentLost, Connected, ConnectFailed, RunsDone,
 from tests.kv_transfer.local_agent import LAYOUT, LocalAgent, random_bytes
 from tests.kv_transfer.pools import make_pool
 
-POLL_S = 1e-3
+POLL_S = 10e-3
 START_S = 60.0
 THREADS_S = 3.0
 """How long the threads of a closed transport may take to end, beyond its silence: Gloo does not fail a receive that has half

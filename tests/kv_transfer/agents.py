@@ -59,12 +59,12 @@ class Kind:
     """A transport and how it is to work. silence_s: after which it calls a peer lost. devices: of the agents' pools, in turn."""
 
     transport: TransportName
-    silence_s: int = 10
+    silence_s: int = 4
     environment: Mapping[str, str] = field(default_factory=dict)
     devices: tuple[str, ...] = ("cpu",)
 
 
-def nixl_kind(tcp_only: bool, silence_s: int = 10) -> Kind:
+def nixl_kind(tcp_only: bool, silence_s: int = 4) -> Kind:
     """tcp_only: as if on hosts of their own; without it UCX writes memory of this host."""
     environment = {"NIXL_LOG_LEVEL": "WARN", "UCX_LOG_LEVEL": "error", "UCX_WARN_UNUSED_ENV_VARS": "n"}
     if tcp_only:
@@ -74,7 +74,7 @@ def nixl_kind(tcp_only: bool, silence_s: int = 10) -> Kind:
     return Kind("nixl", silence_s, environment)
 
 
-def mooncake_kind(silence_s: int = 10) -> Kind:
+def mooncake_kind(silence_s: int = 5) -> Kind:
     """silence_s: at least 5."""
     return Kind("mooncake", silence_s, {"MC_TRANSFER_TIMEOUT": str(silence_s), "GLOG_minloglevel": "3", "MC_LOG_LEVEL": "ERROR"})
 
@@ -89,7 +89,7 @@ class PoolProcess(ABC):
         self._answers: deque[Answer] = deque()
         command = [*prefix, sys.executable, "-m", "tests.kv_transfer.agent_process", msgspec.json.encode(plan).decode()]
         decoder = msgspec.json.Decoder[Report](Report)
-        with forked() if kind.transport == "torch" and not prefix else nullcontext():  # the others do not load torch
+        with nullcontext() if prefix else forked():
             self._child: Respondent[Report] = Respondent(name, command, decoder, kind.environment)
         self.pid = self._child.pid
 

@@ -4,7 +4,8 @@ The heads are spread for equal and unequal tensor parallelism, in both in-page o
 small slices. Also checks of pools.
 """
 
-from typing import Any, Literal
+from itertools import cycle, product
+from typing import Any, Literal, get_args
 
 import msgspec
 import numpy as np
@@ -96,12 +97,11 @@ def test_one_layer_is_one_run_when_layers_come_first() -> None:
     assert run == [2 * whole.layout.page_bytes + third, 5 * whole.layout.page_bytes + third, third]
 
 
-@pytest.mark.parametrize(("kv_heads", "source_ranks", "target_ranks"), SPLITS)
-@pytest.mark.parametrize("source_order", ["layer", "head"])
-@pytest.mark.parametrize("target_order", ["layer", "head"])
+@pytest.mark.parametrize(("split", "orders"), list(zip(SPLITS, cycle(product(get_args(Order), repeat=2)), strict=False)))
 def test_every_rank_of_the_target_gets_every_head_it_holds_exactly_once(
-    kv_heads: int, source_ranks: int, target_ranks: int, source_order: Order, target_order: Order
+    split: tuple[int, int, int], orders: tuple[Order, Order]
 ) -> None:
+    (kv_heads, source_ranks, target_ranks), (source_order, target_order) = split, orders
     random = np.random.default_rng(0)
     whole = make_layout("layer", kv_heads)
     truth = random.integers(1, 256, POOL_PAGES * whole.page_bytes, dtype=np.uint8)

@@ -292,7 +292,8 @@ class ToyFleet(SimulatedFleet[ToyInstance, ToyRouter]):
 
     def is_home(self) -> bool:
         """Every page in its pool, no request anywhere."""
+        if any(each.alive and len(each.core.requests) for each in self.routers):
+            return False
         loads = [instance.scheduler.report().load for instance in self.instances.values()]
         pages = all(load.pages_free == load.pages_total for load in loads)
-        idle = all(load.waiting_requests + load.running_requests + load.reservations == 0 for load in loads)
-        return pages and idle and not any(each.alive and len(each.core.requests) for each in self.routers)
+        return pages and all(load.waiting_requests + load.running_requests + load.reservations == 0 for load in loads)

@@ -125,9 +125,9 @@ def test_two_orders_at_once_are_one_too_many() -> None:
 
 @pytest.mark.parametrize(("name", "role"), [("prefill-1", "decode"), ("decode-1", "prefill")])
 def test_an_instance_that_is_told_to_drain_while_it_changes_its_role_leaves(name: str, role: ServingRole) -> None:
-    for turns in range(0, 40, 4):
+    for turns in range(0, 40, 8):
         fleet = ToyFleet(2, 3)
-        asked = ask(fleet, 6, 40)
+        asked = ask(fleet, 6, 30)
         fleet.turn_until(lambda asked=asked: all(len(client.token_ids) > 3 for client, _ in asked[:3]), BRING_S)  # type: ignore[misc]
         told(fleet, name, role)
         for _ in range(turns):
