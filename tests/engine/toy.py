@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from common.errors import BadRequest, Unavailable
-from common.executor import NO_LOGPROBS, EngineDescription, Logprobs, RowStart, StepPlan, StepResult, Work, count_right
+from common.executor import EngineDescription, Logprobs, RowStart, StepPlan, StepResult, Work, count_right
 from common.ids import Digest, Int32Array, Int64Array
 from common.messages import ModelIdentity, TokenLogprob
 from common.messages.tasks import ReadAdapter, Task
@@ -251,7 +251,7 @@ class ToyExecutor:
             lost = [row for row in step.plan.rows.tolist() if self._adapters[row] and self._adapters[row] not in self.held]
             failed = {row: Unavailable(f"the adapter {self._adapters[row]} is not held") for row in lost}
             embeddings = self._embeddings(step.plan, tokens)
-            sampled, prompts = (Logprobs.of(*each) if each[0] else NO_LOGPROBS for each in reported)
+            sampled, prompts = (Logprobs.of(*each) for each in reported)
             step.result = StepResult(step.plan, tokens, sampled, prompts, embeddings, failed, drafted)
 
     def prepare(self, grammar: Grammar, owner: str = "") -> Work:

@@ -10,7 +10,6 @@ import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeAlias, assert_never
@@ -89,8 +88,7 @@ class PoolProcess(ABC):
         self._answers: deque[Answer] = deque()
         command = [*prefix, sys.executable, "-m", "tests.kv_transfer.agent_process", msgspec.json.encode(plan).decode()]
         decoder = msgspec.json.Decoder[Report](Report)
-        with nullcontext() if prefix else forked():
-            self._child: Respondent[Report] = Respondent(name, command, decoder, kind.environment)
+        self._child: Respondent[Report] = Respondent(name, command, decoder, kind.environment)
         self.pid = self._child.pid
 
     @abstractmethod
@@ -236,9 +234,10 @@ class ProcessBackend:
 
     def start(self, *pool_bytes: int) -> list[ProcessAgent]:
         agents = []
-        for each in pool_bytes:  # their processes start side by side
-            agents.append(ProcessAgent(self._folder, len(self._agents), each, self.kind))
-            self._agents.append(agents[-1])
+        with forked():
+            for each in pool_bytes:  # their processes start side by side
+                agents.append(ProcessAgent(self._folder, len(self._agents), each, self.kind))
+                self._agents.append(agents[-1])
         for agent in agents:
             agent.started()
         return agents

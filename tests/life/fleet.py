@@ -178,8 +178,8 @@ class ToyFleet(SimulatedFleet[ToyInstance, ToyRouter]):
         return self.make_toy(clock, None)
 
     def make_toy(self, clock: LocalClock, ranks: ToyRanks | None) -> ToyExecutor:
-        pace = Pace(self.size.cost, clock)
-        return ToyExecutor(self.size.pages, self.size.rows, pace, prepare_s=self.size.prepare_s, ranks=ranks)
+        pace, size = Pace(self.size.cost, clock), self.size
+        return ToyExecutor(size.pages, size.rows, pace, prepare_s=size.prepare_s, kv_heads=size.kv_heads, ranks=ranks)
 
     def make_transport(self, wake: Callable[[], None]) -> Transport:
         return MemoryTransport(self.memory)

@@ -33,6 +33,7 @@ def id_of(tokenizer: Tokenizer, token: str) -> int:
     return id
 
 
+@functools.cache
 def _byte_letter(byte: int) -> str:
     """The printable letter by which byte-level BPE writes a byte (GPT-2's table)."""
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
