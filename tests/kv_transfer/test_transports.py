@@ -16,9 +16,11 @@ import msgspec
 import pytest
 
 from common.addresses import LOOPBACK
+from common.config import TransportName
 from common.errors import TransferError
 from common.ids import Ticket
 from common.messages import PoolDescriptor
+from kv_transfer.backends import make_transport
 from kv_transfer.transport import AgentLost, ConnectFailed, RunsDone, RunsFailed, TransportEvent
 from tests.kv_transfer.agents import (
     Backend,
@@ -32,7 +34,7 @@ from tests.kv_transfer.agents import (
     outcomes,
 )
 from tests.kv_transfer.contract import MIB, POISON, SOURCE_SEED, Pair, TransportContract, pair_of, rows
-from tests.kv_transfer.local_agent import random_bytes
+from tests.kv_transfer.local_agent import LocalAgent, random_bytes
 
 HAS_NIXL = importlib.util.find_spec("nixl") is not None
 PROCESS_BYTES = 40 * MIB + 12346
@@ -83,6 +85,15 @@ def pair(backend: Backend) -> Pair:
 
 class TestEveryTransport(TransportContract):
     """The contract, run against each backend."""
+
+
+@pytest.mark.parametrize("name", ["nixl", "cma"])
+def test_a_transport_is_made_by_its_name_and_closes_with_its_links(name: TransportName) -> None:
+    needs(name)
+    source, target = (LocalAgent(make_transport(name, LOOPBACK), MIB) for _ in range(2))
+    source.connect(target.pool)
+    source.end()
+    target.end()
 
 
 # --- what becomes of a link when a process does something else ---------------------------------------------------------------

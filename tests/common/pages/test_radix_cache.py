@@ -188,7 +188,7 @@ class CacheLaws(RuleBasedStateMachine):
 
 
 TestCacheLaws = CacheLaws.TestCase
-TestCacheLaws.settings = settings(max_examples=75, stateful_step_count=40, deadline=None)
+TestCacheLaws.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
 
 
 def published(pool: PagePool, keys: PageKeys) -> PageLease:
