@@ -26,6 +26,7 @@ from common.ids import DETOKENIZER, ROUTER, AttemptId, InstanceId, RequestId
 from common.instance.ports import Mail
 from common.mail import FrameRefused, Mailbox, pack_frame, unpack_frame
 from common.messages import (
+    SINCE,
     WIRE_VERSION,
     Cancel,
     DetokenizerInbox,
@@ -35,7 +36,6 @@ from common.messages import (
     TokenBatch,
     Trace,
 )
-from common.messages.versions import SINCE
 from tests.common.mailboxes import DECODE, FORGET, KEY, LOOPBACK, PREFILL, WAIT_S, Make, closes, received
 
 
