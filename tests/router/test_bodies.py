@@ -159,7 +159,7 @@ VALUES = st.recursive(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(value=VALUES, is_large=st.booleans(), indent=st.sampled_from((None, 1)))
 def test_names_are_counted_whatever_stands_in_texts_and_wherever_a_large_body_is_cut(
     value: Any, is_large: bool, indent: int | None

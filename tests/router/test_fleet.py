@@ -11,7 +11,8 @@ from msgspec.structs import replace
 from common.ids import ROUTER, Incarnation, InstanceId
 from common.instance.ports import Send
 from common.messages import Drain, Goodbye, InstanceInfo, Load, Peers, Refused, Register, Welcome
-from router.fleet import DEPARTED_REMEMBERED, LEFT_ROUTE_S, REPLACED_REMEMBERED, SILENT_ROUTE_S, Members
+from router import fleet as router_fleet
+from router.fleet import LEFT_ROUTE_S, REPLACED_REMEMBERED, SILENT_ROUTE_S, Members
 from tests.builders import instance
 from tests.router import bench
 from tests.router.bench import D0, D1, P0
@@ -269,15 +270,15 @@ def test_a_broken_connection_gives_no_member_more_time_and_a_stranger_none() -> 
 def test_members_of_a_large_fleet_report_more_rarely_but_several_times_before_they_could_be_taken_for_dead() -> None:
     fleet = new_fleet()
     paces = []
-    for number in range(2_000):
+    for number in range(1_400):
         (greeting,) = fleet.register(Register(instance=instance(f"d{number}", "decode")), 0.0).sends
         assert isinstance(greeting.message, Welcome)
         paces.append(greeting.message.heartbeat_s)
     assert paces[:500] == 500 * [0.5] and paces[999] == 1.0
     assert paces == sorted(paces) and paces[-1] == DEAD_AFTER_S / 3
-    for number in range(1_990):
+    for number in range(1_390):
         fleet.goodbye(Goodbye(id=InstanceId(f"d{number}"), incarnation=Incarnation("1")), 1.0)
-    (answer,) = fleet.heartbeat(beat(instance("d1999", "decode")), 100.0).sends
+    (answer,) = fleet.heartbeat(beat(instance("d1399", "decode")), 100.0).sends
     assert isinstance(answer.message, Welcome) and answer.message.heartbeat_s == 0.5
 
 
@@ -315,11 +316,12 @@ def test_of_a_whole_fleet_that_falls_silent_at_once_all_can_be_reached_and_the_d
     assert [member.told_to_drain for member in fleet.members()] == [True]
 
 
-def test_how_many_departures_are_remembered_is_bounded() -> None:
+def test_how_many_departures_are_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(router_fleet, "DEPARTED_REMEMBERED", 5)
     fleet = new_fleet()
-    for number in range(DEPARTED_REMEMBERED + 1):
+    for number in range(6):
         life = instance(f"d{number}", "decode")
         fleet.register(Register(instance=life), 1.0)
         fleet.goodbye(Goodbye(id=life.id, incarnation=life.incarnation), 1.0)
-    assert len(fleet.departed) == DEPARTED_REMEMBERED
+    assert len(fleet.departed) == 5
     assert (InstanceId("d0"), None) in fleet.take_moves()

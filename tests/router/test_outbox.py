@@ -31,7 +31,7 @@ def test_what_an_outbox_holds_at_its_limit_is_bounded_by_what_it_counts(alternat
     gc.collect()
     tracemalloc.start()
     try:
-        outbox, number = ClientRequest(limit_chars=300_000), 1000
+        outbox, number = ClientRequest(limit_chars=100_000), 1000
         while outbox.unread_chars <= outbox.limit_chars:
             number += 1
             if alternatives is None:

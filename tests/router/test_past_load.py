@@ -9,7 +9,8 @@ import pytest
 
 from common.ids import pack_ids
 from common.pages.radix_cache import BlockNames
-from router.timelines import HOUR_S, MOST_REQUESTS, LoadLine, PastLoad, lines_of
+from router import timelines
+from router.timelines import HOUR_S, LoadLine, PastLoad, lines_of
 from simulation.workload import read_trace
 from tests.router.calls import chat
 from tests.router.fakes import Site
@@ -53,11 +54,12 @@ def test_requests_are_told_in_the_order_in_which_they_came_and_for_an_hour() -> 
     assert told(past, 100.0 + HOUR_S + 1) == []
 
 
-def test_only_so_many_requests_are_kept() -> None:
+def test_only_so_many_requests_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timelines, "MOST_REQUESTS", 20)
     past = PastLoad()
-    for number in range(MOST_REQUESTS + 5):
+    for number in range(25):
         past.add(float(number), 1, 1, None, float(number % 2))
-    assert len(past.requests(0.0)) == MOST_REQUESTS
+    assert len(past.requests(0.0)) == 20
 
 
 @pytest.mark.anyio

@@ -282,14 +282,14 @@ def redirects(collector: Collector) -> None:
 async def test_a_collector_in_trouble_costs_spans_which_are_counted_and_holds_up_nobody(
     trouble: Callable[[Collector], None], monkeypatch: pytest.MonkeyPatch, collector: Collector
 ) -> None:
-    """10,000 requests end at once, and others go on meanwhile."""
+    """6,000 requests end at once, and others go on meanwhile."""
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "1")
     trouble(collector)
     async with Site(config=config(collector.url)) as site:
         made = site.api.admission.to_spans = SpanMaker(config(collector.url), site.core, site.metrics)
         made._wait_s = 0.0
         begun = time.monotonic()
-        for number in range(10_000):
+        for number in range(6_000):
             made(report(number))
         assert time.monotonic() - begun < 5, "nobody waits for the thread"
         assert (await get(site, "/v1/models")).status_code == 200
@@ -298,8 +298,8 @@ async def test_a_collector_in_trouble_costs_spans_which_are_counted_and_holds_up
         await asyncio.to_thread(made.close)
         assert time.monotonic() - begun < 2 * CLOSE_S + 1, "the end of the router does not wait for it either"
     ended, unsent = fates(site), made._made - made._exporter.ended
-    assert ended["sent"] == 0 and ended["late"] + ended["full"] > 10_000
-    assert sum(ended.values()) + unsent == 20_000, "each request has two"
+    assert ended["sent"] == 0 and ended["late"] + ended["full"] > 2_000
+    assert sum(ended.values()) + unsent == 12_000, "each request has two"
     assert unsent <= 2048, "what the SDK holds is bounded"
 
 

@@ -303,7 +303,7 @@ class World:
         assert sum(self.observer.attempts) == len(self.tries)
 
 
-SEEDS = range(60)
+SEEDS = range(40)
 EVENTS = 250
 ROUGH = RouterConfig(heartbeat_s=0.5, dead_after_s=1.6, request_timeout_s=20.0, resume_wait_s=1.5, max_attempts=8)
 

@@ -261,7 +261,7 @@ async def test_a_full_store_forgets_the_oldest_of_the_key_that_has_most_and_neve
     async with storing(tmp_path, access=keyed(), store_bytes="20KB") as (_, client_of):
         alice, bob = client_of("alice"), client_of("bob")
         of_bob = await bob.responses.create(input="hello", **ASK)
-        of_alice = [await alice.responses.create(input="hello", **ASK) for _ in range(30)]
+        of_alice = [await alice.responses.create(input="hello", **ASK) for _ in range(15)]
         assert await bob.responses.retrieve(of_bob.id) and await alice.responses.retrieve(of_alice[-1].id)
         with pytest.raises(openai.NotFoundError):
             await alice.responses.retrieve(of_alice[0].id)

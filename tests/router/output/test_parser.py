@@ -113,7 +113,7 @@ def check_soup(format: ToolFormat, text: str, thinks: bool, opened: bool, places
     assert told.count("word") == text.count("word"), "no text is lost"
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(st.sampled_from(FORMATS), TEXTS, CALLS, st.integers(0, 7), CUTS)
 def test_an_answer_has_the_content_and_calls_that_its_model_wrote(
     format: ToolFormat, content: str, calls: list[ParsedCall], style: int, places: list[int]
@@ -123,7 +123,7 @@ def test_an_answer_has_the_content_and_calls_that_its_model_wrote(
 
 
 @pytest.mark.parametrize("format", TYPED_FORMATS, ids=lambda format: format.names[0])
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(TEXTS, TYPED_CALLS, st.integers(0, 7), CUTS)
 def test_arguments_have_the_types_of_their_schema(
     format: ToolFormat, content: str, calls: list[ParsedCall], style: int, places: list[int]
@@ -132,7 +132,7 @@ def test_arguments_have_the_types_of_their_schema(
 
 
 @pytest.mark.parametrize("format", TYPED_FORMATS, ids=lambda format: format.names[0])
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(st.data(), st.booleans(), st.booleans(), CUTS)
 def test_hostile_texts_raise_nothing_and_lose_nothing(
     format: ToolFormat, data: st.DataObject, thinks: bool, opened: bool, places: list[int]
@@ -291,7 +291,7 @@ def test_calls_follow_thoughts_of_each_kind(format: ToolFormat, thoughts: Though
         assert meant(pushed(new_parser(), [text[:place], text[place:]])) == ("", "One, <b>", [("f", {"n": 1})])
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(st.sampled_from([*FORMATS, None]), st.booleans(), st.booleans(), SOUP, CUTS)
 def test_parts_do_not_depend_on_how_the_text_is_cut(
     format: ToolFormat | None, thinks: bool, opened: bool, text: str, places: list[int]
@@ -303,7 +303,7 @@ def test_parts_do_not_depend_on_how_the_text_is_cut(
         assert whole.content == text, "what is no call is content, as it stands"
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(
     st.lists(
         st.sampled_from(
@@ -352,7 +352,7 @@ def test_thoughts_are_told_apart_with_and_without_the_mark_in_the_prompt() -> No
     assert pushed(parser_of(None, thinks=True), ["<think>cut ", "off "]) == ParsedAnswer("", "cut off ")
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(st.sampled_from(FORMATS), CALLS.filter(bool), st.integers(0, 5), *[st.text(" \n", max_size=4)] * 2, CUTS)
 def test_content_on_both_sides_of_calls_keeps_the_white_space_of_one_side(
     format: ToolFormat, calls: list[ParsedCall], style: int, before: str, after: str, places: list[int]
