@@ -48,6 +48,11 @@ def completion(prompt: Any = "hello", **fields: Any) -> dict[str, Any]:
     return {"model": MODEL, "prompt": prompt, "max_tokens": 5} | fields
 
 
+def prompt(text: Any = "hello", tokens: int = 3, **fields: Any) -> dict[str, Any]:
+    """The body of POST /generate."""
+    return {"text": text, "sampling_params": {"max_new_tokens": tokens}} | fields
+
+
 def usage(prompt: int, answer: int, cached: int = 0) -> dict[str, Any]:
     """The usage of an answer of the OpenAI API."""
     counts = {"prompt_tokens": prompt, "completion_tokens": answer, "total_tokens": prompt + answer}

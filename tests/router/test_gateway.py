@@ -14,7 +14,7 @@ from common.config import RouterConfig
 from common.ids import DETOKENIZER, ROUTER
 from common.instance.ports import Send
 from common.messages import DetokenizerHeartbeat, Goodbye, Register, RouterInbox
-from router import core
+from router import core as router_core
 from router.core import TURN_MESSAGES, TURN_S, Gateway, RouterCore
 from router.requests import ClientRequest
 from tests.builders import HandClock, instance
@@ -179,7 +179,7 @@ async def test_a_dead_instance_is_lost_in_the_end_although_mail_always_waits(
 ) -> None:
     async with Rig(**IMPATIENT) as rig:
         rig.hear(JOIN, Register(instance=instance("d1", "decode")))
-        monkeypatch.setattr(core, "BACKLOG_S", backlog_s := 5.0)
+        monkeypatch.setattr(router_core, "BACKLOG_S", backlog_s := 5.0)
         slow(rig, 0.0025)  # less than dead_after_s, so whoever is read all the time is heard in time
         monkeypatch.setattr(rig.mail, "receive", lambda most: [(D0.id, beat(D0))] * most)
         while rig.clock.now_s < backlog_s / 2:

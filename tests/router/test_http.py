@@ -232,60 +232,6 @@ async def test_without_max_tokens_a_chat_has_what_the_context_leaves_or_the_flag
 # --- refusals ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("path", "body", "status", "param", "says"),
-    [
-        ("/v1/chat/completions", chat(colour=1), 400, "colour", "not a known field"),
-        ("/v1/chat/completions", chat(""), 400, "messages", "empty"),
-        ("/v1/chat/completions", chat(messages=[{"role": "assistant", "content": "x"}]), 400, "messages", "template"),
-        ("/v1/chat/completions", chat(model="gpt-9"), 404, "model", "use 'echo'"),
-        ("/v1/chat/completions", chat("x" * CONTEXT), 400, "messages", f"at most {CONTEXT - 1}"),
-        ("/v1/chat/completions", chat("x" * 70_000), 400, "messages", "far longer"),
-        ("/v1/completions", completion(["x", "x" * 70_000]), 400, "prompt", "far longer"),
-        ("/v1/chat/completions", chat("x" * 100, max_tokens=29), 400, "max_tokens", "has room for 28"),
-        ("/v1/chat/completions", chat("x" * 100, max_tokens=None, max_completion_tokens=29), 400, "max_completion_tokens", "28"),
-        ("/v1/chat/completions", chat(max_tokens=0), 400, "max_tokens", "at least 1"),
-        ("/v1/chat/completions", chat(max_tokens=-(2**70)), 400, "max_tokens", "at least 1"),
-        ("/v1/chat/completions", chat(temperature=2.5), 400, "temperature", "at most 2"),
-        ("/v1/chat/completions", chat(top_p=0), 400, "top_p", "above 0"),
-        ("/v1/chat/completions", chat(top_k=-2), 400, "top_k", "at least -1"),
-        ("/v1/chat/completions", chat(min_p=1.5), 400, "min_p", "at most 1"),
-        ("/v1/chat/completions", chat(seed=2**63), 400, "seed", "at most 9223372036854775807"),
-        ("/v1/chat/completions", chat(timeout=0), 400, "timeout", "above 0"),
-        ("/v1/completions", completion(timeout=-1.5), 400, "timeout", "above 0"),
-        (
-            "/v1/completions",
-            completion(timeout=86_400.5),
-            400,
-            "timeout",
-            "at most 86400 seconds (--max-request-timeout-s), is 86400.5",
-        ),
-        ("/v1/completions", completion(timeout="1"), 400, "timeout", "expected `float"),
-        ("/v1/chat/completions", chat(priority=1001), 400, "priority", "at most 1000"),
-        ("/v1/completions", completion(priority=-1001), 400, "priority", "at least -1000"),
-        ("/v1/completions", completion(priority=0.5), 400, "priority", "expected `int"),
-        ("/v1/completions", completion(""), 400, "prompt", "empty"),
-        ("/v1/completions", completion([5, 1000]), 400, "prompt", "between 0 and 999"),
-        ("/v1/completions", completion([[5], [1000]]), 400, "prompt", "between 0 and 999"),
-        ("/v1/completions", completion([[5], []]), 400, "prompt", "empty"),
-        ("/v1/chat/completions", chat(stop_token_ids=[1000]), 400, "stop_token_ids", "between 0 and 999"),
-        ("/v1/chat/completions", chat(stop_token_ids=[65], guided_regex="A"), 400, "stop_token_ids", "65 is the text 'A'"),
-        ("/v1/completions", completion([-1]), 400, "prompt", "between 0 and 999"),
-        ("/v1/completions", completion([2**80]), 400, "prompt", "between 0 and 999"),
-        ("/v1/completions", completion(logit_bias={"1000": 1}), 400, "logit_bias", "between 0 and 999"),
-        ("/v1/completions", completion(logit_bias={"x": 1}), 400, "logit_bias", "must be token ids"),
-        ("/v1/completions", completion(min_tokens=6), 400, "min_tokens", "at most 5: lower it"),
-        ("/v1/completions", completion(bad_words=[" "]), 400, "bad_words", "no tokens"),
-    ],
-)
-async def test_a_bad_request_is_refused_by_field_and_the_next_one_is_served(
-    site: Site, path: str, body: dict[str, Any], status: int, param: str, says: str
-) -> None:
-    assert says in assert_error(await post(site, path, body), status, "invalid_request_error", param)
-    assert sent_to_fleet(site) == []
-    assert (await post(site, "/v1/chat/completions", chat())).status_code == 200
-
-
 @pytest.mark.parametrize("encoding", ["gzip", "deflate", "br"])
 async def test_a_body_that_is_encoded_is_refused(site: Site, encoding: str) -> None:
     for path in ("/v1/chat/completions", "/tokenize", "/flush_cache"):

@@ -9,9 +9,8 @@ from common.text.token_text import TokenText
 from router.api import intake, logprobs, sglang
 from router.api.logprobs import TextPlace
 from tests.common.text.tiny import tiny_tokenizer
-from tests.router.calls import assert_error, chat, completion, events, post, usage
+from tests.router.calls import assert_error, chat, completion, events, post, prompt, usage
 from tests.router.fakes import SPECIAL, Site
-from tests.router.test_sglang import prompt
 
 pytestmark = pytest.mark.anyio
 

@@ -20,7 +20,7 @@ from common.messages import Generate
 from common.text.embedding import EmbeddingMode
 from router.api.description import HINTS, UNSERVED
 from tests.router.calls import assert_error, chat, completion, get, openai_client, post, sent_to_fleet, until
-from tests.router.fakes import CONTEXT, MODEL, EchoFleet, Site
+from tests.router.fakes import MODEL, EchoFleet, Site
 
 pytestmark = pytest.mark.anyio
 EMBEDS = EmbeddingMode("mean", normalize=True, size=2)
@@ -112,40 +112,6 @@ async def test_labels_get_their_probabilities_behind_each_item(site: Site, field
 
 
 LABELS = {"query": "a", "items": ["b"], "label_token_ids": [1]}
-
-
-@pytest.mark.parametrize(
-    ("path", "fields", "param"),
-    [
-        ("/rerank", {"query": "a", "documents": []}, "documents"),
-        ("/rerank", {"query": "a", "documents": ["x"] * 257}, "documents"),
-        ("/rerank", {"query": "a", "documents": [""]}, "documents"),
-        ("/rerank", {"query": "a"}, "documents"),
-        ("/rerank", {"query": "a", "documents": ["b"], "max_tokens_per_doc": 5}, "max_tokens_per_doc"),
-        ("/rerank", {"query": "a", "documents": ["b"], "truncate_prompt_tokens": 5}, "truncate_prompt_tokens"),
-        ("/rerank", {"query": "a", "documents": ["b"], "use_activation": False}, "use_activation"),
-        ("/rerank", {"query": "a", "documents": ["b"], "model": "gpt-9"}, "model"),
-        ("/score", {}, "text_1"),
-        ("/score", {"text_1": "a"}, "text_1"),
-        ("/score", {"text_1": "a", "text_2": "b", "queries": "c"}, "text_1"),
-        ("/score", {"text_1": ["a", "b"], "text_2": ["c"]}, "text_2"),
-        ("/score", {"text_1": "a", "text_2": []}, "text_2"),
-        ("/score", {"text_1": "a", "text_2": "b", "apply_softmax": True}, "text_1"),
-        ("/score", {"query": "a", "items": ["b"]}, "query"),
-        ("/score", LABELS | {"items": [[1]]}, "items"),
-        ("/score", LABELS | {"items": []}, "items"),
-        ("/score", LABELS | {"label_token_ids": [1, 1]}, "label_token_ids"),
-        ("/score", LABELS | {"label_token_ids": [10**6]}, "label_token_ids"),
-        ("/score", LABELS | {"label_token_ids": []}, "label_token_ids"),
-        ("/score", LABELS | {"query": "a" * CONTEXT}, "items"),
-        ("/score", LABELS | {"query": "a" * 90_000, "items": ["b"] * 50}, "items"),
-        ("/score", {"query": [1] * CONTEXT, "items": [[1]], "label_token_ids": [1]}, "query"),
-    ],
-)
-async def test_a_bad_scoring_request_is_refused_by_field(path: str, fields: dict[str, Any], param: str) -> None:
-    async with Site(embedding=EMBEDS) as site:
-        response = await post(site, path, fields)
-    assert_error(response, 404 if param == "model" else 400, "invalid_request_error", param)
 
 
 async def test_a_model_that_judges_no_pairs_says_what_would_and_scores_labels_all_the_same(site: Site) -> None:

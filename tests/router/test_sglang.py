@@ -11,14 +11,10 @@ import pytest
 from common.ids import unpack_ids
 from router.api import intake
 from router.api.sglang import GENERATE, PARAMETERS
-from tests.router.calls import assert_error, events, post, sent_to_fleet, until
+from tests.router.calls import assert_error, events, post, prompt, sent_to_fleet, until
 from tests.router.fakes import CharTokenizer, EchoFleet, Site
 
 pytestmark = pytest.mark.anyio
-
-
-def prompt(text: Any = "hello", tokens: int = 3, **fields: Any) -> dict[str, Any]:
-    return {"text": text, "sampling_params": {"max_new_tokens": tokens}} | fields
 
 
 async def test_one_prompt_gets_one_answer_and_a_batch_gets_a_list(site: Site) -> None:
@@ -87,32 +83,6 @@ async def test_sampling_parameters_reach_the_fleet_under_our_names(site: Site) -
     assert unpack_ids(sent.prompt).tolist() == [104, 101, 108, 108, 111]
     assert (sampling.max_new_tokens, sampling.min_tokens, sampling.temperature, sampling.top_k, sampling.seed) == (9, 2, 0, 7, 3)
     assert (sampling.frequency_penalty, sampling.logit_bias, sampling.stop_token_ids) == (0.5, ((7, -1.0),), (9,))
-
-
-@pytest.mark.parametrize(
-    ("body", "param", "says"),
-    [
-        ({}, "text", "one of them"),
-        ({"text": "x", "input_ids": [1]}, "text", "one of them"),
-        ({"text": []}, "text", "empty"),
-        ({"input_ids": [1, [2]]}, "input_ids", "mixture"),
-        ({"text": "x", "colour": 1}, "colour", "not a known field"),
-        (prompt(sampling_params={"colour": 1}), "sampling_params.colour", "not a known field"),
-        (prompt(sampling_params={"temperature": 3}), "sampling_params.temperature", "at most 2"),
-        (prompt(sampling_params=[{"n": 1}, {"n": 2}]), "sampling_params", "a request of its own"),
-        (prompt(sampling_params=[None]), "sampling_params", "must be one object"),
-        (prompt(sampling_params={"max_new_tokens": 1, "min_new_tokens": 2}), "sampling_params.min_new_tokens", "lower it"),
-        (prompt(sampling_params={"max_new_tokens": 9_999}), "sampling_params.max_new_tokens", "has room for"),
-        (prompt(tokens=9_999, stream=True, return_logprob=True, top_logprobs_num=2), "return_logprob", "stream=false"),
-        (prompt(top_logprobs_num=1), "top_logprobs_num", "return_logprob=true"),
-        (prompt(logprob_start_len=0), "logprob_start_len", "return_logprob=true"),
-        (prompt(return_text_in_logprobs=True), "return_text_in_logprobs", "return_logprob=true"),
-        (prompt(["a", "b"], rid=["x"]), "rid", "one for each"),
-        (prompt(rid="a b"), "rid", "visible ASCII"),
-    ],
-)
-async def test_what_cannot_be_honoured_is_refused_by_name(site: Site, body: dict[str, Any], param: str, says: str) -> None:
-    assert says in assert_error(await post(site, "/generate", body), 400, "invalid_request_error", param)
 
 
 async def test_fields_of_sglang_that_ask_for_nothing_are_accepted_and_others_refused_by_name(site: Site) -> None:

@@ -1,7 +1,6 @@
 """/tokenize, /detokenize and /v1/embeddings: what clients get, and what is refused; and the API through the `openai` client."""
 
 import asyncio
-from typing import Any
 
 import openai
 import pytest
@@ -37,26 +36,6 @@ async def test_tools_are_tokenized_where_the_template_shows_them_also_if_the_for
         assert "--chat-template" in assert_error(await post(site, "/tokenize", asked), 400, "invalid_request_error", "tools")
 
 
-@pytest.mark.parametrize(
-    ("path", "body", "status", "param"),
-    [
-        ("/tokenize", {}, 400, "prompt"),
-        ("/tokenize", {"prompt": "x", "messages": []}, 400, "prompt"),
-        ("/tokenize", {"messages": []}, 400, "messages"),
-        ("/tokenize", {"messages": [{"role": "user", "content": "x"}], "add_special_tokens": True}, 400, "add_special_tokens"),
-        ("/tokenize", {"prompt": "x", "model": "gpt-9"}, 404, "model"),
-        ("/tokenize", {"prompt": "x", "colour": 1}, 400, "colour"),
-        ("/tokenize", {"prompt": "x" * (2**20 + 1)}, 400, "prompt"),
-        ("/detokenize", {"tokens": [1000]}, 400, "tokens"),
-        ("/detokenize", {"tokens": [-1]}, 400, "tokens[0]"),
-        ("/detokenize", {"tokens": "x"}, 400, "tokens"),
-    ],
-)
-async def test_a_bad_request_is_refused_by_field(path: str, body: dict[str, Any], status: int, param: str) -> None:
-    async with Site(max_body_bytes=2**22) as site:
-        assert_error(await post(site, path, body), status, "invalid_request_error", param)
-
-
 SCALED, RAW = EmbeddingMode("mean", normalize=True, size=2), EmbeddingMode("last", normalize=False, size=2)
 
 
@@ -83,29 +62,6 @@ async def test_the_openai_client_reads_both_encodings() -> None:
         as_base64 = await client.embeddings.create(model=MODEL, input="ab", user="u")
         as_floats = await client.embeddings.create(model=MODEL, input="ab", encoding_format="float")
     assert as_base64.data[0].embedding == as_floats.data[0].embedding == [3.0, 2.0]
-
-
-@pytest.mark.parametrize(
-    ("body", "status", "param", "says"),
-    [
-        ({}, 400, "input", "missing"),
-        ({"input": []}, 400, "input", "empty"),
-        ({"input": ""}, 400, "input", "empty"),
-        ({"input": ["a"] * 257}, 400, "input", "at most 256"),
-        ({"input": [1, "a"]}, 400, "input", "mixture"),
-        ({"input": "x" * CONTEXT}, 400, "input", "context"),
-        ({"input": [10**6]}, 400, "input", "token ids"),
-        ({"input": "x", "model": "gpt-9"}, 404, "model", "not served"),
-        ({"input": "x", "dimensions": 1}, 400, "dimensions", "send 2"),
-        ({"input": "x", "encoding_format": "hex"}, 400, "encoding_format", "hex"),
-        ({"input": "x", "truncate_prompt_tokens": 5}, 400, "truncate_prompt_tokens", "not supported"),
-        ({"input": "x", "stream": True}, 400, "stream", "not a known field"),
-    ],
-)
-async def test_a_bad_embedding_request_is_refused_by_field(body: dict[str, Any], status: int, param: str, says: str) -> None:
-    async with Site(embedding=RAW) as site:
-        message = assert_error(await post(site, "/v1/embeddings", body), status, "invalid_request_error", param)
-    assert says in message
 
 
 async def test_a_model_that_is_not_served_for_embeddings_is_refused_with_the_flag_that_serves_it(site: Site) -> None:
