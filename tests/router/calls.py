@@ -2,18 +2,41 @@
 
 import asyncio
 import json
+import subprocess
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import anthropic
 import httpx
 import openai
 
+from common.access import Access, KeyRing, read_access
+from common.config import AccessConfig
 from common.messages import Generate
 from tests.router.fakes import MODEL, EchoFleet, Site, listening
 
 JSON = {"content-type": "application/json"}
+ALICE, BOB, CONTROL = (f"{name}-0123456789abcdef" for name in ("alice", "bob", "control"))
+"""Keys: two of the API, and the one of control."""
+
+
+def keyed(*origins: str) -> Access:
+    return Access(KeyRing({ALICE: "alice", BOB: "bob"}), KeyRing({CONTROL: "control"}), origins=origins)
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {key}"}
+
+
+def certified(folder: Path) -> Access:
+    """TLS with a certificate for this host, which is in the folder as `cert`."""
+    cert, key = str(folder / "cert"), str(folder / "key")
+    new = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-subj", "/CN=x"]
+    names = ["-addext", "subjectAltName=IP:127.0.0.1"]
+    subprocess.run([*new, *names, "-keyout", key, "-out", cert], check=True, capture_output=True)
+    return read_access(AccessConfig(tls_cert=cert, tls_key=key))
 
 
 @asynccontextmanager

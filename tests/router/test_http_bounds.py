@@ -17,14 +17,13 @@ from typing import Any
 import pytest
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from common.access import Access, KeyRing
 from common.config import RouterConfig
 from common.errors import ConfigError
 from common.messages import Finished, Generate, TextDelta
 from router.api import admission, server
 from router.api.server import HEAD_BYTES, MAX_PIPELINED, PIECE_BYTES, _Protocol, listen
 from router.metrics import Dropped
-from tests.router.calls import chat, completion, metric, until
+from tests.router.calls import ALICE, BOB, chat, completion, keyed, metric, until
 from tests.router.fakes import EchoFleet, Site, listening
 
 pytestmark = pytest.mark.anyio
@@ -388,13 +387,6 @@ async def test_an_open_answer_and_a_resting_connection_outlive_the_time_of_a_hea
             writer.close()
 
 
-KEYS = {name: name[0] * 20 for name in ("alice", "bob")}
-
-
-def keyed() -> Access:
-    return Access(KeyRing({key: name for name, key in KEYS.items()}), KeyRing({"c" * 20: "control"}))
-
-
 async def test_when_too_many_wait_the_one_that_waits_for_longest_makes_room_and_one_with_a_key_after_all_others() -> None:
     async with Site() as site, listening(site, most_waiting=2) as port:
         idle = [await asyncio.open_connection("127.0.0.1", port) for _ in range(5)]
@@ -405,7 +397,7 @@ async def test_when_too_many_wait_the_one_that_waits_for_longest_makes_room_and_
         for _, writer in idle:
             writer.close()
     async with Site(access=keyed()) as site, listening(site, most_waiting=2) as port:
-        asked = f"GET /v1/models HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {KEYS['bob']}\r\n\r\n".encode()
+        asked = f"GET /v1/models HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {BOB}\r\n\r\n".encode()
         reader, writer = await connected(port, asked)
         assert b'"object"' in await asyncio.wait_for(reader.readuntil(b"}]}"), 5)
         idle = [await asyncio.open_connection("127.0.0.1", port) for _ in range(5)]
@@ -456,8 +448,8 @@ async def test_of_too_many_bodies_that_do_not_come_the_oldest_is_dropped() -> No
 async def test_of_too_many_bodies_that_do_not_come_one_of_the_key_with_the_most_is_dropped() -> None:
     async with Site(access=keyed()) as site, listening(site, most_waiting=3) as port:
         clients = []
-        for name in ("bob", "alice", "alice", "alice", "alice"):
-            head = f"Host: localhost\r\nAuthorization: Bearer {KEYS[name]}\r\n".encode()
+        for key in (BOB, ALICE, ALICE, ALICE, ALICE):
+            head = f"Host: localhost\r\nAuthorization: Bearer {key}\r\n".encode()
             clients.append(await asyncio.open_connection("127.0.0.1", port))
             clients[-1][1].write(unfinished(0).replace(b"Host: localhost\r\n", head))
             await until(lambda: len(site.core.requests.clients) == min(len(clients), 3))

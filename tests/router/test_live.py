@@ -11,7 +11,6 @@ from typing import Any
 import msgspec
 import pytest
 
-from common.access import Access, KeyRing
 from common.messages import Finished, Goodbye, Load, Register, Timeline, Times
 from router.api import views
 from router.live import MOST_LANES, LiveRoster, LiveState, LiveView
@@ -19,7 +18,7 @@ from router.metrics import RouterMetrics
 from router.timelines import ResumeReason
 from tests.builders import instance, key
 from tests.router.bench import D0, D1, P0, Bench, spec
-from tests.router.calls import assert_error, chat, get, until
+from tests.router.calls import ALICE, CONTROL, assert_error, bearer, chat, get, keyed, until
 from tests.router.fakes import EchoFleet, Site, beat, listening
 
 pytestmark = pytest.mark.anyio
@@ -237,15 +236,13 @@ async def test_no_text_and_no_token_of_a_request_is_told() -> None:
 
 
 async def test_only_the_control_key_opens_the_states_and_the_page_itself_needs_none() -> None:
-    alice, control = "a" * 20, "c" * 20
-    access = Access(KeyRing({alice: "alice"}), KeyRing({control: "control"}))
-    async with Site(access=access) as site, site.client() as client:
+    async with Site(access=keyed()) as site, site.client() as client:
         for name in ("/", *(f"/page/{name}" for name in FILES)):
             assert (await client.get(name, headers={"accept": "text/html"})).status_code == 200, name
-        for given in ({}, {"Authorization": f"Bearer {alice}"}):
+        for given in ({}, bearer(ALICE)):
             assert (await client.get("/cluster/events", headers=given)).status_code == 401
         site.core.requests.is_draining = True  # so that the answer ends
-        assert (await client.get("/cluster/events", headers={"Authorization": f"Bearer {control}"})).status_code == 503
+        assert (await client.get("/cluster/events", headers=bearer(CONTROL))).status_code == 503
 
 
 # --- the page ------------------------------------------------------------------------------------------------------------------

@@ -10,7 +10,6 @@ import anthropic
 import pydantic
 import pytest
 
-from common.access import Access, KeyRing
 from common.config import RouterConfig
 from common.errors import BadRequest
 from common.messages import ExpectAnswer, Finished
@@ -20,7 +19,7 @@ from router.api.parsing.formats import HERMES, THINK, AnswerFormat
 from router.api.parsing.parser import AnswerReading
 from router.api.tools import Function
 from router.requests import ChoiceDelta
-from tests.router.calls import anthropic_client, message, post, sent_to_fleet, until
+from tests.router.calls import ALICE, anthropic_client, keyed, message, post, sent_to_fleet, until
 from tests.router.fakes import MODEL, CharTokenizer, EchoFleet, Site
 from tests.router.test_disconnects import RawClient
 
@@ -32,7 +31,6 @@ TOOLS: Any = [{"name": "weather", "description": "the weather", "input_schema": 
 THOUGHT = "<think>\nwhich city?\n</think>\n\n"
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
 ANSWER = THOUGHT + "Let me see.\n" + CALL + "\n" + CALL.replace("Oslo", "Rome")
-ALICE = "a-key-of-alice-0123456789"
 
 
 def asking(text: str, **fields: Any) -> Any:
@@ -339,11 +337,8 @@ async def test_a_failure_in_mid_stream_is_raised_after_the_text_before_it() -> N
 
 async def test_errors_have_the_names_that_anthropic_gives_their_statuses() -> None:
     """With keys, and with as many requests open as may be."""
-    access = Access(KeyRing({ALICE: "alice"}), KeyRing({"c" * 16: "control"}))
-    async with (
-        Site(EchoFleet(stall_at=1), RouterConfig(max_requests=1, dead_after_s=60.0), access=access) as site,
-        site.client() as client,
-    ):
+    config = RouterConfig(max_requests=1, dead_after_s=60.0)
+    async with Site(EchoFleet(stall_at=1), config, access=keyed()) as site, site.client() as client:
         key = {"x-api-key": ALICE, "anthropic-version": "2023-06-01", "anthropic-beta": "some-beta"}
 
         async def error(status: int, path: str = "/v1/messages", headers: dict[str, str] = key, **fields: Any) -> Any:
@@ -462,8 +457,7 @@ HEADERS = {
 @pytest.mark.parametrize("template", [THINKS + " {{ enable_thinking }}", "{{ tools }} <tool_call>"])
 @pytest.mark.parametrize("body", [CLAUDE_CODE, TITLE, QUOTA], ids=["turn", "title", "quota"])
 async def test_what_claude_code_sends_is_served(body: dict[str, Any], template: str) -> None:
-    access = Access(KeyRing({ALICE: "alice"}), KeyRing({"c" * 16: "control"}))
-    async with Site(long_fleet(stop_at=20), chat_template=template, access=access) as site, site.client() as client:
+    async with Site(long_fleet(stop_at=20), chat_template=template, access=keyed()) as site, site.client() as client:
         answer = await client.post("/v1/messages?beta=true", json=body, headers=HEADERS)
         assert answer.status_code == 200, answer.text
         message = gathered(events_of(answer.text)) if "stream" in body else answer.json()

@@ -15,7 +15,6 @@ import pytest
 
 pytest.importorskip("opentelemetry.sdk")
 
-from common.access import Access, KeyRing
 from common.config import ModelConfig, RouterConfig
 from common.errors import ConfigError, Unavailable
 from common.ids import ROUTER, InstanceId
@@ -26,7 +25,7 @@ from router.api.admission import ServedRequest
 from router.api.spans import CLOSE_S, SpanMaker
 from router.process import serve
 from tests.rig.collector import Collector, collecting, tree, values
-from tests.router.calls import chat, completion, get, message, metric, sent_to_fleet, until
+from tests.router.calls import ALICE, bearer, chat, completion, get, keyed, message, metric, sent_to_fleet, until
 from tests.router.fakes import EchoFleet, Site
 from tests.router.test_timelines import tells
 
@@ -34,7 +33,6 @@ pytestmark = pytest.mark.anyio
 TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 SAMPLED = {"traceparent": f"00-{TRACE}-{PARENT}-01"}
 """The example of W3C's trace context."""
-ALICE = "alice-key-0123456"
 SET_BACK = Failed.of(Unavailable("the push failed"))
 
 
@@ -76,10 +74,9 @@ def fates(site: Site) -> dict[str, float]:
 
 
 async def test_a_request_is_one_trace_below_its_clients_span_from_the_router_to_both_instances(collector: Collector) -> None:
-    access = Access(KeyRing({ALICE: "alice"}), KeyRing({"c" * 20: "control"}))
-    async with tracing(collector.url, access=access) as site, site.client() as client:
+    async with tracing(collector.url, access=keyed()) as site, site.client() as client:
         site.core.unix_s = 0.0
-        headers = {**SAMPLED, "tracestate": "vendor=1", "X-Request-Id": "one", "Authorization": f"Bearer {ALICE}"}
+        headers = {**SAMPLED, "tracestate": "vendor=1", "X-Request-Id": "one", **bearer(ALICE)}
         site.fleet.cached_tokens = 3
         answer = await client.post("/v1/chat/completions", json=chat(max_tokens=4, temperature=0.5), headers=headers)
         assert answer.status_code == 200
@@ -345,14 +342,13 @@ async def test_the_access_log_has_one_line_for_each_request_with_the_name_of_its
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     fleet = EchoFleet()
-    access = Access(KeyRing({ALICE: "alice"}), KeyRing({"c" * 20: "control"}))
-    headers = {"Authorization": f"Bearer {ALICE}", "X-Request-Id": "one"}
-    async with Site(fleet, RouterConfig(dead_after_s=60.0, access_log="on"), access=access) as site:
+    headers = {**bearer(ALICE), "X-Request-Id": "one"}
+    async with Site(fleet, RouterConfig(dead_after_s=60.0, access_log="on"), access=keyed()) as site:
         fleet.cached_tokens = 2
         sent = (
             lambda client: client.post("/v1/completions", json=completion(["ab", "abc"], n=2, max_tokens=3), headers=headers),
             lambda client: client.post("/v1/completions", json=completion(stream=True, max_tokens=3), headers=headers),
-            lambda client: client.post("/v1/completions", json=completion(), headers={"Authorization": "Bearer wrong-key"}),
+            lambda client: client.post("/v1/completions", json=completion(), headers=bearer("wrong-key")),
             lambda client: client.get("/nowhere%0Astatus=200%20x"),
         )
         records = [record for each in sent for record in await logged(caplog, site, each)]

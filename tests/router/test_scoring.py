@@ -15,11 +15,23 @@ from fastapi.routing import APIRoute
 from msgspec.structs import replace
 from starlette.routing import Route
 
-from common.access import Access, KeyRing
 from common.messages import Generate
 from common.text.embedding import EmbeddingMode
 from router.api.description import HINTS, UNSERVED
-from tests.router.calls import assert_error, chat, completion, get, openai_client, post, sent_to_fleet, until
+from tests.router.calls import (
+    ALICE,
+    BOB,
+    assert_error,
+    bearer,
+    chat,
+    completion,
+    get,
+    keyed,
+    openai_client,
+    post,
+    sent_to_fleet,
+    until,
+)
 from tests.router.fakes import MODEL, EchoFleet, Site
 
 pytestmark = pytest.mark.anyio
@@ -131,17 +143,16 @@ async def test_an_instance_that_knows_no_scores_is_named_as_the_cause() -> None:
 
 
 async def test_scores_are_made_with_the_key_of_who_asks_and_aborted_by_nobody_else() -> None:
-    keys = Access(KeyRing({"a" * 20: "alice", "b" * 20: "bob"}), None)
-    async with Site(EchoFleet(stall_at=0), embedding=EMBEDS, access=keys) as site, site.client() as client:
+    async with Site(EchoFleet(stall_at=0), embedding=EMBEDS, access=keyed()) as site, site.client() as client:
 
-        async def ask(path: str, fields: dict[str, Any], key: str = "a") -> httpx.Response:
-            return await client.post(path, json=fields, headers={"Authorization": f"Bearer {key * 20}"})
+        async def ask(path: str, fields: dict[str, Any], key: str = ALICE) -> httpx.Response:
+            return await client.post(path, json=fields, headers=bearer(key))
 
         ways: list[tuple[str, dict[str, Any]]] = [("/rerank", {"query": "a", "documents": ["b"]}), ("/score", LABELS)]
         asked = [asyncio.create_task(ask(*way)) for way in ways]
         await until(lambda: len(sent_to_fleet(site)) == 3)
         assert {record.spec.owner for record in site.core.requests.records()} == {"alice"}
-        for key, aborted in (("b", 0), ("a", 3)):
+        for key, aborted in ((BOB, 0), (ALICE, 3)):
             assert (await ask("/abort_request", {"abort_all": True}, key)).json() == {"aborted": aborted}
         for response in await asyncio.gather(*asked):
             assert response.status_code == 409

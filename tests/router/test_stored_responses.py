@@ -17,18 +17,17 @@ import httpx
 import openai
 import pytest
 
-from common.access import OPEN, Access, KeyRing
+from common.access import OPEN, Access
 from common.config import RouterConfig
 from common.errors import ConfigError
 from common.ids import InstanceId
 from common.messages import Cancel
 from router.api.store import KEY_SHARE, WAITING, Store, StoreFailed
 from router.requests import Places
-from tests.router.calls import sent_to_fleet, until
+from tests.router.calls import ALICE, BOB, keyed, sent_to_fleet, until
 from tests.router.fakes import MODEL, EchoFleet, Site, listening
 
 pytestmark = pytest.mark.anyio
-KEYS = {"alice": "alice-0123456789abcdef", "bob": "bob-0123456789abcdef"}
 ASK: Any = {"model": MODEL, "max_output_tokens": 5}
 
 
@@ -36,22 +35,18 @@ def config(folder: Path, **fields: Any) -> RouterConfig:
     return replace(RouterConfig(store=str(folder / "store"), dead_after_s=60.0), **fields)
 
 
-def keyed() -> Access:
-    return Access(KeyRing({key: name for name, key in KEYS.items()}))
-
-
 @asynccontextmanager
 async def storing(
     folder: Path, fleet: EchoFleet | None = None, life: str = "router-a", access: Access = OPEN, **fields: Any
 ) -> AsyncIterator[tuple[Site, Callable[..., openai.AsyncOpenAI]]]:
-    """A router with a store, and what makes a client of it with the key of this name."""
+    """A router with a store, and what makes a client of it with a key."""
     async with AsyncExitStack() as stack:
         site = await stack.enter_async_context(Site(fleet, config(folder, **fields), access=access, life=InstanceId(life)))
         port = await stack.enter_async_context(listening(site))
 
-        def client(name: str = "alice") -> openai.AsyncOpenAI:
+        def client(key: str = ALICE) -> openai.AsyncOpenAI:
             url = f"http://127.0.0.1:{port}/v1"
-            made = openai.AsyncOpenAI(base_url=url, api_key=KEYS[name], max_retries=0, timeout=20)
+            made = openai.AsyncOpenAI(base_url=url, api_key=key, max_retries=0, timeout=20)
             stack.push_async_callback(made.close)
             return made
 
@@ -237,7 +232,7 @@ def _has_open(site: Site, count: int) -> bool:
 
 async def test_a_response_is_for_the_key_that_made_it(tmp_path: Path) -> None:
     async with storing(tmp_path, access=keyed()) as (_, client_of):
-        alice, bob = client_of("alice"), client_of("bob")
+        alice, bob = client_of(ALICE), client_of(BOB)
         made = await alice.responses.create(input="hello", background=True, **ASK)
         await ended(alice, made.id)
         asks = (
@@ -259,7 +254,7 @@ async def test_a_response_is_for_the_key_that_made_it(tmp_path: Path) -> None:
 
 async def test_a_full_store_forgets_the_oldest_of_the_key_that_has_most_and_never_what_is_computed(tmp_path: Path) -> None:
     async with storing(tmp_path, access=keyed(), store_bytes="20KB") as (_, client_of):
-        alice, bob = client_of("alice"), client_of("bob")
+        alice, bob = client_of(ALICE), client_of(BOB)
         of_bob = await bob.responses.create(input="hello", **ASK)
         of_alice = [await alice.responses.create(input="hello", **ASK) for _ in range(15)]
         assert await bob.responses.retrieve(of_bob.id) and await alice.responses.retrieve(of_alice[-1].id)

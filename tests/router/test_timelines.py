@@ -7,7 +7,6 @@ import httpx
 import msgspec
 import pytest
 
-from common.access import Access, KeyRing
 from common.ids import ROUTER, AttemptId, InstanceId, RequestId, Role
 from common.messages import Failed, Finished, Heartbeat, InstanceInfo, Timeline, Times
 from router.api.views import RequestTimeline
@@ -24,7 +23,7 @@ from router.timelines import (
     Timelines,
 )
 from tests.builders import instance, key
-from tests.router.calls import assert_error, chat, get, metric, post, sent_to_fleet, until
+from tests.router.calls import ALICE, BOB, CONTROL, assert_error, bearer, chat, get, keyed, metric, post, sent_to_fleet, until
 from tests.router.fakes import EchoFleet, Site, Unobserved, beat, listening
 
 pytestmark = pytest.mark.anyio
@@ -123,24 +122,22 @@ async def test_a_batch_is_found_by_the_ids_of_its_parts(site: Site) -> None:
     assert counts == [2, 2, 4, 1]
 
 
-KEYS = {"alice": "alice-key-0123456", "bob": "bob-key-01234567"}
-CONTROL = "control-key-012345"
-
-
-def guarded() -> Site:
-    return Site(access=Access(KeyRing({key: name for name, key in KEYS.items()}), KeyRing({CONTROL: "control"})))
-
-
 async def test_any_router_behind_one_port_finds_a_request_for_whom_its_own_router_shows_it_to() -> None:
     """Two routers that share nothing: one had the request, the other is asked for it, by real connections."""
-    async with guarded() as had, guarded() as asked, listening(had) as port, asked.client() as client, had.client() as own:
-        headers = {name: {"Authorization": f"Bearer {key}"} for name, key in (KEYS | {"control": CONTROL}).items()}
+    access, headers = keyed(), {"alice": bearer(ALICE), "bob": bearer(BOB), "control": bearer(CONTROL)}
+    async with (
+        Site(access=access) as had,
+        Site(access=access) as asked,
+        listening(had) as port,
+        asked.client() as client,
+        had.client() as own,
+    ):
         sent = await own.post("/v1/chat/completions", json=chat(), headers=headers["alice"] | {"X-Request-Id": "a/b?"})
         assert sent.status_code == 200
         alone = await client.get("/requests/a%2Fb%3F", headers=headers["alice"])
         asked.api.timelines.others.meet(["http://127.0.0.1:1", f"http://127.0.0.1:{port}"])
         found = {name: await client.get("/requests/a%2Fb%3F", headers=header) for name, header in headers.items()}
-        by_other_header = await client.get("/requests/a%2Fb%3F", headers={"x-api-key": KEYS["alice"]})
+        by_other_header = await client.get("/requests/a%2Fb%3F", headers={"x-api-key": ALICE})
         here = await client.get("/requests/a%2Fb%3F?here=true", headers=headers["alice"])
         expected = (await own.get("/requests/a%2Fb%3F", headers=headers["alice"])).json()
         asked.api.timelines.others.close()
