@@ -12,17 +12,21 @@ import struct
 import weakref
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 import pytest
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from common.config import RouterConfig
+from common.config import ModelConfig, RouterConfig
 from common.errors import ConfigError
+from common.ids import ROUTER
 from common.messages import Finished, Generate, TextDelta
 from router.api import admission, server
 from router.api.server import HEAD_BYTES, MAX_PIPELINED, PIECE_BYTES, _Protocol, listen
 from router.metrics import Dropped
+from router.process import serve
+from tests.common.text.tiny import write_checkpoint
 from tests.router.calls import ALICE, BOB, chat, completion, keyed, metric, until
 from tests.router.fakes import EchoFleet, Site, listening
 
@@ -323,6 +327,12 @@ async def test_a_server_that_stops_lets_an_open_answer_end(site: Site) -> None:
 async def test_a_port_that_is_taken_is_named() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(ConfigError, match="--port"):
         listen("127.0.0.1", taken.getsockname()[1])
+
+
+async def test_a_host_name_of_another_host_is_refused_by_name(tmp_path: Path) -> None:
+    model, event = ModelConfig(model=str(write_checkpoint(tmp_path))), asyncio.Event()
+    with pytest.raises(ConfigError, match=r"192\.0\.2\.1"):
+        await serve(RouterConfig(host="192.0.2.1"), model, ROUTER, ["tcp://127.0.0.1:0"], lambda serving: None, event, event)
 
 
 async def ended(reader: asyncio.StreamReader) -> bytes:

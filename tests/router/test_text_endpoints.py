@@ -77,51 +77,6 @@ async def test_an_aborted_request_fails_because_it_has_no_embedding() -> None:
         assert "aborted" in assert_error(await asked, 409, "aborted", None)
 
 
-async def test_a_chat_whole_and_streamed() -> None:
-    async with openai_client() as client:
-        whole = await client.chat.completions.create(
-            model=MODEL, messages=[{"role": "user", "content": "hello"}], max_completion_tokens=5, temperature=0, n=2
-        )
-        assert [choice.message.content for choice in whole.choices] == ["hello", "hello"]
-        assert whole.choices[0].finish_reason == "length"
-        assert whole.usage is not None and whole.usage.total_tokens == 15
-        stream = await client.chat.completions.create(
-            model=MODEL,
-            messages=[{"role": "user", "content": "hello"}],
-            max_tokens=5,
-            stream=True,
-            stream_options={"include_usage": True},
-        )
-        chunks = [chunk async for chunk in stream]
-    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices) == "hello"
-    assert chunks[-1].usage is not None and chunks[-1].usage.completion_tokens == 5
-
-
-async def test_logprobs_of_chats_and_completions_are_the_clients_own_types() -> None:
-    async with openai_client() as client:
-        chat = await client.chat.completions.create(
-            model=MODEL, messages=[{"role": "user", "content": "hi"}], max_tokens=2, logprobs=True, top_logprobs=2
-        )
-        logprobs = chat.choices[0].logprobs
-        assert logprobs is not None and logprobs.content is not None
-        assert [(entry.token, entry.logprob, entry.bytes) for entry in logprobs.content] == [
-            ("h", -0.25, [104]),
-            ("i", -0.25, [105]),
-        ]
-        assert [top.token for top in logprobs.content[0].top_logprobs] == ["h", "i"]
-        text = await client.completions.create(model=MODEL, prompt="hi", max_tokens=2, logprobs=2)
-        of_text = text.choices[0].logprobs
-        assert of_text is not None and of_text.top_logprobs is not None
-        assert (of_text.tokens, of_text.token_logprobs) == (["h", "i"], [-0.25, -0.25])
-        assert of_text.top_logprobs[0] == {"h": -0.25, "i": -1.25}
-
-
-async def test_models_are_listed() -> None:
-    async with openai_client() as client:
-        assert [model.id async for model in client.models.list()] == [MODEL]
-        assert (await client.models.retrieve(MODEL)).owned_by == "tandem"
-
-
 async def test_errors_are_the_clients_own_classes_and_name_the_field() -> None:
     async with openai_client() as client:
         with pytest.raises(openai.BadRequestError) as bad:

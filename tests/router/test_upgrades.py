@@ -32,17 +32,13 @@ def reasons(fleet: Members, load: Load = HOME, *, draining: bool = True) -> list
     return fleet.why_keep(D0.id)
 
 
-def test_a_drained_instance_with_all_pages_at_home_may_be_deleted(fleet: Members) -> None:
-    assert reasons(fleet) == []
-
-
-def test_an_instance_that_takes_requests_may_not_be_deleted_however_idle_it_is() -> None:
+@pytest.mark.parametrize("told", [False, True])
+def test_an_idle_instance_is_needed_until_it_says_that_it_drains(told: bool) -> None:
     fleet = new_fleet(P0, D0)
+    if told:
+        fleet.drain(D0.id, 1.0)
     assert reasons(fleet, draining=False) == ["it does not drain: POST /cluster/d0/drain"]
-
-
-def test_an_instance_that_was_told_to_drain_is_needed_until_it_says_that_it_does(fleet: Members) -> None:
-    assert reasons(fleet, draining=False) == ["it does not drain: POST /cluster/d0/drain"]
+    assert reasons(fleet) == []
 
 
 @pytest.mark.parametrize(
