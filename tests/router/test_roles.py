@@ -1,5 +1,6 @@
 """An instance is told to serve in another role: what the router sends, waits for, shows and refuses."""
 
+import asyncio
 from typing import Any
 
 import pytest
@@ -11,12 +12,9 @@ from common.ids import Incarnation, ServingRole
 from common.messages import Drain, Goodbye, InstanceInfo, Register, RoleKept, TakeRole
 from router.members import Member
 from router.tasks import LATEST_S
-from tests.builders import instance
-from tests.router.bench import Bench
+from tests.router.bench import D0, D1, P0, Bench
 from tests.router.calls import assert_error, get, post, until
 from tests.router.fakes import EchoFleet, Site, beat
-
-P0, D0, D1 = instance("p0", "prefill"), instance("d0", "decode"), instance("d1", "decode")
 
 
 class Roles:
@@ -135,19 +133,7 @@ def test_the_same_role_is_there_already() -> None:
     assert roles.order(D0, "decode") == [] and roles.answers == [roles.member("d0")]
 
 
-def test_the_last_decode_instance_that_takes_requests_stays() -> None:
-    roles = Roles()
-    roles.order(D1, "prefill")
-    with pytest.raises(Conflict, match="d0 is the only decode instance"):
-        roles.order(D0, "prefill")
-    with pytest.raises(Conflict, match="d1 is taking the role prefill"):
-        roles.order(D1, "both")
-
-
-pages = pytest.mark.anyio
-
-
-@pages
+@pytest.mark.anyio
 async def test_http_answers_when_the_instance_serves() -> None:
     async with Site() as site:
         site.fleet.decode = replace(site.fleet.decode)
@@ -158,8 +144,6 @@ async def test_http_answers_when_the_instance_serves() -> None:
 
 
 async def changed(site: Site, path: str, body: dict[str, str]) -> dict[str, Any]:
-    import asyncio
-
     asked = asyncio.create_task(post(site, path, body))
     await until(lambda: asked.done() or any(isinstance(message, TakeRole) for _, message in site.fleet.sent))
     site.fleet.say(replace(beat(site.fleet.decode), serves_whole=True))
@@ -169,7 +153,7 @@ async def changed(site: Site, path: str, body: dict[str, str]) -> dict[str, Any]
     return answer
 
 
-@pages
+@pytest.mark.anyio
 @pytest.mark.parametrize(
     ("path", "body", "status", "field", "says"),
     [

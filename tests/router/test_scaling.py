@@ -12,10 +12,9 @@ from router.cost import ASSUMED
 from router.fleet import Members
 from router.scaling import REMEMBERED, role_figures
 from tests.builders import instance
+from tests.router.bench import D0, P0, P1
 from tests.router.calls import get, post
 from tests.router.fakes import Site, beat
-
-P0, P1, D0 = instance("p0", "prefill"), instance("p1", "prefill"), instance("d0", "decode")
 
 
 @pytest.fixture
