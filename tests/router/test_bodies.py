@@ -1,4 +1,6 @@
-"""What the API accepts, and that every refusal names the field and the fix."""
+"""What the API accepts, and that every refusal names the field and the fix; and the grammars that answers must match, as clients
+of OpenAI, vLLM and SGLang ask for them.
+"""
 
 import json
 from collections.abc import Callable
@@ -9,10 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.errors import BadRequest
+from common.sampling_params import Grammar
 from router.api import bodies
 from router.api.bodies import MAX_LEVELS
 from router.api.chat import CHAT, read_chat
 from router.api.completions import COMPLETION, read_completion
+from router.api.sglang import read_generate
 
 USER = {"role": "user", "content": "hi"}
 
@@ -348,3 +352,82 @@ def test_a_standard_chat_field_that_asks_for_something_is_refused_by_name(name: 
 @pytest.mark.parametrize(("name", "value"), [(n, v) for n, vs in COMPLETION.values.items() for v in (*vs, None)])
 def test_a_standard_completion_field_that_asks_for_nothing_is_accepted(name: str, value: object) -> None:
     assert read_completion(completion(**{name: value})) == read_completion(completion())
+
+
+# --- grammars -------------------------------------------------------------------------------------------------------------------
+
+
+SCHEMA = {"type": "object", "properties": {"é": {"type": "integer"}}}
+SCHEMA_TEXT = json.dumps(SCHEMA, ensure_ascii=False)
+TAG = {"type": "structural_tag", "format": {"type": "any_text"}}
+OLDER_TAG = {"type": "structural_tag", "triggers": ["<f"], "structures": [{"begin": "<f>", "schema": {}, "end": "</f>"}]}
+TAGS = [{"begin": "<f>", "content": {"type": "json_schema", "json_schema": {}}, "end": "</f>"}]
+TRIGGERED = {"type": "structural_tag", "format": {"type": "triggered_tags", "triggers": ["<f"], "tags": TAGS}}
+
+
+def grammar(**fields: Any) -> Grammar | None:
+    return read_completion(json.dumps({"model": "demo", "prompt": "a", **fields}).encode()).grammar
+
+
+ASKED: list[tuple[dict[str, Any], Grammar | None]] = [
+    ({}, None),
+    ({"response_format": None, "guided_json": None, "structured_outputs": None}, None),
+    ({"response_format": {"type": "text"}}, None),
+    ({"response_format": {"type": "json_object"}}, Grammar("json_schema", '{"type":"object"}')),
+    (
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA, "strict": True}}},
+        Grammar("json_schema", SCHEMA_TEXT),
+    ),
+    ({"response_format": TAG}, Grammar("structural_tag", json.dumps(TAG))),
+    ({"response_format": OLDER_TAG}, Grammar("structural_tag", json.dumps(TRIGGERED))),
+    ({"guided_json": SCHEMA}, Grammar("json_schema", SCHEMA_TEXT)),
+    ({"guided_json": SCHEMA_TEXT}, Grammar("json_schema", SCHEMA_TEXT)),
+    ({"guided_regex": "a+"}, Grammar("regex", "a+")),
+    ({"guided_choice": ['a"b', "é\n"]}, Grammar("ebnf", r'root ::= "a\"b" | "é\n"')),
+    ({"guided_grammar": 'root ::= "a"'}, Grammar("ebnf", 'root ::= "a"')),
+    ({"structured_outputs": {"json": SCHEMA}}, Grammar("json_schema", SCHEMA_TEXT)),
+    ({"structured_outputs": {"choice": ["a"]}}, Grammar("ebnf", 'root ::= "a"')),
+    ({"structured_outputs": {"json_object": True}}, Grammar("json_schema", '{"type":"object"}')),
+    ({"structured_outputs": {"structural_tag": json.dumps(TAG)}}, Grammar("structural_tag", json.dumps(TAG))),
+    ({"regex": "a+"}, Grammar("regex", "a+")),
+    ({"ebnf": 'root ::= "a"'}, Grammar("ebnf", 'root ::= "a"')),
+    ({"json_schema": SCHEMA_TEXT}, Grammar("json_schema", SCHEMA_TEXT)),
+]
+
+
+@pytest.mark.parametrize(("fields", "read"), ASKED, ids=[",".join(fields) or "nothing" for fields, _ in ASKED])
+def test_each_way_to_ask_for_a_grammar_is_read(fields: dict[str, Any], read: Grammar | None) -> None:
+    assert grammar(**fields) == read
+    chat = read_chat(json.dumps({"model": "demo", "messages": [{"role": "user", "content": "a"}], **fields}).encode())
+    assert chat.grammar == read
+
+
+def test_sglangs_own_endpoint_takes_its_fields_in_the_sampling_parameters() -> None:
+    def read(**parameters: Any) -> Grammar | None:
+        return read_generate("demo", json.dumps({"text": "a", "sampling_params": parameters}).encode()).grammar
+
+    assert read() is None and read(regex="a+") == Grammar("regex", "a+")
+    assert read(structural_tag=json.dumps(TAG)) == Grammar("structural_tag", json.dumps(TAG))
+    with pytest.raises(BadRequest, match=r"sampling_params.regex and sampling_params.ebnf both say"):
+        read(regex="a", ebnf='root ::= "a"')
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"regex": "a", "guided_choice": ["a"]}, "regex and guided_choice both say what the answer must match: send one of them"),
+        ({"structured_outputs": {"regex": "a", "json": {}}}, "structured_outputs.json and structured_outputs.regex both say"),
+        ({"structured_outputs": {}}, "structured_outputs is empty: send one of json"),
+        ({"structured_outputs": {"whitespace_pattern": " "}}, "structured_outputs.whitespace_pattern is not a known field"),
+        ({"response_format": {"type": "xml"}}, "response_format.*type: invalid value 'xml'"),
+        ({"response_format": {"type": "structural_tag"}}, "response_format of type structural_tag: send either"),
+        ({"guided_choice": []}, "guided_choice must have at least 1 items"),
+        ({"guided_json": "{"}, "guided_json is not JSON"),
+        ({"guided_json": {"not": {}}}, r"guided_json: at \$: not is not supported: leave it out"),
+        ({"regex": "x" * 70_000}, "regex has 70000 characters: send at most"),
+        ({"ebnf": "(" * 40}, "ebnf has more than 16 brackets"),
+    ],
+)
+def test_what_cannot_be_is_refused_by_name(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(BadRequest, match=message):
+        grammar(**fields)

@@ -1,6 +1,6 @@
 """The policies, each against a plain model of what it promises. Knows no fleet.
 
-The power of two choices is held against what two of three can be (`test_candidates.py` has the least loaded), round robin against
+The power of two choices is held against what two of three can be (`test_placement.py` has the least loaded), round robin against
 a sorted list of names, sessions against a ring that is written out, and cache aware against seconds that are computed by hand.
 """
 
