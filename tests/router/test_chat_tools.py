@@ -154,16 +154,8 @@ async def test_what_the_client_parsed_of_an_answer_may_be_sent_back_with_it(clie
     asked = asking(CALLS, tools=tools)
     async with client.chat.completions.stream(**asked) as stream:
         message = (await stream.get_final_completion()).choices[0].message
-    assert [call.function.parsed_arguments for call in message.tool_calls or []] == [
-        Weather(city="Oslo"),
-        Weather(city="Rome"),
-    ]
-    talk = [
-        *asked["messages"],
-        message,
-        message.model_dump() | {"parsed": {"city": "Oslo"}},
-        {"role": "user", "content": "!"},
-    ]
+    assert [call.function.parsed_arguments for call in message.tool_calls or []] == [Weather(city="Oslo"), Weather(city="Rome")]
+    talk = [*asked["messages"], message, message.model_dump() | {"parsed": {"city": "Oslo"}}, {"role": "user", "content": "!"}]
     await client.chat.completions.create(**asked | {"messages": talk, "max_tokens": 1})
 
 

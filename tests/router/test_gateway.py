@@ -7,7 +7,6 @@ import asyncio
 from collections.abc import Callable
 from typing import Self, TypeAlias
 
-import msgspec
 import pytest
 
 from common.config import RouterConfig
@@ -82,19 +81,6 @@ async def test_a_route_is_learnt_before_the_first_message_along_it_and_only_once
         assert rig.hear(JOIN, JOIN) == said
 
 
-async def test_a_new_incarnation_is_reached_at_its_new_address() -> None:
-    successor = instance("d0", "decode", incarnation="2")
-    async with Rig() as rig:
-        routes = [ask for ask in rig.hear(JOIN, Register(instance=successor)) if ask.startswith("route")]
-    assert routes == [f"route d0 to {D0.inbox}", f"route d0 to {successor.inbox}"]
-
-
-async def test_an_instance_under_the_detokenizers_name_is_refused_and_gets_no_route_of_that_name() -> None:
-    async with Rig() as rig:
-        asked = rig.hear(Register(instance=msgspec.structs.replace(D0, id=DETOKENIZER)))
-    assert asked == [f"route {DETOKENIZER}#1 to {D0.inbox}", f"send Refused to {DETOKENIZER}#1"]
-
-
 async def test_whatever_the_core_says_the_detokenizers_route_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     async with Rig() as rig:
         fleet = rig.gateway.core.fleet
@@ -103,18 +89,6 @@ async def test_whatever_the_core_says_the_detokenizers_route_is_left_alone(monke
         )
         routes = {ask for ask in rig.hear(JOIN, LEAVE) if ask.startswith("route")}
     assert routes == {f"route d0 to {D0.inbox}"}
-
-
-async def test_a_whole_fleet_that_is_silent_at_once_can_still_be_told_and_only_who_moved_gets_a_route() -> None:
-    infos = [instance(f"d{number}", "decode") for number in range(100)]
-    async with Rig() as rig:
-        for info in infos:
-            routes = [ask for ask in rig.hear(Register(instance=info)) if ask.startswith("route")]
-            assert routes == [f"route {info.id} to {info.inbox}"]
-        change = rig.gateway.core.fleet.tick(rig.clock() + 100.0)
-        assert len(change.lost) == 100
-        rig.gateway.deliver([])
-        assert rig.mail.routes == {info.id: info.inbox for info in infos}
 
 
 async def test_a_new_detokenizer_gets_its_route_before_any_message_and_nothing_after_the_gateway_closed() -> None:

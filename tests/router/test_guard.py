@@ -25,19 +25,9 @@ from tests.router.fakes import MODEL, EchoFleet, Site, listening
 pytestmark = pytest.mark.anyio
 NO_KEY_NEEDED = {"/health", "/health_generate", "/ready", "/ping", "/metrics"}
 CONTROLLED = (
-    *("/cluster", "/flush_cache", "/reset_prefix_cache", "/pause", "/continue_", "/resume", "/is_"),
-    *("/sleep", "/wake_up", "/pd_role_switch"),
-    *(
-        "/update_weight",
-        "/weight_",
-        "/get_weight",
-        "/init_weights_",
-        "/destroy_weights_",
-        "/load_lora",
-        "/unload_lora",
-        "/v1/load_lora",
-        "/v1/unload_lora",
-    ),
+    *("/cluster", "/flush_cache", "/reset_prefix_cache", "/pause", "/continue_", "/resume", "/is_", "/sleep", "/wake_up"),
+    *("/pd_role_switch", "/update_weight", "/weight_", "/get_weight", "/init_weights_", "/destroy_weights_"),
+    *("/load_lora", "/unload_lora", "/v1/load_lora", "/v1/unload_lora"),
 )
 
 

@@ -318,11 +318,6 @@ async def test_a_failure_after_the_first_token_is_an_error_event_and_the_stream_
     assert "".join(part["choices"][0]["delta"].get("content", "") for part in parts[:-1]) == "he"
 
 
-async def test_a_failure_of_a_whole_answer_is_its_status_however_late_it_comes() -> None:
-    async with Site(EchoFleet(fail_at=2)) as site:
-        assert_error(await post(site, "/v1/chat/completions", chat()), 500, "instance_error", None)
-
-
 @pytest.mark.parametrize("fail_at", [0, 1, 3])
 async def test_a_failed_attempt_that_can_be_resumed_is_not_seen_by_the_client(fail_at: int) -> None:
     fleet = EchoFleet(fail_at=fail_at, failed=Failed.of(Unavailable("the push failed")), failing=2)

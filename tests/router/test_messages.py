@@ -92,12 +92,7 @@ async def test_a_text_whole_and_streamed() -> None:
             "content": [{"type": "text", "text": "hello"}],
             "stop_reason": "max_tokens",
             "stop_sequence": None,
-            "usage": {
-                "input_tokens": 3,
-                "cache_read_input_tokens": 2,
-                "cache_creation_input_tokens": 0,
-                "output_tokens": 5,
-            },
+            "usage": {"input_tokens": 3, "cache_read_input_tokens": 2, "cache_creation_input_tokens": 0, "output_tokens": 5},
         }
         assert whole.id == f"msg_{whole._request_id}"
         stream = await client.messages.create(**message(), stream=True)
@@ -429,9 +424,7 @@ TITLE: dict[str, Any] = {
     "tools": [],
     "thinking": {"type": "disabled"},
     "metadata": {"user_id": "user_1_account__session_2"},
-    "output_config": {
-        "format": {"type": "json_schema", "schema": SCHEMA | {"additionalProperties": False}},
-    },
+    "output_config": {"format": {"type": "json_schema", "schema": SCHEMA | {"additionalProperties": False}}},
 }
 QUOTA: dict[str, Any] = {
     "model": MODEL,

@@ -39,7 +39,6 @@ from tests.router.bench import (
     placer_of,
     probes,
     route,
-    spec,
 )
 from tests.router.fakes import beat, hear
 
@@ -151,10 +150,7 @@ def test_a_request_that_no_memory_could_ever_hold_is_the_clients_error(fleet: Me
     assert raised.value.field == "max_tokens"
 
 
-@pytest.mark.parametrize(
-    ("members", "reason"),
-    [((), "no instance is live"), ((P0,), "no decode instance is live")],
-)
+@pytest.mark.parametrize(("members", "reason"), [((), "no instance is live"), ((P0,), "no decode instance is live")])
 def test_a_fleet_that_cannot_serve_says_why(members: tuple[InstanceInfo, ...], reason: str) -> None:
     fleet = new_fleet(*members)
     with pytest.raises(Unavailable, match=reason):
@@ -194,11 +190,6 @@ def bench() -> Bench:
 def record(bench: Bench) -> Record:
     (only,) = bench.core.requests.records()
     return only
-
-
-def test_every_candidate_is_named_best_first() -> None:
-    ((to, generate),) = generates(Bench(P0, D0, D1).submit(spec()))
-    assert (to, generate.decodes) == ("p0", ("d0", "d1"))
 
 
 def test_tokens_are_assigned_to_the_best_candidate_and_move_to_the_one_that_grants(bench: Bench) -> None:

@@ -210,12 +210,6 @@ def test_the_order_is_that_of_the_seconds_for_the_request_and_for_those_behind_i
     assert [seconds[name] for name in names] == pytest.approx(sorted(seconds.values()))
 
 
-def test_in_a_crowd_the_one_that_holds_the_prompt_is_found() -> None:
-    held = {member(f"p{number:02}", load=load()): 4 if number == 42 else 0 for number in range(100)}
-    candidates = line_of(held)
-    assert ranked(cache_aware(candidates, "prefill"), candidates, Demand(170, 8, index_of(held).match(PROMPT)))[0] == "p42"
-
-
 def test_holders_that_cannot_serve_do_not_hide_one_that_can() -> None:
     """A rolling restart: those that hold most drain."""
     held = {member(f"p{number:02}", load=load()): {42: 4, 7: 5, 8: 5, 9: 5}.get(number, 0) for number in range(100)}

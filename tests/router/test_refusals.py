@@ -64,11 +64,7 @@ REFUSED: dict[str, list[tuple[Any, str, str]]] = {
         ({"prompt": "x", "colour": 1}, "colour", ""),
         ({"prompt": "x" * (2**20 + 1)}, "prompt", ""),
     ],
-    "/detokenize": [
-        ({"tokens": [1000]}, "tokens", ""),
-        ({"tokens": [-1]}, "tokens[0]", ""),
-        ({"tokens": "x"}, "tokens", ""),
-    ],
+    "/detokenize": [({"tokens": [1000]}, "tokens", ""), ({"tokens": [-1]}, "tokens[0]", ""), ({"tokens": "x"}, "tokens", "")],
     "/v1/embeddings": [
         ({}, "input", "missing"),
         ({"input": []}, "input", "empty"),

@@ -247,7 +247,8 @@ async def test_a_call_of_grpc_is_traced_by_its_metadata(collector: Collector) ->
 
 
 FIGURES: dict[str, Any] = {"parent": {}, "asked": None, "choices": (), "status": 200, "begun_s": 0.0, "ended_s": 1.0}
-REPORT = ServedRequest(**FIGURES, **dict.fromkeys(("method", "path", "route", "request_id", "key", "answer_id", "session"), "x"))
+WORDS: dict[str, Any] = dict.fromkeys(("method", "path", "route", "request_id", "key", "answer_id", "session"), "x")
+REPORT = ServedRequest(**FIGURES, **WORDS)
 TROUBLES: dict[str, Callable[[Collector], object]] = {
     "dead": Collector.close,
     "hangs": lambda collector: collector.gate.clear(),

@@ -115,10 +115,7 @@ async def test_an_aborted_request_ends_with_what_it_has_got() -> None:
         parts = [json.loads(part.removeprefix("data: ")) for part in (await stream).text.split("\n\n")[:-2]]
         assert {
             part["index"]: part["meta_info"]["finish_reason"]["type"] for part in parts if part["meta_info"]["finish_reason"]
-        } == {
-            0: "abort",
-            1: "abort",
-        }
+        } == {0: "abort", 1: "abort"}
         assert (await post(site, "/abort_request", {"rid": "a"})).json() == {"aborted": 0}
         assert len(site.core.requests) == len(site.core.requests.clients) == 0
         assert_error(await post(site, "/abort_request", {}), 400, "invalid_request_error", "rid")
@@ -260,10 +257,7 @@ async def test_echo_without_an_answer_gives_the_prompt_only(site: Site) -> None:
 async def test_logprobs_of_the_prompt_have_the_form_of_vllm(site: Site) -> None:
     expected = [
         None,
-        {
-            "101": {"logprob": -0.25, "rank": 1, "decoded_token": "e"},
-            "102": {"logprob": -1.25, "rank": 2, "decoded_token": "f"},
-        },
+        {"101": {"logprob": -0.25, "rank": 1, "decoded_token": "e"}, "102": {"logprob": -1.25, "rank": 2, "decoded_token": "f"}},
     ]
     text = (await post(site, "/v1/completions", completion("he", prompt_logprobs=2))).json()
     assert text["choices"][0]["prompt_logprobs"] == expected and text["choices"][0]["logprobs"] is None

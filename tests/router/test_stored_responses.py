@@ -146,10 +146,7 @@ async def test_a_stream_in_the_background_goes_on_where_its_client_was_cut_off(t
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("by", ["itself", "another router"])
 async def test_a_cancelled_response_keeps_its_text_and_the_fleet_hears_of_it(tmp_path: Path, by: str, stream: bool) -> None:
-    async with (
-        storing(tmp_path, EchoFleet(stall_at=3)) as (site, client_of),
-        storing(tmp_path, life="router-b") as (_, other),
-    ):
+    async with storing(tmp_path, EchoFleet(stall_at=3)) as (site, client_of), storing(tmp_path, life="router-b") as (_, other):
         client = client_of()
         made: Any = await client.responses.create(input="hello", background=True, stream=stream, **ASK)
         name = (await anext(made)).response.id if stream else made.id
