@@ -39,12 +39,18 @@ def certified(folder: Path) -> Access:
     return read_access(AccessConfig(tls_cert=cert, tls_key=key))
 
 
+def openai_to(port: int, key: str = "none") -> openai.AsyncOpenAI:
+    """A client of the router at this port. To read the certificates of the world would take 50 ms each time."""
+    url, carrier = f"http://127.0.0.1:{port}/v1", openai.DefaultAsyncHttpxClient(verify=False)
+    return openai.AsyncOpenAI(base_url=url, api_key=key, max_retries=0, timeout=20, http_client=carrier)
+
+
 @asynccontextmanager
 async def openai_client(fleet: EchoFleet | None = None, **site_options: Any) -> AsyncIterator[openai.AsyncOpenAI]:
     async with (
         Site(fleet, **site_options) as site,
         listening(site) as port,
-        openai.AsyncOpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0, timeout=20) as client,
+        openai_to(port) as client,
     ):
         yield client
 
@@ -54,7 +60,10 @@ async def anthropic_client(fleet: EchoFleet | None = None, **site_options: Any) 
     async with (
         Site(fleet, **site_options) as site,
         listening(site) as port,
-        anthropic.AsyncAnthropic(base_url=f"http://127.0.0.1:{port}", api_key="none", max_retries=0, timeout=20) as client,
+        anthropic.DefaultAsyncHttpxClient(verify=False) as carrier,
+        anthropic.AsyncAnthropic(
+            base_url=f"http://127.0.0.1:{port}", api_key="none", max_retries=0, timeout=20, http_client=carrier
+        ) as client,
     ):
         yield client
 

@@ -14,7 +14,7 @@ import pytest
 from common.access import OPEN, Access, KeyRing
 from common.text.embedding import EmbeddingMode
 from router.api import batches
-from tests.router.calls import ALICE, BOB, completion, keyed, sent_to_fleet, until
+from tests.router.calls import ALICE, BOB, completion, keyed, openai_to, sent_to_fleet, until
 from tests.router.fakes import MODEL, EchoFleet, Site, listening
 from tests.router.test_stored_responses import config, storing
 
@@ -73,7 +73,7 @@ async def test_a_line_gets_the_answer_that_its_body_gets_by_itself(tmp_path: Pat
     async with (
         Site(config=config(tmp_path), embedding=EmbeddingMode("last", True, 2)) as site,
         listening(site) as port,
-        openai.AsyncOpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0) as client,
+        openai_to(port) as client,
     ):
         batch = await begun(client, lines([body, body], url), url)
         assert (batch.status, batch.output_file_id, batch.metadata) == ("validating", None, {"a": "b"})
@@ -335,7 +335,7 @@ async def test_a_large_file_comes_back_as_it_went_or_breaks_off_where_it_is_dele
     async with (
         Site(config=config(tmp_path), max_body_bytes=2**25) as site,
         listening(site) as port,
-        httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}/v1", headers=headers) as client,
+        httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}/v1", headers=headers, verify=False) as client,
     ):
         made = (await client.post("/files", data={"purpose": "batch"}, files={"file": ("a", content)})).json()
         assert made["bytes"] == len(content) and (await client.get(f"/files/{made['id']}/content")).content == content

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from common.access import OPEN, Access
 from common.config import ModelConfig, RouterConfig
 from common.errors import ConfigError
 from common.ids import ROUTER
@@ -354,24 +355,17 @@ async def answered(port: int, question: bytes = HEALTH, end: bytes = b"") -> byt
 SHORT_S = 0.05
 
 
-@pytest.mark.parametrize("dribble", [b"", b"GET /health HTTP/1.1\r\nHo", b"\r\n", b"G"])
+@pytest.mark.parametrize("first", [b"", HEALTH], ids=["at its beginning", "behind an answer"])
+@pytest.mark.parametrize("dribble", [b"", b"GET /health HTTP/1.1\r\n", b"\r\n", b"G"])
 async def test_a_connection_whose_request_does_not_arrive_is_dropped_and_counted(
-    site: Site, port: int, monkeypatch: pytest.MonkeyPatch, dribble: bytes
+    site: Site, port: int, monkeypatch: pytest.MonkeyPatch, first: bytes, dribble: bytes
 ) -> None:
+    if first and not dribble:
+        return  # it rests
     monkeypatch.setattr(server, "HEAD_S", SHORT_S)
-    reader, writer = await connected(port, dribble)
-    assert await ended(reader) == b""
-    assert dropped(site, Dropped.NO_HEAD) == 1
-    writer.close()
-
-
-@pytest.mark.parametrize("dribble", [b"\r\n", b"GET /health HTTP/1.1\r\n"])
-async def test_a_request_that_dribbles_in_behind_an_answer_is_dropped_too(
-    site: Site, port: int, monkeypatch: pytest.MonkeyPatch, dribble: bytes
-) -> None:
-    monkeypatch.setattr(server, "HEAD_S", SHORT_S)
-    reader, writer = await connected(port, HEALTH)
-    assert b"200 OK" in await asyncio.wait_for(reader.readuntil(b"}"), 5)
+    reader, writer = await connected(port, first)
+    if first:
+        assert b"200 OK" in await asyncio.wait_for(reader.readuntil(b"}"), 5)
     writer.write(dribble)
     assert await ended(reader) == b""
     assert dropped(site, Dropped.NO_HEAD) == 1
@@ -440,34 +434,26 @@ async def test_bodies_that_do_not_come_take_neither_pages_nor_places_from_others
             writer.close()
 
 
-async def test_of_too_many_bodies_that_do_not_come_the_oldest_is_dropped() -> None:
-    async with Site() as site, listening(site, most_waiting=2) as port:
+@pytest.mark.parametrize(
+    ("access", "most", "keys", "gone"),
+    [(OPEN, 2, (ALICE,) * 5, (0, 1, 2)), (keyed(), 3, (BOB, *(ALICE,) * 4), (1, 2))],
+    ids=["the oldest", "the oldest of the key with the most"],
+)
+async def test_of_too_many_bodies_that_do_not_come_some_are_dropped(
+    access: Access, most: int, keys: tuple[str, ...], gone: tuple[int, ...]
+) -> None:
+    async with Site(access=access) as site, listening(site, most_waiting=most) as port:
         clients = []
-        for _ in range(5):
-            clients.append(await asyncio.open_connection("127.0.0.1", port))
-            clients[-1][1].write(unfinished(0))
-            await until(lambda: len(site.core.requests.clients) == min(len(clients), 2))
-        for reader, _ in clients[:3]:
-            assert await ended(reader) == b""
-        assert dropped(site, Dropped.MANY_BODIES) == 3
-        assert b"[DONE]" in await answered(port, CHAT)
-        for _, writer in clients:
-            writer.close()
-
-
-async def test_of_too_many_bodies_that_do_not_come_one_of_the_key_with_the_most_is_dropped() -> None:
-    async with Site(access=keyed()) as site, listening(site, most_waiting=3) as port:
-        clients = []
-        for key in (BOB, ALICE, ALICE, ALICE, ALICE):
+        for key in keys:
             head = f"Host: localhost\r\nAuthorization: Bearer {key}\r\n".encode()
-            clients.append(await asyncio.open_connection("127.0.0.1", port))
-            clients[-1][1].write(unfinished(0).replace(b"Host: localhost\r\n", head))
-            await until(lambda: len(site.core.requests.clients) == min(len(clients), 3))
-        for reader, _ in clients[1:3]:
-            assert await ended(reader) == b"", "these are alice's oldest"
-        assert dropped(site, Dropped.MANY_BODIES) == 2
-        clients[0][1].write(b"}")
-        assert b" 400 " in await asyncio.wait_for(clients[0][0].readline(), 5), "bob's body is read"
+            clients.append(await connected(port, unfinished(0).replace(b"Host: localhost\r\n", head)))
+            await until(lambda: len(site.core.requests.clients) == min(len(clients), most))
+        for number in gone:
+            assert await ended(clients[number][0]) == b""
+        assert dropped(site, Dropped.MANY_BODIES) == len(gone)
+        reader, writer = clients[min({*range(5)} - {*gone})]
+        writer.write(b"}")
+        assert b" 400 " in await asyncio.wait_for(reader.readline(), 5), "that body is read"
         for _, writer in clients:
             writer.close()
 

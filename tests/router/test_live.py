@@ -124,22 +124,22 @@ async def test_figures_are_those_that_an_instance_reported() -> None:
     assert found["pace_us"] == 26_000, "10 ms, 2 ms for each of 3 rows, and 0.1 ms for each of 100 tokens"
 
 
-async def test_a_state_of_a_thousand_instances_and_as_many_requests_is_bounded() -> None:
-    members = [instance(f"{role}-{number:03}", role) for role in ("prefill", "decode") for number in range(500)]
+async def test_a_state_of_hundreds_of_instances_and_of_requests_is_bounded() -> None:
+    members = [instance(f"{role}-{number:03}", role) for role in ("prefill", "decode") for number in range(150)]
     bench = Bench()
     for member in members:
         bench.core.receive(Register(instance=member), 0.0)
-    specs = [spec(f"r{number}", number) for number in range(1000)]
+    specs = [spec(f"r{number}", number) for number in range(300)]
     with contextlib.suppress(Exception):
         bench.submit(*specs)
     view, _ = view_of(bench)
     state = await view.look(1.0)
-    assert len(state.lanes) <= MOST_LANES and state.links == [] and len(state.instances) == 1000
-    assert len(msgspec.json.encode(state)) < 100_000
+    assert len(state.lanes) <= MOST_LANES and state.links == [] and len(state.instances) == 300
+    assert len(msgspec.json.encode(state)) < 40_000
     for member in members:
         bench.core.receive(Goodbye(id=member.id, incarnation=member.incarnation), 1.5)
     marks = (await view.look(2.0)).marks
-    assert len(marks) == 9 and "992 more" in marks[-1].text
+    assert len(marks) == 9 and "292 more" in marks[-1].text
 
 
 # --- who looks, and what that costs --------------------------------------------------------------------------------------------

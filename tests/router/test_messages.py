@@ -243,35 +243,35 @@ async def test_tokens_are_counted_as_a_message_has_them() -> None:
             await client.messages.count_tokens(model="other", messages=asked["messages"])
 
 
-THINKING_CASES = [
-    ("plain", {"type": "adaptive"}, {}),
-    ("plain", {"type": "disabled"}, {}),
-    ("plain", {"type": "enabled", "budget_tokens": 2000}, "does not let the model think"),
-    (THINKS, {"type": "enabled"}, {}),
-    (THINKS, {"type": "adaptive", "budget_tokens": 0}, {}),
-    (THINKS, {"type": "disabled"}, "always lets the model think"),
-    (SWITCHES, {"type": "enabled"}, {"enable_thinking": True}),
-    (SWITCHES, {"type": "adaptive"}, {"enable_thinking": True}),
-    (SWITCHES, {"type": "disabled"}, {"enable_thinking": False}),
-    (SWITCHES, None, {}),
-]
+HIGH = {"output_config": {"effort": "high"}}
 
 
-@pytest.mark.parametrize(("template", "thinking", "expected"), THINKING_CASES)
-async def test_thinking_is_what_the_chat_template_can_do_or_refused(template: str, thinking: Any, expected: Any) -> None:
+@pytest.mark.parametrize(
+    ("template", "fields", "expected"),
+    [
+        ("plain", {"thinking": {"type": "adaptive"}}, {}),
+        ("plain", {"thinking": {"type": "disabled"}}, {}),
+        ("plain", {"thinking": {"type": "enabled", "budget_tokens": 2000}}, "does not let the model think"),
+        (THINKS, {"thinking": {"type": "enabled"}}, {}),
+        (THINKS, {"thinking": {"type": "adaptive", "budget_tokens": 0}}, {}),
+        (THINKS, {"thinking": {"type": "disabled"}}, "always lets the model think"),
+        (SWITCHES, {"thinking": {"type": "enabled"}}, {"enable_thinking": True}),
+        (SWITCHES, {"thinking": {"type": "adaptive"}}, {"enable_thinking": True}),
+        (SWITCHES, {"thinking": {"type": "disabled"}}, {"enable_thinking": False}),
+        (SWITCHES, {"thinking": None}, {}),
+        (THINKS, HIGH, {}),
+        (SWITCHES, HIGH, {"reasoning_effort": "high"}),
+    ],
+)
+async def test_thinking_and_effort_are_what_the_chat_template_can_do_or_refused(
+    template: str, fields: dict[str, Any], expected: Any
+) -> None:
     async with Site(chat_template=template) as site:
-        asked = read_message(json.dumps(message(thinking=thinking)).encode())
         if isinstance(expected, str):
-            refused = await post(site, "/v1/messages", message(thinking=thinking))
+            refused = await post(site, "/v1/messages", message() | fields)
             assert refused.status_code == 400 and expected in refused.json()["error"]["message"]
         else:
-            assert site.intake._chats.options(asked).arguments == expected
-
-
-async def test_effort_is_a_hint_for_templates_that_use_it() -> None:
-    for template, expected in ((THINKS, {}), (SWITCHES, {"reasoning_effort": "high"})):
-        async with Site(chat_template=template) as site:
-            asked = read_message(json.dumps(message(output_config={"effort": "high"})).encode())
+            asked = read_message(json.dumps(message() | fields).encode())
             assert site.intake._chats.options(asked).arguments == expected
 
 

@@ -134,6 +134,13 @@ def test_an_ending_is_told_to_the_instances_that_do_not_know_it(bench: Bench, en
 # --- out ---------------------------------------------------------------------------------------------------------------
 
 
+def test_a_client_that_leaves_cancels_everywhere_once(bench: Bench) -> None:
+    bench.text(0, "a")
+    assert bench.core.requests.cancel([RequestId("r")], 2.0) == [*cancels(P0, D0), close()]
+    assert bench.core.requests.cancel([RequestId("r")], 2.0) == []
+    assert bench.observer.endings == [Finished(reason="cancelled")]
+
+
 def test_a_client_that_does_not_read_is_given_up() -> None:
     bench = Bench(P0, D0, limit_chars=100).serving(spec(max_new_tokens=100))
     assert bench.text(0, "x" * 60) == []

@@ -331,6 +331,31 @@ def test_a_request_that_waits_too_long_ends_as_unavailable() -> None:
     assert generates(bench.core.receive(Register(instance=D1), 5.0)) == []
 
 
+def test_a_waiting_request_can_be_cancelled(bench: Bench) -> None:
+    bench.leave(D0, 2.0)
+    assert bench.core.requests.cancel([RequestId("r")], 3.0) == []
+    assert bench.endings() == [Finished(reason="cancelled")]
+    assert generates(bench.core.receive(Register(instance=D1), 4.0)) == []
+    assert bench.core.requests.next_deadline() is None
+
+
+def test_a_waiting_request_keeps_its_deadline() -> None:
+    bench = Bench(P0, D0, config=RouterConfig(request_timeout_s=4.0)).serving()
+    bench.leave(D0, 2.0)
+    bench.report(P0, 2.0)
+    assert bench.core.tick(4.0) == []
+    (ending,) = bench.endings()
+    assert isinstance(ending, Failed) and ending.status == 504
+    assert bench.core.requests.next_deadline() is None
+
+
+def test_of_two_times_that_are_over_at_once_one_ends_a_waiting_request() -> None:
+    bench = Bench(P0, D0, config=RouterConfig(resume_wait_s=2.0, request_timeout_s=4.0)).serving()
+    bench.leave(D0, 2.0)
+    bench.report(P0, 2.0)
+    assert bench.core.tick(4.5) == [] and len(bench.endings()) == 1
+
+
 def test_a_request_that_only_a_larger_instance_can_hold_waits_for_one() -> None:
     bench = Bench(P0, D0).serving(spec(max_new_tokens=200))
     bench.join(replace(instance("d2", "decode"), pools=(replace(D0.pools[0], total_pages=40),)), 1.0)

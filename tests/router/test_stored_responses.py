@@ -24,7 +24,7 @@ from common.ids import InstanceId
 from common.messages import Cancel
 from router.api.store import KEY_SHARE, WAITING, Store, StoreFailed
 from router.requests import Places
-from tests.router.calls import ALICE, BOB, keyed, sent_to_fleet, until
+from tests.router.calls import ALICE, BOB, keyed, openai_to, sent_to_fleet, until
 from tests.router.fakes import MODEL, EchoFleet, Site, listening
 
 pytestmark = pytest.mark.anyio
@@ -45,8 +45,7 @@ async def storing(
         port = await stack.enter_async_context(listening(site))
 
         def client(key: str = ALICE) -> openai.AsyncOpenAI:
-            url = f"http://127.0.0.1:{port}/v1"
-            made = openai.AsyncOpenAI(base_url=url, api_key=key, max_retries=0, timeout=20)
+            made = openai_to(port, key)
             stack.push_async_callback(made.close)
             return made
 
@@ -209,7 +208,7 @@ async def test_a_client_that_leaves_ends_its_answer_but_not_one_in_the_backgroun
     body = {"model": MODEL, "input": "hello", "max_output_tokens": 5, "store": True}
     async with Site(EchoFleet(stall_at=3), config(tmp_path)) as site, listening(site) as port:
         for fields, left in (({}, 0), ({"stream": True}, 0), ({"background": True, "stream": True}, 1)):
-            async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as client:
+            async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", verify=False) as client:
                 asking = asyncio.create_task(
                     client.post("/v1/responses", json=body | fields, headers={"x-request-id": f"r{left}"})
                 )
