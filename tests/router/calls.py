@@ -18,6 +18,10 @@ from common.messages import Generate
 from tests.router.fakes import MODEL, EchoFleet, Site, listening
 
 JSON = {"content-type": "application/json"}
+SCHEMA: dict[str, Any] = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+THOUGHT = "<think>\nwhich city?\n</think>\n\n"
+CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
+"""What models write that think, and call a tool."""
 ALICE, BOB, CONTROL = (f"{name}-0123456789abcdef" for name in ("alice", "bob", "control"))
 """Keys: two of the API, and the one of control."""
 
@@ -68,12 +72,12 @@ async def anthropic_client(fleet: EchoFleet | None = None, **site_options: Any) 
         yield client
 
 
-def message(text: str = "hello", **fields: Any) -> dict[str, Any]:
-    return {"model": MODEL, "messages": [{"role": "user", "content": text}], "max_tokens": 5} | fields
-
-
 def chat(text: str = "hello", **fields: Any) -> dict[str, Any]:
     return {"model": MODEL, "messages": [{"role": "user", "content": text}], "max_tokens": 5} | fields
+
+
+message = chat
+"""The body of POST /v1/messages is the same."""
 
 
 def completion(prompt: Any = "hello", **fields: Any) -> dict[str, Any]:

@@ -15,18 +15,13 @@ from msgspec.structs import replace
 
 from common.messages import ExpectAnswer
 from router.api.chat import call_for_template
-from tests.router.calls import assert_error, chat, openai_client, post, sent_to_fleet
+from tests.router.calls import CALL, SCHEMA, THOUGHT, assert_error, chat, openai_client, post, sent_to_fleet
 from tests.router.fakes import MODEL, EchoFleet, Site
 
 pytestmark = pytest.mark.anyio
 TEMPLATE = "{{ tools }} <tool_call> <think> {{ enable_thinking }}"
-SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 TOOLS: Any = [{"type": "function", "function": {"name": "weather", "description": "the weather", "parameters": SCHEMA}}]
-THOUGHT = "<think>\nwhich city?\n</think>\n\n"
-CALLS = (
-    '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>\n'
-    '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'
-)
+CALLS = CALL + "\n" + CALL.replace("Oslo", "Rome")
 
 
 @pytest.fixture

@@ -19,17 +19,14 @@ from router.api.parsing.formats import HERMES, THINK, AnswerFormat
 from router.api.parsing.parser import AnswerReading
 from router.api.tools import Function
 from router.requests import ChoiceDelta
-from tests.router.calls import ALICE, anthropic_client, keyed, message, post, sent_to_fleet, until
+from tests.router.calls import ALICE, CALL, SCHEMA, THOUGHT, anthropic_client, keyed, message, post, sent_to_fleet, until
 from tests.router.fakes import MODEL, CharTokenizer, EchoFleet, Site
 from tests.router.test_disconnects import RawClient
 
 pytestmark = pytest.mark.anyio
 THINKS = "{{ tools }} <tool_call> <think>"
 SWITCHES = THINKS + " {{ enable_thinking }} {{ reasoning_effort }}"
-SCHEMA: dict[str, Any] = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 TOOLS: Any = [{"name": "weather", "description": "the weather", "input_schema": SCHEMA}]
-THOUGHT = "<think>\nwhich city?\n</think>\n\n"
-CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
 ANSWER = THOUGHT + "Let me see.\n" + CALL + "\n" + CALL.replace("Oslo", "Rome")
 
 

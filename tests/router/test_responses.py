@@ -7,15 +7,12 @@ import openai
 import pytest
 
 from router.api.responses import read_response
-from tests.router.calls import openai_client, post, sent_to_fleet
+from tests.router.calls import CALL, SCHEMA, THOUGHT, openai_client, post, sent_to_fleet
 from tests.router.fakes import MODEL, EchoFleet, Site
 
 pytestmark = pytest.mark.anyio
 TEMPLATE = "{{ tools }} <tool_call> <think>"
-SCHEMA: dict[str, Any] = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 TOOLS: Any = [{"type": "function", "name": "weather", "description": "the weather", "parameters": SCHEMA, "strict": False}]
-THOUGHT = "<think>\nwhich city?\n</think>\n\n"
-CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
 
 
 def body(**fields: Any) -> bytes:
