@@ -18,10 +18,16 @@ pytestmark = pytest.mark.anyio
 
 class RawClient:
     """One HTTP request at the ASGI border, with hands on both channels. request_id: its X-Request-Id. is_whole: its body is there
-    from the start; otherwise the last byte comes with `send_rest`."""
+    from the start; otherwise the last byte comes with `send_rest`. more: headers."""
 
     def __init__(
-        self, site: Site, request_id: str = "mine", *, is_whole: bool = True, path: str = "/v1/chat/completions", **fields: Any
+        self,
+        site: Site,
+        request_id: str = "mine",
+        *more: tuple[bytes, bytes],
+        is_whole: bool = True,
+        path: str = "/v1/chat/completions",
+        **fields: Any,
     ) -> None:
         body = json.dumps(chat(**{"max_tokens": 50} | fields)).encode()
         self._to_app: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
@@ -43,7 +49,7 @@ class RawClient:
             "raw_path": path.encode(),
             "query_string": b"",
             "root_path": "",
-            "headers": [(b"content-type", b"application/json"), (b"x-request-id", request_id.encode())],
+            "headers": [(b"content-type", b"application/json"), (b"x-request-id", request_id.encode()), *more],
             "client": ("client", 1),
             "server": ("router", 80),
         }
