@@ -14,6 +14,7 @@ from common.errors import Conflict, NotFound, TandemError
 from common.ids import ROUTER, Incarnation, InstanceId, Life
 from common.instance.ports import Send
 from common.messages import (
+    SINCE,
     WIRE_VERSION,
     DoTask,
     Drain,
@@ -28,8 +29,7 @@ from common.messages import (
     TextDelta,
     Welcome,
 )
-from common.messages.tasks import LeaveGroup, ReadWeight, Task
-from common.messages.versions import SINCE
+from common.messages.variants import LeaveGroup, ReadWeight, Task
 from router import fleet as router_fleet
 from router.fleet import LEFT_ROUTE_S, REPLACED_REMEMBERED, SILENT_ROUTE_S, Members
 from tests.builders import instance
