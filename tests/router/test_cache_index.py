@@ -242,7 +242,7 @@ def test_whatever_is_lost_or_late_in_the_end_routers_know_what_is_cached(monkeyp
     monkeypatch.setattr(prompt_cache, "PART_NAMES", 1)
     monkeypatch.setattr(radix_cache, "MOST_CHANGES", 3)
     monkeypatch.setattr(cache_index, "EXPECTED_NAMES", 8)
-    run_state_machine_as_test(Followed, settings=settings(max_examples=40, stateful_step_count=40, deadline=None))
+    run_state_machine_as_test(Followed, settings=settings(max_examples=60, stateful_step_count=40, deadline=None))
 
 
 # --- who holds most ----------------------------------------------------------------------------------------------------------

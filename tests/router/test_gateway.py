@@ -105,6 +105,14 @@ async def test_a_new_detokenizer_gets_its_route_before_any_message_and_nothing_a
     assert rig.mail.asked == []
 
 
+async def test_an_instance_whose_connection_broke_is_lost_soon_unless_it_is_heard() -> None:
+    async with Rig(heartbeat_s=0.5, dead_after_s=60.0) as rig:
+        rig.hear(JOIN)
+        rig.gateway.connection_broken(D0.id)
+        rig.gateway.deliver(rig.gateway.core.tick(rig.clock() + 1.05))
+        assert rig.members() == []
+
+
 async def test_a_router_that_was_held_up_reads_its_mail_before_it_calls_anybody_silent() -> None:
     async with Rig(**IMPATIENT) as rig:
         rig.hear(JOIN)
