@@ -23,10 +23,10 @@ from tests.e2e.test_ranks import departure
 from tests.e2e.test_supervision import PROMPTS, begun
 from tests.e2e.test_token_exact import Reference, answers, demo_prompts
 from tests.kv_transfer.agents import nixl_kind
-from tests.kv_transfer.hosts import Cable, inside, processes_in
+from tests.kv_transfer.hosts import Cable, processes_in
 from tests.kv_transfer.test_transports import needs
 from tests.rig.client import Request, Streams
-from tests.rig.namespaces import Spot, two_namespaces
+from tests.rig.namespaces import Spot, inside, two_namespaces
 from tests.rig.pages import FleetPages, until
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(600)]
@@ -96,7 +96,7 @@ def fleet_on(cable: Cable, key: Path | None, decode: Sequence[str]) -> Iterator[
         return started[-1]
 
     near, far = cable.near, cable.far
-    with inside(near):
+    with inside(near.name):
         try:
             control = [trust] if key is None else [trust, "--insecure=on"]  # for HTTP, which has no keys here
             router = start("router", near, "--port=0", "--control-port=0", *control)

@@ -19,7 +19,7 @@ from kv_transfer.target_ranks import RankedTransfers
 from simulation.clock import Clock, LocalClock, Loop
 from simulation.instance import Instance, InstanceSize, Name, Process, SimulatedRank
 from simulation.network import Network, Post
-from tests.engine.toy import ToyExecutor, ToyRanks
+from tests.engine.toy import TOY_HEADS, ToyExecutor, ToyRanks
 from tests.kv_transfer.memory import MemoryTransport
 
 if TYPE_CHECKING:
@@ -38,6 +38,7 @@ class ToySize(InstanceSize):
     """Each instance has a host of its own."""
     prepare_s: float = 0.0
     """How long a grammar takes to be ready."""
+    kv_heads: int = TOY_HEADS
 
 
 def rank_address(name: Name, rank: int) -> str:
