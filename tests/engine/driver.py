@@ -120,3 +120,30 @@ class Driver:
         )
         self._starts, self._grown = [], {}
         return plan
+
+
+def handed_off(
+    run: Run, prompts: Sequence[Int32Array], sampling: Sequence[SamplingParams], tokens: int, pages_per_row: int, first_row: int
+) -> list[list[int]]:
+    """The answers when the prompts are computed in the first rows, and so many tokens in the rows from another one on, which get
+    the pages."""
+    count = len(prompts)
+    pages = np.arange(count * pages_per_row, dtype=np.int32).reshape(count, -1)
+    given = list(zip(pages, sampling, prompts, strict=True))
+    starts = tuple(RowStart(row, pages, params, token_ids=prompt) for row, (pages, params, prompt) in enumerate(given))
+    chunks = tuple(Chunk(row, 0, prompt, last=True) for row, prompt in enumerate(prompts))
+    answers = [[token] for token in run(StepPlan(1, starts, chunks)).tokens.tolist()]
+    known = [np.append(prompt, np.int32(answer[0])) for prompt, answer in zip(prompts, answers, strict=True)]
+    moved = tuple(
+        RowStart(
+            first_row + row, pages, params, length=len(prompt), last_token=int(known[row][-1]), token_ids=known[row],
+            answer_tokens=1,
+        )
+        for row, (pages, params, prompt) in enumerate(given)
+    )  # fmt: skip
+    rows = np.arange(first_row, first_row + count, dtype=np.int32)
+    for step in range(tokens - 1):
+        result = run(StepPlan(2 + step, moved if step == 0 else (), decode_rows=rows))
+        for answer, token in zip(answers, result.tokens.tolist(), strict=True):
+            answer.append(token)
+    return answers
