@@ -24,7 +24,7 @@ from transformers import (
 
 VOCAB = 500
 SIZES: dict[str, object] = {
-    "vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "max_position_embeddings": 512, "initializer_range": 0.2,
 }  # fmt: skip
 

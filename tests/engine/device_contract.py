@@ -69,7 +69,7 @@ class EngineContract:
     @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
     def test_steps_in_flight_give_the_tokens_of_one_step_at_a_time(self, tmp_path: Path, sampling: SamplingParams) -> None:
         """Rows start, grow, end and start again while earlier steps of theirs are in flight, and take over pages of such rows."""
-        made = self.runner(saved(qwen3(), tmp_path), max_running=4, kv_memory="512KiB", context_tokens=64)
+        made = self.runner(saved(qwen3(), tmp_path), max_running=4, kv_memory="336KiB", context_tokens=64)
         random = np.random.default_rng(1)
         asked, counts = random.integers(1, 40, (2, 14))
         assert int(((asked + counts) // 16).sum()) > made.description.total_pages, "pages are used again"
