@@ -5,6 +5,7 @@ Owns their sizes. What they answer is peaked, so that rounding decides nothing.
 
 from pathlib import Path
 
+import numpy as np
 import torch
 from transformers import (
     LlamaConfig,
@@ -21,6 +22,8 @@ from transformers import (
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
 )
+
+from common.ids import Int32Array
 
 VOCAB = 500
 SIZES: dict[str, object] = {
@@ -67,3 +70,9 @@ def saved(model: PreTrainedModel, path: Path) -> Path:
             torch.nn.init.uniform_(parameter, 0.5, 1.5)  # norms and biases that matter
     model.save_pretrained(path)
     return path
+
+
+def prompts_of(*lengths: int) -> list[Int32Array]:
+    """Random tokens, the same for as many prompts."""
+    random = np.random.default_rng(len(lengths))
+    return [random.integers(3, VOCAB, length).astype(np.int32) for length in lengths]

@@ -19,9 +19,10 @@ from engine.model_runner import ModelRunner
 from engine.models.decoder import Decoder
 from engine.replay import CudaGraphs
 from tests.engine import exact
-from tests.engine.checkpoints import VOCAB, llama, qwen3, saved
-from tests.engine.device_contract import GREEDY, SAMPLED, EngineContract
+from tests.engine.checkpoints import llama, prompts_of, qwen3, saved
+from tests.engine.device_contract import SAMPLED, EngineContract
 from tests.engine.driver import Driver
+from tests.engine.exact import GREEDY
 from tests.engine.test_graphs import EVERY_KIND, Engine, check_any_later_batch, check_spare_page, every_model
 
 CARD = "cuda:0"
@@ -34,8 +35,8 @@ import json, sys
 import numpy as np
 from common.config import EngineConfig, ModelConfig
 from engine.model_runner import ModelRunner
-from tests.engine.device_contract import GREEDY
 from tests.engine.driver import Driver
+from tests.engine.exact import GREEDY
 made = ModelRunner(ModelConfig(), EngineConfig(device="cuda:0", sharers=2, attention="torch"), lambda text: None)
 (answer,) = Driver(made.run, made.description).answers([np.arange(300, 340, dtype=np.int32)], 8, GREEDY)
 print(json.dumps({"pool_bytes": made.description.memory.region_bytes, "answer": answer}), flush=True)
@@ -53,8 +54,7 @@ class TestEngineOnACard(EngineContract):
     ) -> None:
         model = make(max_position_embeddings=2048)
         made = self.runner(saved(model, tmp_path), kv_memory="256MiB", max_running=32)
-        random = np.random.default_rng(6)
-        asked = [random.integers(3, VOCAB, length).astype(np.int32) for length in (2000, *random.integers(1, 600, 31))]
+        asked = prompts_of(2000, *np.random.default_rng(6).integers(1, 600, 31))
         exact.assert_exact(model, exact.answers(made, asked, 5, chunk_tokens=512))
 
 

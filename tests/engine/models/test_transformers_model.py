@@ -21,7 +21,7 @@ from engine.models.transformers_check import Different, described_mask
 from engine.models.transformers_model import TransformersModel, load_transformers_model
 from engine.models.weights import Loading
 from engine.ports import LayerAttention
-from tests.engine.checkpoints import VOCAB, mixtral, saved
+from tests.engine.checkpoints import VOCAB, mixtral, prompts_of, saved
 from tests.engine.exact import answers, assert_exact, runner
 
 SIZES: dict[str, Any] = {
@@ -58,9 +58,7 @@ def test_greedy_answers_equal_those_of_transformers(tmp_path: Path, what: str) -
     model = MODELS[what]()
     said: list[str] = []
     made = runner(saved(model, tmp_path), said.append, page_size=8)
-    random = np.random.default_rng(4)
-    prompts = [random.integers(3, VOCAB, length).astype(np.int32) for length in (1, 23, 24, 120)]
-    assert_exact(model, answers(made, prompts, 6, chunk_tokens=37))
+    assert_exact(model, answers(made, prompts_of(1, 23, 24, 120), 6, chunk_tokens=37))
     assert any("through transformers' own implementation" in line and "slower" in line for line in said)
 
 
