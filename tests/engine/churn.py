@@ -1,21 +1,40 @@
 """Serves requests in random order: rows start, pause, move and end at any step, and the next request takes the pages that were
 freed last. With drafts: some are right, some are wrong, some reach the end of a page, of an answer or of the batch.
 
-Owns the schedule and the drafts. Knows no executor: it is given a function that runs a plan, and the answers without drafts.
+Owns the requests of every kind, the schedule and the drafts. Knows no executor: it is given a function that runs a plan. Answers
+are those of the requests alone and without drafts.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+import pytest
 
 from common.executor import Chunk, EngineDescription, RowStart, StepPlan, StepResult, count_right
 from common.ids import Digest, Int32Array
 from common.messages import TokenLogprob
 from common.sampling_params import SamplingParams
-from tests.engine.driver import Run
+from tests.engine.checkpoints import VOCAB
+from tests.engine.driver import Driver, Run
 
+ROWS, PAGES, CONTEXT = 5, 120, 96
+KINDS = [
+    SamplingParams(max_new_tokens=99, temperature=0.0, logprobs=3),
+    SamplingParams(max_new_tokens=99, temperature=0.9, seed=5),
+    SamplingParams(max_new_tokens=99, temperature=1.1, top_k=7, seed=6, logprobs=0),
+    SamplingParams(max_new_tokens=99, temperature=0.8, top_p=0.9, min_p=0.02, seed=7),
+    SamplingParams(max_new_tokens=99, temperature=0.9, seed=8, repetition_penalty=1.4, frequency_penalty=0.5, logprobs=2),
+    SamplingParams(max_new_tokens=99, temperature=0.0, min_tokens=9, stop_token_ids=tuple(range(0, VOCAB, 2)), bad_words=((7,),)),
+    SamplingParams(
+        max_new_tokens=99, temperature=0.0, logit_bias=((17, 9.0), (30, -5.0)), presence_penalty=1.0, logprob_ids=(5, 9),
+        logprobs=2,
+    ),
+    SamplingParams(max_new_tokens=99, temperature=0.7, seed=9, min_tokens=6, logit_bias=((8, 6.0),), bad_words=((8, 8), (9,))),
+]  # fmt: skip
 DEPTHS = (0, 0, 1, 2, 4, 9)
+Told = list[list[TokenLogprob]]
+"""The log probabilities of each answer."""
 
 
 @dataclass(slots=True, eq=False)
@@ -165,3 +184,44 @@ class Churn:
             asked.drafts[at] = (asked.drafts[at] + 1) % self._vocab
             if self._random.random() < 0.5:
                 asked.drafts[at + 1 :] = self._random.integers(0, self._vocab, len(asked.drafts) - at - 1).tolist()
+
+
+def asked_by(count: int, seed: int, adapters: Sequence[Digest] = ()) -> list[Asked]:
+    """Some of them fill the context to its last token."""
+    random, all_asked = np.random.default_rng(seed), list[Asked]()
+    for at in range(count):
+        prompt = random.integers(3, VOCAB, int(random.integers(1, 60))).astype(np.int32)
+        tokens = CONTEXT - len(prompt) if at % 8 == 0 else int(random.integers(1, 34))
+        adapter = adapters[at % len(adapters)] if adapters else Digest("")
+        all_asked.append(Asked(prompt, KINDS[at % len(KINDS)], adapter, expected=[0] * tokens))
+    return all_asked
+
+
+def answer_without_drafts(run: Run, engine: EngineDescription, requests: Sequence[Asked]) -> Told:
+    """What each answers alone and without drafts becomes what is expected."""
+    told = Told()
+
+    def heard(plan: StepPlan) -> StepResult:
+        result = run(plan)
+        told[-1].extend(result.logprobs.by_row().get(0, ()))
+        return result
+
+    for asked in requests:
+        told.append([])
+        driver = Driver(heard, engine, adapters=[asked.adapter])
+        asked.expected = driver.answers([asked.prompt], len(asked.expected), asked.sampling)[0]
+    return told
+
+
+def check(run: Run, engine: EngineDescription, requests: Sequence[Asked], told: Told, wrong: float, error: float = 1e-4) -> None:
+    """The requests are answered as expected. error: the tolerated one of log probabilities."""
+    begun = [Asked(each.prompt, each.sampling, each.adapter, each.expected) for each in requests]
+    churn = Churn(run, engine, ROWS, PAGES, seed=1, wrong=wrong)
+    churn.serve(begun)
+    for asked, expected_told in zip(begun, told, strict=True):
+        assert asked.answer == asked.expected
+        for ours, theirs in zip(asked.told, expected_told, strict=True):
+            assert ours.token_id == theirs.token_id and ours.logprob == pytest.approx(theirs.logprob, abs=error)
+            assert [token for token, _ in ours.top] == [token for token, _ in theirs.top]
+    assert churn.mixed > 1 and churn.drafted > 50
+    assert 0 < churn.right <= churn.drafted and (churn.right == churn.drafted) == (wrong == 0)

@@ -38,7 +38,7 @@ def drafted_by(model: PreTrainedModel, known: list[int], count: int) -> list[int
 def test_the_drafts_of_the_same_model_are_all_right(tmp_path: Path, changes: dict[str, Any]) -> None:
     """Also sampled ones, because they have the same noise; a penalty is nothing that it knows."""
     path = saved(qwen3(), tmp_path)
-    asked = requests(11, KINDS[:3], 1)
+    asked = requests(8, KINDS[:3], 1)
     without, with_it = (serve(made(path, drafts, **changes), asked, chunk_tokens=400) for drafts in (None, path))
     assert with_it.answers == without.answers
     counters = with_it.counters
@@ -54,7 +54,7 @@ def test_a_model_that_agrees_now_and_then_changes_no_answer_and_proposes_what_tr
     served, draft = qwen3(), tmp_path / "small"
     path, small = saved(served, tmp_path / "served"), nearly(served, 0.15)
     small.save_pretrained(draft)
-    asked = requests(12, KINDS, 2)
+    asked = requests(8, KINDS, 2)
     without, with_it = serve(made(path, None), asked), serve(made(path, draft), asked)
     assert with_it.answers == without.answers
     counters = with_it.counters
@@ -74,7 +74,7 @@ def test_a_model_that_agrees_now_and_then_changes_no_answer_and_proposes_what_tr
 
 def test_two_ranks_share_out_a_draft_model_of_another_shape(tmp_path: Path) -> None:
     path, draft = saved(qwen3(), tmp_path / "served"), saved(llama(num_hidden_layers=1), tmp_path / "small")
-    agree, asked = least_of(2), requests(8, KINDS, 3)
+    agree, asked = least_of(2), requests(4, KINDS, 3)
 
     def run(group: Group) -> tuple[list[list[int]], int]:
         served = serve(made(path, draft, group, agree), asked)
@@ -113,7 +113,7 @@ def test_a_draft_model_with_a_shorter_context_is_refused_by_name(tmp_path: Path)
 def test_a_vocabulary_of_another_size_is_no_hindrance(tmp_path: Path) -> None:
     """Checkpoints of one family pad their tables differently."""
     path = saved(qwen3(), tmp_path / "served")
-    asked = requests(6, KINDS, 6)
+    asked = requests(4, KINDS, 6)
     expected = serve(made(path, None), asked).answers
     for vocab in (VOCAB - 7, VOCAB + 9):
         draft = saved(nearly(qwen3(vocab_size=vocab), 0.0), tmp_path / f"{vocab}")

@@ -10,10 +10,8 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from common.executor import Chunk, EngineDescription, RowStart, StepPlan, StepResult
+from common.executor import Chunk, RowStart, StepPlan, StepResult
 from common.ids import Digest
-from common.messages import TokenLogprob
-from common.sampling_params import SamplingParams
 from common.step_cost import StepCost
 from engine.cpu import attention
 from engine.model_runner import ModelRunner
@@ -21,75 +19,14 @@ from engine.parallel import Group
 from engine.timed import Pace, TimedExecutor
 from tests.builders import HandClock, engine
 from tests.engine import exact
-from tests.engine.checkpoints import VOCAB, llama, mistral, mixtral, qwen3, saved
-from tests.engine.churn import Asked, Churn
-from tests.engine.driver import Driver, Run
+from tests.engine.checkpoints import llama, mistral, mixtral, qwen3, saved
+from tests.engine.churn import CONTEXT, KINDS, PAGES, Asked, Told, answer_without_drafts, asked_by, check
 from tests.engine.exact import Answer, reference_logits
 from tests.engine.lora_folders import Lora
 from tests.engine.packed import CAN_RECORD, pack_everything
 from tests.engine.ranks import least_of, on_ranks, runner_of
 from tests.engine.test_graphs import Attend, Engine, flashinfer_attention, torch_attention
 from tests.engine.test_lora import adapted
-
-ROWS, PAGES, CONTEXT = 5, 90, 96
-KINDS = [
-    SamplingParams(max_new_tokens=99, temperature=0.0, logprobs=3),
-    SamplingParams(max_new_tokens=99, temperature=0.9, seed=5),
-    SamplingParams(max_new_tokens=99, temperature=1.1, top_k=7, seed=6, logprobs=0),
-    SamplingParams(max_new_tokens=99, temperature=0.8, top_p=0.9, min_p=0.02, seed=7),
-    SamplingParams(max_new_tokens=99, temperature=0.9, seed=8, repetition_penalty=1.4, frequency_penalty=0.5, logprobs=2),
-    SamplingParams(max_new_tokens=99, temperature=0.0, min_tokens=9, stop_token_ids=tuple(range(0, VOCAB, 2)), bad_words=((7,),)),
-    SamplingParams(
-        max_new_tokens=99, temperature=0.0, logit_bias=((17, 9.0), (30, -5.0)), presence_penalty=1.0, logprob_ids=(5, 9),
-        logprobs=2,
-    ),
-    SamplingParams(max_new_tokens=99, temperature=0.7, seed=9, min_tokens=6, logit_bias=((8, 6.0),), bad_words=((8, 8), (9,))),
-]  # fmt: skip
-
-
-def asked_by(count: int, seed: int, adapters: Sequence[Digest] = ()) -> list[Asked]:
-    """Some of them fill the context to its last token."""
-    random, all_asked = np.random.default_rng(seed), list[Asked]()
-    for at in range(count):
-        prompt = random.integers(3, VOCAB, int(random.integers(1, 60))).astype(np.int32)
-        tokens = CONTEXT - len(prompt) if at % 8 == 0 else int(random.integers(1, 34))
-        adapter = adapters[at % len(adapters)] if adapters else Digest("")
-        all_asked.append(Asked(prompt, KINDS[at % len(KINDS)], adapter, expected=[0] * tokens))
-    return all_asked
-
-
-Told = list[list[TokenLogprob]]
-"""The log probabilities of each answer."""
-
-
-def answer_without_drafts(run: Run, engine: EngineDescription, requests: Sequence[Asked]) -> Told:
-    """What each answers alone and without drafts becomes what is expected."""
-    told = Told()
-
-    def heard(plan: StepPlan) -> StepResult:
-        result = run(plan)
-        told[-1].extend(result.logprobs.by_row().get(0, ()))
-        return result
-
-    for asked in requests:
-        told.append([])
-        driver = Driver(heard, engine, adapters=[asked.adapter])
-        asked.expected = driver.answers([asked.prompt], len(asked.expected), asked.sampling)[0]
-    return told
-
-
-def check(run: Run, engine: EngineDescription, requests: Sequence[Asked], told: Told, wrong: float, error: float = 1e-4) -> None:
-    """The requests are answered as expected. error: the tolerated one of log probabilities."""
-    begun = [Asked(each.prompt, each.sampling, each.adapter, each.expected) for each in requests]
-    churn = Churn(run, engine, ROWS, PAGES, seed=1, wrong=wrong)
-    churn.serve(begun)
-    for asked, expected_told in zip(begun, told, strict=True):
-        assert asked.answer == asked.expected
-        for ours, theirs in zip(asked.told, expected_told, strict=True):
-            assert ours.token_id == theirs.token_id and ours.logprob == pytest.approx(theirs.logprob, abs=error)
-            assert [token for token, _ in ours.top] == [token for token, _ in theirs.top]
-    assert churn.mixed > 1 and churn.drafted > 50
-    assert 0 < churn.right <= churn.drafted and (churn.right == churn.drafted) == (wrong == 0)
 
 
 def check_greedy(model: PreTrainedModel, requests: Sequence[Asked]) -> None:

@@ -17,18 +17,12 @@ from common.sampling_params import SamplingParams
 from engine.torch_kernels import gumbel, token_noise
 from tests.engine.checkpoints import VOCAB, llama, saved
 from tests.engine.driver import Driver, handed_off
+from tests.engine.exact import GREEDY
 from tests.engine.logits.plain import Logits, log_softmax, processed
-from tests.engine.test_graphs import EOS, TOKENS, Engine
+from tests.engine.test_graphs import EOS, TOKENS, Engine, prompts
 
-GREEDY = SamplingParams(max_new_tokens=99, temperature=0.0)
 NEAR = 1e-4
 """Between float32 here and in transformers."""
-
-
-def prompts(count: int) -> list[Int32Array]:
-    """All longer than a chunk but the first."""
-    random = np.random.default_rng(7)
-    return [random.integers(3, VOCAB, 1 + 9 * row).astype(np.int32) for row in range(count)]
 
 
 @pytest.fixture(scope="module")

@@ -13,11 +13,12 @@ from transformers import PreTrainedModel
 
 from common.errors import ConfigError
 from common.executor import EngineDescription, ExecutorFailed, StepPlan, StepResult
+from common.ids import Int32Array
 from common.messages import EngineChoices, ModelIdentity
 from common.pages.layout import KVDtype, KVLayout
 from common.sampling_params import SamplingParams
 from engine import model_runner
-from engine.backends import ChosenAttention, make_kernels
+from engine.backends import make_kernels
 from engine.gpu.flashinfer import AttentionNeeds, FlashInferAttention
 from engine.kv_memory import KVMemory
 from engine.logits_processors import make_processors
@@ -31,10 +32,10 @@ from engine.step_runner import StepRunner
 from engine.torch_kernels import Kernels
 from tests.engine import exact
 from tests.engine.attention.flashinfer_double import FlashInferDouble
-from tests.engine.checkpoints import VOCAB, llama, mistral, qwen3, saved
+from tests.engine.checkpoints import VOCAB, llama, mistral, prompts_of, qwen3, saved
 from tests.engine.driver import Driver
 from tests.engine.graph_recorder import NotCapturable, RecordedGraphs
-from tests.engine.padded_attention import CapturablePaged
+from tests.engine.padded_attention import CapturablePaged, as_on_a_card
 
 CPU = torch.device("cpu")
 ROWS, PAGES, CONTEXT, TOKENS = 8, 200, 96, 14
@@ -118,13 +119,12 @@ class Engine:
     def run(self, plan: StepPlan) -> StepResult:
         return self.steps.launch(plan).wait()
 
-    def answers(self, prompts: list[np.ndarray], sampling: list[SamplingParams]) -> list[list[int]]:
+    def answers(self, prompts: list[Int32Array], sampling: list[SamplingParams]) -> list[list[int]]:
         return Driver(self.run, self.description, growing=True).answers(prompts, TOKENS, sampling, chunk_tokens=20)
 
 
-def prompts(count: int) -> list[np.ndarray]:
-    random = np.random.default_rng(count)
-    return [random.integers(3, VOCAB, 1 + 9 * row).astype(np.int32) for row in range(count)]
+def prompts(count: int) -> list[Int32Array]:
+    return prompts_of(*range(1, 9 * count, 9))
 
 
 @pytest.fixture(scope="module")
@@ -227,14 +227,7 @@ class FailsAt:
 
 
 def captured_runner(path: Path, monkeypatch: pytest.MonkeyPatch, maker: GraphMaker, graphs: str = "auto") -> ModelRunner:
-    """As a card's runner, with attention that can be captured."""
-
-    def chosen(needs: AttentionNeeds, *others: object) -> ChosenAttention:
-        return ChosenAttention(CapturablePaged(needs.memory, needs.query_heads, needs.layers, needs.dtype), "padded")
-
-    monkeypatch.setattr(model_runner, "make_attention", chosen)
-    monkeypatch.setattr(model_runner, "make_kernels", lambda device: Kernels())
-    monkeypatch.setattr(ModelRunner, "_graph_maker", lambda self: maker)
+    as_on_a_card(monkeypatch, maker)
     return exact.runner(path, graph_sizes="1,2,4", max_running=4, graphs=graphs)
 
 

@@ -25,21 +25,17 @@ from common.ids import Digest
 from common.messages.tasks import ReadAdapter
 from common.messages.weights import WeightsOnDisk
 from common.sampling_params import SamplingParams
-from engine import model_runner
-from engine.backends import ChosenAttention
 from engine.lora.adapter_files import Adapter, read_adapter
 from engine.lora.adapter_slots import AdapterSlots
 from engine.model_runner import ModelRunner
-from engine.replay import Recording
 from engine.torch_executor import TorchExecutor
-from engine.torch_kernels import Kernels
 from tests.engine.checkpoints import VOCAB, llama, mixtral, qwen2, qwen3, saved
 from tests.engine.driver import Driver
 from tests.engine.exact import GREEDY, Answer, answers, assert_exact, heard_answers, recorded_logits, reference_logits, runner
 from tests.engine.graph_recorder import RecordedGraphs
 from tests.engine.lora_folders import ATTENTION, Lora
-from tests.engine.packed import CAN_RECORD, pack_everything
-from tests.engine.padded_attention import CapturablePaged
+from tests.engine.packed import CAN_RECORD, counted_replays, pack_everything
+from tests.engine.padded_attention import as_on_a_card
 from tests.engine.ranks import least_of, on_ranks, runner_of
 
 NONE, WAIT_S = Digest(""), 60.0
@@ -138,24 +134,19 @@ def test_steps_are_replayed_and_those_without_adapters_are_bit_by_bit_those_of_a
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pack_everything(monkeypatch)
-    model, replays, original = qwen3(), list[int](), Recording.run
-
-    def counted(self: Recording, *args: Any) -> tuple[Tensor, ...]:
-        replays.append(1)
-        return original(self, *args)
-
-    monkeypatch.setattr(Recording, "run", counted)
+    model = qwen3()
     made, (digest,) = adapted(model, tmp_path, LORAS[:1], graphs="on", max_running=4)
     plain = runner(tmp_path / "model", graphs="on", max_running=4, dtype="float32")
-    given, expected = (answers(each, PROMPTS[:3], 6, 60) for each in (made, plain))
-    assert len(replays) == 2 * 5
-    for one, other in zip(given, expected, strict=True):
-        assert one.tokens == other.tokens and all(map(torch.equal, one.logits, other.logits))
-    assert_merged(model, [LORAS[0], None, None], answers(made, PROMPTS[:3], 6, 60, [digest, NONE, NONE]))
-    assert len(replays) == 3 * 5, "rows with an adapter and without, in one replay"
-    assert_merged(model, [None, LORAS[0], LORAS[0]], answers(made, PROMPTS[:3], 6, 60, [NONE, digest, digest]))
-    again = answers(made, PROMPTS[:3], 6, 60)
-    assert len(replays) == 5 * 5 and [one.tokens for one in again] == [one.tokens for one in expected]
+    with counted_replays() as replays:
+        given, expected = (answers(each, PROMPTS[:3], 6, 60) for each in (made, plain))
+        assert len(replays) == 2 * 5
+        for one, other in zip(given, expected, strict=True):
+            assert one.tokens == other.tokens and all(map(torch.equal, one.logits, other.logits))
+        assert_merged(model, [LORAS[0], None, None], answers(made, PROMPTS[:3], 6, 60, [digest, NONE, NONE]))
+        assert len(replays) == 3 * 5, "rows with an adapter and without, in one replay"
+        assert_merged(model, [None, LORAS[0], LORAS[0]], answers(made, PROMPTS[:3], 6, 60, [NONE, digest, digest]))
+        again = answers(made, PROMPTS[:3], 6, 60)
+        assert len(replays) == 5 * 5 and [one.tokens for one in again] == [one.tokens for one in expected]
 
 
 def test_int8_layers_get_the_deltas_in_float(tmp_path: Path) -> None:
@@ -195,10 +186,6 @@ def test_a_graph_computes_the_adapters_of_any_later_batch(tmp_path: Path, monkey
     """Captured once for each size, with adapters and without: it reads which rows have which from tensors that stay."""
     model, captured = qwen3(), list[int]()
 
-    def attention(needs: Any, asked: str, kernels: Any, progress: Any) -> ChosenAttention:
-        made = CapturablePaged(needs.memory, needs.query_heads, needs.layers, needs.dtype)
-        return ChosenAttention(made, "torch")
-
     class Graphs(RecordedGraphs):
         def capture(self, run: Callable[[], None]) -> Callable[[], None]:
             captured.append(0)
@@ -210,9 +197,7 @@ def test_a_graph_computes_the_adapters_of_any_later_batch(tmp_path: Path, monkey
 
             return counted
 
-    monkeypatch.setattr(model_runner, "make_attention", attention)
-    monkeypatch.setattr(model_runner, "make_kernels", lambda device: Kernels())  # recorded graphs see torch's operations alone
-    monkeypatch.setattr(ModelRunner, "_graph_maker", lambda self: Graphs())
+    as_on_a_card(monkeypatch, Graphs())
     loras = LORAS[:3]
     made, digests = adapted(model, tmp_path, loras, max_running=8, graph_sizes="2,8")
     assert len(captured) == 4

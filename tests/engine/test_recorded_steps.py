@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from unittest import mock
 
 import pytest
 import torch
@@ -13,11 +12,10 @@ from common.errors import ConfigError
 from common.executor import StepPlan, StepResult
 from engine.model_runner import ModelRunner
 from engine.models import linear as packing
-from engine.replay import Recording
 from tests.engine.checkpoints import llama, mistral, mixtral, qwen2, qwen3, saved
 from tests.engine.driver import Driver
 from tests.engine.exact import recorded_logits, runner
-from tests.engine.packed import CAN_RECORD, pack_everything
+from tests.engine.packed import CAN_RECORD, counted_replays, pack_everything
 from tests.engine.test_graphs import EVERY_KIND, prompts
 
 pytestmark = pytest.mark.skipif(not CAN_RECORD, reason="there is no C compiler")
@@ -37,15 +35,7 @@ def packed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def replays() -> Iterator[list[int]]:
-    """How many calls each replay made."""
-    made: list[int] = []
-    original = Recording.run
-
-    def counted(self: Recording, *args: object) -> tuple[torch.Tensor, ...]:
-        made.append(len(self._calls))
-        return original(self, *args)  # type: ignore[arg-type]
-
-    with mock.patch.object(Recording, "run", counted):
+    with counted_replays() as made:
         yield made
 
 

@@ -4,6 +4,7 @@ drafts."""
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -14,7 +15,9 @@ from common.executor import Chunk, RowStart, StepPlan
 from common.ids import Int32Array
 from common.model_path import resolve_model_path
 from common.sampling_params import Grammar, SamplingParams
+from engine import model_runner
 from engine.grammar import masks
+from engine.grammar.compiler import Compiler
 from engine.model_runner import ModelRunner
 from tests.engine.churn import Asked, Churn
 from tests.engine.driver import Driver, handed_off
@@ -30,8 +33,11 @@ MODEL: Path = resolve_model_path("demo")
 
 @pytest.fixture(scope="module")
 def runner() -> Iterator[ModelRunner]:
-    """Its grammars are compiled in a process of their own."""
-    runner = ModelRunner(ModelConfig(), EngineConfig(kv_memory="16MiB", context_tokens=512, max_running=12), lambda text: None)
+    """Its grammars are compiled in this process, and not in one of their own."""
+    with mock.patch.object(model_runner, "CompilerProcess", Compiler):
+        runner = ModelRunner(
+            ModelConfig(), EngineConfig(kv_memory="16MiB", context_tokens=512, max_running=12), lambda text: None
+        )
     assert runner.grammars is not None
     for sampling in ASKED:
         if sampling.grammar is not None:
