@@ -24,7 +24,7 @@ AGES_S = st.floats(0.0, 3.0)
 SECONDS = st.sampled_from([0.0, 0.4, 0.4, 1.1, 1.1, 6.0, 21.0])
 OWNERS = st.sampled_from(["", "alice", "bob"])
 SELDOM = st.integers(0, 9).map(lambda drawn: drawn == 9)
-SETTINGS = settings(max_examples=30 if settings().derandomize else 150, stateful_step_count=60, deadline=None)
+SETTINGS = settings(max_examples=50 if settings().derandomize else 150, stateful_step_count=60, deadline=None)
 """Fewer where each run makes the same examples: those would find in the tenth run what they found in the first."""
 
 
