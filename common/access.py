@@ -1,6 +1,7 @@
-"""Who may use the router's HTTP side: the API keys, the control key, and the certificate that the router shows.
+"""Who may talk to whom: the cluster key that all processes of a fleet have, the API keys and the control key of the router's HTTP
+side, the certificate that the router shows, and the rules about addresses without keys.
 
-Owns their files, and the rule about addresses without API keys. A key is kept as a digest only; none is ever in a `repr`, an
+Owns their files, and what is derived from the cluster key. API keys are kept as digests only; no key is ever in a `repr`, an
 error, a log or a command line, which name the files. Opens no socket. Does not know HTTP.
 
 A file of API keys has one key in each line, behind its name. Lines that begin with # are comments:
@@ -9,9 +10,12 @@ A file of API keys has one key in each line, behind its name. Lines that begin w
     build-farm 83d0a6c1f2e94b57ad10
 """
 
+import hashlib
+import os
 import re
 import secrets
 import ssl
+import stat
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from hashlib import blake2b
@@ -19,9 +23,92 @@ from hmac import compare_digest
 from pathlib import Path
 
 from common.addresses import OWNER_CHARS, host_of, is_loopback
-from common.config import AccessConfig
+from common.config import AccessConfig, SecurityConfig
 from common.errors import ConfigError, needs_file
-from common.trust import read_private_file
+
+KEY_BYTES = 32
+MOST_KEY_FILE_BYTES = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterKey:
+    """Secret keys of Curve25519, 32 bytes each, derived from the cluster key: one for inboxes, one for those who send.
+
+    Two keys, so that nothing an inbox says can be reflected as the word of a sender.
+    """
+
+    inbox: bytes = field(repr=False)
+    sender: bytes = field(repr=False)
+
+
+def derive(secret: bytes) -> ClusterKey:
+    """From the 32 bytes of a key file."""
+    inbox, sender = (
+        hashlib.blake2b(secret, digest_size=KEY_BYTES, person=use).digest() for use in (b"tandem inbox", b"tandem sender")
+    )
+    return ClusterKey(inbox, sender)
+
+
+@dataclass(frozen=True, slots=True)
+class Trust:
+    """Whom a process lets in, and where it may listen and connect."""
+
+    key: ClusterKey | None = None
+    """None speaks plain ZeroMQ."""
+    insecure: bool = False
+    """Without a key, addresses beyond loopback are allowed all the same."""
+
+    def check(self, address: str) -> str:
+        """Returns tcp://host:port if this process may listen or connect there. Raises ConfigError. Looks up no name."""
+        if self.key is None and not self.insecure and not is_loopback(address):
+            raise ConfigError(
+                f"{address} is beyond this host, where anybody could talk to the fleet: make a key with `launch key FILE` and "
+                "give it to every process of the fleet with --cluster-key FILE, or, on a network where you trust everybody, "
+                "say --insecure"
+            )
+        return address
+
+
+LOOPBACK_ONLY = Trust()
+
+
+def read_trust(config: SecurityConfig) -> Trust:
+    """Reads the key's file. Raises ConfigError, which never shows what the file holds."""
+    key = read_key(config.cluster_key) if config.cluster_key else None
+    return Trust(key, config.insecure == "on")
+
+
+def write_key(path: str) -> None:
+    """Make a key in a new file that only its owner can read. Raises ConfigError when the file is there already."""
+    with needs_file(f"cannot make the key file {path}"):
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(descriptor, "w") as file:
+        file.write(secrets.token_hex(KEY_BYTES) + "\n")
+
+
+def read_private_file(path: str, flag: str, most_bytes: int) -> bytes:
+    """What a file holds that only its owner may read. Raises ConfigError that names the flag."""
+    with needs_file(f"{flag}: cannot read {path}"), open(path, "rb") as file:
+        status = os.fstat(file.fileno())
+        content = file.read(most_bytes + 1)
+    if stat.S_IMODE(status.st_mode) & 0o077:
+        raise ConfigError(f"{flag}: others can read {path}: run chmod 600 {path}, or make a new key if somebody has read it")
+    if len(content) > most_bytes:
+        raise ConfigError(f"{flag}: {path} is longer than {most_bytes} bytes: it is not the file that is meant")
+    return content
+
+
+def read_key(path: str) -> ClusterKey:
+    """Raises ConfigError."""
+    text = read_private_file(path, "--cluster-key", MOST_KEY_FILE_BYTES)
+    try:
+        secret = bytes.fromhex(text.decode())
+    except ValueError:
+        secret = b""
+    if len(secret) != KEY_BYTES:
+        raise ConfigError(f"--cluster-key: {path} is no key file: make one with `launch key FILE`")
+    return derive(secret)
+
 
 MOST_KEYS = 1_000
 """Names of keys are labels of metrics, so there may be only so many."""

@@ -17,9 +17,8 @@ from numpy.typing import NDArray
 from common.errors import TandemError
 from common.ids import Digest, Int32Array, Int64Array
 from common.messages import EngineChoices, Failed, ModelIdentity, TokenLogprob
-from common.messages.tasks import Task
 from common.messages.text import LEAST_LOGPROB
-from common.messages.weights import WeightsSource
+from common.messages.variants import Task, WeightsSource
 from common.pages.layout import KVLayout, MemoryRegion
 from common.sampling_params import Grammar, SamplingParams
 
@@ -149,7 +148,7 @@ class StepPlan:
     """[drafts] int32; NOT_DRAFTED: the executor's draft model proposes it."""
     draft_chunks: tuple[Chunk, ...] = ()
     """For the draft model: tokens whose KV it lacks. Its drafts follow those of the last chunks, and in other rows the last token
-    of `verified_tokens`: there it has the KV of all before. For a draft head: see `engine.draft_head`."""
+    of `verified_tokens`: there it has the KV of all before. For a draft head: see `engine.draft_models`."""
     verified_rows: Int32Array = field(default_factory=_NO_NUMBERS.copy)
     """[rows] int32: rows whose last step had drafts. Their lengths after it, which depend on what was sampled."""
     verified_lengths: Int32Array = field(default_factory=_NO_NUMBERS.copy)

@@ -30,8 +30,8 @@ import zmq
 from zmq.utils import z85
 from zmq.utils.monitor import parse_monitor_message
 
+from common.access import ClusterKey
 from common.errors import ConfigError
-from common.trust import ClusterKey
 
 _LOG_EVERY_S = 10.0
 

@@ -24,13 +24,12 @@ from typing import Any, Generic, TypeVar
 import msgspec
 import zmq
 
+from common.access import LOOPBACK_ONLY, Trust
 from common.addresses import check_address
 from common.errors import AddressTaken, ConfigError, TandemError, WireError
 from common.gate import EVENTS, ConnectionWatch, Gate, Tally
 from common.ids import InstanceId
-from common.messages import WIRE_VERSION, AnyMessage
-from common.messages.versions import OLDEST, since
-from common.trust import LOOPBACK_ONLY, Trust
+from common.messages import OLDEST, WIRE_VERSION, AnyMessage, since
 
 M = TypeVar("M")
 

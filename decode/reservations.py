@@ -64,7 +64,7 @@ class Reservations:
         return self._requests.meet(change, now)
 
     def bury(self, peer: InstanceInfo, now: float) -> list[Action]:
-        """A writer's process is gone; `kv_transfer/handoff_target.py` says what that proves. Its other ranks, if it has any, may
+        """A writer's process is gone; `kv_transfer/handoff_reader.py` says what that proves. Its other ranks, if it has any, may
         still write: an instance of several ranks is fenced by its silence."""
         writer = Life(peer.id, peer.incarnation)
         fenced_s: float | None = None

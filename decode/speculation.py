@@ -162,7 +162,7 @@ class ModelDrafter:
 
     rows: of the batch. context_tokens: most that a row holds. chunk_tokens: most that the draft model computes before a step to
     catch up, over all rows. is_head: it is a draft head. It begins near the end of a row; and what it has computed of drafts
-    counts for nothing, because only now it can be told what the served model computes of them. See `engine.draft_head`.
+    counts for nothing, because only now it can be told what the served model computes of them. See `engine.draft_models`.
     """
 
     def __init__(self, rows: int, context_tokens: int, chunk_tokens: int, *, is_head: bool = False) -> None:

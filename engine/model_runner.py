@@ -39,8 +39,7 @@ from engine.backends import (
     with_device_defaults,
 )
 from engine.checkpoint import weight_files
-from engine.draft_head import DraftHead
-from engine.draft_model import DraftModel
+from engine.draft_models import DraftHead, DraftModel
 from engine.gpu.flashinfer import AttentionNeeds, PrefillKernels
 from engine.grammar.compiler import vocabulary_of
 from engine.grammar.compiler_process import CompilerProcess

@@ -1,8 +1,8 @@
 """The batch on the device: one entry for each running request, and how the host changes it without waiting.
 
-Owns the page table, lengths, last tokens and sampling parameters, and the pinned buffers through which a step's arrays are
-copied. A plan changes only the rows that start or grow; everything else stays on the device. Knows plans; does not know models,
-attention or how a token is drawn.
+Owns the page table, lengths, last tokens and sampling parameters, how these are packed, and the pinned buffers through which a
+step's arrays are copied. A plan changes only the rows that start or grow; everything else stays on the device. Knows plans; does
+not know models, attention or how a token is drawn.
 """
 
 import math

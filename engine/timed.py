@@ -25,9 +25,8 @@ from common.executor import NO_LOGPROBS, EngineDescription, FutureWork, Logprobs
 from common.host import host_memory_now
 from common.ids import Digest, Int32Array
 from common.messages import TokenLogprob
-from common.messages.tasks import ReadAdapter, Task
 from common.messages.text import LEAST_LOGPROB
-from common.messages.weights import WeightsFromGroup, WeightsSource
+from common.messages.variants import ReadAdapter, Task, WeightsFromGroup, WeightsSource
 from common.model_path import resolve_model_path
 from common.pages.host_memory import digest, host_memory
 from common.pages.layout import SPARE_PAGES, KVDtype, MemoryRegion

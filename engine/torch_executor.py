@@ -22,8 +22,7 @@ from common.drafting import Drafting
 from common.errors import BadRequest, ConfigError, TandemError, Unavailable
 from common.executor import ExecutorFailed, FutureWork, StepPlan, StepResult, Work, ended_work
 from common.ids import Digest, Int32Array
-from common.messages.tasks import RESULT_CHARS, JoinGroup, LeaveGroup, ReadAdapter, ReadWeight, Task
-from common.messages.weights import WeightsSource
+from common.messages.variants import RESULT_CHARS, JoinGroup, LeaveGroup, ReadAdapter, ReadWeight, Task, WeightsSource
 from common.options import refuse_without_effect
 from common.sampling_params import Grammar
 from engine.backends import device_of

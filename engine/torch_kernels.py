@@ -1,8 +1,8 @@
 """The engine's small operations in plain torch: what every other implementation builds on, and the reference for it.
 
 Owns their arithmetic, the filters and the noise of sampling, which is a hash of (seed, position, token), so that an answer does
-not depend on its batch or on a resume, and the temperature below which there is none. Knows tensors only. `gpu/triton_source.py`
-and the C in `cpu` compute the same numbers.
+not depend on its batch or on a resume, and the temperature below which there is none. Knows tensors only. The Triton
+kernels in `gpu` and the C in `cpu` compute the same numbers.
 """
 
 import itertools

@@ -1,8 +1,8 @@
 """The sending end of the handoff: which pages of a request are written into its reservation, and when it is over.
 
-Owns the state of each outgoing handoff, the tickets of its pushes, the write lease for each decode instance it writes to, and the
-totals of what went over the links. Knows messages and page ids; the time is an argument. Does not know what tokens mean, models,
-sockets or libraries.
+Owns the record of each outgoing handoff and of a pair's session, the tickets of its pushes, the write lease for each decode
+instance it writes to, and the totals of what went over the links. Knows messages and page ids; the time is an argument. Does not
+know what tokens mean, models, sockets or libraries.
 
     open ──Reserve──►  RESERVING ──Grant──► PUSHING ──all pages written, first token known──► Handoff ─► closed
                         │  │  ▲                │
@@ -27,27 +27,143 @@ the state of a handoff, and which source pages no push reads any more: only then
 
 from collections import defaultdict
 from collections.abc import Container, Iterable
+from dataclasses import dataclass, field
+from typing import Literal, TypeAlias
 
 from common.deadlines import DeadlineWheel
 from common.errors import InstanceFailed, Unavailable, WeightsChanged
-from common.ids import ID_BYTES, AttemptId, Generation, Incarnation, InstanceId, Int32Array, Life, Ticket, unpack_ids
+from common.ids import ID_BYTES, AttemptId, Generation, Incarnation, InstanceId, Int32Array, Life, Ticket, Variant, unpack_ids
 from common.instance.ports import Action, Send
 from common.messages import Claim, Decline, Failed, Grant, Handoff, LinkTraffic, Renew, Renewed, Reserve, TokenLogprob, Withdraw
 from common.messages.base import fits
 from common.messages.transfers import Allow, Push, PushDone, PushFailed
 from common.pages.layout import KVLayout
-from kv_transfer.handoff_reader import RENEW_S, RENEWALS_AFTER, Digest
-from kv_transfer.outgoing import (
-    HandoffClosed,
-    HandoffEvent,
-    HandoffGranted,
-    HandoffPosted,
-    HandoffRefused,
-    Moved,
-    Outgoing,
-    Session,
-    SourcePagesRead,
-)
+from kv_transfer.handoff_reader import MARGIN_S, RENEW_S, RENEWALS_AFTER, WRITE_LEASE_S, Digest
+
+MOST_RENEWALS = int((WRITE_LEASE_S + MARGIN_S) / RENEW_S)
+"""A reader that hears none of so many has given up what it holds."""
+
+HandoffStage = Literal["reserving", "refused", "pushing", "draining", "stuck"]
+
+
+@dataclass(frozen=True, slots=True)
+class HandoffClosed:
+    """The handoff is over on this side."""
+
+    key: AttemptId
+    failure: Failed | None
+    """What the client gets; None when the decode instance has the request, or when the request was given up on purpose."""
+    quiescent: bool
+    """No push can still read the source pages. When False they must be quarantined."""
+
+
+@dataclass(frozen=True, slots=True)
+class HandoffGranted:
+    """Its peer has granted a reservation: the handoff stays there."""
+
+    key: AttemptId
+    have_pages: int = 0
+    """How many pages of the reservation need not be pushed."""
+
+
+@dataclass(frozen=True, slots=True)
+class HandoffPosted:
+    """Its first push was posted."""
+
+    key: AttemptId
+
+
+@dataclass(frozen=True, slots=True)
+class HandoffRefused:
+    """Its peer grants no reservation. The caller moves the handoff to another peer, or gives it up."""
+
+    key: AttemptId
+    failure: Failed
+
+
+@dataclass(frozen=True, slots=True)
+class SourcePagesRead:
+    """Nothing reads the next `pages` of the source pages any more, counted from the first: they are written, and the prompt is
+    computed."""
+
+    key: AttemptId
+    pages: int
+
+
+HandoffEvent: TypeAlias = HandoffGranted | HandoffPosted | SourcePagesRead | HandoffRefused | HandoffClosed
+
+
+@dataclass(slots=True, eq=False)
+class Outgoing:
+    """Pages [0, posted) are written or in flight; [posted, complete) wait for a grant or are posted next.
+
+    0 ····· read ····· posted ····· complete ····· len(source_pages)
+
+    While the last chunk is computed, the pages from `complete` on hold their first layers_complete layers, and of the pages from
+    `posted` on the first layers_posted layers are written or in flight.
+    """
+
+    key: AttemptId
+    peer: Life
+    source_pages: Int32Array
+    reserved_s: float
+    variant: Variant = Variant()
+    """What computes the pages."""
+    stage: HandoffStage = "reserving"
+    target_pages: Int32Array | None = None
+    generation: Generation = Generation(0)
+    posted: int = 0
+    complete: int = 0
+    layers_complete: int = 0
+    layers_posted: int = 0
+    in_flight: dict[Ticket, int] = field(default_factory=dict)
+    """The first page of each push."""
+    read: int = 0
+    """How many pages SourcePagesRead has reported."""
+    first_token: int | None = None
+    first_logprob: TokenLogprob | None = None
+    failure: Failed | None = None
+    quiescent: bool = True
+    have_pages: int = 0
+    pushed_bytes: int = 0
+    has_posted: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class Moved:
+    """A handoff that has left a decode instance before its grant."""
+
+    renewals: int = 0
+    """How many renewals have named it."""
+    since_s: float = float("inf")
+    """When the first of them was sent."""
+    is_answered: bool = False
+    """One of them was answered."""
+
+    def name_at(self, now: float) -> None:
+        """A renewal names it."""
+        self.renewals += 1
+        self.since_s = min(self.since_s, now)
+
+    @property
+    def is_over(self) -> bool:
+        """Renewals need not name it any more. A Reserve may arrive later than the answer does. A reader that answers nothing for
+        long takes its pages back by itself."""
+        return self.renewals >= (RENEWALS_AFTER if self.is_answered else MOST_RENEWALS)
+
+
+@dataclass(slots=True, eq=False)
+class Session:
+    """The handoffs with one decode instance."""
+
+    open: dict[AttemptId, Outgoing] = field(default_factory=dict)
+    moved: dict[AttemptId, Moved] = field(default_factory=dict)
+    """Handoffs that have left the instance, as long as renewals name them."""
+    until_s: float = float("-inf")
+    """When the write lease there ends."""
+    renewals_left: int = RENEWALS_AFTER
+    is_dead: bool = False
+    """The instance has a new incarnation, so nothing more is sent to this one."""
 
 
 class PeerTraffic:

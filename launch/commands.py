@@ -15,11 +15,10 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from common import own_version
-from common.access import read_access, require_guarded
+from common.access import Trust, read_access, read_trust, require_guarded
 from common.addresses import bind_address, check_address
 from common.config import AccessConfig, SecurityConfig
 from common.options import ConfigClass, add_flags, read_config, to_flags
-from common.trust import Trust, read_trust
 from launch.child import BAD_FLAG
 
 SWITCHES = {

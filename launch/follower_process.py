@@ -30,9 +30,8 @@ from common.processes.child import Ready, await_children
 from launch.child import ChildProcess
 from launch.instance_command import InstanceCommand
 from launch.instance_process import CLOSE_S, stop_event
-from launch.parts import ParallelContext, open_rank
 from launch.rank_leader import LOST_S, describe_rank
-from launch.rank_setup import RankChildren, StartThread, commands_of_ranks, rank_setup
+from launch.rank_setup import ParallelContext, RankChildren, StartThread, commands_of_ranks, open_rank, rank_setup
 
 if TYPE_CHECKING:
     import torch

@@ -8,12 +8,12 @@ from each. A name of Hugging Face is left to those who download it.
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from common.access import LOOPBACK_ONLY, Trust
 from common.addresses import check_instance_id
 from common.config import EngineConfig, InstanceConfig, LogConfig, ModelConfig, SecurityConfig
 from common.errors import ConfigError
 from common.host import core_count, count_gpus, divide_cores
 from common.model_path import model_folder
-from common.trust import LOOPBACK_ONLY, Trust
 from engine.models.shape import DEFAULTS, check_ranks, head_config, read_architecture, read_shape, refuse_ranks
 from launch.child import ChildProcess, run_process
 

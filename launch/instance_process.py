@@ -37,8 +37,8 @@ from common.processes.child import Ready
 from decode.scheduler import DecodeScheduler
 from launch.child import ChildProcess
 from launch.instance_command import InstanceCommand
-from launch.parts import SINGLE_RANK, open_rank
 from launch.rank_leader import LeaderRanks, describe_rank
+from launch.rank_setup import SINGLE_RANK, open_rank
 from prefill.scheduler import PrefillScheduler
 
 CLOSE_S = 8.0

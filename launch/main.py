@@ -15,14 +15,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from bench import options
-from common.access import read_control_key
+from common.access import read_control_key, write_key
 from common.addresses import LOOPBACK
 from common.config import AccessConfig, EngineConfig, InstanceConfig, LogConfig, ModelConfig, RouterConfig, SecurityConfig
 from common.errors import ConfigError
 from common.host import count_gpus
 from common.options import read_config, with_defaults
-from common.trust import write_key
-from launch import batch, chat, child, drain, instance_command, settings
+from launch import batch, chat, child, fleet_page, instance_command, settings
 from launch.child import BAD_FLAG, ChildProcess, run_process
 from launch.commands import (
     Command,
@@ -213,8 +212,8 @@ def _batch(flags: argparse.Namespace) -> int:
 
 
 def _drain(flags: argparse.Namespace) -> int:
-    plan = read_config(drain.DrainFlags, flags)
-    return drain.run(plan, read_control_key(plan.control_key))
+    plan = read_config(fleet_page.DrainFlags, flags)
+    return fleet_page.drain(plan, read_control_key(plan.control_key))
 
 
 def _top(flags: argparse.Namespace) -> int:
@@ -419,7 +418,7 @@ COMMANDS = (
         "drain",
         "have an instance drain, and wait until it may be deleted",
         _drain,
-        (drain.DrainFlags,),
+        (fleet_page.DrainFlags,),
         life="It ends with 0 when every write from or to the instance is proven to have ended and no request of any router needs "
         "it, and with 1 when that is not known in time.",
     ),

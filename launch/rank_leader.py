@@ -31,8 +31,7 @@ from common.processes.child import await_children
 from kv_transfer.target_ranks import RankedTransfers
 from launch.child import ChildProcess
 from launch.instance_command import InstanceCommand
-from launch.parts import ParallelContext
-from launch.rank_setup import RankChildren, StartThread, commands_of_ranks, rank_setup
+from launch.rank_setup import ParallelContext, RankChildren, StartThread, commands_of_ranks, rank_setup
 
 if TYPE_CHECKING:
     import torch

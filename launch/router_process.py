@@ -18,13 +18,12 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
-from common.access import Access, read_access, read_again
+from common.access import Access, Trust, read_access, read_again, read_trust
 from common.addresses import LOOPBACK, bind_address, host_for_peers, new_router_name, reachable
 from common.config import AccessConfig, LogConfig, ModelConfig, RouterConfig, SecurityConfig
 from common.errors import ConfigError, TandemError
 from common.options import to_flags
 from common.processes.child import IntakeClosed, Progress, Ready, Reported, stop_children
-from common.trust import Trust, read_trust
 from launch.child import (
     BAD_FLAG,
     ChildEvent,

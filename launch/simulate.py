@@ -8,8 +8,7 @@ from dataclasses import replace
 
 from bench.report import Outcome, ReportStyle, machine_line, say, this_hardware, write_figures
 from common.config import DEMO_MODEL, RouterConfig
-from simulation.front import MEASURE
-from simulation.plan import FleetPlan, LoadPlan
+from simulation.plan import MEASURE, FleetPlan, LoadPlan
 from simulation.report import Figures, figures, tables
 from simulation.run import Simulation
 

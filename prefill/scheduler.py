@@ -36,8 +36,14 @@ from common.instance.token_memory import emit_tokens
 from common.messages import Cancel, Decline, Ending, Failed, Generate, Grant, InstanceInfo, Placed, Renewed, TellLinks, TokenDelta
 from common.messages.transfers import LinkChanged, PushDone, PushFailed, Settled
 from kv_transfer.handoff_reader import Digest
-from kv_transfer.handoff_writer import HandoffWriter
-from kv_transfer.outgoing import HandoffClosed, HandoffGranted, HandoffPosted, HandoffRefused, SourcePagesRead
+from kv_transfer.handoff_writer import (
+    HandoffClosed,
+    HandoffGranted,
+    HandoffPosted,
+    HandoffRefused,
+    HandoffWriter,
+    SourcePagesRead,
+)
 from prefill.requests import LinkBook, PrefillRequest, PromptRoom
 
 PrefillMessage = Generate | Cancel | Grant | Decline | Renewed | TellLinks | SharedMessage

@@ -21,8 +21,7 @@ from common.errors import BadRequest, NotFound, TandemError, Unavailable
 from common.ids import Digest, InstanceId, Life
 from common.instance.ports import Send
 from common.messages import AdaptersHeld, InstanceInfo, SetAdapters
-from common.messages.adapters import MOST_ENTRIES, AdapterEntry, AdapterTable
-from common.messages.tasks import ReadAdapter
+from common.messages.variants import MOST_ENTRIES, AdapterEntry, AdapterTable, ReadAdapter
 from router.members import Member
 from router.tasks import FleetTasks
 

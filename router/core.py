@@ -37,8 +37,7 @@ from common.messages import (
     TextBatch,
     WeightsStaged,
 )
-from common.messages.adapters import AdapterEntry
-from common.messages.tasks import Task
+from common.messages.variants import AdapterEntry, Task
 from common.tracing import SpanRecorder
 from router.adapters import Operation
 from router.fleet import Members

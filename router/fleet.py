@@ -1,7 +1,7 @@
 """The fleet: which instances are members, what they last reported, and which of them must know about which.
 
 Owns membership, the last report of each member, and the deadlines after which a silent member is lost. Opens no socket and reads
-no clock. Does not know requests. `join_rules` says who may be a member, `members` which members take requests.
+no clock. Does not know requests. `members` says who may be a member, and which members take requests.
 
     Register ─► Welcome
              └► Refused(reason)      a mismatch, an earlier incarnation (final), an absurd description; shown on /cluster
@@ -53,8 +53,7 @@ from common.messages import (
 )
 from router.adapters import FleetAdapters
 from router.cache_index import CacheIndex
-from router.join_rules import difference, likeness, malformed
-from router.members import Candidates, Change, Member, RolePace
+from router.members import Candidates, Change, Member, RolePace, difference, likeness, malformed
 from router.peering import Peering
 from router.tasks import FleetRoles, FleetTasks
 from router.weights import FleetWeights

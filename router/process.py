@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from common.access import OPEN, Access
+from common.access import LOOPBACK_ONLY, OPEN, Access, Trust
 from common.addresses import bind_address
 from common.config import ModelConfig, RouterConfig
 from common.errors import ConfigError
@@ -24,7 +24,6 @@ from common.messages import RouterInbox
 from common.options import parse_bytes
 from common.text.embedding import read_embedding
 from common.text.tokenizer_manager import TokenizerManager
-from common.trust import LOOPBACK_ONLY, Trust
 from router.api.admission import SPARE_CONNECTIONS
 from router.api.app import Api, build_app
 from router.api.intake import Intake

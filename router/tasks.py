@@ -18,7 +18,7 @@ from common.ids import InstanceId, Life, ServingRole
 from common.instance.ports import Send
 from common.instance.roles import CHANGE_S
 from common.messages import DoTask, RoleKept, TakeRole, TaskDone
-from common.messages.tasks import Task
+from common.messages.variants import Task
 from router.members import Member
 
 

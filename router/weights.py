@@ -27,7 +27,7 @@ from common.errors import BadRequest, Conflict, TandemError, Unavailable
 from common.ids import Digest, InstanceId, Life
 from common.instance.ports import Send
 from common.messages import Drain, DropWeights, HoldSteps, StageWeights, SwitchWeights, WeightsStaged
-from common.messages.weights import WeightsFromGroup, WeightsInMemory, WeightsOnDisk, WeightsSource
+from common.messages.variants import WeightsFromGroup, WeightsInMemory, WeightsOnDisk, WeightsSource
 from router.members import Change, Member
 
 UpdateMode = Literal["recompute", "finish", "abort"]

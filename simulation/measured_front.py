@@ -21,8 +21,7 @@ from router.api.app import Api, build_app
 from router.api.intake import Intake
 from router.api.server import WaitingConnections, listen, serve_app
 from router.metrics import RouterMetrics
-from simulation.front import FrontCosts
-from simulation.plan import FleetPlan
+from simulation.plan import FleetPlan, FrontCosts
 from simulation.planned_fleet import PlannedFleet
 from simulation.processes import RouterProcess
 

@@ -1,21 +1,57 @@
-"""What `launch simulate` simulates: the fleet, its speed and its load, as flags.
+"""What `launch simulate` simulates: the fleet, its speed, what it costs before and behind the instances, and its load, as flags.
 
 Owns names, defaults and limits. Imports nothing heavy, starts nothing. The defaults that stand for hardware are assumptions, for
 a model of 8 billion parameters in bfloat16 on one H100 per instance; measure your own with `launch bench engine`.
+
+    client ─► HTTP, template, tokenizing ─► router … instances … ─► detokenizer ─► router: events ─► client
+              request_s + tokens * prompt_token_s                   token_s each   event_s each
 """
 
 import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, cast, get_args
 
+import msgspec
+
 from common.config import DEMO_MODEL, PolicyName
 from common.errors import ConfigError
 from common.options import Switch, option, parse_numbers, refuse_without_effect, require, require_at_least, require_between
+from common.ranges import Seconds
 from common.step_cost import StepCost
-from simulation.front import FRONT_COSTS, MEASURE, FrontCosts
 
 if TYPE_CHECKING:
     from common.ids import Role  # its module imports numpy
+
+
+MEASURE = "measure"
+FRONT_COSTS = "0.001,0.000001,0.00001,0.00005"
+
+
+class FrontCosts(msgspec.Struct, frozen=True):
+    """Seconds of one core."""
+
+    request_s: Seconds = 0.0
+    """A request occupies its router."""
+    prompt_token_s: Seconds = 0.0
+    """A token of its prompt delays it, on a thread of its own."""
+    token_s: Seconds = 0.0
+    """A token of an answer occupies the detokenizer."""
+    event_s: Seconds = 0.0
+    """An event of a stream occupies the router, until its client has read it."""
+
+    @classmethod
+    def parse(cls, text: str) -> "FrontCosts":
+        """Those that a flag spells as four numbers of seconds. Raises ConfigError."""
+        rule = f"four numbers of seconds such as {FRONT_COSTS}, or {MEASURE}"
+        costs = parse_numbers(text, "front", float, rule)
+        require(len(costs) == 4 and all(0 <= cost < 1 for cost in costs), "front", rule, text)
+        return cls(*costs)
+
+    @property
+    def spelled(self) -> str:
+        """As the flag takes them."""
+        return ",".join(f"{cost:.3g}" for cost in msgspec.structs.astuple(self))
+
 
 Arrivals = Literal["poisson", "even"]
 Lengths = Literal["exponential", "constant"]

@@ -27,10 +27,9 @@ from kv_transfer.transport import AgentLost, Connected, ConnectFailed, RunsDone,
 from router.timelines import Observer, ResumeReason
 from simulation.clock import Clock, LocalClock
 from simulation.fleet import SimulatedFleet
-from simulation.front import FrontCosts
 from simulation.instance import Instance, Name, PageUse, PollIntervals, Size
 from simulation.network import Calm, Network
-from simulation.plan import FleetPlan
+from simulation.plan import FleetPlan, FrontCosts
 from simulation.processes import RouterProcess
 from simulation.stretch import LateTokens, SparingExecutor, Stretch
 

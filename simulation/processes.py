@@ -18,8 +18,8 @@ from router.core import Gateway, RouterCore
 from router.requests import ClientRequest, RequestSpec
 from router.timelines import Observer
 from simulation.clock import NEVER, Clock, Loop
-from simulation.front import FrontCosts
 from simulation.network import Meter, Network, Post
+from simulation.plan import FrontCosts
 
 FIRST_TEXT_PORT = 2
 HOST = "tcp://127.0.0.{host}:{port}"

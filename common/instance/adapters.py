@@ -15,9 +15,8 @@ from common.ids import Digest, InstanceId
 from common.instance.ports import Send
 from common.instance.roles import InstanceRole
 from common.messages import AdaptersHeld, SetAdapters
-from common.messages.adapters import AT_START, AdapterEntry, AdapterTable
 from common.messages.base import fits
-from common.messages.tasks import ReadAdapter
+from common.messages.variants import AT_START, AdapterEntry, AdapterTable, ReadAdapter
 
 REASON_CHARS = 500
 

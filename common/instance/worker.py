@@ -43,9 +43,8 @@ from common.instance.ports import (
     WeightsReplaced,
 )
 from common.instance.roles import CHANGE_S, HAND_OFF_S, InstanceRole
-from common.instance.tasks import InstanceTasks
 from common.instance.tracer import InstanceTracer
-from common.instance.weights import InstanceWeights
+from common.instance.weights import InstanceTasks, InstanceWeights
 from common.logs import with_fields
 from common.messages import (
     Cancel,
@@ -70,7 +69,7 @@ from common.messages import (
     Withdraw,
 )
 from common.messages.base import fits
-from common.messages.tasks import ReadAdapter
+from common.messages.variants import ReadAdapter
 from common.step_cost import StepCost
 
 MakeScheduler: TypeAlias = Callable[[InstanceInfo, FormerRole | None], Scheduler[Any]]

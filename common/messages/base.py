@@ -5,7 +5,7 @@ import msgspec
 from common.ids import Incarnation
 
 WIRE_VERSION = 15
-"""Raised by one with the first addition after a release: `versions.py` tells what each version has added. Neighbouring versions
+"""Raised by one with the first addition after a release: `VERSIONS` tells what each version has added. Neighbouring versions
 work together. Raised by two when that cannot be."""
 
 UNNAMED = Incarnation("")

@@ -12,10 +12,9 @@ from msgspec import Meta
 
 from common.addresses import ROUTER_NAME
 from common.ids import Digest, Incarnation, InstanceId, Role, ServingRole
-from common.messages.adapters import AdaptersHeld
 from common.messages.base import UNNAMED, WIRE_VERSION, Message
 from common.messages.traces import Timeline
-from common.messages.weights import WeightVersion
+from common.messages.variants import AdaptersHeld, WeightVersion
 from common.pages.layout import KVLayout
 from common.ranges import Count, Interval, Size
 

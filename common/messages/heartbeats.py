@@ -13,7 +13,7 @@ import msgspec
 from common.ids import Digest, Incarnation, InstanceId
 from common.messages.base import Message
 from common.messages.traces import Timeline
-from common.messages.weights import WeightVersion
+from common.messages.variants import WeightVersion
 from common.ranges import Amount, Count, Seconds
 from common.step_cost import StepCost
 

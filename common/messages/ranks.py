@@ -44,9 +44,8 @@ from common.ids import Digest, Incarnation, InstanceId, check_ids
 from common.messages.base import WIRE_VERSION, Message
 from common.messages.fleet import EngineChoices, ModelIdentity, PoolDescriptor, RankInfo
 from common.messages.requests import Failed, Owner
-from common.messages.tasks import RESULT_CHARS, Task
 from common.messages.transfers import Allow, Connect, Expect, PackedPush, Settle, TransferEvent
-from common.messages.weights import WeightsSource
+from common.messages.variants import RESULT_CHARS, Task, WeightsSource
 from common.ranges import Count, Moment, Seconds, TokenId
 from common.sampling_params import Grammar, SamplingParams
 

@@ -53,7 +53,7 @@ from common.messages import (
     pack_logprobs,
     unpack_logprobs,
 )
-from common.text.incremental import IncrementalDecoder, Vocabulary
+from common.text.token_text import IncrementalDecoder, Vocabulary
 
 
 class TokenOrder:

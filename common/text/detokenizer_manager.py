@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
+from common.access import LOOPBACK_ONLY, Trust
 from common.deadlines import earliest
 from common.ids import ROUTER, InstanceId, text_name
 from common.mail import Mailbox
@@ -17,7 +18,6 @@ from common.messages import AnyMessage, DetokenizerHeartbeat, DetokenizerInbox, 
 from common.text.detokenizer import Detokenizer, cut
 from common.text.tokenizer_manager import TokenizerManager
 from common.tracing import Tracer
-from common.trust import LOOPBACK_ONLY, Trust
 
 HEARTBEAT_S = 1.0
 """Seconds between heartbeats to the router."""

@@ -1,8 +1,14 @@
-"""The text of single tokens, as the API's log probabilities name them: what a token adds to an answer, and its exact bytes.
+"""The text of tokens: what an answer's tokens settle, one after the other, and what each stands for alone.
 
-Owns how the kinds of tokenizers write a token. Does not know answers: a character may take several tokens, and then only their
-bytes, joined, are its text.
+Owns the tokens whose text is not settled yet, and how the kinds of tokenizers write a token. Does not know requests, numbers of
+tokens or stop strings. The streaming decoder is the tokenizers library's `DecodeStream`. This file adds what that lacks: a flush
+at the end of an answer, a bound on bytes that never become a character, ids that the tokenizer does not have, a context that ends
+in half a character, and recovery from its "Invalid prefix" error, which byte fallback causes.
 
+    context │ … │ settled │ pending │
+                  └ decoded as the left neighbour of pending: some decoders drop a space at the start
+
+Log probabilities name single tokens. A character may take several of them, and then only their bytes, joined, are its text.
 Byte-level tokenizers (GPT-2, https://github.com/openai/gpt-2/blob/master/src/encoder.py) write each byte as a printable
 character. Others fall back to tokens like <0xE2> for the bytes of characters that they lack.
 """
@@ -10,9 +16,110 @@ character. Others fall back to tokens like <0xE2> for the bytes of characters th
 import builtins
 import json
 import re
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 from tokenizers import Tokenizer
+from tokenizers.decoders import DecodeStream
+
+REPLACEMENT = "\ufffd"
+"""What a decoder writes for bytes that are no character, and for one that is not complete yet."""
+CONTEXT_TOKENS = 16
+PENDING_TOKENS = 32
+"""A character takes at most four bytes, so at most four tokens. This many waiting tokens are not an unfinished character, and
+decoding them again for each further token would take more and more time."""
+
+
+class Vocabulary:
+    """A tokenizer, shared by the decoders of all answers."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.tokenizer = tokenizer
+        self.special = frozenset(id for id, token in tokenizer.get_added_tokens_decoder().items() if token.special)
+        """The ids of the special tokens."""
+        largest = max([tokenizer.get_vocab_size(), *tokenizer.get_vocab().values()])
+        self.known = frozenset(id for id in range(largest + 1) if tokenizer.id_to_token(id) is not None)
+        """The ids of all tokens. A model may have more, as padding of its embedding."""
+
+
+class IncrementalDecoder:
+    """One answer's text. context: ids before the first token, which decide how it is decoded; their own text is not returned.
+    skip_special_tokens: special tokens have no text, but for those in `shown`.
+
+    The texts of all `step` and of `flush`, joined, equal the text of all tokens decoded at once after the context. A decoder may
+    rewrite settled text (byte fallback does, for bytes that are no character); what was returned then stays as it was.
+    """
+
+    def __init__(
+        self,
+        vocabulary: Vocabulary,
+        context: Sequence[int] = (),
+        skip_special_tokens: bool = True,
+        shown: Collection[int] = (),
+    ) -> None:
+        self._tokenizer = vocabulary.tokenizer
+        self._decode: Callable[[list[int]], str] = partial(self._tokenizer.decode, skip_special_tokens=False)
+        self._known = vocabulary.known
+        self._skipped = vocabulary.special.difference(shown) if skip_special_tokens else frozenset[int]()
+        before = [id for id in context[-CONTEXT_TOKENS:] if id in self._known and id not in self._skipped]
+        complete = len(before)
+        while complete and self._decode(before[:complete]).endswith(REPLACEMENT):
+            complete -= 1
+        self._settled, self._pending = before[:complete], before[complete:]
+        self._stream = DecodeStream(self._settled, skip_special_tokens=False)
+        for token_id in self._pending:
+            text = self._stream.step(self._tokenizer, token_id)
+            assert text is None, "pending tokens have settled text"
+        self._unwanted = self._text_after_settled(self._pending) if self._pending else ""
+        """Text of the context's last bytes, which are not a character, or not yet one; it is not returned."""
+
+    def step(self, token_id: int) -> str:
+        """Take the next token. Returns the text that is now settled: often "", often that of one token."""
+        if token_id not in self._known or token_id in self._skipped:
+            return ""
+        self._pending.append(token_id)
+        try:
+            text = self._stream.step(self._tokenizer, token_id)
+        except Exception as error:  # the library has no narrower type
+            if "Invalid prefix" in str(error):
+                return self._settle("", self._pending)  # the decoder changed settled text
+            raise
+        if text is not None:
+            self._settled, self._pending = self._pending, []
+            unwanted, self._unwanted = self._unwanted, ""
+            return text.removeprefix(unwanted)
+        return self._settle_what_is_no_character() if len(self._pending) >= PENDING_TOKENS else ""
+
+    def flush(self) -> str:
+        """End the answer. Returns the text of the pending tokens, with U+FFFD for incomplete characters."""
+        if not self._pending:
+            return ""
+        return self._settle(self._text_after_settled(self._pending))
+
+    def _settle_what_is_no_character(self) -> str:
+        """Settle all but the last few pending tokens, cut where no character is cut; "" if there is no such place."""
+        whole = self._text_after_settled(self._pending)
+        for kept in range(4, 8):
+            tail = self._pending[-kept:]
+            text = self._text_after_settled(self._pending[:-kept])
+            if text + self._decode(tail) == whole:
+                return self._settle(text, tail)
+        return ""
+
+    def _settle(self, text: str, rest: Sequence[int] = ()) -> str:
+        """Go on with the rest of the pending tokens alone, behind this text. Returns it, and what the rest settles."""
+        self._settled, self._pending = [], []
+        self._stream = DecodeStream([], skip_special_tokens=False)
+        if text:
+            unwanted, self._unwanted = self._unwanted, ""
+            text = text.removeprefix(unwanted)
+        return text + "".join(map(self.step, rest))
+
+    def _text_after_settled(self, token_ids: list[int]) -> str:
+        before = self._decode(self._settled)
+        return self._decode(self._settled + token_ids)[len(before) :]
+
 
 _FALLBACK = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 

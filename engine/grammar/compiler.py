@@ -18,10 +18,9 @@ import numpy as np
 
 from common.errors import BadRequest
 from common.sampling_params import Grammar
-from engine.grammar.grammars import check_text
+from engine.grammar.grammars import MAX_WHITESPACE, check_text
 from engine.grammar.json_schemas import name_patterns
 from engine.grammar.strings import NamedPatterns, as_it_reads, with_counted_strings
-from engine.grammar.structural_tags import MAX_WHITESPACE
 
 if TYPE_CHECKING:
     from xgrammar import CompiledGrammar, GrammarCompiler, TokenizerInfo

@@ -26,8 +26,7 @@ from torch import Tensor
 from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import BroadcastOptions
 
-from common.messages.tasks import JoinGroup
-from common.messages.weights import AnnouncedWeight
+from common.messages.variants import AnnouncedWeight, JoinGroup
 from common.processes.child import with_our_code
 from engine.parallel import ERRORS
 

@@ -2,9 +2,8 @@
 of answers, checked; and which part of the model each of several ranks has.
 
 Owns the reading of config.json, with the defaults that transformers' config classes have. What is missing, invalid or not
-supported is refused by name. Does not know how a model computes or what is in the weight files. Imports no torch, and
-transformers only for a model that it alone knows: importing one of its config classes takes 2 s of CPU at each start of an
-instance.
+supported is refused by name. Does not know how a model computes or what is in the weight files. Imports neither torch nor
+transformers, which would take 2 s of CPU at each start of an instance.
 
 Source of the division among ranks: Shoeybi et al. 2019 (Megatron-LM): a layer whose outputs are divided feeds one whose inputs
 are, and the outputs of that one are summed.

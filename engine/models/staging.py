@@ -17,7 +17,7 @@ import torch
 from common.errors import BadRequest, ConfigError, MemoryShort, first_line
 from common.host import host_memory_now
 from common.ids import Digest
-from common.messages.weights import WeightsFromGroup, WeightsInMemory, WeightsOnDisk, WeightsSource
+from common.messages.variants import WeightsFromGroup, WeightsInMemory, WeightsOnDisk, WeightsSource
 from engine.checkpoint import (
     HASHING_THREADS,
     TensorCopies,

@@ -23,8 +23,7 @@ import torch
 from torch import Tensor
 
 from common.errors import BadRequest, TandemError, Unavailable, first_line
-from common.messages.tasks import JoinGroup
-from common.messages.weights import AnnouncedWeight, WeightsFromGroup
+from common.messages.variants import AnnouncedWeight, JoinGroup, WeightsFromGroup
 from engine.models.group_process import DTYPES, GlooProcess, TooFewBytes, broadcast, filled, store_of
 from engine.parallel import ERRORS, nccl_group
 

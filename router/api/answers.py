@@ -19,7 +19,7 @@ from typing import Any, ClassVar, Generic, Literal, TypeAlias, TypeVar
 import msgspec
 
 from common.messages import Ending, Failed, Finished
-from common.messages.weights import FIRST_VERSION
+from common.messages.variants import FIRST_VERSION
 from router.api.errors import detail_of_failure, error_json
 from router.api.fields import ReadRequest
 from router.api.logprobs import LogprobWriter, PromptLogprobs, TokenTexts

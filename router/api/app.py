@@ -27,10 +27,9 @@ from common.addresses import LOOPBACK
 from common.config import RouterConfig
 from common.errors import BadRequest, TandemError
 from common.ids import InstanceId
-from common.messages.adapters import AdapterEntry
+from common.messages.variants import AdapterEntry
 from common.options import parse_bytes
 from common.text.embedding import EmbeddingMode
-from router.api.adapters import AdaptersApi
 from router.api.admission import CLIENT_CLOSED, Admission, Doorkeeper, Visit, visit_of
 from router.api.answers import Accepted, AnswerShape, OpenAIBody
 from router.api.batches import BatchesApi
@@ -54,7 +53,7 @@ from router.api.errors import ErrorDetail, error_response, response_to
 from router.api.fields import ReadRequest
 from router.api.files import FilesApi
 from router.api.guard import HEADER, Guard
-from router.api.instances import InstancesApi
+from router.api.instances import AdaptersApi, InstancesApi
 from router.api.intake import Intake
 from router.api.messages import CountFields, MessageBody, MessageFields, MessageShape, TokenCount, read_count, read_message
 from router.api.responses import ResponseBody, ResponseFields, ResponseShape, read_response

@@ -25,14 +25,17 @@ from starlette.responses import Response
 
 from common.errors import BadRequest, TandemError, Unavailable
 from common.ids import Life
-from common.messages.tasks import JoinGroup, LeaveGroup, Name, ReadWeight
-from common.messages.weights import (
+from common.messages.variants import (
     MOST_SEGMENTS,
     MOST_WEIGHTS,
     AnnouncedWeight,
     FloatName,
     GroupName,
+    JoinGroup,
+    LeaveGroup,
+    Name,
     Path,
+    ReadWeight,
     WeightsFromGroup,
     WeightsInMemory,
     WeightsOnDisk,

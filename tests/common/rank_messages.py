@@ -3,7 +3,7 @@
 from common.ids import ROUTER, AttemptId, Digest, Incarnation, InstanceId, RequestId, Ticket, pack_ids
 from common.messages import AnyMessage, Failed, LinkInfo, RankInfo, ranks
 from common.messages.transfers import LinkChanged, PackedPush, PushDone, PushFailed, Settled
-from common.messages.weights import WeightsInMemory
+from common.messages.variants import WeightsInMemory
 from common.sampling_params import Grammar, SamplingParams
 from tests.builders import instance
 

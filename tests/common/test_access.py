@@ -7,10 +7,9 @@ from typing import Any
 
 import pytest
 
-from common.access import KeyRing, read_access, read_again, read_api_keys, read_control_key, require_guarded
+from common.access import KeyRing, read_access, read_again, read_api_keys, read_control_key, require_guarded, write_key
 from common.config import AccessConfig
 from common.errors import ConfigError
-from common.trust import write_key
 
 ALICE, BOB = "a" * 20, "b" * 20
 

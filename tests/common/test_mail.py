@@ -26,6 +26,7 @@ from common.ids import DETOKENIZER, ROUTER, AttemptId, Incarnation, InstanceId, 
 from common.instance.ports import Mail
 from common.mail import FrameRefused, Mailbox, pack_frame, unpack_frame
 from common.messages import (
+    SINCE,
     WIRE_VERSION,
     Cancel,
     DetokenizerInbox,
@@ -37,7 +38,6 @@ from common.messages import (
     TokenBatch,
     Trace,
 )
-from common.messages.versions import SINCE
 from tests.common.mailboxes import DECODE, FORGET, KEY, LOOPBACK, PREFILL, WAIT_S, Make, closes, received
 
 

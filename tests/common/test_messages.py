@@ -26,11 +26,9 @@ from common.ids import (
 from common.instance.token_memory import PIECE_TOKENS
 from common.mail import MAX_FRAME_BYTES
 from common.messages import AnyMessage, DecodeInbox, DetokenizerInbox, Message, PrefillInbox, RouterInbox, transfers
-from common.messages.adapters import AdapterEntry
 from common.messages.base import fits
 from common.messages.ranks import ToFollower, ToLeader
-from common.messages.tasks import ReadAdapter
-from common.messages.weights import WeightsOnDisk
+from common.messages.variants import AdapterEntry, ReadAdapter, WeightsOnDisk
 from common.sampling_params import MAX_LOGPROBS, MAX_PROMPT_LOGPROBS, SamplingParams
 from tests.builders import instance
 from tests.common import rank_messages

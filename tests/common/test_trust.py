@@ -14,12 +14,12 @@ import pytest
 import zmq
 
 from common import gate
+from common.access import LOOPBACK_ONLY, ClusterKey, Trust, derive, read_key, read_trust, write_key
 from common.config import SecurityConfig
 from common.errors import ConfigError
 from common.ids import DETOKENIZER
 from common.mail import Mailbox
 from common.messages import DetokenizerInbox
-from common.trust import LOOPBACK_ONLY, ClusterKey, Trust, derive, read_key, read_trust, write_key
 from tests.common.mailboxes import DECODE, FORGET, LOOPBACK, PREFILL, Detok, received
 from tests.launch.waiting import wait_for
 

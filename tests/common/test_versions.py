@@ -12,9 +12,8 @@ from typing import Any, get_args
 import msgspec
 import pytest
 
-from common.messages import WIRE_VERSION, AnyMessage, DoTask, FlushCache
-from common.messages.tasks import ReadWeight
-from common.messages.versions import OLDEST, SINCE, VERSIONS, since
+from common.messages import OLDEST, SINCE, VERSIONS, WIRE_VERSION, AnyMessage, DoTask, FlushCache, since
+from common.messages.variants import ReadWeight
 from tests.common.test_messages import SAMPLES
 from tests.common.wire import INBOXES, Description, describe, differences
 from tests.rig.previous import RELEASED, NoHistory, run_python, unpack_previous

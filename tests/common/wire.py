@@ -143,7 +143,7 @@ def _page(seed: int) -> NDArray[np.uint8]:
 def differences(old: Description, new: Description, types: Mapping[str, int], fields: Mapping[str, int]) -> Iterator[str]:
     """What a peer that speaks `old` would not bear, each with what to do. types and fields: those that are told to be added, as
     `Type` and `Type.field`, with the version that added them."""
-    fix = "common/messages/versions.py"
+    fix = "common/messages/__init__.py"
     for inbox, names in old["inboxes"].items():
         gone = sorted(set(names) - set(new["inboxes"][inbox]))
         yield from (f"{name} comes from version {old['version']} to the {inbox}: take it for one release more" for name in gone)
@@ -176,7 +176,7 @@ def _field_differences(
         if "closed" in old["form"]:
             yield f"{name}.{field} is new in a {old['form']}: the neighbour refuses what is longer: make another type"
         elif f"{name}.{field}" not in fields:
-            yield f"{name}.{field} is new: name it in VERSIONS of common/messages/versions.py, among the fields"
+            yield f"{name}.{field} is new: name it in VERSIONS of common/messages/__init__.py, among the fields"
         elif " = " not in new["fields"][field]:
             yield f"{name}.{field} is new and has no default: the neighbour does not send it"
     if new["form"] == "array" and list(new["fields"])[: len(old["fields"])] != list(old["fields"]):

@@ -21,7 +21,7 @@ from common.ids import InstanceId
 from common.instance.requests import LAST_S
 from common.messages import Drain, Goodbye
 from common.options import read_config
-from launch.drain import DrainFlags
+from launch.fleet_page import DrainFlags
 from launch.main import build_parser
 from launch.settings import settle
 from tests.deploy.commands import Command, calls_of, read_command, write_program

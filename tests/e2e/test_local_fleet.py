@@ -15,7 +15,7 @@ import jsonschema_rs
 import pytest
 from openai import OpenAI
 
-from common.trust import write_key
+from common.access import write_key
 from demo import corpus
 from tests.random_schemas import random_schema
 from tests.rig.pages import RunningFleet, running_fleet, until

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
+from common.access import write_key
 from common.errors import TransferError
 from common.processes.child import Exited, Ready, Reported
-from common.trust import write_key
 from demo.evaluate import MODEL
 from launch.child import ChildEvent, RoleProcess, launch_command
 from tests.e2e.test_ranks import departure

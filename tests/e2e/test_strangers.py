@@ -11,11 +11,11 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from common.access import LOOPBACK_ONLY, Trust, read_key, write_key
 from common.ids import ROUTER, InstanceId
 from common.mail import Mailbox
 from common.messages import DecodeInbox, Goodbye, Register, Welcome
 from common.text.tokenizer_manager import TokenizerManager
-from common.trust import LOOPBACK_ONLY, Trust, read_key, write_key
 from launch.main import main
 from tests.builders import instance
 from tests.rig.pages import FleetPages

@@ -22,8 +22,7 @@ from common.config import EngineConfig, ModelConfig
 from common.errors import BadRequest, ConfigError, TandemError, Unavailable
 from common.executor import Chunk, RowStart, StepPlan, StepResult
 from common.ids import Digest
-from common.messages.tasks import ReadAdapter
-from common.messages.weights import WeightsOnDisk
+from common.messages.variants import ReadAdapter, WeightsOnDisk
 from common.sampling_params import SamplingParams
 from engine.lora.adapter_files import Adapter, read_adapter
 from engine.lora.adapter_slots import AdapterSlots

@@ -22,7 +22,7 @@ from common.config import EngineConfig, ModelConfig
 from common.errors import BadRequest, ConfigError, MemoryShort, TandemError, Unavailable
 from common.host import HostMemory
 from common.ids import Digest, Int32Array
-from common.messages.weights import WeightsInMemory, WeightsOnDisk, WeightsSource
+from common.messages.variants import WeightsInMemory, WeightsOnDisk, WeightsSource
 from engine import checkpoint, model_runner
 from engine.checkpoint import TensorCopies, tensor_digest, tensor_digests, weight_files, weights_digest
 from engine.model_runner import ModelRunner

@@ -24,8 +24,15 @@ from common.config import EngineConfig, ModelConfig
 from common.errors import BadRequest, TandemError, Unavailable
 from common.executor import StepPlan, StepResult, Work
 from common.ids import Digest
-from common.messages.tasks import JoinGroup, LeaveGroup, ReadWeight
-from common.messages.weights import AnnouncedWeight, FloatName, WeightsFromGroup, WeightsOnDisk
+from common.messages.variants import (
+    AnnouncedWeight,
+    FloatName,
+    JoinGroup,
+    LeaveGroup,
+    ReadWeight,
+    WeightsFromGroup,
+    WeightsOnDisk,
+)
 from engine.models.staging import ModelWeights
 from engine.torch_executor import TorchExecutor
 from tests.engine.checkpoints import llama, qwen3, qwen3_moe, saved

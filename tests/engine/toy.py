@@ -21,8 +21,7 @@ from common.errors import BadRequest, Unavailable
 from common.executor import EngineDescription, Logprobs, RowStart, StepPlan, StepResult, Work, count_right
 from common.ids import Digest, Int32Array, Int64Array
 from common.messages import ModelIdentity, TokenLogprob
-from common.messages.tasks import ReadAdapter, Task
-from common.messages.weights import WeightsFromGroup, WeightsInMemory, WeightsOnDisk, WeightsSource
+from common.messages.variants import ReadAdapter, Task, WeightsFromGroup, WeightsInMemory, WeightsOnDisk, WeightsSource
 from common.pages.host_memory import digest
 from common.pages.layout import KVLayout, MemoryRegion, heads_of
 from common.sampling_params import Grammar, SamplingParams

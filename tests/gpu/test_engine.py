@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from common.config import EngineConfig, ModelConfig
 from common.errors import ConfigError
 from common.executor import Chunk, RowStart, StepPlan, StepResult
-from common.messages.weights import WeightsOnDisk
+from common.messages.variants import WeightsOnDisk
 from engine.model_runner import ModelRunner
 from engine.models.decoder import Decoder
 from engine.replay import CudaGraphs

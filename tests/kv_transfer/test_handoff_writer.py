@@ -13,8 +13,7 @@ from common.instance.ports import Send
 from common.messages import Decline, Failed, Grant, Handoff, LinkTraffic, Withdraw
 from common.messages.transfers import Allow, Push, PushDone, PushFailed
 from kv_transfer.handoff_reader import WRITE_LEASE_S, Digest
-from kv_transfer.handoff_writer import PeerTraffic, traffic_of
-from kv_transfer.outgoing import HandoffClosed, HandoffGranted, HandoffRefused, SourcePagesRead
+from kv_transfer.handoff_writer import HandoffClosed, HandoffGranted, HandoffRefused, PeerTraffic, SourcePagesRead, traffic_of
 from tests.builders import LAYOUT, key
 from tests.kv_transfer.sources import BEGAN_S, ME, D, Source, grant, reserve
 

@@ -12,7 +12,7 @@ from common.instance.ports import Send
 from common.messages import Decline, Failed, Renew, Renewed, Withdraw
 from common.messages.transfers import Allow, PushDone, PushFailed
 from kv_transfer.handoff_reader import RENEW_S, RENEWALS_AFTER, WRITE_LEASE_S
-from kv_transfer.outgoing import MOST_RENEWALS, HandoffClosed, HandoffRefused
+from kv_transfer.handoff_writer import MOST_RENEWALS, HandoffClosed, HandoffRefused
 from tests.builders import LAYOUT, key
 from tests.kv_transfer.sources import BEGAN_S, ME, D, Source, grant, reserve
 

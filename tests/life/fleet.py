@@ -13,7 +13,7 @@ from common.errors import TandemError, Unavailable
 from common.executor import Executor
 from common.ids import ROUTER, InstanceId, RequestId, Role, ServingRole, pack_ids
 from common.messages import AnyMessage
-from common.messages.adapters import AdapterEntry
+from common.messages.variants import AdapterEntry
 from common.sampling_params import SamplingParams
 from common.text.detokenizer import Detokenizer
 from engine.timed import Pace

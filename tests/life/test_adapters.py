@@ -8,9 +8,7 @@ from common.config import RouterConfig
 from common.errors import BadRequest, NotFound, TandemError, Unavailable
 from common.ids import Digest, InstanceId, ServingRole
 from common.messages import Finished
-from common.messages.adapters import AdapterEntry
-from common.messages.tasks import ReadAdapter
-from common.messages.weights import FIRST_VERSION
+from common.messages.variants import FIRST_VERSION, AdapterEntry, ReadAdapter
 from common.step_cost import StepCost
 from router.adapters import ReplaceMode
 from tests.engine.toy import TOY_ADAPTERS, ToyExecutor

@@ -9,7 +9,7 @@ from common.config import RouterConfig
 from common.errors import Conflict, MemoryShort, TandemError
 from common.ids import Digest, InstanceId
 from common.messages import Finished
-from common.messages.weights import FIRST_VERSION, WeightsInMemory, WeightsOnDisk, WeightsSource
+from common.messages.variants import FIRST_VERSION, WeightsInMemory, WeightsOnDisk, WeightsSource
 from common.step_cost import StepCost
 from router.weights import Updated, UpdateMode, UpdateOrder
 from tests.engine import toy

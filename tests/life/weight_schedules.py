@@ -20,8 +20,7 @@ from common.config import RouterConfig
 from common.errors import Conflict, TandemError, Unavailable
 from common.ids import Digest, InstanceId
 from common.messages import Finished
-from common.messages.adapters import AdapterEntry
-from common.messages.weights import FIRST_VERSION, WeightsInMemory, WeightsOnDisk
+from common.messages.variants import FIRST_VERSION, AdapterEntry, WeightsInMemory, WeightsOnDisk
 from common.step_cost import StepCost
 from router.adapters import Operation, ReplaceMode
 from router.weights import Updated, UpdateMode, UpdateOrder

@@ -52,7 +52,7 @@ from common.messages import (
     TextDelta,
     TokenLogprob,
 )
-from common.messages.tasks import DoTask, LeaveGroup, TaskDone
+from common.messages.variants import DoTask, LeaveGroup, TaskDone
 from common.text.embedding import EmbeddingMode
 from common.text.tokenizer_manager import ChatOptions, TokenizerManager
 from router.api.app import Api, build_app

@@ -7,7 +7,6 @@ import msgspec
 import pytest
 from fastapi.routing import APIRoute
 
-from router.api.adapters import LoadFields, UnloadFields
 from router.api.app import InvocationFields
 from router.api.batches import BatchFields
 from router.api.chat import ChatFields
@@ -15,7 +14,7 @@ from router.api.completions import CompletionFields
 from router.api.embeddings import EmbeddingFields, EncodeFields
 from router.api.errors import ErrorBody
 from router.api.files import UploadFields
-from router.api.instances import RoleFields, StartFields, SwitchFields
+from router.api.instances import LoadFields, RoleFields, StartFields, SwitchFields, UnloadFields
 from router.api.messages import CountFields, MessageFields
 from router.api.responses import ResponseFields
 from router.api.routes import DetokenizeFields, TokenizeFields

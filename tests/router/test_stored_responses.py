@@ -86,7 +86,7 @@ async def test_a_conversation_goes_on_from_stored_answers_as_if_it_were_sent_who
         for response in (first, second, third):
             assert (await client.responses.retrieve(response.id)).model_dump() == response.model_dump()
         items = [item async for item in client.responses.input_items.list(third.id, order="asc", limit=2)]
-        told = ["".join(part.text for part in item.content) for item in items]  # type: ignore[union-attr]
+        told = ["".join(part.text for part in item.content) for item in items]
         assert told == ["hello", first.output_text, "and?", second.output_text, "so?"]
         latest = await client.responses.input_items.list(third.id, limit=1)
         assert [item.id for item in latest.data] == [items[-1].id] and latest.has_more
@@ -142,7 +142,7 @@ async def test_a_stream_in_the_background_goes_on_where_its_client_was_cut_off(t
         assert [event.type for event in whole[:3]] == ["response.created", "response.queued", "response.in_progress"]
         assert whole == [*seen, *rest]
         stored = await client.responses.retrieve(name)
-        assert whole[-1].response.model_dump() == stored.model_dump()  # type: ignore[union-attr]
+        assert whole[-1].response.model_dump() == stored.model_dump()
         plain = await client.responses.create(input="hello", background=True, **ASK)
         with pytest.raises(openai.BadRequestError, match="no events"):
             await client.responses.retrieve(plain.id, stream=True)

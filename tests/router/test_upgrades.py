@@ -7,9 +7,8 @@ from msgspec.structs import replace
 
 from common.errors import Conflict, NotFound, TandemError
 from common.ids import Incarnation, InstanceId, Life
-from common.messages import WIRE_VERSION, DoTask, Finished, Goodbye, Load, Register, TextBatch, TextDelta
-from common.messages.tasks import LeaveGroup, ReadWeight, Task
-from common.messages.versions import SINCE
+from common.messages import SINCE, WIRE_VERSION, DoTask, Finished, Goodbye, Load, Register, TextBatch, TextDelta
+from common.messages.variants import LeaveGroup, ReadWeight, Task
 from router.fleet import Members
 from tests.router.bench import D0, P0
 from tests.router.calls import completion, get, post, until

@@ -8,9 +8,8 @@ import pytest
 from common.config import RouterConfig
 from common.errors import ConfigError
 from simulation.clock import TURN_S
-from simulation.front import FrontCosts
 from simulation.measured_front import measure_front
-from simulation.plan import FleetPlan, LoadPlan
+from simulation.plan import FleetPlan, FrontCosts, LoadPlan
 from simulation.run import Simulation
 
 FLEET = FleetPlan(prefill=1, decode=1, step_cost="0.010,0,0", front="0,0,0,0", max_running=64)

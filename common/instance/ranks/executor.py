@@ -22,8 +22,7 @@ from common.ids import Digest, Int32Array
 from common.instance.ranks.leader import FollowerLine, Followers
 from common.instance.ranks.line import RankLost, digest_tokens, pack_plan
 from common.messages.ranks import DropOnRank, FreeAdapter, SwitchOnRank
-from common.messages.tasks import ReadAdapter, Task
-from common.messages.weights import WeightsSource
+from common.messages.variants import ReadAdapter, Task, WeightsSource
 from common.sampling_params import Grammar
 
 

@@ -49,9 +49,8 @@ from common.messages.ranks import (
     ToFollower,
     TransferOrder,
 )
-from common.messages.tasks import Task
 from common.messages.transfers import PackedPush
-from common.messages.weights import WeightsSource
+from common.messages.variants import Task, WeightsSource
 from common.sampling_params import Grammar
 
 HELLO_S = 1.0

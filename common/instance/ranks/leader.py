@@ -54,9 +54,8 @@ from common.messages.ranks import (
     ToLeader,
     TransferOrder,
 )
-from common.messages.tasks import Task
 from common.messages.transfers import Allow, PackedPush, Push, TransferCommand, TransferEvent
-from common.messages.weights import WeightsSource
+from common.messages.variants import Task, WeightsSource
 from common.sampling_params import Grammar
 
 ABSENT_S = 5.0

@@ -22,9 +22,8 @@ from common.messages import (
     Timeline,
     Welcome,
 )
-from common.messages.tasks import Task
 from common.messages.transfers import TransferCommand, TransferEvent
-from common.messages.weights import WeightsSource
+from common.messages.variants import Task, WeightsSource
 from common.pages.pool import PagePool
 from common.sampling_params import Grammar
 from engine.grammar.grammars import anything_goes

@@ -18,8 +18,7 @@ from common.messages import (
     StageWeights,
     TakeRole,
 )
-from common.messages.tasks import DoTask, JoinGroup
-from common.messages.weights import WeightsOnDisk
+from common.messages.variants import DoTask, JoinGroup, WeightsOnDisk
 from tests.builders import instance, key, sampling
 from tests.common.instance.rig import WELCOME, FakedRig
 

@@ -5,8 +5,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models
 
-from common.text.incremental import PENDING_TOKENS, IncrementalDecoder, Vocabulary
-from common.text.token_text import TokenText
+from common.text.token_text import PENDING_TOKENS, IncrementalDecoder, TokenText, Vocabulary
 from tests.common.text.tiny import TEXTS, sentencepiece_like_tokenizer, tiny_tokenizer
 
 HARD_TEXTS = (*TEXTS, "👩‍👩‍👧‍👦🏽", "e\u0301\u0327", "नमस्ते", "ก็ที่", "\U0010ffff", "a\ufffdb\ufffd", " leading", "tab\tnew\r\nline")

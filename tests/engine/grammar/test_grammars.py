@@ -30,11 +30,11 @@ from engine.grammar.grammars import (
     MAX_OWNED,
     MAX_OWNED_S,
     MAX_QUEUED,
+    MAX_WHITESPACE,
     CompileQueue,
     Grammars,
     anything_goes,
 )
-from engine.grammar.structural_tags import MAX_WHITESPACE
 from tests.engine.grammar.judge import COMPILER, TOKENS, allowed, json_schema, structural_tag
 
 

@@ -14,9 +14,8 @@ from xgrammar import GrammarCompiler, GrammarMatcher
 
 from common.errors import BadRequest
 from common.sampling_params import Grammar
-from engine.grammar.grammars import check_text
+from engine.grammar.grammars import check_structural_tag, check_text
 from engine.grammar.json_schemas import _FORMS, check_regex, check_schema
-from engine.grammar.structural_tags import check_structural_tag
 from router.api.structured import one_of
 from tests.engine.grammar.judge import COMPILER, TOKENS, json_schema
 

@@ -10,8 +10,7 @@ import torch
 from common.errors import TandemError
 from common.executor import EngineDescription, RowStart, StepPlan, StepResult, Work
 from common.ids import Digest, Int32Array
-from common.messages.tasks import Task
-from common.messages.weights import WeightsSource
+from common.messages.variants import Task, WeightsSource
 from common.sampling_params import Grammar, SamplingParams
 from engine.grammar import masks as grammar_rows
 from engine.grammar.grammars import Grammars
