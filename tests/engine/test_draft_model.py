@@ -38,7 +38,7 @@ def drafted_by(model: PreTrainedModel, known: list[int], count: int) -> list[int
 def test_the_drafts_of_the_same_model_are_all_right(tmp_path: Path, changes: dict[str, Any]) -> None:
     """Also sampled ones, because they have the same noise; a penalty is nothing that it knows."""
     path = saved(qwen3(), tmp_path)
-    asked = requests(8, KINDS[:3], 1)
+    asked = requests(11, KINDS[:3], 1)
     without, with_it = (serve(made(path, drafts, **changes), asked, chunk_tokens=400) for drafts in (None, path))
     assert with_it.answers == without.answers
     counters = with_it.counters
@@ -54,7 +54,7 @@ def test_a_model_that_agrees_now_and_then_changes_no_answer_and_proposes_what_tr
     served, draft = qwen3(), tmp_path / "small"
     path, small = saved(served, tmp_path / "served"), nearly(served, 0.15)
     small.save_pretrained(draft)
-    asked = requests(8, KINDS, 2)
+    asked = requests(12, KINDS, 2)
     without, with_it = serve(made(path, None), asked), serve(made(path, draft), asked)
     assert with_it.answers == without.answers
     counters = with_it.counters
