@@ -277,7 +277,7 @@ def test_progress_is_reported_after_each_group(layers: int, groups: int, expecte
 
 
 PROGRAM = """
-import json, os, resource, threading
+import json, os, resource, threading, time
 os.environ["OMP_NUM_THREADS"] = "2"
 import torch
 from engine.model_runner import keep_step_memory
@@ -304,6 +304,8 @@ keep_step_memory()
 thread = threading.Thread(target=steps)
 thread.start()
 thread.join()
+while threads() > counts[0]:
+    time.sleep(0.001)  # it leaves /proc a moment later
 for _ in range(2):
     whole = torch.ones(512, 512)
     assert (whole @ whole)[0, 0] == 512
